@@ -1,0 +1,94 @@
+"""Run notebooks and store their outputs, or turn them into plain text and back.
+
+    python tools/notebooks.py run nbs/algorithm/01_batching.ipynb ...   execute, store outputs, clean
+    python tools/notebooks.py text nbs/algorithm/01_batching.ipynb      print it as text, for an editor
+    python tools/notebooks.py build lesson.txt nbs/algorithm/01_batching.ipynb   make the notebook from that text
+
+In the text form a line `%%md` opens a markdown cell and a line `%%code` a code cell. Cell ids survive a round trip.
+"""
+import argparse, hashlib, os, re, subprocess, sys
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+MARKS = {"%%md": "markdown", "%%code": "code"}
+
+
+def to_text(notebook):
+    "The cells of a notebook, one after the other, each under its mark."
+    mark = {kind: m for m, kind in MARKS.items()}
+    return "\n".join(f"{mark[c.cell_type]}\n{c.source}\n" for c in notebook.cells)
+
+
+def parse(text):
+    "(kind, source) of each cell in a text."
+    parts = re.split(r"^(%%md|%%code)[ \t]*$", text, flags=re.M)[1:]
+    return [(MARKS[m], body.strip("\n")) for m, body in zip(parts[::2], parts[1::2])]
+
+
+def build(text, old=None):
+    "A notebook from text; cells that `old` has too keep their ids and outputs."
+    cells = []
+    for kind, source in parse(text):
+        make = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
+        cells.append(make(source, id=hashlib.sha1(f"{len(cells)}{source}".encode()).hexdigest()[:8]))
+    if old is not None:
+        a, b = [(c.cell_type, c.source) for c in old.cells], [(c.cell_type, c.source) for c in cells]
+        for tag, i0, i1, j0, j1 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+            if tag == "equal" or (tag == "replace" and i1 - i0 == j1 - j0):
+                for i, j in zip(range(i0, i1), range(j0, j1)):
+                    if old.cells[i].cell_type == cells[j].cell_type:
+                        cells[j].id = old.cells[i].id
+                        if tag == "equal" and cells[j].cell_type == "code":
+                            cells[j].outputs = old.cells[i].outputs
+    metadata = dict(old.metadata) if old is not None else {}
+    metadata.setdefault("kernelspec", {"display_name": "Python 3", "language": "python", "name": "python3"})
+    return nbformat.v4.new_notebook(cells=cells, metadata=metadata)
+
+
+def run(path, timeout=1200):
+    "Execute a notebook where it stands and store its outputs, without widget state and without execution counts."
+    notebook = nbformat.read(path, 4)
+    skipped = [(cell, cell.source) for cell in notebook.cells if cell.cell_type == "code" and re.search(r"^#\| *eval: *false", cell.source, re.M)]
+    for cell, _ in skipped:
+        cell.source = "pass"
+    try:
+        NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": Path(path).resolve().parent}}, store_widget_state=False).execute()
+    finally:
+        for cell, source in skipped:
+            cell.source = source
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [o for o in cell.outputs if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
+    notebook.metadata.pop("widgets", None)
+    nbformat.write(notebook, path)
+    subprocess.run([sys.executable, "-c", "from nbdev.clean import nbdev_clean; import sys; nbdev_clean(fname=sys.argv[1])", str(path)], check=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run").add_argument("notebooks", nargs="+", type=Path)
+    commands.add_parser("text").add_argument("notebook", type=Path)
+    make = commands.add_parser("build")
+    make.add_argument("text", type=Path)
+    make.add_argument("notebook", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    if args.command == "run":
+        for path in args.notebooks:
+            print(path, flush=True)
+            run(path)
+    elif args.command == "text":
+        print(to_text(nbformat.read(args.notebook, 4)))
+    else:
+        old = nbformat.read(args.notebook, 4) if args.notebook.exists() else None
+        args.notebook.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(build(args.text.read_text(), old), args.notebook)
+
+
+if __name__ == "__main__":
+    main()
