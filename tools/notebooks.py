@@ -1,6 +1,7 @@
 """Run notebooks and store their outputs, or turn them into plain text and back.
 
     python tools/notebooks.py run nbs/algorithm/01_batching.ipynb ...   execute, store outputs, clean
+                                  (--flags cuda slow: the cells marked so as well, which are left alone otherwise)
     python tools/notebooks.py text nbs/algorithm/01_batching.ipynb      print it as text, for an editor
     python tools/notebooks.py build lesson.txt nbs/algorithm/01_batching.ipynb   make the notebook from that text
 
@@ -44,23 +45,24 @@ def build(text, old=None):
                         if tag == "equal" and cells[j].cell_type == "code":
                             cells[j].outputs = old.cells[i].outputs
     metadata = dict(old.metadata) if old is not None else {}
-    metadata.setdefault("kernelspec", {"display_name": "Python 3", "language": "python", "name": "python3"})
+    metadata.setdefault("kernelspec", {"display_name": "python3", "language": "python", "name": "python3"})
     return nbformat.v4.new_notebook(cells=cells, metadata=metadata)
 
 
-def run(path, timeout=1200):
-    "Execute a notebook where it stands and store its outputs, without widget state and without execution counts."
+def skipped(cell, flags):
+    "Whether a cell is left alone: marked `#| eval: false`, or with one of the flags (cells that need a GPU, a long time, ...)."
+    marks = re.findall(r"^#\|[ \t]*(.+?)[ \t]*$", cell.source, re.M) if cell.cell_type == "code" else []
+    return any(re.fullmatch(r"eval: *false", mark) or mark.split()[0] in flags for mark in marks)
+
+
+def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
+    "Execute a notebook where it stands and store its outputs, without widget state and without execution counts; skipped cells keep what they have."
     notebook = nbformat.read(path, 4)
-    skipped = [(cell, cell.source) for cell in notebook.cells if cell.cell_type == "code" and re.search(r"^#\| *eval: *false", cell.source, re.M)]
-    for cell, _ in skipped:
-        cell.source = "pass"
-    try:
-        NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": Path(path).resolve().parent}}, store_widget_state=False).execute()
-    finally:
-        for cell, source in skipped:
-            cell.source = source
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)
+        if skipped(cell, flags): cell.metadata["tags"] = ["skip-execution"]
+    NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": Path(path).resolve().parent}}, store_widget_state=False).execute()
+    for cell in notebook.cells:
+        cell.metadata.clear()
         if cell.cell_type == "code":
             cell.outputs = [o for o in cell.outputs if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
     notebook.metadata.pop("widgets", None)
@@ -71,7 +73,9 @@ def run(path, timeout=1200):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("run").add_argument("notebooks", nargs="+", type=Path)
+    execute = commands.add_parser("run")
+    execute.add_argument("notebooks", nargs="+", type=Path)
+    execute.add_argument("--flags", nargs="*", default=[], metavar="FLAG", help="run the cells with these flags too")
     commands.add_parser("text").add_argument("notebook", type=Path)
     make = commands.add_parser("build")
     make.add_argument("text", type=Path)
@@ -81,7 +85,7 @@ def main():
     if args.command == "run":
         for path in args.notebooks:
             print(path, flush=True)
-            run(path)
+            run(path, {"notest", "slow", "cuda"} - set(args.flags))
     elif args.command == "text":
         print(to_text(nbformat.read(args.notebook, 4)))
     else:

@@ -283,8 +283,8 @@ def choose_chunks(
     logit_chunk_multiplier: int | None = None,  # fixed by the user; None: max(4, length // 4096), or more if needed
 ) -> Chunks:  # the coarsest split that fits; a ValueError with the numbers if none does
     "Choose `mini_batch` and `logit_chunk_multiplier` by the memory that is free."
-    for name, value in (("batch", batch), ("length", length), ("mini_batch", mini_batch or 1), ("logit_chunk_multiplier", logit_chunk_multiplier or 1)):
-        _check_count(name, value)
+    for name, value in (("batch", batch), ("length", length), ("mini_batch", mini_batch), ("logit_chunk_multiplier", logit_chunk_multiplier)):
+        if value is not None: _check_count(name, value)
 
     def needed(pieces, multiplier):
         states = hidden_state_bytes(batch, length, hidden, mini_batch=pieces, element_bytes=hidden_element_bytes)

@@ -93,7 +93,7 @@ class Collecting:
         "One completion for each row."
         prompts = [prompt_token_ids(row["prompt"], self.tokenizer, self.config.chat_template_kwargs) for row in rows]
         check_prompt_lengths(prompts, self.config.max_completion_length, getattr(self.model.config, "max_position_embeddings", None))
-        return self.engine.generate(prompts, self.sampling)
+        return self.engine.generate(prompts, self.sampling, progress=False if self.config.disable_tqdm else None)
 
     def draw_rows(self) -> list[dict]:
         "This process's rows of the data for the present cycle, each as often as it is answered."

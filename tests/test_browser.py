@@ -1,0 +1,130 @@
+"The widgets in a real JupyterLab in a real Chromium: each is shown, moved with the keyboard, and draws something else."
+import json, os, shutil, socket, subprocess, sys, time, urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDGETS = sorted(p.stem for p in (ROOT / "grpo_nb/widgets").glob("[a-z]*.py") if f"def {p.stem}_widget" in p.read_text())
+LESSONS = [p for p in sorted((ROOT / "nbs").rglob("[0-9]*.ipynb")) if p.parent.name not in ("widgets", ".ipynb_checkpoints")
+           and any(f"{name}_widget(" in p.read_text() for name in WIDGETS)]
+SETTINGS = {  # no news, no pop-ups, and no cells taken out of the page because they are scrolled away
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "notebook-extension/tracker": {"windowingMode": "none"},
+}
+pytestmark = pytest.mark.browser
+
+# what a reader sees of a drawing: matplotlib's SVG has a date and random ids, which are not part of the picture
+SEEN = """box => [...box.querySelectorAll('.widget-html-content svg :is(path, use, text, tspan), .widget-html-content p')]
+    .filter(e => !e.closest('defs, metadata'))
+    .map(e => [e.tagName, e.getAttribute('d'), e.getAttribute('x'), e.getAttribute('y'), e.getAttribute('transform'), e.getAttribute('style'), e.textContent].join())
+    .join(';')"""
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    "A browser that is installed on this machine."
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not program:
+        problem = "no Chromium on this machine (apt-get install chromium), so the widgets are not tried in a browser"
+        pytest.fail(problem) if os.environ.get("CI") else pytest.skip(problem)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def lab(chromium, tmp_path_factory):
+    "A JupyterLab of its own, for as long as the tests run: (its address, the folder that it shows)."
+    home, folder = tmp_path_factory.mktemp("jupyter"), tmp_path_factory.mktemp("notebooks")
+    for name, values in SETTINGS.items():
+        path = home / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTER_DATA_DIR": str(home / "data"), "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+                        "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"), "PYTHONPATH": str(ROOT)}
+    log = (home / "log").open("w+")
+    options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}", f"--ServerApp.root_dir={folder}", "--ServerApp.port_retries=0",
+               "--IdentityProvider.token=", "--ServerApp.password=", "--LabApp.expose_app_in_browser=True"]
+    server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *options], env=env, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(120):
+            try: urllib.request.urlopen(f"{address}/api").close(); break
+            except OSError: time.sleep(0.5)
+            if server.poll() is not None: break
+        else: pytest.fail("JupyterLab did not start:\n" + Path(log.name).read_text()[-3000:])
+        yield address, folder
+    finally:
+        server.terminate()
+        server.wait(30)
+        log.close()
+
+
+@pytest.fixture
+def run_notebook(chromium, lab):
+    "A function: open a notebook in JupyterLab, run all of its cells, return the page."
+    address, folder = lab
+    page = chromium.new_page()
+    page.set_default_timeout(60_000)
+    complaints = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+
+    def run(notebook):
+        (folder / "lesson.ipynb").write_text(nbformat.writes(notebook))
+        page.goto(f"{address}/lab/tree/lesson.ipynb?reset")
+        page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'")
+        page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
+        failed = page.locator("[data-mime-type='application/vnd.jupyter.error']")
+        assert failed.count() == 0, failed.first.inner_text()
+        return page
+
+    yield run
+    page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    page.close()
+    assert not complaints
+
+
+def move_every_slider(page, name):
+    "Press an arrow key on each slider of a widget and press the other to come back; at least one must change the picture."
+    from playwright.sync_api import TimeoutError
+
+    box = page.locator(f".grpo-{name}-viz").first
+    box.locator("svg").first.wait_for()
+    start, moved = box.evaluate(SEEN), 0
+    assert start
+    for handle in box.locator(".noUi-handle").all():
+        at_end = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
+        there, back = ("ArrowLeft", "ArrowRight") if at_end else ("ArrowRight", "ArrowLeft")
+        handle.focus()
+        page.keyboard.press(there)
+        try: page.wait_for_function(f"([box, start]) => ({SEEN})(box) !== start", arg=[box.element_handle(), start], timeout=5_000)
+        except TimeoutError: pass  # this one may have nothing to say at these values; the sum is checked below
+        else: moved += box.locator("svg").count()
+        assert box.evaluate(SEEN), "the drawing is gone"
+        page.keyboard.press(back)
+        page.wait_for_function(f"([box, start]) => ({SEEN})(box) === start", arg=[box.element_handle(), start], timeout=10_000)
+    assert moved, "no slider changes the picture"
+
+
+@pytest.mark.parametrize("name", WIDGETS)
+def test_widget_follows_its_sliders(run_notebook, name):
+    cells = [nbformat.v4.new_code_cell(f"from grpo_nb.widgets.{name} import {name}_widget\n{name}_widget()")]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}  # without it JupyterLab asks
+    move_every_slider(run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=kernel)), name)
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in LESSONS])
+def test_lesson_runs_in_jupyterlab_and_shows_its_widget(run_notebook, path):
+    notebook = nbformat.read(path, 4)
+    page = run_notebook(notebook)
+    source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("#| export"))
+    for name in WIDGETS:
+        if f"{name}_widget(" in source: page.locator(f".grpo-{name}-viz svg").first.wait_for()

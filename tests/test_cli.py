@@ -1,0 +1,117 @@
+"The command `grpo-nb`: what it refuses, what it says, and what it leaves behind."
+import json, subprocess, sys, types
+from importlib.metadata import version
+
+import pytest
+
+from grpo_nb import cli
+
+
+def call(*arguments):
+    "A real `grpo-nb` process that may not import anything heavy before it has refused."
+    guard = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'grpo_nb.demo'])); from grpo_nb.cli import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", guard, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    "The calls that reached `run_demo`, which here only remembers them."
+    seen = []
+
+    def run_demo(steps, seed, out, resume):
+        seen.append(dict(steps=steps, seed=seed, out=out, resume=resume))
+        return {"before": 0.5, "after": 0.95}
+
+    monkeypatch.setitem(sys.modules, "grpo_nb.demo", types.SimpleNamespace(run_demo=run_demo))
+    return seen
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    ((), "COMMAND"),
+    (("dmeo",), "invalid choice"),
+    (("demo", "--steps", "0"), "at least 1 step"),
+    (("demo", "--steps", "-3"), "at least 1 step"),
+    (("demo", "--steps", "ten"), "'ten' is not a whole number"),
+    (("demo", "--steps", "2.5"), "'2.5' is not a whole number"),
+    (("demo", "--seed", "-1"), "seeds go from 0"),
+    (("demo", "--seed", 2**32), "seeds go from 0"),
+    (("demo", "--seed", "nan"), "'nan' is not a whole number"),
+    (("demo", "--out", "/dev/null"), "is a file"),
+    (("demo", "--out", "/dev/null/inside"), "cannot be written"),
+    (("demo", "--out", "/proc/grpo"), "cannot be written"),
+    (("demo", "--resume", "--out", "/tmp/there-is-no-such-run"), "no run to resume"),
+    (("doctor", "--jsno"), "--jsno"),
+])
+def test_refused_with_a_sentence_before_any_work(arguments, sentence):
+    done = call(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    done = call("demo", "--out", tmp_path)
+    assert done.returncode == 2 and "thesis.tex" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("arguments, words", [(("--help",), ("demo", "doctor")), (("demo", "--help"), ("--steps", "--seed", "--out", "--resume")),
+                                              (("doctor", "--help"), ("--json",)), (("--version",), (version("grpo_nb"),))])
+def test_help_needs_nothing_heavy(arguments, words):
+    done = call(*arguments)
+    assert done.returncode == 0 and all(word in done.stdout for word in words)
+
+
+def test_arguments_reach_the_demo(runs, tmp_path, capsys):
+    assert cli.main(["demo", "--steps", "7", "--seed", "3", "--out", str(tmp_path / "new" / "run")]) == 0
+    assert runs == [dict(steps=7, seed=3, out=str(tmp_path / "new" / "run"), resume=False)]
+    assert "0.500 before, 0.950 after" in capsys.readouterr().out
+
+
+def test_defaults(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo"]) == 0
+    assert runs == [dict(steps=None, seed=0, out="runs/demo", resume=False)]
+
+
+def test_resume_keeps_the_seed_of_the_run(runs, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "run")]
+    cli.main(["demo", "--seed", "3", "--steps", "5", *out])
+    assert cli.main(["demo", "--resume", *out]) == 0
+    assert cli.main(["demo", "--resume", "--steps", "9", *out]) == 0
+    assert cli.main(["demo", "--resume", "--seed", "4", *out]) == 2
+    assert "--seed 3" in capsys.readouterr().err
+    assert [(r["seed"], r["steps"], r["resume"]) for r in runs] == [(3, 5, False), (3, 5, True), (3, 9, True)]
+
+
+def test_a_second_run_moves_the_first_aside(runs, tmp_path, capsys):
+    out = tmp_path / "run"
+    for seed in "012": cli.main(["demo", "--seed", seed, "--out", str(out)])
+    seeds = {p.name: json.loads((p / "demo.json").read_text())["seed"] for p in tmp_path.iterdir()}
+    assert seeds == {"run": 2, "run-1": 0, "run-2": 1}
+    assert str(tmp_path / "run-2") in capsys.readouterr().out
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, capsys):
+    def interrupted(**_): raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "grpo_nb.demo", types.SimpleNamespace(run_demo=interrupted))
+    assert cli.main(["demo", "--out", str(tmp_path / "my run")]) == 130
+    assert f"grpo-nb demo --resume --out '{tmp_path}/my run'" in capsys.readouterr().err
+
+
+def test_doctor_reports_what_is_here():
+    done = subprocess.run([sys.executable, "-c", "from grpo_nb.cli import main; main(['doctor', '--json'])"], capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    found = {row["name"]: row["installed"] for row in facts["packages"]}
+    assert {"torch", "transformers", "peft", "datasets", "accelerate", "ipywidgets", "matplotlib", "bitsandbytes", "vllm", "nbdev"} == set(found)
+    assert found["torch"] == version("torch") and facts["devices"][0]["type"] == "cpu"
+
+
+def test_doctor_fails_and_says_what_to_type_when_a_requirement_is_too_old(monkeypatch, capsys):
+    installed = cli._version
+    monkeypatch.setattr(cli, "_version", lambda name: {"peft": "0.1.0", "datasets": None}.get(name, installed(name)))
+    assert cli.main(["doctor"]) == 1
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    assert "needs >=0.17" in lines["peft"] and "pip install 'peft>=0.17'" in lines["peft"]
+    assert "missing" in lines["datasets"] and "missing" not in lines["torch"]

@@ -1,0 +1,60 @@
+"The wheel, alone in an empty environment: what a user gets from pip."
+import json, os, shutil, subprocess, sys, venv, zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = os.environ.get("GRPO_NB_TORCH", "torch==2.13.0").split()  # what to hand to pip so that it installs a build of torch for this machine
+pytestmark = pytest.mark.wheel
+
+
+def run(*command, **options):
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env, **options)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    "Built from the source distribution of a copy of the checkout, so that nothing left over from an earlier build gets in."
+    source, out = tmp_path_factory.mktemp("source") / "grpo_nb", tmp_path_factory.mktemp("dist")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__"))
+    run(sys.executable, "-m", "build", "--outdir", out, source)
+    (made,) = out.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    "The folder of commands of an environment that has torch, the wheel and what the wheel asks for."
+    home = tmp_path_factory.mktemp("empty")
+    venv.create(home, with_pip=True)
+    run(home / "bin/pip", "install", "-q", "--no-compile", *TORCH)
+    run(home / "bin/pip", "install", "-q", "--no-compile", wheel)
+    yield home / "bin"
+    shutil.rmtree(home)
+
+
+def test_wheel_holds_the_library_and_nothing_else(wheel):
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert inside == {str(p.relative_to(ROOT)) for p in (ROOT / "grpo_nb").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+
+
+def test_every_module_imports_without_the_tools_that_wrote_it(installed, tmp_path):
+    code = ("import grpo_nb, importlib, importlib.util as u, pkgutil; "
+            "names = [m.name for m in pkgutil.walk_packages(grpo_nb.__path__, 'grpo_nb.')]; [importlib.import_module(n) for n in names]; "
+            "print(len(names), grpo_nb.__file__, [n for n in ('nbdev', 'fastcore', 'trl', 'pytest') if u.find_spec(n)])")
+    count, path, tools = run(installed / "python", "-c", code, cwd=tmp_path).split(maxsplit=2)
+    assert int(count) > 10 and path.startswith(str(installed.parent)) and tools.strip() == "[]"
+
+
+def test_demo_runs(installed, tmp_path):
+    run(installed / "grpo-nb", "demo", "--steps", "2", "--out", tmp_path / "run", cwd=tmp_path)
+    assert {"before", "after"} <= json.loads((tmp_path / "run/summary.json").read_text()).keys()
+
+
+def test_doctor_finds_nothing_missing(installed, tmp_path):
+    facts = json.loads(run(installed / "grpo-nb", "doctor", "--json", cwd=tmp_path))
+    assert all(row["ok"] for row in facts["packages"] if not row["optional"])
