@@ -241,7 +241,7 @@ def test_strings_and_ids_are_the_same_prompts():
 @pytest.mark.parametrize("prompts, max_tokens, sentence", [
     ([], 4, "prompts is empty"), ("1+2=", 4, "one string"), (["1+2=", ""], 4, "prompt 1 has no tokens"), ([[7], []], 4, "prompt 1 has no tokens"),
     ([[7], [7, 24]], 4, "prompt 1 holds token ids from 7 to 24"), ([[-1]], 4, "prompt 0 holds"), ([[7], [8] * 60], 5, "prompt 1 has 60 tokens .* set max_tokens to at most 4"),
-    ([[8] * 64], 5, "shorten the prompt to at most 59"),
+    ([[8] * 64], 5, "shorten the prompt, as both together may have at most 64"),
 ])
 def test_what_cannot_be_continued_is_refused_before_the_model_runs(prompts, max_tokens, sentence):
     model, tokenizer = tiny_gpt_oss(0, max_position_embeddings=64)

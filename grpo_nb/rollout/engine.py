@@ -158,7 +158,10 @@ def finish(
     logps = logps[:, : mask.shape[1]].masked_fill(~mask, 0.0)
     if not logps.isfinite().all():
         row, t = (~logps.isfinite()).nonzero()[0].tolist()
-        raise FloatingPointError(f"the logits for token {t} of completion {row} are not finite, so nothing can be drawn from them: use a wider dtype (bfloat16 or float32), or look for a step at which training diverged")
+        raise FloatingPointError(
+            f"the logits for token {t} of completion {row} of this batch are not finite, so nothing can be drawn from them: "
+            "use a wider dtype (bfloat16 or float32), or look for the step at which training diverged"
+        )
     last = completion_ids.gather(1, lengths[:, None] - 1)  # (N, 1)
     reasons = ["stop" if stopped else "length" for stopped in (last == stop).any(-1).tolist()]
     return Rollout(prompt_ids, completion_ids, mask, logps, reasons)
@@ -192,7 +195,7 @@ def check_prompts(
             raise ValueError(f"prompt {i} holds token ids from {min(ids)} to {max(ids)}, and the model's vocabulary goes from 0 to {vocab_size - 1}: use the model's own tokenizer")
         if max_positions is not None and len(ids) + max_tokens > max_positions:
             room = max_positions - len(ids)
-            change = f"set max_tokens to at most {room}" if room > 0 else f"shorten the prompt to at most {max_positions - max_tokens} tokens"
+            change = f"set max_tokens to at most {room}" if room > 0 else f"shorten the prompt, as both together may have at most {max_positions}"
             raise ValueError(f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the model's max_position_embeddings is {max_positions}: {change}")
 
 # %% ../../nbs/rollout/02_engine.ipynb #1d04a1ad

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sync_folder', 'write_folder', 'checkpoints', 'find_checkpoint', 'remove_old_checkpoints', 'random_state',
-           'set_random_state', 'deterministic', 'truncate_log', 'load_weights']
+           'set_random_state', 'deterministic', 'truncate_log', 'load_weights', 'no_file_bars']
 
 # %% ../../nbs/training/06_checkpoint.ipynb #2c31487d
 import json
@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,15 @@ def load_weights(
         unexpected, missing = result.unexpected_keys, [key for key in result.missing_keys if key not in tied]
     if unexpected or missing:
         raise ValueError(f"the weights in {str(folder)!r} are of another model: missing {list(missing)[:3]}, unexpected {list(unexpected)[:3]}")
+
+# %% ../../nbs/training/06_checkpoint.ipynb #f35225c1
+@contextmanager
+def no_file_bars():
+    "`with no_file_bars():` switches off the progress bars of transformers' saving and loading, and puts them back."
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try: yield
+    finally:
+        if shown: logging.enable_progress_bar()

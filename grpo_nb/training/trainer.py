@@ -32,7 +32,7 @@ from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import completion_order, cycles_in_epoch, prompt_order
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES, grpo_loss, high_entropy_mask, rollout_correction
 from ..rollout.engine import Rollout, RolloutEngine
-from .checkpoint import (deterministic, find_checkpoint, load_weights, random_state, remove_old_checkpoints,
+from .checkpoint import (deterministic, find_checkpoint, load_weights, no_file_bars, random_state, remove_old_checkpoints,
                                          set_random_state, truncate_log, write_folder)
 from .config import GRPOConfig
 from .data import check_dataset, check_prompt_lengths, completion_as_given, prompt_token_ids, reward_columns
@@ -74,8 +74,9 @@ class Collecting:
 
     def collect(self) -> TrainingBatch:
         "The completions of one generation cycle that belong to this process, ready to be trained on."
-        rows = self.draw_rows()
-        rollout = self.sample(rows)
+        numbers = self.draw_rows()
+        rows = [self.train_dataset[number] for number in numbers]
+        rollout = self.sample(rows, numbers)
         scores = self.accelerator.gather(self.score(rows, rollout).to(self.device)).cpu()  # (N of all processes, K)
         advantages = group_advantages(scores, self.config.num_generations, weights=self.config.reward_weights, scale=self.config.scale_rewards,
                                       aggregation=self.config.multi_objective_aggregation)
@@ -89,17 +90,17 @@ class Collecting:
         order = completion_order(len(rows), self.cycle, self.accelerator.process_index, self.config.shuffle_dataset, self.config.seed)
         return self.add_other_policies(batch.rows(order))
 
-    def sample(self, rows: list[dict]) -> Rollout:
-        "One completion for each row."
+    def sample(self, rows: list[dict], numbers: list[int] | None = None) -> Rollout:
+        "One completion for each row; the rows' numbers in the data are for messages."
         prompts = [prompt_token_ids(row["prompt"], self.tokenizer, self.config.chat_template_kwargs) for row in rows]
-        check_prompt_lengths(prompts, self.config.max_completion_length, getattr(self.model.config, "max_position_embeddings", None))
+        check_prompt_lengths(prompts, self.config.max_completion_length, getattr(self.model.config, "max_position_embeddings", None), numbers)
         return self.engine.generate(prompts, self.sampling, progress=False if self.config.disable_tqdm else None)
 
-    def draw_rows(self) -> list[dict]:
-        "This process's rows of the data for the present cycle, each as often as it is answered."
+    def draw_rows(self) -> list[int]:
+        "The numbers of this process's rows of the data for the present cycle, each as often as it is answered."
         numbers = prompt_order(len(self.train_dataset), self.layout.prompts_per_generation, self.cycle, self.config.shuffle_dataset, self.config.seed)
         repeated = [number for number in numbers for _ in range(self.config.num_generations)]
-        return [self.train_dataset[number] for number in repeated[self.layout.process_slice(self.accelerator.process_index)]]
+        return repeated[self.layout.process_slice(self.accelerator.process_index)]
 
     def score(self, rows: list[dict], rollout: Rollout) -> torch.Tensor:
         "What the reward functions say about this process's completions, (N, K)."
@@ -266,7 +267,7 @@ class Saving:
         "Save the model (of an adapter, the adapter alone) and the tokenizer in the formats of transformers and PEFT."
         if not self.accelerator.is_main_process: return
         path = Path(path or self.config.output_dir)
-        self.model.save_pretrained(path)
+        with no_file_bars(): self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
 
     def save_checkpoint(self) -> Path | None:
