@@ -72,7 +72,7 @@ def _prepare(
 
 # %% ../nbs/91_cli.ipynb #65364508
 def demo(
-    args: argparse.Namespace,  # steps, seed, out, resume
+    args: argparse.Namespace,  # steps, seed, out, resume, quiet
 ) -> int:  # exit status: 0 done, 2 for a folder that will not do, 130 after Ctrl-C
     "Run the first lesson: a tiny gpt-oss learns arithmetic."
     try: run = _prepare(args.out.absolute(), args.resume, args.seed, args.steps)
@@ -82,10 +82,9 @@ def demo(
     try:
         from grpo_nb.demo import run_demo
 
-        summary = run_demo(steps=run["steps"], seed=run["seed"], out=str(args.out), resume=args.resume)
-        print(f"Held-out accuracy {summary['before']:.3f} before, {summary['after']:.3f} after. The run is kept in {args.out}.")
+        run_demo(steps=run["steps"], seed=run["seed"], out=str(args.out), resume=args.resume, quiet=args.quiet)
     except KeyboardInterrupt:
-        print(f"\nStopped. To go on from the last checkpoint: grpo-nb demo --resume --out {shlex.quote(str(args.out))}", file=sys.stderr)
+        print(f"\nStopped. To go on with what was saved: grpo-nb demo --resume --out {shlex.quote(str(args.out))}", file=sys.stderr)
         return 130
     return 0
 
@@ -197,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:  # each subcommand sets `run`, the fun
                      help="of the model, the tasks and the sampling (default: 0)")
     one.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="where the run is kept (default: runs/demo)")
     one.add_argument("--resume", action="store_true", help="go on with the run in --out, from its last checkpoint")
+    one.add_argument("--quiet", action="store_true", help="no progress bar and no results on the screen")
     one.set_defaults(run=demo)
 
     two = commands.add_parser("doctor", help="show versions, devices and what is missing", description=doctor.__doc__)

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['MAX_TOKENS', 'PROMPTS', 'ANSWERS', 'greedy_answers', 'greedy_accuracy', 'demo_config', 'HeldOutAccuracy',
-           'warmed_up_model', 'write_json', 'run_demo']
+           'warmed_up_model', 'one_thread', 'write_json', 'run_demo']
 
 # %% ../nbs/90_demo.ipynb #e2f55bd2
 import json
 import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def warmed_up_model(
     return model, tokenizer
 
 
+@contextmanager
+def one_thread():
+    "Compute on one thread for the length of a `with` block: matrices this small are done before a second thread has woken up."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try: yield
+    finally: torch.set_num_threads(before)
+
+
 def write_json(path: Path, value: Any) -> None:
     "Write JSON that a person can read, all at once."
     partial = path.with_name(f".{path.name}.partial")
@@ -104,6 +114,7 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(partial, path)
 
 # %% ../nbs/90_demo.ipynb #3519feaf
+@one_thread()
 def run_demo(
     steps: int | None = None,  # updates; None: 300
     seed: int = 0,  # of everything

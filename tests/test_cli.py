@@ -1,5 +1,5 @@
 "The command `grpo-nb`: what it refuses, what it says, and what it leaves behind."
-import json, subprocess, sys, types
+import inspect, json, signal, subprocess, sys, types
 from importlib.metadata import version
 
 import pytest
@@ -18,9 +18,7 @@ def runs(monkeypatch):
     "The calls that reached `run_demo`, which here only remembers them."
     seen = []
 
-    def run_demo(steps, seed, out, resume):
-        seen.append(dict(steps=steps, seed=seed, out=out, resume=resume))
-        return {"before": 0.5, "after": 0.95}
+    def run_demo(**arguments): seen.append(arguments)
 
     monkeypatch.setitem(sys.modules, "grpo_nb.demo", types.SimpleNamespace(run_demo=run_demo))
     return seen
@@ -62,16 +60,21 @@ def test_help_needs_nothing_heavy(arguments, words):
     assert done.returncode == 0 and all(word in done.stdout for word in words)
 
 
-def test_arguments_reach_the_demo(runs, tmp_path, capsys):
-    assert cli.main(["demo", "--steps", "7", "--seed", "3", "--out", str(tmp_path / "new" / "run")]) == 0
-    assert runs == [dict(steps=7, seed=3, out=str(tmp_path / "new" / "run"), resume=False)]
-    assert "0.500 before, 0.950 after" in capsys.readouterr().out
+def test_arguments_reach_the_demo(runs, tmp_path):
+    assert cli.main(["demo", "--steps", "7", "--seed", "3", "--out", str(tmp_path / "new" / "run"), "--quiet"]) == 0
+    assert runs == [dict(steps=7, seed=3, out=str(tmp_path / "new" / "run"), resume=False, quiet=True)]
+
+
+def test_the_demo_takes_what_it_is_given():
+    from grpo_nb.demo import run_demo
+
+    inspect.signature(run_demo).bind(steps=None, seed=0, out="runs/demo", resume=False, quiet=False)
 
 
 def test_defaults(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["demo"]) == 0
-    assert runs == [dict(steps=None, seed=0, out="runs/demo", resume=False)]
+    assert runs == [dict(steps=None, seed=0, out="runs/demo", resume=False, quiet=False)]
 
 
 def test_resume_keeps_the_seed_of_the_run(runs, tmp_path, capsys):
@@ -98,6 +101,17 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "grpo_nb.demo", types.SimpleNamespace(run_demo=interrupted))
     assert cli.main(["demo", "--out", str(tmp_path / "my run")]) == 130
     assert f"grpo-nb demo --resume --out '{tmp_path}/my run'" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_real_run(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-c", "import sys; from grpo_nb.cli import main; sys.exit(main())", "demo", "--steps", "2", "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said = ""
+    while "loss=" not in said and (more := process.stderr.read(1)): said += more  # the bar of the warm-up: the work has begun
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and f"grpo-nb demo --resume --out {out}" in said and "Traceback" not in said
 
 
 def test_doctor_reports_what_is_here():

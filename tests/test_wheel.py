@@ -51,8 +51,8 @@ def test_every_module_imports_without_the_tools_that_wrote_it(installed, tmp_pat
 
 
 def test_demo_runs(installed, tmp_path):
-    run(installed / "grpo-nb", "demo", "--steps", "2", "--out", tmp_path / "run", cwd=tmp_path)
-    assert {"before", "after"} <= json.loads((tmp_path / "run/summary.json").read_text()).keys()
+    run(installed / "grpo-nb", "demo", "--steps", "2", "--quiet", "--out", tmp_path / "run", cwd=tmp_path)
+    assert {"accuracy_before", "accuracy_after"} <= json.loads((tmp_path / "run/summary.json").read_text()).keys()
 
 
 def test_doctor_finds_nothing_missing(installed, tmp_path):

@@ -7,7 +7,6 @@ __all__ = ['load_policy', 'describe_trainable', 'Precision', 'make_optimizer', '
 
 # %% ../../nbs/training/08_parts.ipynb #6c993677
 import copy
-import warnings
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +16,7 @@ from .config import GRPOConfig
 
 # %% ../../nbs/training/08_parts.ipynb #15806536
 def load_policy(
-    model: Any,  # a causal model of transformers, one wrapped by PEFT, or the name or folder of one
+    model: Any,  # a causal model of transformers, one wrapped by PEFT, or the name or folder of one, loaded in float32 unless model_init_kwargs names a dtype
     config: GRPOConfig,
     peft_config: Any = None,  # a PeftConfig: train an adapter and leave the model's own weights as they are
 ):  # the model, its adapter added, dropout off and activations recomputed if the config says so
@@ -25,7 +24,7 @@ def load_policy(
     if isinstance(model, str):
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(model, **(config.model_init_kwargs or {}))
+        model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "float32", **(config.model_init_kwargs or {})})
     elif config.model_init_kwargs:
         raise ValueError("model_init_kwargs is for a model given by name; this one is already loaded: leave it out, or pass the name")
     if peft_config is not None:
@@ -123,7 +122,13 @@ class Reference:
         self,
         model,  # the policy before its first update
     ):
-        self.model = None if hasattr(model, "peft_config") else copy.deepcopy(model).eval().requires_grad_(False)
+        adapted = hasattr(model, "peft_config")
+        self.model = None if adapted else copy.deepcopy(model).eval().requires_grad_(False)
+        self.start = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad] if adapted else []
+
+    def swap(self) -> None:
+        "Exchange the adapter's weights with those that are kept."
+        for p, kept in self.start: p.data, kept.data = kept.data, p.data
 
     @contextmanager
     def policy(
@@ -131,6 +136,6 @@ class Reference:
         model,  # the policy as it is now
     ):  # yields the model to ask
         "The reference policy, for the length of a `with` block."
-        if self.model is not None: yield self.model
-        else:
-            with model.disable_adapter(): yield model
+        self.swap()
+        try: yield model if self.model is None else self.model
+        finally: self.swap()

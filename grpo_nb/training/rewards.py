@@ -39,6 +39,7 @@ def as_scores(
         raise RewardError(f"reward function {name!r} returned {values!r}; it must return a list with one number for each of the {count} completions")
     if len(values) != count:
         raise RewardError(f"reward function {name!r} returned {len(values)} rewards for {count} completions; it must return one for each, None for one it cannot judge")
+    values = [value.item() if hasattr(value, "item") else value for value in values]  # numbers of NumPy and torch
     for value in values:
         if value is not None and not isinstance(value, numbers.Real):
             raise RewardError(f"reward function {name!r} returned {value!r} among its rewards; each must be a number or None")
@@ -56,7 +57,11 @@ def run_coroutines(
     async def gather():
         results.extend(await asyncio.gather(*coroutines, return_exceptions=True))
 
-    thread = threading.Thread(target=lambda: asyncio.run(gather()), name="rewards", daemon=True)
+    def begin():
+        try: asyncio.run(gather())
+        except BaseException as error: results.extend([error] * len(coroutines))  # SystemExit, for one, ends the loop
+
+    thread = threading.Thread(target=begin, name="rewards", daemon=True)
     thread.start()
     thread.join()
     return results
@@ -88,7 +93,7 @@ def score_completions(
 def checked(answer: Any, completions: list, name: str, step: int) -> list[float]:
     "The scores of one function, or a RewardError that says at which step and on which completion it failed."
     where = f"at step {step}; the first completion it was given is {completions[0]!r}" if completions else f"at step {step}"
-    if isinstance(answer, Exception):
+    if isinstance(answer, BaseException):
         raise RewardError(f"reward function {name!r} raised {type(answer).__name__}: {answer} {where}") from answer
     try:
         scores = as_scores(answer, len(completions), name)

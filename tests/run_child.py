@@ -1,0 +1,61 @@
+"""Runs trainings in processes of their own: each line of JSON on standard input is one run, in a fork of this process (which has imported everything and computed nothing).
+
+It answers with the process id when a run begins, and with the exit status when it has ended. Started by test_resume.py.
+"""
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+
+from grpo_nb.training import checkpoint
+from small_runs import ROWS, digits, small_trainer, weights_of
+
+
+def die_at(moment: str) -> None:
+    "Let the process be killed by SIGKILL at a certain moment."
+    function, _, count = moment.partition(" ")
+    module, name = {"torch.save": (torch, "save"), "rename": (os, "replace"), "delete": (checkpoint.shutil, "rmtree"), "sync": (os, "fsync")}[function]
+    original, left = getattr(module, name), [int(count)]
+
+    def deadly(*arguments, **others):
+        left[0] -= 1
+        if left[0] == 0:
+            if function == "torch.save": Path(arguments[1]).write_bytes(b"half of the state")
+            if function == "delete": next(iter(Path(arguments[0]).iterdir())).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **others)
+
+    setattr(module, name, deadly)
+
+
+def run(folder, resume=False, threads=1, adapter=None, evaluate=False, die=None, **settings):
+    "One training; what it ends with is in final.pt."
+    torch.set_num_threads(threads)
+    arguments = dict(peft_config=LoraConfig(**adapter)) if adapter else {}
+    if evaluate: arguments["eval_dataset"] = ROWS[:3]
+    trainer = small_trainer(folder, arguments=arguments, **settings)
+    if die: die_at(die)
+    trainer.train(resume_from_checkpoint=resume and bool(checkpoint.checkpoints(folder)))
+    torch.save({"history": trainer.log_history, "weights": weights_of(trainer.model), "scale": trainer.precision.scaler.get_scale()}, Path(folder) / "final.pt")
+
+
+def main():
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            log = os.open(os.devnull, os.O_RDWR)
+            os.dup2(log, 0), os.dup2(log, 1)
+            code = 1
+            try: code = run(**json.loads(line)) or 0
+            except KeyboardInterrupt: code = 130
+            except BaseException: traceback.print_exc()
+            finally: os._exit(code)
+        print(child, flush=True)
+        print(os.waitpid(child, 0)[1], flush=True)
+
+
+if __name__ == "__main__": main()

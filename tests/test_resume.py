@@ -1,0 +1,240 @@
+"A run that is killed at any moment and resumed is the run that was not: bit for bit, on the CPU, with the same number of threads."
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_nb.training.checkpoint import checkpoints, find_checkpoint, load_weights, remove_old_checkpoints, set_aside, truncate_log, write_folder
+from small_runs import ROWS, remember_batches, small_model, small_trainer, without_clocks
+
+LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1)
+SAVING = dict(save_strategy="steps", save_steps=1)
+SCENARIOS = {
+    "every step": dict(max_steps=7, **SAVING),
+    "inside a cycle": dict(max_steps=7, per_device_train_batch_size=8, steps_per_generation=2, num_iterations=2, save_strategy="steps", save_steps=3, threads=2),
+    "windows of two cycles": dict(max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=2, num_iterations=1, lr_scheduler_type="cosine", warmup_steps=2, **SAVING),
+    "log every third step": dict(max_steps=8, logging_steps=3, save_strategy="steps", save_steps=2, save_total_limit=1, beta=0.1, evaluate=True, eval_strategy="steps", eval_steps=2),
+    "float16": dict(max_steps=6, fp16=True, num_iterations=2, optim="adamw_torch", **SAVING),
+    "an adapter": dict(max_steps=6, adapter=LORA, num_iterations=2, beta=0.05, lr_scheduler_type="cosine", learning_rate=0.05, top_p=0.9, threads=2, **SAVING),
+}
+
+
+class Runner:
+    "Starts runs as processes of their own."
+
+    def __init__(self):
+        script = Path(__file__).with_name("run_child.py")
+        self.process = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, **run):
+        "The id of the new process."
+        self.process.stdin.write(json.dumps(run) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def end(self):
+        "Its exit status, or minus the signal that ended it, once it has ended."
+        return os.waitstatus_to_exitcode(int(self.process.stdout.readline()))
+
+    def __call__(self, **run):
+        self.start(**run)
+        return self.end()
+
+
+@pytest.fixture(scope="module")
+def runner():
+    runner = Runner()
+    yield runner
+    runner.process.stdin.close()
+    runner.process.wait(timeout=60)
+
+
+def outcome(folder):
+    "History (without clocks), weights and log of a finished run."
+    final = torch.load(folder / "final.pt")
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert lines == final["history"]
+    return without_clocks(final["history"]), final["weights"], final["scale"]
+
+
+def assert_same(folder, whole):
+    (history, weights, scale), (expected, wanted, true_scale) = outcome(folder), outcome(whole)
+    assert [r["step"] for r in history] == [r["step"] for r in expected]  # each step once
+    for a, b in zip(history, expected): assert a == b
+    assert weights.keys() == wanted.keys() and all(torch.equal(weights[name], wanted[name]) for name in wanted) and scale == true_scale
+
+
+@pytest.fixture(scope="module")
+def whole(runner, tmp_path_factory):
+    "The folder of each scenario's run that nobody disturbed, and how long it took."
+    runs = {}
+
+    def of(name):
+        if name not in runs:
+            folder, began = tmp_path_factory.mktemp("whole"), time.perf_counter()
+            assert runner(folder=str(folder), **SCENARIOS[name]) == 0
+            runs[name] = folder, time.perf_counter() - began
+        return runs[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_at_random_moments(name, runner, whole, tmp_path):
+    (expected, seconds), chance, kills = whole(name), random.Random(name), 0
+    for attempt in range(40):
+        pid = runner.start(folder=str(tmp_path), resume=True, **SCENARIOS[name])
+        if kills < 5:
+            time.sleep(chance.uniform(0.15, 0.9) * seconds)
+            try: os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError: pass  # it has ended already
+        status = runner.end()
+        kills += status == -signal.SIGKILL
+        assert status in (0, -signal.SIGKILL)
+        if status == 0: break
+    assert status == 0 and kills >= 1
+    assert_same(tmp_path, expected)
+
+
+MOMENTS = ["torch.save 2", "sync 3", "rename 3", "delete 4", "delete 6"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_while_a_checkpoint_is_written(moment, runner, whole, tmp_path):
+    settings = {**SCENARIOS["every step"], "save_total_limit": 2}
+    assert runner(folder=str(tmp_path), die=moment, **settings) == -signal.SIGKILL
+    there = checkpoints(tmp_path)
+    for folder in there: assert isinstance(torch.load(folder / "training_state.pt"), dict)  # what bears the name is whole
+    left = [p for p in tmp_path.iterdir() if p.name.startswith(".checkpoint")]
+    assert left or moment.startswith("rename")
+    assert runner(folder=str(tmp_path), resume=True, **settings) == 0
+    assert_same(tmp_path, whole("every step")[0])
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-7"] and not [p for p in tmp_path.iterdir() if p.name.startswith(".checkpoint")]
+
+
+def test_ctrl_c(runner, whole, tmp_path):
+    expected, seconds = whole("inside a cycle")
+    settings = {**SCENARIOS["inside a cycle"], "save_strategy": "no"}
+    pid = runner.start(folder=str(tmp_path), **settings)
+    while not (tmp_path / "log.jsonl").exists() or len((tmp_path / "log.jsonl").read_text().splitlines()) < 2: time.sleep(0.002)
+    os.kill(pid, signal.SIGINT)
+    assert runner.end() == 130
+    (found,) = checkpoints(tmp_path)
+    assert 2 <= int(found.name.split("-")[1]) < 7
+    assert runner(folder=str(tmp_path), resume=True, **SCENARIOS["inside a cycle"]) == 0
+    assert_same(tmp_path, expected)
+
+
+def test_a_finished_run_is_not_gone_through_again(runner, whole, tmp_path):
+    settings = SCENARIOS["every step"]
+    assert runner(folder=str(tmp_path), **settings) == 0
+    assert runner(folder=str(tmp_path), resume=True, **settings) == 0
+    assert_same(tmp_path, whole("every step")[0])
+
+
+def test_more_steps_and_an_older_checkpoint(tmp_path):
+    small_trainer(tmp_path, max_steps=4, lr_scheduler_type="constant", **SAVING).train()
+    longer = small_trainer(tmp_path, max_steps=6, lr_scheduler_type="constant", **SAVING)
+    longer.train(resume_from_checkpoint=True)
+    whole = small_trainer(tmp_path / "whole", max_steps=6, lr_scheduler_type="constant")
+    whole.train()
+    assert without_clocks(longer.log_history) == without_clocks(whole.log_history)
+    other = small_trainer(tmp_path, max_steps=4, lr_scheduler_type="constant", temperature=0.7, **SAVING)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [p.name for p in checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 2, 3, 4)]  # 3 to 6 of the other course would be taken for this one's
+    again = small_trainer(tmp_path, max_steps=4, lr_scheduler_type="constant", temperature=0.7)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert without_clocks(again.log_history)[3] == without_clocks(other.log_history)[3] != without_clocks(whole.log_history)[3]
+
+
+def test_what_has_changed_since_is_said(tmp_path, capsys):
+    small_trainer(tmp_path, lr_scheduler_type="constant", **SAVING).train()
+    trainer = small_trainer(tmp_path, lr_scheduler_type="constant", max_steps=3, learning_rate=0.5)
+    trainer.train(resume_from_checkpoint=True)
+    said = capsys.readouterr().out
+    assert "max_steps is 3, and was 2 when the checkpoint was written\n" in said and "learning_rate is 0.5, and was 0.01 when the checkpoint was written; the optimizer keeps the old value" in said
+    assert trainer.log_history[-1]["learning_rate"] == 0.01
+
+
+def test_no_new_rollout_inside_a_cycle(tmp_path):
+    settings = dict(per_device_train_batch_size=8, steps_per_generation=2, num_iterations=2, max_steps=4)
+    small_trainer(tmp_path, save_strategy="steps", save_steps=3, **settings).train()
+    trainer = small_trainer(tmp_path, **settings)
+    batches = remember_batches(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert batches == [] and trainer.state.global_step == 4
+
+
+def test_the_number_of_processes_is_checked(tmp_path):
+    small_trainer(tmp_path, **SAVING).train()
+    state = torch.load(tmp_path / "checkpoint-2" / "training_state.pt")
+    torch.save({**state, "processes": state["processes"] * 2}, tmp_path / "checkpoint-2" / "training_state.pt")
+    with pytest.raises(ValueError, match="written by 2 processes and this run has 1"): small_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_another_models_checkpoint(tmp_path):
+    small_trainer(tmp_path, **SAVING).train()
+    deeper = small_trainer(tmp_path, model=small_model(num_hidden_layers=3)[0])
+    with pytest.raises(ValueError, match="weights .* are of another model: missing .*layers.2"): deeper.train(resume_from_checkpoint=True)
+
+
+def test_a_model_whose_files_have_other_names_than_its_weights(tmp_path):
+    tokenizer = small_model()[1]
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+                            num_experts=4, num_experts_per_tok=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, experts_implementation="eager", attn_implementation="eager")
+    torch.manual_seed(0)
+    model, other = Qwen3MoeForCausalLM(config), Qwen3MoeForCausalLM(config)
+    trainer = small_trainer(tmp_path, model=model, tokenizer=tokenizer, **SAVING)
+    trainer.train()
+    load_weights(other, tmp_path / "checkpoint-2")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
+
+
+# the pieces
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with pytest.raises(KeyError):
+        with write_folder(tmp_path / "checkpoint-1") as partial:
+            (partial / "training_state.pt").write_text("half")
+            assert checkpoints(tmp_path) == []
+            raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    for text in ("first", "second"):
+        with write_folder(tmp_path / "checkpoint-1") as partial: (partial / "a").write_text(text)
+    assert (tmp_path / "checkpoint-1" / "a").read_text() == "second" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_which_checkpoint_is_meant(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", ".checkpoint-11.partial-3", "checkpoint-12x"): (tmp_path / name).mkdir()
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert find_checkpoint(True, tmp_path).name == "checkpoint-10" and find_checkpoint(False, tmp_path) is find_checkpoint(None, tmp_path) is None
+    with pytest.raises(ValueError, match="no training_state.pt"): find_checkpoint(tmp_path / "checkpoint-9", tmp_path)
+    remove_old_checkpoints(tmp_path, None)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-12x", "checkpoint-9", "checkpoint-best"]
+    remove_old_checkpoints(tmp_path, 1)
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-10"]
+
+
+def test_what_is_set_aside_is_never_overwritten(tmp_path):
+    for n in (1, 2):
+        (tmp_path / "checkpoint-5").mkdir()
+        (tmp_path / "log.jsonl").write_text(str(n))
+        assert set_aside(tmp_path) == tmp_path / f"earlier-run-{n}"
+    assert [(tmp_path / f"earlier-run-{n}" / "log.jsonl").read_text() for n in (1, 2)] == ["1", "2"] and set_aside(tmp_path) is None
+
+
+def test_the_log_forgets_later_steps_and_half_lines(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": 0.1}\n{"step": 2, "eval_reward": 1}\n{"step": 3, "loss": 0.2}\n{"step": 4, "lo')
+    truncate_log(path, 2)
+    assert path.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2, "eval_reward": 1}\n'
+    truncate_log(tmp_path / "nothing", 2)
+    assert not (tmp_path / "nothing").exists()
