@@ -45,6 +45,7 @@ def run(folder, resume=False, threads=1, adapter=None, evaluate=False, die=None,
 
 
 def main():
+    print("ready", flush=True)
     for line in sys.stdin:
         if not (child := os.fork()):
             log = os.open(os.devnull, os.O_RDWR)

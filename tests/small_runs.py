@@ -2,6 +2,7 @@
 import math
 import statistics
 
+import pytest
 import torch
 
 from grpo_nb import GRPOConfig, GRPOTrainer
@@ -9,6 +10,15 @@ from grpo_nb.model.tiny import tiny_gpt_oss
 
 CLOCKS = ("seconds", "seconds_left", "tokens_per_second", "peak_memory_gib")  # the only numbers of a record that may differ between equal runs
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (7, 12, 345) for b in (1, 20, 6, 99)]  # prompts of several lengths
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    "For the module that imports it: these models are too small for more, and two threads wait for one another on a busy machine."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def small_model(seed=0, **changes):

@@ -27,7 +27,7 @@ def test_learns_on_the_gpu(tmp_path, precision):
     run = trainer(tmp_path, **precision)
     run.train()
     rewards = [record["reward"] for record in run.log_history]
-    assert next(run.model.parameters()).is_cuda and sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+    assert next(run.model.parameters()).is_cuda and rewards[0] < 0.8 and sum(rewards[-5:]) > 5 * 0.97
     assert all(record["sampling/gap_mean"] < 0.05 and record["peak_memory_gib"] > 0 for record in run.log_history)
 
 

@@ -21,7 +21,7 @@ from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.policy import TrainingBatch
 from grpo_nb.training.rewards import RewardError
-from small_runs import (ROWS, digits, ids_of, plain_logps, remember_batches, replay, small_config, small_model, small_trainer, weights_of, without_clocks)
+from small_runs import (ROWS, digits, ids_of, one_thread, plain_logps, remember_batches, replay, small_config, small_model, small_trainer, weights_of, without_clocks)
 
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 

@@ -68,11 +68,11 @@ def reward_metrics(
 
 
 def completion_metrics(
-    mask: torch.Tensor,  # (N, T) bool, True = a token that was drawn
+    lengths: torch.Tensor,  # (N,) tokens that were drawn
     truncated: torch.Tensor,  # (N,) bool, True = cut at the limit, without an end
 ) -> dict[str, float]:  # completions/mean_length, /min_length, /max_length (tokens), /clipped_ratio, /mean_terminated_length
     "How long the completions of a cycle are."
-    lengths = mask.sum(1).float()
+    lengths = lengths.float()
     ended = lengths[~truncated]
     return {"completions/mean_length": lengths.mean().item(), "completions/min_length": lengths.min().item(), "completions/max_length": lengths.max().item(),
             "completions/clipped_ratio": truncated.float().mean().item(), "completions/mean_terminated_length": ended.mean().item() if len(ended) else 0.0}

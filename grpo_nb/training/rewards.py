@@ -24,7 +24,8 @@ def reward_name(
     function: Callable,  # a function, a partial, an object with `__call__`
 ) -> str:  # the name it is logged under
     "The name of a reward function."
-    return getattr(function, "__name__", None) or type(getattr(function, "func", function)).__name__
+    if hasattr(function, "func"): return reward_name(function.func)  # a partial
+    return getattr(function, "__name__", None) or type(function).__name__
 
 # %% ../../nbs/training/04_rewards.ipynb #b0224582
 def as_scores(

@@ -79,7 +79,8 @@ class Collecting:
         scores = self.accelerator.gather(self.score(rows, rollout).to(self.device)).cpu()  # (N of all processes, K)
         advantages = group_advantages(scores, self.config.num_generations, weights=self.config.reward_weights, scale=self.config.scale_rewards,
                                       aggregation=self.config.multi_objective_aggregation)
-        self.collected.add({"frac_reward_zero_std": advantages.zero_std_fraction, **completion_metrics(rollout.mask, rollout.truncated),
+        lengths, truncated = self.accelerator.gather((rollout.lengths, rollout.truncated))
+        self.collected.add({"frac_reward_zero_std": advantages.zero_std_fraction, **completion_metrics(lengths, truncated),
                             **reward_metrics(scores, self.reward_names, self.config.reward_weights, self.config.num_generations)})
         self.tokens += int(rollout.mask.sum()) + sum(map(len, rollout.prompt_ids))
 
@@ -379,8 +380,7 @@ class Reporting:
             lengths += rollout.lengths.tolist()
             cut += rollout.truncated.tolist()
         scores, lengths, cut = (torch.tensor(gather_object(values)) for values in (scores, lengths, cut))
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        metrics = {**self.collected.take(), **reward_metrics(scores, self.reward_names, self.config.reward_weights, G), **completion_metrics(mask, cut)}
+        metrics = {**self.collected.take(), **reward_metrics(scores, self.reward_names, self.config.reward_weights, G), **completion_metrics(lengths, cut)}
         self.collected = before[1]
         set_random_state(before[0])  # a run that is evaluated goes on as one that is not
         record = {"step": self.state.global_step, **{f"eval_{name}": value for name, value in metrics.items()}}

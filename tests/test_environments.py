@@ -1,0 +1,73 @@
+"environments.verifiers and environments.arithmetic, and the loop that they close: the reward that is trained on."
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.environments.arithmetic import addition_problems, correct_number_reward, exact_answer_reward, number_found_reward
+from grpo_nb.environments.verifiers import completion_text, exact_match, last_number, number_matches
+from grpo_nb.model.tiny import tiny_tokenizer
+
+WORDS = st.text("abc xyz.!?\n", max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(before=WORDS, after=WORDS, number=st.integers(-10**9, 10**9), form=st.sampled_from(["{}", "{:,}"]))
+def test_whole_numbers_are_read(before, after, number, form):
+    assert last_number(f"{before} {form.format(number)} {after}") == number
+
+
+@settings(max_examples=100, deadline=None)
+@given(number=st.decimals(-10**6, 10**6, places=3), other=st.integers(0, 999))
+def test_the_last_of_several_with_decimals(number, other):
+    assert last_number(f"first {other}, then {number:f}") == float(number)
+
+
+@pytest.mark.parametrize("text, value", [
+    ("", None), ("none", None), ("12+34=46", 46), ("3-5", 5), ("3 -5", -5), ("= -5.", -5), ("1,234,567.5", 1234567.5), ("1,2,3", 3), ("12,34", 34), ("1,2345", 2345), ("-", None), ("+7", 7),
+    ("the answer is 42!", 42), ("$1,000", 1000), ("3.", 3), ("v1.2.3", 3), ("007", 7), ("½", None),
+])
+def test_numbers_in_odd_company(text, value):
+    assert last_number(text) == value
+
+
+def test_right_or_not():
+    assert number_matches("so it is 46", "46") and number_matches("46.0", 46) and not number_matches("146", 46) and not number_matches("46 or 47", 46) and not number_matches("", 0)
+    assert number_matches("0.3333", 1 / 3, tolerance=1e-3) and not number_matches("0.3333", 1 / 3)
+    assert exact_match(" 46\n", "46") and exact_match("46", 46) and not exact_match("46.", "46") and not exact_match("046", "46")
+
+
+def test_both_forms_of_a_completion():
+    assert completion_text("46") == "46" and completion_text([{"role": "assistant", "content": "46"}]) == "46"
+    assert completion_text([{"role": "assistant", "content": None}, {"role": "assistant", "content": "x"}]) == "\nx" and completion_text([]) == ""
+
+
+@pytest.mark.parametrize("form", [lambda text: text, lambda text: [{"role": "assistant", "content": text}]], ids=["strings", "chat"])
+def test_rewards(form):
+    completions, answer = [form(t) for t in ("46", "it is 46", "45", "?", "46=", " 46")], ["46"] * 6
+    assert number_found_reward(completions, answer=answer, prompts=None) == [1, 1, 1, -1, 1, 1]
+    assert correct_number_reward(completions, answer=answer) == [3, 3, -3, -3, 3, 3]
+    assert exact_answer_reward(completions, answer=answer, level=1) == [1, 0, 0, 0, 0, 1]
+    assert all(type(score) is float for f in (number_found_reward, correct_number_reward, exact_answer_reward) for score in f(completions, answer=answer))
+
+
+def test_sums():
+    train, held_out = addition_problems(3)
+    assert len(held_out) == 500 and len(train) == 90 * 90 - 500
+    prompts = [row["prompt"] for row in train + held_out]
+    assert len(set(prompts)) == 8100  # nothing held out is trained on
+    for row in train[::37] + held_out:
+        a, b = map(int, re.fullmatch(r"(\d\d)\+(\d\d)=", row["prompt"]).groups())
+        assert row["answer"] == str(a + b) and 10 <= a <= 99 and 10 <= b <= 99
+    assert addition_problems(3) == (train, held_out) != addition_problems(4) and addition_problems(3)[1] != addition_problems(4)[1]
+    assert sorted(prompts) != prompts
+    tokenizer = tiny_tokenizer()
+    assert all(tokenizer.unk_token_id not in tokenizer(row["prompt"] + row["answer"]).input_ids for row in held_out[:50])
+
+
+def test_the_split():
+    train, held_out = addition_problems(0, held_out=0, smallest=1, largest=3)
+    assert held_out == [] and sorted(row["prompt"] for row in train) == sorted(f"{a}+{b}=" for a in (1, 2, 3) for b in (1, 2, 3))
+    for count in (9, -1):
+        with pytest.raises(ValueError, match="9 sums of numbers from 1 to 3"): addition_problems(0, held_out=count, smallest=1, largest=3)

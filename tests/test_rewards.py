@@ -1,0 +1,146 @@
+"training.rewards against TRL's calls of reward functions, and what functions do wrong."
+import asyncio
+import functools
+import inspect
+import math
+import threading
+import time
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+import trl
+
+from grpo_nb.training.rewards import RewardError, as_scores, reward_name, run_coroutines, score_completions
+
+PROMPTS, COMPLETIONS = ["a", "a", "b"], ["x", "yy", "zzz"]
+
+
+def length(completions, **_): return [len(c) for c in completions]
+def some(completions, **_): return [None, 0.5, None]
+async def slowly(completions, bonus, **_):
+    await asyncio.sleep(0.01)
+    return [len(c) + b for c, b in zip(completions, bonus)]
+
+
+class Judge:
+    def __call__(self, prompts, **_): return (1, 2, 3)
+
+
+def by_trl(functions, rows):
+    "The table that TRL makes."
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True), reward_funcs=functions, reward_processing_classes=[None] * len(functions),
+                              reward_func_names=[reward_name(f) for f in functions], state=SimpleNamespace(global_step=0), environments=None, _log_completion_extra=None, _log_metric=None,
+                              args=SimpleNamespace(report_to=[]))
+    if any(inspect.iscoroutinefunction(f) for f in functions):
+        trainer.async_loop = asyncio.new_event_loop()
+        threading.Thread(target=trainer.async_loop.run_forever, daemon=True).start()
+    if hasattr(trl.GRPOTrainer, "_run_async_funcs"): trainer._run_async_funcs = functools.partial(trl.GRPOTrainer._run_async_funcs, trainer)
+    return trl.GRPOTrainer._calculate_rewards(trainer, rows, PROMPTS, COMPLETIONS, [[1], [2], [3]])
+
+
+def test_the_table_is_trls():
+    functions, rows = [length, some, lambda completions, **_: [0.25] * 3], [{"prompt": p, "bonus": b} for p, b in zip(PROMPTS, (1, 2, 3))]
+    theirs = by_trl(functions, rows)
+    ours = score_completions(functions, PROMPTS, COMPLETIONS, bonus=[1, 2, 3])
+    assert torch.equal(ours.nan_to_num(-7), theirs.nan_to_num(-7)) and ours.dtype == torch.float32 and ours.shape == (3, 3)
+
+
+def test_every_function_gets_everything():
+    seen = []
+    functions = [lambda **given: seen.append(given) or [0, 0, 0], length]
+    score_completions(functions, PROMPTS, COMPLETIONS, 4, level=[1, 2, 3], trainer_state="state")
+    assert seen == [dict(prompts=PROMPTS, completions=COMPLETIONS, level=[1, 2, 3], trainer_state="state")]
+
+
+@pytest.mark.parametrize("values, expected", [
+    ([1, 2.5, None], [1, 2.5, math.nan]), ((True, False, 3), [1, 0, 3]), (numpy.array([1, 2, 3]), [1, 2, 3]), (torch.tensor([1.0, math.nan, 3]), [1, math.nan, 3]),
+    ([numpy.float32(0.5), numpy.int64(2), numpy.bool_(True)], [0.5, 2, 1]), ([torch.tensor(1.5), torch.tensor(2), 3], [1.5, 2, 3]), ([Fraction(1, 2), 0, 0], [0.5, 0, 0]),
+    (torch.tensor([1.0, 2, 3], requires_grad=True), [1, 2, 3]),
+])
+def test_numbers_of_many_kinds(values, expected):
+    scores = as_scores(values, 3, "f")
+    assert scores == pytest.approx(expected, nan_ok=True) and all(type(score) is float for score in scores)
+
+
+@pytest.mark.parametrize("values, words", [
+    (1.0, "returned 1.0; it must return a list"), (None, "returned None; it must return a list"), ({"a": 1}, "must return a list"), ("abc", "returned 'abc'; it must return a list"),
+    ([1, 2], "2 rewards for 3 completions"), ([1, 2, 3, 4], "4 rewards for 3"), ([], "0 rewards for 3"), ([1, 2, "3"], "'3' among its rewards"), ([[1], [2], [3]], "\\[1\\] among its rewards"),
+    ([1, 2, math.inf], "inf among its rewards"), ([1, -math.inf, 2], "-inf"), (numpy.ones((3, 1)), "\\[1.0\\] among"), (torch.tensor(1.0), "must return a list"), (range(3), "must return a list"),
+])
+def test_answers_that_are_none(values, words):
+    with pytest.raises(RewardError, match=f"reward function 'f' returned .*{words}|reward function 'f' {words}"): as_scores(values, 3, "f")
+
+
+def wrong(how):
+    "A function that fails."
+    def helpful(completions, **_):
+        if how == "raises": raise ZeroDivisionError("by zero")
+        return how
+
+    async def helpful_later(completions, **_): return helpful(completions)
+    helpful_later.__name__ = "helpful"
+    return [helpful, helpful_later]
+
+
+@pytest.mark.parametrize("how, words", [("raises", "raised ZeroDivisionError: by zero"), ([1.0], "1 rewards for 3"), ([None] * 3, "judged none of the 3"), ([math.nan] * 3, "judged none of the 3"), (3, "must return a list")])
+@pytest.mark.parametrize("kind", [0, 1], ids=["plain", "async"])
+def test_a_failure_is_named(how, words, kind):
+    with pytest.raises(RewardError) as caught: score_completions([length, wrong(how)[kind], slowly], PROMPTS, COMPLETIONS, 17, bonus=[1, 2, 3])
+    for part in ("'helpful'", words, "at step 17", "'x'"): assert part in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError) == (how == "raises")
+
+
+def test_the_first_that_failed_is_named():
+    with pytest.raises(RewardError, match="'some' .* none"): score_completions([length, lambda **_: [1, 2, 3], functools.wraps(some)(lambda **_: [None] * 3), *wrong("raises")], PROMPTS, COMPLETIONS)
+
+
+def test_async_functions_wait_together():
+    async def waits(completions, **_):
+        await asyncio.sleep(0.3)
+        return [threading.get_ident()] * 3
+
+    began = time.monotonic()
+    table = score_completions([waits, length, waits, waits], PROMPTS, COMPLETIONS)
+    assert time.monotonic() - began < 0.8 and table[:, 1].tolist() == [1, 2, 3] and (table[:, 0] == table[:, 3]).all()
+
+
+def test_inside_an_event_loop_that_runs():
+    async def notebook(): return score_completions([slowly], PROMPTS, COMPLETIONS, bonus=[1, 2, 3])
+
+    assert asyncio.run(notebook()).tolist() == [[2], [4], [6]]
+
+
+def test_an_object_or_a_partial_may_be_async():
+    class Later:
+        async def __call__(self, completions, **_): return [1, 2, 3]
+
+    table = score_completions([Later(), functools.partial(slowly, bonus=[0, 0, 0])], PROMPTS, COMPLETIONS)
+    assert table.tolist() == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_a_coroutine_that_ends_its_loop():
+    async def leaves(completions, **_): raise SystemExit(3)
+
+    with pytest.raises(RewardError, match="'leaves' raised SystemExit"): score_completions([leaves, slowly], PROMPTS, COMPLETIONS, bonus=[1, 2, 3])
+
+
+def test_ctrl_c_is_not_a_failure_of_the_function():
+    def interrupted(**_): raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt): score_completions([interrupted], PROMPTS, COMPLETIONS)
+
+
+def test_coroutines_return_in_order():
+    async def after(seconds): return await asyncio.sleep(seconds, seconds)
+
+    async def fails(): raise KeyError(1)
+
+    results = run_coroutines([after(0.05), fails(), after(0.01)])
+    assert results[0] == 0.05 and isinstance(results[1], KeyError) and results[2] == 0.01
+
+
+def test_names():
+    assert [reward_name(f) for f in (length, functools.partial(length), Judge(), lambda **_: 0, functools.partial(Judge()))] == ["length", "length", "Judge", "<lambda>", "Judge"]
