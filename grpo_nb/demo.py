@@ -62,9 +62,9 @@ def demo_config(
 ) -> GRPOConfig:
     "The settings of the demo."
     return GRPOConfig(**{**dict(
-        output_dir=str(out), seed=seed, max_steps=steps, learning_rate=1e-3, lr_scheduler_type="linear", warmup_steps=min(50, steps // 6), adam_beta2=0.98,
+        output_dir=str(out), seed=seed, max_steps=steps, learning_rate=1e-3, lr_scheduler_type="linear", warmup_steps=50, adam_beta2=0.98,
         per_device_train_batch_size=PROMPTS * ANSWERS, num_generations=ANSWERS, max_completion_length=MAX_TOKENS, gradient_checkpointing=False,
-        logging_steps=1, save_steps=50, save_total_limit=2,
+        logging_steps=1, save_steps=50, save_total_limit=2, bf16=False,
     ), **changes})
 
 # %% ../nbs/90_demo.ipynb #2b14ca08
@@ -128,6 +128,7 @@ def run_demo(
     train, held_out = addition_problems(seed)
     config = demo_config(steps or 400, seed, folder, disable_tqdm=quiet)
     go_on = resume and bool(checkpoints(folder)) and (folder / "before.json").exists()
+    if resume and not go_on and not quiet: print("the run was stopped before its first checkpoint, so it begins anew")
     model, tokenizer = tiny_gpt_oss(seed) if go_on else warmed_up_model(seed, train, progress=not quiet)
     if go_on: before = json.loads((folder / "before.json").read_text())
     else:
@@ -142,7 +143,7 @@ def run_demo(
     trainer.train(resume_from_checkpoint=go_on)
 
     after, answers = greedy_accuracy(model, tokenizer, held_out), greedy_answers(model, tokenizer, held_out[:20])
-    seconds = before["seconds"] + trainer.log_history[-1]["seconds"] if go_on else time.perf_counter() - began
+    seconds = before["seconds"] + trainer.log_history[-1]["seconds"]
     summary = {"accuracy_before": before["accuracy"], "accuracy_after": after, "seconds": round(seconds, 1), "seed": seed, "steps": config.max_steps}
     trainer.save_model(folder / "model")
     write_json(folder / "samples.json", [{**row, "before": b, "after": a} for row, b, a in zip(held_out, before["answers"], answers)])

@@ -10,7 +10,6 @@ from peft import LoraConfig
 
 from grpo_nb import GRPOTrainer
 from grpo_nb.rollout.engine import Rollout
-from grpo_nb.training.checkpoint import checkpoints
 from small_runs import digits, small_model, small_trainer, weights_of
 
 SETTINGS = dict(num_generations=4, max_completion_length=7, shuffle_dataset=False, optim="sgd", learning_rate=0.3, max_steps=3, epsilon=0.01)
@@ -52,10 +51,20 @@ def equal(out, rank):
         results[name] = dict(history=trainer.log_history, weights=weights_of(trainer.model))
     changes = dict(max_steps=4, optim="adamw_torch", learning_rate=0.01, num_iterations=2, seed=3, save_strategy="steps", save_steps=3)
     for name in ("sampled", "sampled again"):
-        torch.manual_seed(rank)  # so that the processes' adapters would begin differently
         trainer = scripted(out, "adapter", 2, trainer=GRPOTrainer, output_dir=str(Path(out) / "sampled"), **changes)
+        with torch.no_grad(): trainer.parameters[0].add_(rank)  # the processes may be given different weights: the first one's count
         trainer.train(resume_from_checkpoint=str(Path(out) / "sampled" / "checkpoint-3") if results.get("sampled") else None)
         results[name] = dict(history=trainer.log_history, weights=weights_of(trainer.model), evaluation=trainer.evaluate([{"prompt": "1+1="}] * 3), ids=trainer.collect().completion_ids)
+    trainer = scripted(out, "float16", 2, output_dir=str(Path(out) / "overflow"))
+    accumulate = trainer.accumulate
+
+    def overflows(batch):
+        accumulate(batch)
+        if rank == 1 and trainer.state.global_step == 1: trainer.parameters[-1].grad[0] = float("inf")
+
+    trainer.accumulate = overflows
+    trainer.train()
+    results["overflow"] = dict(history=trainer.log_history, weights=weights_of(trainer.model), scale=trainer.precision.scaler.get_scale())
     torch.save(results, Path(out) / f"rank{rank}.pt")
 
 

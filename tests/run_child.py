@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig
 
 from grpo_nb.training import checkpoint
-from small_runs import ROWS, digits, small_trainer, weights_of
+from small_runs import ROWS, small_trainer, weights_of
 
 
 def die_at(moment: str) -> None:
@@ -39,6 +39,7 @@ def run(folder, resume=False, threads=1, adapter=None, evaluate=False, die=None,
     arguments = dict(peft_config=LoraConfig(**adapter)) if adapter else {}
     if evaluate: arguments["eval_dataset"] = ROWS[:3]
     trainer = small_trainer(folder, arguments=arguments, **settings)
+    if trainer.precision.scaler.is_enabled(): trainer.precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)  # so that the scale moves
     if die: die_at(die)
     trainer.train(resume_from_checkpoint=resume and bool(checkpoint.checkpoints(folder)))
     torch.save({"history": trainer.log_history, "weights": weights_of(trainer.model), "scale": trainer.precision.scaler.get_scale()}, Path(folder) / "final.pt")

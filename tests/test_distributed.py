@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 def torchrun(*arguments, timeout):
     "Both processes, started as a user starts them."
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE)}
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE / "distributed_child.py"), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
@@ -70,6 +70,12 @@ def test_two_processes_resume_bit_for_bit(ranks):
         whole, resumed = rank["sampled"], rank["sampled again"]
         assert all(torch.equal(whole["weights"][key], resumed["weights"][key]) for key in whole["weights"])
         assert [{k: v for k, v in r.items() if k not in CLOCKS} for r in resumed["history"] if "loss" in r] == [{k: v for k, v in r.items() if k not in CLOCKS} for r in whole["history"] if "loss" in r]
+
+
+def test_an_overflow_in_one_process_is_one_in_both(ranks):
+    first, second = (rank["overflow"] for rank in ranks[0])
+    assert [r["skipped_updates"] for r in first["history"]] == [r["skipped_updates"] for r in second["history"]] == [0, 1, 0]
+    assert first["scale"] == second["scale"] == 2.0**15 and all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
 
 
 def test_a_failure_in_one_process_ends_both(tmp_path):

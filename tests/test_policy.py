@@ -9,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-from grpo_nb.training.policy import TrainingBatch, base_causal_model, completion_logps, find_head, pad_prompts, plain_completion_logps, positions, rollout_gap
+from grpo_nb.rollout.engine import pad_left
+from grpo_nb.training.policy import TrainingBatch, base_causal_model, completion_logps, find_head, plain_completion_logps, positions, rollout_gap
 from small_runs import one_thread, small_model
 
 V = 24
@@ -49,7 +50,7 @@ def make_batch(seed=0, prompts=(3, 5, 1, 4), completions=(4, 1, 6, 2), extra=0):
     "Completions of unequal lengths; what is padding holds legal ids that mean nothing."
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(3, 20, (n,), generator=g).tolist()
-    prompt_ids, prompt_mask = pad_prompts([draw(n) for n in prompts], pad_token_id=7)
+    prompt_ids, prompt_mask = pad_left([draw(n) for n in prompts], pad_token_id=7)
     T = max(completions) + extra
     drawn = [draw(n) for n in completions]
     ids = torch.tensor([c + [5] * (T - len(c)) for c in drawn])
@@ -141,7 +142,7 @@ def test_rows_keeps_everything_together():
 
 
 def test_positions_and_prompts():
-    ids, mask = pad_prompts([[4], [5, 6, 7]], pad_token_id=9)
+    ids, mask = pad_left([[4], [5, 6, 7]], pad_token_id=9)
     assert ids.tolist() == [[9, 9, 4], [5, 6, 7]] and mask.tolist() == [[False, False, True], [True] * 3]
     assert positions(torch.cat([mask, torch.tensor([[True, True], [True, False]])], 1)).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 3]]
 

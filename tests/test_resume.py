@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_nb.training.checkpoint import checkpoints, find_checkpoint, load_weights, remove_old_checkpoints, set_aside, truncate_log, write_folder
-from small_runs import ROWS, one_thread, remember_batches, small_model, small_trainer, without_clocks
+from small_runs import one_thread, remember_batches, small_model, small_trainer, without_clocks
 
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1)
 SAVING = dict(save_strategy="steps", save_steps=1)

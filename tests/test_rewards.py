@@ -25,6 +25,11 @@ async def slowly(completions, bonus, **_):
     return [len(c) + b for c, b in zip(completions, bonus)]
 
 
+class Named:
+    __name__ = "first"
+    def __call__(self, **_): return [1]
+
+
 class Judge:
     def __call__(self, prompts, **_): return (1, 2, 3)
 
@@ -85,7 +90,7 @@ def wrong(how):
     return [helpful, helpful_later]
 
 
-@pytest.mark.parametrize("how, words", [("raises", "raised ZeroDivisionError: by zero"), ([1.0], "1 rewards for 3"), ([None] * 3, "judged none of the 3"), ([math.nan] * 3, "judged none of the 3"), (3, "must return a list")])
+@pytest.mark.parametrize("how, words", [("raises", "raised ZeroDivisionError: by zero"), ([1.0], "1 rewards for 3"), (3, "must return a list")])
 @pytest.mark.parametrize("kind", [0, 1], ids=["plain", "async"])
 def test_a_failure_is_named(how, words, kind):
     with pytest.raises(RewardError) as caught: score_completions([length, wrong(how)[kind], slowly], PROMPTS, COMPLETIONS, 17, bonus=[1, 2, 3])
@@ -93,8 +98,27 @@ def test_a_failure_is_named(how, words, kind):
     assert isinstance(caught.value.__cause__, ZeroDivisionError) == (how == "raises")
 
 
+@pytest.mark.parametrize("nothing", [[None] * 3, [math.nan] * 3], ids=["None", "NaN"])
+def test_a_function_that_judges_nothing_is_reported(nothing):
+    with pytest.warns(UserWarning, match="'helpful' judged no completion .*all 3.* at step 17.*'x'"):
+        table = score_completions([length, wrong(nothing)[0]], PROMPTS, COMPLETIONS, 17, bonus=[1, 2, 3])
+    assert table[:, 1].isnan().all() and not table[:, 0].isnan().any()
+    with pytest.raises(RewardError, match="no reward function judged any completion: 'helpful'.*at step 17.*'x'"):
+        score_completions([wrong(nothing)[0]], PROMPTS, COMPLETIONS, 17)
+
+
 def test_the_first_that_failed_is_named():
-    with pytest.raises(RewardError, match="'some' .* none"): score_completions([length, lambda **_: [1, 2, 3], functools.wraps(some)(lambda **_: [None] * 3), *wrong("raises")], PROMPTS, COMPLETIONS)
+    with pytest.raises(RewardError, match="'first' .* 1 rewards"):
+        score_completions([length, lambda **_: [1, 2, 3], Named(), *wrong("raises")], PROMPTS, COMPLETIONS)
+
+
+@pytest.mark.parametrize("nothing", [[None] * 3, [math.nan] * 3, (None, math.nan, None)], ids=str)
+@pytest.mark.parametrize("kind", [0, 1], ids=["plain", "async"])
+def test_one_silent_function_is_told_of_and_all_silent_is_an_error(nothing, kind):
+    silent = wrong(nothing)[kind]
+    with pytest.warns(UserWarning, match="'helpful' judged no completion .*all 3.* at step 17.*'x'"): table = score_completions([length, silent], PROMPTS, COMPLETIONS, 17)
+    assert table[:, 0].tolist() == [1, 2, 3] and table[:, 1].isnan().all()
+    with pytest.raises(RewardError, match="'helpful'.*all 3.* at step 17.*'x'"): score_completions([silent], PROMPTS, COMPLETIONS, 17)
 
 
 def test_async_functions_wait_together():

@@ -496,8 +496,9 @@ def takes_other_names(
     generated = cls.__init__
 
     @functools.wraps(generated)
-    def __init__(self, **given):
-        generated(self, **understood(given, known(cls)))
+    def __init__(self, *output_dir, **given):  # the folder may stand first, without its name, as in transformers
+        if len(output_dir) + ("output_dir" in given) > 1: raise TypeError(f"settings are given by name; only output_dir may stand without one, once, and there are {output_dir!r}")
+        generated(self, **understood({**dict(zip(["output_dir"], output_dir)), **given}, known(cls)))
 
     cls.__init__ = __init__
     return cls

@@ -39,7 +39,8 @@ def load_policy(
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout): module.p = 0.0
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=config.gradient_checkpointing_kwargs or {"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its new and its old name
+        enable(config.gradient_checkpointing_kwargs or {"use_reentrant": False})
     return model
 
 

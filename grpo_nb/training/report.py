@@ -9,6 +9,7 @@ __all__ = ['COLUMNS', 'Collected', 'reward_metrics', 'completion_metrics', 'peak
 # %% ../../nbs/training/05_report.ipynb #4efba002
 import json
 import math
+import re
 import resource
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from tqdm.auto import tqdm
 
 # %% ../../nbs/training/05_report.ipynb #da5e74fc
 class Collected:
-    "Numbers from several micro-batches: the mean of each, or the largest and smallest where the name ends in `max` and `min`."
+    "Numbers from several micro-batches: the mean of each, or the largest and smallest where the name says `max` and `min`."
 
     def __init__(self):
         self.values: dict[str, list[tuple[Any, float]]] = {}
@@ -38,8 +39,8 @@ class Collected:
         for name, pairs in self.values.items():
             numbers = [float(value) for value, _ in pairs]
             total = sum(weight for _, weight in pairs)
-            if name.endswith("max"): result[name] = max(numbers)
-            elif name.endswith("min"): result[name] = min(numbers)
+            extreme = re.search(r"(?:^|[/_])(max|min)(?:_|$)", name)
+            if extreme: result[name] = {"max": max, "min": min}[extreme[1]](numbers)
             else: result[name] = sum(n * w for n, (_, w) in zip(numbers, pairs)) / total if total else 0.0
         self.values = {}
         return result

@@ -11,6 +11,7 @@ import inspect
 import math
 import numbers
 import threading
+import warnings
 from typing import Any, Callable
 
 import torch
@@ -85,9 +86,12 @@ def score_completions(
             answers[k] = error
         if inspect.isawaitable(answers[k]): waiting[k] = answers.pop(k)
     answers.update(zip(waiting, run_coroutines(list(waiting.values()))) if waiting else ())
-    table = torch.full((len(completions), len(functions)), math.nan)
-    for k, function in enumerate(functions):
-        table[:, k] = torch.tensor(checked(answers[k], completions, reward_name(function), step))
+    names = [reward_name(function) for function in functions]
+    table = torch.tensor([checked(answers[k], completions, name, step) for k, name in enumerate(names)], dtype=torch.float32).T  # (N, K)
+    silent = [name for name, column in zip(names, table.T) if column.isnan().all()] if completions else []
+    where = f"(None or NaN for all {len(completions)}) at step {step}; the first completion is {completions[0]!r}" if completions else ""
+    if silent and len(silent) == len(names): raise RewardError(f"no reward function judged any completion: {', '.join(map(repr, names))} {where}")
+    for name in silent: warnings.warn(f"reward function {name!r} judged no completion {where}", stacklevel=2)
     return table
 
 
@@ -97,9 +101,6 @@ def checked(answer: Any, completions: list, name: str, step: int) -> list[float]
     if isinstance(answer, BaseException):
         raise RewardError(f"reward function {name!r} raised {type(answer).__name__}: {answer} {where}") from answer
     try:
-        scores = as_scores(answer, len(completions), name)
+        return as_scores(answer, len(completions), name)
     except RewardError as error:
         raise RewardError(f"{error} {where}") from None
-    if scores and all(map(math.isnan, scores)):
-        raise RewardError(f"reward function {name!r} judged none of the {len(scores)} completions (None or NaN for all) {where}")
-    return scores

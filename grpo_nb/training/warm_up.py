@@ -12,7 +12,8 @@ from typing import Callable
 import torch
 from tqdm.auto import tqdm
 
-from .policy import TrainingBatch, completion_logps, pad_prompts
+from ..rollout.engine import pad_left
+from .policy import TrainingBatch, completion_logps
 
 # %% ../../nbs/training/07_warm_up.ipynb #81a3572a
 def written_batch(
@@ -21,7 +22,7 @@ def written_batch(
     device: torch.device | str = "cpu",
 ) -> TrainingBatch:  # advantages are all 1: every answer is one to be imitated
     "Prompts with worked answers as a batch."
-    prompt_ids, prompt_mask = pad_prompts([tokenizer(row["prompt"]).input_ids for row in rows], tokenizer.pad_token_id or 0, device)
+    prompt_ids, prompt_mask = pad_left([tokenizer(row["prompt"]).input_ids for row in rows], tokenizer.pad_token_id or 0, device)
     answers = [tokenizer(row["answer"], add_special_tokens=False).input_ids + [tokenizer.eos_token_id] for row in rows]
     T = max(map(len, answers))
     ids = torch.tensor([a + [0] * (T - len(a)) for a in answers], device=device)
