@@ -192,10 +192,11 @@ def test_notebook_reads_well_without_running(notebook):
     assert not [o for o in outputs if o["output_type"] == "error"], "a stored traceback"
     assert "widgets" not in stored["metadata"], "stored widget state, which GitHub refuses to draw"
     assert not [o for o in outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})], "a stored widget, empty without a kernel"
+    assert "site-packages" not in json.dumps(outputs), "a stored path of the machine it was run on, in a warning perhaps"
     assert re.match(r"# .+\n\n> .+(\n|$)", "".join(stored["cells"][0]["source"])), "open with `# title`, an empty line, `> one line`"
 
 
-# What may import what (DESIGN: data and imports flow one way)
+# What may import what (data and imports flow one way)
 
 ARROWS = {  # subpackage -> what it may import of ours, besides itself
     "algorithm": [], "model": [], "rollout": ["model", "algorithm.logprobs"], "environments": [],

@@ -82,6 +82,7 @@ def main():
     make.add_argument("notebook", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # notices of other libraries, with paths of this machine, are no outputs to store
     if args.command == "run":
         for path in args.notebooks:
             print(path, flush=True)
