@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 
 def demo(*args):
-    command = [sys.executable, "-m", "grpo_nb.cli", "demo", *map(str, args)]
+    command = [str(Path(sys.executable).with_name("grpo-nb")), "demo", *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "160"})
 
 
