@@ -22,9 +22,9 @@ from transformers.training_args import OptimizerNames
 
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training import config as room
-from grpo_nb.training.config import ALIASES, ALSO_QUIET, DIFFERENT_FROM_TRL, LOSS_TYPES, QUIET, REFUSED, GRPOConfig
+from grpo_nb.training.config import ALIASES, ALSO_QUIET, DIFFERENT_FROM_TRL, IDLE, LOSS_TYPES, QUIET, REFUSED, GRPOConfig
 
-OURS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+OURS = room.known(GRPOConfig)
 OLDER = {"max_prompt_length", "logging_dir"}  # dropped by TRL and transformers, still in many scripts
 NOT_IN_TRL = {"mini_batch", "logit_chunk_multiplier", "warmup_ratio"}
 
@@ -42,14 +42,15 @@ def outcome(function, *args, **given):
 
 # names and defaults
 
-def test_every_keyword_of_trl_is_a_setting_an_alias_or_refused():
-    assert set(TRL) == (set(OURS) | set(ALIASES) | set(REFUSED)) - OLDER - NOT_IN_TRL - {"unsloth_grpo_mini_batch", "unsloth_logit_chunk_multiplier"}
+def test_every_keyword_of_trl_is_a_setting_an_alias_refused_or_without_effect():
+    assert set(TRL) == (set(OURS) | set(ALIASES) | set(REFUSED) | set(IDLE)) - OLDER - NOT_IN_TRL - {"unsloth_grpo_mini_batch", "unsloth_logit_chunk_multiplier"}
 
 
 def test_no_keyword_has_two_meanings():
-    assert not set(OURS) & set(REFUSED) and not set(OURS) & set(ALIASES) and not set(ALIASES) & set(REFUSED)
-    assert set(ALIASES.values()) <= set(OURS) and set(QUIET) == set(REFUSED) and set(ALSO_QUIET) <= set(QUIET)
-    assert sum(len(names) for _, names in room.NOT_HONOURED) == len(QUIET)
+    tables = [OURS, REFUSED, IDLE, ALIASES]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    assert set(ALIASES.values()) <= set(OURS) and set(QUIET) == set(REFUSED) | set(IDLE) and set(ALSO_QUIET) <= set(QUIET)
+    assert sum(len(names) for _, names in room.NOT_HONOURED + room.WITHOUT_EFFECT) == len(QUIET)
 
 
 def test_defaults_are_trls_except_where_the_table_says_so():
@@ -64,7 +65,7 @@ def test_refused_keywords_are_held_at_trls_default():
 
 def test_all_defaults_of_trl_at_once_are_accepted():
     config = GRPOConfig(**TRL)
-    assert set(config.differences(GRPOConfig())) == {name for name, (ours, theirs, _) in DIFFERENT_FROM_TRL.items() if name in ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "use_bias_correction_kl")}
+    assert set(config.differences(GRPOConfig())) == {name for name, (ours, theirs, _) in DIFFERENT_FROM_TRL.items() if name in ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "use_bias_correction_kl", "project")}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -75,6 +76,39 @@ def test_refused(name):
         error = outcome(attempt)
         assert type(error) is ValueError and name in str(error) and asked in str(error) and REFUSED[name] in str(error)
     assert getattr(GRPOConfig(), name) == QUIET[name]
+
+
+@pytest.mark.parametrize("name", sorted(IDLE))
+def test_without_effect(name):
+    assert GRPOConfig(**{name: QUIET[name]}) == GRPOConfig()
+    for attempt in (lambda: GRPOConfig(**{name: "something else"}), lambda: setattr(GRPOConfig(), name, "something else")):
+        with pytest.warns(UserWarning) as caught: assert attempt() in (None, GRPOConfig())
+        assert len(caught) == 1 and f"{name}='something else' changes nothing here: {IDLE[name]}" == str(caught[0].message) and caught[0].filename == __file__
+    assert getattr(GRPOConfig(), name) == QUIET[name]
+
+
+def test_a_script_that_reads_its_config_from_a_command_line(tmp_path):
+    "TRL's own parser, with its other two dataclasses beside ours, and a YAML file."
+    from transformers import HfArgumentParser
+
+    (tmp_path / "run.yaml").write_text("beta: 0.1\nreport_to: none\n")
+    parser = trl.TrlParser((trl.ScriptArguments, GRPOConfig, trl.ModelConfig))
+    line = ["--config", str(tmp_path / "run.yaml"), "--dataset_name", "x", "--output_dir", "out", "--learning_rate", "1e-5", "--scale_rewards", "none", "--bf16", "false", "--reward_weights", "1.0", "0.5",
+            "--chat_template_kwargs", '{"reasoning_effort": "low"}', "--mask_truncated_completions", "--top_k", "5", "--epsilon_high", "0.28"]
+    _, config, _ = parser.parse_args_and_config(line)
+    assert config == GRPOConfig(output_dir="out", learning_rate=1e-5, scale_rewards="none", bf16=False, reward_weights=[1.0, 0.5], chat_template_kwargs={"reasoning_effort": "low"},
+                                mask_truncated_completions=True, top_k=5, epsilon_high=0.28, beta=0.1)
+    assert HfArgumentParser(GRPOConfig).parse_args_into_dataclasses([]) == (GRPOConfig(),)
+    assert "a number in [0, inf) or None" in HfArgumentParser(GRPOConfig).format_help()
+    assert isinstance(outcome(GRPOConfig, epsilon_high=-1), ValueError) and GRPOConfig(epsilon_high=None).epsilon_high is None, "the parser must not change the class"
+
+
+def test_a_config_can_be_extended():
+    @dataclasses.dataclass(kw_only=True)
+    class Mine(GRPOConfig):
+        beta: float = 0.04
+
+    assert Mine().beta == 0.04 and isinstance(outcome(Mine, beta=-1), ValueError) and Mine(epsilon=0.1).used("epsilon_high") == 0.1
 
 
 def test_a_switch_that_is_off_may_be_given_as_enum_or_bool():
@@ -124,7 +158,7 @@ WORDS = {name: field.metadata["allowed"] for name, field in OURS.items() if isin
 def test_nonsense_is_refused_with_what_is_possible(name):
     nonsense = [math.nan, math.inf, -math.inf, object(), {1}]
     if list not in room.kinds(OURS[name].type): nonsense.append([])
-    if name not in ("output_dir", "run_name", "report_to"): nonsense.append("1e-6")
+    if name not in ("output_dir", "run_name", "report_to", "project", "metric_for_best_model"): nonsense.append("1e-6")
     for value in nonsense:
         error = outcome(GRPOConfig, **{name: value})
         assert type(error) is ValueError and name in str(error) and repr(value) in str(error) and f"The default is {OURS[name].default!r}" in str(error), (value, error)
@@ -157,7 +191,8 @@ def test_a_switch_takes_true_and_false_alone(name, value):
 
 @pytest.mark.parametrize("name", sorted(WORDS))
 def test_words(name):
-    for word in WORDS[name]: assert getattr(outcome(GRPOConfig, **{name: word}), name) == word
+    others = {"eval_strategy": "steps"} if name == "save_strategy" else {}  # "best" needs evaluations
+    for word in WORDS[name]: assert getattr(outcome(GRPOConfig, **{name: word}, **others), name) == word
     error = outcome(GRPOConfig, **{name: WORDS[name][0] + "x"})
     assert isinstance(error, ValueError) and f"The nearest is {WORDS[name][0]!r}" in str(error)
 
@@ -182,6 +217,11 @@ def test_reward_weights_are_finite_numbers(weights):
     ({"warmup_steps": 10, "warmup_ratio": 0.1}, "in two ways"),
     ({"warmup_steps": 10.5}, "whole number"),
     ({"max_steps": 0}, "nothing would be trained"),
+    ({"load_best_model_at_end": True}, "needs evaluations"), ({"save_strategy": "best"}, "needs evaluations"),
+    ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 10}, "save_steps to a multiple of eval_steps"),
+    ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"}, "set save_strategy='best'"),
+    ({"sync_ref_model": True}, "with beta=0.0 there is none"), ({"entropy_coef_min": 0.2, "entropy_coef_max": 0.1}, "the smaller one"),
+    ({"generation_kwargs": {"num_beams": 4}}, "'num_beams'"), ({"chat_template_kwargs": "{low}"}, "a dict (or its JSON"),
     ({"report_to": ["wandb", "tensorbord"]}, "'tensorboard'"),
     ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "'token_mask'"),
 ])

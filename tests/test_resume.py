@@ -216,8 +216,11 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 
 def test_which_checkpoint_is_meant(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", ".checkpoint-11.partial-3", "checkpoint-12x"): (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match="there is no checkpoint .* save_only_model"): find_checkpoint(True, tmp_path)  # folders of models alone, or of another library
+    assert find_checkpoint("auto", tmp_path) is None
+    (tmp_path / "checkpoint-10" / "training_state.pt").touch()
     assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
-    assert find_checkpoint(True, tmp_path).name == "checkpoint-10" and find_checkpoint(False, tmp_path) is find_checkpoint(None, tmp_path) is None
+    assert find_checkpoint(True, tmp_path) == find_checkpoint("auto", tmp_path) == tmp_path / "checkpoint-10" and find_checkpoint(False, tmp_path) is find_checkpoint(None, tmp_path) is None
     with pytest.raises(ValueError, match="no training_state.pt"): find_checkpoint(tmp_path / "checkpoint-9", tmp_path)
     remove_old_checkpoints(tmp_path, None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-12x", "checkpoint-9", "checkpoint-best"]

@@ -371,14 +371,14 @@ def test_a_function_may_leave_completions_unscored(tmp_path):
 # arguments
 
 @pytest.mark.parametrize("arguments, words", [
-    (dict(tools=[print]), "tools=.*no tool calls"), (dict(rollout_func=print), "rollout_func"), (dict(environment_factory=print), "environment_factory"),
-    (dict(quantization_config=object()), "quantise the model where it is loaded"), (dict(reward_processing_classes=[None]), "reward models are not supported"),
+    (dict(tools=[print]), "tools=.*no tool calls"), (dict(environment_factory=print), "environment_factory"),
+    (dict(quantization_config=object()), "quantization_config is for a model given by name"), (dict(reward_processing_classes=[None, None]), "2 entries and there are 1 reward functions"),
 ])
 def test_arguments_that_cannot_be_honoured(arguments, words, tmp_path):
     with pytest.raises(ValueError, match=words): small_trainer(tmp_path, arguments=arguments)
 
 
-@pytest.mark.parametrize("rewards, words", [(None, "no reward function"), ([], "no reward function"), ("a/reward-model", "not a function"), (torch.nn.Linear(1, 1), "not a function"), (3, "not a function")])
+@pytest.mark.parametrize("rewards, words", [(None, "no reward function"), ([], "no reward function"), (torch.nn.Linear(1, 1), "call it inside a function"), (3, "no function, no reward model")])
 def test_what_is_no_reward_function(rewards, words, tmp_path):
     with pytest.raises(ValueError, match=words): small_trainer(tmp_path, rewards)
 

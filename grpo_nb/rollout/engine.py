@@ -8,7 +8,7 @@ __all__ = ['pad_left', 'share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill',
 
 # %% ../../nbs/rollout/02_engine.ipynb #2766139d
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable, Sequence
 
 import torch
@@ -123,6 +123,8 @@ class Rollout:
     mask: torch.Tensor  # (N, T) bool, True for the completion's tokens, its stop token included
     logps: torch.Tensor  # (N, T) float32, of the distribution each token was drawn from (greedy: of the plain softmax); 0 where mask is False
     finish_reasons: list[str]  # N times "stop" (a stop token was chosen) or "length" (max_tokens were)
+    written: torch.Tensor | None = None  # (N, T) bool, True for tokens that the policy chose; None: all of them. An environment's replies stand in between in a rollout of several turns
+    columns: dict[str, list] = field(default_factory=dict)  # what else is known, N entries a name, for the reward functions
 
     @property
     def lengths(self) -> torch.Tensor:  # (N,) int64

@@ -72,15 +72,16 @@ def checkpoints(
 
 
 def find_checkpoint(
-    resume: bool | str | Path | None,  # True: the newest in output_dir; a folder: that one; None or False: none
+    resume: bool | str | Path | None,  # True: the newest in output_dir; "auto": the same, if there is one; a folder: that one; None or False: none
     output_dir: str | Path,  # of the run
 ) -> Path | None:  # None: begin anew
     "The checkpoint that `train(resume_from_checkpoint=...)` means; a sentence if it is not there."
     if not resume: return None
-    if resume is True:
-        there = checkpoints(output_dir)
-        if not there: raise ValueError(f"there is no checkpoint in {str(output_dir)!r} to resume from; begin with train(), or name a folder")
-        return there[-1]
+    if resume in (True, "auto"):
+        there = [p for p in checkpoints(output_dir) if (p / "training_state.pt").is_file()]
+        if there: return there[-1]
+        if resume == "auto": return None
+        raise ValueError(f"there is no checkpoint in {str(output_dir)!r} to resume from (one that save_only_model=True wrote holds the model alone); begin with train(), or name a folder")
     if not (Path(resume) / "training_state.pt").is_file():
         names = [p.name for p in checkpoints(Path(resume))] or [str(p) for p in checkpoints(output_dir)]
         raise ValueError(f"{str(resume)!r} is not a checkpoint (it has no training_state.pt); found there or in the output folder: {names or 'none'}")
@@ -90,11 +91,13 @@ def find_checkpoint(
 def remove_old_checkpoints(
     output_dir: str | Path,  # of the run
     keep: int | None,  # how many to keep, the newest; None: all
+    best: str | Path | None = None,  # one that is kept besides
 ) -> None:
     "Delete the oldest checkpoints, and what killed processes left half-written."
     for leftover in Path(output_dir).glob(".checkpoint-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for old in checkpoints(output_dir)[:-keep] if keep else []:
+        if best and old == Path(best): continue
         hidden = old.with_name(f".{old.name}.old")  # at once, so that half of a checkpoint never bears its name
         os.replace(old, hidden)
         shutil.rmtree(hidden)
