@@ -1,11 +1,12 @@
-"environments.verifiers and environments.arithmetic, and the loop that they close: the reward that is trained on."
+"environments.arithmetic and the plain verifiers under it: the sums, and the rewards that are trained on."
 import re
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.environments.arithmetic import addition_problems, correct_number_reward, exact_answer_reward, number_found_reward
+from grpo_nb.environments.arithmetic import addition_problems, correct_number_reward, exact_answer_reward, number_found_reward, proximity, proximity_reward
 from grpo_nb.environments.verifiers import completion_text, exact_match, last_number, number_matches
 from grpo_nb.model.tiny import tiny_tokenizer
 
@@ -71,3 +72,33 @@ def test_the_split():
     assert held_out == [] and sorted(row["prompt"] for row in train) == sorted(f"{a}+{b}=" for a in (1, 2, 3) for b in (1, 2, 3))
     for count in (9, -1):
         with pytest.raises(ValueError, match="9 sums of numbers from 1 to 3"): addition_problems(0, held_out=count, smallest=1, largest=3)
+
+
+NUMBERS = st.integers(-10**6, 10**6) | st.fractions(-10**6, 10**6, max_denominator=50)
+
+
+@settings(max_examples=300, deadline=None)
+@given(answer=NUMBERS, value=NUMBERS, further=NUMBERS)
+def test_nearer_is_better(answer, value, further):
+    if abs(value - answer) > abs(further - answer): value, further = further, value
+    near, far = proximity(value, answer), proximity(further, answer)
+    assert 1 >= near >= far > -1 and proximity(answer, answer) == 1 and proximity(None, answer) == -1
+    assert near > far or abs(value - answer) == abs(further - answer)
+    assert (near == 1) == (value == answer) and (value == answer or near < 0.5)
+    assert proximity(2 * answer - value, answer) == near  # too much is as bad as too little
+    half = Fraction(max(abs(answer), 1)) / 2
+    assert proximity(answer + half, answer) == 0 and proximity(answer - 2 * half, answer) < 0
+
+
+@pytest.mark.parametrize("answer", ["10", "0", "-10", "3/4", "1e300"])
+def test_proximity_reward_reads_any_text(answer):
+    texts = [answer, f"\\boxed{{{answer}}}", "9", "3", "1e9999", "-1e9999", "1/0", "none", "", "9" * 5000]
+    points = proximity_reward([[{"role": "assistant", "content": text}] for text in texts], [answer] * len(texts), level=1)
+    assert points == proximity_reward(texts, [answer] * len(texts)) and all(type(p) is float and -1 <= p <= 1 for p in points)
+    assert points[:2] == [1, 1] and points[4] < 0 and points[5] < 0 and points[6:] == [-1] * 4
+
+
+def test_the_examples_of_the_guide():
+    nine, three, outlier = proximity_reward(["9", "3", "900"], ["10"] * 3)
+    assert nine > 0 > three > outlier
+    with pytest.raises(ValueError, match="'ten', which holds no number"): proximity_reward(["10"], ["ten"])
