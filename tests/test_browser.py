@@ -1,5 +1,5 @@
-"The widgets in a real JupyterLab in a real Chromium: each is shown, moved with the keyboard, and draws something else."
-import json, os, shutil, socket, subprocess, sys, time, urllib.request
+"The widgets in a real JupyterLab in a real Chromium: each is shown, moved with the keyboard, and draws something else; a run is steered by its dashboard."
+import json, os, re, shutil, socket, subprocess, sys, time, urllib.request
 from pathlib import Path
 
 import nbformat
@@ -68,22 +68,26 @@ def lab(chromium, tmp_path_factory):
         log.close()
 
 
+def assert_no_error(page):
+    failed = page.locator("[data-mime-type='application/vnd.jupyter.error']")
+    assert failed.count() == 0, failed.first.inner_text()
+
+
 @pytest.fixture
 def run_notebook(chromium, lab):
-    "A function: open a notebook in JupyterLab, run all of its cells, return the page."
+    "A function: open a notebook in JupyterLab, run all of its cells, return the page (`wait=False`: while they run)."
     address, folder = lab
     page = chromium.new_page()
     page.set_default_timeout(60_000)
     complaints = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
 
-    def run(notebook):
+    def run(notebook, wait=True):
         (folder / "lesson.ipynb").write_text(nbformat.writes(notebook))
         page.goto(f"{address}/lab/tree/lesson.ipynb?reset")
         page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'")
-        page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
-        failed = page.locator("[data-mime-type='application/vnd.jupyter.error']")
-        assert failed.count() == 0, failed.first.inner_text()
+        page.evaluate(("" if wait else "void ") + "jupyterapp.commands.execute('notebook:run-all-cells')")
+        assert_no_error(page)
         return page
 
     yield run
@@ -128,3 +132,67 @@ def test_lesson_runs_in_jupyterlab_and_shows_its_widget(run_notebook, path):
     source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("#| export"))
     for name in WIDGETS:
         if f"{name}_widget(" in source: page.locator(f".grpo-{name}-viz svg").first.wait_for()
+
+
+TRAIN = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from grpo_nb.widgets.dashboard import Dashboard
+from small_runs import small_trainer
+
+torch.set_num_threads(1)
+trainer = small_trainer("run", max_steps=100_000)
+dashboard = Dashboard(every=0.2)
+dashboard.run(trainer)
+"""
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}  # without it JupyterLab asks
+
+
+def click(page, name):
+    page.locator(f".grpo-dashboard-viz button.grpo-{name}").click()
+
+
+def label(page, pattern):
+    "Wait until the dashboard's label matches a regular expression; the step that it shows."
+    page.wait_for_function("""pattern => document.querySelector("[data-mime-type='application/vnd.jupyter.error']")
+                              || new RegExp(pattern).test(document.querySelector('.grpo-dashboard-viz .grpo-status')?.textContent)""", arg=pattern)
+    assert_no_error(page)
+    return int(re.search(r"step (\d+) of", page.locator(".grpo-status").inner_text())[1])
+
+
+def wait_for_another_picture(page):
+    box = page.locator(".grpo-dashboard-viz")
+    box.locator("svg").wait_for()
+    page.wait_for_function(f"([box, start]) => ({SEEN})(box) !== start", arg=[box.element_handle(), box.evaluate(SEEN)])
+
+
+def test_dashboard_steers_a_run(run_notebook, lab):
+    cells = [TRAIN.format(tests=str(ROOT / "tests")), "output = await dashboard.ended()", "output.global_step"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=KERNEL)
+    page = run_notebook(notebook, wait=False)
+    label(page, r"training.*step [1-9]\d* of")
+    wait_for_another_picture(page)
+    wait_for_another_picture(page)
+    assert page.locator(".grpo-dashboard-viz td").count() == 9 * 4  # a heading and eight completions
+
+    click(page, "pause")  # while the second cell waits
+    at = label(page, r"^paused at step (\d+)[^\d].*step \1 of")
+    time.sleep(1)
+    assert label(page, "^paused") == at and page.locator("button.grpo-pause").inner_text() == "Resume"
+    click(page, "pause")
+    assert label(page, rf"^training.*step (?!{at} )\d+ of") > at
+
+    click(page, "stop")
+    stopped = label(page, "^stopped at step")
+    page.locator(".jp-OutputArea-executeResult", has_text=re.compile(rf"\b{stopped}$")).wait_for()  # the cell after the one that waited
+    folder = lab[1] / "run"
+    assert [p.name for p in folder.glob("checkpoint-*")] == [f"checkpoint-{stopped}"]
+
+    page.evaluate("jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
+    page.evaluate("void jupyterapp.commands.execute('notebook:run-all-cells')")
+    page.get_by_text(f"going on from run/checkpoint-{stopped}").wait_for()
+    assert label(page, r"^training.*step (?!0 )\d+ of") >= stopped
+    click(page, "stop")
+    assert label(page, "^stopped at step") > stopped
+    assert len(list(folder.glob("checkpoint-*"))) == 2

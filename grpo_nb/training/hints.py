@@ -76,7 +76,7 @@ def no_spread(seen: Seen) -> str | None:
     level = {name: (seen.late(f"rewards/{name}/mean"), seen.late(f"rewards/{name}/std")) for name in seen.reward_names}
     start = f"In {idle:.0%} of the groups of the last {seen.window} records all completions earned the same, so every advantage is 0 and nothing is learnt."
     if wrong := [f"{name} stands at {mean:.2f}" for name, (mean, std) in level.items() if mean <= 0 or std > 2 * mean]:
-        return (f"{start} {' and '.join(wrong).capitalize()}: right answers are too rare to meet. Make some possible: a short supervised warm-up, an instruct model, "
+        return (f"{start} Right answers are too rare to meet ({' and '.join(wrong)}). Make some possible: a short supervised warm-up, an instruct model, "
                 "easier prompts first, or a reward that also pays for being close.")
     if all(mean > 5 * std for mean, std in level.values()):
         return f"{start} The reward stands at {seen.late('reward'):.2f}: if that is the best there is, these prompts are learnt: stop, or take harder ones. If not, the reward function cannot tell good from bad."
