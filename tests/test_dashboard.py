@@ -10,7 +10,7 @@ from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.rewards import RewardError
 from grpo_nb.widgets import dashboard as module
 from grpo_nb.widgets.dashboard import Dashboard, Gate, dashboard_figure, progress_line, running_mean, samples_table, shown_text, thinned
-from small_runs import digits, one_thread, small_trainer, weights_of, without_clocks
+from small_runs import digits, one_thread, small_model, small_trainer, weights_of, without_clocks
 
 ENDLESS = 100_000
 
@@ -243,6 +243,26 @@ def test_ended_raises_and_returns_as_wait_does(dashboard, tmp_path):
     with pytest.raises(RewardError): asyncio.run(dashboard.ended())
 
 
+# the tutorial with a model that is not the tiny one
+
+def test_first_run_with_a_model_by_name(tmp_path, monkeypatch):
+    notebook = json.loads((Path(__file__).parent.parent / "nbs/tutorials/01_first_run.ipynb").read_text())
+    assert notebook["metadata"]["accelerator"] == "GPU" and notebook["metadata"]["colab"]["gpuType"] == "T4"
+    model, tokenizer = small_model()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    source = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code" and "eval: false" not in "".join(cell["source"]))
+    for here, there in {'MODEL = "tiny"': f'MODEL = {str(tmp_path / "model")!r}', "OUTPUT = tempfile.mkdtemp()": f"OUTPUT = {str(tmp_path / 'run')!r}", "max_steps=100": "max_steps=2",
+                        "await dashboard.ended()": "dashboard.wait()", "%matplotlib inline": "", "(9_900, 9_999), 100, 48": "(9_990, 9_999), 6, 4"}.items():
+        assert here in source, here
+        source = source.replace(here, there)
+    names = {}
+    exec(source, names)
+    assert names["output"].global_step == 2 and names["dashboard"].status == "finished" and 0 <= names["accuracy_after"] <= 1
+    assert (tmp_path / "run/model/adapter_config.json").exists() and [p.name for p in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert names["train"][0]["prompt"][0]["role"] == "user" and names["trainer"].samples[0]["prompt"].startswith("user: What is 99")
+
+
 # what is shown
 
 def test_as_a_plain_callback_it_draws(tmp_path):
@@ -276,13 +296,14 @@ def test_drawing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
     assert drawn == [0, 20]
 
 
-def test_samples_and_hints_are_those_of_the_trainer(dashboard, tmp_path):
+def test_samples_and_hints_are_those_of_the_trainer(dashboard, tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path)
-    trainer.hints_given.append("look <here> & there")
+    monkeypatch.setattr(trainer.hints, "look", lambda record: ["look <here> & there"])
     dashboard.run(trainer)
     dashboard.wait()
-    assert dashboard.box.hints.value == "hint: look &lt;here&gt; &amp; there"
-    assert dashboard.box.table.value == samples_table(trainer.samples) and "8 of 16" in dashboard.box.table.value
+    shown = Text(dashboard.box.hints.value)
+    assert "look <here> & there" in shown.text and shown.tags == {"ul", "li"}
+    assert dashboard.box.table.value == samples_table(trainer.samples) and " of 16<table" in dashboard.box.table.value
 
 
 class Text(html.parser.HTMLParser):
@@ -305,7 +326,7 @@ nasty = st.text(alphabet=st.sampled_from("<>&\"'/!-;# ab\n=script"), max_size=40
 @given(nasty, nasty, nasty)
 def test_texts_of_a_model_are_shown_as_text(prompt, completion, name):
     page = Text(samples_table([{"step": 1, "prompt": prompt, "completion": completion, "rewards": {name: 0.5}, "advantage": -1.0}]))
-    assert page.tags == {"table", "tr", "td", "b", "span"}
+    assert page.tags == {"div", "table", "tr", "td", "b", "span"}
     assert page.text == f"completions of step 1, 1 of 1promptcompletion{name}advantage{prompt}{completion}0.5-1.00"
 
 
@@ -314,6 +335,12 @@ def test_long_texts_and_missing_numbers():
     samples = [{"step": 3, "prompt": "", "completion": str(i), "rewards": {"a": None, "b": math.nan}, "advantage": 0.0} for i in range(20)]
     assert Text(samples_table(samples, 5)).text == "completions of step 3, 5 of 20promptcompletionabadvantage" + "".join(f"{i}––+0.00" for i in range(5))
     assert samples_table([]) == ""
+
+
+def test_the_table_begins_where_there_is_something_to_learn():
+    samples = [{"step": 3, "prompt": "p", "completion": f"<{i}>", "rewards": {}, "advantage": (i >= 4) * (-1.0) ** i} for i in range(8)]
+    assert re.findall(r"<(\d)>", Text(samples_table(samples, 3)).text) == ["4", "5", "6"]
+    assert re.findall(r"<(\d)>", Text(samples_table(samples, 30)).text) == ["4", "5", "6", "7"]
 
 
 @settings(max_examples=60, deadline=None)

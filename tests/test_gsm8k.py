@@ -2,6 +2,7 @@
 import json
 import re
 import time
+from pathlib import Path
 
 import datasets
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.environments.gsm8k import (GSM8K_REWARDS, SYSTEM_PROMPT, TAGS, WORKING_TAGS, WORKING_TEMPLATE, answer_text, answer_value, correctness_reward_func, gold_answer, gsm8k, int_reward_func, pieces,
-                                        problem_row, soft_format_reward_func, solution_format_reward, solution_proximity_reward, strict_format_reward_func, word_problems, xmlcount_reward_func)
+                                        problem_row, soft_format_reward_func, solution_format_reward, solution_proximity_reward, strict_format_reward_func, word_problems, worked_completion, xmlcount_reward_func)
 from grpo_nb.training.data import prompt_token_ids
-from small_runs import one_thread, small_model, small_trainer
+from small_runs import digits, one_thread, small_model, small_trainer
 
 
 def form(reasoning="so", answer="18"):
@@ -207,6 +208,14 @@ def test_long_completions_are_quick(piece):
         assert time.thread_time() - start < 1
 
 
+def test_worked_solutions_earn_full_marks():
+    problems = word_problems(3, 60)
+    for problem in [*problems, problem_row("?", "He has 3*4=<<3*4=12>>12 > 5 pens.\nSo <<12-5=7>>7.\n#### 1,007")]:
+        text = worked_completion(problem["solution"])
+        assert sum(f(prompts=None, completions=[text], answer=[problem["answer"]])[0] for f in GSM8K_REWARDS) == 4.0
+    assert text == form("He has 3*4=12 > 5 pens.\nSo 7.", "1007").strip()
+
+
 # the guide's own tags
 
 def test_solution_rewards():
@@ -232,3 +241,45 @@ def test_a_run_with_the_five_rewards(one_thread, tmp_path):
     trainer = small_trainer(tmp_path, GSM8K_REWARDS, rows=problems, model=model, tokenizer=tokenizer, max_completion_length=8)
     trainer.train()
     assert {f"rewards/{f.__name__}/mean" for f in GSM8K_REWARDS} <= set(trainer.log_history[0])
+
+
+# the tutorial, on its way for a real model
+
+TUTORIAL = Path(__file__).parent.parent / "nbs" / "tutorials" / "02_gsm8k.ipynb"
+
+
+def tutorial(changes):
+    "The code of the tutorial after these replacements, run; its variables."
+    cells = [cell["source"] for cell in json.loads(TUTORIAL.read_text())["cells"] if cell["cell_type"] == "code"]
+    source = "\n\n".join("".join(cell) for cell in cells if "#| eval: false" not in "".join(cell)).replace("%matplotlib inline\n", "")
+    for old, new in changes.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    variables = {"__name__": "tutorial", "digits": digits}
+    exec(compile(source, str(TUTORIAL), "exec"), variables)
+    return variables
+
+
+def test_the_tutorial_with_a_model_from_a_folder(one_thread, tmp_path, quiet_datasets, capsys):
+    model, tokenizer = small_model(characters="".join(map(chr, range(32, 127))) + "\n")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    problems = word_problems(0, 40, system_prompt=None)
+    for split, part in (("train", range(16)), ("test", range(16, 40))):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"question": problems[i]["prompt"][0]["content"], "answer": problems[i]["solution"]}) + "\n" for i in part))
+    changes = {'MODEL = "tiny"': f"MODEL = {str(tmp_path / 'model')!r}", 'DATA = "openai/gsm8k"': f"DATA = {str(tmp_path / 'data')!r}", '"runs/gsm8k"  # where': f"{str(tmp_path / 'run')!r}  # where",
+               "max_steps=300": "max_steps=2", "gradient_accumulation_steps=8": "gradient_accumulation_steps=2", "else 320": "else 8",
+               "trainer = GRPOTrainer(model, GSM8K_REWARDS,": "trainer = GRPOTrainer(model, [*GSM8K_REWARDS, digits],"}  # with a spread, which random weights seldom give the others
+    first = tutorial(changes)
+    assert len(first["train"]) == 16 and first["train"][0]["prompt"][0]["role"] == "system" and first["LORA"] is not None
+    assert "adapter_model.safetensors" in [path.name for path in (tmp_path / "run" / "final").iterdir()] and all(first["same"])
+    trained = [name for name, p in first["trainer"].model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained) and first["result"].global_step == 2
+    assert all(p.abs().sum() > 0 for name, p in first["loaded"].named_parameters() if "lora_B" in name)  # they were 0 before training
+
+    log = tmp_path / "run" / "log.jsonl"
+    lines = log.read_text().splitlines()
+    assert tutorial(changes)["result"].global_step == 2 and log.read_text().splitlines() == lines  # finished: nothing more is done
+    more = tutorial({**changes, "max_steps=300": "max_steps=3"})
+    assert more["result"].global_step == 3 and log.read_text().splitlines()[:2] == lines and "checkpoint-2" in capsys.readouterr().out

@@ -55,6 +55,12 @@ def test_notebook_runs(server, notebook, minutes=10):
     if failure: pytest.fail(failure, pytrace=False)
 
 
+@pytest.mark.parametrize("notebook", [pytest.param(p, id=p.name) for p in NOTEBOOKS if p.parent.name == "tutorials"])
+def test_tutorial_asks_colab_for_a_t4(notebook):
+    metadata = json.loads(notebook.read_text())["metadata"]
+    assert metadata["accelerator"] == "GPU" and metadata["colab"]["gpuType"] == "T4"
+
+
 # Notebooks and library are in step
 
 @pytest.fixture

@@ -7,7 +7,8 @@ __all__ = ['SYSTEM_PROMPT', 'NAMES', 'THINGS', 'TAGS', 'INTEGER', 'GSM8K_REWARDS
            'gold_answer', 'problem_row', 'next_event', 'word_problem', 'word_problems', 'gsm8k', 'pieces',
            'answer_text', 'answer_value', 'correctness_reward_func', 'int_reward_func', 'follows_prompt',
            'has_structure', 'strict_format_reward_func', 'soft_format_reward_func', 'tag_points',
-           'xmlcount_reward_func', 'in_form', 'solution_format_reward', 'solution_proximity_reward']
+           'xmlcount_reward_func', 'worked_completion', 'in_form', 'solution_format_reward',
+           'solution_proximity_reward']
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #c5c9b946
 import random
@@ -241,6 +242,14 @@ def xmlcount_reward_func(
 
 
 GSM8K_REWARDS = [correctness_reward_func, int_reward_func, strict_format_reward_func, soft_format_reward_func, xmlcount_reward_func]
+
+# %% ../../nbs/environments/03_gsm8k.ipynb #06bf8f23
+def worked_completion(
+    solution: str,  # the column of the data, ends in "#### 18"
+) -> str:  # a completion in the form of `SYSTEM_PROMPT`
+    "A worked solution as the model should write it, without GSM8K's notes for a calculator, `<<72/4=18>>`."
+    steps = re.sub(r"<<[^>\n]*>>", "", solution.rpartition("####")[0]).strip()
+    return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{gold_answer(solution)}\n</answer>"
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #2f2f4b1a
 WORKING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</SOLUTION>")

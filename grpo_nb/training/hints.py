@@ -45,10 +45,10 @@ class Seen:
         values = self.columns.get(name, [])
         return sum(values[: self.window]) / self.window if len(values) >= self.window else math.nan
 
-    def late(self, name: str) -> float:  # NaN before there are enough
-        "Mean of a name over the last window."
-        values = self.columns.get(name, [])
-        return sum(values[-self.window :]) / self.window if len(values) >= self.window else math.nan
+    def late(self, name: str, windows: int = 1) -> float:  # NaN before there are enough
+        "Mean of a name over the last window, or the last few."
+        values, size = self.columns.get(name, []), windows * self.window
+        return sum(values[-size:]) / size if len(values) >= size else math.nan
 
     def lowest(self, name: str) -> float:  # NaN before there are enough
         "Smallest number of a name in the last window."
@@ -65,7 +65,7 @@ def loss_is_zero(seen: Seen) -> str | None:
     "At the first record, on-policy: a loss of 0 is no mistake."
     loss, norm = seen.last("loss"), seen.last("grad_norm")
     if len(seen.columns.get("loss", [])) == 1 and abs(loss) < 0.05 and norm > 0 and abs(seen.last("ratio/max") - 1) < 1e-3:
-        return (f"The loss is {loss:.4f}, and that is right: the completions were just drawn by the weights that are being trained, so every ratio is 1, and the advantages of a group sum to 0. "
+        return (f"The loss is {round(loss, 4) + 0.0:.4f}, and that is right: the completions were just drawn by the weights that are being trained, so every ratio is 1, and the advantages of a group sum to 0. "
                 f"What moves the weights is the gradient, and its norm is {norm:.2g}. Watch the reward.")
 
 
@@ -98,7 +98,7 @@ def format_only(seen: Seen) -> str | None:
     gain = {name: now[name][0] - before[name][0] for name in now}
     full = [name for name in now if gain[name] > 0.3 * before[name][1] and now[name][1] < 0.3 * max(gain[name], before[name][1])]
     stuck = [name for name in now if gain[name] <= 0.1 * max(now[name][1], before[name][1]) and (now[name][0] <= 0 or now[name][1] > 0)]
-    if full and stuck and len(seen.columns["reward"]) >= 4 * seen.window:
+    if full and stuck and len(seen.columns.get("reward", [])) >= 4 * seen.window:
         levels = [" and ".join(f"{name} from {before[name][0]:.2f} to {now[name][0]:.2f}" for name in names) for names in (full, stuck)]
         return (f"The easy part is learnt and nothing else: {levels[0]}, which nearly every completion earns by now, while the other has not risen ({levels[1]}). If that one is what you want, make it reachable: a short supervised warm-up, easier prompts, "
                 "or a graded reward in its place (closer answers earn more); reward_weights cannot help where it is never earned.")
@@ -110,7 +110,7 @@ def collapse(seen: Seen) -> str | None:
     gains = {name: seen.late(f"rewards/{name}/mean") - seen.early(f"rewards/{name}/mean") for name in seen.reward_names}
     poor = [name for name, gain in gains.items() if gain < 1.5 * seen.late(f"rewards/{name}/std")]
     if now <= 0.1 * before and idle >= 0.9 and poor:
-        return (f"The policy has collapsed: its entropy fell from {before:.2g} to {now:.2g} nats a token and {idle:.0%} of the groups have no spread, yet {poor[0]} stands at {seen.late(f'rewards/{poor[0]}/mean'):.2f}. It will not recover. Begin again from an earlier checkpoint with "
+        return (f"The policy has collapsed: its entropy fell from {before:.2g} to {now:.2g} nats a token and {idle:.0%} of the groups have no spread, yet {poor[0]} stands at {seen.late(f'rewards/{poor[0]}/mean'):.2f}. It will hardly recover. Begin again from an earlier checkpoint with "
                 f"a smaller learning_rate (now {seen.config.learning_rate:g}), or hold the policy with beta > 0 (now {seen.config.beta:g}), epsilon_high=0.28 or entropy_coef > 0.")
 
 
@@ -118,7 +118,7 @@ def kl_runs_away(seen: Seen) -> str | None:
     "The policy has gone far from its reference."
     kl = seen.late("kl")
     if kl >= 1.0 and seen.lowest("kl") >= 0.5:
-        return (f"The KL to the start has been {kl:.2g} nats a token on average over the last {seen.window} records: an average token is now {math.exp(min(kl, 50)):.3g} times as likely as it was. The policy is no longer the model that you began with; read some completions (log_completions=True): "
+        return (f"The KL to the start has been {kl:.2g} nats a token on average over the last {seen.window} records: a token that it writes is typically {math.exp(min(kl, 50)):.2g} times as likely as it was. The policy is no longer the model that you began with; read some completions (log_completions=True): "
                 f"often they earn a reward that was not meant. Repair the reward, raise beta (now {seen.config.beta:g}), or lower learning_rate (now {seen.config.learning_rate:g}).")
 
 # %% ../../nbs/training/10_hints.ipynb #98e49dfa
@@ -139,27 +139,27 @@ def no_gradient(seen: Seen) -> str | None:
 
 def updates_skipped(seen: Seen) -> str | None:
     "Gradients are not finite, so the updates are left out."
-    skipped = seen.late("skipped_updates")
-    if skipped >= 0.2 and seen.last("step") >= 20:
+    skipped = seen.late("skipped_updates", windows=4)  # a loss scale may need a dozen at the very start
+    if skipped > 0.2 and seen.late("skipped_updates") > 0.2:
         numbers = "fp16 overflows beyond 65,504: use bf16=True where the card has it, or float32 (fp16=False)" if seen.config.fp16 else "there is a NaN or an infinity in the model, the rewards' scale or the log-probs"
-        return f"{skipped:.0%} of the updates of the last {seen.window} records were skipped because the gradient was not finite: {numbers}. A few at the very start are normal with fp16, while the loss scale finds its size; these are not. A lower learning_rate helps where activations grow."
+        return f"{skipped:.0%} of the updates of the last {4 * seen.window} records were skipped because the gradient was not finite: {numbers}. A few at the very start are normal with fp16, while the loss scale finds its size; these are not. A lower learning_rate helps where activations grow."
 
 
 def sampler_gap(seen: Seen) -> str | None:
     "Sampler and trainer disagree about the probabilities of the same tokens."
     gap, config = seen.late("sampling/gap_mean"), seen.config
-    if gap >= 0.1:
+    if seen.lowest("sampling/gap_mean") >= 0.1:
         cut = [f"{name}={getattr(config, name):g}" for name, off in (("top_p", 1.0), ("top_k", None), ("min_p", None), ("repetition_penalty", 1.0)) if getattr(config, name) not in (off, 0.0)]
         why = f"Part of it is {', '.join(cut)}, which changes what is sampled" if cut else "Most often the two run in different number formats or with different weights (an adapter that was not handed over, a quantised copy)"
-        return (f"Sampler and trainer differ by {gap:.2g} nats a token on average ({math.expm1(gap):.0%} in probability): the policy that is trained is not the one that answers. {why}. "
+        return (f"Sampler and trainer differ by {gap:.2g} nats a token on average ({math.expm1(min(gap, 50)):.0%} in probability): the policy that is trained is not the one that answers. {why}. "
                 f"Keep vllm_importance_sampling_correction=True (now {config.vllm_importance_sampling_correction}), and bring the two closer.")
 
 
 def too_off_policy(seen: Seen) -> str | None:
     "The clip holds back a large part of the tokens."
-    share, config = seen.late("clip_ratio/region"), seen.config
+    share, config = seen.late("clip_ratio/region", windows=4), seen.config  # the first pass over a batch clips nothing, the last one most
     if share >= 0.3:
-        return (f"{share:.0%} of the tokens were clipped over the last {seen.window} records: the policy has moved on before the batch is used up, and most of the batch teaches nothing. Draw more often "
+        return (f"{share:.0%} of the tokens were clipped over the last {4 * seen.window} records: the policy has moved on before the batch is used up, and most of the batch teaches nothing. Draw more often "
                 f"(num_iterations is {config.num_iterations}, steps_per_generation {config.used('steps_per_generation') or config.gradient_accumulation_steps}) or lower learning_rate (now {config.learning_rate:g}).")
 
 
