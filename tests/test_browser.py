@@ -13,7 +13,7 @@ SETTINGS = {  # no news, no pop-ups, and no cells taken out of the page because 
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]  # one server, one browser
+pytestmark = pytest.mark.browser
 
 # what a reader sees of a drawing: matplotlib's SVG has a date and random ids, which are not part of the picture
 SEEN = """box => [...box.querySelectorAll('.widget-html-content svg :is(path, use, text, tspan), .widget-html-content p')]

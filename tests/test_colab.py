@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = ("ipywidgets==7.7.1 widgetsnbextension==3.6.10 ipykernel==6.17.1 ipython==7.34.0 traitlets==5.7.1 jupyter_client==7.4.9 tornado==6.5.1 "
         "transformers==5.15.0 tokenizers==0.22.2 huggingface_hub==1.27.0 peft==0.20.0 accelerate==1.14.0 datasets==4.0.0 numpy==2.1.3 pandas==2.2.3 matplotlib==3.10.0").split()
 NOTEBOOKS = sorted([*(ROOT / "nbs/tutorials").glob("*.ipynb"), *(ROOT / "nbs/widgets").glob("*.ipynb")])
-pytestmark = [pytest.mark.colab, pytest.mark.xdist_group("colab")]  # one environment for all
+pytestmark = pytest.mark.colab
 
 
 @pytest.fixture(scope="module")

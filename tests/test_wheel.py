@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = os.environ.get("GRPO_NB_TORCH", "torch==2.13.0").split()  # what to hand to pip so that it installs a build of torch for this machine
-pytestmark = [pytest.mark.wheel, pytest.mark.xdist_group("wheel")]  # one environment for all
+pytestmark = pytest.mark.wheel
 
 
 def run(*command, **options):

@@ -60,7 +60,7 @@ class Seen:
         "The reward functions, as the log names them."
         return [name.removeprefix("rewards/").removesuffix("/mean") for name in self.columns if name.startswith("rewards/") and name.endswith("/mean")]
 
-# %% ../../nbs/training/10_hints.ipynb #e60ebaf0
+# %% ../../nbs/training/10_hints.ipynb #10f2869a
 def loss_is_zero(seen: Seen) -> str | None:
     "At the first record, on-policy: a loss of 0 is no mistake."
     loss, norm = seen.last("loss"), seen.last("grad_norm")
@@ -68,7 +68,7 @@ def loss_is_zero(seen: Seen) -> str | None:
         return (f"The loss is {round(loss, 4) + 0.0:.4f}, and that is right: the completions were just drawn by the weights that are being trained, so every ratio is 1, and the advantages of a group sum to 0. "
                 f"What moves the weights is the gradient, and its norm is {norm:.2g}. Watch the reward.")
 
-
+# %% ../../nbs/training/10_hints.ipynb #9b0f6766
 def no_spread(seen: Seen) -> str | None:
     "The completions of each group are all rewarded alike: every advantage is 0."
     idle = seen.late("frac_reward_zero_std")
@@ -76,13 +76,13 @@ def no_spread(seen: Seen) -> str | None:
     level = {name: (seen.late(f"rewards/{name}/mean"), seen.late(f"rewards/{name}/std")) for name in seen.reward_names}
     start = f"In {idle:.0%} of the groups of the last {seen.window} records all completions earned the same, so every advantage is 0 and nothing is learnt."
     if wrong := [f"{name} stands at {mean:.2f}" for name, (mean, std) in level.items() if mean <= 0 or std > 2 * mean]:
-        return (f"{start} Right answers are too rare to meet ({' and '.join(wrong)}). Make some possible: a short supervised warm-up, an instruct model, "
+        return (f"{start} {' and '.join(wrong)}: if more can be earned there, right answers are too rare to meet. Make some possible: a short supervised warm-up, an instruct model, "
                 "easier prompts first, or a reward that also pays for being close.")
     if all(mean > 5 * std for mean, std in level.values()):
         return f"{start} The reward stands at {seen.late('reward'):.2f}: if that is the best there is, these prompts are learnt: stop, or take harder ones. If not, the reward function cannot tell good from bad."
     return f"{start} Some prompts are always right, the others always wrong: the policy gives each prompt one answer. Raise temperature (now {seen.config.temperature:g}), or begin again from before the entropy fell."
 
-
+# %% ../../nbs/training/10_hints.ipynb #275a5ad0
 def truncated(seen: Seen) -> str | None:
     "Nearly all completions are cut at the limit."
     cut = seen.late("completions/clipped_ratio")
@@ -91,7 +91,7 @@ def truncated(seen: Seen) -> str | None:
         return (f"{cut:.0%} of the completions of the last {seen.window} records were cut at max_completion_length={seen.config.max_completion_length}.{masked} Look at a few (log_completions=True): if they break off in the middle, raise max_completion_length; "
                 "if the answer is there and the model goes on, it has not learnt to end: use an instruct model or its chat template, or show it a few ended answers first.")
 
-# %% ../../nbs/training/10_hints.ipynb #a861715b
+# %% ../../nbs/training/10_hints.ipynb #6162fe80
 def format_only(seen: Seen) -> str | None:
     "Of several reward functions one has risen and is full, another has not moved."
     now, before = ({name: (at(f"rewards/{name}/mean"), at(f"rewards/{name}/std")) for name in seen.reward_names} for at in (seen.late, seen.early))
@@ -103,7 +103,7 @@ def format_only(seen: Seen) -> str | None:
         return (f"The easy part is learnt and nothing else: {levels[0]}, which nearly every completion earns by now, while the other has not risen ({levels[1]}). If that one is what you want, make it reachable: a short supervised warm-up, easier prompts, "
                 "or a graded reward in its place (closer answers earn more); reward_weights cannot help where it is never earned.")
 
-
+# %% ../../nbs/training/10_hints.ipynb #21baca18
 def collapse(seen: Seen) -> str | None:
     "Each prompt has one answer left, and not the right one."
     before, now, idle = seen.early("entropy"), seen.late("entropy"), seen.late("frac_reward_zero_std")
@@ -121,7 +121,7 @@ def kl_runs_away(seen: Seen) -> str | None:
         return (f"The KL to the start has been {kl:.2g} nats a token on average over the last {seen.window} records: a token that it writes is typically {math.exp(min(kl, 50)):.2g} times as likely as it was. The policy is no longer the model that you began with; read some completions (log_completions=True): "
                 f"often they earn a reward that was not meant. Repair the reward, raise beta (now {seen.config.beta:g}), or lower learning_rate (now {seen.config.learning_rate:g}).")
 
-# %% ../../nbs/training/10_hints.ipynb #98e49dfa
+# %% ../../nbs/training/10_hints.ipynb #c70cb57d
 def gradient_explodes(seen: Seen) -> str | None:
     "Gradient norms far above the limit, or far above their start."
     norm, before, limit = seen.lowest("grad_norm"), seen.early("grad_norm"), seen.config.max_grad_norm
@@ -144,7 +144,7 @@ def updates_skipped(seen: Seen) -> str | None:
         numbers = "fp16 overflows beyond 65,504: use bf16=True where the card has it, or float32 (fp16=False)" if seen.config.fp16 else "there is a NaN or an infinity in the model, the rewards' scale or the log-probs"
         return f"{skipped:.0%} of the updates of the last {4 * seen.window} records were skipped because the gradient was not finite: {numbers}. A few at the very start are normal with fp16, while the loss scale finds its size; these are not. A lower learning_rate helps where activations grow."
 
-
+# %% ../../nbs/training/10_hints.ipynb #915d401c
 def sampler_gap(seen: Seen) -> str | None:
     "Sampler and trainer disagree about the probabilities of the same tokens."
     gap, config = seen.late("sampling/gap_mean"), seen.config

@@ -358,7 +358,7 @@ class Saving:
         set_random_state(mine["random"])
         if self.accelerator.is_main_process:
             tqdm.write(f"going on from {folder}" + "".join(f"\n{name} is {now!r}, and was {then!r} when the checkpoint was written" + "; the optimizer keeps the old value" * (name in IN_OPTIMIZER)
-                                                           for name, (now, then) in changed.items()))
+                                                           for name, (now, then) in changed.items() if name != "disable_tqdm"))
 
 # %% ../../nbs/training/12_trainer.ipynb #e69489e9
 class Reporting:
