@@ -22,7 +22,7 @@ SEEN = """box => [...box.querySelectorAll('.widget-html-content svg :is(path, us
     .join(';')"""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
     "A browser that is installed on this machine."
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -37,7 +37,7 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(chromium, tmp_path_factory):
     "A JupyterLab of its own, for as long as the tests run: (its address, the folder that it shows)."
     home, folder = tmp_path_factory.mktemp("jupyter"), tmp_path_factory.mktemp("notebooks")
