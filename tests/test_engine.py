@@ -129,7 +129,7 @@ def test_first_tokens_follow_the_models_distribution():
 
 def test_equal_prompts_are_read_once_however_they_are_given():
     model, tokenizer = tiny_gpt_oss(0)
-    engine, ids, log = RolloutEngine(model, tokenizer), [tokenizer(t).input_ids for t in TEXTS[:2]], []
+    engine, ids, log = RolloutEngine(model, tokenizer, through_modules=True), [tokenizer(t).input_ids for t in TEXTS[:2]], []
     hook = rows_fed(model, log)
     ways = [engine.generate(TEXTS[:2], SamplingParams(n=4, max_tokens=6, seed=5)), engine.generate([TEXTS[0]] * 4 + [ids[1]] * 4, SamplingParams(max_tokens=6, seed=5))]
     assert [shape for shape in log if shape[1] > 1] == [(2, 4), (2, 4)]
@@ -144,7 +144,7 @@ def test_max_batch_size_bounds_the_rows():
     model, tokenizer = tiny_gpt_oss(0)
     log = []
     hook = rows_fed(model, log)
-    rollout = RolloutEngine(model, tokenizer, max_batch_size=3).generate(TEXTS, SamplingParams(n=4, max_tokens=3, seed=0, stop_token_ids=()))
+    rollout = RolloutEngine(model, tokenizer, max_batch_size=3, through_modules=True).generate(TEXTS, SamplingParams(n=4, max_tokens=3, seed=0, stop_token_ids=()))
     hook.remove()
     assert max(rows for rows, _ in log) == 3 and rollout.completion_ids.shape == (20, 3) and rollout.mask.all()
 
@@ -183,10 +183,10 @@ def test_dropping_finished_rows_changes_nothing(penalty):
     model, tokenizer = tiny_gpt_oss(3)
     texts = [f"{a}*{b}=" for a in (1, 22, 333) for b in (4, 55, 666, 7777)]
     params = dict(temperature=0, max_tokens=40, repetition_penalty=penalty)
-    free = RolloutEngine(model, tokenizer).generate(texts, SamplingParams(**params, stop_token_ids=()))
+    free = RolloutEngine(model, tokenizer, through_modules=True).generate(texts, SamplingParams(**params, stop_token_ids=()))
     log, stop = [], free.completion_ids[[0, 1, 2], [3, 9, 15]].tolist()
     hook = rows_fed(model, log)
-    rollout = RolloutEngine(model, tokenizer).generate(texts, SamplingParams(**params, stop_token_ids=stop))
+    rollout = RolloutEngine(model, tokenizer, through_modules=True).generate(texts, SamplingParams(**params, stop_token_ids=stop))
     hook.remove()
     assert 2 <= len({rows for rows, columns in log if columns == 1})  # rows were dropped
     assert len(set(rollout.lengths.tolist())) > 2
@@ -301,7 +301,7 @@ def test_training_state_is_put_back_after_an_error():
         calls.append(1)
         if len(calls) == 3: raise RuntimeError("a fault in the third pass")
     hook = model.lm_head.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="third pass"): RolloutEngine(model, tokenizer).generate(TEXTS, GREEDY)
+    with pytest.raises(RuntimeError, match="third pass"): RolloutEngine(model, tokenizer, through_modules=True).generate(TEXTS, GREEDY)
     hook.remove()
     assert modes(model) == before and torch.is_grad_enabled()
 
@@ -314,7 +314,7 @@ def test_logits_that_are_no_numbers_are_reported(temperature):
         output[1] = math.nan
         return output
     hook = model.lm_head.register_forward_hook(poison)
-    with pytest.raises(FloatingPointError, match="token 0 of completion 1"): RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(temperature=temperature, max_tokens=3))
+    with pytest.raises(FloatingPointError, match="token 0 of completion 1"): RolloutEngine(model, tokenizer, through_modules=True).generate(TEXTS, SamplingParams(temperature=temperature, max_tokens=3))
     hook.remove()
 
 
@@ -322,7 +322,7 @@ def test_autocast():
     model, tokenizer = tiny_gpt_oss(0)
     dtypes = []
     hook = model.lm_head.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-    rollout = RolloutEngine(model, tokenizer, autocast_dtype=torch.bfloat16).generate(TEXTS, SamplingParams(max_tokens=5, seed=0, stop_token_ids=()))
+    rollout = RolloutEngine(model, tokenizer, autocast_dtype=torch.bfloat16, through_modules=True).generate(TEXTS, SamplingParams(max_tokens=5, seed=0, stop_token_ids=()))
     hook.remove()
     assert set(dtypes) == {torch.bfloat16} and rollout.logps.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     for prompt, ids, logps in zip(rollout.prompt_ids, rollout.completion_ids.tolist(), rollout.logps):

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['pad_left', 'share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', 'evaluating', 'Rollout', 'finish',
-           'concatenate', 'check_prompts', 'default_stop_token_ids', 'complete', 'RolloutEngine']
+           'concatenate', 'check_prompts', 'default_stop_token_ids', 'complete', 'complete_directly', 'working_bytes',
+           'RolloutEngine']
 
 # %% ../../nbs/rollout/02_engine.ipynb #2766139d
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Callable, Sequence
@@ -16,6 +18,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
+from .pages import free_memory, rows_that_fit
 from .sampling import SamplingParams, sample_tokens
 
 # %% ../../nbs/rollout/02_engine.ipynb #31810ec7
@@ -241,7 +245,38 @@ def complete(
         logits = decode(model, batch, tokens)
     return finish(prompt_ids, completion_ids, logps, lengths, stop, pad_token_id)
 
-# %% ../../nbs/rollout/02_engine.ipynb #54a81b2a
+# %% ../../nbs/rollout/02_engine.ipynb #88d239d9
+def complete_directly(
+    decoder: Decoder,  # the model's tensors
+    prompt_ids: list[list[int]],  # B prompts
+    params: SamplingParams,  # how to draw; `n` and `seed` are the caller's business
+    stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
+    *,
+    pad_token_id: int = 0,  # any legal id
+    generator: torch.Generator | None = None,  # None is torch's global one
+    on_tokens: Callable[[int], object] = lambda count: None,  # called with the steps done since the last call
+) -> Rollout:  # B completions
+    "`complete`, on the model's own tensors."
+    unique, index = share_prompts(prompt_ids)
+    held = Counter(index)
+    progress = complete_rows(decoder, unique, [held[u] for u in range(len(unique))], params, stop, generator, on_tokens)
+    order = torch.tensor(sorted(range(len(index)), key=index.__getitem__), device=stop.device)  # the prompt of each of the decoder's rows
+    back = order.argsort()
+    return finish(prompt_ids, progress.ids[back], progress.logps[back], progress.counts[back].long(), stop, pad_token_id)
+
+# %% ../../nbs/rollout/02_engine.ipynb #280ba7a9
+def working_bytes(
+    decoder: Decoder,
+    longest: int,  # tokens of the longest prompt
+    params: SamplingParams,
+) -> tuple[int, int]:  # for a row of logits, and for reading prompts
+    "Memory that drawing takes beside the cache."
+    c, size = decoder.config, decoder.dtype.itemsize
+    filters = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1 or params.temperature == 0
+    token = c.num_experts_per_tok * (6 * c.intermediate_size + 4 * c.hidden_size) + 12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size  # numbers of one layer that are there at once
+    return c.vocab_size * (size + (32 if filters else 8)), max(PREFILL_TOKENS, longest) * token * size
+
+# %% ../../nbs/rollout/02_engine.ipynb #b8a4a83a
 class RolloutEngine:
     "Draws batches of completions from a causal language model, with or without adapters."
 
@@ -250,14 +285,26 @@ class RolloutEngine:
         model: PreTrainedModel,  # on its device; a PEFT model samples with its active adapter
         tokenizer: PreTrainedTokenizerBase,  # turns strings into ids, names the end and pad tokens
         *,
-        max_batch_size: int | None = None,  # completions decoded at the same time, a bound on memory; None is all
+        max_batch_size: int | None = None,  # completions decoded at the same time, a bound on memory; None is as many as fit
         autocast_dtype: torch.dtype | None = None,  # run the model under autocast in this dtype; None leaves it as it is
+        through_modules: bool = False,  # call the model's modules even where its tensors can be used directly, which is faster
     ):
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}, and it must be at least 1: None decodes all completions together")
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError("the active adapter is a learned prompt, which this engine's cache does not hold: use LoRA or another adapter of the weights")
-        self.model, self.tokenizer, self.max_batch_size, self.autocast_dtype = model, tokenizer, max_batch_size, autocast_dtype
+        self.model, self.tokenizer, self.max_batch_size, self.autocast_dtype, self.through_modules = model, tokenizer, max_batch_size, autocast_dtype, through_modules
+
+    def _open(self):
+        "The decoder of the model as it is now, or None, and the reason."
+        if self.through_modules: return None, "as asked"
+        return open_decoder(self.model, self.autocast_dtype)
+
+    @property
+    def way(self) -> str:
+        "How completions are decoded, and why."
+        decoder, reason = self._open()
+        return f"through the model's modules: {reason}" if decoder is None else f"directly: {reason}"
 
     def encode(
         self,
@@ -267,6 +314,24 @@ class RolloutEngine:
         if isinstance(prompts, str): raise ValueError("prompts is one string, and a list is needed: write [prompt]")
         as_list = lambda ids: ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
         return [self.tokenizer(p)["input_ids"] if isinstance(p, str) else as_list(p) for p in prompts]
+
+    def parts(
+        self,
+        rows: list[list[int]],  # N prompts, one for each completion
+        params: SamplingParams,
+        decoder: Decoder | None,
+    ) -> list[list[list[int]]]:  # MemoryError with the numbers if a completion does not fit
+        "The prompts in pieces that are decoded together."
+        most = self.max_batch_size or len(rows)
+        if decoder is None: return [rows[start : start + most] for start in range(0, len(rows), most)]
+        if decoder.device.type == "cuda": most = min(most, MOST_ROWS)
+        per_row, once = working_bytes(decoder, max(map(len, rows)), params) if decoder.device.type == "cuda" else (0, 0)
+        free, parts, start = free_memory(decoder.device), [], 0
+        while start < len(rows):
+            size = rows_that_fit(decoder.shape, [len(ids) for ids in rows[start : start + most]], params.max_tokens, free, per_row, once)
+            parts.append(rows[start : start + size])
+            start += size
+        return parts
 
     def generate(
         self,
@@ -285,10 +350,12 @@ class RolloutEngine:
             pad_token_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
             generator=None if params.seed is None else torch.Generator(device).manual_seed(params.seed),
         )
-        rows = [ids for ids in prompt_ids for _ in range(params.n)]
-        size = self.max_batch_size or len(rows)
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        decoder, _ = self._open()
+        parts = self.parts([ids for ids in prompt_ids for _ in range(params.n)], params, decoder)
         bar = tqdm(total=len(parts) * params.max_tokens, delay=0 if progress else 2, disable=progress is False, desc="tokens", leave=False)
-        autocast = torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
+        autocast = torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype and decoder is None else nullcontext()
         with evaluating(self.model), autocast, bar:
-            return concatenate([complete(self.model, part, on_token=bar.update, **settings) for part in parts], settings["pad_token_id"])
+            if decoder is None: rollouts = [complete(self.model, part, on_token=bar.update, **settings) for part in parts]
+            else: rollouts = [complete_directly(decoder, part, on_tokens=bar.update, **settings) for part in parts]
+        if device.type == "cuda": torch.cuda.empty_cache()
+        return concatenate(rollouts, settings["pad_token_id"])

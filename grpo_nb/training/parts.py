@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..model.attention import check_attention
 from .config import GRPOConfig
 
 # %% ../../nbs/training/08_parts.ipynb #15806536
@@ -24,16 +25,20 @@ def load_policy(
 ):  # the model, its adapter added, dropout off and activations recomputed if the config says so
     "The policy that a run trains."
     if isinstance(model, str):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         given = {"dtype": "float32", **(config.model_init_kwargs or {})}
         if config.trust_remote_code: given["trust_remote_code"] = True
         if quantization_config is not None:
             if "quantization_config" in given: raise ValueError("quantization_config is given to the trainer and in model_init_kwargs: give it once")
             given["quantization_config"] = quantization_config
+        if given.get("attn_implementation"):
+            where = {name: given[name] for name in ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code") if name in given}
+            check_attention(given.get("config") or AutoConfig.from_pretrained(model, **where), given["attn_implementation"])
         model = AutoModelForCausalLM.from_pretrained(model, **given)
     elif config.model_init_kwargs or quantization_config is not None:
         raise ValueError(f"{'model_init_kwargs' if config.model_init_kwargs else 'quantization_config'} is for a model given by name; this one is already loaded: leave it out, or pass the name")
+    check_attention(model)
     if getattr(model, "is_quantized", False) and peft_config is not None and not hasattr(model, "peft_config"):
         from peft import prepare_model_for_kbit_training
 
