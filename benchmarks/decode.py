@@ -11,10 +11,10 @@ weights; its router spreads tokens over the experts, and how many are really use
 tokens are drawn at temperature 1 from the whole vocabulary, and nothing stops early.
 
 Speed is (tokens between a short and a long run) / (difference of their times), so that reading the prompt drops out: 8 and 264 new tokens, the second repetition;
-for transformers and Unsloth 8 and 72, after one short run; both as their generate comes (no compilation asked for). Each library has a process of its own. Its checkpoint, if it needs one, is written to a temporary folder
-(39 GiB for Unsloth, 13 GiB for vLLM) and removed. "peak" is the most that torch had allocated during a case, reading the prompts included; vLLM reserves a share of the card ahead, and that
-is what its rows say. The floor of a step is attention weights, head, the experts really used and the keys and values so far, in the library's format, over the speed of
-a copy within this card's memory (bytes read and written).
+for transformers and Unsloth 8 and 72, after one short run, and both as their generate comes (no compilation asked for). Each library has a process of its own. Its
+checkpoint, if it needs one, is written to a temporary folder (39 GiB for Unsloth, 13 GiB for vLLM) and removed. "peak" is the most that torch had allocated during a
+case, reading the prompts included; vLLM reserves a share of the card ahead, and that is what its rows say. The floor of a step is attention weights, head, the experts
+really used and the keys and values so far, in the library's format, over the speed of a copy within this card's memory (bytes read and written).
 """
 import argparse, gc, importlib.machinery, importlib.metadata, itertools, json, os, platform, re, shutil, signal, statistics, subprocess, sys, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -399,7 +399,10 @@ class Bench:
             self.say(f"experts used in a layer, of {self.sizes['num_local_experts']}: " + ", ".join(f"{count:.1f} by {n} tokens" for n, count in self.experts.items()))
         elif "sequences" in record:
             self.rows[name, record["sequences"], record["prompt"]] = record
-            what = record.get("error") or f"{record['speed']:.1f} tok/s a sequence, {record['speed'] * record['sequences']:,.0f} in all" + (f", {record['peak']:.1f} GiB" if record["peak"] else "")
+            what = record.get("error")
+            if not what:
+                what = f"{record['speed']:.1f} tok/s a sequence, {record['speed'] * record['sequences']:,.0f} in all"
+                if record["peak"]: what += f", {record['peak']:.1f} GiB"
             self.say(f"{name}, {record['sequences']} x {record['prompt']:,}: {what}")
         elif "version" in record:
             self.notes[name] = " ".join(filter(None, [record["version"], record["note"] and f"({record['note']})"]))
@@ -412,10 +415,12 @@ class Bench:
         "Run a child to its end, or to so many seconds past its deadline; whether it ended well."
         self.say(f"{name} ...")
         args, log = self.args, self.logs / f"{name.replace(' ', '-')}.log"
-        command = [sys.executable, "-u", str(Path(__file__).resolve()), "--child", name, "--folder", str(self.folder), "--deadline", str(deadline), "--device", args.device, *flags]
+        command = [sys.executable, "-u", str(Path(__file__).resolve()), "--child", name, "--folder", str(self.folder), "--deadline", str(deadline)]
+        command += ["--device", args.device, *flags]
         if args.small: command.append("--small")
         if self.card is None: command.append("--probe")
-        process = subprocess.Popen(command, env=self.environment(name), cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+        streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        process = subprocess.Popen(command, env=self.environment(name), cwd=self.folder, start_new_session=True, **streams)
         def stop():
             try: os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError: pass
@@ -472,7 +477,8 @@ class Bench:
     def table(self, chosen):
         "The results as a table in markdown."
         cell = lambda value, form: "" if value is None else format(value, form)
-        lines = ["| library | format | sequences | prompt | tok/s a sequence | tok/s in all | peak GiB | experts a layer | share of the floor | ours / this |", "|---|---|---|---|---|---|---|---|---|---|"]
+        heads = "library | format | sequences | prompt | tok/s a sequence | tok/s in all | peak GiB | experts a layer | share of the floor | ours / this"
+        lines = [f"| {heads} |", "|---" * (heads.count("|") + 1) + "|"]
         for name in chosen:
             rows = {key[1:]: row for key, row in self.rows.items() if key[0] == name}
             for case in self.args.cases:
@@ -482,9 +488,9 @@ class Bench:
                 if "error" in row:
                     lines.append(start + row["error"].replace("|", "/") + " | | | | | |")
                     continue
-                speed, ratio = row["speed"], mine and name != "ours" and mine / row["speed"]
-                peak = cell(row["peak"], ".1f") + (" reserved" if row["reserved"] else "")
-                lines.append(start + f"{speed:.1f} | {speed * case[0]:,.0f} | {peak} | {cell(self.experts.get(case[0]), '.1f')} | {cell(self.share_of_floor(name, row), '.0%')} | {f'{ratio:.2f}' if ratio else ''} |")
+                speed, ratio = row["speed"], mine / row["speed"] if mine and name != "ours" else None
+                peak, used, share = cell(row["peak"], ".1f") + (" reserved" if row["reserved"] else ""), self.experts.get(case[0]), self.share_of_floor(name, row)
+                lines.append(start + f"{speed:.1f} | {speed * case[0]:,.0f} | {peak} | {cell(used, '.1f')} | {cell(share, '.0%')} | {cell(ratio, '.2f')} |")
             if name in self.failed: lines.append(f"| {name} | {FORMATS[name]} | | | {self.failed[name].replace('|', '/')} | | | | | |")
         return "\n".join(lines)
 
@@ -512,7 +518,8 @@ def cpu(cases=((64, 8, 8), (16, 1, 64)), repeats=5, device="cpu"):
     model, pad = model.to(device), tokenizer.pad_token_id
     model.generation_config.eos_token_id = None                                       # nothing stops
     engine, own, ratios = RolloutEngine(model, tokenizer), model.config._experts_implementation, []
-    print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    count = sum(p.numel() for p in model.parameters())
+    print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}, {count:,} parameters", flush=True)
 
     def ours(prompts, n, tokens):
         out = engine.generate(prompts, SamplingParams(max_tokens=tokens, n=n, stop_token_ids=()), progress=False).completion_ids

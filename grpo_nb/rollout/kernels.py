@@ -569,4 +569,4 @@ def record(
     "`steps.record`."
     p = progress
     _record[(len(rows),)](rows, tokens, logps, stop, len(stop), p.ids, p.logps, p.last, p.lengths, p.counts, p.alive, p.ids.shape[1], SP=triton.next_power_of_2(max(1, len(stop))), num_warps=1)
-    if p.seen is not None: p.seen[rows, tokens] = True
+    if p.seen is not None: p.seen[rows, tokens] = torch.ones_like(tokens, dtype=torch.bool)  # a plain True would be copied from the host

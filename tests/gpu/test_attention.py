@@ -52,7 +52,7 @@ def case(name, dtype, D=64):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", FAST)
 def test_values_and_gradients_against_float64(backend, name, dtype, bound):
-    "float32 is tf32 or better in flex, hence its bound."
+    "Flex hands float32 to sdpa."
     inputs, upstream, options = case(name, dtype)
     if backend == "flash" and dtype == torch.float32:
         with pytest.raises(ValueError, match="bfloat16"): sink_attention(*inputs, backend="flash", **options)
