@@ -38,7 +38,7 @@ SECONDS = {"ours": 40, "transformers": 45, "unsloth": 110, "vllm": 200}         
 FORMATS = {"ours": "bf16", "transformers": "bf16", "unsloth": "bf16", "vllm": "MXFP4"}
 SETTINGS = {                                                                         # how each library is told: one process, no network, no reports home
     "unsloth": {"UNSLOTH_DISABLE_STATISTICS": "1"},
-    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
+    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
 }
 SHORT = 8                                                                            # new tokens of the short run
 MARK = "@decode "                                                                    # a line of a child's output that is for its parent

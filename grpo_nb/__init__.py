@@ -20,6 +20,7 @@ _rooms = {  # public name -> the module that holds it
     "grpo_loss": "algorithm.losses",
     "rollout_correction": "algorithm.losses",
     "tiny_gpt_oss": "model.tiny",
+    "sink_attention": "model.attention",
     "SamplingParams": "rollout.sampling",
     "RolloutEngine": "rollout.engine",
     "GRPOConfig": "training.config",

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
+from grpo_nb.model.experts import routed_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import engine as engine_module
 from grpo_nb.rollout.decoder import CannotRead, Decoder, batches_of_prompts, complete_rows, open_decoder, read_projection
@@ -208,3 +209,33 @@ def test_prompts_are_read_in_batches_of_similar_length():
     batches = batches_of_prompts([5, 100, 7, 90, 300, 6], most=200)
     assert sorted(n for b in batches for n in b) == list(range(6)) and [4] in batches
     assert all(len(b) == 1 or len(b) * max([5, 100, 7, 90, 300, 6][n] for n in b) <= 200 for b in batches)
+
+
+def test_what_comes_back_may_be_trained_on():
+    model, tokenizer = tiny_gpt_oss(0)
+    rollout = RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=4, seed=0, repetition_penalty=1.1))
+    assert not any(x.is_inference() for x in (rollout.completion_ids, rollout.mask, rollout.logps))
+    ratio = torch.zeros_like(rollout.logps, requires_grad=True)
+    (ratio * rollout.logps).sum().backward()
+    torch.testing.assert_close(ratio.grad, rollout.logps)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_the_loop_over_experts(dtype, bound, tokens):
+    model, _ = adapted_model(target_modules=["o_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    experts = Decoder(model.to(dtype)).layers[0].experts
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, indices = torch.randn(tokens, 128, generator=generator, dtype=torch.float64).to(dtype), torch.rand(tokens, 3, generator=generator).topk(2).indices + 1  # nobody asks expert 0
+    weights = torch.rand(tokens, 2, generator=generator).to(dtype)
+    with torch.inference_mode():
+        loop, expected, auto = (routed_experts(hidden, indices, weights, experts, path=path) for path in ("loop", "reference", "auto"))
+    assert loop.dtype == dtype and len(experts.gate_up_lora) == len(experts.down_lora) == 1
+    assert (loop - expected).norm() <= bound * expected.norm() and (auto - expected).norm() <= bound * expected.norm()
+    with pytest.raises(ValueError, match="'loop' has no gradients"): routed_experts(hidden, indices, weights.requires_grad_(), experts, path="loop")
+
+
+def test_rotations_looked_up_are_those_computed():
+    decoder = Decoder(tiny_gpt_oss()[0])
+    for positions, reach in ((torch.tensor([3, 0], dtype=torch.int32), 4), (torch.tensor([90, 7]), 91), (torch.tensor([5]), 6)):
+        for looked_up, computed in zip(decoder.turn_at(positions, reach), decoder.turn(positions)): assert torch.equal(looked_up, computed)

@@ -83,8 +83,8 @@ def _few(hidden, indices, weights, experts, dtype):
     x = hidden.to(dtype).repeat_interleave(K, dim=0)[:, None]                    # (P, 1, H), P = T * K pairs
 
     def product(x, weight, bias, lora, out):
-        y = torch.baddbmm(bias[ids][:, None].to(out), x.to(out), weight[ids].to(out))
-        for f in lora: y = y + f.scaling * torch.bmm(torch.bmm(x.to(out), f.a[ids].to(out)), f.b[ids].to(out))
+        y = torch.baddbmm(bias.index_select(0, ids)[:, None].to(out), x.to(out), weight.index_select(0, ids).to(out))
+        for f in lora: y = y + f.scaling * torch.bmm(torch.bmm(x.to(out), f.a.index_select(0, ids).to(out)), f.b.index_select(0, ids).to(out))
         return y
     gate_up = product(x, w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype)                   # (P, 1, 2I)
     if dtype == torch.float16: gate_up = gate_up.clamp(-65504.0, 65504.0)
@@ -283,6 +283,24 @@ class _Many(torch.autograd.Function):
             if needs[7] or needs[8]: grads[7], grads[8] = _factor_gradients(groups, x, dz, gate_up_a, gate_up_b)
         return tuple(grads)
 
+# %% ../../nbs/model/05_experts.ipynb #0ec8967b
+def _loop(hidden, indices, weights, experts, dtype):
+    "Expert after expert, each on the tokens sent to it."
+    w, (ids, order) = experts, indices.flatten().sort(stable=True)                # (P,) each
+    spans = [(e, count) for e, count in enumerate(torch.bincount(ids).tolist()) if count]
+    def split(x): return x.split([count for _, count in spans])
+
+    def product(x, weight, bias, lora, dtype):
+        x, y = x.to(dtype), x.new_empty(len(x), weight.shape[2], dtype=dtype)
+        for (e, _), rows, out in zip(spans, split(x), split(y)):
+            torch.addmm(bias[e].to(dtype), rows, weight[e].to(dtype), out=out)
+            for f in lora: out += f.scaling * (rows @ f.a[e].to(dtype)) @ f.b[e].to(dtype)
+        return y
+    gate_up = _finite(product(hidden.to(dtype).index_select(0, order // indices.shape[1]), w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype))  # (P, 2I)
+    y = product(swiglu(gate_up, w.alpha, w.limit), w.down, w.down_bias, w.down_lora, _wide(dtype) if dtype == torch.float16 else dtype)       # (P, H)
+    place = order.argsort().view(indices.shape)                                   # (T, K) the row of each pair
+    return F.embedding_bag(place, y.to(_wide(dtype)), mode="sum", per_sample_weights=weights.to(_wide(dtype))).to(hidden.dtype)
+
 # %% ../../nbs/model/05_experts.ipynb #075a1fe5
 def _many(hidden, indices, weights, experts, dtype, recompute):
     w = experts
@@ -290,7 +308,7 @@ def _many(hidden, indices, weights, experts, dtype, recompute):
                        w.alpha, w.limit, dtype, recompute)
 
 # %% ../../nbs/model/05_experts.ipynb #d07aaadc
-FEW_ELEMENTS = {"cpu": 2**17, "cuda": 2**27}  # "auto" gathers weights by index when so few numbers are to be gathered and nothing is trained
+FEW_ELEMENTS = {"cpu": 2**18, "cuda": 2**29}  # "auto" gathers weights by index when so few numbers are to be gathered and nothing is trained
 
 
 def _check(hidden, indices, weights, experts):
@@ -322,22 +340,24 @@ def routed_experts(
     weights: torch.Tensor,  # (T, K): how much each of them counts
     experts: ExpertWeights,  # the weights; from `expert_weights(module)`
     *,
-    path: str = "auto",  # "reference", "few" (decode), "many" (prefill, training); auto: few for a handful of pairs without gradients, else many
+    path: str = "auto",  # "reference", "few" (decode), "many" (prefill, training), "loop" (without gradients); auto: few for a handful of pairs without gradients, loop on a CPU in inference mode, else many
     recompute: bool = False,  # many: keep only the input for the backward pass and compute gate_up again there
     slice_tokens: int | None = None,  # many: so many tokens at a time; with `recompute`, working memory no longer grows with T
 ) -> torch.Tensor:  # (T, H) in hidden's dtype
     "What each token's K experts say, weighted and summed; no expert computes anything for a token that was not sent to it."
     _check(hidden, indices, weights, experts)
-    if path not in ("auto", "reference", "few", "many"): raise ValueError(f"path is {path!r}; give 'auto', 'reference', 'few' or 'many'")
+    if path not in ("auto", "reference", "few", "many", "loop"): raise ValueError(f"path is {path!r}; give 'auto', 'reference', 'few', 'many' or 'loop'")
+    if path == "loop" and _trains(hidden, weights, experts): raise ValueError("path 'loop' has no gradients: call it under torch.no_grad(), or give path='many'")
     if slice_tokens is not None and slice_tokens < 1: raise ValueError(f"slice_tokens is {slice_tokens}: give at least 1, or None for all tokens at once")
     if not len(hidden): return hidden.clone()
     if path == "auto":
         gathered = indices.numel() * (experts.gate_up[0].numel() + experts.down[0].numel())
-        path = "few" if gathered <= FEW_ELEMENTS.get(hidden.device.type, 0) and not _trains(hidden, weights, experts) else "many"
+        if gathered <= FEW_ELEMENTS.get(hidden.device.type, 0) and not _trains(hidden, weights, experts): path = "few"
+        else: path = "loop" if hidden.device.type == "cpu" and torch.is_inference_mode_enabled() else "many"
     if path == "reference": return _reference(hidden, indices, weights, experts)
     dtype = _compute_dtype(hidden, experts)
-    if path == "few":
-        with _no_autocast(hidden.device): return _few(hidden, indices, weights, experts, dtype)
+    if path in ("few", "loop"):
+        with _no_autocast(hidden.device): return (_few if path == "few" else _loop)(hidden, indices, weights, experts, dtype)
     step = slice_tokens or len(hidden)
     parts = [_many(h, i, w, experts, dtype, recompute) for h, i, w in zip(hidden.split(step), indices.split(step), weights.split(step))]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

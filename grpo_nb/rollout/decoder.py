@@ -85,7 +85,7 @@ class Decoder:
         self.windows = tuple(layer.self_attn.sliding_window for layer in base.model.layers)
         self.norms = [*(layer.norm for layer in self.layers[1:]), self.last_norm]  # the norm that follows each layer
         self.mixing = dict(top=self.config.num_experts_per_tok, eps=self.config.rms_norm_eps, dtype=self.dtype)
-        self.scale = self.head_dim**-0.5
+        self.scale, self.turns = self.head_dim**-0.5, (torch.empty(0), torch.empty(0))
         self.steps = steps
         if self.kernels_run() if kernels is None else kernels:
             from grpo_nb.rollout import kernels as fast
@@ -110,6 +110,15 @@ class Decoder:
         "The rotation at each position, by the model's own module."
         cos, sin = self.inner.rotary_emb(self.embedding.new_empty(0, dtype=self.residual), positions[None])
         return cos[0].contiguous(), sin[0].contiguous()
+
+    def turn_at(
+        self,
+        positions: torch.Tensor,  # (B,) each below reach
+        reach: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin (B, D/2)
+        "`turn`, looked up: the rotations of all positions up to twice the reach are computed together and kept."
+        if reach > len(self.turns[0]): self.turns = self.turn(torch.arange(2 * reach, device=self.device))
+        return tuple(turn.index_select(0, positions) for turn in self.turns)
 
     def norm(self, x, gamma):
         "`steps.norm` with this model's settings."
@@ -150,7 +159,7 @@ class Decoder:
     ) -> torch.Tensor:  # (B, H), the normed hidden states
         "Feed the newest token of each row."
         x = F.embedding(progress.last[rows], self.embedding).to(self.residual)
-        cos, sin = self.turn(progress.lengths[rows])
+        cos, sin = self.turn_at(progress.lengths[rows], reach)
         normed = self.norm(x, self.layers[0].norm)
         for layer, held, next_norm in zip(self.layers, cache.layers, self.norms):
             qkv = self.steps.project(normed, (layer.query, layer.key, layer.value))
@@ -267,6 +276,14 @@ def complete_rows(
     if params.repetition_penalty != 1:
         progress.seen = torch.zeros(N + 1, len(decoder.head.weight), dtype=torch.bool, device=device)
         for row, u in enumerate(owner.tolist()): progress.seen[row, torch.tensor(list(prompts[u]), device=device)] = True
+    _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens)
+    return progress
+
+
+@torch.inference_mode()  # `progress` was made before, so what is written to it may be used in training
+def _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens):
+    "The work of `complete_rows`."
+    N, device = len(owner), decoder.device
 
     def draw(rows, normed):
         seen = None if progress.seen is None else progress.seen[rows]
@@ -281,7 +298,6 @@ def complete_rows(
     longest = max(lengths)
     loop = _replayed if decoder.steps is not steps else _stepped
     loop(lambda rows, drawn: draw(rows, decoder.step(cache, progress, rows, longest + drawn)), progress, params.max_tokens, device, generator, on_tokens)
-    return progress
 
 
 def _stepped(advance, progress, max_tokens, device, generator, on_tokens):

@@ -309,7 +309,7 @@ def _schedule(logits, token_of, weight_of, slot_of,  # (B, E); of each pair, sor
               E: tl.constexpr, TOP: tl.constexpr, BB: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, dtype: tl.constexpr):
     "Each row's TOP experts, their weights, and the work: tiles of at most BM pairs of one expert."
     b, e = tl.arange(0, BB), tl.arange(0, E)
-    z = tl.load(logits + b[:, None] * E + e[None, :], mask=b[:, None] < B, other=-float("inf"))
+    z = tl.load(logits + b[:, None] * E + e[None, :], mask=b[:, None] < B, other=0.0)
     chosen = tl.zeros((BB, E), tl.int32)
     left = z
     for _ in tl.static_range(TOP):

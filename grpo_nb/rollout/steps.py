@@ -22,8 +22,8 @@ def norm(
     dtype: torch.dtype,  # of the result; x may be wider
 ) -> torch.Tensor:  # (B, H)
     "Root-mean-square norm (Zhang & Sennrich 2019, equation 4)."
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), gamma.shape, gamma.to(wide), eps).to(dtype)
 
 # %% ../../nbs/rollout/04_steps.ipynb #6b6d1d1f
 @dataclass(frozen=True)
@@ -57,9 +57,11 @@ def rotate(
     sin: torch.Tensor,  # (B, D/2)
 ) -> torch.Tensor:  # (B, heads, D)
     "Rotary positions, the two halves of a head turned as one complex number (Su et al. 2021, section 3.2)."
-    first, second = x.chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    halves = x.unflatten(-1, (2, -1))  # (B, heads, 2, D/2)
+    turned, crossed = halves * cos[:, None, None], halves * sin[:, None, None]
+    turned[:, :, 0] -= crossed[:, :, 1]
+    turned[:, :, 1] += crossed[:, :, 0]
+    return turned.flatten(2).to(x.dtype)
 
 
 def attend(
@@ -76,27 +78,27 @@ def attend(
     reach: int,  # no row has more tokens than this, the new one included; bounds what is read from pages
 ) -> torch.Tensor:  # (B, Hq D)
     "Attention of one new token a row, with sinks."
-    D = cache.keys.shape[-1]
-    heads = qkv.view(len(qkv), -1, D)
-    queries = heads.shape[1] - 2 * kv_heads
-    q, k = rotate(heads[:, :-kv_heads], cos, sin).split([queries, kv_heads], 1)
+    B, D = len(qkv), cache.keys.shape[-1]
+    heads = qkv.view(B, -1, D)
+    q, k = rotate(heads[:, :-kv_heads], cos, sin).split([heads.shape[1] - 2 * kv_heads, kv_heads], 1)
     v = heads[:, -kv_heads:]
     position = lengths[rows].long()  # (B,)
     each = torch.arange(len(lengths), device=q.device)[rows]
-    if cache.window is not None: where, place, read, places = each, position % cache.window, rows, cache.window
-    elif cache.table is None: where, place, read, places = each, position, rows, min(reach, cache.keys.shape[2])
+    if cache.window is not None: where, place, read, S = each, position % cache.window, rows, cache.window
+    elif cache.table is None: where, place, read, S = each, position, rows, min(reach, cache.keys.shape[2])
     else:
         page = cache.keys.shape[2]
         read = cache.table[rows, : -(-reach // page)].long()  # (B, pages)
-        where, place, places = read.gather(1, position[:, None] // page)[:, 0], position % page, page
+        where, place, S = read.gather(1, position[:, None] // page)[:, 0], position % page, read.shape[1] * page
     cache.keys[where, :, place], cache.values[where, :, place] = k, v
-    k, v = (x[read][..., :places, :] for x in (cache.keys, cache.values))
+    k, v = (x[read] for x in (cache.keys, cache.values))
     if cache.table is not None: k, v = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))  # (B, pages, Hk, page, D) -> (B, Hk, S, D)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.view(len(q), kv_heads, -1, D).to(wide) @ k.transpose(2, 3).to(wide) * scale  # (B, Hk, Hq / Hk, S)
-    later = torch.arange(k.shape[2], device=k.device) > position[:, None]
-    scores = torch.cat([scores.masked_fill(later[:, None, None], -torch.inf), sinks.to(wide).view(1, kv_heads, -1, 1).expand(len(q), -1, -1, -1)], -1)
-    return (scores.softmax(-1)[..., :-1].to(v.dtype) @ v).view(len(q), -1)
+    k, v, wide = k[:, :, :S].flatten(0, 1), v[:, :, :S].flatten(0, 1), torch.promote_types(q.dtype, torch.float32)  # (B Hk, S, D)
+    scores = torch.bmm(q.reshape(B * kv_heads, -1, D).to(wide) * scale, k.to(wide).mT).view(B, -1, S)  # (B, Hq, S)
+    later = torch.arange(S, device=q.device) > position[:, None]  # (B, S)
+    scores = torch.cat([scores.masked_fill_(later[:, None], -torch.inf), sinks.to(wide)[:, None].expand(B, -1, -1)], -1)
+    shares = scores.softmax(-1)[..., :-1].to(v.dtype)  # (B, Hq, S)
+    return torch.bmm(shares.reshape(B * kv_heads, -1, S), v).view(B, -1)
 
 # %% ../../nbs/rollout/04_steps.ipynb #e0995ea9
 @dataclass(frozen=True)
@@ -165,11 +167,11 @@ def record(
     progress: Progress,  # written to
 ) -> None:
     "Write the tokens down, and end the rows that stop or are full."
-    going = progress.alive[rows]
-    rows = torch.arange(len(progress.alive), device=tokens.device)[rows][going]
-    tokens, logps, at = tokens[going], logps[going], progress.counts[rows].long()
-    progress.ids[rows, at], progress.logps[rows, at], progress.last[rows] = tokens, logps, tokens
+    going, numbers = progress.alive[rows], torch.arange(len(progress.alive), device=tokens.device)
+    if not going.all(): rows, tokens, logps = numbers[rows][going], tokens[going], logps[going]
+    each, at = numbers[rows], progress.counts[rows].long()
+    progress.ids[each, at], progress.logps[each, at], progress.last[rows] = tokens, logps, tokens
     progress.counts[rows] += 1
     progress.lengths[rows] += 1
     progress.alive[rows] = (tokens[:, None] != stop).all(-1) & (at + 1 < progress.ids.shape[1])
-    if progress.seen is not None: progress.seen[rows, tokens] = True
+    if progress.seen is not None: progress.seen[each, tokens] = True
