@@ -239,3 +239,22 @@ def test_rotations_looked_up_are_those_computed():
     decoder = Decoder(tiny_gpt_oss()[0])
     for positions, reach in ((torch.tensor([3, 0], dtype=torch.int32), 4), (torch.tensor([90, 7]), 91), (torch.tensor([5]), 6)):
         for looked_up, computed in zip(decoder.turn_at(positions, reach), decoder.turn(positions)): assert torch.equal(looked_up, computed)
+
+
+def test_experts_of_a_long_prompt_work_in_slices(monkeypatch):
+    from grpo_nb.model import experts
+    from grpo_nb.rollout import steps
+
+    decoder = Decoder(tiny_gpt_oss(0)[0])
+    x = torch.randn(300, 128, generator=torch.Generator().manual_seed(0))
+    sizes, many = [], experts._many
+    def watched(hidden, *arguments):
+        sizes.append(len(hidden))
+        return many(hidden, *arguments)
+    monkeypatch.setattr(experts, "_many", watched)
+    def mixed():
+        with torch.no_grad(): return steps.mix(x, decoder.layers[0], decoder.norms[0], **decoder.mixing, path="many")[0]
+    whole = mixed()
+    monkeypatch.setattr(steps, "SLICE", 64)
+    torch.testing.assert_close(mixed(), whole)
+    assert sizes == [300, 64, 64, 64, 64, 44]

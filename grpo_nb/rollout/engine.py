@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
 from .pages import free_memory, rows_that_fit
 from .sampling import SamplingParams, sample_tokens
+from .steps import SLICE
 
 # %% ../../nbs/rollout/02_engine.ipynb #31810ec7
 def pad_left(
@@ -273,8 +274,10 @@ def working_bytes(
     "Memory that drawing takes beside the cache."
     c, size = decoder.config, decoder.dtype.itemsize
     filters = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1 or params.temperature == 0
-    token = c.num_experts_per_tok * (6 * c.intermediate_size + 4 * c.hidden_size) + 12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size  # numbers of one layer that are there at once
-    return c.vocab_size * (size + (32 if filters else 8)), max(PREFILL_TOKENS, longest) * token * size
+    tokens = max(PREFILL_TOKENS, longest)  # read together
+    experts = c.num_experts_per_tok * (6 * c.intermediate_size + 4 * c.hidden_size) * min(tokens, SLICE)  # numbers of one layer that are there at once
+    rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
+    return c.vocab_size * (size + (32 if filters else 8)), (experts + rest) * size
 
 # %% ../../nbs/rollout/02_engine.ipynb #b8a4a83a
 class RolloutEngine:
