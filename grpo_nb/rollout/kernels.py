@@ -9,12 +9,16 @@ __all__ = ['MANY_ROWS', 'TYPES', 'project', 'attend', 'Schedule', 'schedule', 'm
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from . import steps
 from .pages import LayerCache
 from .steps import LayerWeights, Progress, Projection
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the decoding kernels need triton, which torch brings along for CUDA: pip install triton (without it, gpt-oss is decoded by plain tensors)") from error
 
 # %% ../../nbs/rollout/05_kernels.ipynb #c14582fb
 @triton.jit
