@@ -73,7 +73,7 @@ def draw(model, args):
     lengths = torch.randint(8, 33, (args.completions,), generator=generator).tolist()
     prompts = [torch.randint(args.vocab, (n,), generator=generator).tolist() for n in lengths]
     params = SamplingParams(max_tokens=args.tokens, stop_token_ids=(), seed=args.seed)
-    return RolloutEngine(model, None).generate(prompts, params, progress=False)
+    return RolloutEngine(model, None, through_modules=True).generate(prompts, params, progress=False)
 
 
 @torch.no_grad()

@@ -258,3 +258,17 @@ def test_experts_of_a_long_prompt_work_in_slices(monkeypatch):
     monkeypatch.setattr(steps, "SLICE", 64)
     torch.testing.assert_close(mixed(), whole)
     assert sizes == [300, 64, 64, 64, 64, 44]
+
+
+def test_an_adapter_that_transformers_itself_attached():
+    model, tokenizer = tiny_gpt_oss(0)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name: p.normal_(std=0.1)
+    plain, _ = tiny_gpt_oss(0)
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    mine, theirs = both_ways(model.eval(), tokenizer, TEXTS, greedy)
+    assert_same(mine, theirs)
+    assert not torch.allclose(mine.logps[:, 0], RolloutEngine(plain, tokenizer).generate(TEXTS, greedy).logps[:, 0])

@@ -68,7 +68,7 @@ class Decoder:
         dtype: torch.dtype | None = None,  # that is computed in, as under autocast; None: the model's own
         kernels: bool | None = None,  # decode with Triton kernels; None: where they run
     ):
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # transformers' own adapters sit in the model itself
         if not isinstance(base, GptOssForCausalLM): raise CannotRead(f"the model is a {type(base).__name__}, not a gpt-oss")
         self.config, self.inner = base.config, base.model
         heads = {"embedding": base.model.embed_tokens, "head": base.lm_head}
