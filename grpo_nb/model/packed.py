@@ -6,10 +6,13 @@
 __all__ = ['aten', 'EXPERTS', 'PackedWeight', 'unpack', 'pack', 'experts_of', 'pack_experts']
 
 # %% ../../nbs/model/07_packed.ipynb #4dfaa4f9
+import importlib.util
+from functools import cache
+
 import torch
 from torch.utils._pytree import tree_map
 
-from .mxfp4 import dequantize, quantize
+from .mxfp4 import dequantize, dequantize_table, quantize
 
 aten = torch.ops.aten
 
@@ -73,8 +76,18 @@ def unpack(
     scales: torch.Tensor,  # (..., out, in/32) uint8
     dtype: torch.dtype,
 ) -> torch.Tensor:  # (..., out, in)
-    "`mxfp4.dequantize`, by a kernel where there is one."
-    return dequantize(blocks, scales, dtype, check=False)
+    "`mxfp4.dequantize`; on a GPU by a kernel, if Triton is there."
+    if blocks.is_cuda and dtype != torch.float64 and importlib.util.find_spec("triton"):
+        from grpo_nb.model import fused
+
+        return fused.unpack(blocks, scales, dtype)
+    return dequantize(blocks, scales, dtype, check=False, table=_table(dtype, blocks.device) if blocks.device.type == "cpu" else None)
+
+
+@cache
+def _table(dtype, device):
+    "The numbers of all bytes under all scales: constants, made once."
+    with torch.inference_mode(False): return dequantize_table(dtype, device)
 
 
 def _turns(func, dims, args):
