@@ -110,10 +110,10 @@ def test_transformers_computes_with_it(models, implementation):
     for a, b in zip(*results): assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("path", ["reference", "few", "many", "loop"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_routed_experts(models, path, recompute, grouped, monkeypatch):
+@pytest.mark.parametrize("path, recompute, grouped, unpacked", [("reference", False, False, 0), ("few", False, False, 0), ("loop", False, False, 0),
+                                                                *(("many", recompute, grouped, unpacked) for recompute in (False, True) for grouped, unpacked in ((False, 0), (True, 0), (True, 2**17), (True, 2**28)))])
+def test_routed_experts(models, path, recompute, grouped, unpacked, monkeypatch):
+    monkeypatch.setattr("grpo_nb.model.experts.UNPACKED", unpacked)
     if not grouped: monkeypatch.setattr("grpo_nb.model.experts.can_group", lambda *a: False)
     packed, dense = (expert_weights(next(iter(experts_of(m).values()))) for m in models)
     torch.manual_seed(1)
