@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..model.packed import PackedWeight
 from . import steps
 from .pages import LayerCache
 from .steps import LayerWeights, Progress, Projection
@@ -17,6 +18,8 @@ from .steps import LayerWeights, Progress, Projection
 try:
     import triton
     import triton.language as tl
+
+    from grpo_nb.model.fused import code_value, scale_value
 except ImportError as error:
     raise ImportError("the decoding kernels need triton, which torch brings along for CUDA: pip install triton (without it, gpt-oss is decoded by plain tensors)") from error
 
@@ -348,12 +351,37 @@ def _schedule(logits, token_of, weight_of, slot_of,  # (B, E); of each pair, sor
     tl.store(item_expert + i, tl.full((E * TILES,), -1, tl.int32), mask=(i >= total) & (i < n_items))
 
 
+_PAIRS = tl.constexpr("""{
+.reg .b32 a, b, t, u, zero;
+mov.b32 zero, 0x80008000;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 t, a, 6; shl.b32 u, a, 12; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, $5, zero;
+shl.b32 t, b, 6; shl.b32 u, b, 12; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $1, t, $6, zero;
+shl.b32 t, a, 2; shl.b32 u, a, 8; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $2, t, $5, zero;
+shl.b32 t, b, 2; shl.b32 u, b, 8; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $3, t, $6, zero;
+}""")
+
+
 @triton.jit
-def _experts(x, token_of, weight_of, w, bias, t, up, out,  # rows (., K); matrices (E, K, N), biases (E, N); LoRA: x A (P, R) and B (E, R, N); result (P, N or N/2)
+def _two_numbers(byte, exponent, dtype: tl.constexpr, PTX: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    "What bytes (BN, BK/2) hold under exponents (BN, BK/32): the even and the odd columns, (BN, BK/2) each; with PTX 2 ** -63 of it."
+    if PTX:
+        factor = ((exponent.to(tl.int16) + 63) << 7).to(tl.bfloat16, bitcast=True)  # 2 ** (exponent - 64): right up to 191
+        factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (BN, BK // 32, 16)), (BN, BK // 2))
+        low, high = tl.inline_asm_elementwise(_PAIRS, "=r,=r,=r,=r,r,r,r", [byte, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+    else:
+        factor = tl.reshape(tl.broadcast_to(scale_value(exponent.to(tl.int32))[:, :, None], (BN, BK // 32, 16)), (BN, BK // 2))
+        low, high = (code_value(byte.to(tl.int32) & 15) * factor).to(dtype), (code_value(byte.to(tl.int32) >> 4) * factor).to(dtype)
+    return low, high
+
+
+@triton.jit
+def _experts(x, token_of, weight_of, w, scales, bias, t, up, out,  # rows (., K); matrices (E, K, N), or blocks and scales of them; biases (E, N); LoRA: x A (P, R) and B (E, R, N); result (P, N or N/2)
              item_expert, item_start, item_end, K, N, se, sk, sn, ue, ur, un,  # the tiles; sizes; strides of the matrices and of B
              scale, alpha, limit,  # of LoRA; of the activation
              GATHER: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-             IEEE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+             PACKED: tl.constexpr, PTX: tl.constexpr, IEEE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     "A tile of pairs of one expert times BN columns of its matrix; the activation, or the routing weight, on the way out."
     item = tl.program_id(1)
     e = tl.load(item_expert + item)
@@ -366,14 +394,29 @@ def _experts(x, token_of, weight_of, w, bias, t, up, out,  # rows (., K); matric
         ks = tl.arange(0, BK)
         precision: tl.constexpr = "ieee" if IEEE else "tf32"
         xp = x + source[:, None].to(tl.int64) * K + ks[None, :]
-        wp = w + e.to(tl.int64) * se + ks[:, None] * sk + n[None, :] * sn
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K, BK):
-            inside = ks + k < K
-            xt = tl.load(xp + k, mask=real[:, None] & inside[None, :], other=0.0)
-            wt = tl.load(wp + k * sk, mask=inside[:, None] & (n[None, :] < N), other=0.0)
-            acc = tl.dot(xt, wt.to(xt.dtype), acc, input_precision=precision)
         dtype = x.dtype.element_ty
+        acc = tl.zeros((BM, BN), tl.float32)
+        if PACKED:
+            half, block = tl.arange(0, BK // 2), tl.arange(0, BK // 32)
+            wp = w + (e.to(tl.int64) * N + n[:, None]) * (K // 2) + half[None, :]
+            sp = scales + (e.to(tl.int64) * N + n[:, None]) * (K // 32) + block[None, :]
+            for k in range(0, K, BK):
+                xt = tl.load(xp + k, mask=real[:, None] & (ks + k < K)[None, :], other=0.0)
+                byte = tl.load(wp + k // 2, mask=(n[:, None] < N) & (half + k // 2 < K // 2)[None, :], other=0)
+                exponent = tl.load(sp + k // 32, mask=(n[:, None] < N) & (block + k // 32 < K // 32)[None, :], other=0)
+                even, odd = tl.split(tl.reshape(xt, (BM, BK // 2, 2)))
+                low, high = _two_numbers(byte, exponent, dtype, PTX, BN, BK)
+                acc = tl.dot(even, tl.trans(low), acc, input_precision=precision)
+                acc = tl.dot(odd, tl.trans(high), acc, input_precision=precision)
+            if PTX:
+                acc *= 9223372036854775808.0  # 2 ** 63
+        else:
+            wp = w + e.to(tl.int64) * se + ks[:, None] * sk + n[None, :] * sn
+            for k in range(0, K, BK):
+                inside = ks + k < K
+                xt = tl.load(xp + k, mask=real[:, None] & inside[None, :], other=0.0)
+                wt = tl.load(wp + k * sk, mask=inside[:, None] & (n[None, :] < N), other=0.0)
+                acc = tl.dot(xt, wt.to(xt.dtype), acc, input_precision=precision)
         if R > 0:
             r = tl.arange(0, RP)
             tt = tl.load(t + slot[:, None] * R + r[None, :], mask=real[:, None] & (r[None, :] < R), other=0.0)
@@ -447,10 +490,14 @@ def _expert_product(x, weight, work, out, BN, BK, stages, bias=None, t=None, up=
     "Launch `_experts`."
     E, K, N = weight.shape
     rank = 0 if up is None else up.shape[1]
+    packed = isinstance(weight, PackedWeight)
+    if packed: BN, BK, stages = (64, 256, 4) if work.rows == 16 else (128, 128, 4)
+    parts = (weight.blocks, weight.scales) if packed else (weight, weight)
     _experts[(triton.cdiv(N, BN), work.items.shape[1])](
-        x, work.token, work.weight, weight, x if bias is None else bias, x if t is None else t, x if up is None else up, out, *work.items, K, N, *weight.stride(),
+        x, work.token, work.weight, *parts, x if bias is None else bias, x if t is None else t, x if up is None else up, out, *work.items, K, N, *weight.stride(),
         *((0, 0, 0) if up is None else up.stride()), scale, alpha, limit, GATHER=gather, GATED=gated, HAS_BIAS=bias is not None, ROUND=x.dtype != torch.float16,
-        R=rank, RP=max(16, triton.next_power_of_2(rank)), IEEE=x.dtype == torch.float32, BM=work.rows, BN=BN, BK=BK, num_warps=4, num_stages=stages)
+        R=rank, RP=max(16, triton.next_power_of_2(rank)), PACKED=packed, PTX=packed and x.is_cuda and x.dtype == torch.bfloat16, IEEE=x.dtype == torch.float32,
+        BM=work.rows, BN=BN, BK=BK, num_warps=4, num_stages=stages)
     return out
 
 
