@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 from transformers import GptOssForCausalLM, PreTrainedModel
 
 from ..model.attention import sink_attention
 from ..model.experts import expert_weights
+from ..model.offload import HostEmbedding
 from . import steps
 from .pages import CacheShape, KVCache
 from .sampling import SamplingParams, processed_log_probs, sample_tokens
@@ -71,16 +71,17 @@ class Decoder:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # transformers' own adapters sit in the model itself
         if not isinstance(base, GptOssForCausalLM): raise CannotRead(f"the model is a {type(base).__name__}, not a gpt-oss")
         self.config, self.inner = base.config, base.model
-        heads = {"embedding": base.model.embed_tokens, "head": base.lm_head}
-        for name, module in heads.items():
-            if type(module) not in (torch.nn.Embedding, torch.nn.Linear): raise CannotRead(f"the {name} is a {type(module).__name__}")
+        self.embed = base.model.embed_tokens  # called as a module: its table may lie on the host, and a hook may widen what it hands on
+        if not isinstance(self.embed, (torch.nn.Embedding, HostEmbedding)): raise CannotRead(f"the embedding is a {type(self.embed).__name__}")
+        if type(base.lm_head) is not torch.nn.Linear: raise CannotRead(f"the head is a {type(base.lm_head).__name__}")
         if self.config.rope_parameters.get("rope_type") not in ("default", "linear", "yarn", "llama3"): raise CannotRead("the rotary embedding changes with the length")
-        self.embedding, self.head, self.last_norm = base.model.embed_tokens.weight, Projection(base.lm_head.weight, base.lm_head.bias), base.model.norm.weight
+        self.head, self.last_norm = Projection(base.lm_head.weight, base.lm_head.bias), base.model.norm.weight
         self.layers = [read_layer(layer) for layer in base.model.layers]
-        kinds = {(p.dtype, p.device) for p in (self.embedding, self.head.weight, *(t for l in self.layers for t in (l.query.weight, l.output.weight, l.experts.gate_up, l.experts.down)))}
+        kinds = {(p.dtype, p.device) for p in (self.head.weight, *(t for l in self.layers for t in (l.query.weight, l.output.weight, l.experts.gate_up, l.experts.down)))}
         if len(kinds) > 1: raise CannotRead(f"its weights are of several kinds: {', '.join(sorted(f'{d} on {v}' for d, v in kinds))}")
-        self.device, self.residual, self.dtype = self.embedding.device, self.embedding.dtype, dtype or self.embedding.dtype
-        if not self.embedding.is_floating_point(): raise CannotRead(f"its weights are {self.embedding.dtype}")
+        self.device, self.dtype = self.head.weight.device, dtype or self.head.weight.dtype
+        if not self.head.weight.is_floating_point(): raise CannotRead(f"its weights are {self.head.weight.dtype}")
+        self.residual = self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype  # of what runs from layer to layer
         self.kv_heads, self.head_dim = self.config.num_key_value_heads, base.model.layers[0].self_attn.head_dim
         self.windows = tuple(layer.self_attn.sliding_window for layer in base.model.layers)
         self.norms = [*(layer.norm for layer in self.layers[1:]), self.last_norm]  # the norm that follows each layer
@@ -108,7 +109,7 @@ class Decoder:
         positions: torch.Tensor,  # (T,)
     ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin (T, D/2)
         "The rotation at each position, by the model's own module."
-        cos, sin = self.inner.rotary_emb(self.embedding.new_empty(0, dtype=self.residual), positions[None])
+        cos, sin = self.inner.rotary_emb(torch.empty(0, dtype=self.residual, device=self.device), positions[None])
         return cos[0].contiguous(), sin[0].contiguous()
 
     def turn_at(
@@ -136,7 +137,7 @@ class Decoder:
         ends = lengths.cumsum(0)
         positions = torch.arange(T) - (ends - lengths).repeat_interleave(lengths)  # (T,)
         square = (positions + torch.arange(U).repeat_interleave(lengths) * L).to(self.device)  # each token's place in the rectangle
-        x = F.embedding(torch.tensor([i for p in prompts for i in p], device=self.device), self.embedding).to(self.residual)  # (T, H)
+        x = self.embed(torch.tensor([i for p in prompts for i in p], device=self.device))  # (T, H)
         cos, sin = self.turn(positions.to(self.device))
         places, normed = cache.places(numbers), self.norm(x, self.layers[0].norm)
         def rectangle(t): return t.new_zeros(U * L, *t.shape[1:]).index_copy_(0, square, t).view(U, L, -1, self.head_dim).transpose(1, 2)
@@ -158,7 +159,7 @@ class Decoder:
         reach: int,  # no row has more tokens than this, the new one included
     ) -> torch.Tensor:  # (B, H), the normed hidden states
         "Feed the newest token of each row."
-        x = F.embedding(progress.last[rows], self.embedding).to(self.residual)
+        x = self.embed(progress.last[rows])
         cos, sin = self.turn_at(progress.lengths[rows], reach)
         normed = self.norm(x, self.layers[0].norm)
         for layer, held, next_norm in zip(self.layers, cache.layers, self.norms):

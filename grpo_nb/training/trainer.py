@@ -35,7 +35,7 @@ from .checkpoint import (deterministic, find_checkpoint, load_weights, no_file_b
 from .config import GRPOConfig
 from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, prompt_token_ids, reward_columns
 from .hints import Hints
-from .parts import EntropyBonus, Precision, Reference, describe_trainable, load_policy, make_optimizer, make_schedule
+from .parts import EntropyBonus, Precision, Reference, describe_trainable, frozen_dtype, load_policy, make_optimizer, make_schedule
 from .policy import TrainingBatch, completion_logps, rollout_gap
 from .report import Collected, Log, completion_metrics, peak_memory_gib, reward_metrics
 from .rewards import reward_functions, reward_name, score_completions
@@ -602,7 +602,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.reference = Reference(self.model) if self.config.beta else None
         self.entropy_bonus = EntropyBonus(self.config)
-        self.precision = Precision(self.config, self.device)
+        self.precision = Precision(self.config, self.device, frozen_dtype(self.model))
         self.precision.check(self.parameters)
         self.optimizer, self.given_schedule = optimizers
         self.optimizer = self.optimizer or make_optimizer(self.config, {name: p for name, p in self.model.named_parameters() if p.requires_grad})
