@@ -125,6 +125,19 @@ def test_widget_follows_its_sliders(run_notebook, name):
     move_every_slider(run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=kernel)), name)
 
 
+def test_memory_widget_follows_its_lists_and_switches(run_notebook):
+    cells = [nbformat.v4.new_code_cell("from grpo_nb.widgets.memory import memory_widget\nmemory_widget()")]
+    page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
+    box = page.locator(".grpo-memory-viz").first
+    def shown(words): page.wait_for_function("([box, words]) => box.querySelector('svg')?.textContent.includes(words)", arg=[box.element_handle(), words], timeout=10_000)
+    shown("gpt-oss-20b, mxfp4, 8,192 tokens: does not fit")
+    for label in ("offload the embedding", "offload layer inputs"): box.get_by_label(label).or_(box.locator("label", has_text=label)).first.click()
+    shown("gpt-oss-20b, mxfp4, 8,192 tokens: fits")
+    for list_number, option, words in ((0, "Phi-4", "Phi-4, nf4"), (1, "H200", "H200: 139.8 GiB"), (2, "16 bit", "Phi-4, bf16")):
+        box.locator("select").nth(list_number).select_option(option)
+        shown(words)
+
+
 @pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in LESSONS])
 def test_lesson_runs_in_jupyterlab_and_shows_its_widget(run_notebook, path):
     notebook = nbformat.read(path, 4)

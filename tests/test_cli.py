@@ -39,6 +39,16 @@ def runs(monkeypatch):
     (("demo", "--out", "/proc/grpo"), "cannot be written"),
     (("demo", "--resume", "--out", "/tmp/there-is-no-such-run"), "no run to resume"),
     (("doctor", "--jsno"), "--jsno"),
+    (("plan", "gpt-5"), "nothing is looked up"),
+    (("plan", "Llama-3.1-8B", "--format", "mxfp4"), "has no experts"),
+    (("plan", "--format", "int3"), "invalid choice"),
+    (("plan", "--card", "H300"), "give one of T4"),
+    (("plan", "--memory", "-1"), "more than 0"),
+    (("plan", "--memory", "nan"), "more than 0"),
+    (("plan", "--context", "0"), "at least 2 tokens"),
+    (("plan", "--context", "512", "--prompt", "512"), "leave room for a completion"),
+    (("plan", "Qwen3-4B", "--offload", "embedding"), "cannot be offloaded"),
+    (("plan", "--no-checkpointing", "--offload", "layer-inputs"), "leave checkpointing on"),
 ])
 def test_refused_with_a_sentence_before_any_work(arguments, sentence):
     done = call(*arguments)
@@ -53,7 +63,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("arguments, words", [(("--help",), ("demo", "doctor")), (("demo", "--help"), ("--steps", "--seed", "--out", "--resume")),
+@pytest.mark.parametrize("arguments, words", [(("--help",), ("demo", "plan", "doctor")), (("plan", "--help"), ("--card", "--context", "--lora-r", "--offload", "--json", "Exit status 0")), (("demo", "--help"), ("--steps", "--seed", "--out", "--resume")),
                                               (("doctor", "--help"), ("--json",)), (("--version",), (version("grpo_nb"),))])
 def test_help_needs_nothing_heavy(arguments, words):
     done = call(*arguments)
@@ -129,3 +139,31 @@ def test_doctor_fails_and_says_what_to_type_when_a_requirement_is_too_old(monkey
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
     assert "needs >=0.17" in lines["peft"] and "pip install 'peft>=0.17'" in lines["peft"]
     assert "missing" in lines["datasets"] and "missing" not in lines["torch"]
+
+
+@pytest.mark.parametrize("arguments, status, words", [
+    (("gpt-oss-20b", "--context", "4096", "--offload", "embedding", "layer-inputs"), 0, ("It fits", "T4", "keys and values", "Host memory")),
+    (("gpt-oss-20b",), 1, ("does not fit", "offload_layer_inputs=True saves", "a context of")),
+    (("openai/gpt-oss-120b", "--card", "h200"), 0, ("116.8 billion", "It fits")),
+    (("Llama-3.1-8B", "--card", "L4", "--format", "nf4", "--memory", "8"), 1, ("limited to 8 GiB", "does not fit"))])
+def test_a_plan_needs_nothing_heavy_and_its_status_is_the_answer(arguments, status, words):
+    done = call("plan", *arguments)
+    assert done.returncode == status and not done.stderr, done.stderr
+    assert all(word in done.stdout for word in words), done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 160
+
+
+def test_a_plan_as_json():
+    done = call("plan", "Phi-4", "--card", "A100-80", "--lora-r", "0", "--tile", "0", "--prompts", "2", "--json")
+    facts = json.loads(done.stdout)
+    assert done.returncode == (0 if facts["fits"] else 1) and facts["peak"] == max(facts["totals"].values()) and facts["setup"]["model"]["name"] == "Phi-4"
+    assert facts["setup"]["tile"] is None and facts["moments"]["layer"]["adapters"] == 0 and facts["usual"] > facts["peak"] and (facts["advice"] == []) == facts["fits"]
+
+
+def test_a_plan_of_a_folder(tmp_path):
+    sizes = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, vocab_size=192)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    done = call("plan", tmp_path, "--context", "128")
+    assert done.returncode == 0 and tmp_path.name in done.stdout
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, "hidden_size": None}))
+    assert "has no hidden_size" in call("plan", tmp_path).stderr

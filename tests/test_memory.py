@@ -1,0 +1,352 @@
+"The planner: shapes and bytes against transformers' own models, against a meter of live storages, and against measurements of an H200."
+import json, subprocess, sys
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_nb.algorithm import logprobs
+from grpo_nb.model import attention, experts  # noqa: F401 (registers attention with transformers)
+from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_PER_CHUNK, Card, GiB, Setup, advice_text, advise, attention_peak, describe, head_bytes, kv_bytes,
+                                  layer_inputs, longest_context, lora_parameters, mlp_peak, plan, plan_of, read_shape, standard, step_bytes, weight_bits, weight_bytes)
+from grpo_nb.rollout import decoder
+from grpo_nb.rollout.pages import CacheShape
+from grpo_nb.training.policy import TrainingBatch, completion_logps
+
+RECORDS = json.loads((Path(__file__).parent / "data/memory_h200.json").read_text())["records"]
+
+
+# Against measurements
+
+@pytest.mark.parametrize("record", [pytest.param(r, id=r["name"]) for r in RECORDS])
+def test_the_measured_peak_is_predicted_within_ten_per_cent(record):
+    made = plan(**record["plan"])
+    predicted = made.allocated(*record["moments"]) / GiB
+    assert abs(predicted / record["peak_gib"] - 1) <= 0.1, f"{predicted:.2f} GiB predicted, {record['peak_gib']:.2f} measured"
+    beyond = record["peak_gib"] - sum(made.weights.values()) / GiB  # what is left when the easy part, the weights, is taken off
+    assert abs(predicted - record["peak_gib"]) <= 0.25 * beyond + 0.3
+
+
+def test_there_are_enough_measurements_and_each_says_where_it_is_from():
+    assert len(RECORDS) >= 12 and all(r["source"] and r["peak_gib"] > 0 and r["moments"] for r in RECORDS)
+    assert len({json.dumps(r["plan"], sort_keys=True) for r in RECORDS}) == len(RECORDS)
+
+
+@pytest.mark.parametrize("kernel, tokens, gib", [("flex", 2048, 0.052), ("flex", 16_384, 0.414), ("flex", 65_536, 1.656), ("sink_key", 2048, 0.164), ("sink_key", 8192, 0.612), ("sink_key", 65_536, 4.825),
+                                                 ("flash", 8192, 0.521), ("flash", 65_536, 4.172), ("eager", 2048, 2.049), ("eager", 4096, 8.098), ("eager", 8192, 32.199)])
+def test_attention_as_an_h200_measured_it(kernel, tokens, gib):
+    shape = MODELS["gpt-oss-20b"]
+    given = 2 * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.heads + 4 * shape.hidden  # q, k, v and the gradient that comes in; what norm and sums keep
+    assert tokens * (attention_peak(shape, 2, False, tokens, kernel) - given) / GiB == pytest.approx(gib, rel=0.07)
+
+
+# Shapes, against transformers' models on the device `meta`
+
+SMALL = dict(vocab_size=192, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+FAMILIES = {
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2), "llama": dict(tie_word_embeddings=True), "mistral": {}, "qwen2": {}, "qwen3": {}, "phi3": dict(pad_token_id=0, head_dim=16), "gemma2": {}, "gemma3_text": {},
+    "mixtral": dict(num_local_experts=4), "qwen3_moe": dict(num_experts=4, moe_intermediate_size=48)}
+
+
+def count(config):
+    "Numbers in a model of transformers by our kinds."
+    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
+    kinds = dict.fromkeys(("embedding", "head", "attention", "mlp", "rest"), 0)
+    for name, p in model.named_parameters():
+        matrix = p.dim() > 1 and not name.endswith("bias") and "router" not in name and not name.endswith("mlp.gate.weight")
+        kind = "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "attention" if "attn" in name else "mlp"
+        kinds[kind if matrix else "rest"] += p.numel()
+    return kinds
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_parameters_of_a_family(kind):
+    config = AutoConfig.for_model(kind, **{**SMALL, **FAMILIES[kind]})
+    assert read_shape(config).parameters == count(config)
+    assert read_shape(config.to_dict()) == read_shape(config)
+
+
+@pytest.mark.parametrize("name, billions", [("gpt-oss-20b", 20.914757184), ("gpt-oss-120b", 116.829156672), ("Llama-3.1-8B", 8.030261248), ("Llama-3.3-70B", 70.553706496), ("Qwen3-8B", 8.190735360),
+                                            ("Qwen3-4B", 4.022468096), ("Phi-4", 14.659507200), ("Qwen2.5-1.5B", 1.543714304)])
+def test_parameters_of_the_models_that_are_known(name, billions):
+    assert sum(MODELS[name].parameters.values()) == round(billions * 1e9)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_full_size_gpt_oss_has_these_weights(name):
+    shape = MODELS[name]
+    config = AutoConfig.for_model("gpt_oss", num_hidden_layers=shape.layers, num_local_experts=shape.experts)
+    assert count(config) == shape.parameters and replace(read_shape(config), name=name) == shape
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "openai/gpt-oss-20b", "GPT-OSS-20B", "unsloth/gpt-oss-20b-bf16"])
+def test_names(name):
+    assert read_shape(name) is MODELS["gpt-oss-20b"]
+    assert read_shape("meta-llama/Llama-3.1-8B-Instruct") is MODELS["Llama-3.1-8B"]
+
+
+def test_a_folder_and_a_nested_configuration(tmp_path):
+    config = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 192, "use_sliding_window": False, "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "some_vl", "text_config": config}))
+    shape = read_shape(tmp_path)
+    assert shape == read_shape(str(tmp_path / "config.json")) and shape.qkv_bias and shape.kv_heads == 4 and shape.windows == ()
+    assert plan(str(tmp_path), "L4").fits
+
+
+@pytest.mark.parametrize("model, words", [
+    ("gpt-5", "nothing is looked up"), (3.5, "float is no model"), ({}, "has no num_hidden_layers"), ({"model_type": "gpt2", "n_embd": 768}, "has no num_hidden_layers"),
+    ({**SMALL, "kv_lora_rank": 512}, "latent attention"), ({**SMALL, "n_shared_experts": 1}, "every token goes to"), ({**SMALL, "model_type": "phi"}, "two matrices"), ({**SMALL, "vocab_size": "many"}, "whole number"),
+    ({**SMALL, "num_hidden_layers": -1}, "at least 1")])
+def test_models_that_cannot_be_planned(model, words):
+    with pytest.raises(ValueError, match=words): read_shape(model)
+
+
+def test_a_broken_file(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="no JSON"): read_shape(tmp_path)
+
+
+# Bytes of weights, adapters and cache
+
+def test_bits_of_packed_weights():
+    shape = MODELS["gpt-oss-20b"]
+    E, H, I = shape.experts, shape.hidden, shape.intermediate
+    released = shape.layers * (E * 2 * I * H // 32 * 17 + E * H * I // 32 * 17)  # blocks of 16 bytes, scales of one
+    assert weight_bytes(shape, "mxfp4")["mlp"] == released
+    assert weight_bits(MODELS["Qwen3-8B"], "nf4", True)["mlp"] == 4 + 0.125 + 32 / 16384 and weight_bits(MODELS["Qwen3-8B"], "nf4")["head"] == 16
+    assert weight_bits(shape, "nf4")["mlp"] == 16 and weight_bits(shape, "mxfp4+nf4")["attention"] == 4.5
+
+
+def test_packing_agrees_with_the_module_that_packs():
+    from grpo_nb.model.packed import pack
+
+    shape = replace(MODELS["gpt-oss-20b"], layers=1, hidden=64, intermediate=96, experts=2)
+    packed = [pack(torch.randn(2, 64, 192)), pack(torch.randn(2, 96, 64))]
+    assert sum(p.blocks.numel() + p.scales.numel() for p in packed) == weight_bytes(shape, "mxfp4")["mlp"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("targets", [("attention",), ("mlp",), ("attention", "mlp")])
+def test_adapters_as_peft_makes_them(kind, targets):
+    config = AutoConfig.for_model(kind, **{**SMALL, **FAMILIES[kind]})
+    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"] * ("attention" in targets) + ["gate_proj", "up_proj", "down_proj"] * ("mlp" in targets and kind == "llama")
+    inside = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if "mlp" in targets and kind == "gpt_oss" else None
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=modules, target_parameters=inside))
+    assert lora_parameters(read_shape(config), 8, targets) == sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 700), st.integers(1, 900), st.integers(1, 5), st.integers(1, 4), st.sampled_from([None, 128]))
+def test_cache_bytes_are_the_engine_s(prompt, most, groups, group, page):
+    shape = MODELS["gpt-oss-20b"]
+    if page: theirs = CacheShape(shape.windows, shape.kv_heads, shape.head_dim, torch.bfloat16, page).bytes([prompt] * groups, [group] * groups, most)
+    else: theirs = 2 * shape.kv_heads * shape.head_dim * 2 * shape.layers * groups * group * (prompt + most)  # transformers' cache
+    assert kv_bytes(shape, groups * group, prompt + most, prompt=prompt, group=group, paged=bool(page)) == theirs
+
+
+def test_constants_are_those_of_the_code():
+    assert PREFILL_TOKENS == decoder.PREFILL_TOKENS and ROWS_PER_CHUNK == logprobs.ROWS_PER_CHUNK
+    shape = MODELS["Llama-3.1-8B"]
+    chunk = max(b - a for a, b in logprobs.chunk_rows(1, 5000))
+    assert chunk <= head_bytes(shape, 5000, 5000)[1] // (2 * shape.vocab) <= 1024
+    assert head_bytes(shape, 8192, 8192, logit_chunk_multiplier=16)[1] == logprobs.logit_bytes(1, 8192, shape.vocab, logit_chunk_multiplier=16, element_bytes=2)
+    assert layer_inputs(shape, 100)[0] == shape.layers * logprobs.hidden_state_bytes(1, 100, shape.hidden)
+
+
+# Activations, against a meter
+
+class LiveBytes(TorchDispatchMode):
+    "Inside `with`: bytes of the storages that are born and still alive, `now` and at the `peak`."
+
+    def __init__(self, *known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive = {x.untyped_storage().data_ptr() for x in known}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor): self.follow(x.untyped_storage())
+        return result
+
+    def follow(self, storage):
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self.alive or size == 0: return
+        self.alive.add(address)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.forget, address, size)
+
+    def forget(self, address, size):
+        self.alive.discard(address)
+        self.now -= size
+
+
+def measured_step(kind, dtype, targets, checkpointing, routed, sizes, tokens):
+    "(shape, bytes that one step of a small model adds at its peak)."
+    config = AutoConfig.for_model(kind, **sizes)
+    torch.manual_seed(0)
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"] * ("attention" in targets) + ["gate_proj", "up_proj", "down_proj"] * ("mlp" in targets)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config).to(dtype), LoraConfig(r=4, target_modules=modules)).train()
+    if kind == "gpt_oss": experts.route_adapters(model, routed)
+    inner = model.get_base_model()
+    if checkpointing: (getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable)({"use_reentrant": False})
+    ids = torch.randint(0, sizes["vocab_size"], (2, tokens))
+    seen, P = torch.ones_like(ids, dtype=torch.bool), tokens // 4
+    batch = TrainingBatch(ids[:, :P], seen[:, :P], ids[:, P:], seen[:, P:], seen[:, P:], torch.ones(2))
+    with LiveBytes(*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if x is not None)) as live:
+        with torch.autocast("cpu", torch.bfloat16) if dtype == torch.bfloat16 else nullcontext():
+            logps, _ = completion_logps(model, batch, mini_batch=1, logit_chunk_multiplier=16)
+        logps.mean().backward()
+    return read_shape(config), live.peak
+
+
+WIDE = dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+FLAT = dict(vocab_size=2048, hidden_size=96, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4, head_dim=32)
+OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=128, pad_token_id=0, attn_implementation="sink_key")
+BOTH, ONE, f32, bf16 = ("attention", "mlp"), ("attention",), torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("kind, dtype, targets, checkpointing, routed, sizes", [
+    ("llama", f32, BOTH, False, None, WIDE), ("llama", f32, BOTH, True, None, WIDE), ("llama", f32, ONE, True, None, WIDE), ("llama", bf16, BOTH, False, None, WIDE), ("llama", bf16, BOTH, True, None, WIDE),
+    ("llama", bf16, ONE, False, None, WIDE), ("llama", bf16, ONE, True, None, WIDE), ("llama", f32, BOTH, False, None, FLAT), ("llama", bf16, BOTH, True, None, FLAT), ("llama", bf16, BOTH, False, None, FLAT),
+    ("gpt_oss", f32, ONE, False, "routed", WIDE), ("gpt_oss", f32, ONE, True, "routed_lean", WIDE), ("gpt_oss", bf16, ONE, False, "routed", WIDE), ("gpt_oss", bf16, ONE, True, "routed", WIDE),
+    ("gpt_oss", bf16, ONE, True, "routed_lean", WIDE), ("gpt_oss", bf16, ONE, True, "routed_lean", FLAT), ("gpt_oss", f32, ONE, False, "routed", FLAT)])
+def test_a_step_costs_what_the_meter_says(kind, dtype, targets, checkpointing, routed, sizes):
+    tokens, sink = 256, dict(kernel="sink_key", repeated=True, fused=False, tile=4096 if routed == "routed_lean" else None) if kind == "gpt_oss" else {}
+    shape, measured = measured_step(kind, dtype, targets, checkpointing, routed, sizes | (OSS if kind == "gpt_oss" else {}), tokens)
+    predicted = step_bytes(shape, 2 * tokens, 2 * (tokens - tokens // 4), tokens, dtype.itemsize, targets=targets, checkpointing=checkpointing, logit_chunk_multiplier=16,
+                           logit_element=14 if dtype == bf16 else 9, **sink)
+    assert max(sum(parts.values()) for parts in predicted.values()) == pytest.approx(measured, rel=0.1)
+
+
+# Plans
+
+def test_parts_add_up_and_the_peak_is_the_largest_moment():
+    made = plan("gpt-oss-20b", "H100", context=8192, offload_layer_inputs=True, offload_embedding=True, prompts=4)
+    assert made.peak == made.totals[made.worst] == max(sum(parts.values()) for parts in made.moments.values())
+    assert all(parts["weights"] == sum(made.weights.values()) and min(parts.values()) >= 0 for parts in made.moments.values())
+    assert made.host["embedding"] == weight_bytes(MODELS["gpt-oss-20b"], "mxfp4")["embedding"] and made.weights["embedding"] == 0
+    assert made.peak - made.allocated() >= CUDA_CONTEXT
+    assert json.loads(json.dumps(made.to_dict()))["peak"] == made.peak
+
+
+SWITCHES = [  # settings, what they lower
+    (dict(), dict(offload_embedding=True)), (dict(), dict(offload_layer_inputs=True)), (dict(checkpointing=False), dict(checkpointing=True)), (dict(tile=None), dict(tile=1024)), (dict(batch=4), dict(share_prompt=True)),
+    (dict(sampler="vllm"), dict(sampler="vllm_sleep")), (dict(sampler="vllm"), dict(sampler="engine")), (dict(implementation="transformers"), dict(implementation="ours")), (dict(weights="bf16"), dict(weights="mxfp4")),
+    (dict(), dict(weights="mxfp4+nf4")), (dict(weights="mxfp4+nf4"), dict(double_quant=True)), (dict(lora_r=64), dict(lora_r=8)), (dict(lora_targets=BOTH), dict(lora_targets=ONE)), (dict(optimizer="adamw"), dict(optimizer="sgd")),
+    (dict(reference=True), dict(reference=False)), (dict(attention="sink_key"), dict(attention="flex")), (dict(), dict(context=8192)), (dict(batch=2), dict(batch=1))]
+
+
+@pytest.mark.parametrize("settings, change", SWITCHES)
+def test_each_switch_lowers_the_training_step(settings, change):
+    before, after = plan("gpt-oss-20b", "B200", **settings), plan("gpt-oss-20b", "B200", **{**settings, **change})
+    assert max(after.totals["head"], after.totals["layer"]) < max(before.totals["head"], before.totals["layer"])
+
+
+def test_hidden_states_and_chunks_lower_the_head():
+    settings = dict(context=65_536, batch=4, offload_layer_inputs=True)
+    heads = [plan("gpt-oss-20b", "B200", **settings, **change).totals["head"] for change in ({}, dict(offload_hidden=True, mini_batch=4), dict(offload_hidden=True, mini_batch=4, logit_chunk_multiplier=256))]
+    assert heads[0] > heads[1] > heads[2]
+
+
+def test_offloading_moves_bytes_and_loses_none():
+    here, there = plan("Llama-3.1-8B", "H200"), plan("Llama-3.1-8B", "H200", offload_layer_inputs=True)
+    one = 16_384 * 4096 * 2
+    assert here.moments["layer"]["hidden"] - there.moments["layer"]["hidden"] == 30 * one and there.host["layer inputs"] == 32 * one
+
+
+def test_the_engine_draws_fewer_rows_where_memory_is_short():
+    rows = {card: plan("gpt-oss-20b", card, context=16_384, prompts=8).rows for card in ("T4", "L4", "H200")}
+    assert 1 <= rows["T4"] < rows["L4"] < rows["H200"] == 64
+    assert all(plan("gpt-oss-20b", card, context=16_384, prompts=8).totals["rollout"] <= CARDS[card].usable * GiB for card in rows)
+
+
+def test_the_usual_practice_costs_more():
+    for name in MODELS:
+        made = plan(name, "B200", context=8192, weights="mxfp4" if MODELS[name].sinks else "nf4")
+        assert standard(made.setup).peak > 1.5 * made.peak
+    assert standard(plan("gpt-oss-20b", "T4").setup).setup.weights == "fp16"
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(context=0), "context is 0"), (dict(context=True), "context is True"), (dict(context=100, prompt=100), "leave room"), (dict(lora_r=-1), "lora_r is -1"), (dict(weights="int8"), "give one of"),
+    (dict(model="Llama-3.1-8B", weights="mxfp4"), "has no experts"), (dict(lora_targets="experts"), "attention, mlp"), (dict(optimizer="lion"), "adamw"), (dict(model="Qwen3-4B", offload_embedding=True), "cannot be offloaded"),
+    (dict(checkpointing=False, offload_layer_inputs=True), "leave checkpointing on"), (dict(attention="flex"), "compute capability"), (dict(card="H300"), "H200"), (dict(sampler="sglang"), "vllm_sleep"), (dict(tile=0), "tile is 0")])
+def test_settings_that_cannot_be(settings, words):
+    with pytest.raises(ValueError, match=words): plan(**settings)
+
+
+def test_an_unknown_keyword():
+    with pytest.raises(TypeError): plan(contxt=5)
+
+
+# The inverse, and advice
+
+SETTINGS = st.fixed_dictionaries({}, optional=dict(
+    context=st.sampled_from([64, 1024, 20_480, 131_072]), batch=st.integers(1, 9), completions=st.integers(1, 16), prompts=st.integers(1, 9), lora_r=st.sampled_from([0, 1, 64]), checkpointing=st.booleans(), tile=st.sampled_from([None, 1, 4096]),
+    share_prompt=st.booleans(), offload_hidden=st.booleans(), mini_batch=st.integers(1, 4), sampler=st.sampled_from(["engine", "vllm", "vllm_sleep"]), optimizer=st.sampled_from(["adamw", "adamw_8bit", "sgd"]), reference=st.booleans(),
+    implementation=st.sampled_from(["ours", "transformers"]), attention=st.sampled_from([None, "sink_key", "eager"]), prompt=st.sampled_from([None, 0, 63])))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(CARDS)), SETTINGS)
+def test_any_plan_can_be_made_told_and_mended(model, card, given):
+    made = plan(model, card, **given)
+    assert made.peak > 0 and made.rows >= 1 and all(isinstance(size, int) and size >= 0 for parts in (*made.moments.values(), made.host) for size in parts.values())
+    assert ("It fits" in describe(made)) == made.fits and all(len(line) < 400 for line in describe(made).splitlines())
+    found = advise(made)
+    assert bool(found) <= (not made.fits) and all(a.saves > 0 for a in found)
+    before = made.peak
+    for a in found:
+        assert before - a.plan.peak == a.saves
+        before = a.plan.peak
+    assert all(not a.plan.fits for a in found[:-1])
+    text = advice_text(made)
+    assert ("Nothing has to be changed" in text) == made.fits and ("too much" in text) == (not made.fits and not (found and found[-1].plan.fits))
+
+
+@pytest.mark.parametrize("model, card, settings", [("gpt-oss-20b", "T4", dict(offload_embedding=True, offload_layer_inputs=True)), ("gpt-oss-20b", "H200", {}), ("Llama-3.1-8B", "L4", dict(weights="nf4")), ("Phi-4", "A100-80", dict(batch=3, share_prompt=True)),
+                                                   ("gpt-oss-20b", "H100", dict(implementation="transformers", attention="eager"))])
+def test_the_longest_context_is_the_longest(model, card, settings):
+    n = longest_context(model, card, **settings)
+    assert n > 0 and n % 64 == 0 and plan(model, card, context=n, **settings).fits and not plan(model, card, context=n + 64, **settings).fits
+
+
+def test_no_context_is_short_enough_and_none_too_long():
+    assert longest_context("gpt-oss-120b", "T4") == 0
+    assert longest_context("Qwen2.5-1.5B", "B200", most=4096) == 4096
+    assert longest_context("gpt-oss-20b", Card("small", 12.0, (8, 0))) == 0
+
+
+def test_advice_goes_from_cheap_to_dear():
+    found = [a.change.split("=")[0] for a in advise(plan("Llama-3.1-8B", "T4", context=8192, batch=2, checkpointing=False, sampler="vllm"))]
+    order = ["offload_embedding", "sampler", "share_prompt", "tile", "checkpointing", "offload_layer_inputs", "batch", "weights", "lora_targets", "lora_r"]
+    assert [order.index(name) for name in dict.fromkeys(found)] == sorted(order.index(name) for name in set(found)) and len(found) >= 5
+
+
+def test_the_documents_llama():
+    made = plan("Llama-3.1-8B", "H200", weights="nf4", context=20_480, prompt=0, batch=8, tile=4096, offload_embedding=True, offload_layer_inputs=True)
+    assert max(made.totals["head"], made.totals["layer"]) < 54.3 * GiB
+    assert kv_bytes(MODELS["Llama-3.1-8B"], 1, 20_480, paged=False) == 2.5 * GiB
+
+
+def test_the_module_is_light():
+    code = "import sys; import grpo_nb.model.memory, grpo_nb.cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "transformers", "matplotlib"} & set(loaded)
+
+
+def test_setups_are_plain_values():
+    made = plan("Phi-4", "L4")
+    assert plan_of(replace(made.setup)) == made and {f.name for f in fields(Setup)} == set(made.to_dict()["setup"]) and set(KERNELS) >= {"flex", "sdpa"} and "nf4" in FORMATS
+    assert mlp_peak(MODELS["Phi-4"], 2, True, 4096, 1024) < mlp_peak(MODELS["Phi-4"], 2, True, 4096)
