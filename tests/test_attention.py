@@ -21,7 +21,7 @@ from grpo_nb.training.policy import TrainingBatch, completion_logps
 from grpo_nb.training.trainer import GRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
-OURS = ["sink", "sink_eager", "sink_key", "sink_lse"]
+OURS = ["sink", "sink_eager", "sink_key", "sink_lean", "sink_lse"]
 
 
 def tensors(seed, B, Hk, G, Lq, Lk, D, sinks=True, dtype=torch.float64):
@@ -45,6 +45,7 @@ def all_paths(patch):
     "Short calls take the backend that was asked for, and pieces are short."
     patch.setattr(attention, "FEW_QUERIES", 0)
     patch.setattr(attention, "ROWS_PER_PIECE", 16)
+    patch.setattr(attention, "PART_BYTES", 0)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_fast_forms_equal_the_formula_with_gradients(p):
         all_paths(patch)
         truth = value_and_gradients(sink_attention, inputs, upstream, backend="eager", **options)
         assert all(x.dtype == torch.float64 for x in truth)
-        for backend in ("sdpa", "flash"):
+        for backend in ("sdpa", "sdpa_lean", "flash"):
             assert largest_difference(value_and_gradients(sink_attention, inputs, upstream, backend=backend, **options), truth) < 1e-10
 
 
@@ -106,7 +107,7 @@ def test_the_formula_equals_transformers(p):
 def test_rows_that_see_nothing_are_zero_and_their_gradients_finite(never_few, window, sinks):
     inputs, upstream = tensors(0, 3, 2, 2, 70, 70, 16, sinks)
     pad_lens = torch.tensor([70, 69, 0])
-    for backend in ("eager", "sdpa", "flash"):
+    for backend in ("eager", "sdpa", "sdpa_lean", "flash"):
         out, *gradients = value_and_gradients(sink_attention, inputs, upstream, pad_lens=pad_lens, window=window, backend=backend)
         assert (out[0] == 0).all() and (out[1, :, :69] == 0).all() and (out[1, :, 69] != 0).all()
         assert all(x.isfinite().all() for x in gradients) and all((x[0] == 0).all() for x in gradients[:3])
@@ -118,7 +119,7 @@ def test_narrow_formats(never_few, dtype, bound, window):
     inputs, upstream = tensors(1, 2, 2, 4, 200, 200, 64, dtype=dtype)
     options = dict(pad_lens=torch.tensor([5, 150]), window=window)
     truth = value_and_gradients(sink_attention, [x.double() for x in inputs], upstream.double(), backend="eager", **options)
-    for backend in ("eager", "sdpa", "flash"):
+    for backend in ("eager", "sdpa", "sdpa_lean", "flash"):
         ours = value_and_gradients(sink_attention, inputs, upstream, backend=backend, **options)
         assert all(x.dtype == dtype for x in ours)
         assert all(((x.double() - y).norm() / y.norm()).item() < bound for x, y in zip(ours, truth, strict=True))
@@ -180,7 +181,7 @@ def test_flex_is_never_quadratic_in_silence():
 
 @pytest.mark.parametrize("change, message", [
     (dict(k=(2, 3, 20, 8)), "cannot share 3 key heads"), (dict(k=(1, 2, 20, 8)), "share the number of sequences"), (dict(q=(2, 4, 20)), "sequences, heads, tokens"),
-    (dict(sinks=(3,)), r"shape \(4,\)"), (dict(backend="magic"), "there are 'eager', 'flex', 'sdpa', 'flash' and 'auto'"), (dict(offset=3), "stands at position 22"),
+    (dict(sinks=(3,)), r"shape \(4,\)"), (dict(backend="magic"), "there are 'eager', 'flex', 'sdpa', 'sdpa_lean', 'flash' and 'auto'"), (dict(offset=3), "stands at position 22"),
     (dict(pad_lens=torch.zeros(3, dtype=torch.long)), "pad_lens has 3 numbers"), (dict(window=0), "window is 0"), (dict(mask=Mask(None, 5, 5)), "the mask is for 5 queries"),
     (dict(mask=Mask(None, 20, 20), window=4), "mask is given, and so are"),
 ])
