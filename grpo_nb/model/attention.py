@@ -447,12 +447,13 @@ def transformers_attention(
     backend: str,  # one of sink_attention's
 ) -> Callable:  # for AttentionInterface
     "An attention function as transformers calls it."
-    def forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, s_aux=None, softcap=None, **_):
+    def forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, s_aux=None, softcap=None, sharing=None, **_):
         if dropout: raise ValueError(f"attention dropout is {dropout}, and this attention has none: set attention_dropout=0 in the model's config")
         if softcap is not None: raise ValueError(f"the model caps its scores (softcap {softcap}), which this attention does not: use attn_implementation='eager'")
         if attention_mask is not None and not isinstance(attention_mask, Mask):
             raise ValueError(f"attention_mask is a {type(attention_mask).__name__} that was made for another attention: give the model a mask of shape (sequences, tokens), True for real tokens")
-        out = sink_attention(query, key, value, s_aux, scale=scaling, mask=attention_mask, backend=backend)  # (B, Hq, Lq, D)
+        if sharing is None: out = sink_attention(query, key, value, s_aux, scale=scaling, mask=attention_mask, backend=backend)  # (B, Hq, Lq, D)
+        else: out = sharing.attend(sink_attention, query, key, value, s_aux, attention_mask.window, scale=scaling, backend=backend)
         return out.transpose(1, 2).contiguous(), None
     return forward
 
