@@ -220,8 +220,9 @@ def sdpa_lean(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, 
     step = max(1, min(Hk, PART_BYTES // max(one_head, 1)))
     if step == Hk: return sdpa(q, k, v, sinks, mask, scale)
     part = functools.partial(checkpoint, sdpa, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else sdpa
-    heads = [(slice(h * G, (h + step) * G), slice(h, h + step)) for h in range(0, Hk, step)]
-    return torch.cat([part(q[:, many], k[:, few], v[:, few], None if sinks is None else sinks[many], mask, scale) for many, few in heads], 1)
+    queries, keys, values = q.split(step * G, 1), k.split(step, 1), v.split(step, 1)                         # their gradients are joined, not summed
+    of_parts = [None] * len(keys) if sinks is None else sinks.split(step * G)
+    return torch.cat([part(*tensors, mask, scale) for tensors in zip(queries, keys, values, of_parts)], 1)
 
 # %% ../../nbs/model/03_attention.ipynb #c36e91eb
 def _flash_forward(q, k, v, scale, window):

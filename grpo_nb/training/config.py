@@ -351,12 +351,15 @@ class MemorySettings(Settings):
     fp16: bool = setting(False)  # compute in float16 with a scaled loss, for cards without bfloat16 such as the T4
     gradient_checkpointing: bool = setting(True)  # keep no activations inside the layers, compute them again: slower, far less memory
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(None)  # for the model's own method, e.g. {"use_reentrant": False}
-    mini_batch: int | None = setting(None, "[1, inf)")  # in how many pieces the batch is split for its log-probs; None: chosen by the free memory
+    offload_activations: bool = setting(False)  # keep each layer's input in host memory until the backward pass asks for it; with gradient_checkpointing
+    mini_batch: int | None = setting(None, "[1, inf)")  # in how many pieces a micro-batch is split, each going forward and backward by itself; None: chosen by the free memory
     logit_chunk_multiplier: int | None = setting(None, "[1, inf)")  # in how many pieces the sequence of each is split; None: chosen likewise
 
     def check(self):
         if self.bf16 and self.fp16:
             raise ValueError("bf16=True and fp16=True exclude each other: keep bf16 on cards of compute capability 8.0 and above, fp16 on older ones such as the T4.")
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError("offload_activations=True moves what gradient checkpointing keeps, and gradient_checkpointing is False: leave it on, or offload_activations out.")
 
     def precision(
         self,

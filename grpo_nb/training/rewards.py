@@ -61,7 +61,9 @@ def run_coroutines(
 
     def begin():
         try: asyncio.run(gather())
-        except BaseException as error: results[:] = [error if isinstance(result, TooLate) else result for result in results]  # SystemExit, for one, ends the loop
+        except BaseException as error:  # SystemExit, for one, ends the loop
+            results[:] = [error if isinstance(result, TooLate) else result for result in results]
+            for coroutine in filter(inspect.iscoroutine, coroutines): coroutine.close()
 
     thread = threading.Thread(target=begin, name="rewards", daemon=True)
     thread.start()

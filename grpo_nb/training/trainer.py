@@ -29,13 +29,16 @@ from transformers.trainer_utils import TrainOutput
 from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import completion_order, prompt_order
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES, grpo_loss, high_entropy_mask, rollout_correction
+from ..model.offload import HostStore, offload_layers
 from ..rollout.engine import Rollout, RolloutEngine, default_stop_token_ids, evaluating, pad_left
+from ..rollout.pages import free_memory
 from .checkpoint import (deterministic, find_checkpoint, load_weights, no_file_bars, random_state, remove_old_checkpoints,
                                          set_aside, set_random_state, truncate_log, write_folder)
 from .config import GRPOConfig
 from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, prompt_token_ids, reward_columns
 from .hints import Hints
 from .parts import EntropyBonus, Precision, Reference, describe_trainable, frozen_dtype, load_policy, make_optimizer, make_schedule
+from .pieces import known_shape, pieces_that_train, share_of, split
 from .policy import TrainingBatch, completion_logps, rollout_gap
 from .report import Collected, Log, completion_metrics, peak_memory_gib, reward_metrics
 from .rewards import reward_functions, reward_name, score_completions
@@ -141,16 +144,22 @@ class AskingPolicies:
         "Log-probs of a whole cycle's completions, a micro-batch at a time, (N, T)."
         result = torch.zeros_like(batch.rollout_logps)
         for i in range(0, len(batch), self.config.per_device_train_batch_size):
-            rows = slice(i, i + self.config.per_device_train_batch_size)
-            logps, _ = self.completion_logps(policy, batch.rows(rows))
-            result[rows, : logps.shape[1]] = logps
+            for piece in self.pieces(batch.rows(slice(i, i + self.config.per_device_train_batch_size))):
+                logps, _ = self.completion_logps(policy, piece)
+                result[i : i + len(piece), : logps.shape[1]] = logps
+                i += len(piece)
         return result
+
+    def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
+        "The parts of a micro-batch that go forward and backward by themselves: `mini_batch` of them, or as few as fit."
+        if not self.splits: return [batch]
+        return split(batch, self.config.mini_batch or pieces_that_train(self.model, batch, self.config, free_memory(self.device), self.shape, 2 if self.precision.name == "no" and frozen_dtype(self.model) == torch.bfloat16 else 4))
 
     def completion_logps(self, policy, batch: TrainingBatch, entropy: bool = False):
         "Log-probs (and entropies) of completions in the run's number format and temperature."
         with self.precision.autocast():
-            return completion_logps(policy, batch, temperature=self.config.temperature, mini_batch=self.config.mini_batch,
-                                    logit_chunk_multiplier=self.config.logit_chunk_multiplier, return_entropy=entropy)
+            return completion_logps(policy, batch, temperature=self.config.temperature, mini_batch=None if self.splits else self.config.mini_batch,
+                                    logit_chunk_multiplier=self.config.logit_chunk_multiplier, return_entropy=entropy, store=self.store)
 
 # %% ../../nbs/training/12_trainer.ipynb #2a098ce5
 LOSS_SETTINGS = ("beta", "delta", "epsilon", "importance_sampling_level", "loss_type", "max_completion_length", "off_policy_mask_threshold", "sapo_temperature_neg",
@@ -177,6 +186,12 @@ class Accumulating:
             if self.place == 0 and self.cycle % self.cycles_per_epoch == 0: self.tell("on_epoch_begin")
             self.tell("on_step_begin")
             self.window_expected = self.expected_tokens()
+        for piece in self.pieces(batch): self.accumulate_piece(piece, share_of(piece, batch, config.loss_type))
+        self.window["micro_batches"] += 1
+
+    def accumulate_piece(self, batch: TrainingBatch, share: float) -> None:
+        "Forward and backward of a part of a micro-batch that counts `share`."
+        config = self.config
         logps, entropies = self.completion_logps(self.model, batch, entropy=True)
         if self.place < self.layout.steps_per_generation:
             gap = rollout_gap(logps.detach() if batch.old_logps is None else batch.old_logps, batch.rollout_logps, batch.completion_mask)
@@ -188,14 +203,13 @@ class Accumulating:
             entropy_mask=chosen, entropy_coef=self.entropy_bonus.weight(),
             num_items=self.window_expected, epsilon_high=config.used("epsilon_high"), **{name: getattr(config, name) for name in LOSS_SETTINGS},
         )
-        loss = output.loss if config.loss_type in WINDOW_TOKEN_LOSSES else output.loss / config.gradient_accumulation_steps
+        loss = share * (output.loss if config.loss_type in WINDOW_TOKEN_LOSSES else output.loss / config.gradient_accumulation_steps)
         self.precision.scaler.scale(loss).backward()
         self.window["loss"] += loss.detach()
         self.window["tokens"] += batch.loss_mask.sum()
         chosen = batch.loss_mask if chosen is None else batch.loss_mask & chosen.bool()
         self.window["entropy"] += entropies.detach()[chosen].sum()
         self.window["entropy_tokens"] += chosen.sum()
-        self.window["micro_batches"] += 1
         self.collected.add(output.metrics, weight=batch.loss_mask.sum().item())
 
     def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
@@ -551,6 +565,7 @@ class Running:
         "Finish a run."
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint: load_weights(self.model, Path(self.state.best_model_checkpoint))
         self.tell("on_train_end")
+        if self.store is not None: self.store.release()
         if self.config.trackers(): self.accelerator.end_training()
         records = [record for record in self.log.history if "loss" in record]
         return TrainOutput(self.state.global_step, sum(r["loss"] for r in records) / max(len(records), 1), records[-1] if records else {})
@@ -600,6 +615,9 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         if not hasattr(self.model, "hf_device_map"): self.model.to(self.device)
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.shape, self.store = known_shape(self.model), HostStore() if self.config.offload_activations else None
+        if self.store is not None: offload_layers(self.model, store=self.store)
+        self.splits = self.config.top_entropy_quantile >= 1 and (self.config.loss_type in WINDOW_TOKEN_LOSSES or not (self.config.entropy_coef or self.config.use_adaptive_entropy))
         self.reference = Reference(self.model) if self.config.beta else None
         self.entropy_bonus = EntropyBonus(self.config)
         self.precision = Precision(self.config, self.device, frozen_dtype(self.model))
