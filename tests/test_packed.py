@@ -1,4 +1,5 @@
 """Weights that stay in 4 bits: what each operation does, values and gradients against dense weights, PEFT, both ways through the experts."""
+import contextlib
 import copy
 import io
 import re
@@ -33,9 +34,10 @@ def dense_twin(model):
     lambda w: w.mT, lambda w: w.mT[1], lambda w: w[1].mT, lambda w: w[1].T, lambda w: w.transpose(-1, -2), lambda w: w.mT.mT, lambda w: w.clone(), lambda w: w.detach(), lambda w: w.to(torch.float64),
     lambda w: w.bfloat16(), lambda w: w.half(), lambda w: copy.deepcopy(w), lambda w: w.mT.double()[0].mT,
 ])
-def test_stays_packed(weight, pick):
-    got, expected = pick(weight), pick(weight.dequantize())
-    assert type(got) is PackedWeight and got.shape == expected.shape and got.dtype == expected.dtype
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_stays_packed(weight, pick, mode):
+    with mode(): got, expected = pick(torch.nn.Parameter(weight, requires_grad=False)), pick(weight.dequantize())
+    assert isinstance(got, PackedWeight) and got.shape == expected.shape and got.dtype == expected.dtype
     assert torch.equal(got.dequantize(), expected)
 
 

@@ -51,7 +51,8 @@ class PackedWeight(torch.Tensor):
         turned: bool | None = None,  # None: as before
     ) -> "PackedWeight":
         "The same with other bytes."
-        return PackedWeight(change(self.blocks), change(self.scales), dtype or self.dtype, self.turned if turned is None else turned)
+        blocks, scales = change(self.blocks), change(self.scales)
+        with torch.inference_mode(False): return PackedWeight(blocks, scales, dtype or self.dtype, self.turned if turned is None else turned)  # a view of a parameter has to be an ordinary tensor
 
     def __tensor_flatten__(self):
         return ["blocks", "scales"], (self.dtype, self.turned)
@@ -65,6 +66,7 @@ class PackedWeight(torch.Tensor):
         w, kwargs = args[0] if args else None, kwargs or {}
         if isinstance(w, PackedWeight):
             if (result := _still_packed(func, w, args[1:], kwargs)) is not None: return result
+            if torch.is_inference_mode_enabled() and (result := func.decompose(*args, **kwargs)) is not NotImplemented: return result  # there, `.to` and its like come whole
             if func._schema.is_mutable:
                 raise RuntimeError(f"{func} would write to a weight that is stored in 4 bits and frozen: train an adapter, or unpack it with .dequantize()")
         def dense(t): return t.dequantize() if isinstance(t, PackedWeight) else t
