@@ -82,7 +82,7 @@ class Head:
     scale: float  # logits are multiplied by this: Cohere's logit_scale, one over Granite's logits_scaling
 
 
-OTHER_STEPS = ("lm_head_multiplier", "logits_soft_cap", "output_logit_soft_cap", "output_multiplier", "unpadded_vocab_size")  # settings of configs, each a step between head and logits that `Head` does not have
+OTHER_STEPS = ("lm_head_multiplier", "logits_mup_width_multiplier", "logits_soft_cap", "output_logit_soft_cap", "output_multiplier", "unpadded_vocab_size")  # settings of configs, each a step between head and logits that `Head` does not have
 OTHER_MEANING = ("hyperclovax", "mpt")  # model types that have `logits_scaling` or `logit_scale` and do something else with it
 
 
