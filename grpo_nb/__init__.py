@@ -21,6 +21,7 @@ _rooms = {  # public name -> the module that holds it
     "rollout_correction": "algorithm.losses",
     "tiny_gpt_oss": "model.tiny",
     "sink_attention": "model.attention",
+    "load_model": "model.loading",
     "SamplingParams": "rollout.sampling",
     "RolloutEngine": "rollout.engine",
     "GRPOConfig": "training.config",
