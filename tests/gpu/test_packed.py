@@ -1,0 +1,111 @@
+"Experts in 4 bits on a CUDA device: unpacking, training, decoding from the packed bytes at gpt-oss-20b's sizes, speed. (pytest -m gpu -s)"
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from grpo_nb.model.experts import ExpertWeights, LowRank, route_adapters, routed_experts
+from grpo_nb.model.mxfp4 import dequantize
+from grpo_nb.model.packed import PackedWeight, experts_of, pack_experts, unpack
+from grpo_nb.rollout import kernels, steps
+from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.sampling import SamplingParams
+from grpo_nb.rollout.steps import LayerWeights, Projection
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def error(a, b): return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def random_packed(E, inside, out, dtype=torch.bfloat16, seed=0, spread=3):
+    g = torch.Generator("cuda").manual_seed(seed)
+    blocks = torch.randint(0, 256, (E, out, inside // 32, 16), dtype=torch.uint8, device="cuda", generator=g)
+    return PackedWeight(blocks, torch.randint(120 - spread, 121 + spread, blocks.shape[:-1], dtype=torch.uint8, device="cuda", generator=g), dtype)
+
+
+def packed_experts(E=32, H=2880, I=2880, dtype=torch.bfloat16, rank=0):
+    def draw(*shape, std=0.1): return (torch.randn(*shape, device="cuda") * std).to(dtype)
+    torch.manual_seed(0)
+    lora = lambda n, m: (LowRank(draw(E, n, rank, std=n**-0.5), draw(E, rank, m), 0.5),) if rank else ()
+    return ExpertWeights(random_packed(E, H, 2 * I, dtype), draw(E, 2 * I), random_packed(E, I, H, dtype, 1), draw(E, H), 1.702, 7.0, lora(H, 2 * I), lora(I, H))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_unpack(dtype):
+    weight = random_packed(4, 2880, 5760, dtype, spread=100)
+    assert torch.equal(unpack(weight.blocks, weight.scales, dtype), dequantize(weight.blocks, weight.scales, dtype))
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10): unpack(weight.blocks, weight.scales, dtype)
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - start) / 10)
+    print(f"\nunpack 4 experts to {dtype}: {min(seconds) * 1e6:.0f} µs, {weight.numel() * (dtype.itemsize + 0.53) / min(seconds) / 1e12:.2f} TB/s")
+
+
+@pytest.mark.parametrize("B", [1, 2, 8, 40, 64, 200])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_decode_reads_the_packed_bytes(B, rank):
+    experts = packed_experts(rank=rank)
+    nothing, H = Projection(torch.empty(0)), 2880
+    torch.manual_seed(B)
+    layer = LayerWeights(torch.empty(0), nothing, nothing, nothing, nothing, torch.empty(0), torch.rand(H, device="cuda").bfloat16(), (torch.randn(32, H, device="cuda") * 0.05).bfloat16(), torch.randn(32, device="cuda").bfloat16(), experts)
+    x, gamma = torch.randn(B, H, device="cuda").bfloat16(), torch.rand(H, device="cuda").bfloat16()
+    settings = dict(top=4, eps=1e-5, dtype=torch.bfloat16)
+    ours, formula = kernels.mix(x, layer, gamma, **settings), steps.mix(x, layer, gamma, path="many", **settings)
+    dense = replace(layer, experts=replace(experts, gate_up=experts.gate_up.dequantize(), down=experts.down.dequantize()))
+    of_dense = kernels.mix(x, dense, gamma, **settings)
+    rows = ((ours[0] - formula[0]).float().norm(dim=1) / formula[0].float().norm(dim=1)).sort().values
+    assert rows[int(0.9 * (B - 1))] < 0.02  # a row whose fifth expert is nearly its fourth may choose otherwise
+    assert error(ours[0], of_dense[0]) < 0.01
+    seconds = {}
+    for name, which in (("packed", layer), ("dense", dense)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph): kernels.mix(x, which, gamma, **settings)
+        graph.replay()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(20): graph.replay()
+        torch.cuda.synchronize()
+        seconds[name] = (time.perf_counter() - start) / 20
+    print(f"\nmix of {B} rows, rank {rank}: packed {seconds['packed'] * 1e6:.0f} µs, dense {seconds['dense'] * 1e6:.0f} µs")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [0, 8])
+def test_training(dtype, rank):
+    experts = packed_experts(E=8, H=512, I=384, dtype=dtype, rank=rank)
+    torch.manual_seed(1)
+    hidden, weights = torch.randn(300, 512, device="cuda").to(dtype).requires_grad_(), torch.rand(300, 4, device="cuda").to(dtype).requires_grad_()
+    indices = torch.rand(300, 8, device="cuda").argsort(1)[:, :4]
+    leaves = [hidden, weights, *(t.requires_grad_() for f in experts.gate_up_lora + experts.down_lora for t in (f.a, f.b))]
+    dense = replace(experts, gate_up=experts.gate_up.dequantize(), down=experts.down.dequantize())
+    results = []
+    for which in (experts, dense):
+        y = routed_experts(hidden, indices, weights, which, path="many", recompute=True, slice_tokens=128)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), leaves)))
+    for a, b in zip(*results): assert error(a, b) < 0.01 and a.isfinite().all()
+
+
+def test_a_model_rolls_out_and_trains():
+    torch.manual_seed(0)
+    config = GptOssConfig(num_hidden_layers=2, num_local_experts=8, hidden_size=512, intermediate_size=512, vocab_size=2048, attn_implementation="sink")
+    with torch.device("cuda"): model = GptOssForCausalLM(config).bfloat16().requires_grad_(False)
+    pack_experts(model)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
+    route_adapters(model, "routed_lean")
+    engine = RolloutEngine(model, None)
+    assert "Triton" in engine.way
+    prompts = [torch.randint(0, 2048, (n,)).tolist() for n in (5, 90, 300)]
+    rollout = engine.generate(prompts, SamplingParams(max_tokens=32, n=4, stop_token_ids=(), seed=0))
+    other = RolloutEngine(model, None, through_modules=True).generate(prompts, SamplingParams(max_tokens=32, n=4, stop_token_ids=(), seed=0))
+    assert (rollout.logps[:, 0] - other.logps[:, 0]).abs().median() < 1.0 and rollout.logps.isfinite().all()
+    ids = torch.tensor([rollout.prompt_ids[-1] + rollout.completion_ids[-1].tolist()], device="cuda")
+    model(input_ids=ids).logits.float().logsumexp(-1).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    assert all(type(e.gate_up_proj) is PackedWeight for e in experts_of(model).values())
