@@ -16,7 +16,7 @@ checkpoint, if it needs one, is written to a temporary folder (39 GiB for Unslot
 case, reading the prompts included; vLLM reserves a share of the card ahead, and that is what its rows say. The floor of a step is attention weights, head, the experts
 really used and the keys and values so far, in the library's format, over the speed of a copy within this card's memory (bytes read and written).
 """
-import argparse, gc, importlib.machinery, importlib.metadata, itertools, json, os, platform, re, shutil, signal, statistics, subprocess, sys, tempfile, threading, time
+import argparse, functools, gc, importlib.machinery, importlib.metadata, itertools, json, os, platform, re, shutil, signal, statistics, subprocess, sys, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,8 @@ SMALL = dict(
 )
 CASES = [(1, 128), (8, 128), (64, 128), (256, 128), (1, 8192), (8, 8192)]            # sequences, tokens of each prompt
 SMALL_CASES = [(1, 16), (4, 16)]
-SECONDS = {"ours": 40, "transformers": 45, "unsloth": 110, "vllm": 200}              # what is kept free for each while those before it run
-FORMATS = {"ours": "bf16", "transformers": "bf16", "unsloth": "bf16", "vllm": "MXFP4"}
+SECONDS = {"ours": 40, "ours_mxfp4": 40, "transformers": 45, "unsloth": 110, "vllm": 200}              # what is kept free for each while those before it run
+FORMATS = {"ours": "bf16", "ours_mxfp4": "MXFP4", "transformers": "bf16", "unsloth": "bf16", "vllm": "MXFP4"}
 SETTINGS = {                                                                         # how each library is told: one process, no network, no reports home
     "unsloth": {"UNSLOTH_DISABLE_STATISTICS": "1"},
     "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
@@ -238,17 +238,22 @@ class Library:
     note: str = ""
 
 
-def start_ours(args, sizes):
+def start_ours(args, sizes, packed=False):
     from grpo_nb.rollout.engine import RolloutEngine
     from grpo_nb.rollout.sampling import SamplingParams
 
     model = build(sizes, args.device)
+    if packed:
+        from grpo_nb.model.packed import pack_experts
+
+        pack_experts(model)
+        if args.device == "cuda": torch.cuda.empty_cache()
     probe(args, sizes, model)
     engine = RolloutEngine(model, None)
     def generate(prompts, n):
         rollout = engine.generate(prompts, SamplingParams(max_tokens=n, stop_token_ids=(), temperature=1.0), progress=False)
         if rollout.mask.shape != (len(prompts), n): raise RuntimeError(f"{len(prompts)} x {n} tokens were asked for, and {tuple(rollout.mask.shape)} came")
-    return Library("ours", "", generate)
+    return Library("ours_mxfp4" if packed else "ours", "", generate)
 
 
 def hugging_face(model, args):
@@ -354,7 +359,7 @@ def child(name, args, sizes):
             library, model = start_transformers(args, sizes)
             run_cases(library, args, sizes)
             if args.checkpoint: write_bf16(args.folder / "bf16", sizes, model)        # for Unsloth: the model is here already
-        else: run_cases(dict(ours=start_ours, unsloth=start_unsloth, vllm=start_vllm)[name](args, sizes), args, sizes)
+        else: run_cases(dict(ours=start_ours, ours_mxfp4=functools.partial(start_ours, packed=True), unsloth=start_unsloth, vllm=start_vllm)[name](args, sizes), args, sizes)
         tell(done=True)
     except (Exception, SystemExit) as error:
         import traceback
@@ -386,7 +391,7 @@ class Bench:
         return {**os.environ, "HF_HUB_OFFLINE": "1", **SETTINGS.get(name, {}), "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in paths if p)}
 
     def installed(self, name):
-        package = "grpo_nb" if name == "ours" else name
+        package = "grpo_nb" if name.startswith("ours") else name
         return importlib.machinery.PathFinder.find_spec(package, self.environment(name)["PYTHONPATH"].split(os.pathsep) + sys.path) is not None
 
     def hear(self, name, record):
@@ -452,7 +457,7 @@ class Bench:
         missing = [name for name in chosen if not self.installed(name)]
         for name in missing: self.hear(name, dict(failed="not installed"))
         chosen = [name for name in chosen if name not in missing]
-        if chosen and not {"ours", "transformers"} & set(chosen): self.run("probe", self.end)
+        if chosen and not {"ours", "ours_mxfp4", "transformers"} & set(chosen): self.run("probe", self.end)
         wrote = {"bf16": False, "mxfp4": False}
         for place, name in enumerate(chosen):
             deadline = self.end - sum(SECONDS[later] for later in chosen[place + 1:]) * min(1, self.args.minutes / 8.5)
@@ -482,13 +487,14 @@ class Bench:
         for name in chosen:
             rows = {key[1:]: row for key, row in self.rows.items() if key[0] == name}
             for case in self.args.cases:
-                row, mine = rows.get(case), self.rows.get(("ours", *case), {}).get("speed")
+                same = "ours_mxfp4" if FORMATS[name] == "MXFP4" and ("ours_mxfp4", *case) in self.rows else "ours"   # like against like, if both were run
+                row, mine = rows.get(case), self.rows.get((same, *case), {}).get("speed")
                 if row is None: continue
                 start = f"| {name} | {FORMATS[name]} | {case[0]} | {case[1]:,} | "
                 if "error" in row:
                     lines.append(start + row["error"].replace("|", "/") + " | | | | | |")
                     continue
-                speed, ratio = row["speed"], mine / row["speed"] if mine and name != "ours" else None
+                speed, ratio = row["speed"], mine / row["speed"] if mine and not name.startswith("ours") else None
                 peak, used, share = cell(row["peak"], ".1f") + (" reserved" if row["reserved"] else ""), self.experts.get(case[0]), self.share_of_floor(name, row)
                 lines.append(start + f"{speed:.1f} | {speed * case[0]:,.0f} | {peak} | {cell(used, '.1f')} | {cell(share, '.0%')} | {cell(ratio, '.2f')} |")
             if name in self.failed: lines.append(f"| {name} | {FORMATS[name]} | | | {self.failed[name].replace('|', '/')} | | | | | |")
@@ -561,7 +567,7 @@ def cpu(cases=((64, 8, 8), (16, 1, 64)), repeats=5, device="cpu"):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in SECONDS: parser.add_argument(f"--{name}", action="store_true", help=f"measure {name}; without any such option, all")
+    for name in SECONDS: parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=f"measure {name}; without any such option, all")
     parser.add_argument("--unsloth-site", metavar="DIR", help="a folder with Unsloth and what it needs, for its process alone")
     parser.add_argument("--vllm-site", metavar="DIR", help="the same for vLLM")
     parser.add_argument("--minutes", type=float, default=8.5, help="start no case after this; vLLM keeps its share (default: %(default)s)")

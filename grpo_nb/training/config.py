@@ -213,6 +213,7 @@ class RewardSettings(Settings):
     reward_weights: list[float] | None = setting(None)  # one for each reward function, in their order; None: all 1.0
     scale_rewards: str = setting("group", ("group", "batch", "none"), same={True: "group", False: "none"})  # whose standard deviation divides the advantage
     multi_objective_aggregation: str = setting("sum_then_normalize", ("sum_then_normalize", "normalize_then_sum"))  # the second when rewards differ in scale (GDPO)
+    reward_timeout_s: float | None = setting(None, "(0, inf)")  # seconds a reward function of this process may take; then it is left behind in its thread and scored None. None: no limit, called as TRL does
 
     def check(self):
         weights = self.reward_weights

@@ -119,7 +119,7 @@ class Collecting:
         ids = [row[mask].tolist() for row, mask in zip(rollout.completion_ids, rollout.mask)]
         extra: dict[str, list] = {}
         scores = score_completions(
-            self.reward_funcs, [row["prompt"] for row in rows], completions, self.state.global_step, completion_ids=ids, trainer_state=self.state,
+            self.reward_funcs, [row["prompt"] for row in rows], completions, self.state.global_step, reward_timeout_s=self.config.reward_timeout_s, completion_ids=ids, trainer_state=self.state,
             log_metric=lambda name, value: self.collected.add({name: value}), log_extra=extra.__setitem__, **{**reward_columns(rows), **rollout.columns},
         )
         return completions, scores, extra
