@@ -164,8 +164,12 @@ def test_checkpoints_are_written_in_time_and_removed(bench, monkeypatch):
 
 def test_transformers_in_this_process(decode, capsys):
     args = argparse.Namespace(cases=decode.SMALL_CASES, small=True, device="cpu", probe=True, deadline=time.time() + 60)
-    decode.run_cases(decode.start_transformers(args, decode.SMALL)[0], args, decode.SMALL)
-    card, experts, library, *rows = told(capsys, decode)
+    model, _ = decode.start_transformers(args, decode.SMALL)
+    card, experts = told(capsys, decode)
+    for _ in range(5):                                                                # six tokens against two: on a busy machine the difference may drown in noise
+        decode.run_cases(model, args, decode.SMALL)
+        library, *rows = told(capsys, decode)
+        if all("speed" in row for row in rows): break
     assert card["copy"] > 0 and card["versions"]["torch"] == torch.__version__ and experts["experts"]["1"] == 2
     assert [(r["sequences"], r["prompt"], r["new"]) for r in rows] == [(1, 16, 6), (4, 16, 6)] and all(r.get("speed", 0) > 0 for r in rows), rows
 
