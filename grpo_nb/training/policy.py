@@ -130,7 +130,7 @@ def predicting_states(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # hidden states (b, t, H), the token that each predicts (b, t), and its place in the batch (B, T) flattened; None: (b, t) is (B, T)
     "The final hidden states that predict the completions' tokens."
     decoder, drawn = base_causal_model(model).base_model, batch.completion_mask
-    if reads_a_row(model) and drawn.any():
+    if len(batch) > 1 and reads_a_row(model) and drawn.any():  # one completion alone has nothing to share
         sharing = share(batch.prompt_ids, batch.prompt_mask, batch.completion_ids, drawn)
         hidden = decoder(input_ids=sharing.ids, attention_mask=torch.ones_like(sharing.ids), position_ids=sharing.positions, use_cache=False, sharing=sharing).last_hidden_state[0]
         places = sharing.targets()

@@ -1,0 +1,240 @@
+"benchmarks/train_step.py, context.py, at_size.py and grpo_step.py without a GPU: every path with a tiny model in this process, the search, the tables, the children."
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+NAMES = ("train_step", "grpo_step", "context", "at_size")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    "The scripts as modules, which import one another as they do when they are run."
+    before, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    with torch.compiler.set_stance("force_eager"): yield {name: importlib.import_module(name) for name in NAMES}  # compiling would take longer than all else
+    sys.path[:] = path
+    for name in (*NAMES, "decode"):
+        if name not in before: sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def train_step(scripts): return scripts["train_step"]
+@pytest.fixture
+def context(scripts): return scripts["context"]
+
+
+def told(capsys):
+    "The records printed so far."
+    return [json.loads(line.removeprefix("@record ")) for line in capsys.readouterr().out.splitlines() if line.startswith("@record ")]
+
+
+def settings(**changes):
+    return argparse.Namespace(**{**dict(cpu=True, lengths=[32], offload=[False, True], offload_embedding=False, way="trainer", adapters="float32", repeats=1, profile=False, tokens=None, search=True, tries=2, layers=2, confirm=True,
+                                        deadline=time.time() + 60), **changes})
+
+
+@pytest.mark.parametrize("way", ["trainer", "plain"])
+def test_our_steps(train_step, capsys, way):
+    train_step.run_ours(settings(way=way), train_step.SMALL, "mxfp4")
+    loaded, *rows = told(capsys)
+    assert loaded["loaded"] == "mxfp4" and loaded["torch"] == torch.__version__
+    assert [(r["tokens"], r["offload"]) for r in rows] == [(32, False), (32, True)] and all(r["seconds"] > 0 for r in rows)
+
+
+def test_both_ways_and_transformers_have_one_gradient(train_step):
+    torch.manual_seed(0)
+    model, ids, found = train_step.gpt_oss(train_step.SMALL, "bf16", 64), train_step.random_ids(train_step.SMALL, 40, "cpu"), []
+    for way, offload in (("trainer", False), ("plain", False), ("plain", True)):
+        step = train_step.Step(model, offload=offload, way=way)
+        step(train_step.batch_of(ids))
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]))
+        step.close()
+        assert all(p.grad is None for p in model.parameters())
+    model.get_base_model().set_attn_implementation("eager")
+    logits = model(input_ids=ids).logits
+    (-torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()).backward()
+    found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]))
+    for g in found[:-1]: assert (g - found[-1]).norm() < 1e-4 * found[-1].norm()
+
+
+def test_the_kernels_of_a_step(train_step, capsys):
+    train_step.run_ours(settings(profile=True, lengths=[32]), train_step.SMALL, "mxfp4")
+    record = told(capsys)[-1]
+    assert record["profile"]["tokens"] == 32 and len(record["profile"]["top"]) == 25 and "_Many" in record["text"]
+
+
+def test_transformers_steps(train_step, capsys):
+    train_step.run_transformers(settings(lengths=[48, 32]), train_step.SMALL)
+    assert [r["tokens"] for r in told(capsys) if "seconds" in r] == [32, 48]
+
+
+def test_an_attempt_that_fails_says_why(train_step):
+    def short(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
+    def cublas(): raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    def wrong(): raise ValueError("no room\nand more")
+    assert [train_step.attempt(f)[1] for f in (short, cublas, wrong)] == ["out of memory", "out of memory", "ValueError: no room"] and train_step.attempt(lambda: 3) == (3, None)
+
+
+def test_the_rows_and_the_records_of_the_planner(train_step, capsys):
+    table = train_step.Table(argparse.Namespace(cpu=False, offload_embedding=False))
+    table.hear(dict(loaded="mxfp4", seconds=9.0, peak=13.0, driver=13.5, card="a card", torch="2.11", transformers="5.17"))
+    table.hear(dict(library="mxfp4", tokens=2048, offload=True, seconds=0.2, peak=13.9, driver=14.4, host=0.3))
+    table.hear(dict(library="mxfp4", tokens=8192, offload=True, seconds=0.4, peak=14.5, driver=15.1, host=1.1))
+    table.hear(dict(library="bf16", tokens=8192, offload=False, seconds=0.5, peak=41.0, driver=41.5, host=0))
+    table.hear(dict(library="transformers", tokens=8192, seconds=1.0, peak=61.7, driver=70.0))
+    table.hear(dict(library="unsloth", tokens=8192, error="out of memory"))
+    table.ratios()
+    text = capsys.readouterr().out
+    assert "budget 15 GiB: kept" in text and "budget 0.45 s, 40.5 GiB: missed" in text and "102 KiB a token since 2,048" in text and "transformers / this: time x 2.50, memory x 4.26" in text
+    assert [r["peak_gib"] for r in table.records] == [13.9, 14.5, 41.0, 61.7]
+    for record in table.records: assert train_step.planned(record) == pytest.approx(record["peak_gib"], rel=0.15)
+    stored = json.loads((Path(__file__).parent / "data/memory_h200.json").read_text())["records"]
+    assert {frozenset(r) for r in table.records} == {frozenset(stored[0])}
+
+
+def test_children_that_end_badly(train_step, tmp_path, capsys):
+    script, heard = tmp_path / "script.py", []
+    script.write_text("import sys, time\nname = sys.argv[-1]\nprint('@record {\"x\": 1}', flush=True)\nif name == 'slow': time.sleep(60)\nif name == 'good': print('@record {\"done\": true}', flush=True)\nelse: raise ValueError('broken')\n")
+    start = time.time()
+    assert train_step.run_child(script, "good", [], limit_s=20, hear=heard.append) is None
+    assert train_step.run_child(script, "bad", [], limit_s=20, hear=heard.append) == "it ended without a word"
+    assert train_step.run_child(script, "slow", [], limit_s=2, hear=heard.append) == "stopped after 2 s"
+    assert heard == [{"x": 1}] * 3 and time.time() - start < 30 and "ValueError: broken" in capsys.readouterr().out
+
+
+# context.py
+
+def test_the_search(context):
+    def card(limit): return lambda n: {"seconds": n / 1000} if n <= limit else {"error": "out of memory"}
+    def found(limit, start, **options): return context.search(start, card(limit), **{**dict(tries=9, seconds_left=lambda: 1e9), **options})[:2]
+    assert found(1500, 1000) == (1408, 1536)
+    assert found(800, 1000) == (704, 832)
+    assert found(10_000, 1000, tries=2) == (1024, None)
+    assert found(10, 128) == (None, 64)
+    assert found(5000, 1000, jump=6000) == (4736, 5312) and found(5000, 1000, jump=6000, tries=2) == (960, 5952) and found(7000, 1000, jump=6000) == (6528, 7168)
+    assert found(10_000, 1000, first_that_fits=True) == (960, None)
+    assert found(10_000, 1000, seconds_left=lambda: 0.5) == (960, None)
+    assert context.search(640, lambda n: {"error": "ValueError: x"}, tries=9, seconds_left=lambda: 9)[:2] == (None, None)
+
+
+def test_a_t4_is_reported_to_the_library_only(context):
+    from grpo_nb.model import attention
+
+    real, flex = torch.cuda.get_device_capability, attention.BACKENDS["flex"]
+    asked = context.told_to_us(lambda device=None: (9, 0), (7, 5))
+    scope = {"asked": asked, "__name__": "grpo_nb.somewhere"}
+    exec("inside = asked()", scope)
+    assert scope["inside"] == (7, 5) and asked() == (9, 0)
+    with context.Limits(14.5, True):
+        assert torch.cuda.get_device_capability is not real
+        with pytest.raises(RuntimeError, match="8.0"): attention.BACKENDS["flex"]()
+        with pytest.raises(ImportError): importlib.import_module("grpo_nb.rollout.kernels")
+    assert torch.cuda.get_device_capability is real and attention.BACKENDS["flex"] is flex
+    with context.NoBFloat16():
+        torch.ones(2).half()
+        with pytest.raises(RuntimeError, match="bfloat16"): torch.ones(2).bfloat16()
+
+
+def test_a_smaller_card(context, monkeypatch):
+    GiB, fraction = 2**30, []
+    limits = context.Limits(14.5, False)
+    limits.cap, limits.told = int(14.5 * GiB), lambda device=None: (129 * GiB, 140 * GiB)      # 11 GiB are used, 10.4 of them by torch
+    for name in ("memory_reserved", "max_memory_reserved"): monkeypatch.setattr(torch.cuda, name, lambda: int(10.4 * GiB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fraction.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    limits.tighten(spare=0.1)
+    assert limits.mem_get_info() == (int(3.5 * GiB), int(14.5 * GiB)) and fraction[0] * 140 == pytest.approx(14.5 - 0.6 - 0.1)
+    assert limits.kept()
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 14 * GiB)
+    assert not limits.kept()
+
+
+@pytest.mark.parametrize("name, least", [("t4_longest", 8000), ("mxfp4_24", 40_000), ("bf16_80", 100_000), ("mxfp4_141", 250_000), ("qwen3_80", 60_000)])
+def test_where_a_search_begins(context, name, least):
+    limits = argparse.Namespace(cap=int(context.CASES[name].cap * 2**30), total=0)
+    training, all_ = context.planned_length(context.CASES[name], settings(cpu=False), limits)
+    assert least < training < 2**21 and all_ <= training
+
+
+def test_the_estimate_for_a_t4(context):
+    from grpo_nb.model.memory import MODELS
+
+    shape = MODELS["gpt-oss-20b"]
+    short, long = (context.t4_seconds(shape, n) for n in (2048, 16_384))
+    floor = 6 * 3.6e9 / 65e12                                                           # seconds a token: three passes through 3.6 billion active parameters
+    assert floor * 2048 < short < 2 * floor * 2048 and floor * 16_384 < long < 4 * floor * 16_384
+
+
+@pytest.mark.parametrize("name", ["t4_longest", "t4_grpo", "qwen3_80", "llama_20k", "phi4_t4", "qwen_5", "chunks_8192", "batch_oss_transformers"])
+def test_every_kind_of_case(context, capsys, name):
+    context.run_case(settings(), name)
+    _, *rows = told(capsys)
+    assert not [r for r in rows if r.get("error")] and any("seconds" in r for r in rows) and all(context.line_of(r) for r in rows)
+    if context.CASES[name].kind == "longest": assert rows[-1]["longest"] == 192 and rows[-1]["confirmed"]
+    if context.CASES[name].t4: assert any(r.get("note", "").endswith(": yes") for r in rows)
+
+
+def test_the_cases_have_models(context):
+    from grpo_nb.model.memory import MODELS
+
+    for case in context.CASES.values(): assert case.kind in context.WORK and case.model in MODELS and case.prompts * case.completions % case.batch == 0
+
+
+# grpo_step.py and at_size.py
+
+def test_a_whole_step_has_its_parts(scripts, capsys):
+    args = settings(prompts=2, completions=2, prompt=6, new=4, batch=2, steps=2, offload=True, mini_batch=None)
+    scripts["grpo_step"].measure_ours(args, scripts["train_step"].SMALL, "mxfp4")
+    row = told(capsys)[-1]
+    assert row["drawn"] == 16 and row["seconds"] >= row["sample"] + row["train"] and row["log"]["grad_norm"] > 0
+    with pytest.raises(ValueError, match="do not divide"): scripts["grpo_step"].grpo_step(None, None, [1], completions=3, new_tokens=1, batch=2)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
+def test_at_size_when_all_is_well(scripts, capsys, weights):
+    scripts["at_size"].compare(settings(tokens=32), scripts["train_step"].SMALL, weights, 2)
+    row = told(capsys)[-1]
+    assert row["within"] and row["rows"]["ours, wide"]["gradient_error"] < 1e-12 and 0 < row["rows"]["ours"]["gradient_error"] < 1e-4
+
+
+def test_at_size_finds_a_mistake(scripts, capsys, monkeypatch):
+    at_size = scripts["at_size"]
+    right = at_size.compute_ours
+    def wrong(*given):
+        loss, grads, choices = right(*given)
+        return loss, {name: g * 1.02 if "q_proj" in name else g for name, g in grads.items()}, choices
+    monkeypatch.setattr(at_size, "compute_ours", wrong)
+    at_size.compare(settings(tokens=32), scripts["train_step"].SMALL, "bf16", 2)
+    row = told(capsys)[-1]
+    assert not row["within"] and "ours in the truth's format" in row["outside"] and "q_proj" in row["rows"]["ours, wide"]["worst"]
+
+
+# As they are run
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_scripts_say_what_they_do(scripts, monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended: scripts[name].main()
+    assert ended.value.code == 0 and f"benchmarks/{name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_card_there_is_a_sentence(scripts, monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(SystemExit, match="--cpu tries the script out"): scripts[name].main()
+
+
+def test_a_whole_run(tmp_path):
+    run = subprocess.run([sys.executable, str(FOLDER / "train_step.py"), "--cpu", "--only", "bf16", "--lengths", "32", "--offload", "off", "--repeats", "1"], capture_output=True, text=True, timeout=170, env={**os.environ, "TORCHDYNAMO_DISABLE": "1"})
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads(run.stdout.splitlines()[-1])["rows"][0]["tokens"] == 32
