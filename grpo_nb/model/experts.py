@@ -398,6 +398,7 @@ def routed_experts(
     if not len(hidden): return hidden.clone()
     if path == "auto":
         gathered = indices.numel() * (experts.gate_up[0].numel() + experts.down[0].numel())
+        if isinstance(experts.gate_up, PackedWeight): gathered *= 4  # they are unpacked to be gathered
         if gathered <= FEW_ELEMENTS.get(hidden.device.type, 0) and not _trains(hidden, weights, experts): path = "few"
         else: path = "loop" if hidden.device.type == "cpu" and torch.is_inference_mode_enabled() else "many"
     if path == "reference": return _reference(hidden, indices, weights, experts)
