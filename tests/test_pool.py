@@ -217,7 +217,7 @@ def test_each_completion_pays_for_itself():
 def test_the_deadline_of_the_call_holds_for_all_of_them():
     with made("hard_hangs", timeout_s=0.9, each_timeout_s=0.4) as reward:
         scores, told, seconds = min((asked(reward, prompts=["p"] * 9, completions=["a"] + ["hard"] * 8) for _ in range(3)), key=lambda answer: answer[2])
-        assert scores == [1] + [None] * 8 and seconds < 0.9 + 0.5
+        assert scores == [1] + [None] * 8 and seconds < 2.5  # and not nine times as long
 
 
 def test_columns_are_cut_and_settings_are_not():
@@ -321,10 +321,10 @@ def test_from_threads_and_event_loops():
     with made("honest", workers=2) as reward, concurrent.futures.ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda n: reward(prompts=["p"], completions=["x" * n]), range(40)))
         assert answers == [[n] for n in range(40)]
-    with made("sleeps", arguments={"seconds": 0.5}) as one, made("sleeps", arguments={"seconds": 0.5}) as two:
+    with made("sleeps", arguments={"seconds": 1.5}) as one, made("sleeps", arguments={"seconds": 1.5}) as two:
         began = time.monotonic()
         async def both(): return await asyncio.gather(one.later(**GIVEN), two.later(**GIVEN))
-        assert run_coroutines([both()]) == [[[0.0, 0.0], [0.0, 0.0]]] and time.monotonic() - began < 0.95
+        assert run_coroutines([both()]) == [[[0.0, 0.0], [0.0, 0.0]]] and time.monotonic() - began < 2.9
 
 
 def test_a_copy_has_workers_of_its_own():
@@ -415,7 +415,7 @@ def length(completions, **_): return [len(c) for c in completions]
 
 
 def hangs_here(completions, **_):
-    time.sleep(1.5)
+    time.sleep(4)
     return [0.0] * len(completions)
 
 
@@ -436,7 +436,7 @@ def test_isolated_functions_work_side_by_side():
         tries = [table([one, length, three, two]) for _ in range(3)]
         scores, told, seconds = min(tries, key=lambda answer: answer[2])
         assert scores[:, 1].tolist() == [1, 3] and scores[:, 0].tolist() == [0, 0] == scores[:, 3].tolist() and scores[:, 2].isnan().all()
-        assert len(told) == 1 and "'busy'" in told[0] and seconds < 1.15
+        assert len(told) == 1 and "'busy'" in told[0] and seconds < 1.7  # one after the other they would take 1.8
 
 
 def test_a_fault_of_the_only_function_does_not_end_the_run_and_silence_does():
@@ -449,7 +449,7 @@ def test_a_fault_of_the_only_function_does_not_end_the_run_and_silence_does():
 def test_over_the_limit_in_the_training_process(function):
     metrics = {}
     scores, told, seconds = table([length, function], reward_timeout_s=0.3, log_metric=metrics.__setitem__)
-    assert scores[:, 0].tolist() == [1, 3] and scores[:, 1].isnan().all() and seconds < 1.4
+    assert scores[:, 0].tolist() == [1, 3] and scores[:, 1].isnan().all() and seconds < 3.5
     assert len(told) == 1 and f"'{function.__name__}'" in told[0] and "step 7" in told[0] and "isolated(" in told[0]
     assert metrics == {"length/failed": 0.0, f"{function.__name__}/failed": 1.0}
 
