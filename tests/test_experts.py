@@ -330,3 +330,22 @@ def test_what_cannot_be_routed_says_so():
     route_adapters(model)
     model.model.layers[0].mlp.experts._is_expert_parallel = True
     with pytest.raises(ValueError, match="expert parallel"): model(torch.arange(7, 9)[None])
+
+
+def test_another_adapter_can_be_added_after_routing():
+    from grpo_nb.model.tiny import tiny_gpt_oss
+
+    config = LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    model = get_peft_model(tiny_gpt_oss()[0], config)
+    route_adapters(model)
+    model.add_adapter("second", config)
+    model.set_adapter("second")
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        if "lora_B.second" in name: torch.nn.init.normal_(p, std=0.1)
+    ids, logits = torch.arange(8)[None], []
+    for implementation in ("routed", "eager"):
+        model.get_base_model().set_experts_implementation(implementation)
+        logits.append(model(ids).logits)
+    with model.disable_adapter(): plain = model(ids).logits
+    assert torch.allclose(*logits, atol=1e-4) and (logits[0] - plain).abs().max() > 1e-3

@@ -507,6 +507,9 @@ class RoutedParamWrapper(ParamWrapper):
         return base(x, *args, gate_up_lora=experts.gate_up_lora, down_lora=experts.down_lora, **kwargs)
 
 
+RoutedParamWrapper.__name__ = "ParamWrapper"  # PEFT knows its wrappers by this name when another adapter is added
+
+
 def route_adapters(
     model: torch.nn.Module,  # a PEFT model, or a transformers model with adapters; also one without
     implementation: str = "routed",  # or "routed_lean": recomputes in slices, for long contexts
