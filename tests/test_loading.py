@@ -20,6 +20,9 @@ IDS = torch.randint(3, 20, (2, 12), generator=torch.Generator().manual_seed(0))
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=8)
 
 
+
+def same(a, b): return torch.allclose(a, b, rtol=1e-5, atol=1e-5)  # several threads may sum in another order
+
 def load(source, **settings):
     model, tokenizer = load_model(source, **{"max_seq_length": 128, "quiet": True} | settings)
     return model
@@ -68,7 +71,7 @@ def plain(tmp_path_factory):
 def test_released_layout_against_transformers(released, four_bit, dtype):
     theirs = AutoModelForCausalLM.from_pretrained(released, dtype=dtype, attn_implementation="sink", experts_implementation="eager").eval()
     ours = load(released, load_in_4bit=four_bit, dtype=dtype, experts_implementation="eager")
-    assert torch.equal(logits(ours), logits(theirs))
+    assert same(logits(ours), logits(theirs))
     stored, theirs = {k: v for file in released.glob("*.safetensors") for k, v in load_file(file).items()}, theirs.state_dict()
     for name, p in ours.named_parameters():
         if isinstance(p, PackedWeight):
@@ -89,9 +92,9 @@ def test_bf16_checkpoint(plain):
     dense, packed = load(plain), load(plain, load_in_4bit=True)
     theirs = AutoModelForCausalLM.from_pretrained(plain, dtype="float32", attn_implementation="sink")
     theirs.set_experts_implementation("routed_lean")
-    assert torch.equal(logits(dense), logits(theirs)) and all(p.requires_grad for p in dense.parameters())
+    assert same(logits(dense), logits(theirs)) and all(p.requires_grad for p in dense.parameters())
     pack_experts(theirs)
-    assert torch.equal(logits(packed), logits(theirs)) and not any(p.requires_grad for p in packed.parameters())
+    assert same(logits(packed), logits(theirs)) and not any(p.requires_grad for p in packed.parameters())
     assert dense.generation_config.eos_token_id == theirs.generation_config.eos_token_id == 1
 
 
@@ -99,14 +102,14 @@ def test_saved_by_us_and_read_by_transformers(released, tmp_path):
     model = load(released)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sink", experts_implementation="routed_lean", dtype="float32")
-    assert torch.equal(logits(again), logits(model))
+    assert same(logits(again), logits(model))
 
 
 def test_tied_gpt_oss(tmp_path):
     folder = write_released(tmp_path / "m", tie_word_embeddings=True)
     model = load(folder, load_in_4bit=True, experts_implementation="eager")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert torch.equal(logits(model), logits(AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sink", experts_implementation="eager")))
+    assert same(logits(model), logits(AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sink", experts_implementation="eager")))
     with pytest.raises(ValueError, match="is tied to its embedding"): load(folder, offload_embedding=True)
 
 
@@ -123,10 +126,10 @@ def family(name): return dict(model_type=name.split()[0], **SHAPE | FAMILIES[nam
 def test_families(name, tmp_path):
     model = load(family(name), seed=3)
     assert all(p.isfinite().all() for p in model.parameters()) and model.config.model_type == name.split()[0]
-    assert torch.equal(logits(model), logits(load(family(name), seed=3))) and not torch.equal(logits(model), logits(load(family(name), seed=4)))
+    assert same(logits(model), logits(load(family(name), seed=3))) and not torch.equal(logits(model), logits(load(family(name), seed=4)))
     model.save_pretrained(tmp_path)
     again = load(tmp_path, lora_r=2)
-    assert torch.equal(logits(again), logits(model))                     # the second factors are 0
+    assert same(logits(again), logits(model))                     # the second factors are 0
     kinds = {kind for target, kind in adaptable(model).items() if kind != "other"}
     adapted_layers = sum(p.requires_grad for p in again.parameters()) // 2
     assert kinds == {"attention", "mlp"} and adapted_layers == 2 * (4 if name == "phi3" else 7)
@@ -166,7 +169,7 @@ def test_random_gpt_oss():
     assert torch.equal(model.model.rotary_emb.inv_freq, AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq)
     assert config.to_dict() == GptOssConfig(**SMALL | dict(hidden_size=256, intermediate_size=128)).to_dict()      # the caller's is as it was
     before = torch.get_rng_state()
-    assert torch.equal(logits(load(config, load_in_4bit=True)), logits(model)) and torch.equal(torch.get_rng_state(), before)
+    assert same(logits(load(config, load_in_4bit=True)), logits(model)) and torch.equal(torch.get_rng_state(), before)
 
 
 def test_float16_keeps_norms_and_the_residual_stream_wide(released):
@@ -184,7 +187,7 @@ def test_float16_keeps_norms_and_the_residual_stream_wide(released):
 
 def test_adapters_on_everything(released):
     base, model = load(released, load_in_4bit=True), load(released, load_in_4bit=True, lora_r=3)
-    assert torch.equal(logits(model), logits(base))
+    assert same(logits(model), logits(base))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     H, I, E, q, kv = 64, 32, 4, 64, 32
     assert all(p.dtype == torch.float32 and "lora" in name for name, p in trained.items())
@@ -215,7 +218,7 @@ def test_targets_that_match_nothing(released):
 
 def test_offloaded_embedding(released):
     model = load(released, load_in_4bit=True, offload_embedding=True, lora_r=2)
-    assert "on the host" in repr(model.get_input_embeddings()) and torch.equal(logits(model), logits(load(released, load_in_4bit=True)))
+    assert "on the host" in repr(model.get_input_embeddings()) and same(logits(model), logits(load(released, load_in_4bit=True)))
     assert {row["part"] for row in parts(model)} == {"experts", "attention", "embedding", "head", "norms, router", "adapters"}
     model = load(released, offload_embedding=True, dtype="float16")
     assert model.get_input_embeddings()(IDS).dtype == torch.float32
