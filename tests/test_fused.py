@@ -42,7 +42,7 @@ def rows(dtype, P=13, I=40, E=3, loud=False):
 
 
 @pytest.mark.parametrize("I", [1, 40, 520, 1030])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 6e-2), (torch.float16, 1e-3)]  # the interpreter cuts where a GPU rounds to bfloat16)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 6e-2), (torch.float16, 1e-3)])  # the interpreter cuts where a GPU rounds to bfloat16
 def test_activation_both_ways(dtype, tolerance, I):
     z, ids, bias, gradient, share = rows(dtype, I=I)
     ours, plain = (m.activate(z, ids, bias, 1.702, 7.0) for m in (fused, experts))
