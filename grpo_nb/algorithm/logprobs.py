@@ -119,9 +119,18 @@ def _compiled_softmax_chunk() -> Callable:
     return torch.compile(_softmax_chunk)
 
 
+def _fused_softmax_chunk(logits, index, grad_logps=None, grad_entropy=None, *, temperature, softcap, scale, entropy):
+    "`_softmax_chunk` on a GPU: by the kernel where it can."
+    if grad_entropy is not None or softcap is not None or logits.dtype == torch.float64:
+        return _compiled_softmax_chunk()(logits, index, grad_logps, grad_entropy, temperature=temperature, softcap=softcap, scale=scale, entropy=entropy)
+    from grpo_nb.algorithm.fused import softmax_chunk
+
+    return softmax_chunk(logits, index, grad_logps, temperature=temperature, scale=scale, entropy=entropy)
+
+
 def _softmax_for(device):
-    "The chunk's softmax, compiled where Triton can do it."
-    return _compiled_softmax_chunk() if device.type == "cuda" and importlib.util.find_spec("triton") else _softmax_chunk
+    "The chunk's softmax: on a GPU, where Triton is, fused."
+    return _fused_softmax_chunk if device.type == "cuda" and importlib.util.find_spec("triton") else _softmax_chunk
 
 # %% ../../nbs/algorithm/03_logprobs.ipynb #990302bd
 ROWS_PER_CHUNK = 1024  # the default's largest chunk: enough rows to keep a GPU's matrix units busy

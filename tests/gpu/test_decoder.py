@@ -119,7 +119,7 @@ def test_a_budget_that_does_not_fit_is_a_sentence_and_nothing_is_allocated():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with pytest.raises(MemoryError, match="GiB are free"): RolloutEngine(model, tokenizer).generate(prompts_of([8]), SamplingParams(max_tokens=2**30))
-    assert torch.cuda.max_memory_allocated() <= before + 2**10  # the stop tokens
+    assert torch.cuda.max_memory_allocated() <= before + 2**12  # the stop tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,7 +1,7 @@
 "MXFP4 on a CUDA device: the CPU's bits, no wait, little memory, CUDA graphs; the lesson's NF4 against bitsandbytes. (pytest -m gpu)"
+import json
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -135,9 +135,10 @@ def test_cuda_graph(given):
 
 def lesson(*definitions):
     "What the cells of the notebook that hold these definitions define."
-    notebook, names = nbformat.read(Path(__file__).parents[2] / "nbs/model/06_mxfp4.ipynb", 4), {"torch": torch}
-    for cell in notebook.cells:
-        if cell.cell_type == "code" and any(f"def {name}(" in cell.source for name in definitions): exec(cell.source, names)
+    notebook, names = json.loads((Path(__file__).parents[2] / "nbs/model/06_mxfp4.ipynb").read_text(encoding="utf-8")), {"torch": torch}
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and any(f"def {name}(" in source for name in definitions): exec(source, names)
     return [names[name] for name in definitions]
 
 
