@@ -289,6 +289,18 @@ def test_recomputing_keeps_the_input_only():
     assert kept(recompute=True) == 0 and kept() == 64 * 2 * 64  # gate_up of every pair
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("way", ["many", "recompute", "slices"])
+def test_the_graph_may_be_walked_again(way, checkpointed):
+    "The first backward pass takes the memory of what was kept; the second one computes it again."
+    module, (hidden, indices, weights) = experts_module(16, 8, 4), inputs(20, 16, 4, 2)
+    leaves = [hidden, weights, *module.parameters()]
+    def run(h, w): return routed_experts(h, indices, w, expert_weights(module), **WAYS[way])
+    out = torch.utils.checkpoint.checkpoint(run, hidden, weights, use_reentrant=False) if checkpointed else run(hidden, weights)
+    first, second = (torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
 def test_auto_takes_few_for_a_handful_without_gradients(monkeypatch):
     module, (hidden, indices, weights) = experts_module(16, 8, 4), inputs(4, 16, 4, 2)
     taken = []

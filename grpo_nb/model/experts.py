@@ -99,7 +99,7 @@ def _few(hidden, indices, weights, experts, dtype):
 
 # %% ../../nbs/model/05_experts.ipynb #355aa7a5
 ROWS = 1024  # pairs that are worked on at a time where float32 is needed, so that it stays small
-UNPACKED = 2**28  # bytes of experts that are dense at a time where weights are stored in 4 bits; at least one expert
+UNPACKED = 2**29  # bytes of experts that are dense at a time where weights are stored in 4 bits; at least one expert
 
 
 def _chunks(*tensors):
@@ -300,7 +300,7 @@ class _Many(torch.autograd.Function):
             z = _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)                              # (P, 2I)
             y = _affine(groups, activate(z, groups.ids, gate_up_bias, alpha, limit), down, down_a, down_b, wide=dtype == torch.float16)  # (P, H)
             result = combine(y, groups.place, weights.to(_wide(dtype)), indices, down_bias)                        # (T, H)
-        ctx.groups, ctx.constants = groups, (alpha, limit, dtype)
+        ctx.groups, ctx.constants, ctx.spent = groups, (alpha, limit, dtype), False
         ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, None if recompute else z)
         return result.to(hidden.dtype)
 
@@ -312,11 +312,12 @@ class _Many(torch.autograd.Function):
         _, activate_backward, combine = _passes(hidden.device)
         grads = [None] * 15
         with _no_autocast(hidden.device):
-            kept, z = z, _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b) if z is None else z
+            if z is None or ctx.spent: z = _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)
+            ctx.spent = True                                                                          # z is overwritten: another backward pass computes it again
             share = weights.to(_wide(dtype)).reshape(-1)[groups.order]                                # (P,)
             g = gradient.to(dtype).index_select(0, groups.tokens)                                     # (P, H)
             act = _affine_backward(groups, g, down, down_a, down_b)                                   # (P, I) the gradient of the activation, and then
-            dz, sums = activate_backward(z, groups.ids, gate_up_bias, act, share, alpha, limit, z if kept is None else torch.empty_like(z))  # (P, 2I); the activation itself, times its share
+            dz, sums = activate_backward(z, groups.ids, gate_up_bias, act, share, alpha, limit, z.data)  # (P, 2I), in the place of z; the activation itself, times its share
             if needs[2]: grads[2] = (sums[groups.place] + (gradient.to(_wide(dtype)) @ down_bias.to(_wide(dtype)).T).gather(1, groups.ids[groups.place])).to(weights.dtype)
             if needs[5]: grads[5] = groups.outer(act, g).to(down.dtype)
             if needs[6]: grads[6] = groups.sums(g * share[:, None]).to(down_bias.dtype)
