@@ -1,0 +1,107 @@
+"Norms and rotations in one pass: against transformers', against the formula, in a model with adapters and a cache."
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, apply_rotary_pos_emb
+
+from grpo_nb.model import attention as _, fused  # attention: its names are known to transformers from here on
+from grpo_nb.model.passes import OnePass, one_norm, one_pass, rotate, rotated
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def build(dtype=torch.float64, experts="eager", **more):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4,
+                 eos_token_id=1, pad_token_id=0)
+    model = GptOssForCausalLM(GptOssConfig(**{**sizes, **more})).to(DEVICE, dtype).eval()
+    model.set_experts_implementation(experts)
+    for name, p in model.named_parameters():
+        if "norm" in name: torch.nn.init.normal_(p, 1.0, 0.3)
+    return model
+
+
+def heads(B, T, count, D, dtype=torch.float32, batched=False):
+    torch.manual_seed(B + T)
+    x = torch.randn(B, T, count, D, dtype=torch.float64).to(DEVICE, dtype)
+    angle = 6 * torch.rand(B if batched else 1, T, D // 2, dtype=torch.float64, device=DEVICE)
+    return x, angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("B, T, count, D, batched", [(1, 7, 64, 64, False), (2, 5, 8, 64, True), (3, 1, 5, 12, True), (2, 4, 40, 2, False), (0, 4, 2, 8, False)])
+def test_the_kernel_is_the_formula(B, T, count, D, batched, dtype):
+    x, cos, sin = heads(B, T, count, D, dtype, batched)
+    torch.testing.assert_close(fused.rotate(x, cos, sin), rotated(x, cos, sin), atol=1e-6, rtol={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype])
+
+
+def test_the_kernel_reads_any_strides():
+    x, cos, sin = heads(2, 6, 4, 16, batched=True)
+    expected = rotated(x, cos, sin)
+    for view in (x.transpose(1, 2).contiguous().transpose(1, 2), x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)):
+        assert not view.is_contiguous()
+        torch.testing.assert_close(fused.rotate(view, cos, sin), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_values_and_gradients_against_transformers(dtype):
+    x, cos, sin = heads(2, 9, 4, 16, dtype, batched=True)
+    x.requires_grad_()
+    ours = rotate(x, cos, sin)
+    wide = x.detach().double().requires_grad_()
+    theirs = apply_rotary_pos_emb(wide.transpose(1, 2), wide.transpose(1, 2), cos.double(), sin.double())[0].transpose(1, 2)
+    weights = torch.randn_like(theirs)
+    mine, right = torch.autograd.grad((ours * weights).sum(), x)[0], torch.autograd.grad((theirs * weights).sum(), wide)[0]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 5e-3}[dtype]
+    assert (ours - theirs).norm() < tolerance * theirs.norm() and (mine - right).norm() < tolerance * right.norm()
+
+
+def test_nothing_but_cosine_and_sine_is_kept():
+    x, cos, sin = heads(1, 50, 4, 16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t): rotate(x.requires_grad_(), cos, sin)
+    assert sum(kept) == cos.numel() + sin.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_norm(dtype):
+    torch.manual_seed(0)
+    norm = GptOssRMSNorm(48, 1e-5).to(DEVICE, dtype)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(5, 48).to(DEVICE, dtype)
+    torch.testing.assert_close(one_norm(norm)(x), norm(x), atol=0, rtol=torch.finfo(dtype).eps)
+
+
+def test_a_float32_residual_beside_float16_weights():
+    norm, x = GptOssRMSNorm(48, 1e-5).half().to(DEVICE), 1e5 * torch.randn(5, 48, device=DEVICE)
+    assert one_norm(norm)(x).dtype == norm(x).dtype == torch.float32
+    torch.testing.assert_close(one_norm(norm)(x), norm(x))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sink"])
+def test_a_model_with_padding_adapters_and_a_cache(attention):
+    model = get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.get_base_model().set_attn_implementation(attention)
+    ids, seen = torch.randint(2, 64, (2, 11), device=DEVICE), torch.ones(2, 11, dtype=torch.long, device=DEVICE)
+    seen[0, :4] = 0
+    def answer():
+        model.zero_grad()
+        logits = model(input_ids=ids, attention_mask=seen).logits[seen.bool()]
+        logits.sin().sum().backward()
+        return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    before, names, text = answer(), list(model.state_dict()), model.generate(input_ids=ids, attention_mask=seen, max_new_tokens=6, do_sample=False)
+    assert one_pass(model) == 2 * 2 + 1 + 2 and one_pass(model) == 0
+    assert all((a - b).norm() < 1e-5 * b.norm() for a, b in zip(answer(), before)) and list(model.state_dict()) == names
+    assert torch.equal(model.generate(input_ids=ids, attention_mask=seen, max_new_tokens=6, do_sample=False), text)
+    assert {type(layer.self_attn).__name__ for layer in model.get_base_model().model.layers} == {"GptOssAttention"}
+
+
+def test_it_is_saved_and_read_as_before(tmp_path):
+    model = build(torch.float32)
+    expected = model(torch.arange(2, 12, device=DEVICE)[None]).logits
+    one_pass(model)
+    model.save_pretrained(tmp_path)
+    again = GptOssForCausalLM.from_pretrained(tmp_path).to(DEVICE)
+    assert not isinstance(again.model.layers[0].self_attn, OnePass)
+    torch.testing.assert_close(again(torch.arange(2, 12, device=DEVICE)[None]).logits, expected)
