@@ -361,3 +361,22 @@ def test_another_adapter_can_be_added_after_routing():
         logits.append(model(ids).logits)
     with model.disable_adapter(): plain = model(ids).logits
     assert torch.allclose(*logits, atol=1e-4) and (logits[0] - plain).abs().max() > 1e-3
+
+
+def test_one_slice_is_kept_and_several_are_computed_again(monkeypatch):
+    "`slice_tokens` of a layer's experts, as they are attached to a model."
+    model = with_adapters()
+    route_adapters(model, "routed_lean")
+    layer, calls = model.get_base_model().model.layers[0].mlp.experts, []
+    base = layer
+    while hasattr(base, "base_layer"): base = base.base_layer
+    import grpo_nb.model.experts as module
+    real = module.routed_experts
+    monkeypatch.setattr(module, "routed_experts", lambda *args, **options: calls.append(options) or real(*args, **options))
+    ids = torch.arange(2, 12)[None]
+    model(ids)
+    assert calls[0] == dict(slice_tokens=4096, recompute=False)
+    base.slice_tokens = 3
+    calls.clear()
+    model(ids)
+    assert calls[0] == dict(slice_tokens=3, recompute=True)

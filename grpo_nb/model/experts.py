@@ -475,7 +475,7 @@ def expert_weights(
     return ExpertWeights(*(getattr(base, name) for name in NAMES), gate_up_lora=loras["gate_up_proj"], down_lora=loras["down_proj"])
 
 # %% ../../nbs/model/05_experts.ipynb #328b2080
-IMPLEMENTATIONS = {"routed": {}, "routed_lean": dict(recompute=True, slice_tokens=4096)}  # names in transformers' registry, options of routed_experts
+IMPLEMENTATIONS = {"routed": {}, "routed_lean": dict(slice_tokens=4096)}  # names in transformers' registry, options of routed_experts
 
 
 def routed_forward(
@@ -491,7 +491,11 @@ def routed_forward(
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError("these experts are spread over several devices (expert parallel), which the routed implementation cannot do: use 'grouped_mm'")
     experts = replace(expert_weights(module), gate_up_lora=gate_up_lora, down_lora=down_lora)
-    return routed_experts(hidden, indices, weights, experts, **IMPLEMENTATIONS[module.config._experts_implementation])
+    options = IMPLEMENTATIONS[module.config._experts_implementation]
+    if "slice_tokens" in options:
+        tokens = getattr(module, "slice_tokens", options["slice_tokens"])
+        options = dict(slice_tokens=tokens, recompute=len(hidden) > tokens)
+    return routed_experts(hidden, indices, weights, experts, **options)
 
 
 for _name in IMPLEMENTATIONS: ALL_EXPERTS_FUNCTIONS.register(_name, routed_forward)
