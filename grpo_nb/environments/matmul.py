@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .game2048 import OnceABatch, Program, checked_program, last_program
+from .game2048 import OnceABatch, checked_program
 from .sandbox import LockedDownFunction, SandboxPool, SandboxResult, time_locked
+from .verifiers import Explanation, Program, last_program, program_marks
 
 # %% ../../nbs/environments/13_matmul.ipynb #aa7843a0
 Matrix = list[list[float]]
@@ -289,6 +290,16 @@ class MatmulRewards:
         right = [report for report in self.reports(completions, columns) if report.stage == "right"]
         if right and columns.get("log_metric"): columns["log_metric"]("matmul/speed", statistics.median(report.timing.speed for report in right))
         return self._points(fast_points, None if self.truncated is None else 0.0, completions, columns)
+
+    def explain(
+        self,
+        text: str,  # a completion
+        /,
+        **row,  # not needed
+    ) -> Explanation:
+        "Why it is worth what it is: its stage, and what was the matter or how fast it is."
+        report = self.reports.of(text)
+        return Explanation(f"{report.stage}: {report.why}", program_marks(text))
 
     def functions(self) -> list[Callable]:
         "All four, for GRPOTrainer's reward_funcs."
