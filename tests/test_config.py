@@ -26,7 +26,7 @@ from grpo_nb.training.config import ALIASES, ALSO_QUIET, DIFFERENT_FROM_TRL, IDL
 
 OURS = room.known(GRPOConfig)
 OLDER = {"max_prompt_length", "logging_dir"}  # dropped by TRL and transformers, still in many scripts
-NOT_IN_TRL = {"reward_timeout_s", "offload_activations", "mini_batch", "logit_chunk_multiplier", "warmup_ratio"}
+NOT_IN_TRL = {"reward_timeout_s", "offload_activations", "mini_batch", "logit_chunk_multiplier", "slice_tokens", "max_batch_size", "warmup_ratio"}
 
 
 TRL = {field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory() for field in dataclasses.fields(trl.GRPOConfig)}

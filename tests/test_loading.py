@@ -246,8 +246,17 @@ def test_tokenizers(released, plain):
     assert load_model(plain, max_seq_length=8, quiet=True)[1]("1+1").input_ids == given("1+1").input_ids
 
 
-def test_longer_than_the_model_knows(plain):
-    with pytest.warns(UserWarning, match="5,000, and the model knows 4,096 positions"): load(plain, max_seq_length=5000)
+def test_longer_than_the_model_knows(plain, tmp_path):
+    with pytest.raises(ValueError, match=r"max_seq_length is 5,000, and the model's longest sequence is 4,096 .*stretch its positions in config.json"): load(plain, max_seq_length=5000)
+    load(plain, max_seq_length=4096)
+    for file in plain.iterdir(): (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((plain / "config.json").read_text())
+    settings["rope_parameters"] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096, "rope_theta": 10_000.0}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    load(tmp_path, max_seq_length=8192)                                               # the config's rope scaling permits it
+    with pytest.raises(ValueError, match="longest sequence is 8,192"): load(tmp_path, max_seq_length=8193)
+    with pytest.warns(UserWarning, match="max_seq_length is 5,000, and the model's longest sequence is 256: beyond it a run shows"):
+        load(GptOssConfig(**SMALL, max_position_embeddings=256), max_seq_length=5000)  # random weights have nothing to lose
 
 
 # ---- errors

@@ -1,9 +1,10 @@
 "The planner: shapes and bytes against transformers' own models, against a meter of live storages, and against measurements of an H200."
 import json, subprocess, sys
 from contextlib import nullcontext
+import weakref
 from dataclasses import fields, replace
 from pathlib import Path
-import weakref
+from types import SimpleNamespace
 
 from unittest.mock import patch
 
@@ -16,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_nb.algorithm import logprobs
-from grpo_nb.model import attention, experts  # noqa: F401 (registers attention with transformers)
-from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_PER_CHUNK, Card, GiB, Setup, advice_text, advise, attention_peak, describe, head_bytes, kv_bytes,
-                                  layer_inputs, longest_context, lora_parameters, mlp_peak, plan, plan_of, read_shape, standard, step_bytes, weight_bits, weight_bytes)
+from grpo_nb.model import attention, experts, loading  # noqa: F401 (registers attention with transformers)
+from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_PER_CHUNK, UNPACKED, Card, GiB, Setup, advice_text, advise, attention_peak, describe, free_memory, head_bytes, kv_bytes,
+                                  layer_inputs, longest_context, longest_sequence, lora_parameters, mlp_peak, plan, plan_of, read_shape, standard, step_bytes, unpack_bytes, weight_bits, weight_bytes)
 from grpo_nb.rollout import decoder
 from grpo_nb.rollout.pages import CacheShape
+from grpo_nb.training import policy, trainer
 from grpo_nb.training.policy import TrainingBatch, completion_logps
 
 RECORDS = json.loads((Path(__file__).parent / "data/memory_h200.json").read_text())["records"]
@@ -30,7 +32,7 @@ RECORDS = json.loads((Path(__file__).parent / "data/memory_h200.json").read_text
 
 @pytest.mark.parametrize("record", [pytest.param(r, id=r["name"]) for r in RECORDS])
 def test_the_measured_peak_is_predicted_within_ten_per_cent(record):
-    made = plan(**record["plan"])
+    with patch("grpo_nb.model.memory.UNPACKED", record.get("unpacked", UNPACKED)): made = plan(**record["plan"])
     predicted = made.allocated(*record["moments"]) / GiB
     assert abs(predicted / record["peak_gib"] - 1) <= 0.1, f"{predicted:.2f} GiB predicted, {record['peak_gib']:.2f} measured"
     beyond = record["peak_gib"] - sum(made.weights.values()) / GiB  # what is left when the easy part, the weights, is taken off
@@ -38,7 +40,7 @@ def test_the_measured_peak_is_predicted_within_ten_per_cent(record):
 
 
 def test_there_are_enough_measurements_and_each_says_where_it_is_from():
-    assert len(RECORDS) >= 12 and all(r["source"] and r["peak_gib"] > 0 and r["moments"] for r in RECORDS)
+    assert len(RECORDS) >= 19 and {r["plan"].get("weights") for r in RECORDS} >= {"bf16", "mxfp4"} and all(r["source"] and r["peak_gib"] > 0 and r["moments"] for r in RECORDS)
     assert len({json.dumps(r["plan"], sort_keys=True) for r in RECORDS}) == len(RECORDS)
 
 
@@ -109,6 +111,16 @@ def test_a_folder_and_a_nested_configuration(tmp_path):
     ({**SMALL, "num_hidden_layers": -1}, "at least 1")])
 def test_models_that_cannot_be_planned(model, words):
     with pytest.raises(ValueError, match=words): read_shape(model)
+
+
+@pytest.mark.parametrize("config, longest", [
+    (AutoConfig.for_model("gpt_oss"), 131_072), (AutoConfig.for_model("gpt_oss", max_position_embeddings=64), 64), ({}, None), (dict(max_position_embeddings=4096), 4096),
+    (AutoConfig.for_model("qwen3", max_position_embeddings=40_960, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}), 131_072),
+    (AutoConfig.for_model("llama", max_position_embeddings=131_072, rope_scaling={"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}), 131_072),
+    (dict(max_position_embeddings=4096, rope_scaling={"type": "linear", "factor": 2.0}), 8192), (AutoConfig.for_model("gemma3_text"), 131_072), (dict(text_config=dict(max_position_embeddings=77)), 77)])
+def test_where_positions_end(config, longest):
+    assert longest_sequence(config) == longest
+    if longest and not isinstance(config, dict): assert read_shape(config).max_positions == longest
 
 
 def test_a_broken_file(tmp_path):
@@ -223,7 +235,7 @@ BOTH, ONE, f32, bf16 = ("attention", "mlp"), ("attention",), torch.float32, torc
     ("llama", f32, BOTH, False, None, WIDE), ("llama", f32, BOTH, True, None, WIDE), ("llama", f32, ONE, True, None, WIDE), ("llama", bf16, BOTH, False, None, WIDE), ("llama", bf16, BOTH, True, None, WIDE),
     ("llama", bf16, ONE, False, None, WIDE), ("llama", bf16, ONE, True, None, WIDE), ("llama", f32, BOTH, False, None, FLAT), ("llama", bf16, BOTH, True, None, FLAT), ("llama", bf16, BOTH, False, None, FLAT),
     ("gpt_oss", f32, ONE, False, "routed", WIDE), ("gpt_oss", f32, ONE, True, "routed_lean", WIDE), ("gpt_oss", bf16, ONE, False, "routed", WIDE), ("gpt_oss", bf16, ONE, True, "routed", WIDE),
-    ("gpt_oss", bf16, ONE, True, "routed_lean", WIDE), ("gpt_oss", bf16, ONE, True, "routed_lean", FLAT), ("gpt_oss", f32, ONE, False, "routed", FLAT)])
+    ("gpt_oss", bf16, ONE, True, "routed_lean", WIDE), ("gpt_oss", bf16, ONE, True, "routed_lean", FLAT), ("gpt_oss", f32, ONE, False, "routed", FLAT), ("gpt_oss", f32, ONE, False, "routed_lean", WIDE)])
 def test_a_step_costs_what_the_meter_says(kind, dtype, targets, checkpointing, routed, sizes):
     tokens, sink = 256, dict(kernel="sink_key", repeated=True, fused=False, tile=4096 if routed == "routed_lean" else None) if kind == "gpt_oss" else {}
     shape, measured = measured_step(kind, dtype, targets, checkpointing, routed, sizes | (OSS if kind == "gpt_oss" else {}), tokens)
@@ -331,10 +343,57 @@ def test_no_context_is_short_enough_and_none_too_long():
     assert longest_context("gpt-oss-20b", Card("small", 12.0, (8, 0))) == 0
 
 
-def test_advice_goes_from_cheap_to_dear():
-    found = [a.change.split("=")[0] for a in advise(plan("Llama-3.1-8B", "T4", context=8192, batch=2, checkpointing=False, sampler="vllm"))]
-    order = ["offload_embedding", "sampler", "share_prompt", "tile", "checkpointing", "offload_layer_inputs", "batch", "weights", "lora_targets", "lora_r"]
-    assert [order.index(name) for name in dict.fromkeys(found)] == sorted(order.index(name) for name in set(found)) and len(found) >= 5
+def test_advice_begins_with_the_largest_saving():
+    for model, card, given in (("Llama-3.1-8B", "T4", dict(context=8192, batch=2, checkpointing=False, sampler="vllm")), ("gpt-oss-20b", "T4", dict(context=16_384)), ("Llama-3.1-8B", "L4", dict(context=20_480, batch=8))):
+        made = plan(model, card, **given)
+        for start in (made, standard(made.setup)):
+            found = advise(start)
+            left = [a.change for a in found]
+            assert found and [a.saves for a in found] == sorted((a.saves for a in found), reverse=True) and len(set(left)) == len(left)
+            lines = advice_text(start).splitlines()
+            assert "saves most comes first" in lines[0] and all(f"{a.saves / GiB:.2f} GiB by {a.change}. {a.cost}" in line for a, line in zip(found, lines[1:]))
+
+
+def test_advice_knows_every_switch_of_the_usual_practice():
+    usual, mended = standard(plan("gpt-oss-20b", "T4", context=16_384).setup), plan("gpt-oss-20b", "T4", context=16_384, offload_embedding=True, offload_layer_inputs=True, lora_r=8)
+    mended = plan_of(replace(mended.setup, optimizer="adamw_8bit"))
+    assert advise(usual)[-1].plan.peak == mended.peak and usual.setup.attention == "eager"
+    assert any("reference=False" in a.change for a in advise(plan("gpt-oss-20b", "T4", context=4096, reference=True)))
+
+
+def test_advice_takes_cheap_switches_and_leaves_out_what_is_not_needed():
+    found = advise(plan("Phi-4", "T4", weights="nf4", context=8192, offload_embedding=True, tile=1024))
+    assert [a.change for a in found] == ["offload_layer_inputs=True"]                                # not the rank, not the adapters' places
+    made = plan("Llama-3.1-8B", "L4", context=20_480, batch=8)
+    found = advise(made)
+    for a in found:                                                                                  # without any one of them it does not fit
+        changes = {key: value for other in found if other is not a for key, value in eval(f"dict({other.change})").items()}
+        assert not plan_of(replace(made.setup, **changes)).fits, a.change
+
+
+# What is unpacked, what is free
+
+def test_unpacked_experts_are_counted():
+    shape = MODELS["gpt-oss-20b"]
+    assert UNPACKED == experts.UNPACKED
+    one = 2 * shape.hidden * shape.intermediate * 2
+    count = experts.UNPACKED // one
+    assert unpack_bytes(shape, "mxfp4") == count * one and 1 < count < shape.experts and unpack_bytes(shape, "mxfp4", grouped=False) == one and unpack_bytes(shape, "bf16") == 0
+    assert unpack_bytes(replace(shape, intermediate=2**20), "mxfp4") == 2 * shape.hidden * 2**20 * 2                                # at least one expert
+    new, old = (plan("gpt-oss-20b", card, weights="mxfp4") for card in (Card("new", 160, (8, 0)), Card("old", 160, (7, 5))))
+    dense = plan("gpt-oss-20b", Card("new", 160, (8, 0)), weights="bf16")
+    for moment in ("rollout", "layer"): assert new.moments[moment]["mlp"] - dense.moments[moment]["mlp"] == count * one
+    assert old.moments["rollout"]["mlp"] - dense.moments["rollout"]["mlp"] == one
+
+
+@pytest.mark.parametrize("fraction, driver, reserved, allocated, free", [
+    (1.0, 9, 6, 4, 11), (0.5, 9, 6, 4, 4), (0.25, 9, 6, 4, 0), (0.2, 9, 6, 4, 0), (0.9, 1, 6, 4, 3), (1.0, 0, 6, 6, 0)])
+def test_free_memory_keeps_to_the_share_of_the_process(fraction, driver, reserved, allocated, free):
+    figures = dict(mem_get_info=(driver * GiB, 16 * GiB), memory_reserved=reserved * GiB, memory_allocated=allocated * GiB, get_per_process_memory_fraction=fraction, get_device_properties=SimpleNamespace(total_memory=16 * GiB))
+    with patch.multiple("torch.cuda", **{name: lambda *_, value=value: value for name, value in figures.items()}):
+        assert free_memory("cuda") == free_memory(torch.device("cuda", 0)) == free * GiB
+        assert loading.free_memory(torch.device("cuda")) == free * GiB and trainer.free_memory(torch.device("cuda")) == free * GiB and policy.free_memory(torch.device("cuda")) == free * GiB
+    assert free_memory("cpu") > 2**20
 
 
 def test_the_documents_llama():

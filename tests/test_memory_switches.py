@@ -3,17 +3,21 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from grpo_nb.environments.arithmetic import addition_problems
 from grpo_nb.model.experts import route_adapters
+from grpo_nb.model.loading import load_model
 from grpo_nb.model.offload import offload_embedding
 from grpo_nb.model.packed import EXPERTS, experts_of, pack_experts
+from grpo_nb.model.tiles import slice_layers, slice_tokens_of
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training import trainer as trainer_module
 from grpo_nb.training.config import GRPOConfig
+from grpo_nb.training.pieces import LARGE, SMALL
 from grpo_nb.training.trainer import GRPOTrainer
 from datasets import Dataset
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 
 def reward(completions, **columns): return [(len(c) * 7 + ord(c[0]) if c else 0) % 5 / 4 for c in completions]
@@ -95,3 +99,122 @@ def test_what_needs_all_tokens_is_not_split(tmp_path):
 
 def test_offloading_wants_checkpointing():
     with pytest.raises(ValueError, match="offload_activations=True moves what gradient checkpointing keeps"): GRPOConfig(offload_activations=True, gradient_checkpointing=False)
+
+
+# Slices
+
+def llama(tokenizer, **changes): return LlamaForCausalLM(LlamaConfig(**dict(hidden_size=32, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=len(tokenizer), pad_token_id=0) | changes))
+
+
+def test_slices_choose_themselves_and_again_for_another_length(tmp_path, monkeypatch):
+    model, tokenizer = tiny_gpt_oss(intermediate_size=1024)                                          # experts that dominate
+    model.set_attn_implementation("sink_key")
+    route_adapters(model, "routed_lean")
+    trainer, _ = run(tmp_path, model, tokenizer, max_steps=1)
+    trainer.begin(None)
+    batch, chosen = trainer.collect(), []
+    def ask(batch, free):
+        monkeypatch.setattr(trainer_module, "free_memory", lambda device: free)
+        return len(trainer.pieces(batch)), slice_tokens_of(trainer.model)
+    for free in (10**12, 5_000_000, 1): chosen.append(ask(batch, free))
+    assert chosen[0] == (1, LARGE[0]) and chosen[1][0] > 1 and chosen[1][1] in LARGE and chosen[2] == (8, SMALL[-1])
+    long = copy.deepcopy(batch.rows(slice(0, 1)))                                                    # one completion of 30,000 tokens
+    for name in ("completion_ids", "completion_mask", "loss_mask", "rollout_logps"): setattr(long, name, getattr(long, name)[:, :1].expand(1, 30_000))
+    assert [ask(long, free * 2**20)[1] for free in (4000, 600, 400, 350, 1)] == [16_384, 8192, 4096, 2048, 512]
+    assert ask(batch, 10**12) == (1, LARGE[0])                                                       # and back
+
+
+def test_slices_can_be_set(tmp_path):
+    results = []
+    for given in (dict(), dict(slice_tokens=3)):
+        torch.manual_seed(0)
+        model, tokenizer = tiny_gpt_oss()
+        route_adapters(model, "routed_lean")
+        trainer, _ = run(tmp_path / str(len(results)), model, tokenizer, max_steps=2, **given)
+        results.append(losses(trainer))
+        assert slice_tokens_of(trainer.model) == given.get("slice_tokens", LARGE[0])
+    for a, b in zip(*results, strict=True): assert a == pytest.approx(b, rel=2e-3, abs=2e-5)
+    model, tokenizer = tiny_gpt_oss()
+    route_adapters(model, "routed_lean")
+    slice_layers(model, 700)                                                                         # by hand: it stays
+    trainer, _ = run(tmp_path / "hand", model, tokenizer, max_steps=1)
+    losses(trainer)
+    assert slice_tokens_of(trainer.model) == 700
+    model, tokenizer = tiny_gpt_oss()
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="call route_adapters"): run(tmp_path / "eager", model, tokenizer, slice_tokens=512)
+    with pytest.raises(ValueError, match="slice_tokens is 0"): GRPOConfig(slice_tokens=0)
+
+
+def test_a_dense_model_is_sliced_for_want_of_memory_only(tmp_path, monkeypatch):
+    _, tokenizer = tiny_gpt_oss()
+    trainer, _ = run(tmp_path, llama(tokenizer), tokenizer, peft=False, max_steps=1)
+    trainer.begin(None)
+    batch, found = trainer.collect(), []
+    for free in (10**12, 1, 10**12):
+        monkeypatch.setattr(trainer_module, "free_memory", lambda device: free)
+        found.append((len(trainer.pieces(batch)), slice_tokens_of(trainer.model)))
+    assert found == [(1, None), (8, SMALL[-1]), (1, None)]
+    monkeypatch.undo()
+    whole = losses(trainer)
+    sliced, _ = run(tmp_path / "s", llama(tokenizer), tokenizer, peft=False, max_steps=1, slice_tokens=2)
+    assert slice_tokens_of(sliced.model) == 2 and len(losses(sliced)) == len(whole) == 1
+
+
+# What the trainer hands on, and what it refuses
+
+def test_the_sampler_s_batch_is_handed_on(tmp_path):
+    model, tokenizer = tiny_gpt_oss()
+    trainer, _ = run(tmp_path, model, tokenizer, max_batch_size=3, max_steps=1)
+    assert trainer.engine.max_batch_size == 3 and len(trainer.engine.parts([[9]] * 8, trainer.sampling, None)) == 3
+    assert len(losses(trainer)) == 1
+    with pytest.raises(ValueError, match="max_batch_size is 0"): GRPOConfig(max_batch_size=0)
+
+
+def test_log_probs_of_a_cycle_are_as_wide_as_the_model(tmp_path):
+    for dtype in (torch.float64, torch.float32):
+        model, tokenizer = tiny_gpt_oss()
+        trainer, _ = run(tmp_path / str(dtype), model.to(dtype), tokenizer, peft=False, max_steps=1)
+        trainer.begin(None)
+        batch = trainer.collect()
+        logps = trainer.logps_of(trainer.model, batch)
+        direct, _ = trainer.completion_logps(trainer.model, batch)
+        assert logps.dtype == direct.dtype == dtype and logps.shape == batch.rollout_logps.shape
+        assert (logps[:, : direct.shape[1]] - direct).abs().max() < (1e-12 if dtype == torch.float64 else 1e-5)
+
+
+GEMMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=24, pad_token_id=0, sliding_window=8)
+
+
+@pytest.mark.parametrize("kind, config", [(Gemma2ForCausalLM, Gemma2Config(**GEMMA)), (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA, attn_logit_softcapping=50.0))])
+def test_capped_scores_are_refused_when_the_trainer_is_made(tmp_path, kind, config):
+    _, tokenizer = tiny_gpt_oss()
+    model = kind(config)
+    model.set_attn_implementation("sink")
+    with pytest.raises(ValueError, match=r"caps its scores \(softcap 50\), which attn_implementation='sink' does not: choose 'eager'"): run(tmp_path, model, tokenizer, peft=False)
+    with pytest.raises(ValueError, match="caps its scores"): load_model(config, max_seq_length=32, attn_implementation="sink_key", quiet=True)
+    model.set_attn_implementation("eager")
+    run(tmp_path, model, tokenizer, peft=False)
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match="caps its scores"): run(tmp_path, str(tmp_path / "m"), tokenizer, peft=False, model_init_kwargs={"attn_implementation": "sink"})
+
+
+def test_gemma_3_without_caps_takes_sinks_attention(tmp_path):
+    _, tokenizer = tiny_gpt_oss()
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA))
+    model.set_attn_implementation("sink")
+    run(tmp_path, model, tokenizer, peft=False)
+
+
+@pytest.mark.parametrize("how", [dict(modules_to_save=["embed_tokens"]), dict(trainable_token_indices=[1, 2])])
+def test_an_embedding_on_the_host_is_not_trained_silently(tmp_path, how):
+    setting, (model, tokenizer) = next(iter(how)), tiny_gpt_oss()
+    model.requires_grad_(False)
+    offload_embedding(model)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], **how)
+    config = GRPOConfig(output_dir=str(tmp_path), num_generations=4, per_device_train_batch_size=8)
+    data = Dataset.from_list([{"prompt": "1+1="}] * 8)
+    with pytest.raises(ValueError, match=f"{setting} asks to train the input embedding, which is in host memory"): GRPOTrainer(model, reward, config, data, processing_class=tokenizer, peft_config=lora)
+    model, tokenizer = tiny_gpt_oss()
+    model = get_peft_model(model, lora)
+    with pytest.raises(ValueError, match=rf"the adapter trains the input embedding \({setting}\)"): offload_embedding(model)

@@ -6,7 +6,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Gemma3TextConfig, Gemma3ForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from grpo_nb.model.tiles import Sliced, dense_mlps, slice_mlps
+from grpo_nb.model import experts
+from grpo_nb.model.experts import route_adapters
+from grpo_nb.model.packed import pack_experts
+from grpo_nb.model.tiles import Sliced, dense_mlps, experts_in_slices, slice_layers, slice_mlps, slice_tokens_of
 from grpo_nb.model.tiny import tiny_gpt_oss
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=24, head_dim=16, pad_token_id=0)
@@ -63,3 +66,45 @@ def test_what_is_refused():
     assert not dense_mlps(gpt_oss)
     with pytest.raises(ValueError, match=r"has no dense MLP to slice; the experts of a gpt-oss are sliced by route_adapters\(model, 'routed_lean'\)"): slice_mlps(gpt_oss)
     with pytest.raises(ValueError, match="tokens is 0: give at least 1, or None for all at once"): slice_mlps(gpt_oss, 0)
+
+
+# Experts
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_work_on_slices_of_the_size_that_is_set(monkeypatch, packed):
+    model, seen, results = tiny_gpt_oss()[0].train(), [], []
+    if packed: pack_experts(model)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
+    for name, p in model.named_parameters():
+        if "lora_B" in name: torch.nn.init.normal_(p, std=0.1)
+    route_adapters(model, "routed_lean")
+    plain = experts.routed_experts
+    def spy(*args, **options):
+        seen.append(options["slice_tokens"])
+        return plain(*args, **options)
+    monkeypatch.setattr(experts, "routed_experts", spy)
+    ids = torch.randint(8, 24, (2, 9), generator=torch.Generator().manual_seed(0))
+    for tokens in (None, 1, 5, 16_384, None):
+        assert slice_layers(model, tokens) == 2 and slice_tokens_of(model) == (tokens or 4096)
+        model.zero_grad()
+        seen.clear()
+        loss = model(input_ids=ids).logits.square().mean()
+        loss.backward()
+        assert seen and set(seen) == {tokens or 4096}
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True): assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_slices_a_model_has():
+    model, _ = tiny_gpt_oss()
+    assert not experts_in_slices(model) and slice_tokens_of(model) is None
+    with pytest.raises(ValueError, match=r"those of this model are 'eager': call route_adapters\(model, 'routed_lean'\)"):
+        model.set_experts_implementation("eager")
+        slice_layers(model, 512)
+    route_adapters(model, "routed_lean")
+    with pytest.raises(ValueError, match="tokens is 0: give at least 1, or None for the default"): slice_layers(model, 0)
+    slice_layers(model, 512)
+    assert slice_tokens_of(copy.deepcopy(model)) == 512
+    dense = LlamaForCausalLM(LlamaConfig(**SIZES))
+    assert slice_layers(dense, 3) == 2 and slice_tokens_of(dense) == 3 and slice_layers(dense, None) == 2 and slice_tokens_of(dense) is None

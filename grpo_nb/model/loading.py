@@ -6,7 +6,7 @@
 __all__ = ['DTYPES', 'WANTED', 'NOT_WANTED', 'CODE_RMS', 'OVERFLOWING', 'WORKING_MEMORY', 'Stored', 'read_header',
            'read_checkpoint', 'find_folder', 'skeleton', 'Form', 'forms', 'Step', 'match', 'nf4', 'read_parameter',
            'fill', 'random_parameters', 'adaptable', 'resolve_targets', 'add_adapters', 'parts', 'choose_device',
-           'choose_dtype', 'free_memory', 'read_config', 'describe', 'load_model']
+           'choose_dtype', 'read_config', 'describe', 'load_model', 'check_capped_scores']
 
 # %% ../../nbs/model/11_loading.ipynb #0dc36676
 import gc
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from .attention import check_attention, has_sinks
+from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
 from .experts import IMPLEMENTATIONS, adapted, route_adapters
+from .memory import free_memory, longest_sequence
 from .mxfp4 import BLOCK, dequantize, dequantize_table, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
 
@@ -457,17 +458,6 @@ def choose_dtype(
     if found not in (torch.bfloat16, torch.float16, torch.float32): raise ValueError(f"dtype is {dtype!r}: give 'auto', 'bfloat16', 'float16' or 'float32'")
     return found
 
-
-def free_memory(
-    device: torch.device,
-) -> int:  # bytes
-    "What a device has left for this process."
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil
-
-    return psutil.virtual_memory().available
-
 # %% ../../nbs/model/11_loading.ipynb #3e1cf759
 WORKING_MEMORY = 2**28  # bytes on the device beside the finished tensors, while they are made
 
@@ -623,11 +613,10 @@ def load_model(
     if offload_embedding and text.tie_word_embeddings:
         raise ValueError(f"offload_embedding is for models with a head of their own, and the head of this {config.model_type} is tied to its embedding: leave it out")
     if attention_4bit and not oss: raise ValueError(f"attention_4bit is for gpt-oss, and this is {config.model_type}: load_in_4bit=True puts all its linear layers in NF4")
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest and max_seq_length > longest:
-        warnings.warn(f"max_seq_length is {max_seq_length:,}, and the model knows {longest:,} positions: beyond them a run shows how much memory and time it takes, not how well the model does", stacklevel=2)
+    _check_length(text, max_seq_length, trained=folder is not None)
     attention = ("sink" if oss else None) if attn_implementation == "auto" else attn_implementation
     if oss: check_attention(config, attention)
+    check_capped_scores(config, attention)
     model = skeleton(config, dtype, attention)
     targets = resolve_targets(model, lora_targets) if lora_r else []
     wanted = forms(model, dtype, load_in_4bit, attention_4bit)
@@ -657,6 +646,27 @@ def load_model(
         print(describe(model))
         if dtype == torch.float16 and config.model_type in OVERFLOWING: print("the residual stream is float32: use the model under torch.autocast in float16 (fp16=True in GRPOConfig)")
     return model, tokenizer
+
+
+def _check_length(config, max_seq_length, trained):
+    "Refuse sequences beyond the positions of a trained model; random weights have nothing to lose."
+    longest = longest_sequence(config)
+    if not longest or max_seq_length <= longest: return
+    sentence = f"max_seq_length is {max_seq_length:,}, and the model's longest sequence is {longest:,}"
+    if not trained: return warnings.warn(f"{sentence}: beyond it a run shows how much memory and time it takes, not how well a model does", stacklevel=3)
+    raise ValueError(f"{sentence} (max_position_embeddings of its config, rope scaling included), and beyond it the model writes nonsense: give at most that, or stretch its positions in config.json, "
+                     'e.g. "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ...}. To measure memory and time alone, load the config without weights')
+
+
+def check_capped_scores(
+    model: Any,  # a model of transformers, wrapped by PEFT or not, or its config
+    attn_implementation: str | None = None,  # what is to be selected; None: what the model or config has selected
+) -> None:  # ValueError with what to choose
+    "Refuse an attention of this library for a model that caps its scores, such as Gemma 2."
+    config = (model.config if isinstance(model, torch.nn.Module) else model).get_text_config()
+    name, cap = attn_implementation or getattr(config, "_attn_implementation", None), getattr(config, "attn_logit_softcapping", None)
+    if cap and name in TRANSFORMERS_NAMES:
+        raise ValueError(f"the model caps its scores (softcap {cap:g}), which attn_implementation={name!r} does not: choose 'eager' or 'flex_attention', as in model.set_attn_implementation('eager')")
 
 
 def _check_blocks(model):

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['GiB', 'CARDS', 'MODELS', 'FORMATS', 'STATES', 'TARGETS', 'PAGE', 'KERNELS', 'LEAN_PART', 'SINK_KEY_REPEATED',
-           'PEFT_SUMS', 'WIDE_PAIRS', 'BUFFERS', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'CUDA_CONTEXT', 'LIBRARIES',
-           'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'PARTS', 'MOST_ROWS', 'Card', 'ModelShape', 'read_shape',
-           'weight_bits', 'weight_bytes', 'lora_parameters', 'kv_bytes', 'attention_kept', 'attention_peak', 'mlp_kept',
-           'mlp_peak', 'layer_inputs', 'head_bytes', 'step_bytes', 'rollout_bytes', 'Setup', 'Plan', 'plan_of', 'plan',
-           'standard', 'describe', 'Advice', 'advise', 'longest_context', 'advice_text']
+           'PEFT_SUMS', 'WIDE_PAIRS', 'BUFFERS', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'UNPACKED', 'CUDA_CONTEXT',
+           'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'PARTS', 'MOST_ROWS', 'LEAST_SAVING', 'Card',
+           'ModelShape', 'longest_sequence', 'read_shape', 'weight_bits', 'weight_bytes', 'lora_parameters', 'kv_bytes',
+           'attention_kept', 'attention_peak', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'head_bytes', 'step_bytes',
+           'rollout_bytes', 'unpack_bytes', 'Setup', 'Plan', 'plan_of', 'plan', 'standard', 'describe', 'Advice',
+           'advise', 'longest_context', 'advice_text', 'free_memory']
 
 # %% ../../nbs/model/13_memory.ipynb #dd8cf8c8
 import json
@@ -122,6 +123,20 @@ def _config(model):
     return {**found, **found["text_config"]} if isinstance(found.get("text_config"), Mapping) else found
 
 
+_stretching = ("linear", "dynamic", "yarn", "longrope")  # kinds of rope scaling that reach further than what the model was first trained on
+
+
+def longest_sequence(
+    config: Any,  # a dictionary, a folder, or transformers' config object
+) -> int | None:  # tokens; None: the config names no limit
+    "Where a model's positions end: at max_position_embeddings, or where its rope scaling stretches them to."
+    found = _config(config)
+    longest, rope = found.get("max_position_embeddings"), found.get("rope_parameters") or found.get("rope_scaling") or {}
+    first = rope.get("original_max_position_embeddings") or longest
+    if not longest or first > longest or rope.get("rope_type", rope.get("type")) not in _stretching or not rope.get("factor"): return longest
+    return max(longest, int(rope["factor"] * first))
+
+
 def read_shape(
     model: Any,  # a name of MODELS (an owner before it and "-Instruct" behind it do no harm), a folder or a config.json, a dictionary, or transformers' config object
 ) -> ModelShape:  # ValueError with the field at fault
@@ -149,7 +164,7 @@ def read_shape(
         experts=E, experts_per_token=(config.get("num_experts_per_tok") or config.get("experts_per_token") or 1) if E else 1, windows=_windows(config, fields["layers"]),
         tied=kind.startswith("gemma") if tied is None else bool(tied), sinks=oss, qkv_bias=bias or kind.startswith("qwen2"), out_bias=bias,
         mlp_bias=oss or bool(config.get("mlp_bias")), qk_norm=kind.startswith(("qwen3", "gemma3")), norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
-        max_positions=config.get("max_position_embeddings"))
+        max_positions=longest_sequence(config))
 
 # %% ../../nbs/model/13_memory.ipynb #6608b400
 FORMATS = ("bf16", "fp16", "fp32", "mxfp4", "nf4", "mxfp4+nf4")  # the last: experts in MXFP4, attention in NF4
@@ -281,21 +296,22 @@ def mlp_peak(
     element: int,  # bytes a number
     adapters: bool,  # LoRA on it
     tokens: int,  # of all sequences in the batch
-    tile: int | None = None,  # tokens worked on at a time, gate and up computed again for each slice; None: all, nothing again
+    tile: int | None = None,  # tokens worked on at a time, gate and up computed again for each slice; None, or one slice: all, nothing again
     implementation: str = "ours",  # see mlp_kept
     fused: bool = True,  # the experts' activation by a kernel; False: by torch, some pairs at a time
 ) -> int:  # bytes
     "What the MLP or the experts of a layer take while their gradients are computed, everything that they kept included."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
-    n, whole = min(tokens, tile or tokens), tile is None
+    n, whole = min(tokens, tile or tokens), tokens <= (tile or tokens)      # one slice is kept as it is
     kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation)
     if not shape.experts:  # what a slice would keep, and the gradients of gate and up, one of them in float32
         again = 0 if whole else n * (mlp_kept(shape, element, adapters) - (4 * shape.hidden if element < 4 else 0))
         return kept + again + n * (I + 4 * shape.intermediate + (element == 4) * I) + (0 if whole else tokens * H)
     if implementation == "transformers": return kept + n * 4 * K * I + adapters * PEFT_SUMS * shape.experts * 3 * shape.hidden * I
     wide = 0 if fused else min(K * n, WIDE_PAIRS) * 4 * shape.intermediate * 12
-    middle = K * n * (3 * I + H) + wide                                      # gate and up (or, if they were kept, their gradients), the gradient of the activation, that of the answers
-    last = K * n * (2 * I + H) + n * 8 * shape.hidden                        # the gradients of gate and up, and those of the input on their way back to their tokens
+    again = 0 if whole else 2 * I                                            # gate and up, whose place their gradients take; if they were kept, they are counted already
+    middle = K * n * (again + I + H) + wide                                  # the gradient of the activation, that of the answers
+    last = K * n * (again + H) + n * 8 * shape.hidden                        # the gradients of the input on their way back to their tokens
     return kept + max(middle, last)
 
 # %% ../../nbs/model/13_memory.ipynb #66833bfb
@@ -359,13 +375,13 @@ def step_bytes(
     states, logits = head_bytes(shape, tokens, drawn, element, implementation=implementation, **head)
     per_token = attention_kept(shape, element, attention, kernel, repeated)
     scores = tokens * shape.heads * length * (element if shape.sinks else 4 + element) if kernel == "eager" else 0
-    worst = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused)
+    worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused), tokens > (tile or tokens)
     wide = residual or element
     stream = tokens * shape.hidden * wide * (5 if mlp and not shape.experts and element < 4 else 2)       # the residual stream and its gradients
     moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated) + LEAN_PART * (kernel == "sink_lean"), 0)]
     if checkpointing: kept, others = layer_inputs(shape, tokens, wide, offload_layer_inputs)[0], (0, 0)
     else:
-        kept, recompute = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else 1), tile is not None
+        kept = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else 1)
         others = (shape.layers - 1) * (tokens * per_token + scores), (shape.layers - 1) * tokens * mlp_kept(shape, element, mlp, recompute, implementation)
         moments = moments[:1]                                                                                   # the last layer's MLP comes first, and all else is still there
         worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation)
@@ -395,6 +411,22 @@ def rollout_bytes(
     mlp = min(read, PREFILL_TOKENS) * K * (3 * I + H) + read * 8 * shape.hidden if shape.experts else read * 3 * I
     return {"kv": kv_bytes(shape, rows, context, element, prompt=prompt, group=group, paged=direct), "hidden": read * 3 * H, "attention": read * 3 * (q + k), "mlp": mlp,
             "logits": rows * shape.vocab * (element + 8)}
+
+# %% ../../nbs/model/13_memory.ipynb #b523092f
+UNPACKED = 2**29  # bytes of experts that are dense at a time; the number of `model.experts`
+
+
+def unpack_bytes(
+    shape: ModelShape,
+    weights: str,  # one of FORMATS
+    element: int = 2,  # bytes a number of a dense weight
+    grouped: bool = True,  # all experts in one call; False: one after the other, as below compute capability 8.0
+) -> int:  # bytes; 0 for formats of 16 and 32 bits
+    "What is dense at the same time of weights that are stored in 4 bits."
+    if weights in ("bf16", "fp16", "fp32"): return 0
+    one = 2 * shape.hidden * shape.intermediate * element                    # gate and up of an expert
+    if "mxfp4" not in weights or not grouped: return one
+    return min(shape.experts, max(1, UNPACKED // one)) * one
 
 # %% ../../nbs/model/13_memory.ipynb #6e50d79a
 CUDA_CONTEXT = GiB // 2  # taken by the driver for a process: kernels, stacks. A round figure, not counted by torch
@@ -555,7 +587,9 @@ def _held(setup):
 def _rollout(setup, rows):
     "What drawing so many completions adds."
     s = setup
-    if s.sampler == "engine": return rollout_bytes(s.model, rows, s.context, s.prompt_tokens, s.completions, s.element)
+    if s.sampler == "engine":
+        parts = rollout_bytes(s.model, rows, s.context, s.prompt_tokens, s.completions, s.element)
+        return {**parts, "mlp": parts["mlp"] + unpack_bytes(s.model, s.weights, s.element, not s.old_card)}
     return {"kv": kv_bytes(s.model, rows, s.context, 2, prompt=s.prompt_tokens, group=s.completions), "logits": VLLM_GRAPHS}
 
 
@@ -581,8 +615,7 @@ def plan_of(
         states = head_bytes(s.model, tokens, drawn, s.element, implementation=s.implementation)[0]
         host["hidden states"] = states - -(-states // s.mini_batch)
         moments["head"]["hidden"] -= host["hidden states"]
-    mlp = s.model.intermediate * s.model.hidden * 2 * 2
-    if s.weights not in ("bf16", "fp16", "fp32"): moments["layer"]["mlp"] += mlp                                 # one matrix of a layer, unpacked
+    moments["layer"]["mlp"] += unpack_bytes(s.model, s.weights, s.element, not s.old_card)
     training = {**fixed, "adapters": numbers * (8 + STATES[s.optimizer]), "copies": copies_in_training}
     if s.sampler == "vllm": training |= _rollout(s, rows)                                                       # it keeps its cache
     return Plan(s, {"rollout": rollout(rows), **{moment: _with_rest(parts, training) for moment, parts in moments.items()}}, host, weights, rows)
@@ -659,9 +692,14 @@ class Advice:
     plan: Plan  # with this switch and those before it
 
 
+LEAST_SAVING = 2**26  # bytes; a switch that saves less is not worth a line
+
+
 def _switches(s):
     "(changes, cost) that a setup still has, cheapest first."
-    if s.implementation != "ours": yield dict(implementation="ours", tile=4096), "No cost: the same numbers, computed in chunks."
+    if s.implementation != "ours": yield dict(implementation="ours"), "No cost: the same numbers, computed in chunks."
+    if s.attention is not None: yield dict(attention=None), "No cost: the kernel that suits model and card."
+    if s.reference and s.lora_r: yield dict(reference=False), "No cost: without its adapters the model is the reference."
     if not s.offload_embedding and not s.model.tied: yield dict(offload_embedding=True), "Hardly a cost: a step copies the rows of its tokens to the card."
     if s.sampler != "engine": yield dict(sampler="engine"), "The engine draws from the weights that train; vLLM may be faster."
     if s.share_prompt is False and s.batch > 1 and s.completions > 1 and s.prompt_tokens: yield dict(share_prompt=True), "Saves time as well: a group's prompt is computed once."
@@ -673,29 +711,59 @@ def _switches(s):
     if s.checkpointing and not s.offload_layer_inputs: yield dict(offload_layer_inputs=True), "A few per cent of the time, and host memory: the inputs are copied while the card computes."
     if s.batch > 1: yield dict(batch=1), "More and smaller passes for the same update."
     if s.batch > 1 and not s.offload_hidden: yield dict(offload_hidden=True, mini_batch=s.batch), "A few per cent of the head's time, and host memory."
+    if s.optimizer == "adamw": yield dict(optimizer="adamw_8bit"), "The optimizer's states in 8 bits, by bitsandbytes."
     small = "mxfp4" if s.model.sinks else "nf4"
     if s.weights in ("bf16", "fp16", "fp32"): yield dict(weights=small), "The format that the experts were released in." if s.model.sinks else "Weights rounded to 4 bits, and unpacked in every step."
     if s.lora_r and "mlp" in s.lora_targets and "attention" in s.lora_targets: yield dict(lora_targets=("attention",)), "Experts and MLP keep their weights: less can be learnt."
     if s.lora_r > 8: yield dict(lora_r=8), "Adapters of a smaller rank: less can be learnt."
 
 
+def _with(plan, *switches):
+    "The plan with these switches; None if one setting forbids another."
+    try: return plan_of(replace(plan.setup, **{key: value for changes, _ in switches for key, value in changes.items()}))
+    except ValueError: return None
+
+
+def _switches_for(plan):
+    "The switches that make a plan fit, cheapest first, or all that help."
+    chosen, now, helped = [], plan, True
+    while not now.fits and helped:
+        helped = False
+        for switch in _switches(now.setup):
+            after = _with(now, switch)
+            if switch in chosen or after is None or now.peak - after.peak < LEAST_SAVING: continue
+            chosen, now, helped = [*chosen, switch], after, True
+            break
+    for switch in chosen[::-1] if now.fits else ():                                                # the dearest first
+        rest = [other for other in chosen if other is not switch]
+        if (without := _with(plan, *rest)) is not None and without.fits: chosen = rest
+    return chosen
+
+
+def _one_by_one(plan, switches):
+    "Each switch with what it saves after those before it."
+    found = []
+    for switch in switches:
+        after = _with(plan, switch)
+        if after is None: continue
+        found.append(Advice(", ".join(f"{key}={value!r}" for key, value in switch[0].items()), switch[1], plan.peak - after.peak, after))
+        plan = after
+    return found
+
+
 def advise(
     plan: Plan,
 ) -> list[Advice]:  # empty if the plan fits, or if nothing helps; the last one's plan tells whether all together are enough
-    "What to switch so that a plan fits, in order of cost."
-    found, taken, helped = [], set(), True
-    while not plan.fits and helped:
-        helped = False
-        for changes, cost in _switches(plan.setup):
-            try: after = plan_of(replace(plan.setup, **changes))
-            except ValueError: continue                                                            # another setting forbids it
-            name = ", ".join(f"{key}={value!r}" for key, value in changes.items())
-            if name in taken or plan.peak - after.peak < 2**24: continue
-            found.append(Advice(name, cost, plan.peak - after.peak, after))
-            taken.add(name)
-            plan, helped = after, True
-            break
-    return found
+    "What to switch so that a plan fits: chosen by cost, told by size, the largest saving first."
+    chosen, order, now = _switches_for(plan), [], plan
+    while len(order) < len(chosen) and not now.fits:
+        left = [(after.peak, i) for i, switch in enumerate(chosen) if switch not in order and (after := _with(now, switch)) is not None]
+        if not left: break
+        best = chosen[min(left)[1]]
+        order, now = [*order, best], _with(now, best)
+    found, cheap = _one_by_one(plan, order), _one_by_one(plan, chosen)
+    helps = [a for a in found if a.saves > 0] == found and (not cheap or now.fits or now.peak <= cheap[-1].plan.peak)
+    return found if helps else cheap                                                               # switches that only help together stay as they were chosen
 
 
 def longest_context(
@@ -722,11 +790,27 @@ def advice_text(
     if plan.fits: return "Nothing has to be changed."
     found = advise(plan)
     last = found[-1].plan if found else plan
-    lines = ["In order of cost:"] if found else []
-    lines += [f"  {n}. {a.change} saves {a.saves / GiB:.2f} GiB. {a.cost}" for n, a in enumerate(found, 1)]
+    lines = ["What saves most comes first:"] if found else []
+    lines += [f"{n:>3}. {a.saves / GiB:>7.2f} GiB by {a.change}. {a.cost}" for n, a in enumerate(found, 1)]
     if last.fits: return "\n".join([*lines, f"Then it needs {last.peak / GiB:.2f} GiB, and fits."])
     s = last.setup
     longest = longest_context(s.model, s.card, **{name: getattr(s, name) for name in s.__dataclass_fields__ if name not in ("model", "card", "context")})
     larger = next((card for card in sorted(CARDS.values(), key=lambda card: card.usable) if card.capability >= s.card.capability and last.peak <= card.usable * GiB), None)
     rest = [f"a context of {longest:,} tokens"] * bool(longest) + [f"a card like the {larger.name}" if larger else "several cards"]
     return "\n".join([*lines, f"{'Then it needs' if found else 'It needs'} {last.peak / GiB:.2f} GiB, which is still too much: what is left is {' or '.join(rest)}."])
+
+# %% ../../nbs/model/13_memory.ipynb #ce7cbed1
+def free_memory(
+    device: Any,  # torch.device, "cuda" or "cpu"
+) -> int:  # bytes that could still be allocated; torch's own unused cache counts as free, and its share of the card is kept
+    "The memory that is free on a device."
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        import psutil
+
+        return psutil.virtual_memory().available
+    used = torch.cuda.memory_allocated(device)
+    share = torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.get_device_properties(device).total_memory
+    return max(0, min(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device), int(share)) - used)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Parked', 'HostStore', 'OffloadedLayers', 'offload_layers', 'offload_hidden', 'gather_rows', 'HostEmbedding',
-           'offload_embedding', 'wide_residual']
+           'check_embedding', 'offload_embedding', 'wide_residual']
 
 # %% ../../nbs/model/09_offload.ipynb #0692130a
 import warnings
@@ -341,6 +341,21 @@ class HostEmbedding(torch.nn.Module):
     def extra_repr(self): return f"{self.num_embeddings}, {self.embedding_dim}, on the host, {self.weight.dtype}"
 
 
+def _trained_copy(module):
+    "The setting of PEFT that trains this module beside or instead of itself, or None."
+    return {"ModulesToSaveWrapper": "modules_to_save", "TrainableTokensWrapper": "trainable_token_indices"}.get(type(module).__name__)
+
+
+def check_embedding(
+    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
+) -> None:  # ValueError with what to change
+    "Refuse an adapter that is to train an embedding in host memory, where nothing would be trained."
+    for module in model.modules():
+        setting = _trained_copy(module)
+        if setting and any(isinstance(part, HostEmbedding) for part in module.modules()):
+            raise ValueError(f"{setting} asks to train the input embedding, which is in host memory and frozen: nothing would be trained. Leave it out of {setting}, or do not offload the embedding")
+
+
 def offload_embedding(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not; adapters can be added later, too
     *,
@@ -349,6 +364,7 @@ def offload_embedding(
     "Move a model's input embedding to host memory."
     base = _base(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if wrapper := _trained_copy(embedding): raise ValueError(f"the adapter trains the input embedding ({wrapper}), and only a frozen one can be moved to the host: leave it out of the adapter's config, or do not offload it")
     if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None or hasattr(embedding, "_hf_hook"):
         raise ValueError(f"the input embedding is a {type(embedding).__name__} with more to it than rows of a table (an adapter, a scale, a hook, or it is on the host already): only a plain torch.nn.Embedding can be moved")
     if head is not None and getattr(head, "weight", None) is not None and head.weight.data_ptr() == embedding.weight.data_ptr():

@@ -185,6 +185,7 @@ class SamplingSettings(Settings):
     top_p: float = setting(1.0, "(0, 1]")  # keep the likeliest tokens that together have this probability; 1.0 keeps all
     top_k: int | None = setting(None, "[1, inf)", same={0: None})  # keep this many of the likeliest tokens; None (or 0) keeps all
     min_p: float | None = setting(None, "[0, 1]")  # keep tokens at least this likely, relative to the likeliest; 0.01 to 0.2 where it is used at all
+    max_batch_size: int | None = setting(None, "[1, inf)")  # completions that are decoded at the same time, a bound on memory; None: as many as fit (gpt-oss), or all
     repetition_penalty: float = setting(1.0, "(0, inf)")  # above 1 avoids tokens seen before, below 1 favours them; 1.0 leaves the policy as it is
     chat_template_kwargs: dict[str, Any] | str | None = setting(None)  # extra variables of the chat template, e.g. {"reasoning_effort": "low"} for gpt-oss
     generation_kwargs: dict[str, Any] | str | None = setting(None)  # only {"eos_token_id": 7} or a list of ids: the tokens that end a completion
@@ -355,6 +356,7 @@ class MemorySettings(Settings):
     offload_activations: bool = setting(False)  # keep each layer's input in host memory until the backward pass asks for it; with gradient_checkpointing
     mini_batch: int | None = setting(None, "[1, inf)")  # in how many pieces a micro-batch is split, each going forward and backward by itself; None: chosen by the free memory
     logit_chunk_multiplier: int | None = setting(None, "[1, inf)")  # in how many pieces the sequence of each is split; None: chosen likewise
+    slice_tokens: int | None = setting(None, "[1, inf)")  # tokens that experts (or a dense model's MLPs) work on at a time, their inside computed again in backward; None: chosen likewise, anew for every length
 
     def check(self):
         if self.bf16 and self.fp16:

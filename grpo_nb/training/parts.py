@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ..model.attention import check_attention
+from ..model.loading import check_capped_scores
+from ..model.offload import check_embedding
 from .config import GRPOConfig
 
 # %% ../../nbs/training/08_parts.ipynb #15806536
@@ -34,11 +36,14 @@ def load_policy(
             given["quantization_config"] = quantization_config
         if given.get("attn_implementation"):
             where = {name: given[name] for name in ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code") if name in given}
-            check_attention(given.get("config") or AutoConfig.from_pretrained(model, **where), given["attn_implementation"])
+            given_config = given.get("config") or AutoConfig.from_pretrained(model, **where)
+            check_attention(given_config, given["attn_implementation"])
+            check_capped_scores(given_config, given["attn_implementation"])
         model = AutoModelForCausalLM.from_pretrained(model, **given)
     elif config.model_init_kwargs or quantization_config is not None:
         raise ValueError(f"{'model_init_kwargs' if config.model_init_kwargs else 'quantization_config'} is for a model given by name; this one is already loaded: leave it out, or pass the name")
     check_attention(model)
+    check_capped_scores(model)
     if getattr(model, "is_quantized", False) and peft_config is not None and not hasattr(model, "peft_config"):
         from peft import prepare_model_for_kbit_training
 
@@ -49,6 +54,7 @@ def load_policy(
         if hasattr(model, "peft_config"):
             raise ValueError("the model has an adapter already and peft_config asks for another: pass one or the other")
         model = get_peft_model(model, peft_config)
+    check_embedding(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient, so nothing would be trained: unfreeze some, or pass a peft_config")
     if config.disable_dropout:

@@ -14,9 +14,9 @@ import torch
 
 from ..algorithm.logprobs import ROWS_PER_CHUNK, choose_chunks, chunked_hidden_states_selective_log_softmax, selective_log_softmax
 from ..model.attention import TRANSFORMERS_NAMES
+from ..model.memory import free_memory
 from ..model.offload import HostStore, offload_hidden
 from ..model.sharing import share
-from ..rollout.pages import free_memory
 
 # %% ../../nbs/training/03_policy.ipynb #c72ba891
 @dataclass

@@ -29,16 +29,18 @@ from transformers.trainer_utils import TrainOutput
 from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import completion_order, prompt_order
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES, grpo_loss, high_entropy_mask, rollout_correction
+from ..model.export import new_folder
+from ..model.memory import free_memory, longest_sequence
 from ..model.offload import HostStore, offload_layers
+from ..model.tiles import slice_layers, slice_tokens_of
 from ..rollout.engine import Rollout, RolloutEngine, default_stop_token_ids, evaluating, pad_left
-from ..rollout.pages import free_memory
 from .checkpoint import (deterministic, find_checkpoint, load_weights, no_file_bars, random_state, remove_old_checkpoints,
-                                         set_aside, set_random_state, truncate_log, write_folder)
+                                         set_aside, set_random_state, truncate_log)
 from .config import GRPOConfig
 from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, prompt_token_ids, reward_columns
 from .hints import Hints
 from .parts import EntropyBonus, Precision, Reference, describe_trainable, frozen_dtype, load_policy, make_optimizer, make_schedule
-from .pieces import known_shape, pieces_that_train, share_of, split
+from .pieces import choose_pieces, known_shape, possible_tiles, share_of, split
 from .policy import TrainingBatch, completion_logps, rollout_gap
 from .report import Collected, Log, completion_metrics, peak_memory_gib, reward_metrics
 from .rewards import reward_functions, reward_name, score_completions
@@ -142,18 +144,21 @@ class AskingPolicies:
 
     def logps_of(self, policy, batch: TrainingBatch) -> torch.Tensor:
         "Log-probs of a whole cycle's completions, a micro-batch at a time, (N, T)."
-        result = torch.zeros_like(batch.rollout_logps)
+        result = None
         for i in range(0, len(batch), self.config.per_device_train_batch_size):
             for piece in self.pieces(batch.rows(slice(i, i + self.config.per_device_train_batch_size))):
                 logps, _ = self.completion_logps(policy, piece)
+                if result is None: result = logps.new_zeros(batch.rollout_logps.shape)  # float64 stays float64
                 result[i : i + len(piece), : logps.shape[1]] = logps
                 i += len(piece)
         return result
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
-        "The parts of a micro-batch that go forward and backward by themselves: `mini_batch` of them, or as few as fit."
-        if not self.splits: return [batch]
-        return split(batch, self.config.mini_batch or pieces_that_train(self.model, batch, self.config, free_memory(self.device), self.shape, 2 if self.precision.name == "no" and frozen_dtype(self.model) == torch.bfloat16 else 4))
+        "The parts of a micro-batch that go forward and backward by themselves, `mini_batch` of them, or as few as fit; and the model's slices set so that they do."
+        residual = 2 if self.precision.name == "no" and frozen_dtype(self.model) == torch.bfloat16 else 4
+        count, tile = choose_pieces(self.model, batch, self.config, free_memory(self.device), self.shape, self.tiles, residual, most=len(batch) if self.splits else 1)
+        if tile != slice_tokens_of(self.model): slice_layers(self.model, tile)
+        return split(batch, count)
 
     def completion_logps(self, policy, batch: TrainingBatch, entropy: bool = False):
         "Log-probs (and entropies) of completions in the run's number format and temperature."
@@ -324,7 +329,7 @@ class Saving:
         if not self.accelerator.is_main_process: return None
         folder = Path(self.config.output_dir) / f"checkpoint-{self.boundary['step']}"
         if folder.exists(): return folder  # written at this very update
-        with write_folder(folder) as partial:
+        with new_folder(folder, overwrite=True) as partial:
             self.save_model(partial, save_original_format=False)  # under the names that the model has for its weights
             if not self.config.save_only_model: torch.save(self.standing(states), partial / "training_state.pt")
         if self.state.best_global_step == self.boundary["step"]: self.state.best_model_checkpoint = str(folder)
@@ -613,10 +618,12 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         set_seed(self.config.seed)  # an adapter begins with random weights
         self.model = load_policy(model, self.config, peft_config, quantization_config)
         if not hasattr(self.model, "hf_device_map"): self.model.to(self.device)
-        self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
+        self.max_positions = longest_sequence(self.model.config)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.shape, self.store = known_shape(self.model), HostStore() if self.config.offload_activations else None
         if self.store is not None: offload_layers(self.model, store=self.store)
+        self.tiles = possible_tiles(self.model, self.config)
+        if self.config.slice_tokens is not None: slice_layers(self.model, self.config.slice_tokens)
         self.splits = self.config.top_entropy_quantile >= 1 and (self.config.loss_type in WINDOW_TOKEN_LOSSES or not (self.config.entropy_coef or self.config.use_adaptive_entropy))
         self.reference = Reference(self.model) if self.config.beta else None
         self.entropy_bonus = EntropyBonus(self.config)
@@ -625,7 +632,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         self.optimizer, self.given_schedule = optimizers
         self.optimizer = self.optimizer or make_optimizer(self.config, {name: p for name, p in self.model.named_parameters() if p.requires_grad})
 
-        self.engine = RolloutEngine(self.model, self.tokenizer, autocast_dtype=self.precision.dtype)
+        self.engine = RolloutEngine(self.model, self.tokenizer, max_batch_size=self.config.max_batch_size, autocast_dtype=self.precision.dtype)
         self.sampling = self.config.sampling_params()
         self.rollout_func = rollout_func
         self.sampler_differs = rollout_func is not None or self.sampling.top_p < 1 or bool(self.sampling.top_k) or bool(self.sampling.min_p) or self.sampling.repetition_penalty != 1
