@@ -1,6 +1,7 @@
 """The decoding kernels one by one, at the sizes of gpt-oss-20b in bf16, with random weights: microseconds, and how fast the weights were read.
 
     python benchmarks/decode_kernels.py                 1, 8 and 64 rows on a GPU (about 20 s, 13 GiB)
+    python benchmarks/decode_kernels.py --packed        experts in 4 bits alone, 1 to 256 rows: the kernel in Triton and the one in Gluon
 
 Each kernel is recorded in a CUDA graph over several layers' weights, so that the chip's cache does not help. Beside it, in the same run: what a copy of 4 GiB reaches, and torch's own product (cuBLAS) where there is one.
 """
@@ -10,6 +11,7 @@ from statistics import median
 import torch
 
 from grpo_nb.model.experts import ExpertWeights
+from grpo_nb.model.packed import PackedWeight
 from grpo_nb.rollout import kernels
 from grpo_nb.rollout.steps import LayerWeights, Projection
 
@@ -47,14 +49,45 @@ def layers():
         yield LayerWeights(draw(H, std=1.0), *parts, draw(64), draw(H, std=1.0), draw(E, H, std=0.05), draw(E), experts)
 
 
+def packed(K, N, layers=8):
+    "So many layers' matrices in 4 bits, with numbers of the size of gpt-oss's."
+    for _ in range(layers):
+        blocks = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8, device="cuda")
+        yield PackedWeight(blocks, torch.randint(118, 123, blocks.shape[:-1], dtype=torch.uint8, device="cuda"), torch.bfloat16)
+
+
+def packed_experts():
+    "A line for each batch and matrix: both kernels in turn."
+    from grpo_nb.rollout import packed_experts as gluon
+
+    matrices = dict(gate_up=list(packed(H, 2 * I)), down=list(packed(I, H)))
+    print("| rows | matrix | experts used | MB of weights | Triton, us | TB/s | Gluon, us | TB/s |\n|---|---|---|---|---|---|---|---|")
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        logits = [torch.randn(rows, E, device="cuda") for _ in range(8)]
+        works = [[kernels.schedule(z, 4, torch.bfloat16, tile) for z in logits] for tile in (None, gluon.tile(rows)[0])]
+        hit = sum(len({e for e in w.items[0].tolist() if e >= 0}) for w in works[0]) / len(works[0])
+        for name, weights in matrices.items():
+            gated = name == "gate_up"
+            x, bias = draw(rows if gated else 4 * rows, H, std=1.0), draw(E, weights[0].shape[2])
+            out = x.new_empty(4 * rows, I, dtype=torch.bfloat16 if gated else torch.float32)
+            options = dict(bias=bias, **(dict(gather=True, gated=True, alpha=1.702, limit=7.0) if gated else {}))
+            times = [microseconds([lambda w=w, q=q: kernels._expert_product(x, w, q, out, 64, 64, 4, **options) for w, q in zip(weights, works[0])]),
+                     microseconds([lambda w=w, q=q: gluon.expert_product(x, w, q, out, **options) for w, q in zip(weights, works[1])])]
+            mb = hit * H * weights[0].shape[2] * 17 / 32 / 1e6  # 4 bits a number, and 8 for 32 of them
+            print(f"| {rows} | {name} | {hit:.1f} | {mb:.1f} | " + " | ".join(f"{t:.1f} | {mb / t:.2f}" for t in times) + " |", flush=True)
+
+
 def main():
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packed", action="store_true", help="experts in 4 bits alone")
+    only_packed = parser.parse_args().packed
     torch.manual_seed(0)
     big = torch.randint(256, (2**32,), device="cuda", dtype=torch.uint8)
     copy = 2 * len(big) / microseconds([big.clone]) / 1e6
     del big
-    weights, head = list(layers()), draw(V, H)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16; a copy moves {copy:.2f} TB/s, read and written\n")
+    if only_packed: return packed_experts()
+    weights, head = list(layers()), draw(V, H)
     print("| rows | kernel | MB of weights | us | TB/s | torch's product, us |\n|---|---|---|---|---|---|")
     with torch.no_grad():
         for rows in (1, 8, 64):

@@ -187,8 +187,11 @@ class Step:
         from grpo_nb.model.offload import HostStore, offload_layers
         from grpo_nb.training.config import GRPOConfig
         from grpo_nb.training.parts import Precision, frozen_dtype
+        from grpo_nb.training.pieces import known_shape, possible_tiles
 
         self.model, self.way, self.optimizer = model.train(), way, optimizer
+        self.config = GRPOConfig(offload_activations=offload, gradient_checkpointing=True, logit_chunk_multiplier=logit_chunk_multiplier)
+        self.shape, self.tiles = known_shape(model), possible_tiles(model, self.config)
         self.settings = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
         device = next(p.device for p in model.parameters() if p.requires_grad)
         self.precision = precision or Precision(GRPOConfig(), device, frozen_dtype(model))
@@ -209,14 +212,27 @@ class Step:
         given = {name: value for name, value in self.settings.items() if value}
         with parked(): return chunked_hidden_states_selective_log_softmax(hidden, base.lm_head.weight, batch.completion_ids, **given)
 
+    def slices(self, batch):
+        "Let experts or MLPs work on as many tokens at a time as the trainer lets them."
+        from grpo_nb.model.memory import free_memory
+        from grpo_nb.model.tiles import slice_layers, slice_tokens_of
+        from grpo_nb.training.parts import frozen_dtype
+        from grpo_nb.training.pieces import choose_pieces
+
+        residual = 2 if self.precision.name == "no" and frozen_dtype(self.model) == torch.bfloat16 else 4
+        tile = choose_pieces(self.model, batch, self.config, free_memory(batch.prompt_ids.device), self.shape, self.tiles, residual, most=1)[1]
+        if tile != slice_tokens_of(self.model): slice_layers(self.model, tile)
+
     def __call__(self, batch):
         from grpo_nb.algorithm.losses import grpo_loss
 
         for p in self.model.parameters():
             if p.requires_grad: p.grad = None
-        with self.precision.autocast(): logps = self.logps(batch)
-        loss = grpo_loss(logps, batch.advantages, batch.loss_mask).loss
-        self.precision.scaler.scale(loss).backward()
+        self.slices(batch)
+        with self.precision.adapters(self.model):
+            with self.precision.autocast(): logps = self.logps(batch)
+            loss = grpo_loss(logps, batch.advantages, batch.loss_mask).loss
+            self.precision.scaler.scale(loss).backward()
         if self.optimizer is not None:
             self.precision.scaler.step(self.optimizer)
             self.precision.scaler.update()

@@ -1,13 +1,15 @@
 """Compiles the Triton kernels for cards that are not here (compute capabilities on the command line), and prints a line for each: name, shared memory, or the error."""
 import inspect
+import re
 import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from grpo_nb.model import fused
-from grpo_nb.rollout import kernels
+from grpo_nb.rollout import kernels, packed_experts
 
 ALIGNED = set("I N K H V count se sk sn ue ur un NA NB NC".split())  # sizes that are multiples of 16 in gpt-oss
 
@@ -38,6 +40,32 @@ def cases(half):
                 yield f"experts {'packed' if packed else 'dense'} rank {rank} tile {BM}x{BN}x{BK}", kernels._experts, pointers, constants, 4, stages
 
 
+def packed_cases():
+    "(name, pointers, constants) of the kernel in Gluon, at gpt-oss-20b's sizes."
+    short = dict(bfloat16="*bf16", int32="*i32", float32="*fp32", uint8="*u8")
+    for rows, rank, gated in ((8, 0, True), (16, 8, False)):
+        pointers = {name: short[kind] for name, kind in packed_experts.POINTERS.items()}
+        if rank: pointers["t"] = "*fp32"
+        if not gated: pointers["out"] = "*fp32"
+        yield f"packed experts rank {rank} tile {rows}", pointers, packed_experts.constants(2880, 5760 if gated else 2880, rows, rank, gated, gated)
+
+
+def compile_packed(capability):
+    "A line for each, after a look whether warps wait for each other before the sum is done."
+    kernel = packed_experts._experts
+    names = list(inspect.signature(kernel.fn).parameters)
+    for name, pointers, constants in packed_cases():
+        types = signature(kernel, pointers, constants)
+        aligned = {(n,): [["tt.divisibility", 16]] for n, (key, kind) in enumerate(types.items()) if kind[0] == "*" or key in ALIGNED}
+        try:
+            source = GluonASTSource(kernel, types, {(names.index(key),): value for key, value in constants.items()}, aligned)
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=packed_experts.WARPS))
+            body = compiled.asm["ptx"]
+            assert not re.search(r"(ld|st)\.shared|bar\.sync", body[: body.rindex("mma.sync")]), "the loop goes through shared memory"
+            print(f"{capability} {name}: {compiled.metadata.shared} bytes", flush=True)
+        except Exception as error: print(f"{capability} {name}: FAILED {error!r}"[:500], flush=True)
+
+
 def main():
     for capability in map(int, sys.argv[1:]):
         for name, kernel, pointers, constants, warps, stages in cases("fp16" if capability < 80 else "bf16"):
@@ -47,6 +75,7 @@ def main():
                 compiled = triton.compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps, num_stages=stages))
                 print(f"{capability} {name}: {compiled.metadata.shared} bytes", flush=True)
             except Exception as error: print(f"{capability} {name}: FAILED {error!r}"[:500], flush=True)
+        if capability >= 80: compile_packed(capability)
 
 
 if __name__ == "__main__": main()

@@ -13,6 +13,7 @@ SETTINGS = {  # no news, no pop-ups, and no cells taken out of the page because 
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}  # without it JupyterLab asks
 pytestmark = pytest.mark.browser
 
 # what a reader sees of a drawing: matplotlib's SVG has a date and random ids, which are not part of the picture
@@ -33,7 +34,7 @@ def chromium():
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield browser
+        yield browser.new_context()  # one for all: what JupyterLab's pages are made of is loaded once
         browser.close()
 
 
@@ -56,7 +57,7 @@ def lab(chromium, tmp_path_factory):
     server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *options], env=env, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(120):
+        for _ in range(600):
             try: urllib.request.urlopen(f"{address}/api").close(); break
             except OSError: time.sleep(0.5)
             if server.poll() is not None: break
@@ -78,7 +79,7 @@ def run_notebook(chromium, lab):
     "A function: open a notebook in JupyterLab, run all of its cells, return the page (`wait=False`: while they run)."
     address, folder = lab
     page = chromium.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(180_000)
     complaints = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
 
@@ -112,24 +113,25 @@ def move_every_slider(page, name):
         try: page.wait_for_function(f"([box, start]) => ({SEEN})(box) !== start", arg=[box.element_handle(), start], timeout=5_000)
         except TimeoutError: pass  # this one may have nothing to say at these values; the sum is checked below
         else: moved += box.locator("svg").count()
-        assert box.evaluate(SEEN), "the drawing is gone"
+        assert box.evaluate(SEEN), f"the drawing of {name}_widget is gone"
         page.keyboard.press(back)
-        page.wait_for_function(f"([box, start]) => ({SEEN})(box) === start", arg=[box.element_handle(), start], timeout=10_000)
-    assert moved, "no slider changes the picture"
+        page.wait_for_function(f"([box, start]) => ({SEEN})(box) === start", arg=[box.element_handle(), start])
+    assert moved, f"no slider of {name}_widget changes the picture"
 
 
-@pytest.mark.parametrize("name", WIDGETS)
-def test_widget_follows_its_sliders(run_notebook, name):
-    cells = [nbformat.v4.new_code_cell(f"from grpo_nb.widgets.{name} import {name}_widget\n{name}_widget()")]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}  # without it JupyterLab asks
-    move_every_slider(run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=kernel)), name)
+def test_every_widget_follows_its_sliders(run_notebook):
+    "All of them in one notebook, as in a lesson that shows several."
+    cells = [nbformat.v4.new_code_cell(f"from grpo_nb.widgets.{name} import {name}_widget\n{name}_widget()") for name in WIDGETS]
+    page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
+    assert {"advantages", "batch", "board", "chunks", "clipping", "masks", "memory"} <= set(WIDGETS)
+    for name in WIDGETS: move_every_slider(page, name)
 
 
 def test_memory_widget_follows_its_lists_and_switches(run_notebook):
     cells = [nbformat.v4.new_code_cell("from grpo_nb.widgets.memory import memory_widget\nmemory_widget()")]
     page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
     box = page.locator(".grpo-memory-viz").first
-    def shown(words): page.wait_for_function("([box, words]) => box.querySelector('svg')?.textContent.includes(words)", arg=[box.element_handle(), words], timeout=10_000)
+    def shown(words): page.wait_for_function("([box, words]) => box.querySelector('svg')?.textContent.includes(words)", arg=[box.element_handle(), words])
     shown("gpt-oss-20b, mxfp4, 8,192 tokens: does not fit")
     for label in ("offload the embedding", "offload layer inputs"): box.get_by_label(label).or_(box.locator("label", has_text=label)).first.click()
     shown("gpt-oss-20b, mxfp4, 8,192 tokens: fits")
@@ -138,8 +140,31 @@ def test_memory_widget_follows_its_lists_and_switches(run_notebook):
         shown(words)
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in LESSONS])
+def test_rewards_widget_judges_what_is_pasted(run_notebook):
+    cells = [nbformat.v4.new_code_cell("from grpo_nb.widgets.rewards import rewards_widget\nrewards_widget()")]
+    page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
+    box = page.locator(".grpo-rewards-viz").first
+    def shown(words): page.wait_for_function("([box, words]) => box.querySelector('table')?.innerText.includes(words)", arg=[box.element_handle(), words])
+    shown("the last number is 7, and 46 is right")
+    box.locator("select").nth(1).select_option("right")
+    shown("the last number is 46, which is right")
+    row, completion = (box.locator("textarea").nth(k) for k in (0, 1))
+    completion.fill('<img src=x onerror="document.title=1"> 12')
+    box.get_by_role("button", name="Judge").click()
+    shown("the last number is 12, and 46 is right")
+    assert box.locator("img").count() == 0 and "<img src=x" in box.locator("mark").first.inner_text()
+    row.fill('{"answer": "12"}')
+    completion.focus()  # leaving the field is enough
+    shown("the last number is 12, which is right")
+    box.locator("select").nth(0).select_option("GSM8K")
+    shown("it is the form of the prompt, line by line")
+    box.locator("select").nth(1).select_option("all of them, as a group")
+    shown("advantage")
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(ROOT)), marks=[pytest.mark.full] * (p != LESSONS[0])) for p in LESSONS])
 def test_lesson_runs_in_jupyterlab_and_shows_its_widget(run_notebook, path):
+    "One of them always: what the others run is run by test_repo.py, and each widget is moved above."
     notebook = nbformat.read(path, 4)
     page = run_notebook(notebook)
     source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("#| export"))
@@ -159,7 +184,6 @@ trainer = small_trainer("run", max_steps=100_000)
 dashboard = Dashboard(every=0.2)
 dashboard.run(trainer)
 """
-KERNEL = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}  # without it JupyterLab asks
 
 
 def click(page, name):

@@ -332,7 +332,7 @@ class Export:
 
 def _finite(name, tensor, dtype):
     "Refuse what cannot be written as numbers."
-    if not torch.isfinite(tensor).all():
+    if not all(part.isfinite().all() for part in tensor.flatten().split(2**26)):  # in parts: looking for infinities takes more memory than the weight itself
         raise ValueError(f"{name} has numbers that are infinite or NaN in {dtype}: " + ("merge into bfloat16, whose range is wider, or look for a NaN in the adapter" if dtype == torch.float16 else "look for a NaN in the weights or the adapter"))
     return tensor
 
@@ -344,10 +344,10 @@ def _dense_piece(merge, dtype, losses):
         loss = Loss(merge.name)
         out = torch.empty(shape, dtype=dtype)
         for e in range(shape[0] if len(shape) == 3 else 1):
-            exact, change = merge.exact(e)
+            exact, change = merge.exact(e) if merge.adds else (merge.dense(e), None)
             rounded = exact.to(dtype)
             (out[e] if len(shape) == 3 else out).copy_(_finite(merge.name, rounded, dtype))
-            if change is not None: loss.see(merge.dense(e), exact, change, rounded)
+            if merge.adds: loss.see(merge.dense(e), exact, change, rounded)
         if merge.adds: losses.append(loss.row())
         return (out,)
     return Piece(((merge.name, dtype, shape),), make)

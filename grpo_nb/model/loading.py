@@ -28,6 +28,7 @@ from .experts import IMPLEMENTATIONS, adapted, route_adapters
 from .memory import free_memory, longest_sequence
 from .mxfp4 import BLOCK, dequantize, dequantize_table, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
+from .passes import one_pass
 
 # %% ../../nbs/model/11_loading.ipynb #8ce8d097
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
@@ -705,6 +706,7 @@ def _finish(model, config, folder, given, max_seq_length, dtype, offloaded):
 
 
 def _set_experts(model, implementation):
-    "How a gpt-oss computes its experts."
+    "How a gpt-oss computes its experts; on a GPU, its norms and rotations too."
     if implementation in IMPLEMENTATIONS: route_adapters(model, implementation)
     else: model.set_experts_implementation(implementation)
+    if model.get_output_embeddings().weight.device.type == "cuda": one_pass(model)

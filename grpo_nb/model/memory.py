@@ -812,5 +812,5 @@ def free_memory(
 
         return psutil.virtual_memory().available
     used = torch.cuda.memory_allocated(device)
-    share = torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.get_device_properties(device).total_memory
+    share = torch.cuda.get_per_process_memory_fraction(device.index) * torch.cuda.get_device_properties(device).total_memory
     return max(0, min(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device), int(share)) - used)

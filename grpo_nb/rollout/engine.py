@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
-from .pages import free_memory, rows_that_fit
+from ..model.memory import free_memory, longest_sequence
+from .pages import rows_that_fit
 from .sampling import SamplingParams, sample_tokens
 from .steps import SLICE
 
@@ -203,7 +204,7 @@ def check_prompts(
         if max_positions is not None and len(ids) + max_tokens > max_positions:
             room = max_positions - len(ids)
             change = f"set max_tokens to at most {room}" if room > 0 else f"shorten the prompt, as both together may have at most {max_positions}"
-            raise ValueError(f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the model's max_position_embeddings is {max_positions}: {change}")
+            raise ValueError(f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the model's longest sequence is {max_positions}: {change}")
 
 # %% ../../nbs/rollout/02_engine.ipynb #1d04a1ad
 def default_stop_token_ids(
@@ -346,7 +347,7 @@ class RolloutEngine:
         "Continue each prompt `params.n` times."
         params = params or SamplingParams()
         prompt_ids, config, device = self.encode(prompts), self.model.config.get_text_config(), self.model.device
-        check_prompts(prompt_ids, params.max_tokens, config.vocab_size, getattr(config, "max_position_embeddings", None))
+        check_prompts(prompt_ids, params.max_tokens, config.vocab_size, longest_sequence(config))
         stop = default_stop_token_ids(self.model, self.tokenizer) if params.stop_token_ids is None else params.stop_token_ids
         settings = dict(
             params=params, stop=torch.tensor(stop, dtype=torch.long, device=device),

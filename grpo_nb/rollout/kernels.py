@@ -7,6 +7,7 @@ __all__ = ['MANY_ROWS', 'TYPES', 'project', 'attend', 'Schedule', 'schedule', 'm
 
 # %% ../../nbs/rollout/05_kernels.ipynb #1af77ed5
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,6 +23,9 @@ try:
     from grpo_nb.model.fused import code_value, scale_value
 except ImportError as error:
     raise ImportError("the decoding kernels need triton, which torch brings along for CUDA: pip install triton (without it, gpt-oss is decoded by plain tensors)") from error
+
+try: from grpo_nb.rollout import packed_experts
+except ImportError: packed_experts = None  # a Triton before 3.6
 
 # %% ../../nbs/rollout/05_kernels.ipynb #c14582fb
 @triton.jit
@@ -127,7 +131,9 @@ def _tiles(M, N):
 def _product(x, weights, biases, out, residual=None, t=None, ups=(), ranks=(0, 0, 0), scalings=(1.0, 1.0, 1.0)):
     "Launch `_vector` or `_linear` for one or three weights."
     M, K = x.shape
-    def three(tensors): return [x if i >= len(tensors) or tensors[i] is None else tensors[i] for i in range(3)]
+    def three(tensors):
+        stand_in = next((tensor for tensor in tensors if tensor is not None), x)  # of the same number format; it is not read
+        return [stand_in if i >= len(tensors) or tensors[i] is None else tensors[i] for i in range(3)]
     sizes = [len(w) for w in weights] + [0] * (3 - len(weights))
     inputs = (x, *three(weights), *three(biases), x if t is None else t, *three(ups), x if residual is None else residual, out)
     options = dict(HAS_BIAS=biases[0] is not None, HAS_RESIDUAL=residual is not None, ROUND=residual is not None or t is not None,
@@ -369,7 +375,7 @@ def _two_numbers(byte, exponent, dtype: tl.constexpr, PTX: tl.constexpr, BN: tl.
     if PTX:
         factor = ((exponent.to(tl.int16) + 63) << 7).to(tl.bfloat16, bitcast=True)  # 2 ** (exponent - 64): right up to 191
         factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (BN, BK // 32, 16)), (BN, BK // 2))
-        low, high = tl.inline_asm_elementwise(_PAIRS, "=r,=r,=r,=r,r,r,r", [byte, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+        low, high = tl.inline_asm_elementwise(_PAIRS, "=&r,=&r,=&r,=&r,r,r,r", [byte, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
     else:
         factor = tl.reshape(tl.broadcast_to(scale_value(exponent.to(tl.int32))[:, :, None], (BN, BK // 32, 16)), (BN, BK // 2))
         low, high = (code_value(byte.to(tl.int32) & 15) * factor).to(dtype), (code_value(byte.to(tl.int32) >> 4) * factor).to(dtype)
@@ -472,10 +478,11 @@ def schedule(
     logits: torch.Tensor,  # (B, E) float32, the router's; E a power of two
     top: int,  # experts a row
     dtype: torch.dtype,  # that routing weights are rounded to
+    rows: int | None = None,  # pairs of a tile, at most; None: what suits the kernel below
 ) -> Schedule:
     "The work of a batch, made on the device."
     B, E = logits.shape
-    rows = 16 if B <= 16 else 32 if B <= 64 else 64
+    rows = rows or (16 if B <= 16 else 32 if B <= 64 else 64)
     count = min(B * top, E * triton.cdiv(B, rows), E + B * top // rows)
     token, slot = torch.empty(2, B * top, dtype=torch.int32, device=logits.device)
     items = torch.empty(3, count, dtype=torch.int32, device=logits.device)
@@ -491,14 +498,20 @@ def _expert_product(x, weight, work, out, BN, BK, stages, bias=None, t=None, up=
     E, K, N = weight.shape
     rank = 0 if up is None else up.shape[1]
     packed = isinstance(weight, PackedWeight)
-    if packed: BN, BK, stages = (64, 256, 4) if work.rows == 16 else (128, 128, 4)
+    if packed: BN, BK, stages = (64, 256, 4) if work.rows <= 16 else (128, 128, 4)
     parts = (weight.blocks, weight.scales) if packed else (weight, weight)
     _experts[(triton.cdiv(N, BN), work.items.shape[1])](
         x, work.token, work.weight, *parts, x if bias is None else bias, x if t is None else t, x if up is None else up, out, *work.items, K, N, *weight.stride(),
         *((0, 0, 0) if up is None else up.stride()), scale, alpha, limit, GATHER=gather, GATED=gated, HAS_BIAS=bias is not None, ROUND=x.dtype != torch.float16,
         R=rank, RP=max(16, triton.next_power_of_2(rank)), PACKED=packed, PTX=packed and x.is_cuda and x.dtype == torch.bfloat16, IEEE=x.dtype == torch.float32,
-        BM=work.rows, BN=BN, BK=BK, num_warps=4, num_stages=stages)
+        BM=max(16, work.rows), BN=BN, BK=BK, num_warps=4, num_stages=stages)
     return out
+
+
+def _expert_tiles(B):
+    "How the two products of a batch are cut, if the matrices are dense."
+    if B == 1: return dict(BN=64, BK=64, stages=4), dict(BN=64, BK=64, stages=5)
+    return dict(BN=128, BK=64, stages=4), dict(BN=64, BK=128, stages=4) if B <= 16 else dict(BN=128, BK=64, stages=4)
 
 
 def _low_rank(x, lora, work, gather):
@@ -525,13 +538,11 @@ def mix(
     whole = triton.next_power_of_2(H)
     normed, logits = x.new_empty(B, H, dtype=dtype), x.new_empty(B, E, dtype=torch.float32)
     _norm_route[(B, triton.cdiv(E, 4))](x, layer.expert_norm, layer.router, layer.router_bias, normed, logits, H, E, eps, BH=whole, BE=4, num_warps=8)
-    work = schedule(logits, top, dtype)
-    one, P = B == 1, B * top
-    hidden = _expert_product(normed, w.gate_up, work, x.new_empty(P, I, dtype=dtype), 64 if one else 128, 64, 4, bias=w.gate_up_bias, gather=True, gated=True, alpha=w.alpha, limit=w.limit,
-                             **_low_rank(normed, w.gate_up_lora, work, True))
-    narrow = B <= 16
-    said = _expert_product(hidden, w.down, work, x.new_empty(P, H, dtype=torch.float32), 64 if narrow else 128, 128 if narrow and not one else 64, 5 if one else 4, bias=w.down_bias,
-                           **_low_rank(hidden, w.down_lora, work, False))
+    quick = packed_experts is not None and packed_experts.suits(w, B, dtype)
+    work = schedule(logits, top, dtype, packed_experts.tile(B)[0] if quick else None)
+    first, second = [packed_experts.expert_product] * 2 if quick else [partial(_expert_product, **tile) for tile in _expert_tiles(B)]
+    hidden = first(normed, w.gate_up, work, x.new_empty(B * top, I, dtype=dtype), bias=w.gate_up_bias, gather=True, gated=True, alpha=w.alpha, limit=w.limit, **_low_rank(normed, w.gate_up_lora, work, True))
+    said = second(hidden, w.down, work, x.new_empty(B * top, H, dtype=torch.float32), bias=w.down_bias, **_low_rank(hidden, w.down_lora, work, False))
     after, normed = torch.empty_like(x), torch.empty_like(normed)
     _gather_norm[(B,)](x, said, work.slot, next_norm, after, normed, H, eps, TOP=top, BH=whole, num_warps=8)
     return after, normed

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from peft.helpers import disable_input_dtype_casting
 
 from ..model.attention import check_attention
 from ..model.loading import check_capped_scores
@@ -106,6 +107,13 @@ class Precision:
     def autocast(self):  # a context manager
         "Matrix products inside are computed in the run's format."
         return torch.autocast(self.device_type, dtype=self.dtype) if self.dtype else nullcontext()
+
+    def adapters(
+        self,
+        model: torch.nn.Module,
+    ):  # a context manager, around forward and backward
+        "Where products convert what they are given, PEFT need not do so too (from 16 bits to an adapter's 32, and the product back)."
+        return disable_input_dtype_casting(model, active=self.dtype is not None)
 
     def check(
         self,

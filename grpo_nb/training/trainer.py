@@ -191,7 +191,8 @@ class Accumulating:
             if self.place == 0 and self.cycle % self.cycles_per_epoch == 0: self.tell("on_epoch_begin")
             self.tell("on_step_begin")
             self.window_expected = self.expected_tokens()
-        for piece in self.pieces(batch): self.accumulate_piece(piece, share_of(piece, batch, config.loss_type))
+        for piece in self.pieces(batch):
+            with self.precision.adapters(self.model): self.accumulate_piece(piece, share_of(piece, batch, config.loss_type))
         self.window["micro_batches"] += 1
 
     def accumulate_piece(self, batch: TrainingBatch, share: float) -> None:

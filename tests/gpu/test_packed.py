@@ -10,7 +10,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from grpo_nb.model.experts import ExpertWeights, LowRank, route_adapters, routed_experts
 from grpo_nb.model.mxfp4 import dequantize
 from grpo_nb.model.packed import PackedWeight, experts_of, pack_experts, unpack
-from grpo_nb.rollout import kernels, steps
+from grpo_nb.rollout import kernels, packed_experts, steps
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.rollout.steps import LayerWeights, Projection
@@ -27,7 +27,7 @@ def random_packed(E, inside, out, dtype=torch.bfloat16, seed=0, spread=3):
     return PackedWeight(blocks, torch.randint(120 - spread, 121 + spread, blocks.shape[:-1], dtype=torch.uint8, device="cuda", generator=g), dtype)
 
 
-def packed_experts(E=32, H=2880, I=2880, dtype=torch.bfloat16, rank=0):
+def packed_layer(E=32, H=2880, I=2880, dtype=torch.bfloat16, rank=0):
     def draw(*shape, std=0.1): return (torch.randn(*shape, device="cuda") * std).to(dtype)
     torch.manual_seed(0)
     lora = lambda n, m: (LowRank(draw(E, n, rank, std=n**-0.5), draw(E, rank, m), 0.5),) if rank else ()
@@ -48,10 +48,64 @@ def test_unpack(dtype):
     print(f"\nunpack 4 experts to {dtype}: {min(seconds) * 1e6:.0f} µs, {weight.numel() * (dtype.itemsize + 0.53) / min(seconds) / 1e12:.2f} TB/s")
 
 
-@pytest.mark.parametrize("B", [1, 2, 8, 40, 64, 200])
+def a_product(B, K, N, E, rank=0, gated=True, scales=(118, 123), top=4):
+    "Arguments of `expert_product` for random numbers, and what it should give, in float64."
+    torch.manual_seed(B + K)
+    draw = lambda *shape, dtype=torch.bfloat16: torch.randn(*shape, device="cuda").to(dtype)
+    blocks = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8, device="cuda")
+    w = PackedWeight(blocks, torch.randint(*scales, blocks.shape[:-1], dtype=torch.uint8, device="cuda"), torch.bfloat16)
+    work = kernels.schedule(draw(B, E, dtype=torch.float32), top, torch.bfloat16, packed_experts.tile(B)[0])
+    x, bias = draw(B if gated else B * top, K), draw(E, N)
+    lora = dict(t=draw(B * top, rank, dtype=torch.float32), up=draw(E, N, rank).mT, scale=0.5) if rank else {}
+    expert = torch.zeros(B * top, dtype=torch.long, device="cuda")
+    for e, a, b in work.items.T.tolist():
+        if e >= 0: expert[a:b] = e
+    source = x[work.token.long()] if gated else x
+    y = torch.stack([row.double() @ dequantize(w.blocks[e], w.scales[e], torch.float64).T for row, e in zip(source, expert.tolist())])
+    if rank: y = y + 0.5 * (lora["t"].double()[:, None] @ lora["up"][expert].double())[:, 0]
+    y = y + bias[expert].double()
+    if gated:
+        gate, upper = y[:, ::2].clamp(max=7.0), y[:, 1::2].clamp(-7.0, 7.0)
+        y = (upper + 1) * gate * torch.sigmoid(1.702 * gate)
+    else: y = y * work.weight.double()[:, None]
+    options = dict(bias=bias, **lora, **(dict(gather=True, gated=True, alpha=1.702, limit=7.0) if gated else {}))
+    return (x, w, work, torch.full(y.shape, torch.nan, device="cuda", dtype=torch.bfloat16 if gated else torch.float32)), options, y
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("B, K, N, E, rank, scales", [
+    (1, 2880, 5760, 32, 0, (118, 123)), (16, 2880, 2880, 32, 0, (118, 123)), (33, 2880, 2880, 32, 8, (118, 123)), (64, 2880, 5760, 32, 0, (112, 128)),
+    (8, 2880, 5760, 128, 8, (118, 123)), (40, 2880, 2880, 128, 0, (118, 123)),  # gpt-oss-120b
+    (3, 32, 64, 8, 0, (118, 123)), (9, 544, 192, 8, 1, (118, 123)), (20, 128, 64, 8, 32, (118, 123)), (16, 512, 32, 8, 5, (118, 123))], ids=str)
+def test_the_kernel_in_gluon(B, K, N, E, rank, scales, gated):
+    assert packed_experts.works(torch.device("cuda", 0))
+    arguments, options, expected = a_product(B, K, N, E, rank, gated, scales)
+    assert error(packed_experts.expert_product(*arguments, **options), expected) < 0.006
+
+
+@pytest.mark.parametrize("B", [8, 40])
+def test_scales_from_tiny_to_huge(B):
+    "Each column has its own scale, from 2 ** -47 to 2 ** 43, and is judged by itself."
+    (x, w, work, out), options, _ = a_product(B, 2880, 2880, 8, gated=False, scales=(0, 6))
+    w.scales.add_(torch.randint(80, 166, (8, 2880, 1), dtype=torch.uint8, device="cuda"))
+    options["bias"] = torch.zeros_like(options["bias"])
+    got = packed_experts.expert_product(x, w, work, out, **options)
+    for e, a, b in work.items.T.tolist():
+        if e < 0: continue
+        expected = x[a:b].double() @ dequantize(w.blocks[e], w.scales[e], torch.float64).T * work.weight[a:b].double()[:, None]
+        assert ((got[a:b] - expected).norm(dim=0) / expected.norm(dim=0)).max() < 0.01
+
+
+def test_who_decodes_what():
+    experts = packed_layer(E=8, H=512, I=512)
+    assert packed_experts.suits(experts, 64, torch.bfloat16) and not packed_experts.suits(experts, 65, torch.bfloat16)
+    assert not packed_experts.suits(experts, 1, torch.float16)
+
+
+@pytest.mark.parametrize("B", [1, 2, 8, 16, 33, 40, 64, 200, 256])
 @pytest.mark.parametrize("rank", [0, 8])
 def test_decode_reads_the_packed_bytes(B, rank):
-    experts = packed_experts(rank=rank)
+    experts = packed_layer(rank=rank)
     nothing, H = Projection(torch.empty(0)), 2880
     torch.manual_seed(B)
     layer = LayerWeights(torch.empty(0), nothing, nothing, nothing, nothing, torch.empty(0), torch.rand(H, device="cuda").bfloat16(), (torch.randn(32, H, device="cuda") * 0.05).bfloat16(), torch.randn(32, device="cuda").bfloat16(), experts)
@@ -79,7 +133,7 @@ def test_decode_reads_the_packed_bytes(B, rank):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rank", [0, 8])
 def test_training(dtype, rank):
-    experts = packed_experts(E=8, H=512, I=384, dtype=dtype, rank=rank)
+    experts = packed_layer(E=8, H=512, I=384, dtype=dtype, rank=rank)
     torch.manual_seed(1)
     hidden, weights = torch.randn(300, 512, device="cuda").to(dtype).requires_grad_(), torch.rand(300, 4, device="cuda").to(dtype).requires_grad_()
     indices = torch.rand(300, 8, device="cuda").argsort(1)[:, :4]
