@@ -394,7 +394,7 @@ def test_free_memory_keeps_to_the_share_of_the_process(fraction, driver, reserve
         assert free_memory("cuda") == free_memory(torch.device("cuda", 0)) == free * GiB
         assert loading.free_memory(torch.device("cuda")) == free * GiB and trainer.free_memory(torch.device("cuda")) == free * GiB and policy.free_memory(torch.device("cuda")) == free * GiB
         asked = []
-        with mock.patch("torch.cuda.get_per_process_memory_fraction", lambda device: asked.append(device) or fraction): free_memory("cuda"), free_memory("cuda:0")
+        with patch("torch.cuda.get_per_process_memory_fraction", lambda device: asked.append(device) or fraction): free_memory("cuda"), free_memory("cuda:0")
         assert asked == [None, 0]  # torch takes "cuda" without a number everywhere but there
     assert free_memory("cpu") > 2**20
 
