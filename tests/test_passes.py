@@ -70,7 +70,7 @@ def test_the_norm(dtype):
     norm = GptOssRMSNorm(48, 1e-5).to(DEVICE, dtype)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 48).to(DEVICE, dtype)
-    torch.testing.assert_close(one_norm(norm)(x), norm(x), atol=0, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(one_norm(norm)(x), norm(x), atol=0, rtol=4 * torch.finfo(dtype).eps)
 
 
 def test_a_float32_residual_beside_float16_weights():

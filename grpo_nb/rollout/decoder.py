@@ -268,6 +268,7 @@ def complete_rows(
     stop: torch.Tensor,  # (S,) ids that end a completion
     generator: torch.Generator | None = None,
     on_tokens: Callable[[int], object] = lambda count: None,  # called with the steps done since the last call
+    together: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time; a longer prompt is read alone
 ) -> Progress:  # N completions, those of a prompt side by side
     "Continue every prompt until it stops or has max_tokens."
     lengths, N, device = [len(p) for p in prompts], sum(groups), decoder.device
@@ -277,12 +278,12 @@ def complete_rows(
     if params.repetition_penalty != 1:
         progress.seen = torch.zeros(N + 1, len(decoder.head.weight), dtype=torch.bool, device=device)
         for row, u in enumerate(owner.tolist()): progress.seen[row, torch.tensor(list(prompts[u]), device=device)] = True
-    _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens)
+    _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens, together)
     return progress
 
 
 @torch.inference_mode()  # `progress` was made before, so what is written to it may be used in training
-def _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens):
+def _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens, together):
     "The work of `complete_rows`."
     N, device = len(owner), decoder.device
 
@@ -291,7 +292,7 @@ def _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, g
         decoder.steps.record(rows, *choose(decoder, decoder.logits(normed), params, seen, generator), stop, progress)
 
     hidden = decoder.head.weight.new_empty(len(prompts), decoder.head.weight.shape[1], dtype=decoder.dtype)
-    for batch in batches_of_prompts(lengths): hidden[torch.tensor(batch, device=device)] = decoder.prefill(cache, batch, [prompts[u] for u in batch])
+    for batch in batches_of_prompts(lengths, together): hidden[torch.tensor(batch, device=device)] = decoder.prefill(cache, batch, [prompts[u] for u in batch])
     hidden = hidden[owner.to(device)]
     for rows in torch.arange(N, device=device).split(N if device.type == "cpu" else 128): draw(rows, hidden[rows])  # logits of a large vocabulary are large
     on_tokens(1)

@@ -257,11 +257,12 @@ def complete_directly(
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
     on_tokens: Callable[[int], object] = lambda count: None,  # called with the steps done since the last call
+    together: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
 ) -> Rollout:  # B completions
     "`complete`, on the model's own tensors."
     unique, index = share_prompts(prompt_ids)
     held = Counter(index)
-    progress = complete_rows(decoder, unique, [held[u] for u in range(len(unique))], params, stop, generator, on_tokens)
+    progress = complete_rows(decoder, unique, [held[u] for u in range(len(unique))], params, stop, generator, on_tokens, together)
     order = torch.tensor(sorted(range(len(index)), key=index.__getitem__), device=stop.device)  # the prompt of each of the decoder's rows
     back = order.argsort()
     return finish(prompt_ids, progress.ids[back], progress.logps[back], progress.counts[back].long(), stop, pad_token_id)
@@ -269,13 +270,12 @@ def complete_directly(
 # %% ../../nbs/rollout/02_engine.ipynb #280ba7a9
 def working_bytes(
     decoder: Decoder,
-    longest: int,  # tokens of the longest prompt
+    tokens: int,  # of prompts that are read together
     params: SamplingParams,
 ) -> tuple[int, int]:  # for a row of logits, and for reading prompts
     "Memory that drawing takes beside the cache."
     c, size = decoder.config, decoder.dtype.itemsize
     filters = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1 or params.temperature == 0
-    tokens = max(PREFILL_TOKENS, longest)  # read together
     experts = c.num_experts_per_tok * (6 * c.intermediate_size + 4 * c.hidden_size) * min(tokens, SLICE)  # numbers of one layer that are there at once
     rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
     return c.vocab_size * (size + (32 if filters else 8)), (experts + rest) * size
@@ -324,18 +324,22 @@ class RolloutEngine:
         rows: list[list[int]],  # N prompts, one for each completion
         params: SamplingParams,
         decoder: Decoder | None,
-    ) -> list[list[list[int]]]:  # MemoryError with the numbers if a completion does not fit
-        "The prompts in pieces that are decoded together."
+    ) -> tuple[list[list[list[int]]], int]:  # MemoryError with the numbers if a completion does not fit
+        "The prompts in pieces that are decoded together, and how many tokens of prompts are read at a time."
         most = self.max_batch_size or len(rows)
-        if decoder is None: return [rows[start : start + most] for start in range(0, len(rows), most)]
+        if decoder is None: return [rows[start : start + most] for start in range(0, len(rows), most)], PREFILL_TOKENS
         if decoder.device.type == "cuda": most = min(most, MOST_ROWS)
-        per_row, once = working_bytes(decoder, max(map(len, rows)), params) if decoder.device.type == "cuda" else (0, 0)
-        free, parts, start = free_memory(decoder.device), [], 0
+        per_row, once, together, free, parts, start = 0, 0, PREFILL_TOKENS, free_memory(decoder.device), [], 0
+        if decoder.device.type == "cuda":
+            longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
+            for together in (PREFILL_TOKENS, 8192, 4096, 2048, 1024):  # reading less at a time takes longer, and leaves room for more rows
+                per_row, once = working_bytes(decoder, min(whole, max(together, longest)), params)
+                if once <= free // 4: break
         while start < len(rows):
             size = rows_that_fit(decoder.shape, [len(ids) for ids in rows[start : start + most]], params.max_tokens, free, per_row, once)
             parts.append(rows[start : start + size])
             start += size
-        return parts
+        return parts, together
 
     def generate(
         self,
@@ -355,11 +359,11 @@ class RolloutEngine:
             generator=None if params.seed is None else torch.Generator(device).manual_seed(params.seed),
         )
         decoder, _ = self._open()
-        parts = self.parts([ids for ids in prompt_ids for _ in range(params.n)], params, decoder)
+        parts, together = self.parts([ids for ids in prompt_ids for _ in range(params.n)], params, decoder)
         bar = tqdm(total=len(parts) * params.max_tokens, delay=0 if progress else 2, disable=progress is False, desc="tokens", leave=False)
         autocast = torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype and decoder is None else nullcontext()
         with evaluating(self.model), autocast, bar:
             if decoder is None: rollouts = [complete(self.model, part, on_token=bar.update, **settings) for part in parts]
-            else: rollouts = [complete_directly(decoder, part, on_tokens=bar.update, **settings) for part in parts]
+            else: rollouts = [complete_directly(decoder, part, on_tokens=bar.update, together=together, **settings) for part in parts]
         if device.type == "cuda": torch.cuda.empty_cache()
         return concatenate(rollouts, settings["pad_token_id"])
