@@ -22,12 +22,12 @@ try:
 
     gl.DistributedLinearLayout, gl.nvidia.ampere.mma_v2  # what is asked of it below
 except (ImportError, AttributeError) as error:
-    raise ImportError("this kernel is written in Gluon, which Triton has from 3.6 on: upgrade triton (without it, packed experts are decoded by grpo_nb.rollout.kernels)") from error
+    raise ImportError("this kernel is written in Gluon, which Triton has from 3.6 on: pip install triton, or upgrade it (without it, packed experts are decoded by grpo_nb.rollout.kernels)") from error
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #3afc7a0b
 WARPS = 4  # that share the sum over K
 COLUMNS = {8: 32, 16: 64}  # of a tile that has so many rows
-MOST_ROWS = 64  # of a batch; above, each expert serves so many rows that the kernel in `kernels` is as good
+MOST_ROWS = 64  # of a batch: as far as it was checked on a card against float64; larger batches are decoded by `kernels`
 MOST_RANK = 32  # of the adapters of a matrix: their loop is unrolled
 
 
