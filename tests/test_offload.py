@@ -3,6 +3,7 @@ import copy
 import functools
 import gc
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_nb.algorithm.logprobs import chunked_hidden_states_selective_log_softmax
-from grpo_nb.model import offload
+from grpo_nb.model import attention, offload
 from grpo_nb.model.offload import HostEmbedding, HostStore, Parked, gather_rows, offload_embedding, offload_hidden, offload_layers, wide_residual
 from grpo_nb.model.packed import pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
@@ -81,6 +82,62 @@ def test_the_tiny_model_of_the_lessons():
     def loss(model): return model(torch.arange(18).view(2, 9), use_cache=False).logits.square().sum()
     plain = gradients(model, loss)
     with offload_layers(model): assert same(gradients(model, loss), plain)
+
+
+# What attention computed
+
+def forward_kernels(compute):
+    "What `compute()` returns, and the calls of the flash kernel's forward pass."
+    with mock.patch.object(attention, "_flash_forward", wraps=attention._flash_forward) as kernel: return compute(), kernel.call_count
+
+
+def long_loss(model): return loss_of(model, length=20)  # 16 queries and fewer are given to the formula
+
+
+def flash_model():
+    model = build()
+    base_of(model).set_attn_implementation("sink_lse")
+    return model, base_of(model).config.layer_types.count("full_attention")
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_attention_is_not_computed_again(autocast):
+    model, full = flash_model()
+    def loss(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast): return long_loss(model)
+    plain, calls = forward_kernels(lambda: gradients(model, loss))
+    assert calls == full
+    for start, expected in ((1, full), (20, full), (21, 2 * full), (None, 2 * full)):
+        with offload_layers(model, store=HostStore(page_bytes=KiB), attention_from=start) as switch:
+            for _ in range(2):
+                result, calls = forward_kernels(lambda: gradients(model, loss))
+                assert same(result, plain) and calls == expected and switch.store.used == 0 and not switch.store.under_way
+
+
+def test_attention_is_computed_again_where_the_host_has_no_room(recwarn):
+    model, full = flash_model()
+    plain = gradients(model, long_loss)
+    inputs = 4 * 10 * KiB
+    with offload_layers(model, store=HostStore(max_bytes=inputs, page_bytes=KiB), attention_from=1) as switch:
+        result, calls = forward_kernels(lambda: gradients(model, long_loss))
+        assert same(result, plain) and full < calls <= 2 * full and switch.store.used == 0
+
+
+def test_attention_is_remembered_through_two_backward_passes_and_an_error():
+    model, full = flash_model()
+    plain = gradients(model, long_loss)
+    with offload_layers(model, attention_from=1) as switch:
+        loss = long_loss(model)
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        hook = base_of(model).model.layers[1].register_full_backward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("in the middle")))
+        with pytest.raises(MemoryError): long_loss(model).backward()
+        hook.remove()
+        model.zero_grad()
+        result, calls = forward_kernels(loss.backward)
+        assert calls == 0 and same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, plain)
+        del loss
+        assert switch.store.used == 0
 
 
 def test_dropout_draws_the_same_numbers_again():

@@ -15,6 +15,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from .attention import keeping
+
 try:
     import triton
     import triton.language as tl
@@ -59,7 +61,7 @@ class Parked:
     ):
         self.lane, self.pages, self.store, self.before = lane, pages, store, store.last
         self.shape, self.dtype, self.version, self.owners, self.asked = x.shape, x.dtype, x._version, 1, 0
-        self.coming, self.source = None, x
+        self.coming, self.source, self.beside = None, x, []  # beside: what backward wants at the same time
         self.leaving = lane.copy(self._pairs(x))
 
     def _pairs(self, x, back=False):
@@ -87,9 +89,11 @@ class Parked:
         "Begin to bring it back."
         x = torch.empty(self.shape, dtype=self.dtype, device=self.lane.device)
         self.coming = x, self.lane.copy(self._pairs(x, back=True))
+        for other in self.beside:
+            if other.coming is None: other.start()
 
     def fetch(self) -> torch.Tensor:  # on its device
-        "Bring it back, and begin with the one that was parked before it, which backward wants next."
+        "Bring it back, and begin with the layer input that was parked before it, which backward wants next, and what lies beside that."
         if self.coming is None: self.start()
         x, copy = self.coming
         _wait(copy)
@@ -150,6 +154,21 @@ class HostStore:
         self.under_way.append(parked)
         return parked
 
+    def park_beside(
+        self,
+        x: torch.Tensor,  # that backward could compute again
+    ) -> "Parked | None":  # None: no room, or nothing to lie beside
+        "Begin to copy a tensor to the host that will come back with what was parked last."
+        first = self.last()
+        if first is None or x.device != first.lane.device: return None
+        pages = self._take(first.lane, x.nbytes)
+        if pages is None: return None
+        parked = Parked(x.contiguous(), first.lane, pages, self)
+        parked.before = lambda: None
+        first.beside.append(parked)
+        self.under_way.append(parked)
+        return parked
+
     def settle(self) -> None:
         "What has been parked no longer takes memory on the device."
         while self.under_way: self.under_way.pop(0).settle()
@@ -197,6 +216,38 @@ def _base(model):
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
+class _Remembered:
+    "What attention computed in a layer's first pass, in host memory until the second; the context of the second."
+
+    def __init__(self, store): self.store, self.answers, self.inside = store, [], None
+
+    def contexts(self): return keeping(self._first), self  # for `checkpoint`
+
+    def _first(self, compute):
+        tensors = compute()
+        self.answers.append([self._put(x.detach()) for x in tensors])
+        return tensors
+
+    def _put(self, x):
+        "A function that gets the tensor back; None: it has to be computed again."
+        if not x.is_floating_point(): return lambda: x  # the state of a kernel, a few bytes
+        order = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # as it lies in memory
+        parked = self.store.park_beside(x.permute(order))
+        return parked and (lambda: parked.fetch().permute(sorted(range(len(order)), key=order.__getitem__)))
+
+    def _second(self, compute):
+        answer = next(self.left, None)
+        return compute() if answer is None or None in answer else [get() for get in answer]
+
+    def __enter__(self):
+        self.left, self.inside = iter(self.answers), keeping(self._second)
+        self.inside.__enter__()
+
+    def __exit__(self, *error):
+        self.inside.__exit__(*error)
+        self.left = self.inside = None  # no circle: the host's pages are free as soon as the graph is
+
+
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")  # transformers' two attributes
 
 
@@ -208,6 +259,7 @@ class OffloadedLayers:
         model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
         store: HostStore,
         release: bool,  # the store too, when the switch is taken out
+        attention_from: int | None,  # tokens from which what attention computed goes to the host too; None: never
     ):
         base = _base(model)
         if not getattr(base, "supports_gradient_checkpointing", False) or not hasattr(base, "_set_gradient_checkpointing"):
@@ -215,15 +267,17 @@ class OffloadedLayers:
         modules = [m for m in base.modules() if hasattr(m, "gradient_checkpointing")]
         if any(isinstance(vars(m).get(_NAMES[1]), OffloadedLayers) for m in modules):
             raise ValueError("the layers of this model are offloaded already: call .remove() on that switch first")
-        self.store, self.release_store = store, release
+        self.store, self.release_store, self.attention_from = store, release, attention_from
         self.earlier = [(m, {name: vars(m)[name] for name in _NAMES if name in vars(m)}) for m in modules]
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=self)
 
     def __call__(self, function, *args):
         "What transformers calls for a layer, in training."
         if not torch.is_grad_enabled(): return function(*args)
+        long = self.attention_from is not None and torch.is_tensor(args[0]) and args[0].shape[1:2].numel() >= self.attention_from
+        remembered = dict(context_fn=_Remembered(self.store).contexts) if long else {}
         try:
-            with saved_tensors_hooks(self.store.park, _fetch): return checkpoint(function, *args, use_reentrant=False)
+            with saved_tensors_hooks(self.store.park, _fetch): return checkpoint(function, *args, use_reentrant=False, **remembered)
         finally: self.store.settle()
 
     def remove(self) -> None:
@@ -244,10 +298,11 @@ def offload_layers(
     *,
     max_host_bytes: int | None = None,  # inputs beyond it stay on the device, with a warning; None: no limit
     store: HostStore | None = None,  # one that others use too, instead of max_host_bytes; it is not released with the switch
+    attention_from: int | None = 8192,  # tokens from which what the flash kernels computed waits there too, if there is room, and is not computed again; None: never
 ) -> OffloadedLayers:  # .remove() puts it back; a context manager too; .store has the figures
     "Keep of each layer its input only, and that in host memory."
     if store is not None and max_host_bytes is not None: raise ValueError("max_host_bytes and store are given: a store has a limit of its own (HostStore(max_bytes=...)), so give one of the two")
-    return OffloadedLayers(model, HostStore(max_host_bytes) if store is None else store, release=store is None)
+    return OffloadedLayers(model, HostStore(max_host_bytes) if store is None else store, release=store is None, attention_from=attention_from)
 
 # %% ../../nbs/model/09_offload.ipynb #caeadd99
 @contextmanager

@@ -27,7 +27,7 @@ except (ImportError, AttributeError) as error:
 # %% ../../nbs/rollout/07_packed_experts.ipynb #3afc7a0b
 WARPS = 4  # that share the sum over K
 COLUMNS = {8: 32, 16: 64}  # of a tile that has so many rows
-MOST_ROWS = 64  # of a batch: as far as it was checked on a card against float64; larger batches are decoded by `kernels`
+MOST_ROWS = 256  # of a batch: beyond it each expert has so many rows that decoding its weights for every 16 of them costs more than `kernels` does
 MOST_RANK = 32  # of the adapters of a matrix: their loop is unrolled
 
 

@@ -62,6 +62,32 @@ def test_values_and_gradients_against_float64(backend, name, dtype, bound):
     assert max(ours) < bound, ours
 
 
+LONG = {"full": (1024, {}), "a length that is rounded up": (777, {}), "padded": (777, dict(pad_lens=[0, 300])), "after a short prompt": (777, dict(offset=150)), "after a long one": (777, dict(offset=300))}
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="cuDNN's kernel is taken from compute capability 9.0 on")
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.01), (torch.float16, 0.002)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", LONG)
+def test_long_full_layers_by_cudnn(name, dtype, bound, parts, monkeypatch):
+    "All heads at once, and some at a time."
+    length, given = LONG[name]
+    offset = given.get("offset", 0)
+    inputs, upstream = tensors(2, 16, 4, length, length + offset, 64, dtype)
+    options = {key: torch.tensor(value, device="cuda") if key == "pad_lens" else value for key, value in given.items()}
+    monkeypatch.setattr(attention, "SHORTEST_CUDNN", 512)
+    monkeypatch.setattr(attention, "GRADIENT_BYTES", 4 // parts * attention._scratch(inputs[0], inputs[1]))
+    expected = "flex" if name == "after a long one" else "flash"
+    assert choose_backend(*inputs[:2], Mask(options.get("pad_lens"), length, length + offset, offset, None, device="cuda"))[0] == expected
+    truth = value_and_gradients(sink_attention, [x.double() for x in inputs], upstream.double(), backend="eager", **options)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile: ours = errors(value_and_gradients(sink_attention, inputs, upstream, backend="flash", **options), truth)
+    calls = {event.key: event.count for event in profile.key_averages() if "cudnn_attention" in event.key}
+    assert max(ours) < bound, ours
+    assert (name == "after a long one") == (not calls), calls
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert choose_backend(*inputs[:2])[0] == "flex"
+
+
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("D", [16, 128])
 def test_other_head_sizes(backend, D):

@@ -74,7 +74,7 @@ def a_product(B, K, N, E, rank=0, gated=True, scales=(118, 123), top=4):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("B, K, N, E, rank, scales", [
-    (1, 2880, 5760, 32, 0, (118, 123)), (16, 2880, 2880, 32, 0, (118, 123)), (33, 2880, 2880, 32, 8, (118, 123)), (64, 2880, 5760, 32, 0, (112, 128)),
+    (1, 2880, 5760, 32, 0, (118, 123)), (16, 2880, 2880, 32, 0, (118, 123)), (33, 2880, 2880, 32, 8, (118, 123)), (64, 2880, 5760, 32, 0, (112, 128)), (128, 2880, 5760, 32, 0, (118, 123)), (256, 2880, 2880, 32, 8, (118, 123)),
     (8, 2880, 5760, 128, 8, (118, 123)), (40, 2880, 2880, 128, 0, (118, 123)),  # gpt-oss-120b
     (3, 32, 64, 8, 0, (118, 123)), (9, 544, 192, 8, 1, (118, 123)), (20, 128, 64, 8, 32, (118, 123)), (16, 512, 32, 8, 5, (118, 123))], ids=str)
 def test_the_kernel_in_gluon(B, K, N, E, rank, scales, gated):
@@ -98,11 +98,11 @@ def test_scales_from_tiny_to_huge(B):
 
 def test_who_decodes_what():
     experts = packed_layer(E=8, H=512, I=512)
-    assert packed_experts.suits(experts, 64, torch.bfloat16) and not packed_experts.suits(experts, 65, torch.bfloat16)
+    assert packed_experts.suits(experts, packed_experts.MOST_ROWS, torch.bfloat16) and not packed_experts.suits(experts, packed_experts.MOST_ROWS + 1, torch.bfloat16)
     assert not packed_experts.suits(experts, 1, torch.float16)
 
 
-@pytest.mark.parametrize("B", [1, 2, 8, 16, 33, 40, 64, 200, 256])
+@pytest.mark.parametrize("B", [1, 2, 8, 16, 33, 40, 64, 128, 200, 256, 384])
 @pytest.mark.parametrize("rank", [0, 8])
 def test_decode_reads_the_packed_bytes(B, rank):
     experts = packed_layer(rank=rank)
