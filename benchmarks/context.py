@@ -102,7 +102,6 @@ class Limits:
             from grpo_nb.model import attention
 
             self.stack.enter_context(mock.patch.dict(attention.BACKENDS, flex=forbidden, flash=forbidden))
-            self.stack.enter_context(mock.patch.dict(sys.modules, {"grpo_nb.rollout.kernels": None}))  # an import of it fails
             for name, answer in (("get_device_capability", (7, 5)), ("is_bf16_supported", False)): self.stack.enter_context(mock.patch(f"torch.cuda.{name}", told_to_us(getattr(torch.cuda, name), answer)))
             for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_cudnn_sdp): switch(False)
         if self.cap is not None:

@@ -2,14 +2,20 @@
 import inspect
 import re
 import sys
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from grpo_nb.model import fused
+from grpo_nb.model.experts import ExpertWeights
+from grpo_nb.model.packed import PackedWeight
 from grpo_nb.rollout import kernels, packed_experts
+from grpo_nb.rollout.pages import LayerCache
+from grpo_nb.rollout.steps import LayerWeights, Projection
 
 ALIGNED = set("I N K H V count se sk sn ue ur un NA NB NC".split())  # sizes that are multiples of 16 in gpt-oss
 
@@ -31,13 +37,42 @@ def cases(half):
     yield "activate", fused._activate, rows, dict(BI=1024), 4, 3
     yield "activate_backward", fused._activate_backward, dict(rows, gradient=p, share=f, sums=f), dict(BI=512), 4, 3
     yield "combine", fused._combine, dict(y=p, place=l, weights=f, indices=l, bias=p, out=f), dict(K=4, HAS_WEIGHTS=True, HAS_BIAS=True, BN=1024), 4, 3
-    if half == "fp16": return  # the decoding kernels ask for compute capability 8.0
+    ptx = half == "bf16"
     for packed in (False, True):
         for rank in (0, 8):
             for BM, BN, BK, stages in ((16, 64, 256, 4), (32, 128, 128, 4), (64, 128, 128, 4)) if packed else ((16, 64, 64, 4), (32, 128, 64, 4), (64, 128, 64, 4)):
                 pointers = dict(x=p, token_of=i, weight_of=f, w="*u8" if packed else p, scales="*u8" if packed else p, bias=p, t=f if rank else p, up=p, out=p, item_expert=i, item_start=i, item_end=i)
-                constants = dict(GATHER=True, GATED=True, HAS_BIAS=True, ROUND=True, R=rank, RP=16, PACKED=packed, PTX=packed, IEEE=False, BM=BM, BN=BN, BK=BK)
+                constants = dict(GATHER=True, GATED=True, HAS_BIAS=True, ROUND=ptx, R=rank, RP=16, PACKED=packed, PTX=packed and ptx, IEEE=False, BM=BM, BN=BN, BK=BK)
                 yield f"experts {'packed' if packed else 'dense'} rank {rank} tile {BM}x{BN}x{BK}", kernels._experts, pointers, constants, 4, stages
+
+
+def steps(half):
+    "The launches of a decoding step of gpt-oss-20b: (kernel, types, constants, what is a multiple of 16, options), from tensors without memory. In float16 the residual stream is float32."
+    dtype, wide = (torch.float16, torch.float32) if half == "fp16" else (torch.bfloat16, torch.bfloat16)
+    short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1"}
+    seen = {}
+    def note(kernel, *args, grid, warmup=False, num_warps=4, num_stages=3, **given):
+        values = dict(zip(inspect.signature(kernel.fn).parameters, args)) | given
+        constants = {name: value for name, value in values.items() if kernel.params[list(values).index(name)].is_constexpr}
+        types = {name: "constexpr" if name in constants else f"*{short[x.dtype]}" if torch.is_tensor(x) else "fp32" if isinstance(x, float) else "i32" for name, x in values.items()}
+        aligned = {(n,): [["tt.divisibility", 16]] for n, (name, x) in enumerate(values.items()) if name not in constants and (torch.is_tensor(x) or isinstance(x, int) and x % 16 == 0)}
+        seen[kernel.fn.__name__, str(types), str(constants)] = kernel, types, constants, aligned, dict(num_warps=num_warps, num_stages=num_stages)
+    def t(*shape, dtype=dtype): return torch.empty(*shape, dtype=dtype, device="meta")
+    def linear(n, k, rank=8): return Projection(t(n, k), t(n), t(rank, k), t(n, rank), 2.0) if rank else Projection(t(n, k), t(n))
+    H = I = 2880
+    experts = ExpertWeights(PackedWeight(t(32, 2 * I, H // 32, 16, dtype=torch.uint8), t(32, 2 * I, H // 32, dtype=torch.uint8), dtype), t(32, 2 * I), PackedWeight(t(32, H, I // 32, 16, dtype=torch.uint8), t(32, H, I // 32, dtype=torch.uint8), dtype), t(32, H), 1.702, 7.0)
+    layer = LayerWeights(t(H), linear(4096, H), linear(512, H), linear(512, H), linear(H, 4096), t(64), t(H), t(32, H), t(32), experts)
+    caches = [LayerCache(t(50, 8, 128, 64), t(50, 8, 128, 64), None, t(33, 4, dtype=torch.int32)), LayerCache(t(33, 8, 128, 64), t(33, 8, 128, 64), 128, None)]
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", note):
+        for B in (1, 8, 32):
+            x, lengths, rows = t(B, H, dtype=wide), t(33, dtype=torch.int32), t(B, dtype=torch.long)
+            qkv = kernels.project(t(B, H), (layer.query, layer.key, layer.value))
+            for cache in caches: out = kernels.attend(qkv, t(B, 32, dtype=wide), t(B, 32, dtype=wide), cache, rows, lengths, t(64), kv_heads=8, scale=0.125)
+            kernels.project(out, (layer.output,), residual=x)
+            _, normed = kernels.mix(x, layer, t(H), top=4, eps=1e-5, dtype=dtype)
+            logits = kernels.project(normed, (linear(201_088, H, 0),))
+            kernels.draw(logits, t(B, dtype=torch.float64))
+    return seen.values()
 
 
 def packed_cases():
@@ -75,6 +110,11 @@ def main():
                 compiled = triton.compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps, num_stages=stages))
                 print(f"{capability} {name}: {compiled.metadata.shared} bytes", flush=True)
             except Exception as error: print(f"{capability} {name}: FAILED {error!r}"[:500], flush=True)
+        for kernel, types, constants, aligned, options in steps("fp16" if capability < 80 else "bf16"):
+            try:
+                compiled = triton.compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32), options=options)
+                print(f"{capability} step: {kernel.fn.__name__}: {compiled.metadata.shared} bytes", flush=True)
+            except Exception as error: print(f"{capability} step: {kernel.fn.__name__} {constants}: FAILED {error!r}"[:600], flush=True)
         if capability >= 80: compile_packed(capability)
 
 

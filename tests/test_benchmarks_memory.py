@@ -137,7 +137,6 @@ def test_a_t4_is_reported_to_the_library_only(context):
     with context.Limits(14.5, True):
         assert torch.cuda.get_device_capability is not real
         with pytest.raises(RuntimeError, match="8.0"): attention.BACKENDS["flex"]()
-        with pytest.raises(ImportError): importlib.import_module("grpo_nb.rollout.kernels")
     assert torch.cuda.get_device_capability is real and attention.BACKENDS["flex"] is flex
     with context.NoBFloat16():
         torch.ones(2).half()

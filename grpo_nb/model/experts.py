@@ -117,23 +117,11 @@ def _grouped_mm(x, weight, offs):
     return F.grouped_mm(x, weight, offs=offs) if hasattr(F, "grouped_mm") else torch._grouped_mm(x, weight, offs=offs)
 
 
-def _product(x, weight, out):
-    "One matrix product into `out`, which may be wider than its float16 factors."
-    if out.dtype == x.dtype: torch.mm(x, weight, out=out)
-    elif x.is_cuda: out.copy_(torch.mm(x, weight, out_dtype=out.dtype))
-    else: torch.mm(x.to(out.dtype), weight.to(out.dtype), out=out)
-
-
-def _dense(weight):
-    "A weight as the products want it."
-    return weight.dequantize() if isinstance(weight, PackedWeight) else weight
-
-
 def can_group(
     device: torch.device,  # where the experts are
     dtype: torch.dtype,  # that the products are computed in
     *sizes: int,  # H and I
-) -> bool:  # False: a loop over the experts that have tokens
+) -> bool:  # False: one expert after the other
     "Whether torch has one call for all experts here: bfloat16 on CUDA from compute capability 8.0; float32 and bfloat16 on a CPU from torch 2.11."
     if any(size % 8 for size in sizes): return False  # rows must be multiples of 16 bytes
     if device.type == "cuda": return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -143,14 +131,13 @@ def can_group(
 class _Groups:
     "Pairs (token, expert) in the order of their experts, and where each expert's rows end."
 
-    def __init__(self, indices, num_experts, grouped):
+    def __init__(self, indices, num_experts):
         ids, self.order = torch.sort(indices.reshape(-1), stable=True)              # (P,) each; stable: the same order on every run
         self.ids, self.tokens = ids, self.order // indices.shape[1]                 # (P,) the expert and the token of each row
         self.place = torch.empty_like(self.order)
         self.place[self.order] = torch.arange(len(ids), device=ids.device)          # (P,) the row of each pair
         self.place = self.place.view(indices.shape)                                 # (T, K)
         self.ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)  # (E,)
-        self.grouped = grouped
 
     @cached_property
     def bounds(self):
@@ -162,16 +149,9 @@ class _Groups:
         "(expert, first row, last row + 1) of the experts that have rows."
         return [(e, start, end) for e, (start, end) in enumerate(zip(self.bounds, self.bounds[1:])) if end > start]
 
-    def products(self, x, weight, wide=False):
-        "x (P, in) times each row's expert's matrix (E, in, out) -> (P, out); `wide`: float32 out of float16."
-        if self.grouped and not isinstance(weight, PackedWeight): return _grouped_mm(x, weight.to(x.dtype), offs=self.ends)
-        if self.grouped: return self._unpacked_products(x, weight)
-        y = x.new_empty(len(x), weight.shape[2], dtype=_wide(x.dtype) if wide else x.dtype)
-        for e, start, end in self.spans: _product(x[start:end], _dense(weight[e]).to(x.dtype), y[start:end])
-        return _finite(y)
-
-    def _unpacked_products(self, x, weight):
-        "`products`, some experts unpacked at a time."
+    def products(self, x, weight):
+        "x (P, in) times each row's expert's matrix (E, in, out) -> (P, out); of packed weights some experts are unpacked at a time."
+        if not isinstance(weight, PackedWeight): return _grouped_mm(x, weight.to(x.dtype), offs=self.ends)
         step = max(1, UNPACKED // (weight[0].numel() * x.element_size()))
         if step >= len(weight): return _grouped_mm(x, weight.dequantize().to(x.dtype), offs=self.ends)
         y = x.new_empty(len(x), weight.shape[2])
@@ -182,12 +162,8 @@ class _Groups:
 
     def outer(self, x, y):
         "The sum over each expert's rows of x^T y: (P, m), (P, n) -> (E, m, n)."
-        if self.grouped:
-            counts = self.ends.diff(prepend=self.ends.new_zeros(1))
-            return _grouped_mm(x.T, y, offs=self.ends).masked_fill_((counts == 0)[:, None, None], 0)
-        result = x.new_zeros(len(self.ends), x.shape[1], y.shape[1])
-        for e, start, end in self.spans: torch.mm(x[start:end].T, y[start:end], out=result[e])
-        return result
+        counts = self.ends.diff(prepend=self.ends.new_zeros(1))
+        return _grouped_mm(x.T, y, offs=self.ends).masked_fill_((counts == 0)[:, None, None], 0)
 
     def sums(self, x):
         "The sum of each expert's rows, (P, n) -> (E, n), in float32 or wider."
@@ -259,10 +235,10 @@ def _join(lora, dtype):
     return F.pad(a, (0, pad)).contiguous(), F.pad(b, (0, 0, 0, pad)).contiguous()
 
 # %% ../../nbs/model/05_experts.ipynb #0df855fc
-def _affine(groups, x, weight, a, b, wide=False):
+def _affine(groups, x, weight, a, b):
     "x @ (W[e] + a[e] @ b[e]) without the sum."
-    y = groups.products(x, weight, wide)
-    return y if a is None else y.add_(groups.products(groups.products(x, a), b, wide))
+    y = groups.products(x, weight)
+    return y if a is None else y.add_(groups.products(groups.products(x, a), b))
 
 
 def _affine_backward(groups, g, weight, a, b):
@@ -288,7 +264,7 @@ def _pre_activation(hidden, groups, dtype, weight, a, b):
     "Gate and up before their bias (P, 2I), rows sorted by expert."
     return _affine(groups, hidden.to(dtype).index_select(0, groups.tokens), weight, a, b)
 
-# %% ../../nbs/model/05_experts.ipynb #34fc69e5
+# %% ../../nbs/model/05_experts.ipynb #c604d12c
 class _Many(torch.autograd.Function):
     "Pairs sorted by expert; keeps the input, and `z` unless it is to be computed again."
 
@@ -296,12 +272,14 @@ class _Many(torch.autograd.Function):
     def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, alpha, limit, dtype, recompute):
         activate, _, combine = _passes(hidden.device)
         with _no_autocast(hidden.device):
-            groups = _Groups(indices, len(gate_up), can_group(hidden.device, dtype, *down.shape[1:]))
+            groups = _Groups(indices, len(gate_up))
             z = _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)                              # (P, 2I)
-            y = _affine(groups, activate(z, groups.ids, gate_up_bias, alpha, limit), down, down_a, down_b, wide=dtype == torch.float16)  # (P, H)
+            act = activate(z, groups.ids, gate_up_bias, alpha, limit)                                              # (P, I)
+            if recompute: z = None                                                                                 # its memory is free for what follows
+            y = _affine(groups, act, down, down_a, down_b)                                                         # (P, H)
             result = combine(y, groups.place, weights.to(_wide(dtype)), indices, down_bias)                        # (T, H)
         ctx.groups, ctx.constants, ctx.spent = groups, (alpha, limit, dtype), False
-        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, None if recompute else z)
+        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, z)
         return result.to(hidden.dtype)
 
     @staticmethod
@@ -330,6 +308,79 @@ class _Many(torch.autograd.Function):
             if needs[7] or needs[8]: grads[7], grads[8] = _factor_gradients(groups, x, dz, gate_up_a, gate_up_b)
         return tuple(grads)
 
+# %% ../../nbs/model/05_experts.ipynb #64039a38
+def _dense(weight, dtype):
+    "A matrix as a product wants it."
+    return (weight.dequantize() if isinstance(weight, PackedWeight) else weight).to(dtype)
+
+
+def _mm(x, weight, wide):
+    "A product; `wide`: float32 out of float16."
+    if not wide or x.dtype != torch.float16: return x @ weight
+    return torch.mm(x, weight, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float()
+
+
+def _times(x, weight, a, b, wide=False):
+    "x @ (W + a @ b) without the sum."
+    y = _mm(x, weight, wide)
+    return _finite(y if a is None else y.add_(_mm(x @ a, b, wide)))
+
+
+def _of(e, *tensors):
+    "One expert's part of each; None stays None."
+    return [None if x is None else x[e] for x in tensors]
+
+
+class _Each(torch.autograd.Function):
+    "`_Many`, one expert after the other; keeps the input, and `z` unless it is to be computed again."
+
+    @staticmethod
+    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, alpha, limit, dtype, recompute):
+        activate, kept = _passes(hidden.device)[0], []
+        with _no_autocast(hidden.device):
+            groups, share = _Groups(indices, len(gate_up)), weights.to(_wide(dtype)).reshape(-1)
+            result = hidden.new_zeros(hidden.shape, dtype=_wide(dtype))                                            # (T, H)
+            for e, start, end in groups.spans:
+                tokens, ids = groups.tokens[start:end], groups.ids[start:end]
+                z = _times(hidden[tokens].to(dtype), _dense(gate_up[e], dtype), *_of(e, gate_up_a, gate_up_b))     # (rows, 2I)
+                y = _times(activate(z, ids, gate_up_bias, alpha, limit), _dense(down[e], dtype), *_of(e, down_a, down_b), wide=True)
+                result.index_add_(0, tokens, (y.to(_wide(dtype)) + down_bias[e]).mul_(share[groups.order[start:end], None]))
+                if not recompute: kept.append(z)
+        ctx.groups, ctx.constants, ctx.spent = groups, (alpha, limit, dtype), False
+        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *kept)
+        return result.to(hidden.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *kept = ctx.saved_tensors
+        groups, (alpha, limit, dtype), needs, activate_backward = ctx.groups, ctx.constants, ctx.needs_input_grad, _passes(hidden.device)[1]
+        wide, grads = _wide(dtype), [None] * 15
+        with _no_autocast(hidden.device):
+            share, d_share = weights.to(wide).reshape(-1), weights.new_empty(weights.numel(), dtype=wide)
+            for place, x in ((3, gate_up), (4, gate_up_bias), (5, down), (6, down_bias), (7, gate_up_a), (8, gate_up_b), (9, down_a), (10, down_b)):
+                if needs[place]: grads[place] = torch.zeros_like(x)
+            if needs[0]: grads[0] = hidden.new_zeros(hidden.shape, dtype=wide)
+            for number, (e, start, end) in enumerate(groups.spans):
+                tokens, ids, pairs = groups.tokens[start:end], groups.ids[start:end], groups.order[start:end]
+                w1, a1, b1, w2, a2, b2 = _dense(gate_up[e], dtype), *_of(e, gate_up_a, gate_up_b), _dense(down[e], dtype), *_of(e, down_a, down_b)
+                x, g = hidden[tokens].to(dtype), gradient[tokens].to(dtype)                                        # (rows, H) each
+                z = kept[number] if kept and not ctx.spent else _times(x, w1, a1, b1)                              # (rows, 2I)
+                act = _times(g, w2.T, *(None if f is None else f.T for f in (b2, a2)))                             # (rows, I) the gradient of the activation, and then
+                dz, sums = activate_backward(z, ids, gate_up_bias, act, share[pairs], alpha, limit, z.data)        # the activation itself, times its share
+                d_share[pairs] = sums + g.to(wide) @ down_bias[e].to(wide)
+                if needs[0]: grads[0].index_add_(0, tokens, _times(dz, w1.T, *(None if f is None else f.T for f in (b1, a1))).to(wide))
+                if needs[3]: grads[3][e] = x.T @ dz
+                if needs[4]: grads[4][e] = dz.sum(0, dtype=wide)
+                if needs[5]: grads[5][e] = act.T @ g
+                if needs[6]: grads[6][e] = (g * share[pairs, None]).sum(0, dtype=wide)
+                if needs[7] or needs[8]: grads[7][e], grads[8][e] = x.T @ (dz @ b1.T), (x @ a1).T @ dz
+                if needs[9] or needs[10]: grads[9][e], grads[10][e] = act.T @ (g @ b2.T), (act @ a2).T @ g
+        ctx.spent = True                                                                              # z was overwritten: another backward pass computes it again
+        if needs[0]: grads[0] = grads[0].to(hidden.dtype)
+        if needs[2]: grads[2] = d_share.view_as(weights).to(weights.dtype)
+        return tuple(grads)
+
 # %% ../../nbs/model/05_experts.ipynb #0ec8967b
 def _loop(hidden, indices, weights, experts, dtype):
     "Expert after expert, each on the tokens sent to it."
@@ -351,7 +402,8 @@ def _loop(hidden, indices, weights, experts, dtype):
 # %% ../../nbs/model/05_experts.ipynb #075a1fe5
 def _many(hidden, indices, weights, experts, dtype, recompute):
     w = experts
-    return _Many.apply(hidden, indices, weights, w.gate_up, w.gate_up_bias, w.down, w.down_bias, *_join(w.gate_up_lora, dtype), *_join(w.down_lora, dtype),
+    function = _Many if can_group(hidden.device, dtype, *w.down.shape[1:]) else _Each
+    return function.apply(hidden, indices, weights, w.gate_up, w.gate_up_bias, w.down, w.down_bias, *_join(w.gate_up_lora, dtype), *_join(w.down_lora, dtype),
                        w.alpha, w.limit, dtype, recompute)
 
 # %% ../../nbs/model/05_experts.ipynb #d07aaadc
@@ -389,7 +441,7 @@ def routed_experts(
     *,
     path: str = "auto",  # "reference", "few" (decode), "many" (prefill, training), "loop" (without gradients); auto: few for a handful of pairs without gradients, loop on a CPU in inference mode, else many
     recompute: bool = False,  # many: keep only the input for the backward pass and compute gate_up again there
-    slice_tokens: int | None = None,  # many: so many tokens at a time; with `recompute`, working memory no longer grows with T
+    slice_tokens: int | None = None,  # many: so many tokens at a time (where all experts are one call); with `recompute`, working memory no longer grows with T
 ) -> torch.Tensor:  # (T, H) in hidden's dtype
     "What each token's K experts say, weighted and summed; no expert computes anything for a token that was not sent to it."
     _check(hidden, indices, weights, experts)
@@ -406,7 +458,7 @@ def routed_experts(
     dtype = _compute_dtype(hidden, experts)
     if path in ("few", "loop"):
         with _no_autocast(hidden.device): return (_few if path == "few" else _loop)(hidden, indices, weights, experts, dtype)
-    step = slice_tokens or len(hidden)
+    step = slice_tokens if slice_tokens and can_group(hidden.device, dtype, *experts.down.shape[1:]) else len(hidden)  # one expert after the other, slices would save nothing
     parts = [_many(h, i, w, experts, dtype, recompute) for h, i, w in zip(hidden.split(step), indices.split(step), weights.split(step))]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -94,10 +94,14 @@ class Decoder:
             self.steps = fast
 
     def kernels_run(self) -> bool:
-        "Whether the Triton kernels can decode this model here: a GPU of compute capability 8.0, powers of two where they want them."
+        "Whether the Triton kernels can decode this model here: a GPU of compute capability 8.0, or an older one that passes a trial; powers of two where they want them."
+        if self.device.type != "cuda" or importlib.util.find_spec("triton") is None or self.dtype == torch.float64: return False
         powers = all(n > 0 and n & (n - 1) == 0 for n in (self.head_dim, self.config.num_local_experts, *(w for w in self.windows if w)))
-        return (self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0) and importlib.util.find_spec("triton") is not None
-                and powers and self.head_dim >= 32 and min((w for w in self.windows if w), default=16) >= 16 and self.dtype != torch.float64)
+        if not powers or self.head_dim < 32 or min((w for w in self.windows if w), default=16) < 16: return False
+        if torch.cuda.get_device_capability(self.device) >= (8, 0): return True
+        from grpo_nb.rollout.kernels import works
+
+        return works(self.device, self.dtype)
 
     @property
     def shape(self) -> CacheShape:
