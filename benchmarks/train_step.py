@@ -186,7 +186,7 @@ class Step:
     def __init__(self, model, *, offload, store=None, way="trainer", mini_batch=None, logit_chunk_multiplier=None, precision=None, optimizer=None):
         from grpo_nb.model.offload import HostStore, offload_layers
         from grpo_nb.training.config import GRPOConfig
-        from grpo_nb.training.parts import Precision, frozen_dtype
+        from grpo_nb.training.parts import Precision, checkpoint_layers, frozen_dtype
         from grpo_nb.training.pieces import known_shape, possible_tiles
 
         self.model, self.way, self.optimizer = model.train(), way, optimizer
@@ -195,8 +195,7 @@ class Step:
         self.settings = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
         device = next(p.device for p in model.parameters() if p.requires_grad)
         self.precision = precision or Precision(GRPOConfig(), device, frozen_dtype(model))
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint_layers(model, {"use_reentrant": False})
         self.store = (store or HostStore()) if offload else None
         self.switch = offload_layers(model, store=self.store) if offload else None
 

@@ -1,5 +1,5 @@
 "The planner: shapes and bytes against transformers' own models, against a meter of live storages, and against measurements of an H200."
-import json, subprocess, sys
+import inspect, json, subprocess, sys
 from contextlib import nullcontext
 import weakref
 from dataclasses import fields, replace
@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_nb.algorithm import logprobs
-from grpo_nb.model import attention, experts, loading  # noqa: F401 (registers attention with transformers)
-from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_PER_CHUNK, UNPACKED, Card, GiB, Setup, advice_text, advise, attention_peak, describe, free_memory, head_bytes, kv_bytes,
+from grpo_nb.model import attention, experts, loading, memory  # noqa: F401 (registers attention with transformers)
+from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_PER_CHUNK, UNPACKED, Card, GiB, Setup, advice_text, advise, attention_peak, attention_scratch, describe, free_memory, head_bytes, kv_bytes,
                                   layer_inputs, longest_context, longest_sequence, lora_parameters, mlp_peak, plan, plan_of, read_shape, standard, step_bytes, unpack_bytes, weight_bits, weight_bytes)
+from grpo_nb.model.offload import offload_layers
 from grpo_nb.rollout import decoder
 from grpo_nb.rollout.pages import CacheShape
 from grpo_nb.training import policy, trainer
@@ -45,11 +46,11 @@ def test_there_are_enough_measurements_and_each_says_where_it_is_from():
 
 
 @pytest.mark.parametrize("kernel, tokens, gib", [("flex", 2048, 0.052), ("flex", 16_384, 0.414), ("flex", 65_536, 1.656), ("sink_key", 2048, 0.164), ("sink_key", 8192, 0.612), ("sink_key", 65_536, 4.825),
-                                                 ("flash", 8192, 0.521), ("flash", 65_536, 4.172), ("eager", 2048, 2.049), ("eager", 4096, 8.098), ("eager", 8192, 32.199)])
+                                                 ("flash", 4096, 0.199), ("flash", 8192, 0.396), ("flash", 32_768, 0.986), ("flash", 131_072, 3.129), ("eager", 2048, 2.049), ("eager", 4096, 8.098), ("eager", 8192, 32.199)])
 def test_attention_as_an_h200_measured_it(kernel, tokens, gib):
     shape = MODELS["gpt-oss-20b"]
     given = 2 * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.heads + 4 * shape.hidden  # q, k, v and the gradient that comes in; what norm and sums keep
-    assert tokens * (attention_peak(shape, 2, False, tokens, kernel) - given) / GiB == pytest.approx(gib, rel=0.07)
+    assert (tokens * (attention_peak(shape, 2, False, tokens, kernel) - given) + attention_scratch(shape, 2, tokens, kernel)) / GiB == pytest.approx(gib, rel=0.08)
 
 
 # Shapes, against transformers' models on the device `meta`
@@ -168,6 +169,8 @@ def test_cache_bytes_are_the_engine_s(prompt, most, groups, group, page):
 
 
 def test_constants_are_those_of_the_code():
+    assert (memory.GRADIENT_BYTES, memory.SHORTEST_CUDNN, memory.LEAN_PART // 4) == (attention.GRADIENT_BYTES, attention.SHORTEST_CUDNN, attention.PART_BYTES)
+    assert memory.KEPT_FROM == inspect.signature(offload_layers).parameters["attention_from"].default
     assert PREFILL_TOKENS == decoder.PREFILL_TOKENS and ROWS_PER_CHUNK == logprobs.ROWS_PER_CHUNK
     shape = MODELS["Llama-3.1-8B"]
     chunk = max(b - a for a, b in logprobs.chunk_rows(1, 5000))
@@ -378,7 +381,7 @@ def test_unpacked_experts_are_counted():
     assert UNPACKED == experts.UNPACKED
     one = 2 * shape.hidden * shape.intermediate * 2
     count = experts.UNPACKED // one
-    assert unpack_bytes(shape, "mxfp4") == count * one and 1 < count < shape.experts and unpack_bytes(shape, "mxfp4", grouped=False) == one and unpack_bytes(shape, "bf16") == 0
+    assert unpack_bytes(shape, "mxfp4") == count * one and 1 < count < shape.experts and unpack_bytes(shape, "mxfp4", grouped=False) == one * 3 // 2 and unpack_bytes(shape, "bf16") == 0
     assert unpack_bytes(replace(shape, intermediate=2**20), "mxfp4") == 2 * shape.hidden * 2**20 * 2                                # at least one expert
     new, old = (plan("gpt-oss-20b", card, weights="mxfp4") for card in (Card("new", 160, (8, 0)), Card("old", 160, (7, 5))))
     dense = plan("gpt-oss-20b", Card("new", 160, (8, 0)), weights="bf16")

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
+from ..model.experts import can_group
 from ..model.memory import free_memory, longest_sequence
 from .pages import rows_that_fit
 from .sampling import SamplingParams, sample_tokens
@@ -277,6 +278,7 @@ def working_bytes(
     c, size = decoder.config, decoder.dtype.itemsize
     filters = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1 or params.temperature == 0
     experts = c.num_experts_per_tok * (6 * c.intermediate_size + 4 * c.hidden_size) * min(tokens, SLICE)  # numbers of one layer that are there at once
+    if not can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size): experts = experts * 2 // c.num_local_experts  # one expert after the other, the busiest has twice its share
     rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
     return c.vocab_size * (size + (32 if filters else 8)), (experts + rest) * size
 

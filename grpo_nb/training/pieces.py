@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES
-from ..model.memory import ModelShape, read_shape, step_bytes, unpack_bytes
+from ..model.experts import can_group
+from ..model.memory import SHORTEST_CUDNN, ModelShape, read_shape, step_bytes, unpack_bytes
 from ..model.packed import PackedWeight, experts_of
 from ..model.tiles import dense_mlps, experts_in_slices
 from .config import GRPOConfig
@@ -49,18 +50,21 @@ def piece_bytes(
     base = base_causal_model(model)
     attention = getattr(base.config, "_attn_implementation", "eager")
     device = base.get_output_embeddings().weight.device
-    old = device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
-    kernel = {"sink": "sink_lean" if old else "flex", "sink_flex": "flex", "flex_attention": "flex", "sink_key": "sink_key", "sink_lean": "sink_lean", "sink_lse": "flash", "eager": "eager"}.get(attention, "sdpa")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    old = capability < (8, 0)
+    length = piece.prompt_ids.shape[1] + piece.completion_ids.shape[1]
+    new = "flash" if capability >= (9, 0) and length >= SHORTEST_CUDNN else "flex"
+    kernel = {"sink": "sink_lean" if old else new, "sink_flex": "flex", "flex_attention": "flex", "sink_key": "sink_key", "sink_lean": "sink_lean", "sink_lse": "flash", "eager": "eager"}.get(attention, "sdpa")
     drawn, prompts = int(piece.completion_mask.sum()), piece.prompt_ids[piece.prompt_mask.any(1)]
     rows = len(torch.unique(torch.where(piece.prompt_mask, piece.prompt_ids, -1), dim=0)) if reads_a_row(model) else len(piece)
-    length = piece.prompt_ids.shape[1] + piece.completion_ids.shape[1]
     tokens = rows * prompts.shape[1] + drawn if reads_a_row(model) else len(piece) * length
     element = 2 if residual == 2 else base.get_output_embeddings().weight.element_size()
     packed = any(isinstance(experts.gate_up_proj, PackedWeight) for experts in experts_of(base).values())
+    each = bool(shape.experts) and not can_group(device, torch.float16 if element == 2 and old else torch.bfloat16 if element == 2 else torch.float32, shape.hidden, shape.intermediate)
     moments = step_bytes(shape, tokens, drawn, length, element, kernel=kernel, repeated=old, checkpointing=config.gradient_checkpointing,
-                         offload_layer_inputs=config.offload_activations, tile=tile, fused=device.type == "cuda",
+                         offload_layer_inputs=config.offload_activations, tile=tile, fused=device.type == "cuda", each=each,
                          residual=residual, logit_chunk_multiplier=config.logit_chunk_multiplier)
-    return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(shape, "mxfp4" if packed else "bf16", element, not old)
+    return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(shape, "mxfp4" if packed else "bf16", element, not each)
 
 
 LARGE, SMALL = (16_384, 8192, 4096), (2048, 1024, 512)  # tokens of a slice: those that cost little time, and those for want of memory
