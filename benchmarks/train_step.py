@@ -382,8 +382,8 @@ def record_of(row, card, versions_):
     "A measured row as the tests of the planner keep it."
     ours = row["library"] in OURS
     name = f"{row['library'] if not ours else 'ours, ' + row['library']}{', layer inputs on the host' if row.get('offload') else ''}, {row['tokens']:,} tokens"
-    plan = dict(model="gpt-oss-20b", card="H200", weights="mxfp4" if row["library"] == "mxfp4" else "bf16", lora_r=8, lora_targets=["attention"], optimizer="sgd", batch=1, context=row["tokens"], prompt=0, attention="flex")
-    plan |= dict(offload_layer_inputs=row["offload"], offload_hidden=row["offload"], offload_embedding=row.get("offload_embedding", False)) if ours else dict(implementation="transformers", tile=None)
+    plan = dict(model="gpt-oss-20b", card="H200", weights="mxfp4" if row["library"] == "mxfp4" else "bf16", lora_r=8, lora_targets=["attention"], optimizer="sgd", batch=1, context=row["tokens"], prompt=0)
+    plan |= dict(offload_layer_inputs=row["offload"], offload_hidden=row["offload"], offload_embedding=row.get("offload_embedding", False)) if ours else dict(implementation="transformers", tile=None, attention="flex")
     said = ", ".join(f"{key} {value}" for key, value in versions_.items() if key in ("torch", "transformers"))
     return dict(name=name, plan=plan, moments=["head", "layer"], peak_gib=row["peak"], source=f"python benchmarks/train_step.py on {card}, {said}; LoRA r=8 on attention, forward and backward; peak: torch.cuda.max_memory_allocated")
 

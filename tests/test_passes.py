@@ -6,7 +6,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, apply_rotary_pos_emb
 
 from grpo_nb.model import attention as _, fused  # attention: its names are known to transformers from here on
-from grpo_nb.model.passes import OnePass, one_norm, one_pass, rotate, rotated
+from grpo_nb.model.passes import OnePass, one_norm, one_pass, project, rotate, rotated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -105,3 +105,81 @@ def test_it_is_saved_and_read_as_before(tmp_path):
     again = GptOssForCausalLM.from_pretrained(tmp_path).to(DEVICE)
     assert not isinstance(again.model.layers[0].self_attn, OnePass)
     torch.testing.assert_close(again(torch.arange(2, 12, device=DEVICE)[None]).logits, expected)
+
+
+# Linear layers with adapters
+
+def three(bias=True, dtype=torch.float64, adapters=None, **config):
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(16, n, bias=bias) for name, n in (("q", 24), ("k", 8), ("v", 8))}).to(DEVICE, dtype)
+    model = get_peft_model(layers, LoraConfig(**{**dict(r=4, lora_alpha=8, target_modules=["q", "k", "v"], init_lora_weights=False), **config}))
+    for name, p in model.named_parameters():
+        if "lora_" in name: p.data = p.data.to(adapters or dtype)
+    return model, list(model.base_model.model.values())
+
+
+def outcome(function, x, linears):
+    "Results, and gradients of the input and of all that is trained."
+    leaves = [x, *(p for linear in linears for p in linear.parameters() if p.requires_grad)]
+    results = function(x)
+    return [*results, *torch.autograd.grad(sum((y.double() * torch.arange(1, 1 + y.shape[-1], device=y.device).double().sin()).sum() for y in results), leaves)]
+
+
+def is_ours(x, linears): return "LowRank" in str(project(x, *linears)[0].grad_fn.next_functions[0][0].name())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16), (1, 1, 16)])
+def test_adapters_as_peft_computes_them(shape, bias, count):
+    _, linears = three(bias)
+    linears = linears[:count]
+    x = torch.randn(*shape, dtype=torch.float64, device=DEVICE).requires_grad_()
+    ours, theirs = outcome(lambda x: project(x, *linears), x, linears), outcome(lambda x: [linear(x) for linear in linears], x, linears)
+    assert is_ours(x, linears)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen, adapters, x_dtype", [(torch.bfloat16, torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16)], ids=str)
+def test_adapters_under_autocast_are_no_less_exact(frozen, adapters, x_dtype):
+    _, linears = three(dtype=frozen, adapters=adapters)
+    _, exact = three(dtype=frozen, adapters=adapters)
+    for linear in exact: linear.double()
+    x = torch.randn(64, 16, device=DEVICE).to(x_dtype).requires_grad_()
+    truth = outcome(lambda x: [linear(x) for linear in exact], x.detach().double().requires_grad_(), exact)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert is_ours(x, linears)
+        ours, theirs = outcome(lambda x: project(x, *linears), x, linears), outcome(lambda x: [linear(x) for linear in linears], x, linears)
+    for a, b, c in zip(ours, theirs, truth, strict=True):
+        assert a.dtype == b.dtype and (a.double() - c).norm() <= 1.3 * (b.double() - c).norm() + 1e-3 * c.norm()
+
+
+@pytest.mark.parametrize("why", ["dropout", "dora", "two adapters", "disabled", "merged", "hook", "trained weight", "a bias of the adapter", "other numbers", "no adapter"])
+def test_what_is_more_than_plain_lora_is_asked_of_the_module(why):
+    config = {"dropout": dict(lora_dropout=0.5), "dora": dict(use_dora=True), "a bias of the adapter": dict(lora_bias=True)}.get(why, {})
+    model, linears = three(adapters=torch.float32 if why == "other numbers" else None, **config)
+    if why == "two adapters":
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["q", "k", "v"], init_lora_weights=False))
+        model.double().base_model.set_adapter(["default", "second"])
+    if why == "disabled": model.base_model.disable_adapter_layers()
+    if why == "merged": model.merge_adapter()
+    if why == "hook": linears[1].register_forward_hook(lambda module, inputs, output: output * 2)
+    if why == "trained weight": linears[0].base_layer.weight.requires_grad_()
+    if why == "no adapter": linears = [linears[0], torch.nn.Linear(16, 8).double().to(DEVICE)]
+    x = torch.randn(4, 16, dtype=torch.float64, device=DEVICE)
+    torch.manual_seed(3)
+    ours = project(x, *linears)
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) for a, b in zip(ours, [linear(x) for linear in linears], strict=True))
+    if why == "dropout": assert is_ours(x, [linear.eval() for linear in linears])
+
+
+def test_an_output_that_nobody_uses_and_an_input_without_gradient():
+    _, linears = three()
+    x = torch.randn(4, 16, dtype=torch.float64, device=DEVICE)
+    leaves = [p for linear in linears for p in linear.parameters() if p.requires_grad]
+    def gradients(results): return torch.autograd.grad(results[1].sin().sum(), leaves, allow_unused=True)
+    for a, b in zip(gradients(project(x, *linears)), gradients([linear(x) for linear in linears])): torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
+    with torch.no_grad(): assert all(torch.allclose(a, linear(x)) for a, linear in zip(project(x, *linears), linears))

@@ -64,6 +64,9 @@ def piece_bytes(
     moments = step_bytes(shape, tokens, drawn, length, element, kernel=kernel, repeated=old, checkpointing=config.gradient_checkpointing,
                          offload_layer_inputs=config.offload_activations, tile=tile, fused=device.type == "cuda", each=each,
                          residual=residual, logit_chunk_multiplier=config.logit_chunk_multiplier)
+    heads = 2 * element * shape.head_dim                                                                  # of a key head and its value
+    rectangles = tokens * heads * (shape.heads + shape.kv_heads) + len(piece) * length * heads * shape.kv_heads if reads_a_row(model) and len(piece) > 1 else 0   # a row's queries, keys, values and answers laid out for attention
+    moments["layer"]["attention"] += rectangles
     return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(shape, "mxfp4" if packed else "bf16", element, not each)
 
 
