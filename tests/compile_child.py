@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from grpo_nb.model import fused
-from grpo_nb.model.experts import ExpertWeights
+from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
 from grpo_nb.rollout import kernels, packed_experts
 from grpo_nb.rollout.pages import LayerCache
@@ -37,12 +37,12 @@ def cases(half):
     yield "activate", fused._activate, rows, dict(BI=1024), 4, 3
     yield "activate_backward", fused._activate_backward, dict(rows, gradient=p, share=f, sums=f), dict(BI=512), 4, 3
     yield "combine", fused._combine, dict(y=p, place=l, weights=f, indices=l, bias=p, out=f), dict(K=4, HAS_WEIGHTS=True, HAS_BIAS=True, BN=1024), 4, 3
-    ptx = half == "bf16"
+    if half == "fp16": return  # `steps` has these for older cards
     for packed in (False, True):
         for rank in (0, 8):
             for BM, BN, BK, stages in ((16, 64, 256, 4), (32, 128, 128, 4), (64, 128, 128, 4)) if packed else ((16, 64, 64, 4), (32, 128, 64, 4), (64, 128, 64, 4)):
                 pointers = dict(x=p, token_of=i, weight_of=f, w="*u8" if packed else p, scales="*u8" if packed else p, bias=p, t=f if rank else p, up=p, out=p, item_expert=i, item_start=i, item_end=i)
-                constants = dict(GATHER=True, GATED=True, HAS_BIAS=True, ROUND=ptx, R=rank, RP=16, PACKED=packed, PTX=packed and ptx, IEEE=False, BM=BM, BN=BN, BK=BK)
+                constants = dict(GATHER=True, GATED=True, HAS_BIAS=True, ROUND=True, R=rank, RP=16, PACKED=packed, PTX=packed, IEEE=False, BM=BM, BN=BN, BK=BK)
                 yield f"experts {'packed' if packed else 'dense'} rank {rank} tile {BM}x{BN}x{BK}", kernels._experts, pointers, constants, 4, stages
 
 
@@ -60,7 +60,7 @@ def steps(half):
     def t(*shape, dtype=dtype): return torch.empty(*shape, dtype=dtype, device="meta")
     def linear(n, k, rank=8): return Projection(t(n, k), t(n), t(rank, k), t(n, rank), 2.0) if rank else Projection(t(n, k), t(n))
     H = I = 2880
-    experts = ExpertWeights(PackedWeight(t(32, 2 * I, H // 32, 16, dtype=torch.uint8), t(32, 2 * I, H // 32, dtype=torch.uint8), dtype), t(32, 2 * I), PackedWeight(t(32, H, I // 32, 16, dtype=torch.uint8), t(32, H, I // 32, dtype=torch.uint8), dtype), t(32, H), 1.702, 7.0)
+    experts = ExpertWeights(PackedWeight(t(32, 2 * I, H // 32, 16, dtype=torch.uint8), t(32, 2 * I, H // 32, dtype=torch.uint8), dtype), t(32, 2 * I), PackedWeight(t(32, H, I // 32, 16, dtype=torch.uint8), t(32, H, I // 32, dtype=torch.uint8), dtype), t(32, H), 1.702, 7.0, (LowRank(t(32, H, 8), t(32, 8, 2 * I), 2.0),))
     layer = LayerWeights(t(H), linear(4096, H), linear(512, H), linear(512, H), linear(H, 4096), t(64), t(H), t(32, H), t(32), experts)
     caches = [LayerCache(t(50, 8, 128, 64), t(50, 8, 128, 64), None, t(33, 4, dtype=torch.int32)), LayerCache(t(33, 8, 128, 64), t(33, 8, 128, 64), 128, None)]
     with mock.patch.object(triton.runtime.jit.JITFunction, "run", note):
@@ -110,7 +110,7 @@ def main():
                 compiled = triton.compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps, num_stages=stages))
                 print(f"{capability} {name}: {compiled.metadata.shared} bytes", flush=True)
             except Exception as error: print(f"{capability} {name}: FAILED {error!r}"[:500], flush=True)
-        for kernel, types, constants, aligned, options in steps("fp16" if capability < 80 else "bf16"):
+        for kernel, types, constants, aligned, options in steps("fp16") if capability < 80 else ():
             try:
                 compiled = triton.compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32), options=options)
                 print(f"{capability} step: {kernel.fn.__name__}: {compiled.metadata.shared} bytes", flush=True)

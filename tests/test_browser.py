@@ -110,7 +110,7 @@ def move_every_slider(page, name):
         there, back = ("ArrowLeft", "ArrowRight") if at_end else ("ArrowRight", "ArrowLeft")
         handle.focus()
         page.keyboard.press(there)
-        try: page.wait_for_function(f"([box, start]) => ({SEEN})(box) !== start", arg=[box.element_handle(), start], timeout=5_000)
+        try: page.wait_for_function(f"([box, start]) => ({SEEN})(box) !== start", arg=[box.element_handle(), start], timeout=2_500)
         except TimeoutError: pass  # this one may have nothing to say at these values; the sum is checked below
         else: moved += box.locator("svg").count()
         assert box.evaluate(SEEN), f"the drawing of {name}_widget is gone"

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from grpo_nb.model.experts import routed_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import engine as engine_module
-from grpo_nb.rollout.decoder import CannotRead, Decoder, batches_of_prompts, complete_rows, open_decoder, read_projection
+from grpo_nb.rollout.decoder import CannotRead, Decoder, SmallDecoder, batches_of_prompts, complete_rows, open_decoder, read_projection
 from grpo_nb.rollout.engine import RolloutEngine, share_prompts
 from grpo_nb.rollout.pages import CacheShape, KVCache, rows_that_fit
 from grpo_nb.rollout.sampling import SamplingParams
@@ -272,3 +272,22 @@ def test_an_adapter_that_transformers_itself_attached():
     mine, theirs = both_ways(model.eval(), tokenizer, TEXTS, greedy)
     assert_same(mine, theirs)
     assert not torch.allclose(mine.logps[:, 0], RolloutEngine(plain, tokenizer).generate(TEXTS, greedy).logps[:, 0])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), groups=st.lists(st.integers(1, 3), min_size=5, max_size=5), new=st.integers(1, 20), stop=st.sampled_from([(), (7, 8, 9, 10)]),
+       penalty=st.sampled_from([1.0, 1.2]))
+def test_a_small_model_written_for_few_calls_draws_the_same(lengths, groups, new, stop, penalty):
+    model, _ = adapted_model(2, target_modules=["q_proj", "o_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    generator = torch.Generator().manual_seed(sum(lengths))
+    prompts = [torch.randint(7, 20, (n,), generator=generator).tolist() for n in lengths]
+    params = SamplingParams(max_tokens=new, repetition_penalty=penalty)
+    plain, small = (complete_rows(kind(model), prompts, groups[: len(prompts)], params, torch.tensor(stop, dtype=torch.long), torch.Generator().manual_seed(5)) for kind in (Decoder, SmallDecoder))
+    assert torch.equal(plain.ids, small.ids) and torch.equal(plain.counts, small.counts) and not small.alive.any()
+    torch.testing.assert_close(plain.logps, small.logps, atol=1e-4, rtol=0)
+
+
+def test_which_models_are_small():
+    def small(dtype=None, autocast=None, **sizes): return type(open_decoder(tiny_gpt_oss(**sizes)[0].to(dtype or torch.float32), autocast)[0]) is SmallDecoder
+    assert small() and small(torch.float64) and small(num_experts=8, experts_per_token=4)
+    assert not (small(torch.bfloat16) or small(autocast=torch.bfloat16) or small(num_experts=8) or small(hidden_size=512, intermediate_size=512))
