@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,6 +171,16 @@ def test_auto_says_once_why(capsys):
     assert choose_backend(q, q[:, :8])[0] == "sdpa"
     sink_attention(*tensors(0, 1, 1, 2, 1, 40, 16, dtype=torch.float32)[0], offset=39)
     assert capsys.readouterr().out == ""                          # few queries are no choice
+
+
+def test_the_trial_of_cudnn_s_kernel(monkeypatch):
+    "With tensors that have shapes only: the operators take what they are given. And where there is none, a sentence."
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    attention._cudnn_works.cache_clear()
+    with FakeTensorMode(): assert attention._cudnn_works(torch.device("cuda", 0), torch.bfloat16, 8, 64)
+    attention._cudnn_works.cache_clear()
+    with pytest.warns(UserWarning, match="8 query heads of 64 to a key head in torch.bfloat16 on a card"): assert not attention._cudnn_works(torch.device("cpu"), torch.bfloat16, 8, 64)
+    attention._cudnn_works.cache_clear()
 
 
 def test_flex_is_never_quadratic_in_silence():

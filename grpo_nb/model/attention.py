@@ -13,6 +13,7 @@ __all__ = ['LONGEST_UNCOMPILED', 'SHORTEST_FLEX', 'LARGEST_BAND', 'ROWS_PER_PIEC
 import functools
 import importlib.util
 import threading
+import warnings
 from contextlib import nullcontext
 from typing import Any, Callable
 
@@ -232,10 +233,23 @@ CUDNN_STEP = 256  # lengths are rounded up to multiples of it
 GRADIENT_BYTES = 2**28  # of the heads whose gradients are computed at a time, by `_scratch`
 
 
+@functools.cache
+def _cudnn_works(device, dtype, G, D):
+    "Whether cuDNN has kernels for such heads here, tried on a few zeros; a warning says if it has not."
+    try:
+        q, k = (torch.zeros(1, heads, CUDNN_STEP, D, dtype=dtype, device=device) for heads in (G, 1))
+        out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, k, None, True, 0.0, True, False, scale=1.0)
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(out, q, k, k, out, lse, *random, None, None, None, CUDNN_STEP, CUDNN_STEP, 0.0, True, scale=1.0)
+    except (RuntimeError, NotImplementedError) as error:
+        warnings.warn(f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on {torch.cuda.get_device_name(device)} ({str(error).splitlines()[0]}): long layers take other kernels, which are slower")
+        return False
+    return True
+
+
 def _cudnn_takes(q, k, window):
     "Whether cuDNN's kernel is the better one: long full layers on Hopper and later (its gradients may differ in the last bit from run to run)."
     return (q.is_cuda and window is None and q.shape[2] == k.shape[2] >= SHORTEST_CUDNN and q.shape[3] % 8 == 0 and q.shape[3] <= 128 and torch.cuda.get_device_capability(q.device) >= (9, 0)
-            and torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled())
+            and torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled() and _cudnn_works(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[3]))
 
 
 def _rounded(*tensors):

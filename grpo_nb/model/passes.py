@@ -101,7 +101,7 @@ def _adapter(linear, dtype):
     "(W, b, A, B, scaling) of a frozen linear layer with one plain adapter, of numbers that need no conversion; None: ask the module itself."
     if type(linear) is not LoraLinear or type(linear.base_layer) is not nn.Linear or linear.disable_adapters or linear.merged or linear.fan_in_fan_out: return None
     names = [name for name in linear.active_adapters if name in linear.lora_A]
-    if len(names) != 1 or linear.use_dora.get(names[0]) or getattr(linear, "lora_variant", {}).get(names[0]): return None
+    if len(names) != 1 or getattr(linear, "use_dora", {}).get(names[0]) or getattr(linear, "lora_variant", {}).get(names[0]): return None
     base, down, up, dropout = linear.base_layer, linear.lora_A[names[0]], linear.lora_B[names[0]], linear.lora_dropout[names[0]]
     if type(down) is not nn.Linear or type(up) is not nn.Linear or up.bias is not None or (dropout.training and getattr(dropout, "p", 0)): return None
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad) or base.weight.dtype != dtype: return None
