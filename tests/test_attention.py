@@ -173,6 +173,17 @@ def test_auto_says_once_why(capsys):
     assert capsys.readouterr().out == ""                          # few queries are no choice
 
 
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_gradients_of_some_heads_at_a_time(heads, monkeypatch):
+    inputs, upstream = tensors(0, 2, 5, 1, 40, 40, 16)
+    whole = value_and_gradients(sink_attention, inputs, upstream, backend="flash")
+    calls, real = [], attention._flash_gradients
+    monkeypatch.setattr(attention, "GRADIENT_BYTES", heads * attention._scratch(inputs[0], inputs[1]))
+    monkeypatch.setattr(attention, "_flash_gradients", lambda d_out, *rest: calls.append(d_out.shape[1]) or real(d_out, *rest))
+    for a, b in zip(value_and_gradients(sink_attention, inputs, upstream, backend="flash"), whole): torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert calls == {1: [1] * 5, 3: [3, 2], 5: [5]}[heads]
+
+
 def test_the_trial_of_cudnn_s_kernel(monkeypatch):
     "With tensors that have shapes only: the operators take what they are given. And where there is none, a sentence."
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")

@@ -292,6 +292,7 @@ def _flash_backward(d_out, q, k, v, out, lse, random, scale, window):
     "`_flash_gradients`, some heads at a time."
     Hk, G = k.shape[1], q.shape[1] // k.shape[1]
     step = max(1, min(Hk, GRADIENT_BYTES // max(_scratch(q, k), 1)))
+    step = -(-Hk // -(-Hk // step))                                                                          # parts of one size, where that can be: cuDNN plans each size
     if step == Hk: return _flash_gradients(d_out, q, k, v, out, lse, random, scale, window)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     for first in range(0, Hk, step):
