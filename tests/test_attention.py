@@ -194,6 +194,15 @@ def test_the_trial_of_cudnn_s_kernel(monkeypatch):
     attention._cudnn_works.cache_clear()
 
 
+def test_a_full_card_is_no_answer_about_cudnn(monkeypatch):
+    def full(*shape, **options): raise torch.OutOfMemoryError("CUDA out of memory")
+    attention._cudnn_works.cache_clear()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "zeros", full)
+        attention._cudnn_works(torch.device("cpu"), torch.bfloat16, 8, 64)
+    assert attention._cudnn_works.cache_info().currsize == 0
+
+
 def test_flex_is_never_quadratic_in_silence():
     long = torch.zeros(1, 1, 2049, 16)
     with pytest.raises(RuntimeError, match="ran uncompiled on 2,049 queries"): sink_attention(long, long, long, torch.zeros(1), backend="flex")

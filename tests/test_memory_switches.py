@@ -14,6 +14,7 @@ from grpo_nb.model.tiles import slice_layers, slice_tokens_of
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training import trainer as trainer_module
 from grpo_nb.training.config import GRPOConfig
+from grpo_nb.training.parts import checkpoint_layers
 from grpo_nb.training.pieces import LARGE, SMALL
 from grpo_nb.training.trainer import GRPOTrainer
 from datasets import Dataset
@@ -218,3 +219,13 @@ def test_an_embedding_on_the_host_is_not_trained_silently(tmp_path, how):
     model, tokenizer = tiny_gpt_oss()
     model = get_peft_model(model, lora)
     with pytest.raises(ValueError, match=rf"the adapter trains the input embedding \({setting}\)"): offload_embedding(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_embedding_s_output_is_kept_for_no_gradient_unless_it_is_needed(reentrant):
+    model = get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=2, target_modules=["q_proj"])).train()
+    checkpoint_layers(model, {"use_reentrant": reentrant})
+    seen = []
+    model.get_base_model().get_input_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
+    model(torch.arange(8)[None], use_cache=False).logits.sum().backward()
+    assert seen[0] == reentrant and all(p.grad is not None for name, p in model.named_parameters() if "lora_" in name)

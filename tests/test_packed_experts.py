@@ -84,3 +84,18 @@ def test_a_triton_that_cannot_compile_it_is_told_of(monkeypatch):
     with pytest.warns(UserWarning, match="cannot compile the kernel for packed experts .*wants something else"): assert not packed_experts.works.__wrapped__(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not packed_experts.works.__wrapped__(torch.device("cuda", 0)) and not packed_experts.works(torch.device("cpu"))
+
+
+def test_the_trial_of_the_decoding_kernels_on_an_older_card(monkeypatch):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels.works.cache_clear()
+    assert kernels.works(device, torch.float16)
+    kernels.works.cache_clear()
+    real = kernels.mix
+    monkeypatch.setattr(kernels, "mix", lambda *a, **k: tuple(1.1 * x for x in real(*a, **k)))
+    with pytest.warns(UserWarning, match="a small layer came out otherwise"): assert not kernels.works(device, torch.float16)
+    kernels.works.cache_clear()
+    def broken(*a, **k): raise RuntimeError("no such instruction")
+    monkeypatch.setattr(kernels, "mix", broken)
+    with pytest.warns(UserWarning, match="RuntimeError: no such instruction"): assert not kernels.works(device, torch.float16)
+    kernels.works.cache_clear()

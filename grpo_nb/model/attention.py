@@ -240,8 +240,9 @@ def _cudnn_works(device, dtype, G, D):
         q, k = (torch.zeros(1, heads, CUDNN_STEP, D, dtype=dtype, device=device) for heads in (G, 1))
         out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, k, None, True, 0.0, True, False, scale=1.0)
         torch.ops.aten._scaled_dot_product_cudnn_attention_backward(out, q, k, k, out, lse, *random, None, None, None, CUDNN_STEP, CUDNN_STEP, 0.0, True, scale=1.0)
-    except (RuntimeError, NotImplementedError) as error:
-        warnings.warn(f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on {torch.cuda.get_device_name(device)} ({str(error).splitlines()[0]}): long layers take other kernels, which are slower")
+    except torch.OutOfMemoryError: raise  # says nothing about cuDNN, and is not to be remembered
+    except RuntimeError as error:
+        warnings.warn(f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on {torch.cuda.get_device_name(device)} ({str(error)[:200]}): long layers take other kernels, which are slower")
         return False
     return True
 
