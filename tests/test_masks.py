@@ -14,7 +14,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from grpo_nb.model.masks import Mask, all_of, at_offset, attention_mask, block_mask, causal, left_padding, sliding_window
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.widgets.masks import MISSED, MISTAKE, READ, keys_read, masks_figure, masks_widget, naive_mask
+from grpo_nb.widgets.masks import MISSED, MISTAKE, READ, key_range, keys_read, masks_figure, masks_widget, naive_mask
 
 SIDES = ("kv", "full_kv", "q", "full_q")
 
@@ -253,11 +253,13 @@ def test_the_figure_draws_the_masks(step, window):
             for j in range(size):
                 colour = READ if right[row, i, j] and wrong[j] else MISTAKE if wrong[j] else MISSED if right[row, i, j] else None
                 assert naive.get((i, j)) == colour
+        assert [text.get_text() for text in figure.axes[2 * row].texts] == [key_range(keys) for keys in right[row]]
     assert figure.axes[0].get_xlabel() == f"query {size - 1} ({'=' if not step else 'abcdef'[step - 1]}) {keys_read(right[0, -1])}"
 
 
 def test_keys_in_words():
     assert [keys_read(torch.tensor(row, dtype=torch.bool)) for row in ([0, 0], [0, 1], [1, 1])] == ["reads nothing", "reads key 1 alone", "reads keys 0 to 1 (2)"]
+    assert [key_range(torch.tensor(row, dtype=torch.bool)) for row in ([0, 0], [0, 1], [0, 1, 1])] == ["–", "1", "1–2"]
 
 
 def test_the_widget_redraws_and_explains():
