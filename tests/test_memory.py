@@ -45,6 +45,14 @@ def test_there_are_enough_measurements_and_each_says_where_it_is_from():
     assert len({json.dumps(r["plan"], sort_keys=True) for r in RECORDS}) == len(RECORDS)
 
 
+def test_an_old_card_s_limits_as_an_h200_measured_them():
+    "benchmarks/context.py --only t4_longest t4_grpo, 14.5 GiB in all, by the driver's account: a step of 10,368 tokens, and a whole GRPO step."
+    given = dict(card=Card("the cap", 14.5, (7, 5)), lora_r=8, offload_layer_inputs=True, offload_embedding=True)
+    step = plan(context=10_368, prompt=1, completions=1, offload_hidden=True, **given)
+    whole = plan(context=2048, prompt=1536, completions=8, prompts=4, batch=8, share_prompt=True, **given)
+    assert max(step.totals["head"], step.totals["layer"]) / GiB == pytest.approx(14.36, rel=0.02) and whole.peak / GiB == pytest.approx(14.37, rel=0.02)
+
+
 @pytest.mark.parametrize("kernel, tokens, gib", [("flex", 2048, 0.052), ("flex", 16_384, 0.414), ("flex", 65_536, 1.656), ("sink_key", 2048, 0.164), ("sink_key", 8192, 0.612), ("sink_key", 65_536, 4.825),
                                                  ("flash", 4096, 0.199), ("flash", 8192, 0.396), ("flash", 32_768, 0.986), ("flash", 131_072, 3.129), ("eager", 2048, 2.049), ("eager", 4096, 8.098), ("eager", 8192, 32.199)])
 def test_attention_as_an_h200_measured_it(kernel, tokens, gib):

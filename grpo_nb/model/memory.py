@@ -8,9 +8,9 @@ __all__ = ['GiB', 'CARDS', 'MODELS', 'FORMATS', 'STATES', 'TARGETS', 'PAGE', 'KE
            'PREFILL_TOKENS', 'UNPACKED', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS',
            'PARTS', 'MOST_ROWS', 'LEAST_SAVING', 'Card', 'ModelShape', 'longest_sequence', 'read_shape', 'weight_bits',
            'weight_bytes', 'lora_parameters', 'kv_bytes', 'attention_kept', 'attention_peak', 'attention_scratch',
-           'mlp_kept', 'mlp_peak', 'layer_inputs', 'attention_results', 'head_bytes', 'step_bytes', 'rollout_bytes',
-           'unpack_bytes', 'Setup', 'Plan', 'plan_of', 'plan', 'standard', 'describe', 'Advice', 'advise',
-           'longest_context', 'advice_text', 'free_memory']
+           'mlp_kept', 'mlp_peak', 'layer_inputs', 'attention_results', 'head_bytes', 'row_bytes', 'step_bytes',
+           'rollout_bytes', 'unpack_bytes', 'Setup', 'Plan', 'plan_of', 'plan', 'standard', 'describe', 'Advice',
+           'advise', 'longest_context', 'advice_text', 'free_memory']
 
 # %% ../../nbs/model/13_memory.ipynb #dd8cf8c8
 import json
@@ -245,6 +245,11 @@ PEFT_SUMS = 5  # dense copies of a layer's experts while PEFT adds adapters to t
 WIDE_PAIRS = 1024  # pairs (token, expert) whose activation is worked on in float32 at the same time where there is no kernel for it
 
 
+def _wide(shape):
+    "The size of a head that was widened for the sink's key: two more, as a multiple of 8."
+    return (shape.head_dim + 10) // 8 * 8
+
+
 def attention_kept(
     shape: ModelShape,
     element: int,  # bytes a number: 2, or 4
@@ -258,7 +263,7 @@ def attention_kept(
     copies = (3 * H + q if element < 4 else H) if adapters else 0
     kernels = {"flex": q, "flash": q}.get(kernel, 0)
     if kernel == "sink_key":  # q, k, v and the output are replaced by wider ones; the output is copied once more
-        wide = (shape.head_dim + 10) // 8 * 8 / shape.head_dim
+        wide = _wide(shape) / shape.head_dim
         kernels = int((wide - 1) * 2 * (q + k)) + q * (element == 4 or not adapters) + int(repeated * 2 * wide * (q - k))
     return norm + copies + 2 * q + 2 * k + 4 * shape.heads + kernels
 
@@ -284,10 +289,12 @@ def attention_scratch(
     element: int,  # bytes a number
     tokens: int,  # of all sequences in the batch
     kernel: str,  # one of KERNELS
+    keys: int | None = None,  # of all sequences: where completions share a prompt, it counts once for each; None: as many as tokens
 ) -> int:  # bytes
     "What a kernel that works on some heads at a time takes for these, beside that."
-    if kernel == "sink_lean": return LEAN_PART
-    one = shape.heads // shape.kv_heads * shape.head_dim * (4 + 2 * element) * tokens  # a key head's
+    keys, G = tokens if keys is None else max(keys, tokens), shape.heads // shape.kv_heads
+    if kernel == "sink_lean": return max(LEAN_PART, 5 * G * _wide(shape) * element * (tokens + 2 * keys) // 2)  # at least one key head: its queries, keys and values two and a half times
+    one = G * shape.head_dim * (4 + 2 * element) * keys  # a key head's
     return max(one, min(shape.kv_heads * one, GRADIENT_BYTES)) if kernel == "flash" else 0
 
 # %% ../../nbs/model/13_memory.ipynb #0be8944d
@@ -379,6 +386,17 @@ def head_bytes(
     return tokens * (norm + H) + drawn * 2 * H, rows * shape.vocab * (logit_element or element)
 
 # %% ../../nbs/model/13_memory.ipynb #e0e1c410
+def row_bytes(
+    shape: ModelShape,
+    element: int,  # bytes a number
+    tokens: int,  # of the row
+    keys: int,  # that its completions attend to, each its prompt's and its own
+) -> int:  # bytes
+    "What attention takes beside that where a group lies in one row, its prompt read once: queries, keys, values and answers laid out as rectangles, and each completion's keys and values."
+    pair = 2 * element * shape.head_dim                                       # of a key head and its value, or of a query and its answer
+    return pair * (tokens * (shape.heads + shape.kv_heads) + keys * shape.kv_heads)
+
+
 def step_bytes(
     shape: ModelShape,
     tokens: int,  # of all sequences in the batch
@@ -396,6 +414,7 @@ def step_bytes(
     fused: bool = True,  # see mlp_peak
     each: bool = False,  # see mlp_peak
     residual: int | None = None,  # bytes a number of the residual stream; None: element
+    keys: int | None = None,  # of all sequences, where prompts are read once for their completions: a prompt counts once for each; None: nothing is shared
     **head,  # see head_bytes
 ) -> dict[str, dict[str, int]]:  # moment -> part -> bytes: "head", when log-probs are computed, and "layer", when a layer's gradients are
     "What a forward and backward pass adds to what lay on the card before."
@@ -406,7 +425,7 @@ def step_bytes(
     worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each), tokens > (tile or tokens)
     wide = residual or element
     stream = tokens * shape.hidden * wide * (5 if mlp and not shape.experts and element < 4 else 2)       # the residual stream and its gradients
-    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated) + attention_scratch(shape, element, tokens, kernel), 0)]
+    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
     if checkpointing: kept, others = layer_inputs(shape, tokens, wide, offload_layer_inputs)[0], (0, 0)
     else:
         kept = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else 1)
@@ -415,10 +434,11 @@ def step_bytes(
         worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation)
     if checkpointing and offload_layer_inputs and kernel == "flash" and length >= KEPT_FROM: kept += tokens * attention_results(shape, element)  # on their way back for the next layer
     layer = max(moments, key=sum)
+    rectangles = 0 if keys is None else row_bytes(shape, element, tokens, keys)
     before = (0, 0) if checkpointing else worst_all
     held = drawn * shape.vocab * element if implementation == "transformers" else 0                             # the model's output object still holds them
     return {"head": {"hidden": kept + states, "attention": before[0], "mlp": before[1], "logits": logits},
-            "layer": {"hidden": kept + stream, "attention": others[0] + layer[0], "mlp": others[1] + layer[1], "logits": held}}
+            "layer": {"hidden": kept + stream, "attention": others[0] + layer[0] + rectangles, "mlp": others[1] + layer[1], "logits": held}}
 
 # %% ../../nbs/model/13_memory.ipynb #781ad328
 PREFILL_TOKENS = 16_384  # of prompts read together by the direct decoder

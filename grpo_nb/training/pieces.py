@@ -63,10 +63,7 @@ def piece_bytes(
     each = bool(shape.experts) and not can_group(device, torch.float16 if element == 2 and old else torch.bfloat16 if element == 2 else torch.float32, shape.hidden, shape.intermediate)
     moments = step_bytes(shape, tokens, drawn, length, element, kernel=kernel, repeated=old, checkpointing=config.gradient_checkpointing,
                          offload_layer_inputs=config.offload_activations, tile=tile, fused=device.type == "cuda", each=each,
-                         residual=residual, logit_chunk_multiplier=config.logit_chunk_multiplier)
-    heads = 2 * element * shape.head_dim                                                                  # of a key head and its value
-    rectangles = tokens * heads * (shape.heads + shape.kv_heads) + len(piece) * length * heads * shape.kv_heads if reads_a_row(model) and len(piece) > 1 else 0   # a row's queries, keys, values and answers laid out for attention
-    moments["layer"]["attention"] += rectangles
+                         residual=residual, keys=len(piece) * length if reads_a_row(model) and len(piece) > 1 else None, logit_chunk_multiplier=config.logit_chunk_multiplier)
     return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(shape, "mxfp4" if packed else "bf16", element, not each)
 
 

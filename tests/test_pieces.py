@@ -1,0 +1,78 @@
+"Pieces of a micro-batch: what a row of completions takes against a meter of live storages, and the room that is left."
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from grpo_nb.model import attention, memory
+from grpo_nb.model.experts import route_adapters
+from grpo_nb.model.memory import GiB
+from grpo_nb.training.config import GRPOConfig
+from grpo_nb.training.parts import checkpoint_layers
+from grpo_nb.training.pieces import LARGE, SMALL, choose_pieces, known_shape, piece_bytes, possible_tiles
+from grpo_nb.training.policy import TrainingBatch, completion_logps, reads_a_row
+from test_memory import LiveBytes
+
+MiB = 2**20
+
+
+def group(prompt, completions):
+    "Completions of these lengths behind one prompt."
+    torch.manual_seed(0)
+    B, T = len(completions), max(completions)
+    ids, drawn = torch.randint(1, 64, (1, prompt)).expand(B, prompt), torch.arange(T) < torch.tensor(completions)[:, None]
+    return TrainingBatch(ids, torch.ones(B, prompt, dtype=torch.bool), torch.randint(1, 64, (B, T)), drawn, drawn, torch.ones(B))
+
+
+def one_layer(kind, heads, kv_heads, head_dim):
+    "A gpt-oss in which attention takes most, with adapters on it."
+    torch.manual_seed(0)
+    config = GptOssConfig(vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, num_local_experts=2, num_experts_per_tok=1,
+                          layer_types=[f"{kind}_attention"], sliding_window=64, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=10_000.0), attn_implementation="sink_lean")
+    model = get_peft_model(GptOssForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])).train()
+    route_adapters(model, "routed_lean")
+    checkpoint_layers(model, {"use_reentrant": False})
+    return model
+
+
+@pytest.mark.parametrize("kind, heads, prompt, completions", [
+    ("sliding", (16, 8, 32), 96, [32] * 6), ("sliding", (8, 8, 32), 48, [80] * 4), ("sliding", (8, 8, 32), 60, [70, 70, 60, 50]),       # what the rectangles take is a third and more of these
+    ("full", (16, 2, 32), 192, [64] * 8), ("full", (16, 2, 32), 384, [32] * 8), ("full", (8, 2, 32), 48, [80] * 4)])                     # here one key head is larger than a part
+def test_a_row_takes_what_is_predicted(kind, heads, prompt, completions, monkeypatch):
+    monkeypatch.setattr(attention, "PART_BYTES", 2**16)          # an old card's way in miniature: some heads at a time
+    monkeypatch.setattr(memory, "LEAN_PART", 4 * 2**16)
+    model, batch = one_layer(kind, *heads), group(prompt, completions)
+    config = GRPOConfig(num_generations=len(batch), per_device_train_batch_size=len(batch), logit_chunk_multiplier=16)
+    predicted = piece_bytes(model, known_shape(model), batch, config, 4, None)
+    assert reads_a_row(model)
+    with LiveBytes(*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if x is not None)) as live:
+        logps, _ = completion_logps(model, batch, mini_batch=1, logit_chunk_multiplier=16)
+        logps.mean().backward()
+    assert 0.97 * live.peak <= predicted <= 1.7 * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"
+
+
+@pytest.fixture(scope="module")
+def large():
+    "gpt-oss-20b without memory, as it trains."
+    with torch.device("meta"): model = GptOssForCausalLM(GptOssConfig(num_local_experts=32, num_hidden_layers=24)).bfloat16()
+    route_adapters(model, "routed_lean")
+    model.config._attn_implementation = "sink"
+    return model
+
+
+def need(model, count, tile, batch, config):
+    return piece_bytes(model, known_shape(model), batch.rows(slice(0, len(batch) // count)), config, 2, tile)
+
+
+@pytest.mark.parametrize("length", [256, 1024, 4096])
+def test_room_is_left_for_gaps_and_for_what_is_unknown(large, length):
+    "A tenth of what is free and 128 MiB; of less than 1.28 GiB a fifth."
+    batch, config = group(512, [length] * 8), GRPOConfig(num_generations=8, per_device_train_batch_size=8, offload_activations=True)
+    tiles = possible_tiles(large, config)
+    assert tiles == (LARGE, SMALL)
+    for count in (1, 2, 4):
+        least = min(need(large, count, tile, batch, config) for tile in LARGE)
+        def chosen(free): return choose_pieces(large, batch, config, free, known_shape(large), tiles, residual=2)
+        free = least / 0.8 if least <= 0.8 * 1.28 * GiB else (least + 128 * MiB) / 0.9
+        assert chosen(int(free) + 1000)[0] <= count < chosen(int(free) - MiB)[0]
+        assert chosen(int(least / 0.9) + MiB)[0] > count                                             # nine tenths alone are not enough
