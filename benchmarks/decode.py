@@ -332,8 +332,10 @@ def run_cases(library, args, sizes):
     cuda = args.device == "cuda"
     new_tokens, short = (6, 2) if args.small else (library.new_tokens, SHORT)
     for sequences, length in args.cases:
-        if sequences > library.most: continue
         record = dict(library=library.name, sequences=sequences, prompt=length, new=new_tokens)
+        if sequences > library.most:
+            tell(**record, error=f"left out: more than {library.most} sequences take minutes")
+            continue
         if time.time() > args.deadline:
             tell(**record, error="left out: no time left")
             continue
