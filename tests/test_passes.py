@@ -1,12 +1,18 @@
 "Norms and rotations in one pass: against transformers', against the formula, in a model with adapters and a cache."
+import weakref
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, apply_rotary_pos_emb
 
-from grpo_nb.model import attention as _, fused  # attention: its names are known to transformers from here on
+from grpo_nb.model import attention, fused, passes
+from grpo_nb.model.offload import wide_residual
 from grpo_nb.model.passes import OnePass, one_norm, one_pass, project, rotate, rotated
+from grpo_nb.model.sharing import share
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -183,3 +189,134 @@ def test_an_output_that_nobody_uses_and_an_input_without_gradient():
     def gradients(results): return torch.autograd.grad(results[1].sin().sum(), leaves, allow_unused=True)
     for a, b in zip(gradients(project(x, *linears)), gradients([linear(x) for linear in linears])): torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
     with torch.no_grad(): assert all(torch.allclose(a, linear(x)) for a, linear in zip(project(x, *linears), linears))
+
+
+# A layer, some heads at a time
+
+def by_heads(sinks=True, bias=True, experts="eager", **more):
+    model = build(num_attention_heads=8, num_key_value_heads=4, attention_bias=bias, experts=experts, **more)
+    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False))
+    for name, p in model.named_parameters(): p.requires_grad_("lora_" in name or "sinks" in name and not sinks)
+    model.get_base_model().set_attn_implementation("sink_lean")
+    assert one_pass(model)
+    return model
+
+
+@pytest.fixture
+def together(monkeypatch):
+    "Set how many key heads are a part; what was taken together since."
+    taken, of_heads = [], passes._of_heads
+    monkeypatch.setattr(passes, "_of_heads", lambda x, begin, end, *rest: taken.append((begin, end)) or of_heads(x, begin, end, *rest))
+    def set_to(heads):
+        monkeypatch.setattr(attention, "_step", lambda *sizes: heads)
+        taken.clear()
+        return taken
+    return set_to
+
+
+def trained(model, ids, seen=None, sharing=None):
+    model.zero_grad()
+    y = model(input_ids=ids, attention_mask=seen, use_cache=False, **({} if sharing is None else dict(sharing=sharing, position_ids=sharing.positions))).logits
+    y = y if seen is None else y[seen.bool()]
+    y.double().sin().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("heads, parts", [(1, [(0, 1), (1, 2), (2, 3), (3, 4)]), (2, [(0, 2), (2, 4)]), (3, [(0, 3), (3, 4)])])
+def test_a_layer_is_the_sum_of_its_heads(together, heads, parts, bias, checkpointing):
+    model = by_heads(bias=bias)
+    if checkpointing: model.get_base_model().gradient_checkpointing_enable()
+    model.train()
+    ids, seen = torch.randint(2, 64, (2, 21), device=DEVICE), torch.ones(2, 21, dtype=torch.long, device=DEVICE)
+    seen[0, :6] = 0
+    together(4)
+    right = trained(model, ids, seen)
+    taken = together(heads)
+    ours = trained(model, ids, seen)
+    assert taken[: len(parts)] == parts and len(taken) == len(parts) * 2 * (3 if checkpointing else 2)          # two layers; each forward, and again for gradients
+    for a, b in zip(ours, right, strict=True): torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_prompts_that_are_read_once_by_heads(together):
+    model = by_heads()
+    prompts, completions = torch.randint(2, 64, (4, 9), device=DEVICE), torch.randint(2, 64, (4, 12), device=DEVICE)
+    prompts[:2], prompts[2:] = prompts[0], prompts[2]
+    there, drawn = torch.ones(4, 9, dtype=torch.bool, device=DEVICE), torch.arange(12, device=DEVICE) < torch.tensor([12, 3, 7, 9], device=DEVICE)[:, None]
+    there[:2, :4] = False
+    sharing = share(prompts, there, completions, drawn)
+    together(4)
+    right = trained(model, sharing.ids, sharing=sharing)
+    taken = together(1)
+    for a, b in zip(trained(model, sharing.ids, sharing=sharing), right, strict=True): torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    assert len(taken) == 4 * 2 * 2
+
+
+def test_heads_under_autocast_beside_a_float32_residual(together):
+    "As on a card without bfloat16; compared with the same layer in float64."
+    model = by_heads()
+    ids = torch.randint(2, 64, (2, 30), device=DEVICE)
+    together(4)
+    right = trained(model, ids)
+    half = by_heads(dtype=torch.float16)
+    for name, p in half.named_parameters():
+        if "lora_" in name: p.data = p.data.float()
+    for p, q in zip(half.parameters(), model.parameters(), strict=True): p.data.copy_(q.data)
+    wide_residual(half.get_base_model())
+    def error(results): return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(results, right, strict=True))
+    with torch.autocast(DEVICE, torch.float16):
+        at_once, taken = error(trained(half, ids)), together(1)
+        in_parts = error(trained(half, ids))
+    assert taken and in_parts < 1.5 * at_once and in_parts < 0.05
+
+
+@pytest.mark.parametrize("why", ["trained sinks", "a cache", "no adapters", "another kernel"])
+def test_what_does_not_go_by_heads(together, why):
+    model = by_heads(sinks=why != "trained sinks")
+    if why == "no adapters": model = model.merge_and_unload()
+    if why == "another kernel": model.get_base_model().set_attn_implementation("sink_key")
+    ids = torch.randint(2, 64, (1, 20), device=DEVICE)
+    taken = together(1)
+    if why == "a cache": model(input_ids=ids, use_cache=True)
+    elif why == "no adapters": model(input_ids=ids, use_cache=False)
+    else: trained(model, ids)
+    assert not taken
+
+
+class Alive(TorchDispatchMode):
+    "Bytes of the tensors that operations made and that are still there."
+    def __init__(self, known):
+        super().__init__()
+        self.now, self.most, self.there, self.known = 0, 0, {}, {t.untyped_storage()._cdata for t in known}
+
+    def gone(self, key): self.now -= self.there.pop(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for storage in {t.untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor)}:
+            if storage._cdata in self.known or id(storage) in self.there: continue
+            self.there[id(storage)] = storage.nbytes()
+            weakref.finalize(storage, self.gone, id(storage))
+            self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        return result
+
+
+def test_what_is_alive_does_not_grow_with_the_heads(together):
+    "Six times the layer's input, and one part, whatever the number of heads."
+    def most(key_heads, heads_in_a_part, T=256, H=64):
+        config = GptOssConfig(vocab_size=64, hidden_size=H, intermediate_size=8, num_hidden_layers=1, layer_types=["full_attention"], num_attention_heads=4 * key_heads, num_key_value_heads=key_heads, head_dim=16,
+                              num_local_experts=2, num_experts_per_tok=1)
+        model = get_peft_model(GptOssForCausalLM(config), LoraConfig(r=1, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])).to(DEVICE)
+        model.get_base_model().set_attn_implementation("sink_lean")
+        one_pass(model)
+        layer, x = model.get_base_model().model.layers[0].self_attn, torch.randn(1, T, H, device=DEVICE, requires_grad=True)
+        layer.sinks.requires_grad_(False)
+        angles = model.get_base_model().model.rotary_emb(x, torch.arange(T, device=DEVICE)[None])
+        together(heads_in_a_part)
+        with Alive([*model.parameters(), x, *angles]) as alive:
+            layer(x, angles, attention.transformers_mask(q_length=T, kv_length=T, device=DEVICE))[0].sum().backward()
+        return alive.most / (T * H * 4)
+    few, many = most(2, 1), most(8, 1)
+    assert many < few + 1 and most(8, 8) > 2 * many

@@ -7,7 +7,7 @@ __all__ = ['LONGEST_UNCOMPILED', 'SHORTEST_FLEX', 'LARGEST_BAND', 'ROWS_PER_PIEC
            'GRADIENT_BYTES', 'FEW_QUERIES', 'SMALL_SCORES', 'BACKENDS', 'TRANSFORMERS_NAMES', 'MODELS_WITH_SINKS',
            'eager', 'flex_with_sinks', 'compiled_flex', 'flex', 'sdpa', 'sdpa_lean', 'keeping', 'computed_once',
            'FlashWithSinks', 'Roll', 'flash', 'choose_backend', 'sink_attention', 'ModelMask', 'transformers_mask',
-           'transformers_attention', 'register', 'has_sinks', 'check_attention']
+           'transformers_attention', 'register', 'heads_together', 'has_sinks', 'check_attention']
 
 # %% ../../nbs/model/03_attention.ipynb #06fd8d5a
 import functools
@@ -74,7 +74,9 @@ def flex(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, L
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
             raise ValueError("FlexAttention has no backward pass on a CPU, and a gradient is asked for: choose backend='sdpa' or 'eager', or call it under torch.no_grad()")
         return flex_with_sinks(q, k, v, sinks, mask.block(), scale)
-    if q.dtype == torch.float32 or q.shape[2] < SHORTEST_FLEX: return sdpa(q, k, v, sinks, mask, scale)      # its kernels have no tiles for these, and stop with an error
+    if q.dtype == torch.float32 or q.shape[2] < SHORTEST_FLEX:                                               # its kernels have no tiles for these, and stop with an error
+        if not torch.compiler.is_compiling(): _announce(f"FlexAttention has no kernel for {'float32' if q.dtype == torch.float32 else f'fewer than {SHORTEST_FLEX} queries'}: 'sdpa' computes them")
+        return sdpa(q, k, v, sinks, mask, scale)
     if torch.compiler.is_compiling(): return flex_with_sinks(q, k, v, sinks, mask.block(), scale)            # the whole model is being compiled
     with torch._dynamo.config.patch(recompile_limit=64):   # two kinds of layers, padded or not, with gradients or without, fixed or free lengths
         return compiled_flex()(q, k, v, sinks, mask.block(), scale)
@@ -216,11 +218,15 @@ def sdpa(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, L
 PART_BYTES = 2**25  # of a part's queries, keys and values, copies for each query head included; at least one key head
 
 
+def _step(B, Lq, Lk, Hk, G, D, element):
+    "How many key heads are a part; Hk: all."
+    return max(1, min(Hk, PART_BYTES // max(G * B * (Lq + 2 * Lk) * _width(D) * element, 1)))
+
+
 def sdpa_lean(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
     "`sdpa`, some heads at a time."
     Hk, G = k.shape[1], q.shape[1] // k.shape[1]
-    one_head = G * q.shape[0] * (q.shape[2] + 2 * k.shape[2]) * _width(q.shape[3]) * q.element_size()
-    step = max(1, min(Hk, PART_BYTES // max(one_head, 1)))
+    step = _step(len(q), q.shape[2], k.shape[2], Hk, G, q.shape[3], q.element_size())
     if step == Hk: return sdpa(q, k, v, sinks, mask, scale)
     part = functools.partial(checkpoint, sdpa, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else sdpa
     queries, keys, values = q.split(step * G, 1), k.split(step, 1), v.split(step, 1)                         # their gradients are joined, not summed
@@ -407,6 +413,7 @@ def choose_backend(
     if capability < (8, 0): return "sdpa_lean", f"{name} has compute capability {capability[0]}.{capability[1]}, and compiled FlexAttention needs 8.0"
     if importlib.util.find_spec("triton") is None: return "sdpa", "FlexAttention has to be compiled, and triton is not installed"
     if q.dtype == torch.float32: return "sdpa", "FlexAttention's kernels have no tiles for float32"
+    if q.shape[2] < SHORTEST_FLEX: return "sdpa", f"FlexAttention's kernels work on {SHORTEST_FLEX} queries at a time, and there are {q.shape[2]}"
     if q.shape[-1] < 16: return "sdpa", f"heads are {q.shape[-1]} wide, and FlexAttention needs 16"
     plain = mask is None or isinstance(mask.offset, int) and (not mask.offset or mask.pad_lens is None and mask.offset <= q.shape[2] // 4)
     if plain and _cudnn_takes(k, k, mask and mask.window): return "flash", f"long full layers are what cuDNN does best on {name}"
@@ -562,6 +569,22 @@ def register() -> None:
 
 register()
 
+
+def heads_together(
+    name: str,  # of a model's attention implementation
+    device: torch.device,  # where it runs
+    sequences: int,  # B
+    tokens: int,  # L, of each
+    heads: int,  # Hk, of keys
+    group: int,  # query heads to a key head
+    head_size: int,  # D
+    dtype: torch.dtype,  # of the products
+) -> int:  # heads of keys; all of them where they are not taken in parts
+    "How many key heads a model's attention works on at a time."
+    backend = TRANSFORMERS_NAMES.get(name)
+    old = backend == "auto" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return _step(sequences, tokens, tokens, heads, group, head_size, dtype.itemsize) if old or backend == "sdpa_lean" else heads
+
 # %% ../../nbs/model/03_attention.ipynb #d4390483
 MODELS_WITH_SINKS = ("gpt_oss",)  # names of architectures, for a model that is not loaded yet
 
@@ -583,7 +606,7 @@ def check_attention(
     names = attn_implementation or getattr(config, "_attn_implementation", None)
     for name in names.values() if isinstance(names, dict) else [names]:
         plain = (name or "").removeprefix("paged|")
-        flash = ("flash" in plain or "/" in plain) and not plain.startswith("flash_attention_4")              # the fourth version has a backward pass for sinks
+        flash = "flash" in plain or "/" in plain                                                              # of the fourth version some releases have a backward pass for sinks, and it does not say which
         if not (flash or plain == "sdpa") or not has_sinks(model): continue
         why = ("its kernel has no backward pass through the sinks, and the gradients of queries, keys and sinks would be wrong" if flash
                else "it leaves the sinks out")

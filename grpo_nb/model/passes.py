@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRMSNorm, eager_attention_forward
 
+from .attention import heads_together
+
 # %% ../../nbs/model/15_passes.ipynb #dba5dc15
 def one_norm(
     norm: GptOssRMSNorm,
@@ -109,34 +111,87 @@ def _adapter(linear, dtype):
     return base.weight, base.bias, down.weight, up.weight, linear.scaling[names[0]]
 
 
+def _adapters(x, linears):
+    "What the products are computed in, and `_adapter` of each; none, if one has to be asked itself."
+    device = x.device.type
+    mixed = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if mixed else x.dtype
+    found = [_adapter(linear, dtype) for linear in linears]
+    return dtype, found if all(found) and (mixed or all(part[2].dtype == dtype for part in found)) else []
+
+
 def project(
     x: torch.Tensor,  # (..., K)
     *linears: nn.Module,  # linear layers with adapters, or without
 ) -> list[torch.Tensor]:  # (..., N) of each
     "What linear layers say to the same input; with plain LoRA on each, in as few passes as it takes."
-    device = x.device.type
-    mixed = torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(device) if mixed else x.dtype
-    found = [_adapter(linear, dtype) for linear in linears]
-    if not all(found) or not mixed and any(part[2].dtype != dtype for part in found): return [linear(x) for linear in linears]
-    with torch.autocast(device, enabled=False):
+    dtype, found = _adapters(x, linears)
+    if not found: return [linear(x) for linear in linears]
+    with torch.autocast(x.device.type, enabled=False):
         results = _LowRank.apply(x.to(dtype).flatten(0, -2), [part[4] for part in found], *(tensor for part in found for tensor in part[:4]))
     return [y.view(*x.shape[:-1], -1) for y in results]
 
-# %% ../../nbs/model/15_passes.ipynb #02f6d23b
+# %% ../../nbs/model/15_passes.ipynb #4128f66d
+class _Sum(torch.autograd.Function):
+    "The sum of some parts; each is computed again for its gradients."
+
+    @staticmethod
+    def forward(ctx, part, count, *tensors):  # part(i, *tensors) -> a tensor
+        total = part(0, *tensors)
+        for i in range(1, count): total += part(i, *tensors)
+        ctx.part, ctx.count = part, count
+        ctx.save_for_backward(*tensors)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        leaves = [x.detach().requires_grad_(needed) for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:])]
+        asked = [x for x in leaves if x.requires_grad]
+        for i in range(ctx.count):
+            with torch.enable_grad(): y = ctx.part(i, *leaves)
+            torch.autograd.backward(y, gradient, inputs=asked)                                                # adds to `grad`, in place
+            del y
+        return None, None, *(x.grad for x in leaves)
+
+
+def _of_heads(x, begin, end, layer, found, factors, attend):
+    "What key heads from `begin` to `end` and their queries add to a layer's output: x (B, T, H) -> (B, T, H)."
+    D, G = layer.head_dim, layer.num_key_value_groups
+    keys, queries = slice(begin * D, end * D), slice(begin * D * G, end * D * G)
+    (*three, (w, b, _, _, scaling)), (*downs, down), (*ups, up) = found, factors[::2], factors[1::2]
+    tensors = [t for (w_, b_, *_), a, u, rows in zip(three, downs, ups, (queries, keys, keys)) for t in (w_[rows], b_ if b_ is None else b_[rows], a, u[rows])]
+    q, k, v = _LowRank.apply(x.flatten(0, -2), [part[4] for part in three], *tensors)
+    out = attend(*(y.view(*x.shape[:-1], -1, D) for y in (q, k, v)), slice(begin * G, end * G))               # (B, T, heads, D)
+    return _LowRank.apply(out.reshape(-1, (end - begin) * G * D), [scaling], w[:, queries], None if begin else b, down[:, queries], up)[0].view(*x.shape[:-1], -1)
+
+# %% ../../nbs/model/15_passes.ipynb #48223dea
 class OnePass:
     "What an attention layer does in place of its class's forward."
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        def attend(query, key, value, heads=slice(None)):                                                     # (B, T, heads, D) each
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+            if past_key_values is not None: key, value = past_key_values.update(key, value, self.layer_idx)
+            function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            return function(self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0, scaling=self.scaling, sliding_window=self.sliding_window,
+                            s_aux=self.sinks[heads], **kwargs)
+        linears, heads = (self.q_proj, self.k_proj, self.v_proj, self.o_proj), self.config.num_key_value_heads
+        dtype, found = _adapters(hidden_states, linears)
+        step = heads_together(self.config._attn_implementation, hidden_states.device, *hidden_states.shape[:-1], heads, self.num_key_value_groups, self.head_dim, dtype)
+        if found and step < heads and past_key_values is None and not self.sinks.requires_grad: return self.by_heads(hidden_states.to(dtype), found, step, attend), None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (x.view(shape) for x in project(hidden_states, self.q_proj, self.k_proj, self.v_proj))           # (B, T, heads, D)
-        query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if past_key_values is not None: key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        out, weights = attend(self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0, scaling=self.scaling, sliding_window=self.sliding_window,
-                              s_aux=self.sinks, **kwargs)
+        out, weights = attend(*(x.view(shape) for x in project(hidden_states, *linears[:3])))
         return project(out.reshape(*shape[:-2], -1), self.o_proj)[0], weights
+
+    def by_heads(self, x, found, step, attend):
+        "The layer as a sum over its key heads, `step` of them at a time."
+        starts = range(0, self.config.num_key_value_heads, step)
+        def part(i, x, *factors):
+            with torch.autocast(x.device.type, enabled=False):
+                return _of_heads(x, starts[i], min(starts[i] + step, self.config.num_key_value_heads), self, found, factors, lambda *heads: attend(*heads)[0])
+        return _Sum.apply(part, len(starts), x, *(factor for linear in found for factor in linear[2:4]))
 
 
 @functools.cache
