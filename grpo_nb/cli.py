@@ -13,7 +13,7 @@ import os
 import platform
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from .model import memory
@@ -107,6 +107,23 @@ def _card(
     return replace(card, name=f"{card.name} limited to {usable:g} GiB" if usable < card.usable else f"{card.name} with {usable:g} GiB", usable=usable)
 
 
+_VALUES = {"weights": "--format", "lora_targets": "--lora-targets", "lora_r": "--lora-r", "batch": "--batch", "mini_batch": "--mini-batch", "logit_chunk_multiplier": "--logit-chunk-multiplier",
+           "tile": "--tile", "optimizer": "--optimizer", "sampler": "--sampler"}
+_LEFT_OUT = {"checkpointing": "--no-checkpointing", "attention": "--attention", "reference": "--reference"}
+
+
+def _as_flags(
+    before: memory.Setup,  # what was asked
+    after: memory.Setup,  # what would be better
+) -> str:  # "--offload embedding --lora-r 8", to be written behind the question
+    "The settings in which two setups differ, as this command takes them."
+    changed = {field.name: getattr(after, field.name) for field in fields(after) if getattr(after, field.name) != getattr(before, field.name)}
+    flags = [f"{flag} {value if isinstance(value, (int, str)) else ' '.join(value)}" for name, flag in _VALUES.items() if (value := changed.get(name)) is not None]
+    if not changed.keys().isdisjoint(_OFFLOADS.values()): flags.insert(0, " ".join(["--offload", *(what for what, name in _OFFLOADS.items() if getattr(after, name))]))
+    if "share_prompt" in changed: flags.append("--share-prompt")
+    return ", ".join([" ".join(flags), *(f"without {flag}" for name, flag in _LEFT_OUT.items() if name in changed)]).removeprefix(", ")
+
+
 def plan(
     args: argparse.Namespace,  # what the parser below has made
 ) -> int:  # exit status: 0 it fits, 1 it does not, 2 for values that cannot be
@@ -124,7 +141,9 @@ def plan(
     if args.json:
         steps = [{"change": a.change, "cost": a.cost, "saves": a.saves} for a in advice]
         print(json.dumps({**made.to_dict(), "usual": memory.standard(made.setup).peak, "advice": steps}, indent=2))
-    else: print(memory.describe(made) + ("" if made.fits else "\n\n" + memory.advice_text(made)))
+    else:
+        print(memory.describe(made) + ("" if made.fits else "\n\n" + memory.advice_text(made)))
+        if advice: print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
     return 0 if made.fits else 1
 
 # %% ../nbs/91_cli.ipynb #03a49b53
@@ -250,14 +269,14 @@ def _add_plan(commands) -> None:
     p.add_argument("--attention", choices=memory.KERNELS, help="the kernel (default: what suits model and card)")
     p.add_argument("--reference", action="store_true", help="a second model for the KL term")
     p.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-    p.set_defaults(run=plan)
+    p.set_defaults(run=plan, parser=p)
 
 
-def _parser() -> argparse.ArgumentParser:  # each subcommand sets `run`, the function that does it
+def _parser() -> argparse.ArgumentParser:  # each subcommand sets `run`, the function that does it, and `parser`, which refuses what it does not know
     "The whole command line."
     parser = argparse.ArgumentParser("grpo-nb", description="GRPO for gpt-oss: a course in notebooks and the library they export.")
     parser.add_argument("--version", action="version", version=f"grpo-nb {_version('grpo_nb')}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     about = "Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no network and no other files."
     one = commands.add_parser("demo", help="train a tiny gpt-oss on arithmetic, on the CPU", description=about)
@@ -268,13 +287,13 @@ def _parser() -> argparse.ArgumentParser:  # each subcommand sets `run`, the fun
     one.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="where the run is kept (default: runs/demo)")
     one.add_argument("--resume", action="store_true", help="go on with the run in --out, from its last checkpoint")
     one.add_argument("--quiet", action="store_true", help="no progress bar and no results on the screen")
-    one.set_defaults(run=demo)
+    one.set_defaults(run=demo, parser=one)
 
     _add_plan(commands)
 
     two = commands.add_parser("doctor", help="show versions, devices and what is missing", description=doctor.__doc__)
     two.add_argument("--json", action="store_true", help="as JSON, for programs and bug reports")
-    two.set_defaults(run=doctor)
+    two.set_defaults(run=doctor, parser=two)
     return parser
 
 
@@ -282,5 +301,10 @@ def main(
     arguments: list[str] | None = None,  # the words after `grpo-nb`; None for those of this process
 ) -> int:  # exit status: 0 done, 1 something is missing or does not fit, 2 a value that cannot be, 130 stopped by Ctrl-C
     "The command `grpo-nb`."
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if "run" not in args:
+        parser.print_help(sys.stderr)
+        return 2
+    if unknown: args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args.run(args)
