@@ -37,7 +37,7 @@ from ..rollout.engine import Rollout, RolloutEngine, default_stop_token_ids, eva
 from .checkpoint import (deterministic, find_checkpoint, load_weights, no_file_bars, random_state, remove_old_checkpoints,
                                          set_aside, set_random_state, truncate_log)
 from .config import GRPOConfig
-from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, prompt_token_ids, reward_columns
+from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, many_prompt_token_ids, reward_columns
 from .hints import Hints
 from .parts import EntropyBonus, Precision, Reference, describe_trainable, frozen_dtype, load_policy, make_optimizer, make_schedule
 from .pieces import choose_pieces, known_shape, possible_tiles, share_of, split
@@ -105,7 +105,7 @@ class Collecting:
     def sample(self, rows: list[dict], numbers: list[int] | None = None) -> Rollout:
         "One completion for each row; the rows' numbers in the data are for messages."
         if self.rollout_func is not None: return drawn_elsewhere(self.rollout_func([row["prompt"] for row in rows], self), len(rows), self.sampling.stop_token_ids or default_stop_token_ids(self.model, self.tokenizer), self.device)
-        prompts = [prompt_token_ids(row["prompt"], self.tokenizer, self.config.chat_template_kwargs) for row in rows]
+        prompts = many_prompt_token_ids([row["prompt"] for row in rows], self.tokenizer, self.config.chat_template_kwargs)
         check_prompt_lengths(prompts, self.config.max_completion_length, self.max_positions, numbers)
         return self.engine.generate(prompts, self.sampling, progress=False if self.config.disable_tqdm or not self.accelerator.is_main_process else None)
 
@@ -118,7 +118,7 @@ class Collecting:
     def score(self, rows: list[dict], rollout: Rollout) -> tuple[list, torch.Tensor, dict[str, list]]:
         "This process's completions in the data's form, what the reward functions say about them, (N, K), and what they want shown beside them."
         completions = [completion_as_given(row["prompt"], text) for row, text in zip(rows, rollout.texts(self.tokenizer))]
-        ids = [row[mask].tolist() for row, mask in zip(rollout.completion_ids, rollout.mask)]
+        ids = [row[:length] for row, length in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
         extra: dict[str, list] = {}
         scores = score_completions(
             self.reward_funcs, [row["prompt"] for row in rows], completions, self.state.global_step, reward_timeout_s=self.config.reward_timeout_s, completion_ids=ids, trainer_state=self.state,
