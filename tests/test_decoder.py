@@ -12,6 +12,7 @@ from grpo_nb.rollout.decoder import CannotRead, Decoder, SmallDecoder, batches_o
 from grpo_nb.rollout.engine import RolloutEngine, share_prompts
 from grpo_nb.rollout.pages import CacheShape, KVCache, rows_that_fit
 from grpo_nb.rollout.sampling import SamplingParams
+from grpo_nb.rollout.steps import Progress, record, record_column
 
 TEXTS = ["12+34=", "7*8=", "1+1+1+1+1+1+1+1+1+1+1=", "100-99=", "7*8="]
 
@@ -285,6 +286,41 @@ def test_a_small_model_written_for_few_calls_draws_the_same(lengths, groups, new
     plain, small = (complete_rows(kind(model), prompts, groups[: len(prompts)], params, torch.tensor(stop, dtype=torch.long), torch.Generator().manual_seed(5)) for kind in (Decoder, SmallDecoder))
     assert torch.equal(plain.ids, small.ids) and torch.equal(plain.counts, small.counts) and not small.alive.any()
     torch.testing.assert_close(plain.logps, small.logps, atol=1e-4, rtol=0)
+
+
+def test_a_small_model_in_float64_is_as_exact_as_the_formulas():
+    model, _ = adapted_model(3, target_modules=["q_proj", "v_proj"])
+    model.double()
+    prompts = [[7, 8, 9] * 7, [10], [11, 12, 13, 14, 15]]
+    def two_looks(kind):
+        decoder = kind(model)
+        cache, progress = decoder.cache([21, 1, 5], [1, 2, 1], 4), Progress.start([21, 1, 1, 5], 4, "cpu")
+        first = decoder.logits(decoder.prefill(cache, [0, 1, 2], prompts))
+        record_column(slice(0, 4), 0, torch.tensor([16, 17, 18, 19]), torch.zeros(4), torch.tensor([], dtype=torch.long), progress)
+        return torch.cat([first, decoder.logits(decoder.step(cache, progress, slice(0, 4), 22))])
+    with torch.inference_mode(): plain, small = two_looks(Decoder), two_looks(SmallDecoder)
+    assert small.dtype == torch.float64 and plain.std() > 0.01
+    torch.testing.assert_close(small, plain, atol=1e-12, rtol=0)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(rows=st.integers(1, 6), width=st.integers(1, 6), stop=st.sampled_from([(), (0,), (0, 1, 2)]), seed=st.integers(0, 10**6), drop=st.booleans(), seen=st.booleans())
+def test_a_column_is_recorded_as_rows_one_by_one_are(rows, width, stop, seed, drop, seen):
+    one, other = (Progress.start([3] * rows, width, "cpu") for _ in range(2))
+    if seen: one.seen, other.seen = torch.zeros(2, rows + 1, 6, dtype=torch.bool)
+    generator, stop, which = torch.Generator().manual_seed(seed), torch.tensor(stop, dtype=torch.long), slice(0, rows)
+    for column in range(width):
+        if drop: which = torch.arange(rows)[one.alive[:rows]]
+        count = len(torch.arange(rows)[which])
+        tokens, logps = torch.randint(6, (count,), generator=generator), torch.rand(count, generator=generator)
+        record(which, tokens, logps, stop, one)
+        record_column(which, column, tokens, logps, stop, other)
+        for name in ("counts", "lengths", "alive"): assert torch.equal(getattr(one, name), getattr(other, name))
+        if other.alive.any(): assert torch.equal(one.last[other.alive], other.last[other.alive])
+    mask = torch.arange(width) < one.counts[:, None]
+    assert torch.equal(one.ids[mask], other.ids[mask]) and torch.equal(one.logps[mask], other.logps[mask])
+    assert not other.alive[:rows].any() and other.alive[rows] == one.alive[rows] and other.counts[rows] == 0
+    if seen and drop: assert torch.equal(one.seen, other.seen)
 
 
 def test_which_models_are_small():

@@ -87,7 +87,7 @@ class Decoder:
         self.windows = tuple(layer.self_attn.sliding_window for layer in base.model.layers)
         self.norms = [*(layer.norm for layer in self.layers[1:]), self.last_norm]  # the norm that follows each layer
         self.mixing = dict(top=self.config.num_experts_per_tok, eps=self.config.rms_norm_eps, dtype=self.dtype)
-        self.scale, self.turns = self.head_dim**-0.5, (torch.empty(0), torch.empty(0))
+        self.scale, self.turns = self.head_dim**-0.5, (torch.empty(0),)
         self.steps = steps
         if self.kernels_run() if kernels is None else kernels:
             from grpo_nb.rollout import kernels as fast
@@ -159,18 +159,29 @@ class Decoder:
         positions = torch.arange(T) - (ends - lengths).repeat_interleave(lengths)  # (T,)
         square = (positions + torch.arange(U).repeat_interleave(lengths) * L).to(self.device)  # each token's place in the rectangle
         x = self.embed(torch.tensor([i for p in prompts for i in p], device=self.device))  # (T, H)
-        cos, sin = self.turn(positions.to(self.device))
-        places, normed = cache.places(numbers), self.norm(x, self.layers[0].norm)
+        places = cache.places(numbers)
         def rectangle(t): return t.new_zeros(U * L, *t.shape[1:]).index_copy_(0, square, t).view(U, L, -1, self.head_dim).transpose(1, 2)
-        for number, (layer, next_norm) in enumerate(zip(self.layers, self.norms)):
-            heads = steps.project(normed, (layer.query, layer.key, layer.value)).view(T, -1, self.head_dim)
-            q, k = steps.rotate(heads[:, : -self.kv_heads], cos, sin).split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads], 1)
-            v = heads[:, -self.kv_heads :]
+        def attend(number, q, k, v):
             cache.store(number, k, v, places)
-            out = sink_attention(rectangle(q), rectangle(k), rectangle(v), layer.sinks.to(self.dtype), window=self.windows[number], scale=self.scale, backend="sdpa")
-            x = steps.project(out.transpose(1, 2).reshape(U * L, -1)[square], (layer.output,), residual=x)
+            sinks = self.layers[number].sinks.to(self.dtype)
+            out = sink_attention(rectangle(q), rectangle(k), rectangle(v), sinks, window=self.windows[number], scale=self.scale, backend="sdpa")
+            return out.transpose(1, 2).reshape(U * L, -1)[square]
+        return self.through(x, self.turn(positions.to(self.device)), attend)[(ends - 1).to(self.device)]
+
+    def through(
+        self,
+        x: torch.Tensor,  # (T, H) embedded tokens
+        turn: tuple[torch.Tensor, ...],  # of `turn`, at the position of each
+        attend: Callable[..., torch.Tensor],  # from a layer's number and its q (T, Hq, D), k and v (T, Hk, D) to (T, Hq D)
+    ) -> torch.Tensor:  # (T, H), the normed hidden states
+        "Tokens through all layers."
+        normed = self.norm(x, self.layers[0].norm)
+        for number, (layer, next_norm) in enumerate(zip(self.layers, self.norms)):
+            heads = steps.project(normed, (layer.query, layer.key, layer.value)).view(len(x), -1, self.head_dim)
+            q, k = steps.rotate(heads[:, : -self.kv_heads], *turn).split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads], 1)
+            x = steps.project(attend(number, q, k, heads[:, -self.kv_heads :]), (layer.output,), residual=x)
             x, normed = steps.mix(x, layer, next_norm, **self.mixing)
-        return normed[(ends - 1).to(self.device)]
+        return normed
 
     def step(
         self,
@@ -209,28 +220,33 @@ class SmallDecoder(Decoder):
         model: PreTrainedModel,  # `Decoder(model).is_small()`
     ):
         super().__init__(model)
-        self.small = [steps.rewrite(layer) for layer in self.layers]
-        width = self.config.hidden_size
-        self.settings = dict(kv_heads=self.kv_heads, scale=self.scale, top=self.mixing["top"], floor=torch.tensor((width * self.mixing["eps"]) ** 0.5))
+        self.small = [steps.rewrite(layer, kv_heads=self.kv_heads, top=self.mixing["top"], eps=self.mixing["eps"]) for layer in self.layers]
+        self.gamma = self.config.hidden_size**0.5 * self.last_norm.detach()
+        self.scale = 1.0  # the copies of the queries' weights have it
 
     def cache(self, lengths, groups, max_tokens) -> AlignedCache:
         "`Decoder.cache`, rows side by side."
         return AlignedCache(self.shape, lengths, groups, max_tokens, [layer.sinks for layer in self.layers])
 
-    def turn_at(self, positions, reach):
-        "`Decoder.turn_at` for both halves of a head (B, 1, D), as `steps.advance` wants it."
-        if reach > len(self.turns[0]):
-            cos, sin = self.turn(torch.arange(2 * reach))
-            self.turns = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-        return super().turn_at(positions, reach)
+    def turn(self, positions):
+        "`Decoder.turn` as complex numbers (T, 1, D/2)."
+        return (torch.complex(*super().turn(positions))[:, None],)
+
+    def through(self, x, turn, attend):
+        "`Decoder.through` in fewer calls; `x` is overwritten, and what comes back is not normed yet."
+        for number, layer in enumerate(self.small): x = steps.small_mix(x, attend(number, *steps.small_heads(x, layer, *turn)), layer)
+        return x
 
     def step(self, cache, progress, rows, reach):
         "`Decoder.step` in fewer calls."
         x = self.embed(progress.last[rows])
         if cache.rows is None or len(x) < len(cache.rows): cache.keep(rows)
-        cos, sin = self.turn_at(progress.lengths[rows], reach)  # (B, 1, D) each
-        for layer, held in zip(self.small, cache.layers): x = steps.advance(x, layer, held, reach - 1, cos, sin, **self.settings)
-        return self.norm(x, self.last_norm)
+        turn = self.turn_at(progress.lengths[rows], reach)
+        return self.through(x, turn, lambda number, q, k, v: steps.small_attend(q, k, v, cache.layers[number], reach - 1))
+
+    def logits(self, hidden):
+        "`Decoder.logits` of what `through` gives, the last norm included."
+        return super().logits(steps.direction(hidden, self.small[0].floor) * self.gamma)
 
 # %% ../../nbs/rollout/06_decoder.ipynb #222c59ce
 def open_decoder(
@@ -344,19 +360,21 @@ def _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, g
     "The work of `complete_rows`."
     N, device = len(owner), decoder.device
 
-    def draw(rows, normed):
+    def draw(rows, normed, column):
         seen = None if progress.seen is None else progress.seen[rows]
-        decoder.steps.record(rows, *choose(decoder, decoder.logits(normed), params, seen, generator), stop, progress)
+        drawn = choose(decoder, decoder.logits(normed), params, seen, generator)
+        if decoder.steps is steps: steps.record_column(rows, column, *drawn, stop, progress)
+        else: decoder.steps.record(rows, *drawn, stop, progress)
 
     hidden = decoder.head.weight.new_empty(len(prompts), decoder.head.weight.shape[1], dtype=decoder.dtype)
     for batch in batches_of_prompts(lengths, together): hidden[torch.tensor(batch, device=device)] = decoder.prefill(cache, batch, [prompts[u] for u in batch])
     hidden = hidden[owner.to(device)]
-    for rows in torch.arange(N, device=device).split(N if device.type == "cpu" else 128): draw(rows, hidden[rows])  # logits of a large vocabulary are large
+    for rows in torch.arange(N, device=device).split(N if device.type == "cpu" else 128): draw(rows, hidden[rows], 0)  # logits of a large vocabulary are large
     on_tokens(1)
 
     longest = max(lengths)
     loop = _replayed if decoder.steps is not steps else _stepped
-    loop(lambda rows, drawn: draw(rows, decoder.step(cache, progress, rows, longest + drawn)), progress, params.max_tokens, device, generator, on_tokens)
+    loop(lambda rows, drawn: draw(rows, decoder.step(cache, progress, rows, longest + drawn), drawn), progress, params.max_tokens, device, generator, on_tokens)
 
 
 def _stepped(advance, progress, max_tokens, device, generator, on_tokens):

@@ -161,14 +161,13 @@ class KVCache:
 @dataclass(frozen=True)
 class AlignedLayer:
     "Keys and values of one layer, every row's newest token in the same place."
-    keys: torch.Tensor  # (rows, Hk, 1 + places, D), place 0 is the sink's
-    values: torch.Tensor  # the same
+    held: torch.Tensor  # (2, rows, Hk, 1 + places, D), keys and values; place 0 is the sink's
     mask: torch.Tensor  # (rows, Hk, Hq/Hk, 1 + places) what is added to the scores
 
     @property
     def places(self) -> int:
         "Columns that are kept: all of them in a full layer, the newest ones in a sliding layer."
-        return self.keys.shape[2] - 1
+        return self.held.shape[3] - 1
 
 
 class AlignedCache:
@@ -188,10 +187,10 @@ class AlignedCache:
         columns = self.longest + max_tokens - 1
         for window, sink in zip(shape.windows, sinks):
             size = 1 + min(window or columns, columns)
-            keys, values = torch.zeros(2, len(lengths), shape.kv_heads, size, shape.head_dim, dtype=shape.dtype)
+            held = torch.zeros(2, len(lengths), shape.kv_heads, size, shape.head_dim, dtype=shape.dtype)
             mask = torch.zeros(len(lengths), shape.kv_heads, len(sink) // shape.kv_heads, size, dtype=shape.dtype)
             mask[..., 0], mask[..., 1 : 1 + self.longest] = sink.detach().view(shape.kv_heads, -1), -torch.inf  # until a prompt's token is stored there
-            self.layers.append(AlignedLayer(keys, values, mask))
+            self.layers.append(AlignedLayer(held, mask))
 
     def places(
         self,
@@ -217,7 +216,7 @@ class AlignedCache:
         "Write the prompts' keys and values of a layer."
         layer = self.layers[layer]
         token, row, place = places[layer.places]
-        layer.keys[row, :, 1 + place], layer.values[row, :, 1 + place], layer.mask[row, :, :, 1 + place] = keys[token], values[token], 0
+        layer.held[0][row, :, 1 + place], layer.held[1][row, :, 1 + place], layer.mask[row, :, :, 1 + place] = keys[token], values[token], 0
 
     def keep(
         self,
@@ -227,7 +226,7 @@ class AlignedCache:
         rows = torch.arange(len(self.owner))[rows]
         index = self.owner[rows] if self.rows is None else torch.searchsorted(self.rows, rows)
         self.rows = rows
-        for i, layer in enumerate(self.layers): self.layers[i] = AlignedLayer(*(x.index_select(0, index) for x in (layer.keys, layer.values, layer.mask)))
+        for i, layer in enumerate(self.layers): self.layers[i] = AlignedLayer(layer.held.index_select(1, index), layer.mask.index_select(0, index))
 
 # %% ../../nbs/rollout/03_pages.ipynb #11ce0bfa
 def rows_that_fit(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SLICE', 'norm', 'Projection', 'project', 'rotate', 'attend', 'LayerWeights', 'mix', 'Progress', 'record',
-           'SmallLayer', 'rewrite', 'advance']
+           'record_column', 'SmallLayer', 'rewrite', 'direction', 'small_heads', 'small_attend', 'small_mix']
 
 # %% ../../nbs/rollout/04_steps.ipynb #ba166d54
 from dataclasses import dataclass
@@ -140,7 +140,7 @@ def mix(
 @dataclass
 class Progress:
     "N completions on their way, and a spare row."
-    ids: torch.Tensor  # (N+1, T) int64, the tokens drawn
+    ids: torch.Tensor  # (N+1, T) int64, the tokens drawn; those beyond a row's count mean nothing
     logps: torch.Tensor  # (N+1, T) float32
     last: torch.Tensor  # (N+1,) int64, the newest token, not yet fed to the model
     lengths: torch.Tensor  # (N+1,) int32, tokens in the cache
@@ -180,70 +180,115 @@ def record(
     progress.alive[rows] = (tokens[:, None] != stop).all(-1) & (at + 1 < progress.ids.shape[1])
     if progress.seen is not None: progress.seen[each, tokens] = True
 
-# %% ../../nbs/rollout/04_steps.ipynb #5985db12
+# %% ../../nbs/rollout/04_steps.ipynb #6d0bcc3b
+def record_column(
+    rows: torch.Tensor | slice,  # (B,) which completion each row is
+    column: int,  # how many tokens each row had before, those that have ended left aside
+    tokens: torch.Tensor,  # (B,) drawn
+    logps: torch.Tensor,  # (B,) their log-probs
+    stop: torch.Tensor,  # (S,) tokens that end a completion
+    progress: Progress,  # written to; beyond a row's count anything may stand
+) -> None:
+    "`record` for rows in lockstep, in fewer calls."
+    going = progress.alive[rows]
+    progress.ids[rows, column], progress.logps[rows, column], progress.last[rows] = tokens, logps, tokens
+    progress.counts[rows] += going
+    progress.lengths[rows] += going
+    progress.alive[rows] = going & (tokens[:, None] != stop).all(-1) if column + 1 < progress.ids.shape[1] else False
+    if progress.seen is not None: progress.seen[rows] = progress.seen[rows].scatter(1, tokens[:, None], True)
+
+# %% ../../nbs/rollout/04_steps.ipynb #9c3a73cb
 @dataclass(frozen=True)
 class SmallLayer:
-    "Copies of a layer's weights, rewritten for few calls. Every matrix is (in, out)."
-    qkv: tuple[torch.Tensor, torch.Tensor]  # (H, (Hq + 2 Hk) D) and its bias
-    output: tuple[torch.Tensor, torch.Tensor]  # (Hq D, H) and its bias
-    experts: tuple[torch.Tensor, torch.Tensor]  # (H, 2 E I + E), all gates, then all ups, then the router, and its bias
-    down: tuple[torch.Tensor, torch.Tensor]  # (E I, H) and its bias (E, H)
+    "Copies of a layer's weights, rewritten for few calls. Every matrix is (in, out), with its bias beside it."
+    qkv: tuple[torch.Tensor, torch.Tensor]  # (H, (Hq + 2 Hk) D), the numbers that rotate together side by side
+    output: tuple[torch.Tensor, torch.Tensor]  # (Hq D, H)
+    gate: tuple[torch.Tensor, torch.Tensor]  # (H, E I), of all experts, times alpha
+    up: tuple[torch.Tensor, torch.Tensor]  # (H, E I), its bias 1 higher
+    router: tuple[torch.Tensor, torch.Tensor]  # (H, E)
+    down: tuple[torch.Tensor, torch.Tensor]  # (E I, H), and its bias (E, H)
     limits: tuple[float, float]  # the clamp of a gate times alpha, and that of up
+    floor: torch.Tensor  # () the square root of H eps, which the norms know
+    heads: tuple[int, int, int]  # Hq, Hk, Hk
+    top: int  # experts a token
 
 
 @torch.no_grad()
 def rewrite(
     layer: LayerWeights,
+    *,
+    kv_heads: int,  # Hk
+    top: int,  # experts a token
+    eps: float,  # of the norms
 ) -> SmallLayer:  # of the weights as they are now
     "Copy a layer's weights."
-    e, alpha = layer.experts, layer.experts.alpha
+    e, alpha, width, heads = layer.experts, layer.experts.alpha, len(layer.norm), len(layer.sinks)
+    D = len(layer.query.weight) // heads
     def linear(p):
         weight = p.weight if p.a is None else p.weight + p.scaling * p.b @ p.a
         return weight.T, weight.new_zeros(len(weight)) if p.bias is None else p.bias
+    def side_by_side(x): return x.unflatten(-1, (-1, 2, D // 2)).mT.flatten(-3)  # the last dimension is all heads' numbers
     def adapted(weight, lora): return weight + sum(f.scaling * f.a @ f.b for f in lora)  # (E, in, out)
-    def apart(x): return torch.stack([alpha * x[..., ::2], x[..., 1::2]], -3)  # (..., E, 2I) -> (..., 2, E, I)
-    weights, biases = zip(*(linear(p) for p in (layer.query, layer.key, layer.value)))
-    def after(gamma, weight): return len(gamma) ** 0.5 * gamma[:, None] * weight
-    gate_up = apart(adapted(e.gate_up, e.gate_up_lora).transpose(0, 1)).flatten(1)  # (H, 2 E I)
-    bias = apart(e.gate_up_bias)
-    bias[1] += 1
+    def after(gamma, weight, bias): return width**0.5 * gamma[:, None] * weight, bias
+    q, k, v = (linear(p) for p in (layer.query, layer.key, layer.value))
+    qkv = (torch.cat([side_by_side(x) * D**-0.5, side_by_side(y), z], -1) for x, y, z in zip(q, k, v))
+    gate_up = adapted(e.gate_up, e.gate_up_lora).transpose(0, 1)  # (H, E, 2I), gate and up in turns
     return SmallLayer(
-        (after(layer.norm, torch.cat(weights, 1)), torch.cat(biases)), linear(layer.output),
-        (after(layer.expert_norm, torch.cat([gate_up, layer.router.T], 1)), torch.cat([bias.flatten(), layer.router_bias])),
-        (adapted(e.down, e.down_lora).flatten(0, 1) / alpha, e.down_bias), (alpha * e.limit, e.limit))
+        after(layer.norm, *qkv), linear(layer.output),
+        after(layer.expert_norm, alpha * gate_up[..., ::2].flatten(1), alpha * e.gate_up_bias[:, ::2].flatten()),
+        after(layer.expert_norm, gate_up[..., 1::2].flatten(1), 1 + e.gate_up_bias[:, 1::2].flatten()),
+        after(layer.expert_norm, layer.router.T, layer.router_bias),
+        (adapted(e.down, e.down_lora).flatten(0, 1) / alpha, e.down_bias),
+        (alpha * e.limit, e.limit), layer.norm.new_tensor((width * eps) ** 0.5), (heads, kv_heads, kv_heads), top)
+
+# %% ../../nbs/rollout/04_steps.ipynb #d3e5fe82
+def direction(
+    x: torch.Tensor,  # (B, H)
+    floor: torch.Tensor,  # () a row's length is added to it as if they stood at a right angle
+) -> torch.Tensor:  # (B, H)
+    "A norm without its weights: each row divided by its length."
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(floor)
 
 
-def advance(
-    x: torch.Tensor,  # (B, H), the residual stream; overwritten
+def small_heads(
+    x: torch.Tensor,  # (B, H), the residual stream
     layer: SmallLayer,
+    turn: torch.Tensor,  # (B, 1, D/2) complex, the rotation at each row's position
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # queries (B, Hq, D) and keys (B, Hk, D), rotated, and values (B, Hk, D)
+    "Norm, query, key, value, rotation."
+    pairs = torch.addmm(layer.qkv[1], direction(x, layer.floor), layer.qkv[0]).view(len(x), -1, turn.shape[-1], 2)
+    torch.view_as_complex(pairs[:, : -layer.heads[2]]).mul_(turn)
+    return pairs.flatten(2).split_with_sizes(layer.heads, 1)
+
+
+def small_attend(
+    q: torch.Tensor,  # (B, Hq, D)
+    k: torch.Tensor,  # (B, Hk, D)
+    v: torch.Tensor,  # (B, Hk, D)
     cache: AlignedLayer,  # B rows; the new keys and values are written to it
     column: int,  # of the new tokens
-    cos: torch.Tensor,  # (B, 1, D) at each row's position, for both halves of a head
-    sin: torch.Tensor,  # (B, 1, D), the first half negative
-    *,
-    kv_heads: int,  # Hk
-    scale: float,  # of the scores
-    top: int,  # experts a token
-    floor: torch.Tensor,  # () the square root of H eps, to which a row's length is added as if it stood at a right angle
-) -> torch.Tensor:  # (B, H), which is `x`
-    "One new token a row through a layer."
-    B, D = len(x), cos.shape[-1]
-    def direction(x): return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(floor)
-
-    heads = torch.addmm(layer.qkv[1], direction(x), layer.qkv[0]).view(B, -1, D)
-    turned = heads[:, :-kv_heads]
-    turned = torch.addcmul(turned * cos, turned.roll(D // 2, -1), sin)
+) -> torch.Tensor:  # (B, Hq D)
+    "Attention of one new token a row, with sinks."
     place, read = 1 + column % cache.places, 1 + min(column + 1, cache.places)
-    cache.keys[:, :, place], cache.values[:, :, place] = turned[:, -kv_heads:], heads[:, -kv_heads:]
+    cache.held[0, :, :, place], cache.held[1, :, :, place] = k, v
     if column >= cache.places: cache.mask[..., place] = 0  # a ring's new token may take the place of padding
-    k, v, mask = (t[..., :read, :].flatten(0, 1) for t in (cache.keys, cache.values, cache.mask.mT))  # (B Hk, read, D), and (B Hk, read, Hq/Hk)
-    scores = torch.baddbmm(mask.mT, turned[:, :-kv_heads].reshape(B * kv_heads, -1, D), k.mT, alpha=scale)  # (B Hk, Hq/Hk, read)
-    x.addmm_(torch.bmm(scores.softmax(-1), v).view(B, -1), layer.output[0]).add_(layer.output[1])
+    keys, values = cache.held[..., :read, :].flatten(1, 2)  # (B Hk, read, D) each
+    mask = cache.mask[..., :read].flatten(0, 1)  # (B Hk, Hq/Hk, read)
+    scores = torch.baddbmm(mask, q.reshape(len(mask), -1, q.shape[-1]), keys.mT)
+    return torch.bmm(scores.softmax(-1), values).view(len(q), -1)
 
-    width, experts = len(layer.down[0]), len(layer.down[1])  # E I, E
-    gate, up, chances = torch.addmm(layer.experts[1], direction(x), layer.experts[0]).split([width, width, experts], -1)
-    values, chosen = chances.topk(top, -1)  # (B, top) each
-    shares = x.new_zeros(B, experts).scatter_(1, chosen, values.softmax(-1))  # 0 for experts that were not chosen
+
+def small_mix(
+    x: torch.Tensor,  # (B, H), the residual stream; overwritten
+    attended: torch.Tensor,  # (B, Hq D)
+    layer: SmallLayer,
+) -> torch.Tensor:  # (B, H), which is `x`
+    "Output, residual, norm, router, experts, residual."
+    x.addmm_(attended, layer.output[0]).add_(layer.output[1])
+    normed = direction(x, layer.floor)
+    gate, up, chances = (torch.addmm(bias, normed, weight) for weight, bias in (layer.gate, layer.up, layer.router))
+    values, chosen = chances.topk(layer.top, -1)  # (B, top) each
+    shares = torch.zeros_like(chances).scatter_(1, chosen, values.softmax(-1))  # (B, E), 0 for experts that were not chosen
     gate, up = F.silu(gate.clamp_(max=layer.limits[0]), inplace=True), up.clamp_(1 - layer.limits[1], 1 + layer.limits[1])
-    said = (gate * up).view(B, experts, -1).mul_(shares[..., None])  # (B, E, I)
+    said = gate.mul_(up).view(*shares.shape, -1).mul_(shares[..., None])  # (B, E, I)
     return x.addmm_(said.flatten(1), layer.down[0]).addmm_(shares, layer.down[1])
