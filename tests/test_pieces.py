@@ -51,6 +51,32 @@ def test_a_row_takes_what_is_predicted(kind, heads, prompt, completions, monkeyp
     assert 0.97 * live.peak <= predicted <= 1.7 * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"
 
 
+@pytest.mark.parametrize("name", ["sink_key", "sink_lean", "sink_eager"])
+def test_checkpointed_layers_keep_their_inputs_alone(name, monkeypatch):
+    "Not what attention's own checkpoints close over, nor where the experts' rows are."
+    monkeypatch.setattr(attention, "PART_BYTES", 2**16)
+    monkeypatch.setattr(attention, "ROWS_PER_PIECE", 16)
+    batch, kept = group(48, [40] * 6), []
+    for layers in (1, 3):
+        model = full_layers(layers, name)
+        with LiveBytes(*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if x is not None)) as live:
+            logps, _ = completion_logps(model, batch, mini_batch=1, logit_chunk_multiplier=4)
+            kept.append(live.now)
+    inputs = (48 + 6 * 40) * 64 * 4
+    assert inputs <= (kept[1] - kept[0]) / 2 <= 1.05 * inputs, f"{(kept[1] - kept[0]) // 2:,} bytes a layer, {inputs:,} are its input"
+    assert logps.requires_grad
+
+
+def full_layers(count, attention_name):
+    torch.manual_seed(0)
+    config = GptOssConfig(vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=count, num_attention_heads=16, num_key_value_heads=8, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
+                          layer_types=["full_attention"] * count, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=10_000.0), attn_implementation=attention_name)
+    model = get_peft_model(GptOssForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])).train()
+    route_adapters(model, "routed_lean")
+    checkpoint_layers(model, {"use_reentrant": False})
+    return model
+
+
 @pytest.fixture(scope="module")
 def large():
     "gpt-oss-20b without memory, as it trains."

@@ -194,17 +194,17 @@ ROWS_PER_PIECE = 512
 
 
 def _in_pieces(q, k, v, sinks, mask, scale):
-    "Any mask, some rows of it at a time."
+    "Any mask, some rows of it at a time. A piece is handed what it reads: what a checkpointed function closes over lives until the backward pass."
     D, Lk = q.shape[-1], k.shape[2]
     keys = torch.cat([_sink_key(k).expand(*k.shape[:2], -1, -1), _extend_keys(k, None)], 2)                 # (B, Hk, 1 + Lk, width)
     values = F.pad(v, (0, _value_width(q) - D, 1, 0))
     sequence = torch.arange(1 if mask.pad_lens is None else len(q), device=q.device)[:, None, None]
-    def piece(rows, begin):
-        query, key = torch.arange(begin, begin + rows.shape[2], device=q.device)[None, :, None], torch.arange(Lk, device=q.device)
+    def piece(rows, keys, values, sinks, begin):
+        query, key = torch.arange(begin, begin + rows.shape[2], device=rows.device)[None, :, None], torch.arange(Lk, device=rows.device)
         allowed = F.pad(mask.predicate(sequence, None, query, key), (1, 0), value=True)                     # the sink is seen by all
         return _sdpa(_extend_queries(rows, sinks, scale), keys, values, scale, allowed[:, None])[..., :D]
     if torch.is_grad_enabled(): piece = functools.partial(checkpoint, piece, use_reentrant=False)
-    return torch.cat([piece(rows, i * ROWS_PER_PIECE) for i, rows in enumerate(q.split(ROWS_PER_PIECE, 2))], 2)
+    return torch.cat([piece(rows, keys, values, sinks, i * ROWS_PER_PIECE) for i, rows in enumerate(q.split(ROWS_PER_PIECE, 2))], 2)
 
 
 def sdpa(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`

@@ -9,6 +9,7 @@ __all__ = ['ROWS', 'UNPACKED', 'FEW_ELEMENTS', 'NAMES', 'IMPLEMENTATIONS', 'LowR
 
 # %% ../../nbs/model/05_experts.ipynb #57639b0c
 import contextlib
+import copy
 import importlib.util
 import re
 from dataclasses import dataclass, replace
@@ -130,6 +131,7 @@ def can_group(
 # %% ../../nbs/model/05_experts.ipynb #d31c36c8
 class _Groups:
     "Pairs (token, expert) in the order of their experts, and where each expert's rows end."
+    TENSORS = ("ids", "order", "tokens", "place", "ends")
 
     def __init__(self, indices, num_experts):
         ids, self.order = torch.sort(indices.reshape(-1), stable=True)              # (P,) each; stable: the same order on every run
@@ -138,6 +140,16 @@ class _Groups:
         self.place[self.order] = torch.arange(len(ids), device=ids.device)          # (P,) the row of each pair
         self.place = self.place.view(indices.shape)                                 # (T, K)
         self.ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)  # (E,)
+
+    def handed_over(self):
+        "The tensors, which are then no longer here: autograd keeps what it is given for as long as it has to, and not what hangs on an object."
+        return [vars(self).pop(name) for name in self.TENSORS]
+
+    def around(self, tensors):
+        "The groups of these tensors, which were handed over."
+        groups = copy.copy(self)
+        vars(groups).update(zip(self.TENSORS, tensors))
+        return groups
 
     @cached_property
     def bounds(self):
@@ -279,14 +291,14 @@ class _Many(torch.autograd.Function):
             y = _affine(groups, act, down, down_a, down_b)                                                         # (P, H)
             result = combine(y, groups.place, weights.to(_wide(dtype)), indices, down_bias)                        # (T, H)
         ctx.groups, ctx.constants, ctx.spent = groups, (alpha, limit, dtype), False
-        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, z)
+        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, z, *groups.handed_over())
         return result.to(hidden.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, z = ctx.saved_tensors
-        groups, (alpha, limit, dtype), needs = ctx.groups, ctx.constants, ctx.needs_input_grad
+        hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, z, *tensors = ctx.saved_tensors
+        groups, (alpha, limit, dtype), needs = ctx.groups.around(tensors), ctx.constants, ctx.needs_input_grad
         _, activate_backward, combine = _passes(hidden.device)
         grads = [None] * 15
         with _no_autocast(hidden.device):
@@ -347,14 +359,15 @@ class _Each(torch.autograd.Function):
                 result.index_add_(0, tokens, (y.to(_wide(dtype)) + down_bias[e]).mul_(share[groups.order[start:end], None]))
                 if not recompute: kept.append(z)
         ctx.groups, ctx.constants, ctx.spent = groups, (alpha, limit, dtype), False
-        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *kept)
+        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *groups.handed_over(), *kept)
         return result.to(hidden.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *kept = ctx.saved_tensors
-        groups, (alpha, limit, dtype), needs, activate_backward = ctx.groups, ctx.constants, ctx.needs_input_grad, _passes(hidden.device)[1]
+        hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *rest = ctx.saved_tensors
+        groups, kept = ctx.groups.around(rest), rest[len(_Groups.TENSORS) :]
+        (alpha, limit, dtype), needs, activate_backward = ctx.constants, ctx.needs_input_grad, _passes(hidden.device)[1]
         wide, grads = _wide(dtype), [None] * 15
         with _no_autocast(hidden.device):
             share, d_share = weights.to(wide).reshape(-1), weights.new_empty(weights.numel(), dtype=wide)
