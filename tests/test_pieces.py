@@ -7,6 +7,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from grpo_nb.model import attention, memory
 from grpo_nb.model.experts import route_adapters
 from grpo_nb.model.memory import GiB
+from grpo_nb.model.passes import one_pass, takes_heads
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.parts import checkpoint_layers
 from grpo_nb.training.pieces import LARGE, SMALL, choose_pieces, known_shape, piece_bytes, possible_tiles
@@ -24,7 +25,7 @@ def group(prompt, completions):
     return TrainingBatch(ids, torch.ones(B, prompt, dtype=torch.bool), torch.randint(1, 64, (B, T)), drawn, drawn, torch.ones(B))
 
 
-def one_layer(kind, heads, kv_heads, head_dim):
+def one_layer(kind, heads, kv_heads, head_dim, by_heads=False):
     "A gpt-oss in which attention takes most, with adapters on it."
     torch.manual_seed(0)
     config = GptOssConfig(vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, num_local_experts=2, num_experts_per_tok=1,
@@ -32,23 +33,26 @@ def one_layer(kind, heads, kv_heads, head_dim):
     model = get_peft_model(GptOssForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])).train()
     route_adapters(model, "routed_lean")
     checkpoint_layers(model, {"use_reentrant": False})
+    if by_heads: one_pass(model)
     return model
 
 
+@pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize("kind, heads, prompt, completions", [
     ("sliding", (16, 8, 32), 96, [32] * 6), ("sliding", (8, 8, 32), 48, [80] * 4), ("sliding", (8, 8, 32), 60, [70, 70, 60, 50]),       # what the rectangles take is a third and more of these
     ("full", (16, 2, 32), 192, [64] * 8), ("full", (16, 2, 32), 384, [32] * 8), ("full", (8, 2, 32), 48, [80] * 4)])                     # here one key head is larger than a part
-def test_a_row_takes_what_is_predicted(kind, heads, prompt, completions, monkeypatch):
+def test_a_row_takes_what_is_predicted(kind, heads, prompt, completions, by_heads, monkeypatch):
     monkeypatch.setattr(attention, "PART_BYTES", 2**16)          # an old card's way in miniature: some heads at a time
     monkeypatch.setattr(memory, "LEAN_PART", 4 * 2**16)
-    model, batch = one_layer(kind, *heads), group(prompt, completions)
+    model, batch = one_layer(kind, *heads, by_heads), group(prompt, completions)
     config = GRPOConfig(num_generations=len(batch), per_device_train_batch_size=len(batch), logit_chunk_multiplier=16)
     predicted = piece_bytes(model, known_shape(model), batch, config, 4, None)
-    assert reads_a_row(model)
+    assert reads_a_row(model) and takes_heads(model) == by_heads
     with LiveBytes(*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if x is not None)) as live:
         logps, _ = completion_logps(model, batch, mini_batch=1, logit_chunk_multiplier=16)
         logps.mean().backward()
-    assert 0.97 * live.peak <= predicted <= 1.7 * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"
+    least = 0.8 if by_heads else 0.97                            # beside a single part, the blocks of 64 of a sliding layer are large in rows as short as these
+    assert least * live.peak <= predicted <= 1.7 * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"
 
 
 @pytest.mark.parametrize("name", ["sink_key", "sink_lean", "sink_eager"])

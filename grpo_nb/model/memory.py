@@ -236,8 +236,8 @@ def kv_bytes(
     return token * (windows.count(None) * pages * PAGE + (rows + 1) * sum(w for w in windows if w))
 
 # %% ../../nbs/model/13_memory.ipynb #805fb4f8
-KERNELS = {"sdpa": 2.5, "flex": 3.3, "flash": 2.75, "sink_key": 9.8, "sink_lean": 4.5, "eager": 2.0}  # q's beyond q, k, v and the incoming gradient, at the peak; eager: and the scores
-LEAN_PART = 2**27  # bytes of one part's tensors in sink_lean
+KERNELS = {"sdpa": 2.5, "flex": 3.3, "flash": 2.75, "sink_key": 9.8, "sink_lean": 4.5, "sink_heads": 0.0, "eager": 2.0}  # q's beyond q, k, v and the incoming gradient, at the peak; eager: and the scores
+LEAN_PART = 2**27  # bytes of one part's tensors in sink_lean and sink_heads
 GRADIENT_BYTES = 2**28  # of the heads whose gradients flash computes at a time; the number of `model.attention`, as are the next two
 SHORTEST_CUDNN, KEPT_FROM = 4096, 8192  # tokens from which a Hopper card's long full layers take flash; and from which what it computed waits on the host, if layer inputs do
 SINK_KEY_REPEATED = 13.6  # the same for sink_key where kernels do not let query heads share a key (compute capability below 8.0)
@@ -260,6 +260,7 @@ def attention_kept(
     "What attention and its norm keep for their backward pass; eager's scores are not in it."
     H, q, k = shape.hidden * element, shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
     norm = 4 * shape.hidden if element < 4 else 0
+    if kernel == "sink_heads": return norm + H
     copies = (3 * H + q if element < 4 else H) if adapters else 0
     kernels = {"flex": q, "flash": q}.get(kernel, 0)
     if kernel == "sink_key":  # q, k, v and the output are replaced by wider ones; the output is copied once more
@@ -277,6 +278,7 @@ def attention_peak(
     repeated: bool = False,
 ) -> int:  # bytes a token
     "What attention takes while its gradients are computed."
+    if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
     q, k = shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
     copies = attention_kept(shape, element, adapters) - 2 * q - 2 * k
     scores = shape.heads * length * (4 * element if shape.sinks else 12) if kernel == "eager" else 0
@@ -293,7 +295,7 @@ def attention_scratch(
 ) -> int:  # bytes
     "What a kernel that works on some heads at a time takes for these, beside that."
     keys, G = tokens if keys is None else max(keys, tokens), shape.heads // shape.kv_heads
-    if kernel == "sink_lean": return max(LEAN_PART, 5 * G * _wide(shape) * element * (tokens + 2 * keys) // 2)  # at least one key head: its queries, keys and values two and a half times
+    if kernel in ("sink_lean", "sink_heads"): return max(LEAN_PART, (7 if kernel == "sink_heads" else 5) * G * _wide(shape) * element * (tokens + 2 * keys) // 2)  # at least one key head: its queries, keys and values two and a half times; and before they were widened and turned
     one = G * shape.head_dim * (4 + 2 * element) * keys  # a key head's
     return max(one, min(shape.kv_heads * one, GRADIENT_BYTES)) if kernel == "flash" else 0
 
@@ -434,7 +436,7 @@ def step_bytes(
         worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation)
     if checkpointing and offload_layer_inputs and kernel == "flash" and length >= KEPT_FROM: kept += tokens * attention_results(shape, element)  # on their way back for the next layer
     layer = max(moments, key=sum)
-    rectangles = 0 if keys is None else row_bytes(shape, element, tokens, keys)
+    rectangles = 0 if keys is None else row_bytes(shape, element, tokens, keys) // (shape.kv_heads if kernel == "sink_heads" else 1)
     before = (0, 0) if checkpointing else worst_all
     held = drawn * shape.vocab * element if implementation == "transformers" else 0                             # the model's output object still holds them
     return {"head": {"hidden": kept + states, "attention": before[0], "mlp": before[1], "logits": logits},
@@ -544,7 +546,7 @@ class Setup:
     def kernel(self) -> str:
         "The attention kernel."
         if self.attention or not self.model.sinks: return self.attention or "sdpa"
-        if self.old_card: return "sink_lean"
+        if self.old_card: return "sink_heads" if self.lora_r and "attention" in self.lora_targets and "nf4" not in self.weights else "sink_lean"
         return "flash" if self.card.capability >= (9, 0) and self.context >= SHORTEST_CUDNN else "flex"
 
     @property
