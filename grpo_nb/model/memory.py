@@ -712,6 +712,11 @@ def _bar(parts, scale, width, mark):
     return text[:mark] + "|" + text[mark:] if mark <= width else text
 
 
+def _column(size):
+    "GiB, nine letters wide; without decimals from 10,000 on."
+    return f"{size / GiB:>9.2f}" if size < 10_000 * GiB else f"{size / GiB:>9,.0f}"
+
+
 def describe(
     plan: Plan,
     width: int = 60,  # letters of a full bar
@@ -724,8 +729,8 @@ def describe(
              f"{'GiB':<34}" + "".join(f"{name:>9}" for name in (*plan.moments, "usual"))]
     columns = [*plan.moments.values(), usual.moments[usual.worst]]
     for part, words in PARTS.items():
-        if any(column[part] for column in columns): lines.append(f"{_LETTERS[part]} {words:<32}" + "".join(f"{column[part] / GiB:>9.2f}" for column in columns))
-    lines += [f"{'in all':<34}" + "".join(f"{sum(column.values()) / GiB:>9.2f}" for column in columns), ""]
+        if any(column[part] for column in columns): lines.append(f"{_LETTERS[part]} {words:<32}" + "".join(_column(column[part]) for column in columns))
+    lines += [f"{'in all':<34}" + "".join(_column(sum(column.values())) for column in columns), ""]
     scale = max(plan.card_bytes, plan.peak) / width
     lines += [f"{moment:<8} {_bar(parts, scale, width, round(plan.card_bytes / scale))}" for moment, parts in plan.moments.items()]
     kept = [f"{name} {size / GiB:.1f}" for name, size in plan.host.items() if size]
