@@ -4,16 +4,19 @@
     python benchmarks/context.py --only t4_longest t4_grpo  some of them, each in a process of its own
     python benchmarks/context.py --only bf16_80 --tokens 262144      begin the search at this length in place of the planner's
     python benchmarks/context.py --only mxfp4_141 --no-confirm       search with two layers only (below)
+    python benchmarks/context.py --only batch_oss batch_oss_transformers batch_oss_unsloth --sites DIR     beside Unsloth from DIR/site-unsloth
     python benchmarks/context.py --cpu                      every case with a tiny model, no caps
 
 The cap holds for everything: torch's share is set by torch.cuda.set_per_process_memory_fraction to what CUDA itself leaves of it, the library is told of a card of that size
 (torch.cuda.mem_get_info), and the driver's figure at the peak is printed beside it, "kept" or "BROKEN".
 Cases named t4 have a T4's limits imposed on whatever card this is: compute capability 7.5 is reported, bfloat16, FlexAttention, flash kernels and the decode kernels are forbidden, and a
-short step is searched for bfloat16 tensors. They show what fits in a T4's memory, not how fast a T4 is; its time is a roofline estimate (320 GB/s, 65 TFLOP/s in float16), labelled so.
+short step is searched for bfloat16 tensors. They show what fits in a T4's memory, not how fast a T4 is; its time is a roofline estimate (320 GB/s, 65 TFLOP/s in float16), labelled so:
+each part takes as long as its arithmetic or its bytes at these rates, whichever is longer, which no program reaches.
+Unsloth's cases begin with a random checkpoint (gpt-oss-20b: 39 GiB at --checkpoint, Qwen3-8B: 15 GiB beside it), which is written if it is not there, and kept.
 A search takes one step a length, with two layers of the model and a block of memory as large as the layers that are missing, since layer inputs wait on the host; the longest length is then run
 once with all layers, the optimizer's update included (or a shorter one, if that is all there is time for). It begins at the planner's length, or at the goal where that is far shorter, and goes up or down by a tenth. The last line is JSON.
 """
-import json, sys, time
+import argparse, importlib.util, json, os, sys, time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +28,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from grpo_step import grpo_step, prompts_of
-from train_step import (FULL, SMALL, GiB, Step, arguments, attempt, batch_of, child, clear, device_of, driver_bytes, gpt_oss, random_ids, run_child, shown, synchronize, tell,
-                        versions, word_tokenizer)
+from train_step import (ATTENTION, FULL, SMALL, GiB, Step, arguments, attempt, batch_of, child, clear, device_of, driver_bytes, gpt_oss, random_ids, run_child, shown, synchronize, tell,
+                        versions, word_tokenizer, write_checkpoint)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Case:
     t4: bool = False
     goal: str = ""
     start: int | None = None            # tokens where the search begins; None: where the planner says
-    library: str = "ours"               # or "transformers", for "batch"
+    library: str = "ours"               # or "transformers", "unsloth", for "batch"
     prompts: int = 4
     completions: int = 8
     prompt: int = 1536
@@ -60,8 +63,10 @@ CASES = {
     "chunks_8192": Case("8,192 tokens, the head in 1 and in 4 chunks, and chosen: what it saves and costs", "chunks"),
     "batch_oss": Case("batch of 4 by context, gpt-oss in bf16", "batch", weights="bf16", goal="7 x transformers' context at equal memory"),
     "batch_oss_transformers": Case("the same by transformers (FlexAttention, grouped_mm, checkpointing)", "batch", weights="bf16", library="transformers"),
+    "batch_oss_unsloth": Case("the same by Unsloth (its checkpointing, its chunked log-softmax)", "batch", weights="bf16", library="unsloth"),
     "batch_qwen": Case("batch of 4 by context, Qwen3-8B in NF4", "batch", "Qwen3-8B", "nf4", goal="7 x transformers' context at equal memory"),
     "batch_qwen_transformers": Case("the same by transformers (sdpa, checkpointing)", "batch", "Qwen3-8B", "nf4", library="transformers"),
+    "batch_qwen_unsloth": Case("the same by Unsloth (its checkpointing, its chunked log-softmax)", "batch", "Qwen3-8B", "nf4", library="unsloth"),
 }
 DEFAULT = ["t4_longest", "t4_grpo", "chunks_8192", "llama_20k"]
 KINDS = {"Llama-3.1-8B": "llama", "Qwen3-8B": "qwen3", "Phi-4": "phi3", "Qwen2.5-1.5B": "qwen2"}
@@ -137,16 +142,51 @@ class Limits:
         return dict(peak=round(torch.cuda.max_memory_allocated() / GiB, 3), driver=round(driver_bytes(self.told) / GiB, 3), kept=self.kept())
 
 
-def t4_seconds(shape, tokens, kind="step"):
-    "Roofline estimate of a step on a T4, seconds: the larger of arithmetic at 65 TFLOP/s and memory at 320 GB/s. Nobody ran it there."
-    active = sum(shape.parameters[kind] for kind in ("attention", "head", "rest")) + shape.parameters["mlp"] * (shape.experts_per_token / shape.experts if shape.experts else 1)
-    windows = shape.windows or (None,) * shape.layers
-    seen = sum(tokens * min(w or tokens, tokens) - (0 if w and w < tokens else tokens * tokens / 2) for w in windows)      # pairs (query, key)
-    flops = 2 * active * tokens * 3 + 4 * seen * shape.heads * shape.head_dim * 4.5                              # forward, forward again, gradients of the inputs; attention's backward is 2.5 forwards
-    passes = 3 * max(1, -(-tokens // 4096)) if shape.experts else 3                                              # packed experts are unpacked for every slice
-    weights = shape.parameters["mlp"] * (0.53 + 2 + 2) * passes + 3 * 2 * (shape.parameters["attention"] + shape.parameters["head"])
-    activations = shape.layers * tokens * 3 * 2 * (12 * shape.hidden + (shape.experts_per_token if shape.experts else 1) * 8 * shape.intermediate)
-    return max(flops / 65e12, (weights + activations) / 320e9)
+T4_FLOPS, T4_BYTES = 65e12, 320e9       # a second: float16, and the memory
+
+
+def roof(flops, bytes_): return max(flops / T4_FLOPS, bytes_ / T4_BYTES)
+
+
+def pairs(shape, length, before=0):
+    "Pairs of a query and a key that it sees, over all layers: `length` tokens after `before` others."
+    def causal(n): return sum(n * min(w or n, n) - min(w or n, n) ** 2 / 2 for w in shape.windows or (None,) * shape.layers)
+    return causal(before + length) - causal(before)
+
+
+def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("attention",)):
+    "Roofline estimate of log-probs, loss and gradients on a T4, seconds by part; `pieces`: (how many, tokens before, tokens) of prompts and completions. Nobody ran it there."
+    from grpo_nb.model.memory import lora_parameters, weight_bits
+
+    tokens, count, bits = sum(n * length for n, _, length in pieces), shape.parameters, weight_bits(shape, weights)
+    slices = max(batches, -(-tokens // tile) if tile else 1)                          # 4-bit weights are unpacked for each
+    share = shape.experts_per_token / shape.experts if shape.experts else 1            # of the experts, for a token
+    q, k, wide = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.experts_per_token * (3 * shape.intermediate + 2 * shape.hidden)
+    def products(kind, target):
+        adapter = lora_parameters(shape, r, (target,)) if target in targets else 0
+        return 6 * count[kind] + 8 * adapter      # two for each weight: forward, forward again, the gradient of the input; adapters have a gradient of their own, too
+    def moved(kind, times): return 3 * times * count[kind] * (bits[kind] / 8 + (4 if bits[kind] < 16 else 0))        # read; where packed, written in float16 and read again
+    activations = 3 * 2 * 2 * tokens * shape.layers                                    # three passes, written and read, float16
+    return {"mlp": roof(share * products("mlp", "mlp") * tokens, moved("mlp", slices) + activations * wide),
+            "projections": roof(products("attention", "attention") * tokens, moved("attention", batches) + activations * 2 * (shape.hidden + q + k)),
+            "attention": roof(4.5 * 4 * q * sum(n * pairs(shape, length, before) for n, before, length in pieces), activations * 2 * (q + k)),      # its backward pass is 2.5 forward ones
+            "head": roof(4 * shape.vocab * shape.hidden * tokens, 2 * slices * 2 * shape.vocab * shape.hidden)}                                       # logits, and the gradient of the hidden states
+
+
+def t4_drawing(shape, weights, prompts, completions, prompt, new, together):
+    "Roofline estimate of drawing on a T4, seconds: prompts read once, then the weights (of experts that anyone is routed to) and the keys and values for every token; `together` rows at a time."
+    from grpo_nb.model.memory import weight_bytes
+
+    size, count, rows = weight_bytes(shape, weights), shape.parameters, prompts * completions
+    share = shape.experts_per_token / shape.experts if shape.experts else 1
+    active = count["attention"] + share * count["mlp"] + shape.vocab * shape.hidden
+    seconds = roof(2 * active * prompts * prompt, sum(size.values()))
+    for first in range(0, rows, together):
+        B = min(together, rows - first)
+        routed = 1 - (1 - share) ** B                                                  # of the experts, where all are equally likely
+        read = new * (size["attention"] + routed * size["mlp"] + 2 * shape.vocab * shape.hidden) + B * 4 * shape.kv_heads * shape.head_dim * pairs(shape, new, prompt)
+        seconds += roof(2 * active * B * new, read)
+    return seconds
 
 
 # Models
@@ -160,10 +200,21 @@ def sizes_of(name, cpu):
     return dict(vocab_size=vocab, pad_token_id=vocab - 2, eos_token_id=vocab - 1)
 
 
-def load(case, args, tokens, layers=None):
-    "The random model of a case, with adapters that are not zero; `layers`: only so many."
+def config_of(case, args, layers=None):
+    "Of a dense model."
     from transformers import AutoConfig
 
+    from grpo_nb.model.memory import MODELS
+
+    shape = MODELS[case.model]
+    full = dict(hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim)
+    tiny = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    fields = {**(tiny if args.cpu else full), **({"num_hidden_layers": layers} if layers else {})}
+    return AutoConfig.for_model(KINDS[case.model], **sizes_of(case.model, args.cpu), **fields, max_position_embeddings=shape.max_positions, tie_word_embeddings=shape.tied, bos_token_id=0)
+
+
+def load(case, args, tokens, layers=None):
+    "The random model of a case, with adapters that are not zero; `layers`: only so many."
     from grpo_nb.model.loading import load_model
     from grpo_nb.model.memory import MODELS
 
@@ -172,14 +223,54 @@ def load(case, args, tokens, layers=None):
     if case.model == "gpt-oss-20b":
         if case.library == "transformers" and not args.cpu: more |= dict(attn_implementation="flex_attention", experts_implementation="grouped_mm")
         return gpt_oss({**sizes, **({"num_hidden_layers": layers} if layers else {})}, case.weights, tokens, **more)
-    full = dict(hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim)
-    tiny = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    fields = {**(tiny if args.cpu else full), **({"num_hidden_layers": layers} if layers else {})}
-    config = AutoConfig.for_model(KINDS[case.model], **sizes, **fields, max_position_embeddings=shape.max_positions, tie_word_embeddings=shape.tied, bos_token_id=0)
-    model, _ = load_model(config, max_seq_length=tokens, load_in_4bit=case.weights == "nf4" and not args.cpu, lora_r=8, lora_alpha=16, lora_targets="all", quiet=True, **more)
+    model, _ = load_model(config_of(case, args, layers), max_seq_length=tokens, load_in_4bit=case.weights == "nf4" and not args.cpu, lora_r=8, lora_alpha=16, lora_targets="all", quiet=True, **more)
     for name, p in model.named_parameters():
         if "lora_B" in name: torch.nn.init.normal_(p, 0, 0.01)
     return model
+
+
+def has_unsloth(args): return (Path(args.sites) / "site-unsloth" / "unsloth").is_dir() or importlib.util.find_spec("unsloth") is not None
+
+
+def checkpoint_of(case, args):
+    "Where Unsloth's checkpoint is."
+    folder = Path(args.checkpoint)
+    return folder.with_name((folder.name if case.model == "gpt-oss-20b" else f"{case.model}-random") + ("-tiny" if args.cpu else ""))
+
+
+def write_for_unsloth(case, args):
+    "A random bf16 checkpoint with a tokenizer, if there is none."
+    folder = checkpoint_of(case, args)
+    if case.model == "gpt-oss-20b": return write_checkpoint(argparse.Namespace(**{**vars(args), "checkpoint": folder}), sizes_of(case.model, args.cpu))
+    if folder.is_dir(): return
+    from transformers import AutoModelForCausalLM
+
+    part = folder.with_name(folder.name + ".part")
+    torch.manual_seed(0)
+    with torch.device(device_of(args)): model = AutoModelForCausalLM.from_config(config_of(case, args), dtype=torch.bfloat16)
+    model.save_pretrained(part)
+    word_tokenizer(sizes_of(case.model, args.cpu)).save_pretrained(part)
+    part.rename(folder)                                                                # only a whole one has the name
+
+
+def unsloth_step(case, args, tokens):
+    "A function from ids (B, L) to nothing: forward and backward, with Unsloth's model, checkpointing and log-softmax."
+    from unsloth import FastLanguageModel                                             # before transformers, as it asks
+
+    packed = case.weights == "nf4"
+    model, _ = FastLanguageModel.from_pretrained(str(checkpoint_of(case, args)), max_seq_length=tokens, dtype=None if packed else torch.bfloat16, load_in_4bit=packed)
+    targets = ATTENTION if case.model == "gpt-oss-20b" else [*ATTENTION, "gate_proj", "up_proj", "down_proj"]             # as ours
+    model = FastLanguageModel.get_peft_model(model, r=8, lora_alpha=16, target_modules=targets, use_gradient_checkpointing="unsloth", random_state=0)
+    FastLanguageModel.for_training(model)
+    from unsloth_zoo.rl_replacements import RL_REPLACEMENTS
+
+    os.environ["UNSLOTH_RETURN_HIDDEN_STATES"] = "1"                                 # its switch: `logits` are the final hidden states
+    chunked, head = RL_REPLACEMENTS["grpo_selective_log_softmax"], model.get_output_embeddings().weight
+    def step(ids):
+        hidden = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        (-chunked(hidden[:, :-1], head, ids[:, 1:], chunks=max(4, ids.numel() // 4096)).mean()).backward()
+        model.zero_grad()
+    return step
 
 
 def layer_bytes(model):
@@ -260,6 +351,16 @@ def search(start, try_length, *, tries, seconds_left, jump=None, first_that_fits
     return best, worst, rows
 
 
+def targets_of(case): return ("attention",) if case.model == "gpt-oss-20b" else ("attention", "mlp")
+
+
+def tile_of(model):
+    "Tokens that the experts or the MLP were given at a time, last."
+    from grpo_nb.model.tiles import slice_tokens_of
+
+    return slice_tokens_of(model)
+
+
 def longest(case, args, limits, deadline):
     from grpo_nb.model.memory import MODELS
     from grpo_nb.model.offload import HostStore
@@ -302,7 +403,7 @@ def longest(case, args, limits, deadline):
             tell(tokens=confirmed, layers=all_layers, **full)
             if "error" not in full: break
             confirmed = int(confirmed * 0.95) // 64 * 64
-    t4 = dict(t4_estimate_s=round(t4_seconds(shape, confirmed), 1)) if case.t4 else {}
+    t4 = dict(t4_estimate={"training": round(sum(t4_training(shape, case.weights, [(1, 0, confirmed)], tile=tile_of(model), targets=targets_of(case)).values()), 1)}) if case.t4 else {}
     tell(longest=confirmed if "error" not in full else None, failed_at=worst, layers=all_layers, confirmed="error" not in full, **t4, **full)
 
 
@@ -319,7 +420,13 @@ def grpo(case, args, limits, deadline):
     tell(note=f"planned: {made.peak / GiB:.2f} GiB at the {made.worst}, {made.rows} completions drawn together")
     given = {} if case.model == "gpt-oss-20b" else dict(max_batch_size=made.rows)       # gpt-oss' decoder chooses by itself
     result = grpo_step(model, word_tokenizer(sizes), prompts_of(sizes, case.prompts, case.prompt), completions=case.completions, new_tokens=case.new, batch=case.batch, steps=1, offload_activations=True, **given)
-    tell(tokens=context, **result["steps"][-1], rows=made.rows, **limits.peaks(), **{name: result[name] for name in ("way", "log")})
+    t4 = {}
+    if case.t4:
+        shape, drawn = MODELS[case.model], case.prompts * case.completions
+        pieces = [(case.prompts, 0, case.prompt), (drawn, case.prompt, case.new)]        # a group's prompt is computed once
+        trained = t4_training(shape, case.weights, pieces, batches=drawn // case.batch, tile=tile_of(model), targets=targets_of(case))
+        t4 = dict(t4_estimate={"training": round(sum(trained.values()), 1), "drawing": round(t4_drawing(shape, case.weights, case.prompts, case.completions, case.prompt, case.new, made.rows), 1)})
+    tell(tokens=context, **result["steps"][-1], rows=made.rows, **t4, **limits.peaks(), **{name: result[name] for name in ("way", "log")})
 
 
 def group(case, args, limits, deadline):
@@ -376,10 +483,11 @@ def chunks(case, args, limits, deadline):
 
 def batch_by_context(case, args, limits, deadline):
     "A batch of 4 sequences, memory by context; accumulation does not change the peak."
+    lengths = [32, 64] if args.cpu else args.lengths
+    unsloth = unsloth_step(case, args, max(lengths)) if case.library == "unsloth" else None      # before anything imports transformers
     from grpo_nb.model.offload import HostStore
 
-    lengths = [32, 64] if args.cpu else args.lengths
-    model, store = load(case, args, max(lengths)), HostStore()
+    model, store = None if unsloth else load(case, args, max(lengths)), HostStore()
     if case.library == "transformers":
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -399,7 +507,7 @@ def batch_by_context(case, args, limits, deadline):
         def run():
             clear()
             start = time.perf_counter()
-            (ours if case.library == "ours" else theirs)()
+            {"ours": ours, "transformers": theirs, "unsloth": lambda: unsloth(torch.cat([batch.prompt_ids, batch.completion_ids], 1))}[case.library]()
             synchronize()
             return dict(seconds=round(time.perf_counter() - start, 3), **limits.peaks())
         result, error = attempt(run)
@@ -412,7 +520,7 @@ WORK = {"longest": longest, "grpo": grpo, "group": group, "chunks": chunks, "bat
 
 def run_case(args, name):
     case = CASES[name]
-    tell(about=versions("bitsandbytes"))
+    tell(about=versions("bitsandbytes", *(["unsloth"] if case.library == "unsloth" else [])))
     with Limits(case.cap, case.t4) as limits:
         WORK[case.kind](case, args, limits, args.deadline)
 
@@ -431,7 +539,7 @@ def line_of(record):
     parts += [f"{name} {record[name]:.2f} s" for name in ("sample", "score", "train", "update") if name in record]
     if record.get("host"): parts.append(f"host {record['host']:.2f} GiB")
     if "costs" in record: parts.append(f"saves {shown(record['saves_gib'], '.3f')} GiB, time x {record['costs']:.3f}")
-    if "t4_estimate_s" in record: parts.append(f"on a T4 about {record['t4_estimate_s']:.0f} s (roofline estimate, no T4 ran it)")
+    if "t4_estimate" in record: parts.append("roofline estimate for a T4 (320 GB/s, 65 TFLOP/s float16), not measured: " + ", ".join(f"{part} {seconds:.1f} s" for part, seconds in record["t4_estimate"].items()))
     if "log" in record: parts.append(f"{record['log']} {record['way']}")
     return "  ".join(parts) + ("  " + record["note"] if "note" in record else "")
 
@@ -449,12 +557,12 @@ def main():
     parser.add_argument("--lengths", type=int, nargs="+", default=BATCH_LENGTHS, help="of the batch cases")
     parser.add_argument("--case-minutes", type=float, default=4.0, help="for one case (default: %(default)s)")
     parser.add_argument("--no-expandable", dest="expandable", action="store_false", help="torch's allocator without expandable segments")
-    parser.add_argument("--deadline", type=float, help=__import__("argparse").SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.list:
         for name, case in CASES.items(): print(f"{name:26s}{case.model} in {case.weights}: {case.what}{f' (goal: {case.goal})' if case.goal else ''}")
         return 0
-    if args.child: return child(lambda: run_case(args, args.child))
+    if args.child: return child(lambda: write_for_unsloth(CASES[args.child.removeprefix("write ")], args) if args.child.startswith("write ") else run_case(args, args.child))
     device_of(args)
     results, about, end = {}, {}, time.time() + 60 * args.minutes
     for name in args.only or (list(CASES) if args.cpu else DEFAULT):
@@ -464,6 +572,10 @@ def main():
         if left < 20:
             print("    left out: no time left", flush=True)
             continue
+        if case.library == "unsloth" and not has_unsloth(args):
+            rows.append(dict(error="Unsloth is not installed"))
+            print(f"    left out: Unsloth is not installed, nor is it in {Path(args.sites) / 'site-unsloth'} (--sites DIR: another folder)", flush=True)
+            continue
         def hear(record):
             if "about" in record:
                 if not about: print("    " + ", ".join(f"{key} {value}" for key, value in record["about"].items()), flush=True)
@@ -471,15 +583,17 @@ def main():
             rows.append(record)
             print("    " + line_of(record), flush=True)
         environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if args.expandable and not args.cpu else {}
-        failed = run_child(__file__, name, [*sys.argv[1:], "--deadline", str(time.time() + left - 10)], sites=[Path(args.sites) / "site-bitsandbytes", Path(args.sites) / "site-unsloth"] if case.weights == "nf4" else [],
-                           limit_s=left + 20, hear=hear, environment=environment)
+        sites = [Path(args.sites) / f"site-{site}" for site in (("unsloth", "bitsandbytes") if case.library == "unsloth" else ("bitsandbytes", "unsloth") if case.weights == "nf4" else ())]
+        failed = run_child(__file__, f"write {name}", sys.argv[1:], limit_s=left, hear=hear) if case.library == "unsloth" else None
+        left = min(end - time.time(), 60 * args.case_minutes)
+        failed = failed or run_child(__file__, name, [*sys.argv[1:], "--deadline", str(time.time() + left - 10)], sites=sites, limit_s=left + 20, hear=hear, environment=environment)
         if failed: rows.append(dict(error=failed))
-    for model in ("oss", "qwen"):
-        mine, theirs = (_peaks(results.get(f"batch_{model}{tail}", [])) for tail in ("", "_transformers"))
+    for model, peer in ((model, peer) for model in ("oss", "qwen") for peer in ("transformers", "unsloth")):
+        mine, theirs = (_peaks(results.get(f"batch_{model}{tail}", [])) for tail in ("", f"_{peer}"))
         if mine and theirs:
             longest_, memory = max(theirs.items())
             reached = max((n for n, gib in mine.items() if gib <= memory), default=0)
-            print(f"batch of 4, {model}: in transformers' {memory:.1f} GiB ({longest_:,} tokens) ours has {reached:,} tokens of those measured: x {reached / longest_:.1f}", flush=True)
+            print(f"batch of 4, {model}: in {peer}'s {memory:.1f} GiB ({longest_:,} tokens) ours has {reached:,} tokens of those measured: x {reached / longest_:.1f}", flush=True)
     print(json.dumps(dict(about=about, way=args.way, cases=results)))
     return 0 if any("seconds" in row for rows in results.values() for row in rows) else 1
 

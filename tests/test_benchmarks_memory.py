@@ -164,13 +164,57 @@ def test_where_a_search_begins(context, name, least):
     assert least < training < 2**21 and all_ <= training
 
 
-def test_the_estimate_for_a_t4(context):
+def test_the_estimate_of_training_on_a_t4(context):
     from grpo_nb.model.memory import MODELS
 
+    def seconds(*given, **more): return sum(context.t4_training(*given, **more).values())
     shape = MODELS["gpt-oss-20b"]
-    short, long = (context.t4_seconds(shape, n) for n in (2048, 16_384))
+    short, long = (seconds(shape, "bf16", [(1, 0, n)]) for n in (2048, 16_384))
     floor = 6 * 3.6e9 / 65e12                                                           # seconds a token: three passes through 3.6 billion active parameters
-    assert floor * 2048 < short < 2 * floor * 2048 and floor * 16_384 < long < 4 * floor * 16_384
+    assert 0.8 * floor * 2048 < short < 2 * floor * 2048 and 0.8 * floor * 16_384 < long < 4 * floor * 16_384
+    parts = context.t4_training(shape, "mxfp4", [(8, 0, 2048)], r=0)                    # long enough for the arithmetic to be what takes time
+    assert parts["mlp"] == pytest.approx(6 * 24 * 4 * 3 * 2880**2 * 16_384 / 65e12) and parts["projections"] == pytest.approx(6 * 24 * 2 * 2880 * (4096 + 512) * 16_384 / 65e12)
+    assert parts["head"] == pytest.approx(4 * 201_088 * 2880 * 16_384 / 65e12)
+    one = context.t4_training(shape, "mxfp4", [(1, 0, 1)], r=0)                         # a single token: bytes alone
+    assert one["mlp"] == pytest.approx(3 * 24 * 32 * 3 * 2880**2 * (4.25 / 8 + 4) / 320e9, rel=1e-3)
+    assert context.t4_training(shape, "mxfp4", [(1, 0, 8192)], tile=1024)["mlp"] > 7 * one["mlp"] > context.t4_training(shape, "mxfp4", [(1, 0, 8192)])["mlp"]
+    assert seconds(shape, "mxfp4", [(4, 0, 1536), (32, 1536, 512)]) < seconds(shape, "mxfp4", [(32, 0, 2048)])         # prompts computed once
+    assert seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], targets=("attention", "mlp")) > seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], r=0) > 6 * 14e9 * 4096 / 65e12
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "Qwen3-8B"])
+@pytest.mark.parametrize("before, length", [(0, 300), (200, 100), (1, 1), (50, 20)])
+def test_pairs_of_queries_and_keys(context, name, before, length):
+    from grpo_nb.model.memory import MODELS
+
+    shape = MODELS[name]
+    counted = sum(min(t + 1, w or t + 1) for w in shape.windows or (None,) * shape.layers for t in range(before, before + length))
+    assert context.pairs(shape, length, before) == pytest.approx(counted, abs=shape.layers * length)
+
+
+def test_the_estimate_of_drawing_on_a_t4(context):
+    from grpo_nb.model.memory import MODELS
+
+    shape, qwen = MODELS["gpt-oss-20b"], MODELS["Qwen3-8B"]
+    def token(rows, prompt=1): return context.t4_drawing(shape, "mxfp4", 1, rows, prompt, 1000, rows) / 1000
+    read = 24 * (4 * 3 * 2880**2 * 4.25 / 8 + 2 * 2 * 2880 * 4608) + 2 * 201_088 * 2880   # four experts of each layer, attention, the head
+    assert token(1) == pytest.approx(read / 320e9, rel=0.03)
+    assert token(16) - token(1) == pytest.approx(24 * (32 * (1 - (7 / 8) ** 16) - 4) * 3 * 2880**2 * 4.25 / 8 / 320e9, rel=0.03)      # 16 rows: 88 % of the experts
+    assert token(64, 30_000) - token(64) == pytest.approx(64 * 12 * 2 * 2 * 8 * 64 * 30_000 / 320e9, rel=0.05)             # keys and values of the full layers
+    assert context.t4_drawing(shape, "mxfp4", 4, 8, 512, 512, 8) > 2 * context.t4_drawing(shape, "mxfp4", 4, 8, 512, 512, 32)
+    assert context.t4_drawing(qwen, "bf16", 1, 1, 1, 1000, 1) / 1000 == pytest.approx(2 * (8.19e9 - 151_936 * 4096) / 320e9, rel=0.05)
+
+
+def test_the_tutorial_estimates_alike(context):
+    import pandas as pd
+    from grpo_nb.model.memory import MODELS, lora_parameters, weight_bytes
+
+    cells = ["".join(cell["source"]) for cell in json.loads((FOLDER.parent / "nbs/tutorials/03_gpt_oss_20b_t4.ipynb").read_text())["cells"]]
+    scope = dict(pd=pd, MODELS=MODELS, lora_parameters=lora_parameters, weight_bytes=weight_bytes, T4=argparse.Namespace(rows=16))
+    exec(next(cell for cell in cells if cell.startswith("FLOPS, BYTES = ")), scope)
+    trained = context.t4_training(scope["m"], "mxfp4", [(4, 0, 256), (32, 256, 768)], batches=4, tile=1024, r=16)
+    assert scope["table"].loc["training", "s at least"].tolist() == pytest.approx(list(trained.values()))
+    assert scope["seconds"]["drawing"] == pytest.approx(context.t4_drawing(scope["m"], "mxfp4", 4, 8, 256, 768, 16))
 
 
 @pytest.mark.parametrize("name", ["t4_longest", "t4_grpo", "qwen3_80", "llama_20k", "phi4_t4", "qwen_5", "chunks_8192", "batch_oss_transformers"])
@@ -179,13 +223,83 @@ def test_every_kind_of_case(context, capsys, name):
     _, *rows = told(capsys)
     assert not [r for r in rows if r.get("error")] and any("seconds" in r for r in rows) and all(context.line_of(r) for r in rows)
     if context.CASES[name].kind == "longest": assert rows[-1]["longest"] == 192 and rows[-1]["confirmed"]
-    if context.CASES[name].t4: assert any(r.get("note", "").endswith(": yes") for r in rows)
+    if context.CASES[name].t4:
+        assert any(r.get("note", "").endswith(": yes") for r in rows)
+        assert "not measured: training " in context.line_of(rows[-1]) and ("drawing" in rows[-1]["t4_estimate"]) == (context.CASES[name].kind == "grpo")
 
 
 def test_the_cases_have_models(context):
     from grpo_nb.model.memory import MODELS
 
     for case in context.CASES.values(): assert case.kind in context.WORK and case.model in MODELS and case.prompts * case.completions % case.batch == 0
+
+
+def fake_unsloth(monkeypatch, calls):
+    "What context.py asks of Unsloth, done by transformers and PEFT; its log-softmax here takes logits where the true one takes hidden states."
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    class FastLanguageModel:
+        def from_pretrained(folder, **settings):
+            calls.append(settings)
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None
+
+        def get_peft_model(model, r, lora_alpha, target_modules, **settings):
+            calls.append(dict(settings, targets=target_modules))
+            return get_peft_model(model, LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules, task_type="CAUSAL_LM"))
+
+        def for_training(model): model.train()
+
+    def chunked(hidden, head, ids, chunks):
+        calls.append((tuple(hidden.shape), tuple(head.shape), tuple(ids.shape), chunks))
+        return torch.log_softmax(hidden, -1).gather(-1, ids[..., None])[..., 0]
+
+    monkeypatch.setitem(sys.modules, "unsloth", argparse.Namespace(FastLanguageModel=FastLanguageModel))
+    monkeypatch.setitem(sys.modules, "unsloth_zoo", argparse.Namespace())
+    monkeypatch.setitem(sys.modules, "unsloth_zoo.rl_replacements", argparse.Namespace(RL_REPLACEMENTS={"grpo_selective_log_softmax": chunked}))
+    monkeypatch.setenv("UNSLOTH_RETURN_HIDDEN_STATES", "0")
+
+
+@pytest.mark.parametrize("name, vocab, targets", [("batch_oss_unsloth", 512, 4), ("batch_qwen_unsloth", 256, 7)])
+def test_unsloths_batches(context, capsys, monkeypatch, tmp_path, name, vocab, targets):
+    calls, args = [], settings(checkpoint=str(tmp_path / "there"))
+    fake_unsloth(monkeypatch, calls)
+    context.write_for_unsloth(context.CASES[name], args)
+    folder = context.checkpoint_of(context.CASES[name], args)
+    written = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert folder.name.endswith("-tiny") and {"config.json", "tokenizer.json"} < set(written) and [path.name for path in tmp_path.iterdir()] == [folder.name]
+    context.write_for_unsloth(context.CASES[name], args)                                # it is there
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+    context.run_case(args, name)
+    _, *rows = told(capsys)
+    assert [(r["tokens"], r["batch"]) for r in rows] == [(32, 4), (64, 4)] and all(r["seconds"] > 0 for r in rows)
+    loaded, adapted, *steps = calls
+    assert loaded["load_in_4bit"] == (name == "batch_qwen_unsloth") and len(adapted["targets"]) == targets and adapted["use_gradient_checkpointing"] == "unsloth"
+    assert steps == [((4, n - 1, vocab), (vocab, 64), (4, n - 1), 4) for n in (32, 64)] and os.environ["UNSLOTH_RETURN_HIDDEN_STATES"] == "1"
+
+
+def run_context(context, monkeypatch, tmp_path, children, *names):
+    "context.py's main, its children noted and answered."
+    monkeypatch.setattr(context, "run_child", lambda script, name, argv, sites=(), hear=None, **more: children.append((name, [site.name for site in sites])) or hear(dict(tokens=1024 if "_" in name else 1, batch=4, seconds=1.0, peak=30.0 if "_unsloth" in name else 20.0)))
+    monkeypatch.setattr(sys, "argv", ["context.py", "--cpu", "--sites", str(tmp_path), "--only", *names])
+    return context.main()
+
+
+def test_without_unsloth_there_is_a_line(context, capsys, monkeypatch, tmp_path):
+    children = []
+    monkeypatch.setattr(context.importlib.util, "find_spec", lambda name: None)
+    assert run_context(context, monkeypatch, tmp_path, children, "batch_oss_unsloth", "batch_qwen_unsloth") == 1 and not children
+    text = capsys.readouterr().out
+    assert text.count("left out: Unsloth is not installed, nor is it in") == 2 and str(tmp_path / "site-unsloth") in text
+    assert json.loads(text.splitlines()[-1])["cases"] == {name: [{"error": "Unsloth is not installed"}] for name in ("batch_oss_unsloth", "batch_qwen_unsloth")}
+
+
+def test_unsloth_runs_in_a_child_of_its_own_folder(context, capsys, monkeypatch, tmp_path):
+    children = []
+    (tmp_path / "site-unsloth/unsloth").mkdir(parents=True)
+    assert run_context(context, monkeypatch, tmp_path, children, "batch_qwen", "batch_qwen_unsloth") == 0
+    assert children == [("batch_qwen", ["site-bitsandbytes", "site-unsloth"]), ("write batch_qwen_unsloth", []), ("batch_qwen_unsloth", ["site-unsloth", "site-bitsandbytes"])]
+    assert "batch of 4, qwen: in unsloth's 30.0 GiB (1,024 tokens) ours has 1,024 tokens of those measured: x 1.0" in capsys.readouterr().out
 
 
 # grpo_step.py and at_size.py

@@ -5,12 +5,13 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
-    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LogitsProcessorList, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LogitsProcessorList, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM,
     RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
 )
 
+from grpo_nb.model.memory import kv_bytes, read_shape
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout.engine import RolloutEngine, default_stop_token_ids
+from grpo_nb.rollout.engine import RolloutEngine, default_stop_token_ids, growing_shape
 from grpo_nb.rollout.sampling import SamplingParams
 
 torch.set_num_threads(1)
@@ -337,3 +338,85 @@ def test_the_progress_bar_is_off_for_short_work_and_on_when_asked(capsys):
     assert capsys.readouterr().err == ""
     engine.generate(TEXTS, SamplingParams(max_tokens=2), progress=True)
     assert "tokens" in capsys.readouterr().err
+
+
+# Models that are decoded through their modules: memory
+
+def cache_of_a_pass(model, rows, length):
+    "Bytes of keys and values after so many positions."
+    with torch.no_grad(): cache = model(input_ids=torch.full((rows, length), 7), use_cache=True).past_key_values
+    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_cache_of_the_modules_is_counted(kind):
+    model, _ = other_model(kind)
+    shape = growing_shape(model.config, torch.float32)
+    assert shape.bytes([3, 20], [2, 3], 11) == cache_of_a_pass(model, 5, 30) == kv_bytes(read_shape(model.config), 5, 30, 4, paged=False)
+    assert growing_shape(model.config, torch.bfloat16).bytes([3, 20], [2, 3], 11) * 2 == shape.bytes([3, 20], [2, 3], 11)
+
+
+def test_the_cache_of_the_modules_with_windows_is_counted():
+    model, _ = other_model("mistral")
+    shape, place = growing_shape(model.config, torch.float32), 2 * 2 * 8 * 4  # a key and a value of one layer
+    assert shape.windows == (6, 6)
+    assert shape.bytes([4], [3], 2) == cache_of_a_pass(model, 3, 5) == 3 * 2 * 5 * place
+    assert shape.bytes([30], [3], 9) == cache_of_a_pass(model, 3, 38) + 3 * 2 * place == 3 * 2 * 6 * place  # transformers keeps one less than the window
+    hybrid = Qwen2Config(num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, hidden_size=16, layer_types=["full_attention"] * 3)
+    hybrid.layer_types = ["full_attention", "linear_attention", "conv"]
+    assert growing_shape(hybrid, torch.float32).windows == (None,)
+    assert growing_shape(other_model("gpt2")[0].config, torch.float32).bytes([30], [3], 9) == 0  # names its sizes otherwise
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_more_than_the_memory_is_refused_before_the_model_runs(kind, monkeypatch):
+    monkeypatch.setattr("grpo_nb.rollout.engine.free_memory", lambda device: 64 * 2**30)
+    model, tokenizer = other_model(kind)
+    model.config.max_position_embeddings = 2**40
+    log = []
+    hook = rows_fed(model, log)
+    with pytest.raises(MemoryError, match="a completion of up to 17,179,869,184 tokens after a prompt of 4 needs .* GiB beside the model .* 64.00 GiB are free: ask for fewer tokens"):
+        RolloutEngine(model, tokenizer, through_modules=True).generate(TEXTS[:1], SamplingParams(max_tokens=2**34))
+    hook.remove()
+    assert log == []
+
+
+def test_rows_through_modules_are_as_many_as_fit(monkeypatch):
+    model, tokenizer = other_model("qwen2")
+    engine, params = RolloutEngine(model, tokenizer, through_modules=True), SamplingParams(n=2, temperature=0, max_tokens=12, stop_token_ids=())
+    expected = engine.generate(TEXTS, params)
+    longest, vocab = max(len(tokenizer(t).input_ids) for t in TEXTS), len(tokenizer)
+    row = 2 * 2 * 2 * 8 * 4 * (longest + 11) + 12 * 12 + vocab * (4 + 32)  # key and value of 2 layers, ids and log-probs, greedy logits
+    log = []
+    monkeypatch.setattr("grpo_nb.rollout.engine.free_memory", lambda device: 3 * row)
+    hook = rows_fed(model, log)
+    rollout = engine.generate(TEXTS, params)
+    hook.remove()
+    assert torch.equal(rollout.completion_ids, expected.completion_ids)
+    assert 3 <= max(rows for rows, columns in log if columns == 1) < 10  # rows of short prompts are smaller
+    tight = RolloutEngine(model, tokenizer, through_modules=True, max_batch_size=2)
+    assert [len(part) for part in tight.parts([[7] * 4] * 5, params, None)[0]] == [2, 2, 1]
+    rows = [[7] * longest] * 7
+    assert [len(part) for part in engine.parts(rows, params, None)[0]] == [3, 3, 1]
+    monkeypatch.setattr("grpo_nb.rollout.engine.free_memory", lambda device: row - 1)
+    with pytest.raises(MemoryError, match=f"up to 12 tokens after a prompt of {longest} needs"): engine.parts(rows, params, None)
+
+
+def test_a_model_without_keys_and_values_is_refused():
+    _, tokenizer = tiny_gpt_oss()
+    model = MambaForCausalLM(MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0, eos_token_id=1, bos_token_id=0)).train()
+    with pytest.raises(ValueError, match="MambaForCausalLM returns no past_key_values"): RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=3))
+    assert model.training
+
+
+def test_memory_is_given_back_after_an_error_too(monkeypatch):
+    model, tokenizer = other_model("qwen2")
+    given = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
+    engine = RolloutEngine(model, tokenizer, through_modules=True)
+    engine.generate(TEXTS, SamplingParams(max_tokens=2))
+    def fail(module, inputs, output): raise RuntimeError("a fault")
+    hook = model.lm_head.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="a fault"): engine.generate(TEXTS, SamplingParams(max_tokens=2))
+    hook.remove()
+    assert given == [1, 1]

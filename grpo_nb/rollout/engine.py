@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['pad_left', 'share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', 'evaluating', 'Rollout', 'finish',
-           'concatenate', 'check_prompts', 'default_stop_token_ids', 'complete', 'complete_directly', 'working_bytes',
-           'RolloutEngine']
+           'concatenate', 'check_prompts', 'default_stop_token_ids', 'complete', 'complete_directly', 'logits_bytes',
+           'working_bytes', 'GrowingShape', 'growing_shape', 'RolloutEngine']
 
 # %% ../../nbs/rollout/02_engine.ipynb #2766139d
 from collections import Counter
@@ -15,13 +15,13 @@ from typing import Callable, Sequence
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
 from ..model.experts import can_group
-from ..model.memory import free_memory, longest_sequence
-from .pages import rows_that_fit
+from ..model.memory import free_memory, longest_sequence, read_shape
+from .pages import CacheShape, rows_that_fit
 from .sampling import SamplingParams, sample_tokens
 from .steps import SLICE
 
@@ -88,6 +88,8 @@ def prefill(
     ids, mask = pad_left(unique, pad_token_id, device)  # (U, L)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # (U, L), 0 at the first real token
     out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    if getattr(out, "past_key_values", None) is None:
+        raise ValueError(f"{type(model).__name__} returns no past_key_values, and completions are continued from these: use a model with attention and a cache of keys and values (a pure state space model has none)")
     seen = tokens_seen(ids, mask, out.logits.shape[-1]) if track_seen else None
     index = torch.tensor(index, device=device)  # (B,)
     batch = DecodeBatch(torch.arange(len(unique), device=device), out.past_key_values, mask, seen)
@@ -268,7 +270,17 @@ def complete_directly(
     back = order.argsort()
     return finish(prompt_ids, progress.ids[back], progress.logps[back], progress.counts[back].long(), stop, pad_token_id)
 
-# %% ../../nbs/rollout/02_engine.ipynb #280ba7a9
+# %% ../../nbs/rollout/02_engine.ipynb #b3efc0a2
+def logits_bytes(
+    vocab_size: int,
+    size: int,  # bytes of a logit
+    params: SamplingParams,
+) -> int:
+    "What a row of logits takes while a token is drawn from it."
+    filters = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1 or params.temperature == 0
+    return vocab_size * (size + (32 if filters else 8))
+
+
 def working_bytes(
     decoder: Decoder,
     tokens: int,  # of prompts that are read together
@@ -276,13 +288,39 @@ def working_bytes(
 ) -> tuple[int, int]:  # for a row of logits, and for reading prompts
     "Memory that drawing takes beside the cache."
     c, size = decoder.config, decoder.dtype.itemsize
-    filters = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1 or params.temperature == 0
     experts = c.num_experts_per_tok * (6 * c.intermediate_size + 4 * c.hidden_size) * min(tokens, SLICE)  # numbers of one layer that are there at once
     if not can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size): experts = experts * 2 // c.num_local_experts  # one expert after the other, the busiest has twice its share
     rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
-    return c.vocab_size * (size + (32 if filters else 8)), (experts + rest) * size
+    return logits_bytes(c.vocab_size, size, params), (experts + rest) * size
 
-# %% ../../nbs/rollout/02_engine.ipynb #b8a4a83a
+# %% ../../nbs/rollout/02_engine.ipynb #d579a32a
+@dataclass(frozen=True)
+class GrowingShape(CacheShape):
+    "What the cache of transformers' modules takes: rows of one length, nothing shared."
+
+    def bytes(
+        self,
+        lengths: Sequence[int],  # of the U prompts
+        groups: Sequence[int],  # completions of each
+        max_tokens: int,  # of a completion
+    ) -> int:
+        "At the full length of all completions."
+        longest = max(lengths) + max_tokens - 1  # the last token drawn is never read
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize * sum(groups) * sum(min(window or longest, longest) for window in self.windows)
+
+
+def growing_shape(
+    config: PretrainedConfig,  # of the model's text part
+    dtype: torch.dtype,  # of keys and values
+) -> GrowingShape:  # without layers if the configuration is of a kind that `read_shape` does not know
+    "The cache of a model that is decoded through its modules."
+    try: shape = read_shape(config)
+    except ValueError: return GrowingShape((), 0, 0, dtype)
+    windows = shape.windows or (None,) * shape.layers
+    kinds = getattr(config, "layer_types", None) or ["attention"] * shape.layers  # of some models, layers without keys are among them
+    return GrowingShape(tuple(w for w, kind in zip(windows, kinds) if "attention" in kind and "linear" not in kind), shape.kv_heads, shape.head_dim, dtype)
+
+# %% ../../nbs/rollout/02_engine.ipynb #1e2eeb52
 class RolloutEngine:
     "Draws batches of completions from a causal language model, with or without adapters."
 
@@ -328,17 +366,20 @@ class RolloutEngine:
         decoder: Decoder | None,
     ) -> tuple[list[list[list[int]]], int]:  # MemoryError with the numbers if a completion does not fit
         "The prompts in pieces that are decoded together, and how many tokens of prompts are read at a time."
-        most = self.max_batch_size or len(rows)
-        if decoder is None: return [rows[start : start + most] for start in range(0, len(rows), most)], PREFILL_TOKENS
-        if decoder.device.type == "cuda": most = min(most, MOST_ROWS)
-        per_row, once, together, free, parts, start = 0, 0, PREFILL_TOKENS, free_memory(decoder.device), [], 0
-        if decoder.device.type == "cuda":
+        most, device = self.max_batch_size or len(rows), (self.model if decoder is None else decoder).device
+        per_row, once, together, free, parts, start = 0, 0, PREFILL_TOKENS, free_memory(device), [], 0
+        if decoder is None:
+            config, dtype = self.model.config.get_text_config(), self.autocast_dtype or self.model.dtype
+            shape, per_row = growing_shape(config, dtype), 12 * params.max_tokens + logits_bytes(config.vocab_size, dtype.itemsize, params)  # 12: an id and its log-prob
+        else: shape = decoder.shape
+        if decoder is not None and device.type == "cuda":
+            most = min(most, MOST_ROWS)
             longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
             for together in (PREFILL_TOKENS, 8192, 4096, 2048, 1024):  # reading less at a time takes longer, and leaves room for more rows
                 per_row, once = working_bytes(decoder, min(whole, max(together, longest)), params)
                 if once <= free // 4: break
         while start < len(rows):
-            size = rows_that_fit(decoder.shape, [len(ids) for ids in rows[start : start + most]], params.max_tokens, free, per_row, once)
+            size = rows_that_fit(shape, [len(ids) for ids in rows[start : start + most]], params.max_tokens, free, per_row, once)
             parts.append(rows[start : start + size])
             start += size
         return parts, together
@@ -364,8 +405,9 @@ class RolloutEngine:
         parts, together = self.parts([ids for ids in prompt_ids for _ in range(params.n)], params, decoder)
         bar = tqdm(total=len(parts) * params.max_tokens, delay=0 if progress else 2, disable=progress is False, desc="tokens", leave=False)
         autocast = torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype and decoder is None else nullcontext()
-        with evaluating(self.model), autocast, bar:
-            if decoder is None: rollouts = [complete(self.model, part, on_token=bar.update, **settings) for part in parts]
-            else: rollouts = [complete_directly(decoder, part, on_tokens=bar.update, together=together, **settings) for part in parts]
-        if device.type == "cuda": torch.cuda.empty_cache()
+        try:
+            with evaluating(self.model), autocast, bar:
+                if decoder is None: rollouts = [complete(self.model, part, on_token=bar.update, **settings) for part in parts]
+                else: rollouts = [complete_directly(decoder, part, on_tokens=bar.update, together=together, **settings) for part in parts]
+        finally: torch.cuda.empty_cache()  # does nothing where CUDA was not used
         return concatenate(rollouts, settings["pad_token_id"])
