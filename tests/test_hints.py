@@ -36,9 +36,10 @@ WELL = {  # name -> number, or a function of how far the run is: a run in which 
     "entropy": fade(0.6, 0.08), "kl": line(0.0, 0.3), "loss": 0.001, "grad_norm": line(1.0, 5.0), "skipped_updates": 0.0,
 }
 FLAT = {"reward": 0.2, "rewards/right/mean": 0.2, "rewards/right/std": 0.4, "reward_std": 0.3, "entropy": 0.5, "frac_reward_zero_std": 0.4}
+UNEVEN = {"completions/min_length": 1.0, "completions/max_length": 4.0}
 ALIKE = {"frac_reward_zero_std": 1.0, "reward_std": 0.0}
 SICK = {  # hint -> [(settings, what differs from a good run, what the sentence has to mention)]
-    "loss prints 0": [({}, {}, ["0.0010", "1"])],
+    "loss prints 0": [({}, {}, ["0.0010", "1"]), ({}, {"loss": 0.0164, **UNEVEN}, ["0.0164", "differ in length"])],
     "no spread in any group": [
         ({}, {**ALIKE, "reward": 0.0, "rewards/right/mean": 0.0, "rewards/right/std": 0.0}, ["right stands at 0.00", "warm-up", "easier"]),
         ({}, {**ALIKE, "reward": -2.0, "rewards/right/mean": -3.0, "rewards/right/std": 0.0, "rewards/form/mean": 1.0, "rewards/form/std": 0.0}, ["right stands at -3.00"]),
@@ -123,6 +124,13 @@ def test_format_is_not_blamed(changes):
 @pytest.mark.parametrize("changes", [{"ratio/max": 1.4}, {"loss": 0.4}, {"grad_norm": 0.0}])
 def test_no_word_about_the_loss_where_it_would_be_wrong(changes):
     assert "loss prints 0" not in told(run(changes, 3))[1].said
+
+
+@pytest.mark.parametrize("changes, settings, said", [({"loss": 0.0164, **UNEVEN}, {}, True), ({"loss": 0.0164, **UNEVEN}, {"loss_type": "bnpo"}, True), ({"loss": -0.0164, **UNEVEN}, {}, True),
+                                                     ({"loss": 0.0004, **UNEVEN}, {}, False), ({"loss": 0.0164, **UNEVEN}, {"loss_type": "grpo"}, False), ({"loss": 0.0164}, {}, False),
+                                                     ({"loss": 0.0164, **UNEVEN, "completions/max_length": 1.0}, {}, False)])
+def test_why_a_loss_is_not_exactly_zero(changes, settings, said):
+    assert ("differ in length" in told(run(changes, 2), **settings)[1].said["loss prints 0"]) == said
 
 
 def test_a_loss_scale_that_finds_its_size_is_normal():

@@ -98,6 +98,25 @@ def test_a_failure_is_named(how, words, kind):
     assert isinstance(caught.value.__cause__, ZeroDivisionError) == (how == "raises")
 
 
+def test_a_count_that_is_wrong_does_not_read_as_one_that_depends_on_the_step():
+    with pytest.raises(RewardError, match="None for one it cannot judge \\(at step 3; the first completion it was given is 'x'\\)$"): score_completions(wrong([1.0])[:1], PROMPTS, COMPLETIONS, 3)
+
+
+async def later(completions, solution, **_): return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("function, words", [(lambda completions, solution, **_: [0] * 3, "missing .*'solution'"), (later, "missing .*'solution'"), (lambda completions: [0] * 3, "unexpected keyword argument")])
+@pytest.mark.parametrize("columns, listed", [(dict(answer=[1, 2, 3], level=[1, 2, 3]), "answer, level;"), ({}, "none;")])
+def test_a_column_that_is_not_there(function, words, columns, listed):
+    with pytest.raises(RewardError, match=f"raised TypeError: .*{words}.* at step 0.*keywords prompts, completions, completion_ids, trainer_state and the data's other columns, here {listed}"):
+        score_completions([function], PROMPTS, COMPLETIONS, completion_ids=[[1]] * 3, trainer_state=None, **columns)
+
+
+def test_a_type_error_of_another_kind_has_no_word_about_columns():
+    with pytest.raises(RewardError) as caught: score_completions([lambda completions, **_: 1 + "a"], PROMPTS, COMPLETIONS)
+    assert "keywords" not in str(caught.value)
+
+
 @pytest.mark.parametrize("nothing", [[None] * 3, [math.nan] * 3], ids=["None", "NaN"])
 def test_a_function_that_judges_nothing_is_reported(nothing):
     with pytest.warns(UserWarning, match="'helpful' judged no completion .*all 3.* at step 17.*'x'"):

@@ -1,4 +1,4 @@
-"What scripts written for TRL ask of a trainer beside the algorithm: reward models, rollout functions, trackers, stored completions, evaluations, callbacks, the best model."
+"What scripts written for TRL ask of a trainer beside the algorithm: reward models, rollout functions, trackers, stored completions, evaluations, callbacks, the best model, what is printed and stored after a run."
 import copy
 import json
 import math
@@ -17,6 +17,7 @@ from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.parts import make_optimizer
+from grpo_nb.training.report import NOT_HERE
 from grpo_nb.training.rewards import ModelReward
 from small_runs import ROWS, digits, one_thread, remember_batches, small_config, small_model, small_trainer, weights_of, without_clocks
 
@@ -89,6 +90,9 @@ def test_what_is_no_reward_model(judge_folder, tmp_path):
     with pytest.raises(ValueError, match="has 2 outputs"): small_trainer(tmp_path, judge(labels=2)[0], arguments=dict(reward_processing_classes=judge()[1]))
     with pytest.raises(ValueError, match="its tokenizer is not known"): small_trainer(tmp_path, judge()[0])
     with pytest.raises(ValueError, match="2 entries and there are 1"): small_trainer(tmp_path, judge_folder, arguments=dict(reward_processing_classes=[None, None]))
+    with pytest.raises(ValueError, match="reward_funcs holds './my/judge': it is no folder in .*give the function itself"): small_trainer(tmp_path, "./my/judge")
+    (tmp_path / "my-judge" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="my-judge': that folder lacks something.*model.safetensors.*Look into the folder"): small_trainer(tmp_path, judge_folder)
 
 
 # rollout functions
@@ -247,14 +251,29 @@ def test_wandb_without_a_network(tmp_path, monkeypatch):
     (tmp_path / "w").mkdir()
     trainer = small_trainer(tmp_path / "run", report_to=["wandb"], run_name="first", project="sums", log_completions=True, log_unique_prompts=True, max_steps=1)
     trainer.train()
+    trainer.log({"mine": 0.5})
+    trainer.accelerator.end_training()
     folder = next((tmp_path / "w" / "wandb").glob("offline-run-*"))
     for _ in range(200):  # W&B's own process may still be writing
         stored = next(folder.glob("*.wandb")).read_bytes()
         if b"rewards/digits/mean" in stored: break
         time.sleep(0.1)
-    assert b"sums" in stored and b"first" in stored and b"rewards/digits/mean" in stored
+    assert b"sums" in stored and b"first" in stored and b"mine" in stored and b"rewards/digits/mean" in stored
     table = json.loads(next((folder / "files" / "media" / "table").rglob("completions*.json")).read_text())
     assert table["columns"] == ["step", "prompt", "completion", "digits", "advantage"] and len(table["data"]) == 4 == len({row[1] for row in table["data"]})
+
+
+def test_a_tracker_is_open_after_the_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = small_trainer(tmp_path, report_to="tensorboard", project="sums", max_steps=1, arguments=dict(eval_dataset=ROWS[:2]))
+    trainer.train()
+    trainer.log({"mine": 0.5})
+    value = trainer.evaluate()["eval_reward"]
+    trainer.train()
+    assert len(trainer.accelerator.trackers) == 1
+    scalars = EventAccumulator(str(next((tmp_path / "sums").glob("events*")).parent)).Reload()
+    assert [event.value for event in scalars.Scalars("mine")] == [0.5] and [event.value for event in scalars.Scalars("eval_reward")] == [pytest.approx(value)]
 
 
 # evaluations, the best model, when to log
@@ -347,7 +366,11 @@ def test_callbacks_come_and_go(tmp_path):
     trainer.train()
     assert counter.steps == 2
     trainer.add_callback(Count)
+    assert isinstance(trainer.pop_callback(Count), Count) and trainer.pop_callback(Count) is None
+    trainer.add_callback(Count)
     trainer.remove_callback(Count)
+    for wrong in (object(), object):
+        with pytest.raises(ValueError, match="no TrainerCallback of transformers"): trainer.add_callback(wrong)
 
 
 def test_checkpoints_of_the_model_alone(tmp_path):
@@ -368,6 +391,84 @@ def test_auto_begins_and_goes_on(tmp_path):
         assert trainer.state.global_step == steps
     assert [r["step"] for r in trainer.log_history] == [1, 2, 3, 4] and [r["reward"] for r in trainer.log_history][0] == whole.log_history[0]["reward"]
     assert not list((tmp_path / "run").glob("earlier-run*"))
+
+
+# what is printed and stored after a run
+
+def test_what_a_run_gives_back(tmp_path):
+    trainer = small_trainer(tmp_path, max_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=8)
+    began = time.perf_counter()
+    result = trainer.train()
+    took, metrics = time.perf_counter() - began, result.metrics
+    assert {name: value for name, value in metrics.items() if not name.startswith("train_")} == trainer.log_history[-1]
+    assert metrics["train_loss"] == result.training_loss == pytest.approx(sum(r["loss"] for r in trainer.log_history) / 3)
+    assert 0 < metrics["train_runtime"] < took and metrics["train_steps_per_second"] == pytest.approx(3 / metrics["train_runtime"], rel=0.01)
+    assert metrics["train_samples_per_second"] == pytest.approx(48 / metrics["train_runtime"], rel=0.01)
+
+
+def test_numbers_are_printed_and_stored_as_transformers_stores_them(tmp_path, capsys):
+    trainer = small_trainer(tmp_path / "ours", arguments=dict(eval_dataset=ROWS[:2]))
+    theirs = transformers.Trainer(small_model()[0], transformers.TrainingArguments(output_dir=str(tmp_path / "theirs"), use_cpu=True, report_to="none", save_strategy="no"))
+    (tmp_path / "theirs").mkdir(exist_ok=True)
+    numbers = {"train": trainer.train().metrics | {"train_samples": 80}, "eval": trainer.evaluate()}
+    for split, metrics in numbers.items():
+        for one in (trainer, theirs): one.save_metrics(split, metrics)
+    for name in ("train_results.json", "eval_results.json", "all_results.json"):
+        assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads((tmp_path / "theirs" / name).read_text())
+    trainer.save_metrics("test", {"x": 1}, combined=False)
+    assert "x" not in json.loads((tmp_path / "ours" / "all_results.json").read_text())
+    capsys.readouterr()
+    trainer.log_metrics("train", {"train_loss": 0.123456, "long_name": 7, "word": "yes"})
+    assert capsys.readouterr().out.splitlines() == ["***** train metrics *****", "  long_name  = 7", "  train_loss = 0.1235", "  word       = yes"]
+    trainer.save_state()
+    state = transformers.TrainerState.load_from_json(str(tmp_path / "ours" / "trainer_state.json"))
+    assert state.global_step == 2 and state.log_history == trainer.log_history and trainer.is_world_process_zero() and trainer.is_local_process_zero()
+
+
+def test_a_script_logs_numbers_of_its_own(tmp_path):
+    told = []
+
+    class Hear(TrainerCallback):
+        def on_log(self, args, state, control, logs, **_): told.append(logs)
+        def on_step_end(self, args, state, control, **_): trainer.log({"mine": torch.tensor(float(state.global_step)), "loss": 9.0}, start_time=1.0)
+
+    settings = dict(max_steps=4, save_strategy="steps", save_steps=2)
+    trainer = small_trainer(tmp_path / "run", arguments=dict(callbacks=[Hear()]), **settings)
+    metrics = trainer.train().metrics
+    own = [record for record in trainer.log_history if "mine" in record]
+    assert own == [{"mine": float(n), "loss": 9.0, "step": n, "epoch": round(n / 3, 4)} for n in (1, 2, 3, 4)] and [r for r in told if "mine" in r] == own
+    assert [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()] == trainer.log_history == trainer.state.log_history
+    plain = small_trainer(tmp_path / "plain", max_steps=4)
+    assert [r["step"] for r in trainer.log_history] == [1, 1, 2, 2, 3, 3, 4, 4], "the run's own records are there too"
+    assert metrics["train_loss"] == plain.train().metrics["train_loss"] and same(weights_of(trainer.model), weights_of(plain.model))
+    resumed = small_trainer(tmp_path / "run", max_steps=4)
+    resumed.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-2")
+    assert [r["mine"] for r in resumed.log_history if "mine" in r] == [1.0, 2.0] and resumed.hints_given == trainer.hints_given == plain.hints_given
+    assert trainer.lr_scheduler is trainer.schedule and small_trainer(tmp_path / "new").lr_scheduler is None
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_what_has_no_meaning_here_says_what_to_do(name, tmp_path):
+    trainer = small_trainer(tmp_path)
+    with pytest.raises(AttributeError, match=f"GRPOTrainer has no '{name}': "): getattr(trainer, name)
+    assert not hasattr(trainer, name) and not hasattr(trainer, "schedule") and getattr(trainer, "nothing", 5) == 5
+    assert hasattr(transformers.Trainer, name) or name == "model_wrapped", "a name of transformers"
+    for word in {word for word in NOT_HERE[name].replace("(", " ").split() if hasattr(GRPOTrainer, word)}: assert callable(getattr(trainer, word))
+    with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'nothing'"): trainer.nothing
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_attention_chosen_later_is_refused_too(adapter, tmp_path):
+    from peft import LoraConfig
+
+    trainer = small_trainer(tmp_path, arguments=dict(peft_config=LoraConfig(r=2, target_modules=["q_proj"])) if adapter else {}, max_steps=1)
+    before, kind = weights_of(trainer.model), trainer.model.config._attn_implementation
+    trainer.model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="attn_implementation='sdpa' cannot train this model.*'sink'"): trainer.train()
+    assert same(before, weights_of(trainer.model)) and trainer.state.global_step == 0 and not list(tmp_path.iterdir())
+    trainer.model.config._attn_implementation = kind
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 # the optimizer, the reference, the entropy

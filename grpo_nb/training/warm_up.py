@@ -22,8 +22,8 @@ def written_batch(
     device: torch.device | str = "cpu",
 ) -> TrainingBatch:  # advantages are all 1: every answer is one to be imitated
     "Prompts with worked answers as a batch."
-    prompt_ids, prompt_mask = pad_left([tokenizer(row["prompt"]).input_ids for row in rows], tokenizer.pad_token_id or 0, device)
-    answers = [tokenizer(row["answer"], add_special_tokens=False).input_ids + [tokenizer.eos_token_id] for row in rows]
+    prompt_ids, prompt_mask = pad_left(tokenizer([row["prompt"] for row in rows]).input_ids, tokenizer.pad_token_id or 0, device)
+    answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([row["answer"] for row in rows], add_special_tokens=False).input_ids]
     T = max(map(len, answers))
     ids = torch.tensor([a + [0] * (T - len(a)) for a in answers], device=device)
     mask = torch.tensor([[True] * len(a) + [False] * (T - len(a)) for a in answers], device=device)
