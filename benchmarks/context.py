@@ -159,7 +159,8 @@ def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("
     from grpo_nb.model.memory import lora_parameters, weight_bits
 
     tokens, count, bits = sum(n * length for n, _, length in pieces), shape.parameters, weight_bits(shape, weights)
-    slices = max(batches, -(-tokens // tile) if tile else 1)                          # 4-bit weights are unpacked for each
+    def cut(size): return max(batches, -(-tokens // size) if size else 1)
+    slices = batches if shape.experts else cut(tile)                                   # for each of them 4-bit weights are unpacked; without a call for all experts, one takes its tokens of a whole batch
     share = shape.experts_per_token / shape.experts if shape.experts else 1            # of the experts, for a token
     q, k, wide = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.experts_per_token * (3 * shape.intermediate + 2 * shape.hidden)
     def products(kind, target):
@@ -170,7 +171,7 @@ def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("
     return {"mlp": roof(share * products("mlp", "mlp") * tokens, moved("mlp", slices) + activations * wide),
             "projections": roof(products("attention", "attention") * tokens, moved("attention", batches) + activations * 2 * (shape.hidden + q + k)),
             "attention": roof(4.5 * 4 * q * sum(n * pairs(shape, length, before) for n, before, length in pieces), activations * 2 * (q + k)),      # its backward pass is 2.5 forward ones
-            "head": roof(4 * shape.vocab * shape.hidden * tokens, 2 * slices * 2 * shape.vocab * shape.hidden)}                                       # logits, and the gradient of the hidden states
+            "head": roof(4 * shape.vocab * shape.hidden * tokens, 2 * cut(1024) * 2 * shape.vocab * shape.hidden)}                                       # logits, and the gradient of the hidden states
 
 
 def t4_drawing(shape, weights, prompts, completions, prompt, new, together):

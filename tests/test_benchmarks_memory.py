@@ -177,7 +177,9 @@ def test_the_estimate_of_training_on_a_t4(context):
     assert parts["head"] == pytest.approx(4 * 201_088 * 2880 * 16_384 / 65e12)
     one = context.t4_training(shape, "mxfp4", [(1, 0, 1)], r=0)                         # a single token: bytes alone
     assert one["mlp"] == pytest.approx(3 * 24 * 32 * 3 * 2880**2 * (4.25 / 8 + 4) / 320e9, rel=1e-3)
-    assert context.t4_training(shape, "mxfp4", [(1, 0, 8192)], tile=1024)["mlp"] > 7 * one["mlp"] > context.t4_training(shape, "mxfp4", [(1, 0, 8192)])["mlp"]
+    eight, phi = [(1, 0, 8192)], MODELS["Phi-4"]
+    assert context.t4_training(shape, "mxfp4", eight, batches=8)["mlp"] > 7 * one["mlp"] > context.t4_training(shape, "mxfp4", eight)["mlp"] == context.t4_training(shape, "mxfp4", eight, tile=1024)["mlp"]
+    assert context.t4_training(phi, "nf4", eight, tile=1, r=0)["mlp"] > context.t4_training(phi, "nf4", eight, r=0)["mlp"]                # a dense model's MLP is unpacked for each slice
     assert seconds(shape, "mxfp4", [(4, 0, 1536), (32, 1536, 512)]) < seconds(shape, "mxfp4", [(32, 0, 2048)])         # prompts computed once
     assert seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], targets=("attention", "mlp")) > seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], r=0) > 6 * 14e9 * 4096 / 65e12
 
@@ -212,7 +214,7 @@ def test_the_tutorial_estimates_alike(context):
     cells = ["".join(cell["source"]) for cell in json.loads((FOLDER.parent / "nbs/tutorials/03_gpt_oss_20b_t4.ipynb").read_text())["cells"]]
     scope = dict(pd=pd, MODELS=MODELS, lora_parameters=lora_parameters, weight_bytes=weight_bytes, T4=argparse.Namespace(rows=16))
     exec(next(cell for cell in cells if cell.startswith("FLOPS, BYTES = ")), scope)
-    trained = context.t4_training(scope["m"], "mxfp4", [(4, 0, 256), (32, 256, 768)], batches=4, tile=1024, r=16)
+    trained = context.t4_training(scope["m"], "mxfp4", [(4, 0, 256), (32, 256, 768)], batches=4, r=16)
     assert scope["table"].loc["training", "s at least"].tolist() == pytest.approx(list(trained.values()))
     assert scope["seconds"]["drawing"] == pytest.approx(context.t4_drawing(scope["m"], "mxfp4", 4, 8, 256, 768, 16))
 
