@@ -143,7 +143,8 @@ def test_doctor_fails_and_says_what_to_type_when_a_requirement_is_too_old(monkey
 
 @pytest.mark.parametrize("arguments, status, words", [
     (("gpt-oss-20b", "--context", "4096", "--offload", "embedding", "layer-inputs"), 0, ("It fits", "T4", "keys and values", "Host memory")),
-    (("gpt-oss-20b",), 1, ("does not fit", "GiB by offload_layer_inputs=True", "a context of")),
+    (("gpt-oss-20b",), 1, ("does not fit", "GiB by offload_layer_inputs=True", "and fits", "As flags of this command: --offload")),
+    (("gpt-oss-20b", "--context", "32768"), 1, ("does not fit", "GiB by offload_layer_inputs=True", "a context of")),
     (("openai/gpt-oss-120b", "--card", "h200"), 0, ("116.8 billion", "It fits")),
     (("Llama-3.1-8B", "--card", "L4", "--format", "nf4", "--memory", "8"), 1, ("limited to 8 GiB", "does not fit"))])
 def test_a_plan_needs_nothing_heavy_and_its_status_is_the_answer(arguments, status, words):
