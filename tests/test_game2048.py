@@ -339,7 +339,7 @@ def test_no_attack_earns_more_than_an_honest_failure(judged_once, scale):
 # rewards
 
 def test_the_published_scale(pool):
-    winner, texts = program("return random.choice('WASD')", "import random"), {}
+    winner, texts = program("return random.choice('WASD')", "import random\nrandom.seed(0)"), {}  # seeded: one game in some hundreds is lost by chance
     texts.update(won=fenced(winner), up=fenced(ALWAYS_UP), fails=fenced(program("1 / 0")), endless=fenced(program("while True: pass")), numpy=fenced("import numpy\n" + ALWAYS_UP), syntax=fenced("def strategy(board) return 1"),
                  nothing="Push.", cut=fenced(CORNER)[:50], illegal=fenced(program("return 5")))
     rewards = StrategyRewards(pool, scale="published", target=32, seed=3, move_s=1.0)
