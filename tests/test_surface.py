@@ -473,9 +473,9 @@ def test_an_attention_chosen_later_is_refused_too(adapter, tmp_path):
 
 # the optimizer, the reference, the entropy
 
-def test_weight_decay_falls_on_what_transformers_lets_it_fall_on():
+def test_weight_decay_falls_on_what_transformers_lets_it_fall_on(tmp_path):
     model, _ = small_model()
-    plain = transformers.Trainer(model, transformers.TrainingArguments(output_dir="unused", use_cpu=True, weight_decay=0.1, report_to="none", save_strategy="no"))
+    plain = transformers.Trainer(model, transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, weight_decay=0.1, report_to="none", save_strategy="no"))
     theirs = set(plain.get_decay_parameter_names(model))
     groups = make_optimizer(GRPOConfig(weight_decay=0.1), dict(model.named_parameters())).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
