@@ -7,7 +7,8 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from grpo_nb.model import attention, memory
 from grpo_nb.model.experts import route_adapters
 from grpo_nb.model.memory import GiB
-from grpo_nb.model.passes import one_pass, takes_heads
+from grpo_nb.model.passes import one_pass
+from grpo_nb.training import pieces
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.parts import checkpoint_layers
 from grpo_nb.training.pieces import LARGE, SMALL, choose_pieces, known_shape, piece_bytes, possible_tiles
@@ -47,12 +48,15 @@ def test_a_row_takes_what_is_predicted(kind, heads, prompt, completions, by_head
     model, batch = one_layer(kind, *heads, by_heads), group(prompt, completions)
     config = GRPOConfig(num_generations=len(batch), per_device_train_batch_size=len(batch), logit_chunk_multiplier=16)
     predicted = piece_bytes(model, known_shape(model), batch, config, 4, None)
-    assert reads_a_row(model) and takes_heads(model) == by_heads
+    assert reads_a_row(model)
     with LiveBytes(*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if x is not None)) as live:
         logps, _ = completion_logps(model, batch, mini_batch=1, logit_chunk_multiplier=16)
         logps.mean().backward()
-    least = 0.8 if by_heads else 0.97                            # beside a single part, the blocks of 64 of a sliding layer are large in rows as short as these
-    assert least * live.peak <= predicted <= 1.7 * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"
+    assert 0.97 * live.peak <= predicted <= (4 if by_heads else 1.7) * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"   # by heads it is less; pieces are chosen as if it were not, until a card has measured it
+    if not by_heads: return
+    monkeypatch.setattr(pieces, "step_bytes", lambda *given, kernel, **more: memory.step_bytes(*given, kernel="sink_heads", **more))   # the planner's
+    planned = piece_bytes(model, known_shape(model), batch, config, 4, None)
+    assert 0.8 * live.peak <= planned <= 1.7 * live.peak, f"{planned:,} planned, {live.peak:,} measured"   # blocks of 64 of a sliding layer are large in rows as short as these
 
 
 @pytest.mark.parametrize("name", ["sink_key", "sink_lean", "sink_eager"])
