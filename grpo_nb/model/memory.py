@@ -739,6 +739,7 @@ def describe(
     beyond = s.model.max_positions and s.context > s.model.max_positions
     if beyond: lines.append(f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not.")
     spare = (plan.card_bytes - plan.peak) / GiB
+    if s.kernel == "sink_heads": lines.append("What attention takes on such a card was counted, and not yet measured: near its line, ask for less.")
     lines.append(f"It fits, with {spare:.2f} GiB to spare." if plan.fits else f"It does not fit: the {plan.worst} needs {-spare:.2f} GiB more than there is.")
     return "\n".join(lines)
 
