@@ -11,8 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from grpo_nb.model import experts
 from grpo_nb.model.experts import FEW_ELEMENTS, LowRank, RoutedParamWrapper, adapted, expert_weights, route_adapters, routed_experts, swiglu
 from grpo_nb.model.tiny import tiny_gpt_oss
+from test_memory import LiveBytes
 
 WAYS = {"reference": dict(path="reference"), "few": dict(path="few"), "many": dict(path="many"), "recompute": dict(path="many", recompute=True),
         "slices": dict(path="many", recompute=True, slice_tokens=3)}
@@ -289,6 +291,40 @@ def test_recomputing_keeps_the_input_only():
         return sum(x.numel() for x in new if x.is_floating_point()), sum(x.numel() for x in new if not x.is_floating_point())
     places = 4 * 64 * 2 + 4                                 # each pair's expert, token and row, there and back; where each expert's rows end
     assert kept(recompute=True) == (0, places) and kept() == (64 * 2 * 64, places)  # gate_up of every pair
+
+
+@pytest.mark.parametrize("routing", ["random", "to the first"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_experts_rows_some_at_a_time(recompute, routing, monkeypatch):
+    "One expert after the other; with a router that sends all to the same ones, its rows are as many as there are tokens."
+    module, (hidden, indices, weights) = experts_module(16, 8, 4, dtype=torch.float64), inputs(23, 16, 4, 2, routing)
+    torch.manual_seed(0)
+    factors = [(0.3 * torch.randn(*shape, dtype=torch.float64)).requires_grad_() for shape in ((4, 16, 2), (4, 2, 16), (4, 8, 2), (4, 2, 16))]
+    leaves = [hidden, weights, *module.parameters(), *factors]
+    def run(path):
+        given = type(expert_weights(module))(**{**expert_weights(module).__dict__, "gate_up_lora": (LowRank(*factors[:2], 0.5),), "down_lora": (LowRank(*factors[2:], 2.0),)})
+        return value_and_gradients(lambda: routed_experts(hidden, indices, weights, given, path=path, recompute=recompute), leaves)
+    truth = run("reference")
+    monkeypatch.setattr(experts, "can_group", lambda *given: False)
+    for rows in (23, 5, 1):
+        monkeypatch.setattr(experts, "ROWS_OF_ONE", rows)
+        for a, b in zip(run("many"), truth): torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    out = routed_experts(hidden, indices, weights, expert_weights(module), path="many", recompute=recompute)
+    first, second = (torch.autograd.grad(out.sin().sum(), leaves[:3], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_does_not_depend_on_the_router(recompute, monkeypatch):
+    "One expert after the other: a router that sends all tokens to the same ones takes no more than an even one."
+    monkeypatch.setattr(experts, "can_group", lambda *given: False)
+    monkeypatch.setattr(experts, "ROWS_OF_ONE", 32)
+    module, peaks = experts_module(16, 16, 8, torch.float32).requires_grad_(False), []
+    for indices in ((torch.arange(2) + 2 * torch.arange(256)[:, None]) % 8, torch.arange(2).expand(256, 2)):
+        hidden, _, weights = inputs(256, 16, 8, 2, dtype=torch.float32)
+        with LiveBytes(hidden, indices, weights, *module.parameters()) as live: routed_experts(hidden, indices, weights, expert_weights(module), path="many", recompute=recompute).sum().backward()
+        peaks.append(live.peak)
+    assert peaks[1] <= 1.02 * peaks[0], peaks
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_nb.algorithm import logprobs
 from grpo_nb.model import attention, experts, loading, memory  # noqa: F401 (registers attention with transformers)
-from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_PER_CHUNK, UNPACKED, Card, GiB, Setup, advice_text, advise, attention_peak, attention_scratch, describe, free_memory, head_bytes, kv_bytes,
+from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_OF_ONE, ROWS_PER_CHUNK, UNPACKED, Card, GiB, Setup, advice_text, advise, attention_peak, attention_scratch, describe, free_memory, head_bytes, kv_bytes,
                                   layer_inputs, longest_context, longest_sequence, lora_parameters, mlp_peak, plan, plan_of, read_shape, standard, step_bytes, unpack_bytes, weight_bits, weight_bytes)
 from grpo_nb.model.offload import offload_layers
 from grpo_nb.rollout import decoder
@@ -386,7 +386,7 @@ def test_advice_takes_cheap_switches_and_leaves_out_what_is_not_needed():
 
 def test_unpacked_experts_are_counted():
     shape = MODELS["gpt-oss-20b"]
-    assert UNPACKED == experts.UNPACKED
+    assert UNPACKED == experts.UNPACKED and ROWS_OF_ONE == experts.ROWS_OF_ONE
     one = 2 * shape.hidden * shape.intermediate * 2
     count = experts.UNPACKED // one
     assert unpack_bytes(shape, "mxfp4") == count * one and 1 < count < shape.experts and unpack_bytes(shape, "mxfp4", grouped=False) == one * 3 // 2 and unpack_bytes(shape, "bf16") == 0

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['GiB', 'CARDS', 'MODELS', 'FORMATS', 'STATES', 'TARGETS', 'PAGE', 'KERNELS', 'LEAN_PART', 'GRADIENT_BYTES',
-           'SHORTEST_CUDNN', 'KEPT_FROM', 'SINK_KEY_REPEATED', 'PEFT_SUMS', 'WIDE_PAIRS', 'BUFFERS', 'ROWS_PER_CHUNK',
-           'PREFILL_TOKENS', 'UNPACKED', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS',
-           'PARTS', 'MOST_ROWS', 'LEAST_SAVING', 'Card', 'ModelShape', 'longest_sequence', 'read_shape', 'weight_bits',
-           'weight_bytes', 'lora_parameters', 'kv_bytes', 'attention_kept', 'attention_peak', 'attention_scratch',
-           'mlp_kept', 'mlp_peak', 'layer_inputs', 'attention_results', 'head_bytes', 'row_bytes', 'step_bytes',
-           'rollout_bytes', 'unpack_bytes', 'Setup', 'Plan', 'plan_of', 'plan', 'standard', 'describe', 'Advice',
-           'advise', 'longest_context', 'advice_text', 'free_memory']
+           'SHORTEST_CUDNN', 'KEPT_FROM', 'SINK_KEY_REPEATED', 'PEFT_SUMS', 'WIDE_PAIRS', 'ROWS_OF_ONE', 'BUFFERS',
+           'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'UNPACKED', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS',
+           'HOST_PROCESS', 'PARTS', 'MOST_ROWS', 'LEAST_SAVING', 'Card', 'ModelShape', 'longest_sequence', 'read_shape',
+           'weight_bits', 'weight_bytes', 'lora_parameters', 'kv_bytes', 'attention_kept', 'attention_peak',
+           'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'attention_results', 'head_bytes', 'row_bytes',
+           'step_bytes', 'rollout_bytes', 'unpack_bytes', 'Setup', 'Plan', 'plan_of', 'plan', 'standard', 'describe',
+           'Advice', 'advise', 'longest_context', 'advice_text', 'free_memory']
 
 # %% ../../nbs/model/13_memory.ipynb #dd8cf8c8
 import json
@@ -300,6 +300,9 @@ def attention_scratch(
     return max(one, min(shape.kv_heads * one, GRADIENT_BYTES)) if kernel == "flash" else 0
 
 # %% ../../nbs/model/13_memory.ipynb #0be8944d
+ROWS_OF_ONE = 1024  # of an expert at a time, where experts are computed one after the other; the number of `model.experts`
+
+
 def mlp_kept(
     shape: ModelShape,
     element: int,  # bytes a number
@@ -334,8 +337,8 @@ def mlp_peak(
         return kept + again + n * (I + 4 * shape.intermediate + (element == 4) * I) + (0 if whole else tokens * H)
     if implementation == "transformers": return kept + n * 4 * K * I + adapters * PEFT_SUMS * shape.experts * 3 * shape.hidden * I
     wide = 0 if fused else min(K * n, WIDE_PAIRS) * 4 * shape.intermediate * 12
-    if each:  # the busiest expert has twice its share: its inputs, gradients, gate and up; and the sum of all answers
-        rows = min(tokens, -(-2 * K * tokens // shape.experts))
+    if each:  # rows of one expert: their inputs, gradients, gate and up; and the sum of all answers
+        rows = min(tokens, ROWS_OF_ONE)
         return kept + rows * (5 * H + (1 if whole else 3) * I) + min(wide, rows * 48 * shape.intermediate) + tokens * 4 * shape.hidden
     again = 0 if whole else 2 * I                                            # gate and up, whose place their gradients take; if they were kept, they are counted already
     middle = K * n * (again + I + H) + wide                                  # the gradient of the activation, that of the answers

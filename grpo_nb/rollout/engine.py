@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PretrainedConfig, PreTrainedTokenizerB
 from transformers.cache_utils import Cache
 
 from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
-from ..model.experts import can_group
+from ..model.experts import ROWS_OF_ONE, can_group
 from ..model.memory import free_memory, longest_sequence, read_shape
 from .pages import CacheShape, rows_that_fit
 from .sampling import SamplingParams, sample_tokens
@@ -288,8 +288,9 @@ def working_bytes(
 ) -> tuple[int, int]:  # for a row of logits, and for reading prompts
     "Memory that drawing takes beside the cache."
     c, size = decoder.config, decoder.dtype.itemsize
-    experts = c.num_experts_per_tok * (6 * c.intermediate_size + 4 * c.hidden_size) * min(tokens, SLICE)  # numbers of one layer that are there at once
-    if not can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size): experts = experts * 2 // c.num_local_experts  # one expert after the other, the busiest has twice its share
+    grouped = can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size)
+    pairs = c.num_experts_per_tok * min(tokens, SLICE) if grouped else min(tokens, ROWS_OF_ONE)                                  # of one layer that are there at once
+    experts = (6 * c.intermediate_size + 4 * c.hidden_size) * pairs
     rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
     return logits_bytes(c.vocab_size, size, params), (experts + rest) * size
 
