@@ -177,7 +177,7 @@ def test_cache_bytes_are_the_engine_s(prompt, most, groups, group, page):
 
 
 def test_constants_are_those_of_the_code():
-    assert (memory.GRADIENT_BYTES, memory.SHORTEST_CUDNN, memory.LEAN_PART // 4) == (attention.GRADIENT_BYTES, attention.SHORTEST_CUDNN, attention.PART_BYTES)
+    assert (memory.GRADIENT_BYTES, memory.SHORTEST_CUDNN, memory.PART_BYTES) == (attention.GRADIENT_BYTES, attention.SHORTEST_CUDNN, attention.PART_BYTES)
     assert memory.KEPT_FROM == inspect.signature(offload_layers).parameters["attention_from"].default
     assert PREFILL_TOKENS == decoder.PREFILL_TOKENS and ROWS_PER_CHUNK == logprobs.ROWS_PER_CHUNK
     shape = MODELS["Llama-3.1-8B"]

@@ -7,7 +7,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from grpo_nb.model import attention, memory
 from grpo_nb.model.experts import route_adapters
 from grpo_nb.model.memory import GiB
-from grpo_nb.model.passes import one_pass
+from grpo_nb.model.passes import can_go_by_heads, one_pass
 from grpo_nb.training import pieces
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.parts import checkpoint_layers
@@ -26,11 +26,11 @@ def group(prompt, completions):
     return TrainingBatch(ids, torch.ones(B, prompt, dtype=torch.bool), torch.randint(1, 64, (B, T)), drawn, drawn, torch.ones(B))
 
 
-def one_layer(kind, heads, kv_heads, head_dim, by_heads=False):
+def few_layers(kinds, heads, kv_heads, head_dim, by_heads=False):
     "A gpt-oss in which attention takes most, with adapters on it."
     torch.manual_seed(0)
-    config = GptOssConfig(vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, num_local_experts=2, num_experts_per_tok=1,
-                          layer_types=[f"{kind}_attention"], sliding_window=64, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=10_000.0), attn_implementation="sink_lean")
+    config = GptOssConfig(vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=len(kinds), num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, num_local_experts=2, num_experts_per_tok=1,
+                          layer_types=[f"{kind}_attention" for kind in kinds], sliding_window=64, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=10_000.0), attn_implementation="sink_lean")
     model = get_peft_model(GptOssForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])).train()
     route_adapters(model, "routed_lean")
     checkpoint_layers(model, {"use_reentrant": False})
@@ -38,25 +38,26 @@ def one_layer(kind, heads, kv_heads, head_dim, by_heads=False):
     return model
 
 
-@pytest.mark.parametrize("by_heads", [False, True])
-@pytest.mark.parametrize("kind, heads, prompt, completions", [
-    ("sliding", (16, 8, 32), 96, [32] * 6), ("sliding", (8, 8, 32), 48, [80] * 4), ("sliding", (8, 8, 32), 60, [70, 70, 60, 50]),       # what the rectangles take is a third and more of these
-    ("full", (16, 2, 32), 192, [64] * 8), ("full", (16, 2, 32), 384, [32] * 8), ("full", (8, 2, 32), 48, [80] * 4)])                     # here one key head is larger than a part
-def test_a_row_takes_what_is_predicted(kind, heads, prompt, completions, by_heads, monkeypatch):
+BOTH = ("sliding", "full")
+
+
+@pytest.mark.parametrize("by_heads, kinds, heads, prompt, completions, least, most", [
+    (False, ["sliding"], (16, 8, 32), 96, [32] * 6, 0.97, 1.7), (False, ["sliding"], (8, 8, 32), 48, [80] * 4, 0.97, 1.7), (False, ["sliding"], (8, 8, 32), 60, [70, 70, 60, 50], 0.97, 1.7),  # the rectangles are a third and more of these
+    (False, ["full"], (16, 2, 32), 192, [64] * 8, 0.97, 1.7), (False, ["full"], (16, 2, 32), 384, [32] * 8, 0.97, 1.7), (False, ["full"], (8, 2, 32), 48, [80] * 4, 0.97, 1.7),                # one key head is larger than a part
+    (True, ["full"], (16, 2, 32), 192, [64] * 8, 0.97, 1.6), (True, ["full"], (16, 2, 32), 384, [32] * 8, 0.97, 1.6), (True, ["full"], (8, 2, 32), 48, [80] * 4, 0.97, 1.6),
+    (True, BOTH, (16, 8, 32), 96, [32] * 6, 0.97, 1.6), (True, BOTH, (16, 2, 32), 192, [64, 64, 40, 8], 0.97, 1.6), (True, BOTH, (16, 2, 32), 192, [64], 0.97, 1.6),
+    (True, ["sliding"], (8, 8, 32), 48, [80] * 4, 0.97, 1.6), (True, ["sliding"], (8, 8, 32), 60, [70, 70, 60, 50], 0.75, 1.6)])                       # 60 and 70 tokens fill two blocks of 64; a full layer takes more than that
+def test_a_row_takes_what_is_predicted(by_heads, kinds, heads, prompt, completions, least, most, monkeypatch):
     monkeypatch.setattr(attention, "PART_BYTES", 2**16)          # an old card's way in miniature: some heads at a time
-    monkeypatch.setattr(memory, "LEAN_PART", 4 * 2**16)
-    model, batch = one_layer(kind, *heads, by_heads), group(prompt, completions)
-    config = GRPOConfig(num_generations=len(batch), per_device_train_batch_size=len(batch), logit_chunk_multiplier=16)
+    monkeypatch.setattr(memory, "PART_BYTES", 2**16)
+    model, batch = few_layers(kinds, *heads, by_heads), group(prompt, completions)
+    config = GRPOConfig(num_generations=max(2, len(batch)), per_device_train_batch_size=max(2, len(batch)), logit_chunk_multiplier=16)
     predicted = piece_bytes(model, known_shape(model), batch, config, 4, None)
-    assert reads_a_row(model)
+    assert reads_a_row(model) and can_go_by_heads(model) == by_heads
     with LiveBytes(*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if x is not None)) as live:
         logps, _ = completion_logps(model, batch, mini_batch=1, logit_chunk_multiplier=16)
         logps.mean().backward()
-    assert 0.97 * live.peak <= predicted <= (4 if by_heads else 1.7) * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"   # by heads it is less; pieces are chosen as if it were not, until a card has measured it
-    if not by_heads: return
-    monkeypatch.setattr(pieces, "step_bytes", lambda *given, kernel, **more: memory.step_bytes(*given, kernel="sink_heads", **more))   # the planner's
-    planned = piece_bytes(model, known_shape(model), batch, config, 4, None)
-    assert 0.8 * live.peak <= planned <= 1.7 * live.peak, f"{planned:,} planned, {live.peak:,} measured"   # blocks of 64 of a sliding layer are large in rows as short as these
+    assert least * live.peak <= predicted <= most * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"
 
 
 @pytest.mark.parametrize("name", ["sink_key", "sink_lean", "sink_eager"])

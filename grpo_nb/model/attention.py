@@ -215,7 +215,7 @@ def sdpa(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, L
     return (_causal if fixed and mask.offset == 0 else _in_pieces)(q, k, v, sinks, mask, scale)
 
 # %% ../../nbs/model/03_attention.ipynb #e5235234
-PART_BYTES = 2**25  # of a part's queries, keys and values, copies for each query head included; at least one key head
+PART_BYTES = 2**26  # of a part's queries, keys and values, copies for each query head included; at least one key head
 
 
 def _step(B, Lq, Lk, Hk, G, D, element):

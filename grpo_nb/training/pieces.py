@@ -14,6 +14,7 @@ from ..algorithm.losses import WINDOW_TOKEN_LOSSES
 from ..model.experts import can_group
 from ..model.memory import SHORTEST_CUDNN, ModelShape, read_shape, step_bytes, unpack_bytes
 from ..model.packed import PackedWeight, experts_of
+from ..model.passes import can_go_by_heads
 from ..model.tiles import dense_mlps, experts_in_slices
 from .config import GRPOConfig
 from .policy import TrainingBatch, base_causal_model, reads_a_row
@@ -54,7 +55,8 @@ def piece_bytes(
     old = capability < (8, 0)
     length = piece.prompt_ids.shape[1] + piece.completion_ids.shape[1]
     new = "flash" if capability >= (9, 0) and length >= SHORTEST_CUDNN else "flex"
-    kernel = {"sink": "sink_lean" if old else new, "sink_flex": "flex", "flex_attention": "flex", "sink_key": "sink_key", "sink_lean": "sink_lean", "sink_lse": "flash", "eager": "eager"}.get(attention, "sdpa")
+    lean = "sink_heads" if can_go_by_heads(base) else "sink_lean"
+    kernel = {"sink": lean if old else new, "sink_flex": "flex", "flex_attention": "flex", "sink_key": "sink_key", "sink_lean": lean, "sink_lse": "flash", "eager": "eager"}.get(attention, "sdpa")
     drawn, prompts = int(piece.completion_mask.sum()), piece.prompt_ids[piece.prompt_mask.any(1)]
     rows = len(torch.unique(torch.where(piece.prompt_mask, piece.prompt_ids, -1), dim=0)) if reads_a_row(model) else len(piece)
     tokens = rows * prompts.shape[1] + drawn if reads_a_row(model) else len(piece) * length
