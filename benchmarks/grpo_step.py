@@ -89,7 +89,7 @@ def measure_ours(args, sizes, weights):
     tell(loaded=weights, seconds=round(time.perf_counter() - start, 1), **peaks(), **versions())
     result = grpo_step(model, word_tokenizer(sizes), prompts_of(sizes, args.prompts, args.prompt), completions=args.completions, new_tokens=args.new, batch=args.batch, steps=args.steps,
                        offload_activations=args.offload, **({"mini_batch": args.mini_batch} if args.mini_batch else {}))
-    tell(library=weights, **result["steps"][-1], first=result["steps"][0], **{name: value for name, value in result.items() if name != "steps"})
+    tell(library=weights, **result["steps"][-1], first=result["steps"][0], **result)
 
 
 def measure_unsloth(args, sizes):
@@ -129,7 +129,7 @@ def main():
     parser.add_argument("--new", type=int, default=1024, help="tokens of a completion")
     parser.add_argument("--batch", type=int, default=8, help="completions of a micro-batch")
     parser.add_argument("--mini-batch", type=int, help="pieces of a micro-batch; without it as few as fit")
-    parser.add_argument("--steps", type=int, default=2, help="the last one counts")
+    parser.add_argument("--steps", type=int, default=2, help="the last one counts; those between are printed too")
     parser.add_argument("--offload", action="store_true", help="ours: layer inputs on the host")
     args = parser.parse_args()
     sizes = SMALL if args.cpu else FULL
@@ -149,6 +149,7 @@ def main():
         parts = ", ".join(f"{name} {record[name]:.2f}" for name in ("sample", "score", "train", "update") if name in record)
         speed = f"; {record.get('drawn', drawn * args.new) / record['sample']:,.0f} tok/s drawn, {drawn * (args.prompt + args.new) / record['train']:,.0f} tok/s trained" if "sample" in record else ""
         print(f"{record['library']:10s}{record['seconds']:9.2f} s a step  ({parts}){speed}  {shown(record['peak'])} GiB (driver {shown(record['driver'])})  first step {record['first']['seconds']:.1f} s", flush=True)
+        for step in record.get("steps", [])[1:-1]: print("    a step between: " + ", ".join(f"{name} {step[name]:.2f}" for name in ("seconds", "sample", "train")), flush=True)
         if record.get("log"): print(f"    {record['log']}; {record.get('way')}", flush=True)
 
     print(f"{args.prompts} prompts of {args.prompt} tokens x {args.completions} completions of {args.new}, micro-batches of {args.batch}", flush=True)

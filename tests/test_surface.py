@@ -17,7 +17,7 @@ from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.parts import make_optimizer
-from grpo_nb.training.report import NOT_HERE
+from grpo_nb.training.report import NOT_CALLED, NOT_HERE
 from grpo_nb.training.rewards import ModelReward
 from small_runs import ROWS, digits, one_thread, remember_batches, small_config, small_model, small_trainer, weights_of, without_clocks
 
@@ -455,6 +455,22 @@ def test_what_has_no_meaning_here_says_what_to_do(name, tmp_path):
     assert hasattr(transformers.Trainer, name) or name == "model_wrapped", "a name of transformers"
     for word in {word for word in NOT_HERE[name].replace("(", " ").split() if hasattr(GRPOTrainer, word)}: assert callable(getattr(trainer, word))
     with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'nothing'"): trainer.nothing
+
+
+@pytest.mark.parametrize("name", NOT_CALLED)
+def test_a_subclass_whose_method_nothing_would_call_is_refused(name):
+    method = {name: lambda self, *args, **kwargs: None}
+    with pytest.raises(TypeError, match=f"Mine defines {name}, which this trainer never calls: define "): type("Mine", (GRPOTrainer,), method)
+    with pytest.raises(TypeError, match=f"Mine defines {name}"): type("Mine", (type("Mixin", (), method), GRPOTrainer), {})
+    named = {word for word in NOT_CALLED[name].replace("(", " ").split() if word.isidentifier() and hasattr(GRPOTrainer, word)}
+    assert named or "optimizers=" in NOT_CALLED[name]
+    type("Mine", (GRPOTrainer,), {word: lambda self, *args: None for word in named})
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    model = small_trainer(tmp_path / "run").model
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"that folder lacks something .*for a tokenizer's files, or pass processing_class=tokenizer"): GRPOTrainer(str(tmp_path / "model"), lambda completions, **columns: [0.0] * len(completions), train_dataset=[{"prompt": "1"}])
 
 
 @pytest.mark.parametrize("adapter", [False, True])

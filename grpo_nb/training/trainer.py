@@ -653,7 +653,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
             if not name: raise ValueError("the model was not loaded from anywhere, so its tokenizer is not known: pass processing_class=tokenizer")
             given = f"model={name!r}" if isinstance(model, str) else f"processing_class is left out and the model came from {name!r}"
-            with loading(given, name): processing_class = AutoTokenizer.from_pretrained(name, padding_side="left")
+            with loading(given, name, " for a tokenizer's files, or pass processing_class=tokenizer", (OSError, ValueError)): processing_class = AutoTokenizer.from_pretrained(name, padding_side="left")
         self.processing_class, self.tokenizer = processing_class, getattr(processing_class, "tokenizer", processing_class)
         set_seed(self.config.seed)  # an adapter begins with random weights
         self.model = load_policy(model, self.config, peft_config, quantization_config)
