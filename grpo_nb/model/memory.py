@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['GiB', 'CARDS', 'MODELS', 'FORMATS', 'STATES', 'TARGETS', 'PAGE', 'KERNELS', 'PART_BYTES', 'GRADIENT_BYTES',
-           'SHORTEST_CUDNN', 'KEPT_FROM', 'SINK_KEY_REPEATED', 'PEFT_SUMS', 'WIDE_PAIRS', 'ROWS_OF_ONE', 'BUFFERS',
-           'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'UNPACKED', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS',
-           'HOST_PROCESS', 'PARTS', 'MOST_ROWS', 'LEAST_SAVING', 'Card', 'ModelShape', 'longest_sequence', 'read_shape',
-           'weight_bits', 'weight_bytes', 'lora_parameters', 'kv_bytes', 'attention_kept', 'attention_peak',
-           'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'attention_results', 'head_bytes', 'row_bytes',
-           'step_bytes', 'rollout_bytes', 'unpack_bytes', 'Setup', 'Plan', 'plan_of', 'plan', 'standard', 'describe',
-           'Advice', 'advise', 'longest_context', 'advice_text', 'free_memory']
+           'SHORTEST_CUDNN', 'KEPT_FROM', 'SINK_KEY_REPEATED', 'PEFT_SUMS', 'WIDE_PAIRS', 'ROWS_OF_ONE', 'NORM_ROWS',
+           'BUFFERS', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'UNPACKED', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION',
+           'VLLM_GRAPHS', 'HOST_PROCESS', 'PARTS', 'MOST_ROWS', 'LEAST_SAVING', 'Card', 'ModelShape',
+           'longest_sequence', 'read_shape', 'weight_bits', 'weight_bytes', 'lora_parameters', 'kv_bytes',
+           'attention_kept', 'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs',
+           'attention_results', 'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'unpack_bytes', 'Setup',
+           'Plan', 'plan_of', 'plan', 'standard', 'describe', 'Advice', 'advise', 'longest_context', 'advice_text',
+           'free_memory']
 
 # %% ../../nbs/model/13_memory.ipynb #dd8cf8c8
 import json
@@ -64,6 +65,7 @@ class ModelShape:
     out_bias: bool = False  # of attention's last projection
     mlp_bias: bool = False  # of experts and router
     qk_norm: bool = False  # queries and keys are normed, head by head
+    joined: bool = False  # query, key and value are one matrix, gate and up another, as in Phi-4
     norms: int = 2  # in each layer
     max_positions: int | None = None  # tokens that the model was made for
 
@@ -90,7 +92,7 @@ MODELS = {shape.name: shape for shape in (  # from the configurations that were 
     ModelShape("Llama-3.3-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, max_positions=131_072),
     ModelShape("Qwen3-8B", 36, 4096, 12_288, 32, 8, 128, 151_936, qk_norm=True, max_positions=40_960),
     ModelShape("Qwen3-4B", 36, 2560, 9728, 32, 8, 128, 151_936, tied=True, qk_norm=True, max_positions=40_960),
-    ModelShape("Phi-4", 40, 5120, 17_920, 40, 10, 128, 100_352, max_positions=16_384),
+    ModelShape("Phi-4", 40, 5120, 17_920, 40, 10, 128, 100_352, joined=True, max_positions=16_384),
     ModelShape("Qwen2.5-1.5B", 28, 1536, 8960, 12, 2, 128, 151_936, tied=True, qkv_bias=True, max_positions=32_768))}
 
 # %% ../../nbs/model/13_memory.ipynb #b5107b79
@@ -164,7 +166,7 @@ def read_shape(
         name, **fields, kv_heads=config.get("num_key_value_heads") or fields["heads"], head_dim=config.get("head_dim") or fields["hidden"] // fields["heads"],
         experts=E, experts_per_token=(config.get("num_experts_per_tok") or config.get("experts_per_token") or 1) if E else 1, windows=_windows(config, fields["layers"]),
         tied=kind.startswith("gemma") if tied is None else bool(tied), sinks=oss, qkv_bias=bias or kind.startswith("qwen2"), out_bias=bias,
-        mlp_bias=oss or bool(config.get("mlp_bias")), qk_norm=kind.startswith(("qwen3", "gemma3")), norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
+        mlp_bias=oss or bool(config.get("mlp_bias")), qk_norm=kind.startswith(("qwen3", "gemma3")), joined=kind == "phi3", norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
         max_positions=longest_sequence(config))
 
 # %% ../../nbs/model/13_memory.ipynb #6608b400
@@ -256,12 +258,14 @@ def attention_kept(
     adapters: bool,  # LoRA on attention
     kernel: str = "sdpa",  # one of KERNELS
     repeated: bool = False,  # keys repeated for every query head (sink_key on a T4, and on a CPU)
+    implementation: str = "ours",  # or "transformers": PEFT converts the input of every adapter to float32
 ) -> int:  # bytes a token
     "What attention and its norm keep for their backward pass; eager's scores are not in it."
     H, q, k = shape.hidden * element, shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    norm = 4 * shape.hidden if element < 4 else 0
+    norm = (4 * shape.hidden if element < 4 else 0) + shape.qk_norm * 4 * (shape.heads + shape.kv_heads) * shape.head_dim
     if kernel == "sink_heads": return norm + H
-    copies = (3 * H + q if element < 4 else H) if adapters else 0
+    own = element < 4 and (implementation == "transformers" or shape.experts)  # a copy for each adapter; of mixtures of experts this is what was measured
+    copies = ((3 * H + q if own else H) if adapters else 0) + shape.joined * (q + k)  # the values are a part of one matrix with queries and keys, and keep all of it
     kernels = {"flex": q, "flash": q}.get(kernel, 0)
     if kernel == "sink_key":  # q, k, v and the output are replaced by wider ones; the output is copied once more
         wide = _wide(shape) / shape.head_dim
@@ -276,11 +280,12 @@ def attention_peak(
     length: int,  # tokens of a sequence, which only eager attention asks for
     kernel: str = "sdpa",
     repeated: bool = False,
+    implementation: str = "ours",  # see attention_kept
 ) -> int:  # bytes a token
     "What attention takes while its gradients are computed."
     if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
     q, k = shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    copies = attention_kept(shape, element, adapters) - 2 * q - 2 * k
+    copies = attention_kept(shape, element, adapters, implementation=implementation) - 2 * q - 2 * k
     scores = shape.heads * length * (4 * element if shape.sinks else 12) if kernel == "eager" else 0
     work = SINK_KEY_REPEATED if kernel == "sink_key" and repeated else KERNELS[kernel]
     return copies + 2 * q + 2 * k + int(work * q) + scores
@@ -304,6 +309,7 @@ def attention_scratch(
 
 # %% ../../nbs/model/13_memory.ipynb #0be8944d
 ROWS_OF_ONE = 1024  # of an expert at a time, where experts are computed one after the other; the number of `model.experts`
+NORM_ROWS = 5  # of the hidden size, in float32: what transformers' RMSNorm takes while its gradient is computed, beside its input
 
 
 def mlp_kept(
@@ -311,14 +317,14 @@ def mlp_kept(
     element: int,  # bytes a number
     adapters: bool,  # LoRA on the MLP or the experts
     recompute: bool = False,  # experts, or slices of an MLP: gate and up are computed again in the backward pass
-    implementation: str = "ours",  # or "transformers": its grouped experts, differentiated by autograd
+    implementation: str = "ours",  # or "transformers": its grouped experts, differentiated by autograd; PEFT's float32 copies of an MLP's inputs
 ) -> int:  # bytes a token
     "What the MLP or the experts and their norm keep for their backward pass."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     norm = 4 * shape.hidden if element < 4 else 0
     if shape.experts: return norm + H + 64 * K + (6 * K * I + K * H if implementation == "transformers" else 0 if recompute else 2 * K * I)
     if recompute: return norm + H
-    return norm + (2 * H if element < 4 else H) * adapters + (3 + adapters) * I
+    return norm + (2 * H if element < 4 and implementation == "transformers" else H) * adapters + (3 + adapters) * I
 
 
 def mlp_peak(
@@ -335,9 +341,12 @@ def mlp_peak(
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     n, whole = min(tokens, tile or tokens), tokens <= (tile or tokens)      # one slice is kept as it is
     kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation)
-    if not shape.experts:  # what a slice would keep, and the gradients of gate and up, one of them in float32
-        again = 0 if whole else n * (mlp_kept(shape, element, adapters) - (4 * shape.hidden if element < 4 else 0))
-        return kept + again + n * (I + 4 * shape.intermediate + (element == 4) * I) + (0 if whole else tokens * H)
+    if not shape.experts:
+        norm = 4 * shape.hidden if element < 4 else 0
+        again = 0 if whole else n * (mlp_kept(shape, element, adapters, False, implementation) - norm) + tokens * H  # what a slice would keep; the gradients of all slices' inputs
+        casts = element < 4 and implementation == "transformers"             # then the product's gradient is float32
+        gradients = I + 4 * shape.intermediate if casts else (3 - adapters) * I  # of silu(gate), of up and of their product, which is gone by then if an adapter kept it
+        return max(kept + again + n * (gradients + shape.joined * I), tokens * (norm + NORM_ROWS * 4 * shape.hidden))  # joined: gate's and up's gradients are put together
     if implementation == "transformers": return kept + n * 4 * K * I + adapters * PEFT_SUMS * shape.experts * 3 * shape.hidden * I
     wide = 0 if fused else min(K * n, WIDE_PAIRS) * 4 * shape.intermediate * 12
     if each:  # rows of one expert: their inputs, gradients, gate and up; and the sum of all answers
@@ -428,12 +437,14 @@ def step_bytes(
     "What a forward and backward pass adds to what lay on the card before."
     attention, mlp = "attention" in targets, "mlp" in targets
     states, logits = head_bytes(shape, tokens, drawn, element, implementation=implementation, **head)
-    per_token = attention_kept(shape, element, attention, kernel, repeated)
+    per_token = attention_kept(shape, element, attention, kernel, repeated, implementation)
     scores = tokens * shape.heads * length * (element if shape.sinks else 4 + element) if kernel == "eager" else 0
     worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each), tokens > (tile or tokens)
     wide = residual or element
-    stream = tokens * shape.hidden * wide * (5 if mlp and not shape.experts and element < 4 else 2)       # the residual stream and its gradients
-    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
+    casts = implementation == "transformers" and mlp and not shape.experts and element < 4                    # by PEFT, which are float32 for a moment
+    rows = 5 if casts else 2 if shape.experts or element == 4 else 1                                          # in 16 bits norms keep copies of their own, and the stream's gradient alone is there
+    stream = tokens * shape.hidden * wide * rows                                                              # the residual stream and its gradients
+    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated, implementation) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
     if checkpointing: kept, others = layer_inputs(shape, tokens, wide, offload_layer_inputs)[0], (0, 0)
     else:
         kept = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else 1)
@@ -745,7 +756,7 @@ def describe(
     beyond = s.model.max_positions and s.context > s.model.max_positions
     if beyond: lines.append(f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not.")
     spare = (plan.card_bytes - plan.peak) / GiB
-    if s.kernel == "sink_heads": lines.append("What attention takes on such a card was counted, and not yet measured: near its line, ask for less.")
+    if s.kernel == "sink_heads": lines.append("What attention takes on such a card was measured on two layers, not on a whole model: near its line, ask for less.")
     lines.append(f"It fits, with {spare:.2f} GiB to spare." if plan.fits else f"It does not fit: the {plan.worst} needs {-spare:.2f} GiB more than there is.")
     return "\n".join(lines)
 
