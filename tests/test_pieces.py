@@ -4,8 +4,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from grpo_nb.model import attention, memory
+from grpo_nb.model import attention, memory, sharing
 from grpo_nb.model.experts import route_adapters
+from grpo_nb.model.masks import Mask
 from grpo_nb.model.memory import GiB
 from grpo_nb.model.passes import can_go_by_heads, one_pass
 from grpo_nb.training import pieces
@@ -58,6 +59,19 @@ def test_a_row_takes_what_is_predicted(by_heads, kinds, heads, prompt, completio
         logps, _ = completion_logps(model, batch, mini_batch=1, logit_chunk_multiplier=16)
         logps.mean().backward()
     assert least * live.peak <= predicted <= most * live.peak, f"{predicted:,} predicted, {live.peak:,} measured"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_shared_row_s_masks_are_made_once_for_each_kind_of_layer(padded, monkeypatch):
+    "Not once a layer, nor again when layers are computed again."
+    made = []
+    monkeypatch.setattr(sharing, "Mask", lambda *given, **more: made.append(given) or Mask(*given, **more))
+    model, batch = few_layers(("sliding", "full") * 3, 4, 2, 16), group(40, [30, 20, 10, 30])
+    if padded:
+        batch.prompt_mask[2:, :7] = False                         # two prompts, one of them shorter
+    logps, _ = completion_logps(model, batch, mini_batch=1, logit_chunk_multiplier=4)
+    logps.mean().backward()
+    assert len(made) == 2 * 2 and all((given[0] is not None) == padded for given in made)
 
 
 @pytest.mark.parametrize("name", ["sink_key", "sink_lean", "sink_eager"])

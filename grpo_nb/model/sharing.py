@@ -7,7 +7,7 @@ __all__ = ['Sharing', 'share']
 
 # %% ../../nbs/model/10_sharing.ipynb #69208121
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Sharing:
     last: torch.Tensor  # (U,) each prompt's last token in the row
     order: torch.Tensor  # (B,) which completion of the batch each row of the rectangle is
     shape: tuple[int, int, int, int]  # U, P, B, T
+    _masks: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def spread(
         self,
@@ -36,6 +37,17 @@ class Sharing:
     ) -> torch.Tensor:  # (B, ...)
         "For each completion, what its prompt has; gradients are summed, always in the same order."
         return torch.cat([x[u : u + 1].expand(count, *x.shape[1:]) for u, count in enumerate(self.groups)])
+
+    def masks(
+        self,
+        window: int | None,  # keys that a query sees
+    ) -> tuple[Mask, Mask]:  # among the tokens of prompts, and of completions for their prompt and themselves
+        "The same two for all layers of a kind, forward and again in the backward pass: a mask keeps what was made of it."
+        U, P, B, T = self.shape
+        if window not in self._masks:
+            pads = self.pad_lens if len(self.prompt_places) < U * P else None
+            self._masks[window] = Mask(pads, P, P, 0, window, device=self.ids.device), Mask(None if pads is None else self.spread(pads), T, P + T, P, window, device=self.ids.device)
+        return self._masks[window]
 
     def attend(
         self,
@@ -50,10 +62,10 @@ class Sharing:
         "Attention inside each prompt, and of each completion to its prompt and itself."
         U, P, B, T = self.shape
         (qp, kp, vp), (qc, kc, vc) = zip(*((_rectangle(x[0, :, : self.prompts], self.prompt_places, U, P), _rectangle(x[0, :, self.prompts :], self.completion_places, B, T)) for x in (q, k, v)))
-        pads, padded = self.spread(self.pad_lens), len(self.prompt_places) < U * P
-        of_prompts = attention(qp, kp, vp, sinks, mask=Mask(self.pad_lens if padded else None, P, P, 0, window, device=q.device), **options)
+        among_prompts, for_completions = self.masks(window)
+        of_prompts = attention(qp, kp, vp, sinks, mask=among_prompts, **options)
         keys, values = torch.cat([self.spread(kp), kc], 2), torch.cat([self.spread(vp), vc], 2)          # (B, Hk, P + T, D)
-        of_completions = attention(qc, keys, values, sinks, mask=Mask(pads if padded else None, T, P + T, P, window, device=q.device), **options)
+        of_completions = attention(qc, keys, values, sinks, mask=for_completions, **options)
         return torch.cat([x.transpose(0, 1).flatten(1, 2).index_select(1, places) for x, places in ((of_prompts, self.prompt_places), (of_completions, self.completion_places))], 1)[None]
 
     def predicting(
