@@ -205,7 +205,7 @@ def test_long_completions_are_quick(piece):
     for reward in GSM8K_REWARDS:
         start = time.thread_time()
         reward(prompts=None, completions=[text], answer=["18"])
-        assert time.thread_time() - start < 1
+        assert time.thread_time() - start < 5          # what grows with the square takes minutes
 
 
 def test_worked_solutions_earn_full_marks():
