@@ -9,7 +9,6 @@ from grpo_nb.model.experts import route_adapters
 from grpo_nb.model.masks import Mask
 from grpo_nb.model.memory import GiB
 from grpo_nb.model.passes import can_go_by_heads, one_pass
-from grpo_nb.training import pieces
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.parts import checkpoint_layers
 from grpo_nb.training.pieces import LARGE, SMALL, choose_pieces, known_shape, piece_bytes, possible_tiles

@@ -7,7 +7,6 @@ __all__ = ['COLUMNS', 'NOT_HERE', 'NOT_CALLED', 'Collected', 'reward_metrics', '
            'table_row', 'Log', 'Answering', 'run_figure']
 
 # %% ../../nbs/training/05_report.ipynb #4efba002
-import functools
 import json
 import math
 import re
@@ -181,7 +180,8 @@ class Answering:
 
     def __init_subclass__(cls, **settings):
         "Refuse a method that nothing would call, since its author expects it to change the run."
-        for name in filter(functools.partial(hasattr, cls), NOT_CALLED): raise TypeError(f"{cls.__name__} defines {name}, which this trainer never calls: define {NOT_CALLED[name]}")
+        for name, instead in NOT_CALLED.items():
+            if hasattr(cls, name): raise TypeError(f"{cls.__name__} defines {name}, which this trainer never calls: define {instead}")
         super().__init_subclass__(**settings)
 
     def is_world_process_zero(self) -> bool:

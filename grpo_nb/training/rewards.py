@@ -173,12 +173,11 @@ def loading(
     given: str,  # the argument and its value, as the message has them
     name: str | Path,  # of the model or its folder
     otherwise: str = "",  # more advice
-    errors: tuple[type, ...] = (OSError,),  # what transformers raises where a file is missing; of a tokenizer's files, ValueError too
-):  # a context manager; they become a ValueError with a sentence
+):  # a context manager; OSError inside becomes ValueError
     "Say which argument names a model that cannot be loaded."
     try: yield
-    except errors as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".: ") if str(error).strip() else "no reason given"
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else "no reason given"
         why, what = (("that folder lacks something", "Look into the folder") if Path(name).is_dir() else
                      (f"it is no folder in {Path.cwd()}, and the hub gave no model of that name", "Check the spelling and the connection, log in for a closed model, or give a local folder"))
         raise ValueError(f"{given}: {why} ({type(error).__name__}: {reason}). {what}{otherwise}") from error

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOT_SUPPORTED', 'LOSS_SETTINGS', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH', 'check_launch', 'check_arguments',
            'check_callbacks', 'Collecting', 'AskingPolicies', 'Accumulating', 'Updating', 'Standing', 'on_cpu',
-           'Saving', 'Reporting', 'Running', 'GRPOTrainer']
+           'Saving', 'Reporting', 'Running', 'load_tokenizer', 'GRPOTrainer']
 
 # %% ../../nbs/training/12_trainer.ipynb #d87d65dc
 import json
@@ -612,6 +612,17 @@ class Running:
                 "train_steps_per_second": round(updates / seconds, 3), "train_loss": sum(r["loss"] for r in records) / max(len(records), 1)}
 
 # %% ../../nbs/training/12_trainer.ipynb #e12c8375
+def load_tokenizer(
+    name: str,  # of a model, or its folder
+    given: str,  # the argument and its value, as a message has them
+) -> Any:  # padding on the left; ValueError where there is none
+    "The tokenizer that belongs to a model."
+    with loading(given, name, ", or pass processing_class=tokenizer"):
+        try: return AutoTokenizer.from_pretrained(name, padding_side="left")
+        except ValueError as error:  # files are missing, or a package that reads them
+            raise ValueError(f"{given}: no tokenizer can be made of what is there ({' '.join(str(error).split())}). Add its files, install what it asks for, or pass processing_class=tokenizer") from error
+
+
 class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, Saving, Reporting, Answering, Running):
     "Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300) of a causal language model."
 
@@ -653,7 +664,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
             if not name: raise ValueError("the model was not loaded from anywhere, so its tokenizer is not known: pass processing_class=tokenizer")
             given = f"model={name!r}" if isinstance(model, str) else f"processing_class is left out and the model came from {name!r}"
-            with loading(given, name, " for a tokenizer's files, or pass processing_class=tokenizer", (OSError, ValueError)): processing_class = AutoTokenizer.from_pretrained(name, padding_side="left")
+            processing_class = load_tokenizer(name, given)
         self.processing_class, self.tokenizer = processing_class, getattr(processing_class, "tokenizer", processing_class)
         set_seed(self.config.seed)  # an adapter begins with random weights
         self.model = load_policy(model, self.config, peft_config, quantization_config)
