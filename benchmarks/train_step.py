@@ -192,6 +192,7 @@ class Step:
         self.model, self.way, self.optimizer = model.train(), way, optimizer
         self.config = GRPOConfig(offload_activations=offload, gradient_checkpointing=True, logit_chunk_multiplier=logit_chunk_multiplier)
         self.shape, self.tiles = known_shape(model), possible_tiles(model, self.config)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
         self.settings = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
         device = next(p.device for p in model.parameters() if p.requires_grad)
         self.precision = precision or Precision(GRPOConfig(), device, frozen_dtype(model))
@@ -225,8 +226,7 @@ class Step:
     def __call__(self, batch):
         from grpo_nb.algorithm.losses import grpo_loss
 
-        for p in self.model.parameters():
-            if p.requires_grad: p.grad = None
+        for p in self.trained: p.grad = None
         self.slices(batch)
         with self.precision.adapters(self.model):
             with self.precision.autocast(): logps = self.logps(batch)

@@ -41,6 +41,11 @@ def test_stays_packed(weight, pick, mode):
     assert torch.equal(got.dequantize(), expected)
 
 
+@pytest.mark.parametrize("which", [2, slice(1, 3), slice(3, 9), slice(None)])
+def test_some_become_dense(weight, which):
+    assert torch.equal(weight.dequantize(which), weight.dequantize()[which]) and torch.equal(weight.mT.dequantize(which), weight.dequantize().mT[which])
+
+
 @pytest.mark.parametrize("use", [
     lambda w: w + 1, lambda w: w.sum(), lambda w: torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) @ w[1], lambda w: w.reshape(-1), lambda w: w[:, 3:5], lambda w: w.permute(2, 0, 1), lambda w: w.transpose(0, 1),
     lambda w: torch.cat([w, w]), lambda w: w.abs().amax(-1), lambda w: w[torch.tensor([0, 1]), torch.tensor([2, 3])], lambda w: torch.empty(4, 64, 96).copy_(w), lambda w: w.to(torch.int32), lambda w: w[None],

@@ -129,6 +129,12 @@ def can_group(
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.__version__ >= "2.11"
 
 # %% ../../nbs/model/05_experts.ipynb #d31c36c8
+def _together(weight, dtype):
+    "How many experts are dense at a time: all, unless they are packed."
+    if not isinstance(weight, PackedWeight): return len(weight)
+    return min(len(weight), max(1, UNPACKED // (weight.shape[1] * weight.shape[2] * dtype.itemsize)))
+
+
 class _Groups:
     "Pairs (token, expert) in the order of their experts, and where each expert's rows end."
     TENSORS = ("ids", "order", "tokens", "place", "ends")
@@ -151,10 +157,18 @@ class _Groups:
         vars(groups).update(zip(self.TENSORS, tensors))
         return groups
 
+    def send(self):
+        "Begin to copy `ends` to the host. Who needs `bounds` then waits for that, and not for all that the device was asked for meanwhile."
+        self.sent, self.arrived = torch.empty(self.ends.shape, dtype=self.ends.dtype, pin_memory=True), torch.cuda.Event()
+        self.sent.copy_(self.ends, non_blocking=True)
+        self.arrived.record()
+
     @cached_property
     def bounds(self):
         "Where each expert's rows begin, and the end of the last one's; waits for the device once."
-        return [0, *self.ends.tolist()]
+        if "sent" not in vars(self): return [0, *self.ends.tolist()]
+        self.arrived.synchronize()
+        return [0, *self.sent.tolist()]
 
     @property
     def spans(self):
@@ -164,12 +178,13 @@ class _Groups:
     def products(self, x, weight):
         "x (P, in) times each row's expert's matrix (E, in, out) -> (P, out); of packed weights some experts are unpacked at a time."
         if not isinstance(weight, PackedWeight): return _grouped_mm(x, weight.to(x.dtype), offs=self.ends)
-        step = max(1, UNPACKED // (weight[0].numel() * x.element_size()))
-        if step >= len(weight): return _grouped_mm(x, weight.dequantize().to(x.dtype), offs=self.ends)
+        step = _together(weight, x.dtype)
+        if step == len(weight): return _grouped_mm(x, weight.dequantize().to(x.dtype), offs=self.ends)
         y = x.new_empty(len(x), weight.shape[2])
-        for first in range(0, len(weight), step):
-            start, end = (self.bounds[min(e, len(weight))] for e in (first, first + step))
-            if end > start: y[start:end] = _grouped_mm(x[start:end], weight[first : first + step].dequantize().to(x.dtype), offs=self.ends[first : first + step] - start)
+        for some in [slice(e, e + step) for e in range(0, len(weight), step)]:
+            dense = weight.dequantize(some).to(x.dtype)
+            start, end = self.bounds[some.start], self.bounds[min(some.stop, len(weight))]
+            if end > start: y[start:end] = _grouped_mm(x[start:end], dense, offs=self.ends[some] - start)
         return y
 
     def outer(self, x, y):
@@ -285,6 +300,7 @@ class _Many(torch.autograd.Function):
         activate, _, combine = _passes(hidden.device)
         with _no_autocast(hidden.device):
             groups = _Groups(indices, len(gate_up))
+            if hidden.is_cuda and _together(gate_up, dtype) < len(gate_up): groups.send()
             z = _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)                              # (P, 2I)
             act = activate(z, groups.ids, gate_up_bias, alpha, limit)                                              # (P, I)
             if recompute: z = None                                                                                 # its memory is free for what follows
@@ -329,9 +345,9 @@ def _spans(start, end):
     return [slice(i, min(i + ROWS_OF_ONE, end)) for i in range(start, end, ROWS_OF_ONE)]
 
 
-def _dense(weight, dtype):
-    "A matrix as a product wants it."
-    return (weight.dequantize() if isinstance(weight, PackedWeight) else weight).to(dtype)
+def _dense(weight, e, dtype):
+    "An expert's matrix as a product wants it."
+    return (weight.dequantize(e) if isinstance(weight, PackedWeight) else weight[e]).to(dtype)
 
 
 def _mm(x, weight, wide):
@@ -361,7 +377,7 @@ class _Each(torch.autograd.Function):
             groups, share = _Groups(indices, len(gate_up)), weights.to(_wide(dtype)).reshape(-1)
             result = hidden.new_zeros(hidden.shape, dtype=_wide(dtype))                                            # (T, H)
             for e, start, end in groups.spans:
-                w1, w2 = _dense(gate_up[e], dtype), _dense(down[e], dtype)
+                w1, w2 = _dense(gate_up, e, dtype), _dense(down, e, dtype)
                 for span in _spans(start, end):
                     tokens, ids = groups.tokens[span], groups.ids[span]
                     z = _times(hidden[tokens].to(dtype), w1, *_of(e, gate_up_a, gate_up_b))                        # (rows, 2I)
@@ -386,7 +402,7 @@ class _Each(torch.autograd.Function):
             if needs[0]: grads[0] = hidden.new_zeros(hidden.shape, dtype=wide)
             pieces = iter(kept)
             for e, start, end in groups.spans:
-                w1, a1, b1, w2, a2, b2 = _dense(gate_up[e], dtype), *_of(e, gate_up_a, gate_up_b), _dense(down[e], dtype), *_of(e, down_a, down_b)
+                w1, a1, b1, w2, a2, b2 = _dense(gate_up, e, dtype), *_of(e, gate_up_a, gate_up_b), _dense(down, e, dtype), *_of(e, down_a, down_b)
                 for span in _spans(start, end):
                     tokens, ids, pairs = groups.tokens[span], groups.ids[span], groups.order[span]
                     x, g, z = hidden[tokens].to(dtype), gradient[tokens].to(dtype), next(pieces, None)                 # (rows, H) each, (rows, 2I)

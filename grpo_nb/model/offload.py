@@ -7,6 +7,7 @@ __all__ = ['Parked', 'HostStore', 'OffloadedLayers', 'offload_layers', 'offload_
            'check_embedding', 'offload_embedding', 'wide_residual']
 
 # %% ../../nbs/model/09_offload.ipynb #0692130a
+import functools
 import warnings
 import weakref
 from contextlib import contextmanager
@@ -312,8 +313,9 @@ def offload_hidden(
     min_bytes: int = 2**20,  # smaller tensors stay on the device
 ):  # a context manager
     "Inside `with`: what is saved for backward outside the layers waits on the host, and at the end it has left."
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters() if type(p.data) is torch.Tensor}
-    def pack(x): return x if type(x) is not torch.Tensor or x.nbytes < min_bytes or x.untyped_storage().data_ptr() in weights else store.park(x)
+    @functools.cache  # asked for when the device has work to do
+    def weights(): return {p.untyped_storage().data_ptr() for p in model.parameters() if type(p.data) is torch.Tensor}
+    def pack(x): return x if type(x) is not torch.Tensor or x.nbytes < min_bytes or x.untyped_storage().data_ptr() in weights() else store.park(x)
     try:
         with saved_tensors_hooks(pack, _fetch): yield
     finally: store.settle()

@@ -126,9 +126,13 @@ def project(
 ) -> list[torch.Tensor]:  # (..., N) of each
     "What linear layers say to the same input; with plain LoRA on each, in as few passes as it takes."
     dtype, found = _adapters(x, linears)
-    if not found: return [linear(x) for linear in linears]
+    return _together(x.to(dtype), found) if found else [linear(x) for linear in linears]
+
+
+def _together(x, found):
+    "What linear layers of which everything is known say."
     with torch.autocast(x.device.type, enabled=False):
-        results = _LowRank.apply(x.to(dtype).flatten(0, -2), [part[4] for part in found], *(tensor for part in found for tensor in part[:4]))
+        results = _LowRank.apply(x.flatten(0, -2), [part[4] for part in found], *(tensor for part in found for tensor in part[:4]))
     return [y.view(*x.shape[:-1], -1) for y in results]
 
 # %% ../../nbs/model/15_passes.ipynb #4128f66d
@@ -182,8 +186,10 @@ class OnePass:
         step = heads_together(self.config._attn_implementation, hidden_states.device, *hidden_states.shape[:-1], heads, self.num_key_value_groups, self.head_dim, dtype)
         if found and step < heads and past_key_values is None and not self.sinks.requires_grad: return self.by_heads(hidden_states.to(dtype), found, step, attend), None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        out, weights = attend(*(x.view(shape) for x in project(hidden_states, *linears[:3])))
-        return project(out.reshape(*shape[:-2], -1), self.o_proj)[0], weights
+        three = _together(hidden_states.to(dtype), found[:3]) if found else project(hidden_states, *linears[:3])
+        out, weights = attend(*(x.view(shape) for x in three))
+        out = out.reshape(*shape[:-2], -1)
+        return (_together(out.to(dtype), found[3:]) if found else project(out, self.o_proj))[0], weights
 
     def by_heads(self, x, found, step, attend):
         "The layer as a sum over its key heads, `step` of them at a time."

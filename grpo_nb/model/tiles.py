@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .experts import IMPLEMENTATIONS
-from .packed import experts_of
+from .packed import experts_of, has_experts
 
 # %% ../../nbs/model/14_tiles.ipynb #a5f68ce1
 class Sliced:
@@ -59,19 +59,24 @@ def slice_mlps(
 LEAN = "routed_lean"  # the implementation of experts that works on slices
 
 
+def _in_slices(module): return has_experts(module) and getattr(getattr(module, "config", None), "_experts_implementation", None) == LEAN
+
+
 def experts_in_slices(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ) -> dict[str, torch.nn.Module]:  # name -> the module that holds the matrices
     "The experts of a gpt-oss that are computed a slice of tokens at a time."
-    return {name: module for name, module in experts_of(model).items() if getattr(getattr(module, "config", None), "_experts_implementation", None) == LEAN}
+    return {name: module for name, module in model.named_modules() if _in_slices(module)}
 
 
 def slice_tokens_of(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ) -> int | None:  # None: all at once
     "How many tokens the experts or the MLPs of a model work on at a time."
-    for module in experts_in_slices(model).values(): return getattr(module, "slice_tokens", IMPLEMENTATIONS[LEAN]["slice_tokens"])
-    return next((module.slice_tokens for module in dense_mlps(model).values() if isinstance(module, Sliced)), None)
+    for module in model.modules():
+        if isinstance(module, Sliced): return module.slice_tokens
+        if _in_slices(module): return getattr(module, "slice_tokens", IMPLEMENTATIONS[LEAN]["slice_tokens"])
+    return None
 
 
 def slice_layers(

@@ -13,7 +13,7 @@ import torch
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES
 from ..model.experts import can_group
 from ..model.memory import SHORTEST_CUDNN, ModelShape, read_shape, step_bytes, unpack_bytes
-from ..model.packed import PackedWeight, experts_of
+from ..model.packed import PackedWeight, experts_of, has_experts
 from ..model.passes import can_go_by_heads
 from ..model.tiles import dense_mlps, experts_in_slices
 from .config import GRPOConfig
@@ -55,13 +55,13 @@ def piece_bytes(
     old = capability < (8, 0)
     length = piece.prompt_ids.shape[1] + piece.completion_ids.shape[1]
     new = "flash" if capability >= (9, 0) and length >= SHORTEST_CUDNN else "flex"
-    lean = "sink_heads" if can_go_by_heads(base) else "sink_lean"
-    kernel = {"sink": lean if old else new, "sink_flex": "flex", "flex_attention": "flex", "sink_key": "sink_key", "sink_lean": lean, "sink_lse": "flash", "eager": "eager"}.get(attention, "sdpa")
+    kernel = {"sink": "sink_lean" if old else new, "sink_flex": "flex", "flex_attention": "flex", "sink_key": "sink_key", "sink_lean": "sink_lean", "sink_lse": "flash", "eager": "eager"}.get(attention, "sdpa")
+    if kernel == "sink_lean" and can_go_by_heads(base): kernel = "sink_heads"
     drawn, prompts = int(piece.completion_mask.sum()), piece.prompt_ids[piece.prompt_mask.any(1)]
     rows = len(torch.unique(torch.where(piece.prompt_mask, piece.prompt_ids, -1), dim=0)) if reads_a_row(model) else len(piece)
     tokens = rows * prompts.shape[1] + drawn if reads_a_row(model) else len(piece) * length
     element = 2 if residual == 2 else base.get_output_embeddings().weight.element_size()
-    packed = any(isinstance(experts.gate_up_proj, PackedWeight) for experts in experts_of(base).values())
+    packed = isinstance(getattr(next(filter(has_experts, base.modules()), None), "gate_up_proj", None), PackedWeight)
     each = bool(shape.experts) and not can_group(device, torch.float16 if element == 2 and old else torch.bfloat16 if element == 2 else torch.float32, shape.hidden, shape.intermediate)
     moments = step_bytes(shape, tokens, drawn, length, element, kernel=kernel, repeated=old, checkpointing=config.gradient_checkpointing,
                          offload_layer_inputs=config.offload_activations, tile=tile, fused=device.type == "cuda", each=each,

@@ -9,6 +9,7 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 
 from grpo_nb.model.experts import expert_weights, route_adapters, routed_experts
+from grpo_nb.model.packed import EXPERTS, pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GiB = 2**30
@@ -64,6 +65,20 @@ def test_bf16_never_waits_for_the_device():
         for options in (dict(path="few"), dict(path="many"), dict(path="many", recompute=True, slice_tokens=32)):
             routed_experts(hidden, indices, weights, expert_weights(module), **options).sum().backward()
     finally: torch.cuda.set_sync_debug_mode("default")
+
+
+def test_packed_experts_wait_for_their_bounds_only(monkeypatch):
+    module, (hidden, indices, weights) = experts_module(256, 192, 16, torch.bfloat16).requires_grad_(False), inputs(64, 256, 16, 4, torch.bfloat16)
+    for name in EXPERTS: setattr(module, name, torch.nn.Parameter(pack(getattr(module, name)), requires_grad=False))
+    whole = routed_experts(hidden, indices, weights, expert_weights(module), path="many")
+    wanted = torch.autograd.grad(whole.float().square().sum(), (hidden, weights))
+    monkeypatch.setattr("grpo_nb.model.experts.UNPACKED", 5 * 256 * 384 * 2)  # five of sixteen at a time
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        parts = routed_experts(hidden, indices, weights, expert_weights(module), path="many")
+        got = torch.autograd.grad(parts.float().square().sum(), (hidden, weights))
+    finally: torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip((parts, *got), (whole, *wanted)): assert error(a, b) < 0.005
 
 
 @pytest.mark.parametrize("path", ["few", "many"])
