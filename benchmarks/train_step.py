@@ -187,7 +187,7 @@ class Step:
         from grpo_nb.model.offload import HostStore, offload_layers
         from grpo_nb.training.config import GRPOConfig
         from grpo_nb.training.parts import Precision, checkpoint_layers, frozen_dtype
-        from grpo_nb.training.pieces import known_shape, possible_tiles
+        from grpo_nb.training.pieces import known_shape, possible_tiles, residual_bytes
 
         self.model, self.way, self.optimizer = model.train(), way, optimizer
         self.config = GRPOConfig(offload_activations=offload, gradient_checkpointing=True, logit_chunk_multiplier=logit_chunk_multiplier)
@@ -196,6 +196,7 @@ class Step:
         self.settings = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
         device = next(p.device for p in model.parameters() if p.requires_grad)
         self.precision = precision or Precision(GRPOConfig(), device, frozen_dtype(model))
+        self.residual = residual_bytes(model, self.precision.dtype)
         checkpoint_layers(model, {"use_reentrant": False})
         self.store = (store or HostStore()) if offload else None
         self.switch = offload_layers(model, store=self.store) if offload else None
@@ -216,11 +217,9 @@ class Step:
         "Let experts or MLPs work on as many tokens at a time as the trainer lets them."
         from grpo_nb.model.memory import free_memory
         from grpo_nb.model.tiles import slice_layers, slice_tokens_of
-        from grpo_nb.training.parts import frozen_dtype
         from grpo_nb.training.pieces import choose_pieces
 
-        residual = 2 if self.precision.name == "no" and frozen_dtype(self.model) == torch.bfloat16 else 4
-        tile = choose_pieces(self.model, batch, self.config, free_memory(batch.prompt_ids.device), self.shape, self.tiles, residual, most=1)[1]
+        tile = choose_pieces(self.model, batch, self.config, free_memory(batch.prompt_ids.device), self.shape, self.tiles, self.residual, most=1)[1]
         if tile != slice_tokens_of(self.model): slice_layers(self.model, tile)
 
     def __call__(self, batch):

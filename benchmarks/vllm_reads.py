@@ -246,12 +246,13 @@ def main():
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child: return engine_child()
-    engine = None if args.cpu else Engine(args, args.log)
     import warnings
 
     warnings.filterwarnings("ignore")
     import torch
 
+    if not args.cpu and not torch.cuda.is_available(): sys.exit("This measures on a GPU, and torch sees none. Without one, --cpu tries all but vLLM with a tiny model.")
+    engine = None if args.cpu else Engine(args, args.log)                             # it imports vLLM while the exports are written
     torch.backends.cuda.matmul.allow_tf32 = False
     sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, vocab_size=512) if args.cpu else dict(
         hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=32_768)

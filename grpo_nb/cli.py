@@ -260,7 +260,7 @@ def _add_plan(commands) -> None:
     p.add_argument("--lora-r", type=count(0, "a rank is 0 (no adapters) or more"), metavar="R", help="rank of the adapters, 0 for none (default: 32)")
     p.add_argument("--lora-targets", choices=(*memory.TARGETS, "all"), help="what has adapters (default: attention for gpt-oss, else all)")
     p.add_argument("--optimizer", choices=memory.STATES, help="(default: adamw)")
-    p.add_argument("--tile", type=count(0, "a slice has at least one token, or 0 for no slices"), metavar="N", help="tokens that experts or MLP work on at a time, 0: all (default: 4096 for experts, else 0)")
+    p.add_argument("--tile", type=count(0, "a slice has at least one token, or 0 for no slices"), metavar="N", help="tokens that experts or MLP work on at a time, 0: all (default: the most that fit, as in training)")
     p.add_argument("--mini-batch", type=count(1, "pieces are counted from 1"), metavar="N", help="pieces that the batch is split into for the log-probs (default: 1)")
     p.add_argument("--logit-chunk-multiplier", type=count(1, "chunks are counted from 1"), metavar="N", help="chunks of each piece (default: of 1,024 rows at most)")
     p.add_argument("--no-checkpointing", action="store_true", help="keep everything for the backward pass")

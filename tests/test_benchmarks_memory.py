@@ -355,3 +355,20 @@ def test_a_whole_run(tmp_path):
     run = subprocess.run([sys.executable, str(FOLDER / "train_step.py"), "--cpu", "--only", "bf16", "--lengths", "32", "--offload", "off", "--repeats", "1"], capture_output=True, text=True, timeout=170, env={**os.environ, "TORCHDYNAMO_DISABLE": "1"})
     assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["rows"][0]["tokens"] == 32
+
+
+def run_vllm_reads(*arguments):
+    return subprocess.run([sys.executable, FOLDER / "vllm_reads.py", *arguments], capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_what_vllm_is_to_read_is_what_transformers_reads():
+    done = run_vllm_reads("--cpu")
+    assert done.returncode == 0 and "the adapter's file has the layout that vLLM reads" in done.stdout
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert len(rows) == 5 and all(row["error"] == "vLLM was not asked" and max(row["floor_ours"], row["floor_transformers"]) < 0.002 for row in rows)
+    assert all(0.98 < row["slope_ours"] < 1.02 and row["moved"] > 5 * row["floor_ours"] for row in rows[1:])
+
+
+def test_vllm_needs_a_card():
+    done = run_vllm_reads()
+    assert done.returncode == 1 and "--cpu" in done.stderr

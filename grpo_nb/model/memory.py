@@ -6,7 +6,7 @@
 __all__ = ['GiB', 'CARDS', 'MODELS', 'FORMATS', 'STATES', 'TARGETS', 'PAGE', 'KERNELS', 'PART_BYTES', 'GRADIENT_BYTES',
            'SHORTEST_CUDNN', 'KEPT_FROM', 'SINK_KEY_REPEATED', 'PEFT_SUMS', 'WIDE_PAIRS', 'ROWS_OF_ONE', 'NORM_ROWS',
            'BUFFERS', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'UNPACKED', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION',
-           'VLLM_GRAPHS', 'HOST_PROCESS', 'PARTS', 'MOST_ROWS', 'LEAST_SAVING', 'Card', 'ModelShape',
+           'VLLM_GRAPHS', 'HOST_PROCESS', 'PARTS', 'MOST_ROWS', 'SLICES', 'LEAST_SAVING', 'Card', 'ModelShape',
            'longest_sequence', 'read_shape', 'weight_bits', 'weight_bytes', 'lora_parameters', 'kv_bytes',
            'attention_kept', 'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs',
            'attention_results', 'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'unpack_bytes', 'Setup',
@@ -259,12 +259,14 @@ def attention_kept(
     kernel: str = "sdpa",  # one of KERNELS
     repeated: bool = False,  # keys repeated for every query head (sink_key on a T4, and on a CPU)
     implementation: str = "ours",  # or "transformers": PEFT converts the input of every adapter to float32
+    fused: bool = True,  # a gpt-oss whose norms and adapters are one pass each, as load_model makes it on a GPU
 ) -> int:  # bytes a token
     "What attention and its norm keep for their backward pass; eager's scores are not in it."
     H, q, k = shape.hidden * element, shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    norm = (4 * shape.hidden if element < 4 else 0) + shape.qk_norm * 4 * (shape.heads + shape.kv_heads) * shape.head_dim
+    lean = fused and shape.sinks and implementation == "ours"                # then the norm keeps the layer's input, which is there anyway
+    norm = (4 * shape.hidden if element < 4 and not lean else 0) + shape.qk_norm * 4 * (shape.heads + shape.kv_heads) * shape.head_dim
     if kernel == "sink_heads": return norm + H
-    own = element < 4 and (implementation == "transformers" or shape.experts)  # a copy for each adapter; of mixtures of experts this is what was measured
+    own = element < 4 and (implementation == "transformers" or shape.experts and not lean)  # a copy for each adapter
     copies = ((3 * H + q if own else H) if adapters else 0) + shape.joined * (q + k)  # the values are a part of one matrix with queries and keys, and keep all of it
     kernels = {"flex": q, "flash": q}.get(kernel, 0)
     if kernel == "sink_key":  # q, k, v and the output are replaced by wider ones; the output is copied once more
@@ -281,11 +283,12 @@ def attention_peak(
     kernel: str = "sdpa",
     repeated: bool = False,
     implementation: str = "ours",  # see attention_kept
+    fused: bool = True,  # see attention_kept
 ) -> int:  # bytes a token
     "What attention takes while its gradients are computed."
-    if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
+    if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel, fused=fused) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
     q, k = shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    copies = attention_kept(shape, element, adapters, implementation=implementation) - 2 * q - 2 * k
+    copies = attention_kept(shape, element, adapters, implementation=implementation, fused=fused) - 2 * q - 2 * k
     scores = shape.heads * length * (4 * element if shape.sinks else 12) if kernel == "eager" else 0
     work = SINK_KEY_REPEATED if kernel == "sink_key" and repeated else KERNELS[kernel]
     return copies + 2 * q + 2 * k + int(work * q) + scores
@@ -318,10 +321,13 @@ def mlp_kept(
     adapters: bool,  # LoRA on the MLP or the experts
     recompute: bool = False,  # experts, or slices of an MLP: gate and up are computed again in the backward pass
     implementation: str = "ours",  # or "transformers": its grouped experts, differentiated by autograd; PEFT's float32 copies of an MLP's inputs
+    fused: bool = True,  # see attention_kept
+    residual: int | None = None,  # bytes a number of the residual stream; None: element
 ) -> int:  # bytes a token
     "What the MLP or the experts and their norm keep for their backward pass."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     norm = 4 * shape.hidden if element < 4 else 0
+    if fused and shape.sinks and implementation == "ours": norm = (residual or element) * shape.hidden  # no copy: the stream itself
     if shape.experts: return norm + H + 64 * K + (6 * K * I + K * H if implementation == "transformers" else 0 if recompute else 2 * K * I)
     if recompute: return norm + H
     return norm + (2 * H if element < 4 and implementation == "transformers" else H) * adapters + (3 + adapters) * I
@@ -334,13 +340,14 @@ def mlp_peak(
     tokens: int,  # of all sequences in the batch
     tile: int | None = None,  # tokens worked on at a time, gate and up computed again for each slice; None, or one slice: all, nothing again
     implementation: str = "ours",  # see mlp_kept
-    fused: bool = True,  # the experts' activation by a kernel; False: by torch, some pairs at a time
+    fused: bool = True,  # see attention_kept; and the experts' activation is a kernel's, else torch's, some pairs at a time
     each: bool = False,  # one expert after the other, where there is no call for all; slices then decide only what is computed again
+    residual: int | None = None,  # see mlp_kept
 ) -> int:  # bytes
     "What the MLP or the experts of a layer take while their gradients are computed, everything that they kept included."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     n, whole = min(tokens, tile or tokens), tokens <= (tile or tokens)      # one slice is kept as it is
-    kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation)
+    kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation, fused, residual)
     if not shape.experts:
         norm = 4 * shape.hidden if element < 4 else 0
         again = 0 if whole else n * (mlp_kept(shape, element, adapters, False, implementation) - norm) + tokens * H  # what a slice would keep; the gradients of all slices' inputs
@@ -428,7 +435,7 @@ def step_bytes(
     offload_layer_inputs: bool = False,  # and that in host memory
     tile: int | None = None,  # see mlp_peak
     implementation: str = "ours",  # or "transformers"
-    fused: bool = True,  # see mlp_peak
+    fused: bool = True,  # see attention_kept and mlp_peak
     each: bool = False,  # see mlp_peak
     residual: int | None = None,  # bytes a number of the residual stream; None: element
     keys: int | None = None,  # of all sequences, where prompts are read once for their completions: a prompt counts once for each; None: nothing is shared
@@ -437,20 +444,20 @@ def step_bytes(
     "What a forward and backward pass adds to what lay on the card before."
     attention, mlp = "attention" in targets, "mlp" in targets
     states, logits = head_bytes(shape, tokens, drawn, element, implementation=implementation, **head)
-    per_token = attention_kept(shape, element, attention, kernel, repeated, implementation)
+    per_token = attention_kept(shape, element, attention, kernel, repeated, implementation, fused)
     scores = tokens * shape.heads * length * (element if shape.sinks else 4 + element) if kernel == "eager" else 0
-    worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each), tokens > (tile or tokens)
+    worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each, residual), tokens > (tile or tokens)
     wide = residual or element
     casts = implementation == "transformers" and mlp and not shape.experts and element < 4                    # by PEFT, which are float32 for a moment
     rows = 5 if casts else 2 if shape.experts or element == 4 else 1                                          # in 16 bits norms keep copies of their own, and the stream's gradient alone is there
     stream = tokens * shape.hidden * wide * rows                                                              # the residual stream and its gradients
-    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated, implementation) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
+    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated, implementation, fused) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
     if checkpointing: kept, others = layer_inputs(shape, tokens, wide, offload_layer_inputs)[0], (0, 0)
     else:
         kept = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else 1)
-        others = (shape.layers - 1) * (tokens * per_token + scores), (shape.layers - 1) * tokens * mlp_kept(shape, element, mlp, recompute, implementation)
+        others = (shape.layers - 1) * (tokens * per_token + scores), (shape.layers - 1) * tokens * mlp_kept(shape, element, mlp, recompute, implementation, fused, residual)
         moments = moments[:1]                                                                                   # the last layer's MLP comes first, and all else is still there
-        worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation)
+        worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation, fused, residual)
     if checkpointing and offload_layer_inputs and kernel == "flash" and length >= KEPT_FROM: kept += tokens * attention_results(shape, element)  # on their way back for the next layer
     layer = max(moments, key=sum)
     rectangles = 0 if keys is None else row_bytes(shape, element, tokens, keys) // (shape.kv_heads if kernel == "sink_heads" else 1)
@@ -527,7 +534,7 @@ class Setup:
     mini_batch: int = 1  # pieces that the batch is split into for the head
     logit_chunk_multiplier: int | None = None  # chunks of each piece; None: at most 1,024 rows a chunk
     checkpointing: bool = True  # layers keep their input, and compute the rest again
-    tile: int | None = 4096  # tokens that the experts or an MLP work on at a time; None: all
+    tile: int | None = 4096  # tokens that the experts or an MLP work on at a time; None: all. `plan` chooses it, as the trainer does
     offload_embedding: bool = False  # to host memory
     offload_layer_inputs: bool = False
     offload_hidden: bool = False  # what the head keeps
@@ -693,6 +700,9 @@ def plan_of(
     return Plan(s, {"rollout": rollout(rows), **{moment: _with_rest(parts, training) for moment, parts in moments.items()}}, host, weights, rows)
 
 
+SLICES = (16_384, 8192, 4096, 2048, 1024, 512)  # tokens: what the trainer tries, largest first
+
+
 def plan(
     model: Any = "gpt-oss-20b",  # see read_shape
     card: str | Card = "T4",  # a name of CARDS, or a Card
@@ -701,9 +711,13 @@ def plan(
     "What a GRPO step of a model needs on a card, in bytes."
     shape = read_shape(model)
     card = card if isinstance(card, Card) else _by_name(card, CARDS, "card")
-    given = {"weights": "mxfp4" if shape.sinks else "bf16", "lora_targets": ("attention",) if shape.experts else TARGETS, "tile": 4096 if shape.experts else None, **settings}
+    usual = 4096 if shape.experts else None
+    given = {"weights": "mxfp4" if shape.sinks else "bf16", "lora_targets": ("attention",) if shape.experts else TARGETS, "tile": usual, **settings}
     given["lora_targets"] = (given["lora_targets"],) if isinstance(given["lora_targets"], str) else tuple(given["lora_targets"])
-    return plan_of(Setup(shape, card, **given))
+    setup = Setup(shape, card, **given)
+    if "tile" in settings or setup.implementation != "ours": return plan_of(setup)
+    plans = (plan_of(replace(setup, tile=tile)) for tile in (SLICES if shape.experts else (None, *SLICES[2:])))
+    return next((made for made in plans if max(made.totals["head"], made.totals["layer"]) <= made.card_bytes), None) or plan_of(setup)
 
 # %% ../../nbs/model/13_memory.ipynb #4087efca
 def standard(
@@ -741,6 +755,7 @@ def describe(
     "A plan as text."
     s, usual = plan.setup, standard(plan.setup)
     targets = f"LoRA r={s.lora_r} on {' and '.join(s.lora_targets)}" if s.lora_r else "no adapters"
+    if s.tile and s.tile < s.tokens[0]: targets += f"; {'experts' if s.model.experts else 'the MLP'} in slices of {s.tile:,}"
     lines = [f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) in {s.weights} on {s.card.name} ({s.card.usable:g} GiB usable)",
              f"{s.context:,} tokens, {s.prompt_tokens:,} of them prompt; {s.prompts * s.completions} completions, {plan.rows} drawn together; {s.batch} trained at a time; {targets}", "",
              f"{'GiB':<34}" + "".join(f"{name:>9}" for name in (*plan.moments, "usual"))]
@@ -756,7 +771,6 @@ def describe(
     beyond = s.model.max_positions and s.context > s.model.max_positions
     if beyond: lines.append(f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not.")
     spare = (plan.card_bytes - plan.peak) / GiB
-    if s.kernel == "sink_heads": lines.append("What attention takes on such a card was measured on two layers, not on a whole model: near its line, ask for less.")
     lines.append(f"It fits, with {spare:.2f} GiB to spare." if plan.fits else f"It does not fit: the {plan.worst} needs {-spare:.2f} GiB more than there is.")
     return "\n".join(lines)
 
@@ -853,7 +867,7 @@ def longest_context(
 ) -> int:  # tokens, a multiple of 64; 0 if not even 64 fit
     "The longest context that fits, by bisection."
     base = plan(model, card, **{**settings, "context": most}).setup
-    def fits(units): return plan_of(replace(base, context=64 * units)).fits
+    def fits(units): return plan(base.model, base.card, **{**settings, "context": 64 * units}).fits
     low, high = base.prompt // 64 if base.prompt else 0, most // 64
     while low < high:
         middle = (low + high + 1) // 2

@@ -42,7 +42,7 @@ from .config import GRPOConfig
 from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, many_prompt_token_ids, reward_columns
 from .hints import Hints
 from .parts import EntropyBonus, Precision, Reference, check_model, describe_trainable, frozen_dtype, load_policy, make_optimizer, make_schedule
-from .pieces import choose_pieces, known_shape, possible_tiles, share_of, split
+from .pieces import choose_pieces, known_shape, possible_tiles, residual_bytes, share_of, split
 from .policy import TrainingBatch, completion_logps, rollout_gap
 from .report import Answering, Collected, Log, completion_metrics, peak_memory_gib, reward_metrics
 from .rewards import loading, reward_functions, reward_name, score_completions
@@ -168,8 +168,7 @@ class AskingPolicies:
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The parts of a micro-batch that go forward and backward by themselves, `mini_batch` of them, or as few as fit; and the model's slices set so that they do."
-        residual = 2 if self.precision.name == "no" and frozen_dtype(self.model) == torch.bfloat16 else 4
-        count, tile = choose_pieces(self.model, batch, self.config, free_memory(self.device), self.shape, self.tiles, residual, most=len(batch) if self.splits else 1)
+        count, tile = choose_pieces(self.model, batch, self.config, free_memory(self.device), self.shape, self.tiles, self.residual, most=len(batch) if self.splits else 1)
         if tile != slice_tokens_of(self.model): slice_layers(self.model, tile)
         return split(batch, count)
 
@@ -679,6 +678,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         self.reference = Reference(self.model) if self.config.beta else None
         self.entropy_bonus = EntropyBonus(self.config)
         self.precision = Precision(self.config, self.device, frozen_dtype(self.model))
+        self.residual = residual_bytes(self.model, self.precision.dtype)
         self.precision.check(self.parameters)
         self.optimizer, self.given_schedule = optimizers
         self.optimizer = self.optimizer or make_optimizer(self.config, {name: p for name, p in self.model.named_parameters() if p.requires_grad})

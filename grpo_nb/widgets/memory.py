@@ -54,12 +54,12 @@ def memory_figure(
     offload_embedding: bool = False,
     offload_layer_inputs: bool = False,
     checkpointing: bool = True,
-    tile: bool = True,  # experts or MLP in slices of 4,096 tokens
+    tile: bool = True,  # experts or MLP in slices where that is needed
     chunks: bool = True,  # logits in chunks; False: all at once
 ) -> Figure:  # bars of the card's memory above, of host memory below
     "A step's bytes by moment and part."
     shape, formats = read_shape(model), WEIGHTS[weights]
-    p = plan(shape, card, context=context, completions=completions, lora_r=lora_r, batch=batch, checkpointing=checkpointing, tile=4096 if tile else None,
+    p = plan(shape, card, context=context, completions=completions, lora_r=lora_r, batch=batch, checkpointing=checkpointing, **({} if tile else {"tile": None}),
              weights=formats[0 if shape.sinks else 1], double_quant=formats[2], logit_chunk_multiplier=None if chunks else 1,
              offload_embedding=offload_embedding and not shape.tied, offload_layer_inputs=offload_layer_inputs and checkpointing)
     usual = standard(p.setup)
