@@ -289,7 +289,7 @@ BOTH, ONE, f32, bf16 = ("attention", "mlp"), ("attention",), torch.float32, torc
     ("gpt_oss", f32, ONE, False, "routed", WIDE), ("gpt_oss", f32, ONE, True, "routed_lean", WIDE), ("gpt_oss", bf16, ONE, False, "routed", WIDE), ("gpt_oss", bf16, ONE, True, "routed", WIDE),
     ("gpt_oss", bf16, ONE, True, "routed_lean", WIDE), ("gpt_oss", bf16, ONE, True, "routed_lean", FLAT), ("gpt_oss", f32, ONE, False, "routed", FLAT), ("gpt_oss", f32, ONE, False, "routed_lean", WIDE)])
 def test_a_step_costs_what_the_meter_says(kind, dtype, targets, checkpointing, routed, sizes):
-    tokens, sink = 256, dict(kernel="sink_key", repeated=True, fused=False, tile=4096 if routed == "routed_lean" else None) if kind == "gpt_oss" else {}
+    tokens, sink = 256, dict(kernel="sink_key", repeated=True, fused=False, lean=False, tile=4096 if routed == "routed_lean" else None) if kind == "gpt_oss" else {}
     shape, measured = measured_step(kind, dtype, targets, checkpointing, routed, sizes | (OSS if kind == "gpt_oss" else {}), tokens)
     predicted = step_bytes(shape, 2 * tokens, 2 * (tokens - tokens // 4), tokens, dtype.itemsize, targets=targets, checkpointing=checkpointing, logit_chunk_multiplier=16,
                            logit_element=14 if dtype == bf16 else 9, **sink)

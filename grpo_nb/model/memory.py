@@ -259,11 +259,11 @@ def attention_kept(
     kernel: str = "sdpa",  # one of KERNELS
     repeated: bool = False,  # keys repeated for every query head (sink_key on a T4, and on a CPU)
     implementation: str = "ours",  # or "transformers": PEFT converts the input of every adapter to float32
-    fused: bool = True,  # a gpt-oss whose norms and adapters are one pass each, as load_model makes it on a GPU
+    lean: bool = True,  # a gpt-oss whose norms and adapters are one pass each, as load_model makes it on a GPU
 ) -> int:  # bytes a token
     "What attention and its norm keep for their backward pass; eager's scores are not in it."
     H, q, k = shape.hidden * element, shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    lean = fused and shape.sinks and implementation == "ours"                # then the norm keeps the layer's input, which is there anyway
+    lean = lean and shape.sinks and implementation == "ours"                 # then the norm keeps the layer's input, which is there anyway
     norm = (4 * shape.hidden if element < 4 and not lean else 0) + shape.qk_norm * 4 * (shape.heads + shape.kv_heads) * shape.head_dim
     if kernel == "sink_heads": return norm + H
     own = element < 4 and (implementation == "transformers" or shape.experts and not lean)  # a copy for each adapter
@@ -283,12 +283,12 @@ def attention_peak(
     kernel: str = "sdpa",
     repeated: bool = False,
     implementation: str = "ours",  # see attention_kept
-    fused: bool = True,  # see attention_kept
+    lean: bool = True,  # see attention_kept
 ) -> int:  # bytes a token
     "What attention takes while its gradients are computed."
-    if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel, fused=fused) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
+    if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel, lean=lean) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
     q, k = shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    copies = attention_kept(shape, element, adapters, implementation=implementation, fused=fused) - 2 * q - 2 * k
+    copies = attention_kept(shape, element, adapters, implementation=implementation, lean=lean) - 2 * q - 2 * k
     scores = shape.heads * length * (4 * element if shape.sinks else 12) if kernel == "eager" else 0
     work = SINK_KEY_REPEATED if kernel == "sink_key" and repeated else KERNELS[kernel]
     return copies + 2 * q + 2 * k + int(work * q) + scores
@@ -321,13 +321,13 @@ def mlp_kept(
     adapters: bool,  # LoRA on the MLP or the experts
     recompute: bool = False,  # experts, or slices of an MLP: gate and up are computed again in the backward pass
     implementation: str = "ours",  # or "transformers": its grouped experts, differentiated by autograd; PEFT's float32 copies of an MLP's inputs
-    fused: bool = True,  # see attention_kept
+    lean: bool = True,  # see attention_kept
     residual: int | None = None,  # bytes a number of the residual stream; None: element
 ) -> int:  # bytes a token
     "What the MLP or the experts and their norm keep for their backward pass."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     norm = 4 * shape.hidden if element < 4 else 0
-    if fused and shape.sinks and implementation == "ours": norm = (residual or element) * shape.hidden  # no copy: the stream itself
+    if lean and shape.sinks and implementation == "ours": norm = (residual or element) * shape.hidden  # no copy: the stream itself
     if shape.experts: return norm + H + 64 * K + (6 * K * I + K * H if implementation == "transformers" else 0 if recompute else 2 * K * I)
     if recompute: return norm + H
     return norm + (2 * H if element < 4 and implementation == "transformers" else H) * adapters + (3 + adapters) * I
@@ -340,14 +340,15 @@ def mlp_peak(
     tokens: int,  # of all sequences in the batch
     tile: int | None = None,  # tokens worked on at a time, gate and up computed again for each slice; None, or one slice: all, nothing again
     implementation: str = "ours",  # see mlp_kept
-    fused: bool = True,  # see attention_kept; and the experts' activation is a kernel's, else torch's, some pairs at a time
+    fused: bool = True,  # the experts' activation by a kernel; False: by torch, some pairs at a time
     each: bool = False,  # one expert after the other, where there is no call for all; slices then decide only what is computed again
+    lean: bool = True,  # see attention_kept
     residual: int | None = None,  # see mlp_kept
 ) -> int:  # bytes
     "What the MLP or the experts of a layer take while their gradients are computed, everything that they kept included."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     n, whole = min(tokens, tile or tokens), tokens <= (tile or tokens)      # one slice is kept as it is
-    kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation, fused, residual)
+    kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation, lean, residual)
     if not shape.experts:
         norm = 4 * shape.hidden if element < 4 else 0
         again = 0 if whole else n * (mlp_kept(shape, element, adapters, False, implementation) - norm) + tokens * H  # what a slice would keep; the gradients of all slices' inputs
@@ -435,7 +436,8 @@ def step_bytes(
     offload_layer_inputs: bool = False,  # and that in host memory
     tile: int | None = None,  # see mlp_peak
     implementation: str = "ours",  # or "transformers"
-    fused: bool = True,  # see attention_kept and mlp_peak
+    fused: bool = True,  # see mlp_peak
+    lean: bool = True,  # see attention_kept
     each: bool = False,  # see mlp_peak
     residual: int | None = None,  # bytes a number of the residual stream; None: element
     keys: int | None = None,  # of all sequences, where prompts are read once for their completions: a prompt counts once for each; None: nothing is shared
@@ -444,20 +446,20 @@ def step_bytes(
     "What a forward and backward pass adds to what lay on the card before."
     attention, mlp = "attention" in targets, "mlp" in targets
     states, logits = head_bytes(shape, tokens, drawn, element, implementation=implementation, **head)
-    per_token = attention_kept(shape, element, attention, kernel, repeated, implementation, fused)
+    per_token = attention_kept(shape, element, attention, kernel, repeated, implementation, lean)
     scores = tokens * shape.heads * length * (element if shape.sinks else 4 + element) if kernel == "eager" else 0
-    worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each, residual), tokens > (tile or tokens)
+    worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each, lean, residual), tokens > (tile or tokens)
     wide = residual or element
     casts = implementation == "transformers" and mlp and not shape.experts and element < 4                    # by PEFT, which are float32 for a moment
     rows = 5 if casts else 2 if shape.experts or element == 4 else 1                                          # in 16 bits norms keep copies of their own, and the stream's gradient alone is there
     stream = tokens * shape.hidden * wide * rows                                                              # the residual stream and its gradients
-    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated, implementation, fused) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
+    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated, implementation, lean) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
     if checkpointing: kept, others = layer_inputs(shape, tokens, wide, offload_layer_inputs)[0], (0, 0)
     else:
         kept = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else 1)
-        others = (shape.layers - 1) * (tokens * per_token + scores), (shape.layers - 1) * tokens * mlp_kept(shape, element, mlp, recompute, implementation, fused, residual)
+        others = (shape.layers - 1) * (tokens * per_token + scores), (shape.layers - 1) * tokens * mlp_kept(shape, element, mlp, recompute, implementation, lean, residual)
         moments = moments[:1]                                                                                   # the last layer's MLP comes first, and all else is still there
-        worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation, fused, residual)
+        worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation, lean, residual)
     if checkpointing and offload_layer_inputs and kernel == "flash" and length >= KEPT_FROM: kept += tokens * attention_results(shape, element)  # on their way back for the next layer
     layer = max(moments, key=sum)
     rectangles = 0 if keys is None else row_bytes(shape, element, tokens, keys) // (shape.kv_heads if kernel == "sink_heads" else 1)
