@@ -164,12 +164,13 @@ def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("
     share = shape.experts_per_token / shape.experts if shape.experts else 1            # of the experts, for a token
     q, k, wide = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.experts_per_token * (3 * shape.intermediate + 2 * shape.hidden)
     more = int(shape.sinks and "attention" in targets)                                 # of forward passes: attention layers by heads are computed once more, before each head's gradients
+    mlp = 8 / 3 if shape.sinks else 3                                                 # passes: in the second one nobody hears a gpt-oss' experts, and their last product of three is left out
     def products(kind, target, passes=3):
         adapter = lora_parameters(shape, r, (target,)) if target in targets else 0
         return 2 * passes * count[kind] + 2 * (passes + 1) * adapter      # two for each weight: forward, forward again, the gradient of the input; adapters have a gradient of their own, too
     def moved(kind, times, passes=3): return passes * times * count[kind] * (bits[kind] / 8 + (4 if bits[kind] < 16 else 0))        # read; where packed, written in float16 and read again
     activations = 3 * 2 * 2 * tokens * shape.layers                                    # three passes, written and read, float16
-    return {"mlp": roof(share * products("mlp", "mlp") * tokens, moved("mlp", slices) + activations * wide),
+    return {"mlp": roof(share * products("mlp", "mlp", mlp) * tokens, moved("mlp", slices, mlp) + activations * wide),
             "projections": roof(products("attention", "attention", 3 + more) * tokens, moved("attention", batches, 3 + more) + activations * (3 + more) / 3 * 2 * (shape.hidden + q + k)),
             "attention": roof((4.5 + more) * 4 * q * sum(n * pairs(shape, length, before) for n, before, length in pieces), activations * (3 + more) / 3 * 2 * (q + k)),      # its backward pass is 2.5 forward ones
             "head": roof(4 * shape.vocab * shape.hidden * tokens, 2 * cut(1024) * 2 * shape.vocab * shape.hidden)}                                       # logits, and the gradient of the hidden states

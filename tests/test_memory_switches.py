@@ -1,14 +1,19 @@
 """Every switch that saves memory on, against all of them off: the same losses; pieces of a micro-batch; activations on the host."""
 import copy
+import pickle
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import noop_context_fn
 
 from grpo_nb.environments.arithmetic import addition_problems
-from grpo_nb.model.experts import route_adapters
+from grpo_nb.model import experts
+from grpo_nb.model.experts import contexts_of, route_adapters
 from grpo_nb.model.loading import load_model
-from grpo_nb.model.offload import offload_embedding
+from grpo_nb.model.offload import offload_embedding, offload_layers
 from grpo_nb.model.packed import EXPERTS, experts_of, pack_experts
 from grpo_nb.model.tiles import slice_layers, slice_tokens_of
 from grpo_nb.model.tiny import tiny_gpt_oss
@@ -229,3 +234,55 @@ def test_the_embedding_s_output_is_kept_for_no_gradient_unless_it_is_needed(reen
     model.get_base_model().get_input_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
     model(torch.arange(8)[None], use_cache=False).logits.sum().backward()
     assert seen[0] == reentrant and all(p.grad is not None for name, p in model.named_parameters() if "lora_" in name)
+
+
+def second_pass_of(model, offload, count):
+    "Loss, gradients and matrix products of experts in a step."
+    counted = []
+    def product(*args, **kwargs):
+        counted.append(1)
+        return count(*args, **kwargs)
+    ids = torch.randint(14, (2, 50), generator=torch.Generator().manual_seed(1))
+    with patch.object(experts, count.__name__, product), offload_layers(model, attention_from=offload) if offload else nullcontext():
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, len(counted)
+
+
+@pytest.mark.parametrize("offload", [None, 32, 64], ids=["on the device", "on the host, attention too", "on the host"])
+@pytest.mark.parametrize("tokens, fewer", [(None, 1), (40, 6)])
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "packed", "adapted"])
+def test_in_the_second_pass_nobody_hears_the_experts(monkeypatch, kind, each, tokens, fewer, offload):
+    "The same bits with fewer products: without the last one, or, where gate and up are computed again later (three slices), without any."
+    if each: monkeypatch.setattr(experts, "can_group", lambda *a: False)
+    results = []
+    for heard in (False, True):
+        model = tiny_gpt_oss()[0].requires_grad_(False)
+        if kind == "packed": pack_experts(model)
+        torch.manual_seed(0)
+        targets = dict(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]) if kind == "adapted" else {}
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=False, **targets)).train()
+        route_adapters(model, "routed_lean")
+        slice_layers(model, tokens)
+        if heard: monkeypatch.setattr(experts._Unheard, "__bool__", lambda self: False)
+        if not offload: checkpoint_layers(model, {"use_reentrant": False})
+        results.append(second_pass_of(model, offload, experts._mm if each else experts._grouped_mm))
+    (loss, grads, products), (expected, wanted, usual) = results
+    assert loss == expected and grads.keys() == wanted.keys() and len(grads) == (12 if kind == "adapted" else 4)
+    assert all(torch.equal(grads[name], wanted[name]) for name in wanted) and all(g.abs().max() > 0 for g in grads.values())
+    assert products < usual
+    if not each and kind != "adapted": assert usual - products == 2 * fewer  # two layers
+
+
+def test_other_models_are_heard_and_so_is_a_context_of_one_s_own():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2))
+    assert contexts_of(model) is noop_context_fn and contexts_of(get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=2, target_modules=["q_proj"]))) is experts.unheard
+    model, calls = tiny_gpt_oss()[0].train(), []
+    def mine():
+        calls.append(1)
+        return nullcontext(), nullcontext()
+    checkpoint_layers(model, {"use_reentrant": False, "context_fn": mine})
+    model(torch.arange(8)[None], use_cache=False).logits.sum().backward()
+    assert len(calls) == 2
+    assert pickle.loads(pickle.dumps(experts.unheard)) is experts.unheard

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from .attention import keeping
+from .experts import contexts_of
 
 try:
     import triton
@@ -220,7 +221,7 @@ def _base(model):
 class _Remembered:
     "What attention computed in a layer's first pass, in host memory until the second; the context of the second."
 
-    def __init__(self, store): self.store, self.answers, self.inside = store, [], None
+    def __init__(self, store, second): self.store, self.second, self.answers, self.inside = store, second, [], None
 
     def contexts(self): return keeping(self._first), self  # for `checkpoint`
 
@@ -243,8 +244,10 @@ class _Remembered:
     def __enter__(self):
         self.left, self.inside = iter(self.answers), keeping(self._second)
         self.inside.__enter__()
+        self.second.__enter__()
 
     def __exit__(self, *error):
+        self.second.__exit__(*error)
         self.inside.__exit__(*error)
         self.left = self.inside = None  # no circle: the host's pages are free as soon as the graph is
 
@@ -270,15 +273,16 @@ class OffloadedLayers:
             raise ValueError("the layers of this model are offloaded already: call .remove() on that switch first")
         self.store, self.release_store, self.attention_from = store, release, attention_from
         self.earlier = [(m, {name: vars(m)[name] for name in _NAMES if name in vars(m)}) for m in modules]
+        self.contexts = contexts_of(base)
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=self)
 
     def __call__(self, function, *args):
         "What transformers calls for a layer, in training."
         if not torch.is_grad_enabled(): return function(*args)
         long = self.attention_from is not None and torch.is_tensor(args[0]) and args[0].shape[1:2].numel() >= self.attention_from
-        remembered = dict(context_fn=_Remembered(self.store).contexts) if long else {}
+        contexts = _Remembered(self.store, self.contexts()[1]).contexts if long else self.contexts
         try:
-            with saved_tensors_hooks(self.store.park, _fetch): return checkpoint(function, *args, use_reentrant=False, **remembered)
+            with saved_tensors_hooks(self.store.park, _fetch): return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
         finally: self.store.settle()
 
     def remove(self) -> None:

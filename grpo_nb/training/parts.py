@@ -15,6 +15,7 @@ import torch
 from peft.helpers import disable_input_dtype_casting
 
 from ..model.attention import check_attention
+from ..model.experts import contexts_of
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from .config import GRPOConfig
@@ -26,6 +27,7 @@ def checkpoint_layers(
     kwargs: dict,  # torch.utils.checkpoint's
 ) -> None:
     "Let layers be computed again in backward."
+    if not kwargs.get("use_reentrant", True) and "context_fn" not in kwargs: kwargs = {**kwargs, "context_fn": contexts_of(model)}
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its new and its old name
     enable(kwargs)
     base = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
