@@ -272,9 +272,15 @@ def _add_plan(commands) -> None:
     p.set_defaults(run=plan, parser=p)
 
 
+class _Parser(argparse.ArgumentParser):
+    "One that refuses in a sentence."
+
+    def error(self, message): self.exit(2, f"{self.prog}: {message} ({self.prog} --help says what there is)\n")
+
+
 def _parser() -> argparse.ArgumentParser:  # each subcommand sets `run`, the function that does it, and `parser`, which refuses what it does not know
     "The whole command line."
-    parser = argparse.ArgumentParser("grpo-nb", description="GRPO for gpt-oss: a course in notebooks and the library they export.")
+    parser = _Parser("grpo-nb", description="GRPO for gpt-oss: a course in notebooks and the library they export.")
     parser.add_argument("--version", action="version", version=f"grpo-nb {_version('grpo_nb')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 

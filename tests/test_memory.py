@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_nb.algorithm import logprobs
 from grpo_nb.model import attention, experts, loading, memory  # noqa: F401 (registers attention with transformers)
-from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_OF_ONE, ROWS_PER_CHUNK, UNPACKED, Card, GiB, Setup, advice_text, advise, attention_peak, attention_scratch, describe, free_memory, head_bytes, kv_bytes,
+from grpo_nb.model.memory import (CARDS, CUDA_CONTEXT, FORMATS, KERNELS, MODELS, PREFILL_TOKENS, ROWS_OF_ONE, ROWS_PER_CHUNK, SLICES, UNPACKED, Card, GiB, Setup, advice_text, advise, attention_peak, attention_scratch, describe, free_memory, head_bytes, kv_bytes,
                                   layer_inputs, longest_context, longest_sequence, lora_parameters, mlp_peak, plan, plan_of, read_shape, standard, step_bytes, unpack_bytes, weight_bits, weight_bytes)
 from grpo_nb.model.offload import HostStore, offload_layers
 from grpo_nb.model.tiles import slice_mlps
@@ -489,3 +489,34 @@ def test_setups_are_plain_values():
     made = plan("Phi-4", "L4")
     assert plan_of(replace(made.setup)) == made and {f.name for f in fields(Setup)} == set(made.to_dict()["setup"]) and set(KERNELS) >= {"flex", "sdpa"} and "nf4" in FORMATS
     assert mlp_peak(MODELS["Phi-4"], 2, True, 4096, 1024) < mlp_peak(MODELS["Phi-4"], 2, True, 4096)
+
+
+def test_a_micro_batch_that_is_too_large_is_told_in_pieces():
+    made = plan("gpt-oss-20b", "L4", context=8192, batch=8)
+    words = next(line for line in describe(made).splitlines() if "cuts a micro-batch by itself" in line)
+    pieces = int(words.split(": in ")[1].split()[0])
+    fewer, enough = (plan("gpt-oss-20b", "L4", context=8192, batch=-(-8 // n)) for n in (pieces - 1, pieces))
+    assert not made.fits and not fewer.fits and enough.fits and f"{enough.peak / GiB:.2f} GiB" in words
+    assert "pieces" not in describe(plan("gpt-oss-20b", "H200", context=8192, batch=8)) and "pieces" not in describe(plan("gpt-oss-120b", "T4", batch=2))
+
+
+def test_words_near_a_card_s_line_and_without_adapters():
+    n = longest_context("gpt-oss-20b", "L4")
+    for context, close in ((n, True), (n + 64, True), (n // 2, False), (4 * n, False)): assert ("That is close" in describe(plan("gpt-oss-20b", "L4", context=context))) == close
+    assert "needs 0.00 GiB" not in describe(plan("gpt-oss-20b", "L4", context=n + 64))
+    assert ("trains every weight" in describe(plan("Llama-3.1-8B", "H100", lora_r=0))) and "trains every weight" not in describe(plan("Llama-3.1-8B", "H100"))
+
+
+def test_advice_knows_the_format_of_the_experts_and_cards_that_need_no_advice():
+    assert [a.change for a in advise(plan("gpt-oss-20b", "L4", weights="nf4", double_quant=True, context=4096))] == ["weights='mxfp4', double_quant=False"]
+    text = advice_text(plan("gpt-oss-20b", "L4", context=131_072, offload_embedding=True, offload_layer_inputs=True))
+    assert "a card like the A100-40, which takes it as it was asked for" in text  # a compute capability below the L4's, and enough memory
+    assert plan("gpt-oss-20b", "A100-40", context=131_072, offload_embedding=True, offload_layer_inputs=True).fits
+
+
+def test_slices_are_chosen_as_in_training_and_anew_when_there_is_more_room():
+    tight, roomy = (plan("gpt-oss-20b", card, context=131_072, offload_embedding=True, offload_layer_inputs=True) for card in ("L4", "H200"))
+    assert roomy.tile == SLICES[0] > tight.tile == SLICES[-1] and not tight.fits and plan("Llama-3.1-8B", "H200").tile is None
+    assert plan("gpt-oss-20b", "H200", tile=4096, context=131_072).tile == 4096
+    full = plan("Llama-3.1-8B", "T4", weights="bf16")
+    assert not full.fits and all("tile" not in a.change for a in advise(full)) and advise(full)[-1].plan.tile is None  # in 4 bits no slices are needed

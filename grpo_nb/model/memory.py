@@ -536,7 +536,7 @@ class Setup:
     mini_batch: int = 1  # pieces that the batch is split into for the head
     logit_chunk_multiplier: int | None = None  # chunks of each piece; None: at most 1,024 rows a chunk
     checkpointing: bool = True  # layers keep their input, and compute the rest again
-    tile: int | None = 4096  # tokens that the experts or an MLP work on at a time; None: all. `plan` chooses it, as the trainer does
+    tile: int | str | None = "auto"  # tokens that the experts or an MLP work on at a time; None: all; "auto": as the trainer chooses, the most that fit
     offload_embedding: bool = False  # to host memory
     offload_layer_inputs: bool = False
     offload_hidden: bool = False  # what the head keeps
@@ -548,7 +548,7 @@ class Setup:
     def __post_init__(self):
         for name in ("lora_r", "context", "completions", "prompts", "batch", "mini_batch", "prompt", "tile", "logit_chunk_multiplier"):
             value, least = getattr(self, name), 0 if name in ("lora_r", "prompt") else 1
-            if value is None and name in ("prompt", "tile", "logit_chunk_multiplier"): continue
+            if value is None and name in ("prompt", "tile", "logit_chunk_multiplier") or name == "tile" and value == "auto": continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least: raise ValueError(f"{name} is {value!r}, and it is a count: give a whole number of at least {least}")
         if self.prompt is not None and self.prompt >= self.context: raise ValueError(f"prompt is {self.prompt:,} and context {self.context:,}, which counts the prompt too: leave room for a completion")
         for name, known in (("weights", FORMATS), ("optimizer", STATES), ("sampler", ("engine", "vllm", "vllm_sleep")), ("attention", (None, *KERNELS)), ("implementation", ("ours", "transformers"))):
@@ -598,6 +598,7 @@ class Plan:
     host: dict[str, int]  # part -> bytes of host memory
     weights: dict[str, int]  # kind -> bytes, of the model on the card
     rows: int  # completions drawn together
+    tile: int | None  # tokens that the experts or an MLP work on at a time; None: all
 
     @property
     def totals(self) -> dict[str, int]:  # bytes
@@ -633,7 +634,7 @@ class Plan:
 
     def to_dict(self) -> dict:  # ready for json.dumps
         "Everything, with bytes as numbers."
-        return {"setup": asdict(self.setup), "moments": self.moments, "totals": self.totals, "host": self.host, "weights": self.weights, "rows": self.rows, "peak": self.peak,
+        return {"setup": asdict(self.setup), "moments": self.moments, "totals": self.totals, "host": self.host, "weights": self.weights, "rows": self.rows, "tile": self.tile, "peak": self.peak,
                 "card_bytes": self.card_bytes, "fits": self.fits}
 
 
@@ -673,10 +674,23 @@ def _rollout(setup, rows):
     return {"kv": kv_bytes(s.model, rows, s.context, 2, prompt=s.prompt_tokens, group=s.completions), "logits": VLLM_GRAPHS}
 
 
+SLICES = (16_384, 8192, 4096, 2048, 1024, 512)  # tokens: what the trainer tries, largest first
+
+
 def plan_of(
     setup: Setup,
 ) -> Plan:
     "The bytes of a setup."
+    if setup.tile != "auto": return _planned(setup, setup.tile)
+    tiles = SLICES if setup.model.experts else (None, *SLICES[2:])
+    if setup.implementation != "ours": tiles = (4096,) if setup.model.experts else (None,)
+    for tile in tiles:
+        made = _planned(setup, tile)
+        if max(made.totals["head"], made.totals["layer"]) <= made.card_bytes: break
+    return made
+
+
+def _planned(setup, tile):
     s, wanted = setup, min(setup.prompts * setup.completions, MOST_ROWS)
     weights, embedding, copies, copies_in_training, asleep = _held(s)
     numbers = lora_parameters(s.model, s.lora_r, s.lora_targets)
@@ -689,7 +703,7 @@ def plan_of(
     tokens, drawn = s.tokens
     residual = 4 if s.old_card and s.model.sinks else s.element
     moments = step_bytes(s.model, tokens, drawn, s.context, s.element, targets=targets, kernel=s.kernel, repeated=s.old_card, each=s.old_card, checkpointing=s.checkpointing, residual=residual,
-                         offload_layer_inputs=s.offload_layer_inputs, tile=s.tile, implementation=s.implementation, mini_batch=s.mini_batch, logit_chunk_multiplier=s.logit_chunk_multiplier)
+                         offload_layer_inputs=s.offload_layer_inputs, tile=tile, implementation=s.implementation, mini_batch=s.mini_batch, logit_chunk_multiplier=s.logit_chunk_multiplier)
     host = {"process": HOST_PROCESS, "embedding": embedding, "layer inputs": layer_inputs(s.model, tokens, residual, True)[1] if s.offload_layer_inputs else 0, "hidden states": 0, "sleeping weights": asleep}
     if s.offload_layer_inputs and s.kernel == "flash" and s.context >= KEPT_FROM: host["layer inputs"] += s.model.windows.count(None) * tokens * attention_results(s.model, s.element)
     if s.offload_hidden:
@@ -699,10 +713,7 @@ def plan_of(
     moments["layer"]["mlp"] += unpack_bytes(s.model, s.weights, s.element, not s.old_card)
     training = {**fixed, "adapters": numbers * (8 + STATES[s.optimizer]), "copies": copies_in_training}
     if s.sampler == "vllm": training |= _rollout(s, rows)                                                       # it keeps its cache
-    return Plan(s, {"rollout": rollout(rows), **{moment: _with_rest(parts, training) for moment, parts in moments.items()}}, host, weights, rows)
-
-
-SLICES = (16_384, 8192, 4096, 2048, 1024, 512)  # tokens: what the trainer tries, largest first
+    return Plan(s, {"rollout": rollout(rows), **{moment: _with_rest(parts, training) for moment, parts in moments.items()}}, host, weights, rows, tile)
 
 
 def plan(
@@ -713,13 +724,9 @@ def plan(
     "What a GRPO step of a model needs on a card, in bytes."
     shape = read_shape(model)
     card = card if isinstance(card, Card) else _by_name(card, CARDS, "card")
-    usual = 4096 if shape.experts else None
-    given = {"weights": "mxfp4" if shape.sinks else "bf16", "lora_targets": ("attention",) if shape.experts else TARGETS, "tile": usual, **settings}
+    given = {"weights": "mxfp4" if shape.sinks else "bf16", "lora_targets": ("attention",) if shape.experts else TARGETS, **settings}
     given["lora_targets"] = (given["lora_targets"],) if isinstance(given["lora_targets"], str) else tuple(given["lora_targets"])
-    setup = Setup(shape, card, **given)
-    if "tile" in settings or setup.implementation != "ours": return plan_of(setup)
-    plans = (plan_of(replace(setup, tile=tile)) for tile in (SLICES if shape.experts else (None, *SLICES[2:])))
-    return next((made for made in plans if max(made.totals["head"], made.totals["layer"]) <= made.card_bytes), None) or plan_of(setup)
+    return plan_of(Setup(shape, card, **given))
 
 # %% ../../nbs/model/13_memory.ipynb #4087efca
 def standard(
@@ -757,7 +764,7 @@ def describe(
     "A plan as text."
     s, usual = plan.setup, standard(plan.setup)
     targets = f"LoRA r={s.lora_r} on {' and '.join(s.lora_targets)}" if s.lora_r else "no adapters"
-    if s.tile and s.tile < s.tokens[0]: targets += f"; {'experts' if s.model.experts else 'the MLP'} in slices of {s.tile:,}"
+    if plan.tile and plan.tile < s.tokens[0]: targets += f"; {'experts' if s.model.experts else 'the MLP'} in slices of {plan.tile:,}"
     lines = [f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) in {s.weights} on {s.card.name} ({s.card.usable:g} GiB usable)",
              f"{s.context:,} tokens, {s.prompt_tokens:,} of them prompt; {s.prompts * s.completions} completions, {plan.rows} drawn together; {s.batch} trained at a time; {targets}", "",
              f"{'GiB':<34}" + "".join(f"{name:>9}" for name in (*plan.moments, "usual"))]
@@ -773,7 +780,11 @@ def describe(
     beyond = s.model.max_positions and s.context > s.model.max_positions
     if beyond: lines.append(f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not.")
     spare = (plan.card_bytes - plan.peak) / GiB
-    lines.append(f"It fits, with {spare:.2f} GiB to spare." if plan.fits else f"It does not fit: the {plan.worst} needs {-spare:.2f} GiB more than there is.")
+    if not s.lora_r: lines.append("Without adapters a trainer trains every weight. Their gradients and the optimizer are not planned here, only what drawing and a frozen model's two passes take.")
+    lines.append(f"It fits, with {spare:.2f} GiB to spare." if plan.fits else f"It does not fit: the {plan.worst} needs {max(-spare, 0.01):.2f} GiB more than there is.")
+    if abs(spare) < 0.03 * s.card.usable: lines.append("That is close: a plan is right to a few per cent.")
+    pieces = [] if plan.fits or s.implementation != "ours" else [(n, after) for n in range(2, s.batch + 1) if (after := plan_of(replace(s, batch=-(-s.batch // n)))).fits]
+    if pieces: lines.append(f"But the trainer cuts a micro-batch by itself, each piece forward and backward before the next: in {pieces[0][0]} pieces this one needs {pieces[0][1].peak / GiB:.2f} GiB, and fits.")
     return "\n".join(lines)
 
 # %% ../../nbs/model/13_memory.ipynb #5feaa507
@@ -799,15 +810,15 @@ def _switches(s):
     if s.share_prompt is False and s.batch > 1 and s.completions > 1 and s.prompt_tokens: yield dict(share_prompt=True), "Saves time as well: a group's prompt is computed once."
     rows = -(-s.tokens[1] // s.mini_batch)
     if s.logit_chunk_multiplier is None and rows > 1024: yield dict(logit_chunk_multiplier=-(-rows // 256)), "Chunks of 256 rows: a few per cent of the head's time."
-    for tile in (4096, 1024):
+    for tile in (4096, 1024) if s.tile != "auto" else ():
         if s.tile is None or s.tile > tile: yield dict(tile=tile), "The MLP's forward pass once more, in the backward pass: its larger part is matrix products."
     if not s.checkpointing: yield dict(checkpointing=True), "A second forward pass: about a third more time."
     if s.checkpointing and not s.offload_layer_inputs: yield dict(offload_layer_inputs=True), "A few per cent of the time, and host memory: the inputs are copied while the card computes."
-    if s.batch > 1: yield dict(batch=1), "More and smaller passes for the same update."
+    if s.batch > 1: yield dict(batch=1), "More and smaller passes for the same update; the trainer does it by itself, a piece of a micro-batch after the other, as many as fit."
     if s.batch > 1 and not s.offload_hidden: yield dict(offload_hidden=True, mini_batch=s.batch), "A few per cent of the head's time, and host memory."
     if s.optimizer == "adamw": yield dict(optimizer="adamw_8bit"), "The optimizer's states in 8 bits, by bitsandbytes."
     small = "mxfp4" if s.model.sinks else "nf4"
-    if s.weights in ("bf16", "fp16", "fp32"): yield dict(weights=small), "The format that the experts were released in." if s.model.sinks else "Weights rounded to 4 bits, and unpacked in every step."
+    if s.weights in ("bf16", "fp16", "fp32") or s.weights == "nf4" and s.model.sinks: yield dict(weights=small, **({"double_quant": False} if s.double_quant else {})), "The format that the experts were released in." if s.model.sinks else "Weights rounded to 4 bits, and unpacked in every step."
     if s.lora_r and "mlp" in s.lora_targets and "attention" in s.lora_targets: yield dict(lora_targets=("attention",)), "Experts and MLP keep their weights: less can be learnt."
     if s.lora_r > 8: yield dict(lora_r=8), "Adapters of a smaller rank: less can be learnt."
 
@@ -869,7 +880,7 @@ def longest_context(
 ) -> int:  # tokens, a multiple of 64; 0 if not even 64 fit
     "The longest context that fits, by bisection."
     base = plan(model, card, **{**settings, "context": most}).setup
-    def fits(units): return plan(base.model, base.card, **{**settings, "context": 64 * units}).fits
+    def fits(units): return plan_of(replace(base, context=64 * units)).fits
     low, high = base.prompt // 64 if base.prompt else 0, most // 64
     while low < high:
         middle = (low + high + 1) // 2
@@ -889,8 +900,11 @@ def advice_text(
     if last.fits: return "\n".join([*lines, f"Then it needs {last.peak / GiB:.2f} GiB, and fits."])
     s = last.setup
     longest = longest_context(s.model, s.card, **{name: getattr(s, name) for name in s.__dataclass_fields__ if name not in ("model", "card", "context")})
-    larger = next((card for card in sorted(CARDS.values(), key=lambda card: card.usable) if card.capability >= s.card.capability and last.peak <= card.usable * GiB), None)
-    rest = [f"a context of {longest:,} tokens"] * bool(longest) + [f"a card like the {larger.name}" if larger else "several cards"]
+    def roomy(p):
+        cards = [card for card in sorted(CARDS.values(), key=lambda card: card.usable) if s.old_card or card.capability >= (8, 0)]
+        return next((card for card in cards if card.usable > s.card.usable and plan_of(replace(p.setup, card=card)).fits), None)
+    larger, as_it_is = roomy(last), roomy(plan)
+    rest = [f"a context of {longest:,} tokens"] * bool(longest) + [f"a card like the {larger.name}{', which takes it as it was asked for' * (larger == as_it_is)}" if larger else "several cards"]
     return "\n".join([*lines, f"{'Then it needs' if found else 'It needs'} {last.peak / GiB:.2f} GiB, which is still too much: what is left is {' or '.join(rest)}."])
 
 # %% ../../nbs/model/13_memory.ipynb #ce7cbed1
