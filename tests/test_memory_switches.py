@@ -277,7 +277,9 @@ def test_in_the_second_pass_nobody_hears_the_experts(monkeypatch, kind, each, to
 
 def test_other_models_are_heard_and_so_is_a_context_of_one_s_own():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2))
-    assert contexts_of(model) is noop_context_fn and contexts_of(get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=2, target_modules=["q_proj"]))) is experts.unheard
+    assert contexts_of(model) is noop_context_fn
+    contexts = contexts_of(get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=2, target_modules=["q_proj"])))
+    assert contexts()[1] is experts.UNHEARD and pickle.loads(pickle.dumps(copy.deepcopy(contexts)))()[1].depth == 0
     model, calls = tiny_gpt_oss()[0].train(), []
     def mine():
         calls.append(1)
@@ -285,4 +287,23 @@ def test_other_models_are_heard_and_so_is_a_context_of_one_s_own():
     checkpoint_layers(model, {"use_reentrant": False, "context_fn": mine})
     model(torch.arange(8)[None], use_cache=False).logits.sum().backward()
     assert len(calls) == 2
-    assert pickle.loads(pickle.dumps(experts.unheard)) is experts.unheard
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("where", ["layer", "mlp", "experts"])
+def test_who_listens_to_the_experts_hears_them(where, offload):
+    "A forward hook that is trained sees the same answers in the second pass."
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(tiny_gpt_oss()[0].requires_grad_(False), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).train()
+        route_adapters(model, "routed_lean")
+        if checkpointing and not offload: checkpoint_layers(model, {"use_reentrant": False})
+        scale = torch.nn.Parameter(torch.ones(()))
+        def listen(module, inputs, output): return (output[0] * scale, *output[1:]) if isinstance(output, tuple) else output * scale
+        with offload_layers(model) if checkpointing and offload else nullcontext():
+            for layer in model.get_base_model().model.layers: {"layer": layer, "mlp": layer.mlp, "experts": layer.mlp.experts}[where].register_forward_hook(listen)
+            ids = torch.arange(12)[None]
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append(scale.grad)
+    assert gradients[0] == gradients[1] != 0

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROWS', 'UNPACKED', 'UNHEARD', 'ROWS_OF_ONE', 'FEW_ELEMENTS', 'NAMES', 'IMPLEMENTATIONS', 'LowRank', 'ExpertWeights',
-           'swiglu', 'can_group', 'combine', 'activate', 'activate_backward', 'unheard', 'contexts_of',
-           'routed_experts', 'adapted', 'expert_weights', 'routed_forward', 'RoutedParamWrapper', 'route_adapters']
+           'swiglu', 'can_group', 'combine', 'activate', 'activate_backward', 'contexts_of', 'routed_experts',
+           'adapted', 'expert_weights', 'routed_forward', 'RoutedParamWrapper', 'route_adapters']
 
 # %% ../../nbs/model/05_experts.ipynb #57639b0c
 import contextlib
@@ -14,14 +14,14 @@ import importlib.util
 import re
 import threading
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
 from torch.utils.checkpoint import noop_context_fn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer, GptOssMLP
 
 from .packed import PackedWeight
 
@@ -132,8 +132,8 @@ def can_group(
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.__version__ >= "2.11"
 
 # %% ../../nbs/model/05_experts.ipynb #d31c36c8
-def _together(weight, dtype):
-    "How many experts are dense at a time: all, unless they are packed."
+def _at_a_time(weight, dtype):
+    "How many experts are dense at a time: all, or as many packed ones as UNPACKED allows."
     if not isinstance(weight, PackedWeight): return len(weight)
     return min(len(weight), max(1, UNPACKED // (weight.shape[1] * weight.shape[2] * dtype.itemsize)))
 
@@ -164,7 +164,7 @@ class _Groups:
         "Begin to copy `ends` to the host. Who needs `bounds` then waits for that, and not for all that the device was asked for meanwhile."
         self.sent, self.arrived = torch.empty(self.ends.shape, dtype=self.ends.dtype, pin_memory=True), torch.cuda.Event()
         self.sent.copy_(self.ends, non_blocking=True)
-        self.arrived.record()
+        self.arrived.record(torch.cuda.current_stream(self.ends.device))
 
     @cached_property
     def bounds(self):
@@ -181,7 +181,7 @@ class _Groups:
     def products(self, x, weight):
         "x (P, in) times each row's expert's matrix (E, in, out) -> (P, out); of packed weights some experts are unpacked at a time."
         if not isinstance(weight, PackedWeight): return _grouped_mm(x, weight.to(x.dtype), offs=self.ends)
-        step = _together(weight, x.dtype)
+        step = _at_a_time(weight, x.dtype)
         if step == len(weight): return _grouped_mm(x, weight.dequantize().to(x.dtype), offs=self.ends)
         y = x.new_empty(len(x), weight.shape[2])
         for some in [slice(e, e + step) for e in range(0, len(weight), step)]:
@@ -307,15 +307,17 @@ class _Unheard(threading.local):
 UNHEARD = _Unheard()
 
 
-def unheard(): return contextlib.nullcontext(), UNHEARD
+def _contexts(hooks):
+    return noop_context_fn() if any(hooks) else (contextlib.nullcontext(), UNHEARD)
 
 
 def contexts_of(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ):  # for `torch.utils.checkpoint.checkpoint`, as context_fn: the contexts of the first and of the second pass through a layer
     "In a gpt-oss the experts come last in a layer, and in its second pass nobody hears them."
-    base = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-    return unheard if isinstance(base, GptOssPreTrainedModel) else noop_context_fn
+    layers = [module for module in model.modules() if isinstance(module, GptOssDecoderLayer)]
+    if not layers or any(type(layer) is not GptOssDecoderLayer or type(layer.mlp) is not GptOssMLP for layer in layers): return noop_context_fn
+    return partial(_contexts, [module._forward_hooks for layer in layers for module in (layer, layer.mlp, *layer.mlp.experts.modules())])
 
 # %% ../../nbs/model/05_experts.ipynb #f2b54fa1
 class _Many(torch.autograd.Function):
@@ -326,7 +328,7 @@ class _Many(torch.autograd.Function):
         activate, _, combine = _passes(hidden.device)
         with _no_autocast(hidden.device):
             groups = _Groups(indices, len(gate_up))
-            if hidden.is_cuda and _together(gate_up, dtype) < len(gate_up): groups.send()
+            if hidden.is_cuda and _at_a_time(gate_up, dtype) < len(gate_up): groups.send()
             z = None if recompute and UNHEARD else _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)      # (P, 2I)
             if UNHEARD: result = torch.zeros_like(hidden)
             else:

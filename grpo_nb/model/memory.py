@@ -259,14 +259,14 @@ def attention_kept(
     kernel: str = "sdpa",  # one of KERNELS
     repeated: bool = False,  # keys repeated for every query head (sink_key on a T4, and on a CPU)
     implementation: str = "ours",  # or "transformers": PEFT converts the input of every adapter to float32
-    lean: bool = True,  # a gpt-oss whose norms and adapters are one pass each, as load_model makes it on a GPU
+    one_pass: bool = True,  # a gpt-oss whose norms and adapters are one pass each, as load_model makes it on a GPU
 ) -> int:  # bytes a token
     "What attention and its norm keep for their backward pass; eager's scores are not in it."
     H, q, k = shape.hidden * element, shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    lean = lean and shape.sinks and implementation == "ours"                 # then the norm keeps the layer's input, which is there anyway
-    norm = (4 * shape.hidden if element < 4 and not lean else 0) + shape.qk_norm * 4 * (shape.heads + shape.kv_heads) * shape.head_dim
+    one_pass = one_pass and shape.sinks and implementation == "ours"                 # then the norm keeps the layer's input, which is there anyway
+    norm = (4 * shape.hidden if element < 4 and not one_pass else 0) + shape.qk_norm * 4 * (shape.heads + shape.kv_heads) * shape.head_dim
     if kernel == "sink_heads": return norm + H
-    own = element < 4 and (implementation == "transformers" or shape.experts and not lean)  # a copy for each adapter
+    own = element < 4 and (implementation == "transformers" or shape.experts and not one_pass)  # a copy for each adapter
     copies = ((3 * H + q if own else H) if adapters else 0) + shape.joined * (q + k)  # the values are a part of one matrix with queries and keys, and keep all of it
     kernels = {"flex": q, "flash": q}.get(kernel, 0)
     if kernel == "sink_key":  # q, k, v and the output are replaced by wider ones; the output is copied once more
@@ -283,12 +283,12 @@ def attention_peak(
     kernel: str = "sdpa",
     repeated: bool = False,
     implementation: str = "ours",  # see attention_kept
-    lean: bool = True,  # see attention_kept
+    one_pass: bool = True,  # see attention_kept
 ) -> int:  # bytes a token
     "What attention takes while its gradients are computed."
-    if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel, lean=lean) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
+    if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel, one_pass=one_pass) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
     q, k = shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    copies = attention_kept(shape, element, adapters, implementation=implementation, lean=lean) - 2 * q - 2 * k
+    copies = attention_kept(shape, element, adapters, implementation=implementation, one_pass=one_pass) - 2 * q - 2 * k
     scores = shape.heads * length * (4 * element if shape.sinks else 12) if kernel == "eager" else 0
     work = SINK_KEY_REPEATED if kernel == "sink_key" and repeated else KERNELS[kernel]
     return copies + 2 * q + 2 * k + int(work * q) + scores
@@ -321,13 +321,13 @@ def mlp_kept(
     adapters: bool,  # LoRA on the MLP or the experts
     recompute: bool = False,  # experts, or slices of an MLP: gate and up are computed again in the backward pass
     implementation: str = "ours",  # or "transformers": its grouped experts, differentiated by autograd; PEFT's float32 copies of an MLP's inputs
-    lean: bool = True,  # see attention_kept
+    one_pass: bool = True,  # see attention_kept
     residual: int | None = None,  # bytes a number of the residual stream; None: element
 ) -> int:  # bytes a token
     "What the MLP or the experts and their norm keep for their backward pass."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     norm = 4 * shape.hidden if element < 4 else 0
-    if lean and shape.sinks and implementation == "ours": norm = (residual or element) * shape.hidden  # no copy: the stream itself
+    if one_pass and shape.sinks and implementation == "ours": norm = (residual or element) * shape.hidden  # no copy: the stream itself
     if shape.experts: return norm + H + 64 * K + (6 * K * I + K * H if implementation == "transformers" else 0 if recompute else 2 * K * I)
     if recompute: return norm + H
     return norm + (2 * H if element < 4 and implementation == "transformers" else H) * adapters + (3 + adapters) * I
@@ -342,13 +342,13 @@ def mlp_peak(
     implementation: str = "ours",  # see mlp_kept
     fused: bool = True,  # the experts' activation by a kernel; False: by torch, some pairs at a time
     each: bool = False,  # one expert after the other, where there is no call for all; slices then decide only what is computed again
-    lean: bool = True,  # see attention_kept
+    one_pass: bool = True,  # see attention_kept
     residual: int | None = None,  # see mlp_kept
 ) -> int:  # bytes
     "What the MLP or the experts of a layer take while their gradients are computed, everything that they kept included."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     n, whole = min(tokens, tile or tokens), tokens <= (tile or tokens)      # one slice is kept as it is
-    kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation, lean, residual)
+    kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation, one_pass, residual)
     if not shape.experts:
         norm = 4 * shape.hidden if element < 4 else 0
         again = 0 if whole else n * (mlp_kept(shape, element, adapters, False, implementation) - norm) + tokens * H  # what a slice would keep; the gradients of all slices' inputs
@@ -437,7 +437,7 @@ def step_bytes(
     tile: int | None = None,  # see mlp_peak
     implementation: str = "ours",  # or "transformers"
     fused: bool = True,  # see mlp_peak
-    lean: bool = True,  # see attention_kept
+    one_pass: bool = True,  # see attention_kept
     each: bool = False,  # see mlp_peak
     residual: int | None = None,  # bytes a number of the residual stream; None: element
     keys: int | None = None,  # of all sequences, where prompts are read once for their completions: a prompt counts once for each; None: nothing is shared
@@ -446,20 +446,20 @@ def step_bytes(
     "What a forward and backward pass adds to what lay on the card before."
     attention, mlp = "attention" in targets, "mlp" in targets
     states, logits = head_bytes(shape, tokens, drawn, element, implementation=implementation, **head)
-    per_token = attention_kept(shape, element, attention, kernel, repeated, implementation, lean)
+    per_token = attention_kept(shape, element, attention, kernel, repeated, implementation, one_pass)
     scores = tokens * shape.heads * length * (element if shape.sinks else 4 + element) if kernel == "eager" else 0
-    worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each, lean, residual), tokens > (tile or tokens)
+    worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each, one_pass, residual), tokens > (tile or tokens)
     wide = residual or element
     casts = implementation == "transformers" and mlp and not shape.experts and element < 4                    # by PEFT, which are float32 for a moment
     rows = 5 if casts else 2 if shape.experts or element == 4 else 1                                          # in 16 bits norms keep copies of their own, and the stream's gradient alone is there
     stream = tokens * shape.hidden * wide * rows                                                              # the residual stream and its gradients
-    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated, implementation, lean) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
+    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated, implementation, one_pass) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
     if checkpointing: kept, others = layer_inputs(shape, tokens, wide, offload_layer_inputs)[0], (0, 0)
     else:
-        kept = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else 1)
-        others = (shape.layers - 1) * (tokens * per_token + scores), (shape.layers - 1) * tokens * mlp_kept(shape, element, mlp, recompute, implementation, lean, residual)
+        kept = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else shape.layers if one_pass and shape.sinks else 1)
+        others = (shape.layers - 1) * (tokens * per_token + scores), (shape.layers - 1) * tokens * mlp_kept(shape, element, mlp, recompute, implementation, one_pass, residual)
         moments = moments[:1]                                                                                   # the last layer's MLP comes first, and all else is still there
-        worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation, lean, residual)
+        worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation, one_pass, residual)
     if checkpointing and offload_layer_inputs and kernel == "flash" and length >= KEPT_FROM: kept += tokens * attention_results(shape, element)  # on their way back for the next layer
     layer = max(moments, key=sum)
     rectangles = 0 if keys is None else row_bytes(shape, element, tokens, keys) // (shape.kv_heads if kernel == "sink_heads" else 1)
@@ -683,6 +683,7 @@ def plan_of(
     "The bytes of a setup."
     if setup.tile != "auto": return _planned(setup, setup.tile)
     tiles = SLICES if setup.model.experts else (None, *SLICES[2:])
+    if setup.batch > 1: tiles = tiles[: 3 if setup.model.experts else 1]                                        # before smaller ones the trainer cuts the batch
     if setup.implementation != "ours": tiles = (4096,) if setup.model.experts else (None,)
     for tile in tiles:
         made = _planned(setup, tile)
@@ -703,7 +704,8 @@ def _planned(setup, tile):
     tokens, drawn = s.tokens
     residual = 4 if s.old_card and s.model.sinks else s.element
     moments = step_bytes(s.model, tokens, drawn, s.context, s.element, targets=targets, kernel=s.kernel, repeated=s.old_card, each=s.old_card, checkpointing=s.checkpointing, residual=residual,
-                         offload_layer_inputs=s.offload_layer_inputs, tile=tile, implementation=s.implementation, mini_batch=s.mini_batch, logit_chunk_multiplier=s.logit_chunk_multiplier)
+                         offload_layer_inputs=s.offload_layer_inputs, tile=tile, implementation=s.implementation, mini_batch=s.mini_batch, logit_chunk_multiplier=s.logit_chunk_multiplier,
+                         one_pass="nf4" not in s.weights)
     host = {"process": HOST_PROCESS, "embedding": embedding, "layer inputs": layer_inputs(s.model, tokens, residual, True)[1] if s.offload_layer_inputs else 0, "hidden states": 0, "sleeping weights": asleep}
     if s.offload_layer_inputs and s.kernel == "flash" and s.context >= KEPT_FROM: host["layer inputs"] += s.model.windows.count(None) * tokens * attention_results(s.model, s.element)
     if s.offload_hidden:

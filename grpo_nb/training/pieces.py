@@ -15,7 +15,7 @@ from ..algorithm.losses import WINDOW_TOKEN_LOSSES
 from ..model.experts import can_group
 from ..model.memory import SHORTEST_CUDNN, SLICES, ModelShape, read_shape, step_bytes, unpack_bytes
 from ..model.packed import PackedWeight, experts_of, has_experts
-from ..model.passes import OnePass, can_go_by_heads
+from ..model.passes import can_go_by_heads, in_one_pass
 from ..model.tiles import dense_mlps, experts_in_slices
 from .config import GRPOConfig
 from .parts import frozen_dtype
@@ -74,7 +74,7 @@ def piece_bytes(
     packed = bool(shape.experts) and isinstance(getattr(next(filter(has_experts, base.modules()), None), "gate_up_proj", None), PackedWeight)
     each = bool(shape.experts) and not can_group(device, torch.float16 if element == 2 and old else torch.bfloat16 if element == 2 else torch.float32, shape.hidden, shape.intermediate)
     moments = step_bytes(shape, tokens, drawn, length, element, kernel=kernel, repeated=old, checkpointing=config.gradient_checkpointing,
-                         offload_layer_inputs=config.offload_activations, tile=tile, fused=device.type == "cuda", each=each, lean=bool(shape.sinks) and any(isinstance(module, OnePass) for module in base.modules()),
+                         offload_layer_inputs=config.offload_activations, tile=tile, fused=device.type == "cuda", each=each, one_pass=bool(shape.sinks) and in_one_pass(base),
                          residual=residual, keys=len(piece) * length if reads_a_row(model) and len(piece) > 1 else None, logit_chunk_multiplier=config.logit_chunk_multiplier)
     return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(shape, "mxfp4" if packed else "bf16", element, not each)
 
