@@ -768,7 +768,7 @@ def describe(
     targets = f"LoRA r={s.lora_r} on {' and '.join(s.lora_targets)}" if s.lora_r else "no adapters"
     if plan.tile and plan.tile < s.tokens[0]: targets += f"; {'experts' if s.model.experts else 'the MLP'} in slices of {plan.tile:,}"
     lines = [f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) in {s.weights} on {s.card.name} ({s.card.usable:g} GiB usable)",
-             f"{s.context:,} tokens, {s.prompt_tokens:,} of them prompt; {s.prompts * s.completions} completions, {plan.rows} drawn together; {s.batch} trained at a time; {targets}", "",
+             f"{s.context:,} tokens, {s.prompt_tokens:,} of them prompt; {s.prompts * s.completions} completions, {plan.rows if plan.totals['rollout'] <= plan.card_bytes else 'not one'} drawn together; {s.batch} trained at a time; {targets}", "",
              f"{'GiB':<34}" + "".join(f"{name:>9}" for name in (*plan.moments, "usual"))]
     columns = [*plan.moments.values(), usual.moments[usual.worst]]
     for part, words in PARTS.items():
@@ -778,7 +778,9 @@ def describe(
     lines += [f"{moment:<8} {_bar(parts, scale, width, round(plan.card_bytes / scale))}" for moment, parts in plan.moments.items()]
     kept = [f"{name} {size / GiB:.1f}" for name, size in plan.host.items() if size]
     lines += ["", f"Host memory: {sum(plan.host.values()) / GiB:.1f} GiB ({', '.join(kept)})."]
-    if plan.rows < min(s.prompts * s.completions, MOST_ROWS) and not (s.model.sinks and s.sampler == "engine"): lines.append(f"For such a rollout set the sampler's largest batch (max_batch_size) to {plan.rows}: only gpt-oss' decoder chooses it by itself.")
+    if s.old_card and s.weights == "bf16": lines.append(f"A {s.card.name} has no bfloat16: the weights are float16 there, of the same size.")
+    room = plan.totals["rollout"] <= plan.card_bytes
+    if room and plan.rows < min(s.prompts * s.completions, MOST_ROWS) and s.sampler == "engine" and not s.model.sinks: lines.append(f"For such a rollout set the sampler's largest batch (max_batch_size) to {plan.rows}: only gpt-oss' decoder chooses it by itself.")
     beyond = s.model.max_positions and s.context > s.model.max_positions
     if beyond: lines.append(f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not.")
     spare = (plan.card_bytes - plan.peak) / GiB
