@@ -1,6 +1,6 @@
-"""Does vLLM serve what was trained? Two layers of gpt-oss-20b (full width, random, MXFP4) with a random adapter on attention and experts, exported in each way, each read by vLLM.
+"""Does vLLM serve what was trained? Two layers as wide as gpt-oss-20b's (random, MXFP4, a vocabulary of 32,768) with a random adapter on attention and experts, exported in each way, each read by vLLM.
 
-    python benchmarks/vllm_reads.py --vllm-site DIR        on a GPU, with vLLM in DIR (pip install --target DIR) or, without --vllm-site, beside grpo_nb: a minute and a half
+    python benchmarks/vllm_reads.py --vllm-site DIR        on a GPU, with vLLM in DIR (pip install --target DIR) or, without --vllm-site, beside grpo_nb: two to three minutes
     python benchmarks/vllm_reads.py --cpu                  all but vLLM, with a tiny model, to try it out
 
 Written are: the base model (save_mxfp4 without adapters), the adapter on attention alone and the one on attention and experts (save_adapter), everything merged in 16 bit (save_merged)
@@ -240,7 +240,7 @@ def main():
     parser.add_argument("--vllm-site", metavar="DIR", help="a folder with vLLM and what it needs, for its process alone")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=140, help="seconds for everything")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for everything")
     parser.add_argument("--log", default=os.path.join(tempfile.gettempdir(), "vllm_reads.log"), help="vLLM's own output")
     parser.add_argument("--folder", help="for the files (4 GB at 2 layers); default: a temporary one, removed at the end")
     parser.add_argument("--only", nargs="*", choices=list(CASES), help="some cases (the base is always there)")

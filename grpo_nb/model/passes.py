@@ -200,12 +200,17 @@ class OnePass:
         return _Sum.apply(part, len(starts), x, *(factor for linear in found for factor in linear[2:4]))
 
 
+def _plain(layer):
+    "Whether an attention layer has plain LoRA on all four matrices."
+    return all(_adapter(linear, linear.weight.dtype) for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj))
+
+
 def in_one_pass(
     model: nn.Module,  # a gpt-oss of transformers, with adapters or without
 ) -> bool:
     "Whether the adapters of its first attention layer are one pass, and so those of the others, which are made alike."
     layer = next((module for module in model.modules() if isinstance(module, OnePass)), None)
-    return layer is not None and all(_adapter(linear, linear.weight.dtype) for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj))
+    return layer is not None and _plain(layer)
 
 
 def can_go_by_heads(
@@ -213,7 +218,7 @@ def can_go_by_heads(
 ) -> bool:  # plain LoRA on all four matrices, frozen sinks
     "Whether the attention layers of a model can be sums over their key heads."
     layers = [module for module in model.modules() if isinstance(module, OnePass)]
-    return bool(layers) and all(not layer.sinks.requires_grad and all(_adapter(linear, linear.weight.dtype) for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)) for layer in layers)
+    return bool(layers) and all(not layer.sinks.requires_grad and _plain(layer) for layer in layers)
 
 
 @functools.cache
