@@ -3,6 +3,7 @@ import contextlib
 import copy
 import io
 import re
+import weakref
 
 import pytest
 import torch
@@ -131,6 +132,27 @@ def test_routed_experts(models, path, recompute, grouped, unpacked, monkeypatch)
         y = routed_experts(h, indices, s, experts, path=path, recompute=recompute, slice_tokens=11)
         results.append((y, *torch.autograd.grad(y.square().sum(), (h, s))) if path != "loop" else (y,))
     for a, b in zip(*results): assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouped, most", [(True, 1), (False, 2)])
+def test_one_piece_of_the_experts_is_dense_at_a_time(models, grouped, most, monkeypatch):
+    "Of 4 experts one at a time; where each comes alone, with both of its matrices."
+    monkeypatch.setattr("grpo_nb.model.experts.UNPACKED", 1)
+    if not grouped: monkeypatch.setattr("grpo_nb.model.experts.can_group", lambda *a: False)
+    made, there, real = [], [], PackedWeight.dequantize
+
+    def dequantize(self, *which):
+        dense = real(self, *which)
+        made.append(weakref.ref(dense))
+        there.append(sum(tensor() is not None for tensor in made))
+        return dense
+
+    monkeypatch.setattr(PackedWeight, "dequantize", dequantize)
+    torch.manual_seed(1)
+    hidden = torch.randn(30, 128, requires_grad=True)
+    indices = torch.stack([torch.randperm(4)[:2] for _ in range(30)])
+    routed_experts(hidden, indices, torch.rand(30, 2), expert_weights(next(iter(experts_of(models[0]).values()))), path="many").sum().backward()
+    assert len(there) == 4 * 4 and max(there) == most
 
 
 def test_adapters_train_and_their_gradients_are_those_of_the_dense_model(models):

@@ -188,6 +188,7 @@ class _Groups:
             dense = weight.dequantize(some).to(x.dtype)
             start, end = self.bounds[some.start], self.bounds[min(some.stop, len(weight))]
             if end > start: y[start:end] = _grouped_mm(x[start:end], dense, offs=self.ends[some] - start)
+            del dense  # before the next ones take its place
         return y
 
     def outer(self, x, y):
@@ -415,6 +416,7 @@ class _Each(torch.autograd.Function):
                     if UNHEARD: continue
                     y = _times(activate(z, ids, gate_up_bias, alpha, limit), w2, *_of(e, down_a, down_b), wide=True)
                     result.index_add_(0, tokens, (y.to(_wide(dtype)) + down_bias[e]).mul_(share[groups.order[span], None]))
+                del w1, w2
         ctx.groups, ctx.constants, ctx.spent = groups, (alpha, limit, dtype), False
         ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *groups.handed_over(), *kept)
         return result.to(hidden.dtype)
@@ -450,6 +452,7 @@ class _Each(torch.autograd.Function):
                     if needs[8]: grads[8][e] += (x @ a1).T @ dz
                     if needs[9]: grads[9][e] += act.T @ (g @ b2.T)
                     if needs[10]: grads[10][e] += (act @ a2).T @ g
+                del w1, w2
         ctx.spent = True                                                                              # z was overwritten: another backward pass computes it again
         if needs[0]: grads[0] = grads[0].to(hidden.dtype)
         if needs[2]: grads[2] = d_share.view_as(weights).to(weights.dtype)
