@@ -559,3 +559,9 @@ def test_what_is_said_of_a_rollout_and_of_a_card_without_bfloat16():
     none, some = plan("Llama-3.1-8B", "T4", weights="bf16"), plan("Llama-3.1-8B", "L4", weights="nf4", completions=64, context=32_768)
     assert none.totals["rollout"] > none.card_bytes and "not one drawn together" in describe(none) and "max_batch_size" not in describe(none) and "A T4 has no bfloat16" in describe(none)
     assert some.rows < 64 and f"{some.rows} drawn together" in describe(some) and f"(max_batch_size) to {some.rows}:" in describe(some) and "bfloat16" not in describe(some)
+
+
+def test_offloading_hidden_states_of_a_single_piece_is_told_to_be_idle():
+    one, two = (plan("gpt-oss-20b", "L4", context=8192, batch=2, offload_hidden=True, mini_batch=n) for n in (1, 2))
+    assert one.host["hidden states"] == 0 < two.host["hidden states"]
+    assert "offload_hidden changes nothing" in describe(one) and "offload_hidden" not in describe(two)
