@@ -375,3 +375,26 @@ def test_the_signature_shows_every_setting():
 def test_importing_the_config_loads_no_library():
     code = "import sys, grpo_nb.training.config; print([name for name in ('torch', 'transformers', 'numpy', 'datasets', 'accelerate', 'matplotlib') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@dataclasses.dataclass
+class Mine(GRPOConfig):
+    flag: bool = False
+    words: list = dataclasses.field(default_factory=list, metadata={"help": "of my own"})
+
+
+def test_a_subclass_has_fields_of_its_own():
+    config = Mine(output_dir="run", flag=True, beta=0.1, learning_rate=1e-3)
+    assert config.flag is True and config.words == [] and (config.beta, config.learning_rate) == (0.1, 1e-3)
+    config.flag = "anything"
+    assert config.flag == "anything" and config.to_dict()["flag"] == "anything" and "effective_batch_size" in config.describe() and Mine.from_dict(config.to_dict()) == config
+    with pytest.raises(ValueError, match="beta is -1"): Mine(beta=-1)
+
+
+def test_what_callbacks_of_transformers_ask_of_the_settings(monkeypatch):
+    config = GRPOConfig(output_dir="run")
+    assert json.loads(config.to_json_string()) == json.loads(config.to_json()) and all(isinstance(value, (bool, int, float, str)) for value in config.to_sanitized_dict().values())
+    assert (config.world_size, config.process_index, config.should_save) == (1, 0, True)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    assert (config.world_size, config.process_index, config.should_save) == (4, 2, False)

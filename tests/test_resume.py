@@ -8,13 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from grpo_nb.model.export import new_folder
 from grpo_nb.training.checkpoint import checkpoints, find_checkpoint, load_weights, remove_old_checkpoints, set_aside, truncate_log
-from small_runs import one_thread, remember_batches, small_model, small_trainer, without_clocks
+from grpo_nb.training.rewards import RewardError
+from small_runs import ROWS, one_thread, remember_batches, small_model, small_trainer, without_clocks
 
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1)
 SAVING = dict(save_strategy="steps", save_steps=1)
@@ -244,3 +247,91 @@ def test_the_log_forgets_later_steps_and_half_lines(tmp_path):
     assert path.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2, "eval_reward": 1}\n'
     truncate_log(tmp_path / "nothing", 2)
     assert not (tmp_path / "nothing").exists()
+
+
+# What an earlier run left, and ways out
+
+def saved_weights(folder):
+    return {name: p for file in folder.glob("*.safetensors") for name, p in load_file(file).items()}
+
+
+@pytest.mark.parametrize("before", ["nothing", "evaluate", "log", "train"])
+def test_a_checkpoint_holds_this_run_whatever_lies_in_the_folder(tmp_path, before):
+    folder = tmp_path / "run"
+    for seed in (1, 2):
+        trainer = small_trainer(folder, seed=seed, save_strategy="steps", save_steps=1, arguments=dict(eval_dataset=ROWS[:2]))
+        if before == "evaluate": trainer.evaluate()
+        if before == "log": trainer.log({"note": 1.0})
+        if before == "train": trainer.train()
+        trainer.train()
+        kept = saved_weights(folder / "checkpoint-2")
+        assert kept and all(torch.equal(p, kept[name]) for name, p in trainer.model.named_parameters() if name in kept)
+        assert [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] == json.loads(json.dumps(trainer.log.history))
+    aside = sorted(path.name for path in folder.glob("earlier-run-*"))
+    assert aside == [f"earlier-run-{n + 1}" for n in range(3 if before == "train" else 1)] and all(len(checkpoints(folder / name)) == 2 for name in aside)
+
+
+def test_a_fresh_folder_is_left_alone(tmp_path):
+    trainer = small_trainer(tmp_path / "run", arguments=dict(eval_dataset=ROWS[:2]))
+    trainer.evaluate()
+    trainer.train()
+    assert not list((tmp_path / "run").glob("earlier-run-*")) and len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_more_signals_wait_for_the_checkpoint(tmp_path, capsys, monkeypatch):
+    trainer = small_trainer(tmp_path / "run", max_steps=4)
+    real = trainer.save_model
+
+    def pressed_again(*args, **kwargs):
+        for _ in range(3): os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "save_model", pressed_again)
+    collect = trainer.collect
+    def pressed():
+        if trainer.state.global_step == 2: os.kill(os.getpid(), signal.SIGINT)
+        return collect()
+    monkeypatch.setattr(trainer, "collect", pressed)
+    with pytest.raises(KeyboardInterrupt): trainer.train()
+    said = capsys.readouterr().out
+    assert "stopped at step 2, and writing a checkpoint" in said and "then the run ends" in said and (tmp_path / "run" / "checkpoint-2" / "training_state.pt").is_file()
+    again = small_trainer(tmp_path / "run", max_steps=4)
+    assert again.train(resume_from_checkpoint=True).global_step == 4
+
+
+def test_what_keeps_only_the_model_promises_no_more(tmp_path, capsys):
+    def fails(completions, **columns): raise KeyError("x")
+
+    with pytest.raises(RewardError): small_trainer(tmp_path / "run", fails, save_only_model=True).train()
+    said = capsys.readouterr().out
+    assert "save_only_model=True keeps nothing to go on from" in said and "resume_from_checkpoint" not in said
+
+
+class Means(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **more): logs |= {"mine": numpy.float64(1.5), "pair": numpy.ones(2), "tensor": torch.tensor(2)}
+
+
+def test_numbers_of_a_callback_do_not_spoil_a_checkpoint(tmp_path):
+    def run(**changes): return small_trainer(tmp_path / "run", save_strategy="steps", save_steps=1, arguments=dict(callbacks=[Means()]), **changes)
+    run().train()
+    more = run(max_steps=3)
+    more.train(resume_from_checkpoint=True)
+    assert [(record["mine"], record["pair"], record["tensor"]) for record in more.log.history] == 3 * [(1.5, [1.0, 1.0], 2)]
+
+
+@pytest.mark.parametrize("size", [0, 1 / 2])
+def test_a_damaged_state_says_which_file_and_what_else_there_is(tmp_path, size):
+    small_trainer(tmp_path / "run", save_strategy="steps", save_steps=1).train()
+    path = tmp_path / "run" / "checkpoint-2" / "training_state.pt"
+    path.write_bytes(path.read_bytes()[: int(size * path.stat().st_size)])
+    with pytest.raises(ValueError, match=r"checkpoint-2/training_state.pt' cannot be read.*\['checkpoint-1'\]"): small_trainer(tmp_path / "run", max_steps=3).train(resume_from_checkpoint=True)
+    assert small_trainer(tmp_path / "run", max_steps=3).train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1").global_step == 3
+
+
+@pytest.mark.parametrize("place", ["/proc/nobody/run", "file"])
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_drawn(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    trainer = small_trainer(tmp_path / place)
+    trainer.collect = None
+    with pytest.raises(ValueError, match=f"output_dir='.*{place}' cannot be written: .*; name another folder"): trainer.train()

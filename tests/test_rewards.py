@@ -13,7 +13,7 @@ import pytest
 import torch
 import trl
 
-from grpo_nb.training.rewards import RewardError, as_scores, reward_name, run_coroutines, score_completions
+from grpo_nb.training.rewards import RewardError, TooLate, as_scores, reward_name, reward_names, run_coroutines, score_completions
 
 PROMPTS, COMPLETIONS = ["a", "a", "b"], ["x", "yy", "zzz"]
 
@@ -191,3 +191,50 @@ def test_coroutines_return_in_order():
 
 def test_names():
     assert [reward_name(f) for f in (length, functools.partial(length), Judge(), lambda **_: 0, functools.partial(Judge()))] == ["length", "length", "Judge", "<lambda>", "Judge"]
+
+
+# One loop for all steps, names, columns
+
+def test_what_belongs_to_an_event_loop_lives_for_all_steps():
+    semaphore, loops = asyncio.Semaphore(1), []
+
+    async def judge(completions, **_):
+        async def one(text):
+            async with semaphore: await asyncio.sleep(0.001)
+            loops.append(asyncio.get_running_loop())
+            return len(text)
+        return await asyncio.gather(*map(one, completions))
+
+    for step in range(3): assert score_completions([judge], PROMPTS, COMPLETIONS, step)[:, 0].tolist() == [len(text) for text in COMPLETIONS]
+    assert len(loops) == 9 and len(set(map(id, loops))) == 1
+
+
+def test_a_blocked_loop_is_left_behind():
+    async def blocks(): time.sleep(1.2)
+    async def answers(): return 1
+
+    assert isinstance(run_coroutines([blocks()], timeout_s=0.1)[0], TooLate)
+    began = time.monotonic()
+    assert run_coroutines([answers()], timeout_s=0.5) == [1] and time.monotonic() - began < 0.5
+
+
+def test_coroutines_may_wait_for_others():
+    async def inner(k): return k
+    async def outer(): return run_coroutines([inner(1), inner(2)])
+
+    assert run_coroutines([outer()]) == [[1, 2]]
+
+
+def test_functions_of_one_name_are_told_apart():
+    def made(value):
+        def reward(completions, **_): return [value] * len(completions)
+        return reward
+
+    assert reward_names([made(1), length, made(2), made(3)]) == ["reward", "length", "reward_2", "reward_3"]
+    with pytest.raises(RewardError, match="'reward_2'"): score_completions([made(1), made("no number")], PROMPTS, COMPLETIONS)
+
+
+def test_columns_may_have_any_name():
+    def reward(completions, step, functions, reward_timeout_s, **_): return [s + f + r for s, f, r in zip(step, functions, reward_timeout_s)]
+
+    assert score_completions([reward], PROMPTS, COMPLETIONS, 4, data=dict(step=[1, 2, 3], functions=[10] * 3, reward_timeout_s=[100] * 3))[:, 0].tolist() == [111, 112, 113]

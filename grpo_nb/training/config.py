@@ -84,6 +84,7 @@ def legal(
     value,  # what was given
 ):  # the value as it is kept: plain Python, whole numbers as int, other numbers as float
     "Check one value against its setting; ValueError with a sentence if it does not fit."
+    if "allowed" not in spec.metadata: return value  # a field of somebody's own, in a subclass
     plain = value.value if isinstance(value, Enum) else os.fspath(value) if isinstance(value, os.PathLike) else value
     if plain is None or isinstance(plain, (bool, int)): plain = spec.metadata["same"].get(plain, plain)
     types, allowed = kinds(spec.type), spec.metadata["allowed"]
@@ -602,7 +603,7 @@ class GRPOConfig(RunSettings, MemorySettings, OptimizerSettings, CorrectionSetti
     ) -> list[dict[str, Any]]:  # rows {"setting", "value", "from"}
         "What follows from the settings that were left open."
         layout = self.layout(num_processes)
-        rows = [(name, self.used(name), spec.metadata["use"]) for name, spec in known(type(self)).items() if getattr(self, name) is None and spec.metadata["use"]]
+        rows = [(name, self.used(name), spec.metadata["use"]) for name, spec in known(type(self)).items() if getattr(self, name) is None and spec.metadata.get("use")]
         if self.steps_per_generation is None:
             rows.append(("steps_per_generation", layout.steps_per_generation, "generation_batch_size" if self.generation_batch_size else "gradient_accumulation_steps"))
         sizes = ("generation_batch_size", "prompts_per_generation", "effective_batch_size", "optimizer_steps_per_generation")
@@ -623,6 +624,29 @@ class GRPOConfig(RunSettings, MemorySettings, OptimizerSettings, CorrectionSetti
     def to_json(self) -> str:  # what a checkpoint stores
         "The settings as JSON."
         return json.dumps(self.to_dict(), default=plain_json, indent=1)
+
+    def to_json_string(self) -> str:
+        "`to_json` under transformers' name, for its callbacks."
+        return self.to_json()
+
+    def to_sanitized_dict(self) -> dict[str, Any]:  # numbers, strings and True or False
+        "The settings as trackers take them; transformers' name."
+        return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in json.loads(self.to_json()).items()}
+
+    @property
+    def world_size(self) -> int:
+        "How many processes train side by side, as the launcher says."
+        return int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
+    def process_index(self) -> int:
+        "Which of them this one is."
+        return int(os.environ.get("RANK", 0))
+
+    @property
+    def should_save(self) -> bool:
+        "Whether this process is the one that writes files."
+        return self.process_index == 0
 
     @classmethod
     def from_dict(

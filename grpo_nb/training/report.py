@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'NOT_HERE', 'NOT_CALLED', 'Collected', 'reward_metrics', 'completion_metrics', 'peak_memory_gib', 'clock',
-           'table_row', 'Log', 'Answering', 'run_figure']
+           'table_row', 'Log', 'plain', 'Answering', 'run_figure']
 
 # %% ../../nbs/training/05_report.ipynb #4efba002
 import json
@@ -172,7 +172,14 @@ NOT_CALLED = {  # of transformers' and TRL's trainers, which subclasses define t
     "_generate_and_score_completions": "collect(), or one of its parts: draw_rows(), sample(rows, numbers), score(rows, rollout)", "_calculate_rewards": "score(rows, rollout)",
     "_get_per_token_logps_and_entropies": "completion_logps(policy, batch, entropy)", "get_train_dataloader": "draw_rows()", "create_optimizer": "nothing, and pass optimizers=(optimizer, None)",
     "create_optimizer_and_scheduler": "nothing, and pass optimizers=(optimizer, scheduler)", "create_scheduler": "nothing, and pass optimizers=(None, scheduler)",
+    "log": "nothing, and pass callbacks=[a TrainerCallback whose on_log adds to the numbers]", "_get_train_sampler": "draw_rows()", "_prepare_inputs": "collect()", "_generate": "sample(rows, numbers), or pass rollout_func",
+    "_save_checkpoint": "save_checkpoint()", "prediction_step": "evaluate(eval_dataset, metric_key_prefix)",
 }
+
+
+def plain(value: Any) -> Any:
+    "A number of NumPy's or torch's as Python's; anything else as it is."
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class Answering:
@@ -225,13 +232,17 @@ class Answering:
 
     def add_record(self, numbers: dict[str, Any]) -> None:
         "What `trainer.log(numbers)` does: one more record, with step and epoch, for the log, the trackers and the callbacks."
-        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in numbers.items()}
-        record = {**numbers, "step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
+        record = {**{name: plain(value) for name, value in numbers.items()}, "step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
         self.log.write(record)
         if self.config.trackers(): self.accelerator.log(record, step=self.state.global_step)
         due = self.control.should_log
-        self.tell("on_log", record)  # after which transformers takes the run's own record to be written
+        self.told(record)  # after which transformers takes the run's own record to be written
         self.control.should_log = due
+
+    def told(self, record: dict[str, Any]) -> None:
+        "Let the callbacks see a record; what they add is kept as plain numbers, which a checkpoint can hold."
+        self.tell("on_log", record)
+        record.update({name: plain(value) for name, value in record.items()})
 
     @property
     def lr_scheduler(self):

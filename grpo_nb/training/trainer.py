@@ -36,7 +36,7 @@ from ..model.memory import free_memory, longest_sequence
 from ..model.offload import HostStore, offload_layers
 from ..model.tiles import slice_layers, slice_tokens_of
 from ..rollout.engine import Rollout, RolloutEngine, default_stop_token_ids, evaluating, pad_left
-from .checkpoint import (deterministic, find_checkpoint, load_weights, no_file_bars, random_state, remove_old_checkpoints,
+from .checkpoint import (checkpoints, deterministic, find_checkpoint, load_weights, make_folder, no_file_bars, random_state, read_state, remove_old_checkpoints,
                                          set_aside, set_random_state, truncate_log)
 from .config import GRPOConfig
 from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, many_prompt_token_ids, reward_columns
@@ -45,7 +45,7 @@ from .parts import EntropyBonus, Precision, Reference, check_model, describe_tra
 from .pieces import choose_pieces, known_shape, possible_tiles, residual_bytes, share_of, split
 from .policy import TrainingBatch, completion_logps, rollout_gap
 from .report import Answering, Collected, Log, completion_metrics, peak_memory_gib, reward_metrics
-from .rewards import loading, reward_functions, reward_name, score_completions
+from .rewards import loading, reward_functions, reward_names, score_completions
 from .rollout_func import drawn_elsewhere
 from .samples import sample_rows, samples_text, tracker_table, write_samples
 
@@ -135,7 +135,7 @@ class Collecting:
         extra: dict[str, list] = {}
         scores = score_completions(
             self.reward_funcs, [row["prompt"] for row in rows], completions, self.state.global_step, reward_timeout_s=self.config.reward_timeout_s, completion_ids=ids, trainer_state=self.state,
-            log_metric=lambda name, value: self.collected.add({name: value}), log_extra=extra.__setitem__, **{**reward_columns(rows), **rollout.columns},
+            log_metric=lambda name, value: self.collected.add({name: value}), log_extra=extra.__setitem__, data={**reward_columns(rows), **rollout.columns},
         )
         return completions, scores, extra
 
@@ -360,7 +360,7 @@ class Saving:
 
     def load_checkpoint(self, folder: Path) -> None:
         "Go back to where a checkpoint was written."
-        saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        saved = read_state(folder)
         if len(saved["processes"]) != self.accelerator.num_processes:
             raise ValueError(f"{str(folder)!r} was written by {len(saved['processes'])} processes and this run has {self.accelerator.num_processes}: start as many")
         changed = self.config.differences(GRPOConfig.from_dict(json.loads(saved["config"])))
@@ -446,7 +446,7 @@ class Reporting:
             if self.log.show: tqdm.write(f"hint: {sentence}")
         if "reward" in record: self.notes["reward"] = f"{record['reward']:.3f}"
         self.bar.set_postfix(self.notes)
-        self.tell("on_log", record)
+        self.told(record)
 
     def write_samples(self) -> None:
         "Print, store and send to the trackers the completions of the last cycle."
@@ -477,6 +477,7 @@ class Reporting:
         if rows is None: raise ValueError("there is no eval_dataset: pass one here or to the constructor")
         if isinstance(rows, dict):
             return {name: value for part, data in rows.items() for name, value in self.evaluate(data, f"{metric_key_prefix}_{part}").items()}
+        self.check_room(rows, "evaluation data: ")
         G, size, accelerator = self.config.used("num_generations_eval"), self.config.per_device_eval_batch_size, self.accelerator
         mine = [rows[i] for i in range(accelerator.process_index, len(rows), accelerator.num_processes) for _ in range(G)]
         before, scores, lengths, cut = (random_state(), getattr(self, "collected", None)), [], [], []
@@ -527,7 +528,9 @@ class Running:
         check_capped_scores(self.model)
         if self.train_dataset is None: raise ValueError("there is no train_dataset: pass a datasets.Dataset, or a list of {'prompt': ...}")
         checkpoint = find_checkpoint(resume, self.config.output_dir)
-        if self.rollout_func is None: check_long_prompts(self.train_dataset, self.tokenizer, self.config.max_completion_length, self.max_positions, self.config.chat_template_kwargs)
+        make_folder(self.config.output_dir)
+        self.check_room(self.train_dataset)
+        if self.config.eval_strategy != "no": self.check_room(self.eval_dataset, "evaluation data: ")
         self.cycles_per_epoch = self.layout.cycles_per_epoch(len(self.train_dataset))
         updates = self.layout.updates_per_epoch(len(self.train_dataset))
         state, config = self.state, self.config
@@ -553,6 +556,12 @@ class Running:
         self.open_trackers()
         self.mark()
 
+    def check_room(self, rows, whose: str = "") -> None:
+        "Every prompt of a data set, or of a dict of several, has to leave room for its completion."
+        for data in (rows.values() if isinstance(rows, dict) else [rows]) if self.rollout_func is None else ():
+            try: check_long_prompts(data, self.tokenizer, self.config.max_completion_length, self.max_positions, self.config.chat_template_kwargs)
+            except ValueError as error: raise ValueError(f"{whose}{error}") from None
+
     def open_trackers(self) -> None:
         "Begin the run's page in each tracker. It stays open after the run, for evaluations and a script's own numbers, until the next run or the end of the program."
         for tracker in self.accelerator.trackers: tracker.finish()
@@ -563,13 +572,16 @@ class Running:
     def start_anew(self) -> None:
         "Seed everything; what an earlier run left in the same folder is moved aside."
         set_seed(self.config.seed, device_specific=True)
-        if self.log.history: return  # the log in the folder is this trainer's own: it was evaluated before it was trained
-        if self.log.path and (folder := set_aside(self.config.output_dir)): tqdm.write(f"the checkpoints and the log of an earlier run are now in {folder}")
+        if not self.log.path: return
+        own = "".join(json.dumps(record) + "\n" for record in self.log.history)  # it was evaluated, or trained, before
+        if not checkpoints(self.config.output_dir) and self.log.path.exists() and self.log.path.read_text() == own: return
+        if folder := set_aside(self.config.output_dir): tqdm.write(f"the checkpoints and the log of an earlier run are now in {folder}")
+        if own: self.log.path.write_text(own)
 
     @contextmanager
     def safely(self):
         "Run the loop: the same bits every time on a CPU, a progress bar, and a checkpoint if it is left by an exception."
-        self.asked_to_stop = self.moving = False
+        self.asked_to_stop = self.moving = self.leaving = False
         self.bar = tqdm(total=self.state.max_steps, initial=self.state.global_step, desc="GRPO", disable=bool(self.config.disable_tqdm) or not self.accelerator.is_main_process)
         self.tell("on_train_begin")
         main_thread = threading.current_thread() is threading.main_thread()
@@ -579,6 +591,7 @@ class Running:
                 if self.config.eval_on_start and self.eval_dataset is not None and not self.state.global_step: self.is_best(self.evaluate())
                 yield
         except BaseException:
+            self.leaving = True
             if self.boundary is not None and self.accelerator.num_processes == 1: self.save_last()  # several processes cannot agree while one is failing
             raise
         finally:
@@ -588,13 +601,19 @@ class Running:
 
     def save_last(self) -> None:
         "A checkpoint on the way out of an error, which must not hide the error."
-        try: tqdm.write(f"stopped at step {self.boundary['step']}; train(resume_from_checkpoint=True) goes on from {self.save_checkpoint()}")
-        except Exception as error: tqdm.write(f"stopped at step {self.boundary['step']}, and no checkpoint could be written: {error}")
+        step = self.boundary["step"]
+        tqdm.write(f"stopped at step {step}, and writing a checkpoint")
+        try: folder = self.save_checkpoint()
+        except Exception as error: tqdm.write(f"no checkpoint of step {step} could be written: {error}")
+        else: tqdm.write(f"the model is in {folder}; save_only_model=True keeps nothing to go on from" if self.config.save_only_model else f"train(resume_from_checkpoint=True) goes on from {folder}")
 
     def interrupted(self, *_) -> None:
-        "Ctrl-C: at once between two updates, after the update inside one; a second one does not wait."
-        if not self.moving or self.asked_to_stop: raise KeyboardInterrupt
-        self.asked_to_stop = True
+        "Ctrl-C: at once between two updates, after the update inside one; a second one does not wait for the update, but for the checkpoint."
+        if self.leaving: return tqdm.write("a checkpoint is being written, and then the run ends")
+        if self.moving and not self.asked_to_stop: self.asked_to_stop = True
+        else:
+            self.leaving = True
+            raise KeyboardInterrupt
 
     def end(self) -> TrainOutput:
         "Finish a run."
@@ -642,6 +661,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         rollout_func: Callable | None = None,  # draws the completions in place of the engine: called with the prompts, one for each completion, and the trainer; see `drawn_elsewhere`
         environment_factory: Any = None,  # not supported
     ):
+        if not isinstance(args, GRPOConfig | None): raise TypeError(f"args is {type(args).__module__}.{type(args).__qualname__}: pass a grpo_nb.GRPOConfig, which takes the names of TRL's, or nothing")
         self.config = self.args = args if args is not None else GRPOConfig()
         if isinstance(model, Path): model = str(model)
         check_model(model, peft_config)
@@ -656,7 +676,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         self.device = self.accelerator.device
         self.layout = self.config.layout(self.accelerator.num_processes)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, device=self.device, batch_size=self.config.per_device_train_batch_size, chat_template_kwargs=self.config.chat_template_kwargs)
-        self.reward_names = [reward_name(function) for function in self.reward_funcs]
+        self.reward_names = reward_names(self.reward_funcs)
         check_arguments(self.reward_funcs, dict(tools=tools, environment_factory=environment_factory), self.config)
 
         if processing_class is None:
