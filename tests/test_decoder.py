@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 
 from grpo_nb.model.experts import routed_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
@@ -162,6 +162,25 @@ def test_what_cannot_be_read_goes_through_the_modules():
     rollout = RolloutEngine(llama, None).generate([[3, 4], [5]], SamplingParams(max_tokens=4, stop_token_ids=(), seed=0))
     assert rollout.lengths.tolist() == [4, 4]
     with pytest.raises(CannotRead, match="Embedding"): read_projection(torch.nn.Embedding(2, 2))
+
+
+def test_a_merged_adapter_that_is_switched_off_is_not_there():
+    model, tokenizer = adapted_model(target_modules=["q_proj", "o_proj"])
+    params = SamplingParams(max_tokens=6, temperature=0)
+    with model.disable_adapter(): plain = RolloutEngine(model, tokenizer).generate(["12+3="], params)
+    model.merge_adapter()
+    with model.disable_adapter():
+        engine = RolloutEngine(model, tokenizer)
+        assert "switched off" in engine.way                                                          # until a pass through the modules has unmerged it
+        merged = engine.generate(["12+3="], params)
+    assert torch.equal(plain.completion_ids, merged.completion_ids) and torch.allclose(plain.logps, merged.logps, atol=1e-4)
+
+
+def test_adalora_goes_through_the_modules():
+    model, tokenizer = tiny_gpt_oss()
+    engine = RolloutEngine(get_peft_model(model, AdaLoraConfig(target_modules=["q_proj"], init_r=4, total_step=10)), tokenizer)
+    engine.generate(["1+2="], SamplingParams(max_tokens=3))
+    assert "AdaLoRA" in engine.way
 
 
 def test_a_batch_that_does_not_fit_is_drawn_in_parts(monkeypatch):

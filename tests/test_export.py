@@ -128,6 +128,25 @@ def test_merged_already(tmp_path):
     assert off(logits(reload(tmp_path / "m")), expected) < 2e-6
 
 
+def test_one_of_two_merged(tmp_path):
+    model = get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"]))
+    model.add_adapter("b", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"]))
+    for name, p in model.named_parameters():
+        if "lora_B" in name: torch.nn.init.normal_(p, std=0.3)
+    model.base_model.set_adapter(["default", "b"])
+    model.merge_adapter(["default"])                                                                # and b is active: PEFT computes with what is merged alone
+    save_merged(model, tmp_path / "one", dtype="float32", quiet=True)
+    assert torch.allclose(logits(reload(tmp_path / "one")), logits(model), atol=1e-4)
+    with model.disable_adapter(), pytest.raises(ValueError, match="merged into its weights and switched off.*unmerge_adapter"): save_merged(model, tmp_path / "off", dtype="float32", quiet=True)
+    assert not (tmp_path / "off").exists()
+
+
+def test_the_folder_of_a_home_is_returned_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=4, target_modules=["q_proj"]))
+    assert save_adapter(model, "~/adapter") == tmp_path / "adapter" and save_merged(model, "~/merged", quiet=True).path == tmp_path / "merged" and (tmp_path / "merged").is_dir()
+
+
 def test_head_that_was_trained_whole(tmp_path):
     model = get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     shake(model)

@@ -136,9 +136,13 @@ def test_slices_can_be_set(tmp_path):
         torch.manual_seed(0)
         model, tokenizer = tiny_gpt_oss()
         route_adapters(model, "routed_lean")
+        before = slice_tokens_of(model)
         trainer, _ = run(tmp_path / str(len(results)), model, tokenizer, max_steps=2, **given)
+        used, pieces = [], trainer.pieces
+        trainer.pieces = lambda batch: (pieces(batch), used.append(slice_tokens_of(trainer.model)))[0]
         results.append(losses(trainer))
-        assert slice_tokens_of(trainer.model) == given.get("slice_tokens", LARGE[0])
+        assert set(used) == {given.get("slice_tokens", LARGE[0])}
+        assert slice_tokens_of(trainer.model) == given.get("slice_tokens", before)                   # what was chosen for this run binds no other one
     for a, b in zip(*results, strict=True): assert a == pytest.approx(b, rel=2e-3, abs=2e-5)
     model, tokenizer = tiny_gpt_oss()
     route_adapters(model, "routed_lean")

@@ -1,5 +1,6 @@
 "A run that is killed at any moment and resumed is the run that was not: bit for bit, on the CPU, with the same number of threads."
 import json
+import math
 import os
 import random
 import signal
@@ -11,13 +12,14 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from grpo_nb.model.export import new_folder
 from grpo_nb.training.checkpoint import checkpoints, find_checkpoint, load_weights, remove_old_checkpoints, set_aside, truncate_log
 from grpo_nb.training.rewards import RewardError
-from small_runs import ROWS, one_thread, remember_batches, small_model, small_trainer, without_clocks
+from small_runs import ROWS, one_thread, remember_batches, small_model, small_trainer, weights_of, without_clocks
 
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1)
 SAVING = dict(save_strategy="steps", save_steps=1)
@@ -335,3 +337,92 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_drawn(tmp_p
     trainer = small_trainer(tmp_path / place)
     trainer.collect = None
     with pytest.raises(ValueError, match=f"output_dir='.*{place}' cannot be written: .*; name another folder"): trainer.train()
+
+
+# Adapters by name, the best checkpoint
+
+LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+def two_adapters(model):
+    model = get_peft_model(model, LoraConfig(**LORA))
+    model.add_adapter("grpo", LoraConfig(**LORA))
+    for name, p in model.named_parameters():
+        if "lora_B.default" in name: torch.nn.init.normal_(p, std=0.3)
+    model.set_adapter("grpo")
+    return model
+
+
+def of_transformers(name):
+    def add(model):
+        model.add_adapter(LoraConfig(**LORA), **name)
+        return model
+    return add
+
+
+@pytest.mark.parametrize("adapt", [two_adapters, lambda model: get_peft_model(model, LoraConfig(**LORA), adapter_name="mine"), of_transformers({}), of_transformers(dict(adapter_name="mine"))],
+                         ids=["two", "another name", "transformers", "transformers, another name"])
+def test_a_run_resumes_with_the_adapter_that_it_trained(tmp_path, adapt):
+    def run():
+        torch.manual_seed(0)
+        model, tokenizer = small_model()
+        return small_trainer(tmp_path / "run", model=adapt(model), tokenizer=tokenizer, save_strategy="steps", save_steps=2)
+    first = run()
+    first.train()
+    again = run()
+    again.train(resume_from_checkpoint=True)
+    before, now = weights_of(first.model), weights_of(again.model)
+    assert len(now) == 16 and all(torch.equal(before[name], now[name]) for name in now) and any(p.abs().sum() > 0 for name, p in now.items() if "lora_B" in name)
+
+
+def test_adapters_that_cannot_be_loaded_are_refused(tmp_path):
+    trainer = small_trainer(tmp_path / "run", model=get_peft_model(small_model()[0], LoraConfig(**{**LORA, "target_modules": ["q_proj"]})), save_strategy="steps", save_steps=2)
+    trainer.train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    with pytest.raises(ValueError, match="are of another model: missing .*k_proj"): load_weights(get_peft_model(small_model()[0], LoraConfig(**LORA)), folder)
+    with pytest.raises(ValueError, match="there is no folder .*nowhere"): load_weights(trainer.model, tmp_path / "nowhere")
+    both = two_adapters(small_model()[0])
+    both.base_model.set_adapter(["default", "grpo"])
+    with pytest.raises(ValueError, match="2 adapters are active, default, grpo, and one can be loaded"): load_weights(both, folder)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_resumed_run_knows_its_best_checkpoint(tmp_path, moved):
+    scores = {0: 9.0, 2: 1.0, 4: 5.0, 6: math.nan, 8: -1.0}                                          # nothing before the run is a best checkpoint, and no number is not better than one
+    def run(folder):
+        made = small_trainer(folder, max_steps=8, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, metric_for_best_model="reward", save_total_limit=1,
+                             eval_on_start=True, arguments=dict(eval_dataset=ROWS[:2]))
+        evaluate = made.evaluate
+        def evaluation(*args):
+            record = evaluate(*args)
+            return {**record, "eval_reward": scores[record["step"]]}
+        made.evaluate = evaluation
+        return made
+    cut, folder = run(tmp_path / "run"), tmp_path / "run"
+    collect = cut.collect
+    def stops(): return collect() if cut.state.global_step < 4 else (_ for _ in ()).throw(RuntimeError("cut"))
+    cut.collect = stops
+    with pytest.raises(RuntimeError, match="cut"): cut.train()
+    if moved: folder = folder.rename(tmp_path / "elsewhere")
+    trainer = run(folder)
+    trainer.train(resume_from_checkpoint=True)
+    kept = saved_weights(folder / "checkpoint-4")
+    assert (trainer.state.best_global_step, trainer.state.best_metric, trainer.state.best_model_checkpoint) == (4, 5.0, str(folder / "checkpoint-4"))
+    assert all(torch.equal(p, kept[name]) for name, p in trainer.model.named_parameters() if name in kept)
+
+
+def test_an_evaluation_that_fails_leaves_the_run_as_it_was(tmp_path):
+    def fails(completions, trainer_state, **columns): return [1.0] * len(completions) if columns["answer"][0] else 1 / 0
+    trainer = small_trainer(tmp_path / "run", fails)
+    trainer.train()
+    collected, state = trainer.collected, torch.get_rng_state()
+    with pytest.raises(RewardError): trainer.evaluate([{"prompt": "1+1=", "answer": ""}])
+    assert trainer.collected is collected and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_second_run_begins_with_its_own_best(tmp_path):
+    trainer = small_trainer(tmp_path / "run", use_adaptive_entropy=True, entropy_coef=0.1)
+    trainer.train()
+    trainer.state.best_metric, trainer.state.best_global_step, trainer.entropy_bonus.coef = 9.0, 1, 0.7
+    trainer.train()
+    assert trainer.state.best_metric is None and trainer.entropy_bonus.coef < 0.7

@@ -137,6 +137,32 @@ def test_tokens_from_outside_are_read_and_not_learnt(tmp_path):
     assert (batch.loss_mask.sum(-1) == batch.completion_mask.sum(-1) - 2).all()
 
 
+@pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_mask"])
+@pytest.mark.parametrize("logp", [0.0, math.nan])
+def test_replies_of_an_environment_weigh_no_completion_down(tmp_path, mode, logp):
+    def with_replies(prompts, trainer):
+        output = from_the_engine(prompts, trainer)
+        output["env_mask"] = [[1] * len(ids) + [0] * 3 for ids in output["completion_ids"]]
+        output["completion_ids"] = [ids + [9] * 3 for ids in output["completion_ids"]]
+        output["logprobs"] = [logps + [logp] * 3 for logps in output["logprobs"]]
+        return output
+
+    trainer = small_trainer(tmp_path, arguments=dict(rollout_func=with_replies), max_steps=1, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=0.5)
+    batches = remember_batches(trainer)
+    trainer.train()
+    assert torch.allclose(batches[0].rollout_weights, torch.ones(()), atol=1e-4) and trainer.log_history[-1]["sampling/gap_mean"] < 1e-4 and trainer.log_history[-1]["grad_norm"] > 0
+
+
+def test_a_sampler_may_leave_log_probs_out(tmp_path):
+    def without(prompts, trainer):
+        output = from_the_engine(prompts, trainer)
+        return {**output, "logprobs": [[math.nan] * len(ids) for ids in output["completion_ids"]]}
+
+    trainer = small_trainer(tmp_path, arguments=dict(rollout_func=without), max_steps=1)
+    trainer.train()
+    assert trainer.log_history[-1]["sampling/gap_mean"] == 0 and trainer.log_history[-1]["grad_norm"] > 0
+
+
 @pytest.mark.parametrize("output, words", [
     (None, "returned NoneType"), ({"prompt_ids": []}, "must return a dict with the keys"), ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]]}, "1 entries for 16 prompts"),
     ({"prompt_ids": [[1]] * 16, "completion_ids": [[1, 2]] * 16, "logprobs": [[0.0]] * 16}, "2 tokens and 1 logprobs"), ({"prompt_ids": [[1]] * 16, "completion_ids": [[]] * 16, "logprobs": [[]] * 16}, "no tokens"),

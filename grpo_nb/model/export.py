@@ -96,7 +96,7 @@ def save_adapter(
         for file in list((partial / name).iterdir()) if (partial / name).is_dir() else (): file.rename(partial / file.name)
         if (partial / name).is_dir(): (partial / name).rmdir()
         _save_tokenizer(tokenizer, partial)
-    return Path(path)
+    return Path(path).expanduser()
 
 
 def _save_tokenizer(tokenizer, folder):
@@ -161,7 +161,7 @@ def _adds(wrappers, parameter):
     adds = []
     for wrapper in wrappers if parameter == "weight" else ():
         for name in wrapper.active_adapters:
-            if wrapper.disable_adapters or name in wrapper.merged_adapters or name not in [*wrapper.lora_A, *wrapper.lora_embedding_A]: continue
+            if wrapper.disable_adapters or wrapper.merged or name not in [*wrapper.lora_A, *wrapper.lora_embedding_A]: continue
             adds.append(lambda e, wrapper=wrapper, name=name: _low_rank(wrapper, name))
     return tuple(adds)
 
@@ -172,6 +172,7 @@ def _check_wrapper(path, wrapper):
         if not all(hasattr(wrapper.get_base_layer(), name) for name in EXPERTS): raise ValueError(f"{path} is a parameter with an adapter that is no matrix of a gpt-oss' experts: merge it with PEFT's merge_and_unload, then export the result")
     elif not isinstance(wrapper, LoraLayer) or not (isinstance(wrapper, (Linear, Embedding)) or hasattr(wrapper.get_base_layer(), "quant_type") or hasattr(wrapper.get_base_layer().weight, "quant_state")):
         raise ValueError(f"{path} has an adapter of the kind {type(wrapper).__name__}, and only LoRA on linear layers, embeddings and experts can be merged here: use PEFT's merge_and_unload, then export the result")
+    if wrapper.merged and wrapper.disable_adapters: raise ValueError(f"the adapters on {path} are merged into its weights and switched off, so the weights are not what the model computes with: call unmerge_adapter() first")
     for name in wrapper.active_adapters:
         if wrapper.use_dora.get(name) or name in getattr(wrapper, "lora_variant", {}) or wrapper.lora_bias.get(name) or getattr(wrapper, "fan_in_fan_out", False):
             raise ValueError(f"the adapter {name!r} on {path} is not plain LoRA (DoRA, a bias, or another variant): use PEFT's merge_and_unload, then export the result")
@@ -402,7 +403,7 @@ def _write_model(model, path, pieces, dtype, quantization, tokenizer, shard_size
         files = write_shards(partial, [counted(piece) for piece in pieces], shard_size)
         read_checkpoint(partial)  # every file as long as its header says
         _write_settings(base, partial, dtype, quantization, tokenizer)
-    export = Export(Path(path), total, files, losses)
+    export = Export(Path(path).expanduser(), total, files, losses)
     if not quiet: print(_summary(export, time.perf_counter() - start))
     return export
 

@@ -37,11 +37,12 @@ def read_projection(
     plain = Projection(base.weight, base.bias)
     if base is module: return plain
     if not hasattr(module, "lora_A"): raise CannotRead(f"an adapter is a {type(module).__name__}, not LoRA")
+    if module.disable_adapters and module.merged: raise CannotRead("a merged adapter is switched off")
     if module.disable_adapters or module.merged: return plain
     names = [name for name in module.active_adapters if name in module.lora_A]
     if not names: return plain
-    if any(module.use_dora.get(name) or module.lora_B[name].bias is not None or getattr(module, "lora_variant", {}).get(name) for name in names):
-        raise CannotRead("an adapter is a variant of LoRA (DoRA, a trained bias)")
+    if any(module.use_dora.get(name) or not isinstance(module.lora_B[name], torch.nn.Linear) or module.lora_B[name].bias is not None or getattr(module, "lora_variant", {}).get(name) for name in names):
+        raise CannotRead("an adapter is a variant of LoRA (DoRA, AdaLoRA, a trained bias)")
     downs, ups, scalings = zip(*((module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]) for name in names))
     if len(names) == 1: return Projection(base.weight, base.bias, downs[0], ups[0], scalings[0])
     return Projection(base.weight, base.bias, torch.cat(downs), torch.cat([s * u for s, u in zip(scalings, ups)], 1))

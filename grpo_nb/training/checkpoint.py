@@ -161,12 +161,17 @@ def load_weights(
 ) -> None:
     "Copy saved weights, or a saved adapter, into a model in place."
     folder = Path(folder)
+    if not folder.is_dir(): raise ValueError(f"there is no folder {str(folder)!r} to load weights from: it was moved or removed")
     if hasattr(model, "peft_config"):
-        from peft import load_peft_weights, set_peft_model_state_dict
+        from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-        name = getattr(model, "active_adapter", "default")
-        result = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), adapter_name=name)
-        unexpected, missing = result.unexpected_keys, []
+        active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+        if len(active) > 1: raise ValueError(f"{len(active)} adapters are active, {', '.join(active)}, and one can be loaded: make that one active, set_adapter(name)")
+        if (folder / active[0] / "adapter_config.json").is_file(): folder = folder / active[0]  # where PEFT saves one that is not called "default"
+        saved = load_peft_weights(str(folder), device="cpu")
+        if not isinstance(model, PeftModel): saved = {key.removeprefix("base_model.model."): value for key, value in saved.items()}  # of transformers' add_adapter
+        missing = [key for key in get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False) if key not in saved]
+        unexpected = [] if missing else set_peft_model_state_dict(model, saved, adapter_name=active[0]).unexpected_keys
     else:
         from safetensors.torch import load_file
 

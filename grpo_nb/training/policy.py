@@ -182,10 +182,10 @@ def _through_logits(model, batch, temperature, return_entropy):
 # %% ../../nbs/training/03_policy.ipynb #263c344d
 def rollout_gap(
     old_logps: torch.Tensor,  # (B, T) by the trainer
-    rollout_logps: torch.Tensor,  # (B, T) by the sampler
+    rollout_logps: torch.Tensor,  # (B, T) by the sampler; NaN where it gave none, which does not count
     mask: torch.Tensor,  # (B, T) True where a token was drawn
 ) -> dict[str, float]:  # `mean`, `max` (nats a token) and `kl`; all 0 if nothing was drawn
     "How far the trainer's log-probs are from the sampler's."
-    d = (old_logps - rollout_logps).float()[mask.bool()]
+    d = (old_logps - rollout_logps).float()[mask.bool() & ~rollout_logps.isnan()]
     if not d.numel(): return {"mean": 0.0, "max": 0.0, "kl": 0.0}
     return {"mean": d.abs().mean().item(), "max": d.abs().max().item(), "kl": (d.exp() - d - 1).mean().item()}

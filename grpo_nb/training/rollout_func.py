@@ -45,7 +45,10 @@ def drawn_elsewhere(
     def rectangle(rows, dtype): return torch.tensor([list(row) + [0] * (int(lengths.max()) - len(row)) for row in rows], dtype=dtype, device=device)  # (N, T)
 
     prompt_ids = [list(ids) for ids in output["prompt_ids"]]
-    rollout = finish(prompt_ids, rectangle(output["completion_ids"], torch.long), rectangle(output["logprobs"], torch.float32), lengths, torch.tensor(list(stop_token_ids), device=device))
+    logps = rectangle(output["logprobs"], torch.float32)
+    rollout = finish(prompt_ids, rectangle(output["completion_ids"], torch.long), logps.nan_to_num(nan=0.0), lengths, torch.tensor(list(stop_token_ids), device=device))
     rollout.written = rectangle(output["env_mask"], torch.bool) if "env_mask" in output else None
+    nobody = logps.isnan() if rollout.written is None else logps.isnan() | rollout.mask & ~rollout.written
+    rollout.logps = rollout.logps.masked_fill(nobody, float("nan"))  # no sampler drew these: they are no gap, and no reason to weigh a completion down
     rollout.columns = {name: list(values) for name, values in output.items() if name not in (*REQUIRED, "env_mask")}
     return rollout

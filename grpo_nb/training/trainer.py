@@ -342,10 +342,10 @@ class Saving:
         if not self.accelerator.is_main_process: return None
         folder = Path(self.config.output_dir) / f"checkpoint-{self.boundary['step']}"
         if folder.exists(): return folder  # written at this very update
+        if self.state.best_global_step == self.boundary["step"]: self.state.best_model_checkpoint = str(folder)
         with new_folder(folder, overwrite=True) as partial:
             self.save_model(partial, save_original_format=False)  # under the names that the model has for its weights
             if not self.config.save_only_model: torch.save(self.standing(states), partial / "training_state.pt")
-        if self.state.best_global_step == self.boundary["step"]: self.state.best_model_checkpoint = str(folder)
         remove_old_checkpoints(self.config.output_dir, self.config.save_total_limit, self.state.best_model_checkpoint)
         self.tell("on_save")
         return folder
@@ -375,6 +375,7 @@ class Saving:
         self.precision.scaler.load_state_dict(saved["scaler"])
         self.entropy_bonus.coef, self.entropy_bonus.last = saved["entropy_bonus"]
         for name, value in saved["best"].items(): setattr(self.state, name, value)
+        if (best := self.state.best_model_checkpoint) and (beside := folder.parent / Path(best).name).is_dir(): self.state.best_model_checkpoint = str(beside)  # the run's folder may have another name by now
         if saved["reference"]:
             for kept, weight in zip(self.reference.weights(), saved["reference"]): kept.data.copy_(weight)
         mine = saved["processes"][self.accelerator.process_index]
@@ -463,7 +464,7 @@ class Reporting:
         judged = self.config.load_best_model_at_end or self.config.save_strategy == "best"
         if judged and name not in record: raise ValueError(f"metric_for_best_model names {name!r}, which no evaluation has: it has {', '.join(sorted(record))}")
         value, best = record.get(name), self.state.best_metric
-        if value is None or best is not None and (value <= best if more else value >= best): return False
+        if value is None or math.isnan(value) or best is not None and (value <= best if more else value >= best): return False
         self.state.best_metric, self.state.best_global_step = value, self.state.global_step
         return True
 
@@ -482,15 +483,17 @@ class Reporting:
         mine = [rows[i] for i in range(accelerator.process_index, len(rows), accelerator.num_processes) for _ in range(G)]
         before, scores, lengths, cut = (random_state(), getattr(self, "collected", None)), [], [], []
         self.collected = Collected()  # metrics that reward functions log belong to the evaluation
-        for i in range(0, len(mine), size):
-            rollout = self.sample(part := mine[i : i + size])
-            scores += self.score(part, rollout)[1].tolist()
-            lengths += rollout.lengths.tolist()
-            cut += rollout.truncated.tolist()
-        scores, lengths, cut = (torch.tensor(gather_object(values)) for values in (scores, lengths, cut))
-        metrics = {**self.collected.take(), **reward_metrics(scores, self.reward_names, self.config.reward_weights, G), **completion_metrics(lengths, cut)}
-        self.collected = before[1]
-        set_random_state(before[0])  # a run that is evaluated goes on as one that is not
+        try:
+            for i in range(0, len(mine), size):
+                rollout = self.sample(part := mine[i : i + size])
+                scores += self.score(part, rollout)[1].tolist()
+                lengths += rollout.lengths.tolist()
+                cut += rollout.truncated.tolist()
+            scores, lengths, cut = (torch.tensor(gather_object(values)) for values in (scores, lengths, cut))
+            metrics = {**self.collected.take(), **reward_metrics(scores, self.reward_names, self.config.reward_weights, G), **completion_metrics(lengths, cut)}
+        finally:
+            self.collected = before[1]
+            set_random_state(before[0])  # a run that is evaluated goes on as one that is not
         record = {"step": self.state.global_step, **{f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}}
         self.log.write(record)
         if self.config.trackers(): self.accelerator.log(record, step=self.state.global_step)
@@ -572,6 +575,8 @@ class Running:
     def start_anew(self) -> None:
         "Seed everything; what an earlier run left in the same folder is moved aside."
         set_seed(self.config.seed, device_specific=True)
+        self.entropy_bonus = EntropyBonus(self.config)
+        self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         if not self.log.path: return
         own = "".join(json.dumps(record) + "\n" for record in self.log.history)  # it was evaluated, or trained, before
         if not checkpoints(self.config.output_dir) and self.log.path.exists() and self.log.path.read_text() == own: return
@@ -588,7 +593,7 @@ class Running:
         before = signal.signal(signal.SIGINT, self.interrupted) if main_thread else None
         try:
             with deterministic(self.device.type == "cpu"):
-                if self.config.eval_on_start and self.eval_dataset is not None and not self.state.global_step: self.is_best(self.evaluate())
+                if self.config.eval_on_start and self.eval_dataset is not None and not self.state.global_step: self.evaluate()  # of step 0 there is no checkpoint that could be the best
                 yield
         except BaseException:
             self.leaving = True
@@ -598,6 +603,8 @@ class Running:
             if main_thread: signal.signal(signal.SIGINT, before)
             self.bar.close()
             self.optimizer.zero_grad(set_to_none=True)
+            if self.store is not None: self.store.release()
+            if sum(map(len, self.tiles)) > 1: slice_layers(self.model, None)  # they were chosen for this run
 
     def save_last(self) -> None:
         "A checkpoint on the way out of an error, which must not hide the error."
@@ -620,7 +627,6 @@ class Running:
         metrics = self.run_metrics()
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint: load_weights(self.model, Path(self.state.best_model_checkpoint))
         self.tell("on_train_end")
-        if self.store is not None: self.store.release()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def run_metrics(self) -> dict[str, float]:
