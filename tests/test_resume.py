@@ -302,6 +302,22 @@ def test_more_signals_wait_for_the_checkpoint(tmp_path, capsys, monkeypatch):
     assert again.train(resume_from_checkpoint=True).global_step == 4
 
 
+def test_a_reward_that_swallows_a_signal_does_not_make_the_run_deaf(tmp_path):
+    pressed = []
+
+    def swallows(completions, **columns):
+        try:
+            pressed.append(len(pressed))
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        except BaseException:
+            if len(pressed) > 1: raise
+        return [1.0] * len(completions)
+
+    with pytest.raises(KeyboardInterrupt): small_trainer(tmp_path / "run", swallows, max_steps=4).train()
+    assert pressed == [0, 1] and (tmp_path / "run" / "checkpoint-1" / "training_state.pt").is_file()
+
+
 def test_what_keeps_only_the_model_promises_no_more(tmp_path, capsys):
     def fails(completions, **columns): raise KeyError("x")
 

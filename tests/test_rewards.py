@@ -221,8 +221,9 @@ def test_a_blocked_loop_is_left_behind():
 def test_coroutines_may_wait_for_others():
     async def inner(k): return k
     async def outer(): return run_coroutines([inner(1), inner(2)])
+    async def outermost(): return run_coroutines([outer()])
 
-    assert run_coroutines([outer()]) == [[1, 2]]
+    assert run_coroutines([outer(), outermost()], timeout_s=5) == [[1, 2], [[1, 2]]]
 
 
 def test_functions_of_one_name_are_told_apart():

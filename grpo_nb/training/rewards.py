@@ -81,7 +81,7 @@ def run_coroutines(
     "Await all of them in the event loop of another thread, so that it works inside a notebook too."
     results: list = [TooLate()] * len(coroutines)
     if not LOOPS: LOOPS.append(EventLoop())
-    inside = threading.current_thread() in LOOPS  # a coroutine that calls this itself would wait for its own loop
+    inside = isinstance(threading.current_thread(), EventLoop)  # a coroutine that calls this itself would wait for its own loop
     thread = EventLoop() if inside else LOOPS[-1]
 
     async def wait_for(k, coroutine):
@@ -92,7 +92,8 @@ def run_coroutines(
     async def gather(): await asyncio.gather(*(wait_for(k, coroutine) for k, coroutine in enumerate(coroutines)))
 
     try: asyncio.run_coroutine_threadsafe(gather(), thread.loop).result(None if timeout_s is None else timeout_s + 0.25)
-    except TimeoutError: LOOPS.append(EventLoop())  # a coroutine blocks the other one: it is left behind
+    except TimeoutError:
+        if not inside: LOOPS.append(EventLoop())  # a coroutine blocks the other one: it is left behind
     if inside: thread.loop.call_soon_threadsafe(thread.loop.stop)
     return list(results)
 

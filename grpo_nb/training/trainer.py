@@ -617,10 +617,8 @@ class Running:
     def interrupted(self, *_) -> None:
         "Ctrl-C: at once between two updates, after the update inside one; a second one does not wait for the update, but for the checkpoint."
         if self.leaving: return tqdm.write("a checkpoint is being written, and then the run ends")
-        if self.moving and not self.asked_to_stop: self.asked_to_stop = True
-        else:
-            self.leaving = True
-            raise KeyboardInterrupt
+        if not self.moving or self.asked_to_stop: raise KeyboardInterrupt
+        self.asked_to_stop = True
 
     def end(self) -> TrainOutput:
         "Finish a run."
