@@ -8,7 +8,7 @@ import torch
 from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.model.tiny import tiny_gpt_oss
 
-CLOCKS = ("seconds", "seconds_left", "tokens_per_second", "peak_memory_gib")  # the only numbers of a record that may differ between equal runs
+CLOCKS = ("seconds", "seconds_left", "step_time", "tokens_per_second", "peak_memory_gib")  # the only numbers of a record that may differ between equal runs
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (7, 12, 345) for b in (1, 20, 6, 99)]  # prompts of several lengths
 
 

@@ -117,7 +117,7 @@ def test_a_switch_that_is_off_may_be_given_as_enum_or_bool():
 
 
 @pytest.mark.parametrize("given, nearest", [("learning_rte", "learning_rate"), ("epsilon_hi", "epsilon_high"), ("max_completions_length", "max_completion_length"),
-                                            ("evaluation_strategy", "eval_strategy"), ("unsloth_grpo_minibatch", "unsloth_grpo_mini_batch")])
+                                            ("evaluation_strategy", "eval_strategy"), ("unsloth_grpo_minibatch", "unsloth_grpo_mini_batch"), ("max_new_tokens", "max_completion_length"), ("lr", "learning_rate")])
 def test_an_unknown_keyword_names_the_nearest(given, nearest):
     error = outcome(GRPOConfig, **{given: 1})
     assert type(error) is TypeError and given in str(error) and f"'{nearest}'" in str(error)
@@ -195,6 +195,12 @@ def test_words(name):
     for word in WORDS[name]: assert getattr(outcome(GRPOConfig, **{name: word}, **others), name) == word
     error = outcome(GRPOConfig, **{name: WORDS[name][0] + "x"})
     assert isinstance(error, ValueError) and f"The nearest is {WORDS[name][0]!r}" in str(error)
+
+
+@pytest.mark.parametrize("word, told", [("DAPO", "The nearest is 'dapo'"), ("GSPO", "GSPO is loss_type='grpo' with importance_sampling_level='sequence'"), ("dr-grpo", "The nearest is 'dr_grpo'")])
+def test_a_loss_by_another_name(word, told):
+    error = outcome(GRPOConfig, loss_type=word)
+    assert isinstance(error, ValueError) and told in str(error) and str(error).count("nearest") == told.count("nearest")
 
 
 def test_values_of_other_libraries_become_plain_ones(tmp_path):

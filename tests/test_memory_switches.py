@@ -53,6 +53,13 @@ def gpt_oss(packed):
     return model, tokenizer
 
 
+def test_weights_that_no_checkpoint_could_hold_are_refused_at_the_start(tmp_path):
+    model, tokenizer = gpt_oss(packed=True)
+    model.requires_grad_(False)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="packed in MXFP4, and no checkpoint .*: train an adapter"): run(tmp_path, model, tokenizer, peft=False)
+
+
 def test_all_switches_on_and_off(tmp_path):
     plain, _ = run(tmp_path / "off", *gpt_oss(packed=False), gradient_checkpointing=False, mini_batch=1, logit_chunk_multiplier=1)
     plain.model.get_base_model().set_attn_implementation("eager")

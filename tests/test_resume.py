@@ -319,11 +319,20 @@ def test_a_reward_that_swallows_a_signal_does_not_make_the_run_deaf(tmp_path):
 
 
 def test_what_keeps_only_the_model_promises_no_more(tmp_path, capsys):
-    def fails(completions, **columns): raise KeyError("x")
+    def fails(completions, trainer_state, **columns): return {0: [float(len(c)) for c in completions]}[trainer_state.global_step]
 
     with pytest.raises(RewardError): small_trainer(tmp_path / "run", fails, save_only_model=True).train()
     said = capsys.readouterr().out
     assert "save_only_model=True keeps nothing to go on from" in said and "resume_from_checkpoint" not in said
+
+
+def test_a_run_that_fails_before_its_first_update_leaves_no_checkpoint(tmp_path, capsys):
+    def fails(completions, **columns): raise KeyError("x")
+
+    with pytest.raises(RewardError): small_trainer(tmp_path / "run", fails).train()
+    assert not checkpoints(tmp_path / "run") and "checkpoint" not in capsys.readouterr().out
+    small_trainer(tmp_path / "run").train()
+    assert not list((tmp_path / "run").glob("earlier-run-*"))
 
 
 class Means(TrainerCallback):
@@ -391,12 +400,24 @@ def test_a_run_resumes_with_the_adapter_that_it_trained(tmp_path, adapt):
     assert len(now) == 16 and all(torch.equal(before[name], now[name]) for name in now) and any(p.abs().sum() > 0 for name, p in now.items() if "lora_B" in name)
 
 
+def test_weights_of_another_size_are_refused(tmp_path):
+    trainer = small_trainer(tmp_path / "run", save_strategy="steps", save_steps=2)
+    trainer.train()
+    other = small_model(intermediate_size=32)[0]
+    with pytest.raises(ValueError, match=r"of another model: .*experts.*_proj.* has shape \(.*\) there and \(.*\) here"): load_weights(other, tmp_path / "run" / "checkpoint-2")
+
+
 def test_adapters_that_cannot_be_loaded_are_refused(tmp_path):
     trainer = small_trainer(tmp_path / "run", model=get_peft_model(small_model()[0], LoraConfig(**{**LORA, "target_modules": ["q_proj"]})), save_strategy="steps", save_steps=2)
     trainer.train()
     folder = tmp_path / "run" / "checkpoint-2"
     with pytest.raises(ValueError, match="are of another model: missing .*k_proj"): load_weights(get_peft_model(small_model()[0], LoraConfig(**LORA)), folder)
     with pytest.raises(ValueError, match="there is no folder .*nowhere"): load_weights(trainer.model, tmp_path / "nowhere")
+    for changed, words in ((dict(r=7), "r of the adapter is 7, and it is 4 in .*checkpoint-2'"), (dict(lora_alpha=99), "lora_alpha of the adapter is 99, and it is"), (dict(use_rslora=True), "use_rslora of the adapter is True, and it is False")):
+        other = get_peft_model(small_model()[0], LoraConfig(**{**LORA, "target_modules": ["q_proj"], **changed}))
+        before = weights_of(other)
+        with pytest.raises(ValueError, match=words): load_weights(other, folder)
+        assert all(torch.equal(before[name], p) for name, p in weights_of(other).items())
     both = two_adapters(small_model()[0])
     both.base_model.set_adapter(["default", "grpo"])
     with pytest.raises(ValueError, match="2 adapters are active, default, grpo, and one can be loaded"): load_weights(both, folder)

@@ -112,6 +112,12 @@ def test_a_column_that_is_not_there(function, words, columns, listed):
         score_completions([function], PROMPTS, COMPLETIONS, completion_ids=[[1]] * 3, trainer_state=None, **columns)
 
 
+def test_a_column_that_is_not_among_the_keywords():
+    with pytest.raises(RewardError, match="raised KeyError: 'solutoin' .*the data's other columns, here solution;"): score_completions([lambda completions, **kw: kw["solutoin"]], PROMPTS, COMPLETIONS, solution=[1, 2, 3])
+    with pytest.raises(RewardError) as caught: score_completions([lambda completions, **kw: {}["solution"]], PROMPTS, COMPLETIONS, solution=[1, 2, 3])
+    assert "keywords" not in str(caught.value)
+
+
 def test_a_type_error_of_another_kind_has_no_word_about_columns():
     with pytest.raises(RewardError) as caught: score_completions([lambda completions, **_: 1 + "a"], PROMPTS, COMPLETIONS)
     assert "keywords" not in str(caught.value)

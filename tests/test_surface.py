@@ -171,7 +171,7 @@ def test_a_rollout_function_that_returns_nonsense(output, words, tmp_path):
     trainer = small_trainer(tmp_path, arguments=dict(rollout_func=lambda prompts, trainer: output))
     before = weights_of(trainer.model)
     with pytest.raises(ValueError, match=words): trainer.train()
-    assert same(before, weights_of(trainer.model)) and [p.name for p in checkpoints(tmp_path)] == ["checkpoint-0"]
+    assert same(before, weights_of(trainer.model)) and not checkpoints(tmp_path)  # nothing was learnt, so there is nothing to go on from
 
 
 # models given by name

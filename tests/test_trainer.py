@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -542,9 +543,36 @@ def test_a_tracker_that_is_not_installed(tmp_path):
 DOCUMENTED = {  # what every record of a run holds
     "step", "epoch", "learning_rate", "loss", "grad_norm", "skipped_updates", "reward", "reward_std", "rewards/digits/mean", "rewards/digits/std", "frac_reward_zero_std",
     "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio", "completions/mean_terminated_length", "entropy", "ratio/mean", "ratio/max",
-    "clip_ratio/low", "clip_ratio/high", "clip_ratio/delta", "clip_ratio/region", "sampling/gap_mean", "sampling/gap_max", "sampling/gap_kl", "num_tokens", "tokens_per_second", "seconds",
+    "clip_ratio/low", "clip_ratio/high", "clip_ratio/delta", "clip_ratio/region", "sampling/gap_mean", "sampling/gap_max", "sampling/gap_kl", "num_tokens", "tokens_per_second", "step_time", "seconds",
     "seconds_left", "peak_memory_gib", "kl",
 }
+
+
+def test_seconds_of_an_update(tmp_path):
+    trainer = small_trainer(tmp_path, lambda completions, **_: time.sleep(0.2) or digits(completions), max_steps=5, logging_steps=2)
+    trainer.train()
+    records = trainer.log_history
+    assert all(record["step_time"] >= 0.2 for record in records)
+    assert sum(record["step_time"] * updates for record, updates in zip(records, (2, 2, 1))) == pytest.approx(records[-1]["seconds"], abs=0.1)
+
+
+class Interrupted(list):
+    "Ctrl-C in the middle of the second walk through it."
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        for i, pair in enumerate(super().__iter__()):
+            if self.walks == 2 and i == 3: raise KeyboardInterrupt
+            yield pair
+
+
+def test_ctrl_c_on_the_way_to_the_reference_leaves_the_policy(tmp_path):
+    trainer = small_trainer(tmp_path, beta=0.1, arguments=dict(peft_config=LoraConfig(**LORA)))
+    trainer.train()
+    before, trainer.reference.start = weights_of(trainer.model), Interrupted(trainer.reference.start)
+    with pytest.raises(KeyboardInterrupt), trainer.reference.policy(trainer.model): pass
+    assert trainer.reference.start.walks == 3 and all(torch.equal(before[name], p) for name, p in weights_of(trainer.model).items())
 
 
 def test_the_log(tmp_path):

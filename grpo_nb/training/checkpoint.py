@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['checkpoints', 'find_checkpoint', 'read_state', 'make_folder', 'remove_old_checkpoints', 'set_aside', 'random_state',
-           'set_random_state', 'deterministic', 'truncate_log', 'load_weights', 'no_file_bars']
+           'set_random_state', 'deterministic', 'truncate_log', 'check_adapter', 'load_weights', 'no_file_bars']
 
 # %% ../../nbs/training/06_checkpoint.ipynb #2c31487d
 import json
@@ -155,6 +155,18 @@ def truncate_log(
     os.replace(partial, path)
 
 # %% ../../nbs/training/06_checkpoint.ipynb #61e42e4e
+def check_adapter(
+    config: Any,  # PEFT's, of the model's adapter
+    folder: Path,  # a saved adapter
+) -> None:  # ValueError where the saved one has another size or counts otherwise
+    "Whether a saved adapter is one of this kind."
+    saved = json.loads((folder / "adapter_config.json").read_text()) if (folder / "adapter_config.json").is_file() else {}
+    for name in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"):
+        now, then = getattr(config, name, None), saved.get(name)
+        if name in saved and now != then:
+            raise ValueError(f"{name} of the adapter is {getattr(now, 'value', now)!r}, and it is {then!r} in {str(folder)!r}: build the model with the peft_config that was saved, or begin anew")
+
+
 def load_weights(
     model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
     folder: str | Path,  # where its save_pretrained wrote
@@ -168,6 +180,7 @@ def load_weights(
         active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
         if len(active) > 1: raise ValueError(f"{len(active)} adapters are active, {', '.join(active)}, and one can be loaded: make that one active, set_adapter(name)")
         if (folder / active[0] / "adapter_config.json").is_file(): folder = folder / active[0]  # where PEFT saves one that is not called "default"
+        check_adapter(model.peft_config[active[0]], folder)
         saved = load_peft_weights(str(folder), device="cpu")
         if not isinstance(model, PeftModel): saved = {key.removeprefix("base_model.model."): value for key, value in saved.items()}  # of transformers' add_adapter
         missing = [key for key in get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False) if key not in saved]
@@ -177,6 +190,9 @@ def load_weights(
 
         state = {}
         for file in sorted(folder.glob("*.safetensors")): state.update(load_file(file))
+        own = model.state_dict()
+        for name in state.keys() & own.keys():
+            if state[name].shape != own[name].shape: raise ValueError(f"the weights in {str(folder)!r} are of another model: {name} has shape {tuple(state[name].shape)} there and {tuple(own[name].shape)} here")
         result = model.load_state_dict(state, strict=False)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         unexpected, missing = result.unexpected_keys, [key for key in result.missing_keys if key not in tied]

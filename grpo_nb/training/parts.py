@@ -18,6 +18,7 @@ from ..model.attention import check_attention
 from ..model.experts import contexts_of
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
+from ..model.packed import PackedWeight
 from .config import GRPOConfig
 from .rewards import loading
 
@@ -84,6 +85,8 @@ def load_policy(
     check_embedding(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient, so nothing would be trained: unfreeze some, or pass a peft_config")
+    if not hasattr(model, "peft_config") and any(isinstance(p, PackedWeight) for p in model.parameters()):
+        raise ValueError("weights of the model itself train beside experts packed in MXFP4, and no checkpoint of such a model can be written: train an adapter (load_model(..., lora_r=8), or a peft_config)")
     if config.disable_dropout:
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout): module.p = 0.0
@@ -205,10 +208,6 @@ class Reference:
         self.model = None if adapted else copy.deepcopy(model).eval().requires_grad_(False)
         self.start = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad] if adapted else []
 
-    def swap(self) -> None:
-        "Exchange the adapter's weights with those that are kept."
-        for p, kept in self.start: p.data, kept.data = kept.data, p.data
-
     def weights(self) -> list[torch.Tensor]:  # of the copy, or the adapter's that are kept
         "What a checkpoint has to hold of a reference that moves."
         return list(self.model.parameters()) if self.model is not None else [kept for _, kept in self.start]
@@ -229,9 +228,12 @@ class Reference:
         model,  # the policy as it is now
     ):  # yields the model to ask
         "The reference policy, for the length of a `with` block."
-        self.swap()
-        try: yield model if self.model is None else self.model
-        finally: self.swap()
+        now = [p.data for p, _ in self.start]
+        try:
+            for p, kept in self.start: p.data = kept
+            yield model if self.model is None else self.model
+        finally:
+            for (p, _), data in zip(self.start, now): p.data = data
 
 # %% ../../nbs/training/08_parts.ipynb #d9582fe0
 class EntropyBonus:

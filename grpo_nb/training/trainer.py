@@ -431,12 +431,12 @@ class Reporting:
 
     def write_log(self) -> None:
         "One record of what happened since the last one."
-        now, state, since = time.perf_counter(), self.state, self.last_log
+        now, state, (since, step) = time.perf_counter(), self.state, self.last_log
         metrics, tokens = self.of_all_processes()
-        self.last_log, self.total_tokens = now, self.total_tokens + tokens
+        self.last_log, self.total_tokens = (now, state.global_step), self.total_tokens + tokens
         left = (now - self.started) / (state.global_step - self.first_step) * (state.max_steps - state.global_step)
         record = {"step": state.global_step, "epoch": round(state.epoch, 4), "learning_rate": self.rate, **metrics, "num_tokens": self.total_tokens,
-                  "tokens_per_second": round(tokens / (now - since), 1), "seconds": round(self.seconds(), 2), "seconds_left": round(left, 1),
+                  "tokens_per_second": round(tokens / (now - since), 1), "step_time": round((now - since) / max(state.global_step - step, 1), 3), "seconds": round(self.seconds(), 2), "seconds_left": round(left, 1),
                   "peak_memory_gib": round(peak_memory_gib(self.device), 3)}
         self.log.write(record)
         self.mark()
@@ -552,7 +552,7 @@ class Running:
         if checkpoint: self.load_checkpoint(checkpoint)
         else: self.start_anew()
         self.first_step, self.started, self.rate = state.global_step, time.perf_counter(), self.optimizer.param_groups[0]["lr"]
-        self.last_log = self.started
+        self.last_log = self.started, state.global_step
         if self.log.show:
             tqdm.write(f"{describe_trainable(self.model)}; {self.precision.name if self.precision.dtype else 'full'} precision on {self.device}\n{config.describe(self.accelerator.num_processes)}"
                        + ("\nsampling is truncated or penalised, so tokens are weighed by trainer / sampler probability" if self.corrects else ""))
@@ -597,7 +597,7 @@ class Running:
                 yield
         except BaseException:
             self.leaving = True
-            if self.boundary is not None and self.accelerator.num_processes == 1: self.save_last()  # several processes cannot agree while one is failing
+            if self.boundary is not None and self.boundary["step"] > self.first_step and self.accelerator.num_processes == 1: self.save_last()  # several processes cannot agree while one is failing
             raise
         finally:
             if main_thread: signal.signal(signal.SIGINT, before)
