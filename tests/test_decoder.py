@@ -5,14 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 
+from transformers import GptOssForCausalLM
+
 from grpo_nb.model.experts import routed_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import engine as engine_module
 from grpo_nb.rollout.decoder import CannotRead, Decoder, SmallDecoder, batches_of_prompts, complete_rows, open_decoder, read_projection
-from grpo_nb.rollout.engine import RolloutEngine, share_prompts
+from grpo_nb.rollout.engine import RolloutEngine, pad_left, share_prompts
 from grpo_nb.rollout.pages import CacheShape, KVCache, rows_that_fit
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.rollout.steps import Progress, record, record_column
+from grpo_nb.training.policy import TrainingBatch, completion_logps, find_head
 
 TEXTS = ["12+34=", "7*8=", "1+1+1+1+1+1+1+1+1+1+1=", "100-99=", "7*8="]
 
@@ -162,6 +165,34 @@ def test_what_cannot_be_read_goes_through_the_modules():
     rollout = RolloutEngine(llama, None).generate([[3, 4], [5]], SamplingParams(max_tokens=4, stop_token_ids=(), seed=0))
     assert rollout.lengths.tolist() == [4, 4]
     with pytest.raises(CannotRead, match="Embedding"): read_projection(torch.nn.Embedding(2, 2))
+
+
+class Doubled(GptOssForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+
+@pytest.mark.parametrize("where", ["model.layers.0", "model.layers.1.self_attn.q_proj", "model.norm", "lm_head", "a subclass"])
+def test_what_changes_a_forward_pass_changes_what_is_drawn(where):
+    "A hook, or a forward pass of one's own: the sampler's log-probs are those of the trainer."
+    model, tokenizer = tiny_gpt_oss()
+    if where == "a subclass": model.__class__ = Doubled
+    else: model.get_submodule(where).register_forward_hook(lambda module, given, output: output * 1.5)
+    assert open_decoder(model)[0] is None
+    rollout = RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=4, stop_token_ids=(), seed=0))
+    batch = TrainingBatch(*pad_left(rollout.prompt_ids), rollout.completion_ids, rollout.mask, rollout.mask, torch.zeros(len(rollout.mask)))
+    logps, entropy = completion_logps(model, batch, return_entropy=True)
+    assert (logps - rollout.logps).abs().max() < 1e-4
+    if where in ("lm_head", "a subclass"): assert find_head(model) is None
+    plain = completion_logps(tiny_gpt_oss()[0], batch)[0]
+    assert (logps - plain).abs().max() > 1e-3
+
+
+def test_what_transformers_hooks_in_to_collect_outputs_changes_nothing():
+    model = tiny_gpt_oss()[0]
+    assert len(model(torch.arange(4)[None], output_hidden_states=True).hidden_states) == 3 and open_decoder(model)[0] is not None
 
 
 def test_a_merged_adapter_that_is_switched_off_is_not_there():

@@ -133,6 +133,18 @@ def test_why_a_loss_is_not_exactly_zero(changes, settings, said):
     assert ("differ in length" in told(run(changes, 2), **settings)[1].said["loss prints 0"]) == said
 
 
+@pytest.mark.parametrize("precision, settings, said", [("fp16", {}, "65,504"), (None, {"fp16": True}, "65,504"), ("bf16", {}, "NaN or an infinity"), (None, {}, "NaN or an infinity")])
+def test_skipped_updates_are_explained_by_the_format_that_the_run_chose(precision, settings, said):
+    hints = Hints(GRPOConfig(**{**CONFIG, **settings}), precision)
+    for record in run({"skipped_updates": 1.0}): hints.look(record)
+    assert said in hints.said["updates skipped"]
+
+
+@pytest.mark.parametrize("limit, said", [(1.0, "set by the clip"), (0.0, "nothing limits an update: set max_grad_norm")])
+def test_a_gradient_that_explodes_with_a_limit_and_without(limit, said):
+    assert said in told(run({"grad_norm": lambda x: 1.0 if x < 0.3 else 500.0}), max_grad_norm=limit)[1].said["gradient explodes"]
+
+
 def test_a_loss_scale_that_finds_its_size_is_normal():
     records = [{**record, "skipped_updates": float(record["step"] <= 12)} for record in run()]
     assert "updates skipped" not in told(records, fp16=True)[1].said

@@ -137,6 +137,29 @@ def test_slices_choose_themselves_and_again_for_another_length(tmp_path, monkeyp
     assert ask(batch, 10**12) == (1, LARGE[0])                                                       # and back
 
 
+def test_a_reference_of_its_own_is_cut_as_the_policy_is(tmp_path):
+    torch.manual_seed(0)
+    model, tokenizer = tiny_gpt_oss()
+    route_adapters(model, "routed_lean")
+    trainer, _ = run(tmp_path, model, tokenizer, peft=False, beta=0.1, max_steps=1, slice_tokens=3)
+    used, logps = [], trainer.completion_logps
+    trainer.completion_logps = lambda policy, *given, **more: (used.append((policy is trainer.model, slice_tokens_of(policy))), logps(policy, *given, **more))[1]
+    trainer.train()
+    assert set(used) == {(True, 3), (False, 3)} and slice_tokens_of(trainer.reference.model) != 3
+
+
+def test_layers_are_computed_as_this_trainer_says(tmp_path):
+    torch.manual_seed(0)
+    model, tokenizer = tiny_gpt_oss()
+    first, _ = run(tmp_path / "first", model, tokenizer, max_steps=1, offload_activations=True)
+    second, _ = run(tmp_path / "second", first.model, tokenizer, peft=False, max_steps=1, gradient_checkpointing=False)
+    first.train()                                                                                     # it was built before the other one
+    parked = first.store.parked
+    assert parked > 0
+    second.train()
+    assert first.store.parked == parked and not any(getattr(module, "gradient_checkpointing", False) for module in second.model.modules())
+
+
 def test_slices_can_be_set(tmp_path):
     results = []
     for given in (dict(), dict(slice_tokens=3)):
@@ -149,7 +172,7 @@ def test_slices_can_be_set(tmp_path):
         trainer.pieces = lambda batch: (pieces(batch), used.append(slice_tokens_of(trainer.model)))[0]
         results.append(losses(trainer))
         assert set(used) == {given.get("slice_tokens", LARGE[0])}
-        assert slice_tokens_of(trainer.model) == given.get("slice_tokens", before)                   # what was chosen for this run binds no other one
+        assert slice_tokens_of(trainer.model) == before                                              # what was chosen for this run binds no other one
     for a, b in zip(*results, strict=True): assert a == pytest.approx(b, rel=2e-3, abs=2e-5)
     model, tokenizer = tiny_gpt_oss()
     route_adapters(model, "routed_lean")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
@@ -378,6 +378,12 @@ def two_adapters(model):
     return model
 
 
+def both_adapters(model):
+    both = two_adapters(model)
+    both.base_model.set_adapter(["default", "grpo"])
+    return both
+
+
 def of_transformers(name):
     def add(model):
         model.add_adapter(LoraConfig(**LORA), **name)
@@ -385,8 +391,8 @@ def of_transformers(name):
     return add
 
 
-@pytest.mark.parametrize("adapt", [two_adapters, lambda model: get_peft_model(model, LoraConfig(**LORA), adapter_name="mine"), of_transformers({}), of_transformers(dict(adapter_name="mine"))],
-                         ids=["two", "another name", "transformers", "transformers, another name"])
+@pytest.mark.parametrize("adapt", [two_adapters, both_adapters, lambda model: get_peft_model(model, LoraConfig(**LORA), adapter_name="mine"), of_transformers({}), of_transformers(dict(adapter_name="mine"))],
+                         ids=["two", "both active", "another name", "transformers", "transformers, another name"])
 def test_a_run_resumes_with_the_adapter_that_it_trained(tmp_path, adapt):
     def run():
         torch.manual_seed(0)
@@ -397,7 +403,7 @@ def test_a_run_resumes_with_the_adapter_that_it_trained(tmp_path, adapt):
     again = run()
     again.train(resume_from_checkpoint=True)
     before, now = weights_of(first.model), weights_of(again.model)
-    assert len(now) == 16 and all(torch.equal(before[name], now[name]) for name in now) and any(p.abs().sum() > 0 for name, p in now.items() if "lora_B" in name)
+    assert len(now) in (16, 32) and all(torch.equal(before[name], now[name]) for name in now) and any(p.abs().sum() > 0 for name, p in now.items() if "lora_B" in name)
 
 
 def test_weights_of_another_size_are_refused(tmp_path):
@@ -418,9 +424,9 @@ def test_adapters_that_cannot_be_loaded_are_refused(tmp_path):
         before = weights_of(other)
         with pytest.raises(ValueError, match=words): load_weights(other, folder)
         assert all(torch.equal(before[name], p) for name, p in weights_of(other).items())
-    both = two_adapters(small_model()[0])
-    both.base_model.set_adapter(["default", "grpo"])
-    with pytest.raises(ValueError, match="2 adapters are active, default, grpo, and one can be loaded"): load_weights(both, folder)
+    full = small_trainer(tmp_path / "full", save_strategy="steps", save_steps=2)
+    full.train()
+    with pytest.raises(ValueError, match="checkpoint-2' holds no adapter, but weights of the model itself"): load_weights(get_peft_model(small_model()[0], LoraConfig(**LORA)), tmp_path / "full" / "checkpoint-2")
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -463,3 +469,85 @@ def test_a_second_run_begins_with_its_own_best(tmp_path):
     trainer.state.best_metric, trainer.state.best_global_step, trainer.entropy_bonus.coef = 9.0, 1, 0.7
     trainer.train()
     assert trainer.state.best_metric is None and trainer.entropy_bonus.coef < 0.7
+
+
+# what a run goes on from
+
+def resumed_with(folder, model, **changes):
+    return small_trainer(folder, model=model, beta=0.1, max_steps=4, learning_rate=0.05, **changes)
+
+
+def test_the_reference_is_the_policy_that_the_run_began_with(tmp_path):
+    def adapted(): torch.manual_seed(0); return get_peft_model(small_model()[0], LoraConfig(**LORA))
+    whole = resumed_with(tmp_path / "whole", adapted(), save_strategy="steps", save_steps=2)
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    moved = PeftModel.from_pretrained(small_model()[0], checkpoint, is_trainable=True)               # its adapter is no start
+    again = resumed_with(tmp_path / "again", moved)
+    again.train(resume_from_checkpoint=checkpoint)
+    assert [r["kl"] for r in again.log_history] == [r["kl"] for r in whole.log_history] and whole.log_history[-1]["kl"] > 1e-4
+
+
+def test_a_reference_that_no_checkpoint_holds_is_asked_for(tmp_path):
+    small_trainer(tmp_path, beta=0.1, max_steps=2, learning_rate=0.05, save_strategy="steps", save_steps=2).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    moved = type(small_model()[0]).from_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="began with another one: give the model that it began with"): resumed_with(tmp_path, moved).train(resume_from_checkpoint=True)
+    resumed_with(tmp_path, small_model()[0]).train(resume_from_checkpoint=True)
+
+
+def test_the_best_checkpoint_stays_however_its_path_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    best, worse, newest = (Path("run") / f"checkpoint-{n}" for n in (1, 2, 3))
+    for folder in (best, worse, newest): folder.mkdir(parents=True)
+    remove_old_checkpoints("run", 1, best.resolve())
+    assert [p.name for p in checkpoints("run")] == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_a_run_that_moves_keeps_what_lay_there_apart(tmp_path):
+    for name, rate in (("A", 0.01), ("B", 0.02)): small_trainer(tmp_path / name, max_steps=2, learning_rate=rate, save_strategy="steps", save_steps=1, log_completions=True, num_completions_to_print=1).train()
+    moved = small_trainer(tmp_path / "B", max_steps=3, learning_rate=0.01)
+    moved.train(resume_from_checkpoint=tmp_path / "A" / "checkpoint-2")
+    assert sorted(p.name for p in (tmp_path / "B").iterdir()) == ["earlier-run-1", "log.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "B" / "earlier-run-1").iterdir()) == ["checkpoint-1", "checkpoint-2", "completions", "log.jsonl"]
+    assert [json.loads(line) for line in (tmp_path / "B" / "log.jsonl").read_text().splitlines()] == moved.log_history and len(moved.log_history) == 3
+
+
+def test_an_evaluation_that_was_interrupted_is_made_when_the_run_goes_on(tmp_path):
+    def run(folder, stops=False):
+        made = small_trainer(folder, max_steps=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=4, arguments=dict(eval_dataset=ROWS[:2]))
+        if stops: made.evaluate = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        return made
+    whole = run(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(KeyboardInterrupt): run(tmp_path / "cut", stops=True).train()
+    again = run(tmp_path / "cut")
+    again.train(resume_from_checkpoint=True)
+    assert without_clocks(again.log_history) == without_clocks(whole.log_history) and sum("eval_reward" in record for record in again.log_history) == 2
+    assert again.state.best_global_step == whole.state.best_global_step
+    assert not list((tmp_path / "cut").glob("checkpoint-3"))
+
+
+@pytest.mark.parametrize("changes, words", [(dict(optim="sgd"), "optim is 'sgd', and was 'adamw_torch"), (dict(weight_decay=0.1), "the optimizer's state .* does not fit this run")])
+def test_an_optimizer_that_cannot_go_on(tmp_path, changes, words):
+    small_trainer(tmp_path, save_strategy="steps", save_steps=2, weight_decay=0.0).train()
+    with pytest.raises(ValueError, match=words): small_trainer(tmp_path, max_steps=3, **changes).train(resume_from_checkpoint=True)
+
+
+def test_a_reference_that_is_not_wanted_any_more(tmp_path):
+    small_trainer(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, save_strategy="steps", save_steps=2).train()
+    small_trainer(tmp_path, beta=0.0, max_steps=3).train(resume_from_checkpoint=True)
+
+
+def test_what_no_adapter_file_could_hold_is_refused(tmp_path):
+    model = get_peft_model(small_model()[0], LoraConfig(**LORA))
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="1 weights of the model itself train beside the adapter, .*model.norm.weight.*modules_to_save"): small_trainer(tmp_path, model=model)
+    torch.manual_seed(0)
+    saved = get_peft_model(small_model()[0], LoraConfig(**LORA, modules_to_save=["norm"], bias="lora_only"))
+    small_trainer(tmp_path, model=saved, save_strategy="steps", save_steps=2).train()
+    norm = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")["base_model.model.model.norm.weight"]
+    assert torch.equal(norm, saved.base_model.model.model.norm.modules_to_save["default"].weight) and not torch.equal(norm, torch.ones_like(norm))
+    merged = get_peft_model(small_model()[0], LoraConfig(**LORA))
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match="call model.unmerge_adapter"): small_trainer(tmp_path, model=merged)

@@ -165,6 +165,7 @@ def test_a_sampler_may_leave_log_probs_out(tmp_path):
 
 @pytest.mark.parametrize("output, words", [
     (None, "returned NoneType"), ({"prompt_ids": []}, "must return a dict with the keys"), ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]]}, "1 entries for 16 prompts"),
+    ({"prompt_ids": [[1]] * 16, "completion_ids": [[1]] * 16, "logprobs": [[-math.inf]] * 16}, "an infinite log-prob"),
     ({"prompt_ids": [[1]] * 16, "completion_ids": [[1, 2]] * 16, "logprobs": [[0.0]] * 16}, "2 tokens and 1 logprobs"), ({"prompt_ids": [[1]] * 16, "completion_ids": [[]] * 16, "logprobs": [[]] * 16}, "no tokens"),
 ])
 def test_a_rollout_function_that_returns_nonsense(output, words, tmp_path):
@@ -254,7 +255,7 @@ def test_completions_are_stored_as_trl_stores_them(tmp_path, capsys):
     tables = {path.name: pandas.read_parquet(path) for path in (tmp_path / "completions").iterdir()}
     assert sorted(tables) == ["completions_00002.parquet", "completions_00004.parquet"]
     table = tables["completions_00004.parquet"]
-    assert list(table) == ["step", "prompt", "completion", "reward", "digits seen", "advantage"] and len(table) == 16 and set(table.step) == {3}
+    assert list(table) == ["step", "prompt", "completion", "reward", "digits seen", "advantage"] and len(table) == 16 and set(table.step) == {4}
     assert table.reward.tolist() == pytest.approx(digits(table.completion), abs=1e-6) and table.groupby("prompt").advantage.sum().abs().max() < 1e-4
     assert table.to_dict("records")[0] == {**{k: trainer.samples[0][k] for k in ("step", "prompt", "completion", "advantage")}, "reward": trainer.samples[0]["rewards"]["reward"],
                                            "digits seen": trainer.samples[0]["extra"]["digits seen"]}

@@ -557,22 +557,29 @@ def test_seconds_of_an_update(tmp_path):
 
 
 class Interrupted(list):
-    "Ctrl-C in the middle of the second walk through it."
-    walks = 0
+    "Ctrl-C in the middle of the first walk through it, or of a later one."
+    walks, at = 0, 1
 
     def __iter__(self):
         self.walks += 1
         for i, pair in enumerate(super().__iter__()):
-            if self.walks == 2 and i == 3: raise KeyboardInterrupt
+            if self.walks == self.at and i == 3: raise KeyboardInterrupt
             yield pair
 
 
 def test_ctrl_c_on_the_way_to_the_reference_leaves_the_policy(tmp_path):
     trainer = small_trainer(tmp_path, beta=0.1, arguments=dict(peft_config=LoraConfig(**LORA)))
     trainer.train()
-    before, trainer.reference.start = weights_of(trainer.model), Interrupted(trainer.reference.start)
-    with pytest.raises(KeyboardInterrupt), trainer.reference.policy(trainer.model): pass
-    assert trainer.reference.start.walks == 3 and all(torch.equal(before[name], p) for name, p in weights_of(trainer.model).items())
+    before, reference = weights_of(trainer.model), trainer.reference
+    def same(): return all(torch.equal(before[name], p) for name, p in weights_of(trainer.model).items())
+    reference.start = Interrupted(reference.start)
+    reference.start.at = 2                                                                             # while they take the policy's place
+    with pytest.raises(KeyboardInterrupt), reference.policy(trainer.model): pass
+    assert reference.start.walks == 2 and same()
+    with pytest.raises(KeyboardInterrupt), reference.policy(trainer.model): reference.aside = Interrupted(reference.aside)  # on the way back
+    assert not same()
+    reference.restore()
+    assert same() and not reference.aside
 
 
 def test_the_log(tmp_path):

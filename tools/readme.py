@@ -48,7 +48,8 @@ def render(root):
     parts, images = [NOTE], {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            parts.append(re.sub(r"<!--.*?-->\n*", "", "".join(cell["source"]), flags=re.S).strip("\n"))
+            source = re.sub(r"<!--.*?-->\n*", "", "".join(cell["source"]), flags=re.S).strip("\n")
+            parts.append(re.sub(r"\]\(#([^)]*)\)", lambda link: f"](#{link[1].lower()})", source))  # GitHub's ids are in lower case, Jupyter's are not
         elif cell["cell_type"] == "code": parts += shown(cell, images)
     return {"README.md": ("\n\n".join(part for part in parts if part) + "\n").encode(), **images}
 

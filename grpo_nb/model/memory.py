@@ -817,7 +817,7 @@ def _switches(s):
     if s.logit_chunk_multiplier is None and rows > 1024: yield dict(logit_chunk_multiplier=-(-rows // 256)), "Chunks of 256 rows: a few per cent of the head's time."
     for tile in (4096, 1024) if s.tile != "auto" else ():
         if s.tile is None or s.tile > tile: yield dict(tile=tile), "The MLP's forward pass once more, in the backward pass: its larger part is matrix products."
-    if not s.checkpointing: yield dict(checkpointing=True), "A second forward pass: about a third more time."
+    if not s.checkpointing: yield dict(checkpointing=True), "A second forward pass: about half more time (a third where all weights train)."
     if s.checkpointing and not s.offload_layer_inputs: yield dict(offload_layer_inputs=True), "A few per cent of the time, and host memory: the inputs are copied while the card computes."
     if s.batch > 1: yield dict(batch=1), "More and smaller passes for the same update; the trainer does it by itself, a piece of a micro-batch after the other, as many as fit."
     if s.batch > 1 and not s.offload_hidden: yield dict(offload_hidden=True, mini_batch=s.batch), "A few per cent of the head's time, and host memory."

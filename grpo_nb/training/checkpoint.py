@@ -78,7 +78,7 @@ def remove_old_checkpoints(
     for leftover in Path(output_dir).glob(".checkpoint-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for old in checkpoints(output_dir)[:-keep] if keep else []:
-        if best and old == Path(best): continue
+        if best and old.resolve() == Path(best).resolve(): continue
         hidden = old.with_name(f".{old.name}.removed")  # at once, so that half of a checkpoint never bears its name
         os.replace(old, hidden)
         shutil.rmtree(hidden)
@@ -86,11 +86,11 @@ def remove_old_checkpoints(
 
 def set_aside(
     output_dir: str | Path,  # of the run
-    after: int | None = None,  # only checkpoints of later steps than this; None: all of them, and the log
+    after: int | None = None,  # only checkpoints of later steps than this; None: all of them, the log and the completions
 ) -> Path | None:  # where they are now, a folder `earlier-run-N`; None: there was nothing
     "Move away what an earlier run left, so that none of it is taken for a part of this one."
     there = [p for p in checkpoints(output_dir) if after is None or int(p.name.split("-")[1]) > after]
-    if after is None: there += Path(output_dir).glob("log.jsonl")
+    if after is None: there += [path for name in ("log.jsonl", "completions") if (path := Path(output_dir) / name).exists()]
     if not there: return None
     folder = next(f for n in count(1) if not (f := Path(output_dir) / f"earlier-run-{n}").exists())
     folder.mkdir()
@@ -160,7 +160,8 @@ def check_adapter(
     folder: Path,  # a saved adapter
 ) -> None:  # ValueError where the saved one has another size or counts otherwise
     "Whether a saved adapter is one of this kind."
-    saved = json.loads((folder / "adapter_config.json").read_text()) if (folder / "adapter_config.json").is_file() else {}
+    if not (folder / "adapter_config.json").is_file(): raise ValueError(f"{str(folder)!r} holds no adapter, but weights of the model itself: build the model without an adapter, as it was saved, or begin anew")
+    saved = json.loads((folder / "adapter_config.json").read_text())
     for name in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"):
         now, then = getattr(config, name, None), saved.get(name)
         if name in saved and now != then:
@@ -178,13 +179,14 @@ def load_weights(
         from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
         active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
-        if len(active) > 1: raise ValueError(f"{len(active)} adapters are active, {', '.join(active)}, and one can be loaded: make that one active, set_adapter(name)")
-        if (folder / active[0] / "adapter_config.json").is_file(): folder = folder / active[0]  # where PEFT saves one that is not called "default"
-        check_adapter(model.peft_config[active[0]], folder)
-        saved = load_peft_weights(str(folder), device="cpu")
-        if not isinstance(model, PeftModel): saved = {key.removeprefix("base_model.model."): value for key, value in saved.items()}  # of transformers' add_adapter
-        missing = [key for key in get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False) if key not in saved]
-        unexpected = [] if missing else set_peft_model_state_dict(model, saved, adapter_name=active[0]).unexpected_keys
+        missing, unexpected, adapters = [], [], {}
+        for name in active:
+            place = folder / name if (folder / name / "adapter_config.json").is_file() else folder  # where PEFT saves one that is not called "default"
+            check_adapter(model.peft_config[name], place)
+            saved = load_peft_weights(str(place), device="cpu")
+            adapters[name] = saved if isinstance(model, PeftModel) else {key.removeprefix("base_model.model."): value for key, value in saved.items()}  # of transformers' add_adapter
+            missing += [key for key in get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) if key not in adapters[name]]
+        for name, saved in {} if missing else adapters.items(): unexpected += set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
     else:
         from safetensors.torch import load_file
 

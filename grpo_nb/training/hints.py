@@ -23,7 +23,9 @@ class Seen:
     def __init__(
         self,
         config: GRPOConfig,  # of the run
+        precision: str | None = None,  # "bf16", "fp16" or "no", as the run chose it; None: as the config says
     ):
+        self.fp16 = (precision or ("fp16" if config.fp16 else "no")) == "fp16"
         drawn = config.logging_steps * config.per_device_train_batch_size * config.gradient_accumulation_steps  # completions in a record, of one process
         self.window = max(RECORDS, math.ceil(GROUPS / max(drawn / config.num_generations, 1)))  # records
         self.config, self.columns = config, {}
@@ -131,7 +133,8 @@ def gradient_explodes(seen: Seen) -> str | None:
     "Gradient norms far above the limit, or far above their start."
     norm, before, limit = seen.lowest("grad_norm"), seen.early("grad_norm"), seen.config.max_grad_norm
     if norm > 10 * (limit or math.inf) or (norm > 10 * before and norm > limit):
-        return (f"For {seen.window} records the gradient norm was never below {norm:.3g} (at the start {before:.3g}; max_grad_norm={limit:g}), so the length of every update is set by the clip and the schedule alone, and one bad batch counts as much as a good one. "
+        so = "so the length of every update is set by the clip and the schedule alone, and one bad batch counts as much as a good one" if limit else "and nothing limits an update: set max_grad_norm, 1.0 is usual"
+        return (f"For {seen.window} records the gradient norm was never below {norm:.3g} (at the start {before:.3g}; max_grad_norm={limit:g}), {so}. "
                 f"Lower learning_rate (now {seen.config.learning_rate:g}), scale the rewards to about 1, and look for completions with extreme log-probs.")
 
 
@@ -146,7 +149,7 @@ def updates_skipped(seen: Seen) -> str | None:
     "Gradients are not finite, so the updates are left out."
     skipped = seen.late("skipped_updates", windows=4)  # a loss scale may need a dozen at the very start
     if skipped > 0.2 and seen.late("skipped_updates") > 0.2:
-        numbers = "fp16 overflows beyond 65,504: use bf16=True where the card has it, or float32 (fp16=False)" if seen.config.fp16 else "there is a NaN or an infinity in the model, the rewards' scale or the log-probs"
+        numbers = "fp16 overflows beyond 65,504: use bf16=True where the card has it, or float32 (fp16=False)" if seen.fp16 else "there is a NaN or an infinity in the model, the rewards' scale or the log-probs"
         return f"{skipped:.0%} of the updates of the last {4 * seen.window} records were skipped because the gradient was not finite: {numbers}. A few at the very start are normal with fp16, while the loss scale finds its size; these are not. A lower learning_rate helps where activations grow."
 
 # %% ../../nbs/training/10_hints.ipynb #915d401c
@@ -193,8 +196,9 @@ class Hints:
     def __init__(
         self,
         config: GRPOConfig,  # of the run
+        precision: str | None = None,  # "bf16", "fp16" or "no", as the run chose it; None: as the config says
     ):
-        self.seen = Seen(config)
+        self.seen = Seen(config, precision)
         self.said: dict[str, str] = {}  # name of the hint -> its sentence
 
     def look(

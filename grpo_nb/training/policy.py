@@ -17,6 +17,7 @@ from ..model.attention import TRANSFORMERS_NAMES
 from ..model.memory import free_memory
 from ..model.offload import HostStore, offload_hidden
 from ..model.sharing import share
+from ..rollout.decoder import changed_forward
 
 # %% ../../nbs/training/03_policy.ipynb #c72ba891
 @dataclass
@@ -97,7 +98,7 @@ def find_head(
     "The parts of a model's head."
     base = base_causal_model(model)
     linear, config = base.get_output_embeddings(), base.config.get_text_config()
-    if type(linear) is not torch.nn.Linear or base.base_model is base or {base.base_model, linear} != set(base.children()): return None
+    if type(linear) is not torch.nn.Linear or changed_forward(linear) or changed_forward(base) or base.base_model is base or {base.base_model, linear} != set(base.children()): return None
     if config.model_type in OTHER_MEANING or any(getattr(config, name, None) is not None for name in OTHER_STEPS): return None
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None), scale)

@@ -272,5 +272,8 @@ def run_figure(
             if points := column(name): axes.plot(*zip(*points), label=label, color=color)
         if title == "reward" and accuracy: axes.plot(*zip(*sorted(accuracy.items())), "k.--", label="held-out accuracy")
         axes.set(title=title, xlabel="step")
-        if axes.lines: axes.legend(fontsize=8)
+        if axes.lines:
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, high + 0.17 * len(axes.lines) * (high - low))  # room for the legend
+            axes.legend(fontsize=8, loc="upper center", frameon=False)
     return figure

@@ -6,6 +6,7 @@
 __all__ = ['REQUIRED', 'check_drawn', 'drawn_elsewhere']
 
 # %% ../../nbs/training/11_rollout_func.ipynb #555e6b69
+import math
 from typing import Any, Sequence
 
 import torch
@@ -28,6 +29,7 @@ def check_drawn(
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
             raise ValueError(f"rollout_func returned {name!r} with {len(values) if hasattr(values, '__len__') else 'no'} entries for {count} prompts: return a list with one entry for each prompt it was given")
     for i, ids in enumerate(output["completion_ids"]):
+        if any(map(math.isinf, output["logprobs"][i])): raise ValueError(f"completion {i} of rollout_func has an infinite log-prob, which no token has that was drawn: give the sampler's own, or NaN where it gave none")
         for name in ("logprobs", "env_mask"):
             if len(output.get(name, {i: ids})[i]) != len(ids): raise ValueError(f"completion {i} of rollout_func has {len(ids)} tokens and {len(output[name][i])} {name}: give one for each token")
         if not len(ids) or not len(output["prompt_ids"][i]): raise ValueError(f"completion {i} of rollout_func, or its prompt, has no tokens: give at least one")

@@ -41,7 +41,7 @@ from .checkpoint import (checkpoints, deterministic, find_checkpoint, load_weigh
 from .config import GRPOConfig
 from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, many_prompt_token_ids, reward_columns
 from .hints import Hints
-from .parts import EntropyBonus, Precision, Reference, check_model, describe_trainable, frozen_dtype, load_policy, make_optimizer, make_schedule
+from .parts import EntropyBonus, Precision, Reference, check_model, describe_trainable, frozen_dtype, load_policy, make_optimizer, make_schedule, recompute_layers
 from .pieces import choose_pieces, known_shape, possible_tiles, residual_bytes, share_of, split
 from .policy import TrainingBatch, completion_logps, rollout_gap
 from .report import Answering, Collected, Log, completion_metrics, peak_memory_gib, reward_metrics
@@ -110,7 +110,7 @@ class Collecting:
         kept = rollout.mask & ~(rollout.truncated[:, None] & self.config.mask_truncated_completions)
         if rollout.written is not None: kept &= rollout.written
         mine = advantages.values[self.layout.process_slice(self.accelerator.process_index)].to(self.device)
-        self.samples = sample_rows(self.state.global_step, rows, completions, self.reward_names, own, mine, extra)
+        self.samples = sample_rows(self.state.global_step + 1, rows, completions, self.reward_names, own, mine, extra)
         batch = TrainingBatch(*pad_left(rollout.prompt_ids, self.tokenizer.pad_token_id or 0, self.device), rollout.completion_ids, rollout.mask, kept, mine, rollout.logps)
         order = completion_order(len(rows), self.cycle, self.accelerator.process_index, self.config.shuffle_dataset, self.config.used("data_seed"))
         return self.add_other_policies(batch.rows(order))
@@ -169,8 +169,13 @@ class AskingPolicies:
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The parts of a micro-batch that go forward and backward by themselves, `mini_batch` of them, or as few as fit; and the model's slices set so that they do."
         count, tile = choose_pieces(self.model, batch, self.config, free_memory(self.device), self.shape, self.tiles, self.residual, most=len(batch) if self.splits else 1)
-        if tile != slice_tokens_of(self.model): slice_layers(self.model, tile)
+        self.slice(tile)
         return split(batch, count)
+
+    def slice(self, tokens: int | None) -> None:
+        "Let wide layers of the policy, and of a reference that is a model of its own, work on so many tokens at a time; None: their default."
+        for model in (self.model, self.reference and self.reference.model):
+            if model is not None and tokens != slice_tokens_of(model): slice_layers(model, tokens)
 
     def completion_logps(self, policy, batch: TrainingBatch, entropy: bool = False):
         "Log-probs (and entropies) of completions in the run's number format and temperature."
@@ -305,7 +310,7 @@ class Standing:
         "Note where the run stands, so that a checkpoint can be written until the next update."
         self.boundary = dict(cycle=self.cycle, place=self.place, random=random_state(), step=self.state.global_step, epoch=self.state.epoch, tokens=self.tokens, seconds=self.seconds(),
                              total_tokens=self.total_tokens, collected={name: list(pairs) for name, pairs in self.collected.values.items()},
-                             batch=dict(vars(self.batch)) if self.batch is not None else None)
+                             batch=dict(vars(self.batch)) if self.batch is not None else None, due=(self.control.should_evaluate, self.control.should_save))
 
 # %% ../../nbs/training/12_trainer.ipynb #ff4f0969
 IN_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")  # settings that a checkpoint restores with the optimizer's state
@@ -337,7 +342,7 @@ class Saving:
 
     def save_checkpoint(self) -> Path | None:
         "Write `checkpoint-STEP` in output_dir: all that is needed to go on exactly from the last update."
-        here = on_cpu(self.boundary)
+        here = on_cpu({**self.boundary, "due": (self.boundary["due"][0], False)})  # saved it will be
         states = [here] if self.accelerator.num_processes == 1 else gather_object([here])
         if not self.accelerator.is_main_process: return None
         folder = Path(self.config.output_dir) / f"checkpoint-{self.boundary['step']}"
@@ -356,7 +361,8 @@ class Saving:
         best = {name: getattr(self.state, name) for name in ("best_metric", "best_global_step", "best_model_checkpoint")}
         return dict(processes=processes, optimizer=self.optimizer.state_dict(), schedule=self.schedule.state_dict(), scaler=self.precision.scaler.state_dict(), history=history,
                     config=self.config.to_json(), rows=len(self.train_dataset), best=best, entropy_bonus=(self.entropy_bonus.coef, self.entropy_bonus.last),
-                    reference=self.reference.weights() if self.config.sync_ref_model else None)
+                    reference=self.reference.weights() if self.reference and (self.config.sync_ref_model or self.reference.model is None) else None,
+                    reference_norms=self.reference.norms() if self.reference and not self.config.sync_ref_model else None)
 
     def load_checkpoint(self, folder: Path) -> None:
         "Go back to where a checkpoint was written."
@@ -369,25 +375,36 @@ class Saving:
                 raise ValueError(f"{name} is {changed[name][0]!r}, and was {changed[name][1]!r} when {str(folder)!r} was written: the place in the data would be lost; set it back, or begin anew")
         if saved["rows"] != len(self.train_dataset):
             raise ValueError(f"the data has {len(self.train_dataset)} rows, and had {saved['rows']} when {str(folder)!r} was written: the place in it would be lost; use the same data, or begin anew")
+        if "optim" in changed: raise ValueError(f"optim is {changed['optim'][0]!r}, and was {changed['optim'][1]!r} when {str(folder)!r} was written: one optimizer cannot go on with another's state; set it back, or begin anew")
+        now, then = (self.reference.norms() if self.reference else [], saved.get("reference_norms") or [])
+        if now and then and (len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then)):
+            raise ValueError(f"the reference policy is the model that the trainer was given, and the run of {str(folder)!r} began with another one: give the model that it began with, its weights come from the checkpoint")
         load_weights(self.model, folder)
-        self.optimizer.load_state_dict(saved["optimizer"])
+        try: self.optimizer.load_state_dict(saved["optimizer"])
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"the optimizer's state in {str(folder)!r} does not fit this run ({error}): set weight_decay and what trains back to what they were, or begin anew") from error
         self.schedule.load_state_dict(saved["schedule"])
         self.precision.scaler.load_state_dict(saved["scaler"])
         self.entropy_bonus.coef, self.entropy_bonus.last = saved["entropy_bonus"]
         for name, value in saved["best"].items(): setattr(self.state, name, value)
         if (best := self.state.best_model_checkpoint) and (beside := folder.parent / Path(best).name).is_dir(): self.state.best_model_checkpoint = str(beside)  # the run's folder may have another name by now
-        if saved["reference"]:
+        if saved["reference"] and self.reference:
             for kept, weight in zip(self.reference.weights(), saved["reference"]): kept.data.copy_(weight)
         mine = saved["processes"][self.accelerator.process_index]
         self.cycle, self.place, self.state.global_step, self.state.epoch = mine["cycle"], mine["place"], mine["step"], mine["epoch"]
         self.tokens, self.total_tokens, self.collected.values, self.seconds_before = mine["tokens"], mine["total_tokens"], mine["collected"], mine["seconds"]
+        self.control.should_evaluate, self.control.should_save = mine.get("due", (False, False))
         self.batch = TrainingBatch(**{name: None if value is None else value.to(self.device) for name, value in mine["batch"].items()}) if mine["batch"] else None
         self.log.history[:] = saved["history"]
-        self.hints = Hints(self.config)
+        self.hints = Hints(self.config, self.precision.name)
         self.hints_given = [sentence for record in self.of_updates() for sentence in self.hints.look(record)]
         if self.log.path:
-            truncate_log(self.log.path, self.state.global_step)
-            set_aside(self.config.output_dir, after=self.state.global_step)
+            if folder.parent.resolve() == Path(self.config.output_dir).resolve():
+                truncate_log(self.log.path, self.state.global_step)
+                set_aside(self.config.output_dir, after=self.state.global_step)
+            else:  # a run that moved here
+                if other := set_aside(self.config.output_dir): tqdm.write(f"the checkpoints and the log of another run are now in {other}")
+                self.log.path.write_text("".join(json.dumps(record) + "\n" for record in self.log.history))
         set_random_state(mine["random"])
         if self.accelerator.is_main_process:
             tqdm.write(f"going on from {folder}" + "".join(f"\n{name} is {now!r}, and was {then!r} when the checkpoint was written" + "; the optimizer keeps the old value" * (name in IN_OPTIMIZER)
@@ -407,13 +424,18 @@ class Reporting:
         self.mark()
         self.moving = False
         self.bar.update(1)
+        self.evaluate_and_save()
+        if self.asked_to_stop: raise KeyboardInterrupt
+
+    def evaluate_and_save(self) -> None:
+        "What is due after an update; a run that is stopped on the way does it when it goes on."
         if self.control.should_evaluate and self.eval_dataset is not None:
             best = self.is_best(self.evaluate())
             if self.config.save_strategy == "best": self.control.should_save |= best
+            self.control.should_evaluate = False
             self.mark()
         if self.control.should_save: self.save_checkpoint()
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
-        if self.asked_to_stop: raise KeyboardInterrupt
 
     def tell(self, event: str, *values: Any) -> None:
         "Let the callbacks know; they answer by setting `control`."
@@ -534,6 +556,7 @@ class Running:
         make_folder(self.config.output_dir)
         self.check_room(self.train_dataset)
         if self.config.eval_strategy != "no": self.check_room(self.eval_dataset, "evaluation data: ")
+        self.arrange()
         self.cycles_per_epoch = self.layout.cycles_per_epoch(len(self.train_dataset))
         updates = self.layout.updates_per_epoch(len(self.train_dataset))
         state, config = self.state, self.config
@@ -558,6 +581,12 @@ class Running:
                        + ("\nsampling is truncated or penalised, so tokens are weighed by trainer / sampler probability" if self.corrects else ""))
         self.open_trackers()
         self.mark()
+
+    def arrange(self) -> None:
+        "How the model's layers are computed in this run, whatever another trainer asked for."
+        recompute_layers(self.model, self.config)
+        if self.store is not None: offload_layers(self.model, store=self.store)
+        if self.config.slice_tokens is not None: self.slice(self.config.slice_tokens)
 
     def check_room(self, rows, whose: str = "") -> None:
         "Every prompt of a data set, or of a dict of several, has to leave room for its completion."
@@ -593,10 +622,12 @@ class Running:
         before = signal.signal(signal.SIGINT, self.interrupted) if main_thread else None
         try:
             with deterministic(self.device.type == "cpu"):
+                if self.state.global_step: self.evaluate_and_save()
                 if self.config.eval_on_start and self.eval_dataset is not None and not self.state.global_step: self.evaluate()  # of step 0 there is no checkpoint that could be the best
                 yield
         except BaseException:
             self.leaving = True
+            if self.reference: self.reference.restore()
             if self.boundary is not None and self.boundary["step"] > self.first_step and self.accelerator.num_processes == 1: self.save_last()  # several processes cannot agree while one is failing
             raise
         finally:
@@ -604,7 +635,7 @@ class Running:
             self.bar.close()
             self.optimizer.zero_grad(set_to_none=True)
             if self.store is not None: self.store.release()
-            if sum(map(len, self.tiles)) > 1: slice_layers(self.model, None)  # they were chosen for this run
+            if sum(map(len, self.tiles)) > 1 or self.config.slice_tokens is not None: self.slice(None)  # they were chosen for this run
 
     def save_last(self) -> None:
         "A checkpoint on the way out of an error, which must not hide the error."
@@ -695,11 +726,10 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         self.max_positions = longest_sequence(self.model.config)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.shape, self.store = known_shape(self.model), HostStore() if self.config.offload_activations else None
-        if self.store is not None: offload_layers(self.model, store=self.store)
         self.tiles = possible_tiles(self.model, self.config)
-        if self.config.slice_tokens is not None: slice_layers(self.model, self.config.slice_tokens)
         self.splits = self.config.top_entropy_quantile >= 1 and (self.config.loss_type in WINDOW_TOKEN_LOSSES or not (self.config.entropy_coef or self.config.use_adaptive_entropy))
         self.reference = Reference(self.model) if self.config.beta else None
+        self.arrange()
         self.entropy_bonus = EntropyBonus(self.config)
         self.precision = Precision(self.config, self.device, frozen_dtype(self.model))
         self.residual = residual_bytes(self.model, self.precision.dtype)
@@ -717,7 +747,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         self.callbacks = CallbackHandler([DefaultFlowCallback(), *callbacks], self.model, self.tokenizer, self.optimizer, self.given_schedule)
         self.log = Log(Path(self.config.output_dir) / "log.jsonl" if self.accelerator.is_main_process else None, show=self.accelerator.is_main_process, called=self.add_record)
         self.state.log_history = self.log.history
-        self.hints, self.hints_given = Hints(self.config), []
+        self.hints, self.hints_given = Hints(self.config, self.precision.name), []
         self.samples: list[dict[str, Any]] = []  # the completions of the last cycle with their rewards and advantages
         self.notes: dict[str, Any] = {}  # shown in the progress bar
         self.tell("on_init_end")

@@ -48,7 +48,7 @@ def advantages_figure(
     left.hlines(mean, -0.5, G - 0.5, color="black", linestyle="--", linewidth=1, zorder=0)
     left.set_ylim(1.2 * min(0, *shown), 1.2 * max(1, *shown))
     bars = _bars(right, values, colors, "advantages: nothing to learn" if std == 0 else "advantages")
-    right.bar_label(bars, fmt="%.2f" if len(shown) <= 12 else "%.1f", fontsize=8, padding=2)
+    right.bar_label(bars, fmt="%.2f" if len(shown) <= 12 else "%.1f", fontsize=8 if len(shown) <= 8 else 6.5, padding=2)
     reach = 1.2 * max((G - 1) / G**0.5, *map(abs, values))  # one right answer among G wrong ones has (G - 1) / sqrt(G)
     right.set_ylim(-reach, reach)
     return figure

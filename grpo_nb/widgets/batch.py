@@ -99,7 +99,7 @@ def batch_widget() -> ipywidgets.VBox:  # CSS class `grpo-batch-viz`; starts wit
     "Six sliders and a checkbox around `batch_figure`."
     ranges = dict(per_device_train_batch_size=(3, 1, 8), num_generations=(4, 2, 8), gradient_accumulation_steps=(4, 1, 8),
                   steps_per_generation=(4, 1, 8), num_iterations=(1, 1, 2), num_processes=(1, 1, 4))
-    look = dict(style={"description_width": "200px"}, layout=ipywidgets.Layout(width="460px"))
+    look = dict(style={"description_width": "200px"}, layout=ipywidgets.Layout(width="460px", max_width="100%"))
     sliders = {name: ipywidgets.IntSlider(value, low, high, description=name, **look) for name, (value, low, high) in ranges.items()}
     shuffle = ipywidgets.Checkbox(False, description="shuffle (the order that is trained on)", **look)
     return interactive_figure(batch_figure, "grpo-batch-viz", **sliders, shuffle=shuffle)

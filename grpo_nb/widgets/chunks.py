@@ -87,7 +87,7 @@ def chunks_figure(
 # %% ../../nbs/widgets/04_chunks.ipynb #e4957a3d
 def chunks_widget() -> ipywidgets.VBox:  # CSS class `grpo-chunks-viz`
     "The drawing of `chunks_figure` under sliders."
-    wide = {"style": {"description_width": "11em"}, "layout": ipywidgets.Layout(width="30em")}
+    wide = {"style": {"description_width": "11em"}, "layout": ipywidgets.Layout(width="30em", max_width="100%")}
     def choice(name, values, value):
         return ipywidgets.SelectionSlider(options=[(f"{v:,}", v) for v in values], value=value, description=name, **wide)
     return interactive_figure(

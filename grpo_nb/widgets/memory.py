@@ -96,7 +96,7 @@ def memory_widget(
     card: str = "T4",
 ) -> ipywidgets.VBox:  # CSS class `grpo-memory-viz`; `box.controls[name].value` moves it
     "A step's memory under lists, sliders and switches."
-    wide = {"style": {"description_width": "10em"}, "layout": ipywidgets.Layout(width="30em")}
+    wide = {"style": {"description_width": "10em"}, "layout": ipywidgets.Layout(width="30em", max_width="100%")}
     def choice(name, values, value):
         return ipywidgets.SelectionSlider(options=[(f"{v:,}", v) for v in values], value=value, description=name, **wide)
     def switch(name, value):

@@ -428,7 +428,7 @@ def table_html(
     "A table that takes its letters' colour from the page."
     def cell(tag, k, inside): return f'<{tag} style="padding:2px 12px 2px 0;vertical-align:top;text-align:{"right" if k in numbers else "left"}">{inside}</{tag}>'
     lines = [f'<tr>{"".join(cell(tag, k, inside) for k, inside in enumerate(row))}</tr>' for tag, row in (("th", head), *(("td", row) for row in rows))]
-    return f'<table style="border-spacing:0;line-height:1.4">{"".join(lines)}</table>'
+    return f'<div style="overflow-x:auto"><table style="border-spacing:0;line-height:1.4;min-width:40em">{"".join(lines)}</table></div>'
 
 
 def judgements_table(
@@ -588,7 +588,7 @@ class RewardsPanel:
         self.completion = ipywidgets.Textarea(description="completion", continuous_update=False, rows=8, **wide)
         self.button = ipywidgets.Button(description="Judge", icon="balance-scale", tooltip="ask every reward function about what stands in the box")
         self.sliders = ipywidgets.VBox()
-        self.box = ipywidgets.VBox([ipywidgets.HBox([self.name, self.example]), self.prompt, self.row, self.completion, self.button, self.drawing, self.sliders])
+        self.box = ipywidgets.VBox([ipywidgets.HBox([self.name, self.example], layout=ipywidgets.Layout(flex_flow="row wrap")), self.prompt, self.row, self.completion, self.button, self.drawing, self.sliders])
         self.box.add_class("grpo-rewards-viz")
         self.name.observe(self.choose, names="value")
         self.example.observe(self.take_example, names="value")
