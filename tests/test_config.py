@@ -117,7 +117,7 @@ def test_a_switch_that_is_off_may_be_given_as_enum_or_bool():
 
 
 @pytest.mark.parametrize("given, nearest", [("learning_rte", "learning_rate"), ("epsilon_hi", "epsilon_high"), ("max_completions_length", "max_completion_length"),
-                                            ("evaluation_strategy", "eval_strategy"), ("unsloth_grpo_minibatch", "unsloth_grpo_mini_batch"), ("max_new_tokens", "max_completion_length"), ("lr", "learning_rate")])
+                                            ("evaluation_strategy", "eval_strategy"), ("unsloth_grpo_minibatch", "unsloth_grpo_mini_batch"), ("max_new_tokens", "max_completion_length"), ("lr", "learning_rate"), ("num_ppo_epochs", "num_iterations"), ("clip_ratio", "epsilon")])
 def test_an_unknown_keyword_names_the_nearest(given, nearest):
     error = outcome(GRPOConfig, **{given: 1})
     assert type(error) is TypeError and given in str(error) and f"'{nearest}'" in str(error)
@@ -195,6 +195,18 @@ def test_words(name):
     for word in WORDS[name]: assert getattr(outcome(GRPOConfig, **{name: word}, **others), name) == word
     error = outcome(GRPOConfig, **{name: WORDS[name][0] + "x"})
     assert isinstance(error, ValueError) and f"The nearest is {WORDS[name][0]!r}" in str(error)
+
+
+@pytest.mark.parametrize("given, words", [(dict(top_k=-1), None), (dict(temperature=0), None), (dict(learning_rate=-1), None), (dict(save_steps=0.5), "A share of the run is not understood here"), (dict(model="x"), "none is spelt nearly so"),
+                                          (dict(stop="x"), "none is spelt nearly so"), (dict(optim="adamw"), None), (dict(lr_scheduler_type="linear_with_warmup"), None), (dict(loss_type="rloo"), None)])
+def test_no_advice_is_better_than_a_wrong_one(given, words):
+    error = outcome(GRPOConfig, **given)
+    assert isinstance(error, (TypeError, ValueError)) and "nearest" not in str(error) and (words or "") in str(error)
+
+
+def test_a_switch_from_a_command_line():
+    assert outcome(GRPOConfig, scale_rewards="False").scale_rewards == "none" and outcome(GRPOConfig, scale_rewards="True").scale_rewards == "group"
+    assert isinstance(outcome(GRPOConfig, bf16="False"), ValueError)
 
 
 @pytest.mark.parametrize("word, told", [("DAPO", "The nearest is 'dapo'"), ("GSPO", "GSPO is loss_type='grpo' with importance_sampling_level='sequence'"), ("dr-grpo", "The nearest is 'dr_grpo'")])

@@ -121,6 +121,11 @@ def test_format_is_not_blamed(changes):
     assert "format and nothing else" not in told(run(changes))[1].said
 
 
+@pytest.mark.parametrize("settings", [{"loss_type": "sapo"}, {"entropy_coef": 0.01}])
+def test_no_word_about_a_loss_that_is_not_0_by_itself(settings):
+    assert "loss prints 0" not in told(run({"loss": -0.03}, 3), **settings)[1].said
+
+
 @pytest.mark.parametrize("changes", [{"ratio/max": 1.4}, {"loss": 0.4}, {"grad_norm": 0.0}])
 def test_no_word_about_the_loss_where_it_would_be_wrong(changes):
     assert "loss prints 0" not in told(run(changes, 3))[1].said

@@ -534,6 +534,38 @@ def test_an_optimizer_that_cannot_go_on(tmp_path, changes, words):
     with pytest.raises(ValueError, match=words): small_trainer(tmp_path, max_steps=3, **changes).train(resume_from_checkpoint=True)
 
 
+def test_optimizers_that_are_one_go_on(tmp_path):
+    small_trainer(tmp_path, save_strategy="steps", save_steps=2, optim="adamw_torch_fused").train()
+    small_trainer(tmp_path, optim="adamw_torch", max_steps=3).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_that_fails_changes_no_weight(tmp_path):
+    def adapted(*names): torch.manual_seed(0); return get_peft_model(small_model()[0], LoraConfig(**{**LORA, "target_modules": list(names)}))
+    small_trainer(tmp_path / "lora", model=adapted("q_proj", "v_proj"), save_strategy="steps", save_steps=2).train()
+    small_trainer(tmp_path / "full", save_strategy="steps", save_steps=2, weight_decay=0.0).train()
+    for trainer, words in ((small_trainer(tmp_path / "lora", model=adapted("q_proj")), "unexpected .*v_proj.*give the model, or the peft_config, that was saved"),
+                           (small_trainer(tmp_path / "full", weight_decay=0.1), "does not fit this run")):
+        before = weights_of(trainer.model)
+        with pytest.raises(ValueError, match=words): trainer.train(resume_from_checkpoint=True)
+        assert all(torch.equal(before[name], p) for name, p in weights_of(trainer.model).items())
+
+
+@pytest.mark.parametrize("damage", ["cut off", "gone"])
+def test_damaged_weights_say_which_file(tmp_path, damage):
+    def adapted(): torch.manual_seed(0); return get_peft_model(small_model()[0], LoraConfig(**LORA))
+    small_trainer(tmp_path, model=adapted(), save_strategy="steps", save_steps=2).train()
+    file = tmp_path / "checkpoint-2" / "adapter_model.safetensors"
+    if damage == "gone": file.unlink()
+    else: file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="the weights in .*checkpoint-2.* cannot be read, they are damaged, cut off or gone"): small_trainer(tmp_path, model=adapted()).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_beyond_max_steps_says_so(tmp_path, capsys):
+    small_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
+    small_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint=True)
+    assert "is of step 2 and max_steps is 1: nothing is left to do" in capsys.readouterr().out
+
+
 def test_a_reference_that_is_not_wanted_any_more(tmp_path):
     small_trainer(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, save_strategy="steps", save_steps=2).train()
     small_trainer(tmp_path, beta=0.0, max_steps=3).train(resume_from_checkpoint=True)

@@ -163,6 +163,45 @@ def test_a_sampler_may_leave_log_probs_out(tmp_path):
     assert trainer.log_history[-1]["sampling/gap_mean"] == 0 and trainer.log_history[-1]["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("form", ["no log-probs", "None for some", "tensors"])
+def test_the_forms_in_which_a_rollout_function_may_answer(form, tmp_path):
+    def answer(prompts, trainer):
+        assert (trainer.num_generations, trainer.num_generations_eval, trainer.max_completion_length, trainer.temperature, trainer.beta, trainer.reward_func_names) == (4, 4, 6, 1.0, 0.0, ["digits"])
+        output = from_the_engine(prompts, trainer)
+        if form == "no log-probs": return {**output, "logprobs": None}
+        if form == "None for some": return {**output, "logprobs": [[None, *row[1:]] for row in output["logprobs"]]}
+        return {name: [torch.tensor(row) for row in rows] for name, rows in output.items()}
+    trainer = small_trainer(tmp_path, arguments=dict(rollout_func=answer), max_steps=1)
+    trainer.train()
+    plain = small_trainer(tmp_path / "plain", arguments=dict(rollout_func=from_the_engine), max_steps=1)
+    plain.train()
+    record, expected = trainer.log_history[0], plain.log_history[0]
+    assert record["reward"] == expected["reward"] and record["grad_norm"] > 0 and (record["sampling/gap_mean"] == 0) == (form == "no log-probs")
+    if form == "tensors": assert without_clocks(trainer.log_history) == without_clocks(plain.log_history)
+
+
+def test_rewards_are_averaged_over_what_was_judged(tmp_path):
+    "Cycles in which a function judged nothing are no zeros, and a name with `min` in it is a mean all the same."
+    def min_length_reward(completions, trainer_state, log_metric, **_):
+        log_metric("tool_max_calls", trainer_state.global_step)
+        log_metric("calls_max", trainer_state.global_step)
+        return [trainer_state.global_step + 1.0] * len(completions)
+    def sometimes(completions, trainer_state, **_): return [1.0 if trainer_state.global_step == 1 else None] * len(completions)
+    trainer = small_trainer(tmp_path, [min_length_reward, sometimes], max_steps=4, logging_steps=4)
+    with pytest.warns(UserWarning, match="'sometimes' judged no completion"): trainer.train()
+    record = trainer.log_history[0]
+    assert (record["rewards/min_length_reward/mean"], record["rewards/sometimes/mean"], record["tool_max_calls"], record["calls_max"]) == (2.5, 1.0, 1.5, 3.0)
+    lengths = [record[f"completions/{name}_terminated_length"] for name in ("min", "mean", "max")]
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize("name, data, words", [("eval_loss", ROWS[:2], "'loss', and completions that are drawn have none: take 'reward'"), (None, {"a": ROWS[:2], "b": ROWS[:2]}, "is 'reward', and each of the 2 evaluation sets has one: say which, for instance a_reward")])
+def test_a_metric_that_no_evaluation_will_have(name, data, words, tmp_path):
+    given = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, arguments=dict(eval_dataset=data))
+    with pytest.raises(ValueError, match=words): small_trainer(tmp_path, metric_for_best_model=name, **given)
+    small_trainer(tmp_path, metric_for_best_model="eval_a_reward" if isinstance(data, dict) else "rewards/digits/mean", **given).train()
+
+
 @pytest.mark.parametrize("output, words", [
     (None, "returned NoneType"), ({"prompt_ids": []}, "must return a dict with the keys"), ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]]}, "1 entries for 16 prompts"),
     ({"prompt_ids": [[1]] * 16, "completion_ids": [[1]] * 16, "logprobs": [[-math.inf]] * 16}, "an infinite log-prob"),
@@ -480,7 +519,7 @@ def test_what_has_no_meaning_here_says_what_to_do(name, tmp_path):
     trainer = small_trainer(tmp_path)
     with pytest.raises(AttributeError, match=f"GRPOTrainer has no '{name}': "): getattr(trainer, name)
     assert not hasattr(trainer, name) and not hasattr(trainer, "schedule") and getattr(trainer, "nothing", 5) == 5
-    assert hasattr(transformers.Trainer, name) or name == "model_wrapped", "a name of transformers"
+    assert hasattr(transformers.Trainer, name) or name in ("model_wrapped", "ref_model", "data_collator"), "a name of transformers, or of TRL"
     for word in {word for word in NOT_HERE[name].replace("(", " ").split() if hasattr(GRPOTrainer, word)}: assert callable(getattr(trainer, word))
     with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'nothing'"): trainer.nothing
 

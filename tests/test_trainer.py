@@ -542,7 +542,7 @@ def test_a_tracker_that_is_not_installed(tmp_path):
 
 DOCUMENTED = {  # what every record of a run holds
     "step", "epoch", "learning_rate", "loss", "grad_norm", "skipped_updates", "reward", "reward_std", "rewards/digits/mean", "rewards/digits/std", "frac_reward_zero_std",
-    "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio", "completions/mean_terminated_length", "entropy", "ratio/mean", "ratio/max",
+    "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio", "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length", "entropy", "ratio/mean", "ratio/max",
     "clip_ratio/low", "clip_ratio/high", "clip_ratio/delta", "clip_ratio/region", "sampling/gap_mean", "sampling/gap_max", "sampling/gap_kl", "num_tokens", "tokens_per_second", "step_time", "seconds",
     "seconds_left", "peak_memory_gib", "kl",
 }
@@ -554,6 +554,22 @@ def test_seconds_of_an_update(tmp_path):
     records = trainer.log_history
     assert all(record["step_time"] >= 0.2 for record in records)
     assert sum(record["step_time"] * updates for record, updates in zip(records, (2, 2, 1))) == pytest.approx(records[-1]["seconds"], abs=0.1)
+
+
+def test_an_evaluation_is_no_time_of_an_update(tmp_path):
+    def slow_later(completions, trainer_state, **_):
+        if not training: time.sleep(0.5)
+        return digits(completions)
+    trainer = small_trainer(tmp_path, slow_later, max_steps=4, eval_strategy="steps", eval_steps=2, arguments=dict(eval_dataset=ROWS[:2]))
+    training, evaluate = [1], trainer.evaluate
+    def evaluation(*given):
+        training.clear()
+        try: return evaluate(*given)
+        finally: training.append(1)
+    trainer.evaluate = evaluation
+    trainer.train()
+    updates = [record for record in trainer.log_history if "step_time" in record]
+    assert max(record["step_time"] for record in updates) < 0.4 and updates[-1]["seconds"] > 0.5
 
 
 class Interrupted(list):

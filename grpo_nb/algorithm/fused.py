@@ -23,7 +23,7 @@ def _softmax(logits, index, grads, logps, entropies, V, factor, slope, HAS_GRADS
     v = tl.arange(0, BV)
     largest, total, moment = tl.full((BV,), -1e38, tl.float32), tl.zeros((BV,), tl.float32), tl.zeros((BV,), tl.float32)
     for start in range(0, V, BV):
-        z = tl.load(logits + start + v, mask=start + v < V, other=-float("inf"), eviction_policy="evict_last").to(tl.float32) * factor
+        z = tl.load(logits + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32) * factor
         new = tl.maximum(largest, z)
         fade, share = tl.exp(largest - new), tl.exp(z - new)
         if HAS_ENTROPY: moment = fade * (moment + total * (largest - new)) + tl.where(share == 0, 0.0, share * (z - new))
@@ -42,8 +42,8 @@ def _softmax(logits, index, grads, logps, entropies, V, factor, slope, HAS_GRADS
         last = (V - 1) // BV * BV
         for back in range(0, V, BV):
             j = last - back + v
-            z = tl.load(logits + j, mask=j < V, other=-float("inf"), eviction_policy="evict_first").to(tl.float32) * factor
-            tl.store(logits + j, (g * (tl.where(j == i, 1.0, 0.0) - tl.exp(z - lse))).to(logits.dtype.element_ty), mask=j < V, eviction_policy="evict_first")
+            z = tl.load(logits + j, mask=j < V, other=-float("inf")).to(tl.float32) * factor
+            tl.store(logits + j, (g * (tl.where(j == i, 1.0, 0.0) - tl.exp(z - lse))).to(logits.dtype.element_ty), mask=j < V)
 
 
 def softmax_chunk(
@@ -60,5 +60,5 @@ def softmax_chunk(
     entropies = torch.empty_like(logps) if entropy else None
     if len(logits):
         _softmax[(len(logits),)](logits, index, logps if grads is None else grads.contiguous(), logps, logps if entropies is None else entropies, logits.shape[1], scale / temperature, scale / temperature,
-                                 HAS_GRADS=grads is not None, HAS_ENTROPY=entropy, BV=4096, num_warps=16)
+                                 HAS_GRADS=grads is not None, HAS_ENTROPY=entropy, BV=4096, num_warps=8)
     return logps, entropies

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['checkpoints', 'find_checkpoint', 'read_state', 'make_folder', 'remove_old_checkpoints', 'set_aside', 'random_state',
-           'set_random_state', 'deterministic', 'truncate_log', 'check_adapter', 'load_weights', 'no_file_bars']
+           'set_random_state', 'deterministic', 'truncate_log', 'check_adapter', 'saved_tensors', 'read_weights',
+           'load_weights', 'no_file_bars']
 
 # %% ../../nbs/training/06_checkpoint.ipynb #2c31487d
 import json
@@ -17,7 +18,7 @@ import tempfile
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -168,38 +169,61 @@ def check_adapter(
             raise ValueError(f"{name} of the adapter is {getattr(now, 'value', now)!r}, and it is {then!r} in {str(folder)!r}: build the model with the peft_config that was saved, or begin anew")
 
 
+def saved_tensors(
+    read: Callable,  # reads a file or folder
+    path: Path,  # of a checkpoint
+) -> dict[str, torch.Tensor]:  # ValueError if it is damaged
+    "What a weight file holds."
+    try: return read(str(path))
+    except Exception as error:  # whatever safetensors, PEFT and the hub raise
+        raise ValueError(f"the weights in {str(path)!r} cannot be read, they are damaged, cut off or gone ({type(error).__name__}: {str(error).partition(chr(10))[0]}): go on from another checkpoint by its name, or begin anew") from error
+
+
+def read_weights(
+    model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
+    folder: str | Path,  # where its save_pretrained wrote
+) -> Callable[[], None]:  # copies them; ValueError, and the model as it was, where they do not fit
+    "Read saved weights, or a saved adapter, for a model."
+    folder = Path(folder)
+    if not folder.is_dir(): raise ValueError(f"there is no folder {str(folder)!r} to load weights from: it was moved or removed")
+    if hasattr(model, "peft_config"):
+        from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+        from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+        active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+        missing, unexpected, adapters, own = [], [], {}, {}
+        for name in active:
+            place = folder / name if (folder / name / "adapter_config.json").is_file() else folder  # where PEFT saves one that is not called "default"
+            check_adapter(model.peft_config[name], place)
+            saved = saved_tensors(lambda path: load_peft_weights(path, device="cpu", local_files_only=True), place)
+            adapters[name] = saved if isinstance(model, PeftModel) else {key.removeprefix("base_model.model."): value for key, value in saved.items()}  # of transformers' add_adapter
+            own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+            missing += own.keys() - adapters[name].keys()
+            unexpected += [key for key in adapters[name].keys() - own.keys() if not any(layer in key for layer in EMBEDDING_LAYER_NAMES)]
+        def copy():
+            for name, saved in adapters.items(): set_peft_model_state_dict(model, saved, adapter_name=name)
+    else:
+        from safetensors.torch import load_file
+
+        state = {}
+        for file in sorted(folder.glob("*.safetensors")): state.update(saved_tensors(load_file, file))
+        own = model.state_dict()
+        for name in state.keys() & own.keys():
+            if state[name].shape != own[name].shape: raise ValueError(f"the weights in {str(folder)!r} are of another model: {name} has shape {tuple(state[name].shape)} there and {tuple(own[name].shape)} here")
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        unexpected, missing = state.keys() - own.keys(), own.keys() - state.keys() - set(tied)
+        def copy(): model.load_state_dict(state, strict=False)
+    if unexpected or missing:
+        raise ValueError(f"the weights in {str(folder)!r} are of another model: missing {sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}; give the model, or the peft_config, that was saved, or begin anew")
+    return copy
+
+
 def load_weights(
     model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
     folder: str | Path,  # where its save_pretrained wrote
 ) -> None:
     "Copy saved weights, or a saved adapter, into a model in place."
-    folder = Path(folder)
-    if not folder.is_dir(): raise ValueError(f"there is no folder {str(folder)!r} to load weights from: it was moved or removed")
-    if hasattr(model, "peft_config"):
-        from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
-
-        active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
-        missing, unexpected, adapters = [], [], {}
-        for name in active:
-            place = folder / name if (folder / name / "adapter_config.json").is_file() else folder  # where PEFT saves one that is not called "default"
-            check_adapter(model.peft_config[name], place)
-            saved = load_peft_weights(str(place), device="cpu")
-            adapters[name] = saved if isinstance(model, PeftModel) else {key.removeprefix("base_model.model."): value for key, value in saved.items()}  # of transformers' add_adapter
-            missing += [key for key in get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) if key not in adapters[name]]
-        for name, saved in {} if missing else adapters.items(): unexpected += set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
-    else:
-        from safetensors.torch import load_file
-
-        state = {}
-        for file in sorted(folder.glob("*.safetensors")): state.update(load_file(file))
-        own = model.state_dict()
-        for name in state.keys() & own.keys():
-            if state[name].shape != own[name].shape: raise ValueError(f"the weights in {str(folder)!r} are of another model: {name} has shape {tuple(state[name].shape)} there and {tuple(own[name].shape)} here")
-        result = model.load_state_dict(state, strict=False)
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        unexpected, missing = result.unexpected_keys, [key for key in result.missing_keys if key not in tied]
-    if unexpected or missing:
-        raise ValueError(f"the weights in {str(folder)!r} are of another model: missing {list(missing)[:3]}, unexpected {list(unexpected)[:3]}")
+    read_weights(model, folder)()
 
 # %% ../../nbs/training/06_checkpoint.ipynb #f35225c1
 @contextmanager

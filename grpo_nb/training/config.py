@@ -72,17 +72,15 @@ ELSEWHERE = {  # words of papers and other libraries -> what they are here
 def nearest(
     spec: Field,
     value,  # one that is not allowed
-) -> str:  # " The nearest is ..." or nothing
-    "The legal value closest to one that is not."
+) -> str:  # " The nearest is ...", or nothing
+    "The word that was meant, as far as one can tell."
     allowed = spec.metadata["allowed"]
     if isinstance(allowed, tuple):
         if (told := ELSEWHERE.get(str(value).lower())) and spec.name == "loss_type": return f" {told}"
-        close = [word for word in allowed if word.lower() == str(value).lower()] or difflib.get_close_matches(str(value), allowed, 1, 0.5)
+        close = [word for word in allowed if word.lower() == str(value).lower()] or difflib.get_close_matches(str(value), allowed, 1, 0.8)
         return f" The nearest is {close[0]!r}." if close else ""
-    if not allowed or not isinstance(value, Real) or isinstance(value, bool): return ""
-    low, high = allowed[1:-1].split(", ")
-    if allowed[0] == "[" and value < float(low): return f" The nearest is {low}."
-    return f" The nearest is {high}." if allowed[-1] == "]" and value > float(high) else ""
+    if isinstance(value, float) and 0 < value < 1 and spec.name in ("save_steps", "eval_steps", "logging_steps"): return " A share of the run is not understood here: give a number of updates."
+    return ""
 
 
 def legal(
@@ -92,6 +90,7 @@ def legal(
     "Check one value against its setting; ValueError with a sentence if it does not fit."
     if "allowed" not in spec.metadata: return value  # a field of somebody's own, in a subclass
     plain = value.value if isinstance(value, Enum) else os.fspath(value) if isinstance(value, os.PathLike) else value
+    if plain in ("True", "False") and True in spec.metadata["same"]: plain = plain == "True"  # from a command line
     if plain is None or isinstance(plain, (bool, int)): plain = spec.metadata["same"].get(plain, plain)
     types, allowed = kinds(spec.type), spec.metadata["allowed"]
     if plain is None and NoneType in types: return None
@@ -121,7 +120,10 @@ def known(
 OTHER_NAMES = {  # of settings, in other libraries -> here
     "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length", "response_length": "max_completion_length", "lr": "learning_rate", "epochs": "num_train_epochs", "steps": "max_steps",
     "batch_size": "per_device_train_batch_size", "group_size": "num_generations", "num_samples": "num_generations", "n": "num_generations", "kl_coef": "beta", "kl_coeff": "beta",
-    "clip_range": "epsilon", "cliprange": "epsilon", "entropy_coeff": "entropy_coef", "grad_clip": "max_grad_norm", "reward_scaling": "scale_rewards",
+    "kl_penalty": "beta", "init_kl_coef": "beta", "kl_loss_coef": "beta", "clip_range": "epsilon", "cliprange": "epsilon", "clip_ratio": "epsilon", "clip_eps": "epsilon", "eps_clip": "epsilon",
+    "clip_ratio_low": "epsilon", "clip_ratio_high": "epsilon_high", "num_ppo_epochs": "num_iterations", "ppo_epochs": "num_iterations", "mu": "num_iterations",
+    "per_device_batch_size": "per_device_train_batch_size", "train_batch_size": "per_device_train_batch_size", "entropy_coeff": "entropy_coef", "entropy_coefficient": "entropy_coef",
+    "grad_clip": "max_grad_norm", "reward_scaling": "scale_rewards",
 }
 
 
@@ -130,7 +132,7 @@ def unknown(
     names,  # what there is
 ) -> str:  # a sentence with the nearest name
     "The sentence for a name that does not exist."
-    close = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, 1)
+    close = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, 1, 0.75)
     return f"There is no setting {name!r}" + (f"; the nearest is {close[0]!r}." if close else " and none is spelt nearly so.")
 
 

@@ -89,14 +89,21 @@ def check_long_prompts(
     max_completion_length: int,  # tokens that a completion may have
     max_positions: int | None,  # longest sequence of the model, tokens; None: no limit
     chat_template_kwargs: Mapping[str, Any] | None = None,  # extra variables for the template
-) -> int:  # how many rows were tokenized; ValueError for the first prompt that is too long
-    "Make sure that every prompt of a dataset leaves room for its completion."
-    if max_positions is None: return 0
+) -> int:  # how many rows were tokenized; ValueError for the first prompt that is too long, or that cannot be tokenized
+    "Make sure that every prompt of a dataset leaves room for its completion, and that the tokenizer takes prompts of its kinds."
+    seen = set()
+    def new(prompt):
+        "Whether it is the first with these roles, or the first string, which shows what the tokenizer makes of all such."
+        kind = bool(prompt) if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
+        return kind not in seen and not seen.add(kind)
+
     def size(prompt): return len(prompt.encode()) if isinstance(prompt, str) else TEMPLATE_ROOM + sum(len(str(message).encode()) for message in prompt)
 
-    doubtful = [number for number, prompt in enumerate(prompts_of(dataset)) if size(prompt) + max_completion_length > max_positions]
+    doubtful = [number for number, prompt in enumerate(prompts_of(dataset)) if new(prompt) or max_positions is not None and size(prompt) + max_completion_length > max_positions]
     for number in tqdm(doubtful, desc="prompt lengths", delay=2, leave=False):
-        check_prompt_lengths([prompt_token_ids(dataset[number]["prompt"], tokenizer, chat_template_kwargs)], max_completion_length, max_positions, [number])
+        try: ids = prompt_token_ids(dataset[number]["prompt"], tokenizer, chat_template_kwargs)
+        except Exception as error: raise ValueError(f"The prompt of row {number} cannot be tokenized ({type(error).__name__}): {error}") from error  # a template raises what it likes
+        check_prompt_lengths([ids], max_completion_length, max_positions, [number])
     return len(doubtful)
 
 # %% ../../nbs/training/02_data.ipynb #b561abb5

@@ -162,7 +162,7 @@ def score_completions(
     table = torch.tensor([checked(answers[k], given, name, step) for k, name in enumerate(names)], dtype=torch.float32).T  # (N, K)
     silent = [name for k, (name, column) in enumerate(zip(names, table.T)) if column.isnan().all() and not isinstance(answers[k], NotScored)] if completions else []
     where = f"(None or NaN for all {len(completions)}) at step {step}; the first completion is {completions[0]!r}" if completions else ""
-    if silent and len(silent) == len(names): raise RewardError(f"no reward function judged any completion: {', '.join(map(repr, names))} {where}")
+    if silent and len(silent) == len(names): raise RewardError(f"no reward function judged any completion: {', '.join(map(repr, names))} {where}. If that may happen, give 0 in place of None, or draw more prompts at a time")
     for name in silent: warnings.warn(f"reward function {name!r} judged no completion {where}", stacklevel=2)
     return table
 

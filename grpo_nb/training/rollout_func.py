@@ -26,12 +26,13 @@ def check_drawn(
         given = sorted(output) if isinstance(output, dict) else type(output).__name__
         raise ValueError(f"rollout_func returned {given}, and it must return a dict with the keys {', '.join(REQUIRED)}")
     for name, values in output.items():
+        if values is None and name == "logprobs": continue
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
             raise ValueError(f"rollout_func returned {name!r} with {len(values) if hasattr(values, '__len__') else 'no'} entries for {count} prompts: return a list with one entry for each prompt it was given")
     for i, ids in enumerate(output["completion_ids"]):
-        if any(map(math.isinf, output["logprobs"][i])): raise ValueError(f"completion {i} of rollout_func has an infinite log-prob, which no token has that was drawn: give the sampler's own, or NaN where it gave none")
+        if output["logprobs"] is not None and any(x is not None and math.isinf(x) for x in output["logprobs"][i]): raise ValueError(f"completion {i} of rollout_func has an infinite log-prob, which no token has that was drawn: give the sampler's own, or NaN where it gave none")
         for name in ("logprobs", "env_mask"):
-            if len(output.get(name, {i: ids})[i]) != len(ids): raise ValueError(f"completion {i} of rollout_func has {len(ids)} tokens and {len(output[name][i])} {name}: give one for each token")
+            if len((output.get(name) or {i: ids})[i]) != len(ids): raise ValueError(f"completion {i} of rollout_func has {len(ids)} tokens and {len(output[name][i])} {name}: give one for each token")
         if not len(ids) or not len(output["prompt_ids"][i]): raise ValueError(f"completion {i} of rollout_func, or its prompt, has no tokens: give at least one")
 
 
@@ -42,7 +43,10 @@ def drawn_elsewhere(
     device: torch.device | str = "cpu",  # of the result
 ) -> Rollout:  # N = count; `written` from env_mask, `columns` from the other keys
     "A rollout from lists; ValueError if they are not one."
+    if isinstance(output, dict): output = {name: values.tolist() if hasattr(values, "tolist") else [v.tolist() if hasattr(v, "tolist") else v for v in values] if isinstance(values, (list, tuple)) else values for name, values in output.items()}
     check_drawn(output, count)
+    if output["logprobs"] is None: output["logprobs"] = [[None] * len(ids) for ids in output["completion_ids"]]
+    output["logprobs"] = [[math.nan if x is None else x for x in row] for row in output["logprobs"]]
     lengths = torch.tensor([len(ids) for ids in output["completion_ids"]], device=device)
     def rectangle(rows, dtype): return torch.tensor([list(row) + [0] * (int(lengths.max()) - len(row)) for row in rows], dtype=dtype, device=device)  # (N, T)
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NOT_SUPPORTED', 'LOSS_SETTINGS', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH', 'check_launch', 'check_arguments',
-           'check_callbacks', 'Collecting', 'AskingPolicies', 'Accumulating', 'Updating', 'Standing', 'on_cpu',
-           'Saving', 'Reporting', 'Running', 'load_tokenizer', 'GRPOTrainer']
+           'check_metric', 'check_callbacks', 'Collecting', 'AskingPolicies', 'Accumulating', 'Updating', 'Standing',
+           'on_cpu', 'Saving', 'Reporting', 'Running', 'load_tokenizer', 'GRPOTrainer']
 
 # %% ../../nbs/training/12_trainer.ipynb #d87d65dc
 import json
@@ -36,7 +36,7 @@ from ..model.memory import free_memory, longest_sequence
 from ..model.offload import HostStore, offload_layers
 from ..model.tiles import slice_layers, slice_tokens_of
 from ..rollout.engine import Rollout, RolloutEngine, default_stop_token_ids, evaluating, pad_left
-from .checkpoint import (checkpoints, deterministic, find_checkpoint, load_weights, make_folder, no_file_bars, random_state, read_state, remove_old_checkpoints,
+from .checkpoint import (checkpoints, deterministic, find_checkpoint, load_weights, make_folder, no_file_bars, random_state, read_state, read_weights, remove_old_checkpoints,
                                          set_aside, set_random_state, truncate_log)
 from .config import GRPOConfig
 from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, many_prompt_token_ids, reward_columns
@@ -77,6 +77,16 @@ def check_arguments(
         raise ValueError(f"reward_weights has {len(config.reward_weights)} numbers and there are {len(functions)} reward functions: give one weight each")
     missing = [name for name in config.trackers() if name not in ("all", *map(str, get_available_trackers()))]
     if missing: raise ValueError(f"report_to names {missing[0]!r}, which is not installed: install it, or report to one of {', '.join(map(str, get_available_trackers())) or 'none'}")
+
+
+def check_metric(
+    name: str,  # of the evaluation that makes a checkpoint the best, without "eval_"
+    eval_dataset: Any,  # one data set, or a dict of several
+) -> None:
+    "Refuse, before the first evaluation, a name that none will have."
+    if name == "loss": raise ValueError("metric_for_best_model is 'loss', and completions that are drawn have none: take 'reward', the default, or 'rewards/NAME/mean' of one function")
+    if isinstance(eval_dataset, dict) and not any(name.startswith(f"{part}_") for part in eval_dataset):
+        raise ValueError(f"metric_for_best_model is {name!r}, and each of the {len(eval_dataset)} evaluation sets has one: say which, for instance {next(iter(eval_dataset))}_{name!s}")
 
 
 def check_callbacks(
@@ -375,14 +385,15 @@ class Saving:
                 raise ValueError(f"{name} is {changed[name][0]!r}, and was {changed[name][1]!r} when {str(folder)!r} was written: the place in the data would be lost; set it back, or begin anew")
         if saved["rows"] != len(self.train_dataset):
             raise ValueError(f"the data has {len(self.train_dataset)} rows, and had {saved['rows']} when {str(folder)!r} was written: the place in it would be lost; use the same data, or begin anew")
-        if "optim" in changed: raise ValueError(f"optim is {changed['optim'][0]!r}, and was {changed['optim'][1]!r} when {str(folder)!r} was written: one optimizer cannot go on with another's state; set it back, or begin anew")
+        if "optim" in changed and len({name.removesuffix("_fused") for name in changed["optim"]}) > 1: raise ValueError(f"optim is {changed['optim'][0]!r}, and was {changed['optim'][1]!r} when {str(folder)!r} was written: one optimizer cannot go on with another's state; set it back, or begin anew")
         now, then = (self.reference.norms() if self.reference else [], saved.get("reference_norms") or [])
         if now and then and (len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then)):
             raise ValueError(f"the reference policy is the model that the trainer was given, and the run of {str(folder)!r} began with another one: give the model that it began with, its weights come from the checkpoint")
-        load_weights(self.model, folder)
+        copy_weights = read_weights(self.model, folder)
         try: self.optimizer.load_state_dict(saved["optimizer"])
         except (ValueError, KeyError) as error:
             raise ValueError(f"the optimizer's state in {str(folder)!r} does not fit this run ({error}): set weight_decay and what trains back to what they were, or begin anew") from error
+        copy_weights()
         self.schedule.load_state_dict(saved["schedule"])
         self.precision.scaler.load_state_dict(saved["scaler"])
         self.entropy_bonus.coef, self.entropy_bonus.last = saved["entropy_bonus"]
@@ -429,12 +440,16 @@ class Reporting:
 
     def evaluate_and_save(self) -> None:
         "What is due after an update; a run that is stopped on the way does it when it goes on."
+        start = time.perf_counter()
         if self.control.should_evaluate and self.eval_dataset is not None:
-            best = self.is_best(self.evaluate())
-            if self.config.save_strategy == "best": self.control.should_save |= best
+            record = self.evaluate()
             self.control.should_evaluate = False
             self.mark()
+            best = self.is_best(record)
+            if self.config.save_strategy == "best": self.control.should_save |= best
+            self.mark()
         if self.control.should_save: self.save_checkpoint()
+        self.last_log = (self.last_log[0] + time.perf_counter() - start, self.last_log[1])  # no time of the updates
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def tell(self, event: str, *values: Any) -> None:
@@ -574,6 +589,7 @@ class Running:
             for p in self.parameters: torch.distributed.broadcast(p.data, 0)
         if checkpoint: self.load_checkpoint(checkpoint)
         else: self.start_anew()
+        if self.finished() and checkpoint: tqdm.write(f"{checkpoint} is of step {state.global_step} and max_steps is {state.max_steps}: nothing is left to do")
         self.first_step, self.started, self.rate = state.global_step, time.perf_counter(), self.optimizer.param_groups[0]["lr"]
         self.last_log = self.started, state.global_step
         if self.log.show:
@@ -705,6 +721,7 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         self.eval_dataset = check_evaluation_data(eval_dataset) if eval_dataset is not None else None
         if self.config.eval_strategy != "no" and eval_dataset is None:
             raise ValueError(f"eval_strategy={self.config.eval_strategy!r} asks for evaluations and there is no eval_dataset: pass one, or leave eval_strategy at 'no'")
+        if self.config.load_best_model_at_end or self.config.save_strategy == "best": check_metric(self.config.metric_for_best_model.removeprefix("eval_"), self.eval_dataset)
         trackers = self.config.trackers()
         self.accelerator = Accelerator(cpu=self.config.use_cpu, log_with=trackers or None, project_dir=self.config.output_dir if trackers else None)
         check_launch(self.accelerator)
