@@ -313,4 +313,7 @@ def main(
         parser.print_help(sys.stderr)
         return 2
     if unknown: args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return args.run(args)
+    try: return args.run(args)
+    except BrokenPipeError:  # whoever read the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
+        return 0

@@ -168,3 +168,9 @@ def test_a_plan_of_a_folder(tmp_path):
     assert done.returncode == 0 and tmp_path.name in done.stdout
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, "hidden_size": None}))
     assert "has no hidden_size" in call("plan", tmp_path).stderr
+
+
+def test_a_reader_that_has_read_enough():
+    command = f"{sys.executable} -c 'import sys; from grpo_nb.cli import main; sys.exit(main([\"plan\", \"gpt-oss-20b\", \"--card\", \"T4\"]))' | head -n 1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=300)
+    assert result.stdout.count("\n") == 1 and "BrokenPipe" not in result.stderr and "Traceback" not in result.stderr

@@ -583,3 +583,10 @@ def test_what_no_adapter_file_could_hold_is_refused(tmp_path):
     merged = get_peft_model(small_model()[0], LoraConfig(**LORA))
     merged.merge_adapter()
     with pytest.raises(ValueError, match="call model.unmerge_adapter"): small_trainer(tmp_path, model=merged)
+
+
+def test_an_adapter_that_writes_tokens_of_its_own_is_refused(tmp_path):
+    from peft import PromptTuningConfig
+
+    with pytest.raises(ValueError, match="of the kind PROMPT_TUNING, which writes tokens of its own before a prompt.*LoraConfig"):
+        small_trainer(tmp_path, arguments=dict(peft_config=PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")))

@@ -105,7 +105,7 @@ def test_a_count_that_is_wrong_does_not_read_as_one_that_depends_on_the_step():
 async def later(completions, solution, **_): return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize("function, words", [(lambda completions, solution, **_: [0] * 3, "missing .*'solution'"), (later, "missing .*'solution'"), (lambda completions: [0] * 3, "unexpected keyword argument")])
+@pytest.mark.parametrize("function, words", [(lambda completions, solution, **_: [0] * 3, "missing .*'solution'"), (later, "missing .*'solution'"), (lambda completions: [0] * 3, "unexpected keyword argument"), (lambda completions, **kw: [len(a) for a in kw.get("solution")], "NoneType")])
 @pytest.mark.parametrize("columns, listed", [(dict(answer=[1, 2, 3], level=[1, 2, 3]), "answer, level;"), ({}, "none;")])
 def test_a_column_that_is_not_there(function, words, columns, listed):
     with pytest.raises(RewardError, match=f"raised TypeError: .*{words}.* at step 0.*keywords prompts, completions, completion_ids, trainer_state and the data's other columns, here {listed}"):

@@ -308,7 +308,7 @@ def test_tensorboard(tmp_path):
     trainer.train()
     events = EventAccumulator(str(next((tmp_path / "sums").glob("events*")).parent)).Reload()
     for name in ("reward", "loss", "completions/mean_length"):
-        assert [(event.step, event.value) for event in events.Scalars(name)] == [(r["step"], pytest.approx(r[name], rel=1e-5, abs=1e-6)) for r in trainer.log_history]
+        assert [(event.step, event.value) for event in events.Scalars(f"train/{name}")] == [(r["step"], pytest.approx(r[name], rel=1e-5, abs=1e-6)) for r in trainer.log_history]
 
 
 def test_wandb_without_a_network(tmp_path, monkeypatch):
@@ -340,7 +340,7 @@ def test_a_tracker_is_open_after_the_run(tmp_path):
     trainer.train()
     assert len(trainer.accelerator.trackers) == 1
     scalars = EventAccumulator(str(next((tmp_path / "sums").glob("events*")).parent)).Reload()
-    assert [event.value for event in scalars.Scalars("mine")] == [0.5] and [event.value for event in scalars.Scalars("eval_reward")] == [pytest.approx(value)]
+    assert [event.value for event in scalars.Scalars("train/mine")] == [0.5] and [event.value for event in scalars.Scalars("eval/reward")] == [pytest.approx(value)]
 
 
 # evaluations, the best model, when to log

@@ -90,7 +90,7 @@ def legal(
     "Check one value against its setting; ValueError with a sentence if it does not fit."
     if "allowed" not in spec.metadata: return value  # a field of somebody's own, in a subclass
     plain = value.value if isinstance(value, Enum) else os.fspath(value) if isinstance(value, os.PathLike) else value
-    if plain in ("True", "False") and True in spec.metadata["same"]: plain = plain == "True"  # from a command line
+    if isinstance(plain, str) and plain in ("True", "False") and True in spec.metadata["same"]: plain = plain == "True"  # from a command line
     if plain is None or isinstance(plain, (bool, int)): plain = spec.metadata["same"].get(plain, plain)
     types, allowed = kinds(spec.type), spec.metadata["allowed"]
     if plain is None and NoneType in types: return None

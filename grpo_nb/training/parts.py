@@ -53,6 +53,8 @@ def check_adapters(
     from peft import get_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    for config in model.peft_config.values():
+        if config.is_prompt_learning: raise ValueError(f"the adapter is of the kind {config.peft_type.value}, which writes tokens of its own before a prompt, and the sampler has none of these: take an adapter inside the layers, such as peft.LoraConfig")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if any(isinstance(module, BaseTunerLayer) and module.merged and not module.disable_adapters for module in model.modules()):
         raise ValueError("the adapter is merged into the model's weights, where it does not train: call model.unmerge_adapter() first")

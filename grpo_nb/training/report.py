@@ -241,10 +241,17 @@ class Answering:
         "What `trainer.log(numbers)` does: one more record, with step and epoch, for the log, the trackers and the callbacks."
         record = {**{name: plain(value) for name, value in numbers.items()}, "step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
         self.log.write(record)
-        if self.config.trackers(): self.accelerator.log(record, step=self.state.global_step)
+        self.track(record)
         due = self.control.should_log
         self.told(record)  # after which transformers takes the run's own record to be written
         self.control.should_log = due
+
+    def track(self, record: dict[str, Any]) -> None:
+        "Send a record to the trackers, under the names that transformers' trainer uses there: train/reward, eval/reward."
+        if not self.config.trackers(): return
+        from transformers.integrations.integration_utils import rewrite_logs
+
+        self.accelerator.log(rewrite_logs(record), step=self.state.global_step)
 
     def told(self, record: dict[str, Any]) -> None:
         "Let the callbacks see a record; what they add is kept as plain numbers, which a checkpoint can hold."

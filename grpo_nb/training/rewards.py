@@ -180,7 +180,7 @@ def checked(answer: Any, given: dict[str, Any], name: str, step: int) -> list[fl
     completions = given["completions"]
     where = f"at step {step}; the first completion it was given is {completions[0]!r}" if completions else f"at step {step}"
     if isinstance(answer, BaseException):
-        if isinstance(answer, TypeError) and "argument" in str(answer) or isinstance(answer, KeyError) and answer.args and answer.args[0] not in given: where += called_with(given)
+        if isinstance(answer, TypeError) and any(word in str(answer) for word in ("argument", "NoneType")) or isinstance(answer, KeyError) and answer.args and answer.args[0] not in given: where += called_with(given)
         raise RewardError(f"reward function {name!r} raised {type(answer).__name__}: {answer} {where}") from answer
     try:
         return as_scores(answer, len(completions), name)

@@ -477,7 +477,7 @@ class Reporting:
                   "peak_memory_gib": round(peak_memory_gib(self.device), 3)}
         self.log.write(record)
         self.mark()
-        if self.config.trackers(): self.accelerator.log(record, step=state.global_step)
+        self.track(record)
         if self.config.log_completions: self.write_samples()
         for sentence in self.hints.look(record):
             self.hints_given.append(sentence)
@@ -533,7 +533,7 @@ class Reporting:
             set_random_state(before[0])  # a run that is evaluated goes on as one that is not
         record = {"step": self.state.global_step, **{f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}}
         self.log.write(record)
-        if self.config.trackers(): self.accelerator.log(record, step=self.state.global_step)
+        self.track(record)
         self.tell("on_evaluate", record)
         return record
 
