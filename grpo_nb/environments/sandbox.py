@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import supervisor
-from .supervisor import CALL, FRAME, KEEPER, KINDS, OPEN, REPLY, REQUEST, RUN, Unsendable, decode, encode, read_exactly
+from .supervisor import CALL, FRAME, KEEPER, KINDS, OPEN, REPLY, REQUEST, RUN, Unsendable, decode, encode
 
 # %% ../../nbs/environments/07_sandbox.ipynb #03c4a8cd
 SOURCE_CHARACTERS = 1_000_000

@@ -98,7 +98,7 @@ def share(
     completion_mask: torch.Tensor,  # (B, T) bool, True = a token that was drawn
 ) -> Sharing:
     "Find the prompts that are equal, and lay everything out in a row; waits for the device once."
-    device, (B, P), T = prompt_ids.device, prompt_ids.shape, completion_ids.shape[1]
+    (B, P), T = prompt_ids.shape, completion_ids.shape[1]
     unique, index = torch.unique(torch.where(prompt_mask, prompt_ids, -1), dim=0, return_inverse=True)      # (U, P); (B,)
     counts = torch.bincount(index, minlength=len(unique))
     order = index.sort(stable=True).indices                                                                 # (B,)

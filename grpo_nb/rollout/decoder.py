@@ -10,7 +10,6 @@ __all__ = ['SMALL', 'SIZES', 'MOST_ROWS', 'STRIDE', 'PREFILL_TOKENS', 'CannotRea
 # %% ../../nbs/rollout/06_decoder.ipynb #b80e0f40
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import GptOssForCausalLM, PreTrainedModel

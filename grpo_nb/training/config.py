@@ -21,7 +21,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from numbers import Real
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Callable, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 # %% ../../nbs/training/01_config.ipynb #b6691fb6
 def setting(

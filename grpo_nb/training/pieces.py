@@ -7,8 +7,6 @@ __all__ = ['GAPS', 'LARGE', 'SMALL', 'share_of', 'known_shape', 'residual_bytes'
            'choose_pieces', 'split']
 
 # %% ../../nbs/training/13_pieces.ipynb #a5d6ce7a
-from typing import Any
-
 import torch
 
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES
