@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from trl.data_utils import apply_chat_template, is_conversational as trl_is_conversational
 
 from grpo_nb.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from grpo_nb.training.data import check_dataset, check_long_prompts, check_prompt_lengths, completion_as_given, is_conversational, prompt_token_ids, reward_columns
+from grpo_nb.training.data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, is_conversational, prompt_token_ids, reward_columns
 
 CHATML = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '=' + m['content'] }}{% if not (loop.last and continue_final_message) %}{{ '<|end|>' }}{% endif %}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|start|>assistant=' }}{% if effort is defined %}{{ effort }}{% endif %}{% endif %}")
@@ -184,3 +184,10 @@ def test_prompts_that_the_tokenizer_refuses_are_found_before_a_run(limit):
     tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{{ m['content'] }}{% endfor %}"
     plain, system = [{"role": "user", "content": "1"}], [{"role": "system", "content": "2"}, {"role": "user", "content": "1"}]
     with pytest.raises(ValueError, match="The prompt of row 3 cannot be tokenized .*System role not supported"): check_long_prompts(check_dataset([{"prompt": plain}] * 3 + [{"prompt": system}]), tokenizer, 4, limit)
+
+
+@pytest.mark.parametrize("data, words", [([], r"^eval_dataset: The dataset \(list\) has no rows"), ({"easy": [{"prompt": "1"}], "hard": [{"question": "1"}]}, r"^eval_dataset\['hard'\]: The dataset has no column 'prompt'")])
+def test_which_evaluation_data_is_wrong(data, words):
+    with pytest.raises(ValueError, match=words): check_evaluation_data(data)
+    parts = {"a": [{"prompt": "1"}]}
+    assert check_evaluation_data(parts) == parts and check_evaluation_data(parts["a"]) is parts["a"]

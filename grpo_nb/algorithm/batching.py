@@ -124,7 +124,7 @@ def cycles_in_epoch(
     check_whole("prompts_per_generation", prompts_per_generation)
     if num_rows < prompts_per_generation:
         raise ValueError(f"The data set has {num_rows} rows, and one generation cycle draws {prompts_per_generation} different prompts. "
-                         f"Give at least {prompts_per_generation} rows, or choose batch settings with prompts_per_generation of at most {num_rows}.")
+                         f"Give at least {prompts_per_generation} rows, or draw fewer completions at a time: per_device_train_batch_size x processes x steps_per_generation / num_generations is {prompts_per_generation}, and may be {num_rows} at most.")
     return num_rows // prompts_per_generation
 
 # %% ../../nbs/algorithm/01_batching.ipynb #0a2ca455

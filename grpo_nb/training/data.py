@@ -150,7 +150,7 @@ def check_shape(
     if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(f"The dataset is a {kind}, whose rows cannot be counted and looked up by number, and a run that is resumed needs that. Pass a datasets.Dataset "
                          "(for a stream: datasets.Dataset.from_list(list(stream.take(1000)))) or a list of dicts.")
-    if not len(dataset): raise ValueError(f"The dataset ({kind}) has no rows: give at least as many as a generation draws prompts.")
+    if not len(dataset): raise ValueError(f"The dataset ({kind}) has no rows: give some; to train on, at least as many as a generation draws prompts.")
 
 
 def check_rows(
@@ -194,4 +194,7 @@ def check_evaluation_data(
 ):  # the same, every part of it checked; a plain dict for several
     "Make sure that a dataset, or each of several, can be evaluated on."
     several = isinstance(dataset, Mapping) and "prompt" not in dataset
-    return {name: check_dataset(part) for name, part in dataset.items()} if several else check_dataset(dataset)
+    for name, part in dataset.items() if several else [(None, dataset)]:
+        try: check_dataset(part)
+        except ValueError as error: raise ValueError(f"eval_dataset{f'[{name!r}]' if several else ''}: {error}") from None
+    return dict(dataset) if several else dataset
