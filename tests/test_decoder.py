@@ -8,6 +8,7 @@ from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from transformers import GptOssForCausalLM
 
 from grpo_nb.model.experts import routed_experts
+from grpo_nb.model.passes import one_pass
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import engine as engine_module
 from grpo_nb.rollout.decoder import CannotRead, Decoder, SmallDecoder, batches_of_prompts, complete_rows, open_decoder, read_projection
@@ -188,6 +189,23 @@ def test_what_changes_a_forward_pass_changes_what_is_drawn(where):
     if where in ("lm_head", "a subclass"): assert find_head(model) is None
     plain = completion_logps(tiny_gpt_oss()[0], batch)[0]
     assert (logps - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_in_one_pass_is_read(adapted):
+    "As load_model makes it on a GPU: its classes compute the same, and the sampler must not take the slow way."
+    model, tokenizer = tiny_gpt_oss()
+    plain = RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=4, seed=0))
+    if adapted: model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    assert one_pass(model) > 0
+    engine = RolloutEngine(model, tokenizer)
+    assert engine.way.startswith("directly") and open_decoder(model)[0] is not None and find_head(model) is not None
+    assert engine.generate(TEXTS, SamplingParams(max_tokens=4, seed=0)).completion_ids.tolist() == plain.completion_ids.tolist()
+    layer = model.get_base_model().model.layers[0] if adapted else model.model.layers[0]
+    class Mine(type(layer.self_attn)):
+        def forward(self, *args, **kwargs): return super().forward(*args, **kwargs)
+    layer.self_attn.__class__ = Mine
+    assert open_decoder(model) == (None, "model.layers.0.self_attn has the forward pass of Mine")
 
 
 def test_what_transformers_hooks_in_to_collect_outputs_changes_nothing():

@@ -33,8 +33,8 @@ def changed_forward(
 ) -> str | None:  # what changes it; None: nothing
     "Whether somebody's hook, or a forward pass of a subclass, makes a module more than transformers' class says."
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks): return "a forward hook"  # transformers' own only collect outputs
-    kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind) and kind is not torch.nn.Module]
+    if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks): return "a forward hook"  # transformers' own only collect outputs
+    kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind) and not kind.__module__.startswith("grpo_nb.")]  # ours compute the same (`one_pass`, `Sliced`)
     if len(kinds) > 1 and not kinds[0].__module__.startswith("transformers.") and kinds[1].__module__.startswith("transformers.models."): return f"the forward pass of {kinds[0].__name__}"
     return None
 
