@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from grpo_nb.model.export import save_merged, save_mxfp4
 from grpo_nb.model.loading import load_model, parts, read_checkpoint
 from grpo_nb.model.packed import PackedWeight
+from grpo_nb.rollout.engine import RolloutEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 GiB = 2**30
@@ -143,3 +144,10 @@ def test_nf4(tmp_path):
     model = load(config(1), load_in_4bit=True, attention_4bit=True, lora_r=4)
     rows = {row["part"]: row for row in parts(model)}
     assert rows["attention"]["stored as"] == "NF4" and rows["experts"]["stored as"] == "MXFP4" and logits(model).isfinite().all()
+
+
+def test_what_is_loaded_is_sampled_from_as_it_lies():
+    "Norms and rotations in one pass, packed experts, adapters: none of it sends the sampler the slow way through the modules."
+    small = GptOssConfig(num_hidden_layers=2, num_local_experts=8, hidden_size=512, intermediate_size=512, vocab_size=2048)
+    for settings in (dict(load_in_4bit=True, lora_r=4), dict(load_in_4bit=True, lora_r=4, offload_embedding=True), dict(lora_r=4, lora_targets="attention")):
+        assert "Triton" in RolloutEngine(load(small, **settings), None).way
