@@ -1,4 +1,4 @@
-"benchmarks/train_step.py, context.py, at_size.py and grpo_step.py without a GPU: every path with a tiny model in this process, the search, the tables, the children."
+"benchmarks/train_step.py, context.py, at_size.py, grpo_step.py and decode_modules.py without a GPU: every path with a tiny model in this process, the search, the tables, the children."
 import argparse
 import importlib
 import json
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("train_step", "grpo_step", "context", "at_size")
+NAMES = ("train_step", "grpo_step", "context", "at_size", "decode_modules")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -314,6 +314,14 @@ def test_a_whole_step_has_its_parts(scripts, capsys):
     row = told(capsys)[-1]
     assert row["drawn"] == 16 and row["seconds"] >= row["sample"] + row["train"] and row["log"]["grad_norm"] > 0
     with pytest.raises(ValueError, match="do not divide"): scripts["grpo_step"].grpo_step(None, None, [1], completions=3, new_tokens=1, batch=2)
+
+
+def test_three_ways_through_the_modules(scripts, capsys):
+    args = settings(only=["modules", "replayed", "generate"], rows=[1, 3], prompt=6, new=5)
+    scripts["decode_modules"].measure(args, "Qwen2.5-1.5B:bf16", "ours")
+    rows = [row for row in told(capsys) if "way" in row]
+    assert [(row["way"], row["rows"]) for row in rows] == [(way, n) for way in args.only for n in args.rows] and all(row["rate"] > 0 for row in rows)
+    assert rows[0]["how"] == "through the model's modules: as asked" and "error" in scripts["decode_modules"].whole(lambda ids, new: 1, [[1]], 2)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4"])

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['pad_left', 'share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', 'evaluating', 'Rollout', 'finish',
-           'concatenate', 'check_prompts', 'default_stop_token_ids', 'complete', 'complete_directly', 'logits_bytes',
-           'working_bytes', 'GrowingShape', 'growing_shape', 'RolloutEngine']
+           'concatenate', 'check_prompts', 'default_stop_token_ids', 'complete', 'complete_directly',
+           'complete_in_place', 'logits_bytes', 'working_bytes', 'GrowingShape', 'growing_shape', 'RolloutEngine']
 
 # %% ../../nbs/rollout/02_engine.ipynb #2766139d
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Callable, Sequence
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PretrainedConfig, PreTrainedTokenizerB
 from transformers.cache_utils import Cache
 
 from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
+from .in_place import InPlace, cannot_record, try_to_record
 from ..model.experts import ROWS_OF_ONE, can_group
 from ..model.memory import free_memory, longest_sequence, read_shape
 from .pages import CacheShape, rows_that_fit
@@ -270,6 +271,23 @@ def complete_directly(
     back = order.argsort()
     return finish(prompt_ids, progress.ids[back], progress.logps[back], progress.counts[back].long(), stop, pad_token_id)
 
+# %% ../../nbs/rollout/02_engine.ipynb #aeffd109
+def complete_in_place(
+    model: PreTrainedModel,  # in evaluation mode
+    prompt_ids: list[list[int]],  # B prompts
+    params: SamplingParams,  # how to draw; `n` and `seed` are the caller's business
+    stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
+    *,
+    pad_token_id: int = 0,  # any legal id
+    generator: torch.Generator | None = None,  # None is torch's global one
+    on_tokens: Callable[[int], object] = lambda count: None,  # called with the steps done since the last call
+) -> Rollout:  # B completions
+    "`complete`, with a cache that has room; on a GPU steps are recorded."
+    batch, logits = prefill(model, prompt_ids, pad_token_id=pad_token_id, track_seen=params.repetition_penalty != 1, device=stop.device)
+    rows = InPlace(model, batch.cache, batch.mask, params, stop, batch.seen, generator)
+    rows.run(logits, on_tokens)
+    return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id)
+
 # %% ../../nbs/rollout/02_engine.ipynb #b3efc0a2
 def logits_bytes(
     vocab_size: int,
@@ -332,24 +350,43 @@ class RolloutEngine:
         *,
         max_batch_size: int | None = None,  # completions decoded at the same time, a bound on memory; None is as many as fit
         autocast_dtype: torch.dtype | None = None,  # run the model under autocast in this dtype; None leaves it as it is
-        through_modules: bool = False,  # call the model's modules even where its tensors can be used directly, which is faster
+        through_modules: bool = False,  # call the model's modules for every token, even where its tensors can be used directly or a step be recorded, which is faster
     ):
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}, and it must be at least 1: None decodes all completions together")
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError("the active adapter is a learned prompt, which this engine's cache does not hold: use LoRA or another adapter of the weights")
         self.model, self.tokenizer, self.max_batch_size, self.autocast_dtype, self.through_modules = model, tokenizer, max_batch_size, autocast_dtype, through_modules
+        self.tried = {}  # what became of recording a step, by the model's attention
 
     def _open(self):
         "The decoder of the model as it is now, or None, and the reason."
         if self.through_modules: return None, "as asked"
         return open_decoder(self.model, self.autocast_dtype)
 
+    def _running(self):
+        "The model as it draws: in evaluation mode, without gradients, under autocast if that was asked for."
+        stack = ExitStack()
+        stack.enter_context(evaluating(self.model))
+        if self.autocast_dtype: stack.enter_context(torch.autocast(self.model.device.type, self.autocast_dtype))
+        return stack
+
+    def _not_recorded(self):
+        "Why the steps of a model without a decoder are not recorded, or None."
+        if self.through_modules: return "as asked"
+        if reason := cannot_record(self.model): return reason
+        kind = self.model.config.get_text_config()._attn_implementation
+        if kind not in self.tried:
+            with self._running(): self.tried[kind] = try_to_record(self.model)
+        return self.tried[kind]
+
     @property
     def way(self) -> str:
         "How completions are decoded, and why."
         decoder, reason = self._open()
-        return f"through the model's modules: {reason}" if decoder is None else f"directly: {reason}"
+        if decoder is not None: return f"directly: {reason}"
+        if (why := self._not_recorded()) is None: return f"through the model's modules, a step recorded: {reason}"
+        return f"through the model's modules: {reason}" + (f"; not recorded: {why}" if self.model.device.type == "cuda" and not self.through_modules else "")
 
     def encode(
         self,
@@ -405,10 +442,14 @@ class RolloutEngine:
         decoder, _ = self._open()
         parts, together = self.parts([ids for ids in prompt_ids for _ in range(params.n)], params, decoder)
         bar = tqdm(total=len(parts) * params.max_tokens, delay=0 if progress else 2, disable=progress is False, desc="tokens", leave=False)
-        autocast = torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype and decoder is None else nullcontext()
         try:
-            with evaluating(self.model), autocast, bar:
-                if decoder is None: rollouts = [complete(self.model, part, on_token=bar.update, **settings) for part in parts]
-                else: rollouts = [complete_directly(decoder, part, on_tokens=bar.update, together=together, **settings) for part in parts]
+            with bar:
+                if decoder is not None:
+                    with evaluating(self.model): rollouts = [complete_directly(decoder, part, on_tokens=bar.update, together=together, **settings) for part in parts]
+                else:
+                    in_place = self._not_recorded() is None
+                    with self._running():
+                        if in_place: rollouts = [complete_in_place(self.model, part, on_tokens=bar.update, **settings) for part in parts]
+                        else: rollouts = [complete(self.model, part, on_token=bar.update, **settings) for part in parts]
         finally: torch.cuda.empty_cache()  # does nothing where CUDA was not used
         return concatenate(rollouts, settings["pad_token_id"])
