@@ -780,8 +780,6 @@ def describe(
     lines += ["", f"Host memory: {sum(plan.host.values()) / GiB:.1f} GiB ({', '.join(kept)})."]
     if s.offload_hidden and s.mini_batch == 1: lines.append("Final hidden states wait on the host while another piece of the batch is computed: with mini_batch=1 there is none, and offload_hidden changes nothing.")
     if s.old_card and s.weights == "bf16": lines.append(f"A {s.card.name} has no bfloat16: the weights are float16 there, of the same size.")
-    room = plan.totals["rollout"] <= plan.card_bytes
-    if room and plan.rows < min(s.prompts * s.completions, MOST_ROWS) and s.sampler == "engine" and not s.model.sinks: lines.append(f"For such a rollout set the sampler's largest batch (max_batch_size) to {plan.rows}: only gpt-oss' decoder chooses it by itself.")
     beyond = s.model.max_positions and s.context > s.model.max_positions
     if beyond: lines.append(f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not.")
     spare = (plan.card_bytes - plan.peak) / GiB

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PretrainedConfig, PreTrainedTokenizerB
 from transformers.cache_utils import Cache
 
 from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
-from .in_place import InPlace, cannot_record, try_to_record
+from .in_place import InPlace, cannot_record, more_bytes, try_to_record
 from ..model.experts import ROWS_OF_ONE, can_group
 from ..model.memory import free_memory, longest_sequence, read_shape
 from .pages import CacheShape, rows_that_fit
@@ -230,9 +230,10 @@ def complete(
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
     on_token: Callable[[], object] = lambda: None,  # called after every step
+    started: tuple[DecodeBatch, torch.Tensor] | None = None,  # what `prefill` gave; None: it is done here
 ) -> Rollout:  # B completions
     "Continue every prompt until it stops or has max_tokens."
-    batch, logits = prefill(model, prompt_ids, pad_token_id=pad_token_id, track_seen=params.repetition_penalty != 1, device=stop.device)
+    batch, logits = started or prefill(model, prompt_ids, pad_token_id=pad_token_id, track_seen=params.repetition_penalty != 1, device=stop.device)
     completion_ids = batch.rows.new_full((len(prompt_ids), params.max_tokens), pad_token_id)
     logps, lengths = torch.zeros(completion_ids.shape, dtype=torch.float32, device=stop.device), torch.zeros_like(batch.rows)
     alive = torch.ones_like(batch.rows, dtype=torch.bool)  # (B,)
@@ -271,7 +272,7 @@ def complete_directly(
     back = order.argsort()
     return finish(prompt_ids, progress.ids[back], progress.logps[back], progress.counts[back].long(), stop, pad_token_id)
 
-# %% ../../nbs/rollout/02_engine.ipynb #aeffd109
+# %% ../../nbs/rollout/02_engine.ipynb #767e4b90
 def complete_in_place(
     model: PreTrainedModel,  # in evaluation mode
     prompt_ids: list[list[int]],  # B prompts
@@ -282,8 +283,10 @@ def complete_in_place(
     generator: torch.Generator | None = None,  # None is torch's global one
     on_tokens: Callable[[int], object] = lambda count: None,  # called with the steps done since the last call
 ) -> Rollout:  # B completions
-    "`complete`, with a cache that has room; on a GPU steps are recorded."
+    "`complete`, with a cache that has room, if there is enough for it; on a GPU steps are recorded."
     batch, logits = prefill(model, prompt_ids, pad_token_id=pad_token_id, track_seen=params.repetition_penalty != 1, device=stop.device)
+    if more_bytes(batch.cache, batch.mask.shape[1], params.max_tokens) > free_memory(stop.device):  # rows that end early may yet fit into a cache that grows
+        return complete(model, prompt_ids, params, stop, pad_token_id=pad_token_id, generator=generator, on_token=lambda: on_tokens(1), started=(batch, logits))
     rows = InPlace(model, batch.cache, batch.mask, params, stop, batch.seen, generator)
     rows.run(logits, on_tokens)
     return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id)
@@ -357,7 +360,7 @@ class RolloutEngine:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError("the active adapter is a learned prompt, which this engine's cache does not hold: use LoRA or another adapter of the weights")
         self.model, self.tokenizer, self.max_batch_size, self.autocast_dtype, self.through_modules = model, tokenizer, max_batch_size, autocast_dtype, through_modules
-        self.tried = {}  # what became of recording a step, by the model's attention
+        self.tried = {}  # what became of recording a step, by attention, number format and adapters
 
     def _open(self):
         "The decoder of the model as it is now, or None, and the reason."
@@ -366,18 +369,20 @@ class RolloutEngine:
 
     def _running(self):
         "The model as it draws: in evaluation mode, without gradients, under autocast if that was asked for."
-        stack = ExitStack()
-        stack.enter_context(evaluating(self.model))
-        if self.autocast_dtype: stack.enter_context(torch.autocast(self.model.device.type, self.autocast_dtype))
-        return stack
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self.model))
+            if self.autocast_dtype: stack.enter_context(torch.autocast(self.model.device.type, self.autocast_dtype))
+            return stack.pop_all()
 
     def _not_recorded(self):
         "Why the steps of a model without a decoder are not recorded, or None."
         if self.through_modules: return "as asked"
         if reason := cannot_record(self.model): return reason
-        kind = self.model.config.get_text_config()._attn_implementation
+        kind = self.model.config.get_text_config()._attn_implementation, self.model.dtype, str(getattr(self.model, "active_adapters", None))
         if kind not in self.tried:
-            with self._running(): self.tried[kind] = try_to_record(self.model)
+            try:
+                with self._running(): self.tried[kind] = try_to_record(self.model)
+            except torch.OutOfMemoryError: return "there was no room to try it"
         return self.tried[kind]
 
     @property
@@ -402,6 +407,7 @@ class RolloutEngine:
         rows: list[list[int]],  # N prompts, one for each completion
         params: SamplingParams,
         decoder: Decoder | None,
+        in_place: bool = False,  # without a decoder: the cache is there at its full size from the start
     ) -> tuple[list[list[list[int]]], int]:  # MemoryError with the numbers if a completion does not fit
         "The prompts in pieces that are decoded together, and how many tokens of prompts are read at a time."
         most, device = self.max_batch_size or len(rows), (self.model if decoder is None else decoder).device
@@ -409,6 +415,7 @@ class RolloutEngine:
         if decoder is None:
             config, dtype = self.model.config.get_text_config(), self.autocast_dtype or self.model.dtype
             shape, per_row = growing_shape(config, dtype), 12 * params.max_tokens + logits_bytes(config.vocab_size, dtype.itemsize, params)  # 12: an id and its log-prob
+            if in_place: per_row, free = per_row + 16 * config.vocab_size, free * 7 // 8  # one layer's keys and values repeated for heads that share them; tokens are drawn in float64
         else: shape = decoder.shape
         if decoder is not None and device.type == "cuda":
             most = min(most, MOST_ROWS)
@@ -440,14 +447,14 @@ class RolloutEngine:
             generator=None if params.seed is None else torch.Generator(device).manual_seed(params.seed),
         )
         decoder, _ = self._open()
-        parts, together = self.parts([ids for ids in prompt_ids for _ in range(params.n)], params, decoder)
+        in_place = decoder is None and self._not_recorded() is None
+        parts, together = self.parts([ids for ids in prompt_ids for _ in range(params.n)], params, decoder, in_place)
         bar = tqdm(total=len(parts) * params.max_tokens, delay=0 if progress else 2, disable=progress is False, desc="tokens", leave=False)
         try:
             with bar:
                 if decoder is not None:
                     with evaluating(self.model): rollouts = [complete_directly(decoder, part, on_tokens=bar.update, together=together, **settings) for part in parts]
                 else:
-                    in_place = self._not_recorded() is None
                     with self._running():
                         if in_place: rollouts = [complete_in_place(self.model, part, on_tokens=bar.update, **settings) for part in parts]
                         else: rollouts = [complete(self.model, part, on_token=bar.update, **settings) for part in parts]

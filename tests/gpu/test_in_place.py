@@ -123,9 +123,32 @@ def test_what_cannot_be_recorded_is_called(monkeypatch):
         position_ids.max().item()                                                                    # waits for the card, as rotations that depend on the length do
         return inner(self, x, position_ids)
     monkeypatch.setattr(type(model.model.rotary_emb), "forward", asking)
-    engine = RolloutEngine(model, None)
+    engine, stream = RolloutEngine(model, None), torch.cuda.current_stream()
     assert "; not recorded: " in engine.way and "a step recorded" not in engine.way
     assert_same(engine.generate(PROMPTS, GREEDY), expected)
+    for seed in (None, 3): assert engine.generate(PROMPTS, SamplingParams(max_tokens=30, seed=seed)).logps.isfinite().all()       # random numbers go on
+    assert torch.cuda.current_stream() == stream and torch.rand(3, device="cuda").isfinite().all()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_recording_that_fails_leaves_no_trace(seed):
+    model, stream = tiny("Llama"), torch.cuda.current_stream()
+    generator = None if seed is None else torch.Generator("cuda").manual_seed(seed)
+    def step():
+        torch.rand(2, device="cuda", generator=generator).sum().item()
+    with pytest.raises(RuntimeError): in_place.recorded(step, generator)
+    assert torch.cuda.current_stream() == stream and torch.cuda.get_sync_debug_mode() == 0
+    assert torch.rand(3, device="cuda", generator=generator).isfinite().all()
+    replayed, called = engines(model)
+    assert_same(replayed.generate(PROMPTS, GREEDY), called.generate(PROMPTS, GREEDY))
+
+
+def test_a_model_on_another_card_is_called():
+    if torch.cuda.device_count() < 2: pytest.skip("needs two CUDA devices")
+    model = tiny("Llama").to("cuda:1")
+    engine = RolloutEngine(model, None)
+    assert "not recorded: it is on cuda:1" in engine.way
+    assert engine.generate(PROMPTS, GREEDY).lengths.max() > 20
 
 
 def test_a_recording_that_fails_later_is_a_warning(monkeypatch):
