@@ -177,6 +177,21 @@ def test_a_part_has_room_for_what_a_step_takes(monkeypatch):
     assert 1 < placed < growing < 64
 
 
+def test_a_completion_that_fits_only_a_cache_that_grows(as_on_a_gpu, monkeypatch):
+    model = tiny("Llama")
+    engine, params, ways = RolloutEngine(model, None), SamplingParams(temperature=0, max_tokens=20, stop_token_ids=()), []
+    monkeypatch.setattr(engines, "complete_in_place", lambda *args, **kwargs: ways.append("in place") or complete_in_place(*args, **kwargs))
+    monkeypatch.setattr(engines, "complete", lambda *args, **kwargs: ways.append("grows") or complete(*args, **kwargs))
+    need = engines.growing_shape(model.config, torch.float32).bytes([11], [1], 20) + 12 * 20 + engines.logits_bytes(64, 4, params)
+    monkeypatch.setattr(engines, "free_memory", lambda device: need)
+    engine.generate(PROMPTS[:1], params)
+    monkeypatch.setattr(engines, "free_memory", lambda device: 2 * need)
+    engine.generate(PROMPTS[:1], params)
+    monkeypatch.setattr(engines, "free_memory", lambda device: need - 1)
+    with pytest.raises(MemoryError, match="up to 20 tokens after a prompt of 11"): engine.generate(PROMPTS[:1], params)
+    assert ways == ["grows", "in place"]
+
+
 def test_a_trial_that_does_not(as_on_a_gpu, monkeypatch):
     model, inner = tiny("Llama"), transformers.LlamaForCausalLM.forward
     def with_mask(change):
@@ -206,7 +221,7 @@ def test_the_engine_takes_this_way(as_on_a_gpu, monkeypatch):
     assert_same(rollout, RolloutEngine(model, None, through_modules=True).generate(PROMPTS, params))
     model.set_attn_implementation("eager")
     engine.generate(PROMPTS, params)
-    assert len(tried) == 2                                                                           # another attention, another trial
+    assert len(tried) == 2 and ("eager", torch.float32, None) in engine.tried                         # another attention, another trial
     assert RolloutEngine(model, None, through_modules=True).way == "through the model's modules: as asked"
 
 

@@ -378,7 +378,8 @@ class RolloutEngine:
         "Why the steps of a model without a decoder are not recorded, or None."
         if self.through_modules: return "as asked"
         if reason := cannot_record(self.model): return reason
-        kind = self.model.config.get_text_config()._attn_implementation, self.model.dtype, str(getattr(self.model, "active_adapters", None))
+        adapters = getattr(self.model, "active_adapters", None)  # a list of PEFT's; transformers has a method of this name
+        kind = self.model.config.get_text_config()._attn_implementation, self.model.dtype, None if callable(adapters) else str(adapters)
         if kind not in self.tried:
             try:
                 with self._running(): self.tried[kind] = try_to_record(self.model)
@@ -447,8 +448,12 @@ class RolloutEngine:
             generator=None if params.seed is None else torch.Generator(device).manual_seed(params.seed),
         )
         decoder, _ = self._open()
-        in_place = decoder is None and self._not_recorded() is None
-        parts, together = self.parts([ids for ids in prompt_ids for _ in range(params.n)], params, decoder, in_place)
+        rows, in_place = [ids for ids in prompt_ids for _ in range(params.n)], decoder is None and self._not_recorded() is None
+        try: parts, together = self.parts(rows, params, decoder, in_place)
+        except MemoryError:
+            if not in_place: raise
+            in_place = False  # a cache that grows takes a little less
+            parts, together = self.parts(rows, params, decoder)
         bar = tqdm(total=len(parts) * params.max_tokens, delay=0 if progress else 2, disable=progress is False, desc="tokens", leave=False)
         try:
             with bar:
