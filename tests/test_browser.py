@@ -149,7 +149,9 @@ def test_rewards_widget_judges_what_is_pasted(run_notebook):
     box.locator("select").nth(1).select_option("right")
     shown("the last number is 46, which is right")
     row, completion = (box.locator("textarea").nth(k) for k in (0, 1))
+    page.wait_for_function("area => area.value.includes('46')", arg=completion.element_handle())     # the example stands in the box before it is overwritten
     completion.fill('<img src=x onerror="document.title=1"> 12')
+    completion.dispatch_event("change")                                                              # what leaving the field does
     box.get_by_role("button", name="Judge").click()
     shown("the last number is 12, and 46 is right")
     assert box.locator("img").count() == 0 and "<img src=x" in box.locator("mark").first.inner_text()
