@@ -1,4 +1,5 @@
 "Packaging: everything that setuptools must know is read from settings.ini."
+
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -7,14 +8,20 @@ from setuptools import find_packages, setup
 parser = ConfigParser(delimiters=["="])
 parser.read(Path(__file__).parent / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
-extras = {key.removesuffix("_requirements"): cfg[key].split() for key in cfg if key.endswith("_requirements")}
+extras = {
+    key.removesuffix("_requirements"): cfg[key].split()
+    for key in cfg
+    if key.endswith("_requirements")
+}
 minors = range(int(cfg["min_python"].split(".")[1]), 14)
 
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],
-    long_description=Path("README.md").read_text(encoding="utf-8") if Path("README.md").exists() else cfg["description"],
+    long_description=Path("README.md").read_text(encoding="utf-8")
+    if Path("README.md").exists()
+    else cfg["description"],
     long_description_content_type="text/markdown",
     author=cfg["author"],
     author_email=cfg["author_email"],
@@ -32,6 +39,9 @@ setup(
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
-    entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"]},
+    entry_points={
+        "console_scripts": cfg["console_scripts"].split(),
+        "nbdev": [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"],
+    },
     zip_safe=False,
 )

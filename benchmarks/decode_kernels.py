@@ -5,6 +5,7 @@
 
 Each kernel is recorded in a CUDA graph over several layers' weights, so that the chip's cache does not help. Beside it, in the same run: what a copy of 4 GiB reaches, and torch's own product (cuBLAS) where there is one.
 """
+
 import argparse
 from statistics import median
 
@@ -22,11 +23,13 @@ def microseconds(functions, repeats=9):
     "The median time of one of `functions`, all of them recorded together."
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        for f in functions: f()
+        for f in functions:
+            f()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for f in functions: f()
+        for f in functions:
+            f()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -38,22 +41,39 @@ def microseconds(functions, repeats=9):
     return median(times)
 
 
-def draw(*shape, std=0.02): return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * std
+def draw(*shape, std=0.02):
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * std
 
 
 def layers():
     "Six layers' weights."
     for _ in range(LAYERS):
-        parts = [Projection(draw(n, k), draw(n)) for n, k in ((HEADS, H), (512, H), (512, H), (H, HEADS))]
-        experts = ExpertWeights(draw(E, H, 2 * I), draw(E, 2 * I), draw(E, I, H), draw(E, H), 1.702, 7.0)
-        yield LayerWeights(draw(H, std=1.0), *parts, draw(64), draw(H, std=1.0), draw(E, H, std=0.05), draw(E), experts)
+        parts = [
+            Projection(draw(n, k), draw(n)) for n, k in ((HEADS, H), (512, H), (512, H), (H, HEADS))
+        ]
+        experts = ExpertWeights(
+            draw(E, H, 2 * I), draw(E, 2 * I), draw(E, I, H), draw(E, H), 1.702, 7.0
+        )
+        yield LayerWeights(
+            draw(H, std=1.0),
+            *parts,
+            draw(64),
+            draw(H, std=1.0),
+            draw(E, H, std=0.05),
+            draw(E),
+            experts,
+        )
 
 
 def packed(K, N, layers=8):
     "So many layers' matrices in 4 bits, with numbers of the size of gpt-oss's."
     for _ in range(layers):
         blocks = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8, device="cuda")
-        yield PackedWeight(blocks, torch.randint(118, 123, blocks.shape[:-1], dtype=torch.uint8, device="cuda"), torch.bfloat16)
+        yield PackedWeight(
+            blocks,
+            torch.randint(118, 123, blocks.shape[:-1], dtype=torch.uint8, device="cuda"),
+            torch.bfloat16,
+        )
 
 
 def packed_experts():
@@ -61,56 +81,162 @@ def packed_experts():
     from grpo_nb.rollout import packed_experts as gluon
 
     matrices = dict(gate_up=list(packed(H, 2 * I)), down=list(packed(I, H)))
-    print("| rows | matrix | experts used | MB of weights | Triton, us | TB/s | Gluon, us | TB/s |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| rows | matrix | experts used | MB of weights | Triton, us | TB/s | Gluon, us | TB/s |\n|---|---|---|---|---|---|---|---|"
+    )
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         logits = [torch.randn(rows, E, device="cuda") for _ in range(8)]
-        works = [[kernels.schedule(z, 4, torch.bfloat16, tile) for z in logits] for tile in (None, gluon.tile(rows)[0])]
+        works = [
+            [kernels.schedule(z, 4, torch.bfloat16, tile) for z in logits]
+            for tile in (None, gluon.tile(rows)[0])
+        ]
         hit = sum(len({e for e in w.items[0].tolist() if e >= 0}) for w in works[0]) / len(works[0])
         for name, weights in matrices.items():
             gated = name == "gate_up"
             x, bias = draw(rows if gated else 4 * rows, H, std=1.0), draw(E, weights[0].shape[2])
             out = x.new_empty(4 * rows, I, dtype=torch.bfloat16 if gated else torch.float32)
-            options = dict(bias=bias, **(dict(gather=True, gated=True, alpha=1.702, limit=7.0) if gated else {}))
-            times = [microseconds([lambda w=w, q=q: kernels._expert_product(x, w, q, out, 64, 64, 4, **options) for w, q in zip(weights, works[0])]),
-                     microseconds([lambda w=w, q=q: gluon.expert_product(x, w, q, out, **options) for w, q in zip(weights, works[1])])]
-            mb = hit * H * weights[0].shape[2] * 17 / 32 / 1e6  # 4 bits a number, and 8 for 32 of them
-            print(f"| {rows} | {name} | {hit:.1f} | {mb:.1f} | " + " | ".join(f"{t:.1f} | {mb / t:.2f}" for t in times) + " |", flush=True)
+            options = dict(
+                bias=bias,
+                **(dict(gather=True, gated=True, alpha=1.702, limit=7.0) if gated else {}),
+            )
+            times = [
+                microseconds(
+                    [
+                        lambda w=w, q=q: kernels._expert_product(x, w, q, out, 64, 64, 4, **options)
+                        for w, q in zip(weights, works[0])
+                    ]
+                ),
+                microseconds(
+                    [
+                        lambda w=w, q=q: gluon.expert_product(x, w, q, out, **options)
+                        for w, q in zip(weights, works[1])
+                    ]
+                ),
+            ]
+            mb = (
+                hit * H * weights[0].shape[2] * 17 / 32 / 1e6
+            )  # 4 bits a number, and 8 for 32 of them
+            print(
+                f"| {rows} | {name} | {hit:.1f} | {mb:.1f} | "
+                + " | ".join(f"{t:.1f} | {mb / t:.2f}" for t in times)
+                + " |",
+                flush=True,
+            )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--packed", action="store_true", help="experts in 4 bits alone")
     only_packed = parser.parse_args().packed
     torch.manual_seed(0)
     big = torch.randint(256, (2**32,), device="cuda", dtype=torch.uint8)
     copy = 2 * len(big) / microseconds([big.clone]) / 1e6
     del big
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16; a copy moves {copy:.2f} TB/s, read and written\n")
-    if only_packed: return packed_experts()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16; a copy moves {copy:.2f} TB/s, read and written\n"
+    )
+    if only_packed:
+        return packed_experts()
     weights, head = list(layers()), draw(V, H)
-    print("| rows | kernel | MB of weights | us | TB/s | torch's product, us |\n|---|---|---|---|---|---|")
+    print(
+        "| rows | kernel | MB of weights | us | TB/s | torch's product, us |\n|---|---|---|---|---|---|"
+    )
     with torch.no_grad():
         for rows in (1, 8, 64):
             x, wide = draw(rows, H, std=1.0), draw(rows, HEADS, std=1.0)
-            work = [kernels.schedule(torch.randn(rows, E, device="cuda"), 4, torch.bfloat16) for _ in weights]
+            work = [
+                kernels.schedule(torch.randn(rows, E, device="cuda"), 4, torch.bfloat16)
+                for _ in weights
+            ]
             hit = sum(len({e for e in w.items[0].tolist() if e >= 0}) for w in work) / len(work)
             hidden = draw(4 * rows, I, std=1.0)
             up = dict(BN=64 if rows == 1 else 128, BK=64, stages=4)
-            down = dict(BN=64, BK=64, stages=5) if rows == 1 else dict(BN=64, BK=128, stages=4) if rows <= 16 else dict(BN=128, BK=64, stages=4)
+            down = (
+                dict(BN=64, BK=64, stages=5)
+                if rows == 1
+                else dict(BN=64, BK=128, stages=4)
+                if rows <= 16
+                else dict(BN=128, BK=64, stages=4)
+            )
             cases = {
-                "query, key, value": (5120 * H, [lambda l=l: kernels.project(x, (l.query, l.key, l.value)) for l in weights],
-                                      [lambda l=l: [torch.nn.functional.linear(x, p.weight, p.bias) for p in (l.query, l.key, l.value)] for l in weights]),
-                "output and residual": (H * HEADS, [lambda l=l: kernels.project(wide, (l.output,), x) for l in weights], [lambda l=l: x + torch.nn.functional.linear(wide, l.output.weight, l.output.bias) for l in weights]),
-                f"experts, gate and up ({hit:.1f} of {E} used)": (hit * H * 2 * I, [lambda l=l, w=w: kernels._expert_product(
-                    x, l.experts.gate_up, w, x.new_empty(4 * rows, I), bias=l.experts.gate_up_bias, gather=True, gated=True, alpha=1.702, limit=7.0, **up) for l, w in zip(weights, work)], None),
-                f"experts, down ({hit:.1f} of {E} used)": (hit * I * H, [lambda l=l, w=w: kernels._expert_product(
-                    hidden, l.experts.down, w, x.new_empty(4 * rows, H, dtype=torch.float32), bias=l.experts.down_bias, **down) for l, w in zip(weights, work)], None),
-                "head": (V * H, [lambda: kernels.project(x, (Projection(head),))], [lambda: torch.nn.functional.linear(x, head)]),
-                "a whole second half of a layer (`mix`)": (hit * 3 * I * H, [lambda l=l: kernels.mix(x, l, l.norm, top=4, eps=1e-5, dtype=torch.bfloat16) for l in weights], None),
+                "query, key, value": (
+                    5120 * H,
+                    [lambda l=l: kernels.project(x, (l.query, l.key, l.value)) for l in weights],
+                    [
+                        lambda l=l: [
+                            torch.nn.functional.linear(x, p.weight, p.bias)
+                            for p in (l.query, l.key, l.value)
+                        ]
+                        for l in weights
+                    ],
+                ),
+                "output and residual": (
+                    H * HEADS,
+                    [lambda l=l: kernels.project(wide, (l.output,), x) for l in weights],
+                    [
+                        lambda l=l: (
+                            x + torch.nn.functional.linear(wide, l.output.weight, l.output.bias)
+                        )
+                        for l in weights
+                    ],
+                ),
+                f"experts, gate and up ({hit:.1f} of {E} used)": (
+                    hit * H * 2 * I,
+                    [
+                        lambda l=l, w=w: kernels._expert_product(
+                            x,
+                            l.experts.gate_up,
+                            w,
+                            x.new_empty(4 * rows, I),
+                            bias=l.experts.gate_up_bias,
+                            gather=True,
+                            gated=True,
+                            alpha=1.702,
+                            limit=7.0,
+                            **up,
+                        )
+                        for l, w in zip(weights, work)
+                    ],
+                    None,
+                ),
+                f"experts, down ({hit:.1f} of {E} used)": (
+                    hit * I * H,
+                    [
+                        lambda l=l, w=w: kernels._expert_product(
+                            hidden,
+                            l.experts.down,
+                            w,
+                            x.new_empty(4 * rows, H, dtype=torch.float32),
+                            bias=l.experts.down_bias,
+                            **down,
+                        )
+                        for l, w in zip(weights, work)
+                    ],
+                    None,
+                ),
+                "head": (
+                    V * H,
+                    [lambda: kernels.project(x, (Projection(head),))],
+                    [lambda: torch.nn.functional.linear(x, head)],
+                ),
+                "a whole second half of a layer (`mix`)": (
+                    hit * 3 * I * H,
+                    [
+                        lambda l=l: kernels.mix(x, l, l.norm, top=4, eps=1e-5, dtype=torch.bfloat16)
+                        for l in weights
+                    ],
+                    None,
+                ),
             }
             for name, (numbers, ours, theirs) in cases.items():
                 time = microseconds(ours)
-                print(f"| {rows} | {name} | {2 * numbers / 1e6:.1f} | {time:.1f} | {2 * numbers / time / 1e6:.2f} | {'' if theirs is None else f'{microseconds(theirs):.1f}'} |", flush=True)
+                print(
+                    f"| {rows} | {name} | {2 * numbers / 1e6:.1f} | {time:.1f} | {2 * numbers / time / 1e6:.2f} | {'' if theirs is None else f'{microseconds(theirs):.1f}'} |",
+                    flush=True,
+                )
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,23 @@ the chunked head instead, which leaves out the row that a group's prompts and co
 and grouped_mm experts; Unsloth with its own chunked log-softmax. Seconds: median after one step that is not counted. GiB: torch's max_memory_allocated, and what the driver has given away.
 Rows are printed as they are measured; the last line is JSON.
 """
-import argparse, collections, contextlib, gc, importlib.metadata, json, os, platform, shutil, signal, statistics, subprocess, sys, threading, time, traceback
+
+import argparse
+import collections
+import contextlib
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -22,15 +38,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from decode import FULL, SMALL, build, error_line, synchronize, write_bf16
 
 GiB = 2**30
-MARK = "@record "                                                                    # a line of a child's output that is for its parent
+MARK = "@record "  # a line of a child's output that is for its parent
 LENGTHS = [2048, 8192, 32_768, 65_536]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 OURS, PEERS = ("bf16", "mxfp4"), ("transformers", "unsloth")
-BUDGET = {("bf16", 8192): (0.45, 40.5), ("mxfp4", 8192): (None, 15), ("bf16", 32_768): (2.6, 43), ("bf16", 65_536): (7.5, 46)}     # seconds, GiB
-GROWTH = 100                                                                         # KiB a token, at most
+BUDGET = {
+    ("bf16", 8192): (0.45, 40.5),
+    ("mxfp4", 8192): (None, 15),
+    ("bf16", 32_768): (2.6, 43),
+    ("bf16", 65_536): (7.5, 46),
+}  # seconds, GiB
+GROWTH = 100  # KiB a token, at most
 
 
 # What the benchmarks of training share
+
 
 def tell(**record):
     "A record for the parent."
@@ -39,10 +61,15 @@ def tell(**record):
 
 def versions(*names):
     "The card, and the versions of what ran."
-    found = {"card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "Python": platform.python_version()}
+    found = {
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "Python": platform.python_version(),
+    }
     for name in ("torch", "triton", "transformers", "peft", *names):
-        try: found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError: pass
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
     return found
 
 
@@ -57,24 +84,32 @@ def clear():
 
 def driver_bytes(mem_get_info=torch.cuda.mem_get_info):
     "What the driver had given away on this card when torch held most: CUDA's own share, and torch's cache at its largest."
-    if not torch.cuda.is_available(): return 0
+    if not torch.cuda.is_available():
+        return 0
     free, total = mem_get_info()
     return total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
 
 
 def peaks():
     "GiB at the peak since `clear`: allocated by torch, and by the driver. None without a card."
-    if not torch.cuda.is_available(): return dict(peak=None, driver=None)
-    return dict(peak=round(torch.cuda.max_memory_allocated() / GiB, 3), driver=round(driver_bytes() / GiB, 3))
+    if not torch.cuda.is_available():
+        return dict(peak=None, driver=None)
+    return dict(
+        peak=round(torch.cuda.max_memory_allocated() / GiB, 3),
+        driver=round(driver_bytes() / GiB, 3),
+    )
 
 
 def attempt(function):
     "(result, None), or (None, the error in one line) with the memory of the attempt given back."
-    try: return function(), None
+    try:
+        return function(), None
     except Exception as error:
         text = error_line(error)
-        if any(word in str(error) for word in ("out of memory", "ALLOC_FAILED")): text = "out of memory"
-        else: traceback.print_exc()
+        if any(word in str(error) for word in ("out of memory", "ALLOC_FAILED")):
+            text = "out of memory"
+        else:
+            traceback.print_exc()
         traceback.clear_frames(error.__traceback__)
     clear()
     return None, text
@@ -91,26 +126,54 @@ def timed(step, repeats, limit_s=60.0):
         step()
         synchronize()
         seconds.append(time.perf_counter() - start)
-        if sum(seconds) + seconds[-1] > limit_s: break
+        if sum(seconds) + seconds[-1] > limit_s:
+            break
     return dict(seconds=round(statistics.median(seconds), 4), **peaks())
 
 
-def shown(value, form=".2f"): return "-" if value is None else format(value, form)
+def shown(value, form=".2f"):
+    return "-" if value is None else format(value, form)
 
 
 def run_child(script, name, argv, *, sites=(), limit_s=600.0, hear, environment={}):
     "Run `script` again as one part of itself; its records go to `hear`, the rest to a log. None, or why it did not end well."
-    paths = [str(Path(__file__).resolve().parents[1]), *(str(path) for path in sites if Path(path).is_dir()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1", **environment, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths)}
-    process = subprocess.Popen([sys.executable, "-u", str(Path(script).resolve()), *argv, "--child", name], env={**os.environ, **settings}, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    paths = [
+        str(Path(__file__).resolve().parents[1]),
+        *(str(path) for path in sites if Path(path).is_dir()),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        **environment,
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(Path(script).resolve()), *argv, "--child", name],
+        env={**os.environ, **settings},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     late = threading.Event()
+
     def stop():
-        with contextlib.suppress(ProcessLookupError): os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
     def too_late():
         late.set()
         stop()
-    clock, last, done, failed = threading.Timer(max(1.0, limit_s), too_late), collections.deque(maxlen=12), False, None
+
+    clock, last, done, failed = (
+        threading.Timer(max(1.0, limit_s), too_late),
+        collections.deque(maxlen=12),
+        False,
+        None,
+    )
     clock.start()
     try:
         for line in process.stdout:
@@ -127,8 +190,11 @@ def run_child(script, name, argv, *, sites=(), limit_s=600.0, hear, environment=
         stop()
         process.wait()
         process.stdout.close()
-    if done and not failed: return None
-    failed = failed or (f"stopped after {limit_s:.0f} s" if late.is_set() else "it ended without a word")
+    if done and not failed:
+        return None
+    failed = failed or (
+        f"stopped after {limit_s:.0f} s" if late.is_set() else "it ended without a word"
+    )
     print(f"{name}: {failed}" + "".join(f"\n    | {line[:240]}" for line in last), flush=True)
     return failed
 
@@ -148,49 +214,101 @@ def word_tokenizer(sizes):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(sizes["vocab_size"])}, unk_token="t0"))
+    words = Tokenizer(
+        models.WordLevel({f"t{i}": i for i in range(sizes["vocab_size"])}, unk_token="t0")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"t{sizes['pad_token_id']}", eos_token=f"t{sizes['eos_token_id']}", unk_token="t0", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token=f"t{sizes['pad_token_id']}",
+        eos_token=f"t{sizes['eos_token_id']}",
+        unk_token="t0",
+        padding_side="left",
+    )
 
 
 def arguments(description):
     "The parser with what all benchmarks of training take."
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run; what has not begun by then is left out (default: %(default)s)")
-    parser.add_argument("--sites", default="/tmp/sites", metavar="DIR", help="DIR/site-NAME holds a library that is not installed otherwise (default: %(default)s)")
-    parser.add_argument("--checkpoint", default="/tmp/gpt-oss-random", metavar="DIR", help="the random checkpoint for Unsloth: written if it is not there, and kept (default: %(default)s)")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script out")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="of the whole run; what has not begun by then is left out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sites",
+        default="/tmp/sites",
+        metavar="DIR",
+        help="DIR/site-NAME holds a library that is not installed otherwise (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        default="/tmp/gpt-oss-random",
+        metavar="DIR",
+        help="the random checkpoint for Unsloth: written if it is not there, and kept (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="a tiny model on the CPU, to try the script out"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
 
 
 def device_of(args):
-    if args.cpu: return "cpu"
-    if not torch.cuda.is_available(): raise SystemExit("no CUDA device is here: --cpu tries the script out with a tiny model")
+    if args.cpu:
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is here: --cpu tries the script out with a tiny model")
     return "cuda"
 
 
 # Our step
+
 
 def batch_of(ids, prompt=1, rows=1):
     "Sequences as the trainer's batch: `prompt` tokens, and completions that are trained on."
     from grpo_nb.training.policy import TrainingBatch
 
     seen = torch.ones_like(ids, dtype=torch.bool)
-    return TrainingBatch(ids[:, :prompt], seen[:, :prompt], ids[:, prompt:], seen[:, prompt:], seen[:, prompt:], torch.ones(rows, device=ids.device))
+    return TrainingBatch(
+        ids[:, :prompt],
+        seen[:, :prompt],
+        ids[:, prompt:],
+        seen[:, prompt:],
+        seen[:, prompt:],
+        torch.ones(rows, device=ids.device),
+    )
 
 
 class Step:
     "Forward and backward of a model as GRPOTrainer does it, with layer inputs on the host or not."
 
-    def __init__(self, model, *, offload, store=None, way="trainer", mini_batch=None, logit_chunk_multiplier=None, precision=None, optimizer=None):
+    def __init__(
+        self,
+        model,
+        *,
+        offload,
+        store=None,
+        way="trainer",
+        mini_batch=None,
+        logit_chunk_multiplier=None,
+        precision=None,
+        optimizer=None,
+    ):
         from grpo_nb.model.offload import HostStore, offload_layers
         from grpo_nb.training.config import GRPOConfig
         from grpo_nb.training.parts import Precision, checkpoint_layers, frozen_dtype
         from grpo_nb.training.pieces import known_shape, possible_tiles, residual_bytes
 
         self.model, self.way, self.optimizer = model.train(), way, optimizer
-        self.config = GRPOConfig(offload_activations=offload, gradient_checkpointing=True, logit_chunk_multiplier=logit_chunk_multiplier)
+        self.config = GRPOConfig(
+            offload_activations=offload,
+            gradient_checkpointing=True,
+            logit_chunk_multiplier=logit_chunk_multiplier,
+        )
         self.shape, self.tiles = known_shape(model), possible_tiles(model, self.config)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.settings = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
@@ -206,12 +324,29 @@ class Step:
         from grpo_nb.model.offload import offload_hidden
         from grpo_nb.training.policy import base_causal_model, completion_logps
 
-        if self.way == "trainer": return completion_logps(self.model, batch, store=self.store, **self.settings)[0]
-        base, ids = base_causal_model(self.model), torch.cat([batch.prompt_ids, batch.completion_ids], 1)
-        def parked(): return contextlib.nullcontext() if self.store is None else offload_hidden(self.model, self.store)
-        with parked(): hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[:, batch.prompt_ids.shape[1] - 1 : -1]
+        if self.way == "trainer":
+            return completion_logps(self.model, batch, store=self.store, **self.settings)[0]
+        base, ids = (
+            base_causal_model(self.model),
+            torch.cat([batch.prompt_ids, batch.completion_ids], 1),
+        )
+
+        def parked():
+            return (
+                contextlib.nullcontext()
+                if self.store is None
+                else offload_hidden(self.model, self.store)
+            )
+
+        with parked():
+            hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[
+                :, batch.prompt_ids.shape[1] - 1 : -1
+            ]
         given = {name: value for name, value in self.settings.items() if value}
-        with parked(): return chunked_hidden_states_selective_log_softmax(hidden, base.lm_head.weight, batch.completion_ids, **given)
+        with parked():
+            return chunked_hidden_states_selective_log_softmax(
+                hidden, base.lm_head.weight, batch.completion_ids, **given
+            )
 
     def slices(self, batch):
         "Let experts or MLPs work on as many tokens at a time as the trainer lets them."
@@ -219,16 +354,28 @@ class Step:
         from grpo_nb.model.tiles import slice_layers, slice_tokens_of
         from grpo_nb.training.pieces import choose_pieces
 
-        tile = choose_pieces(self.model, batch, self.config, free_memory(batch.prompt_ids.device), self.shape, self.tiles, self.residual, most=1)[1]
-        if tile != slice_tokens_of(self.model): slice_layers(self.model, tile)
+        tile = choose_pieces(
+            self.model,
+            batch,
+            self.config,
+            free_memory(batch.prompt_ids.device),
+            self.shape,
+            self.tiles,
+            self.residual,
+            most=1,
+        )[1]
+        if tile != slice_tokens_of(self.model):
+            slice_layers(self.model, tile)
 
     def __call__(self, batch):
         from grpo_nb.algorithm.losses import grpo_loss
 
-        for p in self.trained: p.grad = None
+        for p in self.trained:
+            p.grad = None
         self.slices(batch)
         with self.precision.adapters(self.model):
-            with self.precision.autocast(): logps = self.logps(batch)
+            with self.precision.autocast():
+                logps = self.logps(batch)
             loss = grpo_loss(logps, batch.advantages, batch.loss_mask).loss
             self.precision.scaler.scale(loss).backward()
         if self.optimizer is not None:
@@ -237,8 +384,10 @@ class Step:
         return loss.detach()
 
     def close(self):
-        if self.switch is not None: self.switch.remove()
-        for p in self.model.parameters(): p.grad = None
+        if self.switch is not None:
+            self.switch.remove()
+        for p in self.model.parameters():
+            p.grad = None
 
 
 def gpt_oss(sizes, weights, tokens, *, targets=ATTENTION, r=8, **more):
@@ -247,14 +396,29 @@ def gpt_oss(sizes, weights, tokens, *, targets=ATTENTION, r=8, **more):
 
     from grpo_nb.model.loading import load_model
 
-    model, _ = load_model(GptOssConfig(**sizes), max_seq_length=tokens, load_in_4bit="mxfp4" in weights, lora_r=r, lora_targets=targets, lora_alpha=2 * r, quiet=True, **more)
+    model, _ = load_model(
+        GptOssConfig(**sizes),
+        max_seq_length=tokens,
+        load_in_4bit="mxfp4" in weights,
+        lora_r=r,
+        lora_targets=targets,
+        lora_alpha=2 * r,
+        quiet=True,
+        **more,
+    )
     for name, p in model.named_parameters():
-        if "lora_B" in name: torch.nn.init.normal_(p, 0, 0.01)
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, 0, 0.01)
     return model
 
 
 def random_ids(sizes, tokens, device, rows=1):
-    return torch.randint(sizes["pad_token_id"], (rows, tokens), device=device, generator=torch.Generator(device).manual_seed(tokens))
+    return torch.randint(
+        sizes["pad_token_id"],
+        (rows, tokens),
+        device=device,
+        generator=torch.Generator(device).manual_seed(tokens),
+    )
 
 
 def run_ours(args, sizes, weights):
@@ -262,13 +426,16 @@ def run_ours(args, sizes, weights):
     model = gpt_oss(sizes, weights, max(args.lengths), offload_embedding=args.offload_embedding)
     if args.adapters != "float32":
         for p in model.parameters():
-            if p.requires_grad: p.data = p.data.to(getattr(torch, args.adapters))
+            if p.requires_grad:
+                p.data = p.data.to(getattr(torch, args.adapters))
     tell(loaded=weights, seconds=round(time.perf_counter() - start, 1), **peaks(), **versions())
-    if args.profile: return profile(args, sizes, weights, model)
+    if args.profile:
+        return profile(args, sizes, weights, model)
     store = None
     for tokens in sorted(args.lengths):
         batch = batch_of(random_ids(sizes, tokens, device))
         for offload in args.offload:
+
             def measured():
                 nonlocal store
                 from grpo_nb.model.offload import HostStore
@@ -276,20 +443,43 @@ def run_ours(args, sizes, weights):
                 store = store or HostStore()
                 step = Step(model, offload=offload, store=store, way=args.way)
                 clear()
-                try: return dict(timed(lambda: step(batch), args.repeats if tokens < 32_768 else min(args.repeats, 2)), host=round(store.host_bytes / GiB, 3) if offload else 0)
-                finally: step.close()
+                try:
+                    return dict(
+                        timed(
+                            lambda: step(batch),
+                            args.repeats if tokens < 32_768 else min(args.repeats, 2),
+                        ),
+                        host=round(store.host_bytes / GiB, 3) if offload else 0,
+                    )
+                finally:
+                    step.close()
+
             result, error = attempt(measured)
-            if error: store = None
-            tell(library=weights, tokens=tokens, offload=offload, **({"error": error} if error else result))
+            if error:
+                store = None
+            tell(
+                library=weights,
+                tokens=tokens,
+                offload=offload,
+                **({"error": error} if error else result),
+            )
 
 
 def profile(args, sizes, weights, model):
     "The kernels of one step, by time."
-    from torch.profiler import ProfilerActivity, profile as record
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
 
-    device, tokens = device_of(args), min((n for n in args.lengths if n >= 8192), default=max(args.lengths))
-    step, batch = Step(model, offload=args.offload[0], way=args.way), batch_of(random_ids(sizes, tokens, device))
-    for _ in range(2): step(batch)
+    device, tokens = (
+        device_of(args),
+        min((n for n in args.lengths if n >= 8192), default=max(args.lengths)),
+    )
+    step, batch = (
+        Step(model, offload=args.offload[0], way=args.way),
+        batch_of(random_ids(sizes, tokens, device)),
+    )
+    for _ in range(2):
+        step(batch)
     synchronize()
     start = time.perf_counter()
     step(batch)
@@ -299,19 +489,58 @@ def profile(args, sizes, weights, model):
     with record(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as seen:
         step(batch)
         synchronize()
-    def ms(event): return (getattr(event, "self_device_time_total", 0) if cuda else event.self_cpu_time_total) / 1e3
-    kernels = [event for event in seen.key_averages() if not cuda or "CUDA" in str(event.device_type)]
+
+    def ms(event):
+        return (
+            getattr(event, "self_device_time_total", 0) if cuda else event.self_cpu_time_total
+        ) / 1e3
+
+    kernels = [
+        event for event in seen.key_averages() if not cuda or "CUDA" in str(event.device_type)
+    ]
     whole, rows = sum(map(ms, kernels)), sorted(kernels, key=ms, reverse=True)[:25]
-    lines = [f"{weights}, {tokens:,} tokens, one step: {wall:.1f} ms; {'kernels' if cuda else 'operations'} {whole:.1f} ms in {sum(event.count for event in kernels):,} calls"]
-    lines += [f"{ms(event):9.2f} ms {ms(event) / whole:6.1%} {event.count:7,d} x  {event.key[:150]}" for event in rows]
+    lines = [
+        f"{weights}, {tokens:,} tokens, one step: {wall:.1f} ms; {'kernels' if cuda else 'operations'} {whole:.1f} ms in {sum(event.count for event in kernels):,} calls"
+    ]
+    lines += [
+        f"{ms(event):9.2f} ms {ms(event) / whole:6.1%} {event.count:7,d} x  {event.key[:150]}"
+        for event in rows
+    ]
     if cuda:
-        operations = sorted((event for event in seen.key_averages() if "CPU" in str(event.device_type) and ms(event) > 0), key=ms, reverse=True)[:15]
-        lines += ["the operations that started them:", *(f"{ms(event):9.2f} ms {event.count:7,d} x  {event.key[:150]}" for event in operations)]
-    tell(text="\n".join(lines), profile=dict(library=weights, tokens=tokens, wall_ms=round(wall, 2), kernels_ms=round(whole, 2), top=[dict(name=event.key[:200], ms=round(ms(event), 3), count=event.count) for event in rows]))
+        operations = sorted(
+            (
+                event
+                for event in seen.key_averages()
+                if "CPU" in str(event.device_type) and ms(event) > 0
+            ),
+            key=ms,
+            reverse=True,
+        )[:15]
+        lines += [
+            "the operations that started them:",
+            *(
+                f"{ms(event):9.2f} ms {event.count:7,d} x  {event.key[:150]}"
+                for event in operations
+            ),
+        ]
+    tell(
+        text="\n".join(lines),
+        profile=dict(
+            library=weights,
+            tokens=tokens,
+            wall_ms=round(wall, 2),
+            kernels_ms=round(whole, 2),
+            top=[
+                dict(name=event.key[:200], ms=round(ms(event), 3), count=event.count)
+                for event in rows
+            ],
+        ),
+    )
     step.close()
 
 
 # The others
+
 
 def run_transformers(args, sizes):
     from peft import LoraConfig, get_peft_model
@@ -319,8 +548,15 @@ def run_transformers(args, sizes):
 
     device = device_of(args)
     torch.manual_seed(0)
-    with torch.device(device): model = GptOssForCausalLM._from_config(GptOssConfig(**sizes), dtype=torch.bfloat16 if device == "cuda" else torch.float32, attn_implementation="eager")
-    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=ATTENTION, task_type="CAUSAL_LM")).train()
+    with torch.device(device):
+        model = GptOssForCausalLM._from_config(
+            GptOssConfig(**sizes),
+            dtype=torch.bfloat16 if device == "cuda" else torch.float32,
+            attn_implementation="eager",
+        )
+    model = get_peft_model(
+        model, LoraConfig(r=8, lora_alpha=16, target_modules=ATTENTION, task_type="CAUSAL_LM")
+    ).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     base = model.get_base_model()
@@ -328,36 +564,57 @@ def run_transformers(args, sizes):
         base.set_experts_implementation("grouped_mm")
         base.set_attn_implementation("flex_attention")
     tell(loaded="transformers", **peaks(), **versions())
-    def logps(ids): return torch.log_softmax(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float(), -1)[:, :-1].gather(-1, ids[:, 1:, None])
+
+    def logps(ids):
+        return torch.log_softmax(
+            model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float(), -1
+        )[:, :-1].gather(-1, ids[:, 1:, None])
+
     peer_lengths(args, sizes, "transformers", model, logps)
 
 
 def peer_lengths(args, sizes, name, model, logps):
     for tokens in sorted(args.lengths):
         ids = random_ids(sizes, tokens, device_of(args))
+
         def step():
             (-logps(ids).mean()).backward()
             model.zero_grad()
+
         clear()
         result, error = attempt(lambda: timed(step, min(args.repeats, 2)))
         model.zero_grad()
         tell(library=name, tokens=tokens, **({"error": error} if error else result))
-        if error == "out of memory": break
+        if error == "out of memory":
+            break
 
 
 def write_checkpoint(args, sizes):
     "A random bf16 checkpoint with a tokenizer."
     folder = Path(args.checkpoint)
-    if (folder / "config.json").exists(): return
+    if (folder / "config.json").exists():
+        return
     shutil.rmtree(folder, ignore_errors=True)
     write_bf16(folder, sizes, build(sizes, device_of(args)))
 
 
 def load_unsloth(args, sizes, tokens, load_in_4bit=False):
-    from unsloth import FastLanguageModel                                            # before transformers, as it asks
+    from unsloth import FastLanguageModel  # before transformers, as it asks
 
-    model, tokenizer = FastLanguageModel.from_pretrained(str(args.checkpoint), max_seq_length=tokens, dtype=None if load_in_4bit else torch.bfloat16, load_in_4bit=load_in_4bit)
-    return FastLanguageModel.get_peft_model(model, r=8, lora_alpha=16, target_modules=ATTENTION, use_gradient_checkpointing="unsloth", random_state=0), tokenizer
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(args.checkpoint),
+        max_seq_length=tokens,
+        dtype=None if load_in_4bit else torch.bfloat16,
+        load_in_4bit=load_in_4bit,
+    )
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=8,
+        lora_alpha=16,
+        target_modules=ATTENTION,
+        use_gradient_checkpointing="unsloth",
+        random_state=0,
+    ), tokenizer
 
 
 def run_unsloth(args, sizes):
@@ -366,25 +623,59 @@ def run_unsloth(args, sizes):
     from unsloth_zoo.rl_replacements import RL_REPLACEMENTS
 
     FastLanguageModel.for_training(model)
-    os.environ["UNSLOTH_RETURN_HIDDEN_STATES"] = "1"                                 # its switch: `logits` are the final hidden states
-    chunked, head = RL_REPLACEMENTS["grpo_selective_log_softmax"], model.get_output_embeddings().weight
+    os.environ["UNSLOTH_RETURN_HIDDEN_STATES"] = (
+        "1"  # its switch: `logits` are the final hidden states
+    )
+    chunked, head = (
+        RL_REPLACEMENTS["grpo_selective_log_softmax"],
+        model.get_output_embeddings().weight,
+    )
     tell(loaded="unsloth", **peaks(), **versions("unsloth"))
+
     def logps(ids):
         hidden = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         return chunked(hidden[:, :-1], head, ids[:, 1:], chunks=max(4, ids.shape[1] // 4096))
+
     peer_lengths(args, sizes, "unsloth", model, logps)
 
 
 # The parent
 
+
 def record_of(row, card, versions_):
     "A measured row as the tests of the planner keep it."
     ours = row["library"] in OURS
     name = f"{row['library'] if not ours else 'ours, ' + row['library']}{', layer inputs on the host' if row.get('offload') else ''}, {row['tokens']:,} tokens"
-    plan = dict(model="gpt-oss-20b", card="H200", weights="mxfp4" if row["library"] == "mxfp4" else "bf16", lora_r=8, lora_targets=["attention"], optimizer="sgd", batch=1, context=row["tokens"], prompt=0)
-    plan |= dict(offload_layer_inputs=row["offload"], offload_hidden=row["offload"], offload_embedding=row.get("offload_embedding", False)) if ours else dict(implementation="transformers", tile=None, attention="flex")
-    said = ", ".join(f"{key} {value}" for key, value in versions_.items() if key in ("torch", "transformers"))
-    return dict(name=name, plan=plan, moments=["head", "layer"], peak_gib=row["peak"], source=f"python benchmarks/train_step.py on {card}, {said}; LoRA r=8 on attention, forward and backward; peak: torch.cuda.max_memory_allocated")
+    plan = dict(
+        model="gpt-oss-20b",
+        card="H200",
+        weights="mxfp4" if row["library"] == "mxfp4" else "bf16",
+        lora_r=8,
+        lora_targets=["attention"],
+        optimizer="sgd",
+        batch=1,
+        context=row["tokens"],
+        prompt=0,
+    )
+    plan |= (
+        dict(
+            offload_layer_inputs=row["offload"],
+            offload_hidden=row["offload"],
+            offload_embedding=row.get("offload_embedding", False),
+        )
+        if ours
+        else dict(implementation="transformers", tile=None, attention="flex")
+    )
+    said = ", ".join(
+        f"{key} {value}" for key, value in versions_.items() if key in ("torch", "transformers")
+    )
+    return dict(
+        name=name,
+        plan=plan,
+        moments=["head", "layer"],
+        peak_gib=row["peak"],
+        source=f"python benchmarks/train_step.py on {card}, {said}; LoRA r=8 on attention, forward and backward; peak: torch.cuda.max_memory_allocated",
+    )
 
 
 def planned(record):
@@ -400,36 +691,73 @@ class Table:
     def __init__(self, args):
         self.args, self.rows, self.about, self.records = args, [], {}, []
 
-    def name(self, row): return row["library"] + (", on the host" if row.get("offload") else "")
+    def name(self, row):
+        return row["library"] + (", on the host" if row.get("offload") else "")
 
     def hear(self, record):
         if "loaded" in record:
-            self.about = {**self.about, **{key: value for key, value in record.items() if key not in ("loaded", "seconds", "peak", "driver")}}
-            print(f"{record['loaded']} is there: {shown(record.get('seconds'), '.1f')} s, {shown(record['peak'])} GiB; " + ", ".join(f"{key} {value}" for key, value in record.items() if key not in ("loaded", "seconds", "peak", "driver")), flush=True)
+            self.about = {
+                **self.about,
+                **{
+                    key: value
+                    for key, value in record.items()
+                    if key not in ("loaded", "seconds", "peak", "driver")
+                },
+            }
+            print(
+                f"{record['loaded']} is there: {shown(record.get('seconds'), '.1f')} s, {shown(record['peak'])} GiB; "
+                + ", ".join(
+                    f"{key} {value}"
+                    for key, value in record.items()
+                    if key not in ("loaded", "seconds", "peak", "driver")
+                ),
+                flush=True,
+            )
         elif "text" in record:
             print(record["text"], flush=True)
             self.rows.append(record["profile"])
-        else: self.row(record)
+        else:
+            self.row(record)
 
     def row(self, row):
-        before = next((r for r in reversed(self.rows) if r.get("library") == row["library"] and r.get("offload") == row.get("offload") and "error" not in r), None)
+        before = next(
+            (
+                r
+                for r in reversed(self.rows)
+                if r.get("library") == row["library"]
+                and r.get("offload") == row.get("offload")
+                and "error" not in r
+            ),
+            None,
+        )
         row["offload_embedding"] = row["library"] in OURS and self.args.offload_embedding
         self.rows.append(row)
         line = f"{self.name(row):22s}{row['tokens']:8,d} tokens  "
-        if "error" in row: return print(line + row["error"], flush=True)
+        if "error" in row:
+            return print(line + row["error"], flush=True)
         line += f"{row['seconds']:8.3f} s  {shown(row['peak'])} GiB (driver {shown(row['driver'])})"
-        if row.get("host"): line += f"  host {row['host']:.2f} GiB"
+        if row.get("host"):
+            line += f"  host {row['host']:.2f} GiB"
         if before and row["peak"]:
-            row["kib_a_token"] = round((row["peak"] - before["peak"]) * 2**20 / (row["tokens"] - before["tokens"]), 1)
+            row["kib_a_token"] = round(
+                (row["peak"] - before["peak"]) * 2**20 / (row["tokens"] - before["tokens"]), 1
+            )
             line += f"  {row['kib_a_token']:,.0f} KiB a token since {before['tokens']:,}"
         if row["peak"] and not self.args.cpu and row["library"] in (*OURS, "transformers"):
             self.records.append(record_of(row, self.about.get("card"), self.about))
-            try: line += f"  (planned {planned(self.records[-1]):.2f})"
-            except Exception as error: line += f"  (no plan: {error})"
+            try:
+                line += f"  (planned {planned(self.records[-1]):.2f})"
+            except Exception as error:
+                line += f"  (no plan: {error})"
         if budget := BUDGET.get((row["library"], row["tokens"])):
             seconds, gib = budget
             line += f"  budget {f'{seconds} s, ' if seconds else ''}{gib} GiB"
-            if row["peak"]: line += ": " + ("kept" if row["peak"] <= gib and (seconds is None or row["seconds"] <= seconds) else "missed")
+            if row["peak"]:
+                line += ": " + (
+                    "kept"
+                    if row["peak"] <= gib and (seconds is None or row["seconds"] <= seconds)
+                    else "missed"
+                )
         print(line, flush=True)
 
     def ratios(self):
@@ -437,28 +765,69 @@ class Table:
         for tokens in sorted({row["tokens"] for row in self.rows if "seconds" in row}):
             rows = [row for row in self.rows if row.get("tokens") == tokens and "seconds" in row]
             for mine in (row for row in rows if row["library"] in OURS):
-                others = [f"{row['library']} / this: time x {row['seconds'] / mine['seconds']:.2f}" + (f", memory x {row['peak'] / mine['peak']:.2f}" if mine["peak"] else "") for row in rows if row["library"] in PEERS]
-                if others: print(f"{tokens:8,d} tokens, {self.name(mine)}: " + "; ".join(others), flush=True)
+                others = [
+                    f"{row['library']} / this: time x {row['seconds'] / mine['seconds']:.2f}"
+                    + (f", memory x {row['peak'] / mine['peak']:.2f}" if mine["peak"] else "")
+                    for row in rows
+                    if row["library"] in PEERS
+                ]
+                if others:
+                    print(
+                        f"{tokens:8,d} tokens, {self.name(mine)}: " + "; ".join(others), flush=True
+                    )
 
 
 def main():
     parser = arguments(__doc__)
-    parser.add_argument("--only", nargs="+", default=["bf16", "mxfp4", "transformers"], choices=[*OURS, *PEERS], help="ours (bf16, mxfp4), transformers, unsloth (default: all but unsloth)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["bf16", "mxfp4", "transformers"],
+        choices=[*OURS, *PEERS],
+        help="ours (bf16, mxfp4), transformers, unsloth (default: all but unsloth)",
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--offload", nargs="+", default=["off", "on"], choices=["off", "on"], help="layer inputs on the card, on the host (default: both)")
-    parser.add_argument("--offload-embedding", action="store_true", help="ours: the embedding on the host")
-    parser.add_argument("--way", default="trainer", choices=["trainer", "plain"], help="ours: completion_logps, or the decoder and the chunked head")
-    parser.add_argument("--adapters", default="float32", choices=["float32", "bfloat16"], help="ours: their number format")
+    parser.add_argument(
+        "--offload",
+        nargs="+",
+        default=["off", "on"],
+        choices=["off", "on"],
+        help="layer inputs on the card, on the host (default: both)",
+    )
+    parser.add_argument(
+        "--offload-embedding", action="store_true", help="ours: the embedding on the host"
+    )
+    parser.add_argument(
+        "--way",
+        default="trainer",
+        choices=["trainer", "plain"],
+        help="ours: completion_logps, or the decoder and the chunked head",
+    )
+    parser.add_argument(
+        "--adapters",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="ours: their number format",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="the kernels of one step instead")
-    parser.add_argument("--records", metavar="FILE", help="write the peaks as the planner's tests keep them")
+    parser.add_argument(
+        "--records", metavar="FILE", help="write the peaks as the planner's tests keep them"
+    )
     args = parser.parse_args()
     sizes = SMALL if args.cpu else FULL
-    if args.cpu and args.lengths == LENGTHS: args.lengths = [64, 128]
+    if args.cpu and args.lengths == LENGTHS:
+        args.lengths = [64, 128]
     if args.child:
         args.offload = [value == "on" for value in args.offload]
-        return child({"write": lambda: write_checkpoint(args, sizes), "transformers": lambda: run_transformers(args, sizes), "unsloth": lambda: run_unsloth(args, sizes)}.get(args.child)
-                     or (lambda: run_ours(args, sizes, args.child)))
+        return child(
+            {
+                "write": lambda: write_checkpoint(args, sizes),
+                "transformers": lambda: run_transformers(args, sizes),
+                "unsloth": lambda: run_unsloth(args, sizes),
+            }.get(args.child)
+            or (lambda: run_ours(args, sizes, args.child))
+        )
     device_of(args)
     table, end = Table(args), time.time() + 60 * args.minutes
     for name in args.only:
@@ -466,12 +835,25 @@ def main():
         if left < 20:
             print(f"{name}: left out, no time left", flush=True)
             continue
-        site = [Path(args.sites) / "site-unsloth", Path(args.sites) / "site-bitsandbytes"] if name == "unsloth" else []
-        if name == "unsloth" and run_child(__file__, "write", sys.argv[1:], limit_s=left, hear=table.hear): continue
-        failed = run_child(__file__, name, sys.argv[1:], sites=site, limit_s=end - time.time(), hear=table.hear)
-        if failed: table.rows.append(dict(library=name, error=failed))
+        site = (
+            [Path(args.sites) / "site-unsloth", Path(args.sites) / "site-bitsandbytes"]
+            if name == "unsloth"
+            else []
+        )
+        if name == "unsloth" and run_child(
+            __file__, "write", sys.argv[1:], limit_s=left, hear=table.hear
+        ):
+            continue
+        failed = run_child(
+            __file__, name, sys.argv[1:], sites=site, limit_s=end - time.time(), hear=table.hear
+        )
+        if failed:
+            table.rows.append(dict(library=name, error=failed))
     table.ratios()
-    if args.records: Path(args.records).write_text(json.dumps(dict(card=table.about.get("card"), records=table.records), indent=1) + "\n")
+    if args.records:
+        Path(args.records).write_text(
+            json.dumps(dict(card=table.about.get("card"), records=table.records), indent=1) + "\n"
+        )
     print(json.dumps(dict(about=table.about, way=args.way, rows=table.rows)))
     return 0 if any("seconds" in row or "wall_ms" in row for row in table.rows) else 1
 

@@ -34,7 +34,8 @@ def __getattr__(
     name: str,  # what was asked for and is not here yet
 ):  # the object of that name, fetched from its room; AttributeError if no room holds it
     "Import the room of a public name when the name is first used."
-    if name not in _rooms: raise AttributeError(f"module 'grpo_nb' has no attribute {name!r}")
+    if name not in _rooms:
+        raise AttributeError(f"module 'grpo_nb' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"grpo_nb.{_rooms[name]}"), name)
     return value
 

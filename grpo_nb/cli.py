@@ -25,9 +25,12 @@ def _integer(
     why: str,  # what the limits come from, for the message
 ):  # a function from the typed text to the number, as argparse wants it
     "A whole number from `least` to `most`."
+
     def parse(text):
-        try: value = int(text)
-        except ValueError: raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{value} is out of range: {why}")
         return value
@@ -43,7 +46,8 @@ def _aside(
 ) -> Path:  # the first of out-1, out-2, ... that does not exist
     "A free name beside `out`."
     number = 1
-    while (free := out.with_name(f"{out.name}-{number}")).exists(): number += 1
+    while (free := out.with_name(f"{out.name}-{number}")).exists():
+        number += 1
     return free
 
 
@@ -54,23 +58,34 @@ def _prepare(
     steps: int | None,  # as given on the command line
 ) -> dict:  # {"seed", "steps"} of the run; ValueError with a sentence if `out` will not do
     "Make the folder of a run, or refuse it."
-    if out.exists() and not out.is_dir(): raise ValueError(f"--out {out} is a file; name a folder, new or empty")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder, new or empty")
     try:
         inside = sorted(p.name for p in out.iterdir()) if out.exists() else []
         ours = _marker in inside
         if inside and not ours:
-            raise ValueError(f"--out {out} holds other files ({', '.join(inside[:3])}); name a folder that is new, empty, or an earlier demo's")
-        if resume and not ours: raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
+            raise ValueError(
+                f"--out {out} holds other files ({', '.join(inside[:3])}); name a folder that is new, empty, or an earlier demo's"
+            )
+        if resume and not ours:
+            raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
         run = json.loads((out / _marker).read_text()) if resume else {"seed": 0, "steps": None}
         if resume and seed not in (None, run["seed"]):
-            raise ValueError(f"the run in {out} was started with --seed {run['seed']}; leave --seed out to resume it, or --resume to start a new one")
-        run = {"seed": run["seed"] if seed is None else seed, "steps": run["steps"] if steps is None else steps}
+            raise ValueError(
+                f"the run in {out} was started with --seed {run['seed']}; leave --seed out to resume it, or --resume to start a new one"
+            )
+        run = {
+            "seed": run["seed"] if seed is None else seed,
+            "steps": run["steps"] if steps is None else steps,
+        }
         if ours and not resume:
             print(f"The earlier run in {out} is now in {out.rename(_aside(out))}.", flush=True)
         out.mkdir(parents=True, exist_ok=True)
         (out / _marker).write_text(json.dumps(run) + "\n")
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written: {error.strerror or error}; name another folder") from None
+        raise ValueError(
+            f"--out {out} cannot be written: {error.strerror or error}; name another folder"
+        ) from None
     return run
 
 # %% ../nbs/91_cli.ipynb #65364508
@@ -78,21 +93,35 @@ def demo(
     args: argparse.Namespace,  # steps, seed, out, resume, quiet
 ) -> int:  # exit status: 0 done, 2 for a folder that will not do, 130 after Ctrl-C
     "Run the first lesson: a tiny gpt-oss learns arithmetic."
-    try: run = _prepare(args.out.absolute(), args.resume, args.seed, args.steps)
+    try:
+        run = _prepare(args.out.absolute(), args.resume, args.seed, args.steps)
     except ValueError as error:
         print(f"grpo-nb demo: {error}", file=sys.stderr)
         return 2
     try:
         from grpo_nb.demo import run_demo
 
-        run_demo(steps=run["steps"], seed=run["seed"], out=str(args.out), resume=args.resume, quiet=args.quiet)
+        run_demo(
+            steps=run["steps"],
+            seed=run["seed"],
+            out=str(args.out),
+            resume=args.resume,
+            quiet=args.quiet,
+        )
     except KeyboardInterrupt:
-        print(f"\nStopped. To go on with what was saved: grpo-nb demo --resume --out {shlex.quote(str(args.out))}", file=sys.stderr)
+        print(
+            f"\nStopped. To go on with what was saved: grpo-nb demo --resume --out {shlex.quote(str(args.out))}",
+            file=sys.stderr,
+        )
         return 130
     return 0
 
 # %% ../nbs/91_cli.ipynb #0466e4e2
-_OFFLOADS = {"embedding": "offload_embedding", "layer-inputs": "offload_layer_inputs", "hidden": "offload_hidden"}
+_OFFLOADS = {
+    "embedding": "offload_embedding",
+    "layer-inputs": "offload_layer_inputs",
+    "hidden": "offload_hidden",
+}
 
 
 def _card(
@@ -101,15 +130,41 @@ def _card(
 ) -> memory.Card:  # ValueError if there is no such card
     "The card that was asked for."
     card = {known.lower(): card for known, card in memory.CARDS.items()}.get(name.lower())
-    if card is None: raise ValueError(f"there is no card {name!r} here: give one of {', '.join(memory.CARDS)}, and --memory for its size if it is like one of these")
-    if usable is None: return card
-    if not 0 < usable < 10**5: raise ValueError(f"--memory is {usable:g}, and it is a card's memory in GiB: give more than 0")
-    return replace(card, name=f"{card.name} limited to {usable:g} GiB" if usable < card.usable else f"{card.name} with {usable:g} GiB", usable=usable)
+    if card is None:
+        raise ValueError(
+            f"there is no card {name!r} here: give one of {', '.join(memory.CARDS)}, and --memory for its size if it is like one of these"
+        )
+    if usable is None:
+        return card
+    if not 0 < usable < 10**5:
+        raise ValueError(
+            f"--memory is {usable:g}, and it is a card's memory in GiB: give more than 0"
+        )
+    return replace(
+        card,
+        name=f"{card.name} limited to {usable:g} GiB"
+        if usable < card.usable
+        else f"{card.name} with {usable:g} GiB",
+        usable=usable,
+    )
 
 
-_VALUES = {"weights": "--format", "lora_targets": "--lora-targets", "lora_r": "--lora-r", "batch": "--batch", "mini_batch": "--mini-batch", "logit_chunk_multiplier": "--logit-chunk-multiplier",
-           "tile": "--tile", "optimizer": "--optimizer", "sampler": "--sampler"}
-_LEFT_OUT = {"checkpointing": "--no-checkpointing", "attention": "--attention", "reference": "--reference"}
+_VALUES = {
+    "weights": "--format",
+    "lora_targets": "--lora-targets",
+    "lora_r": "--lora-r",
+    "batch": "--batch",
+    "mini_batch": "--mini-batch",
+    "logit_chunk_multiplier": "--logit-chunk-multiplier",
+    "tile": "--tile",
+    "optimizer": "--optimizer",
+    "sampler": "--sampler",
+}
+_LEFT_OUT = {
+    "checkpointing": "--no-checkpointing",
+    "attention": "--attention",
+    "reference": "--reference",
+}
 
 
 def _as_flags(
@@ -117,33 +172,85 @@ def _as_flags(
     after: memory.Setup,  # what would be better
 ) -> str:  # "--offload embedding --lora-r 8", to be written behind the question
     "The settings in which two setups differ, as this command takes them."
-    changed = {field.name: getattr(after, field.name) for field in fields(after) if getattr(after, field.name) != getattr(before, field.name)}
-    flags = [f"{flag} {value if isinstance(value, (int, str)) else ' '.join(value)}" for name, flag in _VALUES.items() if (value := changed.get(name)) is not None]
-    if not changed.keys().isdisjoint(_OFFLOADS.values()): flags.insert(0, " ".join(["--offload", *(what for what, name in _OFFLOADS.items() if getattr(after, name))]))
-    if "share_prompt" in changed: flags.append("--share-prompt")
-    return ", ".join([" ".join(flags), *(f"without {flag}" for name, flag in _LEFT_OUT.items() if name in changed)]).removeprefix(", ")
+    changed = {
+        field.name: getattr(after, field.name)
+        for field in fields(after)
+        if getattr(after, field.name) != getattr(before, field.name)
+    }
+    flags = [
+        f"{flag} {value if isinstance(value, (int, str)) else ' '.join(value)}"
+        for name, flag in _VALUES.items()
+        if (value := changed.get(name)) is not None
+    ]
+    if not changed.keys().isdisjoint(_OFFLOADS.values()):
+        flags.insert(
+            0,
+            " ".join(
+                ["--offload", *(what for what, name in _OFFLOADS.items() if getattr(after, name))]
+            ),
+        )
+    if "share_prompt" in changed:
+        flags.append("--share-prompt")
+    return ", ".join(
+        [
+            " ".join(flags),
+            *(f"without {flag}" for name, flag in _LEFT_OUT.items() if name in changed),
+        ]
+    ).removeprefix(", ")
 
 
 def plan(
     args: argparse.Namespace,  # what the parser below has made
 ) -> int:  # exit status: 0 it fits, 1 it does not, 2 for values that cannot be
     "Show what a GRPO step needs in memory, part by part, whether it fits, and what to change if it does not."
-    given = {name: getattr(args, name) for name in ("weights", "context", "prompt", "completions", "prompts", "batch", "lora_r", "optimizer", "sampler", "attention", "mini_batch", "logit_chunk_multiplier")}
+    given = {
+        name: getattr(args, name)
+        for name in (
+            "weights",
+            "context",
+            "prompt",
+            "completions",
+            "prompts",
+            "batch",
+            "lora_r",
+            "optimizer",
+            "sampler",
+            "attention",
+            "mini_batch",
+            "logit_chunk_multiplier",
+        )
+    }
     given = {name: value for name, value in given.items() if value is not None}
-    given |= {_OFFLOADS[what]: True for what in args.offload} | {"double_quant": args.double_quant, "checkpointing": not args.no_checkpointing, "share_prompt": args.share_prompt, "reference": args.reference}
-    if args.lora_targets: given["lora_targets"] = memory.TARGETS if args.lora_targets == "all" else (args.lora_targets,)
-    if args.tile is not None: given["tile"] = args.tile or None
-    try: made = memory.plan(args.model, _card(args.card, args.memory), **given)
+    given |= {_OFFLOADS[what]: True for what in args.offload} | {
+        "double_quant": args.double_quant,
+        "checkpointing": not args.no_checkpointing,
+        "share_prompt": args.share_prompt,
+        "reference": args.reference,
+    }
+    if args.lora_targets:
+        given["lora_targets"] = (
+            memory.TARGETS if args.lora_targets == "all" else (args.lora_targets,)
+        )
+    if args.tile is not None:
+        given["tile"] = args.tile or None
+    try:
+        made = memory.plan(args.model, _card(args.card, args.memory), **given)
     except (ValueError, OSError) as error:
         print(f"grpo-nb plan: {error}", file=sys.stderr)
         return 2
     advice = memory.advise(made)
     if args.json:
         steps = [{"change": a.change, "cost": a.cost, "saves": a.saves} for a in advice]
-        print(json.dumps({**made.to_dict(), "usual": memory.standard(made.setup).peak, "advice": steps}, indent=2))
+        print(
+            json.dumps(
+                {**made.to_dict(), "usual": memory.standard(made.setup).peak, "advice": steps},
+                indent=2,
+            )
+        )
     else:
         print(memory.describe(made) + ("" if made.fits else "\n\n" + memory.advice_text(made)))
-        if advice: print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
+        if advice:
+            print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
     return 0 if made.fits else 1
 
 # %% ../nbs/91_cli.ipynb #03a49b53
@@ -158,51 +265,101 @@ def _version(
     name: str,  # of a distribution, as pip knows it
 ) -> str | None:  # its version, None if it is not installed
     "The installed version, read without importing anything."
-    try: return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError: return None
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def packages() -> list[dict]:  # one {"name", "installed", "needed", "ok", "hint"} for each package that grpo_nb asks for
+def packages() -> list[
+    dict
+]:  # one {"name", "installed", "needed", "ok", "hint"} for each package that grpo_nb asks for
     "Each required or optional package: what is here, what is asked for, what to do about it."
     from packaging.requirements import Requirement
 
-    try: declared = [Requirement(line) for line in importlib.metadata.requires("grpo_nb") or []]
-    except importlib.metadata.PackageNotFoundError: declared = []
+    try:
+        declared = [Requirement(line) for line in importlib.metadata.requires("grpo_nb") or []]
+    except importlib.metadata.PackageNotFoundError:
+        declared = []
     rows = []
     for need in declared:
         extra, purpose = _optional.get(need.name, (None, "")) if need.marker else (None, "")
-        if need.marker and extra is None: continue
+        if need.marker and extra is None:
+            continue
         here = _version(need.name)
         fits = here is not None and need.specifier.contains(here, prereleases=True)
-        hint = "" if fits else f"pip install {shlex.quote(f'grpo_nb[{extra}]') if extra else shlex.quote(str(need))}"
-        rows.append({"name": need.name, "installed": here, "needed": str(need.specifier), "optional": purpose, "ok": fits, "hint": hint})
+        hint = (
+            ""
+            if fits
+            else f"pip install {shlex.quote(f'grpo_nb[{extra}]') if extra else shlex.quote(str(need))}"
+        )
+        rows.append(
+            {
+                "name": need.name,
+                "installed": here,
+                "needed": str(need.specifier),
+                "optional": purpose,
+                "ok": fits,
+                "hint": hint,
+            }
+        )
     return rows
 
 # %% ../nbs/91_cli.ipynb #5d9d8495
-def devices() -> list[dict]:  # one {"name", "type", "memory_free", "memory_total" (bytes), "bfloat16", "float16", "capability"} for each device
+def devices() -> (
+    list[dict]
+):  # one {"name", "type", "memory_free", "memory_total" (bytes), "bfloat16", "float16", "capability"} for each device
     "The CPU and each GPU that torch can compute on."
     import psutil
     import torch
 
     memory = psutil.virtual_memory()
-    found = [{"name": platform.processor() or platform.machine(), "type": "cpu", "memory_free": memory.available, "memory_total": memory.total,
-              "bfloat16": True, "float16": True, "capability": None}]
+    found = [
+        {
+            "name": platform.processor() or platform.machine(),
+            "type": "cpu",
+            "memory_free": memory.available,
+            "memory_total": memory.total,
+            "bfloat16": True,
+            "float16": True,
+            "capability": None,
+        }
+    ]
     for i in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(i)
         free, total = torch.cuda.mem_get_info(i)
-        found.append({"name": torch.cuda.get_device_name(i), "type": f"cuda:{i}", "memory_free": free, "memory_total": total,
-                      "bfloat16": capability >= (8, 0), "float16": capability >= (7, 0), "capability": "{}.{}".format(*capability)})
+        found.append(
+            {
+                "name": torch.cuda.get_device_name(i),
+                "type": f"cuda:{i}",
+                "memory_free": free,
+                "memory_total": total,
+                "bfloat16": capability >= (8, 0),
+                "float16": capability >= (7, 0),
+                "capability": "{}.{}".format(*capability),
+            }
+        )
     return found
 
 # %% ../nbs/91_cli.ipynb #fd2f1c5a
-def report() -> dict:  # {"grpo_nb", "python", "platform", "torch", "packages", "devices"}, ready for json.dumps
+def report() -> (
+    dict
+):  # {"grpo_nb", "python", "platform", "torch", "packages", "devices"}, ready for json.dumps
     "Everything that `grpo-nb doctor` knows."
     import torch
 
     return {
-        "grpo_nb": _version("grpo_nb"), "python": platform.python_version(), "platform": platform.platform(),
-        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(), "cores": os.cpu_count()},
-        "packages": packages(), "devices": devices(),
+        "grpo_nb": _version("grpo_nb"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+        },
+        "packages": packages(),
+        "devices": devices(),
     }
 
 
@@ -211,20 +368,32 @@ def _lines(
 ) -> list[str]:  # to be printed one under the other
     "The report for people."
     torch, gib = facts["torch"], lambda size: f"{size / 2**30:.1f}"
-    lines = [f"grpo_nb {facts['grpo_nb']}, Python {facts['python']}, {facts['platform']}",
-             f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}, {torch['threads']} threads on {torch['cores']} cores", "", "Devices"]
+    lines = [
+        f"grpo_nb {facts['grpo_nb']}, Python {facts['python']}, {facts['platform']}",
+        f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}, {torch['threads']} threads on {torch['cores']} cores",
+        "",
+        "Devices",
+    ]
     for device in facts["devices"]:
         kinds = [name for name in ("bfloat16", "float16") if device[name]]
         capability = f", compute capability {device['capability']}" if device["capability"] else ""
-        lines.append(f"  {device['type']:<7} {device['name']}{capability}: {gib(device['memory_free'])} of {gib(device['memory_total'])} GiB free, "
-                     f"computes in {', '.join(['float32', *kinds])}")
+        lines.append(
+            f"  {device['type']:<7} {device['name']}{capability}: {gib(device['memory_free'])} of {gib(device['memory_total'])} GiB free, "
+            f"computes in {', '.join(['float32', *kinds])}"
+        )
     for title, wanted in (("Required", False), ("Optional", True)):
         lines += ["", title]
         for row in facts["packages"]:
             if bool(row["optional"]) == wanted:
                 needed = f"(needs {row['needed']})" if row["needed"] and not row["ok"] else ""
-                about = f"{row['optional']}" + (f": {row['hint']}" if row["hint"] else "") if wanted else row["hint"]
-                lines.append(f"  {row['name']:<13} {row['installed'] or 'missing':<14} {needed} {about}".rstrip())
+                about = (
+                    f"{row['optional']}" + (f": {row['hint']}" if row["hint"] else "")
+                    if wanted
+                    else row["hint"]
+                )
+                lines.append(
+                    f"  {row['name']:<13} {row['installed'] or 'missing':<14} {needed} {about}".rstrip()
+                )
     return lines
 
 
@@ -242,31 +411,123 @@ def doctor(
 # %% ../nbs/91_cli.ipynb #563af803
 def _add_plan(commands) -> None:
     "The arguments of `grpo-nb plan`."
-    about = ("Plan the memory of a GRPO step with LoRA: bytes by part at three moments (rollout, head, layer), beside the usual practice, whether it fits, and what to change if it does not. "
-             "Arithmetic only: no GPU, no network, nothing is loaded. Exit status 0: it fits; 1: it does not; 2: wrong arguments.")
+    about = (
+        "Plan the memory of a GRPO step with LoRA: bytes by part at three moments (rollout, head, layer), beside the usual practice, whether it fits, and what to change if it does not. "
+        "Arithmetic only: no GPU, no network, nothing is loaded. Exit status 0: it fits; 1: it does not; 2: wrong arguments."
+    )
     p = commands.add_parser("plan", help="plan the memory of a training step", description=about)
-    def count(least, why): return _integer(least, 2**40, why)
-    p.add_argument("model", nargs="?", default="gpt-oss-20b", metavar="MODEL", help=f"{', '.join(memory.MODELS)}, or a folder with a config.json (default: gpt-oss-20b)")
-    p.add_argument("--card", default="T4", metavar="CARD", help=f"{', '.join(memory.CARDS)} (default: T4)")
-    p.add_argument("--memory", type=float, metavar="GIB", help="so much memory instead of the card's own")
-    p.add_argument("--format", dest="weights", choices=memory.FORMATS, help="of the weights (default: mxfp4 for gpt-oss, else bf16)")
-    p.add_argument("--double-quant", action="store_true", help="quantise the scales of nf4 too: 4.13 bits instead of 4.5")
-    p.add_argument("--context", type=count(2, "a prompt and its completion have at least 2 tokens"), metavar="N", help="tokens of a prompt and its completion (default: 16384)")
-    p.add_argument("--prompt", type=count(0, "tokens are counted from 0"), metavar="N", help="tokens of these that are the prompt (default: 512)")
-    p.add_argument("--completions", type=count(1, "a group has at least one completion"), metavar="N", help="of a prompt (default: 8)")
-    p.add_argument("--prompts", type=count(1, "a rollout has at least one prompt"), metavar="N", help="of a rollout (default: 1)")
-    p.add_argument("--batch", type=count(1, "at least one sequence is trained at a time"), metavar="N", help="sequences trained at a time (default: 1)")
-    p.add_argument("--share-prompt", action="store_true", help="a group's prompt is computed once in training")
-    p.add_argument("--lora-r", type=count(0, "a rank is 0 (no adapters) or more"), metavar="R", help="rank of the adapters, 0 for none (default: 32)")
-    p.add_argument("--lora-targets", choices=(*memory.TARGETS, "all"), help="what has adapters (default: attention for gpt-oss, else all)")
+
+    def count(least, why):
+        return _integer(least, 2**40, why)
+
+    p.add_argument(
+        "model",
+        nargs="?",
+        default="gpt-oss-20b",
+        metavar="MODEL",
+        help=f"{', '.join(memory.MODELS)}, or a folder with a config.json (default: gpt-oss-20b)",
+    )
+    p.add_argument(
+        "--card", default="T4", metavar="CARD", help=f"{', '.join(memory.CARDS)} (default: T4)"
+    )
+    p.add_argument(
+        "--memory", type=float, metavar="GIB", help="so much memory instead of the card's own"
+    )
+    p.add_argument(
+        "--format",
+        dest="weights",
+        choices=memory.FORMATS,
+        help="of the weights (default: mxfp4 for gpt-oss, else bf16)",
+    )
+    p.add_argument(
+        "--double-quant",
+        action="store_true",
+        help="quantise the scales of nf4 too: 4.13 bits instead of 4.5",
+    )
+    p.add_argument(
+        "--context",
+        type=count(2, "a prompt and its completion have at least 2 tokens"),
+        metavar="N",
+        help="tokens of a prompt and its completion (default: 16384)",
+    )
+    p.add_argument(
+        "--prompt",
+        type=count(0, "tokens are counted from 0"),
+        metavar="N",
+        help="tokens of these that are the prompt (default: 512)",
+    )
+    p.add_argument(
+        "--completions",
+        type=count(1, "a group has at least one completion"),
+        metavar="N",
+        help="of a prompt (default: 8)",
+    )
+    p.add_argument(
+        "--prompts",
+        type=count(1, "a rollout has at least one prompt"),
+        metavar="N",
+        help="of a rollout (default: 1)",
+    )
+    p.add_argument(
+        "--batch",
+        type=count(1, "at least one sequence is trained at a time"),
+        metavar="N",
+        help="sequences trained at a time (default: 1)",
+    )
+    p.add_argument(
+        "--share-prompt", action="store_true", help="a group's prompt is computed once in training"
+    )
+    p.add_argument(
+        "--lora-r",
+        type=count(0, "a rank is 0 (no adapters) or more"),
+        metavar="R",
+        help="rank of the adapters, 0 for none (default: 32)",
+    )
+    p.add_argument(
+        "--lora-targets",
+        choices=(*memory.TARGETS, "all"),
+        help="what has adapters (default: attention for gpt-oss, else all)",
+    )
     p.add_argument("--optimizer", choices=memory.STATES, help="(default: adamw)")
-    p.add_argument("--tile", type=count(0, "a slice has at least one token, or 0 for no slices"), metavar="N", help="tokens that experts or MLP work on at a time, 0: all (default: the most that fit, as in training)")
-    p.add_argument("--mini-batch", type=count(1, "pieces are counted from 1"), metavar="N", help="pieces that the batch is split into for the log-probs (default: 1)")
-    p.add_argument("--logit-chunk-multiplier", type=count(1, "chunks are counted from 1"), metavar="N", help="chunks of each piece (default: of 1,024 rows at most)")
-    p.add_argument("--no-checkpointing", action="store_true", help="keep everything for the backward pass")
-    p.add_argument("--offload", nargs="+", choices=_OFFLOADS, default=[], metavar="WHAT", help=f"what waits in host memory: {', '.join(_OFFLOADS)}")
-    p.add_argument("--sampler", choices=("engine", "vllm", "vllm_sleep"), help="who draws completions: our engine on the same weights, vLLM with its own, or vLLM that sleeps while we train (default: engine)")
-    p.add_argument("--attention", choices=memory.KERNELS, help="the kernel (default: what suits model and card)")
+    p.add_argument(
+        "--tile",
+        type=count(0, "a slice has at least one token, or 0 for no slices"),
+        metavar="N",
+        help="tokens that experts or MLP work on at a time, 0: all (default: the most that fit, as in training)",
+    )
+    p.add_argument(
+        "--mini-batch",
+        type=count(1, "pieces are counted from 1"),
+        metavar="N",
+        help="pieces that the batch is split into for the log-probs (default: 1)",
+    )
+    p.add_argument(
+        "--logit-chunk-multiplier",
+        type=count(1, "chunks are counted from 1"),
+        metavar="N",
+        help="chunks of each piece (default: of 1,024 rows at most)",
+    )
+    p.add_argument(
+        "--no-checkpointing", action="store_true", help="keep everything for the backward pass"
+    )
+    p.add_argument(
+        "--offload",
+        nargs="+",
+        choices=_OFFLOADS,
+        default=[],
+        metavar="WHAT",
+        help=f"what waits in host memory: {', '.join(_OFFLOADS)}",
+    )
+    p.add_argument(
+        "--sampler",
+        choices=("engine", "vllm", "vllm_sleep"),
+        help="who draws completions: our engine on the same weights, vLLM with its own, or vLLM that sleeps while we train (default: engine)",
+    )
+    p.add_argument(
+        "--attention",
+        choices=memory.KERNELS,
+        help="the kernel (default: what suits model and card)",
+    )
     p.add_argument("--reference", action="store_true", help="a second model for the KL term")
     p.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
     p.set_defaults(run=plan, parser=p)
@@ -275,29 +536,59 @@ def _add_plan(commands) -> None:
 class _Parser(argparse.ArgumentParser):
     "One that refuses in a sentence."
 
-    def error(self, message): self.exit(2, f"{self.prog}: {message} ({self.prog} --help says what there is)\n")
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help says what there is)\n")
 
 
-def _parser() -> argparse.ArgumentParser:  # each subcommand sets `run`, the function that does it, and `parser`, which refuses what it does not know
+def _parser() -> (
+    argparse.ArgumentParser
+):  # each subcommand sets `run`, the function that does it, and `parser`, which refuses what it does not know
     "The whole command line."
-    parser = _Parser("grpo-nb", description="GRPO for gpt-oss: a course in notebooks and the library they export.")
+    parser = _Parser(
+        "grpo-nb",
+        description="GRPO for gpt-oss: a course in notebooks and the library they export.",
+    )
     parser.add_argument("--version", action="version", version=f"grpo-nb {_version('grpo_nb')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     about = "Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no network and no other files."
-    one = commands.add_parser("demo", help="train a tiny gpt-oss on arithmetic, on the CPU", description=about)
-    one.add_argument("--steps", type=_integer(1, 10**6, "a run has at least 1 step and at most a million"), metavar="N",
-                     help="training steps (default: the length of the lesson)")
-    one.add_argument("--seed", type=_integer(0, 2**32 - 1, "seeds go from 0 to 4294967295"), metavar="N",
-                     help="of the model, the tasks and the sampling (default: 0)")
-    one.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="where the run is kept (default: runs/demo)")
-    one.add_argument("--resume", action="store_true", help="go on with the run in --out, from its last checkpoint")
-    one.add_argument("--quiet", action="store_true", help="no progress bar and no results on the screen")
+    one = commands.add_parser(
+        "demo", help="train a tiny gpt-oss on arithmetic, on the CPU", description=about
+    )
+    one.add_argument(
+        "--steps",
+        type=_integer(1, 10**6, "a run has at least 1 step and at most a million"),
+        metavar="N",
+        help="training steps (default: the length of the lesson)",
+    )
+    one.add_argument(
+        "--seed",
+        type=_integer(0, 2**32 - 1, "seeds go from 0 to 4294967295"),
+        metavar="N",
+        help="of the model, the tasks and the sampling (default: 0)",
+    )
+    one.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="FOLDER",
+        help="where the run is kept (default: runs/demo)",
+    )
+    one.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out, from its last checkpoint",
+    )
+    one.add_argument(
+        "--quiet", action="store_true", help="no progress bar and no results on the screen"
+    )
     one.set_defaults(run=demo, parser=one)
 
     _add_plan(commands)
 
-    two = commands.add_parser("doctor", help="show versions, devices and what is missing", description=doctor.__doc__)
+    two = commands.add_parser(
+        "doctor", help="show versions, devices and what is missing", description=doctor.__doc__
+    )
     two.add_argument("--json", action="store_true", help="as JSON, for programs and bug reports")
     two.set_defaults(run=doctor, parser=two)
     return parser
@@ -312,8 +603,12 @@ def main(
     if "run" not in args:
         parser.print_help(sys.stderr)
         return 2
-    if unknown: args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    try: return args.run(args)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        return args.run(args)
     except BrokenPipeError:  # whoever read the output has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python complains once more at exit
         return 0

@@ -39,7 +39,11 @@ def greedy_answers(
 ) -> list[str]:  # one answer a row
     "What the model answers when it does not roll dice."
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    return RolloutEngine(model, tokenizer).generate([row["prompt"] for row in rows], params, progress=False).texts(tokenizer)
+    return (
+        RolloutEngine(model, tokenizer)
+        .generate([row["prompt"] for row in rows], params, progress=False)
+        .texts(tokenizer)
+    )
 
 
 def greedy_accuracy(
@@ -48,7 +52,10 @@ def greedy_accuracy(
     rows: list[dict],  # {"prompt": "12+34=", "answer": "46"}
 ) -> float:  # share of the rows answered exactly
     "How many sums the model gets right."
-    return sum(exact_match(text, row["answer"]) for text, row in zip(greedy_answers(model, tokenizer, rows), rows)) / len(rows)
+    return sum(
+        exact_match(text, row["answer"])
+        for text, row in zip(greedy_answers(model, tokenizer, rows), rows)
+    ) / len(rows)
 
 # %% ../nbs/90_demo.ipynb #e2d68079
 PROMPTS, ANSWERS = 64, 8  # sums in a step, answers to each
@@ -61,11 +68,28 @@ def demo_config(
     **changes,  # other settings
 ) -> GRPOConfig:
     "The settings of the demo."
-    return GRPOConfig(**{**dict(
-        output_dir=str(out), seed=seed, max_steps=steps, learning_rate=1e-3, lr_scheduler_type="linear", warmup_steps=50, adam_beta2=0.98,
-        per_device_train_batch_size=PROMPTS * ANSWERS, num_generations=ANSWERS, max_completion_length=MAX_TOKENS, gradient_checkpointing=False,
-        logging_steps=1, save_steps=50, save_total_limit=2, bf16=False,
-    ), **changes})
+    return GRPOConfig(
+        **{
+            **dict(
+                output_dir=str(out),
+                seed=seed,
+                max_steps=steps,
+                learning_rate=1e-3,
+                lr_scheduler_type="linear",
+                warmup_steps=50,
+                adam_beta2=0.98,
+                per_device_train_batch_size=PROMPTS * ANSWERS,
+                num_generations=ANSWERS,
+                max_completion_length=MAX_TOKENS,
+                gradient_checkpointing=False,
+                logging_steps=1,
+                save_steps=50,
+                save_total_limit=2,
+                bf16=False,
+            ),
+            **changes,
+        }
+    )
 
 # %% ../nbs/90_demo.ipynb #2b14ca08
 class HeldOutAccuracy(TrainerCallback):
@@ -80,9 +104,11 @@ class HeldOutAccuracy(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         "Measure, and show the result in the bar."
-        if state.global_step % self.every and state.global_step != state.max_steps: return
+        if state.global_step % self.every and state.global_step != state.max_steps:
+            return
         self.accuracy[state.global_step] = greedy_accuracy(model, processing_class, self.rows)
-        if self.trainer: self.trainer.notes["held-out accuracy"] = f"{self.accuracy[state.global_step]:.3f}"
+        if self.trainer:
+            self.trainer.notes["held-out accuracy"] = f"{self.accuracy[state.global_step]:.3f}"
 
 # %% ../nbs/90_demo.ipynb #99292e13
 def warmed_up_model(
@@ -94,7 +120,15 @@ def warmed_up_model(
     "A tiny gpt-oss that is right about half of the time."
     model, tokenizer = tiny_gpt_oss(seed)
     check = train[:400]
-    warm_up(model, tokenizer, train, stop=lambda: greedy_accuracy(model, tokenizer, check) >= target, ask_every=5, seed=seed, progress=progress)
+    warm_up(
+        model,
+        tokenizer,
+        train,
+        stop=lambda: greedy_accuracy(model, tokenizer, check) >= target,
+        ask_every=5,
+        seed=seed,
+        progress=progress,
+    )
     return model, tokenizer
 
 
@@ -103,8 +137,10 @@ def one_thread():
     "Compute on one thread for the length of a `with` block: matrices this small are done before a second thread has woken up."
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    try: yield
-    finally: torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -121,33 +157,66 @@ def run_demo(
     out: str | Path = "runs/demo",  # folder, made if need be
     resume: bool = False,  # go on with an interrupted run in that folder
     quiet: bool = False,  # no progress bar and no table
-) -> dict[str, Any]:  # accuracy_before, accuracy_after, seconds, seed, steps: what summary.json holds
+) -> dict[
+    str, Any
+]:  # accuracy_before, accuracy_after, seconds, seed, steps: what summary.json holds
     "Warm up, train with GRPO, test on sums never seen, and leave everything in `out`."
     began, folder = time.perf_counter(), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = addition_problems(seed)
     config = demo_config(steps or 400, seed, folder, disable_tqdm=quiet)
     go_on = resume and bool(checkpoints(folder)) and (folder / "before.json").exists()
-    if resume and not go_on and not quiet: print("the run was stopped before its first checkpoint, so it begins anew")
-    model, tokenizer = tiny_gpt_oss(seed) if go_on else warmed_up_model(seed, train, progress=not quiet)
-    if go_on: before = json.loads((folder / "before.json").read_text())
+    if resume and not go_on and not quiet:
+        print("the run was stopped before its first checkpoint, so it begins anew")
+    model, tokenizer = (
+        tiny_gpt_oss(seed) if go_on else warmed_up_model(seed, train, progress=not quiet)
+    )
+    if go_on:
+        before = json.loads((folder / "before.json").read_text())
     else:
-        before = {"accuracy": greedy_accuracy(model, tokenizer, held_out), "answers": greedy_answers(model, tokenizer, held_out[:20]), "seconds": 0.0}
+        before = {
+            "accuracy": greedy_accuracy(model, tokenizer, held_out),
+            "answers": greedy_answers(model, tokenizer, held_out[:20]),
+            "seconds": 0.0,
+        }
         before["seconds"] = time.perf_counter() - began
         write_json(folder / "before.json", before)
-    if not quiet: print(f"held-out accuracy before: {before['accuracy']:.3f}")
+    if not quiet:
+        print(f"held-out accuracy before: {before['accuracy']:.3f}")
 
     watch = HeldOutAccuracy(held_out)
-    trainer = watch.trainer = GRPOTrainer(model, exact_answer_reward, config, train, processing_class=tokenizer, callbacks=[watch])
+    trainer = watch.trainer = GRPOTrainer(
+        model, exact_answer_reward, config, train, processing_class=tokenizer, callbacks=[watch]
+    )
     trainer.log.show = False  # the bar says enough
     trainer.train(resume_from_checkpoint=go_on)
 
-    after, answers = greedy_accuracy(model, tokenizer, held_out), greedy_answers(model, tokenizer, held_out[:20])
+    after, answers = (
+        greedy_accuracy(model, tokenizer, held_out),
+        greedy_answers(model, tokenizer, held_out[:20]),
+    )
     seconds = before["seconds"] + trainer.log_history[-1]["seconds"]
-    summary = {"accuracy_before": before["accuracy"], "accuracy_after": after, "seconds": round(seconds, 1), "seed": seed, "steps": config.max_steps}
+    summary = {
+        "accuracy_before": before["accuracy"],
+        "accuracy_after": after,
+        "seconds": round(seconds, 1),
+        "seed": seed,
+        "steps": config.max_steps,
+    }
     trainer.save_model(folder / "model")
-    write_json(folder / "samples.json", [{**row, "before": b, "after": a} for row, b, a in zip(held_out, before["answers"], answers)])
-    run_figure(trainer.log_history, {0: before["accuracy"], **watch.accuracy}).savefig(folder / "curves.png", dpi=120)
+    write_json(
+        folder / "samples.json",
+        [
+            {**row, "before": b, "after": a}
+            for row, b, a in zip(held_out, before["answers"], answers)
+        ],
+    )
+    run_figure(trainer.log_history, {0: before["accuracy"], **watch.accuracy}).savefig(
+        folder / "curves.png", dpi=120
+    )
     write_json(folder / "summary.json", summary)
-    if not quiet: print(f"held-out accuracy after:  {after:.3f}   ({summary['seconds']:.0f} s; model, log, samples and curves are in {folder})")
+    if not quiet:
+        print(
+            f"held-out accuracy after:  {after:.3f}   ({summary['seconds']:.0f} s; model, log, samples and curves are in {folder})"
+        )
     return summary

@@ -1,22 +1,38 @@
 """What each process of a distributed run does; started by test_distributed.py through torchrun, and imported by it for the same run in one process.
 
-    torchrun --nproc_per_node 2 distributed_child.py OUT equal|fails
+torchrun --nproc_per_node 2 distributed_child.py OUT equal|fails
 """
+
 import sys
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from small_runs import digits, small_model, small_trainer, weights_of
 
 from grpo_nb import GRPOTrainer
 from grpo_nb.rollout.engine import Rollout
-from small_runs import digits, small_model, small_trainer, weights_of
 
-SETTINGS = dict(num_generations=4, max_completion_length=7, shuffle_dataset=False, optim="sgd", learning_rate=0.3, max_steps=3, epsilon=0.01)
+SETTINGS = dict(
+    num_generations=4,
+    max_completion_length=7,
+    shuffle_dataset=False,
+    optim="sgd",
+    learning_rate=0.3,
+    max_steps=3,
+    epsilon=0.01,
+)
 CASES = {  # name -> settings; a process takes six completions at a time, so that two processes share the middle one of three groups
-    **{kind: dict(loss_type=kind, num_iterations=2) for kind in ("dapo", "grpo", "bnpo", "dr_grpo")},
-    "quantile": dict(loss_type="dapo", top_entropy_quantile=0.4), "kl and entropy": dict(loss_type="dapo", beta=0.2, entropy_coef=0.05, num_iterations=2, scale_rewards="batch"),
-    "truncated": dict(loss_type="dapo", mask_truncated_completions=True), "float16": dict(loss_type="dapo", fp16=True), "adapter": dict(loss_type="dapo", learning_rate=1.0),
+    **{
+        kind: dict(loss_type=kind, num_iterations=2) for kind in ("dapo", "grpo", "bnpo", "dr_grpo")
+    },
+    "quantile": dict(loss_type="dapo", top_entropy_quantile=0.4),
+    "kl and entropy": dict(
+        loss_type="dapo", beta=0.2, entropy_coef=0.05, num_iterations=2, scale_rewards="batch"
+    ),
+    "truncated": dict(loss_type="dapo", mask_truncated_completions=True),
+    "float16": dict(loss_type="dapo", fp16=True),
+    "adapter": dict(loss_type="dapo", learning_rate=1.0),
 }
 
 
@@ -25,21 +41,53 @@ class Scripted(GRPOTrainer):
 
     def sample(self, rows, numbers=None):
         first = self.accelerator.process_index * len(numbers)
-        generators = [torch.Generator().manual_seed(1000 * self.cycle + 10 * number + (first + i) % 4) for i, number in enumerate(numbers)]
-        lengths = [int(torch.randint(1, 4 if number % 3 == 0 else 8, (), generator=g)) for g, number in zip(generators, numbers)]  # short in the first process, long in the second
+        generators = [
+            torch.Generator().manual_seed(1000 * self.cycle + 10 * number + (first + i) % 4)
+            for i, number in enumerate(numbers)
+        ]
+        lengths = [
+            int(torch.randint(1, 4 if number % 3 == 0 else 8, (), generator=g))
+            for g, number in zip(generators, numbers)
+        ]  # short in the first process, long in the second
         ids = [torch.randint(7, 21, (max(lengths),), generator=g) for g in generators]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         reasons = ["length" if n == 7 else "stop" for n in lengths]
-        return Rollout([self.tokenizer(row["prompt"]).input_ids for row in rows], torch.stack(ids) * mask, mask, torch.zeros(mask.shape), reasons)
+        return Rollout(
+            [self.tokenizer(row["prompt"]).input_ids for row in rows],
+            torch.stack(ids) * mask,
+            mask,
+            torch.zeros(mask.shape),
+            reasons,
+        )
 
 
 def scripted(out, name, processes, trainer=Scripted, **changes):
     "A trainer of one case: with one process, it takes as many micro-batches as the other way has processes."
-    arguments = dict(peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")) if name == "adapter" else {}
+    arguments = (
+        dict(
+            peft_config=LoraConfig(
+                r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+            )
+        )
+        if name == "adapter"
+        else {}
+    )
     model, tokenizer = small_model()
     size = dict(per_device_train_batch_size=6)
-    if processes == 1: size = dict(per_device_train_batch_size=12) if name == "quantile" else dict(per_device_train_batch_size=6, gradient_accumulation_steps=2)  # a quantile is that of a whole step
-    return small_trainer(Path(out) / name, model=model, tokenizer=tokenizer, trainer=trainer, arguments=arguments, **{**size, **SETTINGS, **CASES[name], **changes})
+    if processes == 1:
+        size = (
+            dict(per_device_train_batch_size=12)
+            if name == "quantile"
+            else dict(per_device_train_batch_size=6, gradient_accumulation_steps=2)
+        )  # a quantile is that of a whole step
+    return small_trainer(
+        Path(out) / name,
+        model=model,
+        tokenizer=tokenizer,
+        trainer=trainer,
+        arguments=arguments,
+        **{**size, **SETTINGS, **CASES[name], **changes},
+    )
 
 
 def equal(out, rank):
@@ -49,37 +97,69 @@ def equal(out, rank):
         trainer = scripted(out, name, 2)
         trainer.train()
         results[name] = dict(history=trainer.log_history, weights=weights_of(trainer.model))
-    changes = dict(max_steps=4, optim="adamw_torch", learning_rate=0.01, num_iterations=2, seed=3, save_strategy="steps", save_steps=3)
+    changes = dict(
+        max_steps=4,
+        optim="adamw_torch",
+        learning_rate=0.01,
+        num_iterations=2,
+        seed=3,
+        save_strategy="steps",
+        save_steps=3,
+    )
     for name in ("sampled", "sampled again"):
-        trainer = scripted(out, "adapter", 2, trainer=GRPOTrainer, output_dir=str(Path(out) / "sampled"), **changes)
-        with torch.no_grad(): trainer.parameters[0].add_(rank)  # the processes may be given different weights: the first one's count
-        trainer.train(resume_from_checkpoint=str(Path(out) / "sampled" / "checkpoint-3") if results.get("sampled") else None)
-        results[name] = dict(history=trainer.log_history, weights=weights_of(trainer.model), evaluation=trainer.evaluate([{"prompt": "1+1="}] * 3), ids=trainer.collect().completion_ids)
+        trainer = scripted(
+            out, "adapter", 2, trainer=GRPOTrainer, output_dir=str(Path(out) / "sampled"), **changes
+        )
+        with torch.no_grad():
+            trainer.parameters[0].add_(
+                rank
+            )  # the processes may be given different weights: the first one's count
+        trainer.train(
+            resume_from_checkpoint=str(Path(out) / "sampled" / "checkpoint-3")
+            if results.get("sampled")
+            else None
+        )
+        results[name] = dict(
+            history=trainer.log_history,
+            weights=weights_of(trainer.model),
+            evaluation=trainer.evaluate([{"prompt": "1+1="}] * 3),
+            ids=trainer.collect().completion_ids,
+        )
     trainer = scripted(out, "float16", 2, output_dir=str(Path(out) / "overflow"))
     accumulate = trainer.accumulate
 
     def overflows(batch):
         accumulate(batch)
-        if rank == 1 and trainer.state.global_step == 1: trainer.parameters[-1].grad[0] = float("inf")
+        if rank == 1 and trainer.state.global_step == 1:
+            trainer.parameters[-1].grad[0] = float("inf")
 
     trainer.accumulate = overflows
     trainer.train()
-    results["overflow"] = dict(history=trainer.log_history, weights=weights_of(trainer.model), scale=trainer.precision.scaler.get_scale())
+    results["overflow"] = dict(
+        history=trainer.log_history,
+        weights=weights_of(trainer.model),
+        scale=trainer.precision.scaler.get_scale(),
+    )
     torch.save(results, Path(out) / f"rank{rank}.pt")
 
 
 def fails(out, rank):
     "A reward function that raises in one process."
+
     def reward(completions, trainer_state, **_):
-        if rank == 1 and trainer_state.global_step == 1: raise KeyError("only here")
+        if rank == 1 and trainer_state.global_step == 1:
+            raise KeyError("only here")
         return digits(completions)
 
-    trainer = small_trainer(out, reward, per_device_train_batch_size=8, num_generations=4, max_steps=4)
+    trainer = small_trainer(
+        out, reward, per_device_train_batch_size=8, num_generations=4, max_steps=4
+    )
     trainer.train()
 
 
 if __name__ == "__main__":
     import os
+
     torch.set_num_threads(1)
     globals()[sys.argv[2]](sys.argv[1], int(os.environ["RANK"]))
     torch.distributed.destroy_process_group()

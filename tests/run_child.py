@@ -2,6 +2,7 @@
 
 It answers with the process id when a run begins, and with the exit status when it has ended. Started by test_resume.py.
 """
+
 import json
 import os
 import signal
@@ -11,23 +12,31 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from small_runs import ROWS, small_trainer, weights_of
 
 from grpo_nb.training import checkpoint
-from small_runs import ROWS, small_trainer, weights_of
 
 
 def die_at(moment: str) -> None:
     "Let the process be killed by SIGKILL at a certain moment."
     function, _, count = moment.partition(" ")
-    module, name = {"torch.save": (torch, "save"), "rename": (os, "replace"), "delete": (checkpoint.shutil, "rmtree"), "sync": (os, "fsync")}[function]
+    module, name = {
+        "torch.save": (torch, "save"),
+        "rename": (os, "replace"),
+        "delete": (checkpoint.shutil, "rmtree"),
+        "sync": (os, "fsync"),
+    }[function]
     original, left = getattr(module, name), [int(count)]
 
     def deadly(*arguments, **others):
-        if function == "delete" and not Path(arguments[0]).exists(): return original(*arguments, **others)  # nothing there to be half deleted
+        if function == "delete" and not Path(arguments[0]).exists():
+            return original(*arguments, **others)  # nothing there to be half deleted
         left[0] -= 1
         if left[0] == 0:
-            if function == "torch.save": Path(arguments[1]).write_bytes(b"half of the state")
-            if function == "delete": next(iter(Path(arguments[0]).iterdir())).unlink()
+            if function == "torch.save":
+                Path(arguments[1]).write_bytes(b"half of the state")
+            if function == "delete":
+                next(iter(Path(arguments[0]).iterdir())).unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments, **others)
 
@@ -38,12 +47,24 @@ def run(folder, resume=False, threads=1, adapter=None, evaluate=False, die=None,
     "One training; what it ends with is in final.pt."
     torch.set_num_threads(threads)
     arguments = dict(peft_config=LoraConfig(**adapter)) if adapter else {}
-    if evaluate: arguments["eval_dataset"] = ROWS[:3]
+    if evaluate:
+        arguments["eval_dataset"] = ROWS[:3]
     trainer = small_trainer(folder, arguments=arguments, **settings)
-    if trainer.precision.scaler.is_enabled(): trainer.precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)  # so that the scale moves
-    if die: die_at(die)
+    if trainer.precision.scaler.is_enabled():
+        trainer.precision.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**10, growth_interval=2
+        )  # so that the scale moves
+    if die:
+        die_at(die)
     trainer.train(resume_from_checkpoint=resume and bool(checkpoint.checkpoints(folder)))
-    torch.save({"history": trainer.log_history, "weights": weights_of(trainer.model), "scale": trainer.precision.scaler.get_scale()}, Path(folder) / "final.pt")
+    torch.save(
+        {
+            "history": trainer.log_history,
+            "weights": weights_of(trainer.model),
+            "scale": trainer.precision.scaler.get_scale(),
+        },
+        Path(folder) / "final.pt",
+    )
 
 
 def main():
@@ -53,12 +74,17 @@ def main():
             log = os.open(os.devnull, os.O_RDWR)
             os.dup2(log, 0), os.dup2(log, 1)
             code = 1
-            try: code = run(**json.loads(line)) or 0
-            except KeyboardInterrupt: code = 130
-            except BaseException: traceback.print_exc()
-            finally: os._exit(code)
+            try:
+                code = run(**json.loads(line)) or 0
+            except KeyboardInterrupt:
+                code = 130
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
         print(child, flush=True)
         print(os.waitpid(child, 0)[1], flush=True)
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

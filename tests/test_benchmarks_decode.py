@@ -1,4 +1,5 @@
 "benchmarks/decode.py without a GPU: the weights it writes, what it counts, its table, its processes."
+
 import argparse
 import importlib.util
 import json
@@ -18,19 +19,28 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks/decode.py"
 def decode():
     spec = importlib.util.spec_from_file_location("benchmarks_decode", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module                                                   # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
 
 
 @pytest.fixture(scope="module")
-def model(decode): return decode.build(decode.SMALL, "cpu")
+def model(decode):
+    return decode.build(decode.SMALL, "cpu")
 
 
 @pytest.fixture
 def bench(decode, tmp_path):
-    args = argparse.Namespace(cases=decode.SMALL_CASES, minutes=1, small=True, device="cpu", logs=tmp_path / "logs", unsloth_site=None, vllm_site=None)
+    args = argparse.Namespace(
+        cases=decode.SMALL_CASES,
+        minutes=1,
+        small=True,
+        device="cpu",
+        logs=tmp_path / "logs",
+        unsloth_site=None,
+        vllm_site=None,
+    )
     bench = decode.Bench(args, decode.SMALL)
     yield bench
     bench.close()
@@ -38,44 +48,65 @@ def bench(decode, tmp_path):
 
 def told(capsys, decode):
     "The records printed so far."
-    return [json.loads(line.removeprefix(decode.MARK)) for line in capsys.readouterr().out.splitlines() if line.startswith(decode.MARK)]
+    return [
+        json.loads(line.removeprefix(decode.MARK))
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(decode.MARK)
+    ]
 
 
 def test_both_checkpoints_are_the_model(decode, model, tmp_path):
     decode.write_mxfp4(tmp_path / "mxfp4", decode.SMALL, "cpu")
     decode.write_bf16(tmp_path / "bf16", decode.SMALL, model)
     settings = dict(dtype=torch.bfloat16, attn_implementation="eager")
-    four = AutoModelForCausalLM.from_pretrained(tmp_path / "mxfp4", quantization_config=Mxfp4Config(dequantize=True), **settings)     # by transformers' own code
+    four = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "mxfp4", quantization_config=Mxfp4Config(dequantize=True), **settings
+    )  # by transformers' own code
     sixteen = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", **settings)
     for other in (four, sixteen):
         theirs = dict(other.named_parameters())
         assert theirs.keys() == dict(model.named_parameters()).keys()
-        for name, p in model.named_parameters(): assert torch.equal(p, theirs[name]), name
+        for name, p in model.named_parameters():
+            assert torch.equal(p, theirs[name]), name
     assert AutoTokenizer.from_pretrained(tmp_path / "bf16")("t5 t77")["input_ids"] == [5, 77]
     written = sum(p.stat().st_size for p in (tmp_path / "bf16").glob("*.safetensors"))
     assert 0.9 < decode.checkpoint_bytes(decode.SMALL, "bf16") / written <= 1
 
 
 def test_a_disk_that_is_too_small_is_named(decode, tmp_path):
-    with pytest.raises(OSError, match="takes 1000000000 GB"): decode.write(tmp_path / "x", decode.SMALL, [], {}, 1e9)
+    with pytest.raises(OSError, match="takes 1000000000 GB"):
+        decode.write(tmp_path / "x", decode.SMALL, [], {}, 1e9)
     assert not (tmp_path / "x").exists()
 
 
 def test_bytes_of_a_step_are_those_of_the_weights(decode):
-    with torch.device("meta"): full = GptOssForCausalLM(decode.make_config(decode.FULL))
-    count = lambda *ends: sum(p.numel() for name, p in full.named_parameters() if name.endswith(ends))
-    attention, head, experts = count("_proj.weight"), count("lm_head.weight"), count("experts.gate_up_proj", "experts.down_proj")
+    with torch.device("meta"):
+        full = GptOssForCausalLM(decode.make_config(decode.FULL))
+    count = lambda *ends: sum(
+        p.numel() for name, p in full.named_parameters() if name.endswith(ends)
+    )
+    attention, head, experts = (
+        count("_proj.weight"),
+        count("lm_head.weight"),
+        count("experts.gate_up_proj", "experts.down_proj"),
+    )
     assert decode.step_bytes(decode.FULL, "bf16", 0, 0, 32) == 2 * (attention + head + experts)
     assert decode.step_bytes(decode.FULL, "bf16", 0, 0, 4) == 2 * (attention + head + experts // 8)
-    assert decode.step_bytes(decode.FULL, "MXFP4", 0, 0, 32) == 2 * (attention + head) + experts * 4.25 / 8
-    cache = decode.step_bytes(decode.FULL, "bf16", 3, 1000, 0) - decode.step_bytes(decode.FULL, "bf16", 0, 0, 0)
-    assert cache == 3 * 12 * (1000 + 128) * 2 * 8 * 64 * 2                            # 12 layers see all, 12 see 128
+    assert (
+        decode.step_bytes(decode.FULL, "MXFP4", 0, 0, 32)
+        == 2 * (attention + head) + experts * 4.25 / 8
+    )
+    cache = decode.step_bytes(decode.FULL, "bf16", 3, 1000, 0) - decode.step_bytes(
+        decode.FULL, "bf16", 0, 0, 0
+    )
+    assert cache == 3 * 12 * (1000 + 128) * 2 * 8 * 64 * 2  # 12 layers see all, 12 see 128
 
 
 def test_experts_used_are_those_that_transformers_routes_to(decode, model):
     prompts = decode.random_prompts(decode.SMALL, 5, 12)
     assert len({tuple(p) for p in prompts}) == 5 and max(map(max, prompts)) < 510
-    with torch.no_grad(): routed = model(input_ids=torch.tensor(prompts), output_router_logits=True).router_logits
+    with torch.no_grad():
+        routed = model(input_ids=torch.tensor(prompts), output_router_logits=True).router_logits
     distinct = [logits.view(5, 12, -1)[:, -1].topk(2).indices.unique().numel() for logits in routed]
     assert decode.experts_used(model, prompts) == sum(distinct) / len(distinct)
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -83,23 +114,38 @@ def test_experts_used_are_those_that_transformers_routes_to(decode, model):
 
 def test_the_prompt_drops_out_of_the_speed(decode, monkeypatch):
     clock, asked = [0.0], []
+
     def generate(prompts, n):
         asked.append(n)
-        clock[0] += 5 + 0.01 * n + (100 if len(asked) < 3 else 0)                     # the prompt, a step, a slow start
+        clock[0] += (
+            5 + 0.01 * n + (100 if len(asked) < 3 else 0)
+        )  # the prompt, a step, a slow start
+
     monkeypatch.setattr(decode.time, "perf_counter", lambda: clock[0])
-    assert decode.decode_speed(generate, decode.SMALL, 2, 4, 256, (8, 264, 8, 264)) == pytest.approx(100)
+    assert decode.decode_speed(
+        generate, decode.SMALL, 2, 4, 256, (8, 264, 8, 264)
+    ) == pytest.approx(100)
     assert asked == [8, 264, 8, 264]
-    with pytest.raises(RuntimeError, match="too noisy"): decode.decode_speed(lambda prompts, n: None, decode.SMALL, 2, 4, 256, (8, 264))
+    with pytest.raises(RuntimeError, match="too noisy"):
+        decode.decode_speed(lambda prompts, n: None, decode.SMALL, 2, 4, 256, (8, 264))
 
 
 def test_a_case_that_fails_and_one_that_is_late(decode, capsys):
     def generate(prompts, n):
-        if len(prompts) == 1: raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
+        if len(prompts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
         raise ValueError("no room\nand more")
-    args = argparse.Namespace(cases=decode.SMALL_CASES, small=True, device="cpu", deadline=time.time() + 60)
+
+    args = argparse.Namespace(
+        cases=decode.SMALL_CASES, small=True, device="cpu", deadline=time.time() + 60
+    )
     library = decode.Library("ours", "", generate)
     decode.run_cases(library, args, decode.SMALL)
-    assert [r.get("error") for r in told(capsys, decode)] == [None, "out of memory", "ValueError: no room"]
+    assert [r.get("error") for r in told(capsys, decode)] == [
+        None,
+        "out of memory",
+        "ValueError: no room",
+    ]
     args.deadline = 0
     decode.run_cases(library, args, decode.SMALL)
     assert [r.get("error") for r in told(capsys, decode)] == [None, *["left out: no time left"] * 2]
@@ -115,9 +161,16 @@ def test_the_table(decode, bench):
     bench.hear("transformers", dict(done=True, failed="not | installed"))
     table = bench.table(["ours", "transformers", "unsloth", "vllm"]).splitlines()
     assert {line.count("|") for line in table} == {11}
-    share = lambda kind, speed: f"{speed * decode.step_bytes(decode.SMALL, kind, 4, 16 + 8 + 3, 5.5) / 1e12:.0%}"
-    assert f"| ours | bf16 | 4 | 16 | 300.0 | 1,200 | 1.2 | 5.5 | {share('bf16', 300)} |  |" in table
-    assert f"| vllm | MXFP4 | 4 | 16 | 100.0 | 400 | 1.2 reserved | 5.5 | {share('MXFP4', 100)} | 3.00 |" in table
+    share = lambda kind, speed: (
+        f"{speed * decode.step_bytes(decode.SMALL, kind, 4, 16 + 8 + 3, 5.5) / 1e12:.0%}"
+    )
+    assert (
+        f"| ours | bf16 | 4 | 16 | 300.0 | 1,200 | 1.2 | 5.5 | {share('bf16', 300)} |  |" in table
+    )
+    assert (
+        f"| vllm | MXFP4 | 4 | 16 | 100.0 | 400 | 1.2 reserved | 5.5 | {share('MXFP4', 100)} | 3.00 |"
+        in table
+    )
     assert "| unsloth | bf16 | 4 | 16 | out of memory | | | | | |" in table
     assert "| transformers | bf16 | | | not / installed | | | | | |" in table
 
@@ -127,58 +180,113 @@ def test_children_that_are_missing_fail_or_take_too_long(decode, bench, monkeypa
     bench.work(["vllm"])
     assert bench.failed == {"vllm": "not installed"}
     assert bench.run("nonsense", time.time() + 60) is False
-    assert bench.failed["nonsense"] == "KeyError: 'nonsense'" and "Traceback" in (bench.logs / "nonsense.log").read_text()
+    assert (
+        bench.failed["nonsense"] == "KeyError: 'nonsense'"
+        and "Traceback" in (bench.logs / "nonsense.log").read_text()
+    )
     assert bench.run("probe", time.time() - 20) is False
     assert bench.failed["probe"] == "stopped: no time left"
 
 
 def test_the_last_error_of_a_log(decode):
-    assert decode.last_error("a\nValueError: first\ntorch.cuda.OutOfMemoryError: second\n  more\n") == "torch.cuda.OutOfMemoryError: second"
-    assert decode.last_error("one\n two \n") == "two" and decode.last_error("") == "it ended without a word"
+    assert (
+        decode.last_error("a\nValueError: first\ntorch.cuda.OutOfMemoryError: second\n  more\n")
+        == "torch.cuda.OutOfMemoryError: second"
+    )
+    assert (
+        decode.last_error("one\n two \n") == "two"
+        and decode.last_error("") == "it ended without a word"
+    )
 
 
 def test_checkpoints_are_written_in_time_and_removed(bench, monkeypatch):
     steps = []
+
     def run(name, deadline, *flags, grace=20):
-        steps.append((name, *flags, *sorted(p.name for p in bench.folder.iterdir() if p.name != "logs")))
-        wrote = "bf16" if "--checkpoint" in flags else name.removeprefix("write ") if name.startswith("write") else None
-        if wrote: (bench.folder / wrote).mkdir()
-        if name in failing: bench.hear(name, dict(failed="no space"))
+        steps.append(
+            (name, *flags, *sorted(p.name for p in bench.folder.iterdir() if p.name != "logs"))
+        )
+        wrote = (
+            "bf16"
+            if "--checkpoint" in flags
+            else name.removeprefix("write ")
+            if name.startswith("write")
+            else None
+        )
+        if wrote:
+            (bench.folder / wrote).mkdir()
+        if name in failing:
+            bench.hear(name, dict(failed="no space"))
         return name not in failing
+
     monkeypatch.setattr(bench, "run", run)
     monkeypatch.setattr(bench, "installed", lambda name: True)
     every = ["ours", "transformers", "unsloth", "vllm"]
     failing = []
     bench.work(every)
-    assert steps == [("ours",), ("transformers", "--checkpoint"), ("unsloth", "bf16"), ("write mxfp4",), ("vllm", "mxfp4")]
+    assert steps == [
+        ("ours",),
+        ("transformers", "--checkpoint"),
+        ("unsloth", "bf16"),
+        ("write mxfp4",),
+        ("vllm", "mxfp4"),
+    ]
     steps.clear()
-    failing = ["transformers"]                                                        # half a checkpoint, perhaps
+    failing = ["transformers"]  # half a checkpoint, perhaps
     bench.work(every)
     assert steps[1:4] == [("transformers", "--checkpoint"), ("write bf16",), ("unsloth", "bf16")]
     steps.clear()
     failing = ["write mxfp4"]
     bench.work(["vllm"])
-    assert steps == [("probe",), ("write mxfp4",)] and bench.failed["vllm"] == "no checkpoint: no space"
+    assert (
+        steps == [("probe",), ("write mxfp4",)]
+        and bench.failed["vllm"] == "no checkpoint: no space"
+    )
     assert [p.name for p in bench.folder.iterdir() if p.name != "logs"] == []
 
 
 def test_transformers_in_this_process(decode, capsys):
-    args = argparse.Namespace(cases=decode.SMALL_CASES, small=True, device="cpu", probe=True, deadline=time.time() + 60)
+    args = argparse.Namespace(
+        cases=decode.SMALL_CASES, small=True, device="cpu", probe=True, deadline=time.time() + 60
+    )
     model, _ = decode.start_transformers(args, decode.SMALL)
     card, experts = told(capsys, decode)
-    for _ in range(5):                                                                # six tokens against two: on a busy machine the difference may drown in noise
+    for _ in range(
+        5
+    ):  # six tokens against two: on a busy machine the difference may drown in noise
         decode.run_cases(model, args, decode.SMALL)
         library, *rows = told(capsys, decode)
-        if all("speed" in row for row in rows): break
-    assert card["copy"] > 0 and card["versions"]["torch"] == torch.__version__ and experts["experts"]["1"] == 2
-    assert [(r["sequences"], r["prompt"], r["new"]) for r in rows] == [(1, 16, 6), (4, 16, 6)] and all(r.get("speed", 0) > 0 for r in rows), rows
+        if all("speed" in row for row in rows):
+            break
+    assert (
+        card["copy"] > 0
+        and card["versions"]["torch"] == torch.__version__
+        and experts["experts"]["1"] == 2
+    )
+    assert [(r["sequences"], r["prompt"], r["new"]) for r in rows] == [
+        (1, 16, 6),
+        (4, 16, 6),
+    ] and all(r.get("speed", 0) > 0 for r in rows), rows
 
 
 def test_the_whole_script():
-    run = subprocess.run([sys.executable, str(SCRIPT), "--small", "--device", "cpu", "--ours", "--ours-mxfp4"], capture_output=True, text=True, timeout=170)
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), "--small", "--device", "cpu", "--ours", "--ours-mxfp4"],
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
     assert run.returncode == 0, run.stderr
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in run.stdout.splitlines() if line.startswith("|")][2:]
-    assert [line[:4] for line in cells] == [[name, kind, n, "16"] for name, kind in (("ours", "bf16"), ("ours_mxfp4", "MXFP4")) for n in ("1", "4")]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in run.stdout.splitlines()
+        if line.startswith("|")
+    ][2:]
+    assert [line[:4] for line in cells] == [
+        [name, kind, n, "16"]
+        for name, kind in (("ours", "bf16"), ("ours_mxfp4", "MXFP4"))
+        for n in ("1", "4")
+    ]
     assert all(float(line[4]) > 0 and line[8].endswith("%") for line in cells)
     assert "experts used in a layer, of 8:" in run.stdout
 

@@ -1,4 +1,5 @@
 "benchmarks/train_step.py, context.py, at_size.py, grpo_step.py and decode_modules.py without a GPU: every path with a tiny model in this process, the search, the tables, the children."
+
 import argparse
 import importlib
 import json
@@ -20,26 +21,57 @@ def scripts():
     "The scripts as modules, which import one another as they do when they are run."
     before, path = set(sys.modules), list(sys.path)
     sys.path.insert(0, str(FOLDER))
-    with torch.compiler.set_stance("force_eager"): yield {name: importlib.import_module(name) for name in NAMES}  # compiling would take longer than all else
+    with torch.compiler.set_stance("force_eager"):
+        yield {
+            name: importlib.import_module(name) for name in NAMES
+        }  # compiling would take longer than all else
     sys.path[:] = path
     for name in (*NAMES, "decode"):
-        if name not in before: sys.modules.pop(name, None)
+        if name not in before:
+            sys.modules.pop(name, None)
 
 
 @pytest.fixture
-def train_step(scripts): return scripts["train_step"]
+def train_step(scripts):
+    return scripts["train_step"]
+
+
 @pytest.fixture
-def context(scripts): return scripts["context"]
+def context(scripts):
+    return scripts["context"]
 
 
 def told(capsys):
     "The records printed so far."
-    return [json.loads(line.removeprefix("@record ")) for line in capsys.readouterr().out.splitlines() if line.startswith("@record ")]
+    return [
+        json.loads(line.removeprefix("@record "))
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("@record ")
+    ]
 
 
 def settings(**changes):
-    return argparse.Namespace(**{**dict(cpu=True, lengths=[32], offload=[False, True], offload_embedding=False, way="trainer", adapters="float32", repeats=1, profile=False, tokens=None, search=True, tries=2, layers=2, confirm=True,
-                                        deadline=time.time() + 60), **changes})
+    return argparse.Namespace(
+        **{
+            **dict(
+                cpu=True,
+                lengths=[32],
+                offload=[False, True],
+                offload_embedding=False,
+                way="trainer",
+                adapters="float32",
+                repeats=1,
+                profile=False,
+                tokens=None,
+                search=True,
+                tries=2,
+                layers=2,
+                confirm=True,
+                deadline=time.time() + 60,
+            ),
+            **changes,
+        }
+    )
 
 
 @pytest.mark.parametrize("way", ["trainer", "plain"])
@@ -47,12 +79,18 @@ def test_our_steps(train_step, capsys, way):
     train_step.run_ours(settings(way=way), train_step.SMALL, "mxfp4")
     loaded, *rows = told(capsys)
     assert loaded["loaded"] == "mxfp4" and loaded["torch"] == torch.__version__
-    assert [(r["tokens"], r["offload"]) for r in rows] == [(32, False), (32, True)] and all(r["seconds"] > 0 for r in rows)
+    assert [(r["tokens"], r["offload"]) for r in rows] == [(32, False), (32, True)] and all(
+        r["seconds"] > 0 for r in rows
+    )
 
 
 def test_both_ways_and_transformers_have_one_gradient(train_step):
     torch.manual_seed(0)
-    model, ids, found = train_step.gpt_oss(train_step.SMALL, "bf16", 64), train_step.random_ids(train_step.SMALL, 40, "cpu"), []
+    model, ids, found = (
+        train_step.gpt_oss(train_step.SMALL, "bf16", 64),
+        train_step.random_ids(train_step.SMALL, 40, "cpu"),
+        [],
+    )
     for way, offload in (("trainer", False), ("plain", False), ("plain", True)):
         step = train_step.Step(model, offload=offload, way=way)
         step(train_step.batch_of(ids))
@@ -63,13 +101,18 @@ def test_both_ways_and_transformers_have_one_gradient(train_step):
     logits = model(input_ids=ids).logits
     (-torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()).backward()
     found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]))
-    for g in found[:-1]: assert (g - found[-1]).norm() < 1e-4 * found[-1].norm()
+    for g in found[:-1]:
+        assert (g - found[-1]).norm() < 1e-4 * found[-1].norm()
 
 
 def test_the_kernels_of_a_step(train_step, capsys):
     train_step.run_ours(settings(profile=True, lengths=[32]), train_step.SMALL, "mxfp4")
     record = told(capsys)[-1]
-    assert record["profile"]["tokens"] == 32 and len(record["profile"]["top"]) == 25 and "_Many" in record["text"]
+    assert (
+        record["profile"]["tokens"] == 32
+        and len(record["profile"]["top"]) == 25
+        and "_Many" in record["text"]
+    )
 
 
 def test_transformers_steps(train_step, capsys):
@@ -78,52 +121,127 @@ def test_transformers_steps(train_step, capsys):
 
 
 def test_an_attempt_that_fails_says_why(train_step):
-    def short(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
-    def cublas(): raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
-    def wrong(): raise ValueError("no room\nand more")
-    assert [train_step.attempt(f)[1] for f in (short, cublas, wrong)] == ["out of memory", "out of memory", "ValueError: no room"] and train_step.attempt(lambda: 3) == (3, None)
+    def short():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
+
+    def cublas():
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+
+    def wrong():
+        raise ValueError("no room\nand more")
+
+    assert [train_step.attempt(f)[1] for f in (short, cublas, wrong)] == [
+        "out of memory",
+        "out of memory",
+        "ValueError: no room",
+    ] and train_step.attempt(lambda: 3) == (3, None)
 
 
 def test_the_rows_and_the_records_of_the_planner(train_step, capsys):
     table = train_step.Table(argparse.Namespace(cpu=False, offload_embedding=False))
-    table.hear(dict(loaded="mxfp4", seconds=9.0, peak=13.0, driver=13.5, card="a card", torch="2.11", transformers="5.17"))
-    table.hear(dict(library="mxfp4", tokens=2048, offload=True, seconds=0.2, peak=13.9, driver=14.4, host=0.3))
-    table.hear(dict(library="mxfp4", tokens=8192, offload=True, seconds=0.4, peak=14.5, driver=15.1, host=1.1))
-    table.hear(dict(library="bf16", tokens=8192, offload=False, seconds=0.5, peak=41.0, driver=41.5, host=0))
+    table.hear(
+        dict(
+            loaded="mxfp4",
+            seconds=9.0,
+            peak=13.0,
+            driver=13.5,
+            card="a card",
+            torch="2.11",
+            transformers="5.17",
+        )
+    )
+    table.hear(
+        dict(
+            library="mxfp4",
+            tokens=2048,
+            offload=True,
+            seconds=0.2,
+            peak=13.9,
+            driver=14.4,
+            host=0.3,
+        )
+    )
+    table.hear(
+        dict(
+            library="mxfp4",
+            tokens=8192,
+            offload=True,
+            seconds=0.4,
+            peak=14.5,
+            driver=15.1,
+            host=1.1,
+        )
+    )
+    table.hear(
+        dict(
+            library="bf16", tokens=8192, offload=False, seconds=0.5, peak=41.0, driver=41.5, host=0
+        )
+    )
     table.hear(dict(library="transformers", tokens=8192, seconds=1.0, peak=61.7, driver=70.0))
     table.hear(dict(library="unsloth", tokens=8192, error="out of memory"))
     table.ratios()
     text = capsys.readouterr().out
-    assert "budget 15 GiB: kept" in text and "budget 0.45 s, 40.5 GiB: missed" in text and "102 KiB a token since 2,048" in text and "transformers / this: time x 2.50, memory x 4.26" in text
+    assert (
+        "budget 15 GiB: kept" in text
+        and "budget 0.45 s, 40.5 GiB: missed" in text
+        and "102 KiB a token since 2,048" in text
+        and "transformers / this: time x 2.50, memory x 4.26" in text
+    )
     assert [r["peak_gib"] for r in table.records] == [13.9, 14.5, 41.0, 61.7]
-    for record in table.records: assert train_step.planned(record) == pytest.approx(record["peak_gib"], rel=0.15)
+    for record in table.records:
+        assert train_step.planned(record) == pytest.approx(record["peak_gib"], rel=0.15)
     stored = json.loads((Path(__file__).parent / "data/memory_h200.json").read_text())["records"]
     assert {frozenset(r) for r in table.records} == {frozenset(stored[0])}
 
 
 def test_children_that_end_badly(train_step, tmp_path, capsys):
     script, heard = tmp_path / "script.py", []
-    script.write_text("import sys, time\nname = sys.argv[-1]\nprint('@record {\"x\": 1}', flush=True)\nif name == 'slow': time.sleep(60)\nif name == 'good': print('@record {\"done\": true}', flush=True)\nelse: raise ValueError('broken')\n")
+    script.write_text(
+        "import sys, time\nname = sys.argv[-1]\nprint('@record {\"x\": 1}', flush=True)\nif name == 'slow': time.sleep(60)\nif name == 'good': print('@record {\"done\": true}', flush=True)\nelse: raise ValueError('broken')\n"
+    )
     start = time.time()
     assert train_step.run_child(script, "good", [], limit_s=20, hear=heard.append) is None
-    assert train_step.run_child(script, "bad", [], limit_s=20, hear=heard.append) == "it ended without a word"
-    assert train_step.run_child(script, "slow", [], limit_s=2, hear=heard.append) == "stopped after 2 s"
-    assert heard == [{"x": 1}] * 3 and time.time() - start < 30 and "ValueError: broken" in capsys.readouterr().out
+    assert (
+        train_step.run_child(script, "bad", [], limit_s=20, hear=heard.append)
+        == "it ended without a word"
+    )
+    assert (
+        train_step.run_child(script, "slow", [], limit_s=2, hear=heard.append)
+        == "stopped after 2 s"
+    )
+    assert (
+        heard == [{"x": 1}] * 3
+        and time.time() - start < 30
+        and "ValueError: broken" in capsys.readouterr().out
+    )
 
 
 # context.py
 
+
 def test_the_search(context):
-    def card(limit): return lambda n: {"seconds": n / 1000} if n <= limit else {"error": "out of memory"}
-    def found(limit, start, **options): return context.search(start, card(limit), **{**dict(tries=9, seconds_left=lambda: 1e9), **options})[:2]
+    def card(limit):
+        return lambda n: {"seconds": n / 1000} if n <= limit else {"error": "out of memory"}
+
+    def found(limit, start, **options):
+        return context.search(
+            start, card(limit), **{**dict(tries=9, seconds_left=lambda: 1e9), **options}
+        )[:2]
+
     assert found(1500, 1000) == (1408, 1536)
     assert found(800, 1000) == (704, 832)
     assert found(10_000, 1000, tries=2) == (1024, None)
     assert found(10, 128) == (None, 64)
-    assert found(5000, 1000, jump=6000) == (4736, 5312) and found(5000, 1000, jump=6000, tries=2) == (960, 5952) and found(7000, 1000, jump=6000) == (6528, 7168)
+    assert (
+        found(5000, 1000, jump=6000) == (4736, 5312)
+        and found(5000, 1000, jump=6000, tries=2) == (960, 5952)
+        and found(7000, 1000, jump=6000) == (6528, 7168)
+    )
     assert found(10_000, 1000, first_that_fits=True) == (960, None)
     assert found(10_000, 1000, seconds_left=lambda: 0.5) == (960, None)
-    assert context.search(640, lambda n: {"error": "ValueError: x"}, tries=9, seconds_left=lambda: 9)[:2] == (None, None)
+    assert context.search(
+        640, lambda n: {"error": "ValueError: x"}, tries=9, seconds_left=lambda: 9
+    )[:2] == (None, None)
 
 
 def test_a_t4_is_reported_to_the_library_only(context):
@@ -136,28 +254,45 @@ def test_a_t4_is_reported_to_the_library_only(context):
     assert scope["inside"] == (7, 5) and asked() == (9, 0)
     with context.Limits(14.5, True):
         assert torch.cuda.get_device_capability is not real
-        with pytest.raises(RuntimeError, match="8.0"): attention.BACKENDS["flex"]()
+        with pytest.raises(RuntimeError, match="8.0"):
+            attention.BACKENDS["flex"]()
     assert torch.cuda.get_device_capability is real and attention.BACKENDS["flex"] is flex
     with context.NoBFloat16():
         torch.ones(2).half()
-        with pytest.raises(RuntimeError, match="bfloat16"): torch.ones(2).bfloat16()
+        with pytest.raises(RuntimeError, match="bfloat16"):
+            torch.ones(2).bfloat16()
 
 
 def test_a_smaller_card(context, monkeypatch):
     GiB, fraction = 2**30, []
     limits = context.Limits(14.5, False)
-    limits.cap, limits.told = int(14.5 * GiB), lambda device=None: (129 * GiB, 140 * GiB)      # 11 GiB are used, 10.4 of them by torch
-    for name in ("memory_reserved", "max_memory_reserved"): monkeypatch.setattr(torch.cuda, name, lambda: int(10.4 * GiB))
+    limits.cap, limits.told = (
+        int(14.5 * GiB),
+        lambda device=None: (129 * GiB, 140 * GiB),
+    )  # 11 GiB are used, 10.4 of them by torch
+    for name in ("memory_reserved", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: int(10.4 * GiB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fraction.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     limits.tighten(spare=0.1)
-    assert limits.mem_get_info() == (int(3.5 * GiB), int(14.5 * GiB)) and fraction[0] * 140 == pytest.approx(14.5 - 0.6 - 0.1)
+    assert limits.mem_get_info() == (int(3.5 * GiB), int(14.5 * GiB)) and fraction[
+        0
+    ] * 140 == pytest.approx(14.5 - 0.6 - 0.1)
     assert limits.kept()
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 14 * GiB)
     assert not limits.kept()
 
 
-@pytest.mark.parametrize("name, least", [("t4_longest", 8000), ("mxfp4_24", 40_000), ("bf16_80", 100_000), ("mxfp4_141", 250_000), ("qwen3_80", 60_000)])
+@pytest.mark.parametrize(
+    "name, least",
+    [
+        ("t4_longest", 8000),
+        ("mxfp4_24", 40_000),
+        ("bf16_80", 100_000),
+        ("mxfp4_141", 250_000),
+        ("qwen3_80", 60_000),
+    ],
+)
 def test_where_a_search_begins(context, name, least):
     limits = argparse.Namespace(cap=int(context.CASES[name].cap * 2**30), total=0)
     training, all_ = context.planned_length(context.CASES[name], settings(cpu=False), limits)
@@ -167,23 +302,53 @@ def test_where_a_search_begins(context, name, least):
 def test_the_estimate_of_training_on_a_t4(context):
     from grpo_nb.model.memory import MODELS
 
-    def seconds(*given, **more): return sum(context.t4_training(*given, **more).values())
+    def seconds(*given, **more):
+        return sum(context.t4_training(*given, **more).values())
+
     shape = MODELS["gpt-oss-20b"]
     short, long = (seconds(shape, "bf16", [(1, 0, n)]) for n in (2048, 16_384))
-    floor = 6 * 3.6e9 / 65e12                                                           # seconds a token: three passes through 3.6 billion active parameters
-    assert 0.8 * floor * 2048 < short < 2 * floor * 2048 and 0.8 * floor * 16_384 < long < 4 * floor * 16_384
-    parts = context.t4_training(shape, "mxfp4", [(8, 0, 2048)], r=0)                    # long enough for the arithmetic to be what takes time
-    assert parts["mlp"] == pytest.approx((6 - 2 / 3) * 24 * 4 * 3 * 2880**2 * 16_384 / 65e12) and parts["projections"] == pytest.approx(8 * 24 * 2 * 2880 * (4096 + 512) * 16_384 / 65e12)  # the last product not in the second pass; by heads once more
+    floor = 6 * 3.6e9 / 65e12  # seconds a token: three passes through 3.6 billion active parameters
+    assert (
+        0.8 * floor * 2048 < short < 2 * floor * 2048
+        and 0.8 * floor * 16_384 < long < 4 * floor * 16_384
+    )
+    parts = context.t4_training(
+        shape, "mxfp4", [(8, 0, 2048)], r=0
+    )  # long enough for the arithmetic to be what takes time
+    assert parts["mlp"] == pytest.approx(
+        (6 - 2 / 3) * 24 * 4 * 3 * 2880**2 * 16_384 / 65e12
+    ) and parts["projections"] == pytest.approx(
+        8 * 24 * 2 * 2880 * (4096 + 512) * 16_384 / 65e12
+    )  # the last product not in the second pass; by heads once more
     plain = context.t4_training(shape, "mxfp4", [(8, 0, 2048)], r=0, targets=())
-    assert plain["projections"] == pytest.approx(0.75 * parts["projections"]) and plain["mlp"] == parts["mlp"]
+    assert (
+        plain["projections"] == pytest.approx(0.75 * parts["projections"])
+        and plain["mlp"] == parts["mlp"]
+    )
     assert parts["head"] == pytest.approx(4 * 201_088 * 2880 * 16_384 / 65e12)
-    one = context.t4_training(shape, "mxfp4", [(1, 0, 1)], r=0)                         # a single token: bytes alone
-    assert one["mlp"] == pytest.approx(8 / 3 * 24 * 32 * 3 * 2880**2 * (4.25 / 8 + 4) / 320e9, rel=1e-3)
+    one = context.t4_training(shape, "mxfp4", [(1, 0, 1)], r=0)  # a single token: bytes alone
+    assert one["mlp"] == pytest.approx(
+        8 / 3 * 24 * 32 * 3 * 2880**2 * (4.25 / 8 + 4) / 320e9, rel=1e-3
+    )
     eight, phi = [(1, 0, 8192)], MODELS["Phi-4"]
-    assert context.t4_training(shape, "mxfp4", eight, batches=8)["mlp"] > 7 * one["mlp"] > context.t4_training(shape, "mxfp4", eight)["mlp"] == context.t4_training(shape, "mxfp4", eight, tile=1024)["mlp"]
-    assert context.t4_training(phi, "nf4", eight, tile=1, r=0)["mlp"] > context.t4_training(phi, "nf4", eight, r=0)["mlp"]                # a dense model's MLP is unpacked for each slice
-    assert seconds(shape, "mxfp4", [(4, 0, 1536), (32, 1536, 512)]) < seconds(shape, "mxfp4", [(32, 0, 2048)])         # prompts computed once
-    assert seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], targets=("attention", "mlp")) > seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], r=0) > 6 * 14e9 * 4096 / 65e12
+    assert (
+        context.t4_training(shape, "mxfp4", eight, batches=8)["mlp"]
+        > 7 * one["mlp"]
+        > context.t4_training(shape, "mxfp4", eight)["mlp"]
+        == context.t4_training(shape, "mxfp4", eight, tile=1024)["mlp"]
+    )
+    assert (
+        context.t4_training(phi, "nf4", eight, tile=1, r=0)["mlp"]
+        > context.t4_training(phi, "nf4", eight, r=0)["mlp"]
+    )  # a dense model's MLP is unpacked for each slice
+    assert seconds(shape, "mxfp4", [(4, 0, 1536), (32, 1536, 512)]) < seconds(
+        shape, "mxfp4", [(32, 0, 2048)]
+    )  # prompts computed once
+    assert (
+        seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], targets=("attention", "mlp"))
+        > seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], r=0)
+        > 6 * 14e9 * 4096 / 65e12
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "Qwen3-8B"])
@@ -192,7 +357,11 @@ def test_pairs_of_queries_and_keys(context, name, before, length):
     from grpo_nb.model.memory import MODELS
 
     shape = MODELS[name]
-    counted = sum(min(t + 1, w or t + 1) for w in shape.windows or (None,) * shape.layers for t in range(before, before + length))
+    counted = sum(
+        min(t + 1, w or t + 1)
+        for w in shape.windows or (None,) * shape.layers
+        for t in range(before, before + length)
+    )
     assert context.pairs(shape, length, before) == pytest.approx(counted, abs=shape.layers * length)
 
 
@@ -200,42 +369,97 @@ def test_the_estimate_of_drawing_on_a_t4(context):
     from grpo_nb.model.memory import MODELS
 
     shape, qwen = MODELS["gpt-oss-20b"], MODELS["Qwen3-8B"]
-    def token(rows, prompt=1): return context.t4_drawing(shape, "mxfp4", 1, rows, prompt, 1000, rows) / 1000
-    read = 24 * (4 * 3 * 2880**2 * 4.25 / 8 + 2 * 2 * 2880 * 4608) + 2 * 201_088 * 2880   # four experts of each layer, attention, the head
+
+    def token(rows, prompt=1):
+        return context.t4_drawing(shape, "mxfp4", 1, rows, prompt, 1000, rows) / 1000
+
+    read = (
+        24 * (4 * 3 * 2880**2 * 4.25 / 8 + 2 * 2 * 2880 * 4608) + 2 * 201_088 * 2880
+    )  # four experts of each layer, attention, the head
     assert token(1) == pytest.approx(read / 320e9, rel=0.03)
-    assert token(16) - token(1) == pytest.approx(24 * (32 * (1 - (7 / 8) ** 16) - 4) * 3 * 2880**2 * 4.25 / 8 / 320e9, rel=0.03)      # 16 rows: 88 % of the experts
-    assert token(64, 30_000) - token(64) == pytest.approx(64 * 12 * 2 * 2 * 8 * 64 * 30_000 / 320e9, rel=0.05)             # keys and values of the full layers
-    assert context.t4_drawing(shape, "mxfp4", 4, 8, 512, 512, 8) > 2 * context.t4_drawing(shape, "mxfp4", 4, 8, 512, 512, 32)
-    assert context.t4_drawing(qwen, "bf16", 1, 1, 1, 1000, 1) / 1000 == pytest.approx(2 * (8.19e9 - 151_936 * 4096) / 320e9, rel=0.05)
+    assert token(16) - token(1) == pytest.approx(
+        24 * (32 * (1 - (7 / 8) ** 16) - 4) * 3 * 2880**2 * 4.25 / 8 / 320e9, rel=0.03
+    )  # 16 rows: 88 % of the experts
+    assert token(64, 30_000) - token(64) == pytest.approx(
+        64 * 12 * 2 * 2 * 8 * 64 * 30_000 / 320e9, rel=0.05
+    )  # keys and values of the full layers
+    assert context.t4_drawing(shape, "mxfp4", 4, 8, 512, 512, 8) > 2 * context.t4_drawing(
+        shape, "mxfp4", 4, 8, 512, 512, 32
+    )
+    assert context.t4_drawing(qwen, "bf16", 1, 1, 1, 1000, 1) / 1000 == pytest.approx(
+        2 * (8.19e9 - 151_936 * 4096) / 320e9, rel=0.05
+    )
 
 
 def test_the_tutorial_estimates_alike(context):
     import pandas as pd
+
     from grpo_nb.model.memory import MODELS, lora_parameters, weight_bytes
 
-    cells = ["".join(cell["source"]) for cell in json.loads((FOLDER.parent / "nbs/tutorials/03_gpt_oss_20b_t4.ipynb").read_text())["cells"]]
-    scope = dict(pd=pd, MODELS=MODELS, lora_parameters=lora_parameters, weight_bytes=weight_bytes, T4=argparse.Namespace(rows=16))
+    cells = [
+        "".join(cell["source"])
+        for cell in json.loads(
+            (FOLDER.parent / "nbs/tutorials/03_gpt_oss_20b_t4.ipynb").read_text()
+        )["cells"]
+    ]
+    scope = dict(
+        pd=pd,
+        MODELS=MODELS,
+        lora_parameters=lora_parameters,
+        weight_bytes=weight_bytes,
+        T4=argparse.Namespace(rows=16),
+    )
     exec(next(cell for cell in cells if cell.startswith("FLOPS, BYTES = ")), scope)
-    trained = context.t4_training(scope["m"], "mxfp4", [(4, 0, 256), (32, 256, 768)], batches=4, r=16)
-    assert scope["table"].loc["training", "s at least"].tolist() == pytest.approx(list(trained.values()))
-    assert scope["seconds"]["drawing"] == pytest.approx(context.t4_drawing(scope["m"], "mxfp4", 4, 8, 256, 768, 16))
+    trained = context.t4_training(
+        scope["m"], "mxfp4", [(4, 0, 256), (32, 256, 768)], batches=4, r=16
+    )
+    assert scope["table"].loc["training", "s at least"].tolist() == pytest.approx(
+        list(trained.values())
+    )
+    assert scope["seconds"]["drawing"] == pytest.approx(
+        context.t4_drawing(scope["m"], "mxfp4", 4, 8, 256, 768, 16)
+    )
 
 
-@pytest.mark.parametrize("name", ["t4_longest", "t4_grpo", "qwen3_80", "llama_20k", "phi4_t4", "qwen_5", "chunks_8192", "batch_oss_transformers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "t4_longest",
+        "t4_grpo",
+        "qwen3_80",
+        "llama_20k",
+        "phi4_t4",
+        "qwen_5",
+        "chunks_8192",
+        "batch_oss_transformers",
+    ],
+)
 def test_every_kind_of_case(context, capsys, name):
     context.run_case(settings(), name)
     _, *rows = told(capsys)
-    assert not [r for r in rows if r.get("error")] and any("seconds" in r for r in rows) and all(context.line_of(r) for r in rows)
-    if context.CASES[name].kind == "longest": assert rows[-1]["longest"] == 192 and rows[-1]["confirmed"]
+    assert (
+        not [r for r in rows if r.get("error")]
+        and any("seconds" in r for r in rows)
+        and all(context.line_of(r) for r in rows)
+    )
+    if context.CASES[name].kind == "longest":
+        assert rows[-1]["longest"] == 192 and rows[-1]["confirmed"]
     if context.CASES[name].t4:
         assert any(r.get("note", "").endswith(": yes") for r in rows)
-        assert "not measured: training " in context.line_of(rows[-1]) and ("drawing" in rows[-1]["t4_estimate"]) == (context.CASES[name].kind == "grpo")
+        assert "not measured: training " in context.line_of(rows[-1]) and (
+            "drawing" in rows[-1]["t4_estimate"]
+        ) == (context.CASES[name].kind == "grpo")
 
 
 def test_the_cases_have_models(context):
     from grpo_nb.model.memory import MODELS
 
-    for case in context.CASES.values(): assert case.kind in context.WORK and case.model in MODELS and case.prompts * case.completions % case.batch == 0
+    for case in context.CASES.values():
+        assert (
+            case.kind in context.WORK
+            and case.model in MODELS
+            and case.prompts * case.completions % case.batch == 0
+        )
 
 
 def fake_unsloth(monkeypatch, calls):
@@ -250,105 +474,198 @@ def fake_unsloth(monkeypatch, calls):
 
         def get_peft_model(model, r, lora_alpha, target_modules, **settings):
             calls.append(dict(settings, targets=target_modules))
-            return get_peft_model(model, LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules, task_type="CAUSAL_LM"))
+            return get_peft_model(
+                model,
+                LoraConfig(
+                    r=r, lora_alpha=lora_alpha, target_modules=target_modules, task_type="CAUSAL_LM"
+                ),
+            )
 
-        def for_training(model): model.train()
+        def for_training(model):
+            model.train()
 
     def chunked(hidden, head, ids, chunks):
         calls.append((tuple(hidden.shape), tuple(head.shape), tuple(ids.shape), chunks))
         return torch.log_softmax(hidden, -1).gather(-1, ids[..., None])[..., 0]
 
-    monkeypatch.setitem(sys.modules, "unsloth", argparse.Namespace(FastLanguageModel=FastLanguageModel))
+    monkeypatch.setitem(
+        sys.modules, "unsloth", argparse.Namespace(FastLanguageModel=FastLanguageModel)
+    )
     monkeypatch.setitem(sys.modules, "unsloth_zoo", argparse.Namespace())
-    monkeypatch.setitem(sys.modules, "unsloth_zoo.rl_replacements", argparse.Namespace(RL_REPLACEMENTS={"grpo_selective_log_softmax": chunked}))
+    monkeypatch.setitem(
+        sys.modules,
+        "unsloth_zoo.rl_replacements",
+        argparse.Namespace(RL_REPLACEMENTS={"grpo_selective_log_softmax": chunked}),
+    )
     monkeypatch.setenv("UNSLOTH_RETURN_HIDDEN_STATES", "0")
 
 
-@pytest.mark.parametrize("name, vocab, targets", [("batch_oss_unsloth", 512, 4), ("batch_qwen_unsloth", 256, 7)])
+@pytest.mark.parametrize(
+    "name, vocab, targets", [("batch_oss_unsloth", 512, 4), ("batch_qwen_unsloth", 256, 7)]
+)
 def test_unsloths_batches(context, capsys, monkeypatch, tmp_path, name, vocab, targets):
     calls, args = [], settings(checkpoint=str(tmp_path / "there"))
     fake_unsloth(monkeypatch, calls)
     context.write_for_unsloth(context.CASES[name], args)
     folder = context.checkpoint_of(context.CASES[name], args)
     written = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert folder.name.endswith("-tiny") and {"config.json", "tokenizer.json"} < set(written) and [path.name for path in tmp_path.iterdir()] == [folder.name]
-    context.write_for_unsloth(context.CASES[name], args)                                # it is there
+    assert (
+        folder.name.endswith("-tiny")
+        and {"config.json", "tokenizer.json"} < set(written)
+        and [path.name for path in tmp_path.iterdir()] == [folder.name]
+    )
+    context.write_for_unsloth(context.CASES[name], args)  # it is there
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == written
     context.run_case(args, name)
     _, *rows = told(capsys)
-    assert [(r["tokens"], r["batch"]) for r in rows] == [(32, 4), (64, 4)] and all(r["seconds"] > 0 for r in rows)
+    assert [(r["tokens"], r["batch"]) for r in rows] == [(32, 4), (64, 4)] and all(
+        r["seconds"] > 0 for r in rows
+    )
     loaded, adapted, *steps = calls
-    assert loaded["load_in_4bit"] == (name == "batch_qwen_unsloth") and len(adapted["targets"]) == targets and adapted["use_gradient_checkpointing"] == "unsloth"
-    assert steps == [((4, n - 1, vocab), (vocab, 64), (4, n - 1), 4) for n in (32, 64)] and os.environ["UNSLOTH_RETURN_HIDDEN_STATES"] == "1"
+    assert (
+        loaded["load_in_4bit"] == (name == "batch_qwen_unsloth")
+        and len(adapted["targets"]) == targets
+        and adapted["use_gradient_checkpointing"] == "unsloth"
+    )
+    assert (
+        steps == [((4, n - 1, vocab), (vocab, 64), (4, n - 1), 4) for n in (32, 64)]
+        and os.environ["UNSLOTH_RETURN_HIDDEN_STATES"] == "1"
+    )
 
 
 def run_context(context, monkeypatch, tmp_path, children, *names):
     "context.py's main, its children noted and answered."
-    monkeypatch.setattr(context, "run_child", lambda script, name, argv, sites=(), hear=None, **more: children.append((name, [site.name for site in sites])) or hear(dict(tokens=1024 if "_" in name else 1, batch=4, seconds=1.0, peak=30.0 if "_unsloth" in name else 20.0)))
-    monkeypatch.setattr(sys, "argv", ["context.py", "--cpu", "--sites", str(tmp_path), "--only", *names])
+    monkeypatch.setattr(
+        context,
+        "run_child",
+        lambda script, name, argv, sites=(), hear=None, **more: (
+            children.append((name, [site.name for site in sites]))
+            or hear(
+                dict(
+                    tokens=1024 if "_" in name else 1,
+                    batch=4,
+                    seconds=1.0,
+                    peak=30.0 if "_unsloth" in name else 20.0,
+                )
+            )
+        ),
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["context.py", "--cpu", "--sites", str(tmp_path), "--only", *names]
+    )
     return context.main()
 
 
 def test_without_unsloth_there_is_a_line(context, capsys, monkeypatch, tmp_path):
     children = []
     monkeypatch.setattr(context.importlib.util, "find_spec", lambda name: None)
-    assert run_context(context, monkeypatch, tmp_path, children, "batch_oss_unsloth", "batch_qwen_unsloth") == 1 and not children
+    assert (
+        run_context(
+            context, monkeypatch, tmp_path, children, "batch_oss_unsloth", "batch_qwen_unsloth"
+        )
+        == 1
+        and not children
+    )
     text = capsys.readouterr().out
-    assert text.count("left out: Unsloth is not installed, nor is it in") == 2 and str(tmp_path / "site-unsloth") in text
-    assert json.loads(text.splitlines()[-1])["cases"] == {name: [{"error": "Unsloth is not installed"}] for name in ("batch_oss_unsloth", "batch_qwen_unsloth")}
+    assert (
+        text.count("left out: Unsloth is not installed, nor is it in") == 2
+        and str(tmp_path / "site-unsloth") in text
+    )
+    assert json.loads(text.splitlines()[-1])["cases"] == {
+        name: [{"error": "Unsloth is not installed"}]
+        for name in ("batch_oss_unsloth", "batch_qwen_unsloth")
+    }
 
 
 def test_unsloth_runs_in_a_child_of_its_own_folder(context, capsys, monkeypatch, tmp_path):
     children = []
     (tmp_path / "site-unsloth/unsloth").mkdir(parents=True)
-    assert run_context(context, monkeypatch, tmp_path, children, "batch_qwen", "batch_qwen_unsloth") == 0
-    assert children == [("batch_qwen", ["site-bitsandbytes", "site-unsloth"]), ("write batch_qwen_unsloth", []), ("batch_qwen_unsloth", ["site-unsloth", "site-bitsandbytes"])]
-    assert "batch of 4, qwen: in unsloth's 30.0 GiB (1,024 tokens) ours has 1,024 tokens of those measured: x 1.0" in capsys.readouterr().out
+    assert (
+        run_context(context, monkeypatch, tmp_path, children, "batch_qwen", "batch_qwen_unsloth")
+        == 0
+    )
+    assert children == [
+        ("batch_qwen", ["site-bitsandbytes", "site-unsloth"]),
+        ("write batch_qwen_unsloth", []),
+        ("batch_qwen_unsloth", ["site-unsloth", "site-bitsandbytes"]),
+    ]
+    assert (
+        "batch of 4, qwen: in unsloth's 30.0 GiB (1,024 tokens) ours has 1,024 tokens of those measured: x 1.0"
+        in capsys.readouterr().out
+    )
 
 
 # grpo_step.py and at_size.py
 
+
 def test_a_whole_step_has_its_parts(scripts, capsys):
-    args = settings(prompts=2, completions=2, prompt=6, new=4, batch=2, steps=2, offload=True, mini_batch=None)
+    args = settings(
+        prompts=2, completions=2, prompt=6, new=4, batch=2, steps=2, offload=True, mini_batch=None
+    )
     scripts["grpo_step"].measure_ours(args, scripts["train_step"].SMALL, "mxfp4")
     row = told(capsys)[-1]
-    assert row["drawn"] == 16 and row["seconds"] >= row["sample"] + row["train"] and row["log"]["grad_norm"] > 0
-    with pytest.raises(ValueError, match="do not divide"): scripts["grpo_step"].grpo_step(None, None, [1], completions=3, new_tokens=1, batch=2)
+    assert (
+        row["drawn"] == 16
+        and row["seconds"] >= row["sample"] + row["train"]
+        and row["log"]["grad_norm"] > 0
+    )
+    with pytest.raises(ValueError, match="do not divide"):
+        scripts["grpo_step"].grpo_step(None, None, [1], completions=3, new_tokens=1, batch=2)
 
 
 def test_three_ways_through_the_modules(scripts, capsys):
     args = settings(only=["modules", "replayed", "generate"], rows=[1, 3], prompt=6, new=5)
     scripts["decode_modules"].measure(args, "Qwen2.5-1.5B:bf16", "ours")
     rows = [row for row in told(capsys) if "way" in row]
-    assert [(row["way"], row["rows"]) for row in rows] == [(way, n) for way in args.only for n in args.rows] and all(row["rate"] > 0 for row in rows)
-    assert rows[0]["how"] == "through the model's modules: as asked" and "error" in scripts["decode_modules"].whole(lambda ids, new: 1, [[1]], 2)
+    assert [(row["way"], row["rows"]) for row in rows] == [
+        (way, n) for way in args.only for n in args.rows
+    ] and all(row["rate"] > 0 for row in rows)
+    assert rows[0]["how"] == "through the model's modules: as asked" and "error" in scripts[
+        "decode_modules"
+    ].whole(lambda ids, new: 1, [[1]], 2)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
 def test_at_size_when_all_is_well(scripts, capsys, weights):
     scripts["at_size"].compare(settings(tokens=32), scripts["train_step"].SMALL, weights, 2)
     row = told(capsys)[-1]
-    assert row["within"] and row["rows"]["ours, wide"]["gradient_error"] < 1e-12 and 0 < row["rows"]["ours"]["gradient_error"] < 1e-4
+    assert (
+        row["within"]
+        and row["rows"]["ours, wide"]["gradient_error"] < 1e-12
+        and 0 < row["rows"]["ours"]["gradient_error"] < 1e-4
+    )
 
 
 def test_at_size_finds_a_mistake(scripts, capsys, monkeypatch):
     at_size = scripts["at_size"]
     right = at_size.compute_ours
+
     def wrong(*given):
         loss, grads, choices = right(*given)
-        return loss, {name: g * 1.02 if "q_proj" in name else g for name, g in grads.items()}, choices
+        return (
+            loss,
+            {name: g * 1.02 if "q_proj" in name else g for name, g in grads.items()},
+            choices,
+        )
+
     monkeypatch.setattr(at_size, "compute_ours", wrong)
     at_size.compare(settings(tokens=32), scripts["train_step"].SMALL, "bf16", 2)
     row = told(capsys)[-1]
-    assert not row["within"] and "ours in the truth's format" in row["outside"] and "q_proj" in row["rows"]["ours, wide"]["worst"]
+    assert (
+        not row["within"]
+        and "ours in the truth's format" in row["outside"]
+        and "q_proj" in row["rows"]["ours, wide"]["worst"]
+    )
 
 
 # As they are run
 
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_scripts_say_what_they_do(scripts, monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit) as ended: scripts[name].main()
+    with pytest.raises(SystemExit) as ended:
+        scripts[name].main()
     assert ended.value.code == 0 and f"benchmarks/{name}.py" in capsys.readouterr().out
 
 
@@ -356,25 +673,58 @@ def test_the_scripts_say_what_they_do(scripts, monkeypatch, capsys, name):
 def test_without_a_card_there_is_a_sentence(scripts, monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    with pytest.raises(SystemExit, match="--cpu tries the script out"): scripts[name].main()
+    with pytest.raises(SystemExit, match="--cpu tries the script out"):
+        scripts[name].main()
 
 
 def test_a_whole_run(tmp_path):
-    run = subprocess.run([sys.executable, str(FOLDER / "train_step.py"), "--cpu", "--only", "bf16", "--lengths", "32", "--offload", "off", "--repeats", "1"], capture_output=True, text=True, timeout=170, env={**os.environ, "TORCHDYNAMO_DISABLE": "1"})
+    run = subprocess.run(
+        [
+            sys.executable,
+            str(FOLDER / "train_step.py"),
+            "--cpu",
+            "--only",
+            "bf16",
+            "--lengths",
+            "32",
+            "--offload",
+            "off",
+            "--repeats",
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["rows"][0]["tokens"] == 32
 
 
 def run_vllm_reads(*arguments):
-    return subprocess.run([sys.executable, FOLDER / "vllm_reads.py", *arguments], capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    return subprocess.run(
+        [sys.executable, FOLDER / "vllm_reads.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
 
 
 def test_what_vllm_is_to_read_is_what_transformers_reads():
     done = run_vllm_reads("--cpu")
-    assert done.returncode == 0 and "the adapter's file has the layout that vLLM reads" in done.stdout
+    assert (
+        done.returncode == 0 and "the adapter's file has the layout that vLLM reads" in done.stdout
+    )
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert len(rows) == 5 and all(row["error"] == "vLLM was not asked" and max(row["floor_ours"], row["floor_transformers"]) < 0.002 for row in rows)
-    assert all(0.98 < row["slope_ours"] < 1.02 and row["moved"] > 5 * row["floor_ours"] for row in rows[1:])
+    assert len(rows) == 5 and all(
+        row["error"] == "vLLM was not asked"
+        and max(row["floor_ours"], row["floor_transformers"]) < 0.002
+        for row in rows
+    )
+    assert all(
+        0.98 < row["slope_ours"] < 1.02 and row["moved"] > 5 * row["floor_ours"] for row in rows[1:]
+    )
 
 
 def test_vllm_needs_a_card():

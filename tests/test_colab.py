@@ -1,24 +1,35 @@
 "Tutorials and widgets with the versions that Colab has (August 2026), in an environment of their own; everything else meets the present ones."
-import json, os, subprocess
+
+import json
+import os
+import subprocess
 from importlib.metadata import distributions
 from pathlib import Path
 
 import nbformat
 import pytest
-
 from venvs import layered, make_once, packages_of, shared
 
 ROOT = Path(__file__).resolve().parent.parent
-PINS = ("ipywidgets==7.7.1 widgetsnbextension==3.6.10 ipykernel==6.17.1 ipython==7.34.0 traitlets==5.7.1 jupyter_client==7.4.9 tornado==6.5.1 "
-        "transformers==5.15.0 tokenizers==0.22.2 huggingface_hub==1.27.0 peft==0.20.0 accelerate==1.14.0 datasets==4.0.0 numpy==2.1.3 pandas==2.2.3 matplotlib==3.10.0").split()
-NOTEBOOKS = sorted([*(ROOT / "nbs/tutorials").glob("*.ipynb"), *(ROOT / "nbs/widgets").glob("*.ipynb")])
-WIDGETS = sorted(p.stem for p in (ROOT / "grpo_nb/widgets").glob("[a-z]*.py") if f"def {p.stem}_widget" in p.read_text())
+PINS = (
+    "ipywidgets==7.7.1 widgetsnbextension==3.6.10 ipykernel==6.17.1 ipython==7.34.0 traitlets==5.7.1 jupyter_client==7.4.9 tornado==6.5.1 "
+    "transformers==5.15.0 tokenizers==0.22.2 huggingface_hub==1.27.0 peft==0.20.0 accelerate==1.14.0 datasets==4.0.0 numpy==2.1.3 pandas==2.2.3 matplotlib==3.10.0"
+).split()
+NOTEBOOKS = sorted(
+    [*(ROOT / "nbs/tutorials").glob("*.ipynb"), *(ROOT / "nbs/widgets").glob("*.ipynb")]
+)
+WIDGETS = sorted(
+    p.stem
+    for p in (ROOT / "grpo_nb/widgets").glob("[a-z]*.py")
+    if f"def {p.stem}_widget" in p.read_text()
+)
 pytestmark = pytest.mark.colab
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     "An environment with Colab's packages; what is not pinned (torch, nbclient, this library) is taken from the present one."
+
     def make(folder):
         problem = layered(folder, *PINS, sees=[ROOT])
         assert not problem, problem
@@ -30,16 +41,34 @@ def home(tmp_path_factory):
 def run(home, tmp_path_factory):
     "A function: run a notebook in a kernel of that environment and get what colab_child.py tells about it."
     folder = tmp_path_factory.mktemp("jupyter")
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
-    env |= {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_DATA_DIR": str(folder / "data"), "IPYTHONDIR": str(folder / "ipython"), "JUPYTER_PATH": str(home / "share/jupyter")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    }
+    env |= {
+        "JUPYTER_CONFIG_DIR": str(folder / "config"),
+        "JUPYTER_DATA_DIR": str(folder / "data"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "JUPYTER_PATH": str(home / "share/jupyter"),
+    }
     log = (folder / "log").open("w+")
-    child = subprocess.Popen([home / "bin/python", ROOT / "tests/colab_child.py", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
+    child = subprocess.Popen(
+        [home / "bin/python", ROOT / "tests/colab_child.py", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=env,
+    )
 
     def run(notebook, where):
         child.stdin.write(json.dumps([str(notebook), str(where)]) + "\n")
         child.stdin.flush()
         told = child.stdout.readline()
-        assert told, "the process that runs the notebooks died: " + Path(log.name).read_text()[-4000:]
+        assert told, (
+            "the process that runs the notebooks died: " + Path(log.name).read_text()[-4000:]
+        )
         return json.loads(told)
 
     yield run
@@ -49,15 +78,29 @@ def run(home, tmp_path_factory):
 
 
 def test_the_environment_has_the_pins(home):
-    found = {made.metadata["Name"].replace("-", "_").lower(): made.version for made in distributions(path=[str(packages_of(home))])}
-    assert {pin: found.get(pin.split("==")[0]) for pin in PINS} == {pin: pin.split("==")[1] for pin in PINS}
+    found = {
+        made.metadata["Name"].replace("-", "_").lower(): made.version
+        for made in distributions(path=[str(packages_of(home))])
+    }
+    assert {pin: found.get(pin.split("==")[0]) for pin in PINS} == {
+        pin: pin.split("==")[1] for pin in PINS
+    }
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in NOTEBOOKS])
 def test_notebook_runs_with_colabs_versions(run, path, tmp_path):
     met = run(path, tmp_path)
     assert not met["error"], met["error"]
-    assert met["versions"] == {"ipykernel": "6.17.1", "ipywidgets": "7.7.1", "IPython": "7.34.0", "transformers": "5.15.0"}
-    source = "\n".join(cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code" and not cell.source.startswith("#| export"))
+    assert met["versions"] == {
+        "ipykernel": "6.17.1",
+        "ipywidgets": "7.7.1",
+        "IPython": "7.34.0",
+        "transformers": "5.15.0",
+    }
+    source = "\n".join(
+        cell.source
+        for cell in nbformat.read(path, 4).cells
+        if cell.cell_type == "code" and not cell.source.startswith("#| export")
+    )
     shows = any(f"{name}_widget()" in source for name in WIDGETS)
     assert met["widgets"] >= shows

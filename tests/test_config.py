@@ -1,4 +1,5 @@
 "training.config against TRL 1.16, transformers and accelerate: names, defaults, what raises, what is derived."
+
 import copy
 import dataclasses
 import inspect
@@ -22,68 +23,141 @@ from transformers.training_args import OptimizerNames
 
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training import config as room
-from grpo_nb.training.config import ALIASES, ALSO_QUIET, DIFFERENT_FROM_TRL, IDLE, LOSS_TYPES, QUIET, REFUSED, GRPOConfig
+from grpo_nb.training.config import (
+    ALIASES,
+    ALSO_QUIET,
+    DIFFERENT_FROM_TRL,
+    IDLE,
+    LOSS_TYPES,
+    QUIET,
+    REFUSED,
+    GRPOConfig,
+)
 
 OURS = room.known(GRPOConfig)
-OLDER = {"max_prompt_length", "logging_dir"}  # dropped by TRL and transformers, still in many scripts
-NOT_IN_TRL = {"reward_timeout_s", "offload_activations", "mini_batch", "logit_chunk_multiplier", "slice_tokens", "max_batch_size", "warmup_ratio"}
+OLDER = {
+    "max_prompt_length",
+    "logging_dir",
+}  # dropped by TRL and transformers, still in many scripts
+NOT_IN_TRL = {
+    "reward_timeout_s",
+    "offload_activations",
+    "mini_batch",
+    "logit_chunk_multiplier",
+    "slice_tokens",
+    "max_batch_size",
+    "warmup_ratio",
+}
 
 
-TRL = {field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory() for field in dataclasses.fields(trl.GRPOConfig)}
+TRL = {
+    field.name: field.default
+    if field.default is not dataclasses.MISSING
+    else field.default_factory()
+    for field in dataclasses.fields(trl.GRPOConfig)
+}
 
 
 def outcome(function, *args, **given):
     "What a call gives, or the error that it raises."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try: return function(*args, **given)
-        except Exception as error: return error
+        try:
+            return function(*args, **given)
+        except Exception as error:
+            return error
 
 
 # names and defaults
 
+
 def test_every_keyword_of_trl_is_a_setting_an_alias_refused_or_without_effect():
-    assert set(TRL) == (set(OURS) | set(ALIASES) | set(REFUSED) | set(IDLE)) - OLDER - NOT_IN_TRL - {"unsloth_grpo_mini_batch", "unsloth_logit_chunk_multiplier"}
+    assert set(TRL) == (
+        set(OURS) | set(ALIASES) | set(REFUSED) | set(IDLE)
+    ) - OLDER - NOT_IN_TRL - {"unsloth_grpo_mini_batch", "unsloth_logit_chunk_multiplier"}
 
 
 def test_no_keyword_has_two_meanings():
     tables = [OURS, REFUSED, IDLE, ALIASES]
     assert sum(map(len, tables)) == len(set().union(*tables))
-    assert set(ALIASES.values()) <= set(OURS) and set(QUIET) == set(REFUSED) | set(IDLE) and set(ALSO_QUIET) <= set(QUIET)
+    assert (
+        set(ALIASES.values()) <= set(OURS)
+        and set(QUIET) == set(REFUSED) | set(IDLE)
+        and set(ALSO_QUIET) <= set(QUIET)
+    )
     assert sum(len(names) for _, names in room.NOT_HONOURED + room.WITHOUT_EFFECT) == len(QUIET)
 
 
 def test_defaults_are_trls_except_where_the_table_says_so():
-    differing = {name: (OURS[name].default, TRL[name]) for name in OURS if name in TRL and OURS[name].default != TRL[name]}
-    assert differing == {name: (ours, theirs) for name, (ours, theirs, why) in DIFFERENT_FROM_TRL.items()}
+    differing = {
+        name: (OURS[name].default, TRL[name])
+        for name in OURS
+        if name in TRL and OURS[name].default != TRL[name]
+    }
+    assert differing == {
+        name: (ours, theirs) for name, (ours, theirs, why) in DIFFERENT_FROM_TRL.items()
+    }
     assert all(len(why) > 20 for _, _, why in DIFFERENT_FROM_TRL.values())
 
 
 def test_refused_keywords_are_held_at_trls_default():
-    assert {name: value for name, value in QUIET.items() if name not in OLDER} == {name: TRL[name] for name in QUIET if name not in OLDER}
+    assert {name: value for name, value in QUIET.items() if name not in OLDER} == {
+        name: TRL[name] for name in QUIET if name not in OLDER
+    }
 
 
 def test_all_defaults_of_trl_at_once_are_accepted():
     config = GRPOConfig(**TRL)
-    assert set(config.differences(GRPOConfig())) == {name for name, (ours, theirs, _) in DIFFERENT_FROM_TRL.items() if name in ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "use_bias_correction_kl", "project")}
+    assert set(config.differences(GRPOConfig())) == {
+        name
+        for name, (ours, theirs, _) in DIFFERENT_FROM_TRL.items()
+        if name
+        in (
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "use_bias_correction_kl",
+            "project",
+        )
+    }
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused(name):
-    assert GRPOConfig(**{name: QUIET[name]}) == GRPOConfig(**{name: ALSO_QUIET.get(name, QUIET[name])}) == GRPOConfig()
+    assert (
+        GRPOConfig(**{name: QUIET[name]})
+        == GRPOConfig(**{name: ALSO_QUIET.get(name, QUIET[name])})
+        == GRPOConfig()
+    )
     asked = "something else"
-    for attempt in (lambda: GRPOConfig(**{name: asked}), lambda: setattr(GRPOConfig(), name, asked)):
+    for attempt in (
+        lambda: GRPOConfig(**{name: asked}),
+        lambda: setattr(GRPOConfig(), name, asked),
+    ):
         error = outcome(attempt)
-        assert type(error) is ValueError and name in str(error) and asked in str(error) and REFUSED[name] in str(error)
+        assert (
+            type(error) is ValueError
+            and name in str(error)
+            and asked in str(error)
+            and REFUSED[name] in str(error)
+        )
     assert getattr(GRPOConfig(), name) == QUIET[name]
 
 
 @pytest.mark.parametrize("name", sorted(IDLE))
 def test_without_effect(name):
     assert GRPOConfig(**{name: QUIET[name]}) == GRPOConfig()
-    for attempt in (lambda: GRPOConfig(**{name: "something else"}), lambda: setattr(GRPOConfig(), name, "something else")):
-        with pytest.warns(UserWarning) as caught: assert attempt() in (None, GRPOConfig())
-        assert len(caught) == 1 and f"{name}='something else' changes nothing here: {IDLE[name]}" == str(caught[0].message) and caught[0].filename == __file__
+    for attempt in (
+        lambda: GRPOConfig(**{name: "something else"}),
+        lambda: setattr(GRPOConfig(), name, "something else"),
+    ):
+        with pytest.warns(UserWarning) as caught:
+            assert attempt() in (None, GRPOConfig())
+        assert (
+            len(caught) == 1
+            and f"{name}='something else' changes nothing here: {IDLE[name]}"
+            == str(caught[0].message)
+            and caught[0].filename == __file__
+        )
     assert getattr(GRPOConfig(), name) == QUIET[name]
 
 
@@ -93,14 +167,49 @@ def test_a_script_that_reads_its_config_from_a_command_line(tmp_path):
 
     (tmp_path / "run.yaml").write_text("beta: 0.1\nreport_to: none\n")
     parser = trl.TrlParser((trl.ScriptArguments, GRPOConfig, trl.ModelConfig))
-    line = ["--config", str(tmp_path / "run.yaml"), "--dataset_name", "x", "--output_dir", "out", "--learning_rate", "1e-5", "--scale_rewards", "none", "--bf16", "false", "--reward_weights", "1.0", "0.5",
-            "--chat_template_kwargs", '{"reasoning_effort": "low"}', "--mask_truncated_completions", "--top_k", "5", "--epsilon_high", "0.28"]
+    line = [
+        "--config",
+        str(tmp_path / "run.yaml"),
+        "--dataset_name",
+        "x",
+        "--output_dir",
+        "out",
+        "--learning_rate",
+        "1e-5",
+        "--scale_rewards",
+        "none",
+        "--bf16",
+        "false",
+        "--reward_weights",
+        "1.0",
+        "0.5",
+        "--chat_template_kwargs",
+        '{"reasoning_effort": "low"}',
+        "--mask_truncated_completions",
+        "--top_k",
+        "5",
+        "--epsilon_high",
+        "0.28",
+    ]
     _, config, _ = parser.parse_args_and_config(line)
-    assert config == GRPOConfig(output_dir="out", learning_rate=1e-5, scale_rewards="none", bf16=False, reward_weights=[1.0, 0.5], chat_template_kwargs={"reasoning_effort": "low"},
-                                mask_truncated_completions=True, top_k=5, epsilon_high=0.28, beta=0.1)
+    assert config == GRPOConfig(
+        output_dir="out",
+        learning_rate=1e-5,
+        scale_rewards="none",
+        bf16=False,
+        reward_weights=[1.0, 0.5],
+        chat_template_kwargs={"reasoning_effort": "low"},
+        mask_truncated_completions=True,
+        top_k=5,
+        epsilon_high=0.28,
+        beta=0.1,
+    )
     assert HfArgumentParser(GRPOConfig).parse_args_into_dataclasses([]) == (GRPOConfig(),)
     assert "a number in [0, inf) or None" in HfArgumentParser(GRPOConfig).format_help()
-    assert isinstance(outcome(GRPOConfig, epsilon_high=-1), ValueError) and GRPOConfig(epsilon_high=None).epsilon_high is None, "the parser must not change the class"
+    assert (
+        isinstance(outcome(GRPOConfig, epsilon_high=-1), ValueError)
+        and GRPOConfig(epsilon_high=None).epsilon_high is None
+    ), "the parser must not change the class"
 
 
 def test_a_config_can_be_extended():
@@ -108,37 +217,72 @@ def test_a_config_can_be_extended():
     class Mine(GRPOConfig):
         beta: float = 0.04
 
-    assert Mine().beta == 0.04 and isinstance(outcome(Mine, beta=-1), ValueError) and Mine(epsilon=0.1).used("epsilon_high") == 0.1
+    assert (
+        Mine().beta == 0.04
+        and isinstance(outcome(Mine, beta=-1), ValueError)
+        and Mine(epsilon=0.1).used("epsilon_high") == 0.1
+    )
 
 
 def test_a_switch_that_is_off_may_be_given_as_enum_or_bool():
-    GRPOConfig(logging_strategy=IntervalStrategy.STEPS, use_vllm=False, push_to_hub=False, deepspeed=None)
+    GRPOConfig(
+        logging_strategy=IntervalStrategy.STEPS, use_vllm=False, push_to_hub=False, deepspeed=None
+    )
     assert "use_vllm=True" in str(outcome(GRPOConfig, use_vllm=True))
 
 
-@pytest.mark.parametrize("given, nearest", [("learning_rte", "learning_rate"), ("epsilon_hi", "epsilon_high"), ("max_completions_length", "max_completion_length"),
-                                            ("evaluation_strategy", "eval_strategy"), ("unsloth_grpo_minibatch", "unsloth_grpo_mini_batch"), ("max_new_tokens", "max_completion_length"), ("lr", "learning_rate"), ("num_ppo_epochs", "num_iterations"), ("clip_ratio", "epsilon")])
+@pytest.mark.parametrize(
+    "given, nearest",
+    [
+        ("learning_rte", "learning_rate"),
+        ("epsilon_hi", "epsilon_high"),
+        ("max_completions_length", "max_completion_length"),
+        ("evaluation_strategy", "eval_strategy"),
+        ("unsloth_grpo_minibatch", "unsloth_grpo_mini_batch"),
+        ("max_new_tokens", "max_completion_length"),
+        ("lr", "learning_rate"),
+        ("num_ppo_epochs", "num_iterations"),
+        ("clip_ratio", "epsilon"),
+    ],
+)
 def test_an_unknown_keyword_names_the_nearest(given, nearest):
     error = outcome(GRPOConfig, **{given: 1})
     assert type(error) is TypeError and given in str(error) and f"'{nearest}'" in str(error)
-    assert type(outcome(setattr, GRPOConfig(), given, 1)) is AttributeError and type(outcome(getattr, GRPOConfig(), given)) is AttributeError
+    assert (
+        type(outcome(setattr, GRPOConfig(), given, 1)) is AttributeError
+        and type(outcome(getattr, GRPOConfig(), given)) is AttributeError
+    )
 
 
 def test_words_are_those_of_transformers_and_accelerate():
-    assert set(room.SCHEDULES) == {kind.value for kind in SchedulerType} - {"reduce_lr_on_plateau", "greedy"}
+    assert set(room.SCHEDULES) == {kind.value for kind in SchedulerType} - {
+        "reduce_lr_on_plateau",
+        "greedy",
+    }
     assert set(room.OPTIMIZERS) <= {name.value for name in OptimizerNames}
     assert set(room.TRACKERS) == {name.value for name in LoggerType} - {"all"}
-    assert {GRPOConfig(**choice).precision(True) for choice in ({}, {"bf16": False}, {"fp16": True})} <= {kind.value for kind in PrecisionType}
+    assert {
+        GRPOConfig(**choice).precision(True) for choice in ({}, {"bf16": False}, {"fp16": True})
+    } <= {kind.value for kind in PrecisionType}
 
 
 # other names
 
+
 @pytest.mark.parametrize("other, name", sorted(ALIASES.items()))
 def test_alias(other, name):
-    value = {"activation_checkpointing": False, "activation_checkpointing_kwargs": {"use_reentrant": False}}.get(other, 4)
+    value = {
+        "activation_checkpointing": False,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    }.get(other, 4)
     config = GRPOConfig(**{other: value})
-    assert getattr(config, name) == getattr(config, other) == value and config == GRPOConfig(**{name: value})
-    assert GRPOConfig(**{other: value, name: value}) == config and GRPOConfig(**{other: None}) == GRPOConfig()
+    assert getattr(config, name) == getattr(config, other) == value and config == GRPOConfig(
+        **{name: value}
+    )
+    assert (
+        GRPOConfig(**{other: value, name: value}) == config
+        and GRPOConfig(**{other: None}) == GRPOConfig()
+    )
     clash = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {}}.get(other, 5)
     for order in ({other: value, name: clash}, {name: clash, other: value}):
         error = outcome(GRPOConfig, **order)
@@ -150,18 +294,33 @@ def test_alias(other, name):
 
 # single values
 
-NUMBERS = {name: field.metadata["allowed"] for name, field in OURS.items() if isinstance(field.metadata["allowed"], str)}
-WORDS = {name: field.metadata["allowed"] for name, field in OURS.items() if isinstance(field.metadata["allowed"], tuple)}
+NUMBERS = {
+    name: field.metadata["allowed"]
+    for name, field in OURS.items()
+    if isinstance(field.metadata["allowed"], str)
+}
+WORDS = {
+    name: field.metadata["allowed"]
+    for name, field in OURS.items()
+    if isinstance(field.metadata["allowed"], tuple)
+}
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_nonsense_is_refused_with_what_is_possible(name):
     nonsense = [math.nan, math.inf, -math.inf, object(), {1}]
-    if list not in room.kinds(OURS[name].type): nonsense.append([])
-    if name not in ("output_dir", "run_name", "report_to", "project", "metric_for_best_model"): nonsense.append("1e-6")
+    if list not in room.kinds(OURS[name].type):
+        nonsense.append([])
+    if name not in ("output_dir", "run_name", "report_to", "project", "metric_for_best_model"):
+        nonsense.append("1e-6")
     for value in nonsense:
         error = outcome(GRPOConfig, **{name: value})
-        assert type(error) is ValueError and name in str(error) and repr(value) in str(error) and f"The default is {OURS[name].default!r}" in str(error), (value, error)
+        assert (
+            type(error) is ValueError
+            and name in str(error)
+            and repr(value) in str(error)
+            and f"The default is {OURS[name].default!r}" in str(error)
+        ), (value, error)
 
 
 @pytest.mark.parametrize("name", sorted(NUMBERS))
@@ -171,19 +330,37 @@ def test_the_ends_of_every_interval(name):
     step = 1 if whole else 1e-9
     others = {"max_steps": {-1: -1, 0: 1}}.get(name, {})
     inner = others.get(low, low) if NUMBERS[name][0] == "[" else low + step
-    alone = {"vllm_importance_sampling_clip_max": {"vllm_importance_sampling_clip_min": None}}.get(name, {})
+    alone = {"vllm_importance_sampling_clip_max": {"vllm_importance_sampling_clip_min": None}}.get(
+        name, {}
+    )
     accepted = outcome(GRPOConfig, **{name: inner}, **alone)
-    assert isinstance(accepted, GRPOConfig) and getattr(accepted, name) == inner and isinstance(getattr(accepted, name), int if whole else float)
+    assert (
+        isinstance(accepted, GRPOConfig)
+        and getattr(accepted, name) == inner
+        and isinstance(getattr(accepted, name), int if whole else float)
+    )
     outside = low - step if NUMBERS[name][0] == "[" else low
-    if (name, outside) != ("top_k", 0): assert isinstance(outcome(GRPOConfig, **{name: outside}), ValueError)
+    if (name, outside) != ("top_k", 0):
+        assert isinstance(outcome(GRPOConfig, **{name: outside}), ValueError)
     if math.isfinite(high):
-        assert isinstance(outcome(GRPOConfig, **{name: high}), GRPOConfig) == (NUMBERS[name][-1] == "]")
+        assert isinstance(outcome(GRPOConfig, **{name: high}), GRPOConfig) == (
+            NUMBERS[name][-1] == "]"
+        )
         assert isinstance(outcome(GRPOConfig, **{name: high + 1}), ValueError)
-    if bool not in room.kinds(OURS[name].type): assert isinstance(outcome(GRPOConfig, **{name: True}), ValueError)
-    if whole: assert isinstance(outcome(GRPOConfig, **{name: max(low, 1) + 0.5}), ValueError)
+    if bool not in room.kinds(OURS[name].type):
+        assert isinstance(outcome(GRPOConfig, **{name: True}), ValueError)
+    if whole:
+        assert isinstance(outcome(GRPOConfig, **{name: max(low, 1) + 0.5}), ValueError)
 
 
-@pytest.mark.parametrize("name", [name for name, field in OURS.items() if bool in room.kinds(field.type) and name != "scale_rewards"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, field in OURS.items()
+        if bool in room.kinds(field.type) and name != "scale_rewards"
+    ],
+)
 @pytest.mark.parametrize("value", ["False", 0, 1])
 def test_a_switch_takes_true_and_false_alone(name, value):
     assert isinstance(outcome(GRPOConfig, **{name: value}), ValueError)
@@ -191,58 +368,132 @@ def test_a_switch_takes_true_and_false_alone(name, value):
 
 @pytest.mark.parametrize("name", sorted(WORDS))
 def test_words(name):
-    others = {"eval_strategy": "steps"} if name == "save_strategy" else {}  # "best" needs evaluations
-    for word in WORDS[name]: assert getattr(outcome(GRPOConfig, **{name: word}, **others), name) == word
+    others = (
+        {"eval_strategy": "steps"} if name == "save_strategy" else {}
+    )  # "best" needs evaluations
+    for word in WORDS[name]:
+        assert getattr(outcome(GRPOConfig, **{name: word}, **others), name) == word
     error = outcome(GRPOConfig, **{name: WORDS[name][0] + "x"})
     assert isinstance(error, ValueError) and f"The nearest is {WORDS[name][0]!r}" in str(error)
 
 
-@pytest.mark.parametrize("given, words", [(dict(top_k=-1), None), (dict(temperature=0), None), (dict(learning_rate=-1), None), (dict(save_steps=0.5), "A share of the run is not understood here"), (dict(model="x"), "none is spelt nearly so"),
-                                          (dict(stop="x"), "none is spelt nearly so"), (dict(optim="adamw"), None), (dict(lr_scheduler_type="linear_with_warmup"), None), (dict(loss_type="rloo"), None)])
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(top_k=-1), None),
+        (dict(temperature=0), None),
+        (dict(learning_rate=-1), None),
+        (dict(save_steps=0.5), "A share of the run is not understood here"),
+        (dict(model="x"), "none is spelt nearly so"),
+        (dict(stop="x"), "none is spelt nearly so"),
+        (dict(optim="adamw"), None),
+        (dict(lr_scheduler_type="linear_with_warmup"), None),
+        (dict(loss_type="rloo"), None),
+    ],
+)
 def test_no_advice_is_better_than_a_wrong_one(given, words):
     error = outcome(GRPOConfig, **given)
-    assert isinstance(error, (TypeError, ValueError)) and "nearest" not in str(error) and (words or "") in str(error)
+    assert (
+        isinstance(error, (TypeError, ValueError))
+        and "nearest" not in str(error)
+        and (words or "") in str(error)
+    )
 
 
 def test_a_switch_from_a_command_line():
-    assert outcome(GRPOConfig, scale_rewards="False").scale_rewards == "none" and outcome(GRPOConfig, scale_rewards="True").scale_rewards == "group"
+    assert (
+        outcome(GRPOConfig, scale_rewards="False").scale_rewards == "none"
+        and outcome(GRPOConfig, scale_rewards="True").scale_rewards == "group"
+    )
     assert isinstance(outcome(GRPOConfig, bf16="False"), ValueError)
 
 
-@pytest.mark.parametrize("word, told", [("DAPO", "The nearest is 'dapo'"), ("GSPO", "GSPO is loss_type='grpo' with importance_sampling_level='sequence'"), ("dr-grpo", "The nearest is 'dr_grpo'")])
+@pytest.mark.parametrize(
+    "word, told",
+    [
+        ("DAPO", "The nearest is 'dapo'"),
+        ("GSPO", "GSPO is loss_type='grpo' with importance_sampling_level='sequence'"),
+        ("dr-grpo", "The nearest is 'dr_grpo'"),
+    ],
+)
 def test_a_loss_by_another_name(word, told):
     error = outcome(GRPOConfig, loss_type=word)
-    assert isinstance(error, ValueError) and told in str(error) and str(error).count("nearest") == told.count("nearest")
+    assert (
+        isinstance(error, ValueError)
+        and told in str(error)
+        and str(error).count("nearest") == told.count("nearest")
+    )
 
 
 def test_values_of_other_libraries_become_plain_ones(tmp_path):
-    config = GRPOConfig(learning_rate=numpy.float32(0.5), num_generations=numpy.int64(4), lr_scheduler_type=SchedulerType.COSINE, optim=OptimizerNames.SGD,
-                        save_strategy=IntervalStrategy.EPOCH, output_dir=tmp_path, logging_steps=5.0, reward_weights=(1.0, 2), top_k=0, scale_rewards=False)
-    assert json.loads(config.to_json()) == {**GRPOConfig().to_dict(), "learning_rate": 0.5, "num_generations": 4, "lr_scheduler_type": "cosine", "optim": "sgd", "save_strategy": "epoch",
-                                            "output_dir": str(tmp_path), "logging_steps": 5, "reward_weights": [1.0, 2], "top_k": None, "scale_rewards": "none"}
+    config = GRPOConfig(
+        learning_rate=numpy.float32(0.5),
+        num_generations=numpy.int64(4),
+        lr_scheduler_type=SchedulerType.COSINE,
+        optim=OptimizerNames.SGD,
+        save_strategy=IntervalStrategy.EPOCH,
+        output_dir=tmp_path,
+        logging_steps=5.0,
+        reward_weights=(1.0, 2),
+        top_k=0,
+        scale_rewards=False,
+    )
+    assert json.loads(config.to_json()) == {
+        **GRPOConfig().to_dict(),
+        "learning_rate": 0.5,
+        "num_generations": 4,
+        "lr_scheduler_type": "cosine",
+        "optim": "sgd",
+        "save_strategy": "epoch",
+        "output_dir": str(tmp_path),
+        "logging_steps": 5,
+        "reward_weights": [1.0, 2],
+        "top_k": None,
+        "scale_rewards": "none",
+    }
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, math.nan], ["1"], [True]])
 def test_reward_weights_are_finite_numbers(weights):
-    assert "one finite number for each reward function" in str(outcome(GRPOConfig, reward_weights=weights))
+    assert "one finite number for each reward function" in str(
+        outcome(GRPOConfig, reward_weights=weights)
+    )
 
 
 # values that contradict each other
 
-@pytest.mark.parametrize("given, words", [
-    ({"bf16": True, "fp16": True}, "exclude each other"),
-    ({"steps_per_generation": 4, "generation_batch_size": 32}, "in two ways"),
-    ({"warmup_steps": 10, "warmup_ratio": 0.1}, "in two ways"),
-    ({"warmup_steps": 10.5}, "whole number"),
-    ({"max_steps": 0}, "nothing would be trained"),
-    ({"load_best_model_at_end": True}, "needs evaluations"), ({"save_strategy": "best"}, "needs evaluations"),
-    ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 10}, "save_steps to a multiple of eval_steps"),
-    ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"}, "set save_strategy='best'"),
-    ({"sync_ref_model": True}, "with beta=0.0 there is none"), ({"entropy_coef_min": 0.2, "entropy_coef_max": 0.1}, "the smaller one"),
-    ({"generation_kwargs": {"num_beams": 4}}, "'num_beams'"), ({"chat_template_kwargs": "{low}"}, "a dict (or its JSON"),
-    ({"report_to": ["wandb", "tensorbord"]}, "'tensorboard'"),
-    ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "'token_mask'"),
-])
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"bf16": True, "fp16": True}, "exclude each other"),
+        ({"steps_per_generation": 4, "generation_batch_size": 32}, "in two ways"),
+        ({"warmup_steps": 10, "warmup_ratio": 0.1}, "in two ways"),
+        ({"warmup_steps": 10.5}, "whole number"),
+        ({"max_steps": 0}, "nothing would be trained"),
+        ({"load_best_model_at_end": True}, "needs evaluations"),
+        ({"save_strategy": "best"}, "needs evaluations"),
+        (
+            {
+                "load_best_model_at_end": True,
+                "eval_strategy": "steps",
+                "eval_steps": 3,
+                "save_steps": 10,
+            },
+            "save_steps to a multiple of eval_steps",
+        ),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"},
+            "set save_strategy='best'",
+        ),
+        ({"sync_ref_model": True}, "with beta=0.0 there is none"),
+        ({"entropy_coef_min": 0.2, "entropy_coef_max": 0.1}, "the smaller one"),
+        ({"generation_kwargs": {"num_beams": 4}}, "'num_beams'"),
+        ({"chat_template_kwargs": "{low}"}, "a dict (or its JSON"),
+        ({"report_to": ["wandb", "tensorbord"]}, "'tensorboard'"),
+        ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "'token_mask'"),
+    ],
+)
 def test_contradictions(given, words):
     error = outcome(GRPOConfig, **given)
     assert type(error) is ValueError and words in str(error)
@@ -255,40 +506,83 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 @pytest.mark.parametrize("low", [None, 0.5, 2.0, 3.0])
 @pytest.mark.parametrize("high", [None, 2.0])
 @pytest.mark.parametrize("correction", [True, False])
-def test_bounds_of_the_rollout_correction_raise_where_trls_do(mode, low, high, correction, tmp_path):
-    given = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high, "vllm_importance_sampling_correction": correction}
+def test_bounds_of_the_rollout_correction_raise_where_trls_do(
+    mode, low, high, correction, tmp_path
+):
+    given = {
+        "vllm_importance_sampling_mode": mode,
+        "vllm_importance_sampling_clip_min": low,
+        "vllm_importance_sampling_clip_max": high,
+        "vllm_importance_sampling_correction": correction,
+    }
     theirs = outcome(trl.GRPOConfig, output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
     assert isinstance(outcome(GRPOConfig, **given), ValueError) == isinstance(theirs, ValueError)
 
 
 @settings(max_examples=60, deadline=None)
-@given(batch=st.integers(1, 8), group=st.integers(1, 6), accumulation=st.integers(1, 4), steps=st.none() | st.integers(1, 4), size=st.none() | st.integers(1, 48), iterations=st.integers(1, 2))
-def test_batches_are_derived_and_refused_as_in_trl(batch, group, accumulation, steps, size, iterations):
-    given = {"per_device_train_batch_size": batch, "num_generations": group, "gradient_accumulation_steps": accumulation, "steps_per_generation": steps,
-             "generation_batch_size": size, "num_iterations": iterations}
+@given(
+    batch=st.integers(1, 8),
+    group=st.integers(1, 6),
+    accumulation=st.integers(1, 4),
+    steps=st.none() | st.integers(1, 4),
+    size=st.none() | st.integers(1, 48),
+    iterations=st.integers(1, 2),
+)
+def test_batches_are_derived_and_refused_as_in_trl(
+    batch, group, accumulation, steps, size, iterations
+):
+    given = {
+        "per_device_train_batch_size": batch,
+        "num_generations": group,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": steps,
+        "generation_batch_size": size,
+        "num_iterations": iterations,
+    }
     theirs = outcome(trl.GRPOConfig, use_cpu=True, bf16=False, **given)
     ours = outcome(lambda: GRPOConfig(**given).layout())
     assert isinstance(ours, ValueError) == isinstance(theirs, ValueError)
     if not isinstance(ours, ValueError):
-        assert (ours.steps_per_generation, ours.generation_batch_size) == (theirs.steps_per_generation, theirs.generation_batch_size)
+        assert (ours.steps_per_generation, ours.generation_batch_size) == (
+            theirs.steps_per_generation,
+            theirs.generation_batch_size,
+        )
         config = GRPOConfig(**given)
         rows = {row["setting"]: row["value"] for row in config.derived()}
-        assert rows["generation_batch_size"] == theirs.generation_batch_size and rows.get("steps_per_generation", steps) == theirs.steps_per_generation
-        assert config.steps_per_generation == steps and all(f"{name} = " in config.describe() for name in rows)
+        assert (
+            rows["generation_batch_size"] == theirs.generation_batch_size
+            and rows.get("steps_per_generation", steps) == theirs.steps_per_generation
+        )
+        assert config.steps_per_generation == steps and all(
+            f"{name} = " in config.describe() for name in rows
+        )
 
 
 @settings(max_examples=60, deadline=None)
 @given(total=st.integers(1, 2000), warmup=st.one_of(st.integers(0, 300), st.floats(0, 0.999)))
 def test_warm_up_is_as_long_as_transformers_says(total, warmup):
     arguments = outcome(TrainingArguments, use_cpu=True, warmup_steps=warmup)
-    assert GRPOConfig(warmup_steps=warmup).num_warmup_steps(total) == arguments.get_warmup_steps(total)
-    if warmup < 1: assert GRPOConfig(warmup_ratio=warmup).num_warmup_steps(total) == arguments.get_warmup_steps(total)
+    assert GRPOConfig(warmup_steps=warmup).num_warmup_steps(total) == arguments.get_warmup_steps(
+        total
+    )
+    if warmup < 1:
+        assert GRPOConfig(warmup_ratio=warmup).num_warmup_steps(
+            total
+        ) == arguments.get_warmup_steps(total)
 
 
-@pytest.mark.parametrize("given, available, expected", [
-    ({}, True, "bf16"), ({}, False, "no"), ({"bf16": True}, True, "bf16"), ({"bf16": False}, True, "no"), ({"fp16": True}, True, "fp16"), ({"fp16": True}, False, "fp16"),
-    ({"fp16": True, "bf16": False}, False, "fp16"),
-])
+@pytest.mark.parametrize(
+    "given, available, expected",
+    [
+        ({}, True, "bf16"),
+        ({}, False, "no"),
+        ({"bf16": True}, True, "bf16"),
+        ({"bf16": False}, True, "no"),
+        ({"fp16": True}, True, "fp16"),
+        ({"fp16": True}, False, "fp16"),
+        ({"fp16": True, "bf16": False}, False, "fp16"),
+    ],
+)
 def test_precision(given, available, expected):
     assert GRPOConfig(**given).precision(available) == expected
     assert isinstance(outcome(GRPOConfig(bf16=True).precision, False), ValueError)
@@ -296,32 +590,77 @@ def test_precision(given, available, expected):
 
 def test_what_is_left_open_follows_another_setting():
     config = outcome(GRPOConfig, epsilon=0.1, logging_steps=7, num_generations=4)
-    assert (config.used("epsilon_high"), config.used("eval_steps"), config.used("num_generations_eval"), config.used("beta")) == (0.1, 7, 4, 0.0)
+    assert (
+        config.used("epsilon_high"),
+        config.used("eval_steps"),
+        config.used("num_generations_eval"),
+        config.used("beta"),
+    ) == (0.1, 7, 4, 0.0)
     assert config.epsilon_high is None and config.eval_steps is None
     given = outcome(GRPOConfig, epsilon_high=0.0, eval_steps=3, num_generations_eval=1)
-    assert (given.used("epsilon_high"), given.used("eval_steps"), given.used("num_generations_eval")) == (0.0, 3, 1)
+    assert (
+        given.used("epsilon_high"),
+        given.used("eval_steps"),
+        given.used("num_generations_eval"),
+    ) == (0.0, 3, 1)
 
 
-@pytest.mark.parametrize("given, expected", [("none", []), (None, []), ([], []), ("wandb", ["wandb"]), (["tensorboard", "wandb"], ["tensorboard", "wandb"]), ("all", ["all"]), (["none"], [])])
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("none", []),
+        (None, []),
+        ([], []),
+        ("wandb", ["wandb"]),
+        (["tensorboard", "wandb"], ["tensorboard", "wandb"]),
+        ("all", ["all"]),
+        (["none"], []),
+    ],
+)
 def test_trackers(given, expected):
     assert GRPOConfig(report_to=given).trackers() == expected
 
 
 def test_sampling_params():
-    config = GRPOConfig(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1, max_completion_length=99)
-    assert config.sampling_params() == SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1, max_tokens=99)
-    assert GRPOConfig(top_k=0).sampling_params(n=3, temperature=0, seed=5) == SamplingParams(temperature=0, max_tokens=512, n=3, seed=5)
+    config = GRPOConfig(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        max_completion_length=99,
+    )
+    assert config.sampling_params() == SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1, max_tokens=99
+    )
+    assert GRPOConfig(top_k=0).sampling_params(n=3, temperature=0, seed=5) == SamplingParams(
+        temperature=0, max_tokens=512, n=3, seed=5
+    )
 
 
 # doubts
 
+
 def test_the_guides_settings_run_without_a_doubt():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config = GRPOConfig(epsilon=0.2, epsilon_high=0.28, delta=1.5, loss_type="bnpo", mask_truncated_completions=True)
-        for loss_type in ("grpo", "dr_grpo"): dataclasses.replace(config, loss_type=loss_type)
+        config = GRPOConfig(
+            epsilon=0.2,
+            epsilon_high=0.28,
+            delta=1.5,
+            loss_type="bnpo",
+            mask_truncated_completions=True,
+        )
+        for loss_type in ("grpo", "dr_grpo"):
+            dataclasses.replace(config, loss_type=loss_type)
         GRPOConfig(vllm_importance_sampling_correction=True, vllm_importance_sampling_cap=2.0)
-    assert (config.epsilon, config.epsilon_high, config.delta, config.loss_type, config.mask_truncated_completions) == (0.2, 0.28, 1.5, "bnpo", True)
+    assert (
+        config.epsilon,
+        config.epsilon_high,
+        config.delta,
+        config.loss_type,
+        config.mask_truncated_completions,
+    ) == (0.2, 0.28, 1.5, "bnpo", True)
 
 
 @settings(max_examples=100, deadline=None)
@@ -339,15 +678,37 @@ def test_levels_that_do_not_fit_the_loss_are_doubted(loss_type, level):
     theirs = inspect.getsource(trl.GRPOTrainer.__init__)
     assert 'args.loss_type == "luspo" and args.importance_sampling_level != "sequence"' in theirs
     assert 'args.loss_type == "vespo" and args.importance_sampling_level != "token"' in theirs
-    assert 'args.importance_sampling_level == "sequence" and args.loss_type in ["bnpo", "dr_grpo", "dapo", "cispo"]' in theirs
-    expected = (loss_type, level) in {("luspo", "token"), ("vespo", "sequence"), *((kind, "sequence") for kind in ("bnpo", "dr_grpo", "dapo", "cispo"))}
-    cautions = outcome(GRPOConfig, loss_type=loss_type, importance_sampling_level=level, epsilon_high=5.0 if loss_type == "cispo" else None).cautions()
+    assert (
+        'args.importance_sampling_level == "sequence" and args.loss_type in ["bnpo", "dr_grpo", "dapo", "cispo"]'
+        in theirs
+    )
+    expected = (loss_type, level) in {
+        ("luspo", "token"),
+        ("vespo", "sequence"),
+        *((kind, "sequence") for kind in ("bnpo", "dr_grpo", "dapo", "cispo")),
+    }
+    cautions = outcome(
+        GRPOConfig,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        epsilon_high=5.0 if loss_type == "cispo" else None,
+    ).cautions()
     assert bool(cautions) == expected
 
 
-@pytest.mark.parametrize("given", [{"loss_type": "sapo", "delta": 1.5}, {"vespo_k_pos": 1.0}, {"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, {"loss_type": "cispo"}, {"eval_steps": 5}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss_type": "sapo", "delta": 1.5},
+        {"vespo_k_pos": 1.0},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1},
+        {"loss_type": "cispo"},
+        {"eval_steps": 5},
+    ],
+)
 def test_settings_without_effect_are_doubted(given):
-    with pytest.warns(UserWarning) as caught: config = GRPOConfig(**given)
+    with pytest.warns(UserWarning) as caught:
+        config = GRPOConfig(**given)
     assert [str(warning.message) for warning in caught] == config.cautions() and len(caught) == 1
     assert caught[0].filename == __file__
 
@@ -355,11 +716,21 @@ def test_settings_without_effect_are_doubted(given):
 # stored and compared
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
-CHANGES = st.fixed_dictionaries({}, optional={
-    "learning_rate": st.floats(0, 1), "num_generations": st.integers(2, 64), "epsilon_high": st.none() | st.floats(0, 2), "loss_type": st.sampled_from(LOSS_TYPES), "bf16": st.none() | st.booleans(),
-    "reward_weights": st.none() | st.lists(st.floats(-3, 3), min_size=1, max_size=3), "lr_scheduler_kwargs": st.none() | st.dictionaries(TEXT, st.integers()), "run_name": st.none() | TEXT,
-    "report_to": st.sampled_from(["none", "all", ["wandb"], None]), "max_steps": st.integers(1, 10**6),
-})
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "learning_rate": st.floats(0, 1),
+        "num_generations": st.integers(2, 64),
+        "epsilon_high": st.none() | st.floats(0, 2),
+        "loss_type": st.sampled_from(LOSS_TYPES),
+        "bf16": st.none() | st.booleans(),
+        "reward_weights": st.none() | st.lists(st.floats(-3, 3), min_size=1, max_size=3),
+        "lr_scheduler_kwargs": st.none() | st.dictionaries(TEXT, st.integers()),
+        "run_name": st.none() | TEXT,
+        "report_to": st.sampled_from(["none", "all", ["wandb"], None]),
+        "max_steps": st.integers(1, 10**6),
+    },
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -367,9 +738,18 @@ CHANGES = st.fixed_dictionaries({}, optional={
 def test_stored_and_read_back(a, b):
     one, other = outcome(GRPOConfig, **a), outcome(GRPOConfig, **b)
     again = outcome(GRPOConfig.from_dict, json.loads(one.to_json()))
-    assert again == one == outcome(GRPOConfig.from_dict, one.to_dict()) and one.differences(again) == {}
-    expected = {name: (getattr(one, name), getattr(other, name)) for name in OURS if getattr(one, name) != getattr(other, name)}
-    assert one.differences(other) == expected and other.differences(one) == {name: pair[::-1] for name, pair in expected.items()}
+    assert (
+        again == one == outcome(GRPOConfig.from_dict, one.to_dict())
+        and one.differences(again) == {}
+    )
+    expected = {
+        name: (getattr(one, name), getattr(other, name))
+        for name in OURS
+        if getattr(one, name) != getattr(other, name)
+    }
+    assert one.differences(other) == expected and other.differences(one) == {
+        name: pair[::-1] for name, pair in expected.items()
+    }
     assert outcome(eval, repr(one), {"GRPOConfig": GRPOConfig}) == one
 
 
@@ -381,7 +761,13 @@ def test_a_dtype_is_stored_by_its_name():
 
 def test_copied_pickled_and_replaced():
     config = GRPOConfig(epsilon_high=0.28, reward_weights=[1.0, 2.0])
-    assert pickle.loads(pickle.dumps(config)) == copy.copy(config) == copy.deepcopy(config) == dataclasses.replace(config) == config
+    assert (
+        pickle.loads(pickle.dumps(config))
+        == copy.copy(config)
+        == copy.deepcopy(config)
+        == dataclasses.replace(config)
+        == config
+    )
     changed = dataclasses.replace(config, beta=0.1)
     assert config.differences(changed) == {"beta": (0.0, 0.1)}
 
@@ -392,7 +778,12 @@ def test_the_signature_shows_every_setting():
 
 def test_importing_the_config_loads_no_library():
     code = "import sys, grpo_nb.training.config; print([name for name in ('torch', 'transformers', 'numpy', 'datasets', 'accelerate', 'matplotlib') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 @dataclasses.dataclass
@@ -403,15 +794,27 @@ class Mine(GRPOConfig):
 
 def test_a_subclass_has_fields_of_its_own():
     config = Mine(output_dir="run", flag=True, beta=0.1, learning_rate=1e-3)
-    assert config.flag is True and config.words == [] and (config.beta, config.learning_rate) == (0.1, 1e-3)
+    assert (
+        config.flag is True
+        and config.words == []
+        and (config.beta, config.learning_rate) == (0.1, 1e-3)
+    )
     config.flag = "anything"
-    assert config.flag == "anything" and config.to_dict()["flag"] == "anything" and "effective_batch_size" in config.describe() and Mine.from_dict(config.to_dict()) == config
-    with pytest.raises(ValueError, match="beta is -1"): Mine(beta=-1)
+    assert (
+        config.flag == "anything"
+        and config.to_dict()["flag"] == "anything"
+        and "effective_batch_size" in config.describe()
+        and Mine.from_dict(config.to_dict()) == config
+    )
+    with pytest.raises(ValueError, match="beta is -1"):
+        Mine(beta=-1)
 
 
 def test_what_callbacks_of_transformers_ask_of_the_settings(monkeypatch):
     config = GRPOConfig(output_dir="run")
-    assert json.loads(config.to_json_string()) == json.loads(config.to_json()) and all(isinstance(value, (bool, int, float, str)) for value in config.to_sanitized_dict().values())
+    assert json.loads(config.to_json_string()) == json.loads(config.to_json()) and all(
+        isinstance(value, (bool, int, float, str)) for value in config.to_sanitized_dict().values()
+    )
     assert (config.world_size, config.process_index, config.should_save) == (1, 0, True)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "2")

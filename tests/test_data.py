@@ -1,4 +1,5 @@
 "training.data against transformers' chat templates and the helpers of TRL 1.16."
+
 from types import SimpleNamespace
 
 import datasets
@@ -8,13 +9,25 @@ import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
-from trl.data_utils import apply_chat_template, is_conversational as trl_is_conversational
+from trl.data_utils import apply_chat_template
+from trl.data_utils import is_conversational as trl_is_conversational
 
 from grpo_nb.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from grpo_nb.training.data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, is_conversational, prompt_token_ids, reward_columns
+from grpo_nb.training.data import (
+    check_dataset,
+    check_evaluation_data,
+    check_long_prompts,
+    check_prompt_lengths,
+    completion_as_given,
+    is_conversational,
+    prompt_token_ids,
+    reward_columns,
+)
 
-CHATML = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '=' + m['content'] }}{% if not (loop.last and continue_final_message) %}{{ '<|end|>' }}{% endif %}{% endfor %}"
-          "{% if add_generation_prompt %}{{ '<|start|>assistant=' }}{% if effort is defined %}{{ effort }}{% endif %}{% endif %}")
+CHATML = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '=' + m['content'] }}{% if not (loop.last and continue_final_message) %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant=' }}{% if effort is defined %}{{ effort }}{% endif %}{% endif %}"
+)
 WITH_START = "{{ bos_token }}" + CHAT_TEMPLATE
 
 
@@ -24,20 +37,50 @@ def make_tokenizer(template, starts=False):
     tokenizer.chat_template = template
     if starts:
         tokenizer.bos_token = "<|endoftext|>"
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))])
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A",
+            special_tokens=[("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))],
+        )
     return tokenizer
 
 
-TOKENIZERS = {"tiny": make_tokenizer(CHAT_TEMPLATE), "chatml": make_tokenizer(CHATML), "starting": make_tokenizer(WITH_START, starts=True)}
+TOKENIZERS = {
+    "tiny": make_tokenizer(CHAT_TEMPLATE),
+    "chatml": make_tokenizer(CHATML),
+    "starting": make_tokenizer(WITH_START, starts=True),
+}
 TEXT = st.text("0123456789+-*=", min_size=1, max_size=6)
-TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXT}), max_size=3)
-PROMPTS = TEXT | st.builds(lambda turns, last: [*turns, {"role": "user", "content": last}], TURNS, TEXT)
-PREFILLED = st.builds(lambda turns, ask, begun: [*turns, {"role": "user", "content": ask}, {"role": "assistant", "content": begun}], TURNS, TEXT, TEXT)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXT}
+    ),
+    max_size=3,
+)
+PROMPTS = TEXT | st.builds(
+    lambda turns, last: [*turns, {"role": "user", "content": last}], TURNS, TEXT
+)
+PREFILLED = st.builds(
+    lambda turns, ask, begun: [
+        *turns,
+        {"role": "user", "content": ask},
+        {"role": "assistant", "content": begun},
+    ],
+    TURNS,
+    TEXT,
+    TEXT,
+)
 
 
 def trl_prompt_ids(prompts, tokenizer, **kwargs):
     "What TRL's trainer makes of prompts."
-    trainer = SimpleNamespace(processing_class=tokenizer, _is_vlm=False, environment_factories=None, tools=None, chat_template=None, chat_template_kwargs=kwargs)
+    trainer = SimpleNamespace(
+        processing_class=tokenizer,
+        _is_vlm=False,
+        environment_factories=None,
+        tools=None,
+        chat_template=None,
+        chat_template_kwargs=kwargs,
+    )
     return trl.GRPOTrainer._tokenize_prompts(trainer, prompts)[0]
 
 
@@ -45,7 +88,11 @@ def trl_prompt_ids(prompts, tokenizer, **kwargs):
 @given(prompt=PROMPTS, name=st.sampled_from(sorted(TOKENIZERS)))
 def test_prompts_are_tokenized_as_by_trls_trainer(prompt, name):
     ids = prompt_token_ids(prompt, TOKENIZERS[name])
-    assert ids == list(trl_prompt_ids([prompt], TOKENIZERS[name])[0]) and isinstance(ids, list) and all(type(token) is int for token in ids)
+    assert (
+        ids == list(trl_prompt_ids([prompt], TOKENIZERS[name])[0])
+        and isinstance(ids, list)
+        and all(type(token) is int for token in ids)
+    )
     assert is_conversational(prompt) == trl_is_conversational({"prompt": prompt})
 
 
@@ -53,7 +100,9 @@ def test_variables_reach_the_template():
     prompt = [{"role": "user", "content": "1"}]
     tokenizer = TOKENIZERS["chatml"]
     ids = prompt_token_ids(prompt, tokenizer, {"effort": "low"})
-    assert ids == list(trl_prompt_ids([prompt], tokenizer, effort="low")[0]) and tokenizer.decode(ids).endswith("assistant=low")
+    assert ids == list(trl_prompt_ids([prompt], tokenizer, effort="low")[0]) and tokenizer.decode(
+        ids
+    ).endswith("assistant=low")
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +112,9 @@ def test_an_answer_that_has_begun_goes_on(prompt, text, name):
     ids = prompt_token_ids(prompt, tokenizer)
     rendered = apply_chat_template({"prompt": prompt}, tokenizer)["prompt"]
     assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    whole = tokenizer.apply_chat_template(prompt[:-1] + completion_as_given(prompt, text), tokenize=False)
+    whole = tokenizer.apply_chat_template(
+        prompt[:-1] + completion_as_given(prompt, text), tokenize=False
+    )
     assert whole.startswith(rendered + text)
 
 
@@ -72,8 +123,12 @@ def test_an_answer_that_has_begun_goes_on(prompt, text, name):
 def test_prompt_and_completion_together_are_the_conversation(prompt, text):
     tokenizer = TOKENIZERS["tiny"]
     completion = completion_as_given(prompt, text)
-    if isinstance(prompt, str): assert completion == text
-    else: assert tokenizer.apply_chat_template(prompt + completion, tokenize=False).startswith(apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] + text)
+    if isinstance(prompt, str):
+        assert completion == text
+    else:
+        assert tokenizer.apply_chat_template(prompt + completion, tokenize=False).startswith(
+            apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] + text
+        )
 
 
 def test_the_prompt_is_left_as_it_was():
@@ -86,53 +141,92 @@ def test_the_prompt_is_left_as_it_was():
 
 def test_a_conversation_without_a_template_says_what_to_do():
     bare = make_tokenizer(None)
-    with pytest.raises(ValueError, match="no chat template.*tokenizer.chat_template"): prompt_token_ids([{"role": "user", "content": "1"}], bare)
+    with pytest.raises(ValueError, match="no chat template.*tokenizer.chat_template"):
+        prompt_token_ids([{"role": "user", "content": "1"}], bare)
     assert prompt_token_ids("1+1", bare) == bare("1+1")["input_ids"]
 
 
-@pytest.mark.parametrize("prompt", [None, 3, [], [1, 2], [{"content": "no role"}], {"role": "user", "content": "1"}, b"1"])
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 3, [], [1, 2], [{"content": "no role"}], {"role": "user", "content": "1"}, b"1"],
+)
 def test_what_is_no_prompt(prompt):
-    with pytest.raises(ValueError, match="has to be a string, or a list"): prompt_token_ids(prompt, TOKENIZERS["tiny"])
+    with pytest.raises(ValueError, match="has to be a string, or a list"):
+        prompt_token_ids(prompt, TOKENIZERS["tiny"])
 
 
 def test_a_prompt_without_tokens():
-    with pytest.raises(ValueError, match="no tokens"): prompt_token_ids("", TOKENIZERS["tiny"])
+    with pytest.raises(ValueError, match="no tokens"):
+        prompt_token_ids("", TOKENIZERS["tiny"])
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), max_size=6), completion=st.integers(1, 20), limit=st.integers(1, 60))
+@given(
+    lengths=st.lists(st.integers(1, 30), max_size=6),
+    completion=st.integers(1, 20),
+    limit=st.integers(1, 60),
+)
 def test_lengths(lengths, completion, limit):
     rows = [100 + 7 * i for i in range(len(lengths))]
     prompts = [[0] * length for length in lengths]
     too_long = [(row, length) for row, length in zip(rows, lengths) if length + completion > limit]
     check_prompt_lengths(prompts, completion, None, rows)
-    if not too_long: return check_prompt_lengths(iter(prompts), completion, limit, rows)
+    if not too_long:
+        return check_prompt_lengths(iter(prompts), completion, limit, rows)
     row, length = too_long[0]
-    with pytest.raises(ValueError) as caught: check_prompt_lengths(iter(prompts), completion, limit, rows)
-    for number in (f"row {row} ", f"{length} tokens", str(length + completion), f"longest sequence is {limit}"): assert number in str(caught.value)
-    if length < limit: check_prompt_lengths([[0] * length], limit - length, limit)
+    with pytest.raises(ValueError) as caught:
+        check_prompt_lengths(iter(prompts), completion, limit, rows)
+    for number in (
+        f"row {row} ",
+        f"{length} tokens",
+        str(length + completion),
+        f"longest sequence is {limit}",
+    ):
+        assert number in str(caught.value)
+    if length < limit:
+        check_prompt_lengths([[0] * length], limit - length, limit)
     assert ("lower max_completion_length" in str(caught.value)) == (length < limit)
 
 
 def test_rows_are_counted_from_0():
-    with pytest.raises(ValueError, match="row 1 has 9 tokens"): check_prompt_lengths([[0], [0] * 9], 2, 10)
+    with pytest.raises(ValueError, match="row 1 has 9 tokens"):
+        check_prompt_lengths([[0], [0] * 9], 2, 10)
 
 
-@pytest.mark.parametrize("rows", [
-    [{"prompt": "1", "answer": "a", "n": 1}, {"prompt": "2", "answer": "b", "n": None}],
-    [{"answer": ["x"], "prompt": "1", "completion": "dropped", "completion_ids": [1]}, {"answer": [], "prompt": "2", "completion": "dropped", "completion_ids": [2]}],
-    [{"prompt": "1"}, {"prompt": "1"}],
-])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "1", "answer": "a", "n": 1}, {"prompt": "2", "answer": "b", "n": None}],
+        [
+            {"answer": ["x"], "prompt": "1", "completion": "dropped", "completion_ids": [1]},
+            {"answer": [], "prompt": "2", "completion": "dropped", "completion_ids": [2]},
+        ],
+        [{"prompt": "1"}, {"prompt": "1"}],
+    ],
+)
 def test_reward_functions_receive_the_columns_that_trl_gives_them(rows):
     received = {}
 
-    def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+    def reward(
+        prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns
+    ):
         received.update(columns)
         return [0.0] * len(prompts)
 
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True), reward_funcs=[reward], reward_processing_classes=[None], reward_func_names=["reward"],
-                              state=SimpleNamespace(global_step=0), environments=None, _log_completion_extra=None, _log_metric=None, args=SimpleNamespace(report_to=[]))
-    trl.GRPOTrainer._calculate_rewards(trainer, rows, [row["prompt"] for row in rows], ["c"] * len(rows), [[0]] * len(rows))
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True),
+        reward_funcs=[reward],
+        reward_processing_classes=[None],
+        reward_func_names=["reward"],
+        state=SimpleNamespace(global_step=0),
+        environments=None,
+        _log_completion_extra=None,
+        _log_metric=None,
+        args=SimpleNamespace(report_to=[]),
+    )
+    trl.GRPOTrainer._calculate_rewards(
+        trainer, rows, [row["prompt"] for row in rows], ["c"] * len(rows), [[0]] * len(rows)
+    )
     assert reward_columns(rows) == received
 
 
@@ -142,52 +236,100 @@ def test_chosen_columns():
 
 
 GOOD = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
-CHATS = [{"prompt": [{"role": "user", "content": "1"}]}, {"prompt": [{"role": "system", "content": "2"}, {"role": "user", "content": "3"}]}]
+CHATS = [
+    {"prompt": [{"role": "user", "content": "1"}]},
+    {"prompt": [{"role": "system", "content": "2"}, {"role": "user", "content": "3"}]},
+]
 
 
 @pytest.mark.parametrize("rows", [GOOD, CHATS])
 def test_datasets_and_lists_are_taken_as_they_are(rows):
     table = datasets.Dataset.from_list(rows)
-    assert check_dataset(table) is table and check_dataset(rows) is rows and check_dataset(tuple(rows)) == tuple(rows)
-    for ours, row in zip(table, rows): assert prompt_token_ids(ours["prompt"], TOKENIZERS["tiny"]) == prompt_token_ids(row["prompt"], TOKENIZERS["tiny"])
+    assert (
+        check_dataset(table) is table
+        and check_dataset(rows) is rows
+        and check_dataset(tuple(rows)) == tuple(rows)
+    )
+    for ours, row in zip(table, rows):
+        assert prompt_token_ids(ours["prompt"], TOKENIZERS["tiny"]) == prompt_token_ids(
+            row["prompt"], TOKENIZERS["tiny"]
+        )
 
 
-@pytest.mark.parametrize("dataset, words", [
-    ([], "no rows"),
-    (datasets.Dataset.from_list([]), "no rows"),
-    ([{"question": "1", "answer": "2"}], "'question', 'answer'"),
-    (datasets.Dataset.from_list([{"question": "1"}]), "'question'"),
-    (datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)), "dataset\\['train'\\]"),
-    (datasets.IterableDatasetDict(test=datasets.Dataset.from_list(GOOD).to_iterable_dataset()), "dataset\\['test'\\]"),
-    ({"prompt": ["1"]}, "Dataset.from_dict"),
-    (datasets.Dataset.from_list(GOOD).to_iterable_dataset(), "IterableDataset.*cannot be counted"),
-    ((row for row in GOOD), "generator.*cannot be counted"),
-    ("gsm8k", "str.*cannot be counted"),
-    ([GOOD[0], "2+2="], "Row 1 .* is a str"),
-    ([GOOD[0], {"prompt": "2+2="}], "Row 1 .*\\['prompt'\\].*\\['answer', 'prompt'\\]"),
-    ([{"prompt": "1"}, {"prompt": None}], "Row 1 of the dataset: A prompt is None"),
-    (datasets.Dataset.from_list([{"prompt": "1"}, {"prompt": None}]), "Row 1 of the dataset: A prompt is None"),
-    ([{"prompt": "1"}, CHATS[0]], "Row 1 of the dataset is a conversation and row 0 a string"),
-    ([{"prompt": "1", "completions": "2"}], "'completions'"),
-    ([{"prompt": "1", "trainer_state": "2"}], "'trainer_state'"),
-    ([{"prompt": "1", "images": []}], "'images'"),
-])
+@pytest.mark.parametrize(
+    "dataset, words",
+    [
+        ([], "no rows"),
+        (datasets.Dataset.from_list([]), "no rows"),
+        ([{"question": "1", "answer": "2"}], "'question', 'answer'"),
+        (datasets.Dataset.from_list([{"question": "1"}]), "'question'"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)), "dataset\\['train'\\]"),
+        (
+            datasets.IterableDatasetDict(
+                test=datasets.Dataset.from_list(GOOD).to_iterable_dataset()
+            ),
+            "dataset\\['test'\\]",
+        ),
+        ({"prompt": ["1"]}, "Dataset.from_dict"),
+        (
+            datasets.Dataset.from_list(GOOD).to_iterable_dataset(),
+            "IterableDataset.*cannot be counted",
+        ),
+        ((row for row in GOOD), "generator.*cannot be counted"),
+        ("gsm8k", "str.*cannot be counted"),
+        ([GOOD[0], "2+2="], "Row 1 .* is a str"),
+        ([GOOD[0], {"prompt": "2+2="}], "Row 1 .*\\['prompt'\\].*\\['answer', 'prompt'\\]"),
+        ([{"prompt": "1"}, {"prompt": None}], "Row 1 of the dataset: A prompt is None"),
+        (
+            datasets.Dataset.from_list([{"prompt": "1"}, {"prompt": None}]),
+            "Row 1 of the dataset: A prompt is None",
+        ),
+        ([{"prompt": "1"}, CHATS[0]], "Row 1 of the dataset is a conversation and row 0 a string"),
+        ([{"prompt": "1", "completions": "2"}], "'completions'"),
+        ([{"prompt": "1", "trainer_state": "2"}], "'trainer_state'"),
+        ([{"prompt": "1", "images": []}], "'images'"),
+    ],
+)
 def test_mistakes_are_named(dataset, words):
-    with pytest.raises(ValueError, match=words): check_dataset(dataset)
+    with pytest.raises(ValueError, match=words):
+        check_dataset(dataset)
 
 
 @pytest.mark.parametrize("limit", [None, 10_000])
 def test_prompts_that_the_tokenizer_refuses_are_found_before_a_run(limit):
     tokenizer = tiny_tokenizer()
-    assert check_long_prompts(check_dataset([{"prompt": "1+1="}] * 50), tokenizer, 4, limit) == 1    # one of a kind
-    with pytest.raises(ValueError, match="The prompt of row 2 cannot be tokenized .*no tokens"): check_long_prompts(check_dataset([{"prompt": "1"}, {"prompt": "2"}, {"prompt": ""}]), tokenizer, 4, limit)
+    assert (
+        check_long_prompts(check_dataset([{"prompt": "1+1="}] * 50), tokenizer, 4, limit) == 1
+    )  # one of a kind
+    with pytest.raises(ValueError, match="The prompt of row 2 cannot be tokenized .*no tokens"):
+        check_long_prompts(
+            check_dataset([{"prompt": "1"}, {"prompt": "2"}, {"prompt": ""}]), tokenizer, 4, limit
+        )
     tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{{ m['content'] }}{% endfor %}"
-    plain, system = [{"role": "user", "content": "1"}], [{"role": "system", "content": "2"}, {"role": "user", "content": "1"}]
-    with pytest.raises(ValueError, match="The prompt of row 3 cannot be tokenized .*System role not supported"): check_long_prompts(check_dataset([{"prompt": plain}] * 3 + [{"prompt": system}]), tokenizer, 4, limit)
+    plain, system = (
+        [{"role": "user", "content": "1"}],
+        [{"role": "system", "content": "2"}, {"role": "user", "content": "1"}],
+    )
+    with pytest.raises(
+        ValueError, match="The prompt of row 3 cannot be tokenized .*System role not supported"
+    ):
+        check_long_prompts(
+            check_dataset([{"prompt": plain}] * 3 + [{"prompt": system}]), tokenizer, 4, limit
+        )
 
 
-@pytest.mark.parametrize("data, words", [([], r"^eval_dataset: The dataset \(list\) has no rows"), ({"easy": [{"prompt": "1"}], "hard": [{"question": "1"}]}, r"^eval_dataset\['hard'\]: The dataset has no column 'prompt'")])
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ([], r"^eval_dataset: The dataset \(list\) has no rows"),
+        (
+            {"easy": [{"prompt": "1"}], "hard": [{"question": "1"}]},
+            r"^eval_dataset\['hard'\]: The dataset has no column 'prompt'",
+        ),
+    ],
+)
 def test_which_evaluation_data_is_wrong(data, words):
-    with pytest.raises(ValueError, match=words): check_evaluation_data(data)
+    with pytest.raises(ValueError, match=words):
+        check_evaluation_data(data)
     parts = {"a": [{"prompt": "1"}]}
     assert check_evaluation_data(parts) == parts and check_evaluation_data(parts["a"]) is parts["a"]

@@ -1,4 +1,5 @@
 "The demo as its user runs it, at its full length: interrupted, resumed, and what it reaches in the end; with every seed under the marker `full`."
+
 import json
 import os
 import signal
@@ -12,13 +13,20 @@ import pytest
 
 def demo(*args):
     command = [str(Path(sys.executable).with_name("grpo-nb")), "demo", *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "160"})
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "160"},
+    )
 
 
 def wait_for_lines(path, lines, process, seconds=900):
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
-        if path.exists() and len(path.read_text().splitlines()) >= lines: return
+        if path.exists() and len(path.read_text().splitlines()) >= lines:
+            return
         time.sleep(0.02)
     process.kill()
     raise AssertionError(f"the demo did not reach step {lines}: {process.communicate()[0]}")
@@ -42,7 +50,12 @@ def test_interrupted_and_resumed_it_learns_what_it_promises(tmp_path):
     steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 401))
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["accuracy_before"] <= 0.65 and summary["accuracy_after"] >= 0.93 and summary["seed"] == 0 and summary["seconds"] > 0
+    assert (
+        summary["accuracy_before"] <= 0.65
+        and summary["accuracy_after"] >= 0.93
+        and summary["seed"] == 0
+        and summary["seconds"] > 0
+    )
     assert len(json.loads((out / "samples.json").read_text())) == 20
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -51,8 +64,14 @@ def test_interrupted_and_resumed_it_learns_what_it_promises(tmp_path):
     from grpo_nb.demo import greedy_accuracy
     from grpo_nb.environments.arithmetic import addition_problems
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
-    assert greedy_accuracy(model.eval(), tokenizer, addition_problems(0)[1]) == summary["accuracy_after"]
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(out / "model"),
+        AutoTokenizer.from_pretrained(out / "model"),
+    )
+    assert (
+        greedy_accuracy(model.eval(), tokenizer, addition_problems(0)[1])
+        == summary["accuracy_after"]
+    )
 
 
 @pytest.mark.full

@@ -1,4 +1,5 @@
 "environments.arithmetic and the plain verifiers under it: the sums, and the rewards that are trained on."
+
 import re
 from fractions import Fraction
 
@@ -6,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.environments.arithmetic import addition_problems, correct_number_reward, exact_answer_reward, number_found_reward, proximity, proximity_reward
+from grpo_nb.environments.arithmetic import (
+    addition_problems,
+    correct_number_reward,
+    exact_answer_reward,
+    number_found_reward,
+    proximity,
+    proximity_reward,
+)
 from grpo_nb.environments.verifiers import completion_text, exact_match, last_number, number_matches
 from grpo_nb.model.tiny import tiny_tokenizer
 
@@ -14,43 +22,95 @@ WORDS = st.text("abc xyz.!?\n", max_size=8)
 
 
 @settings(max_examples=150, deadline=None)
-@given(before=WORDS, after=WORDS, number=st.integers(-10**9, 10**9), form=st.sampled_from(["{}", "{:,}"]))
+@given(
+    before=WORDS,
+    after=WORDS,
+    number=st.integers(-(10**9), 10**9),
+    form=st.sampled_from(["{}", "{:,}"]),
+)
 def test_whole_numbers_are_read(before, after, number, form):
     assert last_number(f"{before} {form.format(number)} {after}") == number
 
 
 @settings(max_examples=100, deadline=None)
-@given(number=st.decimals(-10**6, 10**6, places=3), other=st.integers(0, 999))
+@given(number=st.decimals(-(10**6), 10**6, places=3), other=st.integers(0, 999))
 def test_the_last_of_several_with_decimals(number, other):
     assert last_number(f"first {other}, then {number:f}") == float(number)
 
 
-@pytest.mark.parametrize("text, value", [
-    ("", None), ("none", None), ("12+34=46", 46), ("3-5", 5), ("3 -5", -5), ("= -5.", -5), ("1,234,567.5", 1234567.5), ("1,2,3", 3), ("12,34", 34), ("1,2345", 2345), ("-", None), ("+7", 7),
-    ("the answer is 42!", 42), ("$1,000", 1000), ("3.", 3), ("v1.2.3", 3), ("007", 7), ("½", None),
-])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("", None),
+        ("none", None),
+        ("12+34=46", 46),
+        ("3-5", 5),
+        ("3 -5", -5),
+        ("= -5.", -5),
+        ("1,234,567.5", 1234567.5),
+        ("1,2,3", 3),
+        ("12,34", 34),
+        ("1,2345", 2345),
+        ("-", None),
+        ("+7", 7),
+        ("the answer is 42!", 42),
+        ("$1,000", 1000),
+        ("3.", 3),
+        ("v1.2.3", 3),
+        ("007", 7),
+        ("½", None),
+    ],
+)
 def test_numbers_in_odd_company(text, value):
     assert last_number(text) == value
 
 
 def test_right_or_not():
-    assert number_matches("so it is 46", "46") and number_matches("46.0", 46) and not number_matches("146", 46) and not number_matches("46 or 47", 46) and not number_matches("", 0)
+    assert (
+        number_matches("so it is 46", "46")
+        and number_matches("46.0", 46)
+        and not number_matches("146", 46)
+        and not number_matches("46 or 47", 46)
+        and not number_matches("", 0)
+    )
     assert number_matches("0.3333", 1 / 3, tolerance=1e-3) and not number_matches("0.3333", 1 / 3)
-    assert exact_match(" 46\n", "46") and exact_match("46", 46) and not exact_match("46.", "46") and not exact_match("046", "46")
+    assert (
+        exact_match(" 46\n", "46")
+        and exact_match("46", 46)
+        and not exact_match("46.", "46")
+        and not exact_match("046", "46")
+    )
 
 
 def test_both_forms_of_a_completion():
-    assert completion_text("46") == "46" and completion_text([{"role": "assistant", "content": "46"}]) == "46"
-    assert completion_text([{"role": "assistant", "content": None}, {"role": "assistant", "content": "x"}]) == "\nx" and completion_text([]) == ""
+    assert (
+        completion_text("46") == "46"
+        and completion_text([{"role": "assistant", "content": "46"}]) == "46"
+    )
+    assert (
+        completion_text(
+            [{"role": "assistant", "content": None}, {"role": "assistant", "content": "x"}]
+        )
+        == "\nx"
+        and completion_text([]) == ""
+    )
 
 
-@pytest.mark.parametrize("form", [lambda text: text, lambda text: [{"role": "assistant", "content": text}]], ids=["strings", "chat"])
+@pytest.mark.parametrize(
+    "form",
+    [lambda text: text, lambda text: [{"role": "assistant", "content": text}]],
+    ids=["strings", "chat"],
+)
 def test_rewards(form):
     completions, answer = [form(t) for t in ("46", "it is 46", "45", "?", "46=", " 46")], ["46"] * 6
     assert number_found_reward(completions, answer=answer, prompts=None) == [1, 1, 1, -1, 1, 1]
     assert correct_number_reward(completions, answer=answer) == [3, 3, -3, -3, 3, 3]
     assert exact_answer_reward(completions, answer=answer, level=1) == [1, 0, 0, 0, 0, 1]
-    assert all(type(score) is float for f in (number_found_reward, correct_number_reward, exact_answer_reward) for score in f(completions, answer=answer))
+    assert all(
+        type(score) is float
+        for f in (number_found_reward, correct_number_reward, exact_answer_reward)
+        for score in f(completions, answer=answer)
+    )
 
 
 def test_sums():
@@ -61,28 +121,40 @@ def test_sums():
     for row in train[::37] + held_out:
         a, b = map(int, re.fullmatch(r"(\d\d)\+(\d\d)=", row["prompt"]).groups())
         assert row["answer"] == str(a + b) and 10 <= a <= 99 and 10 <= b <= 99
-    assert addition_problems(3) == (train, held_out) != addition_problems(4) and addition_problems(3)[1] != addition_problems(4)[1]
+    assert (
+        addition_problems(3) == (train, held_out) != addition_problems(4)
+        and addition_problems(3)[1] != addition_problems(4)[1]
+    )
     assert sorted(prompts) != prompts
     tokenizer = tiny_tokenizer()
-    assert all(tokenizer.unk_token_id not in tokenizer(row["prompt"] + row["answer"]).input_ids for row in held_out[:50])
+    assert all(
+        tokenizer.unk_token_id not in tokenizer(row["prompt"] + row["answer"]).input_ids
+        for row in held_out[:50]
+    )
 
 
 def test_the_split():
     train, held_out = addition_problems(0, held_out=0, smallest=1, largest=3)
-    assert held_out == [] and sorted(row["prompt"] for row in train) == sorted(f"{a}+{b}=" for a in (1, 2, 3) for b in (1, 2, 3))
+    assert held_out == [] and sorted(row["prompt"] for row in train) == sorted(
+        f"{a}+{b}=" for a in (1, 2, 3) for b in (1, 2, 3)
+    )
     for count in (9, -1):
-        with pytest.raises(ValueError, match="9 sums of numbers from 1 to 3"): addition_problems(0, held_out=count, smallest=1, largest=3)
+        with pytest.raises(ValueError, match="9 sums of numbers from 1 to 3"):
+            addition_problems(0, held_out=count, smallest=1, largest=3)
 
 
-NUMBERS = st.integers(-10**6, 10**6) | st.fractions(-10**6, 10**6, max_denominator=50)
+NUMBERS = st.integers(-(10**6), 10**6) | st.fractions(-(10**6), 10**6, max_denominator=50)
 
 
 @settings(max_examples=300, deadline=None)
 @given(answer=NUMBERS, value=NUMBERS, further=NUMBERS)
 def test_nearer_is_better(answer, value, further):
-    if abs(value - answer) > abs(further - answer): value, further = further, value
+    if abs(value - answer) > abs(further - answer):
+        value, further = further, value
     near, far = proximity(value, answer), proximity(further, answer)
-    assert 1 >= near >= far > -1 and proximity(answer, answer) == 1 and proximity(None, answer) == -1
+    assert (
+        1 >= near >= far > -1 and proximity(answer, answer) == 1 and proximity(None, answer) == -1
+    )
     assert near > far or abs(value - answer) == abs(further - answer)
     assert (near == 1) == (value == answer) and (value == answer or near < 0.5)
     assert proximity(2 * answer - value, answer) == near  # too much is as bad as too little
@@ -92,13 +164,29 @@ def test_nearer_is_better(answer, value, further):
 
 @pytest.mark.parametrize("answer", ["10", "0", "-10", "3/4", "1e300"])
 def test_proximity_reward_reads_any_text(answer):
-    texts = [answer, f"\\boxed{{{answer}}}", "9", "3", "1e9999", "-1e9999", "1/0", "none", "", "9" * 5000]
-    points = proximity_reward([[{"role": "assistant", "content": text}] for text in texts], [answer] * len(texts), level=1)
-    assert points == proximity_reward(texts, [answer] * len(texts)) and all(type(p) is float and -1 <= p <= 1 for p in points)
+    texts = [
+        answer,
+        f"\\boxed{{{answer}}}",
+        "9",
+        "3",
+        "1e9999",
+        "-1e9999",
+        "1/0",
+        "none",
+        "",
+        "9" * 5000,
+    ]
+    points = proximity_reward(
+        [[{"role": "assistant", "content": text}] for text in texts], [answer] * len(texts), level=1
+    )
+    assert points == proximity_reward(texts, [answer] * len(texts)) and all(
+        type(p) is float and -1 <= p <= 1 for p in points
+    )
     assert points[:2] == [1, 1] and points[4] < 0 and points[5] < 0 and points[6:] == [-1] * 4
 
 
 def test_the_examples_of_the_guide():
     nine, three, outlier = proximity_reward(["9", "3", "900"], ["10"] * 3)
     assert nine > 0 > three > outlier
-    with pytest.raises(ValueError, match="'ten', which holds no number"): proximity_reward(["10"], ["ten"])
+    with pytest.raises(ValueError, match="'ten', which holds no number"):
+        proximity_reward(["10"], ["ten"])

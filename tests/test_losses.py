@@ -1,4 +1,5 @@
 """Losses against TRL's own `_compute_loss`, and what must not change them."""
+
 import inspect
 import itertools
 import math
@@ -14,13 +15,34 @@ from hypothesis import strategies as st
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from grpo_nb.algorithm.losses import (
-    LOSSES, WINDOW_TOKEN_LOSSES, check_loss_settings, clipped_loss, grpo_loss, high_entropy_mask, k3, off_policy_mask, rollout_correction,
+    LOSSES,
+    WINDOW_TOKEN_LOSSES,
+    check_loss_settings,
+    clipped_loss,
+    grpo_loss,
+    high_entropy_mask,
+    k3,
+    off_policy_mask,
+    rollout_correction,
 )
 
 TRL_DEFAULTS = dict(
-    loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon=0.2, epsilon_high=None, delta=None, use_bias_correction_kl=False,
-    off_policy_mask_threshold=None, top_entropy_quantile=1.0, entropy_coef=0.0, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-    vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+    loss_type="dapo",
+    importance_sampling_level="token",
+    beta=0.0,
+    epsilon=0.2,
+    epsilon_high=None,
+    delta=None,
+    use_bias_correction_kl=False,
+    off_policy_mask_threshold=None,
+    top_entropy_quantile=1.0,
+    entropy_coef=0.0,
+    sapo_temperature_pos=1.0,
+    sapo_temperature_neg=1.05,
+    vespo_k_pos=2.0,
+    vespo_lambda_pos=3.0,
+    vespo_k_neg=3.0,
+    vespo_lambda_neg=2.0,
 )
 MAX_LENGTH = 9
 LOSS_TYPES = list(LOSSES)
@@ -40,7 +62,12 @@ def make_batch(seed=0, B=5, T=7, lengths=(7, 4, 1, 0, 5), spread=0.4):
     logps = (-randn(B, T).abs() - 0.05).requires_grad_()
     gap = lambda: logps.detach() + spread * randn(B, T)
     return dict(
-        logps=logps, advantages=randn(B), mask=torch.arange(T) < torch.tensor(lengths)[:, None], old_logps=gap(), ref_logps=gap(), rollout_logps=gap(),
+        logps=logps,
+        advantages=randn(B),
+        mask=torch.arange(T) < torch.tensor(lengths)[:, None],
+        old_logps=gap(),
+        ref_logps=gap(),
+        rollout_logps=gap(),
         # float32 values, because TRL's quantile is taken in float32
         entropies=(randn(B, T).abs().float().double()).requires_grad_(),
     )
@@ -55,31 +82,64 @@ class TorchWorld:
     reduce = staticmethod(lambda x, reduction: x)
 
 
-def trl(batch, *, num_items=None, rollout_weights=None, accumulation=1, steps_per_generation=1, **options):
+def trl(
+    batch,
+    *,
+    num_items=None,
+    rollout_weights=None,
+    accumulation=1,
+    steps_per_generation=1,
+    **options,
+):
     "TRL's loss and metrics, its method run with a stand-in self."
     assert set(options) <= set(TRL_DEFAULTS)
     o = SimpleNamespace(**{**TRL_DEFAULTS, **options}, steps_per_generation=steps_per_generation)
     metrics = {"train": defaultdict(list)}
     trainer = SimpleNamespace(
-        args=o, accelerator=TorchWorld(), model=SimpleNamespace(training=True), aux_loss_enabled=False, _metrics=metrics,
-        _get_per_token_logps_and_entropies=lambda *a, **k: (batch["logps"], batch["entropies"], None),
-        current_gradient_accumulation_steps=accumulation, max_completion_length=MAX_LENGTH,
-        use_vllm=rollout_weights is not None, vllm_importance_sampling_correction=rollout_weights is not None,
-        epsilon_low=o.epsilon, loss_type=o.loss_type, importance_sampling_level=o.importance_sampling_level, beta=o.beta,
-        off_policy_mask_threshold=o.off_policy_mask_threshold, top_entropy_quantile=o.top_entropy_quantile,
-        entropy_coef=o.entropy_coef, _entropy_bonus_enabled=o.entropy_coef != 0, use_adaptive_entropy=False,
-        get_off_policy_mask=GRPOTrainer.get_off_policy_mask, get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        args=o,
+        accelerator=TorchWorld(),
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        _metrics=metrics,
+        _get_per_token_logps_and_entropies=lambda *a, **k: (
+            batch["logps"],
+            batch["entropies"],
+            None,
+        ),
+        current_gradient_accumulation_steps=accumulation,
+        max_completion_length=MAX_LENGTH,
+        use_vllm=rollout_weights is not None,
+        vllm_importance_sampling_correction=rollout_weights is not None,
+        epsilon_low=o.epsilon,
+        loss_type=o.loss_type,
+        importance_sampling_level=o.importance_sampling_level,
+        beta=o.beta,
+        off_policy_mask_threshold=o.off_policy_mask_threshold,
+        top_entropy_quantile=o.top_entropy_quantile,
+        entropy_coef=o.entropy_coef,
+        _entropy_bonus_enabled=o.entropy_coef != 0,
+        use_adaptive_entropy=False,
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
     )
     trainer.epsilon_high = o.epsilon if o.epsilon_high is None else o.epsilon_high
     trainer.get_high_entropy_mask = lambda *a: GRPOTrainer.get_high_entropy_mask(trainer, *a)
     mask = batch["mask"].long()
     ids = torch.zeros_like(mask)
     inputs = dict(
-        prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=batch["advantages"],
+        prompt_ids=ids,
+        prompt_mask=ids,
+        completion_ids=ids,
+        completion_mask=mask,
+        advantages=batch["advantages"],
         num_items_in_batch=mask.sum() if num_items is None else torch.as_tensor(num_items),
         importance_sampling_ratio=rollout_weights,
     )
-    for name, theirs in (("old_logps", "old_per_token_logps"), ("ref_logps", "ref_per_token_logps"), ("rollout_logps", "sampling_per_token_logps")):
+    for name, theirs in (
+        ("old_logps", "old_per_token_logps"),
+        ("ref_logps", "ref_per_token_logps"),
+        ("rollout_logps", "sampling_per_token_logps"),
+    ):
         if batch.get(name) is not None:
             inputs[theirs] = batch[name]
     torch.set_default_dtype(torch.float64)  # its temperatures would be rounded to float32 otherwise
@@ -91,26 +151,45 @@ def trl(batch, *, num_items=None, rollout_weights=None, accumulation=1, steps_pe
 
 
 def gradients(loss, batch, *names):
-    return torch.autograd.grad(loss, [batch[name] for name in names], retain_graph=True, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(
+        loss,
+        [batch[name] for name in names],
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
 
 
 def assert_same_as_trl(batch, options, *, num_items=None, rollout_weights=None):
-    theirs, their_metrics = trl(batch, num_items=num_items, rollout_weights=rollout_weights, **options)
+    theirs, their_metrics = trl(
+        batch, num_items=num_items, rollout_weights=rollout_weights, **options
+    )
     output = ours({**batch, "rollout_weights": rollout_weights, "num_items": num_items}, **options)
     torch.testing.assert_close(output.loss, theirs, rtol=0, atol=1e-9)
-    for a, b in zip(gradients(output.loss, batch, "logps", "entropies"), gradients(theirs, batch, "logps", "entropies")):
+    for a, b in zip(
+        gradients(output.loss, batch, "logps", "entropies"),
+        gradients(theirs, batch, "logps", "entropies"),
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
     return output, their_metrics
 
 
 # ---- TRL
 
-GRID = list(itertools.product(LOSS_TYPES, ["token", "sequence"], [0.0, 0.1], [None, 1.5], [None, 0.28, 5.0]))
+GRID = list(
+    itertools.product(LOSS_TYPES, ["token", "sequence"], [0.0, 0.1], [None, 1.5], [None, 0.28, 5.0])
+)
 
 
 @pytest.mark.parametrize("loss_type,level,beta,delta,epsilon_high", GRID)
 def test_every_loss_is_trls(loss_type, level, beta, delta, epsilon_high):
-    options = dict(loss_type=loss_type, importance_sampling_level=level, beta=beta, delta=delta, epsilon_high=epsilon_high)
+    options = dict(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=beta,
+        delta=delta,
+        epsilon_high=epsilon_high,
+    )
     output, _ = assert_same_as_trl(make_batch(), options)
     assert output.loss != 0
 
@@ -123,23 +202,38 @@ OPTIONS = {
     "entropy bonus": dict(entropy_coef=0.05),
     "entropy bonus on the entropy mask": dict(entropy_coef=0.05, top_entropy_quantile=0.4),
     "other sapo": dict(sapo_temperature_pos=1.3, sapo_temperature_neg=2.0),
-    "other vespo": dict(vespo_k_pos=1.5, vespo_lambda_pos=2.5, vespo_k_neg=2.2, vespo_lambda_neg=0.7),
+    "other vespo": dict(
+        vespo_k_pos=1.5, vespo_lambda_pos=2.5, vespo_k_neg=2.2, vespo_lambda_neg=0.7
+    ),
 }
-OPTIONS["all at once"] = {name: value for option in OPTIONS.values() for name, value in option.items()}
+OPTIONS["all at once"] = {
+    name: value for option in OPTIONS.values() for name, value in option.items()
+}
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_is_trls(loss_type, level, option):
-    assert_same_as_trl(make_batch(1), dict(loss_type=loss_type, importance_sampling_level=level, **OPTIONS[option]))
+    assert_same_as_trl(
+        make_batch(1), dict(loss_type=loss_type, importance_sampling_level=level, **OPTIONS[option])
+    )
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize(
+    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
 def test_rollout_weights_are_trls(loss_type, mode):
     batch = make_batch(2)
-    weights = rollout_correction(batch["old_logps"], batch["rollout_logps"], batch["mask"], mode=mode, clip_max=1.4, clip_min=0.5)
+    weights = rollout_correction(
+        batch["old_logps"],
+        batch["rollout_logps"],
+        batch["mask"],
+        mode=mode,
+        clip_max=1.4,
+        clip_min=0.5,
+    )
     options = dict(loss_type=loss_type, beta=0.1)
     if loss_type == "vespo" and mode.startswith("sequence"):
         with pytest.raises(ValueError, match="token_truncate"):
@@ -151,21 +245,45 @@ def test_rollout_weights_are_trls(loss_type, mode):
 def _trl_weights(batch, mode, clip_max, clip_min):
     "The piece of TRL's `_generate_and_score_completions` that makes the weights, run as it stands."
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    start, end = source.index("per_token_logps_diff = ("), source.index("# Compute the per-token log probabilities for the reference model")
-    lines = source[source.rindex("\n", 0, start):source.rindex("\n", 0, end)]
-    scope = dict(torch=torch, math=math, old_per_token_logps=batch["old_logps"], sampling_per_token_logps=batch["rollout_logps"], mask=batch["mask"],
-                 self=SimpleNamespace(vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=clip_max, vllm_importance_sampling_clip_min=clip_min))
+    start, end = (
+        source.index("per_token_logps_diff = ("),
+        source.index("# Compute the per-token log probabilities for the reference model"),
+    )
+    lines = source[source.rindex("\n", 0, start) : source.rindex("\n", 0, end)]
+    scope = dict(
+        torch=torch,
+        math=math,
+        old_per_token_logps=batch["old_logps"],
+        sampling_per_token_logps=batch["rollout_logps"],
+        mask=batch["mask"],
+        self=SimpleNamespace(
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_max=clip_max,
+            vllm_importance_sampling_clip_min=clip_min,
+        ),
+    )
     exec(textwrap.dedent(lines), scope)
     return scope["vllm_importance_sampling_ratio"]
 
 
 @pytest.mark.parametrize("clip_max,clip_min", [(2.0, None), (1.2, 0.8), (None, 0.9)])
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize(
+    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
 def test_rollout_correction_is_trls(mode, clip_max, clip_min):
     batch = make_batch(3)
     batch["rollout_logps"][0, 2] = float("nan")  # the sampler gave no log-prob
-    weights = rollout_correction(batch["old_logps"], batch["rollout_logps"], batch["mask"], mode=mode, clip_max=clip_max, clip_min=clip_min)
-    torch.testing.assert_close(weights, _trl_weights(batch, mode, clip_max, clip_min), rtol=0, atol=1e-12)
+    weights = rollout_correction(
+        batch["old_logps"],
+        batch["rollout_logps"],
+        batch["mask"],
+        mode=mode,
+        clip_max=clip_max,
+        clip_min=clip_min,
+    )
+    torch.testing.assert_close(
+        weights, _trl_weights(batch, mode, clip_max, clip_min), rtol=0, atol=1e-12
+    )
     assert not torch.allclose(weights, torch.ones_like(weights))
 
 
@@ -182,29 +300,89 @@ def test_nothing_active_is_trls_and_zero(loss_type, option):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_without_old_logps_is_trls(loss_type):
     batch = {**make_batch(5), "old_logps": None, "rollout_logps": None}
-    output, _ = assert_same_as_trl(batch, dict(loss_type=loss_type, epsilon_high=5.0, off_policy_mask_threshold=0.1))
+    output, _ = assert_same_as_trl(
+        batch, dict(loss_type=loss_type, epsilon_high=5.0, off_policy_mask_threshold=0.1)
+    )
     assert output.metrics["ratio/mean"] == output.metrics["ratio/max"] == 1
 
 
 @given(
-    seed=st.integers(0, 10_000), loss_type=st.sampled_from(LOSS_TYPES), level=st.sampled_from(["token", "sequence"]), beta=st.sampled_from([0.0, 0.04, 1.0]),
-    epsilon=st.sampled_from([0.0, 0.1, 0.2, 0.5]), epsilon_high=st.sampled_from([None, 0.28, 5.0]), delta=st.sampled_from([None, 1.1, 1.5, 4.0]),
-    bias=st.booleans(), threshold=st.sampled_from([None, 0.0, 0.1]), top=st.sampled_from([1.0, 0.5, 0.2]), coef=st.sampled_from([0.0, 0.01]),
-    weighted=st.booleans(), lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), spread=st.sampled_from([0.05, 0.5, 2.0]),
+    seed=st.integers(0, 10_000),
+    loss_type=st.sampled_from(LOSS_TYPES),
+    level=st.sampled_from(["token", "sequence"]),
+    beta=st.sampled_from([0.0, 0.04, 1.0]),
+    epsilon=st.sampled_from([0.0, 0.1, 0.2, 0.5]),
+    epsilon_high=st.sampled_from([None, 0.28, 5.0]),
+    delta=st.sampled_from([None, 1.1, 1.5, 4.0]),
+    bias=st.booleans(),
+    threshold=st.sampled_from([None, 0.0, 0.1]),
+    top=st.sampled_from([1.0, 0.5, 0.2]),
+    coef=st.sampled_from([0.0, 0.01]),
+    weighted=st.booleans(),
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    spread=st.sampled_from([0.05, 0.5, 2.0]),
 )
 @settings(max_examples=300, deadline=None)
-def test_any_mixture_is_trls(seed, loss_type, level, beta, epsilon, epsilon_high, delta, bias, threshold, top, coef, weighted, lengths, spread):
+def test_any_mixture_is_trls(
+    seed,
+    loss_type,
+    level,
+    beta,
+    epsilon,
+    epsilon_high,
+    delta,
+    bias,
+    threshold,
+    top,
+    coef,
+    weighted,
+    lengths,
+    spread,
+):
     batch = make_batch(seed, B=len(lengths), T=6, lengths=lengths, spread=spread)
-    weights = rollout_correction(batch["old_logps"], batch["rollout_logps"], batch["mask"], mode="token_mask", clip_min=0.2) if weighted else None
-    assert_same_as_trl(batch, dict(loss_type=loss_type, importance_sampling_level=level, beta=beta, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta,
-                                   use_bias_correction_kl=bias, off_policy_mask_threshold=threshold, top_entropy_quantile=top, entropy_coef=coef), rollout_weights=weights)
+    weights = (
+        rollout_correction(
+            batch["old_logps"],
+            batch["rollout_logps"],
+            batch["mask"],
+            mode="token_mask",
+            clip_min=0.2,
+        )
+        if weighted
+        else None
+    )
+    assert_same_as_trl(
+        batch,
+        dict(
+            loss_type=loss_type,
+            importance_sampling_level=level,
+            beta=beta,
+            epsilon=epsilon,
+            epsilon_high=epsilon_high,
+            delta=delta,
+            use_bias_correction_kl=bias,
+            off_policy_mask_threshold=threshold,
+            top_entropy_quantile=top,
+            entropy_coef=coef,
+        ),
+        rollout_weights=weights,
+    )
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_metrics_are_trls(loss_type):
-    output, theirs = assert_same_as_trl(make_batch(6, spread=0.6), dict(loss_type=loss_type, beta=0.1, epsilon_high=0.9 if loss_type == "cispo" else 0.28))
-    names = {"kl": "kl", "entropy": "entropy", "clip_ratio/low_mean": "clip_ratio/low", "clip_ratio/high_mean": "clip_ratio/high",
-             "clip_ratio/region_mean": "clip_ratio/region", "cispo_clip_ratio": "clip_ratio/high"}
+    output, theirs = assert_same_as_trl(
+        make_batch(6, spread=0.6),
+        dict(loss_type=loss_type, beta=0.1, epsilon_high=0.9 if loss_type == "cispo" else 0.28),
+    )
+    names = {
+        "kl": "kl",
+        "entropy": "entropy",
+        "clip_ratio/low_mean": "clip_ratio/low",
+        "clip_ratio/high_mean": "clip_ratio/high",
+        "clip_ratio/region_mean": "clip_ratio/region",
+        "cispo_clip_ratio": "clip_ratio/high",
+    }
     shared = {theirs_: name for theirs_, name in names.items() if theirs_ in theirs}
     assert len(shared) >= (5 if LOSSES[loss_type][0] is clipped_loss else 2)
     for their_name, name in shared.items():
@@ -215,12 +393,19 @@ def test_metrics_are_trls(loss_type):
 
 # ---- where TRL differs, on purpose
 
+
 def test_trl_divides_dapo_by_a_share_of_the_generation_batch_and_we_by_the_window():
     "4 micro-batches a generation, accumulation 2, unequal lengths: TRL guesses the window's tokens as half of all; ours are counted."
-    batches = [make_batch(i, lengths=lengths) for i, lengths in enumerate([(7, 7, 7, 7, 7), (6,) * 5, (1,) * 5, (2,) * 5])]
+    batches = [
+        make_batch(i, lengths=lengths)
+        for i, lengths in enumerate([(7, 7, 7, 7, 7), (6,) * 5, (1,) * 5, (2,) * 5])
+    ]
     tokens = [int(b["mask"].sum()) for b in batches]
     window = sum(tokens[:2])
-    theirs = sum(trl(b, num_items=sum(tokens), accumulation=2, steps_per_generation=4)[0] for b in batches[:2])
+    theirs = sum(
+        trl(b, num_items=sum(tokens), accumulation=2, steps_per_generation=4)[0]
+        for b in batches[:2]
+    )
     exact = sum(ours(b, num_items=window).loss for b in batches[:2])
     torch.testing.assert_close(theirs * (sum(tokens) / 2), exact * window)
     assert not torch.isclose(theirs, exact, rtol=0.1)
@@ -229,11 +414,20 @@ def test_trl_divides_dapo_by_a_share_of_the_generation_batch_and_we_by_the_windo
 def test_luspo_with_kl_does_not_see_padding_as_older_trl_did():
     "Multiplying by the length before masking counts the KL of the padding (trl#6654)."
     batch = make_batch(7)
-    batch["ref_logps"] = batch["ref_logps"].masked_fill(~batch["mask"], 0.0)  # padding, far from the policy's
+    batch["ref_logps"] = batch["ref_logps"].masked_fill(
+        ~batch["mask"], 0.0
+    )  # padding, far from the policy's
     options = dict(loss_type="luspo", importance_sampling_level="sequence", beta=0.1)
     output, _ = assert_same_as_trl(batch, options)
-    ratio = ((batch["logps"] - batch["old_logps"]) * batch["mask"]).sum(-1, keepdim=True).div(batch["mask"].sum(-1, keepdim=True).clamp(min=1)).exp()
-    token_loss = clipped_loss(ratio=ratio, advantages=batch["advantages"][:, None]) + 0.1 * k3(batch["logps"], batch["ref_logps"])
+    ratio = (
+        ((batch["logps"] - batch["old_logps"]) * batch["mask"])
+        .sum(-1, keepdim=True)
+        .div(batch["mask"].sum(-1, keepdim=True).clamp(min=1))
+        .exp()
+    )
+    token_loss = clipped_loss(ratio=ratio, advantages=batch["advantages"][:, None]) + 0.1 * k3(
+        batch["logps"], batch["ref_logps"]
+    )
     torch.testing.assert_close(output.loss, (token_loss * batch["mask"]).sum(-1).mean())
     leaking = (token_loss * batch["mask"].sum(-1, keepdim=True)).mean()
     assert not torch.isclose(output.loss, leaking, rtol=0.05)
@@ -244,13 +438,19 @@ def test_bias_correction_is_off_here_and_on_in_trl():
 
     assert GRPOConfig.__dataclass_fields__["use_bias_correction_kl"].default is True
     batch = make_batch(8)
-    default, off, on = ours(batch, beta=0.5), ours(batch, beta=0.5, use_bias_correction_kl=False), ours(batch, beta=0.5, use_bias_correction_kl=True)
+    default, off, on = (
+        ours(batch, beta=0.5),
+        ours(batch, beta=0.5, use_bias_correction_kl=False),
+        ours(batch, beta=0.5, use_bias_correction_kl=True),
+    )
     assert default.loss == off.loss and not torch.isclose(off.loss, on.loss)
 
 
 # ---- what must not change a loss
 
-EVERYTHING = dict(beta=0.1, delta=1.5, off_policy_mask_threshold=0.1, top_entropy_quantile=0.6, entropy_coef=0.02)
+EVERYTHING = dict(
+    beta=0.1, delta=1.5, off_policy_mask_threshold=0.1, top_entropy_quantile=0.6, entropy_coef=0.02
+)
 
 
 def rows(batch, index):
@@ -265,13 +465,25 @@ def test_padding_changes_nothing_whatever_it_holds(loss_type, level, fill):
     weights = rollout_correction(batch["old_logps"], batch["rollout_logps"], batch["mask"])
     options = dict(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
     short = ours({**batch, "rollout_weights": weights}, **options)
-    pad = lambda x: torch.cat([x.detach().masked_fill(~batch["mask"], fill), torch.full((5, 3), fill, dtype=x.dtype)], 1)
-    long = {**{name: pad(x) for name, x in {**batch, "rollout_weights": weights}.items() if name not in ("advantages", "mask")},
-            "advantages": batch["advantages"], "mask": torch.cat([batch["mask"], torch.zeros(5, 3, dtype=torch.bool)], 1)}
+    pad = lambda x: torch.cat(
+        [x.detach().masked_fill(~batch["mask"], fill), torch.full((5, 3), fill, dtype=x.dtype)], 1
+    )
+    long = {
+        **{
+            name: pad(x)
+            for name, x in {**batch, "rollout_weights": weights}.items()
+            if name not in ("advantages", "mask")
+        },
+        "advantages": batch["advantages"],
+        "mask": torch.cat([batch["mask"], torch.zeros(5, 3, dtype=torch.bool)], 1),
+    }
     long["logps"].requires_grad_(), long["entropies"].requires_grad_()
     padded = ours(long, **options)
     torch.testing.assert_close(padded.loss, short.loss, rtol=0, atol=1e-12)
-    for wide, narrow in zip(gradients(padded.loss, long, "logps", "entropies"), gradients(short.loss, batch, "logps", "entropies")):
+    for wide, narrow in zip(
+        gradients(padded.loss, long, "logps", "entropies"),
+        gradients(short.loss, batch, "logps", "entropies"),
+    ):
         torch.testing.assert_close(wide[:, :7], narrow, rtol=0, atol=1e-12)
         assert (wide[:, 7:] == 0).all()
     for name in short.metrics:
@@ -285,7 +497,9 @@ def test_order_of_sequences_changes_nothing(loss_type, level):
     options = dict(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
     a, b = ours(batch, **options), ours(rows(batch, order), **options)
     torch.testing.assert_close(a.loss, b.loss)
-    torch.testing.assert_close(*gradients(a.loss, batch, "logps"), *gradients(b.loss, batch, "logps"))
+    torch.testing.assert_close(
+        *gradients(a.loss, batch, "logps"), *gradients(b.loss, batch, "logps")
+    )
 
 
 SPLITS = [[[0, 1, 2], [3, 4, 5]], [[5, 0], [1, 4], [2, 3]], [[i] for i in range(6)]]
@@ -302,7 +516,9 @@ def test_window_losses_do_not_feel_the_cut_into_micro_batches(loss_type, parts):
     known = sum(ours(rows(batch, part), num_items=tokens, **options).loss for part in parts)
     summed = sum(ours(rows(batch, part), num_items=1, **options).loss for part in parts)
     torch.testing.assert_close(known, whole.loss)
-    for a, b, c in zip(*(gradients(x, batch, "logps", "entropies") for x in (whole.loss, known, summed))):
+    for a, b, c in zip(
+        *(gradients(x, batch, "logps", "entropies") for x in (whole.loss, known, summed))
+    ):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-15)
         torch.testing.assert_close(c / tokens, a, rtol=0, atol=1e-15)
 
@@ -311,7 +527,11 @@ def test_window_losses_do_not_feel_the_cut_into_micro_batches(loss_type, parts):
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo", "sapo"])
 def test_sequence_losses_are_means_over_equal_micro_batches(loss_type, parts):
     batch = make_batch(11, B=6, lengths=(7, 2, 5, 0, 1, 6))
-    options = dict(loss_type=loss_type, importance_sampling_level="sequence" if loss_type == "luspo" else "token", beta=0.1)
+    options = dict(
+        loss_type=loss_type,
+        importance_sampling_level="sequence" if loss_type == "luspo" else "token",
+        beta=0.1,
+    )
     mean = sum(ours(rows(batch, part), **options).loss for part in parts) / len(parts)
     torch.testing.assert_close(mean, ours(batch, **options).loss)
 
@@ -326,12 +546,20 @@ def test_bnpo_feels_the_cut_and_is_grpo_one_sequence_at_a_time():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_fully_masked_row_adds_nothing_to_the_sums_and_counts_among_the_rows(loss_type, level):
-    batch, options = make_batch(12), dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.01)
+    batch, options = (
+        make_batch(12),
+        dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.01),
+    )
     without = ours(rows(batch, [0, 1, 2, 4]), **options)
     assert not batch["mask"][3].any()
     counts_rows = loss_type in ("grpo", "sapo", "luspo", "dr_grpo")
-    plain = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1)  # the bonus is a mean over tokens in every loss
-    torch.testing.assert_close(ours(batch, **plain).loss, ours(rows(batch, [0, 1, 2, 4]), **plain).loss * (4 / 5 if counts_rows else 1))
+    plain = dict(
+        loss_type=loss_type, importance_sampling_level=level, beta=0.1
+    )  # the bonus is a mean over tokens in every loss
+    torch.testing.assert_close(
+        ours(batch, **plain).loss,
+        ours(rows(batch, [0, 1, 2, 4]), **plain).loss * (4 / 5 if counts_rows else 1),
+    )
     for name, value in ours(batch, **options).metrics.items():
         torch.testing.assert_close(value, without.metrics[name], msg=name)
 
@@ -340,30 +568,50 @@ def test_a_fully_masked_row_adds_nothing_to_the_sums_and_counts_among_the_rows(l
 def test_gradient_is_linear_in_what_comes_from_above(loss_type):
     batch = make_batch(13)
     loss = ours(batch, loss_type=loss_type, **EVERYTHING).loss
-    torch.testing.assert_close(*gradients(2 * loss, batch, "logps"), 2 * gradients(loss, batch, "logps")[0])
+    torch.testing.assert_close(
+        *gradients(2 * loss, batch, "logps"), 2 * gradients(loss, batch, "logps")[0]
+    )
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_at_ratio_one_the_gradient_is_the_policy_gradient_and_the_group_loss_is_zero(loss_type):
-    batch = {name: x for name, x in make_batch(14, lengths=(4,) * 5).items() if name in ("logps", "advantages", "mask")}
+    batch = {
+        name: x
+        for name, x in make_batch(14, lengths=(4,) * 5).items()
+        if name in ("logps", "advantages", "mask")
+    }
     batch["advantages"] = batch["advantages"] - batch["advantages"].mean()
     loss = ours(batch, loss_type=loss_type, epsilon_high=5.0).loss
     divisor = {"dr_grpo": 5 * MAX_LENGTH, "luspo": 5}.get(loss_type, 20)
-    policy_gradient = -(batch["advantages"][:, None] * batch["logps"] * batch["mask"]).sum() / divisor
-    torch.testing.assert_close(*gradients(loss, batch, "logps"), *gradients(policy_gradient, batch, "logps"))
-    if LOSSES[loss_type][0] is clipped_loss:  # cispo and vespo carry log-probs in their value, sapo 2/tau, which differs by sign
+    policy_gradient = (
+        -(batch["advantages"][:, None] * batch["logps"] * batch["mask"]).sum() / divisor
+    )
+    torch.testing.assert_close(
+        *gradients(loss, batch, "logps"), *gradients(policy_gradient, batch, "logps")
+    )
+    if (
+        LOSSES[loss_type][0] is clipped_loss
+    ):  # cispo and vespo carry log-probs in their value, sapo 2/tau, which differs by sign
         assert abs(loss.item()) < 1e-15
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_narrow_floats_are_computed_in_float32(loss_type, dtype):
-    batch = {name: x.detach() if x.dtype == torch.bool else x.detach().to(dtype) for name, x in make_batch(15).items()}
+    batch = {
+        name: x.detach() if x.dtype == torch.bool else x.detach().to(dtype)
+        for name, x in make_batch(15).items()
+    }
     wide = {name: x if x.dtype == torch.bool else x.double() for name, x in batch.items()}
     batch["logps"].requires_grad_()
     output = ours(batch, loss_type=loss_type, beta=0.1)
-    assert output.loss.dtype == torch.float32 and all(x.dtype == torch.float32 and not x.requires_grad and x.dim() == 0 for x in output.metrics.values())
-    torch.testing.assert_close(output.loss.double(), ours(wide, loss_type=loss_type, beta=0.1).loss, rtol=1e-5, atol=1e-6)
+    assert output.loss.dtype == torch.float32 and all(
+        x.dtype == torch.float32 and not x.requires_grad and x.dim() == 0
+        for x in output.metrics.values()
+    )
+    torch.testing.assert_close(
+        output.loss.double(), ours(wide, loss_type=loss_type, beta=0.1).loss, rtol=1e-5, atol=1e-6
+    )
     assert gradients(output.loss, batch, "logps")[0].isfinite().all()
 
 
@@ -383,7 +631,9 @@ def test_the_mask_may_be_bool_or_numbers(kind):
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps", "rollout_logps"])
 def test_other_policies_are_constants(name):
     batch = make_batch(17)
-    loss = ours({**batch, name: batch[name].requires_grad_()}, beta=0.1, off_policy_mask_threshold=0.1).loss
+    loss = ours(
+        {**batch, name: batch[name].requires_grad_()}, beta=0.1, off_policy_mask_threshold=0.1
+    ).loss
     assert (gradients(loss, batch, name)[0] == 0).all()
 
 
@@ -394,24 +644,35 @@ def test_clip_metrics_count_the_tokens_without_a_gradient(seed, epsilon, extra):
     output = ours(batch, epsilon=epsilon, delta=1 + epsilon + extra)
     (gradient,) = gradients(output.loss, batch, "logps")
     silent = ((gradient == 0) & batch["mask"]).sum() / batch["mask"].sum()
-    assert (output.metrics["clip_ratio/region"] + output.metrics["clip_ratio/delta"]).item() == pytest.approx(silent.item())
+    assert (
+        output.metrics["clip_ratio/region"] + output.metrics["clip_ratio/delta"]
+    ).item() == pytest.approx(silent.item())
 
 
 def test_delta_bites_only_bad_tokens_beyond_it():
     ratio = torch.tensor([[0.1], [1.0], [1.6], [9.0]], dtype=torch.float64).repeat(2, 1)
     advantages = torch.tensor([[1.0]] * 4 + [[-1.0]] * 4, dtype=torch.float64)
-    differs = clipped_loss(ratio=ratio, advantages=advantages, delta=1.5) != clipped_loss(ratio=ratio, advantages=advantages)
+    differs = clipped_loss(ratio=ratio, advantages=advantages, delta=1.5) != clipped_loss(
+        ratio=ratio, advantages=advantages
+    )
     assert differs.squeeze(1).tolist() == [False] * 6 + [True] * 2
 
 
 # ---- masks of tokens and completions
 
-@given(seed=st.integers(0, 1000), top=st.floats(0, 1), lengths=st.lists(st.integers(0, 6), min_size=2, max_size=5))
+
+@given(
+    seed=st.integers(0, 1000),
+    top=st.floats(0, 1),
+    lengths=st.lists(st.integers(0, 6), min_size=2, max_size=5),
+)
 @settings(max_examples=60, deadline=None)
 def test_high_entropy_mask_is_trls(seed, top, lengths):
     batch = make_batch(seed, B=len(lengths), T=6, lengths=lengths)
     entropies = batch["entropies"].detach().float()
-    wanted = GRPOTrainer.get_high_entropy_mask(SimpleNamespace(accelerator=TorchWorld()), entropies, batch["mask"].long(), 1 - top)
+    wanted = GRPOTrainer.get_high_entropy_mask(
+        SimpleNamespace(accelerator=TorchWorld()), entropies, batch["mask"].long(), 1 - top
+    )
     assert torch.equal(high_entropy_mask(entropies, batch["mask"], top), wanted)
 
 
@@ -423,7 +684,10 @@ def test_entropy_threshold_may_come_from_all_processes():
     assert not high_entropy_mask(entropies, mask, 0.5, gathered=everywhere).any()
     ready = high_entropy_mask(entropies, mask, 0.5)
     assert ours({**batch, "entropy_mask": ready}).loss == ours(batch, top_entropy_quantile=0.5).loss
-    assert ours({**batch, "entropy_mask": ready, "entropies": None}, top_entropy_quantile=0.5).loss == ours(batch, top_entropy_quantile=0.5).loss
+    assert (
+        ours({**batch, "entropy_mask": ready, "entropies": None}, top_entropy_quantile=0.5).loss
+        == ours(batch, top_entropy_quantile=0.5).loss
+    )
 
 
 def test_off_policy_mask_is_trls():
@@ -432,13 +696,23 @@ def test_off_policy_mask_is_trls():
     A, mask = batch["advantages"][:, None], batch["mask"]
     for threshold in (0.0, 0.1, 0.3):
         kept = off_policy_mask(batch["logps"], batch["rollout_logps"], A, mask, threshold)
-        assert torch.equal(kept.long(), GRPOTrainer.get_off_policy_mask(A, batch["logps"], batch["rollout_logps"], mask.long(), threshold))
+        assert torch.equal(
+            kept.long(),
+            GRPOTrainer.get_off_policy_mask(
+                A, batch["logps"], batch["rollout_logps"], mask.long(), threshold
+            ),
+        )
 
 
 # ---- rollout weights
 
+
 def test_rollout_weights_stay_finite_on_a_long_completion():
-    old, rollout, mask = torch.full((1, 4000), -1.0), torch.full((1, 4000), -3.0), torch.ones(1, 4000)
+    old, rollout, mask = (
+        torch.full((1, 4000), -1.0),
+        torch.full((1, 4000), -3.0),
+        torch.ones(1, 4000),
+    )
     assert rollout_correction(old, rollout, mask, mode="sequence_truncate").item() == 2
     assert rollout_correction(old, rollout, mask, mode="sequence_mask").item() == 0
     assert rollout_correction(old.half(), rollout.half(), mask).dtype == torch.float32
@@ -448,7 +722,10 @@ def test_rollout_weights_stay_finite_on_a_long_completion():
 @settings(max_examples=30, deadline=None)
 def test_untruncated_weights_turn_the_samplers_mean_into_the_trainers(seed, clip_max):
     generator = torch.Generator().manual_seed(seed)
-    old, rollout = (torch.randn(1, 50, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    old, rollout = (
+        torch.randn(1, 50, generator=generator, dtype=torch.float64).log_softmax(-1)
+        for _ in range(2)
+    )
     f, every = torch.randn(1, 50, generator=generator, dtype=torch.float64), torch.ones(1, 50)
     weights = rollout_correction(old, rollout, every, clip_max=1e9)
     torch.testing.assert_close((rollout.exp() * weights * f).sum(), (old.exp() * f).sum())
@@ -460,60 +737,72 @@ def test_untruncated_weights_turn_the_samplers_mean_into_the_trainers(seed, clip
 LOGPS, A, MASK = torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3)
 
 
-@pytest.mark.parametrize("arguments,words", [
-    (dict(loss_type="dr-grpo"), "Did you mean 'dr_grpo'"),
-    (dict(loss_type="DAPO"), "must be one of 'grpo'"),
-    (dict(loss_type="dr_grpo"), "max_completion_length"),
-    (dict(importance_sampling_level="tokens"), "Did you mean 'token'"),
-    (dict(beta=0.1), "ref_logps"),
-    (dict(beta=-0.1, ref_logps=LOGPS), "beta is -0.1"),
-    (dict(epsilon=-0.2), "epsilon is -0.2"),
-    (dict(epsilon=float("nan")), "epsilon is nan"),
-    (dict(epsilon_high=-0.2), "epsilon_high is -0.2"),
-    (dict(delta=0.0), "delta is 0.0"),
-    (dict(sapo_temperature_neg=0.0), "sapo_temperature_neg is 0.0"),
-    (dict(vespo_lambda_pos=0.0), "vespo_lambda_pos is 0.0"),
-    (dict(top_entropy_quantile=1.2), "from 0 to 1"),
-    (dict(top_entropy_quantile=0.2), "needs entropies"),
-    (dict(entropy_coef=0.1), "needs entropies"),
-    (dict(old_logps=torch.zeros(2, 4)), "old_logps has shape (2, 4)"),
-    (dict(ref_logps=torch.zeros(3)), "ref_logps has shape (3,)"),
-    (dict(mask=torch.ones(2)), "mask has shape (2,)"),
-    (dict(advantages=torch.zeros(3)), "advantages has shape (3,)"),
-    (dict(advantages=torch.zeros(2, 1)), "advantages has shape (2, 1)"),
-    (dict(rollout_weights=torch.zeros(2)), "rollout_weights has shape (2,)"),
-    (dict(logps=torch.zeros(3)), "logps has shape (3,)"),
-    (dict(logps=torch.zeros(2, 0), mask=torch.ones(2, 0)), "at least one"),
-])
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (dict(loss_type="dr-grpo"), "Did you mean 'dr_grpo'"),
+        (dict(loss_type="DAPO"), "must be one of 'grpo'"),
+        (dict(loss_type="dr_grpo"), "max_completion_length"),
+        (dict(importance_sampling_level="tokens"), "Did you mean 'token'"),
+        (dict(beta=0.1), "ref_logps"),
+        (dict(beta=-0.1, ref_logps=LOGPS), "beta is -0.1"),
+        (dict(epsilon=-0.2), "epsilon is -0.2"),
+        (dict(epsilon=float("nan")), "epsilon is nan"),
+        (dict(epsilon_high=-0.2), "epsilon_high is -0.2"),
+        (dict(delta=0.0), "delta is 0.0"),
+        (dict(sapo_temperature_neg=0.0), "sapo_temperature_neg is 0.0"),
+        (dict(vespo_lambda_pos=0.0), "vespo_lambda_pos is 0.0"),
+        (dict(top_entropy_quantile=1.2), "from 0 to 1"),
+        (dict(top_entropy_quantile=0.2), "needs entropies"),
+        (dict(entropy_coef=0.1), "needs entropies"),
+        (dict(old_logps=torch.zeros(2, 4)), "old_logps has shape (2, 4)"),
+        (dict(ref_logps=torch.zeros(3)), "ref_logps has shape (3,)"),
+        (dict(mask=torch.ones(2)), "mask has shape (2,)"),
+        (dict(advantages=torch.zeros(3)), "advantages has shape (3,)"),
+        (dict(advantages=torch.zeros(2, 1)), "advantages has shape (2, 1)"),
+        (dict(rollout_weights=torch.zeros(2)), "rollout_weights has shape (2,)"),
+        (dict(logps=torch.zeros(3)), "logps has shape (3,)"),
+        (dict(logps=torch.zeros(2, 0), mask=torch.ones(2, 0)), "at least one"),
+    ],
+)
 def test_bad_arguments_get_a_sentence(arguments, words):
     with pytest.raises(ValueError) as error:
         grpo_loss(**{**dict(logps=LOGPS, advantages=A, mask=MASK), **arguments})
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("arguments,words", [
-    (dict(mode="tokens_truncate"), "Did you mean 'token_truncate'"),
-    (dict(clip_max=None), "at least one"),
-    (dict(clip_max=1.0, clip_min=1.0), "clip_min < clip_max"),
-    (dict(clip_max=-1.0), "clip_max > 0"),
-    (dict(mask=torch.ones(2)), "must have one shape"),
-])
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (dict(mode="tokens_truncate"), "Did you mean 'token_truncate'"),
+        (dict(clip_max=None), "at least one"),
+        (dict(clip_max=1.0, clip_min=1.0), "clip_min < clip_max"),
+        (dict(clip_max=-1.0), "clip_max > 0"),
+        (dict(mask=torch.ones(2)), "must have one shape"),
+    ],
+)
 def test_bad_corrections_get_a_sentence(arguments, words):
     with pytest.raises(ValueError) as error:
         rollout_correction(**{**dict(old_logps=LOGPS, rollout_logps=LOGPS, mask=MASK), **arguments})
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("options,words", [
-    (dict(delta=1.2), "delta is 1.2"),
-    (dict(delta=1.25, epsilon_high=0.28), "delta is 1.25"),
-    (dict(loss_type="sapo", delta=1.5), "delta has no effect"),
-    (dict(epsilon=1.2), "never negative"),
-    (dict(loss_type="cispo"), "5.0 is recommended"),
-    (dict(loss_type="luspo"), "'sequence'"),
-    (dict(loss_type="vespo", importance_sampling_level="sequence"), "leave importance_sampling_level"),
-    (dict(loss_type="dapo", importance_sampling_level="sequence"), "use loss_type 'grpo'"),
-])
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (dict(delta=1.2), "delta is 1.2"),
+        (dict(delta=1.25, epsilon_high=0.28), "delta is 1.25"),
+        (dict(loss_type="sapo", delta=1.5), "delta has no effect"),
+        (dict(epsilon=1.2), "never negative"),
+        (dict(loss_type="cispo"), "5.0 is recommended"),
+        (dict(loss_type="luspo"), "'sequence'"),
+        (
+            dict(loss_type="vespo", importance_sampling_level="sequence"),
+            "leave importance_sampling_level",
+        ),
+        (dict(loss_type="dapo", importance_sampling_level="sequence"), "use loss_type 'grpo'"),
+    ],
+)
 def test_odd_settings_warn(options, words):
     with pytest.warns(UserWarning) as caught:
         grpo_loss(LOGPS, A, MASK, **options)
@@ -526,11 +815,20 @@ def test_an_entropy_bonus_that_trains_nothing_warns():
         grpo_loss(LOGPS.clone().requires_grad_(), A, MASK, entropies=LOGPS, entropy_coef=0.1)
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(delta=1.5), dict(epsilon_high=0.28, delta=1.5, loss_type="bnpo"), dict(loss_type="cispo", epsilon_high=5.0), dict(loss_type="sapo"), dict(loss_type="vespo"),
-    dict(loss_type="luspo", importance_sampling_level="sequence"), dict(loss_type="grpo", importance_sampling_level="sequence"),
-    dict(loss_type="dr_grpo", max_completion_length=8),
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(delta=1.5),
+        dict(epsilon_high=0.28, delta=1.5, loss_type="bnpo"),
+        dict(loss_type="cispo", epsilon_high=5.0),
+        dict(loss_type="sapo"),
+        dict(loss_type="vespo"),
+        dict(loss_type="luspo", importance_sampling_level="sequence"),
+        dict(loss_type="grpo", importance_sampling_level="sequence"),
+        dict(loss_type="dr_grpo", max_completion_length=8),
+    ],
+)
 def test_usual_settings_do_not_warn(options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

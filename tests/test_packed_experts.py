@@ -1,4 +1,5 @@
 "Decoding with packed experts: which kernel does what, and its tiles of 8 rows."
+
 from dataclasses import replace
 
 import pytest
@@ -12,26 +13,69 @@ from grpo_nb.rollout.steps import LayerWeights, Projection
 
 def a_layer(E=4, H=64, I=64, rank=0, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    def draw(*shape, std=0.1): return (torch.randn(*shape) * std).to(dtype)
+
+    def draw(*shape, std=0.1):
+        return (torch.randn(*shape) * std).to(dtype)
+
     lora = lambda n, m: (LowRank(draw(E, n, rank), draw(E, rank, m), 0.5),) if rank else ()
-    experts = ExpertWeights(pack(draw(E, H, 2 * I)), draw(E, 2 * I), pack(draw(E, I, H)), draw(E, H), 1.702, 7.0, lora(H, 2 * I), lora(I, H))
+    experts = ExpertWeights(
+        pack(draw(E, H, 2 * I)),
+        draw(E, 2 * I),
+        pack(draw(E, I, H)),
+        draw(E, H),
+        1.702,
+        7.0,
+        lora(H, 2 * I),
+        lora(I, H),
+    )
     nothing = Projection(torch.empty(0))
-    return LayerWeights(torch.empty(0), nothing, nothing, nothing, nothing, torch.empty(0), torch.rand(H).to(dtype), draw(E, H), draw(E), experts)
+    return LayerWeights(
+        torch.empty(0),
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        torch.empty(0),
+        torch.rand(H).to(dtype),
+        draw(E, H),
+        draw(E),
+        experts,
+    )
 
 
-def plain_product(x, weight, work, out, bias, t=None, up=None, scale=1.0, gather=False, gated=False, alpha=0.0, limit=0.0):
+def plain_product(
+    x,
+    weight,
+    work,
+    out,
+    bias,
+    t=None,
+    up=None,
+    scale=1.0,
+    gather=False,
+    gated=False,
+    alpha=0.0,
+    limit=0.0,
+):
     "`packed_experts.expert_product`, a tile at a time."
     assert work.rows == 8
     dense, out = weight.dequantize(), out.fill_(torch.nan)
     for e, a, b in work.items.T.tolist():
-        if e < 0: continue
+        if e < 0:
+            continue
         assert 0 < b - a <= work.rows
         y = (x[work.token[a:b].long()] if gather else x[a:b]) @ dense[e] + bias[e]
-        if up is not None: y = y + scale * t[a:b] @ up[e]
+        if up is not None:
+            y = y + scale * t[a:b] @ up[e]
         if gated:
             gate, upper = y.unflatten(1, (-1, 2)).unbind(-1)
-            y = (upper.clamp(-limit, limit) + 1) * gate.clamp(max=limit) * torch.sigmoid(alpha * gate.clamp(max=limit))
-        else: y = y * work.weight[a:b, None]
+            y = (
+                (upper.clamp(-limit, limit) + 1)
+                * gate.clamp(max=limit)
+                * torch.sigmoid(alpha * gate.clamp(max=limit))
+            )
+        else:
+            y = y * work.weight[a:b, None]
         out[a:b] = y
     return out
 
@@ -44,7 +88,9 @@ def test_tiles_of_8_rows_serve_each_pair_once(monkeypatch, B, rank):
     monkeypatch.setattr(packed_experts, "expert_product", plain_product)
     layer, x, gamma = a_layer(rank=rank, dtype=torch.float32), torch.randn(B, 64), torch.rand(64)
     settings = dict(top=2, eps=1e-5, dtype=torch.float32)
-    for mine, formula in zip(kernels.mix(x, layer, gamma, **settings), steps.mix(x, layer, gamma, **settings)):
+    for mine, formula in zip(
+        kernels.mix(x, layer, gamma, **settings), steps.mix(x, layer, gamma, **settings)
+    ):
         assert (mine - formula).norm() < 1e-5 * formula.norm()
 
 
@@ -55,9 +101,12 @@ def test_there_is_room_for_every_tile(B, E, top):
     for z in (logits, torch.arange(E).float().expand(B, E).contiguous()):
         work = kernels.schedule(z, top, torch.float32, rows=8)
         tiles = [(e, a, b) for e, a, b in work.items.T.tolist() if e >= 0]
-        assert [n for _, a, b in tiles for n in range(a, b)] == list(range(B * top)) and all(b - a <= 8 for _, a, b in tiles)
+        assert [n for _, a, b in tiles for n in range(a, b)] == list(range(B * top)) and all(
+            b - a <= 8 for _, a, b in tiles
+        )
         expected = z.topk(top).indices
-        for e, a, b in tiles: assert all(e in expected[row] for row in work.token[a:b].tolist())
+        for e, a, b in tiles:
+            assert all(e in expected[row] for row in work.token[a:b].tolist())
 
 
 def test_who_suits(monkeypatch):
@@ -65,25 +114,42 @@ def test_who_suits(monkeypatch):
     assert not packed_experts.suits(experts, 1, torch.bfloat16)  # no GPU
     monkeypatch.setattr(packed_experts, "works", lambda device: True)
     most = packed_experts.MOST_ROWS
-    assert packed_experts.suits(experts, 1, torch.bfloat16) and packed_experts.suits(experts, most, torch.bfloat16)
+    assert packed_experts.suits(experts, 1, torch.bfloat16) and packed_experts.suits(
+        experts, most, torch.bfloat16
+    )
     assert not packed_experts.suits(experts, most + 1, torch.bfloat16)
-    assert not packed_experts.suits(experts, 1, torch.float16) and not packed_experts.suits(experts, 1, torch.float32)
-    assert not packed_experts.suits(replace(experts, down=experts.down.dequantize()), 1, torch.bfloat16)
+    assert not packed_experts.suits(experts, 1, torch.float16) and not packed_experts.suits(
+        experts, 1, torch.float32
+    )
+    assert not packed_experts.suits(
+        replace(experts, down=experts.down.dequantize()), 1, torch.bfloat16
+    )
     narrow = a_layer(H=32, I=32).experts  # 64 and 32 columns
-    assert packed_experts.suits(narrow, 16, torch.bfloat16) and not packed_experts.suits(narrow, 17, torch.bfloat16)
+    assert packed_experts.suits(narrow, 16, torch.bfloat16) and not packed_experts.suits(
+        narrow, 17, torch.bfloat16
+    )
     limit = packed_experts.MOST_RANK
-    assert packed_experts.suits(a_layer(rank=limit).experts, 1, torch.bfloat16) and not packed_experts.suits(a_layer(rank=limit + 1).experts, 1, torch.bfloat16)
+    assert packed_experts.suits(
+        a_layer(rank=limit).experts, 1, torch.bfloat16
+    ) and not packed_experts.suits(a_layer(rank=limit + 1).experts, 1, torch.bfloat16)
 
 
 def test_a_triton_that_cannot_compile_it_is_told_of(monkeypatch):
     class Changed:
-        def warmup(self, *arguments, **settings): raise TypeError("warmup() wants something else")
+        def warmup(self, *arguments, **settings):
+            raise TypeError("warmup() wants something else")
+
     monkeypatch.setattr(packed_experts, "_experts", Changed())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    with pytest.warns(UserWarning, match="cannot compile the kernel for packed experts .*wants something else"): assert not packed_experts.works.__wrapped__(torch.device("cuda", 0))
+    with pytest.warns(
+        UserWarning, match="cannot compile the kernel for packed experts .*wants something else"
+    ):
+        assert not packed_experts.works.__wrapped__(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not packed_experts.works.__wrapped__(torch.device("cuda", 0)) and not packed_experts.works(torch.device("cpu"))
+    assert not packed_experts.works.__wrapped__(
+        torch.device("cuda", 0)
+    ) and not packed_experts.works(torch.device("cpu"))
 
 
 def test_the_trial_of_the_decoding_kernels_on_an_older_card(monkeypatch):
@@ -93,9 +159,14 @@ def test_the_trial_of_the_decoding_kernels_on_an_older_card(monkeypatch):
     kernels.works.cache_clear()
     real = kernels.mix
     monkeypatch.setattr(kernels, "mix", lambda *a, **k: tuple(1.1 * x for x in real(*a, **k)))
-    with pytest.warns(UserWarning, match="a small layer came out otherwise"): assert not kernels.works(device, torch.float16)
+    with pytest.warns(UserWarning, match="a small layer came out otherwise"):
+        assert not kernels.works(device, torch.float16)
     kernels.works.cache_clear()
-    def broken(*a, **k): raise RuntimeError("no such instruction")
+
+    def broken(*a, **k):
+        raise RuntimeError("no such instruction")
+
     monkeypatch.setattr(kernels, "mix", broken)
-    with pytest.warns(UserWarning, match="RuntimeError: no such instruction"): assert not kernels.works(device, torch.float16)
+    with pytest.warns(UserWarning, match="RuntimeError: no such instruction"):
+        assert not kernels.works(device, torch.float16)
     kernels.works.cache_clear()

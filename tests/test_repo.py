@@ -1,25 +1,45 @@
 "The repository as a whole: every notebook runs, and everything that is made from something else is in step with it."
-import ast, contextlib, io, json, multiprocessing, os, re, shutil, subprocess, sys
+
+import ast
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
 from configparser import ConfigParser
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-
-import grpo_nb
 from venvs import layered, make_once
 
+import grpo_nb
+
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = [ROOT / "index.ipynb", *sorted(p for p in (ROOT / "nbs").rglob("*.ipynb")
-                                           if not p.is_symlink() and not any(part.startswith((".", "_")) for part in p.relative_to(ROOT).parts))]
+NOTEBOOKS = [
+    ROOT / "index.ipynb",
+    *sorted(
+        p
+        for p in (ROOT / "nbs").rglob("*.ipynb")
+        if not p.is_symlink()
+        and not any(part.startswith((".", "_")) for part in p.relative_to(ROOT).parts)
+    ),
+]
 MODULES = sorted((ROOT / "grpo_nb").rglob("*.py"))
 SETTINGS = ConfigParser(delimiters=["="])
 SETTINGS.read(ROOT / "settings.ini")
 SETTINGS = SETTINGS["DEFAULT"]
-every_notebook = pytest.mark.parametrize("notebook", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in NOTEBOOKS])
+every_notebook = pytest.mark.parametrize(
+    "notebook", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in NOTEBOOKS]
+)
 
 
 # Every notebook runs
+
 
 def run_notebook(path, flags, answer):
     "In a process of its own: run the cells of a notebook as nbdev_test does, send back what went wrong."
@@ -36,27 +56,46 @@ def run_notebook(path, flags, answer):
 def server():
     "Processes forked from one that has imported the slow packages but has run nothing: a fresh state for each notebook, in no time."
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "peft", "datasets", "pandas", "matplotlib.pyplot", "ipywidgets", "nbdev.test"])
+    context.set_forkserver_preload(
+        [
+            "torch",
+            "transformers",
+            "peft",
+            "datasets",
+            "pandas",
+            "matplotlib.pyplot",
+            "ipywidgets",
+            "nbdev.test",
+        ]
+    )
     return context
 
 
 @every_notebook
 def test_notebook_runs(server, notebook, minutes=10):
     mine, theirs = server.Pipe(duplex=False)
-    process = server.Process(target=run_notebook, args=(notebook, SETTINGS["tst_flags"].split(), theirs))
+    process = server.Process(
+        target=run_notebook, args=(notebook, SETTINGS["tst_flags"].split(), theirs)
+    )
     process.start()
     theirs.close()
     if not mine.poll(60 * minutes):
         process.kill()
         pytest.fail(f"still running after {minutes} minutes")
-    try: failure = mine.recv()
-    except EOFError: failure = "the process that ran the notebook died"
+    try:
+        failure = mine.recv()
+    except EOFError:
+        failure = "the process that ran the notebook died"
     process.join(10)
-    if process.is_alive(): process.kill()
-    if failure: pytest.fail(failure, pytrace=False)
+    if process.is_alive():
+        process.kill()
+    if failure:
+        pytest.fail(failure, pytrace=False)
 
 
-@pytest.mark.parametrize("notebook", [pytest.param(p, id=p.name) for p in NOTEBOOKS if p.parent.name == "tutorials"])
+@pytest.mark.parametrize(
+    "notebook", [pytest.param(p, id=p.name) for p in NOTEBOOKS if p.parent.name == "tutorials"]
+)
 def test_tutorial_asks_colab_for_a_t4(notebook):
     metadata = json.loads(notebook.read_text())["metadata"]
     assert metadata["accelerator"] == "GPU" and metadata["colab"]["gpuType"] == "T4"
@@ -64,74 +103,121 @@ def test_tutorial_asks_colab_for_a_t4(notebook):
 
 # Notebooks and library are in step
 
+
 @pytest.fixture
 def checkout(tmp_path):
     "A copy of what nbdev reads, with no library in it."
-    for name in ("settings.ini", "pyproject.toml", "index.ipynb"): shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "nbs", tmp_path / "nbs", symlinks=True, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    for name in ("settings.ini", "pyproject.toml", "index.ipynb"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(
+        ROOT / "nbs",
+        tmp_path / "nbs",
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".ipynb_checkpoints"),
+    )
     return tmp_path
 
 
 def contents(folder, pattern):
-    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob(pattern)) if not any(part.startswith(".") for part in p.parts[-2:])}
+    return {
+        str(p.relative_to(folder)): p.read_text()
+        for p in sorted(folder.rglob(pattern))
+        if not any(part.startswith(".") for part in p.parts[-2:])
+    }
 
 
 def assert_same(made, kept, advice):
-    different = sorted(name for name in made.keys() | kept.keys() if made.get(name) != kept.get(name))
+    different = sorted(
+        name for name in made.keys() | kept.keys() if made.get(name) != kept.get(name)
+    )
     assert not different, f"{advice}: {', '.join(different)}"
 
 
 def run(command, folder):
-    done = subprocess.run(list(map(str, command)), cwd=folder, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_export_from_nothing_gives_the_library(checkout):
     run([Path(sys.executable).parent / "nbdev_export"], checkout)
-    assert_same(contents(checkout / "grpo_nb", "*.py"), contents(ROOT / "grpo_nb", "*.py"), "run nbdev_export (or remove what no notebook exports)")
+    assert_same(
+        contents(checkout / "grpo_nb", "*.py"),
+        contents(ROOT / "grpo_nb", "*.py"),
+        "run nbdev_export (or remove what no notebook exports)",
+    )
 
 
 def test_notebooks_are_clean(checkout):
     run([Path(sys.executable).parent / "nbdev_clean"], checkout)
-    assert_same(contents(checkout, "*.ipynb"), {str(p.relative_to(ROOT)): p.read_text() for p in [*NOTEBOOKS, ROOT / "nbs/index.ipynb"]}, "run nbdev_clean")
+    assert_same(
+        contents(checkout, "*.ipynb"),
+        {str(p.relative_to(ROOT)): p.read_text() for p in [*NOTEBOOKS, ROOT / "nbs/index.ipynb"]},
+        "run nbdev_clean",
+    )
 
 
 @pytest.fixture(scope="session")
 def nbdev3():
     "Commands of nbdev 3, in an environment that is made once."
+
     def make(home):
         problem = layered(home, "nbdev==3.3.26")
-        if not problem: return
+        if not problem:
+            return
         problem = f"nbdev 3.3.26 could not be installed, so its export is not compared:\n{problem}"
         pytest.fail(problem) if os.environ.get("CI") else pytest.skip(problem)
 
-    return make_once(ROOT / ".cache" / "nbdev-3.3.26-py{}{}".format(*sys.version_info), make) / "bin"
+    return (
+        make_once(ROOT / ".cache" / "nbdev-3.3.26-py{}{}".format(*sys.version_info), make) / "bin"
+    )
 
 
 def test_nbdev_3_exports_the_same_library(checkout, nbdev3):
     run([nbdev3 / "nbdev-export"], checkout)
-    assert_same(contents(checkout / "grpo_nb", "*.py"), contents(ROOT / "grpo_nb", "*.py"), "nbdev 3 exports something else")
+    assert_same(
+        contents(checkout / "grpo_nb", "*.py"),
+        contents(ROOT / "grpo_nb", "*.py"),
+        "nbdev 3 exports something else",
+    )
 
 
 def test_version_is_written_once():
     front = json.loads((ROOT / "nbs/00_front.ipynb").read_text())
-    written = re.search(r'^__version__ = "(.+)"$', "\n".join("".join(cell["source"]) for cell in front["cells"]), re.M)
+    written = re.search(
+        r'^__version__ = "(.+)"$',
+        "\n".join("".join(cell["source"]) for cell in front["cells"]),
+        re.M,
+    )
     assert grpo_nb.__version__ == SETTINGS["version"] == written[1]
 
 
 # Made from the notebooks
 
+
 @pytest.mark.parametrize("tool", ["readme.py", "course.py"])
 def test_made_files_are_in_step(tool):
-    done = subprocess.run([sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
 def course(checkout):
     "The course tool at work on a copy: call it with its options, get (exit status, what it complains about)."
+
     def call(*options):
-        done = subprocess.run([sys.executable, ROOT / "tools/course.py", "--root", checkout, *options], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, ROOT / "tools/course.py", "--root", checkout, *options],
+            capture_output=True,
+            text=True,
+        )
         return done.returncode, done.stderr
 
     assert call()[0] == 0
@@ -147,26 +233,72 @@ def edit(path, change):
 
 def test_course_tool_is_idempotent_and_keeps_ids_and_outputs(checkout, course):
     before = contents(checkout, "*.ipynb")
-    assert course() == (0, "") and course("--check") == (0, "") and contents(checkout, "*.ipynb") == before
+    assert (
+        course() == (0, "")
+        and course("--check") == (0, "")
+        and contents(checkout, "*.ipynb") == before
+    )
     front = checkout / "nbs/00_front.ipynb"
-    edit(front, lambda cells: (cells[0].update(source=["# front\n", "\n", "> A line\n", "\n", "And more."]), cells.pop(1)))
+    edit(
+        front,
+        lambda cells: (
+            cells[0].update(source=["# front\n", "\n", "> A line\n", "\n", "And more."]),
+            cells.pop(1),
+        ),
+    )
     ids = [cell["id"] for cell in json.loads(front.read_text())["cells"]]
     assert course("--check")[0] == 1 and course() == (0, "")
     cells = json.loads(front.read_text())["cells"]
-    assert [cell["id"] for cell in cells if cell["id"] != "colab-install"] == ids and cells[1]["id"] == "colab-install"
+    assert [cell["id"] for cell in cells if cell["id"] != "colab-install"] == ids and cells[1][
+        "id"
+    ] == "colab-install"
     source = "".join(cells[0]["source"])
-    assert source.startswith("# front\n\n> A line\n\n<!-- course -->\n\n[![Open In Colab]") and source.endswith("<!-- /course -->\n\nAnd more.")
+    assert source.startswith(
+        "# front\n\n> A line\n\n<!-- course -->\n\n[![Open In Colab]"
+    ) and source.endswith("<!-- /course -->\n\nAnd more.")
     assert any(cell.get("outputs") for cell in cells)
 
 
-@pytest.mark.parametrize("harm, complaint", [
-    (lambda root: (root / "nbs/lessons").mkdir(exist_ok=True) or shutil.copy(root / "nbs/00_front.ipynb", root / "nbs/lessons/99_new.ipynb"),
-     "nbs/lessons/99_new.ipynb is not listed"),
-    (lambda root: (root / "nbs/00_front.ipynb").unlink(), "nbs/00_front.ipynb, which does not exist"),
-    (lambda root: edit(root / "index.ipynb", lambda cells: cells.append({**cells[0], "source": ["| [x](nbs/00_front.ipynb) | |"]})), "more than once"),
-    (lambda root: edit(root / "nbs/00_front.ipynb", lambda cells: cells[0].update(source=["# front\n", "A line\n"])), "must be markdown and open with"),
-    (lambda root: edit(root / "nbs/00_front.ipynb", lambda cells: cells[0].update(source=["# back\n", "\n", "> A line\n"])), "out of date"),
-], ids=["unlisted", "missing", "twice", "no title", "renamed"])
+@pytest.mark.parametrize(
+    "harm, complaint",
+    [
+        (
+            lambda root: (
+                (root / "nbs/lessons").mkdir(exist_ok=True)
+                or shutil.copy(root / "nbs/00_front.ipynb", root / "nbs/lessons/99_new.ipynb")
+            ),
+            "nbs/lessons/99_new.ipynb is not listed",
+        ),
+        (
+            lambda root: (root / "nbs/00_front.ipynb").unlink(),
+            "nbs/00_front.ipynb, which does not exist",
+        ),
+        (
+            lambda root: edit(
+                root / "index.ipynb",
+                lambda cells: cells.append(
+                    {**cells[0], "source": ["| [x](nbs/00_front.ipynb) | |"]}
+                ),
+            ),
+            "more than once",
+        ),
+        (
+            lambda root: edit(
+                root / "nbs/00_front.ipynb",
+                lambda cells: cells[0].update(source=["# front\n", "A line\n"]),
+            ),
+            "must be markdown and open with",
+        ),
+        (
+            lambda root: edit(
+                root / "nbs/00_front.ipynb",
+                lambda cells: cells[0].update(source=["# back\n", "\n", "> A line\n"]),
+            ),
+            "out of date",
+        ),
+    ],
+    ids=["unlisted", "missing", "twice", "no title", "renamed"],
+)
 def test_course_check_finds(checkout, course, harm, complaint):
     harm(checkout)
     status, said = course("--check")
@@ -188,6 +320,7 @@ def test_links_of_the_readme_lead_somewhere():
 
 # What is stored in a notebook
 
+
 @every_notebook
 def test_notebook_reads_well_without_running(notebook):
     stored = json.loads(notebook.read_text())
@@ -195,16 +328,26 @@ def test_notebook_reads_well_without_running(notebook):
     assert outputs, "no stored output: run python tools/notebooks.py run on it"
     assert not [o for o in outputs if o["output_type"] == "error"], "a stored traceback"
     assert "widgets" not in stored["metadata"], "stored widget state, which GitHub refuses to draw"
-    assert not [o for o in outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})], "a stored widget, empty without a kernel"
-    assert "site-packages" not in json.dumps(outputs), "a stored path of the machine it was run on, in a warning perhaps"
-    assert re.match(r"# .+\n\n> .+(\n|$)", "".join(stored["cells"][0]["source"])), "open with `# title`, an empty line, `> one line`"
+    assert not [
+        o for o in outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})
+    ], "a stored widget, empty without a kernel"
+    assert "site-packages" not in json.dumps(outputs), (
+        "a stored path of the machine it was run on, in a warning perhaps"
+    )
+    assert re.match(r"# .+\n\n> .+(\n|$)", "".join(stored["cells"][0]["source"])), (
+        "open with `# title`, an empty line, `> one line`"
+    )
 
 
 # What may import what (data and imports flow one way)
 
 ARROWS = {  # subpackage -> what it may import of ours, besides itself
-    "algorithm": [], "model": [], "rollout": ["model", "algorithm.logprobs"], "environments": [],
-    "training": ["algorithm", "model", "rollout", "environments"], "widgets": ["algorithm", "model", "rollout", "environments", "training"],
+    "algorithm": [],
+    "model": [],
+    "rollout": ["model", "algorithm.logprobs"],
+    "environments": [],
+    "training": ["algorithm", "model", "rollout", "environments"],
+    "widgets": ["algorithm", "model", "rollout", "environments", "training"],
 }
 
 
@@ -212,50 +355,95 @@ def imports(path):
     "The full names of all modules that a file imports anywhere, `from a import b` as a and a.b."
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import): yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            base = ".".join([*package[:len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module
+            base = (
+                ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+                if node.level
+                else node.module
+            )
             yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 
-every_module = pytest.mark.parametrize("module", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in MODULES])
+every_module = pytest.mark.parametrize(
+    "module", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in MODULES]
+)
 
 
 @every_module
 def test_library_does_not_need_the_tools_that_write_it(module):
-    assert not {name.split(".")[0] for name in imports(module)} & {"nbdev", "fastcore", "execnb", "trl", "pytest", "IPython"}
+    assert not {name.split(".")[0] for name in imports(module)} & {
+        "nbdev",
+        "fastcore",
+        "execnb",
+        "trl",
+        "pytest",
+        "IPython",
+    }
 
 
 @every_module
 def test_imports_point_one_way(module):
     inside = module.relative_to(ROOT / "grpo_nb").parts
-    ours = {name.removeprefix("grpo_nb.") for name in imports(module) if name.startswith("grpo_nb.")}
-    if len(inside) == 1: return  # the front door, the commands and the demo may use every room
+    ours = {
+        name.removeprefix("grpo_nb.") for name in imports(module) if name.startswith("grpo_nb.")
+    }
+    if len(inside) == 1:
+        return  # the front door, the commands and the demo may use every room
     allowed = [inside[0], *ARROWS[inside[0]]]
-    assert not [name for name in ours if not any(f"{name}.".startswith(f"{room}.") for room in allowed)]
+    assert not [
+        name for name in ours if not any(f"{name}.".startswith(f"{room}.") for room in allowed)
+    ]
 
 
-@pytest.mark.parametrize("module", [pytest.param(p, id=p.stem) for p in MODULES if p.parent.name == "algorithm"])
+@pytest.mark.parametrize(
+    "module", [pytest.param(p, id=p.stem) for p in MODULES if p.parent.name == "algorithm"]
+)
 def test_algorithm_is_torch_and_the_standard_library(module):
-    extra = {"triton"} if module.stem == "fused" else set()  # torch brings it along for CUDA, and without a GPU nothing imports that file
-    assert {name.split(".")[0] for name in imports(module)} <= {"torch", "grpo_nb", *sys.stdlib_module_names} | extra
+    extra = (
+        {"triton"} if module.stem == "fused" else set()
+    )  # torch brings it along for CUDA, and without a GPU nothing imports that file
+    assert {name.split(".")[0] for name in imports(module)} <= {
+        "torch",
+        "grpo_nb",
+        *sys.stdlib_module_names,
+    } | extra
 
 
 # The front door
 
+
 def test_import_is_instant_and_loads_nothing_heavy():
     code = "import time; t = time.perf_counter(); import grpo_nb, sys; print(time.perf_counter() - t, *sys.modules)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(3)
+    ]
     assert min(float(run[0]) for run in runs) < 0.5
-    assert not {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "ipywidgets", "numpy"} & set(runs[0][1:])
+    assert not {
+        "torch",
+        "transformers",
+        "peft",
+        "datasets",
+        "accelerate",
+        "matplotlib",
+        "ipywidgets",
+        "numpy",
+    } & set(runs[0][1:])
 
 
 @pytest.mark.parametrize("name", grpo_nb.__all__)
 def test_public_name_resolves(name):
     found = getattr(grpo_nb, name)
-    assert found is getattr(import_module(f"grpo_nb.{grpo_nb._rooms[name]}"), name) and name in dir(grpo_nb)
+    assert found is getattr(import_module(f"grpo_nb.{grpo_nb._rooms[name]}"), name) and name in dir(
+        grpo_nb
+    )
     assert found.__module__ == f"grpo_nb.{grpo_nb._rooms[name]}" and found.__doc__
 
 
 def test_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'GRPOTrane'"): grpo_nb.GRPOTrane
+    with pytest.raises(AttributeError, match="no attribute 'GRPOTrane'"):
+        grpo_nb.GRPOTrane

@@ -1,4 +1,5 @@
 "environments.verifiers: numbers as models write them, against Python's own float, int and Fraction; no text raises, none takes long."
+
 import re
 import time
 from decimal import Decimal
@@ -8,20 +9,77 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.environments.verifiers import boxed, final_number, last_number, number_matches, numbers_in, right_number, value_matches
+from grpo_nb.environments.verifiers import (
+    boxed,
+    final_number,
+    last_number,
+    number_matches,
+    numbers_in,
+    right_number,
+    value_matches,
+)
 
-PIECES = [r"\boxed{", "}", "{", r"\{", r"\frac{", r"\dfrac{1}{0}", "1", "23", "/", "0", "e", "E5", "e99999", "-", "+", "$", r"\$", ",", ",000", ".", "%", r"\times", "×", "*", "10^{", "10^9", " ", "\n", "\u2212",
-          "٣", "²", "½", "é", "nan", "inf", "_", r"\,", "{,}", "(", ")", "]", "x"]
+PIECES = [
+    r"\boxed{",
+    "}",
+    "{",
+    r"\{",
+    r"\frac{",
+    r"\dfrac{1}{0}",
+    "1",
+    "23",
+    "/",
+    "0",
+    "e",
+    "E5",
+    "e99999",
+    "-",
+    "+",
+    "$",
+    r"\$",
+    ",",
+    ",000",
+    ".",
+    "%",
+    r"\times",
+    "×",
+    "*",
+    "10^{",
+    "10^9",
+    " ",
+    "\n",
+    "\u2212",
+    "٣",
+    "²",
+    "½",
+    "é",
+    "nan",
+    "inf",
+    "_",
+    r"\,",
+    "{,}",
+    "(",
+    ")",
+    "]",
+    "x",
+]
 NASTY = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
-AROUND = st.text("abc xyz:!?\n()", max_size=8)  # holds no digit, brace or slash, and no letter e after a number thanks to the spaces
+AROUND = st.text(
+    "abc xyz:!?\n()", max_size=8
+)  # holds no digit, brace or slash, and no letter e after a number thanks to the spaces
 
 
 @settings(max_examples=300, deadline=None)
 @given(NASTY, NASTY)
 def test_no_text_raises(text, other):
-    for found in (final_number(text), *numbers_in(text)): assert found is None or isinstance(found, Fraction)
+    for found in (final_number(text), *numbers_in(text)):
+        assert found is None or isinstance(found, Fraction)
     assert last_number(text) is None or isinstance(last_number(text), float)
-    assert number_matches(text, 4) in (True, False) and value_matches(text, 4) in (True, False) and value_matches(text, "1/3", 0.5) in (True, False)
+    assert (
+        number_matches(text, 4) in (True, False)
+        and value_matches(text, 4) in (True, False)
+        and value_matches(text, "1/3", 0.5) in (True, False)
+    )
     inside = boxed(text)
     assert inside is None or inside in text
     numbers = numbers_in(text if inside is None else inside)
@@ -35,61 +93,208 @@ def test_every_float_that_python_writes_is_read(number, before, after):
 
 
 @settings(max_examples=200, deadline=None)
-@given(number=st.decimals(-10**9, 10**9, places=3), form=st.sampled_from(["{:f}", "{:,f}", "${:f}", r"\${:,f}", "{:f}%", "**{:f}**", "{:f}.", "{:e}", r"\boxed{{{:f}}}", "({:f})"]), other=st.integers(0, 999))
+@given(
+    number=st.decimals(-(10**9), 10**9, places=3),
+    form=st.sampled_from(
+        [
+            "{:f}",
+            "{:,f}",
+            "${:f}",
+            r"\${:,f}",
+            "{:f}%",
+            "**{:f}**",
+            "{:f}.",
+            "{:e}",
+            r"\boxed{{{:f}}}",
+            "({:f})",
+        ]
+    ),
+    other=st.integers(0, 999),
+)
 def test_decimals_are_exact_in_every_form(number, form, other):
     assert final_number(f"first {other}, then {form.format(number)}") == Fraction(number)
 
 
 @settings(max_examples=200, deadline=None)
-@given(top=st.integers(-10**6, 10**6), bottom=st.integers(-10**6, 10**6), form=st.sampled_from([r"\frac{{{}}}{{{}}}", r"\dfrac{{{}}}{{{}}}", r"so \tfrac{{{}}}{{{}}} of it", r"\boxed{{\frac{{{}}}{{{}}}}}"]))
+@given(
+    top=st.integers(-(10**6), 10**6),
+    bottom=st.integers(-(10**6), 10**6),
+    form=st.sampled_from(
+        [
+            r"\frac{{{}}}{{{}}}",
+            r"\dfrac{{{}}}{{{}}}",
+            r"so \tfrac{{{}}}{{{}}} of it",
+            r"\boxed{{\frac{{{}}}{{{}}}}}",
+        ]
+    ),
+)
 def test_fractions(top, bottom, form):
     text = form.format(top, bottom)
     assert final_number(text) == (Fraction(top, bottom) if bottom else None)
-    if form[:2] in (r"\f", r"\d"): assert final_number("= -" + text) == (-Fraction(top, bottom) if bottom else None)
+    if form[:2] in (r"\f", r"\d"):
+        assert final_number("= -" + text) == (-Fraction(top, bottom) if bottom else None)
     assert final_number(f"{top}/{abs(bottom)}") == (Fraction(top, abs(bottom)) if bottom else None)
 
 
 @settings(max_examples=150, deadline=None)
-@given(mantissa=st.decimals(1, 10, places=2), exponent=st.integers(-30, 30), form=st.sampled_from([r"{} \times 10^{{{}}}", "{}×10^{{{}}}", "{}*10^{}", r"{} \cdot 10^{}", "{}e{}", "{}E{}"]))
+@given(
+    mantissa=st.decimals(1, 10, places=2),
+    exponent=st.integers(-30, 30),
+    form=st.sampled_from(
+        [r"{} \times 10^{{{}}}", "{}×10^{{{}}}", "{}*10^{}", r"{} \cdot 10^{}", "{}e{}", "{}E{}"]
+    ),
+)
 def test_powers_of_ten(mantissa, exponent, form):
-    assert final_number(form.format(mantissa, exponent)) == Fraction(Decimal(mantissa).scaleb(exponent))
+    assert final_number(form.format(mantissa, exponent)) == Fraction(
+        Decimal(mantissa).scaleb(exponent)
+    )
 
 
-BALANCED = st.recursive(st.text(r"ab1 \,/", max_size=5).filter(lambda t: not t.endswith("\\")), lambda inner: st.lists(inner, max_size=3).map(lambda parts: "".join(f"{{{part}}}" for part in parts)), max_leaves=6)
+BALANCED = st.recursive(
+    st.text(r"ab1 \,/", max_size=5).filter(lambda t: not t.endswith("\\")),
+    lambda inner: st.lists(inner, max_size=3).map(
+        lambda parts: "".join(f"{{{part}}}" for part in parts)
+    ),
+    max_leaves=6,
+)
 
 
 @settings(max_examples=200, deadline=None)
-@given(before=st.text("ab1 }", max_size=8), inside=BALANCED, after=st.text("ab1 }", max_size=8), earlier=st.booleans())
+@given(
+    before=st.text("ab1 }", max_size=8),
+    inside=BALANCED,
+    after=st.text("ab1 }", max_size=8),
+    earlier=st.booleans(),
+)
 def test_the_box_ends_at_its_own_brace(before, inside, after, earlier):
     text = before + (r"\boxed{0}" if earlier else "") + r"\boxed{" + inside + "}" + after
     assert boxed(text) == inside
     assert boxed(text + r" and \boxed{never closed") == inside  # cut off: no answer
 
 
-@pytest.mark.parametrize("text, inside", [
-    ("", None), ("{}", None), (r"\boxed", None), (r"\boxed{", None), (r"\boxed{}", ""), (r"\boxed {5}", "5"), (r"\\boxed{5}", "5"), (r"\boxed{\{5\}}", r"\{5\}"), (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"),
-    (r"\boxed{1}{2}", "1"), (r"}}\boxed{1}", "1"), (r"\boxed{a{b}c} {d}", "a{b}c"),
-])
+@pytest.mark.parametrize(
+    "text, inside",
+    [
+        ("", None),
+        ("{}", None),
+        (r"\boxed", None),
+        (r"\boxed{", None),
+        (r"\boxed{}", ""),
+        (r"\boxed {5}", "5"),
+        (r"\\boxed{5}", "5"),
+        (r"\boxed{\{5\}}", r"\{5\}"),
+        (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"),
+        (r"\boxed{1}{2}", "1"),
+        (r"}}\boxed{1}", "1"),
+        (r"\boxed{a{b}c} {d}", "a{b}c"),
+    ],
+)
 def test_boxes(text, inside):
     assert boxed(text) == inside
 
 
-@pytest.mark.parametrize("text, value", [
-    ("1,234.50", "1234.5"), ("-3", "-3"), ("\u22123", "-3"), ("-$3", "-3"), ("$-3", "-3"), (r"-\$1,000", "-1000"), ("€5", "5"), ("18.", "18"), ("18%", "18"), (".5", "1/2"), ("-.5", "-1/2"), ("+7", "7"), ("007", "7"),
-    ("1 234", "234"), ("1,2345", "2345"), ("12,34", "34"), ("1,2,3", "3"), ("3-5", "5"), ("x-3", "3"), ("(4)-3", "3"), ("= -3", "-3"), ("GPT-4", "4"), ("v1.2.3", "3"), ("1/2/2024", "2024"), ("2e", "2"), ("3 eggs", "3"),
-    (r"1{,}234", "1234"), (r"1\,234\,567", "1234567"), (r"1,\!234", "1234"), (r"2\,3", "3"), ("3.4/1.7", "2"), ("1/0", None), ("5 then 1/0", None), ("0/5", "0"), ("", None), ("none", None), ("½", None), ("٣", None),
-    ("1" * 300, "1" * 300), ("1" * 301, None), ("1e9999", "1e9999"), ("1e10000", None), ("1e-99999999999", None), (r"\boxed{C} 4", None), (r"\boxed{4} 5", "4"), ("1_000", "0"),
-])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1,234.50", "1234.5"),
+        ("-3", "-3"),
+        ("\u22123", "-3"),
+        ("-$3", "-3"),
+        ("$-3", "-3"),
+        (r"-\$1,000", "-1000"),
+        ("€5", "5"),
+        ("18.", "18"),
+        ("18%", "18"),
+        (".5", "1/2"),
+        ("-.5", "-1/2"),
+        ("+7", "7"),
+        ("007", "7"),
+        ("1 234", "234"),
+        ("1,2345", "2345"),
+        ("12,34", "34"),
+        ("1,2,3", "3"),
+        ("3-5", "5"),
+        ("x-3", "3"),
+        ("(4)-3", "3"),
+        ("= -3", "-3"),
+        ("GPT-4", "4"),
+        ("v1.2.3", "3"),
+        ("1/2/2024", "2024"),
+        ("2e", "2"),
+        ("3 eggs", "3"),
+        (r"1{,}234", "1234"),
+        (r"1\,234\,567", "1234567"),
+        (r"1,\!234", "1234"),
+        (r"2\,3", "3"),
+        ("3.4/1.7", "2"),
+        ("1/0", None),
+        ("5 then 1/0", None),
+        ("0/5", "0"),
+        ("", None),
+        ("none", None),
+        ("½", None),
+        ("٣", None),
+        ("1" * 300, "1" * 300),
+        ("1" * 301, None),
+        ("1e9999", "1e9999"),
+        ("1e10000", None),
+        ("1e-99999999999", None),
+        (r"\boxed{C} 4", None),
+        (r"\boxed{4} 5", "4"),
+        ("1_000", "0"),
+    ],
+)
 def test_what_was_decided(text, value):
     assert final_number(text) == (None if value is None else Fraction(value))
 
 
-@pytest.mark.parametrize("piece", ["1", "1,111", "1,", "1.", ".1", "1e", "1e9", "-", "$", "1/", "1/1", "1 ", " ", r"\frac{", r"\frac{1", r"\frac{1}{", r"\frac{1}{2}", r"\boxed{", r"\boxed{}", "{", "}", "{}", r"\boxed ", r"\, ", "1\n", "1 \\times", "1*10^", "1 * ", "0"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "1",
+        "1,111",
+        "1,",
+        "1.",
+        ".1",
+        "1e",
+        "1e9",
+        "-",
+        "$",
+        "1/",
+        "1/1",
+        "1 ",
+        " ",
+        r"\frac{",
+        r"\frac{1",
+        r"\frac{1}{",
+        r"\frac{1}{2}",
+        r"\boxed{",
+        r"\boxed{}",
+        "{",
+        "}",
+        "{}",
+        r"\boxed ",
+        r"\, ",
+        "1\n",
+        "1 \\times",
+        "1*10^",
+        "1 * ",
+        "0",
+    ],
+)
 @pytest.mark.parametrize("ending", ["", "x", "}", "1"])
 def test_a_hundred_thousand_characters_take_less_than_a_second(piece, ending):
     text = (piece * (100_000 // len(piece) + 1))[:100_000] + ending
-    for function in (final_number, boxed, last_number, lambda text: value_matches(text, 4), lambda text: final_number(text + "}" * 15_000)):
-        assert any(seconds_of(function, text) < 1 for _ in range(3))  # a garbage collection or a busy neighbour may spoil one
+    for function in (
+        final_number,
+        boxed,
+        last_number,
+        lambda text: value_matches(text, 4),
+        lambda text: final_number(text + "}" * 15_000),
+    ):
+        assert any(
+            seconds_of(function, text) < 1 for _ in range(3)
+        )  # a garbage collection or a busy neighbour may spoil one
 
 
 def seconds_of(function, text):
@@ -99,9 +304,25 @@ def seconds_of(function, text):
 
 
 def test_values_and_not_spellings():
-    for text in ("18", "18.0", "$18", "18 dollars", r"\boxed{18}", "36/2", "1.8e1", "so it is **18**.", "17 or 18"): assert value_matches(text, "18") and value_matches(text, 18) and value_matches(text, 18.0)
-    for text in ("", "17", "-18", "18 or 17", "eighteen", "1/0", "181"): assert not value_matches(text, "18")
-    assert value_matches("0.1", "1/10") and value_matches("0.1", 0.1) and not value_matches("9007199254740993", "9007199254740992")  # equal as floats
+    for text in (
+        "18",
+        "18.0",
+        "$18",
+        "18 dollars",
+        r"\boxed{18}",
+        "36/2",
+        "1.8e1",
+        "so it is **18**.",
+        "17 or 18",
+    ):
+        assert value_matches(text, "18") and value_matches(text, 18) and value_matches(text, 18.0)
+    for text in ("", "17", "-18", "18 or 17", "eighteen", "1/0", "181"):
+        assert not value_matches(text, "18")
+    assert (
+        value_matches("0.1", "1/10")
+        and value_matches("0.1", 0.1)
+        and not value_matches("9007199254740993", "9007199254740992")
+    )  # equal as floats
     assert float("9007199254740993") == float("9007199254740992")
     assert value_matches("0.333", "1/3", tolerance=1e-3) and not value_matches("0.333", "1/3")
 
@@ -109,11 +330,14 @@ def test_values_and_not_spellings():
 @pytest.mark.parametrize("answer", ["four", "", "1/0", None, float("nan")])
 def test_a_right_answer_without_a_number_is_a_mistake_in_the_data(answer):
     for call in (lambda: right_number(answer), lambda: value_matches("4", answer)):
-        with pytest.raises(ValueError, match=re.escape(f"the right answer is {answer!r}, which holds no number")): call()
+        with pytest.raises(
+            ValueError, match=re.escape(f"the right answer is {answer!r}, which holds no number")
+        ):
+            call()
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(-10**9, 10**9) | st.floats(-1e9, 1e9) | st.fractions(max_denominator=1000))
+@given(st.integers(-(10**9), 10**9) | st.floats(-1e9, 1e9) | st.fractions(max_denominator=1000))
 def test_right_answers_of_every_type(answer):
     assume(not isinstance(answer, float) or answer == answer)
     assert right_number(answer) == Fraction(str(answer))

@@ -1,9 +1,14 @@
 "The wheel, alone in an empty environment: what a user gets from pip."
-import json, os, shutil, subprocess, sys, zipfile
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
-
 from venvs import bare, make_once, shared
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -11,8 +16,14 @@ pytestmark = pytest.mark.wheel
 
 
 def run(*command, **options):
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env, **options)
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=env, **options
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -20,9 +31,17 @@ def run(*command, **options):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     "Built from the source distribution of a copy of the checkout, so that nothing left over from an earlier build gets in."
+
     def make(out):
         source = out / "source/grpo_nb"
-        shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__"))
+        shutil.copytree(
+            ROOT,
+            source,
+            symlinks=True,
+            ignore=shutil.ignore_patterns(
+                ".*", "build", "dist", "runs", "*.egg-info", "__pycache__"
+            ),
+        )
         run(sys.executable, "-m", "build", "--outdir", out, source)
 
     (made,) = make_once(shared(tmp_path_factory, "dist"), make).glob("*.whl")
@@ -32,6 +51,7 @@ def wheel(tmp_path_factory):
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
     "The folder of commands of an environment that has the wheel and, in the versions that are installed here, what the wheel asks for."
+
     def make(home):
         problem = bare(home, wheel)
         assert not problem, problem
@@ -41,7 +61,11 @@ def installed(wheel, tmp_path_factory):
 
 def test_wheel_holds_the_library_and_nothing_else(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert inside == {str(p.relative_to(ROOT)) for p in (ROOT / "grpo_nb").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert inside == {
+        str(p.relative_to(ROOT))
+        for p in (ROOT / "grpo_nb").rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
 
 
 IMPORT_EVERYTHING = """
@@ -56,9 +80,13 @@ print(json.dumps([len(names), grpo_nb.__file__, [n for n in ("nbdev", "fastcore"
 
 def test_every_module_imports_without_the_tools_that_wrote_it(installed, tmp_path):
     "Triton is not there on a machine without CUDA, and some modules are made of it."
-    count, path, tools, refused = json.loads(run(installed / "python", "-c", IMPORT_EVERYTHING, cwd=tmp_path).splitlines()[-1])
+    count, path, tools, refused = json.loads(
+        run(installed / "python", "-c", IMPORT_EVERYTHING, cwd=tmp_path).splitlines()[-1]
+    )
     assert count > 10 and path.startswith(str(installed.parent)) and tools == []
-    assert {"grpo_nb.model.fused", "grpo_nb.rollout.kernels"} <= refused.keys() and all("pip install triton" in sentence for sentence in refused.values())
+    assert {"grpo_nb.model.fused", "grpo_nb.rollout.kernels"} <= refused.keys() and all(
+        "pip install triton" in sentence for sentence in refused.values()
+    )
 
 
 DEMO_WITHOUT_WARM_UP = """
@@ -72,7 +100,9 @@ sys.exit(cli.main(["demo", "--steps", "1", "--quiet", "--out", sys.argv[1]]))
 def test_demo_runs(installed, tmp_path):
     "Everything that it uses is there; test_demo.py sees it learn."
     run(installed / "python", "-c", DEMO_WITHOUT_WARM_UP, tmp_path / "run", cwd=tmp_path)
-    assert {"accuracy_before", "accuracy_after"} <= json.loads((tmp_path / "run/summary.json").read_text()).keys()
+    assert {"accuracy_before", "accuracy_after"} <= json.loads(
+        (tmp_path / "run/summary.json").read_text()
+    ).keys()
 
 
 def test_doctor_finds_nothing_missing(installed, tmp_path):

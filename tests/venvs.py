@@ -1,4 +1,5 @@
 "Environments for tests that need other packages than the present one has: made once, and out of it, so that nothing large is installed again."
+
 import csv
 import fcntl
 import shutil
@@ -34,7 +35,11 @@ def shared(tmp_path_factory, name):
 
 def pip(home, *arguments):
     "The present pip at work on another environment; what went wrong, or nothing."
-    done = subprocess.run([sys.executable, "-m", "pip", "--python", home / "bin/python", *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--python", home / "bin/python", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
     return f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}" if done.returncode else ""
 
 
@@ -46,7 +51,9 @@ def packages_of(home):
 def layered(home, *packages, sees=()):
     "Make an environment that has these packages, and behind them on its path all of the present one; what went wrong, or nothing."
     venv.create(home, clear=True)
-    (packages_of(home) / "present.pth").write_text("\n".join([sysconfig.get_path("purelib"), *map(str, sees)]))  # after its own packages on the path, so those win
+    (packages_of(home) / "present.pth").write_text(
+        "\n".join([sysconfig.get_path("purelib"), *map(str, sees)])
+    )  # after its own packages on the path, so those win
     return pip(home, "install", "-q", "--no-compile", *packages)
 
 
@@ -55,10 +62,12 @@ def needed_by(requirements):
     found, seen, todo = {}, set(), [(Requirement(text), "") for text in requirements]
     while todo:
         asked, extra = todo.pop()
-        if asked.marker and not asked.marker.evaluate({"extra": extra}): continue
+        if asked.marker and not asked.marker.evaluate({"extra": extra}):
+            continue
         made = found[canonicalize_name(asked.name)] = distribution(asked.name)
         for wanted in {"", *asked.extras}:
-            if (made.name, wanted) in seen: continue
+            if (made.name, wanted) in seen:
+                continue
             seen.add((made.name, wanted))
             todo += [(Requirement(text), wanted) for text in made.requires or []]
     return list(found.values())
@@ -74,14 +83,18 @@ def bare(home, wheel):
     "Make an environment that has a wheel and what its metadata asks for, as it is installed here, and nothing else; what went wrong, or nothing."
     venv.create(home, clear=True)
     problem = pip(home, "install", "-q", "--no-compile", "--no-deps", "--no-index", wheel)
-    if problem: return problem
+    if problem:
+        return problem
     here, there, owners = Path(sysconfig.get_path("purelib")), packages_of(home), defaultdict(set)
     for made in distributions():
         owner = made.name
-        for top in {name.split("/")[0] for name in files_of(made)}: owners[top].add(owner)
+        for top in {name.split("/")[0] for name in files_of(made)}:
+            owners[top].add(owner)
     (installed,) = distributions(path=[str(there)])
     for made in needed_by(installed.requires):
-        for name in {top if len(owners[top := name.split("/")[0]]) == 1 else name for name in files_of(made)}:  # a whole folder where nobody else has files in it
+        for name in {
+            top if len(owners[top := name.split("/")[0]]) == 1 else name for name in files_of(made)
+        }:  # a whole folder where nobody else has files in it
             (there / name).parent.mkdir(parents=True, exist_ok=True)
             (there / name).symlink_to(here / name)
     return pip(home, "check")

@@ -8,7 +8,12 @@ To add a notebook, add a row `| [](nbs/PART/NN_topic.ipynb) | |` where it belong
 the line under it. In every notebook it maintains the lines between `<!-- course -->` and `<!-- /course -->` in the first cell,
 and the second cell, which fetches the library on Colab. Cell ids and outputs stay as they are.
 """
-import argparse, json, os, re, sys
+
+import argparse
+import json
+import os
+import re
+import sys
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -16,8 +21,9 @@ ROW = re.compile(r"^\| *\[[^\]]*\]\(([^)\s]+\.ipynb)\) *\|.*$", re.M)
 BLOCK = re.compile(r"\n*<!-- course -->.*?<!-- /course -->\n*", re.S)
 INSTALL = """#| hide
 #| eval: false
-# Colab has all that the library needs, but not the library: fetch it if it is missing, upgrade nothing
+# Colab has what the library needs, but not the library: fetch it if missing, upgrade nothing
 import importlib.util
+
 if importlib.util.find_spec("{lib_name}") is None:
     %pip install -qq --no-deps "{lib_name} @ git+{git_url}@{branch}"
 """
@@ -33,36 +39,60 @@ def load(path):
 
 def dump(notebook):
     "The text of a notebook in the layout that nbdev_clean writes."
-    cells = [{**cell, "source": cell["source"].splitlines(keepends=True)} for cell in notebook["cells"]]
-    return json.dumps({**notebook, "cells": cells}, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+    cells = [
+        {**cell, "source": cell["source"].splitlines(keepends=True)} for cell in notebook["cells"]
+    ]
+    return (
+        json.dumps({**notebook, "cells": cells}, sort_keys=True, indent=1, ensure_ascii=False)
+        + "\n"
+    )
 
 
 def heading(notebook):
     "(title, line) of a notebook that opens with `# title` and `> line`; ValueError if it does not."
     first = notebook["cells"][0] if notebook["cells"] else {"cell_type": None, "source": ""}
-    found = re.match(r"# (.+)\n\n> (.+)(\n|$)", first["source"]) if first["cell_type"] == "markdown" else None
-    if not found: raise ValueError("the first cell must be markdown and open with `# title`, an empty line and `> one line`")
+    found = (
+        re.match(r"# (.+)\n\n> (.+)(\n|$)", first["source"])
+        if first["cell_type"] == "markdown"
+        else None
+    )
+    if not found:
+        raise ValueError(
+            "the first cell must be markdown and open with `# title`, an empty line and `> one line`"
+        )
     return found[1].strip(), found[2].strip()
 
 
 def course_order(index):
     "The notebooks of the course as index.ipynb lists them, paths from the root."
-    return [path for cell in index["cells"] if cell["cell_type"] == "markdown" for path in ROW.findall(cell["source"])]
+    return [
+        path
+        for cell in index["cells"]
+        if cell["cell_type"] == "markdown"
+        for path in ROW.findall(cell["source"])
+    ]
 
 
 def navigation(path, titles, settings):
     "The maintained lines of one notebook: its badge, and links to its neighbours. `titles`: path -> title, in course order, the index first."
+
     def link(label, target):
-        return f"{label} [{titles[target]}]({os.path.relpath(target, os.path.dirname(path) or '.')})"
+        return (
+            f"{label} [{titles[target]}]({os.path.relpath(target, os.path.dirname(path) or '.')})"
+        )
 
     order = list(titles)
     at = order.index(path)
     links = [link("Previous:", order[at - 1])] if at > 1 else []
     links += [link("Course:", order[0])] if at > 0 else []
-    links += [link("Next:" if at > 0 else "Begin with", order[at + 1])] if at + 1 < len(order) else []
+    links += (
+        [link("Next:" if at > 0 else "Begin with", order[at + 1])] if at + 1 < len(order) else []
+    )
     user, repo, branch = settings["user"], settings["repo"], settings["branch"]
-    badge = ("[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-             f"(https://colab.research.google.com/github/{user}/{repo}/blob/{branch}/{path})")
+    badge = (
+        "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+        f"(https://colab.research.google.com/github/{user}/{repo}/blob/{branch}/{path})"
+    )
     return f"<!-- course -->\n\n{badge}\n\n{' · '.join(links)}\n\n<!-- /course -->"
 
 
@@ -74,15 +104,26 @@ def with_navigation(source, lines):
 
 def with_install_cell(cells, source):
     "The cells with the install cell second; an older one is rewritten in place of being doubled."
-    is_install = lambda cell: cell["cell_type"] == "code" and "#| eval: false" in cell["source"] and "find_spec(" in cell["source"]
+    is_install = lambda cell: (
+        cell["cell_type"] == "code"
+        and "#| eval: false" in cell["source"]
+        and "find_spec(" in cell["source"]
+    )
     old = next((cell for cell in cells if is_install(cell)), None)
-    new = old or {"cell_type": "code", "execution_count": None, "id": "colab-install", "metadata": {}, "outputs": []}
+    new = old or {
+        "cell_type": "code",
+        "execution_count": None,
+        "id": "colab-install",
+        "metadata": {},
+        "outputs": [],
+    }
     first, *rest = [cell for cell in cells if cell is not old]
     return [first, {**new, "source": source.rstrip("\n")}, *rest]
 
 
 def with_titles(source, headings):
     "A cell of the index with the row of each notebook filled from the notebook itself."
+
     def row(found):
         title, line = (text.replace("|", "\\|") for text in headings[found[1]])
         return f"| [{title}]({found[1]}) | {line} |"
@@ -98,18 +139,30 @@ def plan(root):
     index = load(root / "index.ipynb")
     order = course_order(index)
     nbs = root / settings["nbs_path"]
-    present = {str(p.relative_to(root)) for p in nbs.rglob("*.ipynb")
-               if not p.is_symlink() and not any(part.startswith((".", "_")) for part in p.relative_to(root).parts)}
-    problems = [f"index.ipynb lists {path} more than once" for path in sorted({p for p in order if order.count(p) > 1})]
-    problems += [f"index.ipynb lists {path}, which does not exist" for path in order if path not in present]
+    present = {
+        str(p.relative_to(root))
+        for p in nbs.rglob("*.ipynb")
+        if not p.is_symlink()
+        and not any(part.startswith((".", "_")) for part in p.relative_to(root).parts)
+    }
+    problems = [
+        f"index.ipynb lists {path} more than once"
+        for path in sorted({p for p in order if order.count(p) > 1})
+    ]
+    problems += [
+        f"index.ipynb lists {path}, which does not exist" for path in order if path not in present
+    ]
     problems += [f"{path} is not listed in index.ipynb" for path in sorted(present - set(order))]
 
     notebooks, headings = {"index.ipynb": index}, {}
     notebooks |= {path: load(root / path) for path in dict.fromkeys(order) if path in present}
     for path, notebook in notebooks.items():
-        try: headings[path] = heading(notebook)
-        except ValueError as error: problems.append(f"{path}: {error}")
-    if problems: return problems, {}
+        try:
+            headings[path] = heading(notebook)
+        except ValueError as error:
+            problems.append(f"{path}: {error}")
+    if problems:
+        return problems, {}
 
     titles = {path: title for path, (title, _) in headings.items()}
     wanted = {}
@@ -117,21 +170,40 @@ def plan(root):
         cells = [dict(cell) for cell in notebook["cells"]]
         if path == "index.ipynb":
             for cell in cells:
-                if cell["cell_type"] == "markdown": cell["source"] = with_titles(cell["source"], headings)
+                if cell["cell_type"] == "markdown":
+                    cell["source"] = with_titles(cell["source"], headings)
         cells[0]["source"] = with_navigation(cells[0]["source"], navigation(path, titles, settings))
-        wanted[path] = dump({**notebook, "cells": with_install_cell(cells, INSTALL.format(**settings))})
+        wanted[path] = dump(
+            {**notebook, "cells": with_install_cell(cells, INSTALL.format(**settings))}
+        )
     return [], wanted
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if anything is out of order")
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help="the checkout (default: this one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if anything is out of order"
+    )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path(__file__).resolve().parent.parent,
+        help="the checkout (default: this one)",
+    )
     args = parser.parse_args()
     problems, wanted = plan(args.root)
-    stale = [path for path, text in wanted.items() if (args.root / path).read_text(encoding="utf-8") != text]
+    stale = [
+        path
+        for path, text in wanted.items()
+        if (args.root / path).read_text(encoding="utf-8") != text
+    ]
     if args.check:
-        problems += [f"{path}: badge, links, install cell or table row out of date; run python tools/course.py" for path in stale]
+        problems += [
+            f"{path}: badge, links, install cell or table row out of date; run python tools/course.py"
+            for path in stale
+        ]
     else:
         for path in stale:
             (args.root / path).write_text(wanted[path], encoding="utf-8")

@@ -7,7 +7,13 @@
 
 In the text form a line `%%md` opens a markdown cell and a line `%%code` a code cell. Cell ids survive a round trip.
 """
-import argparse, hashlib, os, re, subprocess, sys
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -34,9 +40,14 @@ def build(text, old=None):
     cells = []
     for kind, source in parse(text):
         make = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
-        cells.append(make(source, id=hashlib.sha1(f"{len(cells)}{source}".encode()).hexdigest()[:8]))
+        cells.append(
+            make(source, id=hashlib.sha1(f"{len(cells)}{source}".encode()).hexdigest()[:8])
+        )
     if old is not None:
-        a, b = [(c.cell_type, c.source) for c in old.cells], [(c.cell_type, c.source) for c in cells]
+        a, b = (
+            [(c.cell_type, c.source) for c in old.cells],
+            [(c.cell_type, c.source) for c in cells],
+        )
         for tag, i0, i1, j0, j1 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
             if tag == "equal" or (tag == "replace" and i1 - i0 == j1 - j0):
                 for i, j in zip(range(i0, i1), range(j0, j1)):
@@ -45,13 +56,17 @@ def build(text, old=None):
                         if tag == "equal" and cells[j].cell_type == "code":
                             cells[j].outputs = old.cells[i].outputs
     metadata = dict(old.metadata) if old is not None else {}
-    metadata.setdefault("kernelspec", {"display_name": "python3", "language": "python", "name": "python3"})
+    metadata.setdefault(
+        "kernelspec", {"display_name": "python3", "language": "python", "name": "python3"}
+    )
     return nbformat.v4.new_notebook(cells=cells, metadata=metadata)
 
 
 def skipped(cell, flags):
     "Whether a cell is left alone: marked `#| eval: false`, or with one of the flags (cells that need a GPU, a long time, ...)."
-    marks = re.findall(r"^#\|[ \t]*(.+?)[ \t]*$", cell.source, re.M) if cell.cell_type == "code" else []
+    marks = (
+        re.findall(r"^#\|[ \t]*(.+?)[ \t]*$", cell.source, re.M) if cell.cell_type == "code" else []
+    )
     return any(re.fullmatch(r"eval: *false", mark) or mark.split()[0] in flags for mark in marks)
 
 
@@ -59,30 +74,54 @@ def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
     "Execute a notebook where it stands and store its outputs, without widget state and without execution counts; skipped cells keep what they have."
     notebook = nbformat.read(path, 4)
     for cell in notebook.cells:
-        if skipped(cell, flags): cell.metadata["tags"] = ["skip-execution"]
-    NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": Path(path).resolve().parent}}, store_widget_state=False).execute()
+        if skipped(cell, flags):
+            cell.metadata["tags"] = ["skip-execution"]
+    NotebookClient(
+        notebook,
+        timeout=timeout,
+        resources={"metadata": {"path": Path(path).resolve().parent}},
+        store_widget_state=False,
+    ).execute()
     for cell in notebook.cells:
         cell.metadata.clear()
         if cell.cell_type == "code":
-            cell.outputs = [o for o in cell.outputs if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
+            cell.outputs = [
+                o
+                for o in cell.outputs
+                if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
+            ]
     notebook.metadata.pop("widgets", None)
     nbformat.write(notebook, path)
-    subprocess.run([sys.executable, "-c", "from nbdev.clean import nbdev_clean; import sys; nbdev_clean(fname=sys.argv[1])", str(path)], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from nbdev.clean import nbdev_clean; import sys; nbdev_clean(fname=sys.argv[1])",
+            str(path),
+        ],
+        check=True,
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     execute = commands.add_parser("run")
     execute.add_argument("notebooks", nargs="+", type=Path)
-    execute.add_argument("--flags", nargs="*", default=[], metavar="FLAG", help="run the cells with these flags too")
+    execute.add_argument(
+        "--flags", nargs="*", default=[], metavar="FLAG", help="run the cells with these flags too"
+    )
     commands.add_parser("text").add_argument("notebook", type=Path)
     make = commands.add_parser("build")
     make.add_argument("text", type=Path)
     make.add_argument("notebook", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # notices of other libraries, with paths of this machine, are no outputs to store
+    os.environ.setdefault(
+        "PYTHONWARNINGS", "ignore::FutureWarning"
+    )  # notices of other libraries, with paths of this machine, are no outputs to store
     if args.command == "run":
         for path in args.notebooks:
             print(path, flush=True)

@@ -19,10 +19,15 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 @dataclass(frozen=True)
 class Advantages:
     "The advantages of N completions in P = N / num_generations groups; no gradient flows through them."
+
     values: torch.Tensor  # (N,) one advantage a completion; 0 if it was not scored, or if its group has fewer than two scored ones
-    group_mean: torch.Tensor  # (P,) mean of the weighted reward sums over the scored completions; 0 if there are none
+    group_mean: (
+        torch.Tensor
+    )  # (P,) mean of the weighted reward sums over the scored completions; 0 if there are none
     group_std: torch.Tensor  # (P,) their standard deviation (ddof=1); exactly 0 if all are equal, or if fewer than two are scored
-    zero_std_fraction: float  # share of the groups in which every advantage is 0: they teach nothing
+    zero_std_fraction: (
+        float  # share of the groups in which every advantage is 0: they teach nothing
+    )
 
 # %% ../../nbs/algorithm/02_advantages.ipynb #4f9677f1
 def _nan_for_none(value):
@@ -35,18 +40,28 @@ def _nan_for_none(value):
 def _read_rewards(
     rewards: torch.Tensor | list,  # (N,) or (N, K) numbers, NaN or None
     weights: torch.Tensor | list | None,  # (K,) or None
-) -> tuple[torch.Tensor, torch.Tensor]:  # rewards (N, K) and weights (K,), float32 or wider, detached
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # rewards (N, K) and weights (K,), float32 or wider, detached
     "Rewards and weights as tensors of one type, on one device."
     rewards = torch.as_tensor(_nan_for_none(rewards)).detach()
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
-        raise ValueError(f"rewards has the shape {tuple(rewards.shape)}; it must be (N,) or (N, K): a row for each completion, a column for each reward function, at least one of both")
+        raise ValueError(
+            f"rewards has the shape {tuple(rewards.shape)}; it must be (N,) or (N, K): a row for each completion, a column for each reward function, at least one of both"
+        )
     if rewards.is_complex():
-        raise ValueError("rewards are complex numbers, which have no better and worse; pass real numbers")
-    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(len(rewards), -1)  # (N, K)
+        raise ValueError(
+            "rewards are complex numbers, which have no better and worse; pass real numbers"
+        )
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(
+        len(rewards), -1
+    )  # (N, K)
     K = rewards.shape[1]
     weights = torch.as_tensor([1.0] * K if weights is None else weights).detach().to(rewards)
     if weights.shape != (K,):
-        raise ValueError(f"weights has the shape {tuple(weights.shape)} for {K} reward function(s); give {K} number(s), one for each, or None for 1.0 each")
+        raise ValueError(
+            f"weights has the shape {tuple(weights.shape)} for {K} reward function(s); give {K} number(s), one for each, or None for 1.0 each"
+        )
     return rewards, weights
 
 # %% ../../nbs/algorithm/02_advantages.ipynb #72c995c1
@@ -56,12 +71,18 @@ def _check_groups(
 ) -> None:
     "Refuse a group size under two, and completions that do not fill their last group."
     if not isinstance(G, int) or G < 2:
-        raise ValueError(f"num_generations is {G!r}: an advantage compares a completion with the others of its group, and a group of one has no others; use a whole number from 2 on (8 is usual)")
+        raise ValueError(
+            f"num_generations is {G!r}: an advantage compares a completion with the others of its group, and a group of one has no others; use a whole number from 2 on (8 is usual)"
+        )
     if N % G:
-        sizes = sorted((size for size in range(2, N + 1) if N % size == 0), key=lambda size: abs(size - G))[:2]
+        sizes = sorted(
+            (size for size in range(2, N + 1) if N % size == 0), key=lambda size: abs(size - G)
+        )[:2]
         counts = " or ".join(str(n) for n in (N - N % G, N - N % G + G) if n)
         other = f", or num_generations={' or '.join(map(str, sorted(sizes)))}" if sizes else ""
-        raise ValueError(f"{N} completions do not fill groups of {G}; nearest: {counts} completions{other}")
+        raise ValueError(
+            f"{N} completions do not fill groups of {G}; nearest: {counts} completions{other}"
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -77,14 +98,22 @@ def _check_finite(
 ) -> None:
     "Refuse infinite rewards or weights, finite ones whose squares would overflow, and an eps that is not a small number."
     if not 0 <= eps < math.inf:
-        raise ValueError(f"eps is {eps}; it is added to a standard deviation and must be 0 or a small positive number (1e-4 is usual)")
+        raise ValueError(
+            f"eps is {eps}; it is added to a standard deviation and must be 0 or a small positive number (1e-4 is usual)"
+        )
     if not weights.isfinite().all():
-        raise ValueError(f"weights are {weights.tolist()}; each must be a finite number (0 switches a reward function off)")
+        raise ValueError(
+            f"weights are {weights.tolist()}; each must be a finite number (0 switches a reward function off)"
+        )
     limit = torch.finfo(rewards.dtype).max ** 0.5 / 1000
-    size = rewards.nan_to_num(0.0, math.inf, -math.inf).abs().amax(1) * weights.abs().max().clamp(min=1)  # (N,)
+    size = rewards.nan_to_num(0.0, math.inf, -math.inf).abs().amax(1) * weights.abs().max().clamp(
+        min=1
+    )  # (N,)
     if (size > limit).any():
         i = int((size > limit).nonzero()[0])
-        raise ValueError(f"completion {i} has the rewards {rewards[i].tolist()}; with their weights they must stay below {limit:.0e}, so that their squares fit {rewards.dtype}. Use NaN for 'not scored' and a finite penalty for 'very bad'")
+        raise ValueError(
+            f"completion {i} has the rewards {rewards[i].tolist()}; with their weights they must stay below {limit:.0e}, so that their squares fit {rewards.dtype}. Use NaN for 'not scored' and a finite penalty for 'very bad'"
+        )
 
 # %% ../../nbs/algorithm/02_advantages.ipynb #a09fa064
 def _weighted_sum(
@@ -98,14 +127,18 @@ def _weighted_sum(
 # %% ../../nbs/algorithm/02_advantages.ipynb #4f9fe794
 def _centre(
     rewards: torch.Tensor,  # (P, G, ...), NaN = not scored
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # deviation (P, G, ...), mean and std (P, 1, ...): all finite
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]:  # deviation (P, G, ...), mean and std (P, 1, ...): all finite
     "Distance of each reward from the mean of its group (0 where not scored), that mean, and the standard deviation (ddof=1)."
     scored = ~rewards.isnan()
     count = scored.sum(1, keepdim=True)  # (P, 1, ...)
     mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
     deviation = torch.where(scored, rewards - mean, 0.0)
     spread = deviation.amax(1, keepdim=True) - deviation.amin(1, keepdim=True)
-    rounding = 8 * torch.finfo(rewards.dtype).eps * rewards.nan_to_num(0.0).abs().amax(1, keepdim=True)
+    rounding = (
+        8 * torch.finfo(rewards.dtype).eps * rewards.nan_to_num(0.0).abs().amax(1, keepdim=True)
+    )
     deviation = torch.where(spread > rounding, deviation, 0.0)
     std = (deviation.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     return deviation, mean, std
@@ -117,10 +150,13 @@ def _divide(deviation: torch.Tensor, std: torch.Tensor, eps: float) -> torch.Ten
 
 # %% ../../nbs/algorithm/02_advantages.ipynb #dc0b6ed2
 def group_advantages(
-    rewards: torch.Tensor | list,  # (N,) or (N, K): K reward functions; the G completions of a prompt stand side by side; NaN or None = not scored by that function
+    rewards: torch.Tensor
+    | list,  # (N,) or (N, K): K reward functions; the G completions of a prompt stand side by side; NaN or None = not scored by that function
     num_generations: int,  # G >= 2, completions of each prompt; N must be a multiple of it
     *,
-    weights: torch.Tensor | list | None = None,  # (K,) weight of each reward function; None = 1.0 each
+    weights: torch.Tensor
+    | list
+    | None = None,  # (K,) weight of each reward function; None = 1.0 each
     scale: str = "group",  # divide by the standard deviation of the "group" (DeepSeekMath), of the whole "batch" (arXiv 2508.08221) or by nothing, "none" (Dr. GRPO, arXiv 2503.20783)
     aggregation: str = "sum_then_normalize",  # or "normalize_then_sum" (GDPO, arXiv 2601.05242), which always divides by the group's and then the batch's deviation
     eps: float = 1e-4,  # added to the standard deviation
@@ -138,12 +174,19 @@ def group_advantages(
     group_mean, group_std = mean[:, 0], std[:, 0]
     if aggregation == "normalize_then_sum":
         if scale != "group":
-            warnings.warn(f"scale={scale!r} has no effect with aggregation='normalize_then_sum', which divides each reward by its group's deviation and the sum by the batch's", stacklevel=2)
+            warnings.warn(
+                f"scale={scale!r} has no effect with aggregation='normalize_then_sum', which divides each reward by its group's deviation and the sum by the batch's",
+                stacklevel=2,
+            )
         z, _, z_std = _centre(rewards)  # each reward function for itself
-        total = _weighted_sum(_divide(z, z_std, eps).masked_fill(rewards.isnan(), math.nan), weights)
+        total = _weighted_sum(
+            _divide(z, z_std, eps).masked_fill(rewards.isnan(), math.nan), weights
+        )
         deviation, scale = _centre(total)[0], "batch"  # the sum of z over a group is 0 already
     if scale == "batch":
-        std = _centre(total.reshape(1, -1))[2]  # (1, 1): of all completions, about the mean of the batch
+        std = _centre(total.reshape(1, -1))[
+            2
+        ]  # (1, 1): of all completions, about the mean of the batch
     values = deviation if scale == "none" else _divide(deviation, std, eps)
     idle = (values == 0).all(1)  # (P,)
     return Advantages(values.flatten(), group_mean, group_std, idle.sum().item() / len(idle))

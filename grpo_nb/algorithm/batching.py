@@ -40,6 +40,7 @@ def is_whole(
     "Whether `value` is an int of at least `least`."
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
+
 def check_whole(
     name: str,  # how the argument is called
     value,  # what was given
@@ -52,17 +53,28 @@ def check_whole(
 # %% ../../nbs/algorithm/01_batching.ipynb #807a03ec
 def batch_factors(
     settings: dict,  # the six settings of `BatchLayout` by name
-) -> dict:  # name -> value; `gradient_accumulation_steps` stands in where `steps_per_generation` is None
+) -> (
+    dict
+):  # name -> value; `gradient_accumulation_steps` stands in where `steps_per_generation` is None
     "The three settings whose product is the generation batch."
-    steps = "gradient_accumulation_steps" if settings["steps_per_generation"] is None else "steps_per_generation"
-    return {name: settings[name] for name in ("per_device_train_batch_size", "num_processes", steps)}
+    steps = (
+        "gradient_accumulation_steps"
+        if settings["steps_per_generation"] is None
+        else "steps_per_generation"
+    )
+    return {
+        name: settings[name] for name in ("per_device_train_batch_size", "num_processes", steps)
+    }
+
 
 def is_setting(
     name: str,  # one of the six
     value,  # what was given for it
 ) -> bool:
     "Whether a setting is legal by itself."
-    return is_whole(value, 2 if name == "num_generations" else 1) or (name == "steps_per_generation" and value is None)
+    return is_whole(value, 2 if name == "num_generations" else 1) or (
+        name == "steps_per_generation" and value is None
+    )
 
 # %% ../../nbs/algorithm/01_batching.ipynb #ed178187
 def nearest_legal(
@@ -72,7 +84,11 @@ def nearest_legal(
     "What `name` could be."
     if not all(is_setting(other, value) for other, value in settings.items() if other != name):
         return []
-    given = settings[name] if isinstance(settings[name], (int, float)) and math.isfinite(settings[name]) else 1
+    given = (
+        settings[name]
+        if isinstance(settings[name], (int, float)) and math.isfinite(settings[name])
+        else 1
+    )
     factors, group = batch_factors(settings), settings["num_generations"]
     others = math.prod(value for factor, value in factors.items() if factor != name)
     if name == "num_generations":
@@ -86,18 +102,30 @@ def check_settings(
     settings: dict,  # the six settings of `BatchLayout` by name
 ) -> None:  # raises ValueError with the nearest legal values
     "Refuse settings that cannot be laid out."
-    def choices(name): return " or ".join(map(str, nearest_legal(settings, name)))
+
+    def choices(name):
+        return " or ".join(map(str, nearest_legal(settings, name)))
 
     for name, value in settings.items():
         if not is_setting(name, value):
-            near = f"The nearest legal value is {choices(name)}." if choices(name) else "Another setting has to change too."
-            raise ValueError(f"{name} is {value!r}, and must be a whole number of at least {2 if name == 'num_generations' else 1}. {near}")
+            near = (
+                f"The nearest legal value is {choices(name)}."
+                if choices(name)
+                else "Another setting has to change too."
+            )
+            raise ValueError(
+                f"{name} is {value!r}, and must be a whole number of at least {2 if name == 'num_generations' else 1}. {near}"
+            )
     factors, group = batch_factors(settings), settings["num_generations"]
     size = math.prod(factors.values())
     if size % group:
-        changes = "; ".join(f"{name} to {choices(name)}" for name in ("num_generations", *factors) if choices(name))
-        raise ValueError(f"The generation batch holds {size} completions ({' x '.join(f'{name} {value}' for name, value in factors.items())}), which is not a multiple of "
-                         f"num_generations {group}, so a group would be cut. Change one setting to the nearest legal value: {changes}.")
+        changes = "; ".join(
+            f"{name} to {choices(name)}" for name in ("num_generations", *factors) if choices(name)
+        )
+        raise ValueError(
+            f"The generation batch holds {size} completions ({' x '.join(f'{name} {value}' for name, value in factors.items())}), which is not a multiple of "
+            f"num_generations {group}, so a group would be cut. Change one setting to the nearest legal value: {changes}."
+        )
 
 # %% ../../nbs/algorithm/01_batching.ipynb #347b4efe
 def random_order(
@@ -115,6 +143,7 @@ def random_order(
         order = torch.randperm(length, generator=generator)
     return order.tolist()
 
+
 def cycles_in_epoch(
     num_rows: int,  # rows in the data set
     prompts_per_generation: int,  # rows that one cycle draws
@@ -123,8 +152,10 @@ def cycles_in_epoch(
     check_whole("num_rows", num_rows, 0)
     check_whole("prompts_per_generation", prompts_per_generation)
     if num_rows < prompts_per_generation:
-        raise ValueError(f"The data set has {num_rows} rows, and one generation cycle draws {prompts_per_generation} different prompts. "
-                         f"Give at least {prompts_per_generation} rows, or draw fewer completions at a time: per_device_train_batch_size x processes x steps_per_generation / num_generations is {prompts_per_generation}, and may be {num_rows} at most.")
+        raise ValueError(
+            f"The data set has {num_rows} rows, and one generation cycle draws {prompts_per_generation} different prompts. "
+            f"Give at least {prompts_per_generation} rows, or draw fewer completions at a time: per_device_train_batch_size x processes x steps_per_generation / num_generations is {prompts_per_generation}, and may be {num_rows} at most."
+        )
     return num_rows // prompts_per_generation
 
 # %% ../../nbs/algorithm/01_batching.ipynb #0a2ca455
@@ -158,6 +189,7 @@ def completion_order(
 @dataclass(frozen=True)
 class MicroBatch:
     "What one process puts through the model at once."
+
     cycle: int  # generation cycle, from 0
     step: int  # place in its cycle, from 0 to steps_per_generation * num_iterations - 1
     process: int  # from 0
@@ -174,18 +206,23 @@ def schedule_table(
     lines = ["cycle  step  " + "  ".join(f"process {p}".ljust(width) for p in range(processes))]
     for i in range(0, len(batches), processes):
         prompts = "  ".join(str(batch.prompts).ljust(width) for batch in batches[i : i + processes])
-        lines.append(f"{batches[i].cycle:5}  {batches[i].step:4}  {prompts}{'  update' if batches[i].update else ''}")
+        lines.append(
+            f"{batches[i].cycle:5}  {batches[i].step:4}  {prompts}{'  update' if batches[i].update else ''}"
+        )
     return "\n".join(line.rstrip() for line in lines)
 
 # %% ../../nbs/algorithm/01_batching.ipynb #7e239ccc
 @dataclass(frozen=True)
 class BatchLayout:
     "The six batch settings of a GRPO run, and what follows from them."
+
     per_device_train_batch_size: int  # completions in one micro-batch of one process
     num_generations: int  # G, completions for each prompt, at least 2
     _: KW_ONLY
     gradient_accumulation_steps: int = 1  # micro-batches before one update
-    steps_per_generation: int | None = None  # micro-batches a process cuts its completions into; None: gradient_accumulation_steps
+    steps_per_generation: int | None = (
+        None  # micro-batches a process cuts its completions into; None: gradient_accumulation_steps
+    )
     num_iterations: int = 1  # mu, passes over the generation batch
     num_processes: int = 1  # processes side by side
 
@@ -206,15 +243,31 @@ class BatchLayout:
         num_processes: int = 1,
     ) -> "BatchLayout":  # ValueError with the nearest legal sizes
         "The layout that draws `generation_batch_size` completions at once."
-        others = dict(gradient_accumulation_steps=gradient_accumulation_steps, num_iterations=num_iterations, num_processes=num_processes)
-        cls(per_device_train_batch_size, num_generations, steps_per_generation=num_generations, **others)  # refuses what is wrong without the size
+        others = dict(
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            num_iterations=num_iterations,
+            num_processes=num_processes,
+        )
+        cls(
+            per_device_train_batch_size,
+            num_generations,
+            steps_per_generation=num_generations,
+            **others,
+        )  # refuses what is wrong without the size
         a_step = per_device_train_batch_size * num_processes
         unit = math.lcm(a_step, num_generations)
         if not is_whole(generation_batch_size) or generation_batch_size % unit:
             value = generation_batch_size if is_whole(generation_batch_size) else unit
-            raise ValueError(f"generation_batch_size is {generation_batch_size!r}, and must be a multiple of per_device_train_batch_size x num_processes = {a_step} "
-                             f"and of num_generations {num_generations}. The nearest legal value is {' or '.join(map(str, multiples_around(value, unit)))}.")
-        return cls(per_device_train_batch_size, num_generations, steps_per_generation=generation_batch_size // a_step, **others)
+            raise ValueError(
+                f"generation_batch_size is {generation_batch_size!r}, and must be a multiple of per_device_train_batch_size x num_processes = {a_step} "
+                f"and of num_generations {num_generations}. The nearest legal value is {' or '.join(map(str, multiples_around(value, unit)))}."
+            )
+        return cls(
+            per_device_train_batch_size,
+            num_generations,
+            steps_per_generation=generation_batch_size // a_step,
+            **others,
+        )
 
     @property
     def generation_batch_size(self) -> int:
@@ -229,7 +282,9 @@ class BatchLayout:
     @property
     def effective_batch_size(self) -> int:
         "Completions that one update learns from."
-        return self.per_device_train_batch_size * self.num_processes * self.gradient_accumulation_steps
+        return (
+            self.per_device_train_batch_size * self.num_processes * self.gradient_accumulation_steps
+        )
 
     @property
     def optimizer_steps_per_generation(self) -> float:
@@ -254,13 +309,19 @@ class BatchLayout:
     def process_slice(self, process: int) -> slice:
         "The part of the generation batch that belongs to `process`: a contiguous one, which may cut groups."
         if not is_whole(process, 0) or process >= self.num_processes:
-            raise ValueError(f"process is {process!r}, and must be a whole number from 0 to {self.num_processes - 1} (num_processes is {self.num_processes}).")
-        return slice(process * self.completions_per_process, (process + 1) * self.completions_per_process)
+            raise ValueError(
+                f"process is {process!r}, and must be a whole number from 0 to {self.num_processes - 1} (num_processes is {self.num_processes})."
+            )
+        return slice(
+            process * self.completions_per_process, (process + 1) * self.completions_per_process
+        )
 
     def micro_batches(self, completions: list) -> list[list]:
         "The completions of one process, cut into the micro-batches of a cycle, `num_iterations` times over."
         size = self.per_device_train_batch_size
-        return [completions[i : i + size] for i in range(0, self.completions_per_process, size)] * self.num_iterations
+        return [
+            completions[i : i + size] for i in range(0, self.completions_per_process, size)
+        ] * self.num_iterations
 
     def cycles_per_epoch(self, num_rows: int) -> int:
         "Generation cycles in one pass over `num_rows` rows; ValueError if there are too few for one."
@@ -268,19 +329,26 @@ class BatchLayout:
 
     def updates_per_epoch(self, num_rows: int) -> int:
         "Optimizer steps in one pass over `num_rows` rows."
-        return math.ceil(self.cycles_per_epoch(num_rows) * self.micro_batches_per_cycle / self.gradient_accumulation_steps)
+        return math.ceil(
+            self.cycles_per_epoch(num_rows)
+            * self.micro_batches_per_cycle
+            / self.gradient_accumulation_steps
+        )
 
     def update_follows(
         self,
         cycle: int,  # counted through all epochs
         step: int,  # place in its cycle
-        cycles_per_epoch: int | None = None,  # the end of an epoch closes the window early; None: one endless epoch
+        cycles_per_epoch: int
+        | None = None,  # the end of an epoch closes the window early; None: one endless epoch
     ) -> bool:
         "Whether the optimizer steps after this micro-batch."
         if cycles_per_epoch is not None:
             cycle %= cycles_per_epoch
         done = cycle * self.micro_batches_per_cycle + step + 1
-        return done % self.gradient_accumulation_steps == 0 or (cycles_per_epoch is not None and done == cycles_per_epoch * self.micro_batches_per_cycle)
+        return done % self.gradient_accumulation_steps == 0 or (
+            cycles_per_epoch is not None and done == cycles_per_epoch * self.micro_batches_per_cycle
+        )
 
     def schedule(
         self,
@@ -292,15 +360,26 @@ class BatchLayout:
         check_whole("cycles", cycles)
         result = []
         for cycle in range(cycles):
-            drawn = prompt_order(cycles * self.prompts_per_generation, self.prompts_per_generation, cycle, shuffle, seed)
-            batch = [prompt for prompt in drawn for _ in range(self.num_generations)]  # (generation_batch_size,)
+            drawn = prompt_order(
+                cycles * self.prompts_per_generation,
+                self.prompts_per_generation,
+                cycle,
+                shuffle,
+                seed,
+            )
+            batch = [
+                prompt for prompt in drawn for _ in range(self.num_generations)
+            ]  # (generation_batch_size,)
             shares = []
             for process in range(self.num_processes):
                 mine = batch[self.process_slice(process)]  # (completions_per_process,)
                 order = completion_order(len(mine), cycle, process, shuffle, seed)
                 shares.append(self.micro_batches([mine[i] for i in order]))
             for step in range(self.micro_batches_per_cycle):
-                result += [MicroBatch(cycle, step, p, share[step], self.update_follows(cycle, step)) for p, share in enumerate(shares)]
+                result += [
+                    MicroBatch(cycle, step, p, share[step], self.update_follows(cycle, step))
+                    for p, share in enumerate(shares)
+                ]
         return result
 
     def table(self, cycles: int = 2, shuffle: bool = False, seed: int | None = None) -> str:

@@ -12,30 +12,64 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("the softmax kernel needs triton, which torch brings along for CUDA: pip install triton (without it, plain tensors do the same)") from error
+    raise ImportError(
+        "the softmax kernel needs triton, which torch brings along for CUDA: pip install triton (without it, plain tensors do the same)"
+    ) from error
 
 # %% ../../nbs/algorithm/05_fused.ipynb #fa97843e
 @triton.jit
-def _softmax(logits, index, grads, logps, entropies, V, factor, slope, HAS_GRADS: tl.constexpr, HAS_ENTROPY: tl.constexpr, BV: tl.constexpr):
+def _softmax(
+    logits,
+    index,
+    grads,
+    logps,
+    entropies,
+    V,
+    factor,
+    slope,
+    HAS_GRADS: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    BV: tl.constexpr,
+):
     "A row: its log-prob, its entropy, and the gradient in place of the logits."
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     v = tl.arange(0, BV)
-    largest, total, moment = tl.full((BV,), -1e38, tl.float32), tl.zeros((BV,), tl.float32), tl.zeros((BV,), tl.float32)
+    largest, total, moment = (
+        tl.full((BV,), -1e38, tl.float32),
+        tl.zeros((BV,), tl.float32),
+        tl.zeros((BV,), tl.float32),
+    )
     for start in range(0, V, BV):
-        z = tl.load(logits + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32) * factor
+        z = (
+            tl.load(logits + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
+            * factor
+        )
         new = tl.maximum(largest, z)
         fade, share = tl.exp(largest - new), tl.exp(z - new)
-        if HAS_ENTROPY: moment = fade * (moment + total * (largest - new)) + tl.where(share == 0, 0.0, share * (z - new))
+        if HAS_ENTROPY:
+            moment = fade * (moment + total * (largest - new)) + tl.where(
+                share == 0, 0.0, share * (z - new)
+            )
         total = total * fade + share
         largest = new
     top = tl.max(largest, 0)
     fade = tl.exp(largest - top)
     whole = tl.sum(total * fade, 0)
-    if HAS_ENTROPY: tl.store(entropies + row, tl.log(whole) - tl.sum(fade * (moment + tl.where(total == 0, 0.0, total * (largest - top))), 0) / whole)
+    if HAS_ENTROPY:
+        tl.store(
+            entropies + row,
+            tl.log(whole)
+            - tl.sum(fade * (moment + tl.where(total == 0, 0.0, total * (largest - top))), 0)
+            / whole,
+        )
     lse = top + tl.log(whole)
     i = tl.load(index + row)
-    tl.store(logps + row, tl.load(logits + i, mask=(i >= 0) & (i < V), other=float("nan")).to(tl.float32) * factor - lse)
+    tl.store(
+        logps + row,
+        tl.load(logits + i, mask=(i >= 0) & (i < V), other=float("nan")).to(tl.float32) * factor
+        - lse,
+    )
     if HAS_GRADS:
         g = tl.load(grads + row).to(tl.float32) * slope
         tl.debug_barrier()  # the token's logit is read before it is overwritten
@@ -43,7 +77,11 @@ def _softmax(logits, index, grads, logps, entropies, V, factor, slope, HAS_GRADS
         for back in range(0, V, BV):
             j = last - back + v
             z = tl.load(logits + j, mask=j < V, other=-float("inf")).to(tl.float32) * factor
-            tl.store(logits + j, (g * (tl.where(j == i, 1.0, 0.0) - tl.exp(z - lse))).to(logits.dtype.element_ty), mask=j < V)
+            tl.store(
+                logits + j,
+                (g * (tl.where(j == i, 1.0, 0.0) - tl.exp(z - lse))).to(logits.dtype.element_ty),
+                mask=j < V,
+            )
 
 
 def softmax_chunk(
@@ -54,11 +92,25 @@ def softmax_chunk(
     temperature: float = 1.0,
     scale: float = 1.0,  # the logits are multiplied by it first
     entropy: bool = False,  # that too
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # (n,) float32 log-probs, NaN where the index is no token; (n,) entropy in nats
+) -> tuple[
+    torch.Tensor, torch.Tensor | None
+]:  # (n,) float32 log-probs, NaN where the index is no token; (n,) entropy in nats
     "The log-prob of each row's token, and the row's entropy."
     logps = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     entropies = torch.empty_like(logps) if entropy else None
     if len(logits):
-        _softmax[(len(logits),)](logits, index, logps if grads is None else grads.contiguous(), logps, logps if entropies is None else entropies, logits.shape[1], scale / temperature, scale / temperature,
-                                 HAS_GRADS=grads is not None, HAS_ENTROPY=entropy, BV=4096, num_warps=8)
+        _softmax[(len(logits),)](
+            logits,
+            index,
+            logps if grads is None else grads.contiguous(),
+            logps,
+            logps if entropies is None else entropies,
+            logits.shape[1],
+            scale / temperature,
+            scale / temperature,
+            HAS_GRADS=grads is not None,
+            HAS_ENTROPY=entropy,
+            BV=4096,
+            num_warps=8,
+        )
     return logps, entropies

@@ -9,24 +9,29 @@ __all__ = ['ROWS_PER_CHUNK', 'selective_log_softmax', 'hidden_state_bytes', 'log
 # %% ../../nbs/algorithm/03_logprobs.ipynb #be5d5ae6
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 
 # %% ../../nbs/algorithm/03_logprobs.ipynb #bfae3c6a
 def _check_index(index, vocab):
     "Refuse an index outside the vocabulary (reads `index` once, which waits for a GPU; skipped while a CUDA graph is recorded)."
-    if index.numel() == 0 or (index.is_cuda and torch.cuda.is_current_stream_capturing()): return
+    if index.numel() == 0 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
     low, high = (int(value) for value in torch.aminmax(index))
     if low < 0 or high >= vocab:
-        raise ValueError(f"index holds values from {low} to {high}, but the vocabulary has the {vocab:,} entries 0 to {vocab - 1:,}: "
-                         "give padded positions any entry (0 will do) and mask their log-probs afterwards")
+        raise ValueError(
+            f"index holds values from {low} to {high}, but the vocabulary has the {vocab:,} entries 0 to {vocab - 1:,}: "
+            "give padded positions any entry (0 will do) and mask their log-probs afterwards"
+        )
 
 
 def _check_temperature(temperature):
     if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, but logits are divided by it: it must be above 0 (1.0 leaves them as they are)")
+        raise ValueError(
+            f"temperature is {temperature}, but logits are divided by it: it must be above 0 (1.0 leaves them as they are)"
+        )
 
 
 def selective_log_softmax(
@@ -38,16 +43,20 @@ def selective_log_softmax(
     "The log-softmax of `logits`, at `index` only."
     _check_temperature(temperature)
     if index.shape != logits.shape[:-1]:
-        raise ValueError(f"index has shape {tuple(index.shape)}, but logits of shape {tuple(logits.shape)} need one of shape {tuple(logits.shape[:-1])}")
+        raise ValueError(
+            f"index has shape {tuple(index.shape)}, but logits of shape {tuple(logits.shape)} need one of shape {tuple(logits.shape[:-1])}"
+        )
     _check_index(index, logits.shape[-1])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature      # (B, T, V)
-    selected = logits.gather(-1, index[..., None].long()).squeeze(-1)                        # (B, T)
-    return selected - logits.logsumexp(-1)                                                   # (B, T)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # (B, T, V)
+    selected = logits.gather(-1, index[..., None].long()).squeeze(-1)  # (B, T)
+    return selected - logits.logsumexp(-1)  # (B, T)
 
 # %% ../../nbs/algorithm/03_logprobs.ipynb #2e25fee0
 def _check_count(name, value):
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}, but it counts pieces: give a whole number of at least 1, or None for the default")
+        raise ValueError(
+            f"{name} is {value!r}, but it counts pieces: give a whole number of at least 1, or None for the default"
+        )
 
 
 def _ceil_divide(a, b):
@@ -85,31 +94,43 @@ def logit_bytes(
 # %% ../../nbs/algorithm/03_logprobs.ipynb #e5b46ca7
 def _adjust_logits(logits, temperature, softcap, scale):
     "Scale, soft cap, float32 (or wider), temperature."
-    if scale != 1.0: logits = logits * scale
-    if softcap is not None: logits = softcap * torch.tanh(logits / softcap)
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits / temperature if temperature != 1.0 else logits
 
 # %% ../../nbs/algorithm/03_logprobs.ipynb #a2b9bda6
-def _softmax_chunk(logits, index, grad_logps=None, grad_entropy=None, *, temperature, softcap, scale, entropy):
+def _softmax_chunk(
+    logits, index, grad_logps=None, grad_entropy=None, *, temperature, softcap, scale, entropy
+):
     "Log-probs (n,) and entropy (n,) of `logits` (n, V); given the loss's gradients (n,), `logits` becomes d loss / d logits."
-    z = _adjust_logits(logits, temperature, softcap, scale)               # (n, V) float32
-    logp = z.log_softmax(-1)                                              # (n, V)
-    logps = logp.gather(-1, index[:, None]).squeeze(-1)                   # (n,)
-    if grad_logps is None and not entropy: return logps, None
-    slope = scale / temperature                                           # d z / d logits
-    if softcap is not None: slope = slope * (1 - (z * (temperature / softcap)) ** 2)
+    z = _adjust_logits(logits, temperature, softcap, scale)  # (n, V) float32
+    logp = z.log_softmax(-1)  # (n, V)
+    logps = logp.gather(-1, index[:, None]).squeeze(-1)  # (n,)
+    if grad_logps is None and not entropy:
+        return logps, None
+    slope = scale / temperature  # d z / d logits
+    if softcap is not None:
+        slope = slope * (1 - (z * (temperature / softcap)) ** 2)
     del z
-    p = logp.exp() if entropy else logp.exp_()                            # (n, V)
+    p = logp.exp() if entropy else logp.exp_()  # (n, V)
     total = None
     if entropy:
-        logp.clamp_(min=torch.finfo(logp.dtype).min)                      # a logit of -inf has p = 0: adds 0, not NaN
-        total = -(p * logp).sum(-1)                                       # (n,)
-    if grad_logps is None: return logps, total
-    bonus = None if grad_entropy is None else logp.add_(total[:, None]).mul_(p).mul_(grad_entropy[:, None])
+        logp.clamp_(min=torch.finfo(logp.dtype).min)  # a logit of -inf has p = 0: adds 0, not NaN
+        total = -(p * logp).sum(-1)  # (n,)
+    if grad_logps is None:
+        return logps, total
+    bonus = (
+        None
+        if grad_entropy is None
+        else logp.add_(total[:, None]).mul_(p).mul_(grad_entropy[:, None])
+    )
     hit = torch.arange(logits.shape[-1], device=logits.device) == index[:, None]
-    gradient = p.neg_().add_(hit).mul_(grad_logps[:, None])               # (n, V)
-    if bonus is not None: gradient.sub_(bonus)
+    gradient = p.neg_().add_(hit).mul_(grad_logps[:, None])  # (n, V)
+    if bonus is not None:
+        gradient.sub_(bonus)
     logits.copy_(gradient.mul_(slope))
     return logps, total
 
@@ -119,18 +140,35 @@ def _compiled_softmax_chunk() -> Callable:
     return torch.compile(_softmax_chunk)
 
 
-def _fused_softmax_chunk(logits, index, grad_logps=None, grad_entropy=None, *, temperature, softcap, scale, entropy):
+def _fused_softmax_chunk(
+    logits, index, grad_logps=None, grad_entropy=None, *, temperature, softcap, scale, entropy
+):
     "`_softmax_chunk` on a GPU: by the kernel where it can."
     if grad_entropy is not None or softcap is not None or logits.dtype == torch.float64:
-        return _compiled_softmax_chunk()(logits, index, grad_logps, grad_entropy, temperature=temperature, softcap=softcap, scale=scale, entropy=entropy)
+        return _compiled_softmax_chunk()(
+            logits,
+            index,
+            grad_logps,
+            grad_entropy,
+            temperature=temperature,
+            softcap=softcap,
+            scale=scale,
+            entropy=entropy,
+        )
     from grpo_nb.algorithm.fused import softmax_chunk
 
-    return softmax_chunk(logits, index, grad_logps, temperature=temperature, scale=scale, entropy=entropy)
+    return softmax_chunk(
+        logits, index, grad_logps, temperature=temperature, scale=scale, entropy=entropy
+    )
 
 
 def _softmax_for(device):
     "The chunk's softmax: on a GPU, where Triton is, fused."
-    return _fused_softmax_chunk if device.type == "cuda" and importlib.util.find_spec("triton") else _softmax_chunk
+    return (
+        _fused_softmax_chunk
+        if device.type == "cuda" and importlib.util.find_spec("triton")
+        else _softmax_chunk
+    )
 
 # %% ../../nbs/algorithm/03_logprobs.ipynb #990302bd
 ROWS_PER_CHUNK = 1024  # the default's largest chunk: enough rows to keep a GPU's matrix units busy
@@ -140,16 +178,23 @@ def chunk_rows(
     batch: int,  # sequences, B
     length: int,  # tokens a sequence, T
     mini_batch: int | None = None,  # in how many pieces the batch is split; None: 1
-    logit_chunk_multiplier: int | None = None,  # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024 rows
-) -> list[tuple[int, int]]:  # first row and one past the last row of each chunk, of the batch flattened to (B * T, H)
+    logit_chunk_multiplier: int
+    | None = None,  # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024 rows
+) -> list[
+    tuple[int, int]
+]:  # first row and one past the last row of each chunk, of the batch flattened to (B * T, H)
     "Where the chunks of a flattened batch begin and end."
     pieces = 1 if mini_batch is None else mini_batch
     _check_count("mini_batch", pieces)
-    if logit_chunk_multiplier is not None: _check_count("logit_chunk_multiplier", logit_chunk_multiplier)
+    if logit_chunk_multiplier is not None:
+        _check_count("logit_chunk_multiplier", logit_chunk_multiplier)
     pieces, chunks = min(pieces, batch), []
     for i in range(pieces):
         start, stop = batch * i // pieces * length, batch * (i + 1) // pieces * length
-        count = min(logit_chunk_multiplier or max(4, _ceil_divide(stop - start, ROWS_PER_CHUNK)), stop - start)
+        count = min(
+            logit_chunk_multiplier or max(4, _ceil_divide(stop - start, ROWS_PER_CHUNK)),
+            stop - start,
+        )
         edges = [start + (stop - start) * j // count for j in range(count + 1)] if count else []
         chunks += zip(edges, edges[1:])
     return chunks
@@ -157,14 +202,21 @@ def chunk_rows(
 # %% ../../nbs/algorithm/03_logprobs.ipynb #521eb762
 def _logits(hidden, head, bias, out):
     "hidden @ head.T + bias, written into `out`."
-    return torch.mm(hidden, head.T, out=out) if bias is None else torch.addmm(bias, hidden, head.T, out=out)
+    return (
+        torch.mm(hidden, head.T, out=out)
+        if bias is None
+        else torch.addmm(bias, hidden, head.T, out=out)
+    )
 
 
 def _add_product(total, a, b):
     "total += a.T @ b, summed in the dtype of `total`."
-    if total.dtype == a.dtype: total.addmm_(a.T, b)
-    elif total.is_cuda: torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
-    else: total.addmm_(a.T.to(total.dtype), b.to(total.dtype))
+    if total.dtype == a.dtype:
+        total.addmm_(a.T, b)
+    elif total.is_cuda:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.T.to(total.dtype), b.to(total.dtype))
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -174,17 +226,32 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, lm_head, bias, index, chunks, dtype, keep_rows, entropy, softmax):
         with torch.autocast(hidden.device.type, enabled=False):
             head, bias_ = lm_head.to(dtype), bias if bias is None else bias.to(dtype)
-            buffer = head.new_empty(max((stop - start for start, stop in chunks), default=0), len(head))      # (n, V)
-            logps = hidden.new_empty(len(hidden), dtype=torch.promote_types(dtype, torch.float32))            # (N,)
-            entropies = torch.empty_like(logps) if entropy else None                                          # (N,)
-            rows = hidden.new_empty(hidden.shape, dtype=dtype) if keep_rows else None                         # (N, H)
-            ones = torch.ones_like(logps[:len(buffer)])                                                       # (n,)
+            buffer = head.new_empty(
+                max((stop - start for start, stop in chunks), default=0), len(head)
+            )  # (n, V)
+            logps = hidden.new_empty(
+                len(hidden), dtype=torch.promote_types(dtype, torch.float32)
+            )  # (N,)
+            entropies = torch.empty_like(logps) if entropy else None  # (N,)
+            rows = hidden.new_empty(hidden.shape, dtype=dtype) if keep_rows else None  # (N, H)
+            ones = torch.ones_like(logps[: len(buffer)])  # (n,)
             for start, stop in chunks:
-                logits = _logits(hidden[start:stop].to(dtype), head, bias_, out=buffer[:stop - start])        # (n, V)
-                logps[start:stop], chunk_entropy = softmax(logits, index[start:stop], ones[:stop - start] if keep_rows else None, entropy=entropy)
-                if entropy: entropies[start:stop] = chunk_entropy
-                if keep_rows: torch.mm(logits, head, out=rows[start:stop])
-        ctx.save_for_backward(rows, *((hidden, lm_head, bias, index) if entropy or not keep_rows else ()))
+                logits = _logits(
+                    hidden[start:stop].to(dtype), head, bias_, out=buffer[: stop - start]
+                )  # (n, V)
+                logps[start:stop], chunk_entropy = softmax(
+                    logits,
+                    index[start:stop],
+                    ones[: stop - start] if keep_rows else None,
+                    entropy=entropy,
+                )
+                if entropy:
+                    entropies[start:stop] = chunk_entropy
+                if keep_rows:
+                    torch.mm(logits, head, out=rows[start:stop])
+        ctx.save_for_backward(
+            rows, *((hidden, lm_head, bias, index) if entropy or not keep_rows else ())
+        )
         ctx.chunks, ctx.dtype, ctx.softmax, ctx.hidden_dtype = chunks, dtype, softmax, hidden.dtype
         ctx.set_materialize_grads(False)
         return logps, entropies
@@ -192,10 +259,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logps, grad_entropy):
         if torch.is_grad_enabled():  # autograd was asked for create_graph=True
-            raise RuntimeError("log-probs computed in chunks have no second derivative: drop create_graph=True, or use selective_log_softmax on all logits")
+            raise RuntimeError(
+                "log-probs computed in chunks have no second derivative: drop create_graph=True, or use selective_log_softmax on all logits"
+            )
         rows, *inputs = ctx.saved_tensors
         if rows is not None and grad_entropy is None:
-            grad_hidden = torch.empty_like(rows, dtype=ctx.hidden_dtype)                                      # (N, H)
+            grad_hidden = torch.empty_like(rows, dtype=ctx.hidden_dtype)  # (N, H)
             return torch.mul(rows, grad_logps[:, None], out=grad_hidden), *[None] * 8
         with torch.autocast(inputs[0].device.type, enabled=False):
             return *_recompute(ctx, *inputs, grad_logps, grad_entropy), *[None] * 6
@@ -205,42 +274,68 @@ def _recompute(ctx, hidden, lm_head, bias, index, grad_logps, grad_entropy):
     "Gradients of hidden, head and bias; each chunk's logits are made again."
     head, bias_ = lm_head.to(ctx.dtype), bias if bias is None else bias.to(ctx.dtype)
     wide = torch.promote_types(ctx.dtype, torch.float32)
-    if grad_logps is None: grad_logps = torch.zeros_like(grad_entropy)
+    if grad_logps is None:
+        grad_logps = torch.zeros_like(grad_entropy)
     needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     grad_head = torch.zeros_like(lm_head, dtype=wide) if needs_head else None
     grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-    buffer = head.new_empty(max((stop - start for start, stop in ctx.chunks), default=0), len(head))          # (n, V)
+    buffer = head.new_empty(
+        max((stop - start for start, stop in ctx.chunks), default=0), len(head)
+    )  # (n, V)
     for start, stop in ctx.chunks:
-        chunk = hidden[start:stop].to(ctx.dtype)                                                              # (n, H)
-        logits = _logits(chunk, head, bias_, out=buffer[:stop - start])                                       # (n, V)
-        ctx.softmax(logits, index[start:stop], grad_logps[start:stop], None if grad_entropy is None else grad_entropy[start:stop],
-                    entropy=grad_entropy is not None)                                                         # logits is now their gradient
-        if needs_hidden: grad_hidden[start:stop] = logits @ head
-        if needs_head: _add_product(grad_head, logits, chunk)
-        if needs_bias: grad_bias += logits.sum(0, dtype=wide)
-    return grad_hidden, grad_head.to(lm_head.dtype) if needs_head else None, grad_bias.to(bias.dtype) if needs_bias else None
+        chunk = hidden[start:stop].to(ctx.dtype)  # (n, H)
+        logits = _logits(chunk, head, bias_, out=buffer[: stop - start])  # (n, V)
+        ctx.softmax(
+            logits,
+            index[start:stop],
+            grad_logps[start:stop],
+            None if grad_entropy is None else grad_entropy[start:stop],
+            entropy=grad_entropy is not None,
+        )  # logits is now their gradient
+        if needs_hidden:
+            grad_hidden[start:stop] = logits @ head
+        if needs_head:
+            _add_product(grad_head, logits, chunk)
+        if needs_bias:
+            grad_bias += logits.sum(0, dtype=wide)
+    return (
+        grad_hidden,
+        grad_head.to(lm_head.dtype) if needs_head else None,
+        grad_bias.to(bias.dtype) if needs_bias else None,
+    )
 
 # %% ../../nbs/algorithm/03_logprobs.ipynb #f4f64eb8
 def _check_head(hidden_states, lm_head, bias, index, softcap):
     "Refuse shapes and values that do not belong together."
     if hidden_states.ndim != 3 or lm_head.ndim != 2 or hidden_states.shape[-1] != lm_head.shape[-1]:
-        raise ValueError(f"hidden_states have shape {tuple(hidden_states.shape)} and lm_head {tuple(lm_head.shape)}, but (B, T, H) and (V, H) "
-                         "with the same H are needed; if the last number is the vocabulary's size, these are logits already: use selective_log_softmax")
+        raise ValueError(
+            f"hidden_states have shape {tuple(hidden_states.shape)} and lm_head {tuple(lm_head.shape)}, but (B, T, H) and (V, H) "
+            "with the same H are needed; if the last number is the vocabulary's size, these are logits already: use selective_log_softmax"
+        )
     if index.shape != hidden_states.shape[:2]:
-        raise ValueError(f"index has shape {tuple(index.shape)}, but hidden_states of shape {tuple(hidden_states.shape)} need {tuple(hidden_states.shape[:2])}: one token for each state")
+        raise ValueError(
+            f"index has shape {tuple(index.shape)}, but hidden_states of shape {tuple(hidden_states.shape)} need {tuple(hidden_states.shape[:2])}: one token for each state"
+        )
     if bias is not None and bias.shape != lm_head.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, but a head of shape {tuple(lm_head.shape)} needs {tuple(lm_head.shape[:1])}")
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}, but a head of shape {tuple(lm_head.shape)} needs {tuple(lm_head.shape[:1])}"
+        )
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"logit_softcapping is {softcap}, but logits are divided by it: give a number above 0, or None for no soft cap")
+        raise ValueError(
+            f"logit_softcapping is {softcap}, but logits are divided by it: give a number above 0, or None for no soft cap"
+        )
 
 
 def _product_dtype(hidden_states, lm_head):
     "The dtype of the matrix products: autocast's where it is on (as in a linear layer; float64 stays), else that of the inputs."
     device = hidden_states.device.type
-    if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64: return torch.get_autocast_dtype(device)
+    if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
     if hidden_states.dtype != lm_head.dtype:
-        raise ValueError(f"hidden_states are {hidden_states.dtype} and lm_head is {lm_head.dtype}: convert one to the other's dtype, or work under autocast")
+        raise ValueError(
+            f"hidden_states are {hidden_states.dtype} and lm_head is {lm_head.dtype}: convert one to the other's dtype, or work under autocast"
+        )
     return hidden_states.dtype
 
 
@@ -251,12 +346,15 @@ def chunked_hidden_states_selective_log_softmax(
     *,
     bias: torch.Tensor | None = None,  # (V,), the head's bias
     mini_batch: int | None = None,  # in how many pieces the batch is split; None: 1
-    logit_chunk_multiplier: int | None = None,  # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024 rows
+    logit_chunk_multiplier: int
+    | None = None,  # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024 rows
     temperature: float = 1.0,  # the sampler's temperature
     logit_softcapping: float | None = None,  # c of c * tanh(logits / c)
     logit_scale: float = 1.0,  # the logits are multiplied by it, before the soft cap
     return_entropy: bool = False,  # the entropy too; it may enter the loss: only then its gradient is computed (by recomputation)
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # (B, T) log-probs, float32 or wider [, (B, T) entropy in nats]
+) -> (
+    torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+):  # (B, T) log-probs, float32 or wider [, (B, T) entropy in nats]
     "Log-probs of `index`, with the logits of one chunk at a time and none kept for the backward pass."
     _check_head(hidden_states, lm_head, bias, index, logit_softcapping)
     _check_temperature(temperature)
@@ -264,16 +362,34 @@ def chunked_hidden_states_selective_log_softmax(
     batch, length, hidden = hidden_states.shape
     trained_head = lm_head.requires_grad or (bias is not None and bias.requires_grad)
     keep_rows = torch.is_grad_enabled() and hidden_states.requires_grad and not trained_head
-    softmax = functools.partial(_softmax_for(hidden_states.device), temperature=temperature, softcap=logit_softcapping, scale=logit_scale)
-    logps, entropy = _ChunkedLogProbs.apply(hidden_states.reshape(-1, hidden), lm_head, bias, index.reshape(-1).long(),
-                                            chunk_rows(batch, length, mini_batch, logit_chunk_multiplier),
-                                            _product_dtype(hidden_states, lm_head), keep_rows, return_entropy, softmax)
-    return (logps.view(batch, length), entropy.view(batch, length)) if return_entropy else logps.view(batch, length)
+    softmax = functools.partial(
+        _softmax_for(hidden_states.device),
+        temperature=temperature,
+        softcap=logit_softcapping,
+        scale=logit_scale,
+    )
+    logps, entropy = _ChunkedLogProbs.apply(
+        hidden_states.reshape(-1, hidden),
+        lm_head,
+        bias,
+        index.reshape(-1).long(),
+        chunk_rows(batch, length, mini_batch, logit_chunk_multiplier),
+        _product_dtype(hidden_states, lm_head),
+        keep_rows,
+        return_entropy,
+        softmax,
+    )
+    return (
+        (logps.view(batch, length), entropy.view(batch, length))
+        if return_entropy
+        else logps.view(batch, length)
+    )
 
 # %% ../../nbs/algorithm/03_logprobs.ipynb #2f80cb7c
 @dataclass(frozen=True)
 class Chunks:
     "How a batch is split, and what one piece of it needs."
+
     mini_batch: int  # pieces that the batch is split into
     logit_chunk_multiplier: int  # chunks that each piece's tokens are split into
     bytes: int  # hidden states of one piece and logits of one chunk
@@ -289,29 +405,60 @@ def choose_chunks(
     hidden_element_bytes: int = 6,  # for each number of a hidden state: in bf16 the state, its kept row and its gradient
     logit_element_bytes: int = 10,  # for each logit of a chunk: one bf16 and two float32 copies; 2 where the softmax is compiled
     mini_batch: int | None = None,  # fixed by the user; None: chosen
-    logit_chunk_multiplier: int | None = None,  # fixed by the user; None: max(4, length // 4096), or more if needed
+    logit_chunk_multiplier: int
+    | None = None,  # fixed by the user; None: max(4, length // 4096), or more if needed
 ) -> Chunks:  # the coarsest split that fits; a ValueError with the numbers if none does
     "Choose `mini_batch` and `logit_chunk_multiplier` by the memory that is free."
-    for name, value in (("batch", batch), ("length", length), ("mini_batch", mini_batch), ("logit_chunk_multiplier", logit_chunk_multiplier)):
-        if value is not None: _check_count(name, value)
+    for name, value in (
+        ("batch", batch),
+        ("length", length),
+        ("mini_batch", mini_batch),
+        ("logit_chunk_multiplier", logit_chunk_multiplier),
+    ):
+        if value is not None:
+            _check_count(name, value)
 
     def needed(pieces, multiplier):
-        states = hidden_state_bytes(batch, length, hidden, mini_batch=pieces, element_bytes=hidden_element_bytes)
-        return states + logit_bytes(batch, length, vocab, mini_batch=pieces, logit_chunk_multiplier=multiplier, element_bytes=logit_element_bytes)
+        states = hidden_state_bytes(
+            batch, length, hidden, mini_batch=pieces, element_bytes=hidden_element_bytes
+        )
+        return states + logit_bytes(
+            batch,
+            length,
+            vocab,
+            mini_batch=pieces,
+            logit_chunk_multiplier=multiplier,
+            element_bytes=logit_element_bytes,
+        )
 
     multiplier = logit_chunk_multiplier or max(4, length // 4096)
     for pieces in [mini_batch] if mini_batch else range(1, batch + 1):
-        if needed(pieces, multiplier) <= free_bytes: return Chunks(pieces, multiplier, needed(pieces, multiplier))
+        if needed(pieces, multiplier) <= free_bytes:
+            return Chunks(pieces, multiplier, needed(pieces, multiplier))
     tokens = _ceil_divide(batch, pieces) * length
-    states = hidden_state_bytes(batch, length, hidden, mini_batch=pieces, element_bytes=hidden_element_bytes)
+    states = hidden_state_bytes(
+        batch, length, hidden, mini_batch=pieces, element_bytes=hidden_element_bytes
+    )
     rows = (free_bytes - states) // (vocab * logit_element_bytes)
     if logit_chunk_multiplier is None and rows >= 1:
-        return Chunks(pieces, _ceil_divide(tokens, rows), needed(pieces, _ceil_divide(tokens, rows)))
-    raise ValueError(_nothing_fits(pieces, logit_chunk_multiplier or tokens, states, needed(pieces, logit_chunk_multiplier or tokens), free_bytes))
+        return Chunks(
+            pieces, _ceil_divide(tokens, rows), needed(pieces, _ceil_divide(tokens, rows))
+        )
+    raise ValueError(
+        _nothing_fits(
+            pieces,
+            logit_chunk_multiplier or tokens,
+            states,
+            needed(pieces, logit_chunk_multiplier or tokens),
+            free_bytes,
+        )
+    )
 
 
 def _nothing_fits(pieces, multiplier, states, needed, free):
     GiB = 2**30
-    return (f"the head does not fit: with mini_batch {pieces:,} and logit_chunk_multiplier {multiplier:,} it needs {needed / GiB:.3f} GiB (hidden states {states / GiB:.3f}, "
-            f"logits of one chunk {(needed - states) / GiB:.3f}), and {max(free, 0) / GiB:.3f} GiB are free: free {(needed - max(free, 0)) / GiB:.3f} GiB more, shorten the sequences, "
-            "or leave mini_batch and logit_chunk_multiplier to be chosen if they are set")
+    return (
+        f"the head does not fit: with mini_batch {pieces:,} and logit_chunk_multiplier {multiplier:,} it needs {needed / GiB:.3f} GiB (hidden states {states / GiB:.3f}, "
+        f"logits of one chunk {(needed - states) / GiB:.3f}), and {max(free, 0) / GiB:.3f} GiB are free: free {(needed - max(free, 0)) / GiB:.3f} GiB more, shorten the sequences, "
+        "or leave mini_batch and logit_chunk_multiplier to be chosen if they are set"
+    )

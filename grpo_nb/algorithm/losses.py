@@ -13,8 +13,8 @@ __all__ = ['LEVELS', 'LOG_W_RANGE', 'LOSSES', 'WINDOW_TOKEN_LOSSES', 'CORRECTION
 import difflib
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ def sequence_mean(
 
 LEVELS = {
     "token": lambda log_ratio, mask: log_ratio.exp(),  # (B, T)
-    "sequence": lambda log_ratio, mask: sequence_mean(log_ratio, mask).exp(),  # (B, 1), GSPO (arXiv 2507.18071) eq. 7
+    "sequence": lambda log_ratio, mask: sequence_mean(
+        log_ratio, mask
+    ).exp(),  # (B, 1), GSPO (arXiv 2507.18071) eq. 7
 }
 
 # %% ../../nbs/algorithm/04_losses.ipynb #f367e579
@@ -40,7 +42,8 @@ def clipped_loss(
     advantages: Tensor,  # (B, 1)
     epsilon: float = 0.2,  # lower border 1 - epsilon
     epsilon_high: float = 0.2,  # upper border 1 + epsilon_high
-    delta: float | None = None,  # cap of the ratio where the advantage is negative (arXiv 2505.07291)
+    delta: float
+    | None = None,  # cap of the ratio where the advantage is negative (arXiv 2505.07291)
     **_,  # each loss takes what its formula names and leaves the rest
 ) -> Tensor:  # the shape of `ratio`
     "-min(min(c, delta) A, clip(c, 1 - epsilon, 1 + epsilon_high) A): PPO's clipped objective (arXiv 1707.06347 eq. 7)."
@@ -110,7 +113,9 @@ def sapo_loss(
     **_,
 ) -> Tensor:  # the shape of `ratio`
     "-4/tau sigmoid(tau (c - 1)) A (SAPO, arXiv 2511.20347)."
-    tau = by_sign(advantages > 0, sapo_temperature_pos, sapo_temperature_neg, like=advantages)  # (B, 1)
+    tau = by_sign(
+        advantages > 0, sapo_temperature_pos, sapo_temperature_neg, like=advantages
+    )  # (B, 1)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
 # %% ../../nbs/algorithm/04_losses.ipynb #e90f7fc5
@@ -151,7 +156,9 @@ LOSSES: dict[str, tuple[Callable, Callable]] = {  # loss_type -> (per token, red
     "vespo": (vespo_loss, window_token_mean),
 }
 # These divide by the tokens of the whole accumulation window (`num_items`); the others are averaged over its micro-batches.
-WINDOW_TOKEN_LOSSES = tuple(name for name, (_, reduction) in LOSSES.items() if reduction is window_token_mean)
+WINDOW_TOKEN_LOSSES = tuple(
+    name for name, (_, reduction) in LOSSES.items() if reduction is window_token_mean
+)
 
 # %% ../../nbs/algorithm/04_losses.ipynb #37c626f0
 def k3(
@@ -168,7 +175,9 @@ def one_of(name: str, value: str, allowed) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name} is {value!r}, and it must be one of {', '.join(map(repr, allowed))}.{hint}")
+        raise ValueError(
+            f"{name} is {value!r}, and it must be one of {', '.join(map(repr, allowed))}.{hint}"
+        )
 
 
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -186,15 +195,30 @@ def rollout_correction(
     "Weights pi_old / pi_rollout that correct for a sampler that is not the trainer (TIS, or masked: IcePop)."
     one_of("mode", mode, CORRECTION_MODES)
     if not old_logps.shape == rollout_logps.shape == mask.shape:
-        raise ValueError(f"old_logps {tuple(old_logps.shape)}, rollout_logps {tuple(rollout_logps.shape)} and mask {tuple(mask.shape)} must have one shape (B, T).")
-    low, high = -math.inf if clip_min is None else clip_min, math.inf if clip_max is None else clip_max
+        raise ValueError(
+            f"old_logps {tuple(old_logps.shape)}, rollout_logps {tuple(rollout_logps.shape)} and mask {tuple(mask.shape)} must have one shape (B, T)."
+        )
+    low, high = (
+        -math.inf if clip_min is None else clip_min,
+        math.inf if clip_max is None else clip_max,
+    )
     if not low < high or not high > 0 or (low, high) == (-math.inf, math.inf):
-        raise ValueError(f"clip_min is {clip_min} and clip_max {clip_max}; set at least one, with clip_min < clip_max and clip_max > 0.")
+        raise ValueError(
+            f"clip_min is {clip_min} and clip_max {clip_max}; set at least one, with clip_min < clip_max and clip_max > 0."
+        )
     level, action = mode.split("_")
     dtype = torch.promote_types(old_logps.dtype, torch.float32)
-    gap = (old_logps.detach().to(dtype) - rollout_logps.detach().to(dtype)).masked_fill(~mask.bool(), 0.0).nan_to_num(nan=0.0)
+    gap = (
+        (old_logps.detach().to(dtype) - rollout_logps.detach().to(dtype))
+        .masked_fill(~mask.bool(), 0.0)
+        .nan_to_num(nan=0.0)
+    )
     weights = (gap if level == "token" else gap.sum(-1, keepdim=True)).exp()
-    return weights.clamp(low, high) if action == "truncate" else weights.masked_fill((weights < low) | (weights > high), 0.0)
+    return (
+        weights.clamp(low, high)
+        if action == "truncate"
+        else weights.masked_fill((weights < low) | (weights > high), 0.0)
+    )
 
 # %% ../../nbs/algorithm/04_losses.ipynb #c45f3cda
 def off_policy_mask(
@@ -214,7 +238,8 @@ def high_entropy_mask(
     mask: Tensor,  # (B, T) non-zero = counts
     top_entropy_quantile: float,  # share of the active tokens to keep, 0 to 1
     *,
-    gathered: Tensor | None = None,  # (n,) entropies of the active tokens of every process; None = this batch's own
+    gathered: Tensor
+    | None = None,  # (n,) entropies of the active tokens of every process; None = this batch's own
 ) -> Tensor:  # (B, T) bool, True = keep
     "The tokens whose entropy is among the highest (arXiv 2506.01939)."
     mask = mask.bool()
@@ -243,38 +268,61 @@ def check_loss_settings(
     vespo_lambda_pos: float = 3.0,  # > 0
     vespo_k_neg: float = 3.0,  # >= 0
     vespo_lambda_neg: float = 2.0,  # > 0
-) -> list[str]:  # sentences about settings that are legal but odd; raises ValueError for those that are not
+) -> list[
+    str
+]:  # sentences about settings that are legal but odd; raises ValueError for those that are not
     "Check the settings of a loss before it is used."
     one_of("loss_type", loss_type, LOSSES)
     one_of("importance_sampling_level", importance_sampling_level, LEVELS)
-    at_least_0 = dict(beta=beta, epsilon=epsilon, epsilon_high=epsilon_high, off_policy_mask_threshold=off_policy_mask_threshold,
-                      vespo_k_pos=vespo_k_pos, vespo_k_neg=vespo_k_neg)
-    above_0 = dict(delta=delta, max_completion_length=max_completion_length, vespo_lambda_pos=vespo_lambda_pos, vespo_lambda_neg=vespo_lambda_neg,
-                   sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
+    at_least_0 = dict(
+        beta=beta,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        off_policy_mask_threshold=off_policy_mask_threshold,
+        vespo_k_pos=vespo_k_pos,
+        vespo_k_neg=vespo_k_neg,
+    )
+    above_0 = dict(
+        delta=delta,
+        max_completion_length=max_completion_length,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_lambda_neg=vespo_lambda_neg,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+    )
     for name, value in (at_least_0 | above_0).items():
         if value is not None and not (value > 0 if name in above_0 else value >= 0):
-            raise ValueError(f"{name} is {value}, and it must be {'above 0' if name in above_0 else '0 or above'}.")
+            raise ValueError(
+                f"{name} is {value}, and it must be {'above 0' if name in above_0 else '0 or above'}."
+            )
     if not 0 <= top_entropy_quantile <= 1:
-        raise ValueError(f"top_entropy_quantile is {top_entropy_quantile}, and it must be from 0 to 1: the share of tokens to keep (1 keeps all).")
+        raise ValueError(
+            f"top_entropy_quantile is {top_entropy_quantile}, and it must be from 0 to 1: the share of tokens to keep (1 keeps all)."
+        )
     if loss_type == "dr_grpo" and max_completion_length is None:
-        raise ValueError("loss_type 'dr_grpo' divides by a constant: pass max_completion_length, the longest completion that the sampler may write.")
+        raise ValueError(
+            "loss_type 'dr_grpo' divides by a constant: pass max_completion_length, the longest completion that the sampler may write."
+        )
     high = epsilon if epsilon_high is None else epsilon_high
     sequence, clips = importance_sampling_level == "sequence", LOSSES[loss_type][0] is clipped_loss
     odd = {
-        f"epsilon is {epsilon}, so the lower border 1 - epsilon is not above 0 and no ratio ever reaches it (a ratio is never negative).":
-            clips and epsilon >= 1,
-        f"delta is {delta}, not above 1 + epsilon_high = {1 + high:g}: the two borders change places, and good tokens are cut at {delta} already. Use a larger delta.":
-            clips and delta is not None and delta <= 1 + high,
-        f"delta has no effect with loss_type {loss_type!r}, which does not clip its objective.":
-            not clips and delta is not None,
-        f"epsilon_high is cispo's absolute cap of the ratio and is {high}, below 1: every fresh token is weighed down. 5.0 is recommended.":
-            loss_type == "cispo" and high < 1,
-        "loss_type 'luspo' is meant for importance_sampling_level 'sequence'.":
-            loss_type == "luspo" and not sequence,
-        "loss_type 'vespo' has a sequence ratio of its own; leave importance_sampling_level at 'token'.":
-            loss_type == "vespo" and sequence,
-        f"loss_type {loss_type!r} weighs a sequence by its tokens; for GSPO's objective with a sequence ratio use loss_type 'grpo'.":
-            sequence and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"),
+        f"epsilon is {epsilon}, so the lower border 1 - epsilon is not above 0 and no ratio ever reaches it (a ratio is never negative).": clips
+        and epsilon >= 1,
+        f"delta is {delta}, not above 1 + epsilon_high = {1 + high:g}: the two borders change places, and good tokens are cut at {delta} already. Use a larger delta.": clips
+        and delta is not None
+        and delta <= 1 + high,
+        f"delta has no effect with loss_type {loss_type!r}, which does not clip its objective.": not clips
+        and delta is not None,
+        f"epsilon_high is cispo's absolute cap of the ratio and is {high}, below 1: every fresh token is weighed down. 5.0 is recommended.": loss_type
+        == "cispo"
+        and high < 1,
+        "loss_type 'luspo' is meant for importance_sampling_level 'sequence'.": loss_type == "luspo"
+        and not sequence,
+        "loss_type 'vespo' has a sequence ratio of its own; leave importance_sampling_level at 'token'.": loss_type
+        == "vespo"
+        and sequence,
+        f"loss_type {loss_type!r} weighs a sequence by its tokens; for GSPO's objective with a sequence ratio use loss_type 'grpo'.": sequence
+        and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"),
     }
     return [sentence for sentence, applies in odd.items() if applies]
 
@@ -288,23 +336,41 @@ def check_inputs(
     beta: float,  # above 0 it needs `ref_logps`
     entropy_coef: float,  # other than 0 it needs `entropies`
     top_entropy_quantile: float,  # below 1 it needs `entropies` or `entropy_mask`
-    **others: Tensor | None,  # mask, old_logps, ref_logps, rollout_logps, entropies, entropy_mask: must be (B, T)
+    **others: Tensor
+    | None,  # mask, old_logps, ref_logps, rollout_logps, entropies, entropy_mask: must be (B, T)
 ) -> None:
     "Raise a sentence for the first tensor that is missing or does not fit `logps`."
     if logps.dim() != 2 or logps.numel() == 0:
-        raise ValueError(f"logps has shape {tuple(logps.shape)}, and it must be (B, T) with at least one completion and one token.")
+        raise ValueError(
+            f"logps has shape {tuple(logps.shape)}, and it must be (B, T) with at least one completion and one token."
+        )
     B, T = logps.shape
-    wanted = dict.fromkeys(others, [(B, T)]) | {"advantages": [(B,)], "rollout_weights": [(B, T)] if loss_type == "vespo" else [(B, T), (B, 1)]}
+    wanted = dict.fromkeys(others, [(B, T)]) | {
+        "advantages": [(B,)],
+        "rollout_weights": [(B, T)] if loss_type == "vespo" else [(B, T), (B, 1)],
+    }
     for name, x in dict(others, advantages=advantages, rollout_weights=rollout_weights).items():
         if x is not None and tuple(x.shape) not in wanted[name]:
-            hint = " (vespo needs a weight for every token: use the mode 'token_truncate' or 'token_mask')" if loss_type == "vespo" and name == "rollout_weights" else ""
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, and with logps {(B, T)} it must be {' or '.join(map(str, wanted[name]))}{hint}.")
+            hint = (
+                " (vespo needs a weight for every token: use the mode 'token_truncate' or 'token_mask')"
+                if loss_type == "vespo" and name == "rollout_weights"
+                else ""
+            )
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, and with logps {(B, T)} it must be {' or '.join(map(str, wanted[name]))}{hint}."
+            )
     if beta and others["ref_logps"] is None:
-        raise ValueError(f"beta is {beta}, and the KL needs ref_logps: pass the reference's log-probs, or beta=0.")
+        raise ValueError(
+            f"beta is {beta}, and the KL needs ref_logps: pass the reference's log-probs, or beta=0."
+        )
     if entropy_coef and others["entropies"] is None:
-        raise ValueError(f"entropy_coef is {entropy_coef} and needs entropies: pass them, or entropy_coef=0.")
+        raise ValueError(
+            f"entropy_coef is {entropy_coef} and needs entropies: pass them, or entropy_coef=0."
+        )
     if top_entropy_quantile < 1 and others["entropies"] is None and others["entropy_mask"] is None:
-        raise ValueError(f"top_entropy_quantile is {top_entropy_quantile} and needs entropies or an entropy_mask: pass one, or top_entropy_quantile=1.")
+        raise ValueError(
+            f"top_entropy_quantile is {top_entropy_quantile} and needs entropies or an entropy_mask: pass one, or top_entropy_quantile=1."
+        )
 
 # %% ../../nbs/algorithm/04_losses.ipynb #68a9ecf2
 @dataclass
@@ -312,12 +378,17 @@ class LossOutput:
     "A loss and what to log about it."
 
     loss: Tensor  # 0-d, with gradient, float32 or wider
-    metrics: dict[str, Tensor]  # name -> finite 0-d tensor without gradient, on the device of the loss (reading it there would make the GPU wait)
+    metrics: dict[
+        str, Tensor
+    ]  # name -> finite 0-d tensor without gradient, on the device of the loss (reading it there would make the GPU wait)
 
 
 # per-token loss -> (low, high, high where A < 0): the ratios beyond which it no longer follows the ratio
 BORDERS = {
-    clipped_loss: lambda epsilon, epsilon_high, delta, **_: (1 - epsilon, *sorted((1 + epsilon_high, math.inf if delta is None else delta))),
+    clipped_loss: lambda epsilon, epsilon_high, delta, **_: (
+        1 - epsilon,
+        *sorted((1 + epsilon_high, math.inf if delta is None else delta)),
+    ),
     cispo_loss: lambda epsilon_high, **_: (0.0, epsilon_high, epsilon_high),
     sapo_loss: lambda **_: (0.0, math.inf, math.inf),
     vespo_loss: lambda **_: (0.0, math.inf, math.inf),
@@ -330,13 +401,23 @@ def ratio_metrics(
     advantages: Tensor,  # (B, 1)
     mask: Tensor,  # (B, T) bool
     borders: tuple[float, float, float],  # from `BORDERS`
-) -> dict[str, Tensor]:  # name -> 0-d; shares are of active tokens (of sequences, for a sequence ratio)
+) -> dict[
+    str, Tensor
+]:  # name -> 0-d; shares are of active tokens (of sequences, for a sequence ratio)
     "How far the ratios are from 1, and how many of them a border holds back."
     low, high, delta = borders
-    cut = {"low": (ratio < low) & (advantages < 0), "high": (ratio > high) & (advantages > 0), "delta": (ratio > delta) & (advantages < 0)}
+    cut = {
+        "low": (ratio < low) & (advantages < 0),
+        "high": (ratio > high) & (advantages > 0),
+        "delta": (ratio > delta) & (advantages < 0),
+    }
     cut["region"] = cut["low"] | cut["high"]
     shares = {f"clip_ratio/{name}": masked_mean(x.to(ratio.dtype), mask) for name, x in cut.items()}
-    return {"ratio/mean": masked_mean(ratio, mask), "ratio/max": torch.where(mask, ratio, 0.0).max(), **shares}
+    return {
+        "ratio/mean": masked_mean(ratio, mask),
+        "ratio/max": torch.where(mask, ratio, 0.0).max(),
+        **shares,
+    }
 
 # %% ../../nbs/algorithm/04_losses.ipynb #ccb9381a
 def grpo_loss(
@@ -344,23 +425,30 @@ def grpo_loss(
     advantages: Tensor,  # (B,) one a completion
     mask: Tensor,  # (B, T) non-zero = the token counts; what is under a 0 is never read
     *,
-    old_logps: Tensor | None = None,  # (B, T) when the batch was drawn; None = logps, so that the ratio is exactly 1
+    old_logps: Tensor
+    | None = None,  # (B, T) when the batch was drawn; None = logps, so that the ratio is exactly 1
     ref_logps: Tensor | None = None,  # (B, T) of the reference; needed for beta > 0
-    rollout_logps: Tensor | None = None,  # (B, T) of the sampler, for the off-policy mask; None = old_logps
+    rollout_logps: Tensor
+    | None = None,  # (B, T) of the sampler, for the off-policy mask; None = old_logps
     rollout_weights: Tensor | None = None,  # (B, T) or (B, 1) from `rollout_correction`
     entropies: Tensor | None = None,  # (B, T) nats, with gradient if there is an entropy bonus
     beta: float = 0.0,  # weight of the KL to the reference
     epsilon: float = 0.2,  # lower border of the ratio is 1 - epsilon
-    epsilon_high: float | None = None,  # upper border is 1 + epsilon_high; None = epsilon; cispo: the cap itself
-    delta: float | None = None,  # second upper border, for negative advantages; best above 1 + epsilon_high
+    epsilon_high: float
+    | None = None,  # upper border is 1 + epsilon_high; None = epsilon; cispo: the cap itself
+    delta: float
+    | None = None,  # second upper border, for negative advantages; best above 1 + epsilon_high
     loss_type: str = "dapo",  # one of `LOSSES`
     importance_sampling_level: str = "token",  # "token" or "sequence"
     max_completion_length: int | None = None,  # dr_grpo's constant
-    num_items: int | Tensor | None = None,  # for `WINDOW_TOKEN_LOSSES`: active tokens of the whole accumulated, global batch; None = this batch's; 1 = a plain sum
+    num_items: int
+    | Tensor
+    | None = None,  # for `WINDOW_TOKEN_LOSSES`: active tokens of the whole accumulated, global batch; None = this batch's; 1 = a plain sum
     use_bias_correction_kl: bool = False,  # multiply the KL by the ratio (TRL's default is True)
     off_policy_mask_threshold: float | None = None,  # nats a token; None = keep every completion
     top_entropy_quantile: float = 1.0,  # share of tokens, by entropy, that the policy loss keeps
-    entropy_mask: Tensor | None = None,  # (B, T) a ready mask from `high_entropy_mask`, in place of this batch's own quantile
+    entropy_mask: Tensor
+    | None = None,  # (B, T) a ready mask from `high_entropy_mask`, in place of this batch's own quantile
     entropy_coef: float = 0.0,  # weight of the entropy bonus
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
@@ -368,17 +456,49 @@ def grpo_loss(
     vespo_lambda_pos: float = 3.0,
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
-) -> LossOutput:  # .loss, and .metrics: ratio/*, clip_ratio/*, kl if there is a reference, entropy if given
+) -> (
+    LossOutput
+):  # .loss, and .metrics: ratio/*, clip_ratio/*, kl if there is a reference, entropy if given
     "The loss of one micro-batch of GRPO, in any of its eight forms."
-    settings = dict(epsilon=epsilon, epsilon_high=epsilon if epsilon_high is None else epsilon_high, delta=delta,
-                    sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
-                    vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg)
-    odd = check_loss_settings(loss_type, importance_sampling_level, beta=beta, max_completion_length=max_completion_length,
-                              off_policy_mask_threshold=off_policy_mask_threshold, top_entropy_quantile=top_entropy_quantile, **settings)
-    check_inputs(logps, advantages, rollout_weights, loss_type=loss_type, beta=beta, entropy_coef=entropy_coef, top_entropy_quantile=top_entropy_quantile,
-                 mask=mask, old_logps=old_logps, ref_logps=ref_logps, rollout_logps=rollout_logps, entropies=entropies, entropy_mask=entropy_mask)
+    settings = dict(
+        epsilon=epsilon,
+        epsilon_high=epsilon if epsilon_high is None else epsilon_high,
+        delta=delta,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg,
+    )
+    odd = check_loss_settings(
+        loss_type,
+        importance_sampling_level,
+        beta=beta,
+        max_completion_length=max_completion_length,
+        off_policy_mask_threshold=off_policy_mask_threshold,
+        top_entropy_quantile=top_entropy_quantile,
+        **settings,
+    )
+    check_inputs(
+        logps,
+        advantages,
+        rollout_weights,
+        loss_type=loss_type,
+        beta=beta,
+        entropy_coef=entropy_coef,
+        top_entropy_quantile=top_entropy_quantile,
+        mask=mask,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        rollout_logps=rollout_logps,
+        entropies=entropies,
+        entropy_mask=entropy_mask,
+    )
     if entropy_coef and logps.requires_grad and not entropies.requires_grad:
-        odd.append("entropy_coef is set, but entropies carry no gradient: the bonus changes the loss and trains nothing.")
+        odd.append(
+            "entropy_coef is set, but entropies carry no gradient: the bonus changes the loss and trains nothing."
+        )
     for sentence in odd:
         warnings.warn(sentence, stacklevel=2)
 
@@ -386,9 +506,19 @@ def grpo_loss(
     dtype, mask = torch.promote_types(logps.dtype, torch.float32), mask.bool()
     clean = lambda x: None if x is None else x.to(dtype).masked_fill(~mask, 0.0)
     constant = lambda x: None if x is None else clean(x.detach())
-    logps, entropies, A = clean(logps), clean(entropies), advantages.detach().to(dtype)[:, None]  # (B, T), (B, T), (B, 1)
-    old_logps, ref_logps = constant(logps if old_logps is None else old_logps), constant(ref_logps)  # (B, T) each
-    rollout_logps, rollout_weights = constant(rollout_logps), constant(rollout_weights)  # (B, T) each
+    logps, entropies, A = (
+        clean(logps),
+        clean(entropies),
+        advantages.detach().to(dtype)[:, None],
+    )  # (B, T), (B, T), (B, 1)
+    old_logps, ref_logps = (
+        constant(logps if old_logps is None else old_logps),
+        constant(ref_logps),
+    )  # (B, T) each
+    rollout_logps, rollout_weights = (
+        constant(rollout_logps),
+        constant(rollout_weights),
+    )  # (B, T) each
 
     # ratio
     log_ratio = logps - old_logps  # (B, T)
@@ -396,12 +526,26 @@ def grpo_loss(
 
     # loss of each token
     loss_of_tokens, reduction = LOSSES[loss_type]
-    token_loss = loss_of_tokens(logps=logps, log_ratio=log_ratio, ratio=ratio, advantages=A, mask=mask, rollout_weights=rollout_weights, **settings)
+    token_loss = loss_of_tokens(
+        logps=logps,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        advantages=A,
+        mask=mask,
+        rollout_weights=rollout_weights,
+        **settings,
+    )
     metrics = ratio_metrics(ratio, A, mask, BORDERS[loss_of_tokens](**settings))
 
     # masks and weights
     if off_policy_mask_threshold is not None:
-        token_loss = token_loss * off_policy_mask(logps, old_logps if rollout_logps is None else rollout_logps, A, mask, off_policy_mask_threshold)
+        token_loss = token_loss * off_policy_mask(
+            logps,
+            old_logps if rollout_logps is None else rollout_logps,
+            A,
+            mask,
+            off_policy_mask_threshold,
+        )
     if entropy_mask is None and top_entropy_quantile < 1:
         entropy_mask = high_entropy_mask(entropies, mask, top_entropy_quantile)
     kept = mask if entropy_mask is None else mask & entropy_mask.bool()  # (B, T)
@@ -417,9 +561,13 @@ def grpo_loss(
 
     # reduction
     tokens = mask.sum()
-    num_items = torch.as_tensor(tokens if num_items is None else num_items, dtype=dtype, device=logps.device)
+    num_items = torch.as_tensor(
+        tokens if num_items is None else num_items, dtype=dtype, device=logps.device
+    )
     num_items = torch.where(num_items > 0, num_items, 1.0)  # an empty window divides by 1
-    loss = reduction(token_loss, mask, num_items=num_items, max_completion_length=max_completion_length)
+    loss = reduction(
+        token_loss, mask, num_items=num_items, max_completion_length=max_completion_length
+    )
 
     # entropy bonus: the mean over tokens whatever the reduction; of a window, this batch's share of it
     if entropy_coef:

@@ -10,7 +10,14 @@ __all__ = ['addition_problems', 'number_found_reward', 'correct_number_reward', 
 import random
 from fractions import Fraction
 
-from .verifiers import completion_text, exact_match, final_number, last_number, number_matches, right_number
+from grpo_nb.environments.verifiers import (
+    completion_text,
+    exact_match,
+    final_number,
+    last_number,
+    number_matches,
+    right_number,
+)
 
 # %% ../../nbs/environments/02_arithmetic.ipynb #f88f9ee8
 def addition_problems(
@@ -18,11 +25,19 @@ def addition_problems(
     held_out: int = 500,  # problems that are never trained on
     smallest: int = 10,  # both numbers go from this
     largest: int = 99,  # to this
-) -> tuple[list[dict], list[dict]]:  # rows to train on, rows held out; each {"prompt": "12+34=", "answer": "46"}
+) -> tuple[
+    list[dict], list[dict]
+]:  # rows to train on, rows held out; each {"prompt": "12+34=", "answer": "46"}
     "Every sum of two numbers, split into training and held-out problems."
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(smallest, largest + 1) for b in range(smallest, largest + 1)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+        for a in range(smallest, largest + 1)
+        for b in range(smallest, largest + 1)
+    ]
     if not 0 <= held_out < len(rows):
-        raise ValueError(f"held_out is {held_out}, but there are {len(rows)} sums of numbers from {smallest} to {largest}: leave at least one to train on")
+        raise ValueError(
+            f"held_out is {held_out}, but there are {len(rows)} sums of numbers from {smallest} to {largest}: leave at least one to train on"
+        )
     random.Random(seed).shuffle(rows)
     return rows[held_out:], rows[:held_out]
 
@@ -41,7 +56,9 @@ def correct_number_reward(
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # +3 if the last number is right, else -3
     "Is the number the right one?"
-    return [3.0 if number_matches(completion_text(c), a) else -3.0 for c, a in zip(completions, answer)]
+    return [
+        3.0 if number_matches(completion_text(c), a) else -3.0 for c, a in zip(completions, answer)
+    ]
 
 
 def exact_answer_reward(
@@ -58,8 +75,10 @@ def proximity(
     answer: Fraction | float,  # what is right, finite
 ) -> float:  # 1 for the right value, then from 0.5 down to -1 the further away; 0 at a distance of half the answer
     "How near a number is to the right one, as points."
-    if value is None: return -1.0
-    if value == answer: return 1.0
+    if value is None:
+        return -1.0
+    if value == answer:
+        return 1.0
     distance = abs(Fraction(value) - Fraction(answer)) / max(abs(Fraction(answer)), 1)
     return float(Fraction(3, 2) / (1 + distance) - 1)
 
@@ -70,4 +89,7 @@ def proximity_reward(
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # as `proximity`; the number that a completion ends up with counts
     "The nearer the better, and outliers lose points."
-    return [proximity(final_number(completion_text(c)), right_number(a)) for c, a in zip(completions, answer)]
+    return [
+        proximity(final_number(completion_text(c)), right_number(a))
+        for c, a in zip(completions, answer)
+    ]

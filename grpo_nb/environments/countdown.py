@@ -23,7 +23,17 @@ from .verifiers import completion_text
 # %% ../../nbs/environments/11_countdown.ipynb #9b3d1e2d
 MAX_CHARACTERS = 200  # of an expression
 MAX_DIGITS = 9  # of a number in it
-WRITTEN = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left(": "(", r"\right)": ")", "×": "*", "·": "*", "÷": "/", "−": "-"}
+WRITTEN = {
+    r"\times": "*",
+    r"\cdot": "*",
+    r"\div": "/",
+    r"\left(": "(",
+    r"\right)": ")",
+    "×": "*",
+    "·": "*",
+    "÷": "/",
+    "−": "-",
+}
 PIECE = re.compile(r"[ \t\r\n]+|(?P<number>[0-9]+)|(?P<symbol>[-+*/()])|(?P<other>.)", re.S)
 
 
@@ -35,14 +45,21 @@ def tokens(
     text: str,  # what was written
 ) -> list[str]:  # numbers, operators and brackets; NotAnExpression for anything else
     "The parts of an expression."
-    if len(text) > MAX_CHARACTERS: raise NotAnExpression(f"it has {len(text)} characters, and {MAX_CHARACTERS} are allowed")
-    for written, symbol in WRITTEN.items(): text = text.replace(written, symbol)
+    if len(text) > MAX_CHARACTERS:
+        raise NotAnExpression(f"it has {len(text)} characters, and {MAX_CHARACTERS} are allowed")
+    for written, symbol in WRITTEN.items():
+        text = text.replace(written, symbol)
     found = []
     for piece in PIECE.finditer(text):
-        if piece["other"]: raise NotAnExpression(f"{piece['other']!r} is no digit, no operator and no bracket")
+        if piece["other"]:
+            raise NotAnExpression(f"{piece['other']!r} is no digit, no operator and no bracket")
         number = piece["number"]
-        if number and (len(number) > MAX_DIGITS or (number[0] == "0" and number != "0")): raise NotAnExpression(f"the number {number[:12]} has more than {MAX_DIGITS} digits or begins with 0")
-        if number or piece["symbol"]: found.append(piece[0])
+        if number and (len(number) > MAX_DIGITS or (number[0] == "0" and number != "0")):
+            raise NotAnExpression(
+                f"the number {number[:12]} has more than {MAX_DIGITS} digits or begins with 0"
+            )
+        if number or piece["symbol"]:
+            found.append(piece[0])
     return found
 
 # %% ../../nbs/environments/11_countdown.ipynb #a794daec
@@ -55,33 +72,57 @@ def carry_out(
 ) -> None:
     "One operation; NotAnExpression for a division by zero."
     operator, right, left = operators.pop(), values.pop(), values.pop()
-    if operator == "/" and not right: raise NotAnExpression("it divides by zero")
-    values.append(left + right if operator == "+" else left - right if operator == "-" else left * right if operator == "*" else left / right)
+    if operator == "/" and not right:
+        raise NotAnExpression("it divides by zero")
+    values.append(
+        left + right
+        if operator == "+"
+        else left - right
+        if operator == "-"
+        else left * right
+        if operator == "*"
+        else left / right
+    )
 
 
 def read_expression(
     text: str,  # for example "(20 - 5) * 3"
-) -> tuple[Fraction, list[int]]:  # its value and the numbers in it, in order; NotAnExpression if it is none
+) -> tuple[
+    Fraction, list[int]
+]:  # its value and the numbers in it, in order; NotAnExpression if it is none
     "The value of an arithmetic expression, which is read and not evaluated."
     values, operators, numbers, number_next = [], [], [], True
     for token in tokens(text):
-        if number_next != (token.isdigit() or token == "("): raise NotAnExpression(f"a number or an opening bracket is expected where {token!r} stands" if number_next else f"an operator or a closing bracket is expected where {token!r} stands")
+        if number_next != (token.isdigit() or token == "("):
+            raise NotAnExpression(
+                f"a number or an opening bracket is expected where {token!r} stands"
+                if number_next
+                else f"an operator or a closing bracket is expected where {token!r} stands"
+            )
         if token.isdigit():
             numbers.append(int(token))
             values.append(Fraction(int(token)))
             number_next = False
-        elif token == "(": operators.append(token)
+        elif token == "(":
+            operators.append(token)
         elif token == ")":
-            while operators and operators[-1] != "(": carry_out(values, operators)
-            if not operators: raise NotAnExpression("a bracket is closed that was never opened")
+            while operators and operators[-1] != "(":
+                carry_out(values, operators)
+            if not operators:
+                raise NotAnExpression("a bracket is closed that was never opened")
             operators.pop()
         else:
-            while operators and BINDING.get(operators[-1], 0) >= BINDING[token]: carry_out(values, operators)
+            while operators and BINDING.get(operators[-1], 0) >= BINDING[token]:
+                carry_out(values, operators)
             operators.append(token)
             number_next = True
-    if number_next: raise NotAnExpression("it ends where a number is expected" if numbers or operators else "there is nothing")
+    if number_next:
+        raise NotAnExpression(
+            "it ends where a number is expected" if numbers or operators else "there is nothing"
+        )
     while operators:
-        if operators[-1] == "(": raise NotAnExpression("a bracket is not closed")
+        if operators[-1] == "(":
+            raise NotAnExpression("a bracket is not closed")
         carry_out(values, operators)
     return values[0], numbers
 
@@ -89,9 +130,12 @@ def read_expression(
 @dataclass(frozen=True)
 class Attempt:
     "What came of one answer."
+
     value: Fraction | None  # of the expression; None if there is a fault
     used: tuple[int, ...]  # the numbers in it
-    fault: str | None  # why it does not count; None: it is readable and keeps the rules, right or not
+    fault: (
+        str | None
+    )  # why it does not count; None: it is readable and keeps the rules, right or not
 
 
 def attempt(
@@ -104,12 +148,23 @@ def attempt(
     left, equals, right = text.partition("=")
     try:
         value, used = read_expression(left)
-        if equals and (not re.fullmatch(rf"-?[0-9]{{1,{MAX_DIGITS}}}", right.strip()) or int(right) != value): raise NotAnExpression("the equation is not true, or there is more than a number on its right")
-        if len(used) < 2: raise NotAnExpression("it has no operation")
+        if equals and (
+            not re.fullmatch(rf"-?[0-9]{{1,{MAX_DIGITS}}}", right.strip()) or int(right) != value
+        ):
+            raise NotAnExpression(
+                "the equation is not true, or there is more than a number on its right"
+            )
+        if len(used) < 2:
+            raise NotAnExpression("it has no operation")
         taken, there = Counter(used), Counter(numbers)
-        if taken - there: raise NotAnExpression(f"{min(taken - there)} is used {taken[min(taken - there)]} times and was given {there[min(taken - there)]} times")
-        if use_all and there - taken: raise NotAnExpression(f"{min(there - taken)} is not used")
-    except NotAnExpression as error: return Attempt(None, (), str(error))
+        if taken - there:
+            raise NotAnExpression(
+                f"{min(taken - there)} is used {taken[min(taken - there)]} times and was given {there[min(taken - there)]} times"
+            )
+        if use_all and there - taken:
+            raise NotAnExpression(f"{min(there - taken)} is not used")
+    except NotAnExpression as error:
+        return Attempt(None, (), str(error))
     return Attempt(value, tuple(used), None)
 
 # %% ../../nbs/environments/11_countdown.ipynb #9b518439
@@ -119,7 +174,10 @@ def attempts_of(
     use_all: list[bool] | None,  # the column of the data; None: no number has to be used
 ) -> list[Attempt]:
     "The answers of completions, held against the rules."
-    return [attempt(stated_answer(completion_text(c)) or "", given, bool(every)) for c, given, every in zip(completions, numbers, use_all or [False] * len(numbers))]
+    return [
+        attempt(stated_answer(completion_text(c)) or "", given, bool(every))
+        for c, given, every in zip(completions, numbers, use_all or [False] * len(numbers))
+    ]
 
 
 def countdown_format_reward(
@@ -140,7 +198,10 @@ def countdown_correct_reward(
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # 1.0 or 0.0
     "Does the expression keep the rules and give exactly the target?"
-    return [float(found.value == goal) for found, goal in zip(attempts_of(completions, numbers, use_all), target)]
+    return [
+        float(found.value == goal)
+        for found, goal in zip(attempts_of(completions, numbers, use_all), target)
+    ]
 
 
 def countdown_closeness_reward(
@@ -149,9 +210,14 @@ def countdown_closeness_reward(
     target: list[int],  # what has to come out
     use_all: list[bool] | None = None,  # whether all numbers have to be used
     **kwargs,  # other columns, not needed
-) -> list[float]:  # 1 for the target, then from 0.5 down to -1; -1 without an expression that keeps the rules
+) -> list[
+    float
+]:  # 1 for the target, then from 0.5 down to -1; -1 without an expression that keeps the rules
     "How near does it come?"
-    return [proximity(found.value, goal) for found, goal in zip(attempts_of(completions, numbers, use_all), target)]
+    return [
+        proximity(found.value, goal)
+        for found, goal in zip(attempts_of(completions, numbers, use_all), target)
+    ]
 
 # %% ../../nbs/environments/11_countdown.ipynb #10395035
 def countdown_prompt(
@@ -161,8 +227,10 @@ def countdown_prompt(
 ) -> str:
     "The puzzle in words."
     often = "exactly once" if use_all else "at most once"
-    return (f"Combine the numbers {', '.join(map(str, numbers))} with +, -, *, / and brackets so that the result is {target}. "
-            f"Use each number {often}, and no other number. Think first, then put only the expression into \\boxed{{}}.")
+    return (
+        f"Combine the numbers {', '.join(map(str, numbers))} with +, -, *, / and brackets so that the result is {target}. "
+        f"Use each number {often}, and no other number. Think first, then put only the expression into \\boxed{{}}."
+    )
 
 
 def combine(
@@ -175,8 +243,17 @@ def combine(
     while len(parts) > 1:
         rng.shuffle(parts)
         (a, left), (b, right), operation = parts.pop(), parts.pop(), rng.choice(operations)
-        if (operation == "-" and a <= b) or (operation == "/" and a % b): return None
-        value = a + b if operation == "+" else a - b if operation == "-" else a * b if operation == "*" else a // b
+        if (operation == "-" and a <= b) or (operation == "/" and a % b):
+            return None
+        value = (
+            a + b
+            if operation == "+"
+            else a - b
+            if operation == "-"
+            else a * b
+            if operation == "*"
+            else a // b
+        )
         parts.append((value, f"({left}{operation}{right})"))
     return parts[0][0], parts[0][1][1:-1]
 
@@ -191,23 +268,47 @@ def countdown_problems(
     operations: str = "+-*/",
     use_all: bool = False,  # each number has to be used
     seed: int = 0,
-    prompt: Callable[[list[int], int, bool], str] = countdown_prompt,  # (numbers, target, use_all) -> what the model is asked
-) -> list[dict]:  # {"prompt", "numbers", "target", "use_all", "answer"}, no puzzle twice; ValueError where there are too few
+    prompt: Callable[
+        [list[int], int, bool], str
+    ] = countdown_prompt,  # (numbers, target, use_all) -> what the model is asked
+) -> list[
+    dict
+]:  # {"prompt", "numbers", "target", "use_all", "answer"}, no puzzle twice; ValueError where there are too few
     "Puzzles that have a solution; `answer` is one of them."
     if count < 2 or not 1 <= smallest <= largest < 10**MAX_DIGITS or targets[0] > targets[1]:
-        raise ValueError(f"count is {count}, numbers go from {smallest} to {largest} and targets from {targets[0]} to {targets[1]}: give 2 or more numbers, from 1 upwards, and ranges whose first end is not above the second")
-    if not operations or set(operations) - set(BINDING): raise ValueError(f"operations is {operations!r}; give one or more of {' '.join(BINDING)}, as in '+-'")
+        raise ValueError(
+            f"count is {count}, numbers go from {smallest} to {largest} and targets from {targets[0]} to {targets[1]}: give 2 or more numbers, from 1 upwards, and ranges whose first end is not above the second"
+        )
+    if not operations or set(operations) - set(BINDING):
+        raise ValueError(
+            f"operations is {operations!r}; give one or more of {' '.join(BINDING)}, as in '+-'"
+        )
     rng, rows, seen, tries = random.Random(seed), [], set(), 0
     while len(rows) < size:
         tries += 1
-        if tries > 1000 * size + 10_000: raise ValueError(f"only {len(rows)} of {size} puzzles were found in {tries - 1} tries: allow more numbers, operations or targets, or ask for fewer")
+        if tries > 1000 * size + 10_000:
+            raise ValueError(
+                f"only {len(rows)} of {size} puzzles were found in {tries - 1} tries: allow more numbers, operations or targets, or ask for fewer"
+            )
         numbers = [rng.randint(smallest, largest) for _ in range(count)]
-        found = combine(numbers if use_all else rng.sample(numbers, rng.randint(2, count)), operations, rng)
-        if found is None or not targets[0] <= found[0] <= targets[1] or found[0] in numbers: continue  # a number that is there already is no puzzle
+        found = combine(
+            numbers if use_all else rng.sample(numbers, rng.randint(2, count)), operations, rng
+        )
+        if found is None or not targets[0] <= found[0] <= targets[1] or found[0] in numbers:
+            continue  # a number that is there already is no puzzle
         key = (*sorted(numbers), found[0])
-        if key in seen: continue
+        if key in seen:
+            continue
         seen.add(key)
-        rows.append({"prompt": prompt(numbers, found[0], use_all), "numbers": numbers, "target": found[0], "use_all": use_all, "answer": found[1]})
+        rows.append(
+            {
+                "prompt": prompt(numbers, found[0], use_all),
+                "numbers": numbers,
+                "target": found[0],
+                "use_all": use_all,
+                "answer": found[1],
+            }
+        )
     return rows
 
 # %% ../../nbs/environments/11_countdown.ipynb #6068216c
@@ -220,15 +321,23 @@ def reachable_values(
 
     def go_on(parts):  # (value, expression) of each part
         key = tuple(sorted(value for value, _ in parts))
-        if key in done: return
+        if key in done:
+            return
         done.add(key)
-        for value, text in parts if not use_all or len(parts) == 1 else (): found.setdefault(value, text)
+        for value, text in parts if not use_all or len(parts) == 1 else ():
+            found.setdefault(value, text)
         for i, (a, left) in enumerate(parts):
             for j, (b, right) in enumerate(parts):
-                if i == j: continue
+                if i == j:
+                    continue
                 rest = [part for k, part in enumerate(parts) if k not in (i, j)]
-                made = [(a - b, "-")] + ([(a / b, "/")] if b else []) + ([(a + b, "+"), (a * b, "*")] if i < j else [])
-                for value, operator in made: go_on([*rest, (value, f"({left}{operator}{right})")])
+                made = (
+                    [(a - b, "-")]
+                    + ([(a / b, "/")] if b else [])
+                    + ([(a + b, "+"), (a * b, "*")] if i < j else [])
+                )
+                for value, operator in made:
+                    go_on([*rest, (value, f"({left}{operator}{right})")])
 
     go_on([(Fraction(number), str(number)) for number in numbers])
     return found

@@ -11,7 +11,8 @@ __all__ = ['SHOPS', 'NAMES', 'KINDS', 'MAX_LENGTH', 'WEEKDAYS', 'EMAIL_REWARDS',
 import random
 import re
 import unicodedata
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from .verifiers import completion_text, exact_match
 
@@ -21,26 +22,57 @@ SHOPS = [  # name, phone (numbers kept free for fiction), e-mail, address
     ("Harbour Books", "+44 20 7946 0123", "hello@harbour-books.example", "12 Quay Street, Bristol"),
     ("Aurora Coffee", "+44 20 7946 0456", "team@aurora-coffee.example", "3 Hill Road, York"),
 ]
-NAMES = ["Ann", "Ann-Marie", "Grace", "José", "Jörg", "Łukasz", "Mei", "Omar", "Priya", "Renée", "Søren", "Zoë"]
+NAMES = [
+    "Ann",
+    "Ann-Marie",
+    "Grace",
+    "José",
+    "Jörg",
+    "Łukasz",
+    "Mei",
+    "Omar",
+    "Priya",
+    "Renée",
+    "Søren",
+    "Zoë",
+]
 KINDS = [  # the mail, the fact that the shop knows, its keyword, the sentence that answers
-    ("I sent order {order} back last week. When will I see my money?",
-     "A refund takes {days} working days.", "{days} working days",
-     "Order {order} has come back to us, and the refund will reach you within {days} working days."),
-    ("Order {order} was to come yesterday, and it did not. Where is it?",
-     "Late parcels are delivered on {weekday}.", "{weekday}",
-     "I am sorry that order {order} is late. It will be delivered on {weekday}."),
-    ("I have moved house. Can order {order} still go to my new address?",
-     "Addresses can be changed until {weekday}.", "{weekday}",
-     "Yes, we can send order {order} to your new address if you write to us before {weekday}."),
-    ("Something in order {order} is broken. What shall I do?",
-     "Broken goods are replaced free of charge.", "free of charge",
-     "I am sorry about order {order}. We will replace what is broken free of charge, and you may keep the old parts."),
-    ("I never received an invoice for order {order}.",
-     "Invoices are sent as a PDF within {days} hours.", "{days} hours",
-     "The invoice for order {order} is on its way and will be in your mailbox within {days} hours."),
-    ("Please cancel order {order}, I do not need it any more.",
-     "Orders can be cancelled at no cost.", "no cost",
-     "We have cancelled order {order} as you wished, at no cost to you."),
+    (
+        "I sent order {order} back last week. When will I see my money?",
+        "A refund takes {days} working days.",
+        "{days} working days",
+        "Order {order} has come back to us, and the refund will reach you within {days} working days.",
+    ),
+    (
+        "Order {order} was to come yesterday, and it did not. Where is it?",
+        "Late parcels are delivered on {weekday}.",
+        "{weekday}",
+        "I am sorry that order {order} is late. It will be delivered on {weekday}.",
+    ),
+    (
+        "I have moved house. Can order {order} still go to my new address?",
+        "Addresses can be changed until {weekday}.",
+        "{weekday}",
+        "Yes, we can send order {order} to your new address if you write to us before {weekday}.",
+    ),
+    (
+        "Something in order {order} is broken. What shall I do?",
+        "Broken goods are replaced free of charge.",
+        "free of charge",
+        "I am sorry about order {order}. We will replace what is broken free of charge, and you may keep the old parts.",
+    ),
+    (
+        "I never received an invoice for order {order}.",
+        "Invoices are sent as a PDF within {days} hours.",
+        "{days} hours",
+        "The invoice for order {order} is on its way and will be in your mailbox within {days} hours.",
+    ),
+    (
+        "Please cancel order {order}, I do not need it any more.",
+        "Orders can be cancelled at no cost.",
+        "no cost",
+        "We have cancelled order {order} as you wished, at no cost to you.",
+    ),
 ]
 MAX_LENGTH = 400  # characters of a reply
 WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
@@ -49,17 +81,31 @@ WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
 def reply_problem(
     order: int,  # number of the order
     choose: random.Random,  # picks everything else
-) -> dict[str, Any]:  # prompt (chat messages), keywords, recipient, signature (phone, e-mail, address), max_length (characters), reply
+) -> dict[
+    str, Any
+]:  # prompt (chat messages), keywords, recipient, signature (phone, e-mail, address), max_length (characters), reply
     "One mail, and what a reply to it is checked for."
     (shop, *signature), name = choose.choice(SHOPS), choose.choice(NAMES)
     known = {"order": order, "days": choose.randint(2, 9), "weekday": choose.choice(WEEKDAYS)}
     mail, fact, keyword, answer = (text.format(**known) for text in choose.choice(KINDS))
     phone, email, address = signature
-    system = (f"You answer the mail of {shop}. {fact} Name the order. Greet the customer by name, write at most {MAX_LENGTH} characters, and sign with "
-              f"{shop}, phone {phone}, e-mail {email}, address {address}.")
+    system = (
+        f"You answer the mail of {shop}. {fact} Name the order. Greet the customer by name, write at most {MAX_LENGTH} characters, and sign with "
+        f"{shop}, phone {phone}, e-mail {email}, address {address}."
+    )
     reply = f"Dear {name},\n\nThank you for your mail. {answer}\n\nBest regards,\n{shop}\n{phone}\n{email}\n{address}"
-    prompt = [{"role": "system", "content": system}, {"role": "user", "content": f"Hello,\n{mail}\nRegards,\n{name}"}]
-    return {"prompt": prompt, "keywords": [str(order), keyword], "recipient": name, "signature": signature, "max_length": MAX_LENGTH, "reply": reply}
+    prompt = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": f"Hello,\n{mail}\nRegards,\n{name}"},
+    ]
+    return {
+        "prompt": prompt,
+        "keywords": [str(order), keyword],
+        "recipient": name,
+        "signature": signature,
+        "max_length": MAX_LENGTH,
+        "reply": reply,
+    }
 
 
 def reply_problems(
@@ -67,7 +113,10 @@ def reply_problems(
     seed: int = 0,  # the same seed gives the same mails
 ) -> list[dict[str, Any]]:  # rows for the trainer, see `reply_problem`
     "Mails to answer, made from templates."
-    if not 1 <= count <= 9_000: raise ValueError(f"count is {count}, and there are four-digit order numbers for 1 to 9,000 mails")
+    if not 1 <= count <= 9_000:
+        raise ValueError(
+            f"count is {count}, and there are four-digit order numbers for 1 to 9,000 mails"
+        )
     choose = random.Random(seed)
     return [reply_problem(order, choose) for order in choose.sample(range(1_000, 10_000), count)]
 
@@ -76,7 +125,9 @@ def plain(
     text: str,  # anything
 ) -> str:  # the same, to be compared and not to be shown
     "Text with one spelling for each letter (Unicode NFC), small letters and straight apostrophes."
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold()).replace("’", "'")
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold()).replace(
+        "’", "'"
+    )
 
 
 def splits_word(
@@ -85,7 +136,9 @@ def splits_word(
 ) -> bool:
     "Whether a word goes on across a place in a text; hyphens and accents belong to words."
     pair = text[max(place - 1, 0) : place + 1]
-    return len(pair) == 2 and all(c == "-" or unicodedata.category(c)[0] in "LMN" for c in pair)  # letters, marks, numbers
+    return len(pair) == 2 and all(
+        c == "-" or unicodedata.category(c)[0] in "LMN" for c in pair
+    )  # letters, marks, numbers
 
 
 def mentions(
@@ -105,7 +158,10 @@ def points(
     value: float = 1.0,  # where the check says yes; 0 where it says no
 ) -> list[float | None]:  # None where the column is empty
     "Ask a yes-or-no question about each completion, and make numbers of the answers."
-    return [None if w is None or w == [] or w == "" else value if check(completion_text(c), w) else 0.0 for c, w in zip(completions, wanted)]
+    return [
+        None if w is None or w == [] or w == "" else value if check(completion_text(c), w) else 0.0
+        for c, w in zip(completions, wanted)
+    ]
 
 
 def several(
@@ -126,7 +182,11 @@ def own_lines(
 def says_keywords(text: str, keywords: list[str] | str) -> bool:
     "Whether each keyword stands in a line of which at most half consists of keywords."
     keywords = several(keywords)
-    prose = [line for line in own_lines(text) if sum(mentions(line, k) * len(k.split()) for k in keywords) <= len(line.split()) / 2]
+    prose = [
+        line
+        for line in own_lines(text)
+        if sum(mentions(line, k) * len(k.split()) for k in keywords) <= len(line.split()) / 2
+    ]
     return all(any(mentions(line, k) for line in prose) for k in keywords)
 
 
@@ -186,4 +246,10 @@ def exact_reply_reward(
     return points(completions, reply, exact_match)
 
 
-EMAIL_REWARDS = [keywords_reward, exact_reply_reward, too_long_reward, recipient_reward, signature_reward]  # for GRPOTrainer(reward_funcs=...)
+EMAIL_REWARDS = [
+    keywords_reward,
+    exact_reply_reward,
+    too_long_reward,
+    recipient_reward,
+    signature_reward,
+]  # for GRPOTrainer(reward_funcs=...)

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .sandbox import SandboxPool, Session, check_only_stdlib_imports
-from .verifiers import Explanation, Program, completion_text, fenced_blocks, final_channel, last_program, program_marks
+from grpo_nb.environments.verifiers import (
+    Explanation,
+    Program,
+    completion_text,
+    last_program,
+    program_marks,
+)
 
 # %% ../../nbs/environments/12_game2048.ipynb #917568f8
 @functools.cache
@@ -48,9 +54,13 @@ def shift(
 ) -> tuple[Board, int]:  # the board afterwards, points
     "Pushes all tiles of a board."
     lines = zip(*board) if move in ("W", "S") else board
-    pushed = [slide(tuple(line)[::-1]) if move in ("S", "D") else slide(tuple(line)) for line in lines]
+    pushed = [
+        slide(tuple(line)[::-1]) if move in ("S", "D") else slide(tuple(line)) for line in lines
+    ]
     lines = [line[::-1] if move in ("S", "D") else line for line, _ in pushed]
-    return tuple(zip(*lines)) if move in ("W", "S") else tuple(lines), sum(points for _, points in pushed)
+    return tuple(zip(*lines)) if move in ("W", "S") else tuple(lines), sum(
+        points for _, points in pushed
+    )
 
 # %% ../../nbs/environments/12_game2048.ipynb #365903ed
 class Game2048:
@@ -62,7 +72,10 @@ class Game2048:
         target: int = 2048,  # the tile that wins
         size: int = 4,  # squares in a row
     ):
-        if size < 2 or target < 8 or target & (target - 1): raise ValueError(f"size must be at least 2 and target a power of two from 8 on, not {size} and {target}")
+        if size < 2 or target < 8 or target & (target - 1):
+            raise ValueError(
+                f"size must be at least 2 and target a power of two from 8 on, not {size} and {target}"
+            )
         self.seed, self.target, self.score, self._rng = seed, target, 0, random.Random(seed)
         self.board: Board = ((0,) * size,) * size
         self._add_tile()
@@ -70,19 +83,23 @@ class Game2048:
 
     def _add_tile(self):
         "A 2 or a 4 on an empty square."
-        empty = [(r, c) for r, row in enumerate(self.board) for c, tile in enumerate(row) if not tile]
+        empty = [
+            (r, c) for r, row in enumerate(self.board) for c, tile in enumerate(row) if not tile
+        ]
         r, c = empty[int(self._rng.random() * len(empty))]
         tile, row = 2 if self._rng.random() < 0.9 else 4, self.board[r]
-        self.board = (*self.board[:r], (*row[:c], tile, *row[c + 1:]), *self.board[r + 1:])
+        self.board = (*self.board[:r], (*row[:c], tile, *row[c + 1 :]), *self.board[r + 1 :])
 
     def move(
         self,
         move: str,  # one of MOVES
     ) -> bool:  # whether anything moved; if not, no tile appears
         "One push."
-        if move not in MOVES: raise ValueError(f"a move is one of {', '.join(MOVES)}, not {move!r}")
+        if move not in MOVES:
+            raise ValueError(f"a move is one of {', '.join(MOVES)}, not {move!r}")
         board, points = shift(self.board, move)
-        if board == self.board: return False
+        if board == self.board:
+            return False
         self.board = board
         self.score += points
         self._add_tile()
@@ -94,12 +111,15 @@ class Game2048:
         return max(map(max, self.board))
 
     @property
-    def won(self) -> bool: return self.best >= self.target
+    def won(self) -> bool:
+        return self.best >= self.target
 
     @property
     def over(self) -> bool:
         "Whether no push moves anything."
-        return all(map(all, self.board)) and all(shift(self.board, move)[0] == self.board for move in ("W", "A"))  # what S or D could merge, W or A could too
+        return all(map(all, self.board)) and all(
+            shift(self.board, move)[0] == self.board for move in ("W", "A")
+        )  # what S or D could merge, W or A could too
 
     def lists(self) -> list[list[int]]:
         "A copy of the board that may be written on."
@@ -117,6 +137,7 @@ class StrategyFault(Exception):
 @dataclass(frozen=True)
 class GameRecord:
     "A game that was played: all that is needed to see it again."
+
     seed: int
     moves: str  # all moves that were answered, those that moved nothing too
     score: int
@@ -131,17 +152,22 @@ class GameRecord:
         "Whether the strategy is to blame for the end, not the game."
         return self.end not in ("won", "lost", "stuck")
 
-    def replay(self) -> Iterator[tuple[Board, int, str | None]]:  # board, score, next move (None at the end)
+    def replay(
+        self,
+    ) -> Iterator[tuple[Board, int, str | None]]:  # board, score, next move (None at the end)
         "The game again, without the moves that moved nothing."
         game = Game2048(self.seed, self.target, self.size)
         for move in self.moves:
             before = game.board, game.score, move
-            if game.move(move): yield before
+            if game.move(move):
+                yield before
         yield game.board, game.score, None
 
 
 def play(
-    strategy: Callable[[list[list[int]]], str],  # board -> one of MOVES; trusted code, or a `Player`
+    strategy: Callable[
+        [list[list[int]]], str
+    ],  # board -> one of MOVES; trusted code, or a `Player`
     seed: int = 0,
     *,
     target: int = 2048,  # the tile that wins, and ends the game
@@ -151,15 +177,28 @@ def play(
     "Plays one game."
     game, moves, idle, end, error = Game2048(seed, target, size), [], 0, None, None
     while end is None:
-        try: move = strategy(game.lists())
-        except StrategyFault as fault: end, error = fault.kind, str(fault)
+        try:
+            move = strategy(game.lists())
+        except StrategyFault as fault:
+            end, error = fault.kind, str(fault)
         else:
             if type(move) is not str or move not in MOVES:
-                end, error = "illegal", f"it answered {repr(move)[:100]}, and a move is one of the strings {', '.join(MOVES)}"
+                end, error = (
+                    "illegal",
+                    f"it answered {repr(move)[:100]}, and a move is one of the strings {', '.join(MOVES)}",
+                )
             else:
                 moves.append(move)
                 idle = 0 if game.move(move) else idle + 1
-                end = "won" if game.won else "lost" if game.over else "stuck" if idle == patience else None
+                end = (
+                    "won"
+                    if game.won
+                    else "lost"
+                    if game.over
+                    else "stuck"
+                    if idle == patience
+                    else None
+                )
     return GameRecord(seed, "".join(moves), game.score, game.best, end, error, target, size)
 
 # %% ../../nbs/environments/12_game2048.ipynb #21f31957
@@ -171,14 +210,14 @@ def random_policy(
     return lambda board: MOVES[int(rng.random() * 4)]
 
 # %% ../../nbs/environments/12_game2048.ipynb #e3e97d14
-CORNER = '''last, tries = None, 0
+CORNER = """last, tries = None, 0
 
 def strategy(board):
     global last, tries
     tries = tries + 1 if board == last else 0
     last = board
     return "SADW"[tries % 4]
-'''
+"""
 
 
 def trusted(
@@ -198,7 +237,10 @@ def random_level(
     games: int = 200,
 ) -> float:  # mean of log(score)
     "What random play reaches, measured."
-    return statistics.mean(math.log(max(play(random_policy(seed), seed, target=target, size=size).score, 1)) for seed in range(1000, 1000 + games))
+    return statistics.mean(
+        math.log(max(play(random_policy(seed), seed, target=target, size=size).score, 1))
+        for seed in range(1000, 1000 + games)
+    )
 
 
 def progress(
@@ -209,7 +251,9 @@ def progress(
     "How far a score is on the way from random play to a win; ValueError where random play is there already."
     low, high = random_level(target, size), math.log((target.bit_length() - 2) * target)
     if high - low < math.log(2):
-        raise ValueError(f"random play reaches {math.exp(low):.0f} points on {size} x {size}, and a win at {target} is worth {math.exp(high):.0f}: there is nothing to learn; raise target or take a smaller board")
+        raise ValueError(
+            f"random play reaches {math.exp(low):.0f} points on {size} x {size}, and a win at {target} is worth {math.exp(high):.0f}: there is nothing to learn; raise target or take a smaller board"
+        )
     return min(max((math.log(max(score, 1)) - low) / (high - low), -1.0), 1.0)
 
 # %% ../../nbs/environments/12_game2048.ipynb #351a420f
@@ -228,10 +272,14 @@ class Player:
     def __call__(self, board: list[list[int]]) -> Any:  # whatever it answers, by value
         "Asks for a move; raises StrategyFault if there is none."
         loaded = self.session.loaded
-        if loaded.ok and self.left <= 0: raise StrategyFault("timeout", f"its moves took more than {self.budget:g} s together")
-        result = self.session.call(board, timeout_s=min(self.move_s, self.left)) if loaded.ok else loaded
+        if loaded.ok and self.left <= 0:
+            raise StrategyFault("timeout", f"its moves took more than {self.budget:g} s together")
+        result = (
+            self.session.call(board, timeout_s=min(self.move_s, self.left)) if loaded.ok else loaded
+        )
         self.left -= result.seconds
-        if not result.ok: raise StrategyFault(result.kind, result.error)
+        if not result.ok:
+            raise StrategyFault(result.kind, result.error)
         return result.value
 
 
@@ -254,6 +302,7 @@ def play_program(
 @dataclass(frozen=True)
 class StrategyReport:
     "What became of a completion."
+
     program: Program
     stage: str  # no code, truncated, syntax, cheats, fails, plays
     why: str  # in a sentence
@@ -264,12 +313,19 @@ def checked_program(
     program: Program,
 ) -> tuple[str, str] | None:  # stage and reason; None if it may be run
     "What is wrong with a program before it is run."
-    if program.truncated: return "truncated", "the completion ends before its program does"
-    if program.code is None: return "no code", "there is no fenced block of Python"
+    if program.truncated:
+        return "truncated", "the completion ends before its program does"
+    if program.code is None:
+        return "no code", "there is no fenced block of Python"
     allowed, info = check_only_stdlib_imports(program.code)
-    if info["error"]: return "syntax", info["error"]
+    if info["error"]:
+        return "syntax", info["error"]
     outside = [*info["non_stdlib"], *info["relative"], *info["dynamic"]]
-    return None if allowed else ("cheats", f"it imports more than the standard library: {', '.join(outside)}")
+    return (
+        None
+        if allowed
+        else ("cheats", f"it imports more than the standard library: {', '.join(outside)}")
+    )
 
 
 def judge_strategy(
@@ -280,15 +336,26 @@ def judge_strategy(
 ) -> StrategyReport:
     "Plays with the program of a completion. It has all games unless it gives no move in the first, or takes too long."
     program = last_program(completion)
-    if fault := checked_program(program): return StrategyReport(program, *fault)
+    if fault := checked_program(program):
+        return StrategyReport(program, *fault)
     games: list[GameRecord] = []
     for seed in seeds:
         games.append(play_program(program.code, pool, seed, **settings))
-        if not games[0].moves or games[-1].end in ("timeout", "forbidden"): break
+        if not games[0].moves or games[-1].end in ("timeout", "forbidden"):
+            break
     last = games[-1]
-    if last.end == "forbidden": return StrategyReport(program, "cheats", last.error, tuple(games))
-    if not games[0].moves: return StrategyReport(program, "syntax" if last.end == "syntax" else "fails", f"{last.end}: {last.error}", tuple(games))
-    return StrategyReport(program, "plays", ", ".join(f"{g.best} ({g.end})" for g in games), tuple(games))
+    if last.end == "forbidden":
+        return StrategyReport(program, "cheats", last.error, tuple(games))
+    if not games[0].moves:
+        return StrategyReport(
+            program,
+            "syntax" if last.end == "syntax" else "fails",
+            f"{last.end}: {last.error}",
+            tuple(games),
+        )
+    return StrategyReport(
+        program, "plays", ", ".join(f"{g.best} ({g.end})" for g in games), tuple(games)
+    )
 
 # %% ../../nbs/environments/12_game2048.ipynb #469fec2e
 WORKS = {
@@ -299,7 +366,12 @@ HONEST = {
     "plain": {"plays": 1.0, "fails": 0.0, "cheats": 0.0, "syntax": 0.0, "no code": 0.0},
     "published": {"plays": 1.0, "fails": 1.0, "cheats": -20.0, "syntax": -1.0, "no code": -1.0},
 }
-GAME_ENDS = {"won": 20.0, "lost": 2.0, "stuck": -1.0, "timeout": -1.0}  # of the published scale; -3 for all others
+GAME_ENDS = {
+    "won": 20.0,
+    "lost": 2.0,
+    "stuck": -1.0,
+    "timeout": -1.0,
+}  # of the published scale; -3 for all others
 
 
 def game_points(
@@ -307,8 +379,13 @@ def game_points(
     scale: str,  # plain or published
 ) -> float:
     "What a game is worth."
-    if scale == "published": return GAME_ENDS.get(record.end, -3.0)
-    return -1.0 if record.faulty else progress(record.score, record.target, record.size) + (record.end == "won")
+    if scale == "published":
+        return GAME_ENDS.get(record.end, -3.0)
+    return (
+        -1.0
+        if record.faulty
+        else progress(record.score, record.target, record.size) + (record.end == "won")
+    )
 
 
 def success_points(
@@ -325,14 +402,18 @@ class OnceABatch:
 
     def __init__(
         self,
-        judge: Callable[[list[str], int | None], list],  # different texts, step of the training -> what became of each
+        judge: Callable[
+            [list[str], int | None], list
+        ],  # different texts, step of the training -> what became of each
     ):
         self.judge, self._lock, self._batch, self._found = judge, threading.Lock(), None, {}
 
     def __call__(
         self,
         completions: list,  # strings, or chat messages
-        columns: dict[str, Any],  # what else the reward function was given; the trainer's state has the step
+        columns: dict[
+            str, Any
+        ],  # what else the reward function was given; the trainer's state has the step
     ) -> list:  # one for each completion; equal ones share theirs
         "What became of each completion."
         texts = [completion_text(completion) for completion in completions]
@@ -340,7 +421,10 @@ class OnceABatch:
         with self._lock:
             if (step, texts) != self._batch:
                 different = list(dict.fromkeys(texts))
-                self._found, self._batch = dict(zip(different, self.judge(different, step))), (step, texts)
+                self._found, self._batch = (
+                    dict(zip(different, self.judge(different, step))),
+                    (step, texts),
+                )
             return [self._found[text] for text in texts]
 
     def of(
@@ -362,16 +446,33 @@ class StrategyRewards:
         games: int = 4,  # for each completion
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
-        seed: int | None = None,  # None: games that nobody can foresee, new ones for each batch; a number, the same on all processes: others at each step, the same for all
+        seed: int
+        | None = None,  # None: games that nobody can foresee, new ones for each batch; a number, the same on all processes: others at each step, the same for all
         workers: int = 2,  # completions at the same time
         **settings,  # target, size, move_s, game_s, memory_mb: as for `play_program`
     ):
-        if scale not in WORKS: raise ValueError(f"scale is {scale!r}, and it must be one of {', '.join(WORKS)}")
-        if games < 1 or workers < 1: raise ValueError(f"games and workers must be at least 1, not {games} and {workers}")
+        if scale not in WORKS:
+            raise ValueError(f"scale is {scale!r}, and it must be one of {', '.join(WORKS)}")
+        if games < 1 or workers < 1:
+            raise ValueError(f"games and workers must be at least 1, not {games} and {workers}")
         unknown = set(settings) - {"target", "size", "move_s", "game_s", "memory_mb"}
-        if unknown: raise TypeError(f"no settings of these names: {', '.join(sorted(unknown))}; there are target, size, move_s, game_s and memory_mb")
-        if scale == "plain": progress(1, settings.get("target", 2048), settings.get("size", 4))  # measures random play, and refuses a game that it wins
-        self.pool, self.games, self.scale, self.truncated, self.seed, self.workers, self.settings = pool, games, scale, truncated, seed, workers, settings
+        if unknown:
+            raise TypeError(
+                f"no settings of these names: {', '.join(sorted(unknown))}; there are target, size, move_s, game_s and memory_mb"
+            )
+        if scale == "plain":
+            progress(
+                1, settings.get("target", 2048), settings.get("size", 4)
+            )  # measures random play, and refuses a game that it wins
+        (
+            self.pool,
+            self.games,
+            self.scale,
+            self.truncated,
+            self.seed,
+            self.workers,
+            self.settings,
+        ) = pool, games, scale, truncated, seed, workers, settings
         self.reports = OnceABatch(self.judge)
 
     def judge(
@@ -380,11 +481,16 @@ class StrategyRewards:
         step: int | None = None,  # of the training
     ) -> list[StrategyReport]:
         "Plays with each program, the same games with all."
-        if self.pool is None: self.pool = SandboxPool(self.workers)
+        if self.pool is None:
+            self.pool = SandboxPool(self.workers)
         rng = random.SystemRandom() if self.seed is None else random.Random(f"{self.seed} {step}")
         seeds = tuple(rng.getrandbits(64) for _ in range(self.games))
         with ThreadPoolExecutor(self.workers) as threads:
-            return list(threads.map(lambda text: judge_strategy(text, self.pool, seeds, **self.settings), texts))
+            return list(
+                threads.map(
+                    lambda text: judge_strategy(text, self.pool, seeds, **self.settings), texts
+                )
+            )
 
     def function_works(
         self,
@@ -392,7 +498,10 @@ class StrategyRewards:
         **columns,  # other columns, not needed
     ) -> list[float | None]:
         "Does it compile and run?"
-        return [self.truncated if report.stage == "truncated" else WORKS[self.scale][report.stage] for report in self.reports(completions, columns)]
+        return [
+            self.truncated if report.stage == "truncated" else WORKS[self.scale][report.stage]
+            for report in self.reports(completions, columns)
+        ]
 
     def no_cheating(
         self,
@@ -400,7 +509,10 @@ class StrategyRewards:
         **columns,  # other columns, not needed
     ) -> list[float | None]:
         "Does it keep to the standard library, and within the sandbox?"
-        return [self._apart() if report.stage == "truncated" else HONEST[self.scale][report.stage] for report in self.reports(completions, columns)]
+        return [
+            self._apart() if report.stage == "truncated" else HONEST[self.scale][report.stage]
+            for report in self.reports(completions, columns)
+        ]
 
     def strategy_succeeds(
         self,
@@ -412,8 +524,13 @@ class StrategyRewards:
         games = [game for report in reports if report.stage == "plays" for game in report.games]
         if games and columns.get("log_metric"):
             columns["log_metric"]("game2048/score", statistics.mean(game.score for game in games))
-            columns["log_metric"]("game2048/won", statistics.mean(game.end == "won" for game in games))
-        return [self._apart() if report.stage == "truncated" else success_points(report, self.scale) for report in reports]
+            columns["log_metric"](
+                "game2048/won", statistics.mean(game.end == "won" for game in games)
+            )
+        return [
+            self._apart() if report.stage == "truncated" else success_points(report, self.scale)
+            for report in reports
+        ]
 
     def explain(
         self,
@@ -425,7 +542,8 @@ class StrategyRewards:
         report = self.reports.of(text)
         return Explanation(f"{report.stage}: {report.why}", program_marks(text))
 
-    def _apart(self) -> float | None: return None if self.truncated is None else 0.0
+    def _apart(self) -> float | None:
+        return None if self.truncated is None else 0.0
 
     def functions(self) -> list[Callable]:
         "All three, for GRPOTrainer's reward_funcs."
@@ -453,4 +571,11 @@ def game2048_problems(
     game_s: float = 5.0,
 ) -> list[dict]:  # {"prompt": chat messages}
     "Rows to train on."
-    return [{"prompt": [{"role": "user", "content": PROMPT.format(target=target, size=size, game_s=game_s)}]} for _ in range(count)]
+    return [
+        {
+            "prompt": [
+                {"role": "user", "content": PROMPT.format(target=target, size=size, game_s=game_s)}
+            ]
+        }
+        for _ in range(count)
+    ]

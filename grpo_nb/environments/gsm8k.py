@@ -35,7 +35,10 @@ def gold_answer(
 ) -> str:  # "18"; ValueError without the mark
     "The number after the last `####`, without thousands commas and currency."
     _, mark, answer = worked.rpartition("####")
-    if not mark: raise ValueError(f"the solution {worked[-60:]!r} has no line '#### number', which is where GSM8K writes the answer")
+    if not mark:
+        raise ValueError(
+            f"the solution {worked[-60:]!r} has no line '#### number', which is where GSM8K writes the answer"
+        )
     return answer.replace(",", "").replace("$", "").strip()
 
 
@@ -46,7 +49,11 @@ def problem_row(
 ) -> dict[str, Any]:  # prompt (chat messages), answer ("18"), solution (the worked one)
     "A problem as the trainer takes it."
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return {"prompt": [*system, {"role": "user", "content": question}], "answer": gold_answer(worked), "solution": worked}
+    return {
+        "prompt": [*system, {"role": "user", "content": question}],
+        "answer": gold_answer(worked),
+        "solution": worked,
+    }
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #28249d2e
 NAMES = ["Ann", "Ben", "Lena", "Mei", "Omar", "Ravi", "Tariq", "Zoe"]
@@ -58,14 +65,21 @@ def next_event(
     largest: int,  # of the numbers in the text
     things: str,
     rng: random.Random,
-) -> tuple[str, str, int]:  # a sentence that begins with what its subject does, the step of its solution, how many there are after
+) -> tuple[
+    str, str, int
+]:  # a sentence that begins with what its subject does, the step of its solution, how many there are after
     "Something happens to the things."
     kinds = ["more", "boxes"] + ["away"] * (have > 1)
     kind, n, each = rng.choice(kinds), rng.randint(1, largest), rng.randint(2, max(largest // 2, 2))
-    if kind == "more": return f"buys {n} more", f"{have} + {n} = {have + n}", have + n
+    if kind == "more":
+        return f"buys {n} more", f"{have} + {n} = {have + n}", have + n
     if kind == "boxes":
         boxes = rng.randint(2, max(largest // 2, 2))
-        return f"gets {boxes} boxes with {each} {things} each", f"{boxes} * {each} = {boxes * each}\n{have} + {boxes * each} = {have + boxes * each}", have + boxes * each
+        return (
+            f"gets {boxes} boxes with {each} {things} each",
+            f"{boxes} * {each} = {boxes * each}\n{have} + {boxes * each} = {have + boxes * each}",
+            have + boxes * each,
+        )
     n = rng.randint(1, min(have - 1, largest))
     return f"gives {n} away", f"{have} - {n} = {have - n}", have - n
 
@@ -85,7 +99,9 @@ def word_problem(
     bags = [n for n in range(2, largest + 1) if have % n == 0]
     if steps > 1 and bags and rng.random() < 0.25:
         n = rng.choice(bags)
-        sentences.append(f"All of them go into {n} bags, the same number in each. How many {things} are in one bag?")
+        sentences.append(
+            f"All of them go into {n} bags, the same number in each. How many {things} are in one bag?"
+        )
         worked.append(f"{have} / {n} = {have // n}")
         have //= n
     else:
@@ -100,22 +116,30 @@ def word_problems(
     steps: int = 3,  # events in a problem at most
     largest: int = 20,  # of the numbers in the text
     system_prompt: str | None = SYSTEM_PROMPT,  # None: the question alone
-) -> "datasets.Dataset":  # columns prompt, answer, solution; ValueError if there are not so many different ones
+) -> (
+    "datasets.Dataset"
+):  # columns prompt, answer, solution; ValueError if there are not so many different ones
     "School problems from templates, in the form of `gsm8k`; take `.select(range(n))` of them to hold some out."
     from datasets import Dataset
 
     rng, problems = random.Random(seed), {}
     for _ in range(5 * count + 1000):
-        if len(problems) == count: break
+        if len(problems) == count:
+            break
         problems.setdefault(*word_problem(rng, steps, largest))
     if len(problems) < count:
-        raise ValueError(f"count is {count}, and only {len(problems)} different problems were found with steps={steps} and largest={largest}: ask for fewer, or raise one of the two")
-    return Dataset.from_list([problem_row(question, worked, system_prompt) for question, worked in problems.items()])
+        raise ValueError(
+            f"count is {count}, and only {len(problems)} different problems were found with steps={steps} and largest={largest}: ask for fewer, or raise one of the two"
+        )
+    return Dataset.from_list(
+        [problem_row(question, worked, system_prompt) for question, worked in problems.items()]
+    )
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #4974d823
 def gsm8k(
     split: str = "train",  # or "test", or a part of one such as "train[:100]"
-    path: str | Path = "openai/gsm8k",  # a name on the Hugging Face Hub, or a folder with files in GSM8K's form
+    path: str
+    | Path = "openai/gsm8k",  # a name on the Hugging Face Hub, or a folder with files in GSM8K's form
     *,
     system_prompt: str | None = SYSTEM_PROMPT,  # None: the question alone
 ) -> "datasets.Dataset":  # columns prompt, answer, solution
@@ -123,13 +147,26 @@ def gsm8k(
     from datasets import load_dataset
 
     folder = Path(path)
-    part = {"name": "main"} if not folder.is_dir() else {"data_dir": "main"} if (folder / "main").is_dir() else {}
-    try: data = load_dataset(str(path), split=split, **part)
+    part = (
+        {"name": "main"}
+        if not folder.is_dir()
+        else {"data_dir": "main"}
+        if (folder / "main").is_dir()
+        else {}
+    )
+    try:
+        data = load_dataset(str(path), split=split, **part)
     except OSError as error:
-        raise ConnectionError(f"{str(path)!r} could not be loaded ({error}): connect to the network, give the folder of a copy as path=..., or take word_problems(), which needs neither") from error
+        raise ConnectionError(
+            f"{str(path)!r} could not be loaded ({error}): connect to the network, give the folder of a copy as path=..., or take word_problems(), which needs neither"
+        ) from error
     if not {"question", "answer"} <= set(data.column_names):
-        raise ValueError(f"{str(path)!r} has the columns {', '.join(data.column_names)}, and GSM8K's are question and answer: rename them, or give another folder")
-    return data.from_list([problem_row(row["question"], row["answer"], system_prompt) for row in data])
+        raise ValueError(
+            f"{str(path)!r} has the columns {', '.join(data.column_names)}, and GSM8K's are question and answer: rename them, or give another folder"
+        )
+    return data.from_list(
+        [problem_row(row["question"], row["answer"], system_prompt) for row in data]
+    )
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #483fc9c5
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -138,13 +175,17 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 def pieces(
     text: str,  # a completion
     tags: tuple[str, ...] = TAGS,
-) -> list[str] | None:  # before, between and after the tags, one more than there are tags; None unless each stands there once, in order
+) -> (
+    list[str] | None
+):  # before, between and after the tags, one more than there are tags; None unless each stands there once, in order
     "What a well-formed completion consists of."
-    if any(text.count(tag) != 1 for tag in tags): return None
+    if any(text.count(tag) != 1 for tag in tags):
+        return None
     found, rest = [], text
     for tag in tags:
         piece, mark, rest = rest.partition(tag)
-        if not mark: return None  # it stood before the tag that should precede it
+        if not mark:
+            return None  # it stood before the tag that should precede it
         found.append(piece)
     return [*found, rest]
 
@@ -168,7 +209,9 @@ def answer_value(
     return stated_value(stated[0]) if len(stated) == 1 else None
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #9e33324e
-INTEGER = re.compile(r"[-+\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")  # thousands may be separated by commas
+INTEGER = re.compile(
+    r"[-+\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+)  # thousands may be separated by commas
 
 
 def correctness_reward_func(
@@ -177,7 +220,10 @@ def correctness_reward_func(
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # 2.0 or 0.0
     "Is the answer right, as a value?"
-    return [2.0 * (answer_value(completion_text(c)) == right_number(a)) for c, a in zip(completions, answer)]
+    return [
+        2.0 * (answer_value(completion_text(c)) == right_number(a))
+        for c, a in zip(completions, answer)
+    ]
 
 
 def int_reward_func(
@@ -185,7 +231,9 @@ def int_reward_func(
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # 0.5 or 0.0
     "Is the answer spelt as a whole number?"
-    return [0.5 * bool(INTEGER.fullmatch(answer_text(completion_text(c)) or "")) for c in completions]
+    return [
+        0.5 * bool(INTEGER.fullmatch(answer_text(completion_text(c)) or "")) for c in completions
+    ]
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #fa39590c
 def follows_prompt(
@@ -193,9 +241,13 @@ def follows_prompt(
 ) -> bool:
     "Whether a completion has exactly the form of `SYSTEM_PROMPT`; the line break at its end may be missing."
     found = pieces(text)
-    if not found: return False
+    if not found:
+        return False
     before, reasoning, between, answer, after = found
-    lines = all(part.startswith("\n") and part.endswith("\n") and part.strip() for part in (reasoning, answer))
+    lines = all(
+        part.startswith("\n") and part.endswith("\n") and part.strip()
+        for part in (reasoning, answer)
+    )
     return bool(lines) and before == "" and between == "\n" and after in ("", "\n")
 
 
@@ -205,7 +257,11 @@ def has_structure(
 ) -> bool:
     "Whether the tags stand there once and in order, with something in them and nothing but white space outside."
     found = pieces(text, tags)
-    return bool(found) and not any(part.strip() for part in found[::2]) and all(part.strip() for part in found[1::2])
+    return (
+        bool(found)
+        and not any(part.strip() for part in found[::2])
+        and all(part.strip() for part in found[1::2])
+    )
 
 
 def strict_format_reward_func(
@@ -241,7 +297,13 @@ def xmlcount_reward_func(
     return [tag_points(completion_text(c)) for c in completions]
 
 
-GSM8K_REWARDS = [correctness_reward_func, int_reward_func, strict_format_reward_func, soft_format_reward_func, xmlcount_reward_func]
+GSM8K_REWARDS = [
+    correctness_reward_func,
+    int_reward_func,
+    strict_format_reward_func,
+    soft_format_reward_func,
+    xmlcount_reward_func,
+]
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #06bf8f23
 def worked_completion(
@@ -263,7 +325,9 @@ def in_form(
     text: str,  # a completion; the first tag, which the template has written, may be missing
 ) -> bool:
     "Working out, then one solution, and nothing else."
-    return has_structure(text if text.startswith(WORKING_TAGS[0]) else WORKING_TAGS[0] + text, WORKING_TAGS)
+    return has_structure(
+        text if text.startswith(WORKING_TAGS[0]) else WORKING_TAGS[0] + text, WORKING_TAGS
+    )
 
 
 def solution_format_reward(
@@ -278,7 +342,12 @@ def solution_proximity_reward(
     completions: list,  # strings or chat messages
     answer: list,  # the right answers; ValueError for one without a number
     **kwargs,  # other columns, not needed
-) -> list[float]:  # 1 for the right number, then from 0.5 down to -1; -1 too for a completion without the form
+) -> list[
+    float
+]:  # 1 for the right number, then from 0.5 down to -1; -1 too for a completion without the form
     "How near is the number in the solution tags?"
     texts = [completion_text(c) for c in completions]
-    return [proximity(answer_value(text, WORKING_TAGS) if in_form(text) else None, right_number(a)) for text, a in zip(texts, answer)]
+    return [
+        proximity(answer_value(text, WORKING_TAGS) if in_form(text) else None, right_number(a))
+        for text, a in zip(texts, answer)
+    ]

@@ -23,7 +23,7 @@ from .verifiers import Explanation, Program, last_program, program_marks
 
 # %% ../../nbs/environments/13_matmul.ipynb #aa7843a0
 Matrix = list[list[float]]
-NAIVE = '''def matmul(A, B):
+NAIVE = """def matmul(A, B):
     rows, inner, columns = len(A), len(B), len(B[0])
     C = [[0.0] * columns for _ in range(rows)]
     for i in range(rows):
@@ -31,7 +31,7 @@ NAIVE = '''def matmul(A, B):
             for k in range(inner):
                 C[i][j] += A[i][k] * B[k][j]
     return C
-'''
+"""
 
 
 def random_matrix(
@@ -55,22 +55,33 @@ def answer_fault(
     columns: int,
 ) -> str | None:  # in a sentence; None: it is a matrix of finite floats
     "What keeps an answer from being compared at all."
-    if type(answer) is not list or any(type(row) is not list for row in answer): return "it is no list of lists"
-    if len(answer) != rows or any(len(row) != columns for row in answer): return f"its shape is not {rows} x {columns}"
-    if any(type(entry) is not float for row in answer for entry in row): return "it holds something that is no float"
-    if not all(math.isfinite(entry) for row in answer for entry in row): return "it holds NaN or an infinity"
+    if type(answer) is not list or any(type(row) is not list for row in answer):
+        return "it is no list of lists"
+    if len(answer) != rows or any(len(row) != columns for row in answer):
+        return f"its shape is not {rows} x {columns}"
+    if any(type(entry) is not float for row in answer for entry in row):
+        return "it holds something that is no float"
+    if not all(math.isfinite(entry) for row in answer for entry in row):
+        return "it holds NaN or an infinity"
     return None
 
 
 def answer_errors(
     answer: Any,  # what a program returned
     truth: Matrix,
-) -> tuple[float, float, str | None]:  # largest absolute error, mean squared error (both inf for what cannot be compared), why
+) -> tuple[
+    float, float, str | None
+]:  # largest absolute error, mean squared error (both inf for what cannot be compared), why
     "How wrong an answer is."
     fault = answer_fault(answer, len(truth), len(truth[0]))
-    if fault: return math.inf, math.inf, fault
+    if fault:
+        return math.inf, math.inf, fault
     errors = [abs(x - y) for row, other in zip(answer, truth) for x, y in zip(row, other)]
-    return max(errors), statistics.fmean(error * error if error < 1e150 else math.inf for error in errors), None
+    return (
+        max(errors),
+        statistics.fmean(error * error if error < 1e150 else math.inf for error in errors),
+        None,
+    )
 
 # %% ../../nbs/environments/13_matmul.ipynb #cfee9ec3
 TOLERANCE = 1e-9  # of an entry; honest sums of 100 products are off by about 1e-15, sums in another order no more than a few times that
@@ -81,9 +92,18 @@ def random_cases(
     largest: int = 16,  # rows or columns
 ) -> list[tuple[Matrix, Matrix]]:
     "Pairs of matrices: one number, a row by a column, a column by a row, a square, and two of any shape."
-    def size(): return rng.randint(2, largest)
+
+    def size():
+        return rng.randint(2, largest)
+
     square = size()
-    shapes = [(1, 1, 1), (1, size(), 1), (size(), 1, size()), (square, square, square), *((size(), size(), size()) for _ in range(2))]
+    shapes = [
+        (1, 1, 1),
+        (1, size(), 1),
+        (size(), 1, size()),
+        (square, square, square),
+        *((size(), size(), size()) for _ in range(2)),
+    ]
     return [(random_matrix(n, k, rng), random_matrix(k, m, rng)) for n, k, m in shapes]
 
 # %% ../../nbs/environments/13_matmul.ipynb #d9fc6d6e
@@ -93,6 +113,7 @@ ECHO = "def matmul(A, B): return A\n"
 @dataclass(frozen=True)
 class Timing:
     "How fast a program is."
+
     speed: float  # times as fast as the naive loops
     naive_ms: float
     program_ms: float
@@ -104,7 +125,11 @@ class Timing:
 
 def clock_of(pool: SandboxPool) -> str:  # processor or wall
     "The clock that a program in this pool cannot escape."
-    return "processor" if all(wall.on for wall in pool.protections if wall.name in ("processes", "syscalls")) else "wall"
+    return (
+        "processor"
+        if all(wall.on for wall in pool.protections if wall.name in ("processes", "syscalls"))
+        else "wall"
+    )
 
 
 def time_program(
@@ -115,17 +140,49 @@ def time_program(
     memory_mb: int = 256,
 ) -> Timing:
     "Times a program beside the naive loops."
-    functions = {name: LockedDownFunction(code, "matmul", pool, timeout_s, memory_mb) for name, code in (("echo", ECHO), ("naive", NAIVE), ("program", source))}
+    functions = {
+        name: LockedDownFunction(code, "matmul", pool, timeout_s, memory_mb)
+        for name, code in (("echo", ECHO), ("naive", NAIVE), ("program", source))
+    }
     calls = []  # of each trial: name -> SandboxResult
     for trial, pair in enumerate(inputs):
         turn = list(functions) if trial % 2 else list(reversed(functions))
         calls.append({name: time_locked(functions[name], pair) for name in turn})
-    fault = next((f"{call['program'].kind}: {call['program'].error}" for call in calls if not call["program"].ok), None)
-    clock = clock_of(pool) if all(one.cpu_seconds > 0 for call in calls for one in call.values()) else "wall"  # not every system keeps an account
-    ms = {name: 1e3 * min(call[name].cpu_seconds if clock == "processor" else call[name].seconds for call in calls) for name in functions}
+    fault = next(
+        (
+            f"{call['program'].kind}: {call['program'].error}"
+            for call in calls
+            if not call["program"].ok
+        ),
+        None,
+    )
+    clock = (
+        clock_of(pool)
+        if all(one.cpu_seconds > 0 for call in calls for one in call.values())
+        else "wall"
+    )  # not every system keeps an account
+    ms = {
+        name: 1e3
+        * min(
+            call[name].cpu_seconds if clock == "processor" else call[name].seconds for call in calls
+        )
+        for name in functions
+    }
     least = 0.02 * ms["naive"]  # below that it is noise
-    speed = 0.0 if fault else max(ms["naive"] - ms["echo"], least) / max(ms["program"] - ms["echo"], least)
-    return Timing(speed, ms["naive"], ms["program"], ms["echo"], clock, [call["program"].value for call in calls], fault)
+    speed = (
+        0.0
+        if fault
+        else max(ms["naive"] - ms["echo"], least) / max(ms["program"] - ms["echo"], least)
+    )
+    return Timing(
+        speed,
+        ms["naive"],
+        ms["program"],
+        ms["echo"],
+        clock,
+        [call["program"].value for call in calls],
+        fault,
+    )
 
 # %% ../../nbs/environments/13_matmul.ipynb #9842fa2c
 def speed_steps(
@@ -139,6 +196,7 @@ def speed_steps(
 @dataclass(frozen=True)
 class MatmulReport:
     "What became of a completion."
+
     program: Program
     stage: str  # no code, truncated, syntax, cheats, fails, wrong, right
     why: str  # in a sentence
@@ -160,23 +218,52 @@ def judge_matmul(
 ) -> MatmulReport:
     "Runs, compares and times the program of a completion."
     program = last_program(completion)
-    if fault := checked_program(program): return MatmulReport(program, *fault)
+    if fault := checked_program(program):
+        return MatmulReport(program, *fault)
     errors = []
     for a, b in random_cases(rng):
-        result = pool.run(program.code, entry="matmul", args=(a, b), timeout_s=timeout_s, memory_mb=memory_mb)
-        if not result.ok: return MatmulReport(program, stage_of(result), f"{result.kind}: {result.error}")
+        result = pool.run(
+            program.code, entry="matmul", args=(a, b), timeout_s=timeout_s, memory_mb=memory_mb
+        )
+        if not result.ok:
+            return MatmulReport(program, stage_of(result), f"{result.kind}: {result.error}")
         errors.append(answer_errors(result.value, product(a, b)))
     timing, right = None, [error <= TOLERANCE for error, _, _ in errors]
     if all(right):
-        inputs = [(random_matrix(size, size, rng), random_matrix(size, size, rng)) for _ in range(trials)]
+        inputs = [
+            (random_matrix(size, size, rng), random_matrix(size, size, rng)) for _ in range(trials)
+        ]
         timing = time_program(program.code, pool, inputs, timeout_s, memory_mb)
-        if timing.fault: return MatmulReport(program, "fails", f"on larger matrices: {timing.fault}")
-        errors += [answer_errors(answer, product(*pair)) for answer, pair in zip(timing.answers, inputs)]
+        if timing.fault:
+            return MatmulReport(program, "fails", f"on larger matrices: {timing.fault}")
+        errors += [
+            answer_errors(answer, product(*pair)) for answer, pair in zip(timing.answers, inputs)
+        ]
         right = [error <= TOLERANCE for error, _, _ in errors]
-    error, squared, share = max(e for e, _, _ in errors), max(s for _, s, _ in errors), sum(right) / len(right)
-    if all(right): return MatmulReport(program, "right", f"{timing.speed:.2f} times as fast as the naive loops", error, squared, share, timing)
+    error, squared, share = (
+        max(e for e, _, _ in errors),
+        max(s for _, s, _ in errors),
+        sum(right) / len(right),
+    )
+    if all(right):
+        return MatmulReport(
+            program,
+            "right",
+            f"{timing.speed:.2f} times as fast as the naive loops",
+            error,
+            squared,
+            share,
+            timing,
+        )
     why = next((fault for _, _, fault in errors if fault), f"an entry is off by {error:.2g}")
-    return MatmulReport(program, "wrong", f"{why}; {sum(right)} of {len(right)} cases are right", error, squared, share)
+    return MatmulReport(
+        program,
+        "wrong",
+        f"{why}; {sum(right)} of {len(right)} cases are right",
+        error,
+        squared,
+        share,
+    )
 
 
 def stage_of(result: SandboxResult) -> str:
@@ -186,7 +273,15 @@ def stage_of(result: SandboxResult) -> str:
 # %% ../../nbs/environments/13_matmul.ipynb #d65017dd
 RUNS = ("wrong", "right")
 MACHINE = 100 * 2.0**-52  # where the ladder's upper rungs begin
-LADDER = ((3.0, -3.0), (2.0, -2.5), (1.0, -2.0), (0.5, -1.0), (100 * MACHINE, 0.0), (MACHINE, 1.0), (0.0, 3.0))  # error from, points
+LADDER = (
+    (3.0, -3.0),
+    (2.0, -2.5),
+    (1.0, -2.0),
+    (0.5, -1.0),
+    (100 * MACHINE, 0.0),
+    (MACHINE, 1.0),
+    (0.0, 3.0),
+)  # error from, points
 
 
 def ladder_points(
@@ -198,30 +293,38 @@ def ladder_points(
 
 def works_points(report: MatmulReport, scale: str) -> float:
     "Does it answer?"
-    if report.stage in RUNS: return 1.0
-    if scale == "plain": return 0.0
+    if report.stage in RUNS:
+        return 1.0
+    if scale == "plain":
+        return 0.0
     return -2.0 if report.stage in ("no code", "syntax") else -0.5
 
 
 def honest_points(report: MatmulReport, scale: str) -> float:
     "Does it keep from cheating?"
-    if report.stage in RUNS: return 1.0
-    if scale == "plain": return 0.0
+    if report.stage in RUNS:
+        return 1.0
+    if scale == "plain":
+        return 0.0
     return {"cheats": -20.0, "fails": 1.0}.get(report.stage, 0.0)
 
 
 def correct_points(report: MatmulReport, scale: str) -> float:
     "Is it right?"
-    if scale == "plain": return 1.0 if report.stage == "right" else 0.0
-    if report.stage not in RUNS: return -2.0 if report.stage == "fails" else 0.0
+    if scale == "plain":
+        return 1.0 if report.stage == "right" else 0.0
+    if report.stage not in RUNS:
+        return -2.0 if report.stage == "fails" else 0.0
     return ladder_points(report.error) + ladder_points(report.squared)
 
 
 def fast_points(report: MatmulReport, scale: str) -> float:
     "Is it fast?"
-    if report.stage != "right": return 0.0
+    if report.stage != "right":
+        return 0.0
     speed = report.timing.speed
-    if scale == "plain": return speed_steps(speed)
+    if scale == "plain":
+        return speed_steps(speed)
     return min(speed / 100, 10.0) if speed >= 1 else max(-1 / (100 * speed), -10.0)
 
 # %% ../../nbs/environments/13_matmul.ipynb #b0f8e550
@@ -234,14 +337,28 @@ class MatmulRewards:
         *,
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
-        seed: int | None = None,  # None: matrices that nobody can foresee, new ones for each batch; a number, the same on all processes: others at each step, the same for all
+        seed: int
+        | None = None,  # None: matrices that nobody can foresee, new ones for each batch; a number, the same on all processes: others at each step, the same for all
         **settings,  # size, trials, timeout_s, memory_mb: as for `judge_matmul`
     ):
-        if scale not in ("plain", "published"): raise ValueError(f"scale is {scale!r}, and it must be plain or published")
+        if scale not in ("plain", "published"):
+            raise ValueError(f"scale is {scale!r}, and it must be plain or published")
         unknown = set(settings) - {"size", "trials", "timeout_s", "memory_mb"}
-        if unknown: raise TypeError(f"no settings of these names: {', '.join(sorted(unknown))}; there are size, trials, timeout_s and memory_mb")
-        if settings.get("size", 48) < 16: raise ValueError(f"size is {settings['size']}, and below 16 the clock sees little but the way to the program and back")
-        self.pool, self.scale, self.truncated, self.seed, self.settings = pool, scale, truncated, seed, settings
+        if unknown:
+            raise TypeError(
+                f"no settings of these names: {', '.join(sorted(unknown))}; there are size, trials, timeout_s and memory_mb"
+            )
+        if settings.get("size", 48) < 16:
+            raise ValueError(
+                f"size is {settings['size']}, and below 16 the clock sees little but the way to the program and back"
+            )
+        self.pool, self.scale, self.truncated, self.seed, self.settings = (
+            pool,
+            scale,
+            truncated,
+            seed,
+            settings,
+        )
         self.reports = OnceABatch(self.judge)
 
     def judge(
@@ -250,12 +367,24 @@ class MatmulRewards:
         step: int | None = None,  # of the training
     ) -> list[MatmulReport]:
         "Runs each program, all on the same matrices."
-        if self.pool is None: self.pool = SandboxPool(workers=1)
+        if self.pool is None:
+            self.pool = SandboxPool(workers=1)
         seed = random.SystemRandom().getrandbits(64) if self.seed is None else f"{self.seed} {step}"
-        return [judge_matmul(text, self.pool, random.Random(seed), **self.settings) for text in texts]
+        return [
+            judge_matmul(text, self.pool, random.Random(seed), **self.settings) for text in texts
+        ]
 
-    def _points(self, count: Callable[[MatmulReport, str], float], cut: float | None, completions: list, columns: dict) -> list[float | None]:
-        return [cut if report.stage == "truncated" else count(report, self.scale) for report in self.reports(completions, columns)]
+    def _points(
+        self,
+        count: Callable[[MatmulReport, str], float],
+        cut: float | None,
+        completions: list,
+        columns: dict,
+    ) -> list[float | None]:
+        return [
+            cut if report.stage == "truncated" else count(report, self.scale)
+            for report in self.reports(completions, columns)
+        ]
 
     def function_works(
         self,
@@ -271,7 +400,9 @@ class MatmulRewards:
         **columns,  # other columns, not needed
     ) -> list[float | None]:
         "Does it keep to the standard library, and within the sandbox?"
-        return self._points(honest_points, None if self.truncated is None else 0.0, completions, columns)
+        return self._points(
+            honest_points, None if self.truncated is None else 0.0, completions, columns
+        )
 
     def correctness_check(
         self,
@@ -279,7 +410,9 @@ class MatmulRewards:
         **columns,  # other columns, not needed
     ) -> list[float | None]:
         "Is it right?"
-        return self._points(correct_points, None if self.truncated is None else 0.0, completions, columns)
+        return self._points(
+            correct_points, None if self.truncated is None else 0.0, completions, columns
+        )
 
     def speed_check(
         self,
@@ -288,8 +421,13 @@ class MatmulRewards:
     ) -> list[float | None]:
         "Is it fast?"
         right = [report for report in self.reports(completions, columns) if report.stage == "right"]
-        if right and columns.get("log_metric"): columns["log_metric"]("matmul/speed", statistics.median(report.timing.speed for report in right))
-        return self._points(fast_points, None if self.truncated is None else 0.0, completions, columns)
+        if right and columns.get("log_metric"):
+            columns["log_metric"](
+                "matmul/speed", statistics.median(report.timing.speed for report in right)
+            )
+        return self._points(
+            fast_points, None if self.truncated is None else 0.0, completions, columns
+        )
 
     def explain(
         self,
@@ -324,4 +462,6 @@ def matmul_problems(
     size: int = 48,  # of the matrices that are timed
 ) -> list[dict]:  # {"prompt": chat messages}
     "Rows to train on."
-    return [{"prompt": [{"role": "user", "content": PROMPT.format(size=size)}]} for _ in range(count)]
+    return [
+        {"prompt": [{"role": "user", "content": PROMPT.format(size=size)}]} for _ in range(count)
+    ]

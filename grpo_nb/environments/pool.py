@@ -32,8 +32,9 @@ import traceback
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
 # %% ../../nbs/environments/09_pool.ipynb #68ab5f1a
 NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -45,8 +46,10 @@ def refusal(
     name: str = "function",  # what it could be called
 ) -> ValueError:
     "The sentence for a function that a worker cannot find."
-    return ValueError(f"{what} {why}, so a process of its own cannot find it: write it as a plain function at the top of a file, for example rewards.py, "
-                      f"and pass isolated('rewards:{name}'); what it closed over goes into arguments={{...}}")
+    return ValueError(
+        f"{what} {why}, so a process of its own cannot find it: write it as a plain function at the top of a file, for example rewards.py, "
+        f"and pass isolated('rewards:{name}'); what it closed over goes into arguments={{...}}"
+    )
 
 
 def reachable(
@@ -54,17 +57,34 @@ def reachable(
 ) -> str:  # "module:name"; ValueError for one that has none
     "Where another process finds a function."
     if isinstance(function, str):
-        if NAMED.fullmatch(function): return function
-        raise ValueError(f"{function!r} does not name a function: write 'module:function', for example 'rewards:length_reward'")
+        if NAMED.fullmatch(function):
+            return function
+        raise ValueError(
+            f"{function!r} does not name a function: write 'module:function', for example 'rewards:length_reward'"
+        )
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not callable(function): raise ValueError(f"{function!r} is no function: pass one, or its name as 'module:function'")
-    if name is None or not isinstance(getattr(function, "__self__", None), (type(None), type(sys))): raise refusal(f"{function!r}", "is an object with a state")
-    if "<lambda>" in name: raise refusal("a lambda", "has no name")
-    if "<locals>" in name: raise refusal(f"{name!r}", "was made inside another function", function.__name__)
-    if module in (None, "__main__", "__mp_main__"): raise refusal(f"{name!r}", "was written in a notebook or in the script that runs", function.__name__)
-    try: found = find(sys.modules.get(module), name)
-    except AttributeError: found = None
-    if found is not function: raise refusal(f"{module}:{name}", "is not this function but another one, or nothing", function.__name__)
+    if not callable(function):
+        raise ValueError(f"{function!r} is no function: pass one, or its name as 'module:function'")
+    if name is None or not isinstance(getattr(function, "__self__", None), (type(None), type(sys))):
+        raise refusal(f"{function!r}", "is an object with a state")
+    if "<lambda>" in name:
+        raise refusal("a lambda", "has no name")
+    if "<locals>" in name:
+        raise refusal(f"{name!r}", "was made inside another function", function.__name__)
+    if module in (None, "__main__", "__mp_main__"):
+        raise refusal(
+            f"{name!r}", "was written in a notebook or in the script that runs", function.__name__
+        )
+    try:
+        found = find(sys.modules.get(module), name)
+    except AttributeError:
+        found = None
+    if found is not function:
+        raise refusal(
+            f"{module}:{name}",
+            "is not this function but another one, or nothing",
+            function.__name__,
+        )
     return f"{module}:{name}"
 
 
@@ -73,7 +93,8 @@ def find(
     name: str,  # with dots for attributes of attributes
 ) -> Any:  # AttributeError if there is none
     "What a name means in a module."
-    for part in name.split("."): module = getattr(module, part)
+    for part in name.split("."):
+        module = getattr(module, part)
     return module
 
 # %% ../../nbs/environments/09_pool.ipynb #081a59a4
@@ -97,25 +118,38 @@ def exchange(
     look: Callable[[], Any] = lambda: None,  # called now and then; may raise
 ) -> bytes:  # the frame that came back; raises Late and Ended
     "Send one message and wait for one."
-    left_to_send, received = memoryview(LENGTH.pack(len(frame)) + frame if frame is not None else b""), bytearray()
+    left_to_send, received = (
+        memoryview(LENGTH.pack(len(frame)) + frame if frame is not None else b""),
+        bytearray(),
+    )
     poll = select.poll()
     poll.register(read_from, select.POLLIN)
-    if left_to_send: poll.register(write_to, select.POLLOUT)
-    while len(received) < LENGTH.size or len(received) < LENGTH.size + LENGTH.unpack_from(received)[0]:
+    if left_to_send:
+        poll.register(write_to, select.POLLOUT)
+    while (
+        len(received) < LENGTH.size or len(received) < LENGTH.size + LENGTH.unpack_from(received)[0]
+    ):
         seconds = until - time.monotonic()
-        if seconds <= 0: raise Late
+        if seconds <= 0:
+            raise Late
         ready = {line for line, _ in poll.poll(math.ceil(1000 * min(seconds, 0.25)))}
-        if not ready: look()  # while all is quiet: is there anybody?
+        if not ready:
+            look()  # while all is quiet: is there anybody?
         if write_to in ready and left_to_send:
-            try: left_to_send = left_to_send[os.write(write_to, left_to_send[: 1 << 16]):]
-            except BrokenPipeError: raise Ended from None
-            if not left_to_send: poll.unregister(write_to)
+            try:
+                left_to_send = left_to_send[os.write(write_to, left_to_send[: 1 << 16]) :]
+            except BrokenPipeError:
+                raise Ended from None
+            if not left_to_send:
+                poll.unregister(write_to)
         if read_from in ready:
             piece = os.read(read_from, 1 << 16)
-            if not piece: raise Ended
+            if not piece:
+                raise Ended
             received += piece
-            if len(received) > MAX_BYTES: raise Ended
-    return bytes(received[LENGTH.size:])
+            if len(received) > MAX_BYTES:
+                raise Ended
+    return bytes(received[LENGTH.size :])
 
 
 def send(
@@ -124,7 +158,8 @@ def send(
 ) -> None:
     "One message, however long it takes."
     data = memoryview(LENGTH.pack(len(frame)) + frame)
-    while data: data = data[os.write(line, data):]
+    while data:
+        data = data[os.write(line, data) :]
 
 # %% ../../nbs/environments/09_pool.ipynb #3e63d48d
 LARGEST = 1e15  # the largest reward: its square, a few of them added up, still fits float32
@@ -135,13 +170,26 @@ def plain_scores(
     count: int,  # how many completions there are
 ) -> list[float | None]:  # None for NaN too; ValueError for anything else
     "What a reward function returned, as plain numbers."
-    if hasattr(values, "tolist"): values = values.tolist()
-    if not isinstance(values, (list, tuple)): raise ValueError(f"returned {short(values)}; it must return a list with one number for each of the {count} completions")
-    if len(values) != count: raise ValueError(f"returned {len(values)} rewards for {count} completions; it must return one for each, None for one it cannot judge")
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(
+            f"returned {short(values)}; it must return a list with one number for each of the {count} completions"
+        )
+    if len(values) != count:
+        raise ValueError(
+            f"returned {len(values)} rewards for {count} completions; it must return one for each, None for one it cannot judge"
+        )
     values = [value.item() if hasattr(value, "item") else value for value in values]
     for value in values:
-        if value is not None and not isinstance(value, numbers.Real): raise ValueError(f"returned {short(value)} among its rewards; each must be a number or None")
-        if value is not None and abs(value) > LARGEST: raise ValueError(f"returned {short(value)} among its rewards; a number beyond {LARGEST:g} would drown its whole group")
+        if value is not None and not isinstance(value, numbers.Real):
+            raise ValueError(
+                f"returned {short(value)} among its rewards; each must be a number or None"
+            )
+        if value is not None and abs(value) > LARGEST:
+            raise ValueError(
+                f"returned {short(value)} among its rewards; a number beyond {LARGEST:g} would drown its whole group"
+            )
     return [None if value is None or value != value else float(value) for value in values]
 
 
@@ -150,8 +198,10 @@ def short(
     limit: int = 200,  # characters
 ) -> str:
     "A value in words for a message, whatever its own way to print it does."
-    try: text = value if isinstance(value, str) and len(value) > 4 * limit else repr(value)
-    except BaseException as error: text = f"a {type(value).__name__} that cannot be printed ({type(error).__name__})"
+    try:
+        text = value if isinstance(value, str) and len(value) > 4 * limit else repr(value)
+    except BaseException as error:
+        text = f"a {type(value).__name__} that cannot be printed ({type(error).__name__})"
     return text if len(text) <= limit else text[:limit] + "..."
 
 # %% ../../nbs/environments/09_pool.ipynb #592e80c9
@@ -161,7 +211,8 @@ def load(
     "Import the module of a function, and look the function up."
     module, _, name = target.partition(":")
     function = find(importlib.import_module(module), name)
-    if not callable(function): raise TypeError(f"{target} is {short(function)}, and no function")
+    if not callable(function):
+        raise TypeError(f"{target} is {short(function)}, and no function")
     return function
 
 
@@ -169,10 +220,14 @@ def describe(
     error: BaseException,
 ) -> str:  # with the place where it was raised
     "An exception in one line."
-    try: said = f"{type(error).__name__}: {str(error)[:500]}"
-    except BaseException: said = type(error).__name__
+    try:
+        said = f"{type(error).__name__}: {str(error)[:500]}"
+    except BaseException:
+        said = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    return said + (f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else "")
+    return said + (
+        f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    )
 
 
 def judge(
@@ -183,25 +238,36 @@ def judge(
     metrics, extras = [], {}
     try:
         given = pickle.loads(question)
-        heard = {"log_metric": lambda name, value: metrics.append((str(name), float(value))), "log_extra": lambda name, values: extras.update({str(name): list(values)})}
+        heard = {
+            "log_metric": lambda name, value: metrics.append((str(name), float(value))),
+            "log_extra": lambda name, values: extras.update({str(name): list(values)}),
+        }
         values = function(**given["arguments"], **{name: heard[name] for name in given["heard"]})
-        if inspect.isawaitable(values): values = awaited(values)
-        return json.dumps({**accepted(values, given["count"]), "metrics": metrics, "extras": extras}, default=short).encode()
+        if inspect.isawaitable(values):
+            values = awaited(values)
+        return json.dumps(
+            {**accepted(values, given["count"]), "metrics": metrics, "extras": extras},
+            default=short,
+        ).encode()
     except BaseException as error:  # SystemExit is no better than any other
         return json.dumps({"fault": f"it raised {describe(error)}"}).encode()
 
 
 def accepted(values: Any, count: int) -> dict:
     "The scores, or what is wrong with them."
-    try: return {"scores": plain_scores(values, count)}
-    except ValueError as error: return {"fault": f"it {error}"}
+    try:
+        return {"scores": plain_scores(values, count)}
+    except ValueError as error:
+        return {"fault": f"it {error}"}
 
 
 def awaited(awaitable: Any) -> Any:
     "What comes of an async function, waited for in an event loop of its own."
     import asyncio  # where it is used: workers start twice as fast without it
 
-    async def wait(): return await awaitable
+    async def wait():
+        return await awaitable
+
     return asyncio.run(wait())
 
 
@@ -215,14 +281,19 @@ def work(
     me = os.getpid()
     try:
         function, ready = load(target), {"ready": True}
-        if prepare: load(prepare)()
-    except BaseException as error: function, ready = None, {"fault": f"it could not be prepared: {describe(error)}"}
+        if prepare:
+            load(prepare)()
+    except BaseException as error:
+        function, ready = None, {"fault": f"it could not be prepared: {describe(error)}"}
     send(answers, json.dumps(ready).encode())
     while function is not None:
-        try: question = exchange(None, -1, questions, math.inf)
-        except Ended: return
+        try:
+            question = exchange(None, -1, questions, math.inf)
+        except Ended:
+            return
         answer = judge(function, question)
-        if os.getpid() != me: return  # a copy that the function made of its process with fork, and forgot
+        if os.getpid() != me:
+            return  # a copy that the function made of its process with fork, and forgot
         send(answers, answer)
 
 # %% ../../nbs/environments/09_pool.ipynb #a0bb029e
@@ -234,7 +305,8 @@ def prctl(
     value: int,
 ) -> None:
     "Ask the kernel for a service, where it is Linux."
-    if sys.platform == "linux": ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def descendants(
@@ -243,10 +315,13 @@ def descendants(
     "All processes that a process has started, and those have started, and so on."
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if not name.isdigit(): continue
+        if not name.isdigit():
+            continue
         try:
-            with open(f"/proc/{name}/stat", "rb") as file: parent = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError): continue  # it has just ended
+            with open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError):
+            continue  # it has just ended
         children.setdefault(parent, []).append(int(name))
     found, level = [], [root]
     while level:
@@ -263,7 +338,14 @@ class Keeper:
     "Starts a worker, waits for it, ends it."
 
     def __init__(self, target: str, prepare: str, parent: int):
-        self.target, self.prepare, self.parent, self.worker, self.ready, self.status = target, prepare, parent, None, False, None
+        self.target, self.prepare, self.parent, self.worker, self.ready, self.status = (
+            target,
+            prepare,
+            parent,
+            None,
+            False,
+            None,
+        )
         self.line = select.poll()
         self.line.register(0, 0)  # tells when the other end is closed
         prctl(SET_CHILD_SUBREAPER, 1)
@@ -273,31 +355,43 @@ class Keeper:
         questions, self.questions = os.pipe()
         self.answers, answers = os.pipe()
         self.ready, self.status, keeper = False, None, os.getpid()
-        self.worker = os.fork()  # safe here: this process has no threads and has imported nothing but this room
+        self.worker = (
+            os.fork()
+        )  # safe here: this process has no threads and has imported nothing but this room
         if self.worker == 0:
             try:
                 os.setsid()
                 prctl(SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != keeper: os._exit(0)
+                if os.getppid() != keeper:
+                    os._exit(0)
                 nothing = os.open(os.devnull, os.O_RDWR)
-                for line in (0, 1, 2): os.dup2(nothing, line)
-                for line in (self.questions, self.answers, nothing): os.close(line)
+                for line in (0, 1, 2):
+                    os.dup2(nothing, line)
+                for line in (self.questions, self.answers, nothing):
+                    os.close(line)
                 work(self.target, self.prepare, questions, answers)
-            finally: os._exit(0)
-        for line in (questions, answers): os.close(line)
+            finally:
+                os._exit(0)
+        for line in (questions, answers):
+            os.close(line)
         os.set_blocking(self.questions, False)
 
     def end(self) -> None:
         "Kill the worker and everything below it."
-        if self.worker is None: return
+        if self.worker is None:
+            return
         until = time.monotonic() + 1
         while True:
-            with contextlib.suppress(ProcessLookupError, PermissionError): os.killpg(self.worker, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.worker, signal.SIGKILL)
             for process in descendants(os.getpid()):
-                with contextlib.suppress(ProcessLookupError, PermissionError): os.kill(process, signal.SIGKILL)
-            if not self.reap() or time.monotonic() > until: break
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+            if not self.reap() or time.monotonic() > until:
+                break
             time.sleep(0.002)
-        for line in (self.questions, self.answers): os.close(line)
+        for line in (self.questions, self.answers):
+            os.close(line)
         self.worker = self.status = None
 
     def reap(self) -> bool:  # whether there are processes left
@@ -305,19 +399,23 @@ class Keeper:
         with contextlib.suppress(ChildProcessError):
             while True:
                 process, status = os.waitpid(-1, os.WNOHANG)
-                if not process: return True
-                if process == self.worker: self.status = status
+                if not process:
+                    return True
+                if process == self.worker:
+                    self.status = status
         return False
 
     def look(self) -> None:
         "Is the training process still there?"
-        if self.line.poll(0) or os.getppid() != self.parent: raise TrainerGone
+        if self.line.poll(0) or os.getppid() != self.parent:
+            raise TrainerGone
 
     def look_around(self) -> None:
         "Is it, and is the worker?"
         self.look()
         self.reap()
-        if self.status is not None: raise Ended
+        if self.status is not None:
+            raise Ended
 
     def obey(
         self,
@@ -327,29 +425,46 @@ class Keeper:
         "Put a question to the worker; if no answer comes, kill it and start another."
         until = time.monotonic() + within_s
         self.reap()
-        if self.status is not None: self.end()  # it ended while nobody asked
-        if self.worker is None: self.start()
+        if self.status is not None:
+            self.end()  # it ended while nobody asked
+        if self.worker is None:
+            self.start()
         try:
             if not self.ready:
                 said = exchange(None, -1, self.answers, until, self.look_around)
                 self.ready = b"fault" not in said
-                if not self.ready: self.end()
-                if not self.ready or not question: return said
-            return exchange(question, self.questions, self.answers, until, self.look_around) if question else json.dumps({"ready": True}).encode()
-        except Late: fault = f"it was not {'done' if self.ready else 'ready'} after {within_s:.3g} s, and was killed with everything that it had started"
-        except Ended: fault = self.how_it_ended()  # before it is killed: the status is its own
+                if not self.ready:
+                    self.end()
+                if not self.ready or not question:
+                    return said
+            return (
+                exchange(question, self.questions, self.answers, until, self.look_around)
+                if question
+                else json.dumps({"ready": True}).encode()
+            )
+        except Late:
+            fault = f"it was not {'done' if self.ready else 'ready'} after {within_s:.3g} s, and was killed with everything that it had started"
+        except Ended:
+            fault = self.how_it_ended()  # before it is killed: the status is its own
         again = self.ready
         self.end()
-        if again: self.start()  # so that it is ready when the next question comes
+        if again:
+            self.start()  # so that it is ready when the next question comes
         return json.dumps({"fault": fault}).encode()
 
     def how_it_ended(self) -> str:
         "In words; the system may take a moment to tell."
         until = time.monotonic() + 0.2
-        while self.reap() and self.status is None and time.monotonic() < until: time.sleep(0.002)
-        if self.status is None: return "its process closed the line"
+        while self.reap() and self.status is None and time.monotonic() < until:
+            time.sleep(0.002)
+        if self.status is None:
+            return "its process closed the line"
         code = os.waitstatus_to_exitcode(self.status)
-        return f"its process was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"its process ended itself with exit code {code}"
+        return (
+            f"its process was ended by signal {-code} ({signal.Signals(-code).name})"
+            if code < 0
+            else f"its process ended itself with exit code {code}"
+        )
 
 
 def keep(
@@ -364,8 +479,10 @@ def keep(
         while True:
             head, _, question = exchange(None, -1, 0, math.inf, keeper.look).partition(b"\n")
             send(1, keeper.obey(question, float(head)))
-    except (Ended, TrainerGone, BrokenPipeError): pass
-    finally: keeper.end()
+    except (Ended, TrainerGone, BrokenPipeError):
+        pass
+    finally:
+        keeper.end()
 
 # %% ../../nbs/environments/09_pool.ipynb #214cf87b
 BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_nb.environments.pool import keep; keep(sys.argv[2], sys.argv[3], int(sys.argv[4]))"
@@ -377,9 +494,12 @@ def hang_up(
     owner: int,  # the process that started it
 ) -> None:
     "Close the line to a keeper and wait until it has cleared up."
-    for line in (process.stdin, process.stdout, process.stderr): line.close()
-    if os.getpid() != owner: return  # a fork of the owner: the keeper is not ours
-    try: process.wait(MARGIN_S)
+    for line in (process.stdin, process.stdout, process.stderr):
+        line.close()
+    if os.getpid() != owner:
+        return  # a fork of the owner: the keeper is not ours
+    try:
+        process.wait(MARGIN_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -393,11 +513,31 @@ class Worker:
 
     def open(self) -> None:
         "Start the keeper, which starts the worker; nobody waits."
-        if not hasattr(os, "fork"): raise OSError("isolated reward functions need a system with fork (Linux, macOS); call the function in the training process instead")
-        command = [sys.executable, "-c", BEGIN, json.dumps(sys.path), self.target, self.prepare, str(os.getpid())]
-        self.process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        if not hasattr(os, "fork"):
+            raise OSError(
+                "isolated reward functions need a system with fork (Linux, macOS); call the function in the training process instead"
+            )
+        command = [
+            sys.executable,
+            "-c",
+            BEGIN,
+            json.dumps(sys.path),
+            self.target,
+            self.prepare,
+            str(os.getpid()),
+        ]
+        self.process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         os.set_blocking(self.process.stdin.fileno(), False)
-        self.close = weakref.finalize(self, hang_up, self.process, os.getpid())  # called when the worker is dropped, and at exit
+        self.close = weakref.finalize(
+            self, hang_up, self.process, os.getpid()
+        )  # called when the worker is dropped, and at exit
 
     def ask(
         self,
@@ -405,13 +545,22 @@ class Worker:
         question: bytes = b"",  # pickled arguments; none: only see that the worker is ready
     ) -> dict:  # {"scores", ...}, {"ready"} or {"fault"}
         "Ask, and wait no longer than that; a fresh worker is on its way afterwards if this one failed."
-        if self.process is None: self.open()
+        if self.process is None:
+            self.open()
         try:
-            answer = exchange(f"{within_s}\n".encode() + question, self.process.stdin.fileno(), self.process.stdout.fileno(), time.monotonic() + within_s + MARGIN_S)
+            answer = exchange(
+                f"{within_s}\n".encode() + question,
+                self.process.stdin.fileno(),
+                self.process.stdout.fileno(),
+                time.monotonic() + within_s + MARGIN_S,
+            )
             return dict(json.loads(answer))
-        except Ended: fault = f"its keeper ended: {self.last_words()}"
-        except Late: fault = f"its keeper did not answer within {within_s + MARGIN_S:.3g} s"
-        except (ValueError, TypeError): fault = "it wrote something else than an answer on its line"
+        except Ended:
+            fault = f"its keeper ended: {self.last_words()}"
+        except Late:
+            fault = f"its keeper did not answer within {within_s + MARGIN_S:.3g} s"
+        except (ValueError, TypeError):
+            fault = "it wrote something else than an answer on its line"
         except BaseException:  # Ctrl-C: the answer that is still to come must not be taken for that of the next question
             self.drop()
             raise
@@ -421,7 +570,9 @@ class Worker:
     def last_words(self) -> str:
         "The end of what the keeper wrote as it died."
         os.set_blocking(self.process.stderr.fileno(), False)
-        return (self.process.stderr.read() or b"").decode(errors="replace").strip()[-300:] or "it said nothing"
+        return (self.process.stderr.read() or b"").decode(errors="replace").strip()[
+            -300:
+        ] or "it said nothing"
 
     def drop(self) -> None:
         "End this process; the next question starts another."
@@ -450,13 +601,29 @@ def packed(
     "The arguments for the worker."
     sent = {name: value for name, value in arguments.items() if name not in HEARD}
     state = sent.get("trainer_state")
-    if state is not None: sent["trainer_state"] = SimpleNamespace(**{name: value for name, value in vars(state).items() if isinstance(value, (int, float, str, type(None)))})
-    given = {"arguments": sent, "count": len(sent["completions"]), "heard": [name for name in HEARD if arguments.get(name) is not None]}
-    try: return pickle.dumps(given)
+    if state is not None:
+        sent["trainer_state"] = SimpleNamespace(
+            **{
+                name: value
+                for name, value in vars(state).items()
+                if isinstance(value, (int, float, str, type(None)))
+            }
+        )
+    given = {
+        "arguments": sent,
+        "count": len(sent["completions"]),
+        "heard": [name for name in HEARD if arguments.get(name) is not None],
+    }
+    try:
+        return pickle.dumps(given)
     except Exception as error:
         for name, value in sent.items():
-            try: pickle.dumps(value)
-            except Exception: raise ValueError(f"the column {name!r} holds something that cannot be sent to another process ({describe(error)}): drop the column, or call the function in the training process") from None
+            try:
+                pickle.dumps(value)
+            except Exception:
+                raise ValueError(
+                    f"the column {name!r} holds something that cannot be sent to another process ({describe(error)}): drop the column, or call the function in the training process"
+                ) from None
         raise
 
 
@@ -465,8 +632,13 @@ def one_by_one(
     count: int,  # of completions
 ) -> list[dict[str, Any]]:
     "The same arguments for each completion alone."
-    columns = {name for name, value in arguments.items() if isinstance(value, list) and len(value) == count}  # a setting that is no column is given as a tuple
-    return [{name: value[i : i + 1] if name in columns else value for name, value in arguments.items()} for i in range(count)]
+    columns = {
+        name for name, value in arguments.items() if isinstance(value, list) and len(value) == count
+    }  # a setting that is no column is given as a tuple
+    return [
+        {name: value[i : i + 1] if name in columns else value for name, value in arguments.items()}
+        for i in range(count)
+    ]
 
 # %% ../../nbs/environments/09_pool.ipynb #9e23379e
 class IsolatedReward:
@@ -483,27 +655,51 @@ class IsolatedReward:
         prepare: str,  # "module:name", or empty
         name: str,  # in the log
     ):
-        self.target, self.timeout_s, self.workers, self.each_timeout_s, self.start_timeout_s = target, timeout_s, workers, each_timeout_s, start_timeout_s
+        self.target, self.timeout_s, self.workers, self.each_timeout_s, self.start_timeout_s = (
+            target,
+            timeout_s,
+            workers,
+            each_timeout_s,
+            start_timeout_s,
+        )
         self.arguments, self.prepare, self.__name__ = arguments, prepare, name
         self.open()
 
     def __reduce__(self):
-        names = ("timeout_s", "each_timeout_s", "workers", "start_timeout_s", "arguments", "prepare")
-        return remade, (self.target, {name: getattr(self, name) for name in names} | {"name": self.__name__})
+        names = (
+            "timeout_s",
+            "each_timeout_s",
+            "workers",
+            "start_timeout_s",
+            "arguments",
+            "prepare",
+        )
+        return remade, (
+            self.target,
+            {name: getattr(self, name) for name in names} | {"name": self.__name__},
+        )
 
     def open(self) -> None:
         "Begin to start the workers."
-        self.owner, self.idle, self.all = os.getpid(), queue.LifoQueue(), [Worker(self.target, self.prepare) for _ in range(self.workers)]
+        self.owner, self.idle, self.all = (
+            os.getpid(),
+            queue.LifoQueue(),
+            [Worker(self.target, self.prepare) for _ in range(self.workers)],
+        )
         for worker in self.all:
             worker.open()
             self.idle.put(worker)
 
     def close(self) -> None:
         "End the workers; the next call starts others."
-        for worker in self.all: worker.drop()
+        for worker in self.all:
+            worker.drop()
 
-    def __enter__(self): return self
-    def __exit__(self, *_): self.close()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
     def __call__(
         self,
@@ -512,15 +708,23 @@ class IsolatedReward:
         **columns: Any,  # the data set's columns and the trainer's things
     ) -> list[float | None]:  # None where there is no score; a `NotScored` if there is none at all
         "Ask the function, and wait no longer than the deadline."
-        arguments, count = {"prompts": prompts, "completions": completions, **columns, **self.arguments}, len(completions)
+        arguments, count = (
+            {"prompts": prompts, "completions": completions, **columns, **self.arguments},
+            len(completions),
+        )
         pieces = [arguments] if self.each_timeout_s is None else one_by_one(arguments, count)
         answers = self.ask([packed(piece) for piece in pieces])
         scores, faults = [], Counter()
         for piece, answer in zip(pieces, answers):
             scores += answer.get("scores") or [None] * len(piece["completions"])
-            if "fault" in answer: faults[answer["fault"]] += len(piece["completions"])
+            if "fault" in answer:
+                faults[answer["fault"]] += len(piece["completions"])
         self.report(answers, faults, count, columns)
-        return NotScored(count, faults.most_common(1)[0][0]) if count and faults.total() == count else scores
+        return (
+            NotScored(count, faults.most_common(1)[0][0])
+            if count and faults.total() == count
+            else scores
+        )
 
     async def later(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
         "The same for an event loop: several of them wait side by side."
@@ -533,17 +737,21 @@ class IsolatedReward:
         questions: list[bytes],
     ) -> list[dict]:  # an answer or a fault for each
         "Share the questions among the workers that are free."
-        if self.owner != os.getpid(): self.open()  # after a fork; the workers belong to the other process
+        if self.owner != os.getpid():
+            self.open()  # after a fork; the workers belong to the other process
         taken = [self.idle.get()]
         try:
-            while len(taken) < min(self.workers, len(questions)) and not self.idle.empty(): taken.append(self.idle.get_nowait())
+            while len(taken) < min(self.workers, len(questions)) and not self.idle.empty():
+                taken.append(self.idle.get_nowait())
             started = time.monotonic() + self.start_timeout_s
             ready = [worker.ask(max(started - time.monotonic(), 0.1)) for worker in taken]
-            if all("fault" in said for said in ready): return [ready[0]] * len(questions)
+            if all("fault" in said for said in ready):
+                return [ready[0]] * len(questions)
             able = [worker for worker, said in zip(taken, ready) if "fault" not in said]
             return self.share(questions, able, time.monotonic() + self.timeout_s)
         finally:
-            for worker in taken: self.idle.put(worker)
+            for worker in taken:
+                self.idle.put(worker)
 
     def share(self, questions: list[bytes], able: list[Worker], until: float) -> list[dict]:
         "Every worker takes the next question when it has answered one, until the deadline."
@@ -552,25 +760,46 @@ class IsolatedReward:
 
         def answer_some(worker):
             while (i := next(numbers)) < len(questions) and time.monotonic() < until:
-                if self.each_timeout_s is not None: worker.ask(min(self.start_timeout_s, max(until - time.monotonic(), 0)))  # after a fault it is starting again
+                if self.each_timeout_s is not None:
+                    worker.ask(
+                        min(self.start_timeout_s, max(until - time.monotonic(), 0))
+                    )  # after a fault it is starting again
                 left = until - time.monotonic()
-                if left > 0: answers[i] = worker.ask(min(left, self.each_timeout_s or left), questions[i])
+                if left > 0:
+                    answers[i] = worker.ask(min(left, self.each_timeout_s or left), questions[i])
 
-        threads = [threading.Thread(target=answer_some, args=(worker,), daemon=True) for worker in able[1:]]
-        for thread in threads: thread.start()
+        threads = [
+            threading.Thread(target=answer_some, args=(worker,), daemon=True) for worker in able[1:]
+        ]
+        for thread in threads:
+            thread.start()
         answer_some(able[0])
-        for thread in threads: thread.join()
+        for thread in threads:
+            thread.join()
         return answers
 
     def report(self, answers: list[dict], faults: Counter, count: int, columns: dict) -> None:
         "Tell the trainer what the function wanted to tell it, and what went wrong."
         log_metric, log_extra = columns.get("log_metric"), columns.get("log_extra")
-        for name, value in (pair for answer in answers for pair in answer.get("metrics", ())): log_metric(name, value)
+        for name, value in (pair for answer in answers for pair in answer.get("metrics", ())):
+            log_metric(name, value)
         sizes = [1] * count if self.each_timeout_s is not None else [count]
         for name in dict.fromkeys(name for answer in answers for name in answer.get("extras", ())):
-            log_extra(name, [value for answer, size in zip(answers, sizes) for value in answer.get("extras", {}).get(name, [None] * size)])
-        if log_metric and count: log_metric(f"{self.__name__}/failed", faults.total() / count)
-        if faults: warnings.warn(f"reward function {self.__name__!r} gave no score to {faults.total()} of {count} completions: {faults.most_common(1)[0][0]}", stacklevel=3)
+            log_extra(
+                name,
+                [
+                    value
+                    for answer, size in zip(answers, sizes)
+                    for value in answer.get("extras", {}).get(name, [None] * size)
+                ],
+            )
+        if log_metric and count:
+            log_metric(f"{self.__name__}/failed", faults.total() / count)
+        if faults:
+            warnings.warn(
+                f"reward function {self.__name__!r} gave no score to {faults.total()} of {count} completions: {faults.most_common(1)[0][0]}",
+                stacklevel=3,
+            )
 
 
 def remade(target: str, settings: dict) -> IsolatedReward:
@@ -582,21 +811,48 @@ def isolated(
     function: Callable | str,  # "module:name", or a function that can be imported by its name
     *,
     timeout_s: float = 10.0,  # how long a call may take; what is not done by then is killed and scored None
-    each_timeout_s: float | None = None,  # ask about one completion at a time, with this limit for each; None: about all in one call, as TRL does
+    each_timeout_s: float
+    | None = None,  # ask about one completion at a time, with this limit for each; None: about all in one call, as TRL does
     workers: int = 1,  # processes: so many completions (or, without each_timeout_s, calls from several threads) are judged at once
     start_timeout_s: float = 60.0,  # how long a worker may take to be ready; not part of the deadline
-    arguments: dict[str, Any] | None = None,  # further arguments of the function, the same in every call: settings that a closure would hold
-    prepare: Callable | str | None = None,  # called once in a fresh worker, without arguments, before it is ready: to import or load what is slow
+    arguments: dict[str, Any]
+    | None = None,  # further arguments of the function, the same in every call: settings that a closure would hold
+    prepare: Callable
+    | str
+    | None = None,  # called once in a fresh worker, without arguments, before it is ready: to import or load what is slow
     name: str | None = None,  # in the log; None: the function's own
-) -> IsolatedReward:  # ValueError for a function that cannot be found by name, RuntimeError if it cannot be imported
+) -> (
+    IsolatedReward
+):  # ValueError for a function that cannot be found by name, RuntimeError if it cannot be imported
     "A reward function that runs in a process of its own, with a deadline that holds."
     target = reachable(function)
-    for what, value in (("timeout_s", timeout_s), ("each_timeout_s", each_timeout_s), ("start_timeout_s", start_timeout_s)):
-        if value is not None and not 0 < value < math.inf: raise ValueError(f"{what} is {value!r}; give a positive number of seconds")
-    if each_timeout_s is not None and each_timeout_s > timeout_s: raise ValueError(f"each_timeout_s is {each_timeout_s:g} and timeout_s, the limit of the whole call, is {timeout_s:g}: give each less than all")
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1: raise ValueError(f"workers is {workers!r}; give a whole number, 1 or more")
-    reward = IsolatedReward(target, float(timeout_s), workers, each_timeout_s, float(start_timeout_s), dict(arguments or {}), reachable(prepare) if prepare else "", name or target.rpartition(":")[2].rpartition(".")[2])
+    for what, value in (
+        ("timeout_s", timeout_s),
+        ("each_timeout_s", each_timeout_s),
+        ("start_timeout_s", start_timeout_s),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{what} is {value!r}; give a positive number of seconds")
+    if each_timeout_s is not None and each_timeout_s > timeout_s:
+        raise ValueError(
+            f"each_timeout_s is {each_timeout_s:g} and timeout_s, the limit of the whole call, is {timeout_s:g}: give each less than all"
+        )
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ValueError(f"workers is {workers!r}; give a whole number, 1 or more")
+    reward = IsolatedReward(
+        target,
+        float(timeout_s),
+        workers,
+        each_timeout_s,
+        float(start_timeout_s),
+        dict(arguments or {}),
+        reachable(prepare) if prepare else "",
+        name or target.rpartition(":")[2].rpartition(".")[2],
+    )
     ready = reward.all[0].ask(start_timeout_s)
-    if "fault" not in ready: return reward
+    if "fault" not in ready:
+        return reward
     reward.close()
-    raise RuntimeError(f"the reward function {target} does not start in a process of its own: {ready['fault']}")
+    raise RuntimeError(
+        f"the reward function {target} does not start in a process of its own: {ready['fault']}"
+    )

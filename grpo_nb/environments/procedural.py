@@ -28,18 +28,23 @@ def library(
     name: str,  # the module
 ):  # the module; ImportError if it is not installed
     "One of the two libraries, imported when it is needed."
-    try: return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name} cannot be imported ({error}); it comes with pip install 'grpo_nb[tasks]'") from None
+        raise ImportError(
+            f"{name} cannot be imported ({error}); it comes with pip install 'grpo_nb[tasks]'"
+        ) from None
 
 
 HERE = "grpo_nb.environments.procedural"  # workers find these functions by name
 
 
-def import_reasoning_gym() -> None: library("reasoning_gym")
+def import_reasoning_gym() -> None:
+    library("reasoning_gym")
 
 
-def import_math_verify() -> None: library("math_verify").parse("$1$", parsing_timeout=None)
+def import_math_verify() -> None:
+    library("math_verify").parse("$1$", parsing_timeout=None)
 
 
 def task_names() -> list[str]:  # about a hundred
@@ -51,10 +56,15 @@ def task_names() -> list[str]:  # about a hundred
 @dataclasses.dataclass
 class Task:
     "One task of a mixture."
+
     name: str  # one of `task_names()`
     weight: float = 1.0  # its share of the data set, relative to the others'
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # the task's own settings, {} for its defaults
-    prompt: Callable[[dict], str] | None = None  # the entry (question, answer, metadata) -> what the model is asked; None: the question
+    config: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # the task's own settings, {} for its defaults
+    prompt: Callable[[dict], str] | None = (
+        None  # the entry (question, answer, metadata) -> what the model is asked; None: the question
+    )
 
 # %% ../../nbs/environments/10_procedural.ipynb #8d823f32
 def closest(
@@ -62,8 +72,15 @@ def closest(
     names: list[str],  # what there is
 ) -> str:  # a half-sentence
     "The names that are spelt most like a given one."
-    found = difflib.get_close_matches(name, names, 3, 0.5) or [other for other in names if set(name.split("_")) & set(other.split("_"))][:3]
-    return f"the closest are {', '.join(map(repr, found))}" if found else f"there are {', '.join(map(repr, names[:5]))} and others"
+    found = (
+        difflib.get_close_matches(name, names, 3, 0.5)
+        or [other for other in names if set(name.split("_")) & set(other.split("_"))][:3]
+    )
+    return (
+        f"the closest are {', '.join(map(repr, found))}"
+        if found
+        else f"there are {', '.join(map(repr, names[:5]))} and others"
+    )
 
 
 def make_task(
@@ -74,25 +91,44 @@ def make_task(
     "A task of the library, after checking its name and its settings."
     library("reasoning_gym")
     tasks = library("reasoning_gym.factory").DATASETS
-    if name not in tasks: raise ValueError(f"reasoning-gym has no task {name!r}; {closest(str(name), task_names())} (task_names() has all {len(task_names())})")
-    settings = sorted({field.name for field in dataclasses.fields(tasks[name][1])} - {"seed", "size"})
+    if name not in tasks:
+        raise ValueError(
+            f"reasoning-gym has no task {name!r}; {closest(str(name), task_names())} (task_names() has all {len(task_names())})"
+        )
+    settings = sorted(
+        {field.name for field in dataclasses.fields(tasks[name][1])} - {"seed", "size"}
+    )
     for setting in config:
-        if setting in ("seed", "size"): raise ValueError(f"{setting!r} is no setting of a single task here: give {setting} to procedural(), for all of them")
-        if setting not in settings: raise ValueError(f"the task {name!r} has no setting {setting!r}; {closest(setting, settings)}. It has {', '.join(settings) or 'none'}")
-    try: return library("reasoning_gym").create_dataset(name, **config, **placed)
-    except (AssertionError, ValueError, TypeError) as error: raise ValueError(f"the task {name!r} refuses the settings {config}: {error}") from error
+        if setting in ("seed", "size"):
+            raise ValueError(
+                f"{setting!r} is no setting of a single task here: give {setting} to procedural(), for all of them"
+            )
+        if setting not in settings:
+            raise ValueError(
+                f"the task {name!r} has no setting {setting!r}; {closest(setting, settings)}. It has {', '.join(settings) or 'none'}"
+            )
+    try:
+        return library("reasoning_gym").create_dataset(name, **config, **placed)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ValueError(f"the task {name!r} refuses the settings {config}: {error}") from error
 
 # %% ../../nbs/environments/10_procedural.ipynb #bc7ba9e8
 def to_json(
     value: Any,  # None, bool, int, float, str, list, tuple, dict and these nested
 ) -> str:  # TypeError for anything else
     "A value as JSON, from which `from_json` makes exactly the same one."
+
     def mark(value):
-        if isinstance(value, tuple): return {"__tuple__": [mark(item) for item in value]}
-        if isinstance(value, list): return [mark(item) for item in value]
-        if not isinstance(value, dict): return value
-        if all(isinstance(key, str) and not key.startswith("__") for key in value): return {key: mark(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return {"__tuple__": [mark(item) for item in value]}
+        if isinstance(value, list):
+            return [mark(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return {key: mark(item) for key, item in value.items()}
         return {"__dict__": [[mark(key), mark(item)] for key, item in value.items()]}
+
     return json.dumps(mark(value))
 
 
@@ -100,9 +136,12 @@ def from_json(
     text: str,  # of `to_json`
 ) -> Any:
     "The value that was written down."
+
     def unmark(found):
-        if "__tuple__" in found: return tuple(found["__tuple__"])
+        if "__tuple__" in found:
+            return tuple(found["__tuple__"])
         return dict(found["__dict__"]) if "__dict__" in found else found
+
     return json.loads(text, object_hook=unmark)
 
 # %% ../../nbs/environments/10_procedural.ipynb #11d434f0
@@ -116,17 +155,32 @@ def stated_answer(
 ) -> str | None:  # white space around it removed; None if it is in none of these places
     "The answer that a text states."
     for way in ways:
-        if way == "boxed": found = boxed(text)
-        elif way == "tags": found = (TAGGED.findall(text) or [None])[-1]
-        elif way == "line": found = text.strip().rpartition("\n")[2]
-        else: raise ValueError(f"ways holds {way!r}; an answer is looked for in {', '.join(map(repr, WAYS))}")
-        if found is not None: return found.strip()
+        if way == "boxed":
+            found = boxed(text)
+        elif way == "tags":
+            found = (TAGGED.findall(text) or [None])[-1]
+        elif way == "line":
+            found = text.strip().rpartition("\n")[2]
+        else:
+            raise ValueError(
+                f"ways holds {way!r}; an answer is looked for in {', '.join(map(repr, WAYS))}"
+            )
+        if found is not None:
+            return found.strip()
     return None
 
 # %% ../../nbs/environments/10_procedural.ipynb #0b20f6b8
 EVALUATES_LISTS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")  # with eval
-EVALUATES_FORMULAS = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")  # with sympy.parse_expr
-FORMULA_NAMES = frozenset("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs".split())
+EVALUATES_FORMULAS = (
+    "countdown",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+)  # with sympy.parse_expr
+FORMULA_NAMES = frozenset(
+    "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs".split()
+)
 
 
 def harmless(
@@ -135,11 +189,19 @@ def harmless(
 ) -> bool:  # always True for a task that evaluates nothing
     "Whether an answer is data, where a scorer would evaluate it."
     if task in EVALUATES_LISTS and "(" in answer:
-        try: ast.literal_eval(answer)
-        except (ValueError, SyntaxError, MemoryError, RecursionError): return False
+        try:
+            ast.literal_eval(answer)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return False
     if task in EVALUATES_FORMULAS:
-        if not re.fullmatch(r"[\w\s+\-*/^().,=]*", answer, re.A) or re.search(r"[A-Za-z_)]\s*\.", answer): return False
-        return all(len(name) == 1 or name in FORMULA_NAMES for name in re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d+(\.\d*)?([eE]\d+)?", " ", answer)))
+        if not re.fullmatch(r"[\w\s+\-*/^().,=]*", answer, re.A) or re.search(
+            r"[A-Za-z_)]\s*\.", answer
+        ):
+            return False
+        return all(
+            len(name) == 1 or name in FORMULA_NAMES
+            for name in re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d+(\.\d*)?([eE]\d+)?", " ", answer))
+        )
     return True
 
 
@@ -159,10 +221,13 @@ def task_score(
     answer: str | None,  # what was answered; None: nothing
 ) -> float:  # usually in [0, 1]
     "What the task's own scorer says; 0 for an answer on which it fails."
-    if not answer or not harmless(task, answer): return 0.0
+    if not answer or not harmless(task, answer):
+        return 0.0
     made, problem = scorer(task, config), from_json(entry)
-    try: return float(made.score_answer(answer, problem))
-    except Exception: return 0.0
+    try:
+        return float(made.score_answer(answer, problem))
+    except Exception:
+        return 0.0
 
 
 def procedural_reward(
@@ -191,12 +256,18 @@ def problems(
     made, found, asked = make_task(task.name, task.config, size=tries, seed=seed), [], set()
     for i in range(tries):
         entry = made[i]
-        solved = entry["answer"] is None or harmless(task.name, entry["answer"])  # the library gives up on some integrals: its answer is then Integral(...)
-        if solved and not (unique and entry["question"] in asked): found.append(entry)
+        solved = entry["answer"] is None or harmless(
+            task.name, entry["answer"]
+        )  # the library gives up on some integrals: its answer is then Integral(...)
+        if solved and not (unique and entry["question"] in asked):
+            found.append(entry)
         asked.add(entry["question"])
-        if len(found) == count: return found
-    raise ValueError(f"the task {task.name!r} with the settings {task.config} made only {len(found)} different questions in {tries} tries, and {count} are needed: "
-                     "ask for fewer, make the task harder, or allow repetitions with unique=False")
+        if len(found) == count:
+            return found
+    raise ValueError(
+        f"the task {task.name!r} with the settings {task.config} made only {len(found)} different questions in {tries} tries, and {count} are needed: "
+        "ask for fewer, make the task harder, or allow repetitions with unique=False"
+    )
 
 
 def shares(
@@ -206,7 +277,8 @@ def shares(
     "Whole numbers in the proportion of the weights, the largest remainders rounded up."
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(x) for x in exact]
-    for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]: counts[i] += 1
+    for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
+        counts[i] += 1
     return counts
 
 # %% ../../nbs/environments/10_procedural.ipynb #c624d60c
@@ -220,10 +292,23 @@ def rows_of(
     rows = []
     for entry in entries:
         prompt = (task.prompt or (lambda entry: entry["question"]))(entry) + instruction
-        rows.append({"prompt": [{"role": "user", "content": prompt}] if chat else prompt, "answer": entry["answer"], "task": task.name, "config": to_json(task.config), "entry": to_json(entry)})
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": prompt}] if chat else prompt,
+                "answer": entry["answer"],
+                "task": task.name,
+                "config": to_json(task.config),
+                "entry": to_json(entry),
+            }
+        )
     first = rows[0]
-    if first["answer"] is not None and task_score(task.name, first["config"], first["entry"], first["answer"]) < 1:
-        raise ValueError(f"the scorer of the task {task.name!r} does not accept the task's own answer {first['answer']!r}: this version of reasoning-gym is not understood, try the one in grpo_nb[tasks]")
+    if (
+        first["answer"] is not None
+        and task_score(task.name, first["config"], first["entry"], first["answer"]) < 1
+    ):
+        raise ValueError(
+            f"the scorer of the task {task.name!r} does not accept the task's own answer {first['answer']!r}: this version of reasoning-gym is not understood, try the one in grpo_nb[tasks]"
+        )
     return rows
 
 
@@ -241,24 +326,50 @@ def procedural(
     timeout_s: float = 60.0,  # for all completions of a step
     each_timeout_s: float = 5.0,  # for one of them
     workers: int = 1,  # processes that judge
-) -> tuple["datasets.Dataset", Callable]:  # columns prompt, answer, task, config, entry; and the reward function
+) -> tuple[
+    "datasets.Dataset", Callable
+]:  # columns prompt, answer, task, config, entry; and the reward function
     "Data set and reward for any tasks of reasoning-gym; ValueError for what it does not know."
     from datasets import Dataset
 
-    given = [task if isinstance(task, Task) else Task(task) for task in (tasks if isinstance(tasks, (list, tuple)) else [tasks])]
-    if not given: raise ValueError("there is no task: give the name of one, or a list of them (task_names() has all)")
+    given = [
+        task if isinstance(task, Task) else Task(task)
+        for task in (tasks if isinstance(tasks, (list, tuple)) else [tasks])
+    ]
+    if not given:
+        raise ValueError(
+            "there is no task: give the name of one, or a list of them (task_names() has all)"
+        )
     for task in given:
-        if not 0 < task.weight < float("inf"): raise ValueError(f"the weight of {task.name!r} is {task.weight!r}; give a positive number")
-    if size < len(given): raise ValueError(f"size is {size} and there are {len(given)} tasks: give at least one row to each")
+        if not 0 < task.weight < float("inf"):
+            raise ValueError(
+                f"the weight of {task.name!r} is {task.weight!r}; give a positive number"
+            )
+    if size < len(given):
+        raise ValueError(
+            f"size is {size} and there are {len(given)} tasks: give at least one row to each"
+        )
     stated_answer("", tuple(ways))
     rows = []
     for i, (task, count) in enumerate(zip(given, shares(size, [task.weight for task in given]))):
-        if not count: raise ValueError(f"the weight of {task.name!r} is so small that none of the {size} rows is its: raise the weight or size")
+        if not count:
+            raise ValueError(
+                f"the weight of {task.name!r} is so small that none of the {size} rows is its: raise the weight or size"
+            )
         rows += rows_of(task, problems(task, count, seed, unique), instruction, chat)
     random.Random(seed).shuffle(rows)
     settings = {"ways": tuple(ways), "partial": partial}
     limits = dict(timeout_s=timeout_s, each_timeout_s=each_timeout_s, workers=workers)
-    reward = isolated(f"{HERE}:procedural_reward", prepare=f"{HERE}:import_reasoning_gym", arguments=settings, **limits) if isolate else functools.partial(procedural_reward, **settings)
+    reward = (
+        isolated(
+            f"{HERE}:procedural_reward",
+            prepare=f"{HERE}:import_reasoning_gym",
+            arguments=settings,
+            **limits,
+        )
+        if isolate
+        else functools.partial(procedural_reward, **settings)
+    )
     return Dataset.from_list(rows), reward
 
 # %% ../../nbs/environments/10_procedural.ipynb #046eeb9c
@@ -268,7 +379,10 @@ def right_value(
 ) -> list:  # as math_verify.parse returns it; ValueError if it cannot be read
     "The value of a right answer."
     found = library("math_verify").parse(rf"\boxed{{{answer}}}", parsing_timeout=1)
-    if not found: raise ValueError(f"the right answer {answer!r} cannot be read by math-verify: mend the data, or compare texts")
+    if not found:
+        raise ValueError(
+            f"the right answer {answer!r} cannot be read by math-verify: mend the data, or compare texts"
+        )
     return found
 
 
@@ -282,8 +396,12 @@ def math_points(
     for completion, right in zip(completions, answer):
         text = completion_text(completion)
         inside = boxed(text)
-        given = parse(text if inside is None else rf"\boxed{{{inside}}}", parsing_timeout=1)  # [] if it takes longer
-        points.append(float(verify(right_value(str(right)), given, timeout_seconds=1)))  # False if it takes longer
+        given = parse(
+            text if inside is None else rf"\boxed{{{inside}}}", parsing_timeout=1
+        )  # [] if it takes longer
+        points.append(
+            float(verify(right_value(str(right)), given, timeout_seconds=1))
+        )  # False if it takes longer
     return points
 
 
@@ -292,7 +410,16 @@ def math_reward(
     timeout_s: float = 60.0,  # for all completions of a step
     each_timeout_s: float = 5.0,  # for one of them; math-verify gives up after a second by itself, and the answer counts as wrong
     workers: int = 1,  # processes that judge
-) -> IsolatedReward:  # a reward function: 1.0 or 0.0, None for an answer that brought the judge to a stop
+) -> (
+    IsolatedReward
+):  # a reward function: 1.0 or 0.0, None for an answer that brought the judge to a stop
     "A reward function that compares mathematical answers with the column `answer`."
     library("math_verify")
-    return isolated(f"{HERE}:math_points", prepare=f"{HERE}:import_math_verify", timeout_s=timeout_s, each_timeout_s=each_timeout_s, workers=workers, name="math_reward")
+    return isolated(
+        f"{HERE}:math_points",
+        prepare=f"{HERE}:import_math_verify",
+        timeout_s=timeout_s,
+        each_timeout_s=each_timeout_s,
+        workers=workers,
+        name="math_reward",
+    )

@@ -8,18 +8,27 @@ __all__ = ['WORD', 'LIMITS', 'check_arguments', 'Rubric', 'ramp', 'length_penalt
 # %% ../../nbs/environments/04_rubric.ipynb #55c2f153
 import inspect
 import re
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from .verifiers import completion_text
 
 # %% ../../nbs/environments/04_rubric.ipynb #7f73bd8a
 def check_arguments(
     check: Callable,  # a check: text first, then columns by name
-) -> list[str]:  # the names after the first that have to be given; those with a default are left to it
+) -> list[
+    str
+]:  # the names after the first that have to be given; those with a default are left to it
     "Which columns of the data a check asks for."
-    try: parameters = list(inspect.signature(check).parameters.values())[1:]
-    except ValueError: return []  # some built-in functions do not tell
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
+    try:
+        parameters = list(inspect.signature(check).parameters.values())[1:]
+    except ValueError:
+        return []  # some built-in functions do not tell
+    return [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
+    ]
 
 
 class Rubric:
@@ -27,10 +36,15 @@ class Rubric:
 
     def __init__(
         self,
-        criteria: dict[str, tuple[Callable, float]],  # what is asked -> (check, points); a check returns True, False or a share in [0, 1]
+        criteria: dict[
+            str, tuple[Callable, float]
+        ],  # what is asked -> (check, points); a check returns True, False or a share in [0, 1]
         name: str = "rubric",  # under which the sum and each criterion are logged
     ):
-        if not criteria: raise ValueError("the rubric has no criteria: give at least one, as {'names the city': (check, points)}")
+        if not criteria:
+            raise ValueError(
+                "the rubric has no criteria: give at least one, as {'names the city': (check, points)}"
+            )
         self.criteria, self.__name__ = dict(criteria), name
 
     def shares(
@@ -43,24 +57,44 @@ class Rubric:
         shares = {}
         for criterion, (check, _) in self.criteria.items():
             missing = [name for name in check_arguments(check) if name not in row]
-            if missing: raise ValueError(f"the check of {criterion!r} asks for {missing[0]!r}, and the data has the columns {', '.join(map(repr, row)) or 'none'}")
+            if missing:
+                raise ValueError(
+                    f"the check of {criterion!r} asks for {missing[0]!r}, and the data has the columns {', '.join(map(repr, row)) or 'none'}"
+                )
             share = float(check(text, **{name: row[name] for name in check_arguments(check)}))
-            if not 0 <= share <= 1: raise ValueError(f"the check of {criterion!r} returned {share:g}; it must be True, False or a share in [0, 1], the points are given beside it")
+            if not 0 <= share <= 1:
+                raise ValueError(
+                    f"the check of {criterion!r} returned {share:g}; it must be True, False or a share in [0, 1], the points are given beside it"
+                )
             shares[criterion] = share
         return shares
 
     def __call__(
         self,
         completions: list,  # strings or chat messages
-        log_metric: Callable[[str, float], None] | None = None,  # the trainer's; None: nothing is logged
+        log_metric: Callable[[str, float], None]
+        | None = None,  # the trainer's; None: nothing is logged
         **columns: Any,  # lists with one entry for each completion, and other things of the trainer
     ) -> list[float]:  # the sum of the points
         "Points of each completion; the mean share of each criterion is logged as NAME/CRITERION."
-        lists = {name: values for name, values in columns.items() if isinstance(values, list) and len(values) == len(completions)}
-        table = [self.shares(completion_text(c), **{name: values[i] for name, values in lists.items()}) for i, c in enumerate(completions)]
+        lists = {
+            name: values
+            for name, values in columns.items()
+            if isinstance(values, list) and len(values) == len(completions)
+        }
+        table = [
+            self.shares(completion_text(c), **{name: values[i] for name, values in lists.items()})
+            for i, c in enumerate(completions)
+        ]
         for criterion in self.criteria if log_metric and table else ():
-            log_metric(f"{self.__name__}/{criterion}", sum(shares[criterion] for shares in table) / len(table))
-        return [sum(points * shares[criterion] for criterion, (_, points) in self.criteria.items()) for shares in table]
+            log_metric(
+                f"{self.__name__}/{criterion}",
+                sum(shares[criterion] for shares in table) / len(table),
+            )
+        return [
+            sum(points * shares[criterion] for criterion, (_, points) in self.criteria.items())
+            for shares in table
+        ]
 
 # %% ../../nbs/environments/04_rubric.ipynb #eeba9ec7
 def ramp(
@@ -78,7 +112,10 @@ def length_penalty(
     points: float = 1.0,  # the full penalty
 ) -> Callable:  # a reward function
     "A reward function that takes points off for long completions."
-    if not 0 <= free < worst: raise ValueError(f"free is {free} and worst is {worst}, but 0 <= free < worst is needed: the penalty grows between them")
+    if not 0 <= free < worst:
+        raise ValueError(
+            f"free is {free} and worst is {worst}, but 0 <= free < worst is needed: the penalty grows between them"
+        )
 
     def too_long(completion_ids: list, **kwargs) -> list[float]:
         return [0.0 - points * ramp(len(ids), free, worst) for ids in completion_ids]
@@ -88,7 +125,11 @@ def length_penalty(
 
 # %% ../../nbs/environments/04_rubric.ipynb #16bbd52d
 WORD = re.compile(r"[^\W\d_]+")
-LIMITS = {"long sentences": (20, 40), "long words": (6, 9), "repetition": (0.1, 0.5)}  # fault -> where it begins, where it is full
+LIMITS = {
+    "long sentences": (20, 40),
+    "long words": (6, 9),
+    "repetition": (0.1, 0.5),
+}  # fault -> where it begins, where it is full
 
 
 def readability_faults(
@@ -98,14 +139,18 @@ def readability_faults(
     words = [word.lower() for word in WORD.findall(text)]
     sentences = sum(bool(WORD.search(piece)) for piece in re.split(r"[.!?\n]+", text))
     runs = list(zip(words, words[1:], words[2:]))
-    counted = {"long sentences": len(words) / max(sentences, 1), "long words": sum(map(len, words)) / max(len(words), 1),
-               "repetition": 1 - len(set(runs)) / len(runs) if runs else 0.0}
+    counted = {
+        "long sentences": len(words) / max(sentences, 1),
+        "long words": sum(map(len, words)) / max(len(words), 1),
+        "repetition": 1 - len(set(runs)) / len(runs) if runs else 0.0,
+    }
     return {fault: ramp(value, *LIMITS[fault]) for fault, value in counted.items()}
 
 
 def readability_penalty(
     completions: list,  # strings or chat messages
-    log_metric: Callable[[str, float], None] | None = None,  # the trainer's; None: nothing is logged
+    log_metric: Callable[[str, float], None]
+    | None = None,  # the trainer's; None: nothing is logged
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # from -1 to 0
     "Points off for text that is hard to read; the mean of each fault is logged as readability/FAULT."

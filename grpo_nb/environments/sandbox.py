@@ -33,7 +33,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import supervisor
-from .supervisor import CALL, FRAME, KEEPER, KINDS, OPEN, REPLY, REQUEST, RUN, Unsendable, decode, encode
+from grpo_nb.environments.supervisor import (
+    CALL,
+    FRAME,
+    KEEPER,
+    KINDS,
+    OPEN,
+    REPLY,
+    REQUEST,
+    RUN,
+    Unsendable,
+    decode,
+    encode,
+)
 
 # %% ../../nbs/environments/07_sandbox.ipynb #03c4a8cd
 SOURCE_CHARACTERS = 1_000_000
@@ -43,6 +55,7 @@ PATIENCE_S = 5.0  # beyond a program's deadline, until its supervisor is given u
 @dataclass(frozen=True)
 class SandboxResult:
     "What became of a program, or of one call of it."
+
     ok: bool  # whether there is a value
     value: Any  # what the function returned; None unless ok
     error: str | None  # what went wrong, in a sentence
@@ -54,6 +67,7 @@ class SandboxResult:
 @dataclass(frozen=True)
 class Protection:
     "One wall around the programs of a pool."
+
     name: str
     meaning: str
     missing: str | None  # why it is not there; None: it is
@@ -73,7 +87,8 @@ class Line:
     def __init__(
         self,
         connection: socket.socket,
-        process: subprocess.Popen | None = None,  # None: a copy of a supervisor, which is not our child
+        process: subprocess.Popen
+        | None = None,  # None: a copy of a supervisor, which is not our child
     ):
         self.connection, self.process = connection, process
 
@@ -84,10 +99,31 @@ class Line:
     ) -> "Line":
         "Starts a supervisor: a script on disk in a new interpreter, with none of our memory, files or environment variables."
         ours, theirs = socket.socketpair()
-        environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ}
-        command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(supervisor.__file__), "serve", *without]
+        environment = {
+            name: os.environ[name]
+            for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+            if name in os.environ
+        }
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-X",
+            "utf8",
+            os.path.abspath(supervisor.__file__),
+            "serve",
+            *without,
+        ]
         with theirs:
-            process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", env=environment, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
+            )
         return cls(ours, process)
 
     def receive(
@@ -98,9 +134,11 @@ class Line:
         "A header, and what follows it."
         try:
             *fields, size = header.unpack(self.exactly(header.size, deadline))
-            if size > supervisor.RESULT_BYTES + (1 << 16): raise LostSupervisor("it promises an answer that is too long")
+            if size > supervisor.RESULT_BYTES + (1 << 16):
+                raise LostSupervisor("it promises an answer that is too long")
             return fields, self.exactly(size, deadline)
-        except OSError as error: raise LostSupervisor(f"the line is broken: {error}") from None
+        except OSError as error:
+            raise LostSupervisor(f"the line is broken: {error}") from None
 
     def exactly(self, size: int, deadline: float) -> bytes:
         "That many bytes."
@@ -109,7 +147,8 @@ class Line:
         while view:
             self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
             got = self.connection.recv_into(view)
-            if not got: raise LostSupervisor("it has ended")
+            if not got:
+                raise LostSupervisor("it has ended")
             view = view[got:]
         return bytes(data)
 
@@ -125,22 +164,29 @@ class Line:
         try:
             self.connection.settimeout(timeout_s + PATIENCE_S)
             self.connection.sendall(REQUEST.pack(op, timeout_s, memory_mb, len(body)) + body)
-        except OSError as error: raise LostSupervisor(f"the line is broken: {error}") from None
+        except OSError as error:
+            raise LostSupervisor(f"the line is broken: {error}") from None
         (tag, wall, used), payload = self.receive(REPLY, deadline)
-        if tag not in KINDS: raise LostSupervisor("it answers nonsense")
+        if tag not in KINDS:
+            raise LostSupervisor("it answers nonsense")
         return result_of(tag, wall / 1e9, used / 1e9, payload)
 
     def fork_keeper(self) -> "Line":
         "A line to a copy of the supervisor, for one session."
         ours, theirs = socket.socketpair()
-        with theirs: socket.send_fds(self.connection, [REQUEST.pack(KEEPER, 0.0, 0.0, 0)], [theirs.fileno()])
+        with theirs:
+            socket.send_fds(self.connection, [REQUEST.pack(KEEPER, 0.0, 0.0, 0)], [theirs.fileno()])
         return Line(ours)
 
     def stop(self):
         "Closes the line; whoever is at its other end, and all programs there, end."
-        with contextlib.suppress(OSError): self.connection.shutdown(socket.SHUT_RDWR)  # also for a fork of this process that holds a copy of it
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(
+                socket.SHUT_RDWR
+            )  # also for a fork of this process that holds a copy of it
         if self.process is not None:
-            try: self.process.wait(1.0)
+            try:
+                self.process.wait(1.0)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -149,9 +195,14 @@ class Line:
 
 def result_of(tag: bytes, seconds: float, cpu_seconds: float, payload: bytes) -> SandboxResult:
     "An answer as a SandboxResult. The value is rebuilt from plain bytes: nothing of the program's own types or methods comes with it."
-    if tag != b"v": return SandboxResult(False, None, payload[:2000].decode("utf-8", "replace"), KINDS[tag], seconds, cpu_seconds)
-    try: return SandboxResult(True, decode(payload), None, "ok", seconds, cpu_seconds)
-    except Unsendable as error: return SandboxResult(False, None, f"it sent {error}", "output", seconds, cpu_seconds)
+    if tag != b"v":
+        return SandboxResult(
+            False, None, payload[:2000].decode("utf-8", "replace"), KINDS[tag], seconds, cpu_seconds
+        )
+    try:
+        return SandboxResult(True, decode(payload), None, "ok", seconds, cpu_seconds)
+    except Unsendable as error:
+        return SandboxResult(False, None, f"it sent {error}", "output", seconds, cpu_seconds)
 
 
 def lost(error: Exception | str) -> SandboxResult:
@@ -159,30 +210,45 @@ def lost(error: Exception | str) -> SandboxResult:
     return SandboxResult(False, None, f"the supervisor was lost: {error}", "crash", 0.0)
 
 
-DEADLINE = ContextVar("DEADLINE", default=math.inf)  # of the time limit around the present call, by time.monotonic
+DEADLINE = ContextVar(
+    "DEADLINE", default=math.inf
+)  # of the time limit around the present call, by time.monotonic
 
 
-def checked_limits(timeout_s: float, memory_mb: int) -> float:  # the timeout, cut to what a time limit around the call leaves
+def checked_limits(
+    timeout_s: float, memory_mb: int
+) -> float:  # the timeout, cut to what a time limit around the call leaves
     "Refuses limits that cannot be kept."
-    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= 86_400): raise ValueError(f"timeout_s must be seconds between 0 and a day, not {timeout_s!r}")
+    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= 86_400):
+        raise ValueError(f"timeout_s must be seconds between 0 and a day, not {timeout_s!r}")
     if not (isinstance(memory_mb, (int, float)) and 64 <= memory_mb <= 1 << 20):
-        raise ValueError(f"memory_mb must be at least 64 (the interpreter itself needs about 30), not {memory_mb!r}")
+        raise ValueError(
+            f"memory_mb must be at least 64 (the interpreter itself needs about 30), not {memory_mb!r}"
+        )
     return max(min(float(timeout_s), DEADLINE.get() - time.monotonic()), 0.001)
 
 
 def program_bytes(source: str, entry: str, args: tuple) -> bytes:
     "A program as the supervisor takes it; a ValueError says what cannot be sent."
-    if not isinstance(source, str): raise TypeError(f"source must be a string of Python, not {type(source).__name__}")
-    if not isinstance(entry, str): raise TypeError(f"entry must be the name of a function, not {type(entry).__name__}")
-    try: return encode([str(source), str(entry), list(args)])
-    except Unsendable as error: raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
+    if not isinstance(source, str):
+        raise TypeError(f"source must be a string of Python, not {type(source).__name__}")
+    if not isinstance(entry, str):
+        raise TypeError(f"entry must be the name of a function, not {type(entry).__name__}")
+    try:
+        return encode([str(source), str(entry), list(args)])
+    except Unsendable as error:
+        raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
 
 
 def stop_lines(lines: dict[int, Line], owner: int):
     "Ends what a pool has started; a fork of the process that started it has no business there."
-    if os.getpid() != owner: return
+    if os.getpid() != owner:
+        return
     while lines:
-        with contextlib.suppress(KeyError): lines.popitem()[1].stop()  # KeyError: its user has found it broken meanwhile, and stopped it
+        with contextlib.suppress(KeyError):
+            lines.popitem()[
+                1
+            ].stop()  # KeyError: its user has found it broken meanwhile, and stopped it
 
 # %% ../../nbs/environments/07_sandbox.ipynb #a01a8089
 class SandboxPool:
@@ -194,35 +260,61 @@ class SandboxPool:
         *,
         without: tuple[str, ...] = (),  # walls to leave off, by name: for lessons and tests
     ):
-        if not hasattr(os, "fork"): raise OSError("the sandbox needs os.fork: Linux, macOS, Colab, or Windows through WSL")
-        if workers < 1: raise ValueError(f"workers must be at least 1, not {workers}")
+        if not hasattr(os, "fork"):
+            raise OSError("the sandbox needs os.fork: Linux, macOS, Colab, or Windows through WSL")
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, not {workers}")
         unknown = set(without) - set(supervisor.Walls.NAMES)
-        if unknown: raise ValueError(f"no walls of these names: {sorted(unknown)}; there are {sorted(supervisor.Walls.NAMES)}")
+        if unknown:
+            raise ValueError(
+                f"no walls of these names: {sorted(unknown)}; there are {sorted(supervisor.Walls.NAMES)}"
+            )
         self._without, self._owner, self._closed = tuple(without), os.getpid(), False
-        self._lines: dict[int, Line] = {}  # slot -> its supervisor; a slot without one gets a new one when it is used
+        self._lines: dict[
+            int, Line
+        ] = {}  # slot -> its supervisor; a slot without one gets a new one when it is used
         self._idle: queue.LifoQueue = queue.LifoQueue()
         self._end = weakref.finalize(self, stop_lines, self._lines, self._owner)
-        for slot in range(workers): self._lines[slot] = Line.start(self._without)
+        for slot in range(workers):
+            self._lines[slot] = Line.start(self._without)
         for slot in range(workers):
             self.protections = self._hello(self._lines[slot])
             self._idle.put(slot)
-        missing = [f"{p.name} ({p.missing})" for p in self.protections if not p.on and p.name not in without]
-        if missing: warnings.warn(f"this system refuses some of the sandbox's walls: {'; '.join(missing)}. The others stand; see .protections", RuntimeWarning, stacklevel=2)
+        missing = [
+            f"{p.name} ({p.missing})"
+            for p in self.protections
+            if not p.on and p.name not in without
+        ]
+        if missing:
+            warnings.warn(
+                f"this system refuses some of the sandbox's walls: {'; '.join(missing)}. The others stand; see .protections",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _hello(self, line):
         "What a new supervisor says of its walls."
-        try: _, payload = line.receive(FRAME, time.monotonic() + 60)
-        except LostSupervisor as error: raise RuntimeError(f"the sandbox's supervisor does not start ({error}); try: {sys.executable} -I -S {supervisor.__file__} serve") from None
+        try:
+            _, payload = line.receive(FRAME, time.monotonic() + 60)
+        except LostSupervisor as error:
+            raise RuntimeError(
+                f"the sandbox's supervisor does not start ({error}); try: {sys.executable} -I -S {supervisor.__file__} serve"
+            ) from None
         return [Protection(*fields) for fields in decode(payload)]
 
     @contextlib.contextmanager
     def _line(self):
         "A supervisor that is free; one that gets lost in use is replaced."
-        if os.getpid() != self._owner: raise RuntimeError("this SandboxPool was made in another process; make one here")
-        if self._closed: raise RuntimeError("this SandboxPool is closed")
+        if os.getpid() != self._owner:
+            raise RuntimeError("this SandboxPool was made in another process; make one here")
+        if self._closed:
+            raise RuntimeError("this SandboxPool is closed")
         slot, good = self._idle.get(), False
         try:
-            if self._closed: raise RuntimeError("this SandboxPool was closed while a program waited for its turn")
+            if self._closed:
+                raise RuntimeError(
+                    "this SandboxPool was closed while a program waited for its turn"
+                )
             if slot not in self._lines:
                 line = Line.start(self._without)
                 self._hello(line)
@@ -230,7 +322,8 @@ class SandboxPool:
             yield self._lines[slot]
             good = True
         finally:
-            if not good and slot in self._lines: self._lines.pop(slot).stop()
+            if not good and slot in self._lines:
+                self._lines.pop(slot).stop()
             self._idle.put(slot)
 
     def run(
@@ -244,10 +337,15 @@ class SandboxPool:
     ) -> SandboxResult:  # never raises for what the program does
         "Runs a program in a new process and calls one of its functions."
         body, timeout_s = program_bytes(source, entry, args), checked_limits(timeout_s, memory_mb)
-        if len(source) > SOURCE_CHARACTERS: return SandboxResult(False, None, f"more than {SOURCE_CHARACTERS} characters of source", "syntax", 0.0)
+        if len(source) > SOURCE_CHARACTERS:
+            return SandboxResult(
+                False, None, f"more than {SOURCE_CHARACTERS} characters of source", "syntax", 0.0
+            )
         try:
-            with self._line() as line: return line.ask(RUN, timeout_s, memory_mb, body)
-        except LostSupervisor as error: return lost(error)
+            with self._line() as line:
+                return line.ask(RUN, timeout_s, memory_mb, body)
+        except LostSupervisor as error:
+            return lost(error)
 
     def open(
         self,
@@ -260,10 +358,14 @@ class SandboxPool:
         "A process that reads the program once and is called many times; what the program remembers between calls stays in that process."
         body = program_bytes(source, entry, ())
         try:
-            with self._line() as line: keeper = line.fork_keeper()
-        except (LostSupervisor, OSError) as error: return Session(None, lost(error), timeout_s, memory_mb)
-        try: loaded = keeper.ask(OPEN, checked_limits(timeout_s, memory_mb), memory_mb, body)
-        except LostSupervisor as error: loaded = lost(error)
+            with self._line() as line:
+                keeper = line.fork_keeper()
+        except (LostSupervisor, OSError) as error:
+            return Session(None, lost(error), timeout_s, memory_mb)
+        try:
+            loaded = keeper.ask(OPEN, checked_limits(timeout_s, memory_mb), memory_mb, body)
+        except LostSupervisor as error:
+            loaded = lost(error)
         return Session(keeper, loaded, timeout_s, memory_mb)
 
     def close(self):
@@ -271,9 +373,11 @@ class SandboxPool:
         self._closed = True
         self._end()
 
-    def __enter__(self): return self
+    def __enter__(self):
+        return self
 
-    def __exit__(self, *_): self.close()
+    def __exit__(self, *_):
+        self.close()
 
 # %% ../../nbs/environments/07_sandbox.ipynb #50e56ead
 class Session:
@@ -285,7 +389,8 @@ class Session:
         self._line, self._lock = line, threading.Lock()
         self._over = None if loaded.ok else loaded  # the result that ended it
         self._end = weakref.finalize(self, stop_lines, {0: line} if line else {}, os.getpid())
-        if not loaded.ok: self._end()
+        if not loaded.ok:
+            self._end()
 
     def call(
         self,
@@ -293,16 +398,27 @@ class Session:
         timeout_s: float | None = None,  # None: the session's
     ) -> SandboxResult:
         "Calls the program's function once more; after a time-out or a crash every call has that kind."
-        try: body = encode(list(args))
-        except Unsendable as error: raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
-        timeout_s = checked_limits(self.timeout_s if timeout_s is None else timeout_s, self.memory_mb)
+        try:
+            body = encode(list(args))
+        except Unsendable as error:
+            raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
+        timeout_s = checked_limits(
+            self.timeout_s if timeout_s is None else timeout_s, self.memory_mb
+        )
         with self._lock:
-            if self._over is not None: return replace(self._over, error=f"the session has ended before: {self._over.error}", seconds=0.0, cpu_seconds=0.0)
+            if self._over is not None:
+                return replace(
+                    self._over,
+                    error=f"the session has ended before: {self._over.error}",
+                    seconds=0.0,
+                    cpu_seconds=0.0,
+                )
             finished = False
             try:
                 result = self._line.ask(CALL, timeout_s, self.memory_mb, body)
                 finished = True
-            except LostSupervisor as error: result = lost(error)
+            except LostSupervisor as error:
+                result = lost(error)
             finally:
                 if not finished or result.kind in ("timeout", "crash"):
                     self._over = result if finished else lost("a call was interrupted")
@@ -312,12 +428,15 @@ class Session:
     def close(self):
         "Ends the process."
         with self._lock:
-            if self._over is None: self._over = SandboxResult(False, None, "the session was closed", "crash", 0.0)
+            if self._over is None:
+                self._over = SandboxResult(False, None, "the session was closed", "crash", 0.0)
             self._end()
 
-    def __enter__(self): return self
+    def __enter__(self):
+        return self
 
-    def __exit__(self, *_): self.close()
+    def __exit__(self, *_):
+        self.close()
 
 # %% ../../nbs/environments/07_sandbox.ipynb #e94800b7
 def run_python(
@@ -336,34 +455,64 @@ def run_python(
 # %% ../../nbs/environments/07_sandbox.ipynb #737c430a
 def parsed(source: str) -> tuple[ast.Module | None, str | None]:  # a tree, or why there is none
     "The syntax tree of a source that nobody trusts."
-    if len(source) > 100_000: return None, "the source is longer than 100,000 characters"
-    try: return ast.parse(source), None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error: return None, f"{type(error).__name__}: {error}"
+    if len(source) > 100_000:
+        return None, "the source is longer than 100,000 characters"
+    try:
+        return ast.parse(source), None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
-IMPORTERS = {"__import__", "import_module", "__loader__", "__spec__", "__builtins__", "exec_module", "load_module"}
+IMPORTERS = {
+    "__import__",
+    "import_module",
+    "__loader__",
+    "__spec__",
+    "__builtins__",
+    "exec_module",
+    "load_module",
+}
 
 
 def check_only_stdlib_imports(
     source: str,  # Python
-) -> tuple[bool, dict]:  # whether only the standard library is imported; what is: stdlib, non_stdlib, relative, dynamic, error
+) -> tuple[
+    bool, dict
+]:  # whether only the standard library is imported; what is: stdlib, non_stdlib, relative, dynamic, error
     "Reads the import statements of a source, and notes names by which code imports without one. It reads, and no more: names can be put together while code runs. It protects from nothing; a sandbox does."
     tree, error = parsed(source)
     info = {"stdlib": [], "non_stdlib": [], "relative": [], "dynamic": [], "error": error}
-    if tree is None: return False, info
+    if tree is None:
+        return False, info
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import): modules = [alias.name for alias in node.names]
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node.level: info["relative"].append("." * node.level + (node.module or ""))
+            if node.level:
+                info["relative"].append("." * node.level + (node.module or ""))
             modules = [] if node.level else [node.module]
         else:
             modules = []
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
-            if isinstance(name, str) and name in IMPORTERS: info["dynamic"].append(name)
+            name = (
+                node.id
+                if isinstance(node, ast.Name)
+                else node.attr
+                if isinstance(node, ast.Attribute)
+                else node.value
+                if isinstance(node, ast.Constant)
+                else None
+            )
+            if isinstance(name, str) and name in IMPORTERS:
+                info["dynamic"].append(name)
         for module in modules:
-            where = "stdlib" if module.partition(".")[0] in sys.stdlib_module_names else "non_stdlib"
+            where = (
+                "stdlib" if module.partition(".")[0] in sys.stdlib_module_names else "non_stdlib"
+            )
             info[where].append(module)
-    info = {name: sorted(set(found)) if isinstance(found, list) else found for name, found in info.items()}
+    info = {
+        name: sorted(set(found)) if isinstance(found, list) else found
+        for name, found in info.items()
+    }
     return not (info["non_stdlib"] or info["relative"] or info["dynamic"]), info
 
 # %% ../../nbs/environments/07_sandbox.ipynb #a61e48bf
@@ -382,6 +531,7 @@ class SandboxTimeout(SandboxError, TimeoutError):
 @dataclass(frozen=True)
 class LockedDownFunction:
     "A function that exists as source only: each call runs it in a new process of the sandbox."
+
     source: str  # Python
     entry: str  # the function's name
     pool: SandboxPool
@@ -390,16 +540,25 @@ class LockedDownFunction:
 
     def run(self, *args) -> SandboxResult:  # never raises for what the function does
         "One call, as a SandboxResult."
-        return self.pool.run(self.source, entry=self.entry, args=args, timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+        return self.pool.run(
+            self.source,
+            entry=self.entry,
+            args=args,
+            timeout_s=self.timeout_s,
+            memory_mb=self.memory_mb,
+        )
 
     def open(self) -> Session:
         "The function in a process that stays, for many quick calls."
-        return self.pool.open(self.source, self.entry, timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+        return self.pool.open(
+            self.source, self.entry, timeout_s=self.timeout_s, memory_mb=self.memory_mb
+        )
 
     def __call__(self, *args):
         "One call; its value, or SandboxError."
         result = self.run(*args)
-        if not result.ok: raise (SandboxTimeout if result.kind == "timeout" else SandboxError)(result)
+        if not result.ok:
+            raise (SandboxTimeout if result.kind == "timeout" else SandboxError)(result)
         return result.value
 
 
@@ -409,29 +568,40 @@ def create_locked_down_function(
     entry: str | None = None,  # the name of another function in it
     timeout_s: float = 5.0,  # for each call
     memory_mb: int = 512,  # for each call
-    pool: SandboxPool | None = None,  # None: one supervisor of its own, which lives as long as the function
+    pool: SandboxPool
+    | None = None,  # None: one supervisor of its own, which lives as long as the function
 ) -> LockedDownFunction:  # SyntaxError or ValueError if there is no such function
     "A function whose code never runs in this process: no access to our variables, modules, files or timers. Its value is whatever the code says: check types and values before you believe it."
     tree, error = parsed(source)
-    if tree is None: raise SyntaxError(error)
+    if tree is None:
+        raise SyntaxError(error)
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    if not names and entry is None: raise ValueError("the source defines no function at its top level; it needs `def name(...):`")
-    return LockedDownFunction(source, entry or names[-1], pool or SandboxPool(workers=1), timeout_s, memory_mb)
+    if not names and entry is None:
+        raise ValueError(
+            "the source defines no function at its top level; it needs `def name(...):`"
+        )
+    return LockedDownFunction(
+        source, entry or names[-1], pool or SandboxPool(workers=1), timeout_s, memory_mb
+    )
 
 # %% ../../nbs/environments/07_sandbox.ipynb #675c93e8
 def interrupt(thread: threading.Thread):
     "Raises SystemExit in a thread, as soon as it runs Python code again."
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+    )
 
 
 def execute_with_time_limit(
     seconds: float,  # for one call
 ) -> Callable:  # a decorator
     "A time limit that works in every thread and that no alarm switches off. On a locked-down function, and on all sandbox calls made inside the decorated one, it is the sandbox's own: the process is killed. Other code of this process is interrupted between two instructions of Python; a call into C that never returns is left behind in its thread."
-    if not (isinstance(seconds, (int, float)) and seconds > 0): raise ValueError(f"seconds must be a positive number, not {seconds!r}")
+    if not (isinstance(seconds, (int, float)) and seconds > 0):
+        raise ValueError(f"seconds must be a positive number, not {seconds!r}")
 
     def decorate(function):
-        if isinstance(function, LockedDownFunction): return replace(function, timeout_s=seconds)
+        if isinstance(function, LockedDownFunction):
+            return replace(function, timeout_s=seconds)
 
         @functools.wraps(function)
         def limited(*args, **kwargs):
@@ -439,16 +609,22 @@ def execute_with_time_limit(
 
             def work():
                 DEADLINE.set(min(DEADLINE.get(), time.monotonic() + seconds))
-                try: answer.put((function(*args, **kwargs), None))
-                except BaseException as error: answer.put((None, error))
+                try:
+                    answer.put((function(*args, **kwargs), None))
+                except BaseException as error:
+                    answer.put((None, error))
 
             thread = threading.Thread(target=copy_context().run, args=(work,), daemon=True)
             thread.start()
-            try: value, error = answer.get(timeout=seconds)
+            try:
+                value, error = answer.get(timeout=seconds)
             except queue.Empty:
                 interrupt(thread)
-                raise TimeoutError(f"{getattr(function, '__name__', 'the function')} took more than {seconds:g} s") from None
-            if error is not None: raise error
+                raise TimeoutError(
+                    f"{getattr(function, '__name__', 'the function')} took more than {seconds:g} s"
+                ) from None
+            if error is not None:
+                raise error
             return value
 
         return limited
@@ -466,13 +642,16 @@ class Benchmarker:
         *,
         flush_mb: int = 64,  # memory written before each call, more than the processor's caches hold
     ):
-        if trials < 1 or loops < 1: raise ValueError(f"trials and loops must be at least 1, not {trials} and {loops}")
+        if trials < 1 or loops < 1:
+            raise ValueError(f"trials and loops must be at least 1, not {trials} and {loops}")
         self.trials, self.loops, self.flush_mb = trials, loops, flush_mb
 
     def benchmark(
         self,
         function: Callable,  # from create_locked_down_function; any other is trusted, and timed in this process
-        arguments: tuple | list | Callable,  # of one call; or a list of such tuples, taken in turn; or a function of (trial, loop) that makes them
+        arguments: tuple
+        | list
+        | Callable,  # of one call; or a list of such tuples, taken in turn; or a function of (trial, loop) that makes them
     ) -> dict:  # median_ns, mean_ns, stdev_ns of the trials (inf if none succeeded), exceptions (sentences), timeouts (how many), results, cpu_ns, overhead_ns
         "Each call of a locked-down function has a process of its own and is timed by the supervisor, from the first byte of the arguments to the last of the answer. It does not check answers: a fast wrong one is in `results`."
         timed = time_locked if isinstance(function, LockedDownFunction) else time_trusted
@@ -488,15 +667,21 @@ class Benchmarker:
 
 def arguments_of(arguments, trial: int, loop: int, loops: int) -> tuple:
     "The arguments of one call of a benchmark."
-    if callable(arguments): arguments = arguments(trial, loop)
-    elif isinstance(arguments, list) and arguments: arguments = arguments[(trial * loops + loop) % len(arguments)]
-    if not isinstance(arguments, tuple): raise TypeError(f"the arguments of a call must be a tuple, such as (a, b), not {type(arguments).__name__}")
+    if callable(arguments):
+        arguments = arguments(trial, loop)
+    elif isinstance(arguments, list) and arguments:
+        arguments = arguments[(trial * loops + loop) % len(arguments)]
+    if not isinstance(arguments, tuple):
+        raise TypeError(
+            f"the arguments of a call must be a tuple, such as (a, b), not {type(arguments).__name__}"
+        )
     return arguments
 
 
 def time_locked(function: LockedDownFunction, args: tuple) -> SandboxResult:
     "One timed call in a new process; reading the program is not counted."
-    with function.open() as session: return session.call(*args) if session.loaded.ok else session.loaded
+    with function.open() as session:
+        return session.call(*args) if session.loaded.ok else session.loaded
 
 
 def time_trusted(function: Callable, args: tuple) -> SandboxResult:
@@ -504,23 +689,30 @@ def time_trusted(function: Callable, args: tuple) -> SandboxResult:
     args, collecting = deepcopy(args), gc.isenabled()
     gc.disable()
     cpu, begin, value, error = time.process_time_ns(), time.perf_counter_ns(), None, None
-    try: value = function(*args)
-    except TimeoutError as caught: error, kind = str(caught), "timeout"
-    except Exception as caught: error, kind = f"{type(caught).__name__}: {caught}", "exception"
+    try:
+        value = function(*args)
+    except TimeoutError as caught:
+        error, kind = str(caught), "timeout"
+    except Exception as caught:
+        error, kind = f"{type(caught).__name__}: {caught}", "exception"
     wall, cpu = time.perf_counter_ns() - begin, time.process_time_ns() - cpu
-    if collecting: gc.enable()
-    return SandboxResult(error is None, value, error, "ok" if error is None else kind, wall / 1e9, cpu / 1e9)
+    if collecting:
+        gc.enable()
+    return SandboxResult(
+        error is None, value, error, "ok" if error is None else kind, wall / 1e9, cpu / 1e9
+    )
 
 
 def nothing_like(function: Callable) -> Callable:
     "A function of the same sort that does nothing."
-    if isinstance(function, LockedDownFunction): return replace(function, source="def nothing(*args): pass", entry="nothing")
+    if isinstance(function, LockedDownFunction):
+        return replace(function, source="def nothing(*args): pass", entry="nothing")
     return lambda *args: None
 
 
 def summary(calls: list, loops: int, overhead: float) -> dict:
     "What a benchmark reports: a trial counts if all its calls gave a value."
-    trials = [calls[i:i + loops] for i in range(0, len(calls), loops)]
+    trials = [calls[i : i + loops] for i in range(0, len(calls), loops)]
     good = [trial for trial in trials if all(call.ok for call in trial)]
     times = [statistics.mean(call.seconds for call in trial) * 1e9 for trial in good]
     return {
@@ -530,6 +722,11 @@ def summary(calls: list, loops: int, overhead: float) -> dict:
         "exceptions": [call.error for call in calls if not call.ok and call.kind != "timeout"],
         "timeouts": sum(call.kind == "timeout" for call in calls),
         "results": [call.value for call in calls],
-        "cpu_ns": statistics.median(statistics.mean(call.cpu_seconds for call in trial) for trial in good) * 1e9 if good else math.inf,
+        "cpu_ns": statistics.median(
+            statistics.mean(call.cpu_seconds for call in trial) for trial in good
+        )
+        * 1e9
+        if good
+        else math.inf,
         "overhead_ns": overhead * 1e9,
     }

@@ -49,7 +49,8 @@ def encode(
 ) -> bytes:  # raises Unsendable
     "A value as bytes."
     parts = []
-    if write_value(value, parts.append, MAX_DEPTH, 0) > MAX_ITEMS: raise Unsendable(f"more than {MAX_ITEMS} values at once")
+    if write_value(value, parts.append, MAX_DEPTH, 0) > MAX_ITEMS:
+        raise Unsendable(f"more than {MAX_ITEMS} values at once")
     return b"".join(parts)
 
 
@@ -61,24 +62,36 @@ def write_value(
 ) -> int:  # values so far, this one included
     "One value, through `put`."
     kind = type(value)
-    if depth < 0: raise Unsendable(f"values nested more than {MAX_DEPTH} deep")
-    if value is None: put(b"N")
-    elif kind is bool: put(b"T" if value else b"F")
+    if depth < 0:
+        raise Unsendable(f"values nested more than {MAX_DEPTH} deep")
+    if value is None:
+        put(b"N")
+    elif kind is bool:
+        put(b"T" if value else b"F")
     elif kind is int:
         size = value.bit_length() // 8 + 1
-        if size > MAX_INT_BYTES: raise Unsendable(f"an integer of more than {8 * MAX_INT_BYTES} bits")
+        if size > MAX_INT_BYTES:
+            raise Unsendable(f"an integer of more than {8 * MAX_INT_BYTES} bits")
         put(b"i" + COUNT.pack(size) + value.to_bytes(size, "little", signed=True))
-    elif kind is float: put(b"f" + FLOAT.pack(value))
+    elif kind is float:
+        put(b"f" + FLOAT.pack(value))
     elif kind is str:
         data = value.encode("utf-8", "surrogatepass")
         put(b"s" + COUNT.pack(len(data)) + data)
-    elif kind is list and (block := number_block(value)): put(block)
+    elif kind is list and (block := number_block(value)):
+        put(block)
     elif kind is list or kind is tuple or kind is dict:
         put({list: b"l", tuple: b"t", dict: b"d"}[kind] + COUNT.pack(len(value)))
-        for part in value if kind is not dict else (part for pair in value.items() for part in pair):
+        for part in (
+            value if kind is not dict else (part for pair in value.items() for part in pair)
+        ):
             items = write_value(part, put, depth - 1, items)
-            if items > MAX_ITEMS: break
-    else: raise Unsendable(f"a value of type {kind.__name__}; only None, bool, int, float, str, list, tuple and dict can be sent")
+            if items > MAX_ITEMS:
+                break
+    else:
+        raise Unsendable(
+            f"a value of type {kind.__name__}; only None, bool, int, float, str, list, tuple and dict can be sent"
+        )
     return items + 1
 
 
@@ -88,9 +101,12 @@ def number_block(
     "A list of floats alone, or of integers of 64 bits alone, as one block."
     kinds = set(map(type, values))
     try:
-        if kinds == {float}: return b"D" + COUNT.pack(len(values)) + array.array("d", values).tobytes()
-        if kinds == {int}: return b"Q" + COUNT.pack(len(values)) + array.array("q", values).tobytes()
-    except OverflowError: pass
+        if kinds == {float}:
+            return b"D" + COUNT.pack(len(values)) + array.array("d", values).tobytes()
+        if kinds == {int}:
+            return b"Q" + COUNT.pack(len(values)) + array.array("q", values).tobytes()
+    except OverflowError:
+        pass
     return None
 
 # %% ../../nbs/environments/08_supervisor.ipynb #e29af662
@@ -102,8 +118,9 @@ class Reader:
 
     def take(self, size: int) -> bytes:
         "The next `size` bytes."
-        piece = self.data[self.at:self.at + size]
-        if len(piece) < size: raise Unsendable("a message that ends too early")
+        piece = self.data[self.at : self.at + size]
+        if len(piece) < size:
+            raise Unsendable("a message that ends too early")
         self.at += size
         return piece
 
@@ -113,22 +130,29 @@ class Reader:
     ) -> int:
         "How many things are to come."
         number = COUNT.unpack(self.take(4))[0]
-        if number * unit > len(self.data) - self.at: raise Unsendable("a message that promises more than it holds")
+        if number * unit > len(self.data) - self.at:
+            raise Unsendable("a message that promises more than it holds")
         return number
 
     def value(self, depth: int = MAX_DEPTH):
         "The next value."
         self.items += 1
-        if depth < 0 or self.items > MAX_ITEMS: raise Unsendable("a message that holds too much")
+        if depth < 0 or self.items > MAX_ITEMS:
+            raise Unsendable("a message that holds too much")
         kind = self.take(1)
-        if kind == b"N": return None
-        if kind in (b"T", b"F"): return kind == b"T"
+        if kind == b"N":
+            return None
+        if kind in (b"T", b"F"):
+            return kind == b"T"
         if kind == b"i":
             size = self.count()
-            if size > MAX_INT_BYTES: raise Unsendable("an integer that is too long")
+            if size > MAX_INT_BYTES:
+                raise Unsendable("an integer that is too long")
             return int.from_bytes(self.take(size), "little", signed=True)
-        if kind == b"f": return FLOAT.unpack(self.take(8))[0]
-        if kind == b"s": return self.take(self.count()).decode("utf-8", "surrogatepass")
+        if kind == b"f":
+            return FLOAT.unpack(self.take(8))[0]
+        if kind == b"s":
+            return self.take(self.count()).decode("utf-8", "surrogatepass")
         if kind in (b"D", b"Q"):
             block = array.array("d" if kind == b"D" else "q")
             block.frombytes(self.take(8 * self.count(8)))
@@ -136,7 +160,8 @@ class Reader:
         if kind in (b"l", b"t"):
             values = [self.value(depth - 1) for _ in range(self.count())]
             return values if kind == b"l" else tuple(values)
-        if kind == b"d": return self.dictionary(depth)
+        if kind == b"d":
+            return self.dictionary(depth)
         raise Unsendable("a message of no known kind")
 
     def dictionary(self, depth: int) -> dict:
@@ -145,9 +170,12 @@ class Reader:
         for _ in range(self.count(2)):
             key, item = self.value(depth - 1), self.value(depth - 1)
             if type(key) is not str:
-                name = str(hash(key))  # the hash of a string is salted, so these cannot be made to collide; that of a number is the number
+                name = str(
+                    hash(key)
+                )  # the hash of a string is salted, so these cannot be made to collide; that of a number is the number
                 hashes[name] = hashes.get(name, 0) + 1
-                if hashes[name] > MAX_SAME_HASH: raise Unsendable("a dictionary whose keys collide")
+                if hashes[name] > MAX_SAME_HASH:
+                    raise Unsendable("a dictionary whose keys collide")
             found[key] = item
         return found
 
@@ -157,20 +185,79 @@ def decode(
 ):  # what `encode` was given; raises Unsendable, and nothing else, whatever the bytes are
     "The value that these bytes say."
     reader = Reader(bytes(data))
-    try: value = reader.value()
-    except (UnicodeDecodeError, TypeError) as error: raise Unsendable(f"a message that is broken: {error}") from None
-    if reader.at != len(reader.data): raise Unsendable("a message with something behind its end")
+    try:
+        value = reader.value()
+    except (UnicodeDecodeError, TypeError) as error:
+        raise Unsendable(f"a message that is broken: {error}") from None
+    if reader.at != len(reader.data):
+        raise Unsendable("a message with something behind its end")
     return value
 
 # %% ../../nbs/environments/08_supervisor.ipynb #89247f4b
 ALLOWED_MODULES = (
-    "__future__", "abc", "array", "bisect", "calendar", "cmath", "collections", "collections.abc", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum",
-    "fractions", "functools", "graphlib", "hashlib", "heapq", "itertools", "json", "math", "numbers", "operator", "random", "re", "statistics", "string", "struct", "sys",
-    "textwrap", "time", "typing", "unicodedata",
+    "__future__",
+    "abc",
+    "array",
+    "bisect",
+    "calendar",
+    "cmath",
+    "collections",
+    "collections.abc",
+    "contextlib",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "graphlib",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "numbers",
+    "operator",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "struct",
+    "sys",
+    "textwrap",
+    "time",
+    "typing",
+    "unicodedata",
 )
-LATE_MODULES = ("_strptime", "copyreg")  # imported by the C code of some of these, in the program's name
-FORBIDDEN_BUILTINS = ("breakpoint", "compile", "eval", "exec", "exit", "help", "input", "open", "quit")
-STAND_IN = ("byteorder", "float_info", "getrecursionlimit", "getsizeof", "hash_info", "int_info", "maxsize", "maxunicode", "setrecursionlimit", "version", "version_info")
+LATE_MODULES = (
+    "_strptime",
+    "copyreg",
+)  # imported by the C code of some of these, in the program's name
+FORBIDDEN_BUILTINS = (
+    "breakpoint",
+    "compile",
+    "eval",
+    "exec",
+    "exit",
+    "help",
+    "input",
+    "open",
+    "quit",
+)
+STAND_IN = (
+    "byteorder",
+    "float_info",
+    "getrecursionlimit",
+    "getsizeof",
+    "hash_info",
+    "int_info",
+    "maxsize",
+    "maxunicode",
+    "setrecursionlimit",
+    "version",
+    "version_info",
+)
 
 
 class ForbiddenImport(ImportError):
@@ -183,7 +270,11 @@ class ForbiddenCall(PermissionError):
 
 def load_modules() -> dict:  # name -> module
     "Imports all that programs may import, so that they never need the file system."
-    modules = {name: importlib.import_module(name) for name in (*ALLOWED_MODULES, *LATE_MODULES) if name != "sys"}
+    modules = {
+        name: importlib.import_module(name)
+        for name in (*ALLOWED_MODULES, *LATE_MODULES)
+        if name != "sys"
+    }
     modules["sys"] = types.ModuleType("sys")
     modules["sys"].__dict__.update({name: getattr(sys, name) for name in STAND_IN})
     return modules
@@ -194,58 +285,176 @@ def locked_builtins(
     write,  # gets what is printed
 ) -> dict:  # name -> object
     "The builtins of a program: those that only compute, and an import that knows a list."
+
     def locked_import(name, globals=None, locals=None, fromlist=(), level=0):
-        if level or name not in modules: raise ForbiddenImport(f"no module {name!r} here; there are {', '.join(ALLOWED_MODULES)}")
+        if level or name not in modules:
+            raise ForbiddenImport(
+                f"no module {name!r} here; there are {', '.join(ALLOWED_MODULES)}"
+            )
         return modules[name if fromlist else name.partition(".")[0]]
 
     def refuse(name):
-        def refused(*args, **kwargs): raise ForbiddenCall(f"{name}() is not available here")
+        def refused(*args, **kwargs):
+            raise ForbiddenCall(f"{name}() is not available here")
+
         return refused
 
     def locked_print(*values, sep=" ", end="\n", file=None, flush=False):
         text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
         (write if file is None else file.write)(text)
 
-    names = {name: value for name, value in vars(importlib.import_module("builtins")).items() if name not in ("_", "copyright", "credits", "license")}
-    return {**names, **{name: refuse(name) for name in FORBIDDEN_BUILTINS}, "__import__": locked_import, "print": locked_print}
+    names = {
+        name: value
+        for name, value in vars(importlib.import_module("builtins")).items()
+        if name not in ("_", "copyright", "credits", "license")
+    }
+    return {
+        **names,
+        **{name: refuse(name) for name in FORBIDDEN_BUILTINS},
+        "__import__": locked_import,
+        "print": locked_print,
+    }
 
 # %% ../../nbs/environments/08_supervisor.ipynb #d6a3af56
 class Instruction(ctypes.Structure):
     "One instruction of the kernel's filter machine (struct sock_filter)."
-    _fields_ = [("code", ctypes.c_uint16), ("jump_true", ctypes.c_uint8), ("jump_false", ctypes.c_uint8), ("k", ctypes.c_uint32)]
+
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("jump_true", ctypes.c_uint8),
+        ("jump_false", ctypes.c_uint8),
+        ("k", ctypes.c_uint32),
+    ]
 
 
 class Filter(ctypes.Structure):
     "A program for that machine (struct sock_fprog)."
+
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(Instruction))]
 
 
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # load a word; jump if it is equal, at least, has a bit of; return
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # carry out; answer EPERM; end the process
-NUMBER, ARCHITECTURE, THIRD_ARGUMENT = 0, 4, 32  # offsets in what the filter sees (struct seccomp_data)
-MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # the kernel's code for the machine, column of the tables below
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = (
+    0x20,
+    0x15,
+    0x35,
+    0x45,
+    0x06,
+)  # load a word; jump if it is equal, at least, has a bit of; return
+ALLOW, REFUSE, KILL = (
+    0x7FFF0000,
+    0x00050000 | errno.EPERM,
+    0x80000000,
+)  # carry out; answer EPERM; end the process
+NUMBER, ARCHITECTURE, THIRD_ARGUMENT = (
+    0,
+    4,
+    32,
+)  # offsets in what the filter sees (struct seccomp_data)
+MACHINES = {
+    "x86_64": (0xC000003E, 0),
+    "aarch64": (0xC00000B7, 1),
+}  # the kernel's code for the machine, column of the tables below
 
 # %% ../../nbs/environments/08_supervisor.ipynb #97c1c86a
 COMPUTING = {  # name: number on x86_64, on aarch64; None where there is none
-    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
-    "madvise": (28, 233), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "sched_yield": (24, 124), "nanosleep": (35, 101),
-    "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
-    "getrusage": (98, 165), "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
-    "getegid": (108, 177), "futex": (202, 98), "rseq": (334, 293), "membarrier": (324, 283), "restart_syscall": (219, 128), "getrandom": (318, 278),
-    "exit": (60, 93), "exit_group": (231, 94),
+    "read": (0, 63),
+    "write": (1, 64),
+    "close": (3, 57),
+    "fstat": (5, 80),
+    "lseek": (8, 62),
+    "munmap": (11, 215),
+    "brk": (12, 214),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132),
+    "sched_yield": (24, 124),
+    "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "gettimeofday": (96, 169),
+    "time": (201, None),
+    "times": (100, 153),
+    "getrusage": (98, 165),
+    "getpid": (39, 172),
+    "getppid": (110, 173),
+    "gettid": (186, 178),
+    "getuid": (102, 174),
+    "geteuid": (107, 175),
+    "getgid": (104, 176),
+    "getegid": (108, 177),
+    "futex": (202, 98),
+    "rseq": (334, 293),
+    "membarrier": (324, 283),
+    "restart_syscall": (219, 128),
+    "getrandom": (318, 278),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
 }
 UNLESS_EXECUTABLE = {"mmap": (9, 222), "mprotect": (10, 226)}
 DEADLY = {
-    "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "clone3": (435, 435), "execve": (59, 221), "execveat": (322, 281),
-    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200), "listen": (50, 201),
-    "sendto": (44, 206), "sendmsg": (46, 211), "sendmmsg": (307, 269), "recvfrom": (45, 207), "recvmsg": (47, 212), "recvmmsg": (299, 243),
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "unshare": (272, 97), "setns": (308, 268),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "userfaultfd": (323, 282), "memfd_create": (319, 279),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "kexec_load": (246, 104), "reboot": (169, 142), "setuid": (105, 146), "setgid": (106, 144), "setresuid": (117, 147), "setresgid": (119, 149), "setgroups": (116, 159),
-    "seccomp": (317, 277), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186), "semget": (64, 190),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "connect": (42, 203),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "sendto": (44, 206),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "recvfrom": (45, 207),
+    "recvmsg": (47, 212),
+    "recvmmsg": (299, 243),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_getfd": (438, 438),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "userfaultfd": (323, 282),
+    "memfd_create": (319, 279),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "reboot": (169, 142),
+    "setuid": (105, 146),
+    "setgid": (106, 144),
+    "setresuid": (117, 147),
+    "setresgid": (119, 149),
+    "setgroups": (116, 159),
+    "seccomp": (317, 277),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "msgget": (68, 186),
+    "semget": (64, 190),
 }
 
 
@@ -253,38 +462,73 @@ def syscall_filter(
     machine: str,  # "x86_64" or "aarch64"
 ):  # an array of Instruction; raises OSError on another machine
     "The filter: what computes may pass, what attacks ends the process, everything else is refused."
-    if machine not in MACHINES: raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
+    if machine not in MACHINES:
+        raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
     code, column = MACHINES[machine]
-    lines = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, code), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
-    if machine == "x86_64": lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # a second table of the same machine
+    lines = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (EQUAL, 1, 0, code),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER),
+    ]
+    if machine == "x86_64":
+        lines += [
+            (AT_LEAST, 0, 1, 0x40000000),
+            (RETURN, 0, 0, KILL),
+        ]  # a second table of the same machine
     for table, verdict in ((COMPUTING, ALLOW), (DEADLY, KILL)):
         for numbers in table.values():
-            if numbers[column] is not None: lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, verdict)]
+            if numbers[column] is not None:
+                lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, verdict)]
     for numbers in UNLESS_EXECUTABLE.values():
-        lines += [(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, THIRD_ARGUMENT), (ANY_BIT, 0, 1, 4), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+        lines += [
+            (EQUAL, 0, 4, numbers[column]),
+            (LOAD, 0, 0, THIRD_ARGUMENT),
+            (ANY_BIT, 0, 1, 4),
+            (RETURN, 0, 0, REFUSE),
+            (RETURN, 0, 0, ALLOW),
+        ]
     lines.append((RETURN, 0, 0, REFUSE))
     return (Instruction * len(lines))(*[Instruction(*line) for line in lines])
 
 # %% ../../nbs/environments/08_supervisor.ipynb #bb7d0fd9
 def library():
     "The C library, for what Python has no name for; None where there is none."
-    try: found = ctypes.CDLL(None, use_errno=True)
-    except (OSError, TypeError): return None
-    for name in ("prctl", "capset", "unshare", "setns"): getattr(found, name, None)  # looked up once, here, and not in each fork
+    try:
+        found = ctypes.CDLL(None, use_errno=True)
+    except (OSError, TypeError):
+        return None
+    for name in ("prctl", "capset", "unshare", "setns"):
+        getattr(found, name, None)  # looked up once, here, and not in each fork
     return found
 
 
 LIBC = library()
-NEW_USER, NEW_PID, NEW_NET, NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000  # linux/sched.h
-SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38  # linux/prctl.h
+NEW_USER, NEW_PID, NEW_NET, NEW_IPC = (
+    0x10000000,
+    0x20000000,
+    0x40000000,
+    0x08000000,
+)  # linux/sched.h
+SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = (
+    1,
+    4,
+    22,
+    36,
+    38,
+)  # linux/prctl.h
 FIRST_USER, USERS = 1_900_000_000, 50_000_000  # ids that no system gives to a person or a service
 NOBODY = 65534
-THIS_PROCESS, NO_CAPABILITIES = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # linux/capability.h, version 3
+THIS_PROCESS, NO_CAPABILITIES = (
+    (ctypes.c_uint32 * 2)(0x20080522, 0),
+    (ctypes.c_uint32 * 6)(),
+)  # linux/capability.h, version 3
 
 
 def checked(result: int):
     "Raises OSError if a call into the C library failed."
-    if result < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def prctl(option: int, value: int, extra=None):
@@ -295,23 +539,32 @@ def prctl(option: int, value: int, extra=None):
 def limit(value: int, *names: str):
     "Sets limits of this process that it cannot raise again."
     import resource  # not on Windows, where this module is imported too
+
     for name in names:
-        if hasattr(resource, name): resource.setrlimit(getattr(resource, name), (value, value))
+        if hasattr(resource, name):
+            resource.setrlimit(getattr(resource, name), (value, value))
 
 
 def become_user(number: int):
     "Gives up being root; NOBODY in a container that has few user ids."
     os.setgroups([])
     for one in (number, NOBODY):
-        try: return os.setresgid(one, one, one), os.setresuid(one, one, one)
+        try:
+            return os.setresgid(one, one, one), os.setresuid(one, one, one)
         except OSError:
-            if one == NOBODY: raise
+            if one == NOBODY:
+                raise
 
 
 def give_up_privileges():
     "No capabilities, no way to new ones, no debugger, and an end with the supervisor."
     checked(LIBC.capset(THIS_PROCESS, NO_CAPABILITIES))
-    for option, value in ((SET_NO_NEW_PRIVS, 1), (SET_DUMPABLE, 0), (SET_PDEATHSIG, signal.SIGKILL)): prctl(option, value)
+    for option, value in (
+        (SET_NO_NEW_PRIVS, 1),
+        (SET_DUMPABLE, 0),
+        (SET_PDEATHSIG, signal.SIGKILL),
+    ):
+        prctl(option, value)
 
 # %% ../../nbs/environments/08_supervisor.ipynb #05608b48
 class Walls:
@@ -332,18 +585,26 @@ class Walls:
         self,
         without=(),  # names of walls to leave off
     ):
-        self.missing = {name: "left off on request" for name in without}  # name -> why it is not there
+        self.missing = {
+            name: "left off on request" for name in without
+        }  # name -> why it is not there
         self.root, self.user, self.pids, self.filter = os.geteuid() == 0, FIRST_USER, None, None
 
     def build(self, name: str, action, *args):
         "Builds one wall, or notes why it cannot be built."
-        if name in self.missing: return
-        try: action(*args)
-        except (OSError, ValueError, AttributeError, TypeError) as error: self.missing[name] = str(error)
+        if name in self.missing:
+            return
+        try:
+            action(*args)
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            self.missing[name] = str(error)
 
     def around_supervisor(self):
         "What is built once, and inherited by all programs."
-        self.build("network", lambda: checked(LIBC.unshare(NEW_NET | NEW_IPC | (0 if self.root else NEW_USER))))
+        self.build(
+            "network",
+            lambda: checked(LIBC.unshare(NEW_NET | NEW_IPC | (0 if self.root else NEW_USER))),
+        )
         self.build("pids", self.prepare_pids)
         self.build("syscalls", self.prepare_filter)
         self.build("privileges", self.settle)
@@ -360,7 +621,8 @@ class Walls:
         self.filter = ctypes.byref(Filter(len(lines), lines))
 
     def need_root(self):
-        if not self.root: raise OSError(errno.EPERM, "needs root")
+        if not self.root:
+            raise OSError(errno.EPERM, "needs root")
 
     def settle(self):
         "What every supervisor and every copy of one does for itself: it ends with its parent's end of the line, strays come to it, and its programs get users of their own."
@@ -369,11 +631,13 @@ class Walls:
 
     def enter_pids(self):
         "From here on, a fork lands in a new process namespace."
-        if "pids" not in self.missing: checked(LIBC.unshare(NEW_PID))
+        if "pids" not in self.missing:
+            checked(LIBC.unshare(NEW_PID))
 
     def leave_pids(self):
         "From here on, a fork lands in the supervisor's own process namespace."
-        if "pids" not in self.missing: checked(LIBC.setns(self.pids, NEW_PID))
+        if "pids" not in self.missing:
+            checked(LIBC.setns(self.pids, NEW_PID))
 
     def around_program(
         self,
@@ -382,8 +646,18 @@ class Walls:
     ):
         "What is built from the inside, in the process of one program, before its code is read. The order counts: each step takes away what the ones before needed."
         self.build("memory", limit, memory_mb << 20, "RLIMIT_AS")
-        if cpu_s: limit(cpu_s, "RLIMIT_CPU")
-        self.build("files", limit, 0, "RLIMIT_FSIZE", "RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE", "RLIMIT_NOFILE")
+        if cpu_s:
+            limit(cpu_s, "RLIMIT_CPU")
+        self.build(
+            "files",
+            limit,
+            0,
+            "RLIMIT_FSIZE",
+            "RLIMIT_CORE",
+            "RLIMIT_MEMLOCK",
+            "RLIMIT_MSGQUEUE",
+            "RLIMIT_NOFILE",
+        )
         self.build("processes", limit, 0, "RLIMIT_NPROC")
         self.build("user", self.change_user)
         self.build("privileges", give_up_privileges)
@@ -399,7 +673,14 @@ PRINT_CHARACTERS = 1 << 20  # of one call
 DESCRIPTORS = 256  # of a supervisor, at most
 CHANNEL = 3  # the only descriptor of a program that leads anywhere
 FRAME = struct.Struct("<cI")  # how it went, bytes that follow
-CLAIMS = {b"v": "ok", b"s": "syntax", b"x": "exception", b"m": "memory", b"f": "forbidden", b"o": "output"}  # what a program can say of itself
+CLAIMS = {
+    b"v": "ok",
+    b"s": "syntax",
+    b"x": "exception",
+    b"m": "memory",
+    b"f": "forbidden",
+    b"o": "output",
+}  # what a program can say of itself
 KINDS = {**CLAIMS, b"t": "timeout", b"c": "crash"}  # what the supervisor finds
 REFUSALS = (errno.EPERM, errno.EACCES, errno.EMFILE, errno.EAGAIN)  # what the walls answer
 
@@ -409,7 +690,8 @@ def read_exactly(descriptor: int, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         piece = os.read(descriptor, min(size - len(data), 1 << 20))
-        if not piece: raise EOFError("the other end is closed")
+        if not piece:
+            raise EOFError("the other end is closed")
         data += piece
     return bytes(data)
 
@@ -417,21 +699,25 @@ def read_exactly(descriptor: int, size: int) -> bytes:
 def send(tag: bytes, payload: bytes):
     "Says something to the supervisor."
     data = memoryview(FRAME.pack(tag, len(payload)) + payload)
-    while data: data = data[os.write(CHANNEL, data):]
+    while data:
+        data = data[os.write(CHANNEL, data) :]
 
 
 class Printed:
     "Counts what is printed, throws it away, and ends the process when it is too much."
 
-    def __init__(self): self.left = PRINT_CHARACTERS
+    def __init__(self):
+        self.left = PRINT_CHARACTERS
 
     def write(self, text: str) -> int:
         self.left -= len(text)
-        if self.left >= 0: return len(text)
+        if self.left >= 0:
+            return len(text)
         send(b"o", f"it printed more than {PRINT_CHARACTERS} characters".encode())
         os._exit(0)
 
-    def flush(self): pass
+    def flush(self):
+        pass
 
 # %% ../../nbs/environments/08_supervisor.ipynb #45839b6f
 def describe(error: BaseException) -> bytes:
@@ -439,22 +725,29 @@ def describe(error: BaseException) -> bytes:
     try:
         line, step = 0, error.__traceback__
         while step is not None:
-            if step.tb_frame.f_code.co_filename == "<program>": line = step.tb_lineno
+            if step.tb_frame.f_code.co_filename == "<program>":
+                line = step.tb_lineno
             step = step.tb_next
         text = f"{type(error).__name__}: {error}"[:1000] + (f" (line {line})" if line else "")
         return text.encode("utf-8", "surrogatepass")
-    except BaseException: return b"an exception that cannot be described"
+    except BaseException:
+        return b"an exception that cannot be described"
 
 
 def outcome(
     action,  # runs the program's code
 ) -> tuple[bytes, bytes]:  # how it went, and the value or the error
     "What becomes of a piece of the program."
-    try: return b"v", encode(action())
-    except Unsendable as error: return b"o", f"it returned {error}".encode("utf-8", "surrogatepass")
-    except MemoryError: pass  # on leaving this clause the traceback is let go, and with it what filled the memory
+    try:
+        return b"v", encode(action())
+    except Unsendable as error:
+        return b"o", f"it returned {error}".encode("utf-8", "surrogatepass")
+    except MemoryError:
+        pass  # on leaving this clause the traceback is let go, and with it what filled the memory
     except BaseException as error:
-        refused = isinstance(error, (ForbiddenImport, ForbiddenCall)) or (isinstance(error, OSError) and error.errno in REFUSALS)
+        refused = isinstance(error, (ForbiddenImport, ForbiddenCall)) or (
+            isinstance(error, OSError) and error.errno in REFUSALS
+        )
         return (b"f" if refused else b"x"), describe(error)
     return b"m", b"out of memory"
 
@@ -468,14 +761,18 @@ def run_program(
     stay: bool,  # whether to wait for more calls
 ):
     "Runs a program and says what came of it."
-    try: code = compile(source, "<program>", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error: return send(b"s", describe(error))
+    try:
+        code = compile(source, "<program>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        return send(b"s", describe(error))
 
     def load():
         exec(code, names)
-        if not callable(names.get(entry)): raise NameError(f"the program defines no function {entry}")
+        if not callable(names.get(entry)):
+            raise NameError(f"the program defines no function {entry}")
 
-    if not stay: return send(*outcome(lambda: (load(), names[entry](*args))[1]))
+    if not stay:
+        return send(*outcome(lambda: (load(), names[entry](*args))[1]))
     tag, payload = outcome(load)
     send(tag, payload)
     while tag == b"v":
@@ -486,8 +783,12 @@ def run_program(
 # %% ../../nbs/environments/08_supervisor.ipynb #4a007277
 def processor_ns(pid: int) -> int:  # 0 where the system does not say
     "The processor time that a process has used, as the kernel counts it."
-    try: return time.clock_gettime_ns((~pid << 3) | 2)  # MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED) of linux/posix-timers.h
-    except (OSError, OverflowError, AttributeError): return 0
+    try:
+        return time.clock_gettime_ns(
+            (~pid << 3) | 2
+        )  # MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED) of linux/posix-timers.h
+    except (OSError, OverflowError, AttributeError):
+        return 0
 
 
 class Program:
@@ -501,63 +802,93 @@ class Program:
         message: bytes,  # lets it go
         buffer: bytearray,  # for its answer
         line,  # to the training process: nothing comes there now, unless it ends
-    ) -> tuple[bytes, int, int, int]:  # how it went, ns by the clock, ns of processor, bytes in the buffer
+    ) -> tuple[
+        bytes, int, int, int
+    ]:  # how it went, ns by the clock, ns of processor, bytes in the buffer
         "Sends a message and waits for one answer, until the deadline."
         used, begin = processor_ns(self.pid), time.perf_counter_ns()
         deadline, filled, tag = begin + int(self.timeout_s * 1e9), 0, None
         poll = select.poll()
         poll.register(line, select.POLLIN), poll.register(self.channel, select.POLLIN)
         self.channel.settimeout(self.timeout_s)
-        try: self.channel.sendall(message)
-        except TimeoutError: tag = b"t"
-        except OSError: tag = b"c"
+        try:
+            self.channel.sendall(message)
+        except TimeoutError:
+            tag = b"t"
+        except OSError:
+            tag = b"c"
         while tag is None:
             left = deadline - time.perf_counter_ns()
             ready = dict(poll.poll(left / 1e6)) if left > 0 else {}
-            if line.fileno() in ready: raise EOFError("nobody waits for the answer any more")
-            if left <= 0: tag = b"t"
+            if line.fileno() in ready:
+                raise EOFError("nobody waits for the answer any more")
+            if left <= 0:
+                tag = b"t"
             elif ready:
-                try: size = self.channel.recv_into(memoryview(buffer)[filled:])
-                except OSError: size = 0
+                try:
+                    size = self.channel.recv_into(memoryview(buffer)[filled:])
+                except OSError:
+                    size = 0
                 filled += size
                 tag = self.claim(buffer, filled) if size else b"c"
         return tag, time.perf_counter_ns() - begin, max(processor_ns(self.pid) - used, 0), filled
 
-    def claim(self, buffer: bytearray, filled: int) -> bytes | None:  # None until it has said it all
+    def claim(
+        self, buffer: bytearray, filled: int
+    ) -> bytes | None:  # None until it has said it all
         "What the program says of itself."
-        if filled < FRAME.size: return None
+        if filled < FRAME.size:
+            return None
         tag, length = FRAME.unpack_from(buffer)
-        if tag not in CLAIMS: return b"c"
-        if length > RESULT_BYTES: return b"o"
-        if filled < FRAME.size + length: return None
+        if tag not in CLAIMS:
+            return b"c"
+        if length > RESULT_BYTES:
+            return b"o"
+        if filled < FRAME.size + length:
+            return None
         return tag if filled == FRAME.size + length else b"c"  # one question, one answer
 
-    def words(self, tag: bytes, buffer: bytearray) -> tuple[bytes, bytes | memoryview]:  # how it went, and the value or a sentence
+    def words(
+        self, tag: bytes, buffer: bytearray
+    ) -> tuple[bytes, bytes | memoryview]:  # how it went, and the value or a sentence
         "What to pass on."
-        if tag == b"t": return tag, f"no answer within {self.timeout_s:g} s".encode()
-        if tag == b"c": return self.last_words()
+        if tag == b"t":
+            return tag, f"no answer within {self.timeout_s:g} s".encode()
+        if tag == b"c":
+            return self.last_words()
         length = FRAME.unpack_from(buffer)[1]
-        if length > RESULT_BYTES: return b"o", f"it returned more than {RESULT_BYTES} bytes".encode()
-        return tag, memoryview(buffer)[FRAME.size:FRAME.size + length]  # not a copy, which would stay behind in memory
+        if length > RESULT_BYTES:
+            return b"o", f"it returned more than {RESULT_BYTES} bytes".encode()
+        return tag, memoryview(buffer)[
+            FRAME.size : FRAME.size + length
+        ]  # not a copy, which would stay behind in memory
 
     def last_words(self) -> tuple[bytes, bytes]:
         "How a process ended that stopped talking; it has a tenth of a second for it."
-        if not hasattr(os, "waitid"): return b"c", b"its process ended without an answer"
+        if not hasattr(os, "waitid"):
+            return b"c", b"its process ended without an answer"
         for _ in range(100):
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if end is not None: break
+            if end is not None:
+                break
             time.sleep(0.001)
-        else: return b"c", b"it said something that is no answer"
-        if end.si_code == os.CLD_EXITED: return b"c", f"its process ended without an answer (exit code {end.si_status})".encode()
-        if end.si_status == signal.SIGSYS: return b"f", b"it made a system call that is forbidden"
-        if end.si_status == signal.SIGKILL: return b"m", b"the system killed it, most likely for its memory"
+        else:
+            return b"c", b"it said something that is no answer"
+        if end.si_code == os.CLD_EXITED:
+            return b"c", f"its process ended without an answer (exit code {end.si_status})".encode()
+        if end.si_status == signal.SIGSYS:
+            return b"f", b"it made a system call that is forbidden"
+        if end.si_status == signal.SIGKILL:
+            return b"m", b"the system killed it, most likely for its memory"
         return b"c", f"its process was ended by {signal.Signals(end.si_status).name}".encode()
 
     def end(self):
         "Ends the process, and its group if it has one."
         for kill in (os.kill, os.killpg):
-            try: kill(self.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError): pass
+            try:
+                kill(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
         os.waitpid(self.pid, 0)
         self.channel.close()
 
@@ -578,7 +909,10 @@ class Supervisor:
         self.line, self.walls, self.program, self.keepers = line, walls, None, set()
         self.buffer = bytearray(FRAME.size + RESULT_BYTES)
         self.printed = sys.stdout = sys.stderr = Printed()
-        self.names = {"__name__": "program", "__builtins__": locked_builtins(load_modules(), self.printed.write)}  # made once: each program has the copy of its fork
+        self.names = {
+            "__name__": "program",
+            "__builtins__": locked_builtins(load_modules(), self.printed.write),
+        }  # made once: each program has the copy of its fork
 
     def start(self, stay: bool, timeout_s: float, memory_mb: int, length: int):
         "Forks the process of a program, and waits until it stands behind its walls."
@@ -586,11 +920,13 @@ class Supervisor:
         self.walls.user += 1
         self.walls.enter_pids()
         pid = os.fork()
-        if pid == 0: self.become_program(theirs, stay, timeout_s, memory_mb, length)
+        if pid == 0:
+            self.become_program(theirs, stay, timeout_s, memory_mb, length)
         self.walls.leave_pids()
         theirs.close()
         self.program = Program(pid, channel, timeout_s)
-        if channel.recv(1) != b"r": raise OSError("a wall that stood at the start cannot be built any more")
+        if channel.recv(1) != b"r":
+            raise OSError("a wall that stood at the start cannot be built any more")
 
     def become_program(self, theirs, stay: bool, timeout_s: float, memory_mb: int, length: int):
         "The life of a forked process; it does not come back."
@@ -604,14 +940,17 @@ class Supervisor:
                 os.write(CHANNEL, b"r")
                 read_exactly(CHANNEL, 1)  # the clock runs
                 run_program(self.names, self.printed, *decode(body), stay)
-        finally: os._exit(0)
+        finally:
+            os._exit(0)
 
     def answer(self, message: bytes, stay: bool):
         "Lets the program go, waits for its answer and passes it on."
         tag, wall, used, filled = self.program.collect(message, self.buffer, self.line)
         tag, words = self.program.words(tag, self.buffer)
-        if stay and tag in CLAIMS: os.kill(self.program.pid, signal.SIGSTOP)
-        else: self.end()
+        if stay and tag in CLAIMS:
+            os.kill(self.program.pid, signal.SIGSTOP)
+        else:
+            self.end()
         self.reply(tag, wall, used, words)
         self.buffer[:filled] = bytes(filled)
 
@@ -621,9 +960,16 @@ class Supervisor:
 
     def call(self, timeout_s: float, length: int):
         "Calls the program of a session once more."
-        message, channel = FRAME.pack(b"v", length) + read_exactly(self.line.fileno(), length), self.program.channel
+        message, channel = (
+            FRAME.pack(b"v", length) + read_exactly(self.line.fileno(), length),
+            self.program.channel,
+        )
         if select.select([channel], [], [], 0)[0]:
-            words = b"it answered before it was asked" if channel.recv(1, socket.MSG_PEEK) else b"its process has ended"
+            words = (
+                b"it answered before it was asked"
+                if channel.recv(1, socket.MSG_PEEK)
+                else b"its process has ended"
+            )
             self.end()
             return self.reply(b"c", 0, 0, words)
         self.program.timeout_s = timeout_s
@@ -634,15 +980,19 @@ class Supervisor:
         "Ends the program and all that it started."
         self.program.end()
         self.program = None
-        while "pids" in self.walls.missing and (strays := self.children() - self.keepers):  # whoever lost its parent has become our child
+        while "pids" in self.walls.missing and (
+            strays := self.children() - self.keepers
+        ):  # whoever lost its parent has become our child
             for pid in strays:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
     def children(self) -> set[int]:  # empty where the system does not say
         try:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file: return set(map(int, file.read().split()))
-        except OSError: return set()
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                return set(map(int, file.read().split()))
+        except OSError:
+            return set()
 
     def fork_keeper(self, descriptor: int):
         "A copy of this supervisor for one session, on a line of its own."
@@ -662,16 +1012,20 @@ class Supervisor:
             while True:
                 self.keepers = {pid for pid in self.keepers if os.waitpid(pid, os.WNOHANG)[0] == 0}
                 header, descriptors, _, _ = socket.recv_fds(self.line, REQUEST.size, 1)
-                if not header: return
+                if not header:
+                    return
                 header += read_exactly(self.line.fileno(), REQUEST.size - len(header))
                 op, timeout_s, memory_mb, length = REQUEST.unpack(header)
-                if op == KEEPER: self.fork_keeper(descriptors[0])
-                elif op == CALL: self.call(timeout_s, length)
+                if op == KEEPER:
+                    self.fork_keeper(descriptors[0])
+                elif op == CALL:
+                    self.call(timeout_s, length)
                 else:
                     self.start(op == OPEN, timeout_s, int(memory_mb), length)
                     self.answer(b"g", op == OPEN)
         finally:
-            if self.program: self.end()
+            if self.program:
+                self.end()
 
 # %% ../../nbs/environments/08_supervisor.ipynb #f6ac1c1d
 def probe(walls: Walls):
@@ -683,11 +1037,14 @@ def probe(walls: Walls):
         try:
             walls.around_program(512, 5)
             os.write(theirs, encode(walls.missing))
-        finally: os._exit(0)
+        finally:
+            os._exit(0)
     walls.leave_pids()
     os.close(theirs)
-    try: walls.missing.update(decode(os.read(ours, 1 << 16)))
-    except Unsendable: walls.missing["syscalls"] = "Python does not run behind the filter"
+    try:
+        walls.missing.update(decode(os.read(ours, 1 << 16)))
+    except Unsendable:
+        walls.missing["syscalls"] = "Python does not run behind the filter"
     os.close(ours)
     os.waitpid(pid, 0)
 
@@ -699,17 +1056,22 @@ def main(
     line = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     limit(DESCRIPTORS, "RLIMIT_NOFILE")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted notebook interrupts its own cell only
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # an interrupted notebook interrupts its own cell only
     warnings.simplefilter("ignore")
     walls = Walls(without)
     supervisor = Supervisor(line, walls)  # imports all that will ever be imported here
     walls.around_supervisor()
     probe(walls)
-    hello = encode([(name, meaning, walls.missing.get(name)) for name, meaning in Walls.NAMES.items()])
+    hello = encode(
+        [(name, meaning, walls.missing.get(name)) for name, meaning in Walls.NAMES.items()]
+    )
     line.sendall(FRAME.pack(b"v", len(hello)) + hello)
     gc.collect()
     gc.freeze()  # what is here stays: no collection in a program writes to it, and so copies it
     supervisor.serve()
 
 
-if __name__ == "__main__" and sys.argv[1:2] == ["serve"]: main(sys.argv[2:])
+if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
+    main(sys.argv[2:])

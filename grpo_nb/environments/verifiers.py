@@ -16,10 +16,12 @@ from fractions import Fraction
 
 # %% ../../nbs/environments/01_verifiers.ipynb #f93f3f2a
 def completion_text(
-    completion: str | list[dict],  # a string, or messages like [{"role": "assistant", "content": "4"}]
+    completion: str
+    | list[dict],  # a string, or messages like [{"role": "assistant", "content": "4"}]
 ) -> str:  # what the model wrote, turns joined by line breaks
     "The text of a completion, in whichever of the two forms it comes."
-    if isinstance(completion, str): return completion
+    if isinstance(completion, str):
+        return completion
     return "\n".join(message.get("content") or "" for message in completion)
 
 # %% ../../nbs/environments/01_verifiers.ipynb #274baa55
@@ -58,16 +60,22 @@ STATED = re.compile(
     rf"(?:\\[dt]?frac\{{(?P<top>[-+]?{NUMERAL})\}}\{{(?P<bottom>[-+]?{NUMERAL})\}}|(?P<number>{NUMERAL})(?:/(?P<over>{NUMERAL}))?)"
 )
 THOUSANDS = re.compile(r"(?:\\,|\{,\}|,\\!)(?=[0-9]{3})")
-TIMES_TEN = re.compile(r"(?<=[0-9])\s*(?:\\times|\\cdot|[×*])\s*10\^(?:\{([-+]?[0-9]+)\}|([-+]?[0-9]+))")
+TIMES_TEN = re.compile(
+    r"(?<=[0-9])\s*(?:\\times|\\cdot|[×*])\s*10\^(?:\{([-+]?[0-9]+)\}|([-+]?[0-9]+))"
+)
 
 
 def numeral_value(
     numeral: str | None,  # as `NUMERAL` finds it; None counts as 1, a denominator that is not there
-) -> Fraction | None:  # None for more than 300 digits or an exponent beyond 9999: no answer, but enough to stop a program
+) -> (
+    Fraction | None
+):  # None for more than 300 digits or an exponent beyond 9999: no answer, but enough to stop a program
     "The value of one numeral."
-    if numeral is None: return Fraction(1)
+    if numeral is None:
+        return Fraction(1)
     digits, _, exponent = numeral.lower().partition("e")
-    if len(digits) > 300 or len(exponent.lstrip("+-")) > 4: return None
+    if len(digits) > 300 or len(exponent.lstrip("+-")) > 4:
+        return None
     return Fraction(numeral.replace(",", ""))
 
 
@@ -82,7 +90,10 @@ def stated_value(
     found: re.Match,  # of `STATED`
 ) -> Fraction | None:  # exact; None if there is none, as for 1/0
     "The value of a stated number."
-    top, bottom = numeral_value(found["top"] or found["number"]), numeral_value(found["bottom"] or found["over"])
+    top, bottom = (
+        numeral_value(found["top"] or found["number"]),
+        numeral_value(found["bottom"] or found["over"]),
+    )
     sign = -1 if found["sign"] in ("-", "\u2212") else 1
     return sign * top / bottom if top is not None and bottom else None
 
@@ -99,14 +110,18 @@ BRACE = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 
 def box_place(
     text: str,  # anything
-) -> tuple[int, int] | None:  # first character and the one after the last; None without a closed box
+) -> (
+    tuple[int, int] | None
+):  # first character and the one after the last; None without a closed box
     r"Where the inside of the last `\boxed{...}` is."
     opened, last = [], None
     for brace in BRACE.finditer(text):
-        if brace[0] == "{" or brace[0].startswith(r"\boxed"): opened.append(brace)
+        if brace[0] == "{" or brace[0].startswith(r"\boxed"):
+            opened.append(brace)
         elif brace[0] == "}" and opened:
             start = opened.pop()
-            if start[0] != "{": last = (start.end(), brace.start())
+            if start[0] != "{":
+                last = (start.end(), brace.start())
     return last
 
 
@@ -132,7 +147,10 @@ def right_number(
 ) -> Fraction:  # ValueError if it holds no number
     "The value of a right answer."
     value = final_number(str(answer))
-    if value is None: raise ValueError(f"the right answer is {answer!r}, which holds no number: compare texts with exact_match, or mend the data")
+    if value is None:
+        raise ValueError(
+            f"the right answer is {answer!r}, which holds no number: compare texts with exact_match, or mend the data"
+        )
     return value
 
 
@@ -152,10 +170,13 @@ ENDS = re.compile(r"<\|(?:return|end|call)\|>")
 
 def final_place(
     text: str,  # a completion, with or without special tokens
-) -> tuple[int, int] | None:  # first character and the one after the last; None if it has not come to it
+) -> (
+    tuple[int, int] | None
+):  # first character and the one after the last; None if it has not come to it
     "Where the final channel is: all of a text without channels."
     answers = list(ANSWERS.finditer(text))
-    if not answers and text.startswith(("analysis", "<|channel|>analysis")): return None
+    if not answers and text.startswith(("analysis", "<|channel|>analysis")):
+        return None
     start = answers[-1].end() if answers else 0
     end = ENDS.search(text, start)
     return start, end.start() if end else len(text)
@@ -175,8 +196,11 @@ OPENING = re.compile(r"\s*(`{3,}|~{3,})[ \t]*([\w+-]*)\s*$")
 @dataclass(frozen=True)
 class Program:
     "What a completion holds of a program."
+
     code: str | None  # of the last Python block; None without one
-    truncated: bool = False  # whether the completion ends before the block does, or before the final channel
+    truncated: bool = (
+        False  # whether the completion ends before the block does, or before the final channel
+    )
 
 
 def fenced_blocks(
@@ -187,11 +211,13 @@ def fenced_blocks(
     for line in text.split("\n"):
         found, end = OPENING.match(line), line.rstrip()
         if fence is None:
-            if found: fence, language, lines = found[1], found[2].lower(), []
+            if found:
+                fence, language, lines = found[1], found[2].lower(), []
         elif end.endswith(fence):
             blocks.append((language, "\n".join([*lines, end.rstrip(fence[0])]), True))
             fence = None
-        else: lines.append(line)
+        else:
+            lines.append(line)
     return blocks if fence is None else [*blocks, (language, "\n".join(lines), False)]
 
 
@@ -199,7 +225,11 @@ def python_blocks(
     text: str,
 ) -> list[tuple[str, bool]]:  # content, whether it is closed
     "The fenced blocks that may be Python: those that say so, and those that say nothing."
-    return [(code, closed) for language, code, closed in fenced_blocks(text) if language in ("", "python", "python3", "py")]
+    return [
+        (code, closed)
+        for language, code, closed in fenced_blocks(text)
+        if language in ("", "python", "python3", "py")
+    ]
 
 
 def last_program(
@@ -207,9 +237,11 @@ def last_program(
 ) -> Program:
     "The last Python block of a completion."
     text = final_channel(completion_text(completion))
-    if text is None: return Program(None, truncated=True)
+    if text is None:
+        return Program(None, truncated=True)
     blocks = python_blocks(text)
-    if not blocks: return Program(None)
+    if not blocks:
+        return Program(None)
     code, closed = blocks[-1]
     return Program(textwrap.dedent(code).rstrip() + "\n", truncated=not closed)
 
@@ -217,8 +249,11 @@ def last_program(
 @dataclass(frozen=True)
 class Explanation:
     "Why a reward is what it is."
+
     reason: str  # in a sentence
-    marks: tuple[tuple[str, int, int], ...] = ()  # what was read in the text: its name, its first character and the one after its last
+    marks: tuple[
+        tuple[str, int, int], ...
+    ] = ()  # what was read in the text: its name, its first character and the one after its last
 
 
 def program_marks(
@@ -226,9 +261,11 @@ def program_marks(
 ) -> tuple[tuple[str, int, int], ...]:  # for an `Explanation`
     "Where the final channel is, and in it the last program."
     place = final_place(text)
-    if place is None: return ()
+    if place is None:
+        return ()
     (start, end), blocks = place, python_blocks(text[slice(*place)])
     channel = [("final channel", start, end)] if (start, end) != (0, len(text)) else []
-    if not blocks: return tuple(channel)
+    if not blocks:
+        return tuple(channel)
     begin = text.rindex(blocks[-1][0], start, end)
     return *channel, ("program", begin, begin + len(blocks[-1][0]))

@@ -14,8 +14,9 @@ import functools
 import importlib.util
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +37,23 @@ def eager(
     scale: float,  # scores are multiplied by this
 ) -> torch.Tensor:  # (B, Hq, Lq, D) in q's dtype; computed in float32 or wider
     "The formula. Keeps all scores, Hq x Lq x Lk of them for each sequence."
-    dtype, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], q.shape[1] // k.shape[1])      # (Hk, G)
-    scores = torch.einsum("bhgqd,bhkd->bhgqk", q.to(dtype).unflatten(1, groups), k.to(dtype)) * scale
-    scores = scores.masked_fill(~mask.dense()[:, None, None], -torch.inf)                                   # (B, Hk, G, Lq, Lk)
-    sink = scores.new_full(groups, torch.finfo(dtype).min) if sinks is None else sinks.to(dtype).view(groups)
-    sink = sink[None, :, :, None, None].expand(*scores.shape[:-1], 1)                                       # (B, Hk, G, Lq, 1)
-    weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]                                           # the sink's own weight is dropped
+    dtype, groups = (
+        torch.promote_types(q.dtype, torch.float32),
+        (k.shape[1], q.shape[1] // k.shape[1]),
+    )  # (Hk, G)
+    scores = (
+        torch.einsum("bhgqd,bhkd->bhgqk", q.to(dtype).unflatten(1, groups), k.to(dtype)) * scale
+    )
+    scores = scores.masked_fill(~mask.dense()[:, None, None], -torch.inf)  # (B, Hk, G, Lq, Lk)
+    sink = (
+        scores.new_full(groups, torch.finfo(dtype).min)
+        if sinks is None
+        else sinks.to(dtype).view(groups)
+    )
+    sink = sink[None, :, :, None, None].expand(*scores.shape[:-1], 1)  # (B, Hk, G, Lq, 1)
+    weights = torch.cat([scores, sink], -1).softmax(-1)[
+        ..., :-1
+    ]  # the sink's own weight is dropped
     return torch.einsum("bhgqk,bhkd->bhgqd", weights, v.to(dtype)).flatten(1, 2).to(q.dtype)
 
 # %% ../../nbs/model/03_attention.ipynb #08ad802c
@@ -51,11 +63,22 @@ LONGEST_UNCOMPILED = 2048  # tokens
 def flex_with_sinks(q, k, v, sinks, block, scale):
     "FlexAttention, its output scaled by sigmoid(lse - s). What torch.compile is given; at length it is refused outside."
     if max(q.shape[2], k.shape[2]) > LONGEST_UNCOMPILED and not torch.compiler.is_compiling():
-        raise RuntimeError(f"FlexAttention ran uncompiled on {q.shape[2]:,} queries and {k.shape[2]:,} keys, and would hold every score: torch.compile was disabled or gave up "
-                           "(TORCH_LOGS=recompiles says why). Mend that, or choose backend='sdpa', which needs no compiler")
-    out, aux = flex_attention(q, k, v, block_mask=block, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
-    if sinks is None: return out
-    gate = (aux.lse - sinks.to(aux.lse.dtype)[:, None]).sigmoid()                                            # (B, Hq, Lq)
+        raise RuntimeError(
+            f"FlexAttention ran uncompiled on {q.shape[2]:,} queries and {k.shape[2]:,} keys, and would hold every score: torch.compile was disabled or gave up "
+            "(TORCH_LOGS=recompiles says why). Mend that, or choose backend='sdpa', which needs no compiler"
+        )
+    out, aux = flex_attention(
+        q,
+        k,
+        v,
+        block_mask=block,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is None:
+        return out
+    gate = (aux.lse - sinks.to(aux.lse.dtype)[:, None]).sigmoid()  # (B, Hq, Lq)
     return (out * gate[..., None]).to(q.dtype)
 
 
@@ -68,17 +91,33 @@ def compiled_flex() -> Callable:  # of the same arguments
 SHORTEST_FLEX = 128  # queries
 
 
-def flex(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
+def flex(
+    q, k, v, sinks, mask: Mask, scale: float
+) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
     "The first fast form: FlexAttention and a correction."
     if q.device.type == "cpu":
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
-            raise ValueError("FlexAttention has no backward pass on a CPU, and a gradient is asked for: choose backend='sdpa' or 'eager', or call it under torch.no_grad()")
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, sinks)
+        ):
+            raise ValueError(
+                "FlexAttention has no backward pass on a CPU, and a gradient is asked for: choose backend='sdpa' or 'eager', or call it under torch.no_grad()"
+            )
         return flex_with_sinks(q, k, v, sinks, mask.block(), scale)
-    if q.dtype == torch.float32 or q.shape[2] < SHORTEST_FLEX:                                               # its kernels have no tiles for these, and stop with an error
-        if not torch.compiler.is_compiling(): _announce(f"FlexAttention has no kernel for {'float32' if q.dtype == torch.float32 else f'fewer than {SHORTEST_FLEX} queries'}: 'sdpa' computes them")
+    if (
+        q.dtype == torch.float32 or q.shape[2] < SHORTEST_FLEX
+    ):  # its kernels have no tiles for these, and stop with an error
+        if not torch.compiler.is_compiling():
+            _announce(
+                f"FlexAttention has no kernel for {'float32' if q.dtype == torch.float32 else f'fewer than {SHORTEST_FLEX} queries'}: 'sdpa' computes them"
+            )
         return sdpa(q, k, v, sinks, mask, scale)
-    if torch.compiler.is_compiling(): return flex_with_sinks(q, k, v, sinks, mask.block(), scale)            # the whole model is being compiled
-    with torch._dynamo.config.patch(recompile_limit=64):   # two kinds of layers, padded or not, with gradients or without, fixed or free lengths
+    if torch.compiler.is_compiling():
+        return flex_with_sinks(
+            q, k, v, sinks, mask.block(), scale
+        )  # the whole model is being compiled
+    with torch._dynamo.config.patch(
+        recompile_limit=64
+    ):  # two kinds of layers, padded or not, with gradients or without, fixed or free lengths
         return compiled_flex()(q, k, v, sinks, mask.block(), scale)
 
 # %% ../../nbs/model/03_attention.ipynb #c0e48230
@@ -94,18 +133,26 @@ def _width(D):
 
 def _extend_queries(q, sinks, scale):
     "[q, 1, s / scale, what rounding left of that, 0, ...]: (B, Hq, Lq, width)."
-    sink = q.new_full(q.shape[1:2], _lows(q.dtype)[1]) if sinks is None else sinks / scale                   # (Hq,)
+    sink = q.new_full(q.shape[1:2], _lows(q.dtype)[1]) if sinks is None else sinks / scale  # (Hq,)
     high = sink.to(q.dtype)
     low = (sink.detach() - high.detach()).to(q.dtype)
-    columns = F.pad(torch.stack([torch.ones_like(high), high, low], -1), (0, _width(q.shape[-1]) - q.shape[-1] - 3))
+    columns = F.pad(
+        torch.stack([torch.ones_like(high), high, low], -1),
+        (0, _width(q.shape[-1]) - q.shape[-1] - 3),
+    )
     return torch.cat([q, columns[:, None].expand(*q.shape[:3], -1)], -1)
 
 
 def _extend_keys(k, hidden):
     "[k, a large negative number where hidden, 0, ...]: (B, Hk, Lk, width). hidden: (B or 1, Lk) bool, or None."
     rest = _width(k.shape[-1]) - k.shape[-1]
-    if hidden is None: return F.pad(k, (0, rest))
-    column = torch.where(hidden, _lows(k.dtype)[0], 0.0).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)
+    if hidden is None:
+        return F.pad(k, (0, rest))
+    column = (
+        torch.where(hidden, _lows(k.dtype)[0], 0.0)
+        .to(k.dtype)[:, None, :, None]
+        .expand(*k.shape[:3], 1)
+    )
     return F.pad(torch.cat([k, column], -1), (0, rest - 1))
 
 
@@ -118,15 +165,20 @@ def _sink_key(k):
 # %% ../../nbs/model/03_attention.ipynb #01e845b3
 def _groups_are_taken(q, k, v):
     "Whether a kernel on this card lets query heads share a key head."
-    if not q.is_cuda: return False
+    if not q.is_cuda:
+        return False
     asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
-    return torch.backends.cuda.can_use_cudnn_attention(asked) or torch.backends.cuda.can_use_flash_attention(asked)
+    return torch.backends.cuda.can_use_cudnn_attention(
+        asked
+    ) or torch.backends.cuda.can_use_flash_attention(asked)
 
 
 def _kernels(q, masked):
     "A context in which only kernels of linear memory are chosen (in float64, for tests, there is none)."
-    if not q.is_cuda: return nullcontext()
-    if q.dtype == torch.float64: return sdpa_kernel(SDPBackend.MATH)
+    if not q.is_cuda:
+        return nullcontext()
+    if q.dtype == torch.float64:
+        return sdpa_kernel(SDPBackend.MATH)
     fastest = [] if masked else [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     return sdpa_kernel([*fastest, SDPBackend.EFFICIENT_ATTENTION], set_priority=True)
 
@@ -138,23 +190,38 @@ def _sdpa(q, k, v, scale, allowed=None):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         shared = False
     with _kernels(q, allowed is not None):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=shared)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=shared
+        )
 
 
 def _value_width(q):
     "Flash and the CPU's kernel want values as wide as keys; the kernel of older cards does better without."
-    return q.shape[-1] if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0) else _width(q.shape[-1])
+    return (
+        q.shape[-1]
+        if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
+        else _width(q.shape[-1])
+    )
 
 # %% ../../nbs/model/03_attention.ipynb #d280a484
 def _causal(q, k, v, sinks, mask, scale):
     "A full layer, query 0 at key 0."
     Lq, D = q.shape[2:]
-    if sinks is None and mask.pad_lens is None: return _sdpa(q, k[:, :, :Lq], v[:, :, :Lq], scale)
-    hidden = None if mask.pad_lens is None else torch.arange(Lq, device=q.device) < mask.pad_lens[:, None]   # (B, Lq)
-    tail = -(1 + Lq) % 128 if q.is_cuda else 0                                                              # few different lengths: cuDNN plans each anew
-    queries = F.pad(_extend_queries(q, sinks, scale), (0, 0, 1, tail))                                      # (B, Hq, 1 + Lq + tail, width)
+    if sinks is None and mask.pad_lens is None:
+        return _sdpa(q, k[:, :, :Lq], v[:, :, :Lq], scale)
+    hidden = (
+        None
+        if mask.pad_lens is None
+        else torch.arange(Lq, device=q.device) < mask.pad_lens[:, None]
+    )  # (B, Lq)
+    tail = -(1 + Lq) % 128 if q.is_cuda else 0  # few different lengths: cuDNN plans each anew
+    queries = F.pad(
+        _extend_queries(q, sinks, scale), (0, 0, 1, tail)
+    )  # (B, Hq, 1 + Lq + tail, width)
     keys = _extend_keys(k[:, :, :Lq], hidden)
-    keys = F.pad(torch.cat([_sink_key(k).expand(*k.shape[:2], -1, -1), keys], 2), (0, 0, 0, tail))          # (B, Hk, 1 + Lq + tail, width)
+    keys = F.pad(
+        torch.cat([_sink_key(k).expand(*k.shape[:2], -1, -1), keys], 2), (0, 0, 0, tail)
+    )  # (B, Hk, 1 + Lq + tail, width)
     values = F.pad(v[:, :, :Lq], (0, _value_width(q) - D, 1, tail))
     return _sdpa(queries, keys, values, scale)[:, :, 1 : 1 + Lq, :D]
 
@@ -165,28 +232,59 @@ LARGEST_BAND = 4096  # rows of a block, the query heads of a group one below the
 def _sliding(q, k, v, sinks, mask, scale):
     "A sliding layer: blocks against themselves and their left neighbour."
     B, Hq, Lq, D = q.shape
-    start = max(0, mask.offset - mask.window + 1)                                                           # the first key that anyone sees
-    first = mask.offset - start                                                                             # that many positions before query 0 have a key only
+    start = max(0, mask.offset - mask.window + 1)  # the first key that anyone sees
+    first = mask.offset - start  # that many positions before query 0 have a key only
     k, v = (x[:, :, start : mask.offset + Lq] for x in (k, v))
-    size = max(-(-mask.window // 8) * 8, 64)                                                                # of a block
+    size = max(-(-mask.window // 8) * 8, 64)  # of a block
     count = -(-(first + Lq) // size)
     tail = count * size - first - Lq
-    if Hq // k.shape[1] * size > LARGEST_BAND: k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (k, v))
+    if Hq // k.shape[1] * size > LARGEST_BAND:
+        k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (k, v))
     Hk, G = k.shape[1], Hq // k.shape[1]
 
-    place = torch.arange(-size, count * size, device=q.device)                                              # an empty block stands left of the first
-    hidden = (place < 0)[None] if mask.pad_lens is None else place + start < mask.pad_lens.clamp(min=start)[:, None]
-    keys, values = _extend_keys(F.pad(k, (0, 0, size, tail)), hidden), F.pad(v, (0, _value_width(q) - D, size, tail))
-    def neighbours(x, sink):                                                                                # -> (B * count, Hk, 2 * size, width)
+    place = torch.arange(
+        -size, count * size, device=q.device
+    )  # an empty block stands left of the first
+    hidden = (
+        (place < 0)[None]
+        if mask.pad_lens is None
+        else place + start < mask.pad_lens.clamp(min=start)[:, None]
+    )
+    keys, values = (
+        _extend_keys(F.pad(k, (0, 0, size, tail)), hidden),
+        F.pad(v, (0, _value_width(q) - D, size, tail)),
+    )
+
+    def neighbours(x, sink):  # -> (B * count, Hk, 2 * size, width)
         left, own = (part.unflatten(2, (count, size)) for part in (x[:, :, :-size], x[:, :, size:]))
         sink = sink[:, :, None].expand(B, Hk, count, 1, -1)
         return torch.cat([sink, left[:, :, :, 1:], own], 3).transpose(1, 2).flatten(0, 1)
+
     queries = F.pad(_extend_queries(q, sinks, scale), (0, 0, first, tail))
-    queries = queries.reshape(B, Hk, G, count, size, -1).permute(0, 3, 1, 2, 4, 5).reshape(B * count, Hk, G * size, -1)
-    row, slot = torch.arange(size, device=q.device).repeat(G)[:, None], torch.arange(2 * size, device=q.device)
-    band = (slot > size + row - mask.window) & (slot <= size + row) | (slot == 0)                           # (G * size, 2 * size)
-    out = _sdpa(queries, neighbours(keys, _sink_key(k)), neighbours(values, values.new_zeros(1, 1, 1, values.shape[-1])), scale, band[None, None])
-    out = out.view(B, count, Hk, G, size, -1).permute(0, 2, 3, 1, 4, 5).reshape(B, Hq, count * size, -1)
+    queries = (
+        queries.reshape(B, Hk, G, count, size, -1)
+        .permute(0, 3, 1, 2, 4, 5)
+        .reshape(B * count, Hk, G * size, -1)
+    )
+    row, slot = (
+        torch.arange(size, device=q.device).repeat(G)[:, None],
+        torch.arange(2 * size, device=q.device),
+    )
+    band = (slot > size + row - mask.window) & (slot <= size + row) | (
+        slot == 0
+    )  # (G * size, 2 * size)
+    out = _sdpa(
+        queries,
+        neighbours(keys, _sink_key(k)),
+        neighbours(values, values.new_zeros(1, 1, 1, values.shape[-1])),
+        scale,
+        band[None, None],
+    )
+    out = (
+        out.view(B, count, Hk, G, size, -1)
+        .permute(0, 2, 3, 1, 4, 5)
+        .reshape(B, Hq, count * size, -1)
+    )
     return out[:, :, first : first + Lq, :D]
 
 # %% ../../nbs/model/03_attention.ipynb #c8853de0
@@ -196,26 +294,49 @@ ROWS_PER_PIECE = 512
 def _in_pieces(q, k, v, sinks, mask, scale):
     "Any mask, some rows of it at a time. A piece is handed what it reads: what a checkpointed function closes over lives until the backward pass."
     D, Lk = q.shape[-1], k.shape[2]
-    keys = torch.cat([_sink_key(k).expand(*k.shape[:2], -1, -1), _extend_keys(k, None)], 2)                 # (B, Hk, 1 + Lk, width)
+    keys = torch.cat(
+        [_sink_key(k).expand(*k.shape[:2], -1, -1), _extend_keys(k, None)], 2
+    )  # (B, Hk, 1 + Lk, width)
     values = F.pad(v, (0, _value_width(q) - D, 1, 0))
     sequence = torch.arange(1 if mask.pad_lens is None else len(q), device=q.device)[:, None, None]
+
     def piece(rows, keys, values, sinks, begin):
-        query, key = torch.arange(begin, begin + rows.shape[2], device=rows.device)[None, :, None], torch.arange(Lk, device=rows.device)
-        allowed = F.pad(mask.predicate(sequence, None, query, key), (1, 0), value=True)                     # the sink is seen by all
-        return _sdpa(_extend_queries(rows, sinks, scale), keys, values, scale, allowed[:, None])[..., :D]
-    if torch.is_grad_enabled(): piece = functools.partial(checkpoint, piece, use_reentrant=False)
-    return torch.cat([piece(rows, keys, values, sinks, i * ROWS_PER_PIECE) for i, rows in enumerate(q.split(ROWS_PER_PIECE, 2))], 2)
+        query, key = (
+            torch.arange(begin, begin + rows.shape[2], device=rows.device)[None, :, None],
+            torch.arange(Lk, device=rows.device),
+        )
+        allowed = F.pad(
+            mask.predicate(sequence, None, query, key), (1, 0), value=True
+        )  # the sink is seen by all
+        return _sdpa(_extend_queries(rows, sinks, scale), keys, values, scale, allowed[:, None])[
+            ..., :D
+        ]
+
+    if torch.is_grad_enabled():
+        piece = functools.partial(checkpoint, piece, use_reentrant=False)
+    return torch.cat(
+        [
+            piece(rows, keys, values, sinks, i * ROWS_PER_PIECE)
+            for i, rows in enumerate(q.split(ROWS_PER_PIECE, 2))
+        ],
+        2,
+    )
 
 
-def sdpa(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
+def sdpa(
+    q, k, v, sinks, mask: Mask, scale: float
+) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
     "The second fast form: plain attention kernels, and a key that is the sink."
     fixed = isinstance(mask.offset, int)
     windowed = mask.window is not None and not (fixed and mask.window >= mask.offset + q.shape[2])
-    if fixed and windowed: return _sliding(q, k, v, sinks, mask, scale)
+    if fixed and windowed:
+        return _sliding(q, k, v, sinks, mask, scale)
     return (_causal if fixed and mask.offset == 0 else _in_pieces)(q, k, v, sinks, mask, scale)
 
 # %% ../../nbs/model/03_attention.ipynb #e5235234
-PART_BYTES = 2**26  # of a part's queries, keys and values, copies for each query head included; at least one key head
+PART_BYTES = (
+    2**26
+)  # of a part's queries, keys and values, copies for each query head included; at least one key head
 
 
 def _step(B, Lq, Lk, Hk, G, D, element):
@@ -223,15 +344,28 @@ def _step(B, Lq, Lk, Hk, G, D, element):
     return max(1, min(Hk, PART_BYTES // max(G * B * (Lq + 2 * Lk) * _width(D) * element, 1)))
 
 
-def sdpa_lean(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
+def sdpa_lean(
+    q, k, v, sinks, mask: Mask, scale: float
+) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
     "`sdpa`, some heads at a time."
     Hk, G = k.shape[1], q.shape[1] // k.shape[1]
     step = _step(len(q), q.shape[2], k.shape[2], Hk, G, q.shape[3], q.element_size())
-    if step == Hk: return sdpa(q, k, v, sinks, mask, scale)
-    part = functools.partial(checkpoint, sdpa, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else sdpa
-    queries, keys, values = q.split(step * G, 1), k.split(step, 1), v.split(step, 1)                         # their gradients are joined, not summed
+    if step == Hk:
+        return sdpa(q, k, v, sinks, mask, scale)
+    part = (
+        functools.partial(checkpoint, sdpa, use_reentrant=False, preserve_rng_state=False)
+        if torch.is_grad_enabled()
+        else sdpa
+    )
+    queries, keys, values = (
+        q.split(step * G, 1),
+        k.split(step, 1),
+        v.split(step, 1),
+    )  # their gradients are joined, not summed
     of_parts = [None] * len(keys) if sinks is None else sinks.split(step * G)
-    return torch.cat([part(*tensors, mask, scale) for tensors in zip(queries, keys, values, of_parts)], 1)
+    return torch.cat(
+        [part(*tensors, mask, scale) for tensors in zip(queries, keys, values, of_parts)], 1
+    )
 
 # %% ../../nbs/model/03_attention.ipynb #335281cf
 SHORTEST_CUDNN = 4096  # tokens of a full layer from which cuDNN's kernel is worth its plans
@@ -243,69 +377,164 @@ GRADIENT_BYTES = 2**28  # of the heads whose gradients are computed at a time, b
 def _cudnn_works(device, dtype, G, D):
     "Whether cuDNN has kernels for such heads here, tried on a few zeros; a warning says if it has not."
     try:
-        q, k = (torch.zeros(1, heads, CUDNN_STEP, D, dtype=dtype, device=device) for heads in (G, 1))
-        out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, k, None, True, 0.0, True, False, scale=1.0)
-        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(out, q, k, k, out, lse, *random, None, None, None, CUDNN_STEP, CUDNN_STEP, 0.0, True, scale=1.0)
-    except torch.OutOfMemoryError: raise  # says nothing about cuDNN, and is not to be remembered
+        q, k = (
+            torch.zeros(1, heads, CUDNN_STEP, D, dtype=dtype, device=device) for heads in (G, 1)
+        )
+        out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, k, None, True, 0.0, True, False, scale=1.0
+        )
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            out,
+            q,
+            k,
+            k,
+            out,
+            lse,
+            *random,
+            None,
+            None,
+            None,
+            CUDNN_STEP,
+            CUDNN_STEP,
+            0.0,
+            True,
+            scale=1.0,
+        )
+    except torch.OutOfMemoryError:
+        raise  # says nothing about cuDNN, and is not to be remembered
     except RuntimeError as error:
-        warnings.warn(f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on {torch.cuda.get_device_name(device)} ({str(error)[:200]}): long layers take other kernels, which are slower")
+        warnings.warn(
+            f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on {torch.cuda.get_device_name(device)} ({str(error)[:200]}): long layers take other kernels, which are slower"
+        )
         return False
     return True
 
 
 def _cudnn_takes(q, k, window):
     "Whether cuDNN's kernel is the better one: long full layers on Hopper and later (its gradients may differ in the last bit from run to run)."
-    return (q.is_cuda and window is None and q.shape[2] == k.shape[2] >= SHORTEST_CUDNN and q.shape[3] % 8 == 0 and q.shape[3] <= 128 and torch.cuda.get_device_capability(q.device) >= (9, 0)
-            and torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled() and _cudnn_works(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[3]))
+    return (
+        q.is_cuda
+        and window is None
+        and q.shape[2] == k.shape[2] >= SHORTEST_CUDNN
+        and q.shape[3] % 8 == 0
+        and q.shape[3] <= 128
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+        and _cudnn_works(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[3])
+    )
 
 
 def _rounded(*tensors):
     "Zeros below the last token, up to a length that cuDNN has planned for before."
-    return [F.pad(x, (0, 0, 0, -x.shape[2] % CUDNN_STEP)) if x.shape[2] % CUDNN_STEP else x for x in tensors]
+    return [
+        F.pad(x, (0, 0, 0, -x.shape[2] % CUDNN_STEP)) if x.shape[2] % CUDNN_STEP else x
+        for x in tensors
+    ]
 
 
-def _sides(window): return dict(window_size_left=None, window_size_right=None) if window is None else dict(window_size_left=window - 1, window_size_right=0)
+def _sides(window):
+    return (
+        dict(window_size_left=None, window_size_right=None)
+        if window is None
+        else dict(window_size_left=window - 1, window_size_right=0)
+    )
 
 
 def _flash_forward(q, k, v, scale, window):
     "A kernel's output, lse (B, Hq, Lq), and what else its backward pass wants."
-    if not q.is_cuda: return *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale), ()
+    if not q.is_cuda:
+        return *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, True, scale=scale
+        ), ()
     if _cudnn_takes(q, k, window):
-        out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(*_rounded(q, k, v), None, True, 0.0, True, False, scale=scale)
+        out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *_rounded(q, k, v), None, True, 0.0, True, False, scale=scale
+        )
         return out[:, :, : q.shape[2]], lse[:, :, : q.shape[2], 0], random
-    out, lse, *random, _ = torch.ops.aten._flash_attention_forward(*(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, True, False, scale=scale, **_sides(window))
+    out, lse, *random, _ = torch.ops.aten._flash_attention_forward(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        True,
+        False,
+        scale=scale,
+        **_sides(window),
+    )
     return out.transpose(1, 2), lse, random
 
 
 def _flash_gradients(d_out, q, k, v, out, lse, random, scale, window):
     "Gradients of q, k and v, from any output and lse that belong together."
-    if not q.is_cuda: return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, q, k, v, out, lse, 0.0, True, scale=scale)
+    if not q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_out, q, k, v, out, lse, 0.0, True, scale=scale
+        )
     if _cudnn_takes(q, k, window):
         rows = _rounded(d_out, q, k, v, out, lse[..., None])
         length = rows[0].shape[2]
-        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*rows, *random, None, None, None, length, length, 0.0, True, scale=scale)
+        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *rows, *random, None, None, None, length, length, 0.0, True, scale=scale
+        )
         return [x[:, :, : q.shape[2]] for x in gradients]
     d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
-    gradients = torch.ops.aten._flash_attention_backward(d_out, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, True, *random, scale=scale, **_sides(window))
+    gradients = torch.ops.aten._flash_attention_backward(
+        d_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        True,
+        *random,
+        scale=scale,
+        **_sides(window),
+    )
     return [x.transpose(1, 2) for x in gradients]
 
 
 def _scratch(q, k):
     "Bytes that the gradients of one key head's queries take inside a kernel: theirs in float32, and those of keys and values once for each."
-    return q.shape[0] * q.shape[1] // k.shape[1] * q.shape[3] * (4 * q.shape[2] + 2 * q.element_size() * k.shape[2])
+    return (
+        q.shape[0]
+        * q.shape[1]
+        // k.shape[1]
+        * q.shape[3]
+        * (4 * q.shape[2] + 2 * q.element_size() * k.shape[2])
+    )
 
 
 def _flash_backward(d_out, q, k, v, out, lse, random, scale, window):
     "`_flash_gradients`, some heads at a time."
     Hk, G = k.shape[1], q.shape[1] // k.shape[1]
     step = max(1, min(Hk, GRADIENT_BYTES // max(_scratch(q, k), 1)))
-    step = -(-Hk // -(-Hk // step))                                                                          # parts of one size, where that can be: cuDNN plans each size
-    if step == Hk: return _flash_gradients(d_out, q, k, v, out, lse, random, scale, window)
+    step = -(-Hk // -(-Hk // step))  # parts of one size, where that can be: cuDNN plans each size
+    if step == Hk:
+        return _flash_gradients(d_out, q, k, v, out, lse, random, scale, window)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     for first in range(0, Hk, step):
         of_q, of_k = slice(first * G, (first + step) * G), slice(first, first + step)
-        part = _flash_gradients(d_out[:, of_q], q[:, of_q], k[:, of_k], v[:, of_k], out[:, of_q], lse[:, of_q].contiguous(), random, scale, window)
-        for whole, heads, x in zip(gradients, (of_q, of_k, of_k), part): whole[:, heads] = x
+        part = _flash_gradients(
+            d_out[:, of_q],
+            q[:, of_q],
+            k[:, of_k],
+            v[:, of_k],
+            out[:, of_q],
+            lse[:, of_q].contiguous(),
+            random,
+            scale,
+            window,
+        )
+        for whole, heads, x in zip(gradients, (of_q, of_k, of_k), part):
+            whole[:, heads] = x
     return gradients
 
 # %% ../../nbs/model/03_attention.ipynb #060dadbe
@@ -318,10 +547,14 @@ class keeping:
     def __init__(
         self,
         keep: Callable,  # of a function without arguments that computes tensors -> these tensors
-    ): self.keep = keep
+    ):
+        self.keep = keep
 
-    def __enter__(self): self.before, _local.keep = getattr(_local, "keep", None), self.keep
-    def __exit__(self, *error): _local.keep = self.before
+    def __enter__(self):
+        self.before, _local.keep = getattr(_local, "keep", None), self.keep
+
+    def __exit__(self, *error):
+        _local.keep = self.before
 
 
 def computed_once(
@@ -339,8 +572,9 @@ class FlashWithSinks(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, scale, window):
         def compute():
             out, lse, random = _flash_forward(q, k, v, scale, window)
-            sink = sinks.detach().to(lse.dtype)[:, None]                                                     # (Hq, 1)
+            sink = sinks.detach().to(lse.dtype)[:, None]  # (Hq, 1)
             return out.mul_((lse - sink).sigmoid()[..., None]), torch.logaddexp(lse, sink), *random
+
         out, lse, *random = computed_once(compute) if any(ctx.needs_input_grad) else compute()
         ctx.save_for_backward(q, k, v, sinks, out, lse, *random)
         ctx.scale, ctx.window = scale, window
@@ -351,9 +585,16 @@ class FlashWithSinks(torch.autograd.Function):
         q, k, v, sinks, out, lse, *random = ctx.saved_tensors
         d_sinks = None
         if ctx.needs_input_grad[3]:
-            delta = (d_out * out).sum(-1, dtype=lse.dtype)                                                   # (B, Hq, Lq)
-            d_sinks = -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
-        return *_flash_backward(d_out, q, k, v, out, lse, random, ctx.scale, ctx.window), d_sinks, None, None
+            delta = (d_out * out).sum(-1, dtype=lse.dtype)  # (B, Hq, Lq)
+            d_sinks = (
+                -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+            )
+        return (
+            *_flash_backward(d_out, q, k, v, out, lse, random, ctx.scale, ctx.window),
+            d_sinks,
+            None,
+            None,
+        )
 
 # %% ../../nbs/model/03_attention.ipynb #fe4c8a6c
 class Roll(torch.autograd.Function):
@@ -362,7 +603,7 @@ class Roll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, places):  # x (B, H, L, D), places (B,): to the left
         ctx.save_for_backward(places)
-        index = (torch.arange(x.shape[2], device=x.device) + places[:, None]) % x.shape[2]                   # (B, L)
+        index = (torch.arange(x.shape[2], device=x.device) + places[:, None]) % x.shape[2]  # (B, L)
         return x.gather(2, index[:, None, :, None].expand_as(x))
 
     @staticmethod
@@ -370,22 +611,43 @@ class Roll(torch.autograd.Function):
         return Roll.apply(d_x, -ctx.saved_tensors[0]), None
 
 
-def flash(q, k, v, sinks, mask: Mask, scale: float) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
+def flash(
+    q, k, v, sinks, mask: Mask, scale: float
+) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
     "The third fast form: flash kernels, their backward pass told of the sink. What they do not know (an offset that is a tensor, or one beside padding) goes to `sdpa`."
-    if q.is_cuda and (torch.cuda.get_device_capability(q.device) < (8, 0) or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8):
-        raise ValueError(f"backend='flash' needs a GPU of compute capability 8.0, float16 or bfloat16, and a head size that is a multiple of 8; this is {torch.cuda.get_device_name(q.device)}, "
-                         f"{q.dtype}, {q.shape[-1]}: choose 'sdpa'")
-    beyond = torch.is_tensor(mask.offset) or (mask.offset > 0 and (mask.pad_lens is not None or not q.is_cuda)) or (mask.window is not None and not q.is_cuda)
-    if beyond or sinks is None: return sdpa(q, k, v, sinks, mask, scale)
+    if q.is_cuda and (
+        torch.cuda.get_device_capability(q.device) < (8, 0)
+        or q.dtype not in (torch.float16, torch.bfloat16)
+        or q.shape[-1] % 8
+    ):
+        raise ValueError(
+            f"backend='flash' needs a GPU of compute capability 8.0, float16 or bfloat16, and a head size that is a multiple of 8; this is {torch.cuda.get_device_name(q.device)}, "
+            f"{q.dtype}, {q.shape[-1]}: choose 'sdpa'"
+        )
+    beyond = (
+        torch.is_tensor(mask.offset)
+        or (mask.offset > 0 and (mask.pad_lens is not None or not q.is_cuda))
+        or (mask.window is not None and not q.is_cuda)
+    )
+    if beyond or sinks is None:
+        return sdpa(q, k, v, sinks, mask, scale)
     last = mask.offset + q.shape[2]
     k, v = k[:, :, :last], v[:, :, :last]
-    if 0 < mask.offset <= q.shape[2] // 4 and _cudnn_takes(k, k, mask.window):                               # a short prompt before the queries: rows of zeros cost less than the slower kernel
-        return FlashWithSinks.apply(F.pad(q, (0, 0, mask.offset, 0)), k, v, sinks, scale, None)[:, :, mask.offset :]
-    if not q.is_cuda: k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if mask.pad_lens is None: return FlashWithSinks.apply(q, k, v, sinks, scale, mask.window)
+    if 0 < mask.offset <= q.shape[2] // 4 and _cudnn_takes(
+        k, k, mask.window
+    ):  # a short prompt before the queries: rows of zeros cost less than the slower kernel
+        return FlashWithSinks.apply(F.pad(q, (0, 0, mask.offset, 0)), k, v, sinks, scale, None)[
+            :, :, mask.offset :
+        ]
+    if not q.is_cuda:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if mask.pad_lens is None:
+        return FlashWithSinks.apply(q, k, v, sinks, scale, mask.window)
     places = mask.pad_lens.clamp(max=last)
-    out = FlashWithSinks.apply(*(Roll.apply(x, places) for x in (q, k, v)), sinks, scale, mask.window)
-    padding = torch.arange(last, device=q.device) < places[:, None]                                          # (B, L)
+    out = FlashWithSinks.apply(
+        *(Roll.apply(x, places) for x in (q, k, v)), sinks, scale, mask.window
+    )
+    padding = torch.arange(last, device=q.device) < places[:, None]  # (B, L)
     return Roll.apply(out, -places).masked_fill(padding[:, None, :, None], 0.0)
 
 # %% ../../nbs/model/03_attention.ipynb #1334f0f2
@@ -406,44 +668,82 @@ def choose_backend(
 ) -> tuple[str, str]:  # a backend's name, and why
     "What `auto` means for these tensors."
     if not q.is_cuda:
-        if q.shape[:3].numel() * k.shape[2] <= SMALL_SCORES: return "eager", "on a CPU, while the scores are few, the formula is fast enough"
-        return "sdpa", f"the scores would be many, and FlexAttention cannot train on this device ({q.device.type})"
-    name, capability = torch.cuda.get_device_name(q.device), torch.cuda.get_device_capability(q.device)
-    if q.dtype == torch.float64: return "eager", "float64 is for checking, and fast kernels do not know it"
-    if capability < (8, 0): return "sdpa_lean", f"{name} has compute capability {capability[0]}.{capability[1]}, and compiled FlexAttention needs 8.0"
-    if importlib.util.find_spec("triton") is None: return "sdpa", "FlexAttention has to be compiled, and triton is not installed"
-    if q.dtype == torch.float32: return "sdpa", "FlexAttention's kernels have no tiles for float32"
-    if q.shape[2] < SHORTEST_FLEX: return "sdpa", f"FlexAttention's kernels work on {SHORTEST_FLEX} queries at a time, and there are {q.shape[2]}"
-    if q.shape[-1] < 16: return "sdpa", f"heads are {q.shape[-1]} wide, and FlexAttention needs 16"
-    plain = mask is None or isinstance(mask.offset, int) and (not mask.offset or mask.pad_lens is None and mask.offset <= q.shape[2] // 4)
-    if plain and _cudnn_takes(k, k, mask and mask.window): return "flash", f"long full layers are what cuDNN does best on {name}"
+        if q.shape[:3].numel() * k.shape[2] <= SMALL_SCORES:
+            return "eager", "on a CPU, while the scores are few, the formula is fast enough"
+        return (
+            "sdpa",
+            f"the scores would be many, and FlexAttention cannot train on this device ({q.device.type})",
+        )
+    name, capability = (
+        torch.cuda.get_device_name(q.device),
+        torch.cuda.get_device_capability(q.device),
+    )
+    if q.dtype == torch.float64:
+        return "eager", "float64 is for checking, and fast kernels do not know it"
+    if capability < (8, 0):
+        return (
+            "sdpa_lean",
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and compiled FlexAttention needs 8.0",
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "sdpa", "FlexAttention has to be compiled, and triton is not installed"
+    if q.dtype == torch.float32:
+        return "sdpa", "FlexAttention's kernels have no tiles for float32"
+    if q.shape[2] < SHORTEST_FLEX:
+        return (
+            "sdpa",
+            f"FlexAttention's kernels work on {SHORTEST_FLEX} queries at a time, and there are {q.shape[2]}",
+        )
+    if q.shape[-1] < 16:
+        return "sdpa", f"heads are {q.shape[-1]} wide, and FlexAttention needs 16"
+    plain = (
+        mask is None
+        or isinstance(mask.offset, int)
+        and (not mask.offset or mask.pad_lens is None and mask.offset <= q.shape[2] // 4)
+    )
+    if plain and _cudnn_takes(k, k, mask and mask.window):
+        return "flash", f"long full layers are what cuDNN does best on {name}"
     return "flex", f"{name} can compile FlexAttention"
 
 
 def _check_tensors(q, k, v, sinks):
     "Refuse tensors that do not belong together."
     shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4: raise ValueError(f"{shapes}, and each must be (sequences, heads, tokens, head size)")
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"{shapes}, and each must be (sequences, heads, tokens, head size)")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{shapes}: k and v must have one shape, and share the number of sequences and the head size with q")
-    if q.shape[1] % k.shape[1]: raise ValueError(f"{shapes}: {q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly")
+        raise ValueError(
+            f"{shapes}: k and v must have one shape, and share the number of sequences and the head size with q"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{shapes}: {q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly"
+        )
     if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, and q has {q.shape[1]} heads: give one number a head, shape ({q.shape[1]},), or None for attention without sinks")
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}, and q has {q.shape[1]} heads: give one number a head, shape ({q.shape[1]},), or None for attention without sinks"
+        )
 
 
 def _on_device(mask, device):
     "The mask where the tensors are; a model that is spread over several GPUs makes it on the first."
     place = torch.device(mask.device)
-    if place.type == device.type and place.index in (None, device.index): return mask
-    pad_lens, offset = (x.to(device) if torch.is_tensor(x) else x for x in (mask.pad_lens, mask.offset))
-    return mask._kept.setdefault(device, Mask(pad_lens, mask.q_len, mask.kv_len, offset, mask.window, device=device))
+    if place.type == device.type and place.index in (None, device.index):
+        return mask
+    pad_lens, offset = (
+        x.to(device) if torch.is_tensor(x) else x for x in (mask.pad_lens, mask.offset)
+    )
+    return mask._kept.setdefault(
+        device, Mask(pad_lens, mask.q_len, mask.kv_len, offset, mask.window, device=device)
+    )
 
 
 def _one_dtype(*tensors):
     "Tensors in the format that the surrounding autocast asks for, or in the widest of their own."
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
     device = tensors[0].device.type
-    if torch.is_autocast_enabled(device) and dtype != torch.float64: dtype = torch.get_autocast_dtype(device)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) for x in tensors]
 
 
@@ -456,58 +756,91 @@ def sink_attention(
     v: torch.Tensor,  # (B, Hk, Lk, D) values
     sinks: torch.Tensor | None,  # (Hq,) a logit a head; None: plain attention
     *,
-    pad_lens: torch.Tensor | None = None,  # (B,) int64, positions of padding at the left of each sequence
-    offset: int | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
-    window: int | None = None,  # keys that a query sees, itself included (gpt-oss: 128 in every other layer); None: all
+    pad_lens: torch.Tensor
+    | None = None,  # (B,) int64, positions of padding at the left of each sequence
+    offset: int
+    | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
+    window: int
+    | None = None,  # keys that a query sees, itself included (gpt-oss: 128 in every other layer); None: all
     scale: float | None = None,  # scores are multiplied by this; default D ** -0.5
     mask: Mask | None = None,  # a prepared mask in place of pad_lens, offset and window
     backend: str = "auto",  # "eager", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which prints once why it chose
 ) -> torch.Tensor:  # (B, Hq, Lq, D) in the common dtype (or autocast's); 0 for queries that see no key; differentiable in q, k, v and sinks
     "Causal attention with a sink in each head's softmax."
     _check_tensors(q, k, v, sinks)
-    if mask is None: mask = Mask(pad_lens, q.shape[2], k.shape[2], offset, window, device=q.device)
-    elif pad_lens is not None or window is not None or torch.is_tensor(offset) or offset != 0: raise ValueError("mask is given, and so are pad_lens, offset or window, which it holds: give one or the other")
+    if mask is None:
+        mask = Mask(pad_lens, q.shape[2], k.shape[2], offset, window, device=q.device)
+    elif pad_lens is not None or window is not None or torch.is_tensor(offset) or offset != 0:
+        raise ValueError(
+            "mask is given, and so are pad_lens, offset or window, which it holds: give one or the other"
+        )
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
-        raise ValueError(f"the mask is for {mask.q_len} queries and {mask.kv_len} keys, and there are {q.shape[2]} and {k.shape[2]}: make one for these tensors")
+        raise ValueError(
+            f"the mask is for {mask.q_len} queries and {mask.kv_len} keys, and there are {q.shape[2]} and {k.shape[2]}: make one for these tensors"
+        )
     if isinstance(mask.offset, int) and mask.offset + q.shape[2] > k.shape[2]:
-        raise ValueError(f"the last of {q.shape[2]} queries stands at position {mask.offset + q.shape[2] - 1} (offset {mask.offset}), and there are {k.shape[2]} keys: "
-                         "k and v must hold every position up to the last query's")
-    if mask.pad_lens is not None and len(mask.pad_lens) != len(q): raise ValueError(f"pad_lens has {len(mask.pad_lens)} numbers, and there are {len(q)} sequences: give one each")
+        raise ValueError(
+            f"the last of {q.shape[2]} queries stands at position {mask.offset + q.shape[2] - 1} (offset {mask.offset}), and there are {k.shape[2]} keys: "
+            "k and v must hold every position up to the last query's"
+        )
+    if mask.pad_lens is not None and len(mask.pad_lens) != len(q):
+        raise ValueError(
+            f"pad_lens has {len(mask.pad_lens)} numbers, and there are {len(q)} sequences: give one each"
+        )
     if backend == "auto":
         backend, why = choose_backend(q, k, mask)
-        if q.shape[2] > FEW_QUERIES: _announce(f"sink_attention takes the backend {backend!r}: {why}")
-    if backend not in BACKENDS: raise ValueError(f"backend is {backend!r}, and there are {', '.join(map(repr, BACKENDS))} and 'auto'")
-    if q.shape[2] <= FEW_QUERIES: backend = "eager"
+        if q.shape[2] > FEW_QUERIES:
+            _announce(f"sink_attention takes the backend {backend!r}: {why}")
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend is {backend!r}, and there are {', '.join(map(repr, BACKENDS))} and 'auto'"
+        )
+    if q.shape[2] <= FEW_QUERIES:
+        backend = "eager"
     q, k, v = _one_dtype(q, k, v)
     mask = _on_device(mask, q.device)
     with torch.autocast(q.device.type, enabled=False):
-        return BACKENDS[backend](q, k, v, sinks, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+        return BACKENDS[backend](
+            q, k, v, sinks, mask, q.shape[-1] ** -0.5 if scale is None else scale
+        )
 
 # %% ../../nbs/model/03_attention.ipynb #ecbe356b
 def _left_padding(attention_mask, kv_offset):
     "Padding at the left of each sequence, in the keys that are there; None if no sequence has any."
     real = attention_mask.bool()
-    count, first = real.sum(-1), real.int().argmax(-1)                                                      # (B,)
+    count, first = real.sum(-1), real.int().argmax(-1)  # (B,)
     last = real.shape[-1] - 1 - real.flip(-1).int().argmax(-1)
     pad_lens = torch.where(count > 0, first, real.shape[-1]) - kv_offset
     pad_lens = pad_lens.clamp(min=0)
-    if torch.compiler.is_compiling() or (real.is_cuda and torch.cuda.is_current_stream_capturing()): return pad_lens
-    padded, holes = torch.stack([(pad_lens > 0).any(), ((count > 0) & (last - first + 1 != count)).any()]).tolist()
-    if holes: raise ValueError("attention_mask has a 0 between two 1s of a sequence, and this attention knows padding at the left and at the right only: pad outside the text, "
-                               "or use attn_implementation='eager'. (Going on after a prompt that was padded on the right does that: pad prompts on the left)")
+    if torch.compiler.is_compiling() or (real.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return pad_lens
+    padded, holes = torch.stack(
+        [(pad_lens > 0).any(), ((count > 0) & (last - first + 1 != count)).any()]
+    ).tolist()
+    if holes:
+        raise ValueError(
+            "attention_mask has a 0 between two 1s of a sequence, and this attention knows padding at the left and at the right only: pad outside the text, "
+            "or use attn_implementation='eager'. (Going on after a prompt that was padded on the right does that: pad prompts on the left)"
+        )
     return pad_lens if padded else None
 
 
 class ModelMask(Mask):
     "A mask on its way through transformers, which asks some things of it that it asks of tensors (in `generate` with a static cache)."
+
     ndim = 4
 
-    def contiguous(self) -> "ModelMask": return self
+    def contiguous(self) -> "ModelMask":
+        return self
 
 
 def _is_plain(rule, batch_size, q_positions, kv_positions, window):
     "Whether a rule of transformers is causal (and sliding) and nothing else, at these positions."
-    sequence, q, kv = torch.arange(batch_size, device=q_positions.device)[:, None, None], q_positions[None, :, None], kv_positions[None, None, :]
+    sequence, q, kv = (
+        torch.arange(batch_size, device=q_positions.device)[:, None, None],
+        q_positions[None, :, None],
+        kv_positions[None, None, :],
+    )
     plain = (kv <= q) if window is None else (kv <= q) & (kv > q - window)
     return bool((rule(sequence, torch.zeros_like(sequence), q, kv) == plain).all())
 
@@ -519,7 +852,9 @@ def transformers_mask(
     kv_length: int,  # keys, those of the cache included
     q_offset: int | torch.Tensor = 0,  # position of the first query
     kv_offset: int = 0,  # position of the first key that the cache still holds
-    attention_mask: torch.Tensor | Mask | None = None,  # (B, tokens) True or 1 = a real token; or a mask that was made before
+    attention_mask: torch.Tensor
+    | Mask
+    | None = None,  # (B, tokens) True or 1 = a real token; or a mask that was made before
     local_size: int | None = None,  # keys that a query sees; None: all
     device: torch.device | str | None = None,  # of the model's input
     config: Any = None,  # of the model
@@ -528,17 +863,34 @@ def transformers_mask(
     **_,  # what other kinds of masks need
 ) -> Mask:
     "A mask for the layers of one kind, as AttentionMaskInterface asks for it."
-    if isinstance(attention_mask, Mask): return attention_mask
+    if isinstance(attention_mask, Mask):
+        return attention_mask
     if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
-        raise ValueError(f"the model cuts its attention into chunks of {local_size} tokens, and this attention knows causal and sliding masks only: use attn_implementation='eager'")
-    few = max(1, q_length * kv_length // 2**22)                                                             # of a long mask not every row is looked at
-    if not allow_is_causal_skip and q_length > 1 and mask_function is not None and not torch.compiler.is_compiling() and not _is_plain(
-            mask_function, batch_size, torch.arange(0, q_length, few, device=device) + q_offset, torch.arange(kv_length, device=device) + kv_offset, local_size):
-        raise ValueError("the model asks for a mask that is not plainly causal (packed sequences, an image, both directions), and this attention knows causal and sliding masks only: "
-                         "give an attention_mask with one sequence a row, or use attn_implementation='eager' or 'flex_attention'")
+        raise ValueError(
+            f"the model cuts its attention into chunks of {local_size} tokens, and this attention knows causal and sliding masks only: use attn_implementation='eager'"
+        )
+    few = max(1, q_length * kv_length // 2**22)  # of a long mask not every row is looked at
+    if (
+        not allow_is_causal_skip
+        and q_length > 1
+        and mask_function is not None
+        and not torch.compiler.is_compiling()
+        and not _is_plain(
+            mask_function,
+            batch_size,
+            torch.arange(0, q_length, few, device=device) + q_offset,
+            torch.arange(kv_length, device=device) + kv_offset,
+            local_size,
+        )
+    ):
+        raise ValueError(
+            "the model asks for a mask that is not plainly causal (packed sequences, an image, both directions), and this attention knows causal and sliding masks only: "
+            "give an attention_mask with one sequence a row, or use attn_implementation='eager' or 'flex_attention'"
+        )
     pad_lens = None if attention_mask is None else _left_padding(attention_mask, kv_offset)
     offset = q_offset - kv_offset
-    if torch.is_tensor(offset): offset = offset.reshape(())
+    if torch.is_tensor(offset):
+        offset = offset.reshape(())
     return ModelMask(pad_lens, q_length, kv_length, offset, local_size, device=device)
 
 # %% ../../nbs/model/03_attention.ipynb #2fcc1576
@@ -546,18 +898,60 @@ def transformers_attention(
     backend: str,  # one of sink_attention's
 ) -> Callable:  # for AttentionInterface
     "An attention function as transformers calls it."
-    def forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, s_aux=None, softcap=None, sharing=None, **_):
-        if dropout: raise ValueError(f"attention dropout is {dropout}, and this attention has none: set attention_dropout=0 in the model's config")
-        if softcap is not None: raise ValueError(f"the model caps its scores (softcap {softcap}), which this attention does not: use attn_implementation='eager'")
+
+    def forward(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=None,
+        dropout=0.0,
+        s_aux=None,
+        softcap=None,
+        sharing=None,
+        **_,
+    ):
+        if dropout:
+            raise ValueError(
+                f"attention dropout is {dropout}, and this attention has none: set attention_dropout=0 in the model's config"
+            )
+        if softcap is not None:
+            raise ValueError(
+                f"the model caps its scores (softcap {softcap}), which this attention does not: use attn_implementation='eager'"
+            )
         if attention_mask is not None and not isinstance(attention_mask, Mask):
-            raise ValueError(f"attention_mask is a {type(attention_mask).__name__} that was made for another attention: give the model a mask of shape (sequences, tokens), True for real tokens")
-        if sharing is None: out = sink_attention(query, key, value, s_aux, scale=scaling, mask=attention_mask, backend=backend)  # (B, Hq, Lq, D)
-        else: out = sharing.attend(sink_attention, query, key, value, s_aux, attention_mask.window, scale=scaling, backend=backend)
+            raise ValueError(
+                f"attention_mask is a {type(attention_mask).__name__} that was made for another attention: give the model a mask of shape (sequences, tokens), True for real tokens"
+            )
+        if sharing is None:
+            out = sink_attention(
+                query, key, value, s_aux, scale=scaling, mask=attention_mask, backend=backend
+            )  # (B, Hq, Lq, D)
+        else:
+            out = sharing.attend(
+                sink_attention,
+                query,
+                key,
+                value,
+                s_aux,
+                attention_mask.window,
+                scale=scaling,
+                backend=backend,
+            )
         return out.transpose(1, 2).contiguous(), None
+
     return forward
 
 
-TRANSFORMERS_NAMES = {"sink": "auto", "sink_eager": "eager", "sink_flex": "flex", "sink_key": "sdpa", "sink_lean": "sdpa_lean", "sink_lse": "flash"}
+TRANSFORMERS_NAMES = {
+    "sink": "auto",
+    "sink_eager": "eager",
+    "sink_flex": "flex",
+    "sink_key": "sdpa",
+    "sink_lean": "sdpa_lean",
+    "sink_lse": "flash",
+}
 
 
 def register() -> None:
@@ -582,8 +976,16 @@ def heads_together(
 ) -> int:  # heads of keys; all of them where they are not taken in parts
     "How many key heads a model's attention works on at a time."
     backend = TRANSFORMERS_NAMES.get(name)
-    old = backend == "auto" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return _step(sequences, tokens, tokens, heads, group, head_size, dtype.itemsize) if old or backend == "sdpa_lean" else heads
+    old = (
+        backend == "auto"
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    )
+    return (
+        _step(sequences, tokens, tokens, heads, group, head_size, dtype.itemsize)
+        if old or backend == "sdpa_lean"
+        else heads
+    )
 
 # %% ../../nbs/model/03_attention.ipynb #d4390483
 MODELS_WITH_SINKS = ("gpt_oss",)  # names of architectures, for a model that is not loaded yet
@@ -593,22 +995,33 @@ def has_sinks(
     model: Any,  # a model of transformers, wrapped by PEFT or not, or its config
 ) -> bool:
     "Whether the model's attention has trained sinks."
-    if not isinstance(model, torch.nn.Module): return getattr(model, "model_type", None) in MODELS_WITH_SINKS
+    if not isinstance(model, torch.nn.Module):
+        return getattr(model, "model_type", None) in MODELS_WITH_SINKS
     return any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
 
 
 def check_attention(
     model: Any,  # a model of transformers, wrapped by PEFT or not, or its config
-    attn_implementation: str | dict[str, str] | None = None,  # what is to be selected; None: what the model or config has selected
+    attn_implementation: str
+    | dict[str, str]
+    | None = None,  # what is to be selected; None: what the model or config has selected
 ) -> None:  # ValueError with what to choose
     "Refuse to train a model with sinks through a kernel that cannot."
     config = model.config if isinstance(model, torch.nn.Module) else model
     names = attn_implementation or getattr(config, "_attn_implementation", None)
     for name in names.values() if isinstance(names, dict) else [names]:
         plain = (name or "").removeprefix("paged|")
-        flash = "flash" in plain or "/" in plain                                                              # of the fourth version some releases have a backward pass for sinks, and it does not say which
-        if not (flash or plain == "sdpa") or not has_sinks(model): continue
-        why = ("its kernel has no backward pass through the sinks, and the gradients of queries, keys and sinks would be wrong" if flash
-               else "it leaves the sinks out")
-        raise ValueError(f"attn_implementation={name!r} cannot train this model, whose attention has sinks: {why}. Choose 'sink' (linear memory, any device), 'flex_attention' (a GPU of 2020 or later) or "
-                         f"'eager' (short sequences): model.set_attn_implementation('sink'), or model_init_kwargs={{'attn_implementation': 'sink'}} for a model given by name")
+        flash = (
+            "flash" in plain or "/" in plain
+        )  # of the fourth version some releases have a backward pass for sinks, and it does not say which
+        if not (flash or plain == "sdpa") or not has_sinks(model):
+            continue
+        why = (
+            "its kernel has no backward pass through the sinks, and the gradients of queries, keys and sinks would be wrong"
+            if flash
+            else "it leaves the sinks out"
+        )
+        raise ValueError(
+            f"attn_implementation={name!r} cannot train this model, whose attention has sinks: {why}. Choose 'sink' (linear memory, any device), 'flex_attention' (a GPU of 2020 or later) or "
+            f"'eager' (short sequences): model.set_attn_implementation('sink'), or model_init_kwargs={{'attn_implementation': 'sink'}} for a model given by name"
+        )

@@ -6,9 +6,10 @@
 __all__ = ['model_parts', 'watch', 'Run', 'LayerComparison', 'compare_layers']
 
 # %% ../../nbs/model/04_compare.ipynb #b649b77d
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,19 +18,37 @@ from torch.nn import functional as F
 # %% ../../nbs/model/04_compare.ipynb #9ffcb545
 def model_parts(
     model: nn.Module,  # a causal model of transformers, with adapters or without
-) -> dict[str, list[nn.Module]]:  # "layer", "attention", "mlp" -> that part of each layer; the last two only where layers have `self_attn` and `mlp`
+) -> dict[
+    str, list[nn.Module]
+]:  # "layer", "attention", "mlp" -> that part of each layer; the last two only where layers have `self_attn` and `mlp`
     "The decoder layers of a model, and the parts within them."
-    layers = next((list(m.layers) for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList)), None)
+    layers = next(
+        (
+            list(m.layers)
+            for m in model.modules()
+            if isinstance(getattr(m, "layers", None), nn.ModuleList)
+        ),
+        None,
+    )
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no list of layers: give a causal language model whose decoder keeps them in `layers`")
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers: give a causal language model whose decoder keeps them in `layers`"
+        )
     inside = {"attention": "self_attn", "mlp": "mlp"}
-    return {"layer": layers} | {part: [getattr(layer, name) for layer in layers] for part, name in inside.items() if all(hasattr(layer, name) for layer in layers)}
+    return {"layer": layers} | {
+        part: [getattr(layer, name) for layer in layers]
+        for part, name in inside.items()
+        if all(hasattr(layer, name) for layer in layers)
+    }
 
 # %% ../../nbs/model/04_compare.ipynb #66faab01
 @contextmanager
 def watch(
-    modules: list[nn.Module],  # whose first argument (or `hidden_states`) and first result are tensors
-    feed: list[torch.Tensor] | None = None,  # one for each module: what it is given in place of its own input
+    modules: list[
+        nn.Module
+    ],  # whose first argument (or `hidden_states`) and first result are tensors
+    feed: list[torch.Tensor]
+    | None = None,  # one for each module: what it is given in place of its own input
 ) -> Iterator[tuple[list, list]]:  # (inputs, outputs), filled while the model runs
     "Inside `with`: record what goes into each module and what comes out of it, and choose what goes in."
     inputs, outputs = [None] * len(modules), [None] * len(modules)
@@ -37,14 +56,19 @@ def watch(
     def before(i):
         def hook(module, args, kwargs):
             x = args[0] if args else kwargs["hidden_states"]
-            if feed is not None: x = feed[i].detach().to(x.device, x.dtype)
-            if torch.is_grad_enabled() and not x.requires_grad: x = x.detach().requires_grad_()
+            if feed is not None:
+                x = feed[i].detach().to(x.device, x.dtype)
+            if torch.is_grad_enabled() and not x.requires_grad:
+                x = x.detach().requires_grad_()
             inputs[i] = x
             return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
         return hook
 
     def after(i):
-        def hook(module, args, output): outputs[i] = output[0] if isinstance(output, tuple) else output
+        def hook(module, args, output):
+            outputs[i] = output[0] if isinstance(output, tuple) else output
+
         return hook
 
     with ExitStack() as hooks:
@@ -60,13 +84,19 @@ class Run:
 
     inputs: dict[str, list[torch.Tensor]]  # (B, L, H) each
     outputs: dict[str, list[torch.Tensor]]
-    input_gradients: dict[str, list[torch.Tensor]] | None = None  # of the loss, at each part's input
+    input_gradients: dict[str, list[torch.Tensor]] | None = (
+        None  # of the loss, at each part's input
+    )
     output_gradients: dict[str, list[torch.Tensor]] | None = None
 
 
 def _loss(logits, ids, real):
     "Mean negative log-prob of the next tokens, padding left out."
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), ids[:, 1:].flatten(), reduction="none")
+    losses = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+        ids[:, 1:].flatten(),
+        reduction="none",
+    )
     counted = (real[:, 1:] & real[:, :-1]).flatten()
     return losses[counted].mean()
 
@@ -81,18 +111,30 @@ def _run_own(model, inputs, real, gradients):
         loss = _loss(logits, inputs["input_ids"], real) if gradients else None
     run = Run(*({part: both[side] for part, both in seen.items()} for side in (0, 1)))
     if gradients:
-        flat = [x for states in (run.inputs, run.outputs) for tensors in states.values() for x in tensors]
+        flat = [
+            x
+            for states in (run.inputs, run.outputs)
+            for tensors in states.values()
+            for x in tensors
+        ]
         found = iter(torch.autograd.grad(loss, flat))
-        run.input_gradients, run.output_gradients = ({part: [next(found) for _ in tensors] for part, tensors in states.items()} for states in (run.inputs, run.outputs))
+        run.input_gradients, run.output_gradients = (
+            {part: [next(found) for _ in tensors] for part, tensors in states.items()}
+            for states in (run.inputs, run.outputs)
+        )
     return run
 
 
 def _run_fed(model, inputs, part, run):
     "(outputs, input gradients) of one part in all layers, each fed what it was fed in `run`, forward and backward."
     gradients = run.output_gradients is not None
-    with torch.set_grad_enabled(gradients), watch(model_parts(model)[part], run.inputs[part]) as (went_in, came_out):
+    with (
+        torch.set_grad_enabled(gradients),
+        watch(model_parts(model)[part], run.inputs[part]) as (went_in, came_out),
+    ):
         model(**inputs, use_cache=False)
-    if not gradients: return came_out, None
+    if not gradients:
+        return came_out, None
     upstream = [g.to(out.device, out.dtype) for g, out in zip(run.output_gradients[part], came_out)]
     return came_out, list(torch.autograd.grad(came_out, went_in, upstream))
 
@@ -101,14 +143,18 @@ def _difference(a, b, real):
     "(relative difference, largest difference) over real tokens."
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     a, b = a.detach()[real].to(wide), b.detach().to(a.device)[real.to(a.device)].to(wide)
-    return ((b - a).norm() / a.norm().clamp(min=torch.finfo(wide).tiny)).item(), (b - a).abs().max().item()
+    return ((b - a).norm() / a.norm().clamp(min=torch.finfo(wide).tiny)).item(), (
+        b - a
+    ).abs().max().item()
 
 
 @dataclass
 class LayerComparison:
     "Differences of two models, for each layer and part."
 
-    records: list[dict[str, Any]]  # layer (from 0), part, fed ("own" or "same"), what ("output" or "gradient"), relative, largest
+    records: list[
+        dict[str, Any]
+    ]  # layer (from 0), part, fed ("own" or "same"), what ("output" or "gradient"), relative, largest
 
     def relative(
         self,
@@ -117,10 +163,19 @@ class LayerComparison:
         what: str = "output",  # or "gradient": of the loss, at the part's input
     ) -> list[float]:  # one for each layer
         "||b - a|| / ||a|| of one part, layer by layer."
-        found = [r["relative"] for r in self.records if (r["part"], r["fed"], r["what"]) == (part, fed, what)]
+        found = [
+            r["relative"]
+            for r in self.records
+            if (r["part"], r["fed"], r["what"]) == (part, fed, what)
+        ]
         if not found:
-            known = ["/".join(key) for key in dict.fromkeys((r["part"], r["fed"], r["what"]) for r in self.records)]
-            raise ValueError(f"{part}/{fed}/{what} was not compared: it must be one of {', '.join(known)}")
+            known = [
+                "/".join(key)
+                for key in dict.fromkeys((r["part"], r["fed"], r["what"]) for r in self.records)
+            ]
+            raise ValueError(
+                f"{part}/{fed}/{what} was not compared: it must be one of {', '.join(known)}"
+            )
         return found
 
     def table(
@@ -128,9 +183,19 @@ class LayerComparison:
     ) -> str:  # a line a layer, a column for each part, way of feeding and quantity
         "The relative differences as text."
         columns = list(dict.fromkeys((r["what"], r["fed"], r["part"]) for r in self.records))
-        lines = ["      " + " ".join(f"{heading:>10}" for heading in names) for names in zip(*columns)]
+        lines = [
+            "      " + " ".join(f"{heading:>10}" for heading in names) for names in zip(*columns)
+        ]
         values = zip(*(self.relative(part, fed, what) for what, fed, part in columns))
-        return "\n".join([*lines, *(f"{layer:>5} " + " ".join(f"{value:>10.1e}" for value in row) for layer, row in enumerate(values))])
+        return "\n".join(
+            [
+                *lines,
+                *(
+                    f"{layer:>5} " + " ".join(f"{value:>10.1e}" for value in row)
+                    for layer, row in enumerate(values)
+                ),
+            ]
+        )
 
     __str__ = table
 
@@ -146,10 +211,21 @@ class LayerComparison:
         panels = figure.subplots(1, len(quantities), squeeze=False, sharey=True)[0]
         for panel, what in zip(panels, quantities):
             for fed, part in dict.fromkeys((r["fed"], r["part"]) for r in self.records):
-                if fed == "own" and part != "layer": continue
-                style = {"layer": "#0072B2", "attention": "#D55E00", "mlp": "#009E73"}[part] if fed == "same" else "#999999"
+                if fed == "own" and part != "layer":
+                    continue
+                style = (
+                    {"layer": "#0072B2", "attention": "#D55E00", "mlp": "#009E73"}[part]
+                    if fed == "same"
+                    else "#999999"
+                )
                 values = [max(value, floor) for value in self.relative(part, fed, what)]
-                panel.plot(values, "o-" if fed == "same" else "--", color=style, markersize=3, label=f"{part}, {'same input' if fed == 'same' else 'own input'}")
+                panel.plot(
+                    values,
+                    "o-" if fed == "same" else "--",
+                    color=style,
+                    markersize=3,
+                    label=f"{part}, {'same input' if fed == 'same' else 'own input'}",
+                )
             panel.set(yscale="log", xlabel="layer (from 0)", title=what)
             panel.set_ylim(bottom=floor / 2)
             panel.xaxis.get_major_locator().set_params(integer=True)
@@ -162,11 +238,16 @@ def _model_inputs(inputs):
     "(keyword arguments of the model, (B, L) bool of real tokens)."
     inputs = {"input_ids": inputs} if torch.is_tensor(inputs) else dict(inputs)
     if "input_ids" not in inputs:
-        raise ValueError(f"inputs has {', '.join(inputs) or 'nothing'}, but input_ids are needed: give a (B, L) tensor of token ids, or what the tokenizer returns")
+        raise ValueError(
+            f"inputs has {', '.join(inputs) or 'nothing'}, but input_ids are needed: give a (B, L) tensor of token ids, or what the tokenizer returns"
+        )
     mask = inputs.get("attention_mask")
-    if mask is None: mask = torch.ones_like(inputs["input_ids"])
+    if mask is None:
+        mask = torch.ones_like(inputs["input_ids"])
     if mask.shape != inputs["input_ids"].shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, but input_ids have {tuple(inputs['input_ids'].shape)}: give one 0 or 1 for each token")
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, but input_ids have {tuple(inputs['input_ids'].shape)}: give one 0 or 1 for each token"
+        )
     return inputs, mask.bool()
 
 
@@ -174,11 +255,18 @@ def _check_alike(model_a, model_b):
     "Refuse models that cannot be laid side by side."
     parts = [model_parts(model) for model in (model_a, model_b)]
     if parts[0].keys() != parts[1].keys() or len(parts[0]["layer"]) != len(parts[1]["layer"]):
-        said = [f"{len(p['layer'])} layers with {', '.join(list(p)[1:]) or 'no known parts'}" for p in parts]
-        raise ValueError(f"model_a has {said[0]} and model_b {said[1]}: compare two forms of the same model")
+        said = [
+            f"{len(p['layer'])} layers with {', '.join(list(p)[1:]) or 'no known parts'}"
+            for p in parts
+        ]
+        raise ValueError(
+            f"model_a has {said[0]} and model_b {said[1]}: compare two forms of the same model"
+        )
     widths = [model.get_input_embeddings().weight.shape[-1] for model in (model_a, model_b)]
     if widths[0] != widths[1]:
-        raise ValueError(f"model_a is {widths[0]} wide and model_b {widths[1]} wide: compare two forms of the same model")
+        raise ValueError(
+            f"model_a is {widths[0]} wide and model_b {widths[1]} wide: compare two forms of the same model"
+        )
 
 
 @contextmanager
@@ -186,31 +274,52 @@ def _evaluating(*models):
     "Inside `with`: no dropout, no checkpointing."
     before = [(module, module.training) for model in models for module in model.modules()]
     try:
-        for model in models: model.eval()
+        for model in models:
+            model.eval()
         yield
     finally:
-        for module, training in before: module.training = training
+        for module, training in before:
+            module.training = training
 
 
 def compare_layers(
     model_a: nn.Module,  # a causal model of transformers: the one that is believed
     model_b: nn.Module,  # the same model in another form: dtype, attention, weights; on any device
-    inputs: dict[str, torch.Tensor] | torch.Tensor,  # what the tokenizer returns (input_ids, attention_mask), or (B, L) ids without padding
+    inputs: dict[str, torch.Tensor]
+    | torch.Tensor,  # what the tokenizer returns (input_ids, attention_mask), or (B, L) ids without padding
     *,
     gradients: bool = False,  # compare the gradient of the loss at each part's input too
 ) -> LayerComparison:  # differences with each model on its own, and with each part fed the same
     "Run two models on the same inputs and measure where they differ; all states of both are kept in memory meanwhile."
     _check_alike(model_a, model_b)
     inputs, real = _model_inputs(inputs)
-    on_b = {name: x.to(next(model_b.parameters()).device) if torch.is_tensor(x) else x for name, x in inputs.items()}
+    on_b = {
+        name: x.to(next(model_b.parameters()).device) if torch.is_tensor(x) else x
+        for name, x in inputs.items()
+    }
     with _evaluating(model_a, model_b):
-        a, own = _run_own(model_a, inputs, real, gradients), _run_own(model_b, on_b, real.to(on_b["input_ids"].device), gradients)
-        found = {("own", part): (own.outputs[part], own.input_gradients and own.input_gradients[part]) for part in a.outputs}
+        a, own = (
+            _run_own(model_a, inputs, real, gradients),
+            _run_own(model_b, on_b, real.to(on_b["input_ids"].device), gradients),
+        )
+        found = {
+            ("own", part): (own.outputs[part], own.input_gradients and own.input_gradients[part])
+            for part in a.outputs
+        }
         found |= {("same", part): _run_fed(model_b, on_b, part, a) for part in a.outputs}
     records = []
-    for what, theirs in enumerate((a.outputs, a.input_gradients)[:1 + gradients]):
+    for what, theirs in enumerate((a.outputs, a.input_gradients)[: 1 + gradients]):
         for (fed, part), both in found.items():
             for layer, pair in enumerate(zip(theirs[part], both[what])):
                 relative, largest = _difference(*pair, real)
-                records.append(dict(layer=layer, part=part, fed=fed, what=("output", "gradient")[what], relative=relative, largest=largest))
+                records.append(
+                    dict(
+                        layer=layer,
+                        part=part,
+                        fed=fed,
+                        what=("output", "gradient")[what],
+                        relative=relative,
+                        largest=largest,
+                    )
+                )
     return LayerComparison(records)

@@ -29,6 +29,7 @@ from .packed import PackedWeight
 @dataclass(frozen=True)
 class LowRank:
     "A low-rank addition to every expert's matrix: y += scaling * (x @ a[e]) @ b[e]."
+
     a: torch.Tensor  # (E, in, r)
     b: torch.Tensor  # (E, r, out)
     scaling: float  # PEFT's lora_alpha / r (or lora_alpha / sqrt(r))
@@ -37,6 +38,7 @@ class LowRank:
 @dataclass(frozen=True)
 class ExpertWeights:
     "The weights of a layer's E experts: a module's own tensors, nothing copied."
+
     gate_up: torch.Tensor  # (E, H, 2I), gate in the even columns, up in the odd ones
     gate_up_bias: torch.Tensor  # (E, 2I)
     down: torch.Tensor  # (E, I, H)
@@ -66,7 +68,8 @@ def swiglu(
 def _linear(x, e, weight, bias, lora, dtype):
     "What expert `e` makes of one token's vector `x`: its matrix, its bias, its adapters."
     y = x @ weight[e].to(dtype) + bias[e].to(dtype)
-    for f in lora: y = y + f.scaling * (x @ f.a[e].to(dtype)) @ f.b[e].to(dtype)
+    for f in lora:
+        y = y + f.scaling * (x @ f.a[e].to(dtype)) @ f.b[e].to(dtype)
     return y
 
 
@@ -74,8 +77,21 @@ def _reference(hidden, indices, weights, experts):
     "The formula: for every token, the weighted sum of what its experts say. Float32 or wider throughout."
     w, dtype, rows = experts, _wide(hidden.dtype), []
     for token, chosen, shares in zip(hidden.to(dtype), indices.tolist(), weights.to(dtype)):
-        said = [_linear(swiglu(_linear(token, e, w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype), w.alpha, w.limit),
-                        e, w.down, w.down_bias, w.down_lora, dtype) for e in chosen]
+        said = [
+            _linear(
+                swiglu(
+                    _linear(token, e, w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype),
+                    w.alpha,
+                    w.limit,
+                ),
+                e,
+                w.down,
+                w.down_bias,
+                w.down_lora,
+                dtype,
+            )
+            for e in chosen
+        ]
         rows.append(sum(share * y for share, y in zip(shares, said)))
     return torch.stack(rows).to(hidden.dtype)
 
@@ -89,21 +105,39 @@ def _few(hidden, indices, weights, experts, dtype):
     "Each token's experts gathered by index, one batched product for all pairs: no sort, no wait for the device."
     T, K = indices.shape
     ids, w = indices.reshape(-1), experts
-    x = hidden.to(dtype).repeat_interleave(K, dim=0)[:, None]                    # (P, 1, H), P = T * K pairs
+    x = hidden.to(dtype).repeat_interleave(K, dim=0)[:, None]  # (P, 1, H), P = T * K pairs
 
     def product(x, weight, bias, lora, out):
-        y = torch.baddbmm(bias.index_select(0, ids)[:, None].to(out), x.to(out), weight.index_select(0, ids).to(out))
-        for f in lora: y = y + f.scaling * torch.bmm(torch.bmm(x.to(out), f.a.index_select(0, ids).to(out)), f.b.index_select(0, ids).to(out))
+        y = torch.baddbmm(
+            bias.index_select(0, ids)[:, None].to(out),
+            x.to(out),
+            weight.index_select(0, ids).to(out),
+        )
+        for f in lora:
+            y = y + f.scaling * torch.bmm(
+                torch.bmm(x.to(out), f.a.index_select(0, ids).to(out)),
+                f.b.index_select(0, ids).to(out),
+            )
         return y
-    gate_up = product(x, w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype)                   # (P, 1, 2I)
-    if dtype == torch.float16: gate_up = gate_up.clamp(-65504.0, 65504.0)
-    y = product(swiglu(gate_up, w.alpha, w.limit), w.down, w.down_bias, w.down_lora, _wide(dtype) if dtype == torch.float16 else dtype)
-    y = y.to(_wide(dtype)).view(T, K, -1)                                                   # (T, K, H)
+
+    gate_up = product(x, w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype)  # (P, 1, 2I)
+    if dtype == torch.float16:
+        gate_up = gate_up.clamp(-65504.0, 65504.0)
+    y = product(
+        swiglu(gate_up, w.alpha, w.limit),
+        w.down,
+        w.down_bias,
+        w.down_lora,
+        _wide(dtype) if dtype == torch.float16 else dtype,
+    )
+    y = y.to(_wide(dtype)).view(T, K, -1)  # (T, K, H)
     return (y * weights.to(y.dtype)[..., None]).sum(1).to(hidden.dtype)
 
 # %% ../../nbs/model/05_experts.ipynb #355aa7a5
 ROWS = 1024  # pairs that are worked on at a time where float32 is needed, so that it stays small
-UNPACKED = 2**29  # bytes of experts that are dense at a time where weights are stored in 4 bits; at least one expert
+UNPACKED = (
+    2**29
+)  # bytes of experts that are dense at a time where weights are stored in 4 bits; at least one expert
 
 
 def _chunks(*tensors):
@@ -113,12 +147,20 @@ def _chunks(*tensors):
 
 def _no_autocast(device):
     "Autocast off, if it was on: the dtypes of the products are chosen here."
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else contextlib.nullcontext()
+    return (
+        torch.autocast(device.type, enabled=False)
+        if torch.is_autocast_enabled(device.type)
+        else contextlib.nullcontext()
+    )
 
 # %% ../../nbs/model/05_experts.ipynb #369c40dc
 def _grouped_mm(x, weight, offs):
     "torch's grouped product under its present or its former name."
-    return F.grouped_mm(x, weight, offs=offs) if hasattr(F, "grouped_mm") else torch._grouped_mm(x, weight, offs=offs)
+    return (
+        F.grouped_mm(x, weight, offs=offs)
+        if hasattr(F, "grouped_mm")
+        else torch._grouped_mm(x, weight, offs=offs)
+    )
 
 
 def can_group(
@@ -127,28 +169,47 @@ def can_group(
     *sizes: int,  # H and I
 ) -> bool:  # False: one expert after the other
     "Whether torch has one call for all experts here: bfloat16 on CUDA from compute capability 8.0; float32 and bfloat16 on a CPU from torch 2.11."
-    if any(size % 8 for size in sizes): return False  # rows must be multiples of 16 bytes
-    if device.type == "cuda": return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.__version__ >= "2.11"
+    if any(size % 8 for size in sizes):
+        return False  # rows must be multiples of 16 bytes
+    if device.type == "cuda":
+        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        device.type == "cpu"
+        and dtype in (torch.float32, torch.bfloat16)
+        and torch.__version__ >= "2.11"
+    )
 
 # %% ../../nbs/model/05_experts.ipynb #d31c36c8
 def _at_a_time(weight, dtype):
     "How many experts are dense at a time: all, or as many packed ones as UNPACKED allows."
-    if not isinstance(weight, PackedWeight): return len(weight)
-    return min(len(weight), max(1, UNPACKED // (weight.shape[1] * weight.shape[2] * dtype.itemsize)))
+    if not isinstance(weight, PackedWeight):
+        return len(weight)
+    return min(
+        len(weight), max(1, UNPACKED // (weight.shape[1] * weight.shape[2] * dtype.itemsize))
+    )
 
 
 class _Groups:
     "Pairs (token, expert) in the order of their experts, and where each expert's rows end."
+
     TENSORS = ("ids", "order", "tokens", "place", "ends")
 
     def __init__(self, indices, num_experts):
-        ids, self.order = torch.sort(indices.reshape(-1), stable=True)              # (P,) each; stable: the same order on every run
-        self.ids, self.tokens = ids, self.order // indices.shape[1]                 # (P,) the expert and the token of each row
+        ids, self.order = torch.sort(
+            indices.reshape(-1), stable=True
+        )  # (P,) each; stable: the same order on every run
+        self.ids, self.tokens = (
+            ids,
+            self.order // indices.shape[1],
+        )  # (P,) the expert and the token of each row
         self.place = torch.empty_like(self.order)
-        self.place[self.order] = torch.arange(len(ids), device=ids.device)          # (P,) the row of each pair
-        self.place = self.place.view(indices.shape)                                 # (T, K)
-        self.ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)  # (E,)
+        self.place[self.order] = torch.arange(
+            len(ids), device=ids.device
+        )  # (P,) the row of each pair
+        self.place = self.place.view(indices.shape)  # (T, K)
+        self.ends = torch.searchsorted(
+            ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True
+        )  # (E,)
 
     def handed_over(self):
         "The tensors, which are then no longer here: autograd keeps what it is given for as long as it has to, and not what hangs on an object."
@@ -162,32 +223,43 @@ class _Groups:
 
     def send(self):
         "Begin to copy `ends` to the host. Who needs `bounds` then waits for that, and not for all that the device was asked for meanwhile."
-        self.sent, self.arrived = torch.empty(self.ends.shape, dtype=self.ends.dtype, pin_memory=True), torch.cuda.Event()
+        self.sent, self.arrived = (
+            torch.empty(self.ends.shape, dtype=self.ends.dtype, pin_memory=True),
+            torch.cuda.Event(),
+        )
         self.sent.copy_(self.ends, non_blocking=True)
         self.arrived.record(torch.cuda.current_stream(self.ends.device))
 
     @cached_property
     def bounds(self):
         "Where each expert's rows begin, and the end of the last one's; waits for the device once."
-        if "sent" not in vars(self): return [0, *self.ends.tolist()]
+        if "sent" not in vars(self):
+            return [0, *self.ends.tolist()]
         self.arrived.synchronize()
         return [0, *self.sent.tolist()]
 
     @property
     def spans(self):
         "(expert, first row, last row + 1) of the experts that have rows."
-        return [(e, start, end) for e, (start, end) in enumerate(zip(self.bounds, self.bounds[1:])) if end > start]
+        return [
+            (e, start, end)
+            for e, (start, end) in enumerate(zip(self.bounds, self.bounds[1:]))
+            if end > start
+        ]
 
     def products(self, x, weight):
         "x (P, in) times each row's expert's matrix (E, in, out) -> (P, out); of packed weights some experts are unpacked at a time."
-        if not isinstance(weight, PackedWeight): return _grouped_mm(x, weight.to(x.dtype), offs=self.ends)
+        if not isinstance(weight, PackedWeight):
+            return _grouped_mm(x, weight.to(x.dtype), offs=self.ends)
         step = _at_a_time(weight, x.dtype)
-        if step == len(weight): return _grouped_mm(x, weight.dequantize().to(x.dtype), offs=self.ends)
+        if step == len(weight):
+            return _grouped_mm(x, weight.dequantize().to(x.dtype), offs=self.ends)
         y = x.new_empty(len(x), weight.shape[2])
         for some in [slice(e, e + step) for e in range(0, len(weight), step)]:
             dense = weight.dequantize(some).to(x.dtype)
             start, end = self.bounds[some.start], self.bounds[min(some.stop, len(weight))]
-            if end > start: y[start:end] = _grouped_mm(x[start:end], dense, offs=self.ends[some] - start)
+            if end > start:
+                y[start:end] = _grouped_mm(x[start:end], dense, offs=self.ends[some] - start)
             del dense  # before the next ones take its place
         return y
 
@@ -198,7 +270,7 @@ class _Groups:
 
     def sums(self, x):
         "The sum of each expert's rows, (P, n) -> (E, n), in float32 or wider."
-        chosen = self.ids == torch.arange(len(self.ends), device=x.device)[:, None]   # (E, P)
+        chosen = self.ids == torch.arange(len(self.ends), device=x.device)[:, None]  # (E, P)
         return chosen.to(_wide(x.dtype)) @ x.to(_wide(x.dtype))
 
 # %% ../../nbs/model/05_experts.ipynb #632733a7
@@ -212,8 +284,13 @@ def combine(
     "Rows back to their tokens: each token fetches its K rows and sums them, always in the same order."
     step, parts = max(1, ROWS // place.shape[1]), []
     for tokens in [slice(t, t + step) for t in range(0, len(place), step)]:
-        rows = y.index_select(0, place[tokens].flatten()).to(_wide(y.dtype)).view(*place[tokens].shape, -1)      # (step, K, n)
-        if bias is not None: rows += bias.index_select(0, indices[tokens].flatten()).view_as(rows)
+        rows = (
+            y.index_select(0, place[tokens].flatten())
+            .to(_wide(y.dtype))
+            .view(*place[tokens].shape, -1)
+        )  # (step, K, n)
+        if bias is not None:
+            rows += bias.index_select(0, indices[tokens].flatten()).view_as(rows)
         parts.append((rows if weights is None else rows.mul_(weights[tokens, :, None])).sum(1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -227,7 +304,8 @@ def activate(
 ) -> torch.Tensor:  # (P, I)
     "`swiglu` of gate and up with their bias."
     y = z.new_empty(len(z), z.shape[1] // 2)
-    for rows, which, out in _chunks(z, ids, y): out.copy_(swiglu(_finite(rows + bias.index_select(0, which).to(z.dtype)), alpha, limit))
+    for rows, which, out in _chunks(z, ids, y):
+        out.copy_(swiglu(_finite(rows + bias.index_select(0, which).to(z.dtype)), alpha, limit))
     return y
 
 
@@ -240,17 +318,25 @@ def activate_backward(
     alpha: float,
     limit: float,
     out: torch.Tensor,  # (P, 2I) may be `z` itself
-) -> tuple[torch.Tensor, torch.Tensor]:  # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
     "The way back through `activate`."
     sums = gradient.new_empty(len(z), dtype=_wide(z.dtype))
     for rows, which, grad, s, result, total in _chunks(z, ids, gradient, share, out, sums):
         rows = _finite(rows + bias.index_select(0, which).to(z.dtype)).to(_wide(z.dtype))
-        gate, up, g = rows[:, ::2].clamp(max=limit), rows[:, 1::2].clamp(-limit, limit), grad.to(_wide(z.dtype))
+        gate, up, g = (
+            rows[:, ::2].clamp(max=limit),
+            rows[:, 1::2].clamp(-limit, limit),
+            grad.to(_wide(z.dtype)),
+        )
         sigma = torch.sigmoid(alpha * gate)
         act = (up + 1) * gate * sigma
         total.copy_((g * act).sum(1))
         g = g * s[:, None]
-        d_gate = g * (up + 1) * (sigma + alpha * gate * sigma * (1 - sigma)) * (rows[:, ::2] <= limit)
+        d_gate = (
+            g * (up + 1) * (sigma + alpha * gate * sigma * (1 - sigma)) * (rows[:, ::2] <= limit)
+        )
         d_up = g * gate * sigma * (rows[:, 1::2].abs() <= limit)
         result[:, ::2], result[:, 1::2] = d_gate, d_up
         grad.copy_(act * s[:, None])
@@ -259,7 +345,8 @@ def activate_backward(
 # %% ../../nbs/model/05_experts.ipynb #a940c470
 def _join(lora, dtype):
     "Adapters side by side as one: a (E, in, R), b (E, R, out), scaling inside b; R a multiple of 8, as grouped products want it."
-    if not lora: return None, None
+    if not lora:
+        return None, None
     a = torch.cat([f.a.to(dtype) for f in lora], dim=2)
     b = torch.cat([(f.scaling * f.b).to(dtype) for f in lora], dim=1)
     pad = -a.shape[2] % 8
@@ -298,11 +385,17 @@ def _pre_activation(hidden, groups, dtype, weight, a, b):
 # %% ../../nbs/model/05_experts.ipynb #e782faed
 class _Unheard(threading.local):
     "Inside `with UNHEARD`, for this thread, experts keep what their backward pass wants, and answer zeros."
+
     depth = 0
 
-    def __enter__(self): self.depth += 1
-    def __exit__(self, *error): self.depth -= 1
-    def __bool__(self): return self.depth > 0
+    def __enter__(self):
+        self.depth += 1
+
+    def __exit__(self, *error):
+        self.depth -= 1
+
+    def __bool__(self):
+        return self.depth > 0
 
 
 UNHEARD = _Unheard()
@@ -317,54 +410,142 @@ def contexts_of(
 ):  # for `torch.utils.checkpoint.checkpoint`, as context_fn: the contexts of the first and of the second pass through a layer
     "In a gpt-oss the experts come last in a layer, and in its second pass nobody hears them."
     layers = [module for module in model.modules() if isinstance(module, GptOssDecoderLayer)]
-    if not layers or any(type(layer) is not GptOssDecoderLayer or type(layer.mlp) is not GptOssMLP for layer in layers): return noop_context_fn
-    return partial(_contexts, [module._forward_hooks for layer in layers for module in (layer, layer.mlp, *layer.mlp.experts.modules())])
+    if not layers or any(
+        type(layer) is not GptOssDecoderLayer or type(layer.mlp) is not GptOssMLP
+        for layer in layers
+    ):
+        return noop_context_fn
+    return partial(
+        _contexts,
+        [
+            module._forward_hooks
+            for layer in layers
+            for module in (layer, layer.mlp, *layer.mlp.experts.modules())
+        ],
+    )
 
 # %% ../../nbs/model/05_experts.ipynb #f2b54fa1
 class _Many(torch.autograd.Function):
     "Pairs sorted by expert; keeps the input, and `z` unless it is to be computed again."
 
     @staticmethod
-    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, alpha, limit, dtype, recompute):
+    def forward(
+        ctx,
+        hidden,
+        indices,
+        weights,
+        gate_up,
+        gate_up_bias,
+        down,
+        down_bias,
+        gate_up_a,
+        gate_up_b,
+        down_a,
+        down_b,
+        alpha,
+        limit,
+        dtype,
+        recompute,
+    ):
         activate, _, combine = _passes(hidden.device)
         with _no_autocast(hidden.device):
             groups = _Groups(indices, len(gate_up))
-            if hidden.is_cuda and _at_a_time(gate_up, dtype) < len(gate_up): groups.send()
-            z = None if recompute and UNHEARD else _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)      # (P, 2I)
-            if UNHEARD: result = torch.zeros_like(hidden)
+            if hidden.is_cuda and _at_a_time(gate_up, dtype) < len(gate_up):
+                groups.send()
+            z = (
+                None
+                if recompute and UNHEARD
+                else _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)
+            )  # (P, 2I)
+            if UNHEARD:
+                result = torch.zeros_like(hidden)
             else:
-                act = activate(z, groups.ids, gate_up_bias, alpha, limit)                                          # (P, I)
-                if recompute: z = None                                                                             # its memory is free for what follows
-                y = _affine(groups, act, down, down_a, down_b)                                                     # (P, H)
-                result = combine(y, groups.place, weights.to(_wide(dtype)), indices, down_bias)                    # (T, H)
+                act = activate(z, groups.ids, gate_up_bias, alpha, limit)  # (P, I)
+                if recompute:
+                    z = None  # its memory is free for what follows
+                y = _affine(groups, act, down, down_a, down_b)  # (P, H)
+                result = combine(
+                    y, groups.place, weights.to(_wide(dtype)), indices, down_bias
+                )  # (T, H)
         ctx.groups, ctx.constants, ctx.spent = groups, (alpha, limit, dtype), False
-        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, z, *groups.handed_over())
+        ctx.save_for_backward(
+            hidden,
+            weights,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            gate_up_a,
+            gate_up_b,
+            down_a,
+            down_b,
+            z,
+            *groups.handed_over(),
+        )
         return result.to(hidden.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, z, *tensors = ctx.saved_tensors
-        groups, (alpha, limit, dtype), needs = ctx.groups.around(tensors), ctx.constants, ctx.needs_input_grad
+        (
+            hidden,
+            weights,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            gate_up_a,
+            gate_up_b,
+            down_a,
+            down_b,
+            z,
+            *tensors,
+        ) = ctx.saved_tensors
+        groups, (alpha, limit, dtype), needs = (
+            ctx.groups.around(tensors),
+            ctx.constants,
+            ctx.needs_input_grad,
+        )
         _, activate_backward, combine = _passes(hidden.device)
         grads = [None] * 15
         with _no_autocast(hidden.device):
-            if z is None or ctx.spent: z = _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)
-            ctx.spent = True                                                                          # z is overwritten: another backward pass computes it again
-            share = weights.to(_wide(dtype)).reshape(-1)[groups.order]                                # (P,)
-            g = gradient.to(dtype).index_select(0, groups.tokens)                                     # (P, H)
-            act = _affine_backward(groups, g, down, down_a, down_b)                                   # (P, I) the gradient of the activation, and then
-            dz, sums = activate_backward(z, groups.ids, gate_up_bias, act, share, alpha, limit, z.data)  # (P, 2I), in the place of z; the activation itself, times its share
-            if needs[2]: grads[2] = (sums[groups.place] + (gradient.to(_wide(dtype)) @ down_bias.to(_wide(dtype)).T).gather(1, groups.ids[groups.place])).to(weights.dtype)
-            if needs[5]: grads[5] = groups.outer(act, g).to(down.dtype)
-            if needs[6]: grads[6] = groups.sums(g * share[:, None]).to(down_bias.dtype)
-            if needs[9] or needs[10]: grads[9], grads[10] = _factor_gradients(groups, act, g, down_a, down_b)
+            if z is None or ctx.spent:
+                z = _pre_activation(hidden, groups, dtype, gate_up, gate_up_a, gate_up_b)
+            ctx.spent = True  # z is overwritten: another backward pass computes it again
+            share = weights.to(_wide(dtype)).reshape(-1)[groups.order]  # (P,)
+            g = gradient.to(dtype).index_select(0, groups.tokens)  # (P, H)
+            act = _affine_backward(
+                groups, g, down, down_a, down_b
+            )  # (P, I) the gradient of the activation, and then
+            dz, sums = activate_backward(
+                z, groups.ids, gate_up_bias, act, share, alpha, limit, z.data
+            )  # (P, 2I), in the place of z; the activation itself, times its share
+            if needs[2]:
+                grads[2] = (
+                    sums[groups.place]
+                    + (gradient.to(_wide(dtype)) @ down_bias.to(_wide(dtype)).T).gather(
+                        1, groups.ids[groups.place]
+                    )
+                ).to(weights.dtype)
+            if needs[5]:
+                grads[5] = groups.outer(act, g).to(down.dtype)
+            if needs[6]:
+                grads[6] = groups.sums(g * share[:, None]).to(down_bias.dtype)
+            if needs[9] or needs[10]:
+                grads[9], grads[10] = _factor_gradients(groups, act, g, down_a, down_b)
             del g, act
-            if needs[0]: grads[0] = combine(_affine_backward(groups, dz, gate_up, gate_up_a, gate_up_b), groups.place).to(hidden.dtype)
-            if needs[4]: grads[4] = groups.sums(dz).to(gate_up_bias.dtype)
-            if needs[3] or needs[7] or needs[8]: x = hidden.to(dtype).index_select(0, groups.tokens)
-            if needs[3]: grads[3] = groups.outer(x, dz).to(gate_up.dtype)
-            if needs[7] or needs[8]: grads[7], grads[8] = _factor_gradients(groups, x, dz, gate_up_a, gate_up_b)
+            if needs[0]:
+                grads[0] = combine(
+                    _affine_backward(groups, dz, gate_up, gate_up_a, gate_up_b), groups.place
+                ).to(hidden.dtype)
+            if needs[4]:
+                grads[4] = groups.sums(dz).to(gate_up_bias.dtype)
+            if needs[3] or needs[7] or needs[8]:
+                x = hidden.to(dtype).index_select(0, groups.tokens)
+            if needs[3]:
+                grads[3] = groups.outer(x, dz).to(gate_up.dtype)
+            if needs[7] or needs[8]:
+                grads[7], grads[8] = _factor_gradients(groups, x, dz, gate_up_a, gate_up_b)
         return tuple(grads)
 
 # %% ../../nbs/model/05_experts.ipynb #64039a38
@@ -383,7 +564,8 @@ def _dense(weight, e, dtype):
 
 def _mm(x, weight, wide):
     "A product; `wide`: float32 out of float16."
-    if not wide or x.dtype != torch.float16: return x @ weight
+    if not wide or x.dtype != torch.float16:
+        return x @ weight
     return torch.mm(x, weight, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float()
 
 
@@ -402,110 +584,273 @@ class _Each(torch.autograd.Function):
     "`_Many`, one expert after the other; keeps the input, and `z` unless it is to be computed again."
 
     @staticmethod
-    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, alpha, limit, dtype, recompute):
+    def forward(
+        ctx,
+        hidden,
+        indices,
+        weights,
+        gate_up,
+        gate_up_bias,
+        down,
+        down_bias,
+        gate_up_a,
+        gate_up_b,
+        down_a,
+        down_b,
+        alpha,
+        limit,
+        dtype,
+        recompute,
+    ):
         activate, kept = _passes(hidden.device)[0], []
         with _no_autocast(hidden.device):
             groups, share = _Groups(indices, len(gate_up)), weights.to(_wide(dtype)).reshape(-1)
-            result = hidden.new_zeros(hidden.shape, dtype=_wide(dtype))                                            # (T, H)
+            result = hidden.new_zeros(hidden.shape, dtype=_wide(dtype))  # (T, H)
             for e, start, end in () if recompute and UNHEARD else groups.spans:
                 w1, w2 = _dense(gate_up, e, dtype), None if UNHEARD else _dense(down, e, dtype)
                 for span in _spans(start, end):
                     tokens, ids = groups.tokens[span], groups.ids[span]
-                    z = _times(hidden[tokens].to(dtype), w1, *_of(e, gate_up_a, gate_up_b))                        # (rows, 2I)
-                    if not recompute: kept.append(z)
-                    if UNHEARD: continue
-                    y = _times(activate(z, ids, gate_up_bias, alpha, limit), w2, *_of(e, down_a, down_b), wide=True)
-                    result.index_add_(0, tokens, (y.to(_wide(dtype)) + down_bias[e]).mul_(share[groups.order[span], None]))
+                    z = _times(
+                        hidden[tokens].to(dtype), w1, *_of(e, gate_up_a, gate_up_b)
+                    )  # (rows, 2I)
+                    if not recompute:
+                        kept.append(z)
+                    if UNHEARD:
+                        continue
+                    y = _times(
+                        activate(z, ids, gate_up_bias, alpha, limit),
+                        w2,
+                        *_of(e, down_a, down_b),
+                        wide=True,
+                    )
+                    result.index_add_(
+                        0,
+                        tokens,
+                        (y.to(_wide(dtype)) + down_bias[e]).mul_(share[groups.order[span], None]),
+                    )
                 del w1, w2
         ctx.groups, ctx.constants, ctx.spent = groups, (alpha, limit, dtype), False
-        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *groups.handed_over(), *kept)
+        ctx.save_for_backward(
+            hidden,
+            weights,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            gate_up_a,
+            gate_up_b,
+            down_a,
+            down_b,
+            *groups.handed_over(),
+            *kept,
+        )
         return result.to(hidden.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        hidden, weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b, *rest = ctx.saved_tensors
+        (
+            hidden,
+            weights,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            gate_up_a,
+            gate_up_b,
+            down_a,
+            down_b,
+            *rest,
+        ) = ctx.saved_tensors
         groups, kept = ctx.groups.around(rest), rest[len(_Groups.TENSORS) :]
-        (alpha, limit, dtype), needs, activate_backward = ctx.constants, ctx.needs_input_grad, _passes(hidden.device)[1]
+        (alpha, limit, dtype), needs, activate_backward = (
+            ctx.constants,
+            ctx.needs_input_grad,
+            _passes(hidden.device)[1],
+        )
         wide, grads = _wide(dtype), [None] * 15
         with _no_autocast(hidden.device):
-            share, d_share = weights.to(wide).reshape(-1), weights.new_empty(weights.numel(), dtype=wide)
-            for place, x in ((3, gate_up), (4, gate_up_bias), (5, down), (6, down_bias), (7, gate_up_a), (8, gate_up_b), (9, down_a), (10, down_b)):
-                if needs[place]: grads[place] = torch.zeros_like(x)
-            if needs[0]: grads[0] = hidden.new_zeros(hidden.shape, dtype=wide)
+            share, d_share = (
+                weights.to(wide).reshape(-1),
+                weights.new_empty(weights.numel(), dtype=wide),
+            )
+            for place, x in (
+                (3, gate_up),
+                (4, gate_up_bias),
+                (5, down),
+                (6, down_bias),
+                (7, gate_up_a),
+                (8, gate_up_b),
+                (9, down_a),
+                (10, down_b),
+            ):
+                if needs[place]:
+                    grads[place] = torch.zeros_like(x)
+            if needs[0]:
+                grads[0] = hidden.new_zeros(hidden.shape, dtype=wide)
             pieces = iter(kept)
             for e, start, end in groups.spans:
-                w1, a1, b1, w2, a2, b2 = _dense(gate_up, e, dtype), *_of(e, gate_up_a, gate_up_b), _dense(down, e, dtype), *_of(e, down_a, down_b)
+                w1, a1, b1, w2, a2, b2 = (
+                    _dense(gate_up, e, dtype),
+                    *_of(e, gate_up_a, gate_up_b),
+                    _dense(down, e, dtype),
+                    *_of(e, down_a, down_b),
+                )
                 for span in _spans(start, end):
                     tokens, ids, pairs = groups.tokens[span], groups.ids[span], groups.order[span]
-                    x, g, z = hidden[tokens].to(dtype), gradient[tokens].to(dtype), next(pieces, None)                 # (rows, H) each, (rows, 2I)
-                    if z is None or ctx.spent: z = _times(x, w1, a1, b1)
-                    act = _times(g, w2.T, *(None if f is None else f.T for f in (b2, a2)))                             # (rows, I) the gradient of the activation, and then
-                    dz, sums = activate_backward(z, ids, gate_up_bias, act, share[pairs], alpha, limit, z.data)        # the activation itself, times its share
+                    x, g, z = (
+                        hidden[tokens].to(dtype),
+                        gradient[tokens].to(dtype),
+                        next(pieces, None),
+                    )  # (rows, H) each, (rows, 2I)
+                    if z is None or ctx.spent:
+                        z = _times(x, w1, a1, b1)
+                    act = _times(
+                        g, w2.T, *(None if f is None else f.T for f in (b2, a2))
+                    )  # (rows, I) the gradient of the activation, and then
+                    dz, sums = activate_backward(
+                        z, ids, gate_up_bias, act, share[pairs], alpha, limit, z.data
+                    )  # the activation itself, times its share
                     d_share[pairs] = sums + g.to(wide) @ down_bias[e].to(wide)
-                    if needs[0]: grads[0].index_add_(0, tokens, _times(dz, w1.T, *(None if f is None else f.T for f in (b1, a1))).to(wide))
-                    if needs[3]: grads[3][e] += x.T @ dz
-                    if needs[4]: grads[4][e] += dz.sum(0, dtype=wide)
-                    if needs[5]: grads[5][e] += act.T @ g
-                    if needs[6]: grads[6][e] += (g * share[pairs, None]).sum(0, dtype=wide)
-                    if needs[7]: grads[7][e] += x.T @ (dz @ b1.T)
-                    if needs[8]: grads[8][e] += (x @ a1).T @ dz
-                    if needs[9]: grads[9][e] += act.T @ (g @ b2.T)
-                    if needs[10]: grads[10][e] += (act @ a2).T @ g
+                    if needs[0]:
+                        grads[0].index_add_(
+                            0,
+                            tokens,
+                            _times(dz, w1.T, *(None if f is None else f.T for f in (b1, a1))).to(
+                                wide
+                            ),
+                        )
+                    if needs[3]:
+                        grads[3][e] += x.T @ dz
+                    if needs[4]:
+                        grads[4][e] += dz.sum(0, dtype=wide)
+                    if needs[5]:
+                        grads[5][e] += act.T @ g
+                    if needs[6]:
+                        grads[6][e] += (g * share[pairs, None]).sum(0, dtype=wide)
+                    if needs[7]:
+                        grads[7][e] += x.T @ (dz @ b1.T)
+                    if needs[8]:
+                        grads[8][e] += (x @ a1).T @ dz
+                    if needs[9]:
+                        grads[9][e] += act.T @ (g @ b2.T)
+                    if needs[10]:
+                        grads[10][e] += (act @ a2).T @ g
                 del w1, w2
-        ctx.spent = True                                                                              # z was overwritten: another backward pass computes it again
-        if needs[0]: grads[0] = grads[0].to(hidden.dtype)
-        if needs[2]: grads[2] = d_share.view_as(weights).to(weights.dtype)
+        ctx.spent = True  # z was overwritten: another backward pass computes it again
+        if needs[0]:
+            grads[0] = grads[0].to(hidden.dtype)
+        if needs[2]:
+            grads[2] = d_share.view_as(weights).to(weights.dtype)
         return tuple(grads)
 
 # %% ../../nbs/model/05_experts.ipynb #0ec8967b
 def _loop(hidden, indices, weights, experts, dtype):
     "Expert after expert, each on the tokens sent to it."
-    w, (ids, order) = experts, indices.flatten().sort(stable=True)                # (P,) each
+    w, (ids, order) = experts, indices.flatten().sort(stable=True)  # (P,) each
     spans = [(e, count) for e, count in enumerate(torch.bincount(ids).tolist()) if count]
-    def split(x): return x.split([count for _, count in spans])
+
+    def split(x):
+        return x.split([count for _, count in spans])
 
     def product(x, weight, bias, lora, dtype):
         x, y = x.to(dtype), x.new_empty(len(x), weight.shape[2], dtype=dtype)
         for (e, _), rows, out in zip(spans, split(x), split(y)):
             torch.addmm(bias[e].to(dtype), rows, weight[e].to(dtype), out=out)
-            for f in lora: out += f.scaling * (rows @ f.a[e].to(dtype)) @ f.b[e].to(dtype)
+            for f in lora:
+                out += f.scaling * (rows @ f.a[e].to(dtype)) @ f.b[e].to(dtype)
         return y
-    gate_up = _finite(product(hidden.to(dtype).index_select(0, order // indices.shape[1]), w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype))  # (P, 2I)
-    y = product(swiglu(gate_up, w.alpha, w.limit), w.down, w.down_bias, w.down_lora, _wide(dtype) if dtype == torch.float16 else dtype)       # (P, H)
-    place = order.argsort().view(indices.shape)                                   # (T, K) the row of each pair
-    return F.embedding_bag(place, y.to(_wide(dtype)), mode="sum", per_sample_weights=weights.to(_wide(dtype))).to(hidden.dtype)
+
+    gate_up = _finite(
+        product(
+            hidden.to(dtype).index_select(0, order // indices.shape[1]),
+            w.gate_up,
+            w.gate_up_bias,
+            w.gate_up_lora,
+            dtype,
+        )
+    )  # (P, 2I)
+    y = product(
+        swiglu(gate_up, w.alpha, w.limit),
+        w.down,
+        w.down_bias,
+        w.down_lora,
+        _wide(dtype) if dtype == torch.float16 else dtype,
+    )  # (P, H)
+    place = order.argsort().view(indices.shape)  # (T, K) the row of each pair
+    return F.embedding_bag(
+        place, y.to(_wide(dtype)), mode="sum", per_sample_weights=weights.to(_wide(dtype))
+    ).to(hidden.dtype)
 
 # %% ../../nbs/model/05_experts.ipynb #075a1fe5
 def _many(hidden, indices, weights, experts, dtype, recompute):
     w = experts
     function = _Many if can_group(hidden.device, dtype, *w.down.shape[1:]) else _Each
-    return function.apply(hidden, indices, weights, w.gate_up, w.gate_up_bias, w.down, w.down_bias, *_join(w.gate_up_lora, dtype), *_join(w.down_lora, dtype),
-                       w.alpha, w.limit, dtype, recompute)
+    return function.apply(
+        hidden,
+        indices,
+        weights,
+        w.gate_up,
+        w.gate_up_bias,
+        w.down,
+        w.down_bias,
+        *_join(w.gate_up_lora, dtype),
+        *_join(w.down_lora, dtype),
+        w.alpha,
+        w.limit,
+        dtype,
+        recompute,
+    )
 
 # %% ../../nbs/model/05_experts.ipynb #d07aaadc
-FEW_ELEMENTS = {"cpu": 2**18, "cuda": 2**29}  # "auto" gathers weights by index when so few numbers are to be gathered and nothing is trained
+FEW_ELEMENTS = {
+    "cpu": 2**18,
+    "cuda": 2**29,
+}  # "auto" gathers weights by index when so few numbers are to be gathered and nothing is trained
 
 
 def _check(hidden, indices, weights, experts):
-    if hidden.dim() != 2 or indices.shape != weights.shape or indices.dim() != 2 or len(indices) != len(hidden):
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}, indices {tuple(indices.shape)}, weights {tuple(weights.shape)}: "
-                         "give (T, H), (T, K) and (T, K), one row a token")
+    if (
+        hidden.dim() != 2
+        or indices.shape != weights.shape
+        or indices.dim() != 2
+        or len(indices) != len(hidden)
+    ):
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}, indices {tuple(indices.shape)}, weights {tuple(weights.shape)}: "
+            "give (T, H), (T, K) and (T, K), one row a token"
+        )
     if hidden.shape[1] != experts.gate_up.shape[1]:
-        raise ValueError(f"hidden states are {hidden.shape[1]} wide, but the experts' matrices have {experts.gate_up.shape[1]} rows: give (T, {experts.gate_up.shape[1]})")
+        raise ValueError(
+            f"hidden states are {hidden.shape[1]} wide, but the experts' matrices have {experts.gate_up.shape[1]} rows: give (T, {experts.gate_up.shape[1]})"
+        )
     if indices.numel() and indices.device.type == "cpu":
         (low, high), count = (int(value) for value in torch.aminmax(indices)), len(experts.gate_up)
-        if low < 0 or high >= count: raise ValueError(f"indices holds values from {low} to {high}, but there are the {count} experts 0 to {count - 1}")
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"indices holds values from {low} to {high}, but there are the {count} experts 0 to {count - 1}"
+            )
 
 
 def _compute_dtype(hidden, experts):
     "Autocast's dtype where it is on, else that of the weights."
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.gate_up.dtype
+    return (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else experts.gate_up.dtype
+    )
 
 
 def _trains(hidden, weights, experts):
-    tensors = [hidden, weights, experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias]
+    tensors = [
+        hidden,
+        weights,
+        experts.gate_up,
+        experts.gate_up_bias,
+        experts.down,
+        experts.down_bias,
+    ]
     tensors += [x for f in experts.gate_up_lora + experts.down_lora for x in (f.a, f.b)]
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
@@ -518,51 +863,108 @@ def routed_experts(
     *,
     path: str = "auto",  # "reference", "few" (decode), "many" (prefill, training), "loop" (without gradients); auto: few for a handful of pairs without gradients, loop on a CPU in inference mode, else many
     recompute: bool = False,  # many: keep only the input for the backward pass and compute gate_up again there
-    slice_tokens: int | None = None,  # many: so many tokens at a time (where all experts are one call); with `recompute`, working memory no longer grows with T
+    slice_tokens: int
+    | None = None,  # many: so many tokens at a time (where all experts are one call); with `recompute`, working memory no longer grows with T
 ) -> torch.Tensor:  # (T, H) in hidden's dtype
     "What each token's K experts say, weighted and summed; no expert computes anything for a token that was not sent to it."
     _check(hidden, indices, weights, experts)
-    if path not in ("auto", "reference", "few", "many", "loop"): raise ValueError(f"path is {path!r}; give 'auto', 'reference', 'few', 'many' or 'loop'")
-    if path == "loop" and _trains(hidden, weights, experts): raise ValueError("path 'loop' has no gradients: call it under torch.no_grad(), or give path='many'")
-    if slice_tokens is not None and slice_tokens < 1: raise ValueError(f"slice_tokens is {slice_tokens}: give at least 1, or None for all tokens at once")
-    if not len(hidden): return hidden.clone()
+    if path not in ("auto", "reference", "few", "many", "loop"):
+        raise ValueError(f"path is {path!r}; give 'auto', 'reference', 'few', 'many' or 'loop'")
+    if path == "loop" and _trains(hidden, weights, experts):
+        raise ValueError(
+            "path 'loop' has no gradients: call it under torch.no_grad(), or give path='many'"
+        )
+    if slice_tokens is not None and slice_tokens < 1:
+        raise ValueError(
+            f"slice_tokens is {slice_tokens}: give at least 1, or None for all tokens at once"
+        )
+    if not len(hidden):
+        return hidden.clone()
     if path == "auto":
         gathered = indices.numel() * (experts.gate_up[0].numel() + experts.down[0].numel())
-        if isinstance(experts.gate_up, PackedWeight): gathered *= 4  # they are unpacked to be gathered
-        if gathered <= FEW_ELEMENTS.get(hidden.device.type, 0) and not _trains(hidden, weights, experts): path = "few"
-        else: path = "loop" if hidden.device.type == "cpu" and torch.is_inference_mode_enabled() else "many"
-    if path == "reference": return _reference(hidden, indices, weights, experts)
+        if isinstance(experts.gate_up, PackedWeight):
+            gathered *= 4  # they are unpacked to be gathered
+        if gathered <= FEW_ELEMENTS.get(hidden.device.type, 0) and not _trains(
+            hidden, weights, experts
+        ):
+            path = "few"
+        else:
+            path = (
+                "loop"
+                if hidden.device.type == "cpu" and torch.is_inference_mode_enabled()
+                else "many"
+            )
+    if path == "reference":
+        return _reference(hidden, indices, weights, experts)
     dtype = _compute_dtype(hidden, experts)
     if path in ("few", "loop"):
-        with _no_autocast(hidden.device): return (_few if path == "few" else _loop)(hidden, indices, weights, experts, dtype)
-    step = slice_tokens if slice_tokens and can_group(hidden.device, dtype, *experts.down.shape[1:]) else len(hidden)  # one expert after the other, slices would save nothing
-    parts = [_many(h, i, w, experts, dtype, recompute) for h, i, w in zip(hidden.split(step), indices.split(step), weights.split(step))]
+        with _no_autocast(hidden.device):
+            return (_few if path == "few" else _loop)(hidden, indices, weights, experts, dtype)
+    step = (
+        slice_tokens
+        if slice_tokens and can_group(hidden.device, dtype, *experts.down.shape[1:])
+        else len(hidden)
+    )  # one expert after the other, slices would save nothing
+    parts = [
+        _many(h, i, w, experts, dtype, recompute)
+        for h, i, w in zip(hidden.split(step), indices.split(step), weights.split(step))
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 # %% ../../nbs/model/05_experts.ipynb #93f76958
 def adapted(
     model: torch.nn.Module,  # with or without adapters
-) -> list[dict]:  # a row for each kind of weight matrix, layers taken together; pandas.DataFrame(adapted(model)) draws it
+) -> list[
+    dict
+]:  # a row for each kind of weight matrix, layers taken together; pandas.DataFrame(adapted(model)) draws it
     "Which weights have adapters, how many parameters these have, and which weights have none."
-    def kind(name): return re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("base_model.model.").replace(".base_layer", ""))
+
+    def kind(name):
+        return re.sub(
+            r"\.\d+(?=\.|$)",
+            ".*",
+            name.removeprefix("base_model.model.").replace(".base_layer", ""),
+        )
+
     rows = {}
     for name, parameter in model.named_parameters():
-        if ".lora_" in name or parameter.dim() < 2 or name.endswith("bias"): continue
-        row = rows.setdefault(kind(name), {"weight": kind(name), "count": 0, "parameters": 0, "adapters": set(), "adapter parameters": 0, "trainable": 0})
+        if ".lora_" in name or parameter.dim() < 2 or name.endswith("bias"):
+            continue
+        row = rows.setdefault(
+            kind(name),
+            {
+                "weight": kind(name),
+                "count": 0,
+                "parameters": 0,
+                "adapters": set(),
+                "adapter parameters": 0,
+                "trainable": 0,
+            },
+        )
         row["count"] += 1
         row["parameters"] += parameter.numel()
         row["trainable"] += parameter.numel() * parameter.requires_grad
     for name, parameter in model.named_parameters():
-        if ".lora_" not in name: continue
+        if ".lora_" not in name:
+            continue
         path, adapter = re.match(r"(.*)\.lora_\w+\.([^.]+)", name).groups()
-        row = rows[kind(path) + "." + getattr(model.get_submodule(path), "parameter_name", "weight")]
+        row = rows[
+            kind(path) + "." + getattr(model.get_submodule(path), "parameter_name", "weight")
+        ]
         row["adapters"].add(adapter)
         row["adapter parameters"] += parameter.numel()
         row["trainable"] += parameter.numel() * parameter.requires_grad
     return [{**row, "adapters": ", ".join(sorted(row["adapters"]))} for row in rows.values()]
 
 # %% ../../nbs/model/05_experts.ipynb #08472d22
-NAMES = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias", "alpha", "limit")  # what a GptOssExperts holds
+NAMES = (
+    "gate_up_proj",
+    "gate_up_proj_bias",
+    "down_proj",
+    "down_proj_bias",
+    "alpha",
+    "limit",
+)  # what a GptOssExperts holds
 
 
 def _chain(module):
@@ -577,16 +979,30 @@ def _chain(module):
 def _factors(wrapper, name):
     "One adapter of a PEFT wrapper as LowRank: views of its two weights."
     A, B, E = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
-    A, B = A.view(E, -1, A.shape[1]), B.view(B.shape[0], -1, E).permute(2, 0, 1)  # (E, r, in), (E, out, r)
-    if getattr(wrapper, "_did_swap_in_out_features", False): A, B = B.mT, A.mT    # PEFT 0.19 names gpt-oss' sides the other way round
+    A, B = (
+        A.view(E, -1, A.shape[1]),
+        B.view(B.shape[0], -1, E).permute(2, 0, 1),
+    )  # (E, r, in), (E, out, r)
+    if getattr(wrapper, "_did_swap_in_out_features", False):
+        A, B = B.mT, A.mT  # PEFT 0.19 names gpt-oss' sides the other way round
     return LowRank(A.mT, B.mT, wrapper.scaling[name])
 
 
 def _active(wrapper):
     "The adapters of a PEFT wrapper that take part in its forward pass."
-    if wrapper.merged and not wrapper.disable_adapters: return ()  # they are in the weights
-    if wrapper.merged: raise ValueError("the adapters are disabled but merged into the experts' weights: call unmerge_adapter() first")
-    return () if wrapper.disable_adapters else tuple(_factors(wrapper, name) for name in wrapper.active_adapters if name in wrapper.lora_A)
+    if wrapper.merged and not wrapper.disable_adapters:
+        return ()  # they are in the weights
+    if wrapper.merged:
+        raise ValueError(
+            "the adapters are disabled but merged into the experts' weights: call unmerge_adapter() first"
+        )
+    return (
+        ()
+        if wrapper.disable_adapters
+        else tuple(
+            _factors(wrapper, name) for name in wrapper.active_adapters if name in wrapper.lora_A
+        )
+    )
 
 # %% ../../nbs/model/05_experts.ipynb #0285c00e
 def expert_weights(
@@ -595,16 +1011,28 @@ def expert_weights(
     "The weights and the active adapters of a layer's experts."
     wrappers, base = _chain(module)
     missing = [name for name in NAMES if not hasattr(base, name)]
-    if missing: raise ValueError(f"{type(base).__name__} has no {', '.join(missing)}: give the experts of a gpt-oss layer (model.model.layers[0].mlp.experts)")
+    if missing:
+        raise ValueError(
+            f"{type(base).__name__} has no {', '.join(missing)}: give the experts of a gpt-oss layer (model.model.layers[0].mlp.experts)"
+        )
     loras = {"gate_up_proj": (), "down_proj": ()}
     for wrapper in wrappers:
         if wrapper.parameter_name not in loras and _active(wrapper):
-            raise ValueError(f"an adapter targets {wrapper.parameter_name!r} of the experts; target mlp.experts.gate_up_proj and mlp.experts.down_proj only")
+            raise ValueError(
+                f"an adapter targets {wrapper.parameter_name!r} of the experts; target mlp.experts.gate_up_proj and mlp.experts.down_proj only"
+            )
         loras[wrapper.parameter_name] = _active(wrapper)
-    return ExpertWeights(*(getattr(base, name) for name in NAMES), gate_up_lora=loras["gate_up_proj"], down_lora=loras["down_proj"])
+    return ExpertWeights(
+        *(getattr(base, name) for name in NAMES),
+        gate_up_lora=loras["gate_up_proj"],
+        down_lora=loras["down_proj"],
+    )
 
 # %% ../../nbs/model/05_experts.ipynb #328b2080
-IMPLEMENTATIONS = {"routed": {}, "routed_lean": dict(slice_tokens=4096)}  # names in transformers' registry, options of routed_experts
+IMPLEMENTATIONS = {
+    "routed": {},
+    "routed_lean": dict(slice_tokens=4096),
+}  # names in transformers' registry, options of routed_experts
 
 
 def routed_forward(
@@ -618,7 +1046,9 @@ def routed_forward(
 ) -> torch.Tensor:  # (T, H)
     "What transformers calls where the implementation of experts is 'routed' or 'routed_lean'."
     if getattr(module, "_is_expert_parallel", False):
-        raise ValueError("these experts are spread over several devices (expert parallel), which the routed implementation cannot do: use 'grouped_mm'")
+        raise ValueError(
+            "these experts are spread over several devices (expert parallel), which the routed implementation cannot do: use 'grouped_mm'"
+        )
     experts = replace(expert_weights(module), gate_up_lora=gate_up_lora, down_lora=down_lora)
     options = IMPLEMENTATIONS[module.config._experts_implementation]
     if "slice_tokens" in options:
@@ -627,7 +1057,8 @@ def routed_forward(
     return routed_experts(hidden, indices, weights, experts, **options)
 
 
-for _name in IMPLEMENTATIONS: ALL_EXPERTS_FUNCTIONS.register(_name, routed_forward)
+for _name in IMPLEMENTATIONS:
+    ALL_EXPERTS_FUNCTIONS.register(_name, routed_forward)
 
 # %% ../../nbs/model/05_experts.ipynb #331ff9ae
 class RoutedParamWrapper(ParamWrapper):
@@ -635,13 +1066,18 @@ class RoutedParamWrapper(ParamWrapper):
 
     def forward(self, x, *args, **kwargs):
         base = self.get_base_layer()
-        if self.disable_adapters or base.config._experts_implementation not in IMPLEMENTATIONS: return super().forward(x, *args, **kwargs)
+        if self.disable_adapters or base.config._experts_implementation not in IMPLEMENTATIONS:
+            return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)
         experts = expert_weights(self)
-        return base(x, *args, gate_up_lora=experts.gate_up_lora, down_lora=experts.down_lora, **kwargs)
+        return base(
+            x, *args, gate_up_lora=experts.gate_up_lora, down_lora=experts.down_lora, **kwargs
+        )
 
 
-RoutedParamWrapper.__name__ = "ParamWrapper"  # PEFT knows its wrappers by this name when another adapter is added
+RoutedParamWrapper.__name__ = (
+    "ParamWrapper"  # PEFT knows its wrappers by this name when another adapter is added
+)
 
 
 def route_adapters(
@@ -649,12 +1085,27 @@ def route_adapters(
     implementation: str = "routed",  # or "routed_lean": recomputes in slices, for long contexts
 ) -> int:  # in how many layers the adapters of experts now go by their factors
     "Compute experts by `routed_experts`, adapters included; `model.set_experts_implementation('eager')` is the way back."
-    if implementation not in IMPLEMENTATIONS: raise ValueError(f"implementation is {implementation!r}; give one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper) and all(hasattr(module.get_base_layer(), name) for name in NAMES)]
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation is {implementation!r}; give one of {', '.join(map(repr, IMPLEMENTATIONS))}"
+        )
+    wrappers = [
+        module
+        for module in model.modules()
+        if isinstance(module, ParamWrapper)
+        and all(hasattr(module.get_base_layer(), name) for name in NAMES)
+    ]
     for wrapper in wrappers:
         if wrapper.parameter_name not in ("gate_up_proj", "down_proj"):
-            raise ValueError(f"an adapter targets {wrapper.parameter_name!r} of the experts; target mlp.experts.gate_up_proj and mlp.experts.down_proj only")
-    try: model.set_experts_implementation(implementation)
-    except ValueError: model.config._experts_implementation = implementation  # transformers 5.5 knows registered names in the config only
-    for wrapper in wrappers: wrapper.__class__ = RoutedParamWrapper
+            raise ValueError(
+                f"an adapter targets {wrapper.parameter_name!r} of the experts; target mlp.experts.gate_up_proj and mlp.experts.down_proj only"
+            )
+    try:
+        model.set_experts_implementation(implementation)
+    except ValueError:
+        model.config._experts_implementation = (
+            implementation  # transformers 5.5 knows registered names in the config only
+        )
+    for wrapper in wrappers:
+        wrapper.__class__ = RoutedParamWrapper
     return len({id(wrapper.get_base_layer()) for wrapper in wrappers})

@@ -37,9 +37,12 @@ from .packed import EXPERTS, PackedWeight, experts_of
 def _sync(path):
     "Wait until a file or a folder would survive a power cut."
     descriptor = os.open(path, os.O_RDONLY)
-    try: os.fsync(descriptor)
-    except OSError: pass  # some network drives cannot; the rename is still atomic
-    finally: os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network drives cannot; the rename is still atomic
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -52,23 +55,36 @@ def new_folder(
     "`with new_folder(path) as partial:` fills `partial`, which becomes `path` if nothing is raised and vanishes otherwise."
     path = Path(path).expanduser().absolute()
     partial, old = (path.with_name(f".{path.name}.{what}") for what in ("partial", "old"))
-    if old.exists() and not path.exists(): os.replace(old, path)  # a process died between the two renames below
-    if path.exists() and not path.is_dir(): raise ValueError(f"{path} is a file: give another name for the folder")
+    if old.exists() and not path.exists():
+        os.replace(old, path)  # a process died between the two renames below
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file: give another name for the folder")
     if path.exists() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"{path} exists and is not empty: give another name, or overwrite=True, which replaces it when the new one is complete")
-    for leftover in (partial, old): shutil.rmtree(leftover, ignore_errors=True)
+        raise ValueError(
+            f"{path} exists and is not empty: give another name, or overwrite=True, which replaces it when the new one is complete"
+        )
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
     existing = next(p for p in path.parents if p.exists())
     if (free := shutil.disk_usage(existing).free) < nbytes:
-        old_one = "; the old folder stays until the new one is complete, so there must be room for both" if path.exists() else ""
-        raise ValueError(f"the export takes {nbytes / 2**30:,.2f} GiB, and the disk of {existing} has {free / 2**30:,.2f} GiB left: make room, or give a path on another disk{old_one}")
+        old_one = (
+            "; the old folder stays until the new one is complete, so there must be room for both"
+            if path.exists()
+            else ""
+        )
+        raise ValueError(
+            f"the export takes {nbytes / 2**30:,.2f} GiB, and the disk of {existing} has {free / 2**30:,.2f} GiB left: make room, or give a path on another disk{old_one}"
+        )
     partial.mkdir(parents=True)
     try:
         yield partial
-        for file in [*partial.rglob("*"), partial]: _sync(file)
+        for file in [*partial.rglob("*"), partial]:
+            _sync(file)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if path.exists(): os.replace(path, old)
+    if path.exists():
+        os.replace(path, old)
     os.replace(partial, path)
     _sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -83,25 +99,40 @@ def save_adapter(
     overwrite: bool = False,  # replace a folder that is there
 ) -> Path:  # the folder; peft.PeftModel.from_pretrained(base, path) loads it
     "Save an adapter in PEFT's format."
-    if not isinstance(model, PeftModel): raise ValueError(f"{type(model).__name__} has no adapter of PEFT: save_merged saves a whole model")
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"{type(model).__name__} has no adapter of PEFT: save_merged saves a whole model"
+        )
     active = model.active_adapters if hasattr(model, "active_adapters") else [model.active_adapter]
-    if adapter is None and len(active) != 1: raise ValueError(f"the adapters {', '.join(active)} are active: say which one to save, adapter={active[0]!r}")
+    if adapter is None and len(active) != 1:
+        raise ValueError(
+            f"the adapters {', '.join(active)} are active: say which one to save, adapter={active[0]!r}"
+        )
     name = active[0] if adapter is None else adapter
-    if name not in model.peft_config: raise ValueError(f"there is no adapter {name!r}: the model has {', '.join(model.peft_config)}")
+    if name not in model.peft_config:
+        raise ValueError(
+            f"there is no adapter {name!r}: the model has {', '.join(model.peft_config)}"
+        )
     targets = model.peft_config[name].target_modules or ()
-    embeddings = any(target.rsplit(".", 1)[-1] in ("embed_tokens", "lm_head") for target in ([targets] if isinstance(targets, str) else targets))
+    embeddings = any(
+        target.rsplit(".", 1)[-1] in ("embed_tokens", "lm_head")
+        for target in ([targets] if isinstance(targets, str) else targets)
+    )
     nbytes = sum(p.nbytes for key, p in model.named_parameters() if f".{name}." in key)
     with new_folder(path, overwrite=overwrite, nbytes=nbytes) as partial:
         model.save_pretrained(partial, selected_adapters=[name], save_embedding_layers=embeddings)
-        for file in list((partial / name).iterdir()) if (partial / name).is_dir() else (): file.rename(partial / file.name)
-        if (partial / name).is_dir(): (partial / name).rmdir()
+        for file in list((partial / name).iterdir()) if (partial / name).is_dir() else ():
+            file.rename(partial / file.name)
+        if (partial / name).is_dir():
+            (partial / name).rmdir()
         _save_tokenizer(tokenizer, partial)
     return Path(path).expanduser()
 
 
 def _save_tokenizer(tokenizer, folder):
     "A tokenizer with the length limit that it came with, not the run's."
-    if tokenizer is None: return
+    if tokenizer is None:
+        return
     tokenizer = copy.copy(tokenizer)
     limit = tokenizer.init_kwargs.get("model_max_length")
     tokenizer.model_max_length = int(1e30) if limit is None else limit
@@ -111,9 +142,12 @@ def _save_tokenizer(tokenizer, folder):
 @dataclass(frozen=True)
 class Merge:
     "A weight of the base model and what its active adapters add to it."
+
     name: str  # as in the base model's own state dict
     weight: torch.Tensor  # dense, PackedWeight, or NF4 of bitsandbytes
-    adds: tuple[Callable[[int], torch.Tensor], ...] = ()  # of the expert's number (0 where there are no experts): a float32 matrix
+    adds: tuple[
+        Callable[[int], torch.Tensor], ...
+    ] = ()  # of the expert's number (0 where there are no experts): a float32 matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,8 +160,14 @@ class Merge:
         e: int,  # the expert; 0 where there are none
     ) -> torch.Tensor:  # the weight of one expert, or the whole one
         "Before the adapters."
-        if len(self.shape) == 3: return self.weight[e].dequantize() if isinstance(self.weight, PackedWeight) else self.weight[e]
-        if getattr(self.weight, "quant_state", None) is None: return self.weight
+        if len(self.shape) == 3:
+            return (
+                self.weight[e].dequantize()
+                if isinstance(self.weight, PackedWeight)
+                else self.weight[e]
+            )
+        if getattr(self.weight, "quant_state", None) is None:
+            return self.weight
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(self.weight.data, self.weight.quant_state)
@@ -135,18 +175,23 @@ class Merge:
     def exact(
         self,
         e: int,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # weight plus adapters, and what they add; float32 or wider
+    ) -> tuple[
+        torch.Tensor, torch.Tensor | None
+    ]:  # weight plus adapters, and what they add; float32 or wider
         "The sum that is to be rounded."
         weight = self.dense(e).detach()
-        if not self.adds: return weight, None
+        if not self.adds:
+            return weight, None
         change = sum(add(e) for add in self.adds).to(weight.device)
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + change, change
 
 
 def _low_rank(wrapper, name):
     "What an adapter adds to a linear layer (out, in) or to an embedding (V, H)."
-    if isinstance(wrapper, Embedding): A, B = wrapper.lora_embedding_A[name], wrapper.lora_embedding_B[name]
-    else: A, B = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    if isinstance(wrapper, Embedding):
+        A, B = wrapper.lora_embedding_A[name], wrapper.lora_embedding_B[name]
+    else:
+        A, B = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     change = wrapper.scaling[name] * (B.detach().float() @ A.detach().float())
     return change.T if isinstance(wrapper, Embedding) else change
 
@@ -154,14 +199,23 @@ def _low_rank(wrapper, name):
 def _adds(wrappers, parameter):
     "What the active adapters of the wrappers around a module add to one of its parameters."
     if wrappers and isinstance(wrappers[0], ParamWrapper):
-        if parameter not in EXPERTS or wrappers[0].disable_adapters and not wrappers[0].merged: return ()
+        if parameter not in EXPERTS or wrappers[0].disable_adapters and not wrappers[0].merged:
+            return ()
         factors = expert_weights(wrappers[0])
         found = factors.gate_up_lora if parameter == "gate_up_proj" else factors.down_lora
-        return tuple(lambda e, f=f: f.scaling * (f.a[e].detach().float() @ f.b[e].detach().float()) for f in found)
+        return tuple(
+            lambda e, f=f: f.scaling * (f.a[e].detach().float() @ f.b[e].detach().float())
+            for f in found
+        )
     adds = []
     for wrapper in wrappers if parameter == "weight" else ():
         for name in wrapper.active_adapters:
-            if wrapper.disable_adapters or wrapper.merged or name not in [*wrapper.lora_A, *wrapper.lora_embedding_A]: continue
+            if (
+                wrapper.disable_adapters
+                or wrapper.merged
+                or name not in [*wrapper.lora_A, *wrapper.lora_embedding_A]
+            ):
+                continue
             adds.append(lambda e, wrapper=wrapper, name=name: _low_rank(wrapper, name))
     return tuple(adds)
 
@@ -169,26 +223,57 @@ def _adds(wrappers, parameter):
 def _check_wrapper(path, wrapper):
     "Refuse adapters that are not the plain sum of a weight and a product."
     if isinstance(wrapper, ParamWrapper):
-        if not all(hasattr(wrapper.get_base_layer(), name) for name in EXPERTS): raise ValueError(f"{path} is a parameter with an adapter that is no matrix of a gpt-oss' experts: merge it with PEFT's merge_and_unload, then export the result")
-    elif not isinstance(wrapper, LoraLayer) or not (isinstance(wrapper, (Linear, Embedding)) or hasattr(wrapper.get_base_layer(), "quant_type") or hasattr(wrapper.get_base_layer().weight, "quant_state")):
-        raise ValueError(f"{path} has an adapter of the kind {type(wrapper).__name__}, and only LoRA on linear layers, embeddings and experts can be merged here: use PEFT's merge_and_unload, then export the result")
-    if wrapper.merged and wrapper.disable_adapters: raise ValueError(f"the adapters on {path} are merged into its weights and switched off, so the weights are not what the model computes with: call unmerge_adapter() first")
+        if not all(hasattr(wrapper.get_base_layer(), name) for name in EXPERTS):
+            raise ValueError(
+                f"{path} is a parameter with an adapter that is no matrix of a gpt-oss' experts: merge it with PEFT's merge_and_unload, then export the result"
+            )
+    elif not isinstance(wrapper, LoraLayer) or not (
+        isinstance(wrapper, (Linear, Embedding))
+        or hasattr(wrapper.get_base_layer(), "quant_type")
+        or hasattr(wrapper.get_base_layer().weight, "quant_state")
+    ):
+        raise ValueError(
+            f"{path} has an adapter of the kind {type(wrapper).__name__}, and only LoRA on linear layers, embeddings and experts can be merged here: use PEFT's merge_and_unload, then export the result"
+        )
+    if wrapper.merged and wrapper.disable_adapters:
+        raise ValueError(
+            f"the adapters on {path} are merged into its weights and switched off, so the weights are not what the model computes with: call unmerge_adapter() first"
+        )
     for name in wrapper.active_adapters:
-        if wrapper.use_dora.get(name) or name in getattr(wrapper, "lora_variant", {}) or wrapper.lora_bias.get(name) or getattr(wrapper, "fan_in_fan_out", False):
-            raise ValueError(f"the adapter {name!r} on {path} is not plain LoRA (DoRA, a bias, or another variant): use PEFT's merge_and_unload, then export the result")
+        if (
+            wrapper.use_dora.get(name)
+            or name in getattr(wrapper, "lora_variant", {})
+            or wrapper.lora_bias.get(name)
+            or getattr(wrapper, "fan_in_fan_out", False)
+        ):
+            raise ValueError(
+                f"the adapter {name!r} on {path} is not plain LoRA (DoRA, a bias, or another variant): use PEFT's merge_and_unload, then export the result"
+            )
 
 
 def _plain_name(base, path):
     "The name of a module without PEFT's wrappers; None if it is a part of an adapter, or a copy that is not in use."
     names = path.split(".")
-    if any(name.startswith("lora_") for name in names): return None
+    if any(name.startswith("lora_") for name in names):
+        return None
     for i, name in enumerate(names):
-        if name not in ("original_module", "modules_to_save"): continue
+        if name not in ("original_module", "modules_to_save"):
+            continue
         wrapper = base.get_submodule(".".join(names[:i]))
-        if not isinstance(wrapper, ModulesToSaveWrapper): continue
-        used = [a for a in wrapper.active_adapters if a in wrapper.modules_to_save and not wrapper.disable_adapters]
-        if name == "original_module": return None if used else ".".join(names[:i] + names[i + 1:])
-        return ".".join(names[:i] + names[i + 2:]) if len(names) > i + 1 and names[i + 1] in used else None
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            continue
+        used = [
+            a
+            for a in wrapper.active_adapters
+            if a in wrapper.modules_to_save and not wrapper.disable_adapters
+        ]
+        if name == "original_module":
+            return None if used else ".".join(names[:i] + names[i + 1 :])
+        return (
+            ".".join(names[:i] + names[i + 2 :])
+            if len(names) > i + 1 and names[i + 1] in used
+            else None
+        )
     return ".".join(name for name in names if name != "base_layer")
 
 
@@ -196,25 +281,50 @@ def merges(
     model: torch.nn.Module,  # of transformers, with adapters or without
 ) -> list[Merge]:  # each weight once: a head that is tied to the embedding is not listed
     "All weights of the base model and what the active adapters add to them."
-    base, wrappers, found, seen = model.get_base_model() if isinstance(model, PeftModel) else model, {}, [], {}
+    base, wrappers, found, seen = (
+        model.get_base_model() if isinstance(model, PeftModel) else model,
+        {},
+        [],
+        {},
+    )
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        raise ValueError(f"the active adapter is of the kind {model.active_peft_config.peft_type.value}, which adds to the prompt and not to weights: only LoRA can be merged; save_adapter keeps it")
+        raise ValueError(
+            f"the active adapter is of the kind {model.active_peft_config.peft_type.value}, which adds to the prompt and not to weights: only LoRA can be merged; save_adapter keeps it"
+        )
     for path, module in base.named_modules():
-        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
-            raise ValueError(f"{path} is wrapped as {type(module).__name__} (single trained tokens), which cannot be merged here: use PEFT's merge_and_unload, then export the result")
-        if not isinstance(module, BaseTunerLayer): continue
+        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(
+            module, ModulesToSaveWrapper
+        ):
+            raise ValueError(
+                f"{path} is wrapped as {type(module).__name__} (single trained tokens), which cannot be merged here: use PEFT's merge_and_unload, then export the result"
+            )
+        if not isinstance(module, BaseTunerLayer):
+            continue
         _check_wrapper(path, module)
         wrappers.setdefault(id(module.get_base_layer()), []).append(module)
     for path, module in base.named_modules():
-        if (plain := _plain_name(base, path)) is None: continue
-        buffers = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        if (plain := _plain_name(base, path)) is None:
+            continue
+        buffers = {
+            name: b
+            for name, b in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }
         for name, weight in (module._parameters | buffers).items():
-            if weight is None: continue
-            merge = Merge(f"{plain}.{name}" if plain else name, weight, _adds(wrappers.get(id(module), []), name))
+            if weight is None:
+                continue
+            merge = Merge(
+                f"{plain}.{name}" if plain else name,
+                weight,
+                _adds(wrappers.get(id(module), []), name),
+            )
             twin = seen.setdefault(id(weight), merge)
-            if twin is merge: found.append(merge)
+            if twin is merge:
+                found.append(merge)
             elif merge.adds or twin.adds:
-                raise ValueError(f"{merge.name} and {twin.name} are one weight, and an adapter is on one of them: merged they would be two, and the model's config says that they are tied. Save the adapter, or train without it on the embedding and the head")
+                raise ValueError(
+                    f"{merge.name} and {twin.name} are one weight, and an adapter is on one of them: merged they would be two, and the model's config says that they are tied. Save the adapter, or train without it on the embedding and the head"
+                )
     return found
 
 # %% ../../nbs/model/12_export.ipynb #0a0d786f
@@ -224,6 +334,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 @dataclass(frozen=True)
 class Piece:
     "Tensors that are made together and written one after the other."
+
     entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype, shape
     make: Callable[[], tuple[torch.Tensor, ...]]
 
@@ -241,7 +352,10 @@ def write_safetensors(
     header, place = {"__metadata__": {"format": "pt"}}, 0
     for name, dtype, shape in (entry for piece in pieces for entry in piece.entries):
         end = place + dtype.itemsize * math.prod(shape)
-        header[name], place = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}, end
+        header[name], place = (
+            {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]},
+            end,
+        )
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as opened:
@@ -260,19 +374,36 @@ def write_shards(
     "Write pieces to model.safetensors, or to shards and their index."
     shards = [[]]
     for piece in pieces:
-        if shards[-1] and sum(p.nbytes for p in shards[-1]) + piece.nbytes > shard_size: shards.append([])
+        if shards[-1] and sum(p.nbytes for p in shards[-1]) + piece.nbytes > shard_size:
+            shards.append([])
         shards[-1].append(piece)
-    files = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for file, shard in zip(files, shards): write_safetensors(folder / file, sorted(shard, key=lambda p: -p.entries[0][1].itemsize))
+    files = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+    for file, shard in zip(files, shards):
+        write_safetensors(folder / file, sorted(shard, key=lambda p: -p.entries[0][1].itemsize))
     if len(files) > 1:
-        places = {name: file for file, shard in zip(files, shards) for piece in shard for name, _, _ in piece.entries}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": sum(p.nbytes for p in pieces)}, "weight_map": places}, indent=2))
+        places = {
+            name: file
+            for file, shard in zip(files, shards)
+            for piece in shard
+            for name, _, _ in piece.entries
+        }
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(
+                {"metadata": {"total_size": sum(p.nbytes for p in pieces)}, "weight_map": places},
+                indent=2,
+            )
+        )
     return files
 
 # %% ../../nbs/model/12_export.ipynb #06812e33
 @dataclass
 class Loss:
     "Sums of squares and products over the experts of a matrix."
+
     name: str
     sums: dict[str, float] = field(default_factory=dict)
 
@@ -284,33 +415,75 @@ class Loss:
         rounded: torch.Tensor,  # what is written
     ) -> None:
         "Take one matrix into account."
-        def dot(a, b): return torch.dot(a.reshape(-1).float(), b.reshape(-1).float()).item()
-        weight, exact, rounded = (x.to(torch.promote_types(exact.dtype, torch.float32)) for x in (weight, exact, rounded))
-        error = rounded - exact
-        new = {"weight": dot(weight, weight), "exact": dot(exact, exact), "error": dot(error, error)}
-        if change is not None: new |= {"change": dot(change, change), "kept": dot(rounded - weight, change)}
-        for key, value in new.items(): self.sums[key] = self.sums.get(key, 0.0) + value
 
-    def row(self) -> dict[str, Any]:  # layer, weight, and the four numbers (without an adapter: the error alone)
+        def dot(a, b):
+            return torch.dot(a.reshape(-1).float(), b.reshape(-1).float()).item()
+
+        weight, exact, rounded = (
+            x.to(torch.promote_types(exact.dtype, torch.float32)) for x in (weight, exact, rounded)
+        )
+        error = rounded - exact
+        new = {
+            "weight": dot(weight, weight),
+            "exact": dot(exact, exact),
+            "error": dot(error, error),
+        }
+        if change is not None:
+            new |= {"change": dot(change, change), "kept": dot(rounded - weight, change)}
+        for key, value in new.items():
+            self.sums[key] = self.sums.get(key, 0.0) + value
+
+    def row(
+        self,
+    ) -> dict[
+        str, Any
+    ]:  # layer, weight, and the four numbers (without an adapter: the error alone)
         "As a row of a table."
         s, layer = self.sums, re.search(r"layers\.(\d+)\.", self.name)
-        def ratio(a, b): return math.sqrt(a / b) if b else 0.0
-        row = {"layer": int(layer[1]) if layer else None, "weight": re.sub(r".*layers\.\d+\.", "", self.name), "error": ratio(s["error"], s["exact"])}
-        if s.get("change"): row |= {"adapter / weight": ratio(s["change"], s["weight"]), "survives": s["kept"] / s["change"], "error / adapter": ratio(s["error"], s["change"])}
+
+        def ratio(a, b):
+            return math.sqrt(a / b) if b else 0.0
+
+        row = {
+            "layer": int(layer[1]) if layer else None,
+            "weight": re.sub(r".*layers\.\d+\.", "", self.name),
+            "error": ratio(s["error"], s["exact"]),
+        }
+        if s.get("change"):
+            row |= {
+                "adapter / weight": ratio(s["change"], s["weight"]),
+                "survives": s["kept"] / s["change"],
+                "error / adapter": ratio(s["error"], s["change"]),
+            }
         return row
 
 # %% ../../nbs/model/12_export.ipynb #beaa2c71
 def quantize_closely(
     weight: torch.Tensor,  # (rows, cols), finite, cols divisible by 32
-) -> tuple[torch.Tensor, torch.Tensor]:  # blocks (rows, cols / 32, 16) and scales (rows, cols / 32), both uint8
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # blocks (rows, cols / 32, 16) and scales (rows, cols / 32), both uint8
     "`mxfp4.quantize` with the better of two exponents for each block, the standard's and the one above it: weights that are on the grid stay on it."
     magnitudes = e2m1_values(weight.device)[:8].float()
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+
     def nearest(x, scales):
         scaled = torch.ldexp(x.unflatten(-1, (-1, BLOCK)), 127 - scales.int()[..., None])
-        codes = torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.uint8) | scaled.signbit().to(torch.uint8) << 3
+        codes = (
+            torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.uint8)
+            | scaled.signbit().to(torch.uint8) << 3
+        )
         return codes[..., ::2] | codes[..., 1::2] << 4
-    def error(x, blocks, scales): return (dequantize(blocks, scales, torch.float32) - x).double().square().unflatten(-1, (-1, BLOCK)).sum(-1)
+
+    def error(x, blocks, scales):
+        return (
+            (dequantize(blocks, scales, torch.float32) - x)
+            .double()
+            .square()
+            .unflatten(-1, (-1, BLOCK))
+            .sum(-1)
+        )
+
     parts = []
     for x in weight.split(1024):
         x = x.float().contiguous()
@@ -318,13 +491,16 @@ def quantize_closely(
         higher = (scales + 1).clamp(max=254)
         others = nearest(x, higher)
         better = error(x, others, higher) < error(x, blocks, scales)
-        parts.append((torch.where(better[..., None], others, blocks), torch.where(better, higher, scales)))
+        parts.append(
+            (torch.where(better[..., None], others, blocks), torch.where(better, higher, scales))
+        )
     return tuple(torch.cat(column) for column in zip(*parts))
 
 # %% ../../nbs/model/12_export.ipynb #ded268ea
 @dataclass(frozen=True)
 class Export:
     "What was written."
+
     path: Path
     nbytes: int  # of weights
     files: list[str]
@@ -333,14 +509,24 @@ class Export:
 
 def _finite(name, tensor, dtype):
     "Refuse what cannot be written as numbers."
-    if not all(part.isfinite().all() for part in tensor.flatten().split(2**26)):  # in parts: looking for infinities takes more memory than the weight itself
-        raise ValueError(f"{name} has numbers that are infinite or NaN in {dtype}: " + ("merge into bfloat16, whose range is wider, or look for a NaN in the adapter" if dtype == torch.float16 else "look for a NaN in the weights or the adapter"))
+    if not all(
+        part.isfinite().all() for part in tensor.flatten().split(2**26)
+    ):  # in parts: looking for infinities takes more memory than the weight itself
+        raise ValueError(
+            f"{name} has numbers that are infinite or NaN in {dtype}: "
+            + (
+                "merge into bfloat16, whose range is wider, or look for a NaN in the adapter"
+                if dtype == torch.float16
+                else "look for a NaN in the weights or the adapter"
+            )
+        )
     return tensor
 
 
 def _dense_piece(merge, dtype, losses):
     "A weight in 16 or 32 bit, made an expert at a time."
     shape = merge.shape
+
     def make():
         loss = Loss(merge.name)
         out = torch.empty(shape, dtype=dtype)
@@ -348,9 +534,12 @@ def _dense_piece(merge, dtype, losses):
             exact, change = merge.exact(e) if merge.adds else (merge.dense(e), None)
             rounded = exact.to(dtype)
             (out[e] if len(shape) == 3 else out).copy_(_finite(merge.name, rounded, dtype))
-            if merge.adds: loss.see(merge.dense(e), exact, change, rounded)
-        if merge.adds: losses.append(loss.row())
+            if merge.adds:
+                loss.see(merge.dense(e), exact, change, rounded)
+        if merge.adds:
+            losses.append(loss.row())
         return (out,)
+
     return Piece(((merge.name, dtype, shape),), make)
 
 
@@ -358,20 +547,41 @@ def _packed_piece(merge, losses):
     "Experts in MXFP4; without adapters, packed ones keep their bytes."
     E, columns, rows = merge.shape
     blocks, scales = (E, rows, columns // BLOCK, BLOCK // 2), (E, rows, columns // BLOCK)
+
     def make():
-        if isinstance(merge.weight, PackedWeight) and not merge.adds: return merge.weight.blocks, merge.weight.scales
-        out, loss = (torch.empty(blocks, dtype=torch.uint8), torch.empty(scales, dtype=torch.uint8)), Loss(merge.name)
+        if isinstance(merge.weight, PackedWeight) and not merge.adds:
+            return merge.weight.blocks, merge.weight.scales
+        out, loss = (
+            (torch.empty(blocks, dtype=torch.uint8), torch.empty(scales, dtype=torch.uint8)),
+            Loss(merge.name),
+        )
         for e in range(E):
             exact, change = merge.exact(e)
             packed = quantize_closely(_finite(merge.name, exact, exact.dtype).mT)
-            for to, x in zip(out, packed): to[e].copy_(x)
+            for to, x in zip(out, packed):
+                to[e].copy_(x)
             loss.see(merge.dense(e), exact, change, dequantize(*packed, torch.float32).mT)
         losses.append(loss.row())
         return out
-    return Piece(((f"{merge.name}_blocks", torch.uint8, blocks), (f"{merge.name}_scales", torch.uint8, scales)), make)
+
+    return Piece(
+        (
+            (f"{merge.name}_blocks", torch.uint8, blocks),
+            (f"{merge.name}_scales", torch.uint8, scales),
+        ),
+        make,
+    )
 
 # %% ../../nbs/model/12_export.ipynb #7e83ef54
-QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}  # as in the released checkpoints
+QUANTIZATION = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}  # as in the released checkpoints
 
 
 def _write_settings(base, folder, dtype, quantization, tokenizer):
@@ -379,32 +589,46 @@ def _write_settings(base, folder, dtype, quantization, tokenizer):
     config = copy.deepcopy(base.config)
     config.dtype, config.architectures = dtype, [type(base).__name__]
     for name in config.sub_configs:
-        if getattr(config, name, None) is not None: getattr(config, name).dtype = dtype
-    if hasattr(config, "quantization_config"): del config.quantization_config
-    settings = json.loads(config.to_json_string(use_diff=True)) | ({"quantization_config": quantization} if quantization else {})
-    if getattr(base, "generation_config", None) is not None: base.generation_config.to_json_file(folder / "generation_config.json")
+        if getattr(config, name, None) is not None:
+            getattr(config, name).dtype = dtype
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    settings = json.loads(config.to_json_string(use_diff=True)) | (
+        {"quantization_config": quantization} if quantization else {}
+    )
+    if getattr(base, "generation_config", None) is not None:
+        base.generation_config.to_json_file(folder / "generation_config.json")
     _save_tokenizer(tokenizer, folder)
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
-def _write_model(model, path, pieces, dtype, quantization, tokenizer, shard_size, overwrite, quiet, losses):
+def _write_model(
+    model, path, pieces, dtype, quantization, tokenizer, shard_size, overwrite, quiet, losses
+):
     "All pieces and settings into a new folder."
     from tqdm.auto import tqdm
 
     start, total = time.perf_counter(), sum(piece.nbytes for piece in pieces)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    with new_folder(path, overwrite=overwrite, nbytes=total + 2**26) as partial, tqdm(total=total, unit="B", unit_scale=True, desc="saving", delay=2, disable=quiet) as bar:
+    with (
+        new_folder(path, overwrite=overwrite, nbytes=total + 2**26) as partial,
+        tqdm(total=total, unit="B", unit_scale=True, desc="saving", delay=2, disable=quiet) as bar,
+    ):
+
         def counted(piece):
             def make():
                 tensors = piece.make()
                 bar.update(piece.nbytes)
                 return tensors
+
             return Piece(piece.entries, make)
+
         files = write_shards(partial, [counted(piece) for piece in pieces], shard_size)
         read_checkpoint(partial)  # every file as long as its header says
         _write_settings(base, partial, dtype, quantization, tokenizer)
     export = Export(Path(path).expanduser(), total, files, losses)
-    if not quiet: print(_summary(export, time.perf_counter() - start))
+    if not quiet:
+        print(_summary(export, time.perf_counter() - start))
     return export
 
 
@@ -412,7 +636,8 @@ def _summary(export, seconds):
     "What was written, in two lines."
     text = f"{export.path}: {export.nbytes / 2**20:,.1f} MiB in {len(export.files)} file(s), in {seconds:.1f} s"
     adapted = [row for row in export.rows if "survives" in row]
-    if export.rows: text += f"\nerror of rounding: {max(row['error'] for row in export.rows):.2%} of a matrix at most"
+    if export.rows:
+        text += f"\nerror of rounding: {max(row['error'] for row in export.rows):.2%} of a matrix at most"
     if adapted:
         shares = [row["survives"] for row in adapted]
         text += f"; of what the adapters changed, {min(shares):.0%} to {max(shares):.0%} of a matrix's change is in the result"
@@ -431,12 +656,36 @@ def save_merged(
 ) -> Export:  # rows: what rounding lost, of each matrix with an adapter
     "Save a model with its active adapters merged: every matrix unpacked, the adapter added in float32, rounded once. The model is not changed."
     dtype, losses = choose_dtype(dtype, torch.device("cpu")), []
-    def target(weight): return dtype if weight.is_floating_point() or getattr(weight, "quant_state", None) is not None else weight.dtype
+
+    def target(weight):
+        return (
+            dtype
+            if weight.is_floating_point() or getattr(weight, "quant_state", None) is not None
+            else weight.dtype
+        )
+
     found = merges(model)
     for merge in found:
-        if not merge.weight.is_floating_point() and getattr(merge.weight, "quant_state", None) is None and isinstance(merge.weight, torch.nn.Parameter):
-            raise ValueError(f"{merge.name} is stored as {merge.weight.dtype}, which cannot be unpacked here: only dense weights, MXFP4 and NF4 of bitsandbytes can be merged")
-    return _write_model(model, path, [_dense_piece(merge, target(merge.weight), losses) for merge in found], dtype, None, tokenizer, shard_size, overwrite, quiet, losses)
+        if (
+            not merge.weight.is_floating_point()
+            and getattr(merge.weight, "quant_state", None) is None
+            and isinstance(merge.weight, torch.nn.Parameter)
+        ):
+            raise ValueError(
+                f"{merge.name} is stored as {merge.weight.dtype}, which cannot be unpacked here: only dense weights, MXFP4 and NF4 of bitsandbytes can be merged"
+            )
+    return _write_model(
+        model,
+        path,
+        [_dense_piece(merge, target(merge.weight), losses) for merge in found],
+        dtype,
+        None,
+        tokenizer,
+        shard_size,
+        overwrite,
+        quiet,
+        losses,
+    )
 
 
 def save_mxfp4(
@@ -447,14 +696,44 @@ def save_mxfp4(
     shard_size: int = 4 * 2**30,  # bytes of a file, at most
     overwrite: bool = False,  # replace a folder that is there, when the new one is complete
     quiet: bool = False,  # print nothing
-) -> Export:  # rows: what rounding lost, of each matrix with an adapter and of all experts that were rounded
+) -> (
+    Export
+):  # rows: what rounding lost, of each matrix with an adapter and of all experts that were rounded
     "Save a gpt-oss in the layout of the released checkpoints, active adapters merged: experts rounded to MXFP4 again, all else in bfloat16. The model is not changed."
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    names, losses = {re.sub(r"\.base_layer", "", f"{path_}.{p}") for path_ in experts_of(base) for p in EXPERTS}, []
-    if not names: raise ValueError(f"{type(base).__name__} has no experts of a gpt-oss, and only those are stored as MXFP4: use save_merged")
+    names, losses = (
+        {
+            re.sub(r"\.base_layer", "", f"{path_}.{p}")
+            for path_ in experts_of(base)
+            for p in EXPERTS
+        },
+        [],
+    )
+    if not names:
+        raise ValueError(
+            f"{type(base).__name__} has no experts of a gpt-oss, and only those are stored as MXFP4: use save_merged"
+        )
     found = merges(model)
     for merge in found:
         if merge.name in names and merge.shape[1] % BLOCK:
-            raise ValueError(f"{merge.name} has {merge.shape[1]} inputs, but MXFP4 has blocks of {BLOCK}: only hidden and intermediate sizes divisible by {BLOCK} can be stored so; use save_merged")
-    pieces = [_packed_piece(merge, losses) if merge.name in names else _dense_piece(merge, torch.bfloat16, losses) for merge in found]
-    return _write_model(model, path, pieces, torch.bfloat16, QUANTIZATION, tokenizer, shard_size, overwrite, quiet, losses)
+            raise ValueError(
+                f"{merge.name} has {merge.shape[1]} inputs, but MXFP4 has blocks of {BLOCK}: only hidden and intermediate sizes divisible by {BLOCK} can be stored so; use save_merged"
+            )
+    pieces = [
+        _packed_piece(merge, losses)
+        if merge.name in names
+        else _dense_piece(merge, torch.bfloat16, losses)
+        for merge in found
+    ]
+    return _write_model(
+        model,
+        path,
+        pieces,
+        torch.bfloat16,
+        QUANTIZATION,
+        tokenizer,
+        shard_size,
+        overwrite,
+        quiet,
+        losses,
+    )

@@ -12,13 +12,17 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("the training kernels need triton, which torch brings along for CUDA: pip install triton (without it, plain tensors do the same)") from error
+    raise ImportError(
+        "the training kernels need triton, which torch brings along for CUDA: pip install triton (without it, plain tensors do the same)"
+    ) from error
 
 # %% ../../nbs/model/08_fused.ipynb #2d53b551
 @triton.jit
 def code_value(code):
     "The value of an E2M1 code (int32, 0 to 15), in float32."
-    return (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    return (((code & 7) << 22) | ((code & 8) << 28)).to(
+        tl.float32, bitcast=True
+    ) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit
@@ -33,11 +37,20 @@ def _unpack(blocks, scales, out, count, largest, BB: tl.constexpr):
     "BB blocks of 32 numbers."
     b = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
     real = b < count
-    byte = tl.load(blocks + b[:, None] * 16 + tl.arange(0, 16)[None, :], mask=real[:, None], other=0).to(tl.int32)
+    byte = tl.load(
+        blocks + b[:, None] * 16 + tl.arange(0, 16)[None, :], mask=real[:, None], other=0
+    ).to(tl.int32)
     scale = tl.load(scales + b, mask=real, other=127).to(tl.int32)
-    numbers = tl.reshape(tl.join(code_value(byte & 15), code_value(byte >> 4)), (BB, 32)) * scale_value(scale)[:, None]
+    numbers = (
+        tl.reshape(tl.join(code_value(byte & 15), code_value(byte >> 4)), (BB, 32))
+        * scale_value(scale)[:, None]
+    )
     numbers = tl.where(tl.abs(numbers) > largest, tl.where(numbers > 0, largest, -largest), numbers)
-    tl.store(out + b[:, None] * 32 + tl.arange(0, 32)[None, :], numbers.to(out.dtype.element_ty), mask=real[:, None])
+    tl.store(
+        out + b[:, None] * 32 + tl.arange(0, 32)[None, :],
+        numbers.to(out.dtype.element_ty),
+        mask=real[:, None],
+    )
 
 
 def unpack(
@@ -48,7 +61,10 @@ def unpack(
     "`mxfp4.dequantize`, in one pass."
     blocks, scales = blocks.contiguous(), scales.contiguous()
     out = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * 32, dtype=dtype, device=blocks.device)
-    if scales.numel(): _unpack[(triton.cdiv(scales.numel(), 128),)](blocks, scales, out, scales.numel(), torch.finfo(dtype).max, BB=128, num_warps=4)
+    if scales.numel():
+        _unpack[(triton.cdiv(scales.numel(), 128),)](
+            blocks, scales, out, scales.numel(), torch.finfo(dtype).max, BB=128, num_warps=4
+        )
     return out
 
 # %% ../../nbs/model/08_fused.ipynb #f2079e70
@@ -59,10 +75,25 @@ def _gate_up(z, ids, bias, row, column, I, alpha, limit, BI: tl.constexpr):
     j = 2 * column + tl.arange(0, 2 * BI)
     inside = j < 2 * I
     v = tl.load(z + row * 2 * I + j, mask=inside, other=0.0)
-    v = (v.to(tl.float32) + tl.load(bias + e * 2 * I + j, mask=inside, other=0.0).to(v.dtype).to(tl.float32)).to(v.dtype).to(tl.float32)
+    v = (
+        (
+            v.to(tl.float32)
+            + tl.load(bias + e * 2 * I + j, mask=inside, other=0.0).to(v.dtype).to(tl.float32)
+        )
+        .to(v.dtype)
+        .to(tl.float32)
+    )
     gate, up = tl.split(tl.reshape(v, (BI, 2)))
-    cut_gate = tl.minimum(tl.maximum(gate, -65504.0), limit)  # below, the activation is 0 anyway, and -inf would make NaN
-    return gate, up, cut_gate, tl.minimum(tl.maximum(up, -limit), limit), 1 / (1 + tl.exp(-alpha * cut_gate))
+    cut_gate = tl.minimum(
+        tl.maximum(gate, -65504.0), limit
+    )  # below, the activation is 0 anyway, and -inf would make NaN
+    return (
+        gate,
+        up,
+        cut_gate,
+        tl.minimum(tl.maximum(up, -limit), limit),
+        1 / (1 + tl.exp(-alpha * cut_gate)),
+    )
 
 
 @triton.jit
@@ -81,17 +112,25 @@ def _activate_backward(z, ids, bias, gradient, share, out, sums, I, alpha, limit
     s = tl.load(share + row).to(tl.float32)
     total = tl.zeros((BI,), tl.float32)
     for column in range(0, I, BI):
-        whole_gate, whole_up, gate, up, sigma = _gate_up(z, ids, bias, row, column, I, alpha, limit, BI)
+        whole_gate, whole_up, gate, up, sigma = _gate_up(
+            z, ids, bias, row, column, I, alpha, limit, BI
+        )
         i = column + tl.arange(0, BI)
         g = tl.load(gradient + row * I + i, mask=i < I, other=0.0).to(tl.float32)
         act = (up + 1) * gate * sigma
         total += g * act
         tl.store(gradient + row * I + i, (act * s).to(gradient.dtype.element_ty), mask=i < I)
         g *= s
-        d_gate = tl.where(whole_gate <= limit, g * (up + 1) * (sigma + alpha * gate * sigma * (1 - sigma)), 0.0)
+        d_gate = tl.where(
+            whole_gate <= limit, g * (up + 1) * (sigma + alpha * gate * sigma * (1 - sigma)), 0.0
+        )
         d_up = tl.where(tl.abs(whole_up) <= limit, g * gate * sigma, 0.0)
         j = 2 * column + tl.arange(0, 2 * BI)
-        tl.store(out + row * 2 * I + j, tl.reshape(tl.join(d_gate, d_up), (2 * BI,)).to(out.dtype.element_ty), mask=j < 2 * I)
+        tl.store(
+            out + row * 2 * I + j,
+            tl.reshape(tl.join(d_gate, d_up), (2 * BI,)).to(out.dtype.element_ty),
+            mask=j < 2 * I,
+        )
     tl.store(sums + row, tl.sum(total, 0))
 
 
@@ -105,7 +144,10 @@ def activate(
     "`experts.activate`, in one pass."
     P, I = len(z), z.shape[1] // 2
     out = z.new_empty(P, I)
-    if P: _activate[(P, triton.cdiv(I, 1024))](z, ids, bias, out, I, alpha, limit, BI=1024, num_warps=4)
+    if P:
+        _activate[(P, triton.cdiv(I, 1024))](
+            z, ids, bias, out, I, alpha, limit, BI=1024, num_warps=4
+        )
     return out
 
 
@@ -118,22 +160,54 @@ def activate_backward(
     alpha: float,
     limit: float,
     out: torch.Tensor,  # (P, 2I) may be `z` itself
-) -> tuple[torch.Tensor, torch.Tensor]:  # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
     "`experts.activate_backward`, in one pass."
     sums = torch.empty(len(z), dtype=torch.float32, device=z.device)
-    if len(z): _activate_backward[(len(z),)](z, ids, bias, gradient, share, out, sums, gradient.shape[1], alpha, limit, BI=512, num_warps=4)
+    if len(z):
+        _activate_backward[(len(z),)](
+            z,
+            ids,
+            bias,
+            gradient,
+            share,
+            out,
+            sums,
+            gradient.shape[1],
+            alpha,
+            limit,
+            BI=512,
+            num_warps=4,
+        )
     return out, sums
 
 # %% ../../nbs/model/08_fused.ipynb #e1d7f2b3
 @triton.jit
-def _combine(y, place, weights, indices, bias, out, N, K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr):
+def _combine(
+    y,
+    place,
+    weights,
+    indices,
+    bias,
+    out,
+    N,
+    K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BN: tl.constexpr,
+):
     "BN columns of a token."
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BN,), tl.float32)
     for k in tl.static_range(K):
-        v = tl.load(y + tl.load(place + t * K + k).to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)
+        v = tl.load(y + tl.load(place + t * K + k).to(tl.int64) * N + n, mask=n < N, other=0.0).to(
+            tl.float32
+        )
         if HAS_BIAS:
-            v += tl.load(bias + tl.load(indices + t * K + k).to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)
+            v += tl.load(
+                bias + tl.load(indices + t * K + k).to(tl.int64) * N + n, mask=n < N, other=0.0
+            ).to(tl.float32)
         if HAS_WEIGHTS:
             v *= tl.load(weights + t * K + k).to(tl.float32)
         total += v
@@ -151,12 +225,28 @@ def combine(
     (T, K), N = place.shape, y.shape[1]
     out = torch.empty(T, N, dtype=torch.float32, device=y.device)
     weights, indices = (place if t is None else t.contiguous() for t in (weights, indices))
-    if T: _combine[(T, triton.cdiv(N, 1024))](y, place, weights, indices, y if bias is None else bias, out, N, K=K, HAS_WEIGHTS=weights is not place, HAS_BIAS=bias is not None, BN=1024, num_warps=4)
+    if T:
+        _combine[(T, triton.cdiv(N, 1024))](
+            y,
+            place,
+            weights,
+            indices,
+            y if bias is None else bias,
+            out,
+            N,
+            K=K,
+            HAS_WEIGHTS=weights is not place,
+            HAS_BIAS=bias is not None,
+            BN=1024,
+            num_warps=4,
+        )
     return out
 
 # %% ../../nbs/model/08_fused.ipynb #3f7469f0
 @triton.jit
-def _rotate(x, cos, sin, out, T, heads, sb, st, sh, cb, BH: tl.constexpr, BD: tl.constexpr, D: tl.constexpr):
+def _rotate(
+    x, cos, sin, out, T, heads, sb, st, sh, cb, BH: tl.constexpr, BD: tl.constexpr, D: tl.constexpr
+):
     "BH heads of a token; D is half a head."
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
@@ -165,7 +255,10 @@ def _rotate(x, cos, sin, out, T, heads, sb, st, sh, cb, BH: tl.constexpr, BD: tl
     c = tl.load(cos + b * cb + t * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + b * cb + t * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     source = x + b * sb + t * st + h[:, None] * sh + d[None, :]
-    first, second = tl.load(source, mask=inside, other=0.0).to(tl.float32), tl.load(source + D, mask=inside, other=0.0).to(tl.float32)
+    first, second = (
+        tl.load(source, mask=inside, other=0.0).to(tl.float32),
+        tl.load(source + D, mask=inside, other=0.0).to(tl.float32),
+    )
     target = out + (token * heads + h[:, None]) * 2 * D + d[None, :]
     tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(target + D, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
@@ -177,10 +270,25 @@ def rotate(
     sin: torch.Tensor,  # (B or 1, T, D/2)
 ) -> torch.Tensor:  # (B, T, heads, D)
     "`passes.rotated`, in one pass."
-    if x.stride(-1) != 1: x = x.contiguous()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     B, T, heads, D = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     cos, sin = cos.contiguous(), sin.contiguous()
     BH = min(32, triton.next_power_of_2(heads))
-    if x.numel(): _rotate[(B * T, triton.cdiv(heads, BH))](x, cos, sin, out, T, heads, *x.stride()[:3], cos.stride(0) if len(cos) > 1 else 0, BH=BH, BD=triton.next_power_of_2(D // 2), D=D // 2, num_warps=2)
+    if x.numel():
+        _rotate[(B * T, triton.cdiv(heads, BH))](
+            x,
+            cos,
+            sin,
+            out,
+            T,
+            heads,
+            *x.stride()[:3],
+            cos.stride(0) if len(cos) > 1 else 0,
+            BH=BH,
+            BD=triton.next_power_of_2(D // 2),
+            D=D // 2,
+            num_warps=2,
+        )
     return out

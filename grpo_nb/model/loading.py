@@ -31,12 +31,22 @@ from .packed import EXPERTS, PackedWeight, experts_of
 from .passes import one_pass
 
 # %% ../../nbs/model/11_loading.ipynb #8ce8d097
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 @dataclass(frozen=True)
 class Stored:
     "A tensor in a file."
+
     file: Path
     name: str
     dtype: str  # as safetensors writes it, such as "BF16"
@@ -54,16 +64,34 @@ def read_header(
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         text = opened.read(length) if 8 + length <= size else b""
-    try: header = json.loads(text)
+    try:
+        header = json.loads(text)
     except ValueError:
-        raise ValueError(f"{file} ({size:,} bytes) has no safetensors header: it was cut off, is a pointer of Git LFS in place of the file, or is something else. Fetch it again") from None
+        raise ValueError(
+            f"{file} ({size:,} bytes) has no safetensors header: it was cut off, is a pointer of Git LFS in place of the file, or is something else. Fetch it again"
+        ) from None
     header.pop("__metadata__", None)
-    start, end = 8 + length, 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    start, end = (
+        8 + length,
+        8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0),
+    )
     if size != end:
         what = "cut off" if size < end else "longer than its header says"
-        raise ValueError(f"{file} is {what}: it has {size:,} bytes, and its {len(header)} tensors end at byte {end:,}. Fetch it again; nothing was loaded")
+        raise ValueError(
+            f"{file} is {what}: it has {size:,} bytes, and its {len(header)} tensors end at byte {end:,}. Fetch it again; nothing was loaded"
+        )
     entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    return {name: Stored(file, name, e["dtype"], tuple(e["shape"]), start + e["data_offsets"][0], e["data_offsets"][1] - e["data_offsets"][0]) for name, e in entries}
+    return {
+        name: Stored(
+            file,
+            name,
+            e["dtype"],
+            tuple(e["shape"]),
+            start + e["data_offsets"][0],
+            e["data_offsets"][1] - e["data_offsets"][0],
+        )
+        for name, e in entries
+    }
 
 # %% ../../nbs/model/11_loading.ipynb #f45e84bd
 def read_checkpoint(
@@ -73,24 +101,47 @@ def read_checkpoint(
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        if (folder / "model.safetensors").exists(): return read_header(folder / "model.safetensors")
+        if (folder / "model.safetensors").exists():
+            return read_header(folder / "model.safetensors")
         there = sorted(path.name for path in folder.iterdir())
         if "adapter_config.json" in there:
-            raise ValueError(f"{folder} holds an adapter and no model: load the model that it was trained on, then peft.PeftModel.from_pretrained(model, {str(folder)!r}, is_trainable=True)")
-        raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json; it has {', '.join(there[:8]) or 'nothing'}. "
-                         "Weights in other formats (.bin, .gguf) have to be saved as safetensors first, by transformers' save_pretrained")
+            raise ValueError(
+                f"{folder} holds an adapter and no model: load the model that it was trained on, then peft.PeftModel.from_pretrained(model, {str(folder)!r}, is_trainable=True)"
+            )
+        raise ValueError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; it has {', '.join(there[:8]) or 'nothing'}. "
+            "Weights in other formats (.bin, .gguf) have to be saved as safetensors first, by transformers' save_pretrained"
+        )
     places = json.loads(index.read_text())["weight_map"]
     files = sorted(set(places.values()))
     missing = [name for name in files if not (folder / name).is_file()]
-    if missing: raise ValueError(f"{index.name} names {len(files)} files, and {len(missing)} of them are not in {folder}: {', '.join(missing[:3])}. Fetch them; nothing was loaded")
+    if missing:
+        raise ValueError(
+            f"{index.name} names {len(files)} files, and {len(missing)} of them are not in {folder}: {', '.join(missing[:3])}. Fetch them; nothing was loaded"
+        )
     stored = {name: entry for file in files for name, entry in read_header(folder / file).items()}
     lost = [name for name, file in places.items() if name not in stored]
-    if lost: raise ValueError(f"{index.name} names {lost[0]} and {len(lost) - 1} other tensors that are in none of its files: index and files are of different checkpoints")
+    if lost:
+        raise ValueError(
+            f"{index.name} names {lost[0]} and {len(lost) - 1} other tensors that are in none of its files: index and files are of different checkpoints"
+        )
     return stored
 
 # %% ../../nbs/model/11_loading.ipynb #a8bd7f77
-WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]  # of a repository on the hub
-NOT_WANTED = ["original/*", "metal/*", "onnx/*", "*.pth", "*.bin"]  # the same weights in other formats
+WANTED = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "tokenizer*",
+    "*.model",
+]  # of a repository on the hub
+NOT_WANTED = [
+    "original/*",
+    "metal/*",
+    "onnx/*",
+    "*.pth",
+    "*.bin",
+]  # the same weights in other formats
 
 
 def find_folder(
@@ -100,18 +151,35 @@ def find_folder(
 ) -> Path:
     "The folder of a model; fetched from the hub if the name is no folder. ValueError if there is none."
     path = Path(name_or_path).expanduser()
-    if path.is_dir(): return path
-    if path.exists(): raise ValueError(f"{path} is a file: give the folder that holds config.json and the weights")
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(
+            f"{path} is a file: give the folder that holds config.json and the weights"
+        )
     name = str(name_or_path)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        raise ValueError(f"there is no folder {name!r} (looked for in {Path.cwd()}), and it cannot be a model's name on the hub either, which is like 'openai/gpt-oss-20b'")
+        raise ValueError(
+            f"there is no folder {name!r} (looked for in {Path.cwd()}), and it cannot be a model's name on the hub either, which is like 'openai/gpt-oss-20b'"
+        )
     from huggingface_hub import snapshot_download
 
-    try: return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=WANTED, ignore_patterns=NOT_WANTED))
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                token=token,
+                allow_patterns=WANTED,
+                ignore_patterns=NOT_WANTED,
+            )
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{name!r} is no folder in {Path.cwd()}, and the hub gave no model of that name ({type(error).__name__}: {reason}): "
-                         "check the spelling and the connection, log in for a closed model, or give a local folder") from error
+        raise ValueError(
+            f"{name!r} is no folder in {Path.cwd()}, and the hub gave no model of that name ({type(error).__name__}: {reason}): "
+            "check the spelling and the connection, log in for a closed model, or give a local folder"
+        ) from error
 
 # %% ../../nbs/model/11_loading.ipynb #46809686
 def skeleton(
@@ -124,14 +192,18 @@ def skeleton(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"{config.model_type!r} is no language model that writes on from a text: give a causal model such as gpt_oss, llama, qwen3, mistral, phi3 or gemma3_text")
+        raise ValueError(
+            f"{config.model_type!r} is no language model that writes on from a text: give a causal model such as gpt_oss, llama, qwen3, mistral, phi3 or gemma3_text"
+        )
     given = {"attn_implementation": attn_implementation} if attn_implementation else {}
-    with torch.device("meta"): return AutoModelForCausalLM.from_config(config, dtype=dtype, **given).eval()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **given).eval()
 
 # %% ../../nbs/model/11_loading.ipynb #f486648c
 @dataclass(frozen=True)
 class Form:
     "How a parameter is kept in memory."
+
     kind: str  # "dense", "mxfp4" or "nf4"
     dtype: torch.dtype  # of a dense one; what the others are unpacked to
 
@@ -140,8 +212,12 @@ class Form:
         numel: int,  # weights
     ) -> int:
         "Bytes that it takes."
-        if self.kind == "mxfp4": return numel // 2 + numel // BLOCK
-        if self.kind == "nf4": return numel // 2 + math.ceil(numel / 64 * (1 + 4 / 256))  # a byte for 64 codes, a float for 256 of those bytes
+        if self.kind == "mxfp4":
+            return numel // 2 + numel // BLOCK
+        if self.kind == "nf4":
+            return numel // 2 + math.ceil(
+                numel / 64 * (1 + 4 / 256)
+            )  # a byte for 64 codes, a float for 256 of those bytes
         return numel * self.dtype.itemsize
 
 
@@ -153,19 +229,36 @@ def forms(
 ) -> dict[str, Form]:  # by name of the parameter
     "The form of each parameter. Norms stay in float32 where transformers asks for it (float16)."
     experts = {f"{name}.{p}" for name in experts_of(model) for p in EXPERTS}
-    linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear and ".layers." in name}
-    nf4 = {name for name in linear if "attn" in name and attention_4bit} if experts else {name for name in linear if load_in_4bit}
-    wide = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and ".layers." in name
+    }
+    nf4 = (
+        {name for name in linear if "attn" in name and attention_4bit}
+        if experts
+        else {name for name in linear if load_in_4bit}
+    )
+    wide = (
+        set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        if dtype == torch.float16
+        else set()
+    )
+
     def form(name):
-        if name in experts and load_in_4bit: return Form("mxfp4", dtype)
-        if name in nf4: return Form("nf4", dtype)
+        if name in experts and load_in_4bit:
+            return Form("mxfp4", dtype)
+        if name in nf4:
+            return Form("nf4", dtype)
         return Form("dense", torch.float32 if wide & set(name.split(".")) else dtype)
+
     return {name: form(name) for name, _ in model.named_parameters()}
 
 # %% ../../nbs/model/11_loading.ipynb #47085636
 @dataclass(frozen=True)
 class Step:
     "A parameter to fill: from one tensor of a file, or from blocks and scales."
+
     name: str
     form: Form
     sources: tuple[Stored, ...]
@@ -173,7 +266,8 @@ class Step:
 
 def _sources(name, stored):
     "The tensors that a parameter is made of: itself, or blocks and scales."
-    if name in stored: return (stored[name],)
+    if name in stored:
+        return (stored[name],)
     packed = (f"{name}_blocks", f"{name}_scales")
     return tuple(stored[p] for p in packed) if all(p in stored for p in packed) else ()
 
@@ -182,13 +276,21 @@ def _check_source(name, shape, sources):
     "Refuse tensors whose shape or dtype is not what the parameter asks for."
     if len(sources) == 2:
         E, rows, columns = shape[0], shape[2], shape[1]
-        wanted, dtypes = [(E, rows, columns // BLOCK, BLOCK // 2), (E, rows, columns // BLOCK)], {"U8"}
-    else: wanted, dtypes = [tuple(shape)], {"F64", "F32", "F16", "BF16"}
+        wanted, dtypes = (
+            [(E, rows, columns // BLOCK, BLOCK // 2), (E, rows, columns // BLOCK)],
+            {"U8"},
+        )
+    else:
+        wanted, dtypes = [tuple(shape)], {"F64", "F32", "F16", "BF16"}
     for source, shape in zip(sources, wanted):
         if source.shape != shape:
-            raise ValueError(f"{source.name} has shape {source.shape} in {source.file.name}, but config.json asks for {shape}: they belong to different models. Nothing was loaded")
+            raise ValueError(
+                f"{source.name} has shape {source.shape} in {source.file.name}, but config.json asks for {shape}: they belong to different models. Nothing was loaded"
+            )
         if source.dtype not in dtypes:
-            raise ValueError(f"{source.name} is stored as {source.dtype} in {source.file.name}, which cannot be read here (only {', '.join(sorted(dtypes))}): take a checkpoint in bfloat16 or MXFP4")
+            raise ValueError(
+                f"{source.name} is stored as {source.dtype} in {source.file.name}, which cannot be read here (only {', '.join(sorted(dtypes))}): take a checkpoint in bfloat16 or MXFP4"
+            )
 
 
 def match(
@@ -202,12 +304,21 @@ def match(
         if sources := _sources(name, stored):
             _check_source(name, parameter.shape, sources)
             steps.append(Step(name, wanted[name], sources))
-        else: missing.append(name)
-    known = {source.name for step in steps for source in step.sources} | {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        else:
+            missing.append(name)
+    known = {source.name for step in steps for source in step.sources} | {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
     extra = [name for name in stored if name not in known]
     if missing or extra:
-        told = [f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" for what, names in (("are missing", missing), ("belong to nothing in it", extra)) if names]
-        raise ValueError(f"the weights are not those of the {type(model).__name__} that config.json describes: of its tensors, {' and '.join(told)}. Nothing was loaded")
+        told = [
+            f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            for what, names in (("are missing", missing), ("belong to nothing in it", extra))
+            if names
+        ]
+        raise ValueError(
+            f"the weights are not those of the {type(model).__name__} that config.json describes: of its tensors, {' and '.join(told)}. Nothing was loaded"
+        )
     return sorted(steps, key=lambda step: (str(step.sources[0].file), step.sources[0].begin))
 
 # %% ../../nbs/model/11_loading.ipynb #45c90eb0
@@ -215,17 +326,23 @@ def _read(source):
     "A tensor of a file, mapped: its pages are read when they are looked at."
     from safetensors import safe_open
 
-    with safe_open(source.file, framework="pt") as file: return file.get_tensor(source.name)
+    with safe_open(source.file, framework="pt") as file:
+        return file.get_tensor(source.name)
 
 
 def nf4(
     weight: torch.Tensor,  # (out, in), on the device where it is to be
 ) -> Any:  # Params4bit of bitsandbytes
     "A frozen weight in NF4, its scales quantised once more."
-    try: from bitsandbytes.nn import Params4bit
+    try:
+        from bitsandbytes.nn import Params4bit
     except ImportError as error:
-        raise ImportError("NF4 needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or leave attention_4bit or load_in_4bit out (the experts of a gpt-oss need no bitsandbytes)") from error
-    return Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
+        raise ImportError(
+            "NF4 needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or leave attention_4bit or load_in_4bit out (the experts of a gpt-oss need no bitsandbytes)"
+        ) from error
+    return Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(
+        weight.device
+    )
 
 
 def _packed(dense, device, dtype):
@@ -233,15 +350,20 @@ def _packed(dense, device, dtype):
     E, columns, rows = dense.shape
     blocks = torch.empty(E, rows, columns // BLOCK, BLOCK // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(E, rows, columns // BLOCK, dtype=torch.uint8, device=device)
-    for e in range(E): blocks[e], scales[e] = quantize(dense[e].to(device).mT)
+    for e in range(E):
+        blocks[e], scales[e] = quantize(dense[e].to(device).mT)
     return PackedWeight(blocks, scales, dtype)
 
 
 def _unpacked(blocks, scales, device, dtype):
     "Experts (E, in, out) from their bytes, one at a time."
     E, rows, groups, _ = blocks.shape
-    dense, table = torch.empty(E, groups * BLOCK, rows, dtype=dtype, device=device), dequantize_table(dtype, device)
-    for e in range(E): dense[e] = dequantize(blocks[e].to(device), scales[e].to(device), dtype, table=table).mT
+    dense, table = (
+        torch.empty(E, groups * BLOCK, rows, dtype=dtype, device=device),
+        dequantize_table(dtype, device),
+    )
+    for e in range(E):
+        dense[e] = dequantize(blocks[e].to(device), scales[e].to(device), dtype, table=table).mT
     return dense
 
 
@@ -253,28 +375,39 @@ def read_parameter(
     tensors, form = [_read(source) for source in step.sources], step.form
     if len(tensors) == 2:
         if tensors[1].numel() and int(tensors[1].max()) == 255:
-            raise ValueError(f"{step.sources[1].name} holds scales of 255, which is NaN in MXFP4: {step.sources[1].file} was damaged. Fetch it again")
-        if form.kind == "mxfp4": return PackedWeight(*(x.to(device, copy=True) for x in tensors), form.dtype)
+            raise ValueError(
+                f"{step.sources[1].name} holds scales of 255, which is NaN in MXFP4: {step.sources[1].file} was damaged. Fetch it again"
+            )
+        if form.kind == "mxfp4":
+            return PackedWeight(*(x.to(device, copy=True) for x in tensors), form.dtype)
         return _unpacked(*tensors, device, form.dtype)
-    if form.kind == "mxfp4": return _packed(tensors[0], device, form.dtype)
-    if form.kind == "nf4": return nf4(tensors[0].to(device, form.dtype, copy=True))
+    if form.kind == "mxfp4":
+        return _packed(tensors[0], device, form.dtype)
+    if form.kind == "nf4":
+        return nf4(tensors[0].to(device, form.dtype, copy=True))
     return tensors[0].to(device, form.dtype, copy=True)
 
 # %% ../../nbs/model/11_loading.ipynb #f98cfe0e
 def _aliases(model):
     "Names by parameter: a tied head has the name of the embedding beside its own."
     names, first = {}, {}
-    for name, parameter in model.named_parameters(remove_duplicate=False): names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(parameter), name), []).append(name)
     return names
 
 
 def _put(model, names, tensor, trainable):
     "Give a module its parameter, under each of its names."
-    parameter = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad=trainable and type(tensor) is torch.Tensor)
+    parameter = (
+        tensor
+        if isinstance(tensor, torch.nn.Parameter)
+        else torch.nn.Parameter(tensor, requires_grad=trainable and type(tensor) is torch.Tensor)
+    )
     for name in names:
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
-        if hasattr(tensor, "quant_state"): module = _linear_4bit(model, path, module, tensor)
+        if hasattr(tensor, "quant_state"):
+            module = _linear_4bit(model, path, module, tensor)
         module._parameters[last] = parameter
 
 
@@ -282,8 +415,16 @@ def _linear_4bit(model, path, linear, weight):
     "The linear layer of bitsandbytes in place of torch's."
     from bitsandbytes.nn import Linear4bit
 
-    if isinstance(linear, Linear4bit): return linear
-    with torch.device("meta"): new = Linear4bit(linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=weight.quant_state.dtype, quant_type="nf4")
+    if isinstance(linear, Linear4bit):
+        return linear
+    with torch.device("meta"):
+        new = Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=weight.quant_state.dtype,
+            quant_type="nf4",
+        )
     new._parameters["bias"] = linear.bias
     model.set_submodule(path, new.eval())
     return new
@@ -292,9 +433,15 @@ def _linear_4bit(model, path, linear, weight):
 def _initialise(model, path, module, device=None):
     "What the architecture writes into a module without weights: its buffers, such as the frequencies of rotary positions."
     for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta: module._buffers[name] = torch.empty_like(buffer, device=device)
-    owners = [owner for prefix, owner in model.named_modules() if hasattr(owner, "_init_weights") and f"{path}.".startswith(f"{prefix}." if prefix else "")]
-    with torch.no_grad(): owners[-1]._init_weights(module)
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+    owners = [
+        owner
+        for prefix, owner in model.named_modules()
+        if hasattr(owner, "_init_weights") and f"{path}.".startswith(f"{prefix}." if prefix else "")
+    ]
+    with torch.no_grad():
+        owners[-1]._init_weights(module)
 
 
 def fill(
@@ -305,9 +452,11 @@ def fill(
 ) -> None:
     "Give a skeleton its weights."
     names = _aliases(model)
-    for name, tensor in tensors: _put(model, names[name], tensor, trainable)
+    for name, tensor in tensors:
+        _put(model, names[name], tensor, trainable)
     for path, module in model.named_modules():
-        if any(b is not None and b.is_meta for b in module._buffers.values()): _initialise(model, path, module, device)
+        if any(b is not None and b.is_meta for b in module._buffers.values()):
+            _initialise(model, path, module, device)
 
 # %% ../../nbs/model/11_loading.ipynb #db8481c5
 CODE_RMS = 8.5625**0.5  # root mean square of the 16 codes of MXFP4
@@ -317,8 +466,20 @@ def _random_packed(shape, dtype, device, std):
     "Random bytes that stand for weights with about this standard deviation."
     E, columns, rows = shape
     exponent = round(math.log2(std / CODE_RMS)) + 127
-    blocks = torch.randint(256, (E, rows, columns // BLOCK, BLOCK // 2), dtype=torch.uint8, device=device)
-    return PackedWeight(blocks, torch.randint(exponent - 1, exponent + 1, (E, rows, columns // BLOCK), dtype=torch.uint8, device=device), dtype)
+    blocks = torch.randint(
+        256, (E, rows, columns // BLOCK, BLOCK // 2), dtype=torch.uint8, device=device
+    )
+    return PackedWeight(
+        blocks,
+        torch.randint(
+            exponent - 1,
+            exponent + 1,
+            (E, rows, columns // BLOCK),
+            dtype=torch.uint8,
+            device=device,
+        ),
+        dtype,
+    )
 
 
 def random_parameters(
@@ -329,30 +490,63 @@ def random_parameters(
     "Random weights as the architecture initialises them, each made on its device in its form."
     first = {name for name, _ in model.named_parameters()}
     for path, module in model.named_modules():
-        parameters = {name: p for name, p in module._parameters.items() if p is not None and f"{path}.{name}" in first}
-        if not parameters: continue
-        form, place = {name: wanted[f"{path}.{name}"] for name in parameters}, {name: places[f"{path}.{name}"] for name in parameters}
+        parameters = {
+            name: p
+            for name, p in module._parameters.items()
+            if p is not None and f"{path}.{name}" in first
+        }
+        if not parameters:
+            continue
+        form, place = (
+            {name: wanted[f"{path}.{name}"] for name in parameters},
+            {name: places[f"{path}.{name}"] for name in parameters},
+        )
         std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
         for name, p in parameters.items():
-            module._parameters[name] = torch.nn.Parameter(torch.empty(0 if form[name].kind == "mxfp4" else p.shape, dtype=form[name].dtype, device=place[name]), requires_grad=False)
+            module._parameters[name] = torch.nn.Parameter(
+                torch.empty(
+                    0 if form[name].kind == "mxfp4" else p.shape,
+                    dtype=form[name].dtype,
+                    device=place[name],
+                ),
+                requires_grad=False,
+            )
         _initialise(model, path, module, next(iter(place.values())))
         for name, p in parameters.items():
             tensor, module._parameters[name] = module._parameters[name].data, p
-            if form[name].kind == "mxfp4": tensor = _random_packed(p.shape, form[name].dtype, place[name], std)
+            if form[name].kind == "mxfp4":
+                tensor = _random_packed(p.shape, form[name].dtype, place[name], std)
             yield f"{path}.{name}", nf4(tensor) if form[name].kind == "nf4" else tensor
 
 # %% ../../nbs/model/11_loading.ipynb #a0dd16bd
 def adaptable(
     model: torch.nn.Module,  # a skeleton or a model
-) -> dict[str, str]:  # full name -> "attention", "experts", "mlp" or "other"; linear layers by their module, matrices of experts by their parameter
+) -> dict[
+    str, str
+]:  # full name -> "attention", "experts", "mlp" or "other"; linear layers by their module, matrices of experts by their parameter
     "What an adapter can be put on."
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
+
     def kind(name):
-        if not name.startswith(f"{prefix}.") or ".layers." not in name or re.search(r"\.(router|gate)$", name): return "other"
+        if (
+            not name.startswith(f"{prefix}.")
+            or ".layers." not in name
+            or re.search(r"\.(router|gate)$", name)
+        ):
+            return "other"
         return "attention" if "attn" in name else "mlp"
-    linear = {name: kind(name) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    return linear | {name: "experts" for name, p in model.named_parameters() if p.dim() == 3 and ".layers." in name and not name.endswith("bias")}
+
+    linear = {
+        name: kind(name)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    return linear | {
+        name: "experts"
+        for name, p in model.named_parameters()
+        if p.dim() == 3 and ".layers." in name and not name.endswith("bias")
+    }
 
 
 def _short(name):
@@ -362,17 +556,25 @@ def _short(name):
 
 def resolve_targets(
     model: torch.nn.Module,  # a skeleton or a model
-    targets: str | list[str] = "all",  # "all": attention, MLP and experts; "attention", "experts", "mlp"; or names, such as ["q_proj", "mlp.experts.down_proj"]
+    targets: str
+    | list[
+        str
+    ] = "all",  # "all": attention, MLP and experts; "attention", "experts", "mlp"; or names, such as ["q_proj", "mlp.experts.down_proj"]
 ) -> list[str]:  # full names out of `adaptable`
     "What an adapter is put on; ValueError with the names there are if one matches nothing."
     there, groups, found = adaptable(model), ("attention", "experts", "mlp"), []
     for target in [targets] if isinstance(targets, str) else targets:
-        if target == "all": hits = [name for name, kind in there.items() if kind != "other"]
-        elif target in groups: hits = [name for name, kind in there.items() if kind == target]
-        else: hits = [name for name in there if name == target or name.endswith(f".{target}")]
+        if target == "all":
+            hits = [name for name, kind in there.items() if kind != "other"]
+        elif target in groups:
+            hits = [name for name, kind in there.items() if kind == target]
+        else:
+            hits = [name for name in there if name == target or name.endswith(f".{target}")]
         if not hits:
             names = sorted({_short(name) for name, kind in there.items() if kind != "other"})
-            raise ValueError(f"lora_targets names {target!r}, which matches nothing in {type(model).__name__}: there are {', '.join(names)}, and the groups 'all', 'attention', 'experts' and 'mlp'")
+            raise ValueError(
+                f"lora_targets names {target!r}, which matches nothing in {type(model).__name__}: there are {', '.join(names)}, and the groups 'all', 'attention', 'experts' and 'mlp'"
+            )
         found += hits
     return list(dict.fromkeys(found))
 
@@ -389,62 +591,131 @@ def add_adapters(
 
     experts = [name for name, p in model.named_parameters() if p.dim() == 3]
     modules, parts_ = [n for n in targets if n not in experts], [n for n in targets if n in experts]
-    partly = {_short(n) for n in experts if n not in parts_}             # in some layers only: those are named in full
+    partly = {
+        _short(n) for n in experts if n not in parts_
+    }  # in some layers only: those are named in full
     parameters = sorted({n if _short(n) in partly else _short(n) for n in parts_})
     names = sorted({_short(n).rsplit(".", 1)[-1] for n in modules})
-    others = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.rsplit(".", 1)[-1] in names and n not in modules]
-    config = LoraConfig(r=r, lora_alpha=2 * r if alpha is None else alpha, target_modules=names, target_parameters=parameters or None, exclude_modules=others or None, task_type="CAUSAL_LM")
+    others = [
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear) and n.rsplit(".", 1)[-1] in names and n not in modules
+    ]
+    config = LoraConfig(
+        r=r,
+        lora_alpha=2 * r if alpha is None else alpha,
+        target_modules=names,
+        target_parameters=parameters or None,
+        exclude_modules=others or None,
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         torch.manual_seed(seed)
         model = get_peft_model(model, config)
     for parameter in model.parameters():
-        if parameter.requires_grad: parameter.data = parameter.data.float()
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     return model
 
 # %% ../../nbs/model/11_loading.ipynb #8597eb6c
 def _stored_bytes(t):
     "Bytes of a tensor, packed or not, with the scales that belong to it."
-    if isinstance(t, PackedWeight): return t.blocks.nbytes + t.scales.nbytes
+    if isinstance(t, PackedWeight):
+        return t.blocks.nbytes + t.scales.nbytes
     state = getattr(t, "quant_state", None)
-    if state is None: return t.numel() * t.element_size()
-    scales = [state.absmax, state.code] + ([state.state2.absmax, state.state2.code] if state.nested else [])
+    if state is None:
+        return t.numel() * t.element_size()
+    scales = [state.absmax, state.code] + (
+        [state.state2.absmax, state.state2.code] if state.nested else []
+    )
     return sum(x.nbytes for x in (t, *scales))
 
 
 def _part(name):
-    if ".lora_" in name: return "adapters"
-    for part, pattern in (("experts", r"\.experts\."), ("attention", r"attn"), ("MLP", r"\.mlp\.(?!router|gate\.)"), ("embedding", r"embed_tokens\."), ("head", r"lm_head\.")):
-        if re.search(pattern, name) and "norm" not in name: return part
+    if ".lora_" in name:
+        return "adapters"
+    for part, pattern in (
+        ("experts", r"\.experts\."),
+        ("attention", r"attn"),
+        ("MLP", r"\.mlp\.(?!router|gate\.)"),
+        ("embedding", r"embed_tokens\."),
+        ("head", r"lm_head\."),
+    ):
+        if re.search(pattern, name) and "norm" not in name:
+            return part
     return "norms, router"
 
 
 def parts(
     model: torch.nn.Module,  # with adapters or without
-) -> list[dict]:  # a row for each part, format and device: part, parameters, bytes, stored as, device; pandas.DataFrame(parts(model)) draws it
+) -> list[
+    dict
+]:  # a row for each part, format and device: part, parameters, bytes, stored as, device; pandas.DataFrame(parts(model)) draws it
     "What a model's memory is made of."
-    rows, order = {}, ["experts", "attention", "MLP", "embedding", "head", "norms, router", "adapters"]
-    for name, t in [*model.named_parameters(), *(item for item in model.named_buffers() if item[0].endswith("embed_tokens.weight"))]:
+    rows, order = (
+        {},
+        ["experts", "attention", "MLP", "embedding", "head", "norms, router", "adapters"],
+    )
+    for name, t in [
+        *model.named_parameters(),
+        *(item for item in model.named_buffers() if item[0].endswith("embed_tokens.weight")),
+    ]:
         state = getattr(t, "quant_state", None)
-        kind = "MXFP4" if isinstance(t, PackedWeight) else "NF4" if state is not None else str(t.dtype).removeprefix("torch.")
-        row = rows.setdefault((order.index(_part(name)), str(t.device)), {"parameters": 0, "kinds": Counter()})
+        kind = (
+            "MXFP4"
+            if isinstance(t, PackedWeight)
+            else "NF4"
+            if state is not None
+            else str(t.dtype).removeprefix("torch.")
+        )
+        row = rows.setdefault(
+            (order.index(_part(name)), str(t.device)), {"parameters": 0, "kinds": Counter()}
+        )
         row["parameters"] += t.numel() if state is None else math.prod(state.shape)
         row["kinds"][kind] += _stored_bytes(t)
-    def said(kinds): return ", ".join(kind for kind, size in kinds.most_common() if size > 0.05 * kinds.total())
-    return [{"part": order[part], "parameters": row["parameters"], "bytes": row["kinds"].total(), "stored as": said(row["kinds"]), "device": device}
-            for (part, device), row in sorted(rows.items())]
+
+    def said(kinds):
+        return ", ".join(kind for kind, size in kinds.most_common() if size > 0.05 * kinds.total())
+
+    return [
+        {
+            "part": order[part],
+            "parameters": row["parameters"],
+            "bytes": row["kinds"].total(),
+            "stored as": said(row["kinds"]),
+            "device": device,
+        }
+        for (part, device), row in sorted(rows.items())
+    ]
 
 # %% ../../nbs/model/11_loading.ipynb #ca4b3d08
-OVERFLOWING = ("gpt_oss", "gemma3", "gemma3_text")  # architectures whose residual stream is too large for float16
+OVERFLOWING = (
+    "gpt_oss",
+    "gemma3",
+    "gemma3_text",
+)  # architectures whose residual stream is too large for float16
 
 
 def choose_device(
-    device: torch.device | str | int | None = None,  # None: the current GPU, or the CPU where there is none
+    device: torch.device
+    | str
+    | int
+    | None = None,  # None: the current GPU, or the CPU where there is none
 ) -> torch.device:
     "Where a model goes."
-    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and not torch.cuda.is_available(): raise ValueError(f"device is {str(device)!r}, but torch sees no GPU here: give device='cpu', or install a torch with CUDA")
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    device = torch.device(
+        device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device is {str(device)!r}, but torch sees no GPU here: give device='cpu', or install a torch with CUDA"
+        )
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device.type == "cuda" and device.index is None
+        else device
+    )
 
 
 def choose_dtype(
@@ -453,77 +724,128 @@ def choose_dtype(
 ) -> torch.dtype:
     "The number format; auto: bfloat16 on a GPU of compute capability 8 and more, float16 on older ones, float32 on a CPU."
     if dtype == "auto":
-        if device.type != "cuda": return torch.float32
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        if device.type != "cuda":
+            return torch.float32
+        return (
+            torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        )
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in (torch.bfloat16, torch.float16, torch.float32): raise ValueError(f"dtype is {dtype!r}: give 'auto', 'bfloat16', 'float16' or 'float32'")
+    if found not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype is {dtype!r}: give 'auto', 'bfloat16', 'float16' or 'float32'")
     return found
 
 # %% ../../nbs/model/11_loading.ipynb #3e1cf759
 WORKING_MEMORY = 2**28  # bytes on the device beside the finished tensors, while they are made
 
 
-def _size(size): return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"
+def _size(size):
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"
 
 
 def _needed(model, wanted, places):
     "Bytes on each device."
     total = Counter()
-    for name, p in model.named_parameters(): total[places[name]] += wanted[name].nbytes(p.numel())
+    for name, p in model.named_parameters():
+        total[places[name]] += wanted[name].nbytes(p.numel())
     return total
 
 
 def _check_room(model, config, wanted, places, stored, adapters, dtype, load_in_4bit):
     "Refuse a model that would not fit, with what would."
     need = _needed(model, wanted, places)
-    if getattr(config, "quantization_config", None): need = Counter({max(need, key=need.get): sum(s.nbytes for s in stored.values())})  # as the files have it
+    if getattr(config, "quantization_config", None):
+        need = Counter(
+            {max(need, key=need.get): sum(s.nbytes for s in stored.values())}
+        )  # as the files have it
     for device, size in need.items():
-        size, free = size + WORKING_MEMORY + adapters * (device.type != "cpu" or len(need) == 1), free_memory(device)
-        if size <= free: continue
-        advice = ["free memory there (nvidia-smi shows who holds it)" if device.type == "cuda" else "close other programs"]
+        size, free = (
+            size + WORKING_MEMORY + adapters * (device.type != "cpu" or len(need) == 1),
+            free_memory(device),
+        )
+        if size <= free:
+            continue
+        advice = [
+            "free memory there (nvidia-smi shows who holds it)"
+            if device.type == "cuda"
+            else "close other programs"
+        ]
         if not load_in_4bit:
-            small = _needed(model, forms(model, dtype, load_in_4bit=True), places)[device] + WORKING_MEMORY
-            if small < size: advice.insert(0, f"load_in_4bit=True needs {_size(small)}")
-        if device.type == "cuda" and len(need) == 1 and not config.get_text_config().tie_word_embeddings: advice.append("offload_embedding=True keeps the embedding on the host")
-        raise ValueError(f"the model needs {_size(size)} on {device}, where {_size(free)} are free: {', or '.join(advice)}. Nothing was loaded")
+            small = (
+                _needed(model, forms(model, dtype, load_in_4bit=True), places)[device]
+                + WORKING_MEMORY
+            )
+            if small < size:
+                advice.insert(0, f"load_in_4bit=True needs {_size(small)}")
+        if (
+            device.type == "cuda"
+            and len(need) == 1
+            and not config.get_text_config().tie_word_embeddings
+        ):
+            advice.append("offload_embedding=True keeps the embedding on the host")
+        raise ValueError(
+            f"the model needs {_size(size)} on {device}, where {_size(free)} are free: {', or '.join(advice)}. Nothing was loaded"
+        )
 
 
 def _release(model, error):
     "Let go of everything that a failed attempt holds, also in the frames that the error remembers."
     for module in model.modules() if model is not None else ():
         for name, p in module._parameters.items():
-            if p is not None: module._parameters[name] = torch.nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+            if p is not None:
+                module._parameters[name] = torch.nn.Parameter(
+                    torch.empty(0, device="meta"), requires_grad=False
+                )
     traceback.clear_frames(error.__traceback__)
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized(): torch.cuda.empty_cache()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 # %% ../../nbs/model/11_loading.ipynb #ea4352c0
 def read_config(
     source: Any,  # a folder, a name on the hub, a config of transformers, or a dict with "model_type"
     revision: str | None = None,
     token: str | None = None,
-) -> tuple[Any, Path | None]:  # a config of one's own, and the folder with the weights; None: random weights
+) -> tuple[
+    Any, Path | None
+]:  # a config of one's own, and the folder with the weights; None: random weights
     "Config and folder of a model; ValueError if the folder has no config.json, or one that transformers does not know."
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
     folder = None
-    if isinstance(source, PretrainedConfig): settings = source.to_dict()
-    elif isinstance(source, dict): settings = dict(source)
+    if isinstance(source, PretrainedConfig):
+        settings = source.to_dict()
+    elif isinstance(source, dict):
+        settings = dict(source)
     elif isinstance(source, (str, Path)):
         folder = find_folder(source, revision, token)
         if not (folder / "config.json").is_file():
-            if (folder / "adapter_config.json").is_file(): read_checkpoint(folder)  # says how to load an adapter
-            raise ValueError(f"{folder} has no config.json, so it is no folder of a model; it has {', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}")
-        try: settings = json.loads((folder / "config.json").read_text())
-        except ValueError as error: raise ValueError(f"{folder / 'config.json'} is no JSON ({error}): fetch it again") from error
-    else: raise ValueError(f"the model is given as a {type(source).__name__}: give a folder, a name on the hub, a config of transformers or a dict")
+            if (folder / "adapter_config.json").is_file():
+                read_checkpoint(folder)  # says how to load an adapter
+            raise ValueError(
+                f"{folder} has no config.json, so it is no folder of a model; it has {', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}"
+            )
+        try:
+            settings = json.loads((folder / "config.json").read_text())
+        except ValueError as error:
+            raise ValueError(
+                f"{folder / 'config.json'} is no JSON ({error}): fetch it again"
+            ) from error
+    else:
+        raise ValueError(
+            f"the model is given as a {type(source).__name__}: give a folder, a name on the hub, a config of transformers or a dict"
+        )
     kind = settings.get("model_type")
     if kind not in CONFIG_MAPPING:
-        raise ValueError(f"model_type is {kind!r}, which transformers {__version__} does not know: upgrade transformers if the model is newer, or look for a misspelt name in config.json")
+        raise ValueError(
+            f"model_type is {kind!r}, which transformers {__version__} does not know: upgrade transformers if the model is newer, or look for a misspelt name in config.json"
+        )
     config = AutoConfig.from_pretrained(folder) if folder else AutoConfig.for_model(**settings)
     if has_sinks(config) and getattr(config, "quantization_config", None):
         method = dict(config.quantization_config).get("quant_method")
-        if method != "mxfp4": raise ValueError(f"this gpt-oss is quantised by {method!r}: take the released checkpoint (MXFP4), or one in bfloat16 with load_in_4bit=True")
+        if method != "mxfp4":
+            raise ValueError(
+                f"this gpt-oss is quantised by {method!r}: take the released checkpoint (MXFP4), or one in bfloat16 with load_in_4bit=True"
+            )
         del config.quantization_config
     return config, folder
 
@@ -532,9 +854,17 @@ def _load_tokenizer(folder, max_seq_length):
     "The tokenizer of a folder, or None if it has none."
     from transformers import AutoTokenizer
 
-    if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")): return None
-    try: tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error: raise ValueError(f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}): fetch its files again, or pass tokenizer=") from error
+    if folder is None or not any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    ):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}): fetch its files again, or pass tokenizer="
+        ) from error
     tokenizer.model_max_length = max_seq_length
     return tokenizer
 
@@ -544,7 +874,14 @@ def _steps(skeleton_, folder, wanted, places, quiet):
     from tqdm.auto import tqdm
 
     steps = match(skeleton_, read_checkpoint(folder), wanted)
-    with tqdm(total=sum(s.nbytes for step in steps for s in step.sources), unit="B", unit_scale=True, desc="loading", delay=2, disable=quiet) as bar:
+    with tqdm(
+        total=sum(s.nbytes for step in steps for s in step.sources),
+        unit="B",
+        unit_scale=True,
+        desc="loading",
+        delay=2,
+        disable=quiet,
+    ) as bar:
         for step in steps:
             yield step.name, read_parameter(step, places[step.name])
             bar.update(sum(s.nbytes for s in step.sources))
@@ -557,30 +894,54 @@ def _from_pretrained(config, folder, dtype, device, load_in_4bit, attn_implement
 
     given = {"attn_implementation": attn_implementation} if attn_implementation else {}
     if load_in_4bit and not getattr(config, "quantization_config", None):
-        try: import bitsandbytes
+        try:
+            import bitsandbytes
         except ImportError as error:
-            raise ImportError(f"load_in_4bit for {config.model_type} needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or leave load_in_4bit out") from error
-        given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+            raise ImportError(
+                f"load_in_4bit for {config.model_type} needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or leave load_in_4bit out"
+            ) from error
+        given["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
     shown = logging.is_progress_bar_enabled()
-    if quiet: logging.disable_progress_bar()
-    try: return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}, **given)
+    if quiet:
+        logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map={"": device}, **given
+        )
     finally:
-        if shown: logging.enable_progress_bar()
+        if shown:
+            logging.enable_progress_bar()
 
 # %% ../../nbs/model/11_loading.ipynb #db804f94
 def describe(
     model: torch.nn.Module,  # with adapters or without
 ) -> str:  # some lines
     "What a model's memory is made of, how it computes, and where its adapters are."
-    lines = [f"{row['part']:<14}{row['parameters']:>16,} parameters {_size(row['bytes']):>11}  {row['stored as']} on {row['device']}" for row in parts(model)]
-    experts = f", experts: {model.config._experts_implementation}" if has_sinks(model.config) else ""
+    lines = [
+        f"{row['part']:<14}{row['parameters']:>16,} parameters {_size(row['bytes']):>11}  {row['stored as']} on {row['device']}"
+        for row in parts(model)
+    ]
+    experts = (
+        f", experts: {model.config._experts_implementation}" if has_sinks(model.config) else ""
+    )
     lines.append(f"attention: {model.config._attn_implementation}{experts}")
     rows = [row for row in adapted(model) if row["adapters"]]
     if rows:
-        places = ", ".join(f"{_short(row['weight'].replace('.*.', '.0.')).removesuffix('.weight')} ({row['count']})" for row in rows)
+        places = ", ".join(
+            f"{_short(row['weight'].replace('.*.', '.0.')).removesuffix('.weight')} ({row['count']})"
+            for row in rows
+        )
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         lines.append(f"adapters on {places}: {trained:,} parameters train")
-    else: lines.append(f"no adapters: {sum(p.numel() for p in model.parameters() if p.requires_grad):,} parameters train")
+    else:
+        lines.append(
+            f"no adapters: {sum(p.numel() for p in model.parameters() if p.requires_grad):,} parameters train"
+        )
     return "\n".join(lines)
 
 # %% ../../nbs/model/11_loading.ipynb #ce3b0d85
@@ -589,9 +950,11 @@ def load_model(
     *,
     max_seq_length: int,  # longest sequence that is meant to be used, tokens; kept as model.max_seq_length and tokenizer.model_max_length
     load_in_4bit: bool = False,  # gpt-oss: experts in MXFP4, those of the released checkpoint bit for bit; other models: linear layers in NF4, by bitsandbytes
-    dtype: torch.dtype | str = "auto",  # of everything else: bfloat16, float16 (T4) or float32 (CPU)
+    dtype: torch.dtype
+    | str = "auto",  # of everything else: bfloat16, float16 (T4) or float32 (CPU)
     lora_r: int = 0,  # rank of the adapters; 0: none
-    lora_targets: str | list[str] = "all",  # "all" (attention, MLP, experts), "attention", "experts", "mlp", or names
+    lora_targets: str
+    | list[str] = "all",  # "all" (attention, MLP, experts), "attention", "experts", "mlp", or names
     lora_alpha: float | None = None,  # adapters count lora_alpha / lora_r; None: 2 * lora_r
     offload_embedding: bool = False,  # the input embedding stays in host memory (untied models)
     attention_4bit: bool = False,  # gpt-oss: attention's linear layers in NF4, by bitsandbytes
@@ -605,69 +968,133 @@ def load_model(
     quiet: bool = False,  # print nothing
 ):  # (model, tokenizer); the tokenizer is None where there is none
     "A model to train, in its final format on its device, tensor by tensor; a ValueError leaves memory as it was."
-    if not isinstance(max_seq_length, int) or max_seq_length < 1: raise ValueError(f"max_seq_length is {max_seq_length!r}: give a number of tokens, 1 or more")
-    if not isinstance(lora_r, int) or lora_r < 0: raise ValueError(f"lora_r is {lora_r!r}: give the rank of the adapters, or 0 for none")
+    if not isinstance(max_seq_length, int) or max_seq_length < 1:
+        raise ValueError(
+            f"max_seq_length is {max_seq_length!r}: give a number of tokens, 1 or more"
+        )
+    if not isinstance(lora_r, int) or lora_r < 0:
+        raise ValueError(f"lora_r is {lora_r!r}: give the rank of the adapters, or 0 for none")
     start, device = time.perf_counter(), choose_device(device)
     dtype = choose_dtype(dtype, device)
     config, folder = read_config(name_or_path_or_config, revision, token)
     oss, text = has_sinks(config), config.get_text_config()
     if offload_embedding and text.tie_word_embeddings:
-        raise ValueError(f"offload_embedding is for models with a head of their own, and the head of this {config.model_type} is tied to its embedding: leave it out")
-    if attention_4bit and not oss: raise ValueError(f"attention_4bit is for gpt-oss, and this is {config.model_type}: load_in_4bit=True puts all its linear layers in NF4")
+        raise ValueError(
+            f"offload_embedding is for models with a head of their own, and the head of this {config.model_type} is tied to its embedding: leave it out"
+        )
+    if attention_4bit and not oss:
+        raise ValueError(
+            f"attention_4bit is for gpt-oss, and this is {config.model_type}: load_in_4bit=True puts all its linear layers in NF4"
+        )
     _check_length(text, max_seq_length, trained=folder is not None)
     attention = ("sink" if oss else None) if attn_implementation == "auto" else attn_implementation
-    if oss: check_attention(config, attention)
+    if oss:
+        check_attention(config, attention)
     check_capped_scores(config, attention)
     model = skeleton(config, dtype, attention)
     targets = resolve_targets(model, lora_targets) if lora_r else []
     wanted = forms(model, dtype, load_in_4bit, attention_4bit)
-    if oss and load_in_4bit: _check_blocks(model)
-    embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
-    places = {name: torch.device("cpu") if name == embedding and offload_embedding else device for name, _ in model.named_parameters()}
+    if oss and load_in_4bit:
+        _check_blocks(model)
+    embedding = next(
+        name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight
+    )
+    places = {
+        name: torch.device("cpu") if name == embedding and offload_embedding else device
+        for name, _ in model.named_parameters()
+    }
     stored = read_checkpoint(folder) if folder else {}
-    if folder and oss: match(model, stored, wanted)
-    _check_room(model, config, wanted, places, stored, _adapter_bytes(model, targets, lora_r), dtype, load_in_4bit)
-    if tokenizer is None: tokenizer = _load_tokenizer(folder, max_seq_length)
+    if folder and oss:
+        match(model, stored, wanted)
+    _check_room(
+        model,
+        config,
+        wanted,
+        places,
+        stored,
+        _adapter_bytes(model, targets, lora_r),
+        dtype,
+        load_in_4bit,
+    )
+    if tokenizer is None:
+        tokenizer = _load_tokenizer(folder, max_seq_length)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            if folder and not oss: model = _from_pretrained(config, folder, dtype, device, load_in_4bit, attention, quiet)
+            if folder and not oss:
+                model = _from_pretrained(
+                    config, folder, dtype, device, load_in_4bit, attention, quiet
+                )
             else:
-                filling = _steps(model, folder, wanted, places, quiet) if folder else random_parameters(model, wanted, places)
-                fill(model, filling, device, trainable=not (lora_r or load_in_4bit or attention_4bit))
-        model = _finish(model, config, folder, name_or_path_or_config, max_seq_length, dtype, offload_embedding)
-        if lora_r: model = add_adapters(model, lora_r, targets, lora_alpha, seed)
-        if oss: _set_experts(model, experts_implementation)
+                filling = (
+                    _steps(model, folder, wanted, places, quiet)
+                    if folder
+                    else random_parameters(model, wanted, places)
+                )
+                fill(
+                    model, filling, device, trainable=not (lora_r or load_in_4bit or attention_4bit)
+                )
+        model = _finish(
+            model, config, folder, name_or_path_or_config, max_seq_length, dtype, offload_embedding
+        )
+        if lora_r:
+            model = add_adapters(model, lora_r, targets, lora_alpha, seed)
+        if oss:
+            _set_experts(model, experts_implementation)
     except BaseException as error:
         _release(model, error)
         raise
     if not quiet:
-        whence = f"random weights (seed {seed})" if folder is None else f"{name_or_path_or_config}, {_size(sum(s.nbytes for s in stored.values()))} in {len({s.file for s in stored.values()})} file(s)"
-        print(f"{config.model_type} from {whence}, in {time.perf_counter() - start:.1f} s; sequences of up to {max_seq_length:,} tokens{'' if tokenizer is not None else '; no tokenizer there'}")
+        whence = (
+            f"random weights (seed {seed})"
+            if folder is None
+            else f"{name_or_path_or_config}, {_size(sum(s.nbytes for s in stored.values()))} in {len({s.file for s in stored.values()})} file(s)"
+        )
+        print(
+            f"{config.model_type} from {whence}, in {time.perf_counter() - start:.1f} s; sequences of up to {max_seq_length:,} tokens{'' if tokenizer is not None else '; no tokenizer there'}"
+        )
         print(describe(model))
-        if dtype == torch.float16 and config.model_type in OVERFLOWING: print("the residual stream is float32: use the model under torch.autocast in float16 (fp16=True in GRPOConfig)")
+        if dtype == torch.float16 and config.model_type in OVERFLOWING:
+            print(
+                "the residual stream is float32: use the model under torch.autocast in float16 (fp16=True in GRPOConfig)"
+            )
     return model, tokenizer
 
 
 def _check_length(config, max_seq_length, trained):
     "Refuse sequences beyond the positions of a trained model; random weights have nothing to lose."
     longest = longest_sequence(config)
-    if not longest or max_seq_length <= longest: return
-    sentence = f"max_seq_length is {max_seq_length:,}, and the model's longest sequence is {longest:,}"
-    if not trained: return warnings.warn(f"{sentence}: beyond it a run shows how much memory and time it takes, not how well a model does", stacklevel=3)
-    raise ValueError(f"{sentence} (max_position_embeddings of its config, rope scaling included), and beyond it the model writes nonsense: give at most that, or stretch its positions in config.json, "
-                     'e.g. "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ...}. To measure memory and time alone, load the config without weights')
+    if not longest or max_seq_length <= longest:
+        return
+    sentence = (
+        f"max_seq_length is {max_seq_length:,}, and the model's longest sequence is {longest:,}"
+    )
+    if not trained:
+        return warnings.warn(
+            f"{sentence}: beyond it a run shows how much memory and time it takes, not how well a model does",
+            stacklevel=3,
+        )
+    raise ValueError(
+        f"{sentence} (max_position_embeddings of its config, rope scaling included), and beyond it the model writes nonsense: give at most that, or stretch its positions in config.json, "
+        'e.g. "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ...}. To measure memory and time alone, load the config without weights'
+    )
 
 
 def check_capped_scores(
     model: Any,  # a model of transformers, wrapped by PEFT or not, or its config
-    attn_implementation: str | None = None,  # what is to be selected; None: what the model or config has selected
+    attn_implementation: str
+    | None = None,  # what is to be selected; None: what the model or config has selected
 ) -> None:  # ValueError with what to choose
     "Refuse an attention of this library for a model that caps its scores, such as Gemma 2."
     config = (model.config if isinstance(model, torch.nn.Module) else model).get_text_config()
-    name, cap = attn_implementation or getattr(config, "_attn_implementation", None), getattr(config, "attn_logit_softcapping", None)
+    name, cap = (
+        attn_implementation or getattr(config, "_attn_implementation", None),
+        getattr(config, "attn_logit_softcapping", None),
+    )
     if cap and name in TRANSFORMERS_NAMES:
-        raise ValueError(f"the model caps its scores (softcap {cap:g}), which attn_implementation={name!r} does not: choose 'eager' or 'flex_attention', as in model.set_attn_implementation('eager')")
+        raise ValueError(
+            f"the model caps its scores (softcap {cap:g}), which attn_implementation={name!r} does not: choose 'eager' or 'flex_attention', as in model.set_attn_implementation('eager')"
+        )
 
 
 def _check_blocks(model):
@@ -675,13 +1102,18 @@ def _check_blocks(model):
     for name, experts in experts_of(model).items():
         for p in EXPERTS:
             if getattr(experts, p).shape[1] % BLOCK:
-                raise ValueError(f"{name}.{p} has {getattr(experts, p).shape[1]} inputs, but MXFP4 has blocks of {BLOCK}: choose a hidden size and an intermediate size that are divisible by {BLOCK}, or leave load_in_4bit out")
+                raise ValueError(
+                    f"{name}.{p} has {getattr(experts, p).shape[1]} inputs, but MXFP4 has blocks of {BLOCK}: choose a hidden size and an intermediate size that are divisible by {BLOCK}, or leave load_in_4bit out"
+                )
 
 
 def _adapter_bytes(model, targets, r):
     "Bytes of adapters in float32."
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    return sum(4 * r * (shape[0] if len(shape) == 3 else 1) * (shape[-1] + shape[-2]) for shape in (shapes.get(name, shapes.get(f"{name}.weight")) for name in targets))
+    return sum(
+        4 * r * (shape[0] if len(shape) == 3 else 1) * (shape[-1] + shape[-2])
+        for shape in (shapes.get(name, shapes.get(f"{name}.weight")) for name in targets)
+    )
 
 
 def _finish(model, config, folder, given, max_seq_length, dtype, offloaded):
@@ -689,8 +1121,10 @@ def _finish(model, config, folder, given, max_seq_length, dtype, offloaded):
     if folder is not None and has_sinks(config):
         from transformers import GenerationConfig
 
-        if (folder / "generation_config.json").is_file(): model.generation_config = GenerationConfig.from_pretrained(folder)
-    if folder is not None: model.config._name_or_path = model.name_or_path = str(given)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    if folder is not None:
+        model.config._name_or_path = model.name_or_path = str(given)
     model.max_seq_length = max_seq_length
     wide = dtype == torch.float16 and config.model_type in OVERFLOWING
     if offloaded:
@@ -707,6 +1141,9 @@ def _finish(model, config, folder, given, max_seq_length, dtype, offloaded):
 
 def _set_experts(model, implementation):
     "How a gpt-oss computes its experts; on a GPU, its norms and rotations too."
-    if implementation in IMPLEMENTATIONS: route_adapters(model, implementation)
-    else: model.set_experts_implementation(implementation)
-    if model.get_output_embeddings().weight.device.type == "cuda": one_pass(model)
+    if implementation in IMPLEMENTATIONS:
+        route_adapters(model, implementation)
+    else:
+        model.set_experts_implementation(implementation)
+    if model.get_output_embeddings().weight.device.type == "cuda":
+        one_pass(model)

@@ -6,14 +6,16 @@
 __all__ = ['Predicate', 'causal', 'sliding_window', 'left_padding', 'all_of', 'at_offset', 'Mask', 'attention_mask', 'block_mask']
 
 # %% ../../nbs/model/02_masks.ipynb #a78bc20c
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 # %% ../../nbs/model/02_masks.ipynb #9154f500
-Predicate = Callable[..., torch.Tensor]  # of (b, h, q_idx, kv_idx), integer tensors that broadcast together -> bool, True = may attend
+Predicate = Callable[
+    ..., torch.Tensor
+]  # of (b, h, q_idx, kv_idx), integer tensors that broadcast together -> bool, True = may attend
 
 
 def causal(
@@ -44,17 +46,20 @@ def all_of(
     *predicates: Predicate,  # at least one
 ) -> Predicate:  # True where all are
     "Predicates joined by `and`."
+
     def joined(b, h, q_idx, kv_idx):
         allowed = predicates[0](b, h, q_idx, kv_idx)
         for predicate in predicates[1:]:
             allowed = allowed & predicate(b, h, q_idx, kv_idx)
         return allowed
+
     return joined
 
 # %% ../../nbs/model/02_masks.ipynb #8e1f73fd
 def at_offset(
     predicate: Predicate,  # it compares positions
-    offset: int | torch.Tensor,  # where query 0 stands among the keys; a 0-d integer tensor compiles once for all values
+    offset: int
+    | torch.Tensor,  # where query 0 stands among the keys; a 0-d integer tensor compiles once for all values
 ) -> Predicate:  # the same rule for queries that begin further to the right
     "Query index 0 stands at key position `offset`."
     return lambda b, h, q_idx, kv_idx: predicate(b, h, q_idx + offset, kv_idx)
@@ -64,32 +69,60 @@ def _check(pad_lens, q_len, kv_len, offset, window):
     "Refuse what cannot be a mask, without reading a tensor (that would wait for the GPU)."
     for name, value in (("q_len", q_len), ("kv_len", kv_len)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}, but it counts tokens: give a whole number of at least 1")
-    if pad_lens is not None and (not torch.is_tensor(pad_lens) or pad_lens.dim() != 1 or pad_lens.dtype not in (torch.int32, torch.int64)):
-        given = f"a tensor of shape {tuple(pad_lens.shape)}, {pad_lens.dtype}" if torch.is_tensor(pad_lens) else repr(pad_lens)
-        raise ValueError(f"pad_lens is {given}, but it holds one length a sequence: give a tensor of shape (B,) in int64 or int32, or None for no padding")
+            raise ValueError(
+                f"{name} is {value!r}, but it counts tokens: give a whole number of at least 1"
+            )
+    if pad_lens is not None and (
+        not torch.is_tensor(pad_lens)
+        or pad_lens.dim() != 1
+        or pad_lens.dtype not in (torch.int32, torch.int64)
+    ):
+        given = (
+            f"a tensor of shape {tuple(pad_lens.shape)}, {pad_lens.dtype}"
+            if torch.is_tensor(pad_lens)
+            else repr(pad_lens)
+        )
+        raise ValueError(
+            f"pad_lens is {given}, but it holds one length a sequence: give a tensor of shape (B,) in int64 or int32, or None for no padding"
+        )
     if torch.is_tensor(offset):
         if offset.dim() or offset.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"offset is a tensor of shape {tuple(offset.shape)}, {offset.dtype}, but all sequences of a batch stand at one place: "
-                             "give a 0-d tensor in int64 or int32, or an int (prompts of unequal length are padded on the left)")
+            raise ValueError(
+                f"offset is a tensor of shape {tuple(offset.shape)}, {offset.dtype}, but all sequences of a batch stand at one place: "
+                "give a 0-d tensor in int64 or int32, or an int (prompts of unequal length are padded on the left)"
+            )
     elif isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
-        raise ValueError(f"offset is {offset!r}, but it is the key position of the first query: give a whole number of at least 0, or a 0-d integer tensor")
+        raise ValueError(
+            f"offset is {offset!r}, but it is the key position of the first query: give a whole number of at least 0, or a 0-d integer tensor"
+        )
     if torch.is_tensor(offset) and pad_lens is not None and offset.device != pad_lens.device:
-        raise ValueError(f"offset is on {offset.device} and pad_lens on {pad_lens.device}, but a kernel reads both: put them on one device")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window is {window!r}, but a token sees at least itself: give a whole number of at least 1, or None for no window")
+        raise ValueError(
+            f"offset is on {offset.device} and pad_lens on {pad_lens.device}, but a kernel reads both: put them on one device"
+        )
+    if window is not None and (
+        isinstance(window, bool) or not isinstance(window, int) or window < 1
+    ):
+        raise ValueError(
+            f"window is {window!r}, but a token sees at least itself: give a whole number of at least 1, or None for no window"
+        )
 
 # %% ../../nbs/model/02_masks.ipynb #93a3b0c8
 def _ordered(first, last, full_first, full_last, count, size):
     "Block numbers, partial ones and full ones, of rows that reach the tokens `first` to `last`, all of them `full_first` to `full_last` (both included)."
-    begin = first // size                                                     # (..., rows)  first block that is reached
-    reached = torch.where(last >= first, last // size + 1 - begin, 0)         # (..., rows)  how many are reached, partial or full
-    full_begin = (full_first + size - 1) // size                              # (..., rows)  first block that lies within the full tokens
-    full = ((full_last + 1) // size - full_begin).clamp(min=0)                # (..., rows)  how many do
-    nth = torch.arange(count, dtype=torch.int32, device=first.device)         # (count,)
-    full_order = (full_begin[..., None] + nth) % count                        # (..., rows, count)
-    skip = full[..., None] * (nth >= (full_begin - begin)[..., None])         # (..., rows, count)  jump over the full blocks
-    order = skip.add_(begin[..., None]).add_(nth).remainder_(count)           # (..., rows, count)
+    begin = first // size  # (..., rows)  first block that is reached
+    reached = torch.where(
+        last >= first, last // size + 1 - begin, 0
+    )  # (..., rows)  how many are reached, partial or full
+    full_begin = (
+        full_first + size - 1
+    ) // size  # (..., rows)  first block that lies within the full tokens
+    full = ((full_last + 1) // size - full_begin).clamp(min=0)  # (..., rows)  how many do
+    nth = torch.arange(count, dtype=torch.int32, device=first.device)  # (count,)
+    full_order = (full_begin[..., None] + nth) % count  # (..., rows, count)
+    skip = full[..., None] * (
+        nth >= (full_begin - begin)[..., None]
+    )  # (..., rows, count)  jump over the full blocks
+    order = skip.add_(begin[..., None]).add_(nth).remainder_(count)  # (..., rows, count)
     return reached - full, order, full, full_order
 
 # %% ../../nbs/model/02_masks.ipynb #659d29d5
@@ -97,21 +130,31 @@ def _ordered(first, last, full_first, full_last, count, size):
 class Mask:
     "Which keys each query may look at, for one step and one kind of layer; both forms are built on first use and kept (make a new one for the next step)."
 
-    pad_lens: torch.Tensor | None  # (B,) padding at the left of each sequence, in keys; None: no padding, one mask for any batch
+    pad_lens: (
+        torch.Tensor | None
+    )  # (B,) padding at the left of each sequence, in keys; None: no padding, one mask for any batch
     q_len: int  # queries in this call: all tokens in prefill and training, 1 in decode
     kv_len: int  # keys, those of the cache included
-    offset: int | torch.Tensor = 0  # query i stands at key position i + offset; a 0-d tensor in a decode loop
+    offset: int | torch.Tensor = (
+        0  # query i stands at key position i + offset; a 0-d tensor in a decode loop
+    )
     window: int | None = None  # keys that a query sees, itself included; None: all
-    device: torch.device | str | None = None  # default: that of pad_lens, else that of offset, else the CPU
+    device: torch.device | str | None = (
+        None  # default: that of pad_lens, else that of offset, else the CPU
+    )
     _kept: dict = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         _check(self.pad_lens, self.q_len, self.kv_len, self.offset, self.window)
         tensor = next((x for x in (self.pad_lens, self.offset) if torch.is_tensor(x)), None)
         if self.device is None:
-            object.__setattr__(self, "device", torch.device("cpu") if tensor is None else tensor.device)
+            object.__setattr__(
+                self, "device", torch.device("cpu") if tensor is None else tensor.device
+            )
         elif tensor is not None and tensor.device.type != torch.device(self.device).type:
-            raise ValueError(f"device is {self.device}, but pad_lens or offset is on {tensor.device}: leave device out, or move the tensors there")
+            raise ValueError(
+                f"device is {self.device}, but pad_lens or offset is on {tensor.device}: leave device out, or move the tensors there"
+            )
 
     @property
     def predicate(self) -> Predicate:
@@ -126,7 +169,9 @@ class Mask:
         "The mask as a matrix for each sequence."
         if "dense" not in self._kept:
             batch = 1 if self.pad_lens is None else len(self.pad_lens)
-            b, q, kv = (torch.arange(size, device=self.device) for size in (batch, self.q_len, self.kv_len))
+            b, q, kv = (
+                torch.arange(size, device=self.device) for size in (batch, self.q_len, self.kv_len)
+            )
             allowed = self.predicate(b[:, None, None], None, q[None, :, None], kv[None, None, :])
             self._kept["dense"] = allowed.expand(batch, self.q_len, self.kv_len)
         return self._kept["dense"]
@@ -146,9 +191,12 @@ def attention_mask(
     q_len: int,  # queries
     kv_len: int,  # keys
     *,
-    offset: int | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
+    offset: int
+    | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
     window: int | None = None,  # keys that a query sees, itself included
-    device: torch.device | str | None = None,  # default: that of pad_lens, else that of offset, else the CPU
+    device: torch.device
+    | str
+    | None = None,  # default: that of pad_lens, else that of offset, else the CPU
 ) -> torch.Tensor:  # (B, q_len, kv_len) bool, True = may attend
     "Key j is seen by query i when pad_lens <= j <= i + offset and j > i + offset - window."
     return Mask(pad_lens, q_len, kv_len, offset, window, device).dense()
@@ -159,10 +207,13 @@ def block_mask(
     q_len: int,  # queries
     kv_len: int,  # keys
     *,
-    offset: int | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
+    offset: int
+    | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
     window: int | None = None,  # keys that a query sees, itself included
     block_size: int = 128,  # tokens along each side of a block
-    device: torch.device | str | None = None,  # default: that of pad_lens, else that of offset, else the CPU
+    device: torch.device
+    | str
+    | None = None,  # default: that of pad_lens, else that of offset, else the CPU
 ) -> BlockMask:  # for `flex_attention(..., block_mask=...)`
     "`attention_mask` as a FlexAttention BlockMask."
     return Mask(pad_lens, q_len, kv_len, offset, window, device).block(block_size)
@@ -170,24 +221,74 @@ def block_mask(
 # %% ../../nbs/model/02_masks.ipynb #89f57a89
 def _block_mask(mask, size):
     "Which blocks are partly or wholly visible, from both sides: the keys of each block of queries, and the queries of each block of keys."
-    def starts(length): return torch.arange(0, length, size, dtype=torch.int32, device=mask.device)
-    def whole(tensor): return tensor.to(torch.int32) if torch.is_tensor(tensor) else tensor
+
+    def starts(length):
+        return torch.arange(0, length, size, dtype=torch.int32, device=mask.device)
+
+    def whole(tensor):
+        return tensor.to(torch.int32) if torch.is_tensor(tensor) else tensor
+
     offset, window = whole(mask.offset), mask.window
-    pad = torch.zeros(1, 1, 1, dtype=torch.int32, device=mask.device) if mask.pad_lens is None else whole(mask.pad_lens)[:, None, None].clamp(min=0)
+    pad = (
+        torch.zeros(1, 1, 1, dtype=torch.int32, device=mask.device)
+        if mask.pad_lens is None
+        else whole(mask.pad_lens)[:, None, None].clamp(min=0)
+    )
 
-    i0, i1 = starts(mask.q_len), (starts(mask.q_len) + size).clamp(max=mask.q_len) - 1          # (rows,)  first and last query of each block
-    p0, p1 = i0 + offset, i1 + offset                                                            # (rows,)  where they stand
-    low, high = (pad, pad) if window is None else (torch.maximum(pad, p0 - window + 1), torch.maximum(pad, p1 - window + 1))
-    low, high = low.expand(-1, 1, len(i0)), high.expand(-1, 1, len(i0))                          # (B, 1, rows)  leftmost key of the first and the last query
-    complete = i0 + size <= mask.q_len                                                           # FlexAttention counts no block beyond the edge as full
-    keys = _ordered(low, p1.clamp(max=mask.kv_len - 1), high, torch.where(complete, p0.clamp(max=mask.kv_len - 1), -1), -(-mask.kv_len // size), size)
+    i0, i1 = (
+        starts(mask.q_len),
+        (starts(mask.q_len) + size).clamp(max=mask.q_len) - 1,
+    )  # (rows,)  first and last query of each block
+    p0, p1 = i0 + offset, i1 + offset  # (rows,)  where they stand
+    low, high = (
+        (pad, pad)
+        if window is None
+        else (torch.maximum(pad, p0 - window + 1), torch.maximum(pad, p1 - window + 1))
+    )
+    low, high = (
+        low.expand(-1, 1, len(i0)),
+        high.expand(-1, 1, len(i0)),
+    )  # (B, 1, rows)  leftmost key of the first and the last query
+    complete = i0 + size <= mask.q_len  # FlexAttention counts no block beyond the edge as full
+    keys = _ordered(
+        low,
+        p1.clamp(max=mask.kv_len - 1),
+        high,
+        torch.where(complete, p0.clamp(max=mask.kv_len - 1), -1),
+        -(-mask.kv_len // size),
+        size,
+    )
 
-    j0, j1 = starts(mask.kv_len), (starts(mask.kv_len) + size).clamp(max=mask.kv_len) - 1       # (columns,)  first and last key of each block
-    reach = mask.q_len - 1 if window is None else window - 1 - offset                            # how far a key is seen, as an index of queries
-    last, full_last = [torch.full_like(j1, reach) if window is None else (j + reach).clamp(max=mask.q_len - 1) for j in (j1, j0)]
-    last = torch.where(torch.maximum(j0, pad) <= j1, last, -1)                                   # (B, 1, columns)
+    j0, j1 = (
+        starts(mask.kv_len),
+        (starts(mask.kv_len) + size).clamp(max=mask.kv_len) - 1,
+    )  # (columns,)  first and last key of each block
+    reach = (
+        mask.q_len - 1 if window is None else window - 1 - offset
+    )  # how far a key is seen, as an index of queries
+    last, full_last = [
+        torch.full_like(j1, reach) if window is None else (j + reach).clamp(max=mask.q_len - 1)
+        for j in (j1, j0)
+    ]
+    last = torch.where(torch.maximum(j0, pad) <= j1, last, -1)  # (B, 1, columns)
     full_last = torch.where((j0 >= pad) & (j0 + size <= mask.kv_len), full_last, -1)
-    queries = _ordered((torch.maximum(j0, pad) - offset).clamp(min=0), last, (j1 - offset).clamp(min=0).expand_as(last), full_last, -(-mask.q_len // size), size)
+    queries = _ordered(
+        (torch.maximum(j0, pad) - offset).clamp(min=0),
+        last,
+        (j1 - offset).clamp(min=0).expand_as(last),
+        full_last,
+        -(-mask.q_len // size),
+        size,
+    )
     names = ("{}_num_blocks", "{}_indices", "full_{}_num_blocks", "full_{}_indices")
-    tensors = {name.format(side): x for side, found in (("kv", keys), ("q", queries)) for name, x in zip(names, found)}
-    return BlockMask(seq_lengths=(mask.q_len, mask.kv_len), BLOCK_SIZE=(size, size), mask_mod=mask.predicate, **tensors)
+    tensors = {
+        name.format(side): x
+        for side, found in (("kv", keys), ("q", queries))
+        for name, x in zip(names, found)
+    }
+    return BlockMask(
+        seq_lengths=(mask.q_len, mask.kv_len),
+        BLOCK_SIZE=(size, size),
+        mask_mod=mask.predicate,
+        **tensors,
+    )

@@ -28,26 +28,41 @@ GiB = 2**30
 @dataclass(frozen=True)
 class Card:
     "A GPU."
+
     name: str
     usable: float  # GiB that CUDA reports as its memory
-    capability: tuple[int, int]  # compute capability; below (8, 0) there is no bf16 and no FlexAttention
+    capability: tuple[
+        int, int
+    ]  # compute capability; below (8, 0) there is no bf16 and no FlexAttention
 
 
-CARDS = {card.name: card for card in (
-    Card("T4", 14.74, (7, 5)), Card("L4", 22.16, (8, 9)), Card("A100-40", 39.56, (8, 0)), Card("A100-80", 79.15, (8, 0)), Card("L40S", 44.39, (8, 9)),
-    Card("H100", 79.18, (9, 0)), Card("H200", 139.8, (9, 0)), Card("B200", 178.35, (10, 0)))}
+CARDS = {
+    card.name: card
+    for card in (
+        Card("T4", 14.74, (7, 5)),
+        Card("L4", 22.16, (8, 9)),
+        Card("A100-40", 39.56, (8, 0)),
+        Card("A100-80", 79.15, (8, 0)),
+        Card("L40S", 44.39, (8, 9)),
+        Card("H100", 79.18, (9, 0)),
+        Card("H200", 139.8, (9, 0)),
+        Card("B200", 178.35, (10, 0)),
+    )
+}
 
 
 def _by_name(name, known, what):
     "Look a name up, upper or lower case."
     found = {key.lower(): value for key, value in known.items()}.get(str(name).lower())
-    if found is None: raise ValueError(f"there is no {what} {name!r} here: give one of {', '.join(known)}")
+    if found is None:
+        raise ValueError(f"there is no {what} {name!r} here: give one of {', '.join(known)}")
     return found
 
 # %% ../../nbs/model/13_memory.ipynb #8b10db07
 @dataclass(frozen=True)
 class ModelShape:
     "The numbers of a model that its memory depends on."
+
     name: str
     layers: int
     hidden: int  # H, width of the residual stream
@@ -58,7 +73,9 @@ class ModelShape:
     vocab: int  # V
     experts: int = 0  # E, in each layer; 0: one MLP
     experts_per_token: int = 1  # K
-    windows: tuple[int | None, ...] = ()  # of each layer: its sliding window, or None; (): all layers are full
+    windows: tuple[
+        int | None, ...
+    ] = ()  # of each layer: its sliding window, or None; (): all layers are full
     tied: bool = False  # the head is the embedding
     sinks: bool = False  # a trained sink in each head, as in gpt-oss
     qkv_bias: bool = False
@@ -72,44 +89,130 @@ class ModelShape:
     def __post_init__(self):
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1: raise ValueError(f"{name} of {self.name} is {value!r}, and it counts something: give a whole number of at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"{name} of {self.name} is {value!r}, and it counts something: give a whole number of at least 1"
+                )
 
     @property
     def parameters(self) -> dict[str, int]:
         "How many numbers there are of each kind: embedding, head, attention, mlp (all experts), rest (norms, biases, router, sinks)."
-        H, q, k, E = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.experts
-        small = (self.norms * H + self.qk_norm * 2 * self.head_dim + self.sinks * self.heads + E * H + self.qkv_bias * (q + 2 * k) + self.out_bias * H
-                 + self.mlp_bias * (max(E, 1) * (2 * self.intermediate + H) + E))
-        return {"embedding": self.vocab * H, "head": 0 if self.tied else self.vocab * H, "attention": self.layers * 2 * H * (q + k),
-                "mlp": self.layers * max(E, 1) * 3 * H * self.intermediate, "rest": self.layers * small + H}
+        H, q, k, E = (
+            self.hidden,
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.experts,
+        )
+        small = (
+            self.norms * H
+            + self.qk_norm * 2 * self.head_dim
+            + self.sinks * self.heads
+            + E * H
+            + self.qkv_bias * (q + 2 * k)
+            + self.out_bias * H
+            + self.mlp_bias * (max(E, 1) * (2 * self.intermediate + H) + E)
+        )
+        return {
+            "embedding": self.vocab * H,
+            "head": 0 if self.tied else self.vocab * H,
+            "attention": self.layers * 2 * H * (q + k),
+            "mlp": self.layers * max(E, 1) * 3 * H * self.intermediate,
+            "rest": self.layers * small + H,
+        }
 
 
-_oss = dict(hidden=2880, intermediate=2880, heads=64, kv_heads=8, head_dim=64, vocab=201_088, experts_per_token=4, sinks=True, qkv_bias=True, out_bias=True, mlp_bias=True, max_positions=131_072)
-MODELS = {shape.name: shape for shape in (  # from the configurations that were published with the models
-    ModelShape("gpt-oss-20b", 24, experts=32, windows=(128, None) * 12, **_oss),
-    ModelShape("gpt-oss-120b", 36, experts=128, windows=(128, None) * 18, **_oss),
-    ModelShape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256, max_positions=131_072),
-    ModelShape("Llama-3.3-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, max_positions=131_072),
-    ModelShape("Qwen3-8B", 36, 4096, 12_288, 32, 8, 128, 151_936, qk_norm=True, max_positions=40_960),
-    ModelShape("Qwen3-4B", 36, 2560, 9728, 32, 8, 128, 151_936, tied=True, qk_norm=True, max_positions=40_960),
-    ModelShape("Phi-4", 40, 5120, 17_920, 40, 10, 128, 100_352, joined=True, max_positions=16_384),
-    ModelShape("Qwen2.5-1.5B", 28, 1536, 8960, 12, 2, 128, 151_936, tied=True, qkv_bias=True, max_positions=32_768))}
+_oss = dict(
+    hidden=2880,
+    intermediate=2880,
+    heads=64,
+    kv_heads=8,
+    head_dim=64,
+    vocab=201_088,
+    experts_per_token=4,
+    sinks=True,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    max_positions=131_072,
+)
+MODELS = {
+    shape.name: shape
+    for shape in (  # from the configurations that were published with the models
+        ModelShape("gpt-oss-20b", 24, experts=32, windows=(128, None) * 12, **_oss),
+        ModelShape("gpt-oss-120b", 36, experts=128, windows=(128, None) * 18, **_oss),
+        ModelShape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256, max_positions=131_072),
+        ModelShape("Llama-3.3-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, max_positions=131_072),
+        ModelShape(
+            "Qwen3-8B", 36, 4096, 12_288, 32, 8, 128, 151_936, qk_norm=True, max_positions=40_960
+        ),
+        ModelShape(
+            "Qwen3-4B",
+            36,
+            2560,
+            9728,
+            32,
+            8,
+            128,
+            151_936,
+            tied=True,
+            qk_norm=True,
+            max_positions=40_960,
+        ),
+        ModelShape(
+            "Phi-4", 40, 5120, 17_920, 40, 10, 128, 100_352, joined=True, max_positions=16_384
+        ),
+        ModelShape(
+            "Qwen2.5-1.5B",
+            28,
+            1536,
+            8960,
+            12,
+            2,
+            128,
+            151_936,
+            tied=True,
+            qkv_bias=True,
+            max_positions=32_768,
+        ),
+    )
+}
 
 # %% ../../nbs/model/13_memory.ipynb #b5107b79
-_needed = {"num_hidden_layers": "layers", "hidden_size": "hidden", "intermediate_size": "intermediate", "num_attention_heads": "heads", "vocab_size": "vocab"}
+_needed = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "intermediate_size": "intermediate",
+    "num_attention_heads": "heads",
+    "vocab_size": "vocab",
+}
 _unlike = {  # what would make the arithmetic wrong, and why
-    "kv_lora_rank": "its keys and values are compressed (latent attention)", "n_shared_experts": "it has experts that every token goes to",
-    "shared_expert_intermediate_size": "it has experts that every token goes to", "mlp_only_layers": "only some of its layers have experts",
-    "first_k_dense_replace": "only some of its layers have experts"}
-_plain_mlp = ("gpt_neox", "phi", "starcoder2", "nemotron", "persimmon")  # an MLP of two matrices, not three
+    "kv_lora_rank": "its keys and values are compressed (latent attention)",
+    "n_shared_experts": "it has experts that every token goes to",
+    "shared_expert_intermediate_size": "it has experts that every token goes to",
+    "mlp_only_layers": "only some of its layers have experts",
+    "first_k_dense_replace": "only some of its layers have experts",
+}
+_plain_mlp = (
+    "gpt_neox",
+    "phi",
+    "starcoder2",
+    "nemotron",
+    "persimmon",
+)  # an MLP of two matrices, not three
 
 
 def _windows(config, layers):
     "The sliding window of each layer, None for a full one."
     window, kind = config.get("sliding_window"), config.get("model_type", "")
-    if not window or config.get("use_sliding_window") is False: return ()
-    if types := config.get("layer_types"): return tuple(window if "sliding" in t else None for t in types)
-    every = {"gpt_oss": 2, "gemma2": 2}.get(kind) or config.get("sliding_window_pattern") or (6 if kind.startswith("gemma3") else None)
+    if not window or config.get("use_sliding_window") is False:
+        return ()
+    if types := config.get("layer_types"):
+        return tuple(window if "sliding" in t else None for t in types)
+    every = (
+        {"gpt_oss": 2, "gemma2": 2}.get(kind)
+        or config.get("sliding_window_pattern")
+        or (6 if kind.startswith("gemma3") else None)
+    )
     return tuple(None if every and (i + 1) % every == 0 else window for i in range(layers))
 
 
@@ -118,15 +221,38 @@ def _config(model):
     if isinstance(model, (str, Path)):
         path = Path(model)
         path = path / "config.json" if path.is_dir() else path
-        if not path.is_file(): raise ValueError(f"{str(model)!r} is neither a model that is known here ({', '.join(MODELS)}) nor a folder with a config.json: give one of these (nothing is looked up on the network)")
-        try: model = json.loads(path.read_text())
-        except ValueError as error: raise ValueError(f"{path} is no JSON ({error}): give a model's config.json") from None
-    found = model if isinstance(model, Mapping) else model.to_dict() if hasattr(model, "to_dict") else None
-    if not isinstance(found, Mapping): raise ValueError(f"a {type(model).__name__} is no model's configuration: give a name, a path, a dictionary or an object of transformers' AutoConfig")
-    return {**found, **found["text_config"]} if isinstance(found.get("text_config"), Mapping) else found
+        if not path.is_file():
+            raise ValueError(
+                f"{str(model)!r} is neither a model that is known here ({', '.join(MODELS)}) nor a folder with a config.json: give one of these (nothing is looked up on the network)"
+            )
+        try:
+            model = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}): give a model's config.json") from None
+    found = (
+        model
+        if isinstance(model, Mapping)
+        else model.to_dict()
+        if hasattr(model, "to_dict")
+        else None
+    )
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"a {type(model).__name__} is no model's configuration: give a name, a path, a dictionary or an object of transformers' AutoConfig"
+        )
+    return (
+        {**found, **found["text_config"]}
+        if isinstance(found.get("text_config"), Mapping)
+        else found
+    )
 
 
-_stretching = ("linear", "dynamic", "yarn", "longrope")  # kinds of rope scaling that reach further than what the model was first trained on
+_stretching = (
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+)  # kinds of rope scaling that reach further than what the model was first trained on
 
 
 def longest_sequence(
@@ -134,9 +260,18 @@ def longest_sequence(
 ) -> int | None:  # tokens; None: the config names no limit
     "Where a model's positions end: at max_position_embeddings, or where its rope scaling stretches them to."
     found = _config(config)
-    longest, rope = found.get("max_position_embeddings"), found.get("rope_parameters") or found.get("rope_scaling") or {}
+    longest, rope = (
+        found.get("max_position_embeddings"),
+        found.get("rope_parameters") or found.get("rope_scaling") or {},
+    )
     first = rope.get("original_max_position_embeddings") or longest
-    if not longest or first > longest or rope.get("rope_type", rope.get("type")) not in _stretching or not rope.get("factor"): return longest
+    if (
+        not longest
+        or first > longest
+        or rope.get("rope_type", rope.get("type")) not in _stretching
+        or not rope.get("factor")
+    ):
+        return longest
     return max(longest, int(rope["factor"] * first))
 
 
@@ -144,33 +279,76 @@ def read_shape(
     model: Any,  # a name of MODELS (an owner before it and "-Instruct" behind it do no harm), a folder or a config.json, a dictionary, or transformers' config object
 ) -> ModelShape:  # ValueError with the field at fault
     "The shape of a model, without torch, transformers or a network."
-    if isinstance(model, ModelShape): return model
+    if isinstance(model, ModelShape):
+        return model
     if isinstance(model, str) and not Path(model).exists():
         plain = re.sub("-(instruct|base|bf16)$", "", model.lower().rsplit("/", 1)[-1])
         for name, shape in MODELS.items():
-            if name.lower() == plain: return shape
+            if name.lower() == plain:
+                return shape
     config = _config(model)
-    kind, path = config.get("model_type") or "a model", Path(model if isinstance(model, (str, Path)) else config.get("_name_or_path") or "")
+    kind, path = (
+        config.get("model_type") or "a model",
+        Path(model if isinstance(model, (str, Path)) else config.get("_name_or_path") or ""),
+    )
     name = (path.parent if path.name == "config.json" else path).name or kind
     missing = [key for key in _needed if not config.get(key)]
-    if missing: raise ValueError(f"the configuration of {kind} has no {', '.join(missing)}: this arithmetic is for decoders of the Llama family and mixtures of experts like gpt-oss")
+    if missing:
+        raise ValueError(
+            f"the configuration of {kind} has no {', '.join(missing)}: this arithmetic is for decoders of the Llama family and mixtures of experts like gpt-oss"
+        )
     for key, why in _unlike.items():
-        if config.get(key): raise ValueError(f"the configuration of {kind} has {key}={config[key]}: {why}, which this arithmetic does not know")
-    if kind in _plain_mlp: raise ValueError(f"a {kind} has an MLP of two matrices, and this arithmetic knows three (gate, up, down)")
+        if config.get(key):
+            raise ValueError(
+                f"the configuration of {kind} has {key}={config[key]}: {why}, which this arithmetic does not know"
+            )
+    if kind in _plain_mlp:
+        raise ValueError(
+            f"a {kind} has an MLP of two matrices, and this arithmetic knows three (gate, up, down)"
+        )
     fields = {ours: config[theirs] for theirs, ours in _needed.items()}
-    E = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
-    if E: fields["intermediate"] = config.get("moe_intermediate_size") or fields["intermediate"]
+    E = (
+        config.get("num_local_experts")
+        or config.get("num_experts")
+        or config.get("n_routed_experts")
+        or 0
+    )
+    if E:
+        fields["intermediate"] = config.get("moe_intermediate_size") or fields["intermediate"]
     oss, bias = kind == "gpt_oss", bool(config.get("attention_bias", kind == "gpt_oss"))
     tied = config.get("tie_word_embeddings")
     return ModelShape(
-        name, **fields, kv_heads=config.get("num_key_value_heads") or fields["heads"], head_dim=config.get("head_dim") or fields["hidden"] // fields["heads"],
-        experts=E, experts_per_token=(config.get("num_experts_per_tok") or config.get("experts_per_token") or 1) if E else 1, windows=_windows(config, fields["layers"]),
-        tied=kind.startswith("gemma") if tied is None else bool(tied), sinks=oss, qkv_bias=bias or kind.startswith("qwen2"), out_bias=bias,
-        mlp_bias=oss or bool(config.get("mlp_bias")), qk_norm=kind.startswith(("qwen3", "gemma3")), joined=kind == "phi3", norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
-        max_positions=longest_sequence(config))
+        name,
+        **fields,
+        kv_heads=config.get("num_key_value_heads") or fields["heads"],
+        head_dim=config.get("head_dim") or fields["hidden"] // fields["heads"],
+        experts=E,
+        experts_per_token=(
+            config.get("num_experts_per_tok") or config.get("experts_per_token") or 1
+        )
+        if E
+        else 1,
+        windows=_windows(config, fields["layers"]),
+        tied=kind.startswith("gemma") if tied is None else bool(tied),
+        sinks=oss,
+        qkv_bias=bias or kind.startswith("qwen2"),
+        out_bias=bias,
+        mlp_bias=oss or bool(config.get("mlp_bias")),
+        qk_norm=kind.startswith(("qwen3", "gemma3")),
+        joined=kind == "phi3",
+        norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
+        max_positions=longest_sequence(config),
+    )
 
 # %% ../../nbs/model/13_memory.ipynb #6608b400
-FORMATS = ("bf16", "fp16", "fp32", "mxfp4", "nf4", "mxfp4+nf4")  # the last: experts in MXFP4, attention in NF4
+FORMATS = (
+    "bf16",
+    "fp16",
+    "fp32",
+    "mxfp4",
+    "nf4",
+    "mxfp4+nf4",
+)  # the last: experts in MXFP4, attention in NF4
 
 
 def weight_bits(
@@ -179,14 +357,20 @@ def weight_bits(
     double_quant: bool = False,  # NF4's scales quantised too (bitsandbytes: bnb_4bit_use_double_quant)
 ) -> dict[str, float]:  # kind -> bits
     "Bits of a number of each kind, shared scales included."
-    if weights not in FORMATS: raise ValueError(f"the weights' format is {weights!r}; give one of {', '.join(FORMATS)}")
+    if weights not in FORMATS:
+        raise ValueError(f"the weights' format is {weights!r}; give one of {', '.join(FORMATS)}")
     if "mxfp4" in weights and (not shape.experts or shape.hidden % 32 or shape.intermediate % 32):
         why = "has no experts" if not shape.experts else "has sizes that are no multiples of 32"
-        raise ValueError(f"{weights} keeps experts in blocks of 32, and {shape.name} {why}: choose nf4 or bf16")
+        raise ValueError(
+            f"{weights} keeps experts in blocks of 32, and {shape.name} {why}: choose nf4 or bf16"
+        )
     bits = dict.fromkeys(shape.parameters, 32 if weights == "fp32" else 16)
-    if "nf4" in weights: bits["attention"] = 4 + (8 / 64 + 32 / (64 * 256) if double_quant else 32 / 64)
-    if weights == "nf4" and not shape.experts: bits["mlp"] = bits["attention"]
-    if "mxfp4" in weights: bits["mlp"] = 4 + 8 / 32
+    if "nf4" in weights:
+        bits["attention"] = 4 + (8 / 64 + 32 / (64 * 256) if double_quant else 32 / 64)
+    if weights == "nf4" and not shape.experts:
+        bits["mlp"] = bits["attention"]
+    if "mxfp4" in weights:
+        bits["mlp"] = 4 + 8 / 32
     return bits
 
 
@@ -200,7 +384,11 @@ def weight_bytes(
     return {kind: int(count * bits[kind] / 8) for kind, count in shape.parameters.items()}
 
 # %% ../../nbs/model/13_memory.ipynb #832dc124
-STATES = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}  # bytes that an optimizer keeps for each number it trains; the 8-bit one's block scales are 0.06 more
+STATES = {
+    "adamw": 8,
+    "adamw_8bit": 2,
+    "sgd": 0,
+}  # bytes that an optimizer keeps for each number it trains; the 8-bit one's block scales are 0.06 more
 TARGETS = ("attention", "mlp")  # query, key, value, output; gate, up, down (of experts too)
 
 
@@ -210,10 +398,21 @@ def lora_parameters(
     targets: tuple[str, ...] = TARGETS,  # some of TARGETS
 ) -> int:
     "Numbers that LoRA trains."
-    H, I, q, k = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    H, I, q, k = (
+        shape.hidden,
+        shape.intermediate,
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+    )
     attention = (H + q) + 2 * (H + k) + (q + H)
-    mlp = (H + 2 * I) + (I + H) if shape.experts else 2 * (H + I) + (I + H)  # experts: gate and up are one matrix
-    return r * shape.layers * (("attention" in targets) * attention + ("mlp" in targets) * max(shape.experts, 1) * mlp)
+    mlp = (
+        (H + 2 * I) + (I + H) if shape.experts else 2 * (H + I) + (I + H)
+    )  # experts: gate and up are one matrix
+    return (
+        r
+        * shape.layers
+        * (("attention" in targets) * attention + ("mlp" in targets) * max(shape.experts, 1) * mlp)
+    )
 
 # %% ../../nbs/model/13_memory.ipynb #8a6546f1
 PAGE = 128  # tokens; whole pages of a prompt are shared by its completions
@@ -231,17 +430,33 @@ def kv_bytes(
 ) -> int:  # bytes
     "Keys and values of completions at their full length."
     token = 2 * shape.kv_heads * shape.head_dim * element
-    if not paged: return rows * context * token * shape.layers
+    if not paged:
+        return rows * context * token * shape.layers
     windows = shape.windows or (None,) * shape.layers
     shared, prompts = prompt // PAGE, -(-rows // group)
     pages = 1 + prompts * shared + rows * (-(-max(context - 1, 1) // PAGE) - shared)
     return token * (windows.count(None) * pages * PAGE + (rows + 1) * sum(w for w in windows if w))
 
 # %% ../../nbs/model/13_memory.ipynb #805fb4f8
-KERNELS = {"sdpa": 2.5, "flex": 3.3, "flash": 2.75, "sink_key": 9.8, "sink_lean": 4.5, "sink_heads": 0.0, "eager": 2.0}  # q's beyond q, k, v and the incoming gradient, at the peak; eager: and the scores
-PART_BYTES = 2**26  # of the queries, keys and values of one part in sink_lean and sink_heads; the number of `model.attention`
-GRADIENT_BYTES = 2**28  # of the heads whose gradients flash computes at a time; the number of `model.attention`, as are the next two
-SHORTEST_CUDNN, KEPT_FROM = 4096, 8192  # tokens from which a Hopper card's long full layers take flash; and from which what it computed waits on the host, if layer inputs do
+KERNELS = {
+    "sdpa": 2.5,
+    "flex": 3.3,
+    "flash": 2.75,
+    "sink_key": 9.8,
+    "sink_lean": 4.5,
+    "sink_heads": 0.0,
+    "eager": 2.0,
+}  # q's beyond q, k, v and the incoming gradient, at the peak; eager: and the scores
+PART_BYTES = (
+    2**26
+)  # of the queries, keys and values of one part in sink_lean and sink_heads; the number of `model.attention`
+GRADIENT_BYTES = (
+    2**28
+)  # of the heads whose gradients flash computes at a time; the number of `model.attention`, as are the next two
+SHORTEST_CUDNN, KEPT_FROM = (
+    4096,
+    8192,
+)  # tokens from which a Hopper card's long full layers take flash; and from which what it computed waits on the host, if layer inputs do
 SINK_KEY_REPEATED = 13.6  # the same for sink_key where kernels do not let query heads share a key (compute capability below 8.0)
 PEFT_SUMS = 5  # dense copies of a layer's experts while PEFT adds adapters to them, for transformers' own experts: measured 9.7 GiB for a layer of gpt-oss-20b
 WIDE_PAIRS = 1024  # pairs (token, expert) whose activation is worked on in float32 at the same time where there is no kernel for it
@@ -262,16 +477,35 @@ def attention_kept(
     one_pass: bool = True,  # a gpt-oss whose norms and adapters are one pass each, as load_model makes it on a GPU
 ) -> int:  # bytes a token
     "What attention and its norm keep for their backward pass; eager's scores are not in it."
-    H, q, k = shape.hidden * element, shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    one_pass = one_pass and shape.sinks and implementation == "ours"                 # then the norm keeps the layer's input, which is there anyway
-    norm = (4 * shape.hidden if element < 4 and not one_pass else 0) + shape.qk_norm * 4 * (shape.heads + shape.kv_heads) * shape.head_dim
-    if kernel == "sink_heads": return norm + H
-    own = element < 4 and (implementation == "transformers" or shape.experts and not one_pass)  # a copy for each adapter
-    copies = ((3 * H + q if own else H) if adapters else 0) + shape.joined * (q + k)  # the values are a part of one matrix with queries and keys, and keep all of it
+    H, q, k = (
+        shape.hidden * element,
+        shape.heads * shape.head_dim * element,
+        shape.kv_heads * shape.head_dim * element,
+    )
+    one_pass = (
+        one_pass and shape.sinks and implementation == "ours"
+    )  # then the norm keeps the layer's input, which is there anyway
+    norm = (4 * shape.hidden if element < 4 and not one_pass else 0) + shape.qk_norm * 4 * (
+        shape.heads + shape.kv_heads
+    ) * shape.head_dim
+    if kernel == "sink_heads":
+        return norm + H
+    own = element < 4 and (
+        implementation == "transformers" or shape.experts and not one_pass
+    )  # a copy for each adapter
+    copies = ((3 * H + q if own else H) if adapters else 0) + shape.joined * (
+        q + k
+    )  # the values are a part of one matrix with queries and keys, and keep all of it
     kernels = {"flex": q, "flash": q}.get(kernel, 0)
-    if kernel == "sink_key":  # q, k, v and the output are replaced by wider ones; the output is copied once more
+    if (
+        kernel == "sink_key"
+    ):  # q, k, v and the output are replaced by wider ones; the output is copied once more
         wide = _wide(shape) / shape.head_dim
-        kernels = int((wide - 1) * 2 * (q + k)) + q * (element == 4 or not adapters) + int(repeated * 2 * wide * (q - k))
+        kernels = (
+            int((wide - 1) * 2 * (q + k))
+            + q * (element == 4 or not adapters)
+            + int(repeated * 2 * wide * (q - k))
+        )
     return norm + copies + 2 * q + 2 * k + 4 * shape.heads + kernels
 
 
@@ -286,9 +520,17 @@ def attention_peak(
     one_pass: bool = True,  # see attention_kept
 ) -> int:  # bytes a token
     "What attention takes while its gradients are computed."
-    if kernel == "sink_heads": return attention_kept(shape, element, adapters, kernel, one_pass=one_pass) + 4 * shape.hidden * element  # the gradients of input and output, and what a part adds to each
+    if kernel == "sink_heads":
+        return (
+            attention_kept(shape, element, adapters, kernel, one_pass=one_pass)
+            + 4 * shape.hidden * element
+        )  # the gradients of input and output, and what a part adds to each
     q, k = shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
-    copies = attention_kept(shape, element, adapters, implementation=implementation, one_pass=one_pass) - 2 * q - 2 * k
+    copies = (
+        attention_kept(shape, element, adapters, implementation=implementation, one_pass=one_pass)
+        - 2 * q
+        - 2 * k
+    )
     scores = shape.heads * length * (4 * element if shape.sinks else 12) if kernel == "eager" else 0
     work = SINK_KEY_REPEATED if kernel == "sink_key" and repeated else KERNELS[kernel]
     return copies + 2 * q + 2 * k + int(work * q) + scores
@@ -299,14 +541,21 @@ def attention_scratch(
     element: int,  # bytes a number
     tokens: int,  # of all sequences in the batch
     kernel: str,  # one of KERNELS
-    keys: int | None = None,  # of all sequences: where completions share a prompt, it counts once for each; None: as many as tokens
+    keys: int
+    | None = None,  # of all sequences: where completions share a prompt, it counts once for each; None: as many as tokens
 ) -> int:  # bytes
     "What a kernel that works on some heads at a time takes for these, beside that."
     keys, G = tokens if keys is None else max(keys, tokens), shape.heads // shape.kv_heads
     if kernel in ("sink_lean", "sink_heads"):
-        one = G * _wide(shape) * element                                      # of a token, one key head with its queries
-        def part(n): return max(1, min(shape.kv_heads, PART_BYTES // (one * n))) * one * n
-        return (5 * part(tokens + 2 * keys) + (2 * part(3 * tokens) if kernel == "sink_heads" else 0)) // 2  # queries, keys and values two and a half times; and before they were widened and turned
+        one = G * _wide(shape) * element  # of a token, one key head with its queries
+
+        def part(n):
+            return max(1, min(shape.kv_heads, PART_BYTES // (one * n))) * one * n
+
+        return (
+            (5 * part(tokens + 2 * keys) + (2 * part(3 * tokens) if kernel == "sink_heads" else 0))
+            // 2
+        )  # queries, keys and values two and a half times; and before they were widened and turned
     one = G * shape.head_dim * (4 + 2 * element) * keys  # a key head's
     return max(one, min(shape.kv_heads * one, GRADIENT_BYTES)) if kernel == "flash" else 0
 
@@ -327,10 +576,28 @@ def mlp_kept(
     "What the MLP or the experts and their norm keep for their backward pass."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     norm = 4 * shape.hidden if element < 4 else 0
-    if one_pass and shape.sinks and implementation == "ours": norm = (residual or element) * shape.hidden  # no copy: the stream itself
-    if shape.experts: return norm + H + 64 * K + (6 * K * I + K * H if implementation == "transformers" else 0 if recompute else 2 * K * I)
-    if recompute: return norm + H
-    return norm + (2 * H if element < 4 and implementation == "transformers" else H) * adapters + (3 + adapters) * I
+    if one_pass and shape.sinks and implementation == "ours":
+        norm = (residual or element) * shape.hidden  # no copy: the stream itself
+    if shape.experts:
+        return (
+            norm
+            + H
+            + 64 * K
+            + (
+                6 * K * I + K * H
+                if implementation == "transformers"
+                else 0
+                if recompute
+                else 2 * K * I
+            )
+        )
+    if recompute:
+        return norm + H
+    return (
+        norm
+        + (2 * H if element < 4 and implementation == "transformers" else H) * adapters
+        + (3 + adapters) * I
+    )
 
 
 def mlp_peak(
@@ -338,7 +605,8 @@ def mlp_peak(
     element: int,  # bytes a number
     adapters: bool,  # LoRA on it
     tokens: int,  # of all sequences in the batch
-    tile: int | None = None,  # tokens worked on at a time, gate and up computed again for each slice; None, or one slice: all, nothing again
+    tile: int
+    | None = None,  # tokens worked on at a time, gate and up computed again for each slice; None, or one slice: all, nothing again
     implementation: str = "ours",  # see mlp_kept
     fused: bool = True,  # the experts' activation by a kernel; False: by torch, some pairs at a time
     each: bool = False,  # one expert after the other, where there is no call for all; slices then decide only what is computed again
@@ -347,22 +615,45 @@ def mlp_peak(
 ) -> int:  # bytes
     "What the MLP or the experts of a layer take while their gradients are computed, everything that they kept included."
     H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
-    n, whole = min(tokens, tile or tokens), tokens <= (tile or tokens)      # one slice is kept as it is
-    kept = tokens * mlp_kept(shape, element, adapters, not whole, implementation, one_pass, residual)
+    n, whole = min(tokens, tile or tokens), tokens <= (tile or tokens)  # one slice is kept as it is
+    kept = tokens * mlp_kept(
+        shape, element, adapters, not whole, implementation, one_pass, residual
+    )
     if not shape.experts:
         norm = 4 * shape.hidden if element < 4 else 0
-        again = 0 if whole else n * (mlp_kept(shape, element, adapters, False, implementation) - norm) + tokens * H  # what a slice would keep; the gradients of all slices' inputs
-        casts = element < 4 and implementation == "transformers"             # then the product's gradient is float32
-        gradients = I + 4 * shape.intermediate if casts else (3 - adapters) * I  # of silu(gate), of up and of their product, which is gone by then if an adapter kept it
-        return max(kept + again + n * (gradients + shape.joined * I), tokens * (norm + NORM_ROWS * 4 * shape.hidden))  # joined: gate's and up's gradients are put together
-    if implementation == "transformers": return kept + n * 4 * K * I + adapters * PEFT_SUMS * shape.experts * 3 * shape.hidden * I
+        again = (
+            0
+            if whole
+            else n * (mlp_kept(shape, element, adapters, False, implementation) - norm) + tokens * H
+        )  # what a slice would keep; the gradients of all slices' inputs
+        casts = (
+            element < 4 and implementation == "transformers"
+        )  # then the product's gradient is float32
+        gradients = (
+            I + 4 * shape.intermediate if casts else (3 - adapters) * I
+        )  # of silu(gate), of up and of their product, which is gone by then if an adapter kept it
+        return max(
+            kept + again + n * (gradients + shape.joined * I),
+            tokens * (norm + NORM_ROWS * 4 * shape.hidden),
+        )  # joined: gate's and up's gradients are put together
+    if implementation == "transformers":
+        return kept + n * 4 * K * I + adapters * PEFT_SUMS * shape.experts * 3 * shape.hidden * I
     wide = 0 if fused else min(K * n, WIDE_PAIRS) * 4 * shape.intermediate * 12
     if each:  # rows of one expert: their inputs, gradients, gate and up; and the sum of all answers
         rows = min(tokens, ROWS_OF_ONE)
-        return kept + rows * (5 * H + (1 if whole else 3) * I) + min(wide, rows * 48 * shape.intermediate) + tokens * 4 * shape.hidden
-    again = 0 if whole else 2 * I                                            # gate and up, whose place their gradients take; if they were kept, they are counted already
-    middle = K * n * (again + I + H) + wide                                  # the gradient of the activation, that of the answers
-    last = K * n * (again + H) + n * 8 * shape.hidden                        # the gradients of the input on their way back to their tokens
+        return (
+            kept
+            + rows * (5 * H + (1 if whole else 3) * I)
+            + min(wide, rows * 48 * shape.intermediate)
+            + tokens * 4 * shape.hidden
+        )
+    again = (
+        0 if whole else 2 * I
+    )  # gate and up, whose place their gradients take; if they were kept, they are counted already
+    middle = K * n * (again + I + H) + wide  # the gradient of the activation, that of the answers
+    last = (
+        K * n * (again + H) + n * 8 * shape.hidden
+    )  # the gradients of the input on their way back to their tokens
     return kept + max(middle, last)
 
 # %% ../../nbs/model/13_memory.ipynb #66833bfb
@@ -377,7 +668,11 @@ def layer_inputs(
 ) -> tuple[int, int]:  # bytes on the card, bytes in host memory
     "What checkpointing keeps."
     one = tokens * shape.hidden * element
-    return (min(BUFFERS, shape.layers) * one, shape.layers * one) if offload else (shape.layers * one, 0)
+    return (
+        (min(BUFFERS, shape.layers) * one, shape.layers * one)
+        if offload
+        else (shape.layers * one, 0)
+    )
 
 
 def attention_results(
@@ -399,15 +694,22 @@ def head_bytes(
     *,
     implementation: str = "ours",  # or "transformers": all logits
     mini_batch: int = 1,  # pieces that the batch is split into
-    logit_chunk_multiplier: int | None = None,  # chunks that a piece's tokens are split into; None: at least 4, and at most 1,024 rows each
-    logit_element: int | None = None,  # bytes a logit of a chunk takes; None: those of the format, as where the softmax is compiled (10 where it is not)
+    logit_chunk_multiplier: int
+    | None = None,  # chunks that a piece's tokens are split into; None: at least 4, and at most 1,024 rows each
+    logit_element: int
+    | None = None,  # bytes a logit of a chunk takes; None: those of the format, as where the softmax is compiled (10 where it is not)
 ) -> tuple[int, int]:  # bytes of final states and their rows, bytes of logits
     "What lies between the last layer and the log-probs."
     H = shape.hidden * element
-    norm = 4 * shape.hidden if element < 4 else H                             # what the last norm keeps
-    if implementation == "transformers": return tokens * (norm + H), drawn * shape.vocab * (element + 12)
+    norm = 4 * shape.hidden if element < 4 else H  # what the last norm keeps
+    if implementation == "transformers":
+        return tokens * (norm + H), drawn * shape.vocab * (element + 12)
     rows = -(-drawn // mini_batch)
-    rows = -(-rows // logit_chunk_multiplier) if logit_chunk_multiplier else min(ROWS_PER_CHUNK, -(-rows // 4))
+    rows = (
+        -(-rows // logit_chunk_multiplier)
+        if logit_chunk_multiplier
+        else min(ROWS_PER_CHUNK, -(-rows // 4))
+    )
     return tokens * (norm + H) + drawn * 2 * H, rows * shape.vocab * (logit_element or element)
 
 # %% ../../nbs/model/13_memory.ipynb #e0e1c410
@@ -418,7 +720,7 @@ def row_bytes(
     keys: int,  # that its completions attend to, each its prompt's and its own
 ) -> int:  # bytes
     "What attention takes beside that where a group lies in one row, its prompt read once: queries, keys, values and answers laid out as rectangles, and each completion's keys and values."
-    pair = 2 * element * shape.head_dim                                       # of a key head and its value, or of a query and its answer
+    pair = 2 * element * shape.head_dim  # of a key head and its value, or of a query and its answer
     return pair * (tokens * (shape.heads + shape.kv_heads) + keys * shape.kv_heads)
 
 
@@ -440,33 +742,104 @@ def step_bytes(
     one_pass: bool = True,  # see attention_kept
     each: bool = False,  # see mlp_peak
     residual: int | None = None,  # bytes a number of the residual stream; None: element
-    keys: int | None = None,  # of all sequences, where prompts are read once for their completions: a prompt counts once for each; None: nothing is shared
+    keys: int
+    | None = None,  # of all sequences, where prompts are read once for their completions: a prompt counts once for each; None: nothing is shared
     **head,  # see head_bytes
-) -> dict[str, dict[str, int]]:  # moment -> part -> bytes: "head", when log-probs are computed, and "layer", when a layer's gradients are
+) -> dict[
+    str, dict[str, int]
+]:  # moment -> part -> bytes: "head", when log-probs are computed, and "layer", when a layer's gradients are
     "What a forward and backward pass adds to what lay on the card before."
     attention, mlp = "attention" in targets, "mlp" in targets
-    states, logits = head_bytes(shape, tokens, drawn, element, implementation=implementation, **head)
-    per_token = attention_kept(shape, element, attention, kernel, repeated, implementation, one_pass)
-    scores = tokens * shape.heads * length * (element if shape.sinks else 4 + element) if kernel == "eager" else 0
-    worst, recompute = mlp_peak(shape, element, mlp, tokens, tile, implementation, fused, each, one_pass, residual), tokens > (tile or tokens)
+    states, logits = head_bytes(
+        shape, tokens, drawn, element, implementation=implementation, **head
+    )
+    per_token = attention_kept(
+        shape, element, attention, kernel, repeated, implementation, one_pass
+    )
+    scores = (
+        tokens * shape.heads * length * (element if shape.sinks else 4 + element)
+        if kernel == "eager"
+        else 0
+    )
+    worst, recompute = (
+        mlp_peak(
+            shape, element, mlp, tokens, tile, implementation, fused, each, one_pass, residual
+        ),
+        tokens > (tile or tokens),
+    )
     wide = residual or element
-    casts = implementation == "transformers" and mlp and not shape.experts and element < 4                    # by PEFT, which are float32 for a moment
-    rows = 5 if casts else 2 if shape.experts or element == 4 else 1                                          # in 16 bits norms keep copies of their own, and the stream's gradient alone is there
-    stream = tokens * shape.hidden * wide * rows                                                              # the residual stream and its gradients
-    moments = [(tokens * per_token + scores, worst), (tokens * attention_peak(shape, element, attention, length, kernel, repeated, implementation, one_pass) + attention_scratch(shape, element, tokens, kernel, keys), 0)]
-    if checkpointing: kept, others = layer_inputs(shape, tokens, wide, offload_layer_inputs)[0], (0, 0)
+    casts = (
+        implementation == "transformers" and mlp and not shape.experts and element < 4
+    )  # by PEFT, which are float32 for a moment
+    rows = (
+        5 if casts else 2 if shape.experts or element == 4 else 1
+    )  # in 16 bits norms keep copies of their own, and the stream's gradient alone is there
+    stream = tokens * shape.hidden * wide * rows  # the residual stream and its gradients
+    moments = [
+        (tokens * per_token + scores, worst),
+        (
+            tokens
+            * attention_peak(
+                shape, element, attention, length, kernel, repeated, implementation, one_pass
+            )
+            + attention_scratch(shape, element, tokens, kernel, keys),
+            0,
+        ),
+    ]
+    if checkpointing:
+        kept, others = layer_inputs(shape, tokens, wide, offload_layer_inputs)[0], (0, 0)
     else:
-        kept = tokens * shape.hidden * element * (2 * shape.layers if element == 4 else shape.layers if one_pass and shape.sinks else 1)
-        others = (shape.layers - 1) * (tokens * per_token + scores), (shape.layers - 1) * tokens * mlp_kept(shape, element, mlp, recompute, implementation, one_pass, residual)
-        moments = moments[:1]                                                                                   # the last layer's MLP comes first, and all else is still there
-        worst_all = others[0] + tokens * per_token + scores, others[1] + tokens * mlp_kept(shape, element, mlp, recompute, implementation, one_pass, residual)
-    if checkpointing and offload_layer_inputs and kernel == "flash" and length >= KEPT_FROM: kept += tokens * attention_results(shape, element)  # on their way back for the next layer
+        kept = (
+            tokens
+            * shape.hidden
+            * element
+            * (
+                2 * shape.layers
+                if element == 4
+                else shape.layers
+                if one_pass and shape.sinks
+                else 1
+            )
+        )
+        others = (
+            (shape.layers - 1) * (tokens * per_token + scores),
+            (shape.layers - 1)
+            * tokens
+            * mlp_kept(shape, element, mlp, recompute, implementation, one_pass, residual),
+        )
+        moments = moments[:1]  # the last layer's MLP comes first, and all else is still there
+        worst_all = (
+            others[0] + tokens * per_token + scores,
+            others[1]
+            + tokens * mlp_kept(shape, element, mlp, recompute, implementation, one_pass, residual),
+        )
+    if checkpointing and offload_layer_inputs and kernel == "flash" and length >= KEPT_FROM:
+        kept += tokens * attention_results(shape, element)  # on their way back for the next layer
     layer = max(moments, key=sum)
-    rectangles = 0 if keys is None else row_bytes(shape, element, tokens, keys) // (shape.kv_heads if kernel == "sink_heads" else 1)
+    rectangles = (
+        0
+        if keys is None
+        else row_bytes(shape, element, tokens, keys)
+        // (shape.kv_heads if kernel == "sink_heads" else 1)
+    )
     before = (0, 0) if checkpointing else worst_all
-    held = drawn * shape.vocab * element if implementation == "transformers" else 0                             # the model's output object still holds them
-    return {"head": {"hidden": kept + states, "attention": before[0], "mlp": before[1], "logits": logits},
-            "layer": {"hidden": kept + stream, "attention": others[0] + layer[0] + rectangles, "mlp": others[1] + layer[1], "logits": held}}
+    held = (
+        drawn * shape.vocab * element if implementation == "transformers" else 0
+    )  # the model's output object still holds them
+    return {
+        "head": {
+            "hidden": kept + states,
+            "attention": before[0],
+            "mlp": before[1],
+            "logits": logits,
+        },
+        "layer": {
+            "hidden": kept + stream,
+            "attention": others[0] + layer[0] + rectangles,
+            "mlp": others[1] + layer[1],
+            "logits": held,
+        },
+    }
 
 # %% ../../nbs/model/13_memory.ipynb #781ad328
 PREFILL_TOKENS = 16_384  # of prompts read together by the direct decoder
@@ -481,13 +854,31 @@ def rollout_bytes(
     element: int = 2,  # bytes a number
 ) -> dict[str, int]:  # part -> bytes
     "What drawing completions adds to the model, without gradients."
-    direct, H, I = shape.sinks, shape.hidden * element, shape.intermediate * element                            # gpt-oss is decoded from its tensors, others through their modules
-    q, k, K = shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element, shape.experts_per_token
+    direct, H, I = (
+        shape.sinks,
+        shape.hidden * element,
+        shape.intermediate * element,
+    )  # gpt-oss is decoded from its tensors, others through their modules
+    q, k, K = (
+        shape.heads * shape.head_dim * element,
+        shape.kv_heads * shape.head_dim * element,
+        shape.experts_per_token,
+    )
     read = -(-rows // group) * prompt
-    if direct: read = min(read, max(PREFILL_TOKENS, prompt))
-    mlp = min(read, PREFILL_TOKENS) * K * (3 * I + H) + read * 8 * shape.hidden if shape.experts else read * 3 * I
-    return {"kv": kv_bytes(shape, rows, context, element, prompt=prompt, group=group, paged=direct), "hidden": read * 3 * H, "attention": read * 3 * (q + k), "mlp": mlp,
-            "logits": rows * shape.vocab * (element + 8)}
+    if direct:
+        read = min(read, max(PREFILL_TOKENS, prompt))
+    mlp = (
+        min(read, PREFILL_TOKENS) * K * (3 * I + H) + read * 8 * shape.hidden
+        if shape.experts
+        else read * 3 * I
+    )
+    return {
+        "kv": kv_bytes(shape, rows, context, element, prompt=prompt, group=group, paged=direct),
+        "hidden": read * 3 * H,
+        "attention": read * 3 * (q + k),
+        "mlp": mlp,
+        "logits": rows * shape.vocab * (element + 8),
+    }
 
 # %% ../../nbs/model/13_memory.ipynb #b523092f
 UNPACKED = 2**29  # bytes of experts that are dense at a time; the number of `model.experts`
@@ -500,26 +891,42 @@ def unpack_bytes(
     grouped: bool = True,  # all experts in one call; False: one after the other, as below compute capability 8.0
 ) -> int:  # bytes; 0 for formats of 16 and 32 bits
     "What is dense at the same time of weights that are stored in 4 bits."
-    if weights in ("bf16", "fp16", "fp32"): return 0
-    one = 2 * shape.hidden * shape.intermediate * element                    # gate and up of an expert
-    if "mxfp4" not in weights: return one
-    if not grouped: return one * 3 // 2                                      # and down
+    if weights in ("bf16", "fp16", "fp32"):
+        return 0
+    one = 2 * shape.hidden * shape.intermediate * element  # gate and up of an expert
+    if "mxfp4" not in weights:
+        return one
+    if not grouped:
+        return one * 3 // 2  # and down
     return min(shape.experts, max(1, UNPACKED // one)) * one
 
 # %% ../../nbs/model/13_memory.ipynb #6e50d79a
-CUDA_CONTEXT = GiB // 2  # taken by the driver for a process: kernels, stacks. A round figure, not counted by torch
-LIBRARIES = int(0.3 * GiB)  # workspaces of cuBLAS and cuDNN, recorded steps: fitted to decoding on an H200
+CUDA_CONTEXT = (
+    GiB // 2
+)  # taken by the driver for a process: kernels, stacks. A round figure, not counted by torch
+LIBRARIES = int(
+    0.3 * GiB
+)  # workspaces of cuBLAS and cuDNN, recorded steps: fitted to decoding on an H200
 FRAGMENTATION = 0.04  # of the activations: gaps between tensors in torch's cache. An estimate
 VLLM_GRAPHS = GiB  # vLLM's own activations and recorded steps. An estimate
 HOST_PROCESS = 3 * GiB  # Python, torch, CUDA's libraries. An estimate
 PARTS = {  # part -> what it is
-    "weights": "weights", "copies": "second copies of the weights", "adapters": "adapters, gradients, optimizer", "kv": "keys and values", "hidden": "layer inputs, hidden states",
-    "attention": "attention of a layer", "mlp": "experts or MLP of a layer", "logits": "logits", "context": "CUDA, libraries, gaps"}
+    "weights": "weights",
+    "copies": "second copies of the weights",
+    "adapters": "adapters, gradients, optimizer",
+    "kv": "keys and values",
+    "hidden": "layer inputs, hidden states",
+    "attention": "attention of a layer",
+    "mlp": "experts or MLP of a layer",
+    "logits": "logits",
+    "context": "CUDA, libraries, gaps",
+}
 
 
 @dataclass(frozen=True)
 class Setup:
     "What a step's memory depends on."
+
     model: ModelShape
     card: Card
     weights: str  # one of FORMATS
@@ -534,9 +941,13 @@ class Setup:
     batch: int = 1  # sequences trained at a time
     share_prompt: bool = False  # in training, a group's prompt is computed once
     mini_batch: int = 1  # pieces that the batch is split into for the head
-    logit_chunk_multiplier: int | None = None  # chunks of each piece; None: at most 1,024 rows a chunk
+    logit_chunk_multiplier: int | None = (
+        None  # chunks of each piece; None: at most 1,024 rows a chunk
+    )
     checkpointing: bool = True  # layers keep their input, and compute the rest again
-    tile: int | str | None = "auto"  # tokens that the experts or an MLP work on at a time; None: all; "auto": as the trainer chooses, the most that fit
+    tile: int | str | None = (
+        "auto"  # tokens that the experts or an MLP work on at a time; None: all; "auto": as the trainer chooses, the most that fit
+    )
     offload_embedding: bool = False  # to host memory
     offload_layer_inputs: bool = False
     offload_hidden: bool = False  # what the head keeps
@@ -546,17 +957,60 @@ class Setup:
     implementation: str = "ours"  # or "transformers": all logits, experts by autograd
 
     def __post_init__(self):
-        for name in ("lora_r", "context", "completions", "prompts", "batch", "mini_batch", "prompt", "tile", "logit_chunk_multiplier"):
+        for name in (
+            "lora_r",
+            "context",
+            "completions",
+            "prompts",
+            "batch",
+            "mini_batch",
+            "prompt",
+            "tile",
+            "logit_chunk_multiplier",
+        ):
             value, least = getattr(self, name), 0 if name in ("lora_r", "prompt") else 1
-            if value is None and name in ("prompt", "tile", "logit_chunk_multiplier") or name == "tile" and value == "auto": continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least: raise ValueError(f"{name} is {value!r}, and it is a count: give a whole number of at least {least}")
-        if self.prompt is not None and self.prompt >= self.context: raise ValueError(f"prompt is {self.prompt:,} and context {self.context:,}, which counts the prompt too: leave room for a completion")
-        for name, known in (("weights", FORMATS), ("optimizer", STATES), ("sampler", ("engine", "vllm", "vllm_sleep")), ("attention", (None, *KERNELS)), ("implementation", ("ours", "transformers"))):
-            if getattr(self, name) not in known: raise ValueError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(map(str, known))}")
-        if set(self.lora_targets) - set(TARGETS): raise ValueError(f"lora_targets is {self.lora_targets!r}; give some of {', '.join(TARGETS)}")
-        if self.offload_embedding and self.model.tied: raise ValueError(f"the head of {self.model.name} is its embedding, which every step multiplies with: it cannot be offloaded. Leave offload_embedding out")
-        if self.offload_layer_inputs and not self.checkpointing: raise ValueError("offload_layer_inputs moves what checkpointing keeps: leave checkpointing on, or offload_layer_inputs out")
-        if self.attention in ("flex", "flash") and self.card.capability < (8, 0): raise ValueError(f"attention={self.attention!r} needs compute capability 8.0, and a {self.card.name} has {'.'.join(map(str, self.card.capability))}: choose sink_key")
+            if (
+                value is None
+                and name in ("prompt", "tile", "logit_chunk_multiplier")
+                or name == "tile"
+                and value == "auto"
+            ):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"{name} is {value!r}, and it is a count: give a whole number of at least {least}"
+                )
+        if self.prompt is not None and self.prompt >= self.context:
+            raise ValueError(
+                f"prompt is {self.prompt:,} and context {self.context:,}, which counts the prompt too: leave room for a completion"
+            )
+        for name, known in (
+            ("weights", FORMATS),
+            ("optimizer", STATES),
+            ("sampler", ("engine", "vllm", "vllm_sleep")),
+            ("attention", (None, *KERNELS)),
+            ("implementation", ("ours", "transformers")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; give one of {', '.join(map(str, known))}"
+                )
+        if set(self.lora_targets) - set(TARGETS):
+            raise ValueError(
+                f"lora_targets is {self.lora_targets!r}; give some of {', '.join(TARGETS)}"
+            )
+        if self.offload_embedding and self.model.tied:
+            raise ValueError(
+                f"the head of {self.model.name} is its embedding, which every step multiplies with: it cannot be offloaded. Leave offload_embedding out"
+            )
+        if self.offload_layer_inputs and not self.checkpointing:
+            raise ValueError(
+                "offload_layer_inputs moves what checkpointing keeps: leave checkpointing on, or offload_layer_inputs out"
+            )
+        if self.attention in ("flex", "flash") and self.card.capability < (8, 0):
+            raise ValueError(
+                f"attention={self.attention!r} needs compute capability 8.0, and a {self.card.name} has {'.'.join(map(str, self.card.capability))}: choose sink_key"
+            )
 
     @property
     def element(self) -> int:
@@ -571,9 +1025,17 @@ class Setup:
     @property
     def kernel(self) -> str:
         "The attention kernel."
-        if self.attention or not self.model.sinks: return self.attention or "sdpa"
-        if self.old_card: return "sink_heads" if self.lora_r and "attention" in self.lora_targets and "nf4" not in self.weights else "sink_lean"
-        return "flash" if self.card.capability >= (9, 0) and self.context >= SHORTEST_CUDNN else "flex"
+        if self.attention or not self.model.sinks:
+            return self.attention or "sdpa"
+        if self.old_card:
+            return (
+                "sink_heads"
+                if self.lora_r and "attention" in self.lora_targets and "nf4" not in self.weights
+                else "sink_lean"
+            )
+        return (
+            "flash" if self.card.capability >= (9, 0) and self.context >= SHORTEST_CUDNN else "flex"
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -584,7 +1046,9 @@ class Setup:
     def tokens(self) -> tuple[int, int]:
         "(all tokens, drawn tokens) of a training batch."
         drawn = self.batch * (self.context - self.prompt_tokens)
-        return (-(-self.batch // self.completions) if self.share_prompt else self.batch) * self.prompt_tokens + drawn, drawn
+        return (
+            -(-self.batch // self.completions) if self.share_prompt else self.batch
+        ) * self.prompt_tokens + drawn, drawn
 
 # %% ../../nbs/model/13_memory.ipynb #0a155590
 MOST_ROWS = 512  # completions drawn together, at most
@@ -593,6 +1057,7 @@ MOST_ROWS = 512  # completions drawn together, at most
 @dataclass(frozen=True)
 class Plan:
     "Bytes of a step by moment and part, and what follows."
+
     setup: Setup
     moments: dict[str, dict[str, int]]  # "rollout", "head", "layer" -> part -> bytes
     host: dict[str, int]  # part -> bytes of host memory
@@ -630,12 +1095,26 @@ class Plan:
         *moments: str,  # none: all
     ) -> int:  # bytes
         "What `torch.cuda.max_memory_allocated` should show: without CUDA's own share, and without gaps."
-        return max(sum(parts.values()) - _outside(parts) for moment, parts in self.moments.items() if not moments or moment in moments)
+        return max(
+            sum(parts.values()) - _outside(parts)
+            for moment, parts in self.moments.items()
+            if not moments or moment in moments
+        )
 
     def to_dict(self) -> dict:  # ready for json.dumps
         "Everything, with bytes as numbers."
-        return {"setup": asdict(self.setup), "moments": self.moments, "totals": self.totals, "host": self.host, "weights": self.weights, "rows": self.rows, "tile": self.tile, "peak": self.peak,
-                "card_bytes": self.card_bytes, "fits": self.fits}
+        return {
+            "setup": asdict(self.setup),
+            "moments": self.moments,
+            "totals": self.totals,
+            "host": self.host,
+            "weights": self.weights,
+            "rows": self.rows,
+            "tile": self.tile,
+            "peak": self.peak,
+            "card_bytes": self.card_bytes,
+            "fits": self.fits,
+        }
 
 
 _ACTIVATIONS = ("kv", "hidden", "attention", "mlp", "logits")
@@ -649,7 +1128,9 @@ def _outside(parts):
 def _with_rest(parts, fixed):
     "A moment's parts in their order, with what is always there."
     parts = {name: parts.get(name, 0) + fixed.get(name, 0) for name in PARTS}
-    parts["context"] = CUDA_CONTEXT + LIBRARIES + int(FRAGMENTATION * sum(parts[name] for name in _ACTIVATIONS))
+    parts["context"] = (
+        CUDA_CONTEXT + LIBRARIES + int(FRAGMENTATION * sum(parts[name] for name in _ACTIVATIONS))
+    )
     return parts
 
 
@@ -658,11 +1139,22 @@ def _held(setup):
     s = setup
     weights = weight_bytes(s.model, s.weights, s.double_quant)
     embedding = weights["embedding"] if s.offload_embedding else 0
-    if embedding: weights = {**weights, "embedding": 0}
+    if embedding:
+        weights = {**weights, "embedding": 0}
     reference = sum(weight_bytes(s.model, s.weights, s.double_quant).values()) if s.reference else 0
-    other = 0 if s.sampler == "engine" else sum(weight_bytes(s.model, s.weights if "mxfp4" in s.weights else "bf16").values())
+    other = (
+        0
+        if s.sampler == "engine"
+        else sum(weight_bytes(s.model, s.weights if "mxfp4" in s.weights else "bf16").values())
+    )
     asleep = s.sampler == "vllm_sleep"
-    return weights, embedding, reference + other, reference + (0 if asleep else other), other if asleep else 0
+    return (
+        weights,
+        embedding,
+        reference + other,
+        reference + (0 if asleep else other),
+        other if asleep else 0,
+    )
 
 
 def _rollout(setup, rows):
@@ -670,8 +1162,14 @@ def _rollout(setup, rows):
     s = setup
     if s.sampler == "engine":
         parts = rollout_bytes(s.model, rows, s.context, s.prompt_tokens, s.completions, s.element)
-        return {**parts, "mlp": parts["mlp"] + unpack_bytes(s.model, s.weights, s.element, not s.old_card)}
-    return {"kv": kv_bytes(s.model, rows, s.context, 2, prompt=s.prompt_tokens, group=s.completions), "logits": VLLM_GRAPHS}
+        return {
+            **parts,
+            "mlp": parts["mlp"] + unpack_bytes(s.model, s.weights, s.element, not s.old_card),
+        }
+    return {
+        "kv": kv_bytes(s.model, rows, s.context, 2, prompt=s.prompt_tokens, group=s.completions),
+        "logits": VLLM_GRAPHS,
+    }
 
 
 SLICES = (16_384, 8192, 4096, 2048, 1024, 512)  # tokens: what the trainer tries, largest first
@@ -681,13 +1179,19 @@ def plan_of(
     setup: Setup,
 ) -> Plan:
     "The bytes of a setup."
-    if setup.tile != "auto": return _planned(setup, setup.tile)
+    if setup.tile != "auto":
+        return _planned(setup, setup.tile)
     tiles = SLICES if setup.model.experts else (None, *SLICES[2:])
-    if setup.batch > 1: tiles = tiles[: 3 if setup.model.experts else 1]                                        # before smaller ones the trainer cuts the batch
-    if setup.implementation != "ours": tiles = (4096,) if setup.model.experts else (None,)
+    if setup.batch > 1:
+        tiles = tiles[
+            : 3 if setup.model.experts else 1
+        ]  # before smaller ones the trainer cuts the batch
+    if setup.implementation != "ours":
+        tiles = (4096,) if setup.model.experts else (None,)
     for tile in tiles:
         made = _planned(setup, tile)
-        if max(made.totals["head"], made.totals["layer"]) <= made.card_bytes: break
+        if max(made.totals["head"], made.totals["layer"]) <= made.card_bytes:
+            break
     return made
 
 
@@ -696,26 +1200,71 @@ def _planned(setup, tile):
     weights, embedding, copies, copies_in_training, asleep = _held(s)
     numbers = lora_parameters(s.model, s.lora_r, s.lora_targets)
     fixed = {"weights": sum(weights.values()), "adapters": numbers * (4 + STATES[s.optimizer])}
-    def rollout(rows): return _with_rest(_rollout(s, rows), {**fixed, "copies": copies})
+
+    def rollout(rows):
+        return _with_rest(_rollout(s, rows), {**fixed, "copies": copies})
 
     rows = wanted
-    while rows > 1 and sum(rollout(rows).values()) > s.card.usable * GiB: rows -= max(1, rows // 16)
+    while rows > 1 and sum(rollout(rows).values()) > s.card.usable * GiB:
+        rows -= max(1, rows // 16)
     targets = s.lora_targets if s.lora_r else ()
     tokens, drawn = s.tokens
     residual = 4 if s.old_card and s.model.sinks else s.element
-    moments = step_bytes(s.model, tokens, drawn, s.context, s.element, targets=targets, kernel=s.kernel, repeated=s.old_card, each=s.old_card, checkpointing=s.checkpointing, residual=residual,
-                         offload_layer_inputs=s.offload_layer_inputs, tile=tile, implementation=s.implementation, mini_batch=s.mini_batch, logit_chunk_multiplier=s.logit_chunk_multiplier,
-                         one_pass="nf4" not in s.weights)
-    host = {"process": HOST_PROCESS, "embedding": embedding, "layer inputs": layer_inputs(s.model, tokens, residual, True)[1] if s.offload_layer_inputs else 0, "hidden states": 0, "sleeping weights": asleep}
-    if s.offload_layer_inputs and s.kernel == "flash" and s.context >= KEPT_FROM: host["layer inputs"] += s.model.windows.count(None) * tokens * attention_results(s.model, s.element)
+    moments = step_bytes(
+        s.model,
+        tokens,
+        drawn,
+        s.context,
+        s.element,
+        targets=targets,
+        kernel=s.kernel,
+        repeated=s.old_card,
+        each=s.old_card,
+        checkpointing=s.checkpointing,
+        residual=residual,
+        offload_layer_inputs=s.offload_layer_inputs,
+        tile=tile,
+        implementation=s.implementation,
+        mini_batch=s.mini_batch,
+        logit_chunk_multiplier=s.logit_chunk_multiplier,
+        one_pass="nf4" not in s.weights,
+    )
+    host = {
+        "process": HOST_PROCESS,
+        "embedding": embedding,
+        "layer inputs": layer_inputs(s.model, tokens, residual, True)[1]
+        if s.offload_layer_inputs
+        else 0,
+        "hidden states": 0,
+        "sleeping weights": asleep,
+    }
+    if s.offload_layer_inputs and s.kernel == "flash" and s.context >= KEPT_FROM:
+        host["layer inputs"] += (
+            s.model.windows.count(None) * tokens * attention_results(s.model, s.element)
+        )
     if s.offload_hidden:
         states = head_bytes(s.model, tokens, drawn, s.element, implementation=s.implementation)[0]
         host["hidden states"] = states - -(-states // s.mini_batch)
         moments["head"]["hidden"] -= host["hidden states"]
     moments["layer"]["mlp"] += unpack_bytes(s.model, s.weights, s.element, not s.old_card)
-    training = {**fixed, "adapters": numbers * (8 + STATES[s.optimizer]), "copies": copies_in_training}
-    if s.sampler == "vllm": training |= _rollout(s, rows)                                                       # it keeps its cache
-    return Plan(s, {"rollout": rollout(rows), **{moment: _with_rest(parts, training) for moment, parts in moments.items()}}, host, weights, rows, tile)
+    training = {
+        **fixed,
+        "adapters": numbers * (8 + STATES[s.optimizer]),
+        "copies": copies_in_training,
+    }
+    if s.sampler == "vllm":
+        training |= _rollout(s, rows)  # it keeps its cache
+    return Plan(
+        s,
+        {
+            "rollout": rollout(rows),
+            **{moment: _with_rest(parts, training) for moment, parts in moments.items()},
+        },
+        host,
+        weights,
+        rows,
+        tile,
+    )
 
 
 def plan(
@@ -726,8 +1275,16 @@ def plan(
     "What a GRPO step of a model needs on a card, in bytes."
     shape = read_shape(model)
     card = card if isinstance(card, Card) else _by_name(card, CARDS, "card")
-    given = {"weights": "mxfp4" if shape.sinks else "bf16", "lora_targets": ("attention",) if shape.experts else TARGETS, **settings}
-    given["lora_targets"] = (given["lora_targets"],) if isinstance(given["lora_targets"], str) else tuple(given["lora_targets"])
+    given = {
+        "weights": "mxfp4" if shape.sinks else "bf16",
+        "lora_targets": ("attention",) if shape.experts else TARGETS,
+        **settings,
+    }
+    given["lora_targets"] = (
+        (given["lora_targets"],)
+        if isinstance(given["lora_targets"], str)
+        else tuple(given["lora_targets"])
+    )
     return plan_of(Setup(shape, card, **given))
 
 # %% ../../nbs/model/13_memory.ipynb #4087efca
@@ -736,11 +1293,37 @@ def standard(
 ) -> Plan:
     "The same step as it is usually done."
     weights = "fp16" if setup.old_card else "bf16"
-    return plan_of(replace(setup, weights=weights, double_quant=False, tile=None, share_prompt=False, mini_batch=1, logit_chunk_multiplier=None, checkpointing=True, offload_embedding=False,
-                           offload_layer_inputs=False, offload_hidden=False, sampler="vllm", attention="eager" if setup.old_card and setup.model.sinks else None, implementation="transformers"))
+    return plan_of(
+        replace(
+            setup,
+            weights=weights,
+            double_quant=False,
+            tile=None,
+            share_prompt=False,
+            mini_batch=1,
+            logit_chunk_multiplier=None,
+            checkpointing=True,
+            offload_embedding=False,
+            offload_layer_inputs=False,
+            offload_hidden=False,
+            sampler="vllm",
+            attention="eager" if setup.old_card and setup.model.sinks else None,
+            implementation="transformers",
+        )
+    )
 
 
-_LETTERS = {"weights": "W", "copies": "C", "adapters": "a", "kv": "k", "hidden": "h", "attention": "t", "mlp": "m", "logits": "l", "context": "."}
+_LETTERS = {
+    "weights": "W",
+    "copies": "C",
+    "adapters": "a",
+    "kv": "k",
+    "hidden": "h",
+    "attention": "t",
+    "mlp": "m",
+    "logits": "l",
+    "context": ".",
+}
 
 
 def _bar(parts, scale, width, mark):
@@ -749,7 +1332,8 @@ def _bar(parts, scale, width, mark):
     for name, size in parts.items():
         filled += size
         text += _LETTERS[name] * (round(filled / scale) - len(text))
-    if len(text) > width: text = text[: width - 1] + ">"
+    if len(text) > width:
+        text = text[: width - 1] + ">"
     text = text.ljust(width)
     return text[:mark] + "|" + text[mark:] if mark <= width else text
 
@@ -766,34 +1350,74 @@ def describe(
     "A plan as text."
     s, usual = plan.setup, standard(plan.setup)
     targets = f"LoRA r={s.lora_r} on {' and '.join(s.lora_targets)}" if s.lora_r else "no adapters"
-    if plan.tile and plan.tile < s.tokens[0]: targets += f"; {'experts' if s.model.experts else 'the MLP'} in slices of {plan.tile:,}"
-    lines = [f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) in {s.weights} on {s.card.name} ({s.card.usable:g} GiB usable)",
-             f"{s.context:,} tokens, {s.prompt_tokens:,} of them prompt; {s.prompts * s.completions} completions, {plan.rows if plan.totals['rollout'] <= plan.card_bytes else 'not one'} drawn together; {s.batch} trained at a time; {targets}", "",
-             f"{'GiB':<34}" + "".join(f"{name:>9}" for name in (*plan.moments, "usual"))]
+    if plan.tile and plan.tile < s.tokens[0]:
+        targets += f"; {'experts' if s.model.experts else 'the MLP'} in slices of {plan.tile:,}"
+    lines = [
+        f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) in {s.weights} on {s.card.name} ({s.card.usable:g} GiB usable)",
+        f"{s.context:,} tokens, {s.prompt_tokens:,} of them prompt; {s.prompts * s.completions} completions, {plan.rows if plan.totals['rollout'] <= plan.card_bytes else 'not one'} drawn together; {s.batch} trained at a time; {targets}",
+        "",
+        f"{'GiB':<34}" + "".join(f"{name:>9}" for name in (*plan.moments, "usual")),
+    ]
     columns = [*plan.moments.values(), usual.moments[usual.worst]]
     for part, words in PARTS.items():
-        if any(column[part] for column in columns): lines.append(f"{_LETTERS[part]} {words:<32}" + "".join(_column(column[part]) for column in columns))
+        if any(column[part] for column in columns):
+            lines.append(
+                f"{_LETTERS[part]} {words:<32}"
+                + "".join(_column(column[part]) for column in columns)
+            )
     lines += [f"{'in all':<34}" + "".join(_column(sum(column.values())) for column in columns), ""]
     scale = max(plan.card_bytes, plan.peak) / width
-    lines += [f"{moment:<8} {_bar(parts, scale, width, round(plan.card_bytes / scale))}" for moment, parts in plan.moments.items()]
+    lines += [
+        f"{moment:<8} {_bar(parts, scale, width, round(plan.card_bytes / scale))}"
+        for moment, parts in plan.moments.items()
+    ]
     kept = [f"{name} {size / GiB:.1f}" for name, size in plan.host.items() if size]
     lines += ["", f"Host memory: {sum(plan.host.values()) / GiB:.1f} GiB ({', '.join(kept)})."]
-    if s.offload_hidden and s.mini_batch == 1: lines.append("Final hidden states wait on the host while another piece of the batch is computed: with mini_batch=1 there is none, and offload_hidden changes nothing.")
-    if s.old_card and s.weights == "bf16": lines.append(f"A {s.card.name} has no bfloat16: the weights are float16 there, of the same size.")
+    if s.offload_hidden and s.mini_batch == 1:
+        lines.append(
+            "Final hidden states wait on the host while another piece of the batch is computed: with mini_batch=1 there is none, and offload_hidden changes nothing."
+        )
+    if s.old_card and s.weights == "bf16":
+        lines.append(
+            f"A {s.card.name} has no bfloat16: the weights are float16 there, of the same size."
+        )
     beyond = s.model.max_positions and s.context > s.model.max_positions
-    if beyond: lines.append(f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not.")
+    if beyond:
+        lines.append(
+            f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not."
+        )
     spare = (plan.card_bytes - plan.peak) / GiB
-    if not s.lora_r: lines.append("Without adapters a trainer trains every weight. Their gradients and the optimizer are not planned here, only what drawing and a frozen model's two passes take.")
-    lines.append(f"It fits, with {spare:.2f} GiB to spare." if plan.fits else f"It does not fit: the {plan.worst} needs {max(-spare, 0.01):.2f} GiB more than there is.")
-    if abs(spare) < 0.03 * s.card.usable: lines.append("That is close: a plan is right to a few per cent.")
-    pieces = [] if plan.fits or s.implementation != "ours" else [(n, after) for n in range(2, s.batch + 1) if (after := plan_of(replace(s, batch=-(-s.batch // n)))).fits]
-    if pieces: lines.append(f"But the trainer cuts a micro-batch by itself, each piece forward and backward before the next: in {pieces[0][0]} pieces this one needs {pieces[0][1].peak / GiB:.2f} GiB, and fits.")
+    if not s.lora_r:
+        lines.append(
+            "Without adapters a trainer trains every weight. Their gradients and the optimizer are not planned here, only what drawing and a frozen model's two passes take."
+        )
+    lines.append(
+        f"It fits, with {spare:.2f} GiB to spare."
+        if plan.fits
+        else f"It does not fit: the {plan.worst} needs {max(-spare, 0.01):.2f} GiB more than there is."
+    )
+    if abs(spare) < 0.03 * s.card.usable:
+        lines.append("That is close: a plan is right to a few per cent.")
+    pieces = (
+        []
+        if plan.fits or s.implementation != "ours"
+        else [
+            (n, after)
+            for n in range(2, s.batch + 1)
+            if (after := plan_of(replace(s, batch=-(-s.batch // n)))).fits
+        ]
+    )
+    if pieces:
+        lines.append(
+            f"But the trainer cuts a micro-batch by itself, each piece forward and backward before the next: in {pieces[0][0]} pieces this one needs {pieces[0][1].peak / GiB:.2f} GiB, and fits."
+        )
     return "\n".join(lines)
 
 # %% ../../nbs/model/13_memory.ipynb #5feaa507
 @dataclass(frozen=True)
 class Advice:
     "A switch, what it costs, and what it saves."
+
     change: str  # as settings, "offload_embedding=True"
     cost: str  # a sentence
     saves: int  # bytes of the peak, after the switches before it
@@ -805,31 +1429,86 @@ LEAST_SAVING = 2**26  # bytes; a switch that saves less is not worth a line
 
 def _switches(s):
     "(changes, cost) that a setup still has, cheapest first."
-    if s.implementation != "ours": yield dict(implementation="ours"), "No cost: the same numbers, computed in chunks."
-    if s.attention is not None: yield dict(attention=None), "No cost: the kernel that suits model and card."
-    if s.reference and s.lora_r: yield dict(reference=False), "No cost: without its adapters the model is the reference."
-    if not s.offload_embedding and not s.model.tied: yield dict(offload_embedding=True), "Hardly a cost: a step copies the rows of its tokens to the card."
-    if s.sampler != "engine": yield dict(sampler="engine"), "The engine draws from the weights that train; vLLM may be faster."
-    if s.share_prompt is False and s.batch > 1 and s.completions > 1 and s.prompt_tokens: yield dict(share_prompt=True), "Saves time as well: a group's prompt is computed once."
+    if s.implementation != "ours":
+        yield dict(implementation="ours"), "No cost: the same numbers, computed in chunks."
+    if s.attention is not None:
+        yield dict(attention=None), "No cost: the kernel that suits model and card."
+    if s.reference and s.lora_r:
+        yield dict(reference=False), "No cost: without its adapters the model is the reference."
+    if not s.offload_embedding and not s.model.tied:
+        yield (
+            dict(offload_embedding=True),
+            "Hardly a cost: a step copies the rows of its tokens to the card.",
+        )
+    if s.sampler != "engine":
+        yield (
+            dict(sampler="engine"),
+            "The engine draws from the weights that train; vLLM may be faster.",
+        )
+    if s.share_prompt is False and s.batch > 1 and s.completions > 1 and s.prompt_tokens:
+        yield dict(share_prompt=True), "Saves time as well: a group's prompt is computed once."
     rows = -(-s.tokens[1] // s.mini_batch)
-    if s.logit_chunk_multiplier is None and rows > 1024: yield dict(logit_chunk_multiplier=-(-rows // 256)), "Chunks of 256 rows: a few per cent of the head's time."
+    if s.logit_chunk_multiplier is None and rows > 1024:
+        yield (
+            dict(logit_chunk_multiplier=-(-rows // 256)),
+            "Chunks of 256 rows: a few per cent of the head's time.",
+        )
     for tile in (4096, 1024) if s.tile != "auto" else ():
-        if s.tile is None or s.tile > tile: yield dict(tile=tile), "The MLP's forward pass once more, in the backward pass: its larger part is matrix products."
-    if not s.checkpointing: yield dict(checkpointing=True), "A second forward pass: about half more time (a third where all weights train)."
-    if s.checkpointing and not s.offload_layer_inputs: yield dict(offload_layer_inputs=True), "A few per cent of the time, and host memory: the inputs are copied while the card computes."
-    if s.batch > 1: yield dict(batch=1), "More and smaller passes for the same update; the trainer does it by itself, a piece of a micro-batch after the other, as many as fit."
-    if s.batch > 1 and not s.offload_hidden: yield dict(offload_hidden=True, mini_batch=s.batch), "A few per cent of the head's time, and host memory."
-    if s.optimizer == "adamw": yield dict(optimizer="adamw_8bit"), "The optimizer's states in 8 bits, by bitsandbytes."
+        if s.tile is None or s.tile > tile:
+            yield (
+                dict(tile=tile),
+                "The MLP's forward pass once more, in the backward pass: its larger part is matrix products.",
+            )
+    if not s.checkpointing:
+        yield (
+            dict(checkpointing=True),
+            "A second forward pass: about half more time (a third where all weights train).",
+        )
+    if s.checkpointing and not s.offload_layer_inputs:
+        yield (
+            dict(offload_layer_inputs=True),
+            "A few per cent of the time, and host memory: the inputs are copied while the card computes.",
+        )
+    if s.batch > 1:
+        yield (
+            dict(batch=1),
+            "More and smaller passes for the same update; the trainer does it by itself, a piece of a micro-batch after the other, as many as fit.",
+        )
+    if s.batch > 1 and not s.offload_hidden:
+        yield (
+            dict(offload_hidden=True, mini_batch=s.batch),
+            "A few per cent of the head's time, and host memory.",
+        )
+    if s.optimizer == "adamw":
+        yield dict(optimizer="adamw_8bit"), "The optimizer's states in 8 bits, by bitsandbytes."
     small = "mxfp4" if s.model.sinks else "nf4"
-    if s.weights in ("bf16", "fp16", "fp32") or s.weights == "nf4" and s.model.sinks: yield dict(weights=small, **({"double_quant": False} if s.double_quant else {})), "The format that the experts were released in." if s.model.sinks else "Weights rounded to 4 bits, and unpacked in every step."
-    if s.lora_r and "mlp" in s.lora_targets and "attention" in s.lora_targets: yield dict(lora_targets=("attention",)), "Experts and MLP keep their weights: less can be learnt."
-    if s.lora_r > 8: yield dict(lora_r=8), "Adapters of a smaller rank: less can be learnt."
+    if s.weights in ("bf16", "fp16", "fp32") or s.weights == "nf4" and s.model.sinks:
+        yield (
+            dict(weights=small, **({"double_quant": False} if s.double_quant else {})),
+            "The format that the experts were released in."
+            if s.model.sinks
+            else "Weights rounded to 4 bits, and unpacked in every step.",
+        )
+    if s.lora_r and "mlp" in s.lora_targets and "attention" in s.lora_targets:
+        yield (
+            dict(lora_targets=("attention",)),
+            "Experts and MLP keep their weights: less can be learnt.",
+        )
+    if s.lora_r > 8:
+        yield dict(lora_r=8), "Adapters of a smaller rank: less can be learnt."
 
 
 def _with(plan, *switches):
     "The plan with these switches; None if one setting forbids another."
-    try: return plan_of(replace(plan.setup, **{key: value for changes, _ in switches for key, value in changes.items()}))
-    except ValueError: return None
+    try:
+        return plan_of(
+            replace(
+                plan.setup,
+                **{key: value for changes, _ in switches for key, value in changes.items()},
+            )
+        )
+    except ValueError:
+        return None
 
 
 def _switches_for(plan):
@@ -839,12 +1518,14 @@ def _switches_for(plan):
         helped = False
         for switch in _switches(now.setup):
             after = _with(now, switch)
-            if switch in chosen or after is None or now.peak - after.peak < LEAST_SAVING: continue
+            if switch in chosen or after is None or now.peak - after.peak < LEAST_SAVING:
+                continue
             chosen, now, helped = [*chosen, switch], after, True
             break
-    for switch in chosen[::-1] if now.fits else ():                                                # the dearest first
+    for switch in chosen[::-1] if now.fits else ():  # the dearest first
         rest = [other for other in chosen if other is not switch]
-        if (without := _with(plan, *rest)) is not None and without.fits: chosen = rest
+        if (without := _with(plan, *rest)) is not None and without.fits:
+            chosen = rest
     return chosen
 
 
@@ -853,25 +1534,42 @@ def _one_by_one(plan, switches):
     found = []
     for switch in switches:
         after = _with(plan, switch)
-        if after is None: continue
-        found.append(Advice(", ".join(f"{key}={value!r}" for key, value in switch[0].items()), switch[1], plan.peak - after.peak, after))
+        if after is None:
+            continue
+        found.append(
+            Advice(
+                ", ".join(f"{key}={value!r}" for key, value in switch[0].items()),
+                switch[1],
+                plan.peak - after.peak,
+                after,
+            )
+        )
         plan = after
     return found
 
 
 def advise(
     plan: Plan,
-) -> list[Advice]:  # empty if the plan fits, or if nothing helps; the last one's plan tells whether all together are enough
+) -> list[
+    Advice
+]:  # empty if the plan fits, or if nothing helps; the last one's plan tells whether all together are enough
     "What to switch so that a plan fits: chosen by cost, told by size, the largest saving first."
     chosen, order, now = _switches_for(plan), [], plan
     while len(order) < len(chosen) and not now.fits:
-        left = [(after.peak, i) for i, switch in enumerate(chosen) if switch not in order and (after := _with(now, switch)) is not None]
-        if not left: break
+        left = [
+            (after.peak, i)
+            for i, switch in enumerate(chosen)
+            if switch not in order and (after := _with(now, switch)) is not None
+        ]
+        if not left:
+            break
         best = chosen[min(left)[1]]
         order, now = [*order, best], _with(now, best)
     found, cheap = _one_by_one(plan, order), _one_by_one(plan, chosen)
-    helps = [a for a in found if a.saves > 0] == found and (not cheap or now.fits or now.peak <= cheap[-1].plan.peak)
-    return found if helps else cheap                                                               # switches that only help together stay as they were chosen
+    helps = [a for a in found if a.saves > 0] == found and (
+        not cheap or now.fits or now.peak <= cheap[-1].plan.peak
+    )
+    return found if helps else cheap  # switches that only help together stay as they were chosen
 
 
 def longest_context(
@@ -883,7 +1581,10 @@ def longest_context(
 ) -> int:  # tokens, a multiple of 64; 0 if not even 64 fit
     "The longest context that fits, by bisection."
     base = plan(model, card, **{**settings, "context": most}).setup
-    def fits(units): return plan_of(replace(base, context=64 * units)).fits
+
+    def fits(units):
+        return plan_of(replace(base, context=64 * units)).fits
+
     low, high = base.prompt // 64 if base.prompt else 0, most // 64
     while low < high:
         middle = (low + high + 1) // 2
@@ -895,20 +1596,54 @@ def advice_text(
     plan: Plan,
 ) -> str:  # a line for each switch, and what is left if they are not enough
     "The advice as sentences."
-    if plan.fits: return "Nothing has to be changed."
+    if plan.fits:
+        return "Nothing has to be changed."
     found = advise(plan)
     last = found[-1].plan if found else plan
     lines = ["What saves most comes first:"] if found else []
-    lines += [f"{n:>3}. {a.saves / GiB:>7.2f} GiB by {a.change}. {a.cost}" for n, a in enumerate(found, 1)]
-    if last.fits: return "\n".join([*lines, f"Then it needs {last.peak / GiB:.2f} GiB, and fits."])
+    lines += [
+        f"{n:>3}. {a.saves / GiB:>7.2f} GiB by {a.change}. {a.cost}" for n, a in enumerate(found, 1)
+    ]
+    if last.fits:
+        return "\n".join([*lines, f"Then it needs {last.peak / GiB:.2f} GiB, and fits."])
     s = last.setup
-    longest = longest_context(s.model, s.card, **{name: getattr(s, name) for name in s.__dataclass_fields__ if name not in ("model", "card", "context")})
+    longest = longest_context(
+        s.model,
+        s.card,
+        **{
+            name: getattr(s, name)
+            for name in s.__dataclass_fields__
+            if name not in ("model", "card", "context")
+        },
+    )
+
     def roomy(p):
-        cards = [card for card in sorted(CARDS.values(), key=lambda card: card.usable) if s.old_card or card.capability >= (8, 0)]
-        return next((card for card in cards if card.usable > s.card.usable and plan_of(replace(p.setup, card=card)).fits), None)
+        cards = [
+            card
+            for card in sorted(CARDS.values(), key=lambda card: card.usable)
+            if s.old_card or card.capability >= (8, 0)
+        ]
+        return next(
+            (
+                card
+                for card in cards
+                if card.usable > s.card.usable and plan_of(replace(p.setup, card=card)).fits
+            ),
+            None,
+        )
+
     larger, as_it_is = roomy(last), roomy(plan)
-    rest = [f"a context of {longest:,} tokens"] * bool(longest) + [f"a card like the {larger.name}{', which takes it as it was asked for' * (larger == as_it_is)}" if larger else "several cards"]
-    return "\n".join([*lines, f"{'Then it needs' if found else 'It needs'} {last.peak / GiB:.2f} GiB, which is still too much: what is left is {' or '.join(rest)}."])
+    rest = [f"a context of {longest:,} tokens"] * bool(longest) + [
+        f"a card like the {larger.name}{', which takes it as it was asked for' * (larger == as_it_is)}"
+        if larger
+        else "several cards"
+    ]
+    return "\n".join(
+        [
+            *lines,
+            f"{'Then it needs' if found else 'It needs'} {last.peak / GiB:.2f} GiB, which is still too much: what is left is {' or '.join(rest)}.",
+        ]
+    )
 
 # %% ../../nbs/model/13_memory.ipynb #ce7cbed1
 def free_memory(
@@ -923,5 +1658,12 @@ def free_memory(
 
         return psutil.virtual_memory().available
     used = torch.cuda.memory_allocated(device)
-    share = torch.cuda.get_per_process_memory_fraction(device.index) * torch.cuda.get_device_properties(device).total_memory
-    return max(0, min(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device), int(share)) - used)
+    share = (
+        torch.cuda.get_per_process_memory_fraction(device.index)
+        * torch.cuda.get_device_properties(device).total_memory
+    )
+    return max(
+        0,
+        min(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device), int(share))
+        - used,
+    )

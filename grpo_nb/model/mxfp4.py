@@ -34,21 +34,37 @@ def _magnitude_codes(x):
     values = e2m1_values(x.device)[:8].to(x.dtype)
     middles = (values[:7] + values[1:]) / 2
     goes_up = torch.arange(7, device=x.device) % 2 == 1
-    return torch.bucketize(x, torch.where(goes_up, torch.nextafter(middles, values[:7]), middles), out_int32=True).to(torch.uint8)
+    return torch.bucketize(
+        x, torch.where(goes_up, torch.nextafter(middles, values[:7]), middles), out_int32=True
+    ).to(torch.uint8)
 
 # %% ../../nbs/model/06_mxfp4.ipynb #4f34be1d
 def _check_packed(blocks, scales, check):
     "Refuse what cannot be packed weights."
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise ValueError(f"blocks are {blocks.dtype} and scales {scales.dtype}, but both are bytes: give torch.uint8")
+        raise ValueError(
+            f"blocks are {blocks.dtype} and scales {scales.dtype}, but both are bytes: give torch.uint8"
+        )
     if blocks.ndim < 2 or blocks.shape[-1] != BLOCK // 2 or scales.shape != blocks.shape[:-1]:
-        raise ValueError(f"blocks have shape {tuple(blocks.shape)} and scales {tuple(scales.shape)}, but blocks (..., rows, cols / 32, 16) "
-                         "go with scales (..., rows, cols / 32)")
+        raise ValueError(
+            f"blocks have shape {tuple(blocks.shape)} and scales {tuple(scales.shape)}, but blocks (..., rows, cols / 32, 16) "
+            "go with scales (..., rows, cols / 32)"
+        )
     if blocks.device != scales.device:
-        raise ValueError(f"blocks are on {blocks.device} and scales on {scales.device}: bring them to one device")
+        raise ValueError(
+            f"blocks are on {blocks.device} and scales on {scales.device}: bring them to one device"
+        )
     recording = blocks.is_cuda and torch.cuda.is_current_stream_capturing()
-    if check and scales.numel() and not scales.is_meta and not recording and int(scales.max()) == 255:
-        raise ValueError(f"{int((scales == 255).sum()):,} of {scales.numel():,} scales are 255, which is NaN in MXFP4: the weights were damaged, or these are no exponents")
+    if (
+        check
+        and scales.numel()
+        and not scales.is_meta
+        and not recording
+        and int(scales.max()) == 255
+    ):
+        raise ValueError(
+            f"{int((scales == 255).sum()):,} of {scales.numel():,} scales are 255, which is NaN in MXFP4: the weights were damaged, or these are no exponents"
+        )
 
 # %% ../../nbs/model/06_mxfp4.ipynb #9d936888
 def _blocks_at_a_time(device):
@@ -59,55 +75,80 @@ def _blocks_at_a_time(device):
 def _quantize_blocks(weight, blocks, scales, choose):
     "Quantise `weight` (n, 32) and write `blocks` (n, 16) and, if the exponents are to be chosen, `scales` (n,)."
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    amax = weight.abs().amax(-1)                                                                  # (n,) NaN if one of them is
+    amax = weight.abs().amax(-1)  # (n,) NaN if one of them is
     if not (amax < 2.0**130).all():
-        raise ValueError("the weight holds a NaN, an infinity or a number of 2**130 and more, for which MXFP4 has no code: find out where it came from")
+        raise ValueError(
+            "the weight holds a NaN, an infinity or a number of 2**130 and more, for which MXFP4 has no code: find out where it came from"
+        )
     if choose:
-        exponent = torch.where(amax > 0, torch.frexp(amax).exponent - 3, -127).clamp(min=-127)    # (n,) floor(log2(amax)) - 2
+        exponent = torch.where(amax > 0, torch.frexp(amax).exponent - 3, -127).clamp(
+            min=-127
+        )  # (n,) floor(log2(amax)) - 2
         scales.copy_(exponent + 127)
-    else: exponent = scales.int() - 127
-    scaled = weight * _power_of_two(-exponent).to(weight.dtype)[:, None]                          # (n, 32)
-    codes = _magnitude_codes(scaled.abs()) | (scaled.signbit().to(torch.uint8) << 3)              # (n, 32)
+    else:
+        exponent = scales.int() - 127
+    scaled = weight * _power_of_two(-exponent).to(weight.dtype)[:, None]  # (n, 32)
+    codes = _magnitude_codes(scaled.abs()) | (scaled.signbit().to(torch.uint8) << 3)  # (n, 32)
     torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=blocks)
 
 
 def quantize(
     weight: torch.Tensor,  # (..., rows, cols), any floating dtype, finite, cols divisible by 32
     *,
-    scales: torch.Tensor | None = None,  # (..., rows, cols / 32) uint8 below 255: exponents to keep, returned as they are; None: chosen by the standard's rule
-) -> tuple[torch.Tensor, torch.Tensor]:  # blocks (..., rows, cols / 32, 16) and scales (..., rows, cols / 32), both uint8
+    scales: torch.Tensor
+    | None = None,  # (..., rows, cols / 32) uint8 below 255: exponents to keep, returned as they are; None: chosen by the standard's rule
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # blocks (..., rows, cols / 32, 16) and scales (..., rows, cols / 32), both uint8
     "Round `weight` to MXFP4 (OCP MX v1.0, section 6.3): nearest codes, halves to even, above 6 to 6. Waits for a GPU. ValueError for what cannot be packed."
     if not weight.is_floating_point():
-        raise ValueError(f"the weight is {weight.dtype}, but only floating-point weights can be quantised")
+        raise ValueError(
+            f"the weight is {weight.dtype}, but only floating-point weights can be quantised"
+        )
     if weight.ndim == 0 or weight.shape[-1] % BLOCK:
-        raise ValueError(f"the weight has shape {tuple(weight.shape)}, but blocks of {BLOCK} lie along the last dimension: its size must be divisible by {BLOCK}")
+        raise ValueError(
+            f"the weight has shape {tuple(weight.shape)}, but blocks of {BLOCK} lie along the last dimension: its size must be divisible by {BLOCK}"
+        )
     shape = (*weight.shape[:-1], weight.shape[-1] // BLOCK)
     blocks = torch.empty(*shape, BLOCK // 2, dtype=torch.uint8, device=weight.device)
-    if choose := scales is None: scales = torch.empty(shape, dtype=torch.uint8, device=weight.device)
-    else: _check_packed(blocks, scales, check=True)
-    if weight.is_meta: return blocks, scales
+    if choose := scales is None:
+        scales = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+    else:
+        _check_packed(blocks, scales, check=True)
+    if weight.is_meta:
+        return blocks, scales
     flat = weight.detach().reshape(-1, BLOCK), blocks.view(-1, BLOCK // 2), scales.reshape(-1)
-    for piece in zip(*(x.split(_blocks_at_a_time(weight.device)) for x in flat)): _quantize_blocks(*piece, choose)
+    for piece in zip(*(x.split(_blocks_at_a_time(weight.device)) for x in flat)):
+        _quantize_blocks(*piece, choose)
     return blocks, scales
 
 # %% ../../nbs/model/06_mxfp4.ipynb #ac41a89d
-_PAIR = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64, torch.float64: torch.complex128}  # a dtype with room for two
+_PAIR = {
+    torch.bfloat16: torch.int32,
+    torch.float16: torch.int32,
+    torch.float32: torch.int64,
+    torch.float64: torch.complex128,
+}  # a dtype with room for two
 
 
 def _check_dtype(dtype):
     if dtype not in _PAIR:
-        raise ValueError(f"dtype is {dtype}, but weights come back as torch.bfloat16, torch.float16, torch.float32 or torch.float64")
+        raise ValueError(
+            f"dtype is {dtype}, but weights come back as torch.bfloat16, torch.float16, torch.float32 or torch.float64"
+        )
 
 
 def dequantize_table(
     dtype: torch.dtype = torch.bfloat16,  # bfloat16, float16, float32 or float64
     device: torch.device | str | None = None,  # where the table is made
-) -> torch.Tensor:  # (65536, 2), row 256 * scale + byte: the even and the odd weight; NaN for scale 255
+) -> (
+    torch.Tensor
+):  # (65536, 2), row 256 * scale + byte: the even and the odd weight; NaN for scale 255
     "Both weights of every packed byte under every scale, as the nearest finite numbers of `dtype`."
     _check_dtype(dtype)
     largest = torch.finfo(dtype).max
-    scale = _power_of_two(torch.arange(256, device=device) - 127)                              # (256,)
-    weights = (scale[:, None] * e2m1_values(device)).clamp(-largest, largest).to(dtype)        # (256, 16)
+    scale = _power_of_two(torch.arange(256, device=device) - 127)  # (256,)
+    weights = (scale[:, None] * e2m1_values(device)).clamp(-largest, largest).to(dtype)  # (256, 16)
     weights[255] = torch.nan
     even, odd = weights[:, None, :].expand(256, 16, 16), weights[:, :, None].expand(256, 16, 16)
     return torch.stack((even, odd), -1).view(-1, 2)
@@ -115,9 +156,13 @@ def dequantize_table(
 # %% ../../nbs/model/06_mxfp4.ipynb #524dad84
 def _check_target(name, tensor, shape, dtype, device):
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-        raise ValueError(f"{name} is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}, but {tuple(shape)}, {dtype}, on {device} is needed")
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}, but {tuple(shape)}, {dtype}, on {device} is needed"
+        )
     if not tensor.is_contiguous() or tensor.storage_offset() % 2:
-        raise ValueError(f"{name} is used two weights at a time: it must be contiguous and begin at an even place of its storage (give a fresh tensor)")
+        raise ValueError(
+            f"{name} is used two weights at a time: it must be contiguous and begin at an even place of its storage (give a fresh tensor)"
+        )
 
 
 def dequantize(
@@ -125,25 +170,36 @@ def dequantize(
     scales: torch.Tensor,  # (..., rows, cols / 32) uint8
     dtype: torch.dtype = torch.bfloat16,  # bfloat16, float16, float32 or float64
     *,
-    out: torch.Tensor | None = None,  # contiguous (..., rows, cols) of this dtype, to be filled; None: a new one
+    out: torch.Tensor
+    | None = None,  # contiguous (..., rows, cols) of this dtype, to be filled; None: a new one
     check: bool = True,  # refuse scales of 255, which waits for a GPU (not while a CUDA graph is recorded); False: they become NaN
-    table: torch.Tensor | None = None,  # `dequantize_table(dtype, device)` of a caller who keeps it; None: made here, which costs a GPU some twenty tiny kernels
+    table: torch.Tensor
+    | None = None,  # `dequantize_table(dtype, device)` of a caller who keeps it; None: made here, which costs a GPU some twenty tiny kernels
 ) -> torch.Tensor:  # (..., rows, cols) on the device of blocks
     "The weight that `blocks` and `scales` stand for: exact, or the nearest finite number of `dtype`. ValueError for what is no packed weight."
     _check_dtype(dtype)
     _check_packed(blocks, scales, check)
     shape = torch.Size((*blocks.shape[:-2], blocks.shape[-2] * BLOCK))
-    if out is None: out = torch.empty(shape, dtype=dtype, device=blocks.device)
-    else: _check_target("out", out, shape, dtype, blocks.device)
-    if blocks.is_meta: return out
-    if table is None: table = dequantize_table(dtype, blocks.device)
-    else: _check_target("table", table, (65536, 2), dtype, blocks.device)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=blocks.device)
+    else:
+        _check_target("out", out, shape, dtype, blocks.device)
+    if blocks.is_meta:
+        return out
+    if table is None:
+        table = dequantize_table(dtype, blocks.device)
+    else:
+        _check_target("table", table, (65536, 2), dtype, blocks.device)
     pairs, table = out.view(-1).view(_PAIR[dtype]), table.view(-1).view(_PAIR[dtype])
     blocks, scales = blocks.reshape(-1, BLOCK // 2), scales.reshape(-1, 1)
     step = min(len(blocks), _blocks_at_a_time(blocks.device))
     index = torch.empty(step, BLOCK // 2, dtype=torch.int32, device=blocks.device)
     for start in range(0, len(blocks), max(step, 1)):
-        piece = blocks[start:start + step]                                                                       # (n, 16)
-        entry = torch.add(scales[start:start + step].int() * 256, piece, out=index[:len(piece)])                 # (n, 16) 256 * scale + byte
-        torch.index_select(table, 0, entry.view(-1), out=pairs[start * BLOCK // 2:][:entry.numel()])
+        piece = blocks[start : start + step]  # (n, 16)
+        entry = torch.add(
+            scales[start : start + step].int() * 256, piece, out=index[: len(piece)]
+        )  # (n, 16) 256 * scale + byte
+        torch.index_select(
+            table, 0, entry.view(-1), out=pairs[start * BLOCK // 2 :][: entry.numel()]
+        )
     return out

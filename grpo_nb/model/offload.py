@@ -22,7 +22,8 @@ from .experts import contexts_of
 try:
     import triton
     import triton.language as tl
-except ImportError: triton = None  # without CUDA; rows are looked up by plain torch then
+except ImportError:
+    triton = None  # without CUDA; rows are looked up by plain torch then
 
 # %% ../../nbs/model/09_offload.ipynb #1023904a
 class _Lane:
@@ -35,20 +36,24 @@ class _Lane:
     def copy(self, pairs):
         "Begin to copy (to, from) pairs after what has been asked of the device so far; returns what `_wait` needs."
         if self.stream is None:
-            for to, source in pairs: to.copy_(source)
+            for to, source in pairs:
+                to.copy_(source)
             return None
         computing = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(computing)
         with torch.cuda.stream(self.stream):
-            for to, source in pairs: to.copy_(source, non_blocking=True)
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
         return computing, self.stream.record_event()
 
 
 def _wait(copy):
     "What is asked of the device from now on starts when the copy is done; Python goes on."
-    if copy is None: return
+    if copy is None:
+        return
     computing, done = copy
-    for stream in {computing, torch.cuda.current_stream(computing.device)}: stream.wait_event(done)
+    for stream in {computing, torch.cuda.current_stream(computing.device)}:
+        stream.wait_event(done)
 
 # %% ../../nbs/model/09_offload.ipynb #50a0891f
 class Parked:
@@ -62,8 +67,18 @@ class Parked:
         store: "HostStore",
     ):
         self.lane, self.pages, self.store, self.before = lane, pages, store, store.last
-        self.shape, self.dtype, self.version, self.owners, self.asked = x.shape, x.dtype, x._version, 1, 0
-        self.coming, self.source, self.beside = None, x, []  # beside: what backward wants at the same time
+        self.shape, self.dtype, self.version, self.owners, self.asked = (
+            x.shape,
+            x.dtype,
+            x._version,
+            1,
+            0,
+        )
+        self.coming, self.source, self.beside = (
+            None,
+            x,
+            [],
+        )  # beside: what backward wants at the same time
         self.leaving = lane.copy(self._pairs(x))
 
     def _pairs(self, x, back=False):
@@ -77,36 +92,48 @@ class Parked:
         x: torch.Tensor,  # saved a moment later
     ) -> bool:  # True: the same memory, unchanged
         "Whether `x` is what is being copied here."
-        return x.is_contiguous() and (x.data_ptr(), x.shape, x.dtype, x._version) == (self.source.data_ptr(), self.shape, self.dtype, self.version)
+        return x.is_contiguous() and (x.data_ptr(), x.shape, x.dtype, x._version) == (
+            self.source.data_ptr(),
+            self.shape,
+            self.dtype,
+            self.version,
+        )
 
     def settle(self) -> None:
         "Let go of the memory on the device."
         _wait(self.leaving)
         x, self.source = self.source, None
         if x._version != self.version:
-            raise RuntimeError(f"a tensor of shape {tuple(x.shape)} was changed in place while it was copied to the host, so backward would read something else: "
-                               "change a copy of it, or switch offloading off for this model")
+            raise RuntimeError(
+                f"a tensor of shape {tuple(x.shape)} was changed in place while it was copied to the host, so backward would read something else: "
+                "change a copy of it, or switch offloading off for this model"
+            )
 
     def start(self) -> None:
         "Begin to bring it back."
         x = torch.empty(self.shape, dtype=self.dtype, device=self.lane.device)
         self.coming = x, self.lane.copy(self._pairs(x, back=True))
         for other in self.beside:
-            if other.coming is None: other.start()
+            if other.coming is None:
+                other.start()
 
     def fetch(self) -> torch.Tensor:  # on its device
         "Bring it back, and begin with the layer input that was parked before it, which backward wants next, and what lies beside that."
-        if self.coming is None: self.start()
+        if self.coming is None:
+            self.start()
         x, copy = self.coming
         _wait(copy)
         self.asked = (self.asked + 1) % self.owners
-        if self.asked == 0: self.coming = None  # whoever saved it has it
+        if self.asked == 0:
+            self.coming = None  # whoever saved it has it
         before = self.before()
-        if before is not None and before.coming is None: before.start()
+        if before is not None and before.coming is None:
+            before.start()
         return x
 
     def __del__(self):
-        if self.coming is not None: _wait(self.coming[1])  # it was brought back and nobody asked: an error in between, say
+        if self.coming is not None:
+            _wait(self.coming[1])  # it was brought back and nobody asked: an error in between, say
         self.store._give(self.lane, self.pages)
 
 
@@ -120,15 +147,23 @@ class HostStore:
 
     def __init__(
         self,
-        max_bytes: int | None = None,  # of host memory, at most; what does not fit stays on the device. None: no limit
-        page_bytes: int = 8 * 2**20,  # of a page: a power of two, as torch rounds pinned memory up to one
+        max_bytes: int
+        | None = None,  # of host memory, at most; what does not fit stays on the device. None: no limit
+        page_bytes: int = 8
+        * 2**20,  # of a page: a power of two, as torch rounds pinned memory up to one
     ):
-        if max_bytes is not None and max_bytes < 0: raise ValueError(f"max_bytes is {max_bytes}, but it is an amount of host memory: give 0 or more, or None for no limit")
-        if page_bytes < 64 or page_bytes & (page_bytes - 1): raise ValueError(f"page_bytes is {page_bytes}: give a power of two, 64 or more")
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(
+                f"max_bytes is {max_bytes}, but it is an amount of host memory: give 0 or more, or None for no limit"
+            )
+        if page_bytes < 64 or page_bytes & (page_bytes - 1):
+            raise ValueError(f"page_bytes is {page_bytes}: give a power of two, 64 or more")
         self.max_bytes, self.page_bytes = max_bytes, page_bytes
         self.lanes, self.under_way, self.last = {}, [], lambda: None
         self.pages = self.used = 0  # that there are, and that hold something
-        self.parked = self.kept = 0  # tensors that went to the host so far, and that stayed for want of room
+        self.parked = self.kept = (
+            0  # tensors that went to the host so far, and that stayed for want of room
+        )
         self.open = True
 
     @property
@@ -139,18 +174,29 @@ class HostStore:
     def park(
         self,
         x: torch.Tensor,
-    ) -> "Parked | torch.Tensor":  # the tensor itself if there is no room, or if it is no plain floating-point tensor
+    ) -> (
+        "Parked | torch.Tensor"
+    ):  # the tensor itself if there is no room, or if it is no plain floating-point tensor
         "Begin to copy a tensor to the host. Call `settle` before its memory may be used for something else."
-        if type(x) is not torch.Tensor or x.device.type not in ("cpu", "cuda") or not x.is_floating_point() or not x.numel(): return x
+        if (
+            type(x) is not torch.Tensor
+            or x.device.type not in ("cpu", "cuda")
+            or not x.is_floating_point()
+            or not x.numel()
+        ):
+            return x
         for parked in self.under_way:
             if parked.is_leaving(x):
                 parked.owners += 1
                 return parked
-        while len(self.under_way) > 1: self.under_way.pop(0).settle()  # at most two are under way
-        if x.device not in self.lanes: self.lanes[x.device] = _Lane(x.device)
+        while len(self.under_way) > 1:
+            self.under_way.pop(0).settle()  # at most two are under way
+        if x.device not in self.lanes:
+            self.lanes[x.device] = _Lane(x.device)
         lane = self.lanes[x.device]
         pages = self._take(lane, x.nbytes)
-        if pages is None: return self._keep(x)
+        if pages is None:
+            return self._keep(x)
         parked = Parked(x.contiguous(), lane, pages, self)
         self.parked, self.last = self.parked + 1, weakref.ref(parked)
         self.under_way.append(parked)
@@ -162,9 +208,11 @@ class HostStore:
     ) -> "Parked | None":  # None: no room, or nothing to lie beside
         "Begin to copy a tensor to the host that will come back with what was parked last."
         first = self.last()
-        if first is None or x.device != first.lane.device: return None
+        if first is None or x.device != first.lane.device:
+            return None
         pages = self._take(first.lane, x.nbytes)
-        if pages is None: return None
+        if pages is None:
+            return None
         parked = Parked(x.contiguous(), first.lane, pages, self)
         parked.before = lambda: None
         first.beside.append(parked)
@@ -173,17 +221,20 @@ class HostStore:
 
     def settle(self) -> None:
         "What has been parked no longer takes memory on the device."
-        while self.under_way: self.under_way.pop(0).settle()
+        while self.under_way:
+            self.under_way.pop(0).settle()
 
     def release(self) -> None:
         "Give the pages back: those that are free now, the others as soon as they are."
         self.settle()
         self.open = False
         for lane in self.lanes.values():
-            if lane.stream is not None: lane.stream.synchronize()
+            if lane.stream is not None:
+                lane.stream.synchronize()
             self.pages -= len(lane.free)
             lane.free.clear()
-        if torch.cuda.is_available() and hasattr(torch.accelerator, "empty_host_cache"): torch.accelerator.empty_host_cache()  # torch 2.10; before, torch keeps them for itself
+        if torch.cuda.is_available() and hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()  # torch 2.10; before, torch keeps them for itself
 
     def describe(self) -> str:  # one line
         "What the store holds."
@@ -191,8 +242,15 @@ class HostStore:
 
     def _keep(self, x):
         if not self.kept:
-            limit = "the system gives no more" if self.max_bytes is None else f"max_bytes is {self.max_bytes:,}"
-            warnings.warn(f"{x.nbytes:,} bytes stay on the device: {self.host_bytes:,} bytes of host memory are in use and {limit}", stacklevel=2)
+            limit = (
+                "the system gives no more"
+                if self.max_bytes is None
+                else f"max_bytes is {self.max_bytes:,}"
+            )
+            warnings.warn(
+                f"{x.nbytes:,} bytes stay on the device: {self.host_bytes:,} bytes of host memory are in use and {limit}",
+                stacklevel=2,
+            )
         self.kept += 1
         return x
 
@@ -200,30 +258,45 @@ class HostStore:
         "Pages for so many bytes, or None."
         self.open, need = True, -(-size // self.page_bytes)
         while len(lane.free) < need:
-            if self.max_bytes is not None and self.host_bytes + self.page_bytes > self.max_bytes: return None
-            try: lane.free.append(torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=lane.stream is not None))
-            except RuntimeError: return None  # no more memory that can be pinned
+            if self.max_bytes is not None and self.host_bytes + self.page_bytes > self.max_bytes:
+                return None
+            try:
+                lane.free.append(
+                    torch.empty(
+                        self.page_bytes, dtype=torch.uint8, pin_memory=lane.stream is not None
+                    )
+                )
+            except RuntimeError:
+                return None  # no more memory that can be pinned
             self.pages += 1
         self.used += need
         return [lane.free.pop() for _ in range(need)]
 
     def _give(self, lane, pages):
         self.used -= len(pages)
-        if self.open: lane.free.extend(pages)
-        else: self.pages -= len(pages)
+        if self.open:
+            lane.free.extend(pages)
+        else:
+            self.pages -= len(pages)
 
 # %% ../../nbs/model/09_offload.ipynb #1ee28540
 def _base(model):
     "The transformers model inside a PEFT wrapper, or the model itself."
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    return (
+        model.get_base_model()
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+        else model
+    )
 
 
 class _Remembered:
     "What attention computed in a layer's first pass, in host memory until the second; the context of the second."
 
-    def __init__(self, store, second): self.store, self.second, self.answers, self.inside = store, second, [], None
+    def __init__(self, store, second):
+        self.store, self.second, self.answers, self.inside = store, second, [], None
 
-    def contexts(self): return keeping(self._first), self  # for `checkpoint`
+    def contexts(self):
+        return keeping(self._first), self  # for `checkpoint`
 
     def _first(self, compute):
         tensors = compute()
@@ -232,10 +305,13 @@ class _Remembered:
 
     def _put(self, x):
         "A function that gets the tensor back; None: it has to be computed again."
-        if not x.is_floating_point(): return lambda: x  # the state of a kernel, a few bytes
+        if not x.is_floating_point():
+            return lambda: x  # the state of a kernel, a few bytes
         order = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # as it lies in memory
         parked = self.store.park_beside(x.permute(order))
-        return parked and (lambda: parked.fetch().permute(sorted(range(len(order)), key=order.__getitem__)))
+        return parked and (
+            lambda: parked.fetch().permute(sorted(range(len(order)), key=order.__getitem__))
+        )
 
     def _second(self, compute):
         answer = next(self.left, None)
@@ -249,7 +325,9 @@ class _Remembered:
     def __exit__(self, *error):
         self.second.__exit__(*error)
         self.inside.__exit__(*error)
-        self.left = self.inside = None  # no circle: the host's pages are free as soon as the graph is
+        self.left = self.inside = (
+            None  # no circle: the host's pages are free as soon as the graph is
+        )
 
 
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")  # transformers' two attributes
@@ -263,51 +341,85 @@ class OffloadedLayers:
         model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
         store: HostStore,
         release: bool,  # the store too, when the switch is taken out
-        attention_from: int | None,  # tokens from which what attention computed goes to the host too; None: never
+        attention_from: int
+        | None,  # tokens from which what attention computed goes to the host too; None: never
     ):
         base = _base(model)
-        if not getattr(base, "supports_gradient_checkpointing", False) or not hasattr(base, "_set_gradient_checkpointing"):
-            raise ValueError(f"{type(base).__name__} cannot have its layers computed again (it is no transformers model with gradient checkpointing), so their inputs cannot be offloaded")
+        if not getattr(base, "supports_gradient_checkpointing", False) or not hasattr(
+            base, "_set_gradient_checkpointing"
+        ):
+            raise ValueError(
+                f"{type(base).__name__} cannot have its layers computed again (it is no transformers model with gradient checkpointing), so their inputs cannot be offloaded"
+            )
         modules = [m for m in base.modules() if hasattr(m, "gradient_checkpointing")]
         if any(isinstance(vars(m).get(_NAMES[1]), OffloadedLayers) for m in modules):
-            raise ValueError("the layers of this model are offloaded already: call .remove() on that switch first")
+            raise ValueError(
+                "the layers of this model are offloaded already: call .remove() on that switch first"
+            )
         self.store, self.release_store, self.attention_from = store, release, attention_from
-        self.earlier = [(m, {name: vars(m)[name] for name in _NAMES if name in vars(m)}) for m in modules]
+        self.earlier = [
+            (m, {name: vars(m)[name] for name in _NAMES if name in vars(m)}) for m in modules
+        ]
         self.contexts = contexts_of(base)
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=self)
 
     def __call__(self, function, *args):
         "What transformers calls for a layer, in training."
-        if not torch.is_grad_enabled(): return function(*args)
-        long = self.attention_from is not None and torch.is_tensor(args[0]) and args[0].shape[1:2].numel() >= self.attention_from
+        if not torch.is_grad_enabled():
+            return function(*args)
+        long = (
+            self.attention_from is not None
+            and torch.is_tensor(args[0])
+            and args[0].shape[1:2].numel() >= self.attention_from
+        )
         contexts = _Remembered(self.store, self.contexts()[1]).contexts if long else self.contexts
         try:
-            with saved_tensors_hooks(self.store.park, _fetch): return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
-        finally: self.store.settle()
+            with saved_tensors_hooks(self.store.park, _fetch):
+                return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+        finally:
+            self.store.settle()
 
     def remove(self) -> None:
         "Put the model back as it was, and give back the host memory."
         for module, attributes in self.earlier:
-            for name in _NAMES: vars(module).pop(name, None)
+            for name in _NAMES:
+                vars(module).pop(name, None)
             vars(module).update(attributes)
         self.earlier = []
-        if self.release_store: self.store.release()
+        if self.release_store:
+            self.store.release()
 
-    def __enter__(self): return self
-    def __exit__(self, *error): self.remove()
-    def __deepcopy__(self, memo): return self  # a copy of the model shares the store
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.remove()
+
+    def __deepcopy__(self, memo):
+        return self  # a copy of the model shares the store
 
 
 def offload_layers(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not; it has to be in training mode to be offloaded
     *,
-    max_host_bytes: int | None = None,  # inputs beyond it stay on the device, with a warning; None: no limit
-    store: HostStore | None = None,  # one that others use too, instead of max_host_bytes; it is not released with the switch
-    attention_from: int | None = 8192,  # tokens from which what the flash kernels computed waits there too, if there is room, and is not computed again; None: never
+    max_host_bytes: int
+    | None = None,  # inputs beyond it stay on the device, with a warning; None: no limit
+    store: HostStore
+    | None = None,  # one that others use too, instead of max_host_bytes; it is not released with the switch
+    attention_from: int
+    | None = 8192,  # tokens from which what the flash kernels computed waits there too, if there is room, and is not computed again; None: never
 ) -> OffloadedLayers:  # .remove() puts it back; a context manager too; .store has the figures
     "Keep of each layer its input only, and that in host memory."
-    if store is not None and max_host_bytes is not None: raise ValueError("max_host_bytes and store are given: a store has a limit of its own (HostStore(max_bytes=...)), so give one of the two")
-    return OffloadedLayers(model, HostStore(max_host_bytes) if store is None else store, release=store is None, attention_from=attention_from)
+    if store is not None and max_host_bytes is not None:
+        raise ValueError(
+            "max_host_bytes and store are given: a store has a limit of its own (HostStore(max_bytes=...)), so give one of the two"
+        )
+    return OffloadedLayers(
+        model,
+        HostStore(max_host_bytes) if store is None else store,
+        release=store is None,
+        attention_from=attention_from,
+    )
 
 # %% ../../nbs/model/09_offload.ipynb #caeadd99
 @contextmanager
@@ -317,21 +429,41 @@ def offload_hidden(
     min_bytes: int = 2**20,  # smaller tensors stay on the device
 ):  # a context manager
     "Inside `with`: what is saved for backward outside the layers waits on the host, and at the end it has left."
+
     @functools.cache  # asked for when the device has work to do
-    def weights(): return {p.untyped_storage().data_ptr() for p in model.parameters() if type(p.data) is torch.Tensor}
-    def pack(x): return x if type(x) is not torch.Tensor or x.nbytes < min_bytes or x.untyped_storage().data_ptr() in weights() else store.park(x)
+    def weights():
+        return {
+            p.untyped_storage().data_ptr()
+            for p in model.parameters()
+            if type(p.data) is torch.Tensor
+        }
+
+    def pack(x):
+        return (
+            x
+            if type(x) is not torch.Tensor
+            or x.nbytes < min_bytes
+            or x.untyped_storage().data_ptr() in weights()
+            else store.park(x)
+        )
+
     try:
-        with saved_tensors_hooks(pack, _fetch): yield
-    finally: store.settle()
+        with saved_tensors_hooks(pack, _fetch):
+            yield
+    finally:
+        store.settle()
 
 # %% ../../nbs/model/09_offload.ipynb #eeb055a0
 if triton is not None:
+
     @triton.jit
     def _gather_kernel(weight, ids, out, V, H, BLOCK: tl.constexpr):
         "BLOCK numbers of one row of `weight` (V, H), on the device or in pinned host memory, to `out` (N, H)."
         row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = tl.load(ids + row).to(tl.int64)
-        known = (place >= 0) & (place < V)  # an id that is not in the table gives a row of NaN, and no wild read
+        known = (place >= 0) & (
+            place < V
+        )  # an id that is not in the table gives a row of NaN, and no wild read
         x = tl.load(weight + place * H + column, mask=known & (column < H), other=float("nan"))
         tl.store(out + row * H + column, x.to(out.dtype.element_ty), mask=column < H)
 
@@ -339,7 +471,10 @@ if triton is not None:
 def _gather(weight, ids, dtype):
     "`gather_rows` by the kernel."
     out = torch.empty(ids.numel(), weight.shape[1], dtype=dtype, device=ids.device)
-    if out.numel(): _gather_kernel[(len(out), triton.cdiv(out.shape[1], 1024))](weight, ids.reshape(-1).contiguous(), out, *weight.shape, BLOCK=1024)
+    if out.numel():
+        _gather_kernel[(len(out), triton.cdiv(out.shape[1], 1024))](
+            weight, ids.reshape(-1).contiguous(), out, *weight.shape, BLOCK=1024
+        )
     return out
 
 
@@ -350,20 +485,32 @@ def gather_rows(
 ) -> torch.Tensor:  # (*ids.shape, H) on the device of `ids`; an id outside the table is an IndexError, from a kernel a row of NaN
     "Rows of a table, wherever it lies."
     dtype, shape = dtype or weight.dtype, (*ids.shape, weight.shape[1])
-    if weight.device == ids.device: return weight.index_select(0, ids.reshape(-1)).to(dtype).view(shape)
-    if ids.is_cuda and triton is not None and (torch.cuda.is_current_stream_capturing() or weight.is_pinned()):
-        with torch.cuda.device(ids.device): return _gather(weight, ids, dtype).view(shape)
+    if weight.device == ids.device:
+        return weight.index_select(0, ids.reshape(-1)).to(dtype).view(shape)
+    if (
+        ids.is_cuda
+        and triton is not None
+        and (torch.cuda.is_current_stream_capturing() or weight.is_pinned())
+    ):
+        with torch.cuda.device(ids.device):
+            return _gather(weight, ids, dtype).view(shape)
     rows = weight.index_select(0, ids.reshape(-1).cpu()).to(dtype)
-    return (rows.pin_memory() if ids.is_cuda else rows).to(ids.device, non_blocking=True).view(shape)
+    return (
+        (rows.pin_memory() if ids.is_cuda else rows).to(ids.device, non_blocking=True).view(shape)
+    )
 
 # %% ../../nbs/model/09_offload.ipynb #b8e51a7a
 def _on_host(weight):
     "The weight in host memory, pinned where CUDA is: registered as it lies, since torch rounds what it pins up to a power of two (1.08 GiB to 2)."
-    if not torch.cuda.is_available(): return weight.detach().cpu().contiguous()
+    if not torch.cuda.is_available():
+        return weight.detach().cpu().contiguous()
     host = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight.detach())
     runtime = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
-    if error: raise RuntimeError(f"the system will not pin {host.nbytes:,} bytes of host memory for the embedding (CUDA error {error}): free host memory, or leave the embedding on the device")
+    if error:
+        raise RuntimeError(
+            f"the system will not pin {host.nbytes:,} bytes of host memory for the embedding (CUDA error {error}): free host memory, or leave the embedding on the device"
+        )
     weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
     return host
 
@@ -374,12 +521,18 @@ class HostEmbedding(torch.nn.Module):
     def __init__(
         self,
         weight: torch.Tensor,  # (V, H)
-        padding_idx: int | None = None,  # kept for those who ask; its row is looked up like any other
-        output_dtype: torch.dtype | None = None,  # of the rows that are handed on; None: the weight's
+        padding_idx: int
+        | None = None,  # kept for those who ask; its row is looked up like any other
+        output_dtype: torch.dtype
+        | None = None,  # of the rows that are handed on; None: the weight's
     ):
         super().__init__()
         self.register_buffer("weight", _on_host(weight))
-        (self.num_embeddings, self.embedding_dim), self.padding_idx, self.output_dtype = weight.shape, padding_idx, output_dtype
+        (self.num_embeddings, self.embedding_dim), self.padding_idx, self.output_dtype = (
+            weight.shape,
+            padding_idx,
+            output_dtype,
+        )
 
     def forward(
         self,
@@ -391,20 +544,28 @@ class HostEmbedding(torch.nn.Module):
     def _apply(self, function, recurse=True):
         "What `model.to(...)` does to a module: a number format is taken on, a device is not."
         dtype = function(torch.empty(0, dtype=self.weight.dtype)).dtype
-        if dtype != self.weight.dtype: self.weight = _on_host(self.weight.to(dtype))
+        if dtype != self.weight.dtype:
+            self.weight = _on_host(self.weight.to(dtype))
         return self
 
     def requires_grad_(self, requires_grad: bool = True):
         "Stay frozen."
-        if requires_grad: raise ValueError("an embedding in host memory is frozen and cannot be trained: leave it out of the modules to train, or do not offload it")
+        if requires_grad:
+            raise ValueError(
+                "an embedding in host memory is frozen and cannot be trained: leave it out of the modules to train, or do not offload it"
+            )
         return self
 
-    def extra_repr(self): return f"{self.num_embeddings}, {self.embedding_dim}, on the host, {self.weight.dtype}"
+    def extra_repr(self):
+        return f"{self.num_embeddings}, {self.embedding_dim}, on the host, {self.weight.dtype}"
 
 
 def _trained_copy(module):
     "The setting of PEFT that trains this module beside or instead of itself, or None."
-    return {"ModulesToSaveWrapper": "modules_to_save", "TrainableTokensWrapper": "trainable_token_indices"}.get(type(module).__name__)
+    return {
+        "ModulesToSaveWrapper": "modules_to_save",
+        "TrainableTokensWrapper": "trainable_token_indices",
+    }.get(type(module).__name__)
 
 
 def check_embedding(
@@ -414,24 +575,44 @@ def check_embedding(
     for module in model.modules():
         setting = _trained_copy(module)
         if setting and any(isinstance(part, HostEmbedding) for part in module.modules()):
-            raise ValueError(f"{setting} asks to train the input embedding, which is in host memory and frozen: nothing would be trained. Leave it out of {setting}, or do not offload the embedding")
+            raise ValueError(
+                f"{setting} asks to train the input embedding, which is in host memory and frozen: nothing would be trained. Leave it out of {setting}, or do not offload the embedding"
+            )
 
 
 def offload_embedding(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not; adapters can be added later, too
     *,
-    output_dtype: torch.dtype | None = None,  # of the rows that are handed on: torch.float32 keeps the residual stream of a float16 model from overflowing
+    output_dtype: torch.dtype
+    | None = None,  # of the rows that are handed on: torch.float32 keeps the residual stream of a float16 model from overflowing
 ) -> HostEmbedding:  # now the model's input embedding; a ValueError if its head is tied to it, if it is trained, or if it is no plain embedding
     "Move a model's input embedding to host memory."
     base = _base(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if wrapper := _trained_copy(embedding): raise ValueError(f"the adapter trains the input embedding ({wrapper}), and only a frozen one can be moved to the host: leave it out of the adapter's config, or do not offload it")
-    if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None or hasattr(embedding, "_hf_hook"):
-        raise ValueError(f"the input embedding is a {type(embedding).__name__} with more to it than rows of a table (an adapter, a scale, a hook, or it is on the host already): only a plain torch.nn.Embedding can be moved")
-    if head is not None and getattr(head, "weight", None) is not None and head.weight.data_ptr() == embedding.weight.data_ptr():
-        raise ValueError("the head is tied to the input embedding: it multiplies with the whole table at every step, which has to stay on the device. Only a model with a head of its own can have its embedding offloaded")
+    if wrapper := _trained_copy(embedding):
+        raise ValueError(
+            f"the adapter trains the input embedding ({wrapper}), and only a frozen one can be moved to the host: leave it out of the adapter's config, or do not offload it"
+        )
+    if (
+        type(embedding) is not torch.nn.Embedding
+        or embedding.max_norm is not None
+        or hasattr(embedding, "_hf_hook")
+    ):
+        raise ValueError(
+            f"the input embedding is a {type(embedding).__name__} with more to it than rows of a table (an adapter, a scale, a hook, or it is on the host already): only a plain torch.nn.Embedding can be moved"
+        )
+    if (
+        head is not None
+        and getattr(head, "weight", None) is not None
+        and head.weight.data_ptr() == embedding.weight.data_ptr()
+    ):
+        raise ValueError(
+            "the head is tied to the input embedding: it multiplies with the whole table at every step, which has to stay on the device. Only a model with a head of its own can have its embedding offloaded"
+        )
     if embedding.weight.requires_grad:
-        raise ValueError("the input embedding is trainable, and only a frozen one can be moved to the host: add the adapter first, or call model.get_input_embeddings().requires_grad_(False)")
+        raise ValueError(
+            "the input embedding is trainable, and only a frozen one can be moved to the host: add the adapter first, or call model.get_input_embeddings().requires_grad_(False)"
+        )
     base.set_input_embeddings(HostEmbedding(embedding.weight, embedding.padding_idx, output_dtype))
     return base.get_input_embeddings()
 
@@ -440,5 +621,8 @@ def wide_residual(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not, used under autocast
 ):  # .remove() takes it back; a context manager too
     "Let the input embedding hand on float32, so that the residual stream is float32."
-    def widen(module, inputs, output): return output.to(torch.promote_types(output.dtype, torch.float32))
+
+    def widen(module, inputs, output):
+        return output.to(torch.promote_types(output.dtype, torch.float32))
+
     return _base(model).get_input_embeddings().register_forward_hook(widen)

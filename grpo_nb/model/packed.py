@@ -29,9 +29,13 @@ class PackedWeight(torch.Tensor):
         turned: bool = False,  # the matrices are (out, in) instead
     ):
         *_, out, groups, _ = blocks.shape
-        dense = torch.empty(*blocks.shape[:-2], 32 * groups, device="meta")  # (..., out, in): what is described
+        dense = torch.empty(
+            *blocks.shape[:-2], 32 * groups, device="meta"
+        )  # (..., out, in): what is described
         dense = dense if turned else dense.mT
-        return torch.Tensor._make_wrapper_subclass(cls, dense.shape, dense.stride(), dtype=dtype, device=blocks.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, dense.shape, dense.stride(), dtype=dtype, device=blocks.device
+        )
 
     def __init__(self, blocks, scales, dtype=torch.bfloat16, turned=False):
         self.blocks, self.scales, self.turned = blocks, scales, turned
@@ -55,7 +59,10 @@ class PackedWeight(torch.Tensor):
     ) -> "PackedWeight":
         "The same with other bytes."
         blocks, scales = change(self.blocks), change(self.scales)
-        with torch.inference_mode(False): return PackedWeight(blocks, scales, dtype or self.dtype, self.turned if turned is None else turned)  # a view of a parameter has to be an ordinary tensor
+        with torch.inference_mode(False):
+            return PackedWeight(
+                blocks, scales, dtype or self.dtype, self.turned if turned is None else turned
+            )  # a view of a parameter has to be an ordinary tensor
 
     def __tensor_flatten__(self):
         return ["blocks", "scales"], (self.dtype, self.turned)
@@ -68,11 +75,21 @@ class PackedWeight(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         w, kwargs = args[0] if args else None, kwargs or {}
         if isinstance(w, PackedWeight):
-            if (result := _still_packed(func, w, args[1:], kwargs)) is not None: return result
-            if torch.is_inference_mode_enabled() and (result := func.decompose(*args, **kwargs)) is not NotImplemented: return result  # there, `.to` and its like come whole
+            if (result := _still_packed(func, w, args[1:], kwargs)) is not None:
+                return result
+            if (
+                torch.is_inference_mode_enabled()
+                and (result := func.decompose(*args, **kwargs)) is not NotImplemented
+            ):
+                return result  # there, `.to` and its like come whole
             if func._schema.is_mutable:
-                raise RuntimeError(f"{func} would write to a weight that is stored in 4 bits and frozen: train an adapter, or unpack it with .dequantize()")
-        def dense(t): return t.dequantize() if isinstance(t, PackedWeight) else t
+                raise RuntimeError(
+                    f"{func} would write to a weight that is stored in 4 bits and frozen: train an adapter, or unpack it with .dequantize()"
+                )
+
+        def dense(t):
+            return t.dequantize() if isinstance(t, PackedWeight) else t
+
         return func(*tree_map(dense, args), **tree_map(dense, kwargs))
 
 # %% ../../nbs/model/07_packed.ipynb #27bd752f
@@ -86,33 +103,59 @@ def unpack(
         from grpo_nb.model import fused
 
         return fused.unpack(blocks, scales, dtype)
-    return dequantize(blocks, scales, dtype, check=False, table=_table(dtype, blocks.device) if blocks.device.type == "cpu" else None)
+    return dequantize(
+        blocks,
+        scales,
+        dtype,
+        check=False,
+        table=_table(dtype, blocks.device) if blocks.device.type == "cpu" else None,
+    )
 
 
 @cache
 def _table(dtype, device):
     "The numbers of all bytes under all scales: constants, made once."
-    with torch.inference_mode(False): return dequantize_table(dtype, device)
+    with torch.inference_mode(False):
+        return dequantize_table(dtype, device)
 
 
 def _turns(func, dims, args):
     "Whether an operation exchanges the last two of `dims` dimensions, and does nothing else."
-    if func is aten.permute.default: return [a % dims for a in args[0]] == [*range(dims - 2), dims - 1, dims - 2]
-    return func is aten.t.default or func is aten.transpose.int and {a % dims for a in args} == {dims - 2, dims - 1}
+    if func is aten.permute.default:
+        return [a % dims for a in args[0]] == [*range(dims - 2), dims - 1, dims - 2]
+    return (
+        func is aten.t.default
+        or func is aten.transpose.int
+        and {a % dims for a in args} == {dims - 2, dims - 1}
+    )
 
 
 def _still_packed(func, w, args, kwargs):
     "The result of an operation that needs no numbers, or None."
-    if func in (aten.detach.default, aten.alias.default): return w.like(lambda t: t)
-    if func is aten.clone.default and kwargs.get("memory_format", torch.preserve_format) is torch.preserve_format: return w.like(torch.clone)
+    if func in (aten.detach.default, aten.alias.default):
+        return w.like(lambda t: t)
+    if (
+        func is aten.clone.default
+        and kwargs.get("memory_format", torch.preserve_format) is torch.preserve_format
+    ):
+        return w.like(torch.clone)
     if func is aten._to_copy.default and (kwargs.get("dtype") or w.dtype).is_floating_point:
-        where = {name: kwargs[name] for name in ("device", "non_blocking") if kwargs.get(name) is not None}
+        where = {
+            name: kwargs[name]
+            for name in ("device", "non_blocking")
+            if kwargs.get(name) is not None
+        }
         return w.like(lambda t: t.to(**where, copy=True), kwargs.get("dtype"))
-    if _turns(func, w.dim(), args): return w.like(lambda t: t, turned=not w.turned)
-    if w.dim() < 3: return None
-    if func in (aten.select.int, aten.slice.Tensor, aten.index_select.default) and (not args or args[0] in (0, -w.dim())):
+    if _turns(func, w.dim(), args):
+        return w.like(lambda t: t, turned=not w.turned)
+    if w.dim() < 3:
+        return None
+    if func in (aten.select.int, aten.slice.Tensor, aten.index_select.default) and (
+        not args or args[0] in (0, -w.dim())
+    ):
         return w.like(lambda t: func(t, *((0, *args[1:]) if args else ()), **kwargs))
-    if func is aten.index.Tensor and len(args[0]) == 1: return w.like(lambda t: func(t, args[0]))
+    if func is aten.index.Tensor and len(args[0]) == 1:
+        return w.like(lambda t: func(t, args[0]))
     return None
 
 # %% ../../nbs/model/07_packed.ipynb #36675cfc
@@ -130,7 +173,9 @@ def has_experts(
     module: torch.nn.Module,
 ) -> bool:
     "Whether a module itself holds a layer's experts."
-    return all(isinstance(module._parameters.get(p), torch.Tensor) for p in (*EXPERTS, "gate_up_proj_bias"))
+    return all(
+        isinstance(module._parameters.get(p), torch.Tensor) for p in (*EXPERTS, "gate_up_proj_bias")
+    )
 
 
 def experts_of(
@@ -149,9 +194,14 @@ def pack_experts(
         for parameter in EXPERTS:
             weight = getattr(experts, parameter)
             if weight.shape[-2] % 32:
-                raise ValueError(f"{name}.{parameter} has {weight.shape[-2]} inputs, but MXFP4 has blocks of 32: choose a hidden size and an intermediate size that are divisible by 32")
+                raise ValueError(
+                    f"{name}.{parameter} has {weight.shape[-2]} inputs, but MXFP4 has blocks of 32: choose a hidden size and an intermediate size that are divisible by 32"
+                )
             packed = weight if isinstance(weight, PackedWeight) else pack(weight)
             setattr(experts, parameter, torch.nn.Parameter(packed, requires_grad=False))
             total += packed.blocks.numel() + packed.scales.numel()
-    if not total: raise ValueError(f"{type(model).__name__} has no experts of a gpt-oss: only those are stored as MXFP4")
+    if not total:
+        raise ValueError(
+            f"{type(model).__name__} has no experts of a gpt-oss: only those are stored as MXFP4"
+        )
     return total

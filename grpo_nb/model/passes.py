@@ -14,7 +14,11 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRMSNorm, eager_attention_forward
+from transformers.models.gpt_oss.modeling_gpt_oss import (
+    GptOssAttention,
+    GptOssRMSNorm,
+    eager_attention_forward,
+)
 
 from .attention import heads_together
 
@@ -56,7 +60,12 @@ class _Rotate(torch.autograd.Function):
 
 def _rotation(x):
     "The kernel where it runs, else the formula."
-    if x.device.type != "cuda" or not importlib.util.find_spec("triton") or x.dtype == torch.float64: return rotated
+    if (
+        x.device.type != "cuda"
+        or not importlib.util.find_spec("triton")
+        or x.dtype == torch.float64
+    ):
+        return rotated
     from grpo_nb.model.fused import rotate
 
     return rotate
@@ -75,14 +84,23 @@ class _LowRank(torch.autograd.Function):
     "Linear layers of the same input, each with an adapter; the weights W and b are frozen."
 
     @staticmethod
-    def forward(ctx, x, scalings, *tensors):  # x (T, K); W (N, K), b (N,) or None, A (r, K), B (N, r) of each
+    def forward(
+        ctx, x, scalings, *tensors
+    ):  # x (T, K); W (N, K), b (N,) or None, A (r, K), B (N, r) of each
         weights, biases, downs, ups = (tensors[i::4] for i in range(4))
         down, ups = torch.cat([a.to(x.dtype) for a in downs]), [b.to(x.dtype) for b in ups]
-        low = x @ down.T                                                                                      # (T, sum of r)
+        low = x @ down.T  # (T, sum of r)
         parts = low.split([len(a) for a in downs], 1)
-        results = tuple(F.linear(x, w, b).addmm_(t, up.T, alpha=s) for w, b, t, up, s in zip(weights, biases, parts, ups, scalings))
+        results = tuple(
+            F.linear(x, w, b).addmm_(t, up.T, alpha=s)
+            for w, b, t, up, s in zip(weights, biases, parts, ups, scalings)
+        )
         ctx.save_for_backward(x, low, down, *weights, *ups)
-        ctx.scalings, ctx.ranks, ctx.kinds = scalings, [len(a) for a in downs], [a.dtype for a in downs]
+        ctx.scalings, ctx.ranks, ctx.kinds = (
+            scalings,
+            [len(a) for a in downs],
+            [a.dtype for a in downs],
+        )
         return results
 
     @staticmethod
@@ -90,24 +108,60 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx, *gradients):
         x, low, down, *rest = ctx.saved_tensors
         n, grads, d_x, d_low = len(gradients), [None] * 4 * len(gradients), None, []
-        for i, (g, w, up, s, t) in enumerate(zip(gradients, rest[:n], rest[n:], ctx.scalings, low.split(ctx.ranks, 1))):
+        for i, (g, w, up, s, t) in enumerate(
+            zip(gradients, rest[:n], rest[n:], ctx.scalings, low.split(ctx.ranks, 1))
+        ):
             d_low.append(s * (g @ up))
             grads[4 * i + 3] = (s * (g.T @ t)).to(ctx.kinds[i])
-            if ctx.needs_input_grad[0]: d_x = g @ w if d_x is None else d_x.addmm_(g, w)
+            if ctx.needs_input_grad[0]:
+                d_x = g @ w if d_x is None else d_x.addmm_(g, w)
         d_low = torch.cat(d_low, 1)
-        for i, d_down in enumerate((d_low.T @ x).split(ctx.ranks)): grads[4 * i + 2] = d_down.to(ctx.kinds[i])
+        for i, d_down in enumerate((d_low.T @ x).split(ctx.ranks)):
+            grads[4 * i + 2] = d_down.to(ctx.kinds[i])
         return None if d_x is None else d_x.addmm_(d_low, down), None, *grads
 
 
 def _adapter(linear, dtype):
     "(W, b, A, B, scaling) of a frozen linear layer with one plain adapter, of numbers that need no conversion; None: ask the module itself."
-    if type(linear) is not LoraLinear or type(linear.base_layer) is not nn.Linear or linear.disable_adapters or linear.merged or linear.fan_in_fan_out: return None
+    if (
+        type(linear) is not LoraLinear
+        or type(linear.base_layer) is not nn.Linear
+        or linear.disable_adapters
+        or linear.merged
+        or linear.fan_in_fan_out
+    ):
+        return None
     names = [name for name in linear.active_adapters if name in linear.lora_A]
-    if len(names) != 1 or getattr(linear, "use_dora", {}).get(names[0]) or getattr(linear, "lora_variant", {}).get(names[0]): return None
-    base, down, up, dropout = linear.base_layer, linear.lora_A[names[0]], linear.lora_B[names[0]], linear.lora_dropout[names[0]]
-    if type(down) is not nn.Linear or type(up) is not nn.Linear or up.bias is not None or (dropout.training and getattr(dropout, "p", 0)): return None
-    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad) or base.weight.dtype != dtype: return None
-    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in (linear, base, down, up)): return None
+    if (
+        len(names) != 1
+        or getattr(linear, "use_dora", {}).get(names[0])
+        or getattr(linear, "lora_variant", {}).get(names[0])
+    ):
+        return None
+    base, down, up, dropout = (
+        linear.base_layer,
+        linear.lora_A[names[0]],
+        linear.lora_B[names[0]],
+        linear.lora_dropout[names[0]],
+    )
+    if (
+        type(down) is not nn.Linear
+        or type(up) is not nn.Linear
+        or up.bias is not None
+        or (dropout.training and getattr(dropout, "p", 0))
+    ):
+        return None
+    if (
+        base.weight.requires_grad
+        or (base.bias is not None and base.bias.requires_grad)
+        or base.weight.dtype != dtype
+    ):
+        return None
+    if any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in (linear, base, down, up)
+    ):
+        return None
     return base.weight, base.bias, down.weight, up.weight, linear.scaling[names[0]]
 
 
@@ -117,7 +171,9 @@ def _adapters(x, linears):
     mixed = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if mixed else x.dtype
     found = [_adapter(linear, dtype) for linear in linears]
-    return dtype, found if all(found) and (mixed or all(part[2].dtype == dtype for part in found)) else []
+    return dtype, found if all(found) and (
+        mixed or all(part[2].dtype == dtype for part in found)
+    ) else []
 
 
 def project(
@@ -132,7 +188,11 @@ def project(
 def _together(x, found):
     "What linear layers of which everything is known say."
     with torch.autocast(x.device.type, enabled=False):
-        results = _LowRank.apply(x.flatten(0, -2), [part[4] for part in found], *(tensor for part in found for tensor in part[:4]))
+        results = _LowRank.apply(
+            x.flatten(0, -2),
+            [part[4] for part in found],
+            *(tensor for part in found for tensor in part[:4]),
+        )
     return [y.view(*x.shape[:-1], -1) for y in results]
 
 # %% ../../nbs/model/15_passes.ipynb #4128f66d
@@ -142,7 +202,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, count, *tensors):  # part(i, *tensors) -> a tensor
         total = part(0, *tensors)
-        for i in range(1, count): total += part(i, *tensors)
+        for i in range(1, count):
+            total += part(i, *tensors)
         ctx.part, ctx.count = part, count
         ctx.save_for_backward(*tensors)
         return total
@@ -150,11 +211,15 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        leaves = [x.detach().requires_grad_(needed) for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:])]
+        leaves = [
+            x.detach().requires_grad_(needed)
+            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:])
+        ]
         asked = [x for x in leaves if x.requires_grad]
         for i in range(ctx.count):
-            with torch.enable_grad(): y = ctx.part(i, *leaves)
-            torch.autograd.backward(y, gradient, inputs=asked)                                                # adds to `grad`, in place
+            with torch.enable_grad():
+                y = ctx.part(i, *leaves)
+            torch.autograd.backward(y, gradient, inputs=asked)  # adds to `grad`, in place
             del y
         return None, None, *(x.grad for x in leaves)
 
@@ -164,45 +229,112 @@ def _of_heads(x, begin, end, layer, found, factors, attend):
     D, G = layer.head_dim, layer.num_key_value_groups
     keys, queries = slice(begin * D, end * D), slice(begin * D * G, end * D * G)
     (*three, (w, b, _, _, scaling)), (*downs, down), (*ups, up) = found, factors[::2], factors[1::2]
-    tensors = [t for (w_, b_, *_), a, u, rows in zip(three, downs, ups, (queries, keys, keys)) for t in (w_[rows], b_ if b_ is None else b_[rows], a, u[rows])]
+    tensors = [
+        t
+        for (w_, b_, *_), a, u, rows in zip(three, downs, ups, (queries, keys, keys))
+        for t in (w_[rows], b_ if b_ is None else b_[rows], a, u[rows])
+    ]
     q, k, v = _LowRank.apply(x.flatten(0, -2), [part[4] for part in three], *tensors)
-    out = attend(*(y.view(*x.shape[:-1], -1, D) for y in (q, k, v)), slice(begin * G, end * G))               # (B, T, heads, D)
-    return _LowRank.apply(out.reshape(-1, (end - begin) * G * D), [scaling], w[:, queries], None if begin else b, down[:, queries], up)[0].view(*x.shape[:-1], -1)
+    out = attend(
+        *(y.view(*x.shape[:-1], -1, D) for y in (q, k, v)), slice(begin * G, end * G)
+    )  # (B, T, heads, D)
+    return _LowRank.apply(
+        out.reshape(-1, (end - begin) * G * D),
+        [scaling],
+        w[:, queries],
+        None if begin else b,
+        down[:, queries],
+        up,
+    )[0].view(*x.shape[:-1], -1)
 
 # %% ../../nbs/model/15_passes.ipynb #48223dea
 class OnePass:
     "What an attention layer does in place of its class's forward."
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        def attend(query, key, value, heads=slice(None)):                                                     # (B, T, heads, D) each
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        def attend(query, key, value, heads=slice(None)):  # (B, T, heads, D) each
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-            if past_key_values is not None: key, value = past_key_values.update(key, value, self.layer_idx)
-            function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-            return function(self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0, scaling=self.scaling, sliding_window=self.sliding_window,
-                            s_aux=self.sinks[heads], **kwargs)
-        linears, heads = (self.q_proj, self.k_proj, self.v_proj, self.o_proj), self.config.num_key_value_heads
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, self.layer_idx)
+            function = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+            return function(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=self.attention_dropout if self.training else 0.0,
+                scaling=self.scaling,
+                sliding_window=self.sliding_window,
+                s_aux=self.sinks[heads],
+                **kwargs,
+            )
+
+        linears, heads = (
+            (self.q_proj, self.k_proj, self.v_proj, self.o_proj),
+            self.config.num_key_value_heads,
+        )
         dtype, found = _adapters(hidden_states, linears)
-        step = heads_together(self.config._attn_implementation, hidden_states.device, *hidden_states.shape[:-1], heads, self.num_key_value_groups, self.head_dim, dtype)
-        if found and step < heads and past_key_values is None and not self.sinks.requires_grad: return self.by_heads(hidden_states.to(dtype), found, step, attend), None
+        step = heads_together(
+            self.config._attn_implementation,
+            hidden_states.device,
+            *hidden_states.shape[:-1],
+            heads,
+            self.num_key_value_groups,
+            self.head_dim,
+            dtype,
+        )
+        if found and step < heads and past_key_values is None and not self.sinks.requires_grad:
+            return self.by_heads(hidden_states.to(dtype), found, step, attend), None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        three = _together(hidden_states.to(dtype), found[:3]) if found else project(hidden_states, *linears[:3])
+        three = (
+            _together(hidden_states.to(dtype), found[:3])
+            if found
+            else project(hidden_states, *linears[:3])
+        )
         out, weights = attend(*(x.view(shape) for x in three))
         out = out.reshape(*shape[:-2], -1)
-        return (_together(out.to(dtype), found[3:]) if found else project(out, self.o_proj))[0], weights
+        return (_together(out.to(dtype), found[3:]) if found else project(out, self.o_proj))[
+            0
+        ], weights
 
     def by_heads(self, x, found, step, attend):
         "The layer as a sum over its key heads, `step` of them at a time."
         starts = range(0, self.config.num_key_value_heads, step)
+
         def part(i, x, *factors):
             with torch.autocast(x.device.type, enabled=False):
-                return _of_heads(x, starts[i], min(starts[i] + step, self.config.num_key_value_heads), self, found, factors, lambda *heads: attend(*heads)[0])
-        return _Sum.apply(part, len(starts), x, *(factor for linear in found for factor in linear[2:4]))
+                return _of_heads(
+                    x,
+                    starts[i],
+                    min(starts[i] + step, self.config.num_key_value_heads),
+                    self,
+                    found,
+                    factors,
+                    lambda *heads: attend(*heads)[0],
+                )
+
+        return _Sum.apply(
+            part, len(starts), x, *(factor for linear in found for factor in linear[2:4])
+        )
 
 
 def _plain(layer):
     "Whether an attention layer has plain LoRA on all four matrices."
-    return all(_adapter(linear, linear.weight.dtype) for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj))
+    return all(
+        _adapter(linear, linear.weight.dtype)
+        for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
+    )
 
 
 def in_one_pass(
@@ -223,15 +355,32 @@ def can_go_by_heads(
 
 @functools.cache
 def _one_pass_class(kind):
-    return type(kind.__name__, (OnePass, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return type(
+        kind.__name__,
+        (OnePass, kind),
+        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
+    )
 
 
 def one_pass(
     model: nn.Module,  # a gpt-oss of transformers, with adapters or without
-) -> int:  # how many modules were changed; 0 if there are none of gpt-oss, or all were changed before
+) -> (
+    int
+):  # how many modules were changed; 0 if there are none of gpt-oss, or all were changed before
     "Let a model's norms and rotations be one pass each. Parameters and their names stay as they are."
-    norms = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if isinstance(child, GptOssRMSNorm)]
-    for parent, name, norm in norms: setattr(parent, name, one_norm(norm))
-    layers = [module for module in model.modules() if isinstance(module, GptOssAttention) and not isinstance(module, OnePass)]
-    for layer in layers: layer.__class__ = _one_pass_class(type(layer))
+    norms = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, GptOssRMSNorm)
+    ]
+    for parent, name, norm in norms:
+        setattr(parent, name, one_norm(norm))
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, GptOssAttention) and not isinstance(module, OnePass)
+    ]
+    for layer in layers:
+        layer.__class__ = _one_pass_class(type(layer))
     return len(norms) + len(layers)

@@ -19,12 +19,17 @@ from .masks import Mask
 @dataclass(frozen=True)
 class Sharing:
     "Prompts and completions as one row of N tokens, each prompt once, without padding."
-    ids: torch.Tensor  # (1, N) the U prompts, then the B completions, those of a prompt side by side
+
+    ids: (
+        torch.Tensor
+    )  # (1, N) the U prompts, then the B completions, those of a prompt side by side
     positions: torch.Tensor  # (1, N) each token's place in its own sequence
     groups: tuple[int, ...]  # completions of each prompt
     prompts: int  # tokens of the prompts; the rest are the completions'
     prompt_places: torch.Tensor  # where they lie in a rectangle (U, P), padded on the left
-    completion_places: torch.Tensor  # where the others lie in a rectangle (B, T), padded on the right
+    completion_places: (
+        torch.Tensor
+    )  # where the others lie in a rectangle (B, T), padded on the right
     pad_lens: torch.Tensor  # (U,) padding of each prompt
     last: torch.Tensor  # (U,) each prompt's last token in the row
     order: torch.Tensor  # (B,) which completion of the batch each row of the rectangle is
@@ -36,17 +41,31 @@ class Sharing:
         x: torch.Tensor,  # (U, ...) something of each prompt
     ) -> torch.Tensor:  # (B, ...)
         "For each completion, what its prompt has; gradients are summed, always in the same order."
-        return torch.cat([x[u : u + 1].expand(count, *x.shape[1:]) for u, count in enumerate(self.groups)])
+        return torch.cat(
+            [x[u : u + 1].expand(count, *x.shape[1:]) for u, count in enumerate(self.groups)]
+        )
 
     def masks(
         self,
         window: int | None,  # keys that a query sees
-    ) -> tuple[Mask, Mask]:  # among the tokens of prompts, and of completions for their prompt and themselves
+    ) -> tuple[
+        Mask, Mask
+    ]:  # among the tokens of prompts, and of completions for their prompt and themselves
         "The same two for all layers of a kind, forward and again in the backward pass: a mask keeps what was made of it."
         U, P, B, T = self.shape
         if window not in self._masks:
             pads = self.pad_lens if len(self.prompt_places) < U * P else None
-            self._masks[window] = Mask(pads, P, P, 0, window, device=self.ids.device), Mask(None if pads is None else self.spread(pads), T, P + T, P, window, device=self.ids.device)
+            self._masks[window] = (
+                Mask(pads, P, P, 0, window, device=self.ids.device),
+                Mask(
+                    None if pads is None else self.spread(pads),
+                    T,
+                    P + T,
+                    P,
+                    window,
+                    device=self.ids.device,
+                ),
+            )
         return self._masks[window]
 
     def attend(
@@ -61,24 +80,55 @@ class Sharing:
     ) -> torch.Tensor:  # (1, Hq, N, D)
         "Attention inside each prompt, and of each completion to its prompt and itself."
         U, P, B, T = self.shape
-        (qp, kp, vp), (qc, kc, vc) = zip(*((_rectangle(x[0, :, : self.prompts], self.prompt_places, U, P), _rectangle(x[0, :, self.prompts :], self.completion_places, B, T)) for x in (q, k, v)))
+        (qp, kp, vp), (qc, kc, vc) = zip(
+            *(
+                (
+                    _rectangle(x[0, :, : self.prompts], self.prompt_places, U, P),
+                    _rectangle(x[0, :, self.prompts :], self.completion_places, B, T),
+                )
+                for x in (q, k, v)
+            )
+        )
         among_prompts, for_completions = self.masks(window)
         of_prompts = attention(qp, kp, vp, sinks, mask=among_prompts, **options)
-        keys, values = torch.cat([self.spread(kp), kc], 2), torch.cat([self.spread(vp), vc], 2)          # (B, Hk, P + T, D)
+        keys, values = (
+            torch.cat([self.spread(kp), kc], 2),
+            torch.cat([self.spread(vp), vc], 2),
+        )  # (B, Hk, P + T, D)
         of_completions = attention(qc, keys, values, sinks, mask=for_completions, **options)
-        return torch.cat([x.transpose(0, 1).flatten(1, 2).index_select(1, places) for x, places in ((of_prompts, self.prompt_places), (of_completions, self.completion_places))], 1)[None]
+        return torch.cat(
+            [
+                x.transpose(0, 1).flatten(1, 2).index_select(1, places)
+                for x, places in (
+                    (of_prompts, self.prompt_places),
+                    (of_completions, self.completion_places),
+                )
+            ],
+            1,
+        )[None]
 
     def predicting(
         self,
         hidden: torch.Tensor,  # (N, H) the hidden states of the row
-    ) -> torch.Tensor:  # (M, H): for each completion token, in the order of `targets`, that of the token before it
+    ) -> (
+        torch.Tensor
+    ):  # (M, H): for each completion token, in the order of `targets`, that of the token before it
         "Where the completions' tokens are predicted from."
         first, B = self.completion_places % self.shape[3] == 0, self.shape[2]
-        begun = self.completion_places[first] // self.shape[3]                                             # completions that have a token
+        begun = self.completion_places[first] // self.shape[3]  # completions that have a token
         before = (~first).nonzero()[:, 0] + self.prompts - 1
-        return torch.cat([self.spread(hidden.index_select(0, self.last))[begun] if len(begun) < B else self.spread(hidden.index_select(0, self.last)), hidden.index_select(0, before)])
+        return torch.cat(
+            [
+                self.spread(hidden.index_select(0, self.last))[begun]
+                if len(begun) < B
+                else self.spread(hidden.index_select(0, self.last)),
+                hidden.index_select(0, before),
+            ]
+        )
 
-    def targets(self) -> torch.Tensor:  # (M,) places in the batch's rectangle (B, T), flattened: the first tokens of the completions, then the others
+    def targets(
+        self,
+    ) -> torch.Tensor:  # (M,) places in the batch's rectangle (B, T), flattened: the first tokens of the completions, then the others
         "Which token each row of `predicting` predicts."
         T, first = self.shape[3], self.completion_places % self.shape[3] == 0
         places = self.order[self.completion_places // T] * T + self.completion_places % T
@@ -99,12 +149,26 @@ def share(
 ) -> Sharing:
     "Find the prompts that are equal, and lay everything out in a row; waits for the device once."
     (B, P), T = prompt_ids.shape, completion_ids.shape[1]
-    unique, index = torch.unique(torch.where(prompt_mask, prompt_ids, -1), dim=0, return_inverse=True)      # (U, P); (B,)
+    unique, index = torch.unique(
+        torch.where(prompt_mask, prompt_ids, -1), dim=0, return_inverse=True
+    )  # (U, P); (B,)
     counts = torch.bincount(index, minlength=len(unique))
-    order = index.sort(stable=True).indices                                                                 # (B,)
-    real, drawn = unique >= 0, completion_mask[order]                                                       # (U, P), (B, T)
-    lengths = real.sum(1)                                                                                   # (U,)
-    positions = torch.cat([(real.cumsum(1) - 1)[real], (lengths[index[order], None] + drawn.cumsum(1) - 1)[drawn]])
+    order = index.sort(stable=True).indices  # (B,)
+    real, drawn = unique >= 0, completion_mask[order]  # (U, P), (B, T)
+    lengths = real.sum(1)  # (U,)
+    positions = torch.cat(
+        [(real.cumsum(1) - 1)[real], (lengths[index[order], None] + drawn.cumsum(1) - 1)[drawn]]
+    )
     ids = torch.cat([unique[real], completion_ids[order][drawn]])
-    return Sharing(ids[None], positions[None], tuple(counts.tolist()), int(real.sum()), real.flatten().nonzero()[:, 0], drawn.flatten().nonzero()[:, 0],
-                   P - lengths, lengths.cumsum(0) - 1, order, (len(unique), P, B, T))
+    return Sharing(
+        ids[None],
+        positions[None],
+        tuple(counts.tolist()),
+        int(real.sum()),
+        real.flatten().nonzero()[:, 0],
+        drawn.flatten().nonzero()[:, 0],
+        P - lengths,
+        lengths.cumsum(0) - 1,
+        order,
+        (len(unique), P, B, T),
+    )

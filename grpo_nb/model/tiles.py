@@ -17,28 +17,46 @@ from .packed import experts_of, has_experts
 # %% ../../nbs/model/14_tiles.ipynb #a5f68ce1
 class Sliced:
     "What a sliced MLP does before its class's own forward."
+
     slice_tokens: int  # at a time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., H) -> (..., H)
         parts = x.reshape(-1, x.shape[-1]).split(self.slice_tokens)
-        if len(parts) == 1: return super().forward(x)
+        if len(parts) == 1:
+            return super().forward(x)
         run = super().forward
-        if torch.is_grad_enabled(): run = functools.partial(checkpoint, run, use_reentrant=False)
+        if torch.is_grad_enabled():
+            run = functools.partial(checkpoint, run, use_reentrant=False)
         return torch.cat([run(part) for part in parts]).view(*x.shape[:-1], -1)
 
 
 @functools.cache
 def _sliced(kind):
     "A class whose forward works on slices."
-    return type(kind.__name__, (Sliced, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return type(
+        kind.__name__,
+        (Sliced, kind),
+        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
+    )
 
 
 def dense_mlps(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ) -> dict[str, torch.nn.Module]:  # name -> module
     "The MLPs of a model that every token goes through whole: those named `mlp` with projections of their own, and no experts."
-    def projects(module): return any(hasattr(module, name) for name in ("down_proj", "fc2", "c_proj", "dense_4h_to_h"))
-    return {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in ("mlp", "feed_forward") and projects(module) and not hasattr(module, "experts")}
+
+    def projects(module):
+        return any(
+            hasattr(module, name) for name in ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
+        )
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in ("mlp", "feed_forward")
+        and projects(module)
+        and not hasattr(module, "experts")
+    }
 
 
 def slice_mlps(
@@ -46,9 +64,13 @@ def slice_mlps(
     tokens: int | None = 4096,  # at a time; None: all at once again
 ) -> int:  # how many MLPs; a ValueError if there is none
     "Let a dense model's MLPs work on slices of the tokens, each computed again in backward."
-    if tokens is not None and tokens < 1: raise ValueError(f"tokens is {tokens}: give at least 1, or None for all at once")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens is {tokens}: give at least 1, or None for all at once")
     found = dense_mlps(model)
-    if not found: raise ValueError(f"{type(model).__name__} has no dense MLP to slice; the experts of a gpt-oss are sliced by route_adapters(model, 'routed_lean')")
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no dense MLP to slice; the experts of a gpt-oss are sliced by route_adapters(model, 'routed_lean')"
+        )
     for module in found.values():
         plain = type(module).__mro__[2] if isinstance(module, Sliced) else type(module)
         module.__class__ = plain if tokens is None else _sliced(plain)
@@ -59,7 +81,11 @@ def slice_mlps(
 LEAN = "routed_lean"  # the implementation of experts that works on slices
 
 
-def _in_slices(module): return has_experts(module) and getattr(getattr(module, "config", None), "_experts_implementation", None) == LEAN
+def _in_slices(module):
+    return (
+        has_experts(module)
+        and getattr(getattr(module, "config", None), "_experts_implementation", None) == LEAN
+    )
 
 
 def experts_in_slices(
@@ -74,8 +100,10 @@ def slice_tokens_of(
 ) -> int | None:  # None: all at once
     "How many tokens the experts or the MLPs of a model work on at a time."
     for module in model.modules():
-        if isinstance(module, Sliced): return module.slice_tokens
-        if _in_slices(module): return getattr(module, "slice_tokens", IMPLEMENTATIONS[LEAN]["slice_tokens"])
+        if isinstance(module, Sliced):
+            return module.slice_tokens
+        if _in_slices(module):
+            return getattr(module, "slice_tokens", IMPLEMENTATIONS[LEAN]["slice_tokens"])
     return None
 
 
@@ -86,10 +114,15 @@ def slice_layers(
     "Let the widest part of each layer, experts or MLP, work on so many tokens at a time."
     experts = experts_in_slices(model)
     if not experts and experts_of(model):
-        raise ValueError(f"slices of {tokens} tokens are for experts that are computed as {LEAN!r}, and those of this model are {model.config._experts_implementation!r}: call route_adapters(model, {LEAN!r}), or leave slice_tokens out")
-    if not experts: return slice_mlps(model, tokens)
-    if tokens is not None and tokens < 1: raise ValueError(f"tokens is {tokens}: give at least 1, or None for the default")
+        raise ValueError(
+            f"slices of {tokens} tokens are for experts that are computed as {LEAN!r}, and those of this model are {model.config._experts_implementation!r}: call route_adapters(model, {LEAN!r}), or leave slice_tokens out"
+        )
+    if not experts:
+        return slice_mlps(model, tokens)
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens is {tokens}: give at least 1, or None for the default")
     for module in experts.values():
         vars(module).pop("slice_tokens", None)
-        if tokens is not None: module.slice_tokens = tokens
+        if tokens is not None:
+            module.slice_tokens = tokens
     return len(experts)

@@ -11,7 +11,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 # %% ../../nbs/model/01_tiny.ipynb #e3d7b348
-SPECIAL_TOKENS = ["<|endoftext|>", "<|return|>", "<|unk|>", "<|start|>", "<|message|>", "<|end|>", "<|channel|>"]
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|return|>",
+    "<|unk|>",
+    "<|start|>",
+    "<|message|>",
+    "<|end|>",
+    "<|channel|>",
+]
 
 CHAT_TEMPLATE = (  # every turn is <|start|>R<|message|>text<|end|>, with R the first letter of the role
     "{% for m in messages %}<|start|>{{ m['role'][0] }}<|message|>{{ m['content'] }}"
@@ -30,8 +38,12 @@ def tiny_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|return|>", unk_token="<|unk|>",
-        additional_special_tokens=["<|start|>", "<|message|>", "<|end|>", "<|channel|>"], padding_side="left",
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|return|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=["<|start|>", "<|message|>", "<|end|>", "<|channel|>"],
+        padding_side="left",
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
@@ -53,17 +65,31 @@ def tiny_gpt_oss(
     sliding_window: int = 8,  # a token in a sliding layer sees itself and the 7 before it
     max_position_embeddings: int = 4096,  # longest sequence, tokens
     initializer_range: float = 0.04,  # standard deviation of the random weights; a narrow model learns much faster with more than the usual 0.02
-) -> tuple[GptOssForCausalLM, PreTrainedTokenizerFast]:  # the model in float32 on the CPU, and its tokenizer
+) -> tuple[
+    GptOssForCausalLM, PreTrainedTokenizerFast
+]:  # the model in float32 on the CPU, and its tokenizer
     "A gpt-oss with random weights, small enough for a CPU, and a character tokenizer."
     tokenizer = tiny_tokenizer(characters)
     config = GptOssConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, num_hidden_layers=num_hidden_layers,
-        num_attention_heads=num_attention_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim,
-        intermediate_size=intermediate_size, num_local_experts=num_experts, num_experts_per_tok=experts_per_token,
-        sliding_window=sliding_window, initializer_range=initializer_range, max_position_embeddings=max_position_embeddings,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        num_local_experts=num_experts,
+        num_experts_per_tok=experts_per_token,
+        sliding_window=sliding_window,
+        initializer_range=initializer_range,
+        max_position_embeddings=max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-        attn_implementation="eager", experts_implementation="eager", dtype="float32",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

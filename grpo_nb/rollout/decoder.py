@@ -33,9 +33,21 @@ def changed_forward(
 ) -> str | None:  # what changes it; None: nothing
     "Whether somebody's hook, or a forward pass of a subclass, makes a module more than transformers' class says."
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks): return "a forward hook"  # transformers' own only collect outputs
-    kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind) and not kind.__module__.startswith("grpo_nb.")]  # ours compute the same (`one_pass`, `Sliced`)
-    if len(kinds) > 1 and not kinds[0].__module__.startswith("transformers.") and kinds[1].__module__.startswith("transformers.models."): return f"the forward pass of {kinds[0].__name__}"
+    if any(
+        not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks
+    ):
+        return "a forward hook"  # transformers' own only collect outputs
+    kinds = [
+        kind
+        for kind in type(module).__mro__
+        if "forward" in vars(kind) and not kind.__module__.startswith("grpo_nb.")
+    ]  # ours compute the same (`one_pass`, `Sliced`)
+    if (
+        len(kinds) > 1
+        and not kinds[0].__module__.startswith("transformers.")
+        and kinds[1].__module__.startswith("transformers.models.")
+    ):
+        return f"the forward pass of {kinds[0].__name__}"
     return None
 
 
@@ -44,19 +56,42 @@ def read_projection(
 ) -> Projection:  # CannotRead with the reason
     "The tensors of a linear layer and of its active adapters."
     base = getattr(module, "base_layer", module)
-    if type(base) is not torch.nn.Linear: raise CannotRead(f"a layer is a {type(base).__name__}, not a plain linear layer")
+    if type(base) is not torch.nn.Linear:
+        raise CannotRead(f"a layer is a {type(base).__name__}, not a plain linear layer")
     plain = Projection(base.weight, base.bias)
-    if base is module: return plain
-    if not hasattr(module, "lora_A"): raise CannotRead(f"an adapter is a {type(module).__name__}, not LoRA")
-    if module.disable_adapters and module.merged: raise CannotRead("a merged adapter is switched off")
-    if module.disable_adapters or module.merged: return plain
+    if base is module:
+        return plain
+    if not hasattr(module, "lora_A"):
+        raise CannotRead(f"an adapter is a {type(module).__name__}, not LoRA")
+    if module.disable_adapters and module.merged:
+        raise CannotRead("a merged adapter is switched off")
+    if module.disable_adapters or module.merged:
+        return plain
     names = [name for name in module.active_adapters if name in module.lora_A]
-    if not names: return plain
-    if any(module.use_dora.get(name) or not isinstance(module.lora_B[name], torch.nn.Linear) or module.lora_B[name].bias is not None or getattr(module, "lora_variant", {}).get(name) for name in names):
+    if not names:
+        return plain
+    if any(
+        module.use_dora.get(name)
+        or not isinstance(module.lora_B[name], torch.nn.Linear)
+        or module.lora_B[name].bias is not None
+        or getattr(module, "lora_variant", {}).get(name)
+        for name in names
+    ):
         raise CannotRead("an adapter is a variant of LoRA (DoRA, AdaLoRA, a trained bias)")
-    downs, ups, scalings = zip(*((module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]) for name in names))
-    if len(names) == 1: return Projection(base.weight, base.bias, downs[0], ups[0], scalings[0])
-    return Projection(base.weight, base.bias, torch.cat(downs), torch.cat([s * u for s, u in zip(scalings, ups)], 1))
+    downs, ups, scalings = zip(
+        *(
+            (module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+            for name in names
+        )
+    )
+    if len(names) == 1:
+        return Projection(base.weight, base.bias, downs[0], ups[0], scalings[0])
+    return Projection(
+        base.weight,
+        base.bias,
+        torch.cat(downs),
+        torch.cat([s * u for s, u in zip(scalings, ups)], 1),
+    )
 
 
 def read_layer(
@@ -64,12 +99,21 @@ def read_layer(
 ) -> LayerWeights:  # CannotRead with the reason
     "The tensors of a layer."
     attention, router = layer.self_attn, layer.mlp.router
-    if type(router).__name__ != "GptOssTopKRouter": raise CannotRead(f"the router is a {type(router).__name__}")
-    try: experts = expert_weights(layer.mlp.experts)
-    except ValueError as error: raise CannotRead(str(error)) from error
+    if type(router).__name__ != "GptOssTopKRouter":
+        raise CannotRead(f"the router is a {type(router).__name__}")
+    try:
+        experts = expert_weights(layer.mlp.experts)
+    except ValueError as error:
+        raise CannotRead(str(error)) from error
     return LayerWeights(
-        layer.input_layernorm.weight, *(read_projection(getattr(attention, f"{name}_proj")) for name in "qkvo"), attention.sinks,
-        layer.post_attention_layernorm.weight, router.weight, router.bias, experts)
+        layer.input_layernorm.weight,
+        *(read_projection(getattr(attention, f"{name}_proj")) for name in "qkvo"),
+        attention.sinks,
+        layer.post_attention_layernorm.weight,
+        router.weight,
+        router.bias,
+        experts,
+    )
 
 # %% ../../nbs/rollout/06_decoder.ipynb #6ee604b7
 class Decoder:
@@ -78,29 +122,69 @@ class Decoder:
     def __init__(
         self,
         model: PreTrainedModel,  # a gpt-oss, with PEFT's adapters or without; CannotRead with the reason if it is not one
-        dtype: torch.dtype | None = None,  # that is computed in, as under autocast; None: the model's own
+        dtype: torch.dtype
+        | None = None,  # that is computed in, as under autocast; None: the model's own
         kernels: bool | None = None,  # decode with Triton kernels; None: where they run
     ):
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # transformers' own adapters sit in the model itself
-        if not isinstance(base, GptOssForCausalLM): raise CannotRead(f"the model is a {type(base).__name__}, not a gpt-oss")
+        base = (
+            model.get_base_model() if hasattr(model, "get_base_model") else model
+        )  # transformers' own adapters sit in the model itself
+        if not isinstance(base, GptOssForCausalLM):
+            raise CannotRead(f"the model is a {type(base).__name__}, not a gpt-oss")
         for name, module in base.named_modules():
-            if module is not base.model.embed_tokens and (what := changed_forward(module)): raise CannotRead(f"{name or 'the model'} has {what}")
+            if module is not base.model.embed_tokens and (what := changed_forward(module)):
+                raise CannotRead(f"{name or 'the model'} has {what}")
         self.config, self.inner = base.config, base.model
         self.embed = base.model.embed_tokens  # called as a module: its table may lie on the host, and a hook may widen what it hands on
-        if not isinstance(self.embed, (torch.nn.Embedding, HostEmbedding)): raise CannotRead(f"the embedding is a {type(self.embed).__name__}")
-        if type(base.lm_head) is not torch.nn.Linear: raise CannotRead(f"the head is a {type(base.lm_head).__name__}")
-        if self.config.rope_parameters.get("rope_type") not in ("default", "linear", "yarn", "llama3"): raise CannotRead("the rotary embedding changes with the length")
-        self.head, self.last_norm = Projection(base.lm_head.weight, base.lm_head.bias), base.model.norm.weight
+        if not isinstance(self.embed, (torch.nn.Embedding, HostEmbedding)):
+            raise CannotRead(f"the embedding is a {type(self.embed).__name__}")
+        if type(base.lm_head) is not torch.nn.Linear:
+            raise CannotRead(f"the head is a {type(base.lm_head).__name__}")
+        if self.config.rope_parameters.get("rope_type") not in (
+            "default",
+            "linear",
+            "yarn",
+            "llama3",
+        ):
+            raise CannotRead("the rotary embedding changes with the length")
+        self.head, self.last_norm = (
+            Projection(base.lm_head.weight, base.lm_head.bias),
+            base.model.norm.weight,
+        )
         self.layers = [read_layer(layer) for layer in base.model.layers]
-        kinds = {(p.dtype, p.device) for p in (self.head.weight, *(t for l in self.layers for t in (l.query.weight, l.output.weight, l.experts.gate_up, l.experts.down)))}
-        if len(kinds) > 1: raise CannotRead(f"its weights are of several kinds: {', '.join(sorted(f'{d} on {v}' for d, v in kinds))}")
+        kinds = {
+            (p.dtype, p.device)
+            for p in (
+                self.head.weight,
+                *(
+                    t
+                    for l in self.layers
+                    for t in (l.query.weight, l.output.weight, l.experts.gate_up, l.experts.down)
+                ),
+            )
+        }
+        if len(kinds) > 1:
+            raise CannotRead(
+                f"its weights are of several kinds: {', '.join(sorted(f'{d} on {v}' for d, v in kinds))}"
+            )
         self.device, self.dtype = self.head.weight.device, dtype or self.head.weight.dtype
-        if not self.head.weight.is_floating_point(): raise CannotRead(f"its weights are {self.head.weight.dtype}")
-        self.residual = self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype  # of what runs from layer to layer
-        self.kv_heads, self.head_dim = self.config.num_key_value_heads, base.model.layers[0].self_attn.head_dim
+        if not self.head.weight.is_floating_point():
+            raise CannotRead(f"its weights are {self.head.weight.dtype}")
+        self.residual = self.embed(
+            torch.zeros(1, dtype=torch.long, device=self.device)
+        ).dtype  # of what runs from layer to layer
+        self.kv_heads, self.head_dim = (
+            self.config.num_key_value_heads,
+            base.model.layers[0].self_attn.head_dim,
+        )
         self.windows = tuple(layer.self_attn.sliding_window for layer in base.model.layers)
-        self.norms = [*(layer.norm for layer in self.layers[1:]), self.last_norm]  # the norm that follows each layer
-        self.mixing = dict(top=self.config.num_experts_per_tok, eps=self.config.rms_norm_eps, dtype=self.dtype)
+        self.norms = [
+            *(layer.norm for layer in self.layers[1:]),
+            self.last_norm,
+        ]  # the norm that follows each layer
+        self.mixing = dict(
+            top=self.config.num_experts_per_tok, eps=self.config.rms_norm_eps, dtype=self.dtype
+        )
         self.scale, self.turns = self.head_dim**-0.5, (torch.empty(0),)
         self.steps = steps
         if self.kernels_run() if kernels is None else kernels:
@@ -110,32 +194,72 @@ class Decoder:
 
     def kernels_run(self) -> bool:
         "Whether the Triton kernels can decode this model here: a GPU of compute capability 8.0, or an older one that passes a trial; powers of two where they want them."
-        if self.device.type != "cuda" or importlib.util.find_spec("triton") is None or self.dtype == torch.float64: return False
-        powers = all(n > 0 and n & (n - 1) == 0 for n in (self.head_dim, self.config.num_local_experts, *(w for w in self.windows if w)))
-        if not powers or self.head_dim < 32 or min((w for w in self.windows if w), default=16) < 16: return False
-        if torch.cuda.get_device_capability(self.device) >= (8, 0): return True
+        if (
+            self.device.type != "cuda"
+            or importlib.util.find_spec("triton") is None
+            or self.dtype == torch.float64
+        ):
+            return False
+        powers = all(
+            n > 0 and n & (n - 1) == 0
+            for n in (self.head_dim, self.config.num_local_experts, *(w for w in self.windows if w))
+        )
+        if not powers or self.head_dim < 32 or min((w for w in self.windows if w), default=16) < 16:
+            return False
+        if torch.cuda.get_device_capability(self.device) >= (8, 0):
+            return True
         from grpo_nb.rollout.kernels import works
 
         return works(self.device, self.dtype)
 
     def is_small(self) -> bool:
         "Whether `SmallDecoder` can do it: on a CPU, in float32 or wider throughout, few weights, experts that nobody asked cost little."
-        numbers = sum(x.numel() for l in self.layers for x in (l.experts.gate_up, l.experts.down, l.query.weight, l.key.weight, l.value.weight, l.output.weight))
-        dense = not any(isinstance(x, PackedWeight) for l in self.layers for x in (l.experts.gate_up, l.experts.down))
+        numbers = sum(
+            x.numel()
+            for l in self.layers
+            for x in (
+                l.experts.gate_up,
+                l.experts.down,
+                l.query.weight,
+                l.key.weight,
+                l.value.weight,
+                l.output.weight,
+            )
+        )
+        dense = not any(
+            isinstance(x, PackedWeight)
+            for l in self.layers
+            for x in (l.experts.gate_up, l.experts.down)
+        )
         kinds = {self.dtype, self.head.weight.dtype, self.residual}
-        return dense and self.device.type == "cpu" and len(kinds) == 1 and self.dtype in (torch.float32, torch.float64) and numbers <= SMALL and self.config.num_local_experts <= 2 * self.mixing["top"]
+        return (
+            dense
+            and self.device.type == "cpu"
+            and len(kinds) == 1
+            and self.dtype in (torch.float32, torch.float64)
+            and numbers <= SMALL
+            and self.config.num_local_experts <= 2 * self.mixing["top"]
+        )
 
     @property
     def shape(self) -> CacheShape:
         "What the cache keeps of a token."
-        return CacheShape(self.windows, self.kv_heads, self.head_dim, self.dtype, None if self.device.type == "cpu" else 128)
+        return CacheShape(
+            self.windows,
+            self.kv_heads,
+            self.head_dim,
+            self.dtype,
+            None if self.device.type == "cpu" else 128,
+        )
 
     def turn(
         self,
         positions: torch.Tensor,  # (T,)
     ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin (T, D/2)
         "The rotation at each position, by the model's own module."
-        cos, sin = self.inner.rotary_emb(torch.empty(0, dtype=self.residual, device=self.device), positions[None])
+        cos, sin = self.inner.rotary_emb(
+            torch.empty(0, dtype=self.residual, device=self.device), positions[None]
+        )
         return cos[0].contiguous(), sin[0].contiguous()
 
     def turn_at(
@@ -144,7 +268,8 @@ class Decoder:
         reach: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin (B, D/2)
         "`turn`, looked up: the rotations of all positions up to twice the reach are computed together and kept."
-        if reach > len(self.turns[0]): self.turns = self.turn(torch.arange(2 * reach, device=self.device))
+        if reach > len(self.turns[0]):
+            self.turns = self.turn(torch.arange(2 * reach, device=self.device))
         return tuple(turn.index_select(0, positions) for turn in self.turns)
 
     def cache(
@@ -171,29 +296,58 @@ class Decoder:
         U, L, T = len(prompts), int(lengths.max()), int(lengths.sum())
         ends = lengths.cumsum(0)
         positions = torch.arange(T) - (ends - lengths).repeat_interleave(lengths)  # (T,)
-        square = (positions + torch.arange(U).repeat_interleave(lengths) * L).to(self.device)  # each token's place in the rectangle
+        square = (positions + torch.arange(U).repeat_interleave(lengths) * L).to(
+            self.device
+        )  # each token's place in the rectangle
         x = self.embed(torch.tensor([i for p in prompts for i in p], device=self.device))  # (T, H)
         places = cache.places(numbers)
-        def rectangle(t): return t.new_zeros(U * L, *t.shape[1:]).index_copy_(0, square, t).view(U, L, -1, self.head_dim).transpose(1, 2)
+
+        def rectangle(t):
+            return (
+                t.new_zeros(U * L, *t.shape[1:])
+                .index_copy_(0, square, t)
+                .view(U, L, -1, self.head_dim)
+                .transpose(1, 2)
+            )
+
         def attend(number, q, k, v):
             cache.store(number, k, v, places)
             sinks = self.layers[number].sinks.to(self.dtype)
-            out = sink_attention(rectangle(q), rectangle(k), rectangle(v), sinks, window=self.windows[number], scale=self.scale, backend="sdpa")
+            out = sink_attention(
+                rectangle(q),
+                rectangle(k),
+                rectangle(v),
+                sinks,
+                window=self.windows[number],
+                scale=self.scale,
+                backend="sdpa",
+            )
             return out.transpose(1, 2).reshape(U * L, -1)[square]
-        return self.through(x, self.turn(positions.to(self.device)), attend)[(ends - 1).to(self.device)]
+
+        return self.through(x, self.turn(positions.to(self.device)), attend)[
+            (ends - 1).to(self.device)
+        ]
 
     def through(
         self,
         x: torch.Tensor,  # (T, H) embedded tokens
         turn: tuple[torch.Tensor, ...],  # of `turn`, at the position of each
-        attend: Callable[..., torch.Tensor],  # from a layer's number and its q (T, Hq, D), k and v (T, Hk, D) to (T, Hq D)
+        attend: Callable[
+            ..., torch.Tensor
+        ],  # from a layer's number and its q (T, Hq, D), k and v (T, Hk, D) to (T, Hq D)
     ) -> torch.Tensor:  # (T, H), the normed hidden states
         "Tokens through all layers."
         normed = self.norm(x, self.layers[0].norm)
         for number, (layer, next_norm) in enumerate(zip(self.layers, self.norms)):
-            heads = steps.project(normed, (layer.query, layer.key, layer.value)).view(len(x), -1, self.head_dim)
-            q, k = steps.rotate(heads[:, : -self.kv_heads], *turn).split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads], 1)
-            x = steps.project(attend(number, q, k, heads[:, -self.kv_heads :]), (layer.output,), residual=x)
+            heads = steps.project(normed, (layer.query, layer.key, layer.value)).view(
+                len(x), -1, self.head_dim
+            )
+            q, k = steps.rotate(heads[:, : -self.kv_heads], *turn).split(
+                [heads.shape[1] - 2 * self.kv_heads, self.kv_heads], 1
+            )
+            x = steps.project(
+                attend(number, q, k, heads[:, -self.kv_heads :]), (layer.output,), residual=x
+            )
             x, normed = steps.mix(x, layer, next_norm, **self.mixing)
         return normed
 
@@ -210,7 +364,18 @@ class Decoder:
         normed = self.norm(x, self.layers[0].norm)
         for layer, held, next_norm in zip(self.layers, cache.layers, self.norms):
             qkv = self.steps.project(normed, (layer.query, layer.key, layer.value))
-            out = self.steps.attend(qkv, cos, sin, held, rows, progress.lengths, layer.sinks, kv_heads=self.kv_heads, scale=self.scale, reach=reach)
+            out = self.steps.attend(
+                qkv,
+                cos,
+                sin,
+                held,
+                rows,
+                progress.lengths,
+                layer.sinks,
+                kv_heads=self.kv_heads,
+                scale=self.scale,
+                reach=reach,
+            )
             x = self.steps.project(out, (layer.output,), residual=x)
             x, normed = self.steps.mix(x, layer, next_norm, **self.mixing)
         return normed
@@ -223,7 +388,9 @@ class Decoder:
         return self.steps.project(normed, (self.head,))
 
 # %% ../../nbs/rollout/06_decoder.ipynb #b8c25dc3
-SMALL = 2**21  # numbers that a model's layers may hold to be copied; beyond, arithmetic takes longer than the calls
+SMALL = (
+    2**21
+)  # numbers that a model's layers may hold to be copied; beyond, arithmetic takes longer than the calls
 
 
 class SmallDecoder(Decoder):
@@ -234,13 +401,20 @@ class SmallDecoder(Decoder):
         model: PreTrainedModel,  # `Decoder(model).is_small()`
     ):
         super().__init__(model)
-        self.small = [steps.rewrite(layer, kv_heads=self.kv_heads, top=self.mixing["top"], eps=self.mixing["eps"]) for layer in self.layers]
+        self.small = [
+            steps.rewrite(
+                layer, kv_heads=self.kv_heads, top=self.mixing["top"], eps=self.mixing["eps"]
+            )
+            for layer in self.layers
+        ]
         self.gamma = self.config.hidden_size**0.5 * self.last_norm.detach()
         self.scale = 1.0  # the copies of the queries' weights have it
 
     def cache(self, lengths, groups, max_tokens) -> AlignedCache:
         "`Decoder.cache`, rows side by side."
-        return AlignedCache(self.shape, lengths, groups, max_tokens, [layer.sinks for layer in self.layers])
+        return AlignedCache(
+            self.shape, lengths, groups, max_tokens, [layer.sinks for layer in self.layers]
+        )
 
     def turn(self, positions):
         "`Decoder.turn` as complex numbers (T, 1, D/2)."
@@ -248,15 +422,21 @@ class SmallDecoder(Decoder):
 
     def through(self, x, turn, attend):
         "`Decoder.through` in fewer calls; `x` is overwritten, and what comes back is not normed yet."
-        for number, layer in enumerate(self.small): x = steps.small_mix(x, attend(number, *steps.small_heads(x, layer, *turn)), layer)
+        for number, layer in enumerate(self.small):
+            x = steps.small_mix(x, attend(number, *steps.small_heads(x, layer, *turn)), layer)
         return x
 
     def step(self, cache, progress, rows, reach):
         "`Decoder.step` in fewer calls."
         x = self.embed(progress.last[rows])
-        if cache.rows is None or len(x) < len(cache.rows): cache.keep(rows)
+        if cache.rows is None or len(x) < len(cache.rows):
+            cache.keep(rows)
         turn = self.turn_at(progress.lengths[rows], reach)
-        return self.through(x, turn, lambda number, q, k, v: steps.small_attend(q, k, v, cache.layers[number], reach - 1))
+        return self.through(
+            x,
+            turn,
+            lambda number, q, k, v: steps.small_attend(q, k, v, cache.layers[number], reach - 1),
+        )
 
     def logits(self, hidden):
         "`Decoder.logits` of what `through` gives, the last norm included."
@@ -268,11 +448,19 @@ def open_decoder(
     autocast_dtype: torch.dtype | None = None,  # the engine's
 ) -> tuple[Decoder | None, str]:  # None and the reason, or the decoder and how it works
     "The fast way, if there is one for this model."
-    if any(hasattr(module, "_hf_hook") for module in model.modules()): return None, "accelerate moves its weights about"
-    try: decoder = Decoder(model, autocast_dtype)
-    except CannotRead as error: return None, str(error)
-    if decoder.steps is not steps: return decoder, "Triton kernels, recorded"
-    return (SmallDecoder(model), "plain tensors, copied, as the model is small") if decoder.is_small() else (decoder, "plain tensors")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return None, "accelerate moves its weights about"
+    try:
+        decoder = Decoder(model, autocast_dtype)
+    except CannotRead as error:
+        return None, str(error)
+    if decoder.steps is not steps:
+        return decoder, "Triton kernels, recorded"
+    return (
+        (SmallDecoder(model), "plain tensors, copied, as the model is small")
+        if decoder.is_small()
+        else (decoder, "plain tensors")
+    )
 
 # %% ../../nbs/rollout/06_decoder.ipynb #20933e6b
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of recorded batches
@@ -287,10 +475,12 @@ def choose(
     generator: torch.Generator | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) and their log-probs (B,)
     "Draw the next token of each row."
-    if decoder.steps is steps or params.temperature == 0: return sample_tokens(logits, params, seen, generator)
+    if decoder.steps is steps or params.temperature == 0:
+        return sample_tokens(logits, params, seen, generator)
     dart = torch.rand(len(logits), dtype=torch.float64, device=logits.device, generator=generator)
     filtered = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1
-    if filtered: return decoder.steps.draw(processed_log_probs(logits, params, seen), dart)
+    if filtered:
+        return decoder.steps.draw(processed_log_probs(logits, params, seen), dart)
     return decoder.steps.draw(logits, dart, params.temperature)
 
 
@@ -313,7 +503,8 @@ class Recorded:
     ) -> torch.cuda.CUDAGraph:  # replay it to advance these rows
         "The recording for so many rows, set to these."
         size = next(s for s in SIZES if s >= len(rows))
-        if size not in self.graphs: self.graphs[size] = self._record(size)
+        if size not in self.graphs:
+            self.graphs[size] = self._record(size)
         graph, static = self.graphs[size]
         static.fill_(self.spare)
         static[: len(rows)].copy_(rows)
@@ -323,11 +514,16 @@ class Recorded:
         static = torch.full((size,), self.spare, device=self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side): self.advance(static)  # once for real, on the spare row: kernels are compiled, libraries set up
+        with torch.cuda.stream(side):
+            self.advance(
+                static
+            )  # once for real, on the spare row: kernels are compiled, libraries set up
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        if self.generator is not None: graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, pool=self.pool): self.advance(static)
+        if self.generator is not None:
+            graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph, pool=self.pool):
+            self.advance(static)
         return graph, static
 
 # %% ../../nbs/rollout/06_decoder.ipynb #e43cee68
@@ -342,7 +538,8 @@ def batches_of_prompts(
     "Which prompts are read together."
     batches = [[]]
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches[-1] and (len(batches[-1]) + 1) * lengths[number] > most: batches.append([])
+        if batches[-1] and (len(batches[-1]) + 1) * lengths[number] > most:
+            batches.append([])
         batches[-1].append(number)
     return batches
 
@@ -354,7 +551,9 @@ def complete_rows(
     params: SamplingParams,  # how to draw
     stop: torch.Tensor,  # (S,) ids that end a completion
     generator: torch.Generator | None = None,
-    on_tokens: Callable[[int], object] = lambda count: None,  # called with the steps done since the last call
+    on_tokens: Callable[[int], object] = lambda count: (
+        None
+    ),  # called with the steps done since the last call
     together: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time; a longer prompt is read alone
 ) -> Progress:  # N completions, those of a prompt side by side
     "Continue every prompt until it stops or has max_tokens."
@@ -363,32 +562,64 @@ def complete_rows(
     cache = decoder.cache(lengths, groups, params.max_tokens)
     progress = Progress.start([lengths[u] for u in owner.tolist()], params.max_tokens, device)
     if params.repetition_penalty != 1:
-        progress.seen = torch.zeros(N + 1, len(decoder.head.weight), dtype=torch.bool, device=device)
-        for row, u in enumerate(owner.tolist()): progress.seen[row, torch.tensor(list(prompts[u]), device=device)] = True
-    _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens, together)
+        progress.seen = torch.zeros(
+            N + 1, len(decoder.head.weight), dtype=torch.bool, device=device
+        )
+        for row, u in enumerate(owner.tolist()):
+            progress.seen[row, torch.tensor(list(prompts[u]), device=device)] = True
+    _complete(
+        decoder,
+        cache,
+        progress,
+        prompts,
+        lengths,
+        owner,
+        params,
+        stop,
+        generator,
+        on_tokens,
+        together,
+    )
     return progress
 
 
 @torch.inference_mode()  # `progress` was made before, so what is written to it may be used in training
-def _complete(decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens, together):
+def _complete(
+    decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens, together
+):
     "The work of `complete_rows`."
     N, device = len(owner), decoder.device
 
     def draw(rows, normed, column):
         seen = None if progress.seen is None else progress.seen[rows]
         drawn = choose(decoder, decoder.logits(normed), params, seen, generator)
-        if decoder.steps is steps: steps.record_column(rows, column, *drawn, stop, progress)
-        else: decoder.steps.record(rows, *drawn, stop, progress)
+        if decoder.steps is steps:
+            steps.record_column(rows, column, *drawn, stop, progress)
+        else:
+            decoder.steps.record(rows, *drawn, stop, progress)
 
-    hidden = decoder.head.weight.new_empty(len(prompts), decoder.head.weight.shape[1], dtype=decoder.dtype)
-    for batch in batches_of_prompts(lengths, together): hidden[torch.tensor(batch, device=device)] = decoder.prefill(cache, batch, [prompts[u] for u in batch])
+    hidden = decoder.head.weight.new_empty(
+        len(prompts), decoder.head.weight.shape[1], dtype=decoder.dtype
+    )
+    for batch in batches_of_prompts(lengths, together):
+        hidden[torch.tensor(batch, device=device)] = decoder.prefill(
+            cache, batch, [prompts[u] for u in batch]
+        )
     hidden = hidden[owner.to(device)]
-    for rows in torch.arange(N, device=device).split(N if device.type == "cpu" else 128): draw(rows, hidden[rows], 0)  # logits of a large vocabulary are large
+    for rows in torch.arange(N, device=device).split(N if device.type == "cpu" else 128):
+        draw(rows, hidden[rows], 0)  # logits of a large vocabulary are large
     on_tokens(1)
 
     longest = max(lengths)
     loop = _replayed if decoder.steps is not steps else _stepped
-    loop(lambda rows, drawn: draw(rows, decoder.step(cache, progress, rows, longest + drawn), drawn), progress, params.max_tokens, device, generator, on_tokens)
+    loop(
+        lambda rows, drawn: draw(rows, decoder.step(cache, progress, rows, longest + drawn), drawn),
+        progress,
+        params.max_tokens,
+        device,
+        generator,
+        on_tokens,
+    )
 
 
 def _stepped(advance, progress, max_tokens, device, generator, on_tokens):
@@ -397,8 +628,10 @@ def _stepped(advance, progress, max_tokens, device, generator, on_tokens):
     for drawn in range(1, max_tokens):
         alive = progress.alive[rows]
         left = int(alive.sum())
-        if not left: break
-        if left <= len(alive) // 2: rows = torch.arange(len(progress.alive), device=device)[rows][alive]
+        if not left:
+            break
+        if left <= len(alive) // 2:
+            rows = torch.arange(len(progress.alive), device=device)[rows][alive]
         advance(rows, drawn)
         on_tokens(1)
 
@@ -411,7 +644,8 @@ def _replayed(advance, progress, max_tokens, device, generator, on_tokens):
     graph = recorded.prepare(rows) if max_tokens > 1 else None
     while drawn < max_tokens:
         count = min(STRIDE, max_tokens - drawn)
-        for _ in range(count): graph.replay()
+        for _ in range(count):
+            graph.replay()
         drawn += count
         flags, answered = torch.empty(N, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
         flags.copy_(progress.alive[:N], non_blocking=True)
@@ -419,7 +653,8 @@ def _replayed(advance, progress, max_tokens, device, generator, on_tokens):
         if asked is not None:
             asked[1].synchronize()
             alive = asked[0].nonzero()[:, 0]
-            if not len(alive): break
+            if not len(alive):
+                break
             if len(alive) <= len(rows) * 3 // 4:
                 rows = alive.to(device)
                 graph = recorded.prepare(rows)

@@ -9,19 +9,19 @@ __all__ = ['pad_left', 'share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill',
 
 # %% ../../nbs/rollout/02_engine.ipynb #2766139d
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Callable, Sequence
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
-from .in_place import InPlace, cannot_record, more_bytes, try_to_record
 from ..model.experts import ROWS_OF_ONE, can_group
 from ..model.memory import free_memory, longest_sequence, read_shape
+from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
+from .in_place import InPlace, cannot_record, more_bytes, try_to_record
 from .pages import CacheShape, rows_that_fit
 from .sampling import SamplingParams, sample_tokens
 from .steps import SLICE
@@ -31,30 +31,40 @@ def pad_left(
     prompt_ids: Sequence[Sequence[int]],  # B prompts of any lengths
     pad_token_id: int = 0,  # fills the gap; the mask alone says what is padding
     device: torch.device | str | None = None,  # of the results
-) -> tuple[torch.Tensor, torch.Tensor]:  # ids (B, L) int64 and mask (B, L) bool, True for real tokens
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # ids (B, L) int64 and mask (B, L) bool, True for real tokens
     "Prompts as a rectangle, the last token of each in the last column."
     width = max(map(len, prompt_ids))
-    ids = torch.tensor([[pad_token_id] * (width - len(p)) + list(p) for p in prompt_ids], device=device)
+    ids = torch.tensor(
+        [[pad_token_id] * (width - len(p)) + list(p) for p in prompt_ids], device=device
+    )
     lengths = torch.tensor([len(p) for p in prompt_ids], device=device)
     return ids, torch.arange(width, device=device) >= width - lengths[:, None]
 
 # %% ../../nbs/rollout/02_engine.ipynb #492e1739
 def share_prompts(
     prompt_ids: Sequence[Sequence[int]],  # N prompts, some of them equal
-) -> tuple[list[Sequence[int]], list[int]]:  # the U distinct prompts, and for each of the N which one it is
+) -> tuple[
+    list[Sequence[int]], list[int]
+]:  # the U distinct prompts, and for each of the N which one it is
     "Find equal prompts: `unique[index[i]] == prompt_ids[i]`."
     place, index = {}, []
-    for ids in prompt_ids: index.append(place.setdefault(tuple(ids), len(place)))
+    for ids in prompt_ids:
+        index.append(place.setdefault(tuple(ids), len(place)))
     return list(place), index
 
 # %% ../../nbs/rollout/02_engine.ipynb #b3c7e51e
 @dataclass
 class DecodeBatch:
     "Rows that are being continued."
+
     rows: torch.Tensor  # (B,) which completion each row is
     cache: Cache  # keys and values of every layer, B rows of L positions
     mask: torch.Tensor  # (B, L) bool, False for the padding of the prompts
-    seen: torch.Tensor | None  # (B, V) bool, tokens of the prompt and the completion; None without a penalty
+    seen: (
+        torch.Tensor | None
+    )  # (B, V) bool, tokens of the prompt and the completion; None without a penalty
 
     def select(
         self,
@@ -63,7 +73,8 @@ class DecodeBatch:
         "Keep these rows, in place."
         self.cache.reorder_cache(index)
         self.rows, self.mask = self.rows[index], self.mask[index]
-        if self.seen is not None: self.seen = self.seen[index]
+        if self.seen is not None:
+            self.seen = self.seen[index]
 
 # %% ../../nbs/rollout/02_engine.ipynb #d389747e
 def tokens_seen(
@@ -72,7 +83,9 @@ def tokens_seen(
     vocab_size: int,  # V
 ) -> torch.Tensor:  # (B, V) bool
     "Which tokens of the vocabulary each row holds, padding left out."
-    seen = torch.zeros(len(ids), vocab_size + 1, dtype=torch.bool, device=ids.device)  # the extra column takes the padding
+    seen = torch.zeros(
+        len(ids), vocab_size + 1, dtype=torch.bool, device=ids.device
+    )  # the extra column takes the padding
     return seen.scatter_(1, ids.masked_fill(~mask, vocab_size), True)[:, :-1]
 
 # %% ../../nbs/rollout/02_engine.ipynb #fa5e7246
@@ -88,9 +101,13 @@ def prefill(
     unique, index = share_prompts(prompt_ids)
     ids, mask = pad_left(unique, pad_token_id, device)  # (U, L)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # (U, L), 0 at the first real token
-    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    out = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
+    )
     if getattr(out, "past_key_values", None) is None:
-        raise ValueError(f"{type(model).__name__} returns no past_key_values, and completions are continued from these: use a model with attention and a cache of keys and values (a pure state space model has none)")
+        raise ValueError(
+            f"{type(model).__name__} returns no past_key_values, and completions are continued from these: use a model with attention and a cache of keys and values (a pure state space model has none)"
+        )
     seen = tokens_seen(ids, mask, out.logits.shape[-1]) if track_seen else None
     index = torch.tensor(index, device=device)  # (B,)
     batch = DecodeBatch(torch.arange(len(unique), device=device), out.past_key_values, mask, seen)
@@ -105,10 +122,17 @@ def decode(
     tokens: torch.Tensor,  # (B,) the token that was chosen for each row
 ) -> torch.Tensor:  # (B, V) logits of the next
     "Feed one token of each row."
-    if batch.seen is not None: batch.seen.scatter_(1, tokens[:, None], True)
+    if batch.seen is not None:
+        batch.seen.scatter_(1, tokens[:, None], True)
     batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(tokens), 1)], -1)  # (B, L+1)
     positions = batch.mask.sum(-1, keepdim=True) - 1  # (B, 1)
-    out = model(input_ids=tokens[:, None], attention_mask=batch.mask, position_ids=positions, past_key_values=batch.cache, use_cache=True)
+    out = model(
+        input_ids=tokens[:, None],
+        attention_mask=batch.mask,
+        position_ids=positions,
+        past_key_values=batch.cache,
+        use_cache=True,
+    )
     return out.logits[:, -1]
 
 # %% ../../nbs/rollout/02_engine.ipynb #696c8695
@@ -118,23 +142,35 @@ def evaluating(
 ):
     "Evaluation mode without gradients; on leaving, also through an error, each module has its own mode back."
     training = [module for module in model.modules() if module.training]
-    for module in training: module.training = False
+    for module in training:
+        module.training = False
     try:
-        with torch.no_grad(): yield model
+        with torch.no_grad():
+            yield model
     finally:
-        for module in training: module.training = True
+        for module in training:
+            module.training = True
 
 # %% ../../nbs/rollout/02_engine.ipynb #7c4eee63
 @dataclass
 class Rollout:
     "Completions and what is known about each. N = prompts x n, the n completions of a prompt side by side."
+
     prompt_ids: list[list[int]]  # N prompts, without padding
-    completion_ids: torch.Tensor  # (N, T) int64, padded on the right; T is the longest completion's length
+    completion_ids: (
+        torch.Tensor
+    )  # (N, T) int64, padded on the right; T is the longest completion's length
     mask: torch.Tensor  # (N, T) bool, True for the completion's tokens, its stop token included
     logps: torch.Tensor  # (N, T) float32, of the distribution each token was drawn from (greedy: of the plain softmax); 0 where mask is False
-    finish_reasons: list[str]  # N times "stop" (a stop token was chosen) or "length" (max_tokens were)
-    written: torch.Tensor | None = None  # (N, T) bool, True for tokens that the policy chose; None: all of them. An environment's replies stand in between in a rollout of several turns
-    columns: dict[str, list] = field(default_factory=dict)  # what else is known, N entries a name, for the reward functions
+    finish_reasons: list[
+        str
+    ]  # N times "stop" (a stop token was chosen) or "length" (max_tokens were)
+    written: torch.Tensor | None = (
+        None  # (N, T) bool, True for tokens that the policy chose; None: all of them. An environment's replies stand in between in a rollout of several turns
+    )
+    columns: dict[str, list] = field(
+        default_factory=dict
+    )  # what else is known, N entries a name, for the reward functions
 
     @property
     def lengths(self) -> torch.Tensor:  # (N,) int64
@@ -144,7 +180,9 @@ class Rollout:
     @property
     def truncated(self) -> torch.Tensor:  # (N,) bool
         "Which completions ended for want of room."
-        return torch.tensor([reason == "length" for reason in self.finish_reasons], device=self.mask.device)
+        return torch.tensor(
+            [reason == "length" for reason in self.finish_reasons], device=self.mask.device
+        )
 
     def texts(
         self,
@@ -152,7 +190,9 @@ class Rollout:
         skip_special_tokens: bool = True,  # leave out stop tokens and the like
     ) -> list[str]:  # N
         "The completions as text."
-        rows = [ids[:length] for ids, length in zip(self.completion_ids.tolist(), self.lengths.tolist())]
+        rows = [
+            ids[:length] for ids, length in zip(self.completion_ids.tolist(), self.lengths.tolist())
+        ]
         return tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)
 
 # %% ../../nbs/rollout/02_engine.ipynb #f74f9649
@@ -184,13 +224,27 @@ def concatenate(
     pad_token_id: int = 0,  # fills the shorter ones
 ) -> Rollout:  # N is the sum, T the largest
     "Rollouts one after the other."
-    if len(rollouts) == 1: return rollouts[0]
+    if len(rollouts) == 1:
+        return rollouts[0]
     width = max(r.mask.shape[1] for r in rollouts)
+
     def column(name, fill):
         tensors = [getattr(r, name) for r in rollouts]
-        return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1]), value=fill) for x in tensors])
-    lists = [[item for r in rollouts for item in getattr(r, name)] for name in ("prompt_ids", "finish_reasons")]
-    return Rollout(lists[0], column("completion_ids", pad_token_id), column("mask", False), column("logps", 0.0), lists[1])
+        return torch.cat(
+            [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=fill) for x in tensors]
+        )
+
+    lists = [
+        [item for r in rollouts for item in getattr(r, name)]
+        for name in ("prompt_ids", "finish_reasons")
+    ]
+    return Rollout(
+        lists[0],
+        column("completion_ids", pad_token_id),
+        column("mask", False),
+        column("logps", 0.0),
+        lists[1],
+    )
 
 # %% ../../nbs/rollout/02_engine.ipynb #955c63b8
 def check_prompts(
@@ -200,15 +254,27 @@ def check_prompts(
     max_positions: int | None,  # longest sequence the model knows; None for no limit
 ) -> None:  # ValueError, with the number of the first prompt at fault
     "Refuse what the model could not continue."
-    if not len(prompt_ids): raise ValueError("prompts is empty: give at least one prompt")
+    if not len(prompt_ids):
+        raise ValueError("prompts is empty: give at least one prompt")
     for i, ids in enumerate(prompt_ids):
-        if not len(ids): raise ValueError(f"prompt {i} has no tokens, and a model needs at least one to continue: begin it with a start token or use the chat template")
+        if not len(ids):
+            raise ValueError(
+                f"prompt {i} has no tokens, and a model needs at least one to continue: begin it with a start token or use the chat template"
+            )
         if min(ids) < 0 or max(ids) >= vocab_size:
-            raise ValueError(f"prompt {i} holds token ids from {min(ids)} to {max(ids)}, and the model's vocabulary goes from 0 to {vocab_size - 1}: use the model's own tokenizer")
+            raise ValueError(
+                f"prompt {i} holds token ids from {min(ids)} to {max(ids)}, and the model's vocabulary goes from 0 to {vocab_size - 1}: use the model's own tokenizer"
+            )
         if max_positions is not None and len(ids) + max_tokens > max_positions:
             room = max_positions - len(ids)
-            change = f"set max_tokens to at most {room}" if room > 0 else f"shorten the prompt, as both together may have at most {max_positions}"
-            raise ValueError(f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the model's longest sequence is {max_positions}: {change}")
+            change = (
+                f"set max_tokens to at most {room}"
+                if room > 0
+                else f"shorten the prompt, as both together may have at most {max_positions}"
+            )
+            raise ValueError(
+                f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the model's longest sequence is {max_positions}: {change}"
+            )
 
 # %% ../../nbs/rollout/02_engine.ipynb #1d04a1ad
 def default_stop_token_ids(
@@ -216,7 +282,14 @@ def default_stop_token_ids(
     tokenizer: PreTrainedTokenizerBase | None,  # its eos token is asked
 ) -> tuple[int, ...]:  # ascending, each once; may be empty
     "Every end-of-sequence token that the model or its tokenizer names."
-    named = [getattr(source, "eos_token_id", None) for source in (tokenizer, getattr(model, "generation_config", None), model.config.get_text_config())]
+    named = [
+        getattr(source, "eos_token_id", None)
+        for source in (
+            tokenizer,
+            getattr(model, "generation_config", None),
+            model.config.get_text_config(),
+        )
+    ]
     lists = [[ids] if isinstance(ids, int) else ids or [] for ids in named]
     return tuple(sorted({i for ids in lists for i in ids}))
 
@@ -230,12 +303,22 @@ def complete(
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
     on_token: Callable[[], object] = lambda: None,  # called after every step
-    started: tuple[DecodeBatch, torch.Tensor] | None = None,  # what `prefill` gave; None: it is done here
+    started: tuple[DecodeBatch, torch.Tensor]
+    | None = None,  # what `prefill` gave; None: it is done here
 ) -> Rollout:  # B completions
     "Continue every prompt until it stops or has max_tokens."
-    batch, logits = started or prefill(model, prompt_ids, pad_token_id=pad_token_id, track_seen=params.repetition_penalty != 1, device=stop.device)
+    batch, logits = started or prefill(
+        model,
+        prompt_ids,
+        pad_token_id=pad_token_id,
+        track_seen=params.repetition_penalty != 1,
+        device=stop.device,
+    )
     completion_ids = batch.rows.new_full((len(prompt_ids), params.max_tokens), pad_token_id)
-    logps, lengths = torch.zeros(completion_ids.shape, dtype=torch.float32, device=stop.device), torch.zeros_like(batch.rows)
+    logps, lengths = (
+        torch.zeros(completion_ids.shape, dtype=torch.float32, device=stop.device),
+        torch.zeros_like(batch.rows),
+    )
     alive = torch.ones_like(batch.rows, dtype=torch.bool)  # (B,)
     for t in range(params.max_tokens):
         tokens, step_logps = sample_tokens(logits, params, batch.seen, generator)  # (B,) each
@@ -244,7 +327,8 @@ def complete(
         alive = alive & (tokens[:, None] != stop).all(-1)
         on_token()
         left = int(alive.sum())
-        if left == 0 or t + 1 == params.max_tokens: break
+        if left == 0 or t + 1 == params.max_tokens:
+            break
         if left <= len(alive) // 2:
             keep = alive.nonzero()[:, 0]  # (left,)
             batch.select(keep)
@@ -261,16 +345,36 @@ def complete_directly(
     *,
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
-    on_tokens: Callable[[int], object] = lambda count: None,  # called with the steps done since the last call
+    on_tokens: Callable[[int], object] = lambda count: (
+        None
+    ),  # called with the steps done since the last call
     together: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
 ) -> Rollout:  # B completions
     "`complete`, on the model's own tensors."
     unique, index = share_prompts(prompt_ids)
     held = Counter(index)
-    progress = complete_rows(decoder, unique, [held[u] for u in range(len(unique))], params, stop, generator, on_tokens, together)
-    order = torch.tensor(sorted(range(len(index)), key=index.__getitem__), device=stop.device)  # the prompt of each of the decoder's rows
+    progress = complete_rows(
+        decoder,
+        unique,
+        [held[u] for u in range(len(unique))],
+        params,
+        stop,
+        generator,
+        on_tokens,
+        together,
+    )
+    order = torch.tensor(
+        sorted(range(len(index)), key=index.__getitem__), device=stop.device
+    )  # the prompt of each of the decoder's rows
     back = order.argsort()
-    return finish(prompt_ids, progress.ids[back], progress.logps[back], progress.counts[back].long(), stop, pad_token_id)
+    return finish(
+        prompt_ids,
+        progress.ids[back],
+        progress.logps[back],
+        progress.counts[back].long(),
+        stop,
+        pad_token_id,
+    )
 
 # %% ../../nbs/rollout/02_engine.ipynb #767e4b90
 def complete_in_place(
@@ -281,12 +385,31 @@ def complete_in_place(
     *,
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
-    on_tokens: Callable[[int], object] = lambda count: None,  # called with the steps done since the last call
+    on_tokens: Callable[[int], object] = lambda count: (
+        None
+    ),  # called with the steps done since the last call
 ) -> Rollout:  # B completions
     "`complete`, with a cache that has room, if there is enough for it; on a GPU steps are recorded."
-    batch, logits = prefill(model, prompt_ids, pad_token_id=pad_token_id, track_seen=params.repetition_penalty != 1, device=stop.device)
-    if more_bytes(batch.cache, batch.mask.shape[1], params.max_tokens) > free_memory(stop.device):  # rows that end early may yet fit into a cache that grows
-        return complete(model, prompt_ids, params, stop, pad_token_id=pad_token_id, generator=generator, on_token=lambda: on_tokens(1), started=(batch, logits))
+    batch, logits = prefill(
+        model,
+        prompt_ids,
+        pad_token_id=pad_token_id,
+        track_seen=params.repetition_penalty != 1,
+        device=stop.device,
+    )
+    if more_bytes(batch.cache, batch.mask.shape[1], params.max_tokens) > free_memory(
+        stop.device
+    ):  # rows that end early may yet fit into a cache that grows
+        return complete(
+            model,
+            prompt_ids,
+            params,
+            stop,
+            pad_token_id=pad_token_id,
+            generator=generator,
+            on_token=lambda: on_tokens(1),
+            started=(batch, logits),
+        )
     rows = InPlace(model, batch.cache, batch.mask, params, stop, batch.seen, generator)
     rows.run(logits, on_tokens)
     return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id)
@@ -298,7 +421,13 @@ def logits_bytes(
     params: SamplingParams,
 ) -> int:
     "What a row of logits takes while a token is drawn from it."
-    filters = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1 or params.temperature == 0
+    filters = (
+        params.top_k
+        or params.top_p < 1
+        or params.min_p
+        or params.repetition_penalty != 1
+        or params.temperature == 0
+    )
     return vocab_size * (size + (32 if filters else 8))
 
 
@@ -310,7 +439,9 @@ def working_bytes(
     "Memory that drawing takes beside the cache."
     c, size = decoder.config, decoder.dtype.itemsize
     grouped = can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size)
-    pairs = c.num_experts_per_tok * min(tokens, SLICE) if grouped else min(tokens, ROWS_OF_ONE)                                  # of one layer that are there at once
+    pairs = (
+        c.num_experts_per_tok * min(tokens, SLICE) if grouped else min(tokens, ROWS_OF_ONE)
+    )  # of one layer that are there at once
     experts = (6 * c.intermediate_size + 4 * c.hidden_size) * pairs
     rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
     return logits_bytes(c.vocab_size, size, params), (experts + rest) * size
@@ -328,19 +459,37 @@ class GrowingShape(CacheShape):
     ) -> int:
         "At the full length of all completions."
         longest = max(lengths) + max_tokens - 1  # the last token drawn is never read
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize * sum(groups) * sum(min(window or longest, longest) for window in self.windows)
+        return (
+            2
+            * self.kv_heads
+            * self.head_dim
+            * self.dtype.itemsize
+            * sum(groups)
+            * sum(min(window or longest, longest) for window in self.windows)
+        )
 
 
 def growing_shape(
     config: PretrainedConfig,  # of the model's text part
     dtype: torch.dtype,  # of keys and values
-) -> GrowingShape:  # without layers if the configuration is of a kind that `read_shape` does not know
+) -> (
+    GrowingShape
+):  # without layers if the configuration is of a kind that `read_shape` does not know
     "The cache of a model that is decoded through its modules."
-    try: shape = read_shape(config)
-    except ValueError: return GrowingShape((), 0, 0, dtype)
+    try:
+        shape = read_shape(config)
+    except ValueError:
+        return GrowingShape((), 0, 0, dtype)
     windows = shape.windows or (None,) * shape.layers
-    kinds = getattr(config, "layer_types", None) or ["attention"] * shape.layers  # of some models, layers without keys are among them
-    return GrowingShape(tuple(w for w, kind in zip(windows, kinds) if "attention" in kind and "linear" not in kind), shape.kv_heads, shape.head_dim, dtype)
+    kinds = (
+        getattr(config, "layer_types", None) or ["attention"] * shape.layers
+    )  # of some models, layers without keys are among them
+    return GrowingShape(
+        tuple(w for w, kind in zip(windows, kinds) if "attention" in kind and "linear" not in kind),
+        shape.kv_heads,
+        shape.head_dim,
+        dtype,
+    )
 
 # %% ../../nbs/rollout/02_engine.ipynb #1e2eeb52
 class RolloutEngine:
@@ -351,57 +500,92 @@ class RolloutEngine:
         model: PreTrainedModel,  # on its device; a PEFT model samples with its active adapter
         tokenizer: PreTrainedTokenizerBase,  # turns strings into ids, names the end and pad tokens
         *,
-        max_batch_size: int | None = None,  # completions decoded at the same time, a bound on memory; None is as many as fit
-        autocast_dtype: torch.dtype | None = None,  # run the model under autocast in this dtype; None leaves it as it is
+        max_batch_size: int
+        | None = None,  # completions decoded at the same time, a bound on memory; None is as many as fit
+        autocast_dtype: torch.dtype
+        | None = None,  # run the model under autocast in this dtype; None leaves it as it is
         through_modules: bool = False,  # call the model's modules for every token, even where its tensors can be used directly or a step be recorded, which is faster
     ):
         if max_batch_size is not None and max_batch_size < 1:
-            raise ValueError(f"max_batch_size is {max_batch_size}, and it must be at least 1: None decodes all completions together")
+            raise ValueError(
+                f"max_batch_size is {max_batch_size}, and it must be at least 1: None decodes all completions together"
+            )
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ValueError("the active adapter is a learned prompt, which this engine's cache does not hold: use LoRA or another adapter of the weights")
-        self.model, self.tokenizer, self.max_batch_size, self.autocast_dtype, self.through_modules = model, tokenizer, max_batch_size, autocast_dtype, through_modules
+            raise ValueError(
+                "the active adapter is a learned prompt, which this engine's cache does not hold: use LoRA or another adapter of the weights"
+            )
+        (
+            self.model,
+            self.tokenizer,
+            self.max_batch_size,
+            self.autocast_dtype,
+            self.through_modules,
+        ) = model, tokenizer, max_batch_size, autocast_dtype, through_modules
         self.tried = {}  # what became of recording a step, by attention, number format and adapters
 
     def _open(self):
         "The decoder of the model as it is now, or None, and the reason."
-        if self.through_modules: return None, "as asked"
+        if self.through_modules:
+            return None, "as asked"
         return open_decoder(self.model, self.autocast_dtype)
 
     def _running(self):
         "The model as it draws: in evaluation mode, without gradients, under autocast if that was asked for."
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.model))
-            if self.autocast_dtype: stack.enter_context(torch.autocast(self.model.device.type, self.autocast_dtype))
+            if self.autocast_dtype:
+                stack.enter_context(torch.autocast(self.model.device.type, self.autocast_dtype))
             return stack.pop_all()
 
     def _not_recorded(self):
         "Why the steps of a model without a decoder are not recorded, or None."
-        if self.through_modules: return "as asked"
-        if reason := cannot_record(self.model): return reason
-        adapters = getattr(self.model, "active_adapters", None)  # a list of PEFT's; transformers has a method of this name
-        kind = self.model.config.get_text_config()._attn_implementation, self.model.dtype, None if callable(adapters) else str(adapters)
+        if self.through_modules:
+            return "as asked"
+        if reason := cannot_record(self.model):
+            return reason
+        adapters = getattr(
+            self.model, "active_adapters", None
+        )  # a list of PEFT's; transformers has a method of this name
+        kind = (
+            self.model.config.get_text_config()._attn_implementation,
+            self.model.dtype,
+            None if callable(adapters) else str(adapters),
+        )
         if kind not in self.tried:
             try:
-                with self._running(): self.tried[kind] = try_to_record(self.model)
-            except torch.OutOfMemoryError: return "there was no room to try it"
+                with self._running():
+                    self.tried[kind] = try_to_record(self.model)
+            except torch.OutOfMemoryError:
+                return "there was no room to try it"
         return self.tried[kind]
 
     @property
     def way(self) -> str:
         "How completions are decoded, and why."
         decoder, reason = self._open()
-        if decoder is not None: return f"directly: {reason}"
-        if (why := self._not_recorded()) is None: return f"through the model's modules, a step recorded: {reason}"
-        return f"through the model's modules: {reason}" + (f"; not recorded: {why}" if self.model.device.type == "cuda" and not self.through_modules else "")
+        if decoder is not None:
+            return f"directly: {reason}"
+        if (why := self._not_recorded()) is None:
+            return f"through the model's modules, a step recorded: {reason}"
+        return f"through the model's modules: {reason}" + (
+            f"; not recorded: {why}"
+            if self.model.device.type == "cuda" and not self.through_modules
+            else ""
+        )
 
     def encode(
         self,
-        prompts: Sequence[str | Sequence[int]],  # texts, tokenized as `tokenizer(text)`, or token ids
+        prompts: Sequence[
+            str | Sequence[int]
+        ],  # texts, tokenized as `tokenizer(text)`, or token ids
     ) -> list[list[int]]:  # token ids of each, without padding
         "Prompts as token ids."
-        if isinstance(prompts, str): raise ValueError("prompts is one string, and a list is needed: write [prompt]")
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one string, and a list is needed: write [prompt]")
         as_list = lambda ids: ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
-        return [self.tokenizer(p)["input_ids"] if isinstance(p, str) else as_list(p) for p in prompts]
+        return [
+            self.tokenizer(p)["input_ids"] if isinstance(p, str) else as_list(p) for p in prompts
+        ]
 
     def parts(
         self,
@@ -409,23 +593,60 @@ class RolloutEngine:
         params: SamplingParams,
         decoder: Decoder | None,
         in_place: bool = False,  # without a decoder: the cache is there at its full size from the start
-    ) -> tuple[list[list[list[int]]], int]:  # MemoryError with the numbers if a completion does not fit
+    ) -> tuple[
+        list[list[list[int]]], int
+    ]:  # MemoryError with the numbers if a completion does not fit
         "The prompts in pieces that are decoded together, and how many tokens of prompts are read at a time."
-        most, device = self.max_batch_size or len(rows), (self.model if decoder is None else decoder).device
-        per_row, once, together, free, parts, start = 0, 0, PREFILL_TOKENS, free_memory(device), [], 0
+        most, device = (
+            self.max_batch_size or len(rows),
+            (self.model if decoder is None else decoder).device,
+        )
+        per_row, once, together, free, parts, start = (
+            0,
+            0,
+            PREFILL_TOKENS,
+            free_memory(device),
+            [],
+            0,
+        )
         if decoder is None:
-            config, dtype = self.model.config.get_text_config(), self.autocast_dtype or self.model.dtype
-            shape, per_row = growing_shape(config, dtype), 12 * params.max_tokens + logits_bytes(config.vocab_size, dtype.itemsize, params)  # 12: an id and its log-prob
-            if in_place: per_row, free = per_row + 16 * config.vocab_size, free * 7 // 8  # one layer's keys and values repeated for heads that share them; tokens are drawn in float64
-        else: shape = decoder.shape
+            config, dtype = (
+                self.model.config.get_text_config(),
+                self.autocast_dtype or self.model.dtype,
+            )
+            shape, per_row = (
+                growing_shape(config, dtype),
+                12 * params.max_tokens + logits_bytes(config.vocab_size, dtype.itemsize, params),
+            )  # 12: an id and its log-prob
+            if in_place:
+                per_row, free = (
+                    per_row + 16 * config.vocab_size,
+                    free * 7 // 8,
+                )  # one layer's keys and values repeated for heads that share them; tokens are drawn in float64
+        else:
+            shape = decoder.shape
         if decoder is not None and device.type == "cuda":
             most = min(most, MOST_ROWS)
             longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
-            for together in (PREFILL_TOKENS, 8192, 4096, 2048, 1024):  # reading less at a time takes longer, and leaves room for more rows
+            for together in (
+                PREFILL_TOKENS,
+                8192,
+                4096,
+                2048,
+                1024,
+            ):  # reading less at a time takes longer, and leaves room for more rows
                 per_row, once = working_bytes(decoder, min(whole, max(together, longest)), params)
-                if once <= free // 4: break
+                if once <= free // 4:
+                    break
         while start < len(rows):
-            size = rows_that_fit(shape, [len(ids) for ids in rows[start : start + most]], params.max_tokens, free, per_row, once)
+            size = rows_that_fit(
+                shape,
+                [len(ids) for ids in rows[start : start + most]],
+                params.max_tokens,
+                free,
+                per_row,
+                once,
+            )
             parts.append(rows[start : start + size])
             start += size
         return parts, together
@@ -435,33 +656,73 @@ class RolloutEngine:
         prompts: Sequence[str | Sequence[int]],  # texts or token ids; equal ones are read once
         params: SamplingParams | None = None,  # how to draw; None is SamplingParams()
         *,
-        progress: bool | None = None,  # a progress bar: always, never, or (None) when it takes more than two seconds
+        progress: bool
+        | None = None,  # a progress bar: always, never, or (None) when it takes more than two seconds
     ) -> Rollout:  # len(prompts) * params.n completions, on the model's device
         "Continue each prompt `params.n` times."
         params = params or SamplingParams()
-        prompt_ids, config, device = self.encode(prompts), self.model.config.get_text_config(), self.model.device
+        prompt_ids, config, device = (
+            self.encode(prompts),
+            self.model.config.get_text_config(),
+            self.model.device,
+        )
         check_prompts(prompt_ids, params.max_tokens, config.vocab_size, longest_sequence(config))
-        stop = default_stop_token_ids(self.model, self.tokenizer) if params.stop_token_ids is None else params.stop_token_ids
+        stop = (
+            default_stop_token_ids(self.model, self.tokenizer)
+            if params.stop_token_ids is None
+            else params.stop_token_ids
+        )
         settings = dict(
-            params=params, stop=torch.tensor(stop, dtype=torch.long, device=device),
+            params=params,
+            stop=torch.tensor(stop, dtype=torch.long, device=device),
             pad_token_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
-            generator=None if params.seed is None else torch.Generator(device).manual_seed(params.seed),
+            generator=None
+            if params.seed is None
+            else torch.Generator(device).manual_seed(params.seed),
         )
         decoder, _ = self._open()
-        rows, in_place = [ids for ids in prompt_ids for _ in range(params.n)], decoder is None and self._not_recorded() is None
-        try: parts, together = self.parts(rows, params, decoder, in_place)
+        rows, in_place = (
+            [ids for ids in prompt_ids for _ in range(params.n)],
+            decoder is None and self._not_recorded() is None,
+        )
+        try:
+            parts, together = self.parts(rows, params, decoder, in_place)
         except MemoryError:
-            if not in_place: raise
+            if not in_place:
+                raise
             in_place = False  # a cache that grows takes a little less
             parts, together = self.parts(rows, params, decoder)
-        bar = tqdm(total=len(parts) * params.max_tokens, delay=0 if progress else 2, disable=progress is False, desc="tokens", leave=False)
+        bar = tqdm(
+            total=len(parts) * params.max_tokens,
+            delay=0 if progress else 2,
+            disable=progress is False,
+            desc="tokens",
+            leave=False,
+        )
         try:
             with bar:
                 if decoder is not None:
-                    with evaluating(self.model): rollouts = [complete_directly(decoder, part, on_tokens=bar.update, together=together, **settings) for part in parts]
+                    with evaluating(self.model):
+                        rollouts = [
+                            complete_directly(
+                                decoder, part, on_tokens=bar.update, together=together, **settings
+                            )
+                            for part in parts
+                        ]
                 else:
                     with self._running():
-                        if in_place: rollouts = [complete_in_place(self.model, part, on_tokens=bar.update, **settings) for part in parts]
-                        else: rollouts = [complete(self.model, part, on_token=bar.update, **settings) for part in parts]
-        finally: torch.cuda.empty_cache()  # does nothing where CUDA was not used
+                        if in_place:
+                            rollouts = [
+                                complete_in_place(
+                                    self.model, part, on_tokens=bar.update, **settings
+                                )
+                                for part in parts
+                            ]
+                        else:
+                            rollouts = [
+                                complete(self.model, part, on_token=bar.update, **settings)
+                                for part in parts
+                            ]
+        finally:
+            torch.cuda.empty_cache()  # does nothing where CUDA was not used
         return concatenate(rollouts, settings["pad_token_id"])

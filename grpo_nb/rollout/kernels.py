@@ -26,10 +26,14 @@ try:
 
     from grpo_nb.model.fused import code_value, scale_value
 except ImportError as error:
-    raise ImportError("the decoding kernels need triton, which torch brings along for CUDA: pip install triton (without it, gpt-oss is decoded by plain tensors)") from error
+    raise ImportError(
+        "the decoding kernels need triton, which torch brings along for CUDA: pip install triton (without it, gpt-oss is decoded by plain tensors)"
+    ) from error
 
-try: from grpo_nb.rollout import packed_experts
-except ImportError: packed_experts = None  # a Triton before 3.6
+try:
+    from grpo_nb.rollout import packed_experts
+except ImportError:
+    packed_experts = None  # a Triton before 3.6
 
 # %% ../../nbs/rollout/05_kernels.ipynb #c14582fb
 @triton.jit
@@ -41,11 +45,38 @@ def _round(x, ROUND: tl.constexpr, dtype: tl.constexpr):
 
 # %% ../../nbs/rollout/05_kernels.ipynb #db08928d
 @triton.jit
-def _vector(x, wa, wb, wc, ba, bb, bc,  # input (M, K); three weights (N, K) and biases (N,)
-            t, ua, ub, uc, residual, out,  # LoRA: x A^T (M, sum of ranks) and three B (N, r); what is added; result (M, sum of N)
-            K, NA, NB, NC, RA, RB, RC, SA, SB, SC,  # sizes, ranks and scalings of the three
-            HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROUND: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr,
-            BN: tl.constexpr, BK: tl.constexpr):
+def _vector(
+    x,
+    wa,
+    wb,
+    wc,
+    ba,
+    bb,
+    bc,  # input (M, K); three weights (N, K) and biases (N,)
+    t,
+    ua,
+    ub,
+    uc,
+    residual,
+    out,  # LoRA: x A^T (M, sum of ranks) and three B (N, r); what is added; result (M, sum of N)
+    K,
+    NA,
+    NB,
+    NC,
+    RA,
+    RB,
+    RC,
+    SA,
+    SB,
+    SC,  # sizes, ranks and scalings of the three
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUND: tl.constexpr,
+    RP: tl.constexpr,
+    PARTS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     "One row: the sum over K of weights times x, for BN columns; all of K in one load."
     tile, m = tl.program_id(0), tl.program_id(1)
     w, bias, u, N, R, scale, column, rank = wa, ba, ua, NA, RA, SA, 0, 0
@@ -58,7 +89,11 @@ def _vector(x, wa, wb, wc, ba, bb, bc,  # input (M, K); three weights (N, K) and
             tile -= ta
             w, bias, u, N, R, scale, column, rank = wb, bb, ub, NB, RB, SB, NA, RA
     n, k = tile * BN + tl.arange(0, BN), tl.arange(0, BK)
-    weight = tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
+    weight = tl.load(
+        w + n[:, None].to(tl.int64) * K + k[None, :],
+        mask=(n[:, None] < N) & (k[None, :] < K),
+        other=0.0,
+    )
     xs = tl.load(x + m * K + k, mask=k < K, other=0.0)
     acc = tl.sum(weight.to(xs.dtype).to(tl.float32) * xs.to(tl.float32)[None, :], 1)
     if HAS_BIAS:
@@ -70,7 +105,9 @@ def _vector(x, wa, wb, wc, ba, bb, bc,  # input (M, K); three weights (N, K) and
     if RP > 0:
         r = tl.arange(0, RP)
         tt = tl.load(t + m * (RA + RB + RC) + rank + r, mask=r < R, other=0.0)
-        ut = tl.load(u + n[:, None] * R + r[None, :], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0).to(tl.float32)
+        ut = tl.load(
+            u + n[:, None] * R + r[None, :], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0
+        ).to(tl.float32)
         y = (y + scale * tl.sum(tt[None, :] * ut, 1)).to(dtype).to(tl.float32)
     where = m * (NA + NB + NC) + column + n
     if HAS_RESIDUAL:
@@ -79,9 +116,41 @@ def _vector(x, wa, wb, wc, ba, bb, bc,  # input (M, K); three weights (N, K) and
 
 
 @triton.jit
-def _linear(x, wa, wb, wc, ba, bb, bc, t, ua, ub, uc, residual, out, M, K, NA, NB, NC, RA, RB, RC, SA, SB, SC,
-            HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROUND: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr,
-            IEEE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _linear(
+    x,
+    wa,
+    wb,
+    wc,
+    ba,
+    bb,
+    bc,
+    t,
+    ua,
+    ub,
+    uc,
+    residual,
+    out,
+    M,
+    K,
+    NA,
+    NB,
+    NC,
+    RA,
+    RB,
+    RC,
+    SA,
+    SB,
+    SC,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUND: tl.constexpr,
+    RP: tl.constexpr,
+    PARTS: tl.constexpr,
+    IEEE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     "A tile of BM rows and BN columns, K in pieces of BK; as `_vector` otherwise."
     tile = tl.program_id(0)
     w, bias, u, N, R, scale, column, rank = wa, ba, ua, NA, RA, SA, 0, 0
@@ -113,8 +182,14 @@ def _linear(x, wa, wb, wc, ba, bb, bc, t, ua, ub, uc, residual, out, M, K, NA, N
         y = acc.to(dtype).to(tl.float32)
     if RP > 0:
         r = tl.arange(0, RP)
-        tt = tl.load(t + m[:, None] * (RA + RB + RC) + rank + r[None, :], mask=(m[:, None] < M) & (r[None, :] < R), other=0.0)
-        ut = tl.load(u + n[None, :] * R + r[:, None], mask=(n[None, :] < N) & (r[:, None] < R), other=0.0).to(tl.float32)
+        tt = tl.load(
+            t + m[:, None] * (RA + RB + RC) + rank + r[None, :],
+            mask=(m[:, None] < M) & (r[None, :] < R),
+            other=0.0,
+        )
+        ut = tl.load(
+            u + n[None, :] * R + r[:, None], mask=(n[None, :] < N) & (r[:, None] < R), other=0.0
+        ).to(tl.float32)
         y = (y + scale * tl.dot(tt, ut, input_precision=precision)).to(dtype).to(tl.float32)
     keep = (m[:, None] < M) & (n[None, :] < N)
     where = m[:, None].to(tl.int64) * (NA + NB + NC) + column + n[None, :]
@@ -128,27 +203,85 @@ MANY_ROWS = 64  # above, cuBLAS reads as well as we do
 
 def _tiles(M, N):
     "How a product of M rows and N columns is cut."
-    if N > 50_000: return dict(BM=16, BN=64, BK=128, num_warps=4, num_stages=4) if M <= 16 else dict(BM=64, BN=64, BK=64, num_warps=4, num_stages=5)
-    return dict(BM=16, BN=16, BK=256, num_warps=2, num_stages=4) if M <= 16 else dict(BM=64, BN=64, BK=128, num_warps=4, num_stages=4)
+    if N > 50_000:
+        return (
+            dict(BM=16, BN=64, BK=128, num_warps=4, num_stages=4)
+            if M <= 16
+            else dict(BM=64, BN=64, BK=64, num_warps=4, num_stages=5)
+        )
+    return (
+        dict(BM=16, BN=16, BK=256, num_warps=2, num_stages=4)
+        if M <= 16
+        else dict(BM=64, BN=64, BK=128, num_warps=4, num_stages=4)
+    )
 
 
-def _product(x, weights, biases, out, residual=None, t=None, ups=(), ranks=(0, 0, 0), scalings=(1.0, 1.0, 1.0)):
+def _product(
+    x,
+    weights,
+    biases,
+    out,
+    residual=None,
+    t=None,
+    ups=(),
+    ranks=(0, 0, 0),
+    scalings=(1.0, 1.0, 1.0),
+):
     "Launch `_vector` or `_linear` for one or three weights."
     M, K = x.shape
+
     def three(tensors):
-        stand_in = next((tensor for tensor in tensors if tensor is not None), x)  # of the same number format; it is not read
-        return [stand_in if i >= len(tensors) or tensors[i] is None else tensors[i] for i in range(3)]
+        stand_in = next(
+            (tensor for tensor in tensors if tensor is not None), x
+        )  # of the same number format; it is not read
+        return [
+            stand_in if i >= len(tensors) or tensors[i] is None else tensors[i] for i in range(3)
+        ]
+
     sizes = [len(w) for w in weights] + [0] * (3 - len(weights))
-    inputs = (x, *three(weights), *three(biases), x if t is None else t, *three(ups), x if residual is None else residual, out)
-    options = dict(HAS_BIAS=biases[0] is not None, HAS_RESIDUAL=residual is not None, ROUND=residual is not None or t is not None,
-                   RP=0 if t is None else max(16, triton.next_power_of_2(max(ranks))), PARTS=len(weights))
+    inputs = (
+        x,
+        *three(weights),
+        *three(biases),
+        x if t is None else t,
+        *three(ups),
+        x if residual is None else residual,
+        out,
+    )
+    options = dict(
+        HAS_BIAS=biases[0] is not None,
+        HAS_RESIDUAL=residual is not None,
+        ROUND=residual is not None or t is not None,
+        RP=0 if t is None else max(16, triton.next_power_of_2(max(ranks))),
+        PARTS=len(weights),
+    )
     if M == 1:
         grid = (sum(triton.cdiv(n, 2) for n in sizes), M)
-        _vector[grid](*inputs, K, *sizes, *ranks, *scalings, **options, BN=2, BK=triton.next_power_of_2(K), num_warps=4)
+        _vector[grid](
+            *inputs,
+            K,
+            *sizes,
+            *ranks,
+            *scalings,
+            **options,
+            BN=2,
+            BK=triton.next_power_of_2(K),
+            num_warps=4,
+        )
     else:
         tiles = _tiles(M, sum(sizes))
         grid = (sum(triton.cdiv(n, tiles["BN"]) for n in sizes), triton.cdiv(M, tiles["BM"]))
-        _linear[grid](*inputs, M, K, *sizes, *ranks, *scalings, **options, IEEE=x.dtype == torch.float32, **tiles)
+        _linear[grid](
+            *inputs,
+            M,
+            K,
+            *sizes,
+            *ranks,
+            *scalings,
+            **options,
+            IEEE=x.dtype == torch.float32,
+            **tiles,
+        )
     return out
 
 
@@ -159,24 +292,63 @@ def project(
 ) -> torch.Tensor:  # (B, sum of N), side by side; the residual's dtype if there is one
     "`steps.project`."
     M = len(x)
-    if M > MANY_ROWS: return steps.project(x, projections, residual)
-    out = x.new_empty(M, sum(len(p.weight) for p in projections), dtype=x.dtype if residual is None else residual.dtype)
+    if M > MANY_ROWS:
+        return steps.project(x, projections, residual)
+    out = x.new_empty(
+        M,
+        sum(len(p.weight) for p in projections),
+        dtype=x.dtype if residual is None else residual.dtype,
+    )
     weights, biases = [p.weight for p in projections], [p.bias for p in projections]
     downs = [p.a for p in projections if p.a is not None]
-    if not downs: return _product(x, weights, biases, out, residual)
+    if not downs:
+        return _product(x, weights, biases, out, residual)
     fill = 3 - len(projections)
     ranks = [0 if p.a is None else len(p.a) for p in projections] + [0] * fill
     t = x.new_empty(M, sum(ranks), dtype=torch.float32)
     _product(x, downs if len(downs) != 2 else [*downs, downs[0][:0]], [None] * 3, t)
-    return _product(x, weights, biases, out, residual, t, [p.b for p in projections], ranks, [p.scaling for p in projections] + [1.0] * fill)
+    return _product(
+        x,
+        weights,
+        biases,
+        out,
+        residual,
+        t,
+        [p.b for p in projections],
+        ranks,
+        [p.scaling for p in projections] + [1.0] * fill,
+    )
 
 # %% ../../nbs/rollout/05_kernels.ipynb #84b3c460
 @triton.jit
-def _attend(qkv, cos, sin, keys, values, table, rows, lengths, sinks, out,  # as in `attend`
-            part, part_m, part_l,  # with SPLITS > 1: sums (B, Hq, SPLITS, D), largest score and sum of weights (B, Hq, SPLITS)
-            scale, HQ, HK, MAX_PAGES,  # of the scores; query heads; key heads; width of the table
-            D: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-            ROUND: tl.constexpr, IEEE: tl.constexpr, BN: tl.constexpr):
+def _attend(
+    qkv,
+    cos,
+    sin,
+    keys,
+    values,
+    table,
+    rows,
+    lengths,
+    sinks,
+    out,  # as in `attend`
+    part,
+    part_m,
+    part_l,  # with SPLITS > 1: sums (B, Hq, SPLITS, D), largest score and sum of weights (B, Hq, SPLITS)
+    scale,
+    HQ,
+    HK,
+    MAX_PAGES,  # of the scores; query heads; key heads; width of the table
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    GP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROUND: tl.constexpr,
+    IEEE: tl.constexpr,
+    BN: tl.constexpr,
+):
     "One row, one key head, one part of its keys: GROUP query heads against keys and values, a running softmax."
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(rows + b).to(tl.int64)
@@ -212,7 +384,10 @@ def _attend(qkv, cos, sin, keys, values, table, rows, lengths, sinks, out,  # as
         tl.store(keys + here + d, k1)
         tl.store(keys + here + HALF + d, k2)
         tl.store(values + here + full, vc)
-        m = (tl.sum(f1.to(tl.float32) * k1.to(tl.float32)[None, :], 1) + tl.sum(f2.to(tl.float32) * k2.to(tl.float32)[None, :], 1)) * scale
+        m = (
+            tl.sum(f1.to(tl.float32) * k1.to(tl.float32)[None, :], 1)
+            + tl.sum(f2.to(tl.float32) * k2.to(tl.float32)[None, :], 1)
+        ) * scale
         l = tl.full((GP,), 1.0, tl.float32)
         acc = tl.zeros((GP, D), tl.float32) + vc.to(tl.float32)[None, :]
     else:
@@ -252,7 +427,11 @@ def _attend(qkv, cos, sin, keys, values, table, rows, lengths, sinks, out,  # as
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
         top = tl.maximum(m, sink)
         acc = acc * (tl.exp(m - top) / (l * tl.exp(m - top) + tl.exp(sink - top)))[:, None]
-        tl.store(out + (b * HQ + head[:, None]).to(tl.int64) * D + full[None, :], acc.to(dtype), mask=real[:, None])
+        tl.store(
+            out + (b * HQ + head[:, None]).to(tl.int64) * D + full[None, :],
+            acc.to(dtype),
+            mask=real[:, None],
+        )
     else:
         at = (b * HQ + head) * SPLITS + s
         tl.store(part + at[:, None].to(tl.int64) * D + full[None, :], acc, mask=real[:, None])
@@ -271,7 +450,10 @@ def _join(part, part_m, part_l, sinks, out, HQ, D: tl.constexpr, SPLITS: tl.cons
     top = tl.maximum(tl.max(m, 0), sink)
     share = tl.exp(m - top)
     total = tl.sum(share * tl.load(part_l + at), 0) + tl.exp(sink - top)
-    acc = tl.sum(tl.load(part + at[:, None].to(tl.int64) * D + d[None, :]) * share[:, None], 0) / total
+    acc = (
+        tl.sum(tl.load(part + at[:, None].to(tl.int64) * D + d[None, :]) * share[:, None], 0)
+        / total
+    )
     tl.store(out + (b * HQ + h).to(tl.int64) * D + d, acc.to(out.dtype.element_ty))
 
 
@@ -291,15 +473,50 @@ def attend(
     "`steps.attend`."
     B, (_, _, places, D) = len(qkv), cache.keys.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
-    splits = 1 if cache.window else max(1, min(32, triton.next_power_of_2(triton.cdiv(264, B * kv_heads))))  # two programs for each of an H100's multiprocessors
+    splits = (
+        1
+        if cache.window
+        else max(1, min(32, triton.next_power_of_2(triton.cdiv(264, B * kv_heads))))
+    )  # two programs for each of an H100's multiprocessors
     out = qkv.new_empty(B, heads * D)
-    part, largest, total = (out,) * 3 if splits == 1 else (qkv.new_empty(B, heads, splits, n, dtype=torch.float32) for n in (D, 1, 1))
+    part, largest, total = (
+        (out,) * 3
+        if splits == 1
+        else (qkv.new_empty(B, heads, splits, n, dtype=torch.float32) for n in (D, 1, 1))
+    )
     table = lengths if cache.table is None else cache.table
     _attend[(B, kv_heads, splits)](
-        qkv, cos, sin, cache.keys, cache.values, table, rows, lengths, sinks, out, part, largest, total, scale, heads, kv_heads, table.shape[-1],
-        D=D, GROUP=heads // kv_heads, GP=max(16, triton.next_power_of_2(heads // kv_heads)), WINDOW=cache.window or 0, PAGE=places, SPLITS=splits,
-        ROUND=cos.dtype == qkv.dtype, IEEE=qkv.dtype == torch.float32, BN=min(64, triton.next_power_of_2(places)), num_warps=4, num_stages=3)
-    if splits > 1: _join[(B, heads)](part, largest, total, sinks, out, heads, D=D, SPLITS=splits, num_warps=2)
+        qkv,
+        cos,
+        sin,
+        cache.keys,
+        cache.values,
+        table,
+        rows,
+        lengths,
+        sinks,
+        out,
+        part,
+        largest,
+        total,
+        scale,
+        heads,
+        kv_heads,
+        table.shape[-1],
+        D=D,
+        GROUP=heads // kv_heads,
+        GP=max(16, triton.next_power_of_2(heads // kv_heads)),
+        WINDOW=cache.window or 0,
+        PAGE=places,
+        SPLITS=splits,
+        ROUND=cos.dtype == qkv.dtype,
+        IEEE=qkv.dtype == torch.float32,
+        BN=min(64, triton.next_power_of_2(places)),
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _join[(B, heads)](part, largest, total, sinks, out, heads, D=D, SPLITS=splits, num_warps=2)
     return out
 
 # %% ../../nbs/rollout/05_kernels.ipynb #5a8826ab
@@ -309,21 +526,39 @@ def _norm_route(x, gamma, w, bias, xn, logits, H, E, eps, BH: tl.constexpr, BE: 
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype = xn.dtype.element_ty
     i, e = tl.arange(0, BH), c * BE + tl.arange(0, BE)
-    weight = tl.load(w + e[:, None] * H + i[None, :], mask=(e[:, None] < E) & (i[None, :] < H), other=0.0)
+    weight = tl.load(
+        w + e[:, None] * H + i[None, :], mask=(e[:, None] < E) & (i[None, :] < H), other=0.0
+    )
     gm = tl.load(gamma + i, mask=i < H, other=0.0).to(tl.float32)
     v = tl.load(x + b * H + i, mask=i < H, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 0) / H + eps)
     normed = (gm * (v * scale)).to(dtype)
     if c == 0:
         tl.store(xn + b * H + i, normed, mask=i < H)
-    z = tl.sum(weight.to(tl.float32) * normed.to(tl.float32)[None, :], 1) + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
+    z = tl.sum(weight.to(tl.float32) * normed.to(tl.float32)[None, :], 1) + tl.load(
+        bias + e, mask=e < E, other=0.0
+    ).to(tl.float32)
     tl.store(logits + b * E + e, z.to(dtype).to(tl.float32), mask=e < E)
 
 
 @triton.jit
-def _schedule(logits, token_of, weight_of, slot_of,  # (B, E); of each pair, sorted by expert: its row and its weight; of each row: its TOP pairs
-              item_expert, item_start, item_end, B, n_items,  # of each tile: its expert (-1: nothing to do), first pair, last pair + 1
-              E: tl.constexpr, TOP: tl.constexpr, BB: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, dtype: tl.constexpr):
+def _schedule(
+    logits,
+    token_of,
+    weight_of,
+    slot_of,  # (B, E); of each pair, sorted by expert: its row and its weight; of each row: its TOP pairs
+    item_expert,
+    item_start,
+    item_end,
+    B,
+    n_items,  # of each tile: its expert (-1: nothing to do), first pair, last pair + 1
+    E: tl.constexpr,
+    TOP: tl.constexpr,
+    BB: tl.constexpr,
+    BM: tl.constexpr,
+    TILES: tl.constexpr,
+    dtype: tl.constexpr,
+):
     "Each row's TOP experts, their weights, and the work: tiles of at most BM pairs of one expert."
     b, e = tl.arange(0, BB), tl.arange(0, E)
     z = tl.load(logits + b[:, None] * E + e[None, :], mask=b[:, None] < B, other=0.0)
@@ -355,10 +590,14 @@ def _schedule(logits, token_of, weight_of, slot_of,  # (B, E); of each pair, sor
     used = t[None, :] < tiles[:, None]
     tl.store(item_expert + item, tl.broadcast_to(e[:, None], (E, TILES)), mask=used)
     tl.store(item_start + item, start[:, None] + t[None, :] * BM, mask=used)
-    tl.store(item_end + item, tl.minimum(end[:, None], start[:, None] + (t[None, :] + 1) * BM), mask=used)
+    tl.store(
+        item_end + item, tl.minimum(end[:, None], start[:, None] + (t[None, :] + 1) * BM), mask=used
+    )
     total = tl.sum(tiles, 0)
     i = tl.arange(0, E * TILES)
-    tl.store(item_expert + i, tl.full((E * TILES,), -1, tl.int32), mask=(i >= total) & (i < n_items))
+    tl.store(
+        item_expert + i, tl.full((E * TILES,), -1, tl.int32), mask=(i >= total) & (i < n_items)
+    )
 
 
 _PAIRS = tl.constexpr("""{
@@ -374,24 +613,73 @@ shl.b32 t, b, 2; shl.b32 u, b, 8; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x800
 
 
 @triton.jit
-def _two_numbers(byte, exponent, dtype: tl.constexpr, PTX: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _two_numbers(
+    byte, exponent, dtype: tl.constexpr, PTX: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     "What bytes (BN, BK/2) hold under exponents (BN, BK/32): the even and the odd columns, (BN, BK/2) each; with PTX 2 ** -63 of it."
     if PTX:
-        factor = ((exponent.to(tl.int16) + 63) << 7).to(tl.bfloat16, bitcast=True)  # 2 ** (exponent - 64): right up to 191
+        factor = ((exponent.to(tl.int16) + 63) << 7).to(
+            tl.bfloat16, bitcast=True
+        )  # 2 ** (exponent - 64): right up to 191
         factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (BN, BK // 32, 16)), (BN, BK // 2))
-        low, high = tl.inline_asm_elementwise(_PAIRS, "=&r,=&r,=&r,=&r,r,r,r", [byte, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+        low, high = tl.inline_asm_elementwise(
+            _PAIRS,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [byte, factor],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
     else:
-        factor = tl.reshape(tl.broadcast_to(scale_value(exponent.to(tl.int32))[:, :, None], (BN, BK // 32, 16)), (BN, BK // 2))
-        low, high = (code_value(byte.to(tl.int32) & 15) * factor).to(dtype), (code_value(byte.to(tl.int32) >> 4) * factor).to(dtype)
+        factor = tl.reshape(
+            tl.broadcast_to(scale_value(exponent.to(tl.int32))[:, :, None], (BN, BK // 32, 16)),
+            (BN, BK // 2),
+        )
+        low, high = (
+            (code_value(byte.to(tl.int32) & 15) * factor).to(dtype),
+            (code_value(byte.to(tl.int32) >> 4) * factor).to(dtype),
+        )
     return low, high
 
 
 @triton.jit
-def _experts(x, token_of, weight_of, w, scales, bias, t, up, out,  # rows (., K); matrices (E, K, N), or blocks and scales of them; biases (E, N); LoRA: x A (P, R) and B (E, R, N); result (P, N or N/2)
-             item_expert, item_start, item_end, K, N, se, sk, sn, ue, ur, un,  # the tiles; sizes; strides of the matrices and of B
-             scale, alpha, limit,  # of LoRA; of the activation
-             GATHER: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-             PACKED: tl.constexpr, PTX: tl.constexpr, IEEE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _experts(
+    x,
+    token_of,
+    weight_of,
+    w,
+    scales,
+    bias,
+    t,
+    up,
+    out,  # rows (., K); matrices (E, K, N), or blocks and scales of them; biases (E, N); LoRA: x A (P, R) and B (E, R, N); result (P, N or N/2)
+    item_expert,
+    item_start,
+    item_end,
+    K,
+    N,
+    se,
+    sk,
+    sn,
+    ue,
+    ur,
+    un,  # the tiles; sizes; strides of the matrices and of B
+    scale,
+    alpha,
+    limit,  # of LoRA; of the activation
+    GATHER: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUND: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    PACKED: tl.constexpr,
+    PTX: tl.constexpr,
+    IEEE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     "A tile of pairs of one expert times BN columns of its matrix; the activation, or the routing weight, on the way out."
     item = tl.program_id(1)
     e = tl.load(item_expert + item)
@@ -399,7 +687,8 @@ def _experts(x, token_of, weight_of, w, scales, bias, t, up, out,  # rows (., K)
         slot = tl.load(item_start + item) + tl.arange(0, BM)
         real = slot < tl.load(item_end + item)
         source = slot
-        if GATHER: source = tl.load(token_of + slot, mask=real, other=0)
+        if GATHER:
+            source = tl.load(token_of + slot, mask=real, other=0)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         ks = tl.arange(0, BK)
         precision: tl.constexpr = "ieee" if IEEE else "tf32"
@@ -412,8 +701,14 @@ def _experts(x, token_of, weight_of, w, scales, bias, t, up, out,  # rows (., K)
             sp = scales + (e.to(tl.int64) * N + n[:, None]) * (K // 32) + block[None, :]
             for k in range(0, K, BK):
                 xt = tl.load(xp + k, mask=real[:, None] & (ks + k < K)[None, :], other=0.0)
-                byte = tl.load(wp + k // 2, mask=(n[:, None] < N) & (half + k // 2 < K // 2)[None, :], other=0)
-                exponent = tl.load(sp + k // 32, mask=(n[:, None] < N) & (block + k // 32 < K // 32)[None, :], other=0)
+                byte = tl.load(
+                    wp + k // 2, mask=(n[:, None] < N) & (half + k // 2 < K // 2)[None, :], other=0
+                )
+                exponent = tl.load(
+                    sp + k // 32,
+                    mask=(n[:, None] < N) & (block + k // 32 < K // 32)[None, :],
+                    other=0,
+                )
                 even, odd = tl.split(tl.reshape(xt, (BM, BK // 2, 2)))
                 low, high = _two_numbers(byte, exponent, dtype, PTX, BN, BK)
                 acc = tl.dot(even, tl.trans(low), acc, input_precision=precision)
@@ -429,23 +724,55 @@ def _experts(x, token_of, weight_of, w, scales, bias, t, up, out,  # rows (., K)
                 acc = tl.dot(xt, wt.to(xt.dtype), acc, input_precision=precision)
         if R > 0:
             r = tl.arange(0, RP)
-            tt = tl.load(t + slot[:, None] * R + r[None, :], mask=real[:, None] & (r[None, :] < R), other=0.0)
-            ut = tl.load(up + e.to(tl.int64) * ue + r[:, None] * ur + n[None, :] * un, mask=(r[:, None] < R) & (n[None, :] < N), other=0.0)
-            acc = acc.to(dtype).to(tl.float32) + scale * tl.dot(tt, ut.to(tl.float32), input_precision=precision)
+            tt = tl.load(
+                t + slot[:, None] * R + r[None, :], mask=real[:, None] & (r[None, :] < R), other=0.0
+            )
+            ut = tl.load(
+                up + e.to(tl.int64) * ue + r[:, None] * ur + n[None, :] * un,
+                mask=(r[:, None] < R) & (n[None, :] < N),
+                other=0.0,
+            )
+            acc = acc.to(dtype).to(tl.float32) + scale * tl.dot(
+                tt, ut.to(tl.float32), input_precision=precision
+            )
         y = acc
         if GATED:
-            y = (acc.to(dtype).to(tl.float32) + tl.load(bias + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+            y = (
+                (
+                    acc.to(dtype).to(tl.float32)
+                    + tl.load(bias + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[
+                        None, :
+                    ]
+                )
+                .to(dtype)
+                .to(tl.float32)
+            )
             gate, upper = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
-            gate = tl.minimum(tl.maximum(gate, -60000.0), limit)  # a float16 overflow to -inf would make NaN
+            gate = tl.minimum(
+                tl.maximum(gate, -60000.0), limit
+            )  # a float16 overflow to -inf would make NaN
             upper = tl.minimum(tl.maximum(upper, -limit), limit)
             y = (upper + 1) * gate / (1 + tl.exp(-gate * alpha))
             n2 = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
-            tl.store(out + slot[:, None].to(tl.int64) * (N // 2) + n2[None, :], y.to(dtype), mask=real[:, None] & (n2[None, :] < N // 2))
+            tl.store(
+                out + slot[:, None].to(tl.int64) * (N // 2) + n2[None, :],
+                y.to(dtype),
+                mask=real[:, None] & (n2[None, :] < N // 2),
+            )
         else:
             if HAS_BIAS:
-                y = _round(y, ROUND, dtype) + tl.load(bias + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+                y = (
+                    _round(y, ROUND, dtype)
+                    + tl.load(bias + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[
+                        None, :
+                    ]
+                )
                 y *= tl.load(weight_of + slot, mask=real, other=0.0)[:, None]
-            tl.store(out + slot[:, None].to(tl.int64) * N + n[None, :], y.to(out.dtype.element_ty), mask=real[:, None] & (n[None, :] < N))
+            tl.store(
+                out + slot[:, None].to(tl.int64) * N + n[None, :],
+                y.to(out.dtype.element_ty),
+                mask=real[:, None] & (n[None, :] < N),
+            )
 
 
 @triton.jit
@@ -458,7 +785,9 @@ def _gather_norm(x, y, slot_of, gamma, result, xn, H, eps, TOP: tl.constexpr, BH
     v = tl.load(x + b * H + i, mask=i < H, other=0.0).to(tl.float32)
     total = tl.zeros((BH,), tl.float32)
     for k in tl.static_range(TOP):
-        total += tl.load(y + tl.load(slot_of + b * TOP + k).to(tl.int64) * H + i, mask=i < H, other=0.0)
+        total += tl.load(
+            y + tl.load(slot_of + b * TOP + k).to(tl.int64) * H + i, mask=i < H, other=0.0
+        )
     v = (v + total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     tl.store(result + b * H + i, v.to(dtype), mask=i < H)
     scale = tl.rsqrt(tl.sum(v * v, 0) / H + eps)
@@ -471,6 +800,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 @dataclass(frozen=True)
 class Schedule:
     "Which expert does what for which row."
+
     token: torch.Tensor  # (P,) int32, the row of each pair; pairs are sorted by expert
     weight: torch.Tensor  # (P,) float32, its routing weight
     slot: torch.Tensor  # (B * top,) int32, the pairs of each row
@@ -492,36 +822,102 @@ def schedule(
     items = torch.empty(3, count, dtype=torch.int32, device=logits.device)
     weight = torch.empty(B * top, dtype=torch.float32, device=logits.device)
     size = triton.next_power_of_2(B)
-    _schedule[(1,)](logits, token, weight, slot, *items, B, count, E=E, TOP=top, BB=size, BM=rows, TILES=triton.next_power_of_2(triton.cdiv(B, rows)), dtype=TYPES[dtype],
-                    num_warps=4 if size <= 32 else 8)
+    _schedule[(1,)](
+        logits,
+        token,
+        weight,
+        slot,
+        *items,
+        B,
+        count,
+        E=E,
+        TOP=top,
+        BB=size,
+        BM=rows,
+        TILES=triton.next_power_of_2(triton.cdiv(B, rows)),
+        dtype=TYPES[dtype],
+        num_warps=4 if size <= 32 else 8,
+    )
     return Schedule(token, weight, slot, items, rows)
 
 
-def _expert_product(x, weight, work, out, BN, BK, stages, bias=None, t=None, up=None, scale=1.0, gather=False, gated=False, alpha=0.0, limit=0.0):
+def _expert_product(
+    x,
+    weight,
+    work,
+    out,
+    BN,
+    BK,
+    stages,
+    bias=None,
+    t=None,
+    up=None,
+    scale=1.0,
+    gather=False,
+    gated=False,
+    alpha=0.0,
+    limit=0.0,
+):
     "Launch `_experts`."
     E, K, N = weight.shape
     rank = 0 if up is None else up.shape[1]
     packed = isinstance(weight, PackedWeight)
-    if packed: BN, BK, stages = (64, 256, 4) if work.rows <= 16 else (128, 128, 4)
+    if packed:
+        BN, BK, stages = (64, 256, 4) if work.rows <= 16 else (128, 128, 4)
     parts = (weight.blocks, weight.scales) if packed else (weight, weight)
     _experts[(triton.cdiv(N, BN), work.items.shape[1])](
-        x, work.token, work.weight, *parts, x if bias is None else bias, x if t is None else t, x if up is None else up, out, *work.items, K, N, *weight.stride(),
-        *((0, 0, 0) if up is None else up.stride()), scale, alpha, limit, GATHER=gather, GATED=gated, HAS_BIAS=bias is not None, ROUND=x.dtype != torch.float16,
-        R=rank, RP=max(16, triton.next_power_of_2(rank)), PACKED=packed, PTX=packed and x.is_cuda and x.dtype == torch.bfloat16, IEEE=x.dtype == torch.float32,
-        BM=max(16, work.rows), BN=BN, BK=BK, num_warps=4, num_stages=stages)
+        x,
+        work.token,
+        work.weight,
+        *parts,
+        x if bias is None else bias,
+        x if t is None else t,
+        x if up is None else up,
+        out,
+        *work.items,
+        K,
+        N,
+        *weight.stride(),
+        *((0, 0, 0) if up is None else up.stride()),
+        scale,
+        alpha,
+        limit,
+        GATHER=gather,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        ROUND=x.dtype != torch.float16,
+        R=rank,
+        RP=max(16, triton.next_power_of_2(rank)),
+        PACKED=packed,
+        PTX=packed and x.is_cuda and x.dtype == torch.bfloat16,
+        IEEE=x.dtype == torch.float32,
+        BM=max(16, work.rows),
+        BN=BN,
+        BK=BK,
+        num_warps=4,
+        num_stages=stages,
+    )
     return out
 
 
 def _expert_tiles(B):
     "How the two products of a batch are cut, if the matrices are dense."
-    if B == 1: return dict(BN=64, BK=64, stages=4), dict(BN=64, BK=64, stages=5)
-    return dict(BN=128, BK=64, stages=4), dict(BN=64, BK=128, stages=4) if B <= 16 else dict(BN=128, BK=64, stages=4)
+    if B == 1:
+        return dict(BN=64, BK=64, stages=4), dict(BN=64, BK=64, stages=5)
+    return dict(BN=128, BK=64, stages=4), dict(BN=64, BK=128, stages=4) if B <= 16 else dict(
+        BN=128, BK=64, stages=4
+    )
 
 
 def _low_rank(x, lora, work, gather):
     "The arguments of `_expert_product` for the adapters of all experts; several active ones side by side."
-    if not lora: return {}
-    a, b, scale = (lora[0].a, lora[0].b, lora[0].scaling) if len(lora) == 1 else (torch.cat([f.a for f in lora], 2), torch.cat([f.scaling * f.b for f in lora], 1), 1.0)
+    if not lora:
+        return {}
+    a, b, scale = (
+        (lora[0].a, lora[0].b, lora[0].scaling)
+        if len(lora) == 1
+        else (torch.cat([f.a for f in lora], 2), torch.cat([f.scaling * f.b for f in lora], 1), 1.0)
+    )
     t = x.new_empty(len(work.token), a.shape[2], dtype=torch.float32)
     return dict(t=_expert_product(x, a, work, t, 16, 128, 3, gather=gather), up=b, scale=scale)
 
@@ -541,14 +937,51 @@ def mix(
     E, I = w.down.shape[:2]
     whole = triton.next_power_of_2(H)
     normed, logits = x.new_empty(B, H, dtype=dtype), x.new_empty(B, E, dtype=torch.float32)
-    _norm_route[(B, triton.cdiv(E, 4))](x, layer.expert_norm, layer.router, layer.router_bias, normed, logits, H, E, eps, BH=whole, BE=4, num_warps=8)
+    _norm_route[(B, triton.cdiv(E, 4))](
+        x,
+        layer.expert_norm,
+        layer.router,
+        layer.router_bias,
+        normed,
+        logits,
+        H,
+        E,
+        eps,
+        BH=whole,
+        BE=4,
+        num_warps=8,
+    )
     quick = packed_experts is not None and packed_experts.suits(w, B, dtype)
     work = schedule(logits, top, dtype, packed_experts.tile(B)[0] if quick else None)
-    first, second = [packed_experts.expert_product] * 2 if quick else [partial(_expert_product, **tile) for tile in _expert_tiles(B)]
-    hidden = first(normed, w.gate_up, work, x.new_empty(B * top, I, dtype=dtype), bias=w.gate_up_bias, gather=True, gated=True, alpha=w.alpha, limit=w.limit, **_low_rank(normed, w.gate_up_lora, work, True))
-    said = second(hidden, w.down, work, x.new_empty(B * top, H, dtype=torch.float32), bias=w.down_bias, **_low_rank(hidden, w.down_lora, work, False))
+    first, second = (
+        [packed_experts.expert_product] * 2
+        if quick
+        else [partial(_expert_product, **tile) for tile in _expert_tiles(B)]
+    )
+    hidden = first(
+        normed,
+        w.gate_up,
+        work,
+        x.new_empty(B * top, I, dtype=dtype),
+        bias=w.gate_up_bias,
+        gather=True,
+        gated=True,
+        alpha=w.alpha,
+        limit=w.limit,
+        **_low_rank(normed, w.gate_up_lora, work, True),
+    )
+    said = second(
+        hidden,
+        w.down,
+        work,
+        x.new_empty(B * top, H, dtype=torch.float32),
+        bias=w.down_bias,
+        **_low_rank(hidden, w.down_lora, work, False),
+    )
     after, normed = torch.empty_like(x), torch.empty_like(normed)
-    _gather_norm[(B,)](x, said, work.slot, next_norm, after, normed, H, eps, TOP=top, BH=whole, num_warps=8)
+    _gather_norm[(B,)](
+        x, said, work.slot, next_norm, after, normed, H, eps, TOP=top, BH=whole, num_warps=8
+    )
     return after, normed
 
 # %% ../../nbs/rollout/05_kernels.ipynb #568776ac
@@ -557,7 +990,10 @@ def _block_sums(logits, block_m, block_s, V, inverse_temperature, BLOCKS, BV: tl
     "The largest logit of a block, and the sum of exp(logit - largest)."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = c * BV + tl.arange(0, BV)
-    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32) * inverse_temperature
+    z = (
+        tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+        * inverse_temperature
+    )
     m = tl.max(z, 0)
     safe = tl.where(m == -float("inf"), 0.0, m)
     tl.store(block_m + b * BLOCKS + c, m)
@@ -565,13 +1001,27 @@ def _block_sums(logits, block_m, block_s, V, inverse_temperature, BLOCKS, BV: tl
 
 
 @triton.jit
-def _pick(logits, block_m, block_s, dart, tokens, logps, V, inverse_temperature, BLOCKS, BP: tl.constexpr, BV: tl.constexpr):
+def _pick(
+    logits,
+    block_m,
+    block_s,
+    dart,
+    tokens,
+    logps,
+    V,
+    inverse_temperature,
+    BLOCKS,
+    BP: tl.constexpr,
+    BV: tl.constexpr,
+):
     "Throw a dart at the blocks' sums, then at the tokens of the block that it hits."
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BP)
     m = tl.load(block_m + b * BLOCKS + c, mask=c < BLOCKS, other=-float("inf"))
     top = tl.max(m, 0)
-    mass = (tl.load(block_s + b * BLOCKS + c, mask=c < BLOCKS, other=0.0) * tl.exp(m - top)).to(tl.float64)
+    mass = (tl.load(block_s + b * BLOCKS + c, mask=c < BLOCKS, other=0.0) * tl.exp(m - top)).to(
+        tl.float64
+    )
     ends = tl.cumsum(mass, 0)
     total = tl.sum(mass, 0)
     aim = tl.load(dart + b) * total
@@ -579,7 +1029,10 @@ def _pick(logits, block_m, block_s, dart, tokens, logps, V, inverse_temperature,
     first = tl.where(first == BP, tl.max(tl.where(mass > 0, c, 0), 0), first)
     before = tl.sum(tl.where(c < first, mass, 0.0), 0)
     i = first * BV + tl.arange(0, BV)
-    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32) * inverse_temperature
+    z = (
+        tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+        * inverse_temperature
+    )
     p = tl.exp(z - top).to(tl.float64)
     inner = tl.cumsum(p, 0)
     n = tl.arange(0, BV)
@@ -600,14 +1053,34 @@ def draw(
     size = min(4096, triton.next_power_of_2(V))
     blocks = triton.cdiv(V, size)
     largest, total = torch.empty(2, B, blocks, dtype=torch.float32, device=logits.device)
-    tokens, logps = torch.empty(B, dtype=torch.long, device=logits.device), torch.empty(B, dtype=torch.float32, device=logits.device)
-    _block_sums[(B, blocks)](logits, largest, total, V, 1 / temperature, blocks, BV=size, num_warps=8)
-    _pick[(B,)](logits, largest, total, dart, tokens, logps, V, 1 / temperature, blocks, BP=triton.next_power_of_2(blocks), BV=size, num_warps=8)
+    tokens, logps = (
+        torch.empty(B, dtype=torch.long, device=logits.device),
+        torch.empty(B, dtype=torch.float32, device=logits.device),
+    )
+    _block_sums[(B, blocks)](
+        logits, largest, total, V, 1 / temperature, blocks, BV=size, num_warps=8
+    )
+    _pick[(B,)](
+        logits,
+        largest,
+        total,
+        dart,
+        tokens,
+        logps,
+        V,
+        1 / temperature,
+        blocks,
+        BP=triton.next_power_of_2(blocks),
+        BV=size,
+        num_warps=8,
+    )
     return tokens, logps
 
 # %% ../../nbs/rollout/05_kernels.ipynb #93820e20
 @triton.jit
-def _record(rows, tokens, logps, stop, S, ids, kept, last, lengths, counts, alive, T, SP: tl.constexpr):
+def _record(
+    rows, tokens, logps, stop, S, ids, kept, last, lengths, counts, alive, T, SP: tl.constexpr
+):
     "Write down one row's token."
     b = tl.program_id(0)
     row = tl.load(rows + b).to(tl.int64)
@@ -620,7 +1093,9 @@ def _record(rows, tokens, logps, stop, S, ids, kept, last, lengths, counts, aliv
         tl.store(counts + row, count + 1)
         tl.store(lengths + row, tl.load(lengths + row) + 1)
         s = tl.arange(0, SP)
-        ended = tl.sum(tl.where((tl.load(stop + s, mask=s < S, other=-1) == token) & (s < S), 1, 0), 0)
+        ended = tl.sum(
+            tl.where((tl.load(stop + s, mask=s < S, other=-1) == token) & (s < S), 1, 0), 0
+        )
         if (ended > 0) | (count + 1 >= T):
             tl.store(alive + row, False)
 
@@ -634,32 +1109,105 @@ def record(
 ) -> None:
     "`steps.record`."
     p = progress
-    _record[(len(rows),)](rows, tokens, logps, stop, len(stop), p.ids, p.logps, p.last, p.lengths, p.counts, p.alive, p.ids.shape[1], SP=triton.next_power_of_2(max(1, len(stop))), num_warps=1)
-    if p.seen is not None: p.seen[rows, tokens] = torch.ones_like(tokens, dtype=torch.bool)  # a plain True would be copied from the host
+    _record[(len(rows),)](
+        rows,
+        tokens,
+        logps,
+        stop,
+        len(stop),
+        p.ids,
+        p.logps,
+        p.last,
+        p.lengths,
+        p.counts,
+        p.alive,
+        p.ids.shape[1],
+        SP=triton.next_power_of_2(max(1, len(stop))),
+        num_warps=1,
+    )
+    if p.seen is not None:
+        p.seen[rows, tokens] = torch.ones_like(
+            tokens, dtype=torch.bool
+        )  # a plain True would be copied from the host
 
 # %% ../../nbs/rollout/05_kernels.ipynb #459189b3
-def _close(a, b): return bool((a.float() - b.float()).norm() <= 0.02 * b.float().norm())
+def _close(a, b):
+    return bool((a.float() - b.float()).norm() <= 0.02 * b.float().norm())
 
 
 def _agree(device, dtype):
     "Whether a small layer comes out as by `steps`, for one row and for several."
     g = torch.Generator(device).manual_seed(0)
-    def t(*shape, std=1.0): return (torch.randn(shape, generator=g, device=device) * std).to(dtype)
-    def linear(n, k): return Projection(t(n, k, std=k**-0.5), t(n), t(8, k, std=k**-0.5), t(n, 8, std=0.2), 2.0)
-    def packed(n, k): return PackedWeight(torch.randint(0, 256, (4, n, k // 32, 16), dtype=torch.uint8, device=device, generator=g), torch.full((4, n, k // 32), 123, dtype=torch.uint8, device=device), dtype)
+
+    def t(*shape, std=1.0):
+        return (torch.randn(shape, generator=g, device=device) * std).to(dtype)
+
+    def linear(n, k):
+        return Projection(t(n, k, std=k**-0.5), t(n), t(8, k, std=k**-0.5), t(n, 8, std=0.2), 2.0)
+
+    def packed(n, k):
+        return PackedWeight(
+            torch.randint(
+                0, 256, (4, n, k // 32, 16), dtype=torch.uint8, device=device, generator=g
+            ),
+            torch.full((4, n, k // 32), 123, dtype=torch.uint8, device=device),
+            dtype,
+        )
+
     H, D, kv_heads = 64, 32, 2
-    layer = LayerWeights(t(H), linear(4 * D, H), linear(kv_heads * D, H), linear(kv_heads * D, H), linear(H, 4 * D), t(4), t(H), t(4, H), t(4), ExpertWeights(packed(2 * H, H), t(4, 2 * H), packed(H, H), t(4, H), 1.702, 7.0))
+    layer = LayerWeights(
+        t(H),
+        linear(4 * D, H),
+        linear(kv_heads * D, H),
+        linear(kv_heads * D, H),
+        linear(H, 4 * D),
+        t(4),
+        t(H),
+        t(4, H),
+        t(4),
+        ExpertWeights(packed(2 * H, H), t(4, 2 * H), packed(H, H), t(4, H), 1.702, 7.0),
+    )
     lengths, good = torch.tensor([20, 5, 9, 0], dtype=torch.int32, device=device), []
     for B in (1, 3):
-        x, cos, sin, rows = t(B, H).float(), t(B, D // 2).float(), t(B, D // 2).float(), torch.arange(B, device=device)
+        x, cos, sin, rows = (
+            t(B, H).float(),
+            t(B, D // 2).float(),
+            t(B, D // 2).float(),
+            torch.arange(B, device=device),
+        )
         held = [t(4, kv_heads, 16, D) for _ in range(2)]
         two = []
         for each in (steps, sys.modules[__name__]):
             cache = LayerCache(held[0].clone(), held[1].clone(), 16, None)
             qkv = each.project(x.to(dtype), (layer.query, layer.key, layer.value))
-            out = each.attend(qkv, cos, sin, cache, rows, lengths, layer.sinks, kv_heads=kv_heads, scale=D**-0.5, reach=21)
+            out = each.attend(
+                qkv,
+                cos,
+                sin,
+                cache,
+                rows,
+                lengths,
+                layer.sinks,
+                kv_heads=kv_heads,
+                scale=D**-0.5,
+                reach=21,
+            )
             after = each.project(out, (layer.output,), residual=x)
-            two.append((qkv, out, after, *each.mix(after, layer, torch.ones(H, dtype=dtype, device=device), top=2, eps=1e-5, dtype=dtype)))
+            two.append(
+                (
+                    qkv,
+                    out,
+                    after,
+                    *each.mix(
+                        after,
+                        layer,
+                        torch.ones(H, dtype=dtype, device=device),
+                        top=2,
+                        eps=1e-5,
+                        dtype=dtype,
+                    ),
+                )
+            )
         good += [_close(a, b) for a, b in zip(*two)]
     return all(good)
 
@@ -671,8 +1219,13 @@ def works(
 ) -> bool:
     "Whether the kernels do here what `steps` does: asked below compute capability 8.0, for which Triton promises nothing."
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(): good = _agree(device, dtype)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            good = _agree(device, dtype)
         why = "a small layer came out otherwise"
-    except Exception as error: good, why = False, f"{type(error).__name__}: {error}"
-    if not good: warnings.warn(f"the decoding kernels do not work on this device ({why}): gpt-oss is decoded by plain tensors, which is slower")
+    except Exception as error:
+        good, why = False, f"{type(error).__name__}: {error}"
+    if not good:
+        warnings.warn(
+            f"the decoding kernels do not work on this device ({why}): gpt-oss is decoded by plain tensors, which is slower"
+        )
     return good

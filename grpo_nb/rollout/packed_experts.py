@@ -22,7 +22,9 @@ try:
 
     gl.DistributedLinearLayout, gl.nvidia.ampere.mma_v2  # what is asked of it below
 except (ImportError, AttributeError) as error:
-    raise ImportError("this kernel is written in Gluon, which Triton has from 3.6 on: pip install triton, or upgrade it (without it, packed experts are decoded by grpo_nb.rollout.kernels)") from error
+    raise ImportError(
+        "this kernel is written in Gluon, which Triton has from 3.6 on: pip install triton, or upgrade it (without it, packed experts are decoded by grpo_nb.rollout.kernels)"
+    ) from error
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #3afc7a0b
 WARPS = 4  # that share the sum over K
@@ -39,7 +41,8 @@ def tile(
     return rows, COLUMNS[rows]
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #400f7bbf
-def _powers(n): return [1 << i for i in range(n.bit_length() - 1)]  # below n, itself a power of two
+def _powers(n):
+    return [1 << i for i in range(n.bit_length() - 1)]  # below n, itself a power of two
 
 
 @cache
@@ -48,12 +51,32 @@ def layouts(
     columns: int,  # of a tile: 32 or 64
 ) -> tuple:  # of words (W, columns, 4 blocks, 4), of x (W, rows, 4 blocks, 32), of the product (W, columns, rows), and of its sum over the W warps
     "Which thread holds what."
-    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]  # lane = 4 * row + block, as in the instruction's fragments
+    lanes = [
+        [0, 0, 1, 0],
+        [0, 0, 2, 0],
+        [0, 1, 0, 0],
+        [0, 2, 0, 0],
+        [0, 4, 0, 0],
+    ]  # lane = 4 * row + block, as in the instruction's fragments
     warps = [[p, 0, 0, 0] for p in _powers(WARPS)]
-    def spread(registers, size, last): return gl.DistributedLinearLayout(registers + [[0, 8 * p, 0, 0] for p in _powers(size // 8)], lanes, warps, [], [WARPS, size, 4, last])
-    words, x = (spread([[0, 0, 0, p] for p in _powers(last)], size, last) for size, last in ((columns, 4), (rows, 32)))
+
+    def spread(registers, size, last):
+        return gl.DistributedLinearLayout(
+            registers + [[0, 8 * p, 0, 0] for p in _powers(size // 8)],
+            lanes,
+            warps,
+            [],
+            [WARPS, size, 4, last],
+        )
+
+    words, x = (
+        spread([[0, 0, 0, p] for p in _powers(last)], size, last)
+        for size, last in ((columns, 4), (rows, 32))
+    )
     product = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    total = gl.BlockedLayout([WARPS, 2, 1], [1, columns // 2, 64 // columns], [1, 1, WARPS], [1, 2, 0])  # a thread has a gate and its up, from all warps
+    total = gl.BlockedLayout(
+        [WARPS, 2, 1], [1, columns // 2, 64 // columns], [1, 1, WARPS], [1, 2, 0]
+    )  # a thread has a gate and its up, from all warps
     return words, x, product, total
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #603fc6e2
@@ -63,55 +86,110 @@ def _decoding():
     for word, first in (("$8", 0), ("$9", 4)):
         lines.append(f"shr.u32 high, {word}, 8;")
         for p in range(4):
-            source, mask, by = (word, "high")[p // 2], ("0x000F000F", "0x00F000F0")[p % 2], ("0x1040", "0x0104")[p % 2]
-            lines.append(f"and.b32 t, {source}, {mask}; mul.lo.u32 t, t, {by}; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 ${first + p}, t, $10, zero;")
+            source, mask, by = (
+                (word, "high")[p // 2],
+                ("0x000F000F", "0x00F000F0")[p % 2],
+                ("0x1040", "0x0104")[p % 2],
+            )
+            lines.append(
+                f"and.b32 t, {source}, {mask}; mul.lo.u32 t, t, {by}; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 ${first + p}, t, $10, zero;"
+            )
     return "{\n.reg .b32 high, t, zero;\nmov.b32 zero, 0x80008000;\n" + "\n".join(lines) + "\n}"
 
 
 _DECODING = gl.constexpr(_decoding())
-_REGISTERS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 4))  # & : written before the last input is read
+_REGISTERS = gl.constexpr(
+    ",".join(["=&r"] * 8 + ["r"] * 4)
+)  # & : written before the last input is read
 _WARPS = gl.constexpr(WARPS)
 
 
 @gluon.jit
 def _weights(words, codes, N: gl.constexpr):
     "Words (W, N, 4, 4) and scales (W, N, 4) -> 2 ** -63 of the numbers (W, N, 128), columns in our order."
-    factor = codes.to(gl.int32) * 0x00800080 + 0x1F801F80  # 2 ** (code - 64) in bfloat16, in both halves: right up to 191
+    factor = (
+        codes.to(gl.int32) * 0x00800080 + 0x1F801F80
+    )  # 2 ** (code - 64) in bfloat16, in both halves: right up to 191
     words, factor = gl.broadcast(words, factor[:, :, :, None])
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
-        _DECODING, _REGISTERS, [words, factor], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
-    v = gl.join(gl.join(gl.join(v0, v4), gl.join(v2, v6)), gl.join(gl.join(v1, v5), gl.join(v3, v7)))
-    return v.reshape(_WARPS, N, 4, 2, 2, 2, 2, 2).permute(0, 1, 3, 5, 6, 7, 2, 4).reshape(_WARPS, N, 128)
+        _DECODING,
+        _REGISTERS,
+        [words, factor],
+        dtype=(
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+        ),
+        is_pure=True,
+        pack=2,
+    )
+    v = gl.join(
+        gl.join(gl.join(v0, v4), gl.join(v2, v6)), gl.join(gl.join(v1, v5), gl.join(v3, v7))
+    )
+    return (
+        v.reshape(_WARPS, N, 4, 2, 2, 2, 2, 2)
+        .permute(0, 1, 3, 5, 6, 7, 2, 4)
+        .reshape(_WARPS, N, 128)
+    )
 
 
 @gluon.jit
 def _inputs(x, M: gl.constexpr):
     "x (W, M, 4, 32) -> (W, 128, M), in the same order."
-    return x.reshape(_WARPS, M, 4, 2, 2, 2, 2, 2).permute(0, 3, 4, 6, 7, 2, 5, 1).reshape(_WARPS, 128, M)
+    return (
+        x.reshape(_WARPS, M, 4, 2, 2, 2, 2, 2)
+        .permute(0, 3, 4, 6, 7, 2, 5, 1)
+        .reshape(_WARPS, 128, M)
+    )
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #9cbc00b2
 @gluon.jit
 def _along(SIZE: gl.constexpr, L: gl.constexpr):
     "0 ... SIZE - 1 along the last of four dimensions."
-    return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))[None, :][None, :, :][None, :, :, :]
+    return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))[None, :][
+        None, :, :
+    ][None, :, :, :]
 
 
 @gluon.jit
 def _blocks(L: gl.constexpr):
     "The block that each lane begins with, (W, 1, 4): neighbours in a warp, then the next warp's."
     LB: gl.constexpr = gl.SliceLayout(1, L)
-    return (gl.arange(0, _WARPS, gl.SliceLayout(1, LB))[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, LB))[None, :])[:, None, :]
+    return (
+        gl.arange(0, _WARPS, gl.SliceLayout(1, LB))[:, None] * 4
+        + gl.arange(0, 4, gl.SliceLayout(0, LB))[None, :]
+    )[:, None, :]
 
 
 @gluon.jit
 def _fetch(words, scales, block, last):
     "A step's words and scales. Beyond the last block: that one's again, with scale 0, which makes zeros of it."
     near = gl.minimum(block, last)
-    return gl.load(words + (near * 4)[:, :, :, None]), gl.load(scales + near, mask=block <= last, other=0)
+    return gl.load(words + (near * 4)[:, :, :, None]), gl.load(
+        scales + near, mask=block <= last, other=0
+    )
 
 
 @gluon.jit
-def _sum(x, words, scales, source, row, K: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr, LM: gl.constexpr, LR: gl.constexpr):
+def _sum(
+    x,
+    words,
+    scales,
+    source,
+    row,
+    K: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    LW: gl.constexpr,
+    LX: gl.constexpr,
+    LM: gl.constexpr,
+    LR: gl.constexpr,
+):
     "Weights (COLUMNS, K) from `row` on times x (ROWS, K) at `source`: (COLUMNS, ROWS). No shared memory and no barrier before the end."
     LAST: gl.constexpr = K // 32 - 1
     STRIDE: gl.constexpr = 4 * _WARPS  # blocks of a step of all warps
@@ -127,50 +205,115 @@ def _sum(x, words, scales, source, row, K: gl.constexpr, ROWS: gl.constexpr, COL
     for start in range(0, LAST + 1, STRIDE * UNROLL):
         for u in gl.static_range(UNROLL):
             at = start + u * STRIDE
-            following = _fetch(wp, sp, block + at + STRIDE, LAST)  # is under way while this step computes
+            following = _fetch(
+                wp, sp, block + at + STRIDE, LAST
+            )  # is under way while this step computes
             xt = gl.load(xp + (gl.minimum(xblock + at, LAST) * 32)[:, :, :, None])
-            a = gl.convert_layout(_weights(word, code, COLUMNS), gl.DotOperandLayout(0, LM, 2), assert_trivial=True)  # trivial: each number is where it has to be
-            b = gl.convert_layout(_inputs(xt, ROWS), gl.DotOperandLayout(1, LM, 2), assert_trivial=True)
+            a = gl.convert_layout(
+                _weights(word, code, COLUMNS), gl.DotOperandLayout(0, LM, 2), assert_trivial=True
+            )  # trivial: each number is where it has to be
+            b = gl.convert_layout(
+                _inputs(xt, ROWS), gl.DotOperandLayout(1, LM, 2), assert_trivial=True
+            )
             acc = gl.nvidia.ampere.mma_v2(a, b, acc)
             word, code = following
     return gl.sum(gl.convert_layout(acc, LR), 0) * 9223372036854775808.0  # 2 ** 63
 
 
 @gluon.jit
-def _experts(x, token_of, weight_of, words, scales, bias, t, up, out,  # rows (., K); words (E, N, K/8) and scales (E, N, K/32) of them; biases (E, N); LoRA: x A (P, R) and B (E, R, N); result (P, N or N/2)
-             item_expert, item_start, item_end, ue, ur, un,  # the tiles; strides of B
-             scale, alpha, limit,  # of LoRA; of the activation
-             K: gl.constexpr, N: gl.constexpr, R: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-             LW: gl.constexpr, LX: gl.constexpr, LM: gl.constexpr, LR: gl.constexpr):
+def _experts(
+    x,
+    token_of,
+    weight_of,
+    words,
+    scales,
+    bias,
+    t,
+    up,
+    out,  # rows (., K); words (E, N, K/8) and scales (E, N, K/32) of them; biases (E, N); LoRA: x A (P, R) and B (E, R, N); result (P, N or N/2)
+    item_expert,
+    item_start,
+    item_end,
+    ue,
+    ur,
+    un,  # the tiles; strides of B
+    scale,
+    alpha,
+    limit,  # of LoRA; of the activation
+    K: gl.constexpr,
+    N: gl.constexpr,
+    R: gl.constexpr,
+    GATHER: gl.constexpr,
+    GATED: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    LW: gl.constexpr,
+    LX: gl.constexpr,
+    LM: gl.constexpr,
+    LR: gl.constexpr,
+):
     "A tile of pairs of one expert times COLUMNS columns of its matrix; the activation, or the routing weight, on the way out."
     item = gl.program_id(1)
     dtype: gl.constexpr = x.dtype.element_ty
-    e, first, last = gl.load(item_expert + item).to(gl.int64), gl.load(item_start + item), gl.load(item_end + item)
+    e, first, last = (
+        gl.load(item_expert + item).to(gl.int64),
+        gl.load(item_start + item),
+        gl.load(item_end + item),
+    )
     if e >= 0:
         n0 = gl.program_id(0) * COLUMNS
-        source = gl.minimum(first + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LX)))), last - 1)  # rows that are not there: the last one again
-        if GATHER: source = gl.load(token_of + source)
-        y = _sum(x, words, scales, source, e * N + n0, K, ROWS, COLUMNS, LW, LX, LM, LR).to(dtype).to(gl.float32)
+        source = gl.minimum(
+            first + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LX)))),
+            last - 1,
+        )  # rows that are not there: the last one again
+        if GATHER:
+            source = gl.load(token_of + source)
+        y = (
+            _sum(x, words, scales, source, e * N + n0, K, ROWS, COLUMNS, LW, LX, LM, LR)
+            .to(dtype)
+            .to(gl.float32)
+        )
         L: gl.constexpr = gl.SliceLayout(0, LR)
-        n, m = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(1, L)), first + gl.arange(0, ROWS, gl.SliceLayout(0, L))
+        n, m = (
+            n0 + gl.arange(0, COLUMNS, gl.SliceLayout(1, L)),
+            first + gl.arange(0, ROWS, gl.SliceLayout(0, L)),
+        )
         if R > 0:
             low = gl.zeros((COLUMNS, ROWS), gl.float32, L)
             for r in gl.static_range(R):
-                low += gl.load(up + e * ue + r * ur + n * un).to(gl.float32)[:, None] * gl.load(t + m * R + r, mask=m < last, other=0.0)[None, :]
+                low += (
+                    gl.load(up + e * ue + r * ur + n * un).to(gl.float32)[:, None]
+                    * gl.load(t + m * R + r, mask=m < last, other=0.0)[None, :]
+                )
             y += scale * low
         if GATED:
-            y = (y.to(dtype).to(gl.float32) + gl.load(bias + e * N + n).to(gl.float32)[:, None]).to(dtype).to(gl.float32)
+            y = (
+                (y.to(dtype).to(gl.float32) + gl.load(bias + e * N + n).to(gl.float32)[:, None])
+                .to(dtype)
+                .to(gl.float32)
+            )
             gate, upper = gl.split(y.reshape(COLUMNS // 2, 2, ROWS).permute(0, 2, 1))
             LG: gl.constexpr = gate.type.layout
-            ng, mg = n0 // 2 + gl.arange(0, COLUMNS // 2, gl.SliceLayout(1, LG)), first + gl.arange(0, ROWS, gl.SliceLayout(0, LG))
+            ng, mg = (
+                n0 // 2 + gl.arange(0, COLUMNS // 2, gl.SliceLayout(1, LG)),
+                first + gl.arange(0, ROWS, gl.SliceLayout(0, LG)),
+            )
             gate = gl.minimum(gl.maximum(gate, -60000.0), limit)
             upper = gl.minimum(gl.maximum(upper, -limit), limit)
             y = (upper + 1) * gate / (1 + gl.exp(-gate * alpha))
-            gl.store(out + mg.to(gl.int64)[None, :] * (N // 2) + ng[:, None], y.to(dtype), mask=(mg < last)[None, :])
+            gl.store(
+                out + mg.to(gl.int64)[None, :] * (N // 2) + ng[:, None],
+                y.to(dtype),
+                mask=(mg < last)[None, :],
+            )
         else:
             y = y.to(dtype).to(gl.float32) + gl.load(bias + e * N + n).to(gl.float32)[:, None]
             y *= gl.load(weight_of + m, mask=m < last, other=0.0)[None, :]
-            gl.store(out + m.to(gl.int64)[None, :] * N + n[:, None], y.to(out.dtype.element_ty), mask=(m < last)[None, :])
+            gl.store(
+                out + m.to(gl.int64)[None, :] * N + n[:, None],
+                y.to(out.dtype.element_ty),
+                mask=(m < last)[None, :],
+            )
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #6f45b7f6
 def constants(
@@ -183,7 +326,9 @@ def constants(
 ) -> dict:  # of the kernel, as compiled in
     "What is known before a launch."
     layout = dict(zip(("LW", "LX", "LM", "LR"), layouts(rows, COLUMNS[rows])))
-    return dict(K=K, N=N, R=rank, GATHER=gather, GATED=gated, ROWS=rows, COLUMNS=COLUMNS[rows], **layout)
+    return dict(
+        K=K, N=N, R=rank, GATHER=gather, GATED=gated, ROWS=rows, COLUMNS=COLUMNS[rows], **layout
+    )
 
 
 def expert_product(
@@ -204,13 +349,40 @@ def expert_product(
     E, K, N = weight.shape
     settings = constants(K, N, work.rows, 0 if up is None else up.shape[1], gather, gated)
     _experts[(N // settings["COLUMNS"], work.items.shape[1])](
-        x, work.token, work.weight, weight.blocks.view(torch.int32), weight.scales, bias, x if t is None else t, x if up is None else up, out, *work.items,
-        *((0, 0, 0) if up is None else up.stride()), scale, alpha, limit, **settings, num_warps=WARPS)
+        x,
+        work.token,
+        work.weight,
+        weight.blocks.view(torch.int32),
+        weight.scales,
+        bias,
+        x if t is None else t,
+        x if up is None else up,
+        out,
+        *work.items,
+        *((0, 0, 0) if up is None else up.stride()),
+        scale,
+        alpha,
+        limit,
+        **settings,
+        num_warps=WARPS,
+    )
     return out
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #5e596355
-POINTERS = dict(x="bfloat16", token_of="int32", weight_of="float32", words="int32", scales="uint8", bias="bfloat16", t="bfloat16", up="bfloat16", out="bfloat16",
-                item_expert="int32", item_start="int32", item_end="int32")  # types of the kernel's tensors, without adapters
+POINTERS = dict(
+    x="bfloat16",
+    token_of="int32",
+    weight_of="float32",
+    words="int32",
+    scales="uint8",
+    bias="bfloat16",
+    t="bfloat16",
+    up="bfloat16",
+    out="bfloat16",
+    item_expert="int32",
+    item_start="int32",
+    item_end="int32",
+)  # types of the kernel's tensors, without adapters
 
 
 @cache
@@ -218,11 +390,26 @@ def works(
     device: torch.device,
 ) -> bool:
     "Whether the kernel can be made for a device. Gluon is experimental: a Triton that understands it otherwise is found here, and not in the middle of a rollout."
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0): return False
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     try:
-        with torch.cuda.device(device): _experts.warmup(*(getattr(torch, name) for name in POINTERS.values()), 0, 0, 0, 1.0, 1.0, 1.0, **constants(32, 32, 8, 0, True, True), num_warps=WARPS, grid=(1, 1))
+        with torch.cuda.device(device):
+            _experts.warmup(
+                *(getattr(torch, name) for name in POINTERS.values()),
+                0,
+                0,
+                0,
+                1.0,
+                1.0,
+                1.0,
+                **constants(32, 32, 8, 0, True, True),
+                num_warps=WARPS,
+                grid=(1, 1),
+            )
     except Exception as error:
-        warnings.warn(f"triton {triton.__version__} cannot compile the kernel for packed experts ({type(error).__name__}: {error}): they are decoded by a slower one")
+        warnings.warn(
+            f"triton {triton.__version__} cannot compile the kernel for packed experts ({type(error).__name__}: {error}): they are decoded by a slower one"
+        )
         return False
     return True
 
@@ -234,6 +421,15 @@ def suits(
 ) -> bool:
     "Whether this kernel can do both products of a layer's experts; if not, `kernels` has another."
     weights = (experts.gate_up, experts.down)
-    if dtype != torch.bfloat16 or B > MOST_ROWS or not all(isinstance(w, PackedWeight) for w in weights): return False
+    if (
+        dtype != torch.bfloat16
+        or B > MOST_ROWS
+        or not all(isinstance(w, PackedWeight) for w in weights)
+    ):
+        return False
     ranks = [sum(f.b.shape[1] for f in lora) for lora in (experts.gate_up_lora, experts.down_lora)]
-    return max(ranks) <= MOST_RANK and all(w.shape[2] % tile(B)[1] == 0 for w in weights) and works(weights[0].device)
+    return (
+        max(ranks) <= MOST_RANK
+        and all(w.shape[2] % tile(B)[1] == 0 for w in weights)
+        and works(weights[0].device)
+    )

@@ -6,8 +6,8 @@
 __all__ = ['CacheShape', 'LayerCache', 'Places', 'KVCache', 'AlignedLayer', 'AlignedCache', 'rows_that_fit']
 
 # %% ../../nbs/rollout/03_pages.ipynb #54fe2627
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ import torch
 @dataclass(frozen=True)
 class CacheShape:
     "What a model keeps of a token, and in pages of how many tokens."
+
     windows: tuple[int | None, ...]  # of each layer: its window, or None for a full layer
     kv_heads: int  # Hk
     head_dim: int  # D
@@ -43,8 +44,12 @@ class CacheShape:
         max_tokens: int,  # of a completion
     ) -> int:
         "Pages in all, and one more that takes what nobody reads."
-        if self.page is None: return 1 + sum(groups)
-        return 1 + sum(self.shared(p) + g * (self.width(p, max_tokens) - self.shared(p)) for p, g in zip(lengths, groups))
+        if self.page is None:
+            return 1 + sum(groups)
+        return 1 + sum(
+            self.shared(p) + g * (self.width(p, max_tokens) - self.shared(p))
+            for p, g in zip(lengths, groups)
+        )
 
     def bytes(
         self,
@@ -54,7 +59,11 @@ class CacheShape:
     ) -> int:
         "What a cache for them takes."
         token = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-        full = self.windows.count(None) * self.pages(lengths, groups, max_tokens) * (self.page or max(lengths) + max_tokens - 1)
+        full = (
+            self.windows.count(None)
+            * self.pages(lengths, groups, max_tokens)
+            * (self.page or max(lengths) + max_tokens - 1)
+        )
         rings = sum(w for w in self.windows if w is not None) * (sum(groups) + 1)
         return token * (full + rings)
 
@@ -62,27 +71,34 @@ class CacheShape:
 @dataclass(frozen=True)
 class LayerCache:
     "Keys and values of one layer."
+
     keys: torch.Tensor  # (pages or rows, Hk, places, D)
     values: torch.Tensor  # the same
     window: int | None  # a ring of so many places a row; None: pages
-    table: torch.Tensor | None  # (N+1, pages of a row) int32, the pages of each row in their order; None: a row is a page
+    table: (
+        torch.Tensor | None
+    )  # (N+1, pages of a row) int32, the pages of each row in their order; None: a row is a page
 
 
 @dataclass(frozen=True)
 class Places:
     "Where the tokens of some packed prompts go: three index tensors for pages, and three for each window."
+
     pages: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token, page, place in it
     rings: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # token, row, place in it
 
 
 def _index(spans, device, wrap=None):
     "Spans (first token, how many, page or row, first place) as three index tensors."
-    if not spans: return (torch.empty(0, dtype=torch.long, device=device),) * 3
+    if not spans:
+        return (torch.empty(0, dtype=torch.long, device=device),) * 3
     token, count, where, place = torch.tensor(spans).T
     within = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
     token, where, place = (x.repeat_interleave(count) for x in (token, where, place))
     place = place + within
-    return tuple(x.to(device) for x in (token + within, where, place if wrap is None else place % wrap))
+    return tuple(
+        x.to(device) for x in (token + within, where, place if wrap is None else place % wrap)
+    )
 
 
 class KVCache:
@@ -98,12 +114,32 @@ class KVCache:
     ):
         self.shape, self.lengths, self.groups = shape, list(lengths), list(groups)
         rows, heads = sum(groups), (shape.kv_heads, shape.head_dim)
-        def room(count, places, layers): return torch.zeros(layers, 2, count, heads[0], places, heads[1], dtype=shape.dtype, device=device)
+
+        def room(count, places, layers):
+            return torch.zeros(
+                layers, 2, count, heads[0], places, heads[1], dtype=shape.dtype, device=device
+            )
+
         self.tables = self._tables(max_tokens)
-        count, places = (rows + 1, max(lengths) + max_tokens - 1) if shape.page is None else (shape.pages(lengths, groups, max_tokens), shape.page)
-        stores = {w: room(rows + 1 if w else count, w or places, shape.windows.count(w)) for w in dict.fromkeys(shape.windows)}
+        count, places = (
+            (rows + 1, max(lengths) + max_tokens - 1)
+            if shape.page is None
+            else (shape.pages(lengths, groups, max_tokens), shape.page)
+        )
+        stores = {
+            w: room(rows + 1 if w else count, w or places, shape.windows.count(w))
+            for w in dict.fromkeys(shape.windows)
+        }
         widest = max(map(len, self.tables))
-        table = None if shape.page is None else torch.tensor([t + [0] * (widest - len(t)) for t in [*self.tables, []]], dtype=torch.int32, device=device)
+        table = (
+            None
+            if shape.page is None
+            else torch.tensor(
+                [t + [0] * (widest - len(t)) for t in [*self.tables, []]],
+                dtype=torch.int32,
+                device=device,
+            )
+        )
         taken = dict.fromkeys(stores, 0)
         self.layers, self.device = [], torch.device(device)
         for w in shape.windows:
@@ -113,7 +149,8 @@ class KVCache:
 
     def _tables(self, max_tokens):
         "Page numbers of each row: those of its prompt's whole pages, then its own."
-        if self.shape.page is None: return [[row] for row in range(sum(self.groups))]
+        if self.shape.page is None:
+            return [[row] for row in range(sum(self.groups))]
         tables, free = [], 1
         for length, group in zip(self.lengths, self.groups):
             shared = list(range(free, free + self.shape.shared(length)))
@@ -133,16 +170,26 @@ class KVCache:
         start = 0
         for number in prompts:
             length, first = self.lengths[number], sum(self.groups[:number])
-            rows, size = range(first, first + self.groups[number]), self.shape.page or self.lengths[number]
+            rows, size = (
+                range(first, first + self.groups[number]),
+                self.shape.page or self.lengths[number],
+            )
             whole = self.shape.shared(length)
-            for i in range(whole): pages.append((start + i * size, size, self.tables[first][i], 0))
+            for i in range(whole):
+                pages.append((start + i * size, size, self.tables[first][i], 0))
             rest = length - whole * size
-            if rest: pages.extend((start + whole * size, rest, self.tables[row][whole], 0) for row in rows)
+            if rest:
+                pages.extend(
+                    (start + whole * size, rest, self.tables[row][whole], 0) for row in rows
+                )
             for w, spans in rings.items():
                 last = min(w, length)
                 spans.extend((start + length - last, last, row, length - last) for row in rows)
             start += length
-        return Places(_index(pages, self.device), {w: _index(spans, self.device, w) for w, spans in rings.items()})
+        return Places(
+            _index(pages, self.device),
+            {w: _index(spans, self.device, w) for w, spans in rings.items()},
+        )
 
     def store(
         self,
@@ -161,6 +208,7 @@ class KVCache:
 @dataclass(frozen=True)
 class AlignedLayer:
     "Keys and values of one layer, every row's newest token in the same place."
+
     held: torch.Tensor  # (2, rows, Hk, 1 + places, D), keys and values; place 0 is the sink's
     mask: torch.Tensor  # (rows, Hk, Hq/Hk, 1 + places) what is added to the scores
 
@@ -182,20 +230,31 @@ class AlignedCache:
         sinks: Sequence[torch.Tensor],  # (Hq,) of each layer
     ):
         self.lengths, self.longest, self.layers = list(lengths), max(lengths), []
-        self.owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(groups))  # (N,) the prompt of each completion
+        self.owner = torch.arange(len(lengths)).repeat_interleave(
+            torch.tensor(groups)
+        )  # (N,) the prompt of each completion
         self.rows = None  # which completions the rows are; None: the prompts
         columns = self.longest + max_tokens - 1
         for window, sink in zip(shape.windows, sinks):
             size = 1 + min(window or columns, columns)
-            held = torch.zeros(2, len(lengths), shape.kv_heads, size, shape.head_dim, dtype=shape.dtype)
-            mask = torch.zeros(len(lengths), shape.kv_heads, len(sink) // shape.kv_heads, size, dtype=shape.dtype)
-            mask[..., 0], mask[..., 1 : 1 + self.longest] = sink.detach().view(shape.kv_heads, -1), -torch.inf  # until a prompt's token is stored there
+            held = torch.zeros(
+                2, len(lengths), shape.kv_heads, size, shape.head_dim, dtype=shape.dtype
+            )
+            mask = torch.zeros(
+                len(lengths), shape.kv_heads, len(sink) // shape.kv_heads, size, dtype=shape.dtype
+            )
+            mask[..., 0], mask[..., 1 : 1 + self.longest] = (
+                sink.detach().view(shape.kv_heads, -1),
+                -torch.inf,
+            )  # until a prompt's token is stored there
             self.layers.append(AlignedLayer(held, mask))
 
     def places(
         self,
         prompts: Sequence[int],  # numbers of the prompts, packed one after the other in this order
-    ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # token, row, place after the sink's, for layers of so many places
+    ) -> dict[
+        int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ]:  # token, row, place after the sink's, for layers of so many places
         "Where each token of these prompts is kept."
         sizes, start = {layer.places: [] for layer in self.layers}, 0
         for number in prompts:
@@ -216,7 +275,11 @@ class AlignedCache:
         "Write the prompts' keys and values of a layer."
         layer = self.layers[layer]
         token, row, place = places[layer.places]
-        layer.held[0][row, :, 1 + place], layer.held[1][row, :, 1 + place], layer.mask[row, :, :, 1 + place] = keys[token], values[token], 0
+        (
+            layer.held[0][row, :, 1 + place],
+            layer.held[1][row, :, 1 + place],
+            layer.mask[row, :, :, 1 + place],
+        ) = keys[token], values[token], 0
 
     def keep(
         self,
@@ -226,19 +289,27 @@ class AlignedCache:
         rows = torch.arange(len(self.owner))[rows]
         index = self.owner[rows] if self.rows is None else torch.searchsorted(self.rows, rows)
         self.rows = rows
-        for i, layer in enumerate(self.layers): self.layers[i] = AlignedLayer(layer.held.index_select(1, index), layer.mask.index_select(0, index))
+        for i, layer in enumerate(self.layers):
+            self.layers[i] = AlignedLayer(
+                layer.held.index_select(1, index), layer.mask.index_select(0, index)
+            )
 
 # %% ../../nbs/rollout/03_pages.ipynb #11ce0bfa
 def rows_that_fit(
     shape: CacheShape,
-    lengths: Sequence[int],  # tokens of each row's prompt, in the order in which the rows will be drawn
+    lengths: Sequence[
+        int
+    ],  # tokens of each row's prompt, in the order in which the rows will be drawn
     max_tokens: int,  # of a completion
     free: int,  # bytes that may be used
     row_bytes: int = 0,  # what a row takes beside the cache: logits and the like
     fixed_bytes: int = 0,  # what is needed once: reading the prompts
 ) -> int:  # at least 1; MemoryError with the numbers if not even one row fits
     "How many rows can be decoded together, prompts counted as if none were shared."
-    def need(rows): return fixed_bytes + rows * row_bytes + shape.bytes(lengths[:rows], [1] * rows, max_tokens)
+
+    def need(rows):
+        return fixed_bytes + rows * row_bytes + shape.bytes(lengths[:rows], [1] * rows, max_tokens)
+
     if need(1) > free:
         raise MemoryError(
             f"a completion of up to {max_tokens:,} tokens after a prompt of {lengths[0]:,} needs {need(1) / 2**30:.2f} GiB beside the model ({shape.bytes(lengths[:1], [1], max_tokens) / 2**30:.2f} GiB of it "

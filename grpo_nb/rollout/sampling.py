@@ -8,14 +8,15 @@ __all__ = ['SamplingParams', 'apply_temperature', 'keep_top_k', 'keep_top_p', 'k
 
 # %% ../../nbs/rollout/01_sampling.ipynb #3d6caef3
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 
 # %% ../../nbs/rollout/01_sampling.ipynb #16cd8ff6
 def _require(ok, name, value, rule):
-    if not ok: raise ValueError(f"{name} is {value!r}, and {rule}")
+    if not ok:
+        raise ValueError(f"{name} is {value!r}, and {rule}")
 
 
 def _is_int(x):
@@ -29,29 +30,80 @@ def _is_number(x):
 @dataclass(frozen=True)
 class SamplingParams:
     "How to draw completions. The defaults draw from the model's own distribution."
+
     temperature: float = 1.0  # logits are divided by it; below 1 sharper, above 1 flatter, 0 is greedy (always the likeliest token)
     top_p: float = 1.0  # keep the smallest set of likeliest tokens with at least this probability; 1.0 keeps all (Holtzman et al. 2019)
     top_k: int | None = None  # keep this many likeliest tokens; None or 0 keeps all
-    min_p: float | None = None  # keep tokens at least this fraction as likely as the likeliest; None or 0 keeps all (Nguyen et al. 2024)
+    min_p: float | None = (
+        None  # keep tokens at least this fraction as likely as the likeliest; None or 0 keeps all (Nguyen et al. 2024)
+    )
     repetition_penalty: float = 1.0  # above 1, tokens of the prompt and the completion so far become less likely (Keskar et al. 2019, section 4.1)
     max_tokens: int = 256  # a completion has at most so many tokens, its stop token included
     n: int = 1  # completions of each prompt
-    stop_token_ids: int | Sequence[int] | None = None  # end a completion, instead of the model's own; () never stops
+    stop_token_ids: int | Sequence[int] | None = (
+        None  # end a completion, instead of the model's own; () never stops
+    )
     seed: int | None = None  # of a generator of its own; None draws from torch's global one
 
     def __post_init__(self):
         t, k = self.temperature, self.top_k
-        _require(_is_number(t) and (t == 0 or t >= 1e-5), "temperature", t, "it must be at least 1e-5, or 0 for greedy decoding: 1.0 is the model's own distribution")
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "it must be above 0 and at most 1: 1.0 keeps every token")
-        _require(k is None or _is_int(k) and k >= 0, "top_k", k, "it must be a whole number of tokens, at least 1: None or 0 keeps every token")
-        _require(self.min_p is None or _is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "it must be between 0 and 1: None keeps every token, 0.01 to 0.2 is usual")
-        _require(_is_number(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "it must be above 0: 1.0 changes nothing, 1.2 is strong")
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "a completion needs room for at least 1 token")
-        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "each prompt needs at least 1 completion")
-        _require(self.seed is None or _is_int(self.seed), "seed", self.seed, "it must be a whole number, or None for torch's global generator")
+        _require(
+            _is_number(t) and (t == 0 or t >= 1e-5),
+            "temperature",
+            t,
+            "it must be at least 1e-5, or 0 for greedy decoding: 1.0 is the model's own distribution",
+        )
+        _require(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            self.top_p,
+            "it must be above 0 and at most 1: 1.0 keeps every token",
+        )
+        _require(
+            k is None or _is_int(k) and k >= 0,
+            "top_k",
+            k,
+            "it must be a whole number of tokens, at least 1: None or 0 keeps every token",
+        )
+        _require(
+            self.min_p is None or _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            "min_p",
+            self.min_p,
+            "it must be between 0 and 1: None keeps every token, 0.01 to 0.2 is usual",
+        )
+        _require(
+            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "it must be above 0: 1.0 changes nothing, 1.2 is strong",
+        )
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "a completion needs room for at least 1 token",
+        )
+        _require(
+            _is_int(self.n) and self.n >= 1, "n", self.n, "each prompt needs at least 1 completion"
+        )
+        _require(
+            self.seed is None or _is_int(self.seed),
+            "seed",
+            self.seed,
+            "it must be a whole number, or None for torch's global generator",
+        )
         if self.stop_token_ids is not None:
-            stop = (self.stop_token_ids,) if _is_int(self.stop_token_ids) else tuple(self.stop_token_ids)
-            _require(all(_is_int(i) and i >= 0 for i in stop), "stop_token_ids", self.stop_token_ids, "it must hold token ids, whole numbers from 0")
+            stop = (
+                (self.stop_token_ids,)
+                if _is_int(self.stop_token_ids)
+                else tuple(self.stop_token_ids)
+            )
+            _require(
+                all(_is_int(i) and i >= 0 for i in stop),
+                "stop_token_ids",
+                self.stop_token_ids,
+                "it must hold token ids, whole numbers from 0",
+            )
             object.__setattr__(self, "stop_token_ids", stop)  # a tuple, whatever sequence was given
 
 # %% ../../nbs/rollout/01_sampling.ipynb #79c11af6
@@ -105,8 +157,12 @@ def apply_repetition_penalty(
 def _penalised(logits, params, seen):
     "float32 logits after the repetition penalty, if there is one."
     logits = logits.float()
-    if params.repetition_penalty == 1: return logits
-    if seen is None: raise ValueError(f"repetition_penalty is {params.repetition_penalty}, and seen is None: give the (N, V) mask of the tokens seen so far")
+    if params.repetition_penalty == 1:
+        return logits
+    if seen is None:
+        raise ValueError(
+            f"repetition_penalty is {params.repetition_penalty}, and seen is None: give the (N, V) mask of the tokens seen so far"
+        )
     return apply_repetition_penalty(logits, seen, params.repetition_penalty)
 
 
@@ -119,10 +175,14 @@ def processed_log_probs(
     logits = _penalised(logits, params, seen)
     if params.temperature == 0:
         return torch.full_like(logits, -torch.inf).scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
-    if params.temperature != 1: logits = apply_temperature(logits, params.temperature)
-    if params.top_k: logits = keep_top_k(logits, params.top_k)
-    if params.top_p < 1: logits = keep_top_p(logits, params.top_p)
-    if params.min_p: logits = keep_min_p(logits, params.min_p)
+    if params.temperature != 1:
+        logits = apply_temperature(logits, params.temperature)
+    if params.top_k:
+        logits = keep_top_k(logits, params.top_k)
+    if params.top_p < 1:
+        logits = keep_top_p(logits, params.top_p)
+    if params.min_p:
+        logits = keep_min_p(logits, params.min_p)
     return logits.log_softmax(-1)
 
 # %% ../../nbs/rollout/01_sampling.ipynb #7bb201b9
@@ -132,8 +192,13 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (N,) int64 and their log-probs (N,)
     "Draw one token of each row, with one random number a row."
     ends = logprobs.exp().cumsum(-1, dtype=torch.float64)  # (N, V)
-    dart = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device, generator=generator) * ends[:, -1:]
-    tokens = torch.searchsorted(ends, dart, right=True).clamp(max=ends.shape[-1] - 1)  # (N, 1); the clamp is for rows of NaN
+    dart = (
+        torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device, generator=generator)
+        * ends[:, -1:]
+    )
+    tokens = torch.searchsorted(ends, dart, right=True).clamp(
+        max=ends.shape[-1] - 1
+    )  # (N, 1); the clamp is for rows of NaN
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 # %% ../../nbs/rollout/01_sampling.ipynb #98a46f0e
@@ -142,8 +207,11 @@ def sample_tokens(
     params: SamplingParams,  # how to draw
     seen: torch.Tensor | None = None,  # (N, V) bool, needed with a repetition penalty
     generator: torch.Generator | None = None,  # None is torch's global one
-) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (N,) and logps (N,) float32: of the distribution drawn from; greedy: of the unprocessed softmax
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # tokens (N,) and logps (N,) float32: of the distribution drawn from; greedy: of the unprocessed softmax
     "Choose the next token of each row."
-    if params.temperature > 0: return draw(processed_log_probs(logits, params, seen), generator)
+    if params.temperature > 0:
+        return draw(processed_log_probs(logits, params, seen), generator)
     tokens = _penalised(logits, params, seen).argmax(-1)  # (N,)
     return tokens, logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]

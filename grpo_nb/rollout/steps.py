@@ -30,6 +30,7 @@ def norm(
 @dataclass(frozen=True)
 class Projection:
     "A linear layer's own tensors, and those of its active adapter."
+
     weight: torch.Tensor  # (N, K)
     bias: torch.Tensor | None = None  # (N,)
     a: torch.Tensor | None = None  # (r, K), LoRA's down projection; None: no adapter
@@ -46,7 +47,8 @@ def project(
     parts = []
     for p in projections:
         y = F.linear(x, p.weight.to(x.dtype), None if p.bias is None else p.bias.to(x.dtype))
-        if p.a is not None: y = (y + p.scaling * F.linear(F.linear(x.to(p.a.dtype), p.a), p.b)).to(x.dtype)
+        if p.a is not None:
+            y = (y + p.scaling * F.linear(F.linear(x.to(p.a.dtype), p.a), p.b)).to(x.dtype)
         parts.append(y)
     y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     return y if residual is None else residual + y
@@ -70,7 +72,8 @@ def attend(
     cos: torch.Tensor,  # (B, D/2) at each row's position
     sin: torch.Tensor,  # (B, D/2)
     cache: LayerCache,  # read up to `lengths`, and written at it
-    rows: torch.Tensor | slice,  # (B,) which row of the cache each is; a slice where they stand side by side, which saves a copy
+    rows: torch.Tensor
+    | slice,  # (B,) which row of the cache each is; a slice where they stand side by side, which saves a copy
     lengths: torch.Tensor,  # (N+1,) int32, tokens in the cache before this one
     sinks: torch.Tensor,  # (Hq,)
     *,
@@ -81,23 +84,46 @@ def attend(
     "Attention of one new token a row, with sinks."
     B, D = len(qkv), cache.keys.shape[-1]
     heads = qkv.view(B, -1, D)
-    q, k = rotate(heads[:, :-kv_heads], cos, sin).split([heads.shape[1] - 2 * kv_heads, kv_heads], 1)
+    q, k = rotate(heads[:, :-kv_heads], cos, sin).split(
+        [heads.shape[1] - 2 * kv_heads, kv_heads], 1
+    )
     v = heads[:, -kv_heads:]
     position = lengths[rows].long()  # (B,)
     each = torch.arange(len(lengths), device=q.device)[rows]
-    if cache.window is not None: where, place, read, S = each, position % cache.window, rows, cache.window
-    elif cache.table is None: where, place, read, S = each, position, rows, min(reach, cache.keys.shape[2])
+    if cache.window is not None:
+        where, place, read, S = each, position % cache.window, rows, cache.window
+    elif cache.table is None:
+        where, place, read, S = each, position, rows, min(reach, cache.keys.shape[2])
     else:
         page = cache.keys.shape[2]
         read = cache.table[rows, : -(-reach // page)].long()  # (B, pages)
-        where, place, S = read.gather(1, position[:, None] // page)[:, 0], position % page, read.shape[1] * page
+        where, place, S = (
+            read.gather(1, position[:, None] // page)[:, 0],
+            position % page,
+            read.shape[1] * page,
+        )
     cache.keys[where, :, place], cache.values[where, :, place] = k, v
     k, v = (x[read] for x in (cache.keys, cache.values))
-    if cache.table is not None: k, v = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))  # (B, pages, Hk, page, D) -> (B, Hk, S, D)
-    k, v, wide = k[:, :, :S].flatten(0, 1), v[:, :, :S].flatten(0, 1), torch.promote_types(q.dtype, torch.float32)  # (B Hk, S, D)
-    scores = torch.bmm(q.reshape(B * kv_heads, -1, D).to(wide) * scale, k.to(wide).mT).view(B, -1, S)  # (B, Hq, S)
+    if cache.table is not None:
+        k, v = (
+            x.transpose(1, 2).flatten(2, 3) for x in (k, v)
+        )  # (B, pages, Hk, page, D) -> (B, Hk, S, D)
+    k, v, wide = (
+        k[:, :, :S].flatten(0, 1),
+        v[:, :, :S].flatten(0, 1),
+        torch.promote_types(q.dtype, torch.float32),
+    )  # (B Hk, S, D)
+    scores = torch.bmm(q.reshape(B * kv_heads, -1, D).to(wide) * scale, k.to(wide).mT).view(
+        B, -1, S
+    )  # (B, Hq, S)
     later = torch.arange(S, device=q.device) > position[:, None]  # (B, S)
-    scores = torch.cat([scores.masked_fill_(later[:, None], -torch.inf), sinks.to(wide)[:, None].expand(B, -1, -1)], -1)
+    scores = torch.cat(
+        [
+            scores.masked_fill_(later[:, None], -torch.inf),
+            sinks.to(wide)[:, None].expand(B, -1, -1),
+        ],
+        -1,
+    )
     shares = scores.softmax(-1)[..., :-1].to(v.dtype)  # (B, Hq, S)
     return torch.bmm(shares.reshape(B * kv_heads, -1, S), v).view(B, -1)
 
@@ -105,6 +131,7 @@ def attend(
 @dataclass(frozen=True)
 class LayerWeights:
     "A gpt-oss layer's own tensors."
+
     norm: torch.Tensor  # (H,)
     query: Projection
     key: Projection
@@ -132,21 +159,28 @@ def mix(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
     "Norm, router, experts, residual, and the next norm."
     normed = norm(x, layer.expert_norm, eps, dtype)
-    values, chosen = F.linear(normed, layer.router.to(dtype), layer.router_bias.to(dtype)).topk(top, -1)  # (B, top) each
-    x = x + routed_experts(normed, chosen, values.softmax(-1), layer.experts, path=path, slice_tokens=SLICE)
+    values, chosen = F.linear(normed, layer.router.to(dtype), layer.router_bias.to(dtype)).topk(
+        top, -1
+    )  # (B, top) each
+    x = x + routed_experts(
+        normed, chosen, values.softmax(-1), layer.experts, path=path, slice_tokens=SLICE
+    )
     return x, norm(x, next_norm, eps, dtype)
 
 # %% ../../nbs/rollout/04_steps.ipynb #554059c0
 @dataclass
 class Progress:
     "N completions on their way, and a spare row."
+
     ids: torch.Tensor  # (N+1, T) int64, the tokens drawn; those beyond a row's count mean nothing
     logps: torch.Tensor  # (N+1, T) float32
     last: torch.Tensor  # (N+1,) int64, the newest token, not yet fed to the model
     lengths: torch.Tensor  # (N+1,) int32, tokens in the cache
     counts: torch.Tensor  # (N+1,) int32, tokens drawn
     alive: torch.Tensor  # (N+1,) bool
-    seen: torch.Tensor | None = None  # (N+1, V) bool, tokens of the prompt and the completion; kept for a repetition penalty
+    seen: torch.Tensor | None = (
+        None  # (N+1, V) bool, tokens of the prompt and the completion; kept for a repetition penalty
+    )
 
     @classmethod
     def start(
@@ -157,10 +191,20 @@ class Progress:
     ) -> "Progress":
         "Nothing drawn yet. The first token is drawn without feeding one, so lengths begin one short."
         rows = len(lengths) + 1
-        def zeros(dtype, *shape): return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+        def zeros(dtype, *shape):
+            return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
         before = torch.tensor([*(n - 1 for n in lengths), 0], dtype=torch.int32, device=device)
         alive = torch.arange(rows, device=device) < rows - 1
-        return cls(zeros(torch.long, max_tokens), zeros(torch.float32, max_tokens), zeros(torch.long), before, zeros(torch.int32), alive)
+        return cls(
+            zeros(torch.long, max_tokens),
+            zeros(torch.float32, max_tokens),
+            zeros(torch.long),
+            before,
+            zeros(torch.int32),
+            alive,
+        )
 
 
 def record(
@@ -172,13 +216,15 @@ def record(
 ) -> None:
     "Write the tokens down, and end the rows that stop or are full."
     going, numbers = progress.alive[rows], torch.arange(len(progress.alive), device=tokens.device)
-    if not going.all(): rows, tokens, logps = numbers[rows][going], tokens[going], logps[going]
+    if not going.all():
+        rows, tokens, logps = numbers[rows][going], tokens[going], logps[going]
     each, at = numbers[rows], progress.counts[rows].long()
     progress.ids[each, at], progress.logps[each, at], progress.last[rows] = tokens, logps, tokens
     progress.counts[rows] += 1
     progress.lengths[rows] += 1
     progress.alive[rows] = (tokens[:, None] != stop).all(-1) & (at + 1 < progress.ids.shape[1])
-    if progress.seen is not None: progress.seen[each, tokens] = True
+    if progress.seen is not None:
+        progress.seen[each, tokens] = True
 
 # %% ../../nbs/rollout/04_steps.ipynb #6d0bcc3b
 def record_column(
@@ -191,17 +237,27 @@ def record_column(
 ) -> None:
     "`record` for rows in lockstep, in fewer calls."
     going = progress.alive[rows]
-    progress.ids[rows, column], progress.logps[rows, column], progress.last[rows] = tokens, logps, tokens
+    progress.ids[rows, column], progress.logps[rows, column], progress.last[rows] = (
+        tokens,
+        logps,
+        tokens,
+    )
     progress.counts[rows] += going
     progress.lengths[rows] += going
-    progress.alive[rows] = going & (tokens[:, None] != stop).all(-1) if column + 1 < progress.ids.shape[1] else False
-    if progress.seen is not None: progress.seen[rows] = progress.seen[rows].scatter(1, tokens[:, None], True)
+    progress.alive[rows] = (
+        going & (tokens[:, None] != stop).all(-1) if column + 1 < progress.ids.shape[1] else False
+    )
+    if progress.seen is not None:
+        progress.seen[rows] = progress.seen[rows].scatter(1, tokens[:, None], True)
 
 # %% ../../nbs/rollout/04_steps.ipynb #9c3a73cb
 @dataclass(frozen=True)
 class SmallLayer:
     "Copies of a layer's weights, rewritten for few calls. Every matrix is (in, out), with its bias beside it."
-    qkv: tuple[torch.Tensor, torch.Tensor]  # (H, (Hq + 2 Hk) D), the numbers that rotate together side by side
+
+    qkv: tuple[
+        torch.Tensor, torch.Tensor
+    ]  # (H, (Hq + 2 Hk) D), the numbers that rotate together side by side
     output: tuple[torch.Tensor, torch.Tensor]  # (Hq D, H)
     gate: tuple[torch.Tensor, torch.Tensor]  # (H, E I), of all experts, times alpha
     up: tuple[torch.Tensor, torch.Tensor]  # (H, E I), its bias 1 higher
@@ -224,22 +280,45 @@ def rewrite(
     "Copy a layer's weights."
     e, alpha, width, heads = layer.experts, layer.experts.alpha, len(layer.norm), len(layer.sinks)
     D = len(layer.query.weight) // heads
+
     def linear(p):
         weight = p.weight if p.a is None else p.weight + p.scaling * p.b @ p.a
         return weight.T, weight.new_zeros(len(weight)) if p.bias is None else p.bias
-    def side_by_side(x): return x.unflatten(-1, (-1, 2, D // 2)).mT.flatten(-3)  # the last dimension is all heads' numbers
-    def adapted(weight, lora): return weight + sum(f.scaling * f.a @ f.b for f in lora)  # (E, in, out)
-    def after(gamma, weight, bias): return width**0.5 * gamma[:, None] * weight, bias
+
+    def side_by_side(x):
+        return x.unflatten(-1, (-1, 2, D // 2)).mT.flatten(
+            -3
+        )  # the last dimension is all heads' numbers
+
+    def adapted(weight, lora):
+        return weight + sum(f.scaling * f.a @ f.b for f in lora)  # (E, in, out)
+
+    def after(gamma, weight, bias):
+        return width**0.5 * gamma[:, None] * weight, bias
+
     q, k, v = (linear(p) for p in (layer.query, layer.key, layer.value))
-    qkv = (torch.cat([side_by_side(x) * D**-0.5, side_by_side(y), z], -1) for x, y, z in zip(q, k, v))
+    qkv = (
+        torch.cat([side_by_side(x) * D**-0.5, side_by_side(y), z], -1) for x, y, z in zip(q, k, v)
+    )
     gate_up = adapted(e.gate_up, e.gate_up_lora).transpose(0, 1)  # (H, E, 2I), gate and up in turns
     return SmallLayer(
-        after(layer.norm, *qkv), linear(layer.output),
-        after(layer.expert_norm, alpha * gate_up[..., ::2].flatten(1), alpha * e.gate_up_bias[:, ::2].flatten()),
-        after(layer.expert_norm, gate_up[..., 1::2].flatten(1), 1 + e.gate_up_bias[:, 1::2].flatten()),
+        after(layer.norm, *qkv),
+        linear(layer.output),
+        after(
+            layer.expert_norm,
+            alpha * gate_up[..., ::2].flatten(1),
+            alpha * e.gate_up_bias[:, ::2].flatten(),
+        ),
+        after(
+            layer.expert_norm, gate_up[..., 1::2].flatten(1), 1 + e.gate_up_bias[:, 1::2].flatten()
+        ),
         after(layer.expert_norm, layer.router.T, layer.router_bias),
         (adapted(e.down, e.down_lora).flatten(0, 1) / alpha, e.down_bias),
-        (alpha * e.limit, e.limit), layer.norm.new_tensor((width * eps) ** 0.5), (heads, kv_heads, kv_heads), top)
+        (alpha * e.limit, e.limit),
+        layer.norm.new_tensor((width * eps) ** 0.5),
+        (heads, kv_heads, kv_heads),
+        top,
+    )
 
 # %% ../../nbs/rollout/04_steps.ipynb #d3e5fe82
 def direction(
@@ -254,9 +333,13 @@ def small_heads(
     x: torch.Tensor,  # (B, H), the residual stream
     layer: SmallLayer,
     turn: torch.Tensor,  # (B, 1, D/2) complex, the rotation at each row's position
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # queries (B, Hq, D) and keys (B, Hk, D), rotated, and values (B, Hk, D)
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]:  # queries (B, Hq, D) and keys (B, Hk, D), rotated, and values (B, Hk, D)
     "Norm, query, key, value, rotation."
-    pairs = torch.addmm(layer.qkv[1], direction(x, layer.floor), layer.qkv[0]).view(len(x), -1, turn.shape[-1], 2)
+    pairs = torch.addmm(layer.qkv[1], direction(x, layer.floor), layer.qkv[0]).view(
+        len(x), -1, turn.shape[-1], 2
+    )
     torch.view_as_complex(pairs[:, : -layer.heads[2]]).mul_(turn)
     return pairs.flatten(2).split_with_sizes(layer.heads, 1)
 
@@ -271,7 +354,8 @@ def small_attend(
     "Attention of one new token a row, with sinks."
     place, read = 1 + column % cache.places, 1 + min(column + 1, cache.places)
     cache.held[0, :, :, place], cache.held[1, :, :, place] = k, v
-    if column >= cache.places: cache.mask[..., place] = 0  # a ring's new token may take the place of padding
+    if column >= cache.places:
+        cache.mask[..., place] = 0  # a ring's new token may take the place of padding
     keys, values = cache.held[..., :read, :].flatten(1, 2)  # (B Hk, read, D) each
     mask = cache.mask[..., :read].flatten(0, 1)  # (B Hk, Hq/Hk, read)
     scores = torch.baddbmm(mask, q.reshape(len(mask), -1, q.shape[-1]), keys.mT)
@@ -286,9 +370,16 @@ def small_mix(
     "Output, residual, norm, router, experts, residual."
     x.addmm_(attended, layer.output[0]).add_(layer.output[1])
     normed = direction(x, layer.floor)
-    gate, up, chances = (torch.addmm(bias, normed, weight) for weight, bias in (layer.gate, layer.up, layer.router))
+    gate, up, chances = (
+        torch.addmm(bias, normed, weight) for weight, bias in (layer.gate, layer.up, layer.router)
+    )
     values, chosen = chances.topk(layer.top, -1)  # (B, top) each
-    shares = torch.zeros_like(chances).scatter_(1, chosen, values.softmax(-1))  # (B, E), 0 for experts that were not chosen
-    gate, up = F.silu(gate.clamp_(max=layer.limits[0]), inplace=True), up.clamp_(1 - layer.limits[1], 1 + layer.limits[1])
+    shares = torch.zeros_like(chances).scatter_(
+        1, chosen, values.softmax(-1)
+    )  # (B, E), 0 for experts that were not chosen
+    gate, up = (
+        F.silu(gate.clamp_(max=layer.limits[0]), inplace=True),
+        up.clamp_(1 - layer.limits[1], 1 + layer.limits[1]),
+    )
     said = gate.mul_(up).view(*shares.shape, -1).mul_(shares[..., None])  # (B, E, I)
     return x.addmm_(said.flatten(1), layer.down[0]).addmm_(shares, layer.down[1])

@@ -15,10 +15,11 @@ import random
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -27,37 +28,58 @@ def checkpoints(
     output_dir: str | Path,  # of a run
 ) -> list[Path]:  # complete checkpoints, oldest first; empty if there is no such folder
     "The checkpoints of a run."
-    found = [p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    found = [
+        p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)
+    ]
     return sorted(found, key=lambda p: int(p.name.split("-")[1]))
 
 
 def find_checkpoint(
-    resume: bool | str | Path | None,  # True: the newest in output_dir; "auto": the same, if there is one; a folder: that one; None or False: none
+    resume: bool
+    | str
+    | Path
+    | None,  # True: the newest in output_dir; "auto": the same, if there is one; a folder: that one; None or False: none
     output_dir: str | Path,  # of the run
 ) -> Path | None:  # None: begin anew
     "The checkpoint that `train(resume_from_checkpoint=...)` means; a sentence if it is not there."
-    if not resume: return None
+    if not resume:
+        return None
     if resume in (True, "auto"):
         there = [p for p in checkpoints(output_dir) if (p / "training_state.pt").is_file()]
-        if there: return there[-1]
-        if resume == "auto": return None
-        raise ValueError(f"there is no checkpoint in {str(output_dir)!r} to resume from (one that save_only_model=True wrote holds the model alone); begin with train(), or name a folder")
+        if there:
+            return there[-1]
+        if resume == "auto":
+            return None
+        raise ValueError(
+            f"there is no checkpoint in {str(output_dir)!r} to resume from (one that save_only_model=True wrote holds the model alone); begin with train(), or name a folder"
+        )
     if not (Path(resume) / "training_state.pt").is_file():
-        names = [p.name for p in checkpoints(Path(resume))] or [str(p) for p in checkpoints(output_dir)]
-        raise ValueError(f"{str(resume)!r} is not a checkpoint (it has no training_state.pt); found there or in the output folder: {names or 'none'}")
+        names = [p.name for p in checkpoints(Path(resume))] or [
+            str(p) for p in checkpoints(output_dir)
+        ]
+        raise ValueError(
+            f"{str(resume)!r} is not a checkpoint (it has no training_state.pt); found there or in the output folder: {names or 'none'}"
+        )
     return Path(resume)
 
 
 def read_state(
     folder: Path,  # a checkpoint
-) -> dict[str, Any]:  # what `save_checkpoint` put beside the model; ValueError if the file is damaged
+) -> dict[
+    str, Any
+]:  # what `save_checkpoint` put beside the model; ValueError if the file is damaged
     "Where a run stood."
     path = folder / "training_state.pt"
-    try: return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        others = [p.name for p in checkpoints(folder.parent) if p != folder and (p / path.name).is_file()]
-        raise ValueError(f"{str(path)!r} cannot be read, it is damaged or was cut off ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
-                         f"go on from an older checkpoint by its name (there: {others or 'none'}), or begin anew") from error
+        others = [
+            p.name for p in checkpoints(folder.parent) if p != folder and (p / path.name).is_file()
+        ]
+        raise ValueError(
+            f"{str(path)!r} cannot be read, it is damaged or was cut off ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
+            f"go on from an older checkpoint by its name (there: {others or 'none'}), or begin anew"
+        ) from error
 
 
 def make_folder(
@@ -66,8 +88,12 @@ def make_folder(
     "Make the folder of a run; ValueError if nothing can be written there."
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir): pass
-    except OSError as error: raise ValueError(f"output_dir={str(output_dir)!r} cannot be written: {error.strerror or error}; name another folder") from None
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} cannot be written: {error.strerror or error}; name another folder"
+        ) from None
 
 
 def remove_old_checkpoints(
@@ -79,23 +105,36 @@ def remove_old_checkpoints(
     for leftover in Path(output_dir).glob(".checkpoint-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for old in checkpoints(output_dir)[:-keep] if keep else []:
-        if best and old.resolve() == Path(best).resolve(): continue
-        hidden = old.with_name(f".{old.name}.removed")  # at once, so that half of a checkpoint never bears its name
+        if best and old.resolve() == Path(best).resolve():
+            continue
+        hidden = old.with_name(
+            f".{old.name}.removed"
+        )  # at once, so that half of a checkpoint never bears its name
         os.replace(old, hidden)
         shutil.rmtree(hidden)
 
 
 def set_aside(
     output_dir: str | Path,  # of the run
-    after: int | None = None,  # only checkpoints of later steps than this; None: all of them, the log and the completions
+    after: int
+    | None = None,  # only checkpoints of later steps than this; None: all of them, the log and the completions
 ) -> Path | None:  # where they are now, a folder `earlier-run-N`; None: there was nothing
     "Move away what an earlier run left, so that none of it is taken for a part of this one."
-    there = [p for p in checkpoints(output_dir) if after is None or int(p.name.split("-")[1]) > after]
-    if after is None: there += [path for name in ("log.jsonl", "completions") if (path := Path(output_dir) / name).exists()]
-    if not there: return None
+    there = [
+        p for p in checkpoints(output_dir) if after is None or int(p.name.split("-")[1]) > after
+    ]
+    if after is None:
+        there += [
+            path
+            for name in ("log.jsonl", "completions")
+            if (path := Path(output_dir) / name).exists()
+        ]
+    if not there:
+        return None
     folder = next(f for n in count(1) if not (f := Path(output_dir) / f"earlier-run-{n}").exists())
     folder.mkdir()
-    for path in there: os.replace(path, folder / path.name)
+    for path in there:
+        os.replace(path, folder / path.name)
     return folder
 
 # %% ../../nbs/training/06_checkpoint.ipynb #f08d2ea2
@@ -104,8 +143,12 @@ def random_state() -> dict[str, Any]:  # of Python, NumPy and torch, on the CPU 
     import numpy
 
     kind, keys, *rest = numpy.random.get_state()
-    return {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
 
 
 def set_random_state(
@@ -118,7 +161,8 @@ def set_random_state(
     random.setstate((version, tuple(numbers), gauss))
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available(): torch.cuda.set_rng_state(state["cuda"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 # %% ../../nbs/training/06_checkpoint.ipynb #24d3eb74
 class deterministic:
@@ -131,8 +175,12 @@ class deterministic:
         self.on = on
 
     def __enter__(self) -> None:
-        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        if self.on: torch.use_deterministic_algorithms(True)
+        self.before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        if self.on:
+            torch.use_deterministic_algorithms(True)
 
     def __exit__(self, *error) -> None:
         torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
@@ -144,11 +192,13 @@ def truncate_log(
 ) -> None:
     "Forget what the log says about steps that will be run again."
     path = Path(path)
-    if not path.exists(): return
+    if not path.exists():
+        return
     kept = []
     for line in path.read_text().splitlines():
         try:
-            if json.loads(line)["step"] <= step: kept.append(line)
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
         except (json.JSONDecodeError, KeyError):
             continue
     partial = path.with_name(f".{path.name}.partial")
@@ -161,12 +211,17 @@ def check_adapter(
     folder: Path,  # a saved adapter
 ) -> None:  # ValueError where the saved one has another size or counts otherwise
     "Whether a saved adapter is one of this kind."
-    if not (folder / "adapter_config.json").is_file(): raise ValueError(f"{str(folder)!r} holds no adapter, but weights of the model itself: build the model without an adapter, as it was saved, or begin anew")
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds no adapter, but weights of the model itself: build the model without an adapter, as it was saved, or begin anew"
+        )
     saved = json.loads((folder / "adapter_config.json").read_text())
     for name in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"):
         now, then = getattr(config, name, None), saved.get(name)
         if name in saved and now != then:
-            raise ValueError(f"{name} of the adapter is {getattr(now, 'value', now)!r}, and it is {then!r} in {str(folder)!r}: build the model with the peft_config that was saved, or begin anew")
+            raise ValueError(
+                f"{name} of the adapter is {getattr(now, 'value', now)!r}, and it is {then!r} in {str(folder)!r}: build the model with the peft_config that was saved, or begin anew"
+            )
 
 
 def saved_tensors(
@@ -174,9 +229,12 @@ def saved_tensors(
     path: Path,  # of a checkpoint
 ) -> dict[str, torch.Tensor]:  # ValueError if it is damaged
     "What a weight file holds."
-    try: return read(str(path))
+    try:
+        return read(str(path))
     except Exception as error:  # whatever safetensors, PEFT and the hub raise
-        raise ValueError(f"the weights in {str(path)!r} cannot be read, they are damaged, cut off or gone ({type(error).__name__}: {str(error).partition(chr(10))[0]}): go on from another checkpoint by its name, or begin anew") from error
+        raise ValueError(
+            f"the weights in {str(path)!r} cannot be read, they are damaged, cut off or gone ({type(error).__name__}: {str(error).partition(chr(10))[0]}): go on from another checkpoint by its name, or begin anew"
+        ) from error
 
 
 def read_weights(
@@ -185,36 +243,69 @@ def read_weights(
 ) -> Callable[[], None]:  # copies them; ValueError, and the model as it was, where they do not fit
     "Read saved weights, or a saved adapter, for a model."
     folder = Path(folder)
-    if not folder.is_dir(): raise ValueError(f"there is no folder {str(folder)!r} to load weights from: it was moved or removed")
+    if not folder.is_dir():
+        raise ValueError(
+            f"there is no folder {str(folder)!r} to load weights from: it was moved or removed"
+        )
     if hasattr(model, "peft_config"):
-        from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+        from peft import (
+            PeftModel,
+            get_peft_model_state_dict,
+            load_peft_weights,
+            set_peft_model_state_dict,
+        )
         from peft.utils.constants import EMBEDDING_LAYER_NAMES
 
-        active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+        active = (
+            model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+        )
         missing, unexpected, adapters, own = [], [], {}, {}
         for name in active:
-            place = folder / name if (folder / name / "adapter_config.json").is_file() else folder  # where PEFT saves one that is not called "default"
+            place = (
+                folder / name if (folder / name / "adapter_config.json").is_file() else folder
+            )  # where PEFT saves one that is not called "default"
             check_adapter(model.peft_config[name], place)
-            saved = saved_tensors(lambda path: load_peft_weights(path, device="cpu", local_files_only=True), place)
-            adapters[name] = saved if isinstance(model, PeftModel) else {key.removeprefix("base_model.model."): value for key, value in saved.items()}  # of transformers' add_adapter
+            saved = saved_tensors(
+                lambda path: load_peft_weights(path, device="cpu", local_files_only=True), place
+            )
+            adapters[name] = (
+                saved
+                if isinstance(model, PeftModel)
+                else {key.removeprefix("base_model.model."): value for key, value in saved.items()}
+            )  # of transformers' add_adapter
             own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
             missing += own.keys() - adapters[name].keys()
-            unexpected += [key for key in adapters[name].keys() - own.keys() if not any(layer in key for layer in EMBEDDING_LAYER_NAMES)]
+            unexpected += [
+                key
+                for key in adapters[name].keys() - own.keys()
+                if not any(layer in key for layer in EMBEDDING_LAYER_NAMES)
+            ]
+
         def copy():
-            for name, saved in adapters.items(): set_peft_model_state_dict(model, saved, adapter_name=name)
+            for name, saved in adapters.items():
+                set_peft_model_state_dict(model, saved, adapter_name=name)
     else:
         from safetensors.torch import load_file
 
         state = {}
-        for file in sorted(folder.glob("*.safetensors")): state.update(saved_tensors(load_file, file))
+        for file in sorted(folder.glob("*.safetensors")):
+            state.update(saved_tensors(load_file, file))
         own = model.state_dict()
         for name in state.keys() & own.keys():
-            if state[name].shape != own[name].shape: raise ValueError(f"the weights in {str(folder)!r} are of another model: {name} has shape {tuple(state[name].shape)} there and {tuple(own[name].shape)} here")
+            if state[name].shape != own[name].shape:
+                raise ValueError(
+                    f"the weights in {str(folder)!r} are of another model: {name} has shape {tuple(state[name].shape)} there and {tuple(own[name].shape)} here"
+                )
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         unexpected, missing = state.keys() - own.keys(), own.keys() - state.keys() - set(tied)
-        def copy(): model.load_state_dict(state, strict=False)
+
+        def copy():
+            model.load_state_dict(state, strict=False)
+
     if unexpected or missing:
-        raise ValueError(f"the weights in {str(folder)!r} are of another model: missing {sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}; give the model, or the peft_config, that was saved, or begin anew")
+        raise ValueError(
+            f"the weights in {str(folder)!r} are of another model: missing {sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}; give the model, or the peft_config, that was saved, or begin anew"
+        )
     return copy
 
 
@@ -233,6 +324,8 @@ def no_file_bars():
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    try: yield
+    try:
+        yield
     finally:
-        if shown: logging.enable_progress_bar()
+        if shown:
+            logging.enable_progress_bar()

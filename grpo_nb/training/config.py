@@ -26,14 +26,18 @@ from typing import Any, get_args, get_origin
 # %% ../../nbs/training/01_config.ipynb #b6691fb6
 def setting(
     default,  # the value when nothing is given
-    allowed: str | tuple | None = None,  # an interval such as "(0, 1]" for a number, or a tuple of the possible words
+    allowed: str
+    | tuple
+    | None = None,  # an interval such as "(0, 1]" for a number, or a tuple of the possible words
     *,
     same: dict | None = None,  # other ways to write a value, e.g. {True: "group"}
     use: str | None = None,  # the setting whose value is used where this one is None
     why: str = "",  # a sentence added to the error: the reason for the range
 ):  # a dataclass field that remembers all of it
     "A field of a settings class."
-    return field(default=default, metadata={"allowed": allowed, "same": same or {}, "use": use, "why": why})
+    return field(
+        default=default, metadata={"allowed": allowed, "same": same or {}, "use": use, "why": why}
+    )
 
 
 def inside(
@@ -50,22 +54,37 @@ def kinds(
     hint,  # the annotation of a field, e.g. `float | None`
 ) -> tuple[type, ...]:  # (float, NoneType)
     "The types that an annotation allows."
-    return tuple(get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,)))
+    return tuple(
+        get_origin(part) or part
+        for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+    )
 
 
 def possible(
     spec: Field,  # a field made by `setting`
 ) -> str:  # e.g. "a number in (0, 1] or None"
     "What a setting can be, in words."
-    types, allowed = [kind for kind in kinds(spec.type) if not (kind is str and dict in kinds(spec.type))], spec.metadata["allowed"]
-    words = {float: f"a number in {allowed}", int: f"a whole number in {allowed}", str: "a string", bool: "True or False",
-             list: "a list", dict: "a dict (or its JSON, as on a command line)", NoneType: "None"}
-    if isinstance(allowed, tuple): words[str] = "one of " + ", ".join(map(repr, allowed))
+    types, allowed = (
+        [kind for kind in kinds(spec.type) if not (kind is str and dict in kinds(spec.type))],
+        spec.metadata["allowed"],
+    )
+    words = {
+        float: f"a number in {allowed}",
+        int: f"a whole number in {allowed}",
+        str: "a string",
+        bool: "True or False",
+        list: "a list",
+        dict: "a dict (or its JSON, as on a command line)",
+        NoneType: "None",
+    }
+    if isinstance(allowed, tuple):
+        words[str] = "one of " + ", ".join(map(repr, allowed))
     return " or ".join(words[kind] for kind in types)
 
 
 ELSEWHERE = {  # words of papers and other libraries -> what they are here
-    "gspo": "GSPO is loss_type='grpo' with importance_sampling_level='sequence'.", "ppo": "PPO's clipped loss, averaged over tokens, is 'dapo'.",
+    "gspo": "GSPO is loss_type='grpo' with importance_sampling_level='sequence'.",
+    "ppo": "PPO's clipped loss, averaged over tokens, is 'dapo'.",
 }
 
 
@@ -76,10 +95,18 @@ def nearest(
     "The word that was meant, as far as one can tell."
     allowed = spec.metadata["allowed"]
     if isinstance(allowed, tuple):
-        if (told := ELSEWHERE.get(str(value).lower())) and spec.name == "loss_type": return f" {told}"
-        close = [word for word in allowed if word.lower() == str(value).lower()] or difflib.get_close_matches(str(value), allowed, 1, 0.8)
+        if (told := ELSEWHERE.get(str(value).lower())) and spec.name == "loss_type":
+            return f" {told}"
+        close = [
+            word for word in allowed if word.lower() == str(value).lower()
+        ] or difflib.get_close_matches(str(value), allowed, 1, 0.8)
         return f" The nearest is {close[0]!r}." if close else ""
-    if isinstance(value, float) and 0 < value < 1 and spec.name in ("save_steps", "eval_steps", "logging_steps"): return " A share of the run is not understood here: give a number of updates."
+    if (
+        isinstance(value, float)
+        and 0 < value < 1
+        and spec.name in ("save_steps", "eval_steps", "logging_steps")
+    ):
+        return " A share of the run is not understood here: give a number of updates."
     return ""
 
 
@@ -88,24 +115,49 @@ def legal(
     value,  # what was given
 ):  # the value as it is kept: plain Python, whole numbers as int, other numbers as float
     "Check one value against its setting; ValueError with a sentence if it does not fit."
-    if "allowed" not in spec.metadata: return value  # a field of somebody's own, in a subclass
-    plain = value.value if isinstance(value, Enum) else os.fspath(value) if isinstance(value, os.PathLike) else value
-    if isinstance(plain, str) and plain in ("True", "False") and True in spec.metadata["same"]: plain = plain == "True"  # from a command line
-    if plain is None or isinstance(plain, (bool, int)): plain = spec.metadata["same"].get(plain, plain)
+    if "allowed" not in spec.metadata:
+        return value  # a field of somebody's own, in a subclass
+    plain = (
+        value.value
+        if isinstance(value, Enum)
+        else os.fspath(value)
+        if isinstance(value, os.PathLike)
+        else value
+    )
+    if isinstance(plain, str) and plain in ("True", "False") and True in spec.metadata["same"]:
+        plain = plain == "True"  # from a command line
+    if plain is None or isinstance(plain, (bool, int)):
+        plain = spec.metadata["same"].get(plain, plain)
     types, allowed = kinds(spec.type), spec.metadata["allowed"]
-    if plain is None and NoneType in types: return None
-    if isinstance(plain, bool) and bool in types: return plain
-    if isinstance(plain, Real) and not isinstance(plain, bool) and (float in types or int in types) and inside(plain, allowed):
-        if float in types: return float(plain)
-        if plain == int(plain): return int(plain)
+    if plain is None and NoneType in types:
+        return None
+    if isinstance(plain, bool) and bool in types:
+        return plain
+    if (
+        isinstance(plain, Real)
+        and not isinstance(plain, bool)
+        and (float in types or int in types)
+        and inside(plain, allowed)
+    ):
+        if float in types:
+            return float(plain)
+        if plain == int(plain):
+            return int(plain)
     if isinstance(plain, str) and dict in types:
-        try: plain = json.loads(plain)
-        except ValueError: pass
-    elif isinstance(plain, str) and str in types and plain in (allowed or (plain,)): return plain
-    if isinstance(plain, (list, tuple)) and list in types: return list(plain)
-    if isinstance(plain, dict) and dict in types: return dict(plain)
-    raise ValueError(f"{spec.name} is {value!r}, but it has to be {possible(spec)}.{nearest(spec, plain)} "
-                     f"{spec.metadata['why']}The default is {spec.default!r}.")
+        try:
+            plain = json.loads(plain)
+        except ValueError:
+            pass
+    elif isinstance(plain, str) and str in types and plain in (allowed or (plain,)):
+        return plain
+    if isinstance(plain, (list, tuple)) and list in types:
+        return list(plain)
+    if isinstance(plain, dict) and dict in types:
+        return dict(plain)
+    raise ValueError(
+        f"{spec.name} is {value!r}, but it has to be {possible(spec)}.{nearest(spec, plain)} "
+        f"{spec.metadata['why']}The default is {spec.default!r}."
+    )
 
 # %% ../../nbs/training/01_config.ipynb #fbd5e52c
 @functools.cache
@@ -113,17 +165,47 @@ def known(
     cls: type,  # a settings class
 ) -> dict[str, Field]:  # name -> field
     "The settings of a class, by name; copies, for transformers' command line parser writes into a dataclass's own fields."
-    inherited = {name: spec for base in reversed(cls.__mro__[1:]) if is_dataclass(base) for name, spec in known(base).items()}
+    inherited = {
+        name: spec
+        for base in reversed(cls.__mro__[1:])
+        if is_dataclass(base)
+        for name, spec in known(base).items()
+    }
     return {spec.name: inherited.get(spec.name) or copy.copy(spec) for spec in fields(cls)}
 
 
 OTHER_NAMES = {  # of settings, in other libraries -> here
-    "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length", "response_length": "max_completion_length", "lr": "learning_rate", "epochs": "num_train_epochs", "steps": "max_steps",
-    "batch_size": "per_device_train_batch_size", "group_size": "num_generations", "num_samples": "num_generations", "n": "num_generations", "kl_coef": "beta", "kl_coeff": "beta",
-    "kl_penalty": "beta", "init_kl_coef": "beta", "kl_loss_coef": "beta", "clip_range": "epsilon", "cliprange": "epsilon", "clip_ratio": "epsilon", "clip_eps": "epsilon", "eps_clip": "epsilon",
-    "clip_ratio_low": "epsilon", "clip_ratio_high": "epsilon_high", "num_ppo_epochs": "num_iterations", "ppo_epochs": "num_iterations", "mu": "num_iterations",
-    "per_device_batch_size": "per_device_train_batch_size", "train_batch_size": "per_device_train_batch_size", "entropy_coeff": "entropy_coef", "entropy_coefficient": "entropy_coef",
-    "grad_clip": "max_grad_norm", "reward_scaling": "scale_rewards",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "response_length": "max_completion_length",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "batch_size": "per_device_train_batch_size",
+    "group_size": "num_generations",
+    "num_samples": "num_generations",
+    "n": "num_generations",
+    "kl_coef": "beta",
+    "kl_coeff": "beta",
+    "kl_penalty": "beta",
+    "init_kl_coef": "beta",
+    "kl_loss_coef": "beta",
+    "clip_range": "epsilon",
+    "cliprange": "epsilon",
+    "clip_ratio": "epsilon",
+    "clip_eps": "epsilon",
+    "eps_clip": "epsilon",
+    "clip_ratio_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
+    "num_ppo_epochs": "num_iterations",
+    "ppo_epochs": "num_iterations",
+    "mu": "num_iterations",
+    "per_device_batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "entropy_coeff": "entropy_coef",
+    "entropy_coefficient": "entropy_coef",
+    "grad_clip": "max_grad_norm",
+    "reward_scaling": "scale_rewards",
 }
 
 
@@ -132,8 +214,14 @@ def unknown(
     names,  # what there is
 ) -> str:  # a sentence with the nearest name
     "The sentence for a name that does not exist."
-    close = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, 1, 0.75)
-    return f"There is no setting {name!r}" + (f"; the nearest is {close[0]!r}." if close else " and none is spelt nearly so.")
+    close = (
+        [OTHER_NAMES[name]]
+        if OTHER_NAMES.get(name) in names
+        else difflib.get_close_matches(name, names, 1, 0.75)
+    )
+    return f"There is no setting {name!r}" + (
+        f"; the nearest is {close[0]!r}." if close else " and none is spelt nearly so."
+    )
 
 
 @dataclass(kw_only=True)
@@ -142,18 +230,26 @@ class Settings:
 
     def __setattr__(self, name: str, value):
         "Set one value, after checking it."
-        if name not in known(type(self)): raise AttributeError(unknown(name, known(type(self))))
+        if name not in known(type(self)):
+            raise AttributeError(unknown(name, known(type(self))))
         super().__setattr__(name, legal(known(type(self))[name], value))
 
     def __post_init__(self):
         "Check the values against each other, then warn about the doubtful ones."
         for group in type(self).__mro__:
-            if "check" in vars(group): group.check(self)
-        for sentence in self.cautions(): warnings.warn(sentence, stacklevel=4)
+            if "check" in vars(group):
+                group.check(self)
+        for sentence in self.cautions():
+            warnings.warn(sentence, stacklevel=4)
 
     def cautions(self) -> list[str]:  # one sentence each; empty when all is well
         "What is legal and probably a mistake."
-        return [sentence for group in type(self).__mro__ if "doubts" in vars(group) for sentence in group.doubts(self)]
+        return [
+            sentence
+            for group in type(self).__mro__
+            if "doubts" in vars(group)
+            for sentence in group.doubts(self)
+        ]
 
     def used(
         self,
@@ -167,50 +263,104 @@ class Settings:
 @dataclass(kw_only=True)
 class BatchSettings(Settings):
     "How prompts become batches."
-    per_device_train_batch_size: int = setting(8, "[1, inf)")  # completions in one micro-batch on one device; as many as fit the memory
-    gradient_accumulation_steps: int = setting(1, "[1, inf)")  # micro-batches before one optimizer update; raise it for a larger batch at equal memory
-    num_generations: int = setting(8, "[2, inf)", why="A group of one has nothing to be compared with. ")  # G, completions of one prompt; 8 to 16 is usual
-    num_iterations: int = setting(1, "[1, inf)")  # mu, how often one generation batch is trained on; above 1 the ratio leaves 1 and clipping works
-    steps_per_generation: int | None = setting(None, "[1, inf)")  # micro-batches cut from one generation batch; None: gradient_accumulation_steps
-    generation_batch_size: int | None = setting(None, "[1, inf)")  # completions drawn at once on all devices; give this or steps_per_generation
-    shuffle_dataset: bool = setting(True)  # a new order of the prompts in every epoch; False: as they stand
-    data_seed: int | None = setting(None, "[0, inf)", use="seed")  # of the order of the prompts alone; None: seed
+
+    per_device_train_batch_size: int = setting(
+        8, "[1, inf)"
+    )  # completions in one micro-batch on one device; as many as fit the memory
+    gradient_accumulation_steps: int = setting(
+        1, "[1, inf)"
+    )  # micro-batches before one optimizer update; raise it for a larger batch at equal memory
+    num_generations: int = setting(
+        8, "[2, inf)", why="A group of one has nothing to be compared with. "
+    )  # G, completions of one prompt; 8 to 16 is usual
+    num_iterations: int = setting(
+        1, "[1, inf)"
+    )  # mu, how often one generation batch is trained on; above 1 the ratio leaves 1 and clipping works
+    steps_per_generation: int | None = setting(
+        None, "[1, inf)"
+    )  # micro-batches cut from one generation batch; None: gradient_accumulation_steps
+    generation_batch_size: int | None = setting(
+        None, "[1, inf)"
+    )  # completions drawn at once on all devices; give this or steps_per_generation
+    shuffle_dataset: bool = setting(
+        True
+    )  # a new order of the prompts in every epoch; False: as they stand
+    data_seed: int | None = setting(
+        None, "[0, inf)", use="seed"
+    )  # of the order of the prompts alone; None: seed
 
     def check(self):
         if self.steps_per_generation is not None and self.generation_batch_size is not None:
-            raise ValueError(f"steps_per_generation={self.steps_per_generation} and generation_batch_size={self.generation_batch_size} say the same thing "
-                             "in two ways (generation_batch_size = per_device_train_batch_size x processes x steps_per_generation): give one of them.")
+            raise ValueError(
+                f"steps_per_generation={self.steps_per_generation} and generation_batch_size={self.generation_batch_size} say the same thing "
+                "in two ways (generation_batch_size = per_device_train_batch_size x processes x steps_per_generation): give one of them."
+            )
 
     def layout(
         self,
         num_processes: int = 1,  # devices that train side by side
-    ) -> "grpo_nb.algorithm.batching.BatchLayout":  # ValueError where groups would be cut or steps do not divide
+    ) -> (
+        "grpo_nb.algorithm.batching.BatchLayout"
+    ):  # ValueError where groups would be cut or steps do not divide
         "The batch layout that follows from these settings."
         from grpo_nb.algorithm.batching import BatchLayout
-        others = dict(gradient_accumulation_steps=self.gradient_accumulation_steps, num_iterations=self.num_iterations, num_processes=num_processes)
-        batch, group, drawn = self.per_device_train_batch_size, self.num_generations, self.generation_batch_size
-        if drawn is not None: return BatchLayout.from_generation_batch_size(batch, group, drawn, **others)
+
+        others = dict(
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            num_iterations=self.num_iterations,
+            num_processes=num_processes,
+        )
+        batch, group, drawn = (
+            self.per_device_train_batch_size,
+            self.num_generations,
+            self.generation_batch_size,
+        )
+        if drawn is not None:
+            return BatchLayout.from_generation_batch_size(batch, group, drawn, **others)
         return BatchLayout(batch, group, steps_per_generation=self.steps_per_generation, **others)
 
 # %% ../../nbs/training/01_config.ipynb #51e64766
 @dataclass(kw_only=True)
 class SamplingSettings(Settings):
     "How completions are drawn."
-    max_completion_length: int = setting(512, "[1, inf)")  # longest completion, tokens; it is cut there. Raise it when many completions are cut
-    temperature: float = setting(1.0, "[1e-5, inf)", why="Log-probs are divided by it, and greedy completions are all alike. ")  # above 1 bolder, below 1 safer
-    top_p: float = setting(1.0, "(0, 1]")  # keep the likeliest tokens that together have this probability; 1.0 keeps all
-    top_k: int | None = setting(None, "[1, inf)", same={0: None})  # keep this many of the likeliest tokens; None (or 0) keeps all
-    min_p: float | None = setting(None, "[0, 1]")  # keep tokens at least this likely, relative to the likeliest; 0.01 to 0.2 where it is used at all
-    max_batch_size: int | None = setting(None, "[1, inf)")  # completions that are decoded at the same time, a bound on memory; None: as many as fit (gpt-oss), or all
-    repetition_penalty: float = setting(1.0, "(0, inf)")  # above 1 avoids tokens seen before, below 1 favours them; 1.0 leaves the policy as it is
-    chat_template_kwargs: dict[str, Any] | str | None = setting(None)  # extra variables of the chat template, e.g. {"reasoning_effort": "low"} for gpt-oss
-    generation_kwargs: dict[str, Any] | str | None = setting(None)  # only {"eos_token_id": 7} or a list of ids: the tokens that end a completion
+
+    max_completion_length: int = setting(
+        512, "[1, inf)"
+    )  # longest completion, tokens; it is cut there. Raise it when many completions are cut
+    temperature: float = setting(
+        1.0,
+        "[1e-5, inf)",
+        why="Log-probs are divided by it, and greedy completions are all alike. ",
+    )  # above 1 bolder, below 1 safer
+    top_p: float = setting(
+        1.0, "(0, 1]"
+    )  # keep the likeliest tokens that together have this probability; 1.0 keeps all
+    top_k: int | None = setting(
+        None, "[1, inf)", same={0: None}
+    )  # keep this many of the likeliest tokens; None (or 0) keeps all
+    min_p: float | None = setting(
+        None, "[0, 1]"
+    )  # keep tokens at least this likely, relative to the likeliest; 0.01 to 0.2 where it is used at all
+    max_batch_size: int | None = setting(
+        None, "[1, inf)"
+    )  # completions that are decoded at the same time, a bound on memory; None: as many as fit (gpt-oss), or all
+    repetition_penalty: float = setting(
+        1.0, "(0, inf)"
+    )  # above 1 avoids tokens seen before, below 1 favours them; 1.0 leaves the policy as it is
+    chat_template_kwargs: dict[str, Any] | str | None = setting(
+        None
+    )  # extra variables of the chat template, e.g. {"reasoning_effort": "low"} for gpt-oss
+    generation_kwargs: dict[str, Any] | str | None = setting(
+        None
+    )  # only {"eos_token_id": 7} or a list of ids: the tokens that end a completion
 
     def check(self):
         others = sorted(set(self.generation_kwargs or {}) - {"eos_token_id"})
         if others:
-            raise ValueError(f"generation_kwargs holds {others[0]!r}, which cannot be honoured: completions are drawn by this library's own sampler. It takes 'eos_token_id' here; "
-                             "its other settings are temperature, top_p, top_k, min_p, repetition_penalty and max_completion_length.")
+            raise ValueError(
+                f"generation_kwargs holds {others[0]!r}, which cannot be honoured: completions are drawn by this library's own sampler. It takes 'eos_token_id' here; "
+                "its other settings are temperature, top_p, top_k, min_p, repetition_penalty and max_completion_length."
+            )
 
     def sampling_params(
         self,
@@ -218,30 +368,60 @@ class SamplingSettings(Settings):
     ) -> "grpo_nb.rollout.sampling.SamplingParams":
         "These settings as the sampler takes them."
         from grpo_nb.rollout.sampling import SamplingParams
+
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         ends = (self.generation_kwargs or {}).get("eos_token_id")
-        if ends is not None: changes = {"stop_token_ids": (ends,) if isinstance(ends, int) else tuple(ends), **changes}
-        return SamplingParams(**{"max_tokens": self.max_completion_length, **{name: getattr(self, name) for name in names}, **changes})
+        if ends is not None:
+            changes = {
+                "stop_token_ids": (ends,) if isinstance(ends, int) else tuple(ends),
+                **changes,
+            }
+        return SamplingParams(
+            **{
+                "max_tokens": self.max_completion_length,
+                **{name: getattr(self, name) for name in names},
+                **changes,
+            }
+        )
 
 # %% ../../nbs/training/01_config.ipynb #a01c5160
 @dataclass(kw_only=True)
 class RewardSettings(Settings):
     "How rewards become advantages."
-    reward_weights: list[float] | None = setting(None)  # one for each reward function, in their order; None: all 1.0
-    scale_rewards: str = setting("group", ("group", "batch", "none"), same={True: "group", False: "none"})  # whose standard deviation divides the advantage
-    multi_objective_aggregation: str = setting("sum_then_normalize", ("sum_then_normalize", "normalize_then_sum"))  # the second when rewards differ in scale (GDPO)
-    reward_timeout_s: float | None = setting(None, "(0, inf)")  # seconds a reward function of this process may take; then it is left behind in its thread and scored None. None: no limit, called as TRL does
+
+    reward_weights: list[float] | None = setting(
+        None
+    )  # one for each reward function, in their order; None: all 1.0
+    scale_rewards: str = setting(
+        "group", ("group", "batch", "none"), same={True: "group", False: "none"}
+    )  # whose standard deviation divides the advantage
+    multi_objective_aggregation: str = setting(
+        "sum_then_normalize", ("sum_then_normalize", "normalize_then_sum")
+    )  # the second when rewards differ in scale (GDPO)
+    reward_timeout_s: float | None = setting(
+        None, "(0, inf)"
+    )  # seconds a reward function of this process may take; then it is left behind in its thread and scored None. None: no limit, called as TRL does
 
     def check(self):
         weights = self.reward_weights
-        if weights is not None and (not weights or not all(isinstance(w, Real) and not isinstance(w, bool) and math.isfinite(w) for w in weights)):
-            raise ValueError(f"reward_weights is {weights!r}, but it has to hold one finite number for each reward function, e.g. [1.0, 0.5]; None weighs all with 1.0.")
+        if weights is not None and (
+            not weights
+            or not all(
+                isinstance(w, Real) and not isinstance(w, bool) and math.isfinite(w)
+                for w in weights
+            )
+        ):
+            raise ValueError(
+                f"reward_weights is {weights!r}, but it has to hold one finite number for each reward function, e.g. [1.0, 0.5]; None weighs all with 1.0."
+            )
 
 # %% ../../nbs/training/01_config.ipynb #88e2fe10
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED = LOSS_TYPES[:5]  # those with the clipped loss of the formula above
 USED_BY = {  # setting -> the loss types that read it; all others are read by all
-    "epsilon": CLIPPED, "epsilon_high": (*CLIPPED, "cispo"), "delta": CLIPPED,
+    "epsilon": CLIPPED,
+    "epsilon_high": (*CLIPPED, "cispo"),
+    "delta": CLIPPED,
     **{f"sapo_temperature_{sign}": ("sapo",) for sign in ("pos", "neg")},
     **{f"vespo_{name}_{sign}": ("vespo",) for name in ("k", "lambda") for sign in ("pos", "neg")},
 }
@@ -250,104 +430,224 @@ USED_BY = {  # setting -> the loss types that read it; all others are read by al
 @dataclass(kw_only=True)
 class LossSettings(Settings):
     "What is minimised."
-    loss_type: str = setting("dapo", LOSS_TYPES)  # how a token's loss is formed and averaged; see the table below
-    epsilon: float = setting(0.2, "[0, 1]")  # the ratio is clipped below at 1 - epsilon; smaller is more careful (GSPO: 3e-4)
-    epsilon_high: float | None = setting(None, "[0, inf)", use="epsilon")  # ... and above at 1 + epsilon_high; DAPO: 0.28; cispo: the cap itself, 5.0
-    delta: float | None = setting(None, "(0, inf)")  # cap of the ratio where A < 0 (two-sided clipping); above 1 + epsilon_high, e.g. 1.5
-    importance_sampling_level: str = setting("token", ("token", "sequence"))  # one ratio a token, or exp(mean log-ratio) a completion (GSPO, luspo)
-    beta: float = setting(0.0, "[0, inf)")  # weight of the KL term that holds the policy near its start; 0: no reference model, less memory
-    use_bias_correction_kl: bool = setting(False)  # multiply the KL term by the ratio (DeepSeek-V3.2); matters only where beta > 0
-    sync_ref_model: bool = setting(False)  # let the reference follow the policy, for long runs with beta > 0
+
+    loss_type: str = setting(
+        "dapo", LOSS_TYPES
+    )  # how a token's loss is formed and averaged; see the table below
+    epsilon: float = setting(
+        0.2, "[0, 1]"
+    )  # the ratio is clipped below at 1 - epsilon; smaller is more careful (GSPO: 3e-4)
+    epsilon_high: float | None = setting(
+        None, "[0, inf)", use="epsilon"
+    )  # ... and above at 1 + epsilon_high; DAPO: 0.28; cispo: the cap itself, 5.0
+    delta: float | None = setting(
+        None, "(0, inf)"
+    )  # cap of the ratio where A < 0 (two-sided clipping); above 1 + epsilon_high, e.g. 1.5
+    importance_sampling_level: str = setting(
+        "token", ("token", "sequence")
+    )  # one ratio a token, or exp(mean log-ratio) a completion (GSPO, luspo)
+    beta: float = setting(
+        0.0, "[0, inf)"
+    )  # weight of the KL term that holds the policy near its start; 0: no reference model, less memory
+    use_bias_correction_kl: bool = setting(
+        False
+    )  # multiply the KL term by the ratio (DeepSeek-V3.2); matters only where beta > 0
+    sync_ref_model: bool = setting(
+        False
+    )  # let the reference follow the policy, for long runs with beta > 0
     ref_model_sync_steps: int = setting(512, "[1, inf)")  # every so many updates
     ref_model_mixup_alpha: float = setting(0.6, "[0, 1]")  # and by this share of the way
-    mask_truncated_completions: bool = setting(False)  # leave completions cut at max_completion_length out of the loss (DAPO)
-    top_entropy_quantile: float = setting(1.0, "[0, 1]")  # train on this share of the tokens, those with the highest entropy; 0.2 in the paper
-    entropy_coef: float = setting(0.0, "[0, inf)")  # bonus for entropy, against a policy that collapses to one answer; 0: none
-    use_adaptive_entropy: bool = setting(False)  # regulate entropy_coef: up while the entropy is at or below entropy_target, down above it
-    entropy_target: float = setting(0.2, "[0, inf)")  # nats a token; choose it near the entropy seen early in the run
-    entropy_coef_delta: float = setting(0.005, "[0, inf)")  # how far entropy_coef moves after an update
+    mask_truncated_completions: bool = setting(
+        False
+    )  # leave completions cut at max_completion_length out of the loss (DAPO)
+    top_entropy_quantile: float = setting(
+        1.0, "[0, 1]"
+    )  # train on this share of the tokens, those with the highest entropy; 0.2 in the paper
+    entropy_coef: float = setting(
+        0.0, "[0, inf)"
+    )  # bonus for entropy, against a policy that collapses to one answer; 0: none
+    use_adaptive_entropy: bool = setting(
+        False
+    )  # regulate entropy_coef: up while the entropy is at or below entropy_target, down above it
+    entropy_target: float = setting(
+        0.2, "[0, inf)"
+    )  # nats a token; choose it near the entropy seen early in the run
+    entropy_coef_delta: float = setting(
+        0.005, "[0, inf)"
+    )  # how far entropy_coef moves after an update
     entropy_coef_min: float = setting(0.0, "[0, inf)")  # bounds of entropy_coef
     entropy_coef_max: float = setting(1.0, "[0, inf)")
-    off_policy_mask_threshold: float | None = setting(None, "(0, inf)")  # drop bad completions whose policy has moved by more than this KL; e.g. 0.5
-    sapo_temperature_pos: float = setting(1.0, "(0, inf)")  # sapo only: steepness of the gate where A > 0
+    off_policy_mask_threshold: float | None = setting(
+        None, "(0, inf)"
+    )  # drop bad completions whose policy has moved by more than this KL; e.g. 0.5
+    sapo_temperature_pos: float = setting(
+        1.0, "(0, inf)"
+    )  # sapo only: steepness of the gate where A > 0
     sapo_temperature_neg: float = setting(1.05, "(0, inf)")  # sapo only: where A <= 0
-    vespo_k_pos: float = setting(2.0, "[0, inf)")  # vespo only: exponent k where A >= 0, how hard a ratio below 1 is weighed down
-    vespo_lambda_pos: float = setting(3.0, "[0, inf)")  # vespo only: decay lambda where A >= 0, how hard a ratio above 1 is weighed down
+    vespo_k_pos: float = setting(
+        2.0, "[0, inf)"
+    )  # vespo only: exponent k where A >= 0, how hard a ratio below 1 is weighed down
+    vespo_lambda_pos: float = setting(
+        3.0, "[0, inf)"
+    )  # vespo only: decay lambda where A >= 0, how hard a ratio above 1 is weighed down
     vespo_k_neg: float = setting(3.0, "[0, inf)")  # vespo only: k where A < 0
     vespo_lambda_neg: float = setting(2.0, "[0, inf)")  # vespo only: lambda where A < 0
 
     def check(self):
         if self.sync_ref_model and not self.beta:
-            raise ValueError("sync_ref_model=True moves the reference policy, and with beta=0.0 there is none: set beta above 0, or leave sync_ref_model out.")
+            raise ValueError(
+                "sync_ref_model=True moves the reference policy, and with beta=0.0 there is none: set beta above 0, or leave sync_ref_model out."
+            )
         if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(f"entropy_coef_min is {self.entropy_coef_min} and entropy_coef_max is {self.entropy_coef_max}: the lower bound has to be the smaller one.")
+            raise ValueError(
+                f"entropy_coef_min is {self.entropy_coef_min} and entropy_coef_max is {self.entropy_coef_max}: the lower bound has to be the smaller one."
+            )
 
     def doubts(self):
         high = max(self.epsilon, self.used("epsilon_high"))
         sequence, loss = self.importance_sampling_level == "sequence", self.loss_type
-        idle = [name for name, losses in USED_BY.items() if loss not in losses and getattr(self, name) != known(type(self))[name].default]
+        idle = [
+            name
+            for name, losses in USED_BY.items()
+            if loss not in losses and getattr(self, name) != known(type(self))[name].default
+        ]
         if idle:
             yield f"loss_type={loss!r} does not read {' and '.join(idle)}, so the value given has no effect: leave it out, or choose another loss_type."
         if self.delta is not None and self.delta <= 1 + high and loss in CLIPPED:
-            yield (f"delta is {self.delta}, not above 1 + epsilon = {1 + high:g}: it then also cuts ratios that the ordinary clip allows. "
-                   f"Choose more, e.g. {max(1.5, round(1.3 + high, 1)):g}, or None.")
+            yield (
+                f"delta is {self.delta}, not above 1 + epsilon = {1 + high:g}: it then also cuts ratios that the ordinary clip allows. "
+                f"Choose more, e.g. {max(1.5, round(1.3 + high, 1)):g}, or None."
+            )
         if loss == "cispo" and self.used("epsilon_high") < 1:
-            yield (f"With loss_type='cispo' epsilon_high is the cap of the weight itself, and {self.used('epsilon_high'):g} also cuts a ratio of 1. Choose 5.0.")
+            yield (
+                f"With loss_type='cispo' epsilon_high is the cap of the weight itself, and {self.used('epsilon_high'):g} also cuts a ratio of 1. Choose 5.0."
+            )
         if loss == "luspo" and not sequence:
             yield "loss_type='luspo' is made for one ratio a completion: set importance_sampling_level='sequence'."
         if loss == "vespo" and sequence:
             yield "loss_type='vespo' forms its weight of the whole completion itself: leave importance_sampling_level at 'token'."
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
-            yield (f"One ratio a completion with loss_type={loss!r} counts each completion as often as it has tokens. "
-                   "For GSPO set loss_type='grpo', for the length-weighted form 'luspo'.")
+            yield (
+                f"One ratio a completion with loss_type={loss!r} counts each completion as often as it has tokens. "
+                "For GSPO set loss_type='grpo', for the length-weighted form 'luspo'."
+            )
 
 # %% ../../nbs/training/01_config.ipynb #96304320
 @dataclass(kw_only=True)
 class CorrectionSettings(Settings):
     "How the gap between sampler and trainer is corrected."
-    vllm_importance_sampling_correction: bool = setting(True)  # correct where sampler and trainer differ in dtype or weights; False: only log the gap
-    vllm_importance_sampling_mode: str = setting("token_truncate", ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"))  # see the table below
-    vllm_importance_sampling_clip_max: float | None = setting(2.0, "(0, inf)")  # largest weight; older scripts call it vllm_importance_sampling_cap; None: no bound
-    vllm_importance_sampling_clip_min: float | None = setting(None, "[0, inf)")  # smallest weight; None: no bound
+
+    vllm_importance_sampling_correction: bool = setting(
+        True
+    )  # correct where sampler and trainer differ in dtype or weights; False: only log the gap
+    vllm_importance_sampling_mode: str = setting(
+        "token_truncate", ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    )  # see the table below
+    vllm_importance_sampling_clip_max: float | None = setting(
+        2.0, "(0, inf)"
+    )  # largest weight; older scripts call it vllm_importance_sampling_cap; None: no bound
+    vllm_importance_sampling_clip_min: float | None = setting(
+        None, "[0, inf)"
+    )  # smallest weight; None: no bound
 
     def check(self):
-        low, high, mode = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_mode
+        low, high, mode = (
+            self.vllm_importance_sampling_clip_min,
+            self.vllm_importance_sampling_clip_max,
+            self.vllm_importance_sampling_mode,
+        )
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"vllm_importance_sampling_clip_min is {low} and vllm_importance_sampling_clip_max is {high}: the lower bound has to be the smaller one.")
-        if self.vllm_importance_sampling_correction and low is None and high is None and mode.endswith("truncate"):
-            raise ValueError(f"vllm_importance_sampling_mode={mode!r} needs a bound: give vllm_importance_sampling_clip_max (the default is 2.0) "
-                             "or vllm_importance_sampling_clip_min, or set vllm_importance_sampling_correction=False.")
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min is {low} and vllm_importance_sampling_clip_max is {high}: the lower bound has to be the smaller one."
+            )
+        if (
+            self.vllm_importance_sampling_correction
+            and low is None
+            and high is None
+            and mode.endswith("truncate")
+        ):
+            raise ValueError(
+                f"vllm_importance_sampling_mode={mode!r} needs a bound: give vllm_importance_sampling_clip_max (the default is 2.0) "
+                "or vllm_importance_sampling_clip_min, or set vllm_importance_sampling_correction=False."
+            )
 
 # %% ../../nbs/training/01_config.ipynb #48d42c0d
-SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr",
-             "cosine_warmup_with_min_lr", "warmup_stable_decay")  # transformers' names, less those that wait for a metric
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # the 8-bit ones need bitsandbytes
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)  # transformers' names, less those that wait for a metric
+OPTIMIZERS = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "sgd",
+    "adafactor",
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+)  # the 8-bit ones need bitsandbytes
 
 
 @dataclass(kw_only=True)
 class OptimizerSettings(Settings):
     "How the weights are moved."
-    learning_rate: float = setting(1e-6, "[0, inf)")  # 1e-6 suits training all weights; adapters (LoRA) usually take 5e-6 to 5e-5
-    max_steps: int = setting(-1, "[-1, inf)")  # optimizer updates in all; -1: as many as num_train_epochs gives. 300 and more before you judge a run
-    num_train_epochs: float = setting(3.0, "(0, inf)")  # passes over the data, where max_steps is -1
-    lr_scheduler_type: str = setting("linear", SCHEDULES)  # how the learning rate changes over the run
-    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None)  # what the schedule takes besides, e.g. {"min_lr_rate": 0.1}
-    warmup_steps: float = setting(0.0, "[0, inf)")  # updates in which the learning rate rises from 0; below 1: their share of the run
-    warmup_ratio: float = setting(0.0, "[0, 1]")  # the same as a share, as older scripts write it; give one of the two
-    optim: str = setting("adamw_torch_fused", OPTIMIZERS)  # 8-bit states take a quarter of the memory; paged ones move to the host when it is short
-    weight_decay: float = setting(0.0, "[0, inf)")  # pull of the weights towards 0; 0.1 in many LoRA recipes
+
+    learning_rate: float = setting(
+        1e-6, "[0, inf)"
+    )  # 1e-6 suits training all weights; adapters (LoRA) usually take 5e-6 to 5e-5
+    max_steps: int = setting(
+        -1, "[-1, inf)"
+    )  # optimizer updates in all; -1: as many as num_train_epochs gives. 300 and more before you judge a run
+    num_train_epochs: float = setting(
+        3.0, "(0, inf)"
+    )  # passes over the data, where max_steps is -1
+    lr_scheduler_type: str = setting(
+        "linear", SCHEDULES
+    )  # how the learning rate changes over the run
+    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(
+        None
+    )  # what the schedule takes besides, e.g. {"min_lr_rate": 0.1}
+    warmup_steps: float = setting(
+        0.0, "[0, inf)"
+    )  # updates in which the learning rate rises from 0; below 1: their share of the run
+    warmup_ratio: float = setting(
+        0.0, "[0, 1]"
+    )  # the same as a share, as older scripts write it; give one of the two
+    optim: str = setting(
+        "adamw_torch_fused", OPTIMIZERS
+    )  # 8-bit states take a quarter of the memory; paged ones move to the host when it is short
+    weight_decay: float = setting(
+        0.0, "[0, inf)"
+    )  # pull of the weights towards 0; 0.1 in many LoRA recipes
     adam_beta1: float = setting(0.9, "[0, 1)")  # memory of the gradient's mean
-    adam_beta2: float = setting(0.999, "[0, 1)")  # memory of its square; 0.99 adapts faster in short runs
+    adam_beta2: float = setting(
+        0.999, "[0, 1)"
+    )  # memory of its square; 0.99 adapts faster in short runs
     adam_epsilon: float = setting(1e-8, "[0, inf)")  # keeps the division finite
-    max_grad_norm: float = setting(1.0, "[0, inf)")  # longer gradients are shortened to this; 0: never
+    max_grad_norm: float = setting(
+        1.0, "[0, inf)"
+    )  # longer gradients are shortened to this; 0: never
 
     def check(self):
         if self.max_steps == 0:
-            raise ValueError("max_steps is 0, so nothing would be trained. Give the number of updates, or -1 to let num_train_epochs decide.")
+            raise ValueError(
+                "max_steps is 0, so nothing would be trained. Give the number of updates, or -1 to let num_train_epochs decide."
+            )
         if self.warmup_steps and self.warmup_ratio:
-            raise ValueError(f"warmup_steps={self.warmup_steps:g} and warmup_ratio={self.warmup_ratio:g} say the same thing in two ways: give one of them.")
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps:g} and warmup_ratio={self.warmup_ratio:g} say the same thing in two ways: give one of them."
+            )
         if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
-            raise ValueError(f"warmup_steps is {self.warmup_steps:g}: give a whole number of updates, e.g. {round(self.warmup_steps)}, or a share of the run below 1.")
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps:g}: give a whole number of updates, e.g. {round(self.warmup_steps)}, or a share of the run below 1."
+            )
 
     def num_warmup_steps(
         self,
@@ -361,24 +661,51 @@ class OptimizerSettings(Settings):
 @dataclass(kw_only=True)
 class MemorySettings(Settings):
     "How the model is loaded, in which precision it computes, and what is traded for memory."
-    model_init_kwargs: dict[str, Any] | str | None = setting(None)  # passed on when the trainer is given a model's name, e.g. {"dtype": "bfloat16"}
-    trust_remote_code: bool = setting(False)  # run code that comes with a model given by name; only for authors that you trust
+
+    model_init_kwargs: dict[str, Any] | str | None = setting(
+        None
+    )  # passed on when the trainer is given a model's name, e.g. {"dtype": "bfloat16"}
+    trust_remote_code: bool = setting(
+        False
+    )  # run code that comes with a model given by name; only for authors that you trust
     use_cpu: bool = setting(False)  # train on the CPU although there is a GPU
-    disable_dropout: bool = setting(False)  # set every dropout to 0, so that the same tokens always get the same log-probs
-    bf16: bool | None = setting(None)  # compute in bfloat16; None: where the device has it and fp16 is not asked for
-    fp16: bool = setting(False)  # compute in float16 with a scaled loss, for cards without bfloat16 such as the T4
-    gradient_checkpointing: bool = setting(True)  # keep no activations inside the layers, compute them again: slower, far less memory
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(None)  # for the model's own method, e.g. {"use_reentrant": False}
-    offload_activations: bool = setting(False)  # keep each layer's input in host memory until the backward pass asks for it; with gradient_checkpointing
-    mini_batch: int | None = setting(None, "[1, inf)")  # in how many pieces a micro-batch is split, each going forward and backward by itself; None: chosen by the free memory
-    logit_chunk_multiplier: int | None = setting(None, "[1, inf)")  # in how many pieces the sequence of each is split; None: chosen likewise
-    slice_tokens: int | None = setting(None, "[1, inf)")  # tokens that experts (or a dense model's MLPs) work on at a time, their inside computed again in backward; None: chosen likewise, anew for every length
+    disable_dropout: bool = setting(
+        False
+    )  # set every dropout to 0, so that the same tokens always get the same log-probs
+    bf16: bool | None = setting(
+        None
+    )  # compute in bfloat16; None: where the device has it and fp16 is not asked for
+    fp16: bool = setting(
+        False
+    )  # compute in float16 with a scaled loss, for cards without bfloat16 such as the T4
+    gradient_checkpointing: bool = setting(
+        True
+    )  # keep no activations inside the layers, compute them again: slower, far less memory
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(
+        None
+    )  # for the model's own method, e.g. {"use_reentrant": False}
+    offload_activations: bool = setting(
+        False
+    )  # keep each layer's input in host memory until the backward pass asks for it; with gradient_checkpointing
+    mini_batch: int | None = setting(
+        None, "[1, inf)"
+    )  # in how many pieces a micro-batch is split, each going forward and backward by itself; None: chosen by the free memory
+    logit_chunk_multiplier: int | None = setting(
+        None, "[1, inf)"
+    )  # in how many pieces the sequence of each is split; None: chosen likewise
+    slice_tokens: int | None = setting(
+        None, "[1, inf)"
+    )  # tokens that experts (or a dense model's MLPs) work on at a time, their inside computed again in backward; None: chosen likewise, anew for every length
 
     def check(self):
         if self.bf16 and self.fp16:
-            raise ValueError("bf16=True and fp16=True exclude each other: keep bf16 on cards of compute capability 8.0 and above, fp16 on older ones such as the T4.")
+            raise ValueError(
+                "bf16=True and fp16=True exclude each other: keep bf16 on cards of compute capability 8.0 and above, fp16 on older ones such as the T4."
+            )
         if self.offload_activations and not self.gradient_checkpointing:
-            raise ValueError("offload_activations=True moves what gradient checkpointing keeps, and gradient_checkpointing is False: leave it on, or offload_activations out.")
+            raise ValueError(
+                "offload_activations=True moves what gradient checkpointing keeps, and gradient_checkpointing is False: leave it on, or offload_activations out."
+            )
 
     def precision(
         self,
@@ -386,51 +713,117 @@ class MemorySettings(Settings):
     ) -> str:  # "bf16", "fp16" or "no", the names that accelerate has for it
         "The mixed precision that a device gets."
         if self.bf16 and not bf16_available:
-            raise ValueError("bf16=True, but this device has no bfloat16: set fp16=True, or leave both out to compute in float32.")
-        if self.fp16: return "fp16"
+            raise ValueError(
+                "bf16=True, but this device has no bfloat16: set fp16=True, or leave both out to compute in float32."
+            )
+        if self.fp16:
+            return "fp16"
         return "bf16" if bf16_available and self.bf16 is not False else "no"
 
 # %% ../../nbs/training/01_config.ipynb #da15818e
-TRACKERS = ("aim", "tensorboard", "wandb", "trackio", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab")  # accelerate's names
+TRACKERS = (
+    "aim",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "comet_ml",
+    "mlflow",
+    "clearml",
+    "dvclive",
+    "swanlab",
+)  # accelerate's names
 
 
 @dataclass(kw_only=True)
 class RunSettings(Settings):
     "Where a run leaves its traces."
-    output_dir: str = setting("trainer_output", same={None: "trainer_output"})  # folder of the checkpoints
+
+    output_dir: str = setting(
+        "trainer_output", same={None: "trainer_output"}
+    )  # folder of the checkpoints
     seed: int = setting(42, "[0, inf)")  # of the order of the prompts and of the sampling
     run_name: str | None = setting(None)  # the run's name in a tracker
     project: str = setting("grpo_nb")  # the project in a tracker that its runs are filed under
-    report_to: None | str | list[str] = setting("none")  # trackers, e.g. "wandb" or ["tensorboard"]; "all": every one that is installed; "none"
+    report_to: None | str | list[str] = setting(
+        "none"
+    )  # trackers, e.g. "wandb" or ["tensorboard"]; "all": every one that is installed; "none"
     disable_tqdm: bool | None = setting(None)  # True: no progress bar; None and False show it
-    logging_strategy: str = setting("steps", ("no", "steps", "epoch"))  # when a line of the log is written; the last update always writes one
-    logging_steps: int = setting(10, "[1, inf)")  # updates between two lines of the log, with logging_strategy="steps"; 1 is readable for short runs
+    logging_strategy: str = setting(
+        "steps", ("no", "steps", "epoch")
+    )  # when a line of the log is written; the last update always writes one
+    logging_steps: int = setting(
+        10, "[1, inf)"
+    )  # updates between two lines of the log, with logging_strategy="steps"; 1 is readable for short runs
     logging_first_step: bool = setting(False)  # log the first update as well
-    log_completions: bool = setting(False)  # print, store and send to trackers the last completions with their rewards: the quickest way to see what is learnt
-    num_completions_to_print: int | None = setting(None, "[1, inf)")  # how many of them are printed; None: all of the batch
+    log_completions: bool = setting(
+        False
+    )  # print, store and send to trackers the last completions with their rewards: the quickest way to see what is learnt
+    num_completions_to_print: int | None = setting(
+        None, "[1, inf)"
+    )  # how many of them are printed; None: all of the batch
     log_unique_prompts: bool = setting(False)  # only one completion of each prompt
-    save_strategy: str = setting("steps", ("no", "steps", "epoch", "best"))  # when a checkpoint is written; "best": when an evaluation is the best so far
-    save_only_model: bool = setting(False)  # leave out what is needed to go on: smaller checkpoints that cannot be resumed from
-    save_steps: int = setting(500, "[1, inf)")  # updates between two checkpoints, with save_strategy="steps"
-    save_total_limit: int | None = setting(None, "[1, inf)")  # checkpoints that are kept, older ones are deleted; None: all
-    eval_strategy: str = setting("no", ("no", "steps", "epoch"))  # when the evaluation data are sampled and scored
-    eval_steps: int | None = setting(None, "[1, inf)", use="logging_steps")  # updates between two evaluations, with eval_strategy="steps"
-    per_device_eval_batch_size: int = setting(8, "[1, inf)")  # completions sampled together on one device in an evaluation
-    num_generations_eval: int | None = setting(None, "[1, inf)", use="num_generations")  # completions of one prompt in an evaluation; 1 is enough for an average
+    save_strategy: str = setting(
+        "steps", ("no", "steps", "epoch", "best")
+    )  # when a checkpoint is written; "best": when an evaluation is the best so far
+    save_only_model: bool = setting(
+        False
+    )  # leave out what is needed to go on: smaller checkpoints that cannot be resumed from
+    save_steps: int = setting(
+        500, "[1, inf)"
+    )  # updates between two checkpoints, with save_strategy="steps"
+    save_total_limit: int | None = setting(
+        None, "[1, inf)"
+    )  # checkpoints that are kept, older ones are deleted; None: all
+    eval_strategy: str = setting(
+        "no", ("no", "steps", "epoch")
+    )  # when the evaluation data are sampled and scored
+    eval_steps: int | None = setting(
+        None, "[1, inf)", use="logging_steps"
+    )  # updates between two evaluations, with eval_strategy="steps"
+    per_device_eval_batch_size: int = setting(
+        8, "[1, inf)"
+    )  # completions sampled together on one device in an evaluation
+    num_generations_eval: int | None = setting(
+        None, "[1, inf)", use="num_generations"
+    )  # completions of one prompt in an evaluation; 1 is enough for an average
     eval_on_start: bool = setting(False)  # evaluate before the first update too
-    eval_delay: float = setting(0.0, "[0, inf)")  # no evaluation before this many updates (or epochs, with eval_strategy="epoch")
-    load_best_model_at_end: bool = setting(False)  # end with the weights of the checkpoint whose evaluation was best
-    metric_for_best_model: str = setting("reward", same={None: "reward"})  # what "best" means: a name of the log, with or without "eval_"
-    greater_is_better: bool = setting(True, same={None: True})  # False for a metric that should fall
+    eval_delay: float = setting(
+        0.0, "[0, inf)"
+    )  # no evaluation before this many updates (or epochs, with eval_strategy="epoch")
+    load_best_model_at_end: bool = setting(
+        False
+    )  # end with the weights of the checkpoint whose evaluation was best
+    metric_for_best_model: str = setting(
+        "reward", same={None: "reward"}
+    )  # what "best" means: a name of the log, with or without "eval_"
+    greater_is_better: bool = setting(
+        True, same={None: True}
+    )  # False for a metric that should fall
 
     def check(self):
         self.trackers()
-        judged = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'" if self.save_strategy == "best" else None
-        if judged and self.eval_strategy == "no": raise ValueError(f"{judged} needs evaluations to tell which model is best, and eval_strategy is 'no': set it to 'steps' or 'epoch'.")
-        if not self.load_best_model_at_end or self.save_strategy == "best": return
-        if self.save_strategy != self.eval_strategy or self.save_strategy == "steps" and self.save_steps % self.used("eval_steps"):
-            raise ValueError(f"load_best_model_at_end=True needs a checkpoint of every model that is evaluated at its time, and eval_strategy is {self.eval_strategy!r} (eval_steps {self.used('eval_steps')}) while save_strategy is "
-                             f"{self.save_strategy!r} (save_steps {self.save_steps}): set save_strategy='best', or the same strategy and save_steps to a multiple of eval_steps.")
+        judged = (
+            "load_best_model_at_end=True"
+            if self.load_best_model_at_end
+            else "save_strategy='best'"
+            if self.save_strategy == "best"
+            else None
+        )
+        if judged and self.eval_strategy == "no":
+            raise ValueError(
+                f"{judged} needs evaluations to tell which model is best, and eval_strategy is 'no': set it to 'steps' or 'epoch'."
+            )
+        if not self.load_best_model_at_end or self.save_strategy == "best":
+            return
+        if (
+            self.save_strategy != self.eval_strategy
+            or self.save_strategy == "steps"
+            and self.save_steps % self.used("eval_steps")
+        ):
+            raise ValueError(
+                f"load_best_model_at_end=True needs a checkpoint of every model that is evaluated at its time, and eval_strategy is {self.eval_strategy!r} (eval_steps {self.used('eval_steps')}) while save_strategy is "
+                f"{self.save_strategy!r} (save_steps {self.save_steps}): set save_strategy='best', or the same strategy and save_steps to a multiple of eval_steps."
+            )
 
     def doubts(self):
         if self.eval_steps is not None and self.eval_strategy != "steps":
@@ -442,82 +835,217 @@ class RunSettings(Settings):
         for name in given:
             if name not in (*TRACKERS, "all", "none"):
                 close = difflib.get_close_matches(str(name), TRACKERS, 1)
-                raise ValueError(f"report_to names {name!r}, which is no tracker of accelerate: it has {', '.join(TRACKERS)}, besides 'all' and 'none'."
-                                 + (f" The nearest is {close[0]!r}." if close else ""))
+                raise ValueError(
+                    f"report_to names {name!r}, which is no tracker of accelerate: it has {', '.join(TRACKERS)}, besides 'all' and 'none'."
+                    + (f" The nearest is {close[0]!r}." if close else "")
+                )
         return ["all"] if "all" in given else [name for name in given if name != "none"]
 
 # %% ../../nbs/training/01_config.ipynb #fd03895f
 NOT_HONOURED = [  # (reason, {keyword: TRL's default})
-    ("prompts are never cut; one that leaves no room for max_completion_length is refused with its row number. Filter the dataset by length instead.",
-     {"max_prompt_length": None}),
-    ("reward functions receive every column of the dataset; drop columns with dataset.remove_columns.",
-     {"remove_unused_columns": False}),
-    ("completions are drawn by this library's own sampler, which needs no second copy of the weights; leave the vLLM settings out.",
-     {"use_vllm": False}),
-    ("completions are drawn by this library's own sampler; its settings are temperature, top_p, top_k, min_p, repetition_penalty and max_completion_length.",
-     {"vllm_structured_outputs_regex": None, "cache_implementation": None}),
-    ("there are no tool calls in a rollout.",
-     {"max_tool_calling_iterations": None}),
-    ("no load-balancing loss of the router is added, for it is not part of GRPO's objective; 0.0 says the same.",
-     {"router_aux_loss_coef": None}),
-    ("log-probs are computed in float32 after the head, and the head's weights stay in the format they were loaded in; load the model in float32 for a head in float32.",
-     {"cast_lm_head_to_fp32": False}),
-    ("the optimizer is one of optim's names; for another pass optimizers=(optimizer, scheduler) to GRPOTrainer.",
-     {"optim_args": None, "optim_target_modules": None}),
-    ("a smaller batch would no longer hold whole groups; lower per_device_train_batch_size and raise gradient_accumulation_steps instead.",
-     {"auto_find_batch_size": False}),
-    ("evaluation computes in the precision of the training (bf16, fp16); matrix products in TF32 are torch.set_float32_matmul_precision's business.",
-     {"bf16_full_eval": False, "fp16_full_eval": False, "tf32": None}),
-    ("it belongs to training on labelled data, and GRPO has none.",
-     {"label_smoothing_factor": 0.0, "neftune_noise_alpha": None, "train_sampling_strategy": "random", "average_tokens_across_devices": True}),
-    ("a run goes on where it stood in the data.",
-     {"ignore_data_skip": False}),
-    ("every process holds the whole model and sums its gradients: `torchrun` or `accelerate launch --multi_gpu`; sharding is not supported.",
-     {"accelerator_config": None, "parallelism_config": None, "fsdp": None, "fsdp_config": None, "deepspeed": None, "ds3_gather_for_generation": True}),
-    ("completions are stored beside the log, in output_dir.",
-     {"log_completions_hub_repo": None}),
-    ("a checkpoint is written by the process that leads, with the state of all of them.",
-     {"save_on_each_node": False, "enable_jit_checkpoint": False, "restore_callback_states_from_checkpoint": False}),
-    ("training starts with trainer.train(), which also takes resume_from_checkpoint.",
-     {"resume_from_checkpoint": None}),
-    ("nothing is uploaded; save the model and push it with huggingface_hub.",
-     {"push_to_hub": False}),
-    ("torch.use_deterministic_algorithms is the script's to call; on a CPU a run is deterministic anyway.",
-     {"full_determinism": False}),
+    (
+        "prompts are never cut; one that leaves no room for max_completion_length is refused with its row number. Filter the dataset by length instead.",
+        {"max_prompt_length": None},
+    ),
+    (
+        "reward functions receive every column of the dataset; drop columns with dataset.remove_columns.",
+        {"remove_unused_columns": False},
+    ),
+    (
+        "completions are drawn by this library's own sampler, which needs no second copy of the weights; leave the vLLM settings out.",
+        {"use_vllm": False},
+    ),
+    (
+        "completions are drawn by this library's own sampler; its settings are temperature, top_p, top_k, min_p, repetition_penalty and max_completion_length.",
+        {"vllm_structured_outputs_regex": None, "cache_implementation": None},
+    ),
+    ("there are no tool calls in a rollout.", {"max_tool_calling_iterations": None}),
+    (
+        "no load-balancing loss of the router is added, for it is not part of GRPO's objective; 0.0 says the same.",
+        {"router_aux_loss_coef": None},
+    ),
+    (
+        "log-probs are computed in float32 after the head, and the head's weights stay in the format they were loaded in; load the model in float32 for a head in float32.",
+        {"cast_lm_head_to_fp32": False},
+    ),
+    (
+        "the optimizer is one of optim's names; for another pass optimizers=(optimizer, scheduler) to GRPOTrainer.",
+        {"optim_args": None, "optim_target_modules": None},
+    ),
+    (
+        "a smaller batch would no longer hold whole groups; lower per_device_train_batch_size and raise gradient_accumulation_steps instead.",
+        {"auto_find_batch_size": False},
+    ),
+    (
+        "evaluation computes in the precision of the training (bf16, fp16); matrix products in TF32 are torch.set_float32_matmul_precision's business.",
+        {"bf16_full_eval": False, "fp16_full_eval": False, "tf32": None},
+    ),
+    (
+        "it belongs to training on labelled data, and GRPO has none.",
+        {
+            "label_smoothing_factor": 0.0,
+            "neftune_noise_alpha": None,
+            "train_sampling_strategy": "random",
+            "average_tokens_across_devices": True,
+        },
+    ),
+    ("a run goes on where it stood in the data.", {"ignore_data_skip": False}),
+    (
+        "every process holds the whole model and sums its gradients: `torchrun` or `accelerate launch --multi_gpu`; sharding is not supported.",
+        {
+            "accelerator_config": None,
+            "parallelism_config": None,
+            "fsdp": None,
+            "fsdp_config": None,
+            "deepspeed": None,
+            "ds3_gather_for_generation": True,
+        },
+    ),
+    ("completions are stored beside the log, in output_dir.", {"log_completions_hub_repo": None}),
+    (
+        "a checkpoint is written by the process that leads, with the state of all of them.",
+        {
+            "save_on_each_node": False,
+            "enable_jit_checkpoint": False,
+            "restore_callback_states_from_checkpoint": False,
+        },
+    ),
+    (
+        "training starts with trainer.train(), which also takes resume_from_checkpoint.",
+        {"resume_from_checkpoint": None},
+    ),
+    (
+        "nothing is uploaded; save the model and push it with huggingface_hub.",
+        {"push_to_hub": False},
+    ),
+    (
+        "torch.use_deterministic_algorithms is the script's to call; on a CPU a run is deterministic anyway.",
+        {"full_determinism": False},
+    ),
 ]
 WITHOUT_EFFECT = [  # (reason, {keyword: TRL's default}): the run is the same whatever they say, so they cost a warning and no error
-    ("use_vllm is False, so there is no vLLM to set up",
-     {"vllm_mode": "colocate", "vllm_model_impl": "vllm", "vllm_enable_sleep_mode": False, "vllm_server_base_url": None, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
-      "vllm_server_timeout": 240.0, "vllm_group_port": 51216, "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": None, "vllm_tensor_parallel_size": 1}),
-    ("the sampler always keeps keys and values, and drops finished rows as it goes",
-     {"use_cache": False, "use_transformers_continuous_batching": False, "transformers_continuous_batching_config": None, "use_transformers_paged": False}),
-    ("log-probs are computed from chunks of the hidden states anyway; mini_batch and logit_chunk_multiplier set the chunks",
-     {"use_liger_kernel": False, "liger_kernel_config": None}),
-    ("the model is not compiled as a whole, because completions have another length at every step",
-     {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}),
-    ("prompts are looked up by their row number in the dataset, without a loader and without worker processes",
-     {"dataloader_drop_last": False, "dataloader_num_workers": 0, "dataloader_pin_memory": True, "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
-      "dataloader_multiprocessing_context": None, "dataloader_in_order": True, "pad_to_multiple_of": "auto", "length_column_name": "length"}),
-    ("gradients are summed once an update, without DistributedDataParallel",
-     {"local_rank": -1, "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None, "ddp_broadcast_buffers": None, "ddp_static_graph": None, "ddp_backend": None, "ddp_timeout": 1800}),
-    ("an evaluation samples and scores: there are no labels and no losses to gather",
-     {"label_names": None, "prediction_loss_only": False, "include_for_metrics": [], "batch_eval_metrics": False, "eval_do_concat_batches": True, "eval_use_gather_object": False,
-      "eval_accumulation_steps": None}),
-    ("the script asks for what it wants by calling trainer.train() and trainer.evaluate()",
-     {"do_train": False, "do_eval": False, "do_predict": False}),
-    ("the log has the tokens, the peak memory and finite numbers at every line; trackers store under output_dir",
-     {"logging_nan_inf_filter": True, "log_on_each_node": True, "log_level": "passive", "log_level_replica": "warning", "include_num_input_tokens_seen": "no", "skip_memory_metrics": True,
-      "debug": "", "logging_dir": None, "log_multimodal": True, "trackio_space_id": None, "trackio_bucket_id": None, "trackio_static_space_id": None}),
-    ("push_to_hub is False, so nothing is uploaded",
-     {"hub_token": None, "hub_private_repo": None, "hub_model_id": None, "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None}),
-    ("memory that torch has cached counts as free where the size of the chunks is chosen",
-     {"torch_empty_cache_steps": None}),
+    (
+        "use_vllm is False, so there is no vLLM to set up",
+        {
+            "vllm_mode": "colocate",
+            "vllm_model_impl": "vllm",
+            "vllm_enable_sleep_mode": False,
+            "vllm_server_base_url": None,
+            "vllm_server_host": "0.0.0.0",
+            "vllm_server_port": 8000,
+            "vllm_server_timeout": 240.0,
+            "vllm_group_port": 51216,
+            "vllm_gpu_memory_utilization": 0.3,
+            "vllm_max_model_length": None,
+            "vllm_tensor_parallel_size": 1,
+        },
+    ),
+    (
+        "the sampler always keeps keys and values, and drops finished rows as it goes",
+        {
+            "use_cache": False,
+            "use_transformers_continuous_batching": False,
+            "transformers_continuous_batching_config": None,
+            "use_transformers_paged": False,
+        },
+    ),
+    (
+        "log-probs are computed from chunks of the hidden states anyway; mini_batch and logit_chunk_multiplier set the chunks",
+        {"use_liger_kernel": False, "liger_kernel_config": None},
+    ),
+    (
+        "the model is not compiled as a whole, because completions have another length at every step",
+        {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None},
+    ),
+    (
+        "prompts are looked up by their row number in the dataset, without a loader and without worker processes",
+        {
+            "dataloader_drop_last": False,
+            "dataloader_num_workers": 0,
+            "dataloader_pin_memory": True,
+            "dataloader_persistent_workers": False,
+            "dataloader_prefetch_factor": None,
+            "dataloader_multiprocessing_context": None,
+            "dataloader_in_order": True,
+            "pad_to_multiple_of": "auto",
+            "length_column_name": "length",
+        },
+    ),
+    (
+        "gradients are summed once an update, without DistributedDataParallel",
+        {
+            "local_rank": -1,
+            "ddp_find_unused_parameters": None,
+            "ddp_bucket_cap_mb": None,
+            "ddp_broadcast_buffers": None,
+            "ddp_static_graph": None,
+            "ddp_backend": None,
+            "ddp_timeout": 1800,
+        },
+    ),
+    (
+        "an evaluation samples and scores: there are no labels and no losses to gather",
+        {
+            "label_names": None,
+            "prediction_loss_only": False,
+            "include_for_metrics": [],
+            "batch_eval_metrics": False,
+            "eval_do_concat_batches": True,
+            "eval_use_gather_object": False,
+            "eval_accumulation_steps": None,
+        },
+    ),
+    (
+        "the script asks for what it wants by calling trainer.train() and trainer.evaluate()",
+        {"do_train": False, "do_eval": False, "do_predict": False},
+    ),
+    (
+        "the log has the tokens, the peak memory and finite numbers at every line; trackers store under output_dir",
+        {
+            "logging_nan_inf_filter": True,
+            "log_on_each_node": True,
+            "log_level": "passive",
+            "log_level_replica": "warning",
+            "include_num_input_tokens_seen": "no",
+            "skip_memory_metrics": True,
+            "debug": "",
+            "logging_dir": None,
+            "log_multimodal": True,
+            "trackio_space_id": None,
+            "trackio_bucket_id": None,
+            "trackio_static_space_id": None,
+        },
+    ),
+    (
+        "push_to_hub is False, so nothing is uploaded",
+        {
+            "hub_token": None,
+            "hub_private_repo": None,
+            "hub_model_id": None,
+            "hub_strategy": "every_save",
+            "hub_always_push": False,
+            "hub_revision": None,
+        },
+    ),
+    (
+        "memory that torch has cached counts as free where the size of the chunks is chosen",
+        {"torch_empty_cache_steps": None},
+    ),
 ]
-REFUSED: dict[str, str] = {name: reason for reason, names in NOT_HONOURED for name in names}  # keyword -> why it cannot be honoured
-IDLE: dict[str, str] = {name: reason for reason, names in WITHOUT_EFFECT for name in names}  # keyword -> why it changes nothing
-QUIET: dict[str, Any] = {name: default for _, names in NOT_HONOURED + WITHOUT_EFFECT for name, default in names.items()}  # keyword -> the value that asks for nothing
+REFUSED: dict[str, str] = {
+    name: reason for reason, names in NOT_HONOURED for name in names
+}  # keyword -> why it cannot be honoured
+IDLE: dict[str, str] = {
+    name: reason for reason, names in WITHOUT_EFFECT for name in names
+}  # keyword -> why it changes nothing
+QUIET: dict[str, Any] = {
+    name: default for _, names in NOT_HONOURED + WITHOUT_EFFECT for name, default in names.items()
+}  # keyword -> the value that asks for nothing
 ALSO_QUIET = {  # keyword -> another value that asks for what happens anyway
-    "router_aux_loss_coef": 0.0, "pad_to_multiple_of": None, "logging_nan_inf_filter": False, "dataloader_drop_last": True,
+    "router_aux_loss_coef": 0.0,
+    "pad_to_multiple_of": None,
+    "logging_nan_inf_filter": False,
+    "dataloader_drop_last": True,
 }
 
 # %% ../../nbs/training/01_config.ipynb #ced24b1c
@@ -536,8 +1064,10 @@ def refuse(
 ) -> None:
     "Raise the reason why a keyword cannot be honoured, or warn that it changes nothing."
     plain = value.value if isinstance(value, Enum) else value
-    if plain == QUIET[name] or plain == ALSO_QUIET.get(name, QUIET[name]): return
-    if name in REFUSED: raise ValueError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
+    if plain == QUIET[name] or plain == ALSO_QUIET.get(name, QUIET[name]):
+        return
+    if name in REFUSED:
+        raise ValueError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
     warnings.warn(f"{name}={value!r} changes nothing here: {IDLE[name]}", stacklevel=4)
 
 
@@ -550,14 +1080,17 @@ def understood(
     ours = {}
     for name, value in given.items():
         real = ALIASES.get(name, name)
-        if name in ALIASES and value is None: continue
+        if name in ALIASES and value is None:
+            continue
         if real in QUIET:
             refuse(real, value)
         elif real not in names:
             raise error(unknown(name, [*names, *ALIASES]))
         elif real in ours and ours[real] != value:
-            raise ValueError(f"{', '.join(other for other in given if ALIASES.get(other, other) == real)} are names of one setting, "
-                             f"and they were given the values {ours[real]!r} and {value!r}: give one of them.")
+            raise ValueError(
+                f"{', '.join(other for other in given if ALIASES.get(other, other) == real)} are names of one setting, "
+                f"and they were given the values {ours[real]!r} and {value!r}: give one of them."
+            )
         else:
             ours[real] = value
     return ours
@@ -570,12 +1103,22 @@ def takes_other_names(
     generated = cls.__init__
 
     @functools.wraps(generated)
-    def __init__(self, *output_dir, **given):  # the folder may stand first, without its name, as in transformers
-        if len(output_dir) + ("output_dir" in given) > 1: raise TypeError(f"settings are given by name; only output_dir may stand without one, once, and there are {output_dir!r}")
-        generated(self, **understood({**dict(zip(["output_dir"], output_dir)), **given}, known(cls)))
+    def __init__(
+        self, *output_dir, **given
+    ):  # the folder may stand first, without its name, as in transformers
+        if len(output_dir) + ("output_dir" in given) > 1:
+            raise TypeError(
+                f"settings are given by name; only output_dir may stand without one, once, and there are {output_dir!r}"
+            )
+        generated(
+            self, **understood({**dict(zip(["output_dir"], output_dir)), **given}, known(cls))
+        )
 
     cls.__init__ = __init__
-    for name, spec in known(cls).items(): cls.__dataclass_fields__[name].metadata = MappingProxyType({"help": possible(spec)})  # a command line parser shows it
+    for name, spec in known(cls).items():
+        cls.__dataclass_fields__[name].metadata = MappingProxyType(
+            {"help": possible(spec)}
+        )  # a command line parser shows it
     return cls
 
 
@@ -588,29 +1131,51 @@ def plain_json(
 
 @takes_other_names
 @dataclass(kw_only=True)
-class GRPOConfig(RunSettings, MemorySettings, OptimizerSettings, CorrectionSettings, LossSettings, RewardSettings, SamplingSettings, BatchSettings):
+class GRPOConfig(
+    RunSettings,
+    MemorySettings,
+    OptimizerSettings,
+    CorrectionSettings,
+    LossSettings,
+    RewardSettings,
+    SamplingSettings,
+    BatchSettings,
+):
     "The settings of a GRPO run; TRL's names and meanings. (A dataclass collects its bases from the last to the first.)"
 
     def __setattr__(self, name: str, value):
         "Set one value by any of its names, after checking it."
-        for real, kept in understood({name: value}, known(type(self)), AttributeError).items(): super().__setattr__(real, kept)
+        for real, kept in understood({name: value}, known(type(self)), AttributeError).items():
+            super().__setattr__(real, kept)
 
     def __getattr__(self, name: str):
         "Another name of a setting, or the value that a refused one is held at."
-        if name in ALIASES: return getattr(self, ALIASES[name])
-        if name in QUIET: return QUIET[name]
+        if name in ALIASES:
+            return getattr(self, ALIASES[name])
+        if name in QUIET:
+            return QUIET[name]
         raise AttributeError(unknown(name, known(type(self))))
 
     def __repr__(self) -> str:  # only what differs from the defaults
         "GRPOConfig(epsilon_high=0.28), say."
-        changed = (f"{name}={getattr(self, name)!r}" for name, spec in known(type(self)).items() if getattr(self, name) != spec.default)
+        changed = (
+            f"{name}={getattr(self, name)!r}"
+            for name, spec in known(type(self)).items()
+            if getattr(self, name) != spec.default
+        )
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def check(self):
         mode = self.vllm_importance_sampling_mode
-        if self.loss_type == "vespo" and self.vllm_importance_sampling_correction and mode.startswith("sequence"):
-            raise ValueError(f"loss_type='vespo' multiplies the rollout weights of a completion's tokens itself, so vllm_importance_sampling_mode={mode!r} "
-                             f"does not fit: choose 'token_{mode.removeprefix('sequence_')}', or set vllm_importance_sampling_correction=False.")
+        if (
+            self.loss_type == "vespo"
+            and self.vllm_importance_sampling_correction
+            and mode.startswith("sequence")
+        ):
+            raise ValueError(
+                f"loss_type='vespo' multiplies the rollout weights of a completion's tokens itself, so vllm_importance_sampling_mode={mode!r} "
+                f"does not fit: choose 'token_{mode.removeprefix('sequence_')}', or set vllm_importance_sampling_correction=False."
+            )
 
     def derived(
         self,
@@ -618,10 +1183,27 @@ class GRPOConfig(RunSettings, MemorySettings, OptimizerSettings, CorrectionSetti
     ) -> list[dict[str, Any]]:  # rows {"setting", "value", "from"}
         "What follows from the settings that were left open."
         layout = self.layout(num_processes)
-        rows = [(name, self.used(name), spec.metadata["use"]) for name, spec in known(type(self)).items() if getattr(self, name) is None and spec.metadata.get("use")]
+        rows = [
+            (name, self.used(name), spec.metadata["use"])
+            for name, spec in known(type(self)).items()
+            if getattr(self, name) is None and spec.metadata.get("use")
+        ]
         if self.steps_per_generation is None:
-            rows.append(("steps_per_generation", layout.steps_per_generation, "generation_batch_size" if self.generation_batch_size else "gradient_accumulation_steps"))
-        sizes = ("generation_batch_size", "prompts_per_generation", "effective_batch_size", "optimizer_steps_per_generation")
+            rows.append(
+                (
+                    "steps_per_generation",
+                    layout.steps_per_generation,
+                    "generation_batch_size"
+                    if self.generation_batch_size
+                    else "gradient_accumulation_steps",
+                )
+            )
+        sizes = (
+            "generation_batch_size",
+            "prompts_per_generation",
+            "effective_batch_size",
+            "optimizer_steps_per_generation",
+        )
         rows += [(name, getattr(layout, name), "batch layout") for name in sizes]
         return [dict(zip(("setting", "value", "from"), row)) for row in rows]
 
@@ -630,7 +1212,10 @@ class GRPOConfig(RunSettings, MemorySettings, OptimizerSettings, CorrectionSetti
         num_processes: int = 1,  # devices that train side by side
     ) -> str:  # one line for each derived value
         "The derived values as text, for the head of a log."
-        return "\n".join(f"{row['setting']} = {row['value']:g} (from {row['from']})" for row in self.derived(num_processes))
+        return "\n".join(
+            f"{row['setting']} = {row['value']:g} (from {row['from']})"
+            for row in self.derived(num_processes)
+        )
 
     def to_dict(self) -> dict[str, Any]:  # every setting as it was given
         "The settings by name; `from_dict` reads it back."
@@ -646,7 +1231,10 @@ class GRPOConfig(RunSettings, MemorySettings, OptimizerSettings, CorrectionSetti
 
     def to_sanitized_dict(self) -> dict[str, Any]:  # numbers, strings and True or False
         "The settings as trackers take them; transformers' name."
-        return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in json.loads(self.to_json()).items()}
+        return {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in json.loads(self.to_json()).items()
+        }
 
     @property
     def world_size(self) -> int:
@@ -674,19 +1262,41 @@ class GRPOConfig(RunSettings, MemorySettings, OptimizerSettings, CorrectionSetti
     def differences(
         self,
         other: "GRPOConfig",  # e.g. the one stored with a checkpoint
-    ) -> dict[str, tuple]:  # name -> (value here, value there), for settings that are not equal once stored
+    ) -> dict[
+        str, tuple
+    ]:  # name -> (value here, value there), for settings that are not equal once stored
         "Where two configs differ."
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 # %% ../../nbs/training/01_config.ipynb #d8e8b52b
 DIFFERENT_FROM_TRL = {  # setting -> (our default, TRL 1.16's, why)
-    "vllm_importance_sampling_mode": ("token_truncate", "sequence_mask", "a completion's weight is a product over its tokens: long ones would be dropped"),
-    "vllm_importance_sampling_clip_max": (2.0, 3.0, "the bound C of truncated importance sampling as the documents give it"),
-    "use_bias_correction_kl": (False, True, "the KL term of the formula above; True multiplies it by the ratio"),
+    "vllm_importance_sampling_mode": (
+        "token_truncate",
+        "sequence_mask",
+        "a completion's weight is a product over its tokens: long ones would be dropped",
+    ),
+    "vllm_importance_sampling_clip_max": (
+        2.0,
+        3.0,
+        "the bound C of truncated importance sampling as the documents give it",
+    ),
+    "use_bias_correction_kl": (
+        False,
+        True,
+        "the KL term of the formula above; True multiplies it by the ratio",
+    ),
     "top_k": (None, 0, "no limit, written as None; 0 is understood and means the same"),
-    "output_dir": ("trainer_output", None, "the folder that transformers falls back to, said where it can be seen"),
-    "metric_for_best_model": ("reward", None, "there is no loss on evaluation data; None is understood and means the same"),
+    "output_dir": (
+        "trainer_output",
+        None,
+        "the folder that transformers falls back to, said where it can be seen",
+    ),
+    "metric_for_best_model": (
+        "reward",
+        None,
+        "there is no loss on evaluation data; None is understood and means the same",
+    ),
     "greater_is_better": (True, None, "of rewards, it is; None is understood and means the same"),
     "project": ("grpo_nb", "huggingface", "runs of this library are filed under its own name"),
 }

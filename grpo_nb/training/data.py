@@ -19,28 +19,48 @@ def is_conversational(
     prompt,  # a string, or a list of messages {"role": ..., "content": ...}
 ) -> bool:  # True for messages, False for a string
     "Whether a prompt is a conversation; ValueError if it is neither that nor a string."
-    if isinstance(prompt, str): return False
-    if isinstance(prompt, (list, tuple)) and prompt and all(isinstance(message, Mapping) and "role" in message for message in prompt): return True
-    raise ValueError(f"A prompt is {repr(prompt)[:80]} ({type(prompt).__name__}), but it has to be a string, or a list of at least one message such as "
-                     '{"role": "user", "content": "2+3="}.')
+    if isinstance(prompt, str):
+        return False
+    if (
+        isinstance(prompt, (list, tuple))
+        and prompt
+        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    ):
+        return True
+    raise ValueError(
+        f"A prompt is {repr(prompt)[:80]} ({type(prompt).__name__}), but it has to be a string, or a list of at least one message such as "
+        '{"role": "user", "content": "2+3="}.'
+    )
 
 # %% ../../nbs/training/02_data.ipynb #b4bcb185
 def prompt_token_ids(
     prompt: str | Sequence[Mapping],  # a string or a conversation
     tokenizer,  # of transformers
-    chat_template_kwargs: Mapping[str, Any] | None = None,  # extra variables for the template, e.g. {"reasoning_effort": "low"}
+    chat_template_kwargs: Mapping[str, Any]
+    | None = None,  # extra variables for the template, e.g. {"reasoning_effort": "low"}
 ) -> list[int]:  # at least one id; nothing is cut
     "The token ids that the model is prompted with."
     if not is_conversational(prompt):
         ids = tokenizer(prompt)["input_ids"]
     else:
         if tokenizer.chat_template is None:
-            raise ValueError("The prompt is a conversation, and the tokenizer has no chat template to write it with (base models have none). "
-                             "Set tokenizer.chat_template, take the tokenizer of an instruct model, or give prompts as strings.")
+            raise ValueError(
+                "The prompt is a conversation, and the tokenizer has no chat template to write it with (base models have none). "
+                "Set tokenizer.chat_template, take the tokenizer of an instruct model, or give prompts as strings."
+            )
         goes_on = prompt[-1]["role"] == "assistant"
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=not goes_on, continue_final_message=goes_on,
-                                            tokenize=True, return_dict=True, **(chat_template_kwargs or {}))["input_ids"]
-    if not len(ids): raise ValueError(f"The prompt {prompt!r} has no tokens, so there is nothing to continue: give at least one.")
+        ids = tokenizer.apply_chat_template(
+            list(prompt),
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            tokenize=True,
+            return_dict=True,
+            **(chat_template_kwargs or {}),
+        )["input_ids"]
+    if not len(ids):
+        raise ValueError(
+            f"The prompt {prompt!r} has no tokens, so there is nothing to continue: give at least one."
+        )
     return list(ids)
 
 # %% ../../nbs/training/02_data.ipynb #c85e253d
@@ -53,7 +73,9 @@ def many_prompt_token_ids(
     result = []
     for place, prompt in enumerate(prompts):
         again = place > 0 and prompt == prompts[place - 1]
-        result.append(list(result[-1]) if again else prompt_token_ids(prompt, tokenizer, chat_template_kwargs))
+        result.append(
+            list(result[-1]) if again else prompt_token_ids(prompt, tokenizer, chat_template_kwargs)
+        )
     return result
 
 # %% ../../nbs/training/02_data.ipynb #b757e865
@@ -68,9 +90,11 @@ def check_prompt_lengths(
         if max_positions is not None and len(ids) + max_completion_length > max_positions:
             room = max_positions - len(ids)
             change = f"lower max_completion_length to {room} or less, or " if room > 0 else ""
-            raise ValueError(f"The prompt of row {place} has {len(ids)} tokens; with max_completion_length {max_completion_length} that is "
-                             f"{len(ids) + max_completion_length}, and the model's longest sequence is {max_positions}. Prompts are not cut: {change}leave the row out "
-                             f"(a prompt may have {max(max_positions - max_completion_length, 0)} tokens).")
+            raise ValueError(
+                f"The prompt of row {place} has {len(ids)} tokens; with max_completion_length {max_completion_length} that is "
+                f"{len(ids) + max_completion_length}, and the model's longest sequence is {max_positions}. Prompts are not cut: {change}leave the row out "
+                f"(a prompt may have {max(max_positions - max_completion_length, 0)} tokens)."
+            )
 
 # %% ../../nbs/training/02_data.ipynb #454f4ff5
 TEMPLATE_ROOM = 2_000  # bytes: more than what a chat template puts around a conversation
@@ -80,7 +104,11 @@ def prompts_of(
     dataset,  # datasets.Dataset, or a sequence of dicts
 ) -> list:  # strings or conversations
     "The prompts of a dataset."
-    return dataset["prompt"][:] if hasattr(dataset, "column_names") else [row["prompt"] for row in dataset]
+    return (
+        dataset["prompt"][:]
+        if hasattr(dataset, "column_names")
+        else [row["prompt"] for row in dataset]
+    )
 
 
 def check_long_prompts(
@@ -92,17 +120,37 @@ def check_long_prompts(
 ) -> int:  # how many rows were tokenized; ValueError for the first prompt that is too long, or that cannot be tokenized
     "Make sure that every prompt of a dataset leaves room for its completion, and that the tokenizer takes prompts of its kinds."
     seen = set()
+
     def new(prompt):
         "Whether it is the first with these roles, or the first string, which shows what the tokenizer makes of all such."
-        kind = bool(prompt) if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
+        kind = (
+            bool(prompt)
+            if isinstance(prompt, str)
+            else tuple(message["role"] for message in prompt)
+        )
         return kind not in seen and not seen.add(kind)
 
-    def size(prompt): return len(prompt.encode()) if isinstance(prompt, str) else TEMPLATE_ROOM + sum(len(str(message).encode()) for message in prompt)
+    def size(prompt):
+        return (
+            len(prompt.encode())
+            if isinstance(prompt, str)
+            else TEMPLATE_ROOM + sum(len(str(message).encode()) for message in prompt)
+        )
 
-    doubtful = [number for number, prompt in enumerate(prompts_of(dataset)) if new(prompt) or max_positions is not None and size(prompt) + max_completion_length > max_positions]
+    doubtful = [
+        number
+        for number, prompt in enumerate(prompts_of(dataset))
+        if new(prompt)
+        or max_positions is not None
+        and size(prompt) + max_completion_length > max_positions
+    ]
     for number in tqdm(doubtful, desc="prompt lengths", delay=2, leave=False):
-        try: ids = prompt_token_ids(dataset[number]["prompt"], tokenizer, chat_template_kwargs)
-        except Exception as error: raise ValueError(f"The prompt of row {number} cannot be tokenized ({type(error).__name__}): {error}") from error  # a template raises what it likes
+        try:
+            ids = prompt_token_ids(dataset[number]["prompt"], tokenizer, chat_template_kwargs)
+        except Exception as error:
+            raise ValueError(
+                f"The prompt of row {number} cannot be tokenized ({type(error).__name__}): {error}"
+            ) from error  # a template raises what it likes
         check_prompt_lengths([ids], max_completion_length, max_positions, [number])
     return len(doubtful)
 
@@ -112,13 +160,26 @@ def completion_as_given(
     text: str,  # what the model wrote, decoded without special tokens
 ) -> str | list[dict[str, str]]:  # a string for a string, one assistant message for a conversation
     "A completion in the form in which reward functions receive it."
-    if not is_conversational(prompt): return text
+    if not is_conversational(prompt):
+        return text
     begun = prompt[-1].get("content") or "" if prompt[-1]["role"] == "assistant" else ""
     return [{"role": "assistant", "content": begun + text}]
 
 # %% ../../nbs/training/02_data.ipynb #03221d2d
-NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # columns that are not handed on; prompts and completions come from the rollout
-ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # what reward functions are given besides
+NOT_FOR_REWARDS = (
+    "prompt",
+    "completion",
+    "completion_ids",
+)  # columns that are not handed on; prompts and completions come from the rollout
+ARGUMENTS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environments",
+)  # what reward functions are given besides
 
 
 def reward_columns(
@@ -126,7 +187,11 @@ def reward_columns(
     keys: Iterable[str] | None = None,  # the columns wanted; None: all that the first row has
 ) -> dict[str, list]:  # column -> one value for each completion
     "The dataset's other columns, as reward functions receive them."
-    wanted = [key for key in (keys if keys is not None else rows[0] if rows else ()) if key not in NOT_FOR_REWARDS]
+    wanted = [
+        key
+        for key in (keys if keys is not None else rows[0] if rows else ())
+        if key not in NOT_FOR_REWARDS
+    ]
     return {key: [row[key] for row in rows] for key in wanted}
 
 # %% ../../nbs/training/02_data.ipynb #bac278cd
@@ -143,14 +208,27 @@ def check_shape(
     "Refuse what is not a table with rows."
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping) and "prompt" in dataset:
-        raise ValueError(f"The dataset is a {kind} of columns, but a table with rows is needed: pass datasets.Dataset.from_dict(dataset).")
+        raise ValueError(
+            f"The dataset is a {kind} of columns, but a table with rows is needed: pass datasets.Dataset.from_dict(dataset)."
+        )
     if isinstance(dataset, Mapping):
-        raise ValueError(f"The dataset is a {kind} with {', '.join(map(repr, dataset))}, but one table is needed: "
-                         f"pass one split, e.g. dataset[{next(iter(dataset), 'train')!r}].")
-    if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(f"The dataset is a {kind}, whose rows cannot be counted and looked up by number, and a run that is resumed needs that. Pass a datasets.Dataset "
-                         "(for a stream: datasets.Dataset.from_list(list(stream.take(1000)))) or a list of dicts.")
-    if not len(dataset): raise ValueError(f"The dataset ({kind}) has no rows: give some; to train on, at least as many as a generation draws prompts.")
+        raise ValueError(
+            f"The dataset is a {kind} with {', '.join(map(repr, dataset))}, but one table is needed: "
+            f"pass one split, e.g. dataset[{next(iter(dataset), 'train')!r}]."
+        )
+    if (
+        isinstance(dataset, str)
+        or not hasattr(dataset, "__len__")
+        or not hasattr(dataset, "__getitem__")
+    ):
+        raise ValueError(
+            f"The dataset is a {kind}, whose rows cannot be counted and looked up by number, and a run that is resumed needs that. Pass a datasets.Dataset "
+            "(for a stream: datasets.Dataset.from_list(list(stream.take(1000)))) or a list of dicts."
+        )
+    if not len(dataset):
+        raise ValueError(
+            f"The dataset ({kind}) has no rows: give some; to train on, at least as many as a generation draws prompts."
+        )
 
 
 def check_rows(
@@ -158,10 +236,15 @@ def check_rows(
 ) -> None:  # raises for a row that is no dict or has other columns than the first
     "Refuse rows that differ in their columns."
     for number, row in enumerate(dataset):
-        if not isinstance(row, Mapping): raise ValueError(f"Row {number} of the dataset is a {type(row).__name__}, but it has to be a dict with the column 'prompt'.")
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"Row {number} of the dataset is a {type(row).__name__}, but it has to be a dict with the column 'prompt'."
+            )
         if row.keys() != dataset[0].keys():
-            raise ValueError(f"Row {number} of the dataset has the columns {sorted(row)}, and row 0 has {sorted(dataset[0])}: "
-                             "reward functions need the same in every row. Fill the gaps with None.")
+            raise ValueError(
+                f"Row {number} of the dataset has the columns {sorted(row)}, and row 0 has {sorted(dataset[0])}: "
+                "reward functions need the same in every row. Fill the gaps with None."
+            )
 
 
 def check_dataset(
@@ -169,23 +252,35 @@ def check_dataset(
 ):  # the same object
     "Make sure that a dataset can be trained on; ValueError with the row number otherwise."
     check_shape(dataset)
-    if not hasattr(dataset, "column_names"): check_rows(dataset)
+    if not hasattr(dataset, "column_names"):
+        check_rows(dataset)
     columns = column_names(dataset)
     if "prompt" not in columns:
-        raise ValueError(f"The dataset has no column 'prompt'; it has {', '.join(map(repr, columns))}. "
-                         "Rename the one that holds the questions: dataset.rename_column(..., 'prompt').")
+        raise ValueError(
+            f"The dataset has no column 'prompt'; it has {', '.join(map(repr, columns))}. "
+            "Rename the one that holds the questions: dataset.rename_column(..., 'prompt')."
+        )
     pictures = [name for name in columns if name in ("image", "images")]
     if pictures:
-        raise ValueError(f"The dataset has a column {pictures[0]!r}, and prompts are text alone here: "
-                         "remove the column, or rename it if only a reward function needs it.")
+        raise ValueError(
+            f"The dataset has a column {pictures[0]!r}, and prompts are text alone here: "
+            "remove the column, or rename it if only a reward function needs it."
+        )
     clashes = [name for name in columns if name in ARGUMENTS and name not in NOT_FOR_REWARDS]
     if clashes:
-        raise ValueError(f"The dataset's column {clashes[0]!r} has the name of something that reward functions are given anyway: rename it.")
+        raise ValueError(
+            f"The dataset's column {clashes[0]!r} has the name of something that reward functions are given anyway: rename it."
+        )
     kinds = {}
     for number, prompt in enumerate(prompts_of(dataset)):
-        try: kinds.setdefault(is_conversational(prompt), number)
-        except ValueError as error: raise ValueError(f"Row {number} of the dataset: {error}") from None
-    if len(kinds) == 2: raise ValueError(f"Row {kinds[True]} of the dataset is a conversation and row {kinds[False]} a string: give all prompts in one form.")
+        try:
+            kinds.setdefault(is_conversational(prompt), number)
+        except ValueError as error:
+            raise ValueError(f"Row {number} of the dataset: {error}") from None
+    if len(kinds) == 2:
+        raise ValueError(
+            f"Row {kinds[True]} of the dataset is a conversation and row {kinds[False]} a string: give all prompts in one form."
+        )
     return dataset
 
 # %% ../../nbs/training/02_data.ipynb #612c3168
@@ -195,6 +290,8 @@ def check_evaluation_data(
     "Make sure that a dataset, or each of several, can be evaluated on."
     several = isinstance(dataset, Mapping) and "prompt" not in dataset
     for name, part in dataset.items() if several else [(None, dataset)]:
-        try: check_dataset(part)
-        except ValueError as error: raise ValueError(f"eval_dataset{f'[{name!r}]' if several else ''}: {error}") from None
+        try:
+            check_dataset(part)
+        except ValueError as error:
+            raise ValueError(f"eval_dataset{f'[{name!r}]' if several else ''}: {error}") from None
     return dict(dataset) if several else dataset

@@ -9,12 +9,16 @@ __all__ = ['RECORDS', 'GROUPS', 'PER_TOKEN', 'SHIFTED', 'HINTS', 'Seen', 'loss_i
 
 # %% ../../nbs/training/10_hints.ipynb #39910ea0
 import math
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from .config import GRPOConfig
 
 # %% ../../nbs/training/10_hints.ipynb #bbce441e
-RECORDS, GROUPS = 5, 32  # a symptom has to last for so many records, which together hold at least so many groups
+RECORDS, GROUPS = (
+    5,
+    32,
+)  # a symptom has to last for so many records, which together hold at least so many groups
 
 
 class Seen:
@@ -23,11 +27,18 @@ class Seen:
     def __init__(
         self,
         config: GRPOConfig,  # of the run
-        precision: str | None = None,  # "bf16", "fp16" or "no", as the run chose it; None: as the config says
+        precision: str
+        | None = None,  # "bf16", "fp16" or "no", as the run chose it; None: as the config says
     ):
         self.fp16 = (precision or ("fp16" if config.fp16 else "no")) == "fp16"
-        drawn = config.logging_steps * config.per_device_train_batch_size * config.gradient_accumulation_steps  # completions in a record, of one process
-        self.window = max(RECORDS, math.ceil(GROUPS / max(drawn / config.num_generations, 1)))  # records
+        drawn = (
+            config.logging_steps
+            * config.per_device_train_batch_size
+            * config.gradient_accumulation_steps
+        )  # completions in a record, of one process
+        self.window = max(
+            RECORDS, math.ceil(GROUPS / max(drawn / config.num_generations, 1))
+        )  # records
         self.config, self.columns = config, {}
 
     def add(
@@ -36,7 +47,8 @@ class Seen:
     ) -> None:
         "Take note of one record."
         for name, value in record.items():
-            if isinstance(value, (int, float)) and math.isfinite(value): self.columns.setdefault(name, []).append(value)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                self.columns.setdefault(name, []).append(value)
 
     def last(self, name: str) -> float:  # NaN if it was never logged
         "The newest number of a name."
@@ -60,34 +72,73 @@ class Seen:
     @property
     def reward_names(self) -> list[str]:
         "The reward functions, as the log names them."
-        return [name.removeprefix("rewards/").removesuffix("/mean") for name in self.columns if name.startswith("rewards/") and name.endswith("/mean")]
+        return [
+            name.removeprefix("rewards/").removesuffix("/mean")
+            for name in self.columns
+            if name.startswith("rewards/") and name.endswith("/mean")
+        ]
 
 # %% ../../nbs/training/10_hints.ipynb #10f2869a
-PER_TOKEN = ("dapo", "bnpo", "dr_grpo", "luspo")  # loss types that add up tokens, so that a longer completion counts for more
+PER_TOKEN = (
+    "dapo",
+    "bnpo",
+    "dr_grpo",
+    "luspo",
+)  # loss types that add up tokens, so that a longer completion counts for more
 
 
-SHIFTED = ("sapo", "vespo")  # losses whose weight of a token depends on the sign of its advantage: a group does not sum to 0
+SHIFTED = (
+    "sapo",
+    "vespo",
+)  # losses whose weight of a token depends on the sign of its advantage: a group does not sum to 0
 
 
 def loss_is_zero(seen: Seen) -> str | None:
     "At the first record, on-policy: a loss of 0 is no mistake."
     loss, norm = seen.last("loss"), seen.last("grad_norm")
-    if len(seen.columns.get("loss", [])) == 1 and abs(loss) < 0.05 and norm > 0 and abs(seen.last("ratio/max") - 1) < 1e-3 and seen.config.loss_type not in SHIFTED and not seen.config.entropy_coef:
-        uneven = seen.config.loss_type in PER_TOKEN and abs(loss) >= 5e-4 and seen.last("completions/min_length") < seen.last("completions/max_length")
-        rest = "It is not exactly 0 because the completions differ in length, and a longer one counts with more tokens. " if uneven else ""
-        return (f"The loss is {round(loss, 4) + 0.0:.4f}, and that is right: the completions were just drawn by the weights that are being trained, so every ratio is 1, and the advantages of a group sum to 0. {rest}"
-                f"What moves the weights is the gradient, and its norm is {norm:.2g}. Watch the reward.")
+    if (
+        len(seen.columns.get("loss", [])) == 1
+        and abs(loss) < 0.05
+        and norm > 0
+        and abs(seen.last("ratio/max") - 1) < 1e-3
+        and seen.config.loss_type not in SHIFTED
+        and not seen.config.entropy_coef
+    ):
+        uneven = (
+            seen.config.loss_type in PER_TOKEN
+            and abs(loss) >= 5e-4
+            and seen.last("completions/min_length") < seen.last("completions/max_length")
+        )
+        rest = (
+            "It is not exactly 0 because the completions differ in length, and a longer one counts with more tokens. "
+            if uneven
+            else ""
+        )
+        return (
+            f"The loss is {round(loss, 4) + 0.0:.4f}, and that is right: the completions were just drawn by the weights that are being trained, so every ratio is 1, and the advantages of a group sum to 0. {rest}"
+            f"What moves the weights is the gradient, and its norm is {norm:.2g}. Watch the reward."
+        )
 
 # %% ../../nbs/training/10_hints.ipynb #9b0f6766
 def no_spread(seen: Seen) -> str | None:
     "The completions of each group are all rewarded alike: every advantage is 0."
     idle = seen.late("frac_reward_zero_std")
-    if not idle >= 0.98: return None
-    level = {name: (seen.late(f"rewards/{name}/mean"), seen.late(f"rewards/{name}/std")) for name in seen.reward_names}
+    if not idle >= 0.98:
+        return None
+    level = {
+        name: (seen.late(f"rewards/{name}/mean"), seen.late(f"rewards/{name}/std"))
+        for name in seen.reward_names
+    }
     start = f"In {idle:.0%} of the groups of the last {seen.window} records all completions earned the same, so every advantage is 0 and nothing is learnt."
-    if wrong := [f"{name} stands at {mean:.2f}" for name, (mean, std) in level.items() if mean <= 0 or std > 2 * mean]:
-        return (f"{start} {' and '.join(wrong)}: if more can be earned there, right answers are too rare to meet. Make some possible: a short supervised warm-up, an instruct model, "
-                "easier prompts first, or a reward that also pays for being close.")
+    if wrong := [
+        f"{name} stands at {mean:.2f}"
+        for name, (mean, std) in level.items()
+        if mean <= 0 or std > 2 * mean
+    ]:
+        return (
+            f"{start} {' and '.join(wrong)}: if more can be earned there, right answers are too rare to meet. Make some possible: a short supervised warm-up, an instruct model, "
+            "easier prompts first, or a reward that also pays for being close."
+        )
     if all(mean > 5 * std for mean, std in level.values()):
         return f"{start} The reward stands at {seen.late('reward'):.2f}: if that is the best there is, these prompts are learnt: stop, or take harder ones. If not, the reward function cannot tell good from bad."
     return f"{start} Some prompts are always right, the others always wrong: the policy gives each prompt one answer. Raise temperature (now {seen.config.temperature:g}), or begin again from before the entropy fell."
@@ -97,62 +148,124 @@ def truncated(seen: Seen) -> str | None:
     "Nearly all completions are cut at the limit."
     cut = seen.late("completions/clipped_ratio")
     if cut >= 0.9:
-        masked = " With mask_truncated_completions=True none of them is trained on." if seen.config.mask_truncated_completions else ""
-        return (f"{cut:.0%} of the completions of the last {seen.window} records were cut at max_completion_length={seen.config.max_completion_length}.{masked} Look at a few (log_completions=True): if they break off in the middle, raise max_completion_length; "
-                "if the answer is there and the model goes on, it has not learnt to end: use an instruct model or its chat template, or show it a few ended answers first.")
+        masked = (
+            " With mask_truncated_completions=True none of them is trained on."
+            if seen.config.mask_truncated_completions
+            else ""
+        )
+        return (
+            f"{cut:.0%} of the completions of the last {seen.window} records were cut at max_completion_length={seen.config.max_completion_length}.{masked} Look at a few (log_completions=True): if they break off in the middle, raise max_completion_length; "
+            "if the answer is there and the model goes on, it has not learnt to end: use an instruct model or its chat template, or show it a few ended answers first."
+        )
 
 # %% ../../nbs/training/10_hints.ipynb #6162fe80
 def format_only(seen: Seen) -> str | None:
     "Of several reward functions one has risen and is full, another has not moved."
-    now, before = ({name: (at(f"rewards/{name}/mean"), at(f"rewards/{name}/std")) for name in seen.reward_names} for at in (seen.late, seen.early))
+    now, before = (
+        {
+            name: (at(f"rewards/{name}/mean"), at(f"rewards/{name}/std"))
+            for name in seen.reward_names
+        }
+        for at in (seen.late, seen.early)
+    )
     gain = {name: now[name][0] - before[name][0] for name in now}
-    full = [name for name in now if gain[name] > 0.3 * before[name][1] and now[name][1] < 0.3 * max(gain[name], before[name][1])]
-    stuck = [name for name in now if gain[name] <= 0.1 * max(now[name][1], before[name][1]) and (now[name][0] <= 0 or now[name][1] > 0)]
+    full = [
+        name
+        for name in now
+        if gain[name] > 0.3 * before[name][1]
+        and now[name][1] < 0.3 * max(gain[name], before[name][1])
+    ]
+    stuck = [
+        name
+        for name in now
+        if gain[name] <= 0.1 * max(now[name][1], before[name][1])
+        and (now[name][0] <= 0 or now[name][1] > 0)
+    ]
     if full and stuck and len(seen.columns.get("reward", [])) >= 4 * seen.window:
-        levels = [" and ".join(f"{name} from {before[name][0]:.2f} to {now[name][0]:.2f}" for name in names) for names in (full, stuck)]
-        return (f"The easy part is learnt and nothing else: {levels[0]}, which nearly every completion earns by now, while the other has not risen ({levels[1]}). If that one is what you want, make it reachable: a short supervised warm-up, easier prompts, "
-                "or a graded reward in its place (closer answers earn more); reward_weights cannot help where it is never earned.")
+        levels = [
+            " and ".join(
+                f"{name} from {before[name][0]:.2f} to {now[name][0]:.2f}" for name in names
+            )
+            for names in (full, stuck)
+        ]
+        return (
+            f"The easy part is learnt and nothing else: {levels[0]}, which nearly every completion earns by now, while the other has not risen ({levels[1]}). If that one is what you want, make it reachable: a short supervised warm-up, easier prompts, "
+            "or a graded reward in its place (closer answers earn more); reward_weights cannot help where it is never earned."
+        )
 
 # %% ../../nbs/training/10_hints.ipynb #21baca18
 def collapse(seen: Seen) -> str | None:
     "Each prompt has one answer left, and not the right one."
-    before, now, idle = seen.early("entropy"), seen.late("entropy"), seen.late("frac_reward_zero_std")
-    gains = {name: seen.late(f"rewards/{name}/mean") - seen.early(f"rewards/{name}/mean") for name in seen.reward_names}
+    before, now, idle = (
+        seen.early("entropy"),
+        seen.late("entropy"),
+        seen.late("frac_reward_zero_std"),
+    )
+    gains = {
+        name: seen.late(f"rewards/{name}/mean") - seen.early(f"rewards/{name}/mean")
+        for name in seen.reward_names
+    }
     poor = [name for name, gain in gains.items() if gain < 1.5 * seen.late(f"rewards/{name}/std")]
     if now <= 0.1 * before and idle >= 0.9 and poor:
-        return (f"The policy has collapsed: its entropy fell from {before:.2g} to {now:.2g} nats a token and {idle:.0%} of the groups have no spread, yet {poor[0]} stands at {seen.late(f'rewards/{poor[0]}/mean'):.2f}. It will hardly recover. Begin again from an earlier checkpoint with "
-                f"a smaller learning_rate (now {seen.config.learning_rate:g}), or hold the policy with beta > 0 (now {seen.config.beta:g}), epsilon_high=0.28 or entropy_coef > 0.")
+        return (
+            f"The policy has collapsed: its entropy fell from {before:.2g} to {now:.2g} nats a token and {idle:.0%} of the groups have no spread, yet {poor[0]} stands at {seen.late(f'rewards/{poor[0]}/mean'):.2f}. It will hardly recover. Begin again from an earlier checkpoint with "
+            f"a smaller learning_rate (now {seen.config.learning_rate:g}), or hold the policy with beta > 0 (now {seen.config.beta:g}), epsilon_high=0.28 or entropy_coef > 0."
+        )
 
 
 def kl_runs_away(seen: Seen) -> str | None:
     "The policy has gone far from its reference."
     kl = seen.late("kl")
     if kl >= 1.0 and seen.lowest("kl") >= 0.5:
-        return (f"The KL to the start has been {kl:.2g} nats a token on average over the last {seen.window} records: a token that it writes is typically {math.exp(min(kl, 50)):.2g} times as likely as it was. The policy is no longer the model that you began with; read some completions (log_completions=True): "
-                f"often they earn a reward that was not meant. Repair the reward, raise beta (now {seen.config.beta:g}), or lower learning_rate (now {seen.config.learning_rate:g}).")
+        return (
+            f"The KL to the start has been {kl:.2g} nats a token on average over the last {seen.window} records: a token that it writes is typically {math.exp(min(kl, 50)):.2g} times as likely as it was. The policy is no longer the model that you began with; read some completions (log_completions=True): "
+            f"often they earn a reward that was not meant. Repair the reward, raise beta (now {seen.config.beta:g}), or lower learning_rate (now {seen.config.learning_rate:g})."
+        )
 
 # %% ../../nbs/training/10_hints.ipynb #c70cb57d
 def gradient_explodes(seen: Seen) -> str | None:
     "Gradient norms far above the limit, or far above their start."
-    norm, before, limit = seen.lowest("grad_norm"), seen.early("grad_norm"), seen.config.max_grad_norm
+    norm, before, limit = (
+        seen.lowest("grad_norm"),
+        seen.early("grad_norm"),
+        seen.config.max_grad_norm,
+    )
     if norm > 10 * (limit or math.inf) or (norm > 10 * before and norm > limit):
-        so = "so the length of every update is set by the clip and the schedule alone, and one bad batch counts as much as a good one" if limit else "and nothing limits an update: set max_grad_norm, 1.0 is usual"
-        return (f"For {seen.window} records the gradient norm was never below {norm:.3g} (at the start {before:.3g}; max_grad_norm={limit:g}), {so}. "
-                f"Lower learning_rate (now {seen.config.learning_rate:g}), scale the rewards to about 1, and look for completions with extreme log-probs.")
+        so = (
+            "so the length of every update is set by the clip and the schedule alone, and one bad batch counts as much as a good one"
+            if limit
+            else "and nothing limits an update: set max_grad_norm, 1.0 is usual"
+        )
+        return (
+            f"For {seen.window} records the gradient norm was never below {norm:.3g} (at the start {before:.3g}; max_grad_norm={limit:g}), {so}. "
+            f"Lower learning_rate (now {seen.config.learning_rate:g}), scale the rewards to about 1, and look for completions with extreme log-probs."
+        )
 
 
 def no_gradient(seen: Seen) -> str | None:
     "Groups have spread and still no gradient arrives."
-    if seen.late("frac_reward_zero_std") < 0.9 and seen.late("grad_norm") < 1e-8 and seen.late("skipped_updates") < 0.5:
-        return (f"Groups differ in reward and yet the gradient norm has been {seen.late('grad_norm'):.1g} for {seen.window} records: no token is trained on. Either all completions are masked (mask_truncated_completions with {seen.late('completions/clipped_ratio'):.0%} cut), "
-                "or every ratio is clipped, or the loss does not reach the parameters that train.")
+    if (
+        seen.late("frac_reward_zero_std") < 0.9
+        and seen.late("grad_norm") < 1e-8
+        and seen.late("skipped_updates") < 0.5
+    ):
+        return (
+            f"Groups differ in reward and yet the gradient norm has been {seen.late('grad_norm'):.1g} for {seen.window} records: no token is trained on. Either all completions are masked (mask_truncated_completions with {seen.late('completions/clipped_ratio'):.0%} cut), "
+            "or every ratio is clipped, or the loss does not reach the parameters that train."
+        )
 
 
 def updates_skipped(seen: Seen) -> str | None:
     "Gradients are not finite, so the updates are left out."
-    skipped = seen.late("skipped_updates", windows=4)  # a loss scale may need a dozen at the very start
+    skipped = seen.late(
+        "skipped_updates", windows=4
+    )  # a loss scale may need a dozen at the very start
     if skipped > 0.2 and seen.late("skipped_updates") > 0.2:
-        numbers = "fp16 overflows beyond 65,504: use bf16=True where the card has it, or float32 (fp16=False)" if seen.fp16 else "there is a NaN or an infinity in the model, the rewards' scale or the log-probs"
+        numbers = (
+            "fp16 overflows beyond 65,504: use bf16=True where the card has it, or float32 (fp16=False)"
+            if seen.fp16
+            else "there is a NaN or an infinity in the model, the rewards' scale or the log-probs"
+        )
         return f"{skipped:.0%} of the updates of the last {4 * seen.window} records were skipped because the gradient was not finite: {numbers}. A few at the very start are normal with fp16, while the loss scale finds its size; these are not. A lower learning_rate helps where activations grow."
 
 # %% ../../nbs/training/10_hints.ipynb #915d401c
@@ -160,18 +273,38 @@ def sampler_gap(seen: Seen) -> str | None:
     "Sampler and trainer disagree about the probabilities of the same tokens."
     gap, config = seen.late("sampling/gap_mean"), seen.config
     if seen.lowest("sampling/gap_mean") >= 0.1:
-        cut = [f"{name}={getattr(config, name):g}" for name, off in (("top_p", 1.0), ("top_k", None), ("min_p", None), ("repetition_penalty", 1.0)) if getattr(config, name) not in (off, 0.0)]
-        why = f"Part of it is {', '.join(cut)}, which changes what is sampled" if cut else "Most often the two run in different number formats or with different weights (an adapter that was not handed over, a quantised copy)"
-        return (f"Sampler and trainer differ by {gap:.2g} nats a token on average ({math.expm1(min(gap, 50)):.0%} in probability): the policy that is trained is not the one that answers. {why}. "
-                f"Keep vllm_importance_sampling_correction=True (now {config.vllm_importance_sampling_correction}), and bring the two closer.")
+        cut = [
+            f"{name}={getattr(config, name):g}"
+            for name, off in (
+                ("top_p", 1.0),
+                ("top_k", None),
+                ("min_p", None),
+                ("repetition_penalty", 1.0),
+            )
+            if getattr(config, name) not in (off, 0.0)
+        ]
+        why = (
+            f"Part of it is {', '.join(cut)}, which changes what is sampled"
+            if cut
+            else "Most often the two run in different number formats or with different weights (an adapter that was not handed over, a quantised copy)"
+        )
+        return (
+            f"Sampler and trainer differ by {gap:.2g} nats a token on average ({math.expm1(min(gap, 50)):.0%} in probability): the policy that is trained is not the one that answers. {why}. "
+            f"Keep vllm_importance_sampling_correction=True (now {config.vllm_importance_sampling_correction}), and bring the two closer."
+        )
 
 
 def too_off_policy(seen: Seen) -> str | None:
     "The clip holds back a large part of the tokens."
-    share, config = seen.late("clip_ratio/region", windows=4), seen.config  # the first pass over a batch clips nothing, the last one most
+    share, config = (
+        seen.late("clip_ratio/region", windows=4),
+        seen.config,
+    )  # the first pass over a batch clips nothing, the last one most
     if share >= 0.3:
-        return (f"{share:.0%} of the tokens were clipped over the last {4 * seen.window} records: the policy has moved on before the batch is used up, and most of the batch teaches nothing. Draw more often "
-                f"(num_iterations is {config.num_iterations}, steps_per_generation {config.used('steps_per_generation') or config.gradient_accumulation_steps}) or lower learning_rate (now {config.learning_rate:g}).")
+        return (
+            f"{share:.0%} of the tokens were clipped over the last {4 * seen.window} records: the policy has moved on before the batch is used up, and most of the batch teaches nothing. Draw more often "
+            f"(num_iterations is {config.num_iterations}, steps_per_generation {config.used('steps_per_generation') or config.gradient_accumulation_steps}) or lower learning_rate (now {config.learning_rate:g})."
+        )
 
 
 def standing_still(seen: Seen) -> str | None:
@@ -180,16 +313,34 @@ def standing_still(seen: Seen) -> str | None:
     if seen.late("learning_rate") == 0:
         return f"The learning rate has been 0 for {seen.window} records: the weights do not move. Set learning_rate (now {seen.config.learning_rate:g}), and look at lr_scheduler_type={seen.config.lr_scheduler_type!r} and warmup_steps={seen.config.warmup_steps:g}."
     reward, entropy = (seen.late(name) - seen.early(name) for name in ("reward", "entropy"))
-    if (steps[-1] - steps[0] >= 100 and len(steps) >= 4 * seen.window and seen.late("frac_reward_zero_std") < 0.9
-            and abs(reward) < 0.1 * seen.late("reward_std") and abs(entropy) < 0.03 * seen.early("entropy")):
-        return (f"After {steps[-1]:.0f} updates the reward ({seen.early('reward'):.3f}, now {seen.late('reward'):.3f}) and the entropy ({seen.early('entropy'):.3f}, now {seen.late('entropy'):.3f}) are where they began, although groups have spread (gradient norm {seen.late('grad_norm'):.2g}): "
-                f"the steps are too small. Raise learning_rate (now {seen.config.learning_rate:g}) three- to tenfold; adapters take more than full weights, 5e-6 to 5e-5.")
+    if (
+        steps[-1] - steps[0] >= 100
+        and len(steps) >= 4 * seen.window
+        and seen.late("frac_reward_zero_std") < 0.9
+        and abs(reward) < 0.1 * seen.late("reward_std")
+        and abs(entropy) < 0.03 * seen.early("entropy")
+    ):
+        return (
+            f"After {steps[-1]:.0f} updates the reward ({seen.early('reward'):.3f}, now {seen.late('reward'):.3f}) and the entropy ({seen.early('entropy'):.3f}, now {seen.late('entropy'):.3f}) are where they began, although groups have spread (gradient norm {seen.late('grad_norm'):.2g}): "
+            f"the steps are too small. Raise learning_rate (now {seen.config.learning_rate:g}) three- to tenfold; adapters take more than full weights, 5e-6 to 5e-5."
+        )
 
 # %% ../../nbs/training/10_hints.ipynb #0f133f42
-HINTS: dict[str, Callable[[Seen], str | None]] = {  # name -> function of what has been seen; in the order in which they are said
-    "loss prints 0": loss_is_zero, "collapse": collapse, "no spread in any group": no_spread, "nearly all truncated": truncated, "format and nothing else": format_only,
-    "KL runs away": kl_runs_away, "gradient explodes": gradient_explodes, "no gradient": no_gradient, "updates skipped": updates_skipped,
-    "sampler and trainer differ": sampler_gap, "mostly clipped": too_off_policy, "nothing moves": standing_still,
+HINTS: dict[
+    str, Callable[[Seen], str | None]
+] = {  # name -> function of what has been seen; in the order in which they are said
+    "loss prints 0": loss_is_zero,
+    "collapse": collapse,
+    "no spread in any group": no_spread,
+    "nearly all truncated": truncated,
+    "format and nothing else": format_only,
+    "KL runs away": kl_runs_away,
+    "gradient explodes": gradient_explodes,
+    "no gradient": no_gradient,
+    "updates skipped": updates_skipped,
+    "sampler and trainer differ": sampler_gap,
+    "mostly clipped": too_off_policy,
+    "nothing moves": standing_still,
 }
 
 
@@ -199,18 +350,26 @@ class Hints:
     def __init__(
         self,
         config: GRPOConfig,  # of the run
-        precision: str | None = None,  # "bf16", "fp16" or "no", as the run chose it; None: as the config says
+        precision: str
+        | None = None,  # "bf16", "fp16" or "no", as the run chose it; None: as the config says
     ):
         self.seen = Seen(config, precision)
         self.said: dict[str, str] = {}  # name of the hint -> its sentence
 
     def look(
         self,
-        record: dict[str, Any],  # one line of the log; records of an evaluation (eval_...) are passed over
+        record: dict[
+            str, Any
+        ],  # one line of the log; records of an evaluation (eval_...) are passed over
     ) -> list[str]:  # sentences that have become true and were not said yet; usually none
         "Take note of a record."
-        if any(name.startswith("eval_") for name in record): return []
+        if any(name.startswith("eval_") for name in record):
+            return []
         self.seen.add(record)
-        new = {name: sentence for name, hint in HINTS.items() if name not in self.said and (sentence := hint(self.seen))}
+        new = {
+            name: sentence
+            for name, hint in HINTS.items()
+            if name not in self.said and (sentence := hint(self.seen))
+        }
         self.said.update(new)
         return list(new.values())

@@ -29,11 +29,16 @@ def checkpoint_layers(
     kwargs: dict,  # torch.utils.checkpoint's
 ) -> None:
     "Let layers be computed again in backward."
-    if not kwargs.get("use_reentrant", True) and "context_fn" not in kwargs: kwargs = {**kwargs, "context_fn": contexts_of(model)}
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its new and its old name
+    if not kwargs.get("use_reentrant", True) and "context_fn" not in kwargs:
+        kwargs = {**kwargs, "context_fn": contexts_of(model)}
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )  # its new and its old name
     enable(kwargs)
     base = base_causal_model(model)
-    if not kwargs.get("use_reentrant", True): base.disable_input_require_grads()  # which only the reentrant kind needs: it would keep the embedding's output for a gradient that nobody reads
+    if not kwargs.get("use_reentrant", True):
+        base.disable_input_require_grads()  # which only the reentrant kind needs: it would keep the embedding's output for a gradient that nobody reads
 
 
 def recompute_layers(
@@ -41,9 +46,13 @@ def recompute_layers(
     config: GRPOConfig,
 ) -> None:
     "Let layers be computed again in backward or not, as the config says, whatever the model was told before."
-    if config.gradient_checkpointing: checkpoint_layers(model, config.gradient_checkpointing_kwargs or {"use_reentrant": False})
+    if config.gradient_checkpointing:
+        checkpoint_layers(model, config.gradient_checkpointing_kwargs or {"use_reentrant": False})
     elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
+        (
+            getattr(model, "activation_checkpointing_disable", None)
+            or model.gradient_checkpointing_disable
+        )()
 
 
 def check_adapters(
@@ -54,13 +63,30 @@ def check_adapters(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for config in model.peft_config.values():
-        if config.is_prompt_learning: raise ValueError(f"the adapter is of the kind {config.peft_type.value}, which writes tokens of its own before a prompt, and the sampler has none of these: take an adapter inside the layers, such as peft.LoraConfig")
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"the adapter is of the kind {config.peft_type.value}, which writes tokens of its own before a prompt, and the sampler has none of these: take an adapter inside the layers, such as peft.LoraConfig"
+            )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if any(isinstance(module, BaseTunerLayer) and module.merged and not module.disable_adapters for module in model.modules()):
-        raise ValueError("the adapter is merged into the model's weights, where it does not train: call model.unmerge_adapter() first")
-    held = {t.data_ptr() for name in model.peft_config for t in get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False).values()}
+    if any(
+        isinstance(module, BaseTunerLayer) and module.merged and not module.disable_adapters
+        for module in model.modules()
+    ):
+        raise ValueError(
+            "the adapter is merged into the model's weights, where it does not train: call model.unmerge_adapter() first"
+        )
+    held = {
+        t.data_ptr()
+        for name in model.peft_config
+        for t in get_peft_model_state_dict(
+            model, adapter_name=name, save_embedding_layers=False
+        ).values()
+    }
     beside = [name for name, p in trained.items() if p.data_ptr() not in held]
-    if beside: raise ValueError(f"{len(beside)} weights of the model itself train beside the adapter, {beside[0]} among them, and an adapter's files do not hold them: freeze them, or name their modules in modules_to_save of the peft_config")
+    if beside:
+        raise ValueError(
+            f"{len(beside)} weights of the model itself train beside the adapter, {beside[0]} among them, and an adapter's files do not hold them: freeze them, or name their modules in modules_to_save of the peft_config"
+        )
 
 
 def check_model(
@@ -69,9 +95,17 @@ def check_model(
 ) -> None:  # ValueError with what to give
     "Refuse what is no model, and what describes no adapter."
     if not isinstance(model, str) and not hasattr(model, "config"):
-        raise ValueError(f"model is {model!r}, which is no model: give a causal model of transformers, one wrapped by PEFT, or the name or folder of one")
-    if isinstance(peft_config, dict): raise ValueError(f"peft_config is the dict {peft_config!r}: give peft.LoraConfig(**{peft_config!r})")
-    if peft_config is not None and not hasattr(peft_config, "peft_type"): raise ValueError(f"peft_config is {peft_config!r}: give one of PEFT's configs, such as peft.LoraConfig(r=16)")
+        raise ValueError(
+            f"model is {model!r}, which is no model: give a causal model of transformers, one wrapped by PEFT, or the name or folder of one"
+        )
+    if isinstance(peft_config, dict):
+        raise ValueError(
+            f"peft_config is the dict {peft_config!r}: give peft.LoraConfig(**{peft_config!r})"
+        )
+    if peft_config is not None and not hasattr(peft_config, "peft_type"):
+        raise ValueError(
+            f"peft_config is {peft_config!r}: give one of PEFT's configs, such as peft.LoraConfig(r=16)"
+        )
 
 
 def load_policy(
@@ -86,21 +120,44 @@ def load_policy(
         from transformers import AutoConfig, AutoModelForCausalLM
 
         given = {"dtype": "float32", **(config.model_init_kwargs or {})}
-        if config.trust_remote_code: given["trust_remote_code"] = True
+        if config.trust_remote_code:
+            given["trust_remote_code"] = True
         if quantization_config is not None:
-            if "quantization_config" in given: raise ValueError("quantization_config is given to the trainer and in model_init_kwargs: give it once")
+            if "quantization_config" in given:
+                raise ValueError(
+                    "quantization_config is given to the trainer and in model_init_kwargs: give it once"
+                )
             given["quantization_config"] = quantization_config
         if given.get("attn_implementation"):
-            where = {name: given[name] for name in ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code") if name in given}
-            with loading(f"model={model!r}", model): given_config = given.get("config") or AutoConfig.from_pretrained(model, **where)
+            where = {
+                name: given[name]
+                for name in (
+                    "revision",
+                    "subfolder",
+                    "cache_dir",
+                    "token",
+                    "local_files_only",
+                    "trust_remote_code",
+                )
+                if name in given
+            }
+            with loading(f"model={model!r}", model):
+                given_config = given.get("config") or AutoConfig.from_pretrained(model, **where)
             check_attention(given_config, given["attn_implementation"])
             check_capped_scores(given_config, given["attn_implementation"])
-        with loading(f"model={model!r}", model): model = AutoModelForCausalLM.from_pretrained(model, **given)
+        with loading(f"model={model!r}", model):
+            model = AutoModelForCausalLM.from_pretrained(model, **given)
     elif config.model_init_kwargs or quantization_config is not None:
-        raise ValueError(f"{'model_init_kwargs' if config.model_init_kwargs else 'quantization_config'} is for a model given by name; this one is already loaded: leave it out, or pass the name")
+        raise ValueError(
+            f"{'model_init_kwargs' if config.model_init_kwargs else 'quantization_config'} is for a model given by name; this one is already loaded: leave it out, or pass the name"
+        )
     check_attention(model)
     check_capped_scores(model)
-    if getattr(model, "is_quantized", False) and peft_config is not None and not hasattr(model, "peft_config"):
+    if (
+        getattr(model, "is_quantized", False)
+        and peft_config is not None
+        and not hasattr(model, "peft_config")
+    ):
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -108,17 +165,25 @@ def load_policy(
         from peft import get_peft_model
 
         if hasattr(model, "peft_config"):
-            raise ValueError("the model has an adapter already and peft_config asks for another: pass one or the other")
+            raise ValueError(
+                "the model has an adapter already and peft_config asks for another: pass one or the other"
+            )
         model = get_peft_model(model, peft_config)
     check_embedding(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("no parameter of the model requires a gradient, so nothing would be trained: unfreeze some, or pass a peft_config")
-    if hasattr(model, "peft_config"): check_adapters(model)
+        raise ValueError(
+            "no parameter of the model requires a gradient, so nothing would be trained: unfreeze some, or pass a peft_config"
+        )
+    if hasattr(model, "peft_config"):
+        check_adapters(model)
     elif any(isinstance(p, PackedWeight) for p in model.parameters()):
-        raise ValueError("weights of the model itself train beside experts packed in MXFP4, and no checkpoint of such a model can be written: train an adapter (load_model(..., lora_r=8), or a peft_config)")
+        raise ValueError(
+            "weights of the model itself train beside experts packed in MXFP4, and no checkpoint of such a model can be written: train an adapter (load_model(..., lora_r=8), or a peft_config)"
+        )
     if config.disable_dropout:
         for module in model.modules():
-            if isinstance(module, torch.nn.Dropout): module.p = 0.0
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
     recompute_layers(model, config)
     return model
 
@@ -128,7 +193,9 @@ def describe_trainable(
 ) -> str:  # one line
     "How many parameters train, and in which modules."
     trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    kinds = sorted({name.split(".lora_")[0].split(".")[-1] for name in trainable if ".lora_" in name})
+    kinds = sorted(
+        {name.split(".lora_")[0].split(".")[-1] for name in trainable if ".lora_" in name}
+    )
     total = sum(p.numel() for p in model.parameters())
     adapters = f", adapters on {', '.join(kinds)}" if kinds else ""
     return f"{sum(trainable.values()):,} of {total:,} parameters train{adapters}"
@@ -140,7 +207,8 @@ def frozen_dtype(
     "The number format in which a model's frozen weights are stored."
     sizes = {}
     for p in model.parameters():
-        if not p.requires_grad and p.is_floating_point(): sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+        if not p.requires_grad and p.is_floating_point():
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
     return max(sizes, key=sizes.get) if sizes else None
 
 
@@ -151,11 +219,15 @@ class Precision:
         self,
         config: GRPOConfig,
         device: torch.device,  # bfloat16 by default only on a GPU that computes in it
-        weights: torch.dtype | None = None,  # of the frozen weights; float16 ones are computed with in float16, unless the config asks for bfloat16
+        weights: torch.dtype
+        | None = None,  # of the frozen weights; float16 ones are computed with in float16, unless the config asks for bfloat16
     ):
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        self.name = config.precision(on_gpu if device.type == "cuda" else bool(config.bf16))  # "bf16", "fp16" or "no"
-        if weights == torch.float16 and config.bf16 is None: self.name = "fp16"
+        self.name = config.precision(
+            on_gpu if device.type == "cuda" else bool(config.bf16)
+        )  # "bf16", "fp16" or "no"
+        if weights == torch.float16 and config.bf16 is None:
+            self.name = "fp16"
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}[self.name]
         self.device_type = device.type
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
@@ -177,8 +249,10 @@ class Precision:
     ) -> None:
         "Refuse weights that the scaler cannot work with."
         if self.name == "fp16" and any(p.dtype == torch.float16 for p in parameters):
-            raise ValueError("fp16=True with trainable weights in float16: updates would be lost in rounding, and the loss scaler refuses them. "
-                             "Load the model in float32 (it computes in float16 all the same), or train an adapter in float32")
+            raise ValueError(
+                "fp16=True with trainable weights in float16: updates would be lost in rounding, and the loss scaler refuses them. "
+                "Load the model in float32 (it computes in float16 all the same), or train an adapter in float32"
+            )
 
 # %% ../../nbs/training/08_parts.ipynb #4c87c2d5
 def decay_groups(
@@ -186,9 +260,16 @@ def decay_groups(
     weight_decay: float,  # 0: one group
 ) -> list[dict[str, Any]]:  # parameter groups of an optimizer
     "Weight decay for the matrices, none for norms and biases."
-    if not weight_decay: return [{"params": list(parameters.values()), "weight_decay": 0.0}]
+    if not weight_decay:
+        return [{"params": list(parameters.values()), "weight_decay": 0.0}]
     spared = {name for name in parameters if "bias" in name or "norm" in name}
-    groups = [{"params": [p for name, p in parameters.items() if (name in spared) == off], "weight_decay": 0.0 if off else weight_decay} for off in (False, True)]
+    groups = [
+        {
+            "params": [p for name, p in parameters.items() if (name in spared) == off],
+            "weight_decay": 0.0 if off else weight_decay,
+        }
+        for off in (False, True)
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -197,9 +278,13 @@ def make_optimizer(
     parameters: dict[str, torch.nn.Parameter],  # name -> those that train
 ) -> torch.optim.Optimizer:
     "The optimizer that `config.optim` names."
-    parameters, shared = decay_groups(parameters, config.weight_decay), dict(lr=config.learning_rate)
+    parameters, shared = (
+        decay_groups(parameters, config.weight_decay),
+        dict(lr=config.learning_rate),
+    )
     adam = dict(shared, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon)
-    if config.optim == "sgd": return torch.optim.SGD(parameters, **shared)
+    if config.optim == "sgd":
+        return torch.optim.SGD(parameters, **shared)
     if config.optim == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -208,8 +293,14 @@ def make_optimizer(
         try:
             import bitsandbytes
         except ImportError as error:
-            raise ImportError(f"optim={config.optim!r} needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or choose 'adamw_torch'") from error
-        kind = bitsandbytes.optim.PagedAdamW8bit if config.optim.startswith("paged") else bitsandbytes.optim.AdamW8bit
+            raise ImportError(
+                f"optim={config.optim!r} needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or choose 'adamw_torch'"
+            ) from error
+        kind = (
+            bitsandbytes.optim.PagedAdamW8bit
+            if config.optim.startswith("paged")
+            else bitsandbytes.optim.AdamW8bit
+        )
         return kind(parameters, **adam)
     return torch.optim.AdamW(parameters, fused=config.optim == "adamw_torch_fused", **adam)
 
@@ -222,7 +313,13 @@ def make_schedule(
     "How the learning rate changes over the run."
     from transformers import get_scheduler
 
-    return get_scheduler(config.lr_scheduler_type, optimizer, config.num_warmup_steps(total_steps), total_steps, scheduler_specific_kwargs=config.lr_scheduler_kwargs)
+    return get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        config.num_warmup_steps(total_steps),
+        total_steps,
+        scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+    )
 
 # %% ../../nbs/training/08_parts.ipynb #6212c852
 class Reference:
@@ -234,17 +331,39 @@ class Reference:
     ):
         adapted = hasattr(model, "peft_config")
         self.model = None if adapted else copy.deepcopy(model).eval().requires_grad_(False)
-        self.start = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad] if adapted else []
+        self.start = (
+            [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+            if adapted
+            else []
+        )
         self.aside = []  # the weights that have made room for `start`
 
     def weights(self) -> list[torch.Tensor]:  # of the copy, or the adapter's that are kept
         "What a checkpoint has to hold of a reference that moves."
-        return list(self.model.parameters()) if self.model is not None else [kept for _, kept in self.start]
+        return (
+            list(self.model.parameters())
+            if self.model is not None
+            else [kept for _, kept in self.start]
+        )
 
     @torch.no_grad()
-    def norms(self) -> list[float]:  # of a copy's weights; of kept adapters, which a checkpoint holds themselves, none
+    def norms(
+        self,
+    ) -> list[
+        float
+    ]:  # of a copy's weights; of kept adapters, which a checkpoint holds themselves, none
         "What a checkpoint remembers a copy by, which is too large for it."
-        return [torch.linalg.vector_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)).item() for p in self.weights() if p.is_floating_point()] if self.model is not None else []
+        return (
+            [
+                torch.linalg.vector_norm(
+                    p, dtype=torch.promote_types(p.dtype, torch.float32)
+                ).item()
+                for p in self.weights()
+                if p.is_floating_point()
+            ]
+            if self.model is not None
+            else []
+        )
 
     @torch.no_grad()
     def sync(
@@ -254,7 +373,8 @@ class Reference:
     ) -> None:
         "Let the reference follow the policy (TR-DPO, arXiv 2404.09656): share of the policy, the rest as it was."
         now = model.parameters() if self.model is not None else [p for p, _ in self.start]
-        for kept, p in zip(self.weights(), now): kept.mul_(1 - share).add_(p, alpha=share)
+        for kept, p in zip(self.weights(), now):
+            kept.mul_(1 - share).add_(p, alpha=share)
 
     @contextmanager
     def policy(
@@ -264,13 +384,16 @@ class Reference:
         "The reference policy, for the length of a `with` block."
         self.aside = [(p, p.data) for p, _ in self.start]
         try:
-            for p, kept in self.start: p.data = kept
+            for p, kept in self.start:
+                p.data = kept
             yield model if self.model is None else self.model
-        finally: self.restore()
+        finally:
+            self.restore()
 
     def restore(self) -> None:
         "Put the policy's weights back, also those that an interruption left out."
-        for p, data in self.aside: p.data = data
+        for p, data in self.aside:
+            p.data = data
         self.aside = []
 
 # %% ../../nbs/training/08_parts.ipynb #d9582fe0
@@ -285,13 +408,23 @@ class EntropyBonus:
 
     def weight(self) -> float:  # what the loss multiplies the entropy with
         "The weight that applies now."
-        if not self.config.use_adaptive_entropy: return self.coef
-        return self.coef if self.last is not None and self.last <= self.config.entropy_target else 0.0
+        if not self.config.use_adaptive_entropy:
+            return self.coef
+        return (
+            self.coef if self.last is not None and self.last <= self.config.entropy_target else 0.0
+        )
 
     def see(
         self,
         entropy: float,  # mean over the tokens of the update, nats
     ) -> None:
         "Regulate after an update."
-        step = self.config.entropy_coef_delta if entropy <= self.config.entropy_target else -self.config.entropy_coef_delta
-        self.coef, self.last = min(max(self.coef + step, self.config.entropy_coef_min), self.config.entropy_coef_max), entropy
+        step = (
+            self.config.entropy_coef_delta
+            if entropy <= self.config.entropy_target
+            else -self.config.entropy_coef_delta
+        )
+        self.coef, self.last = (
+            min(max(self.coef + step, self.config.entropy_coef_min), self.config.entropy_coef_max),
+            entropy,
+        )

@@ -11,7 +11,14 @@ import torch
 
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES
 from ..model.experts import can_group
-from ..model.memory import SHORTEST_CUDNN, SLICES, ModelShape, read_shape, step_bytes, unpack_bytes
+from grpo_nb.model.memory import (
+    SHORTEST_CUDNN,
+    SLICES,
+    ModelShape,
+    read_shape,
+    step_bytes,
+    unpack_bytes,
+)
 from ..model.packed import PackedWeight, experts_of, has_experts
 from ..model.passes import can_go_by_heads, in_one_pass
 from ..model.tiles import dense_mlps, experts_in_slices
@@ -26,8 +33,10 @@ def share_of(
     loss_type: str,  # one of the eight
 ) -> float:  # what the piece's loss is multiplied with
     "How much a piece of a micro-batch counts, so that the pieces' losses add up to the whole one's."
-    if loss_type in WINDOW_TOKEN_LOSSES: return 1.0
-    if loss_type == "bnpo": return float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
+    if loss_type in WINDOW_TOKEN_LOSSES:
+        return 1.0
+    if loss_type == "bnpo":
+        return float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
     return len(piece) / len(batch)
 
 # %% ../../nbs/training/13_pieces.ipynb #2699e5ba
@@ -35,8 +44,10 @@ def known_shape(
     model,  # a causal language model, PEFT-wrapped or not
 ) -> ModelShape | None:  # None: not one that the formulas know
     "The numbers that a model's memory depends on."
-    try: return read_shape(base_causal_model(model).config)
-    except (ValueError, KeyError, TypeError, AttributeError): return None
+    try:
+        return read_shape(base_causal_model(model).config)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def residual_bytes(
@@ -63,34 +74,85 @@ def piece_bytes(
     old = capability < (8, 0)
     length = piece.prompt_ids.shape[1] + piece.completion_ids.shape[1]
     new = "flash" if capability >= (9, 0) and length >= SHORTEST_CUDNN else "flex"
-    kernel = {"sink": "sink_lean" if old else new, "sink_flex": "flex", "flex_attention": "flex", "sink_key": "sink_key", "sink_lean": "sink_lean", "sink_lse": "flash", "eager": "eager"}.get(attention, "sdpa")
-    if kernel == "sink_lean" and can_go_by_heads(base): kernel = "sink_heads"
+    kernel = {
+        "sink": "sink_lean" if old else new,
+        "sink_flex": "flex",
+        "flex_attention": "flex",
+        "sink_key": "sink_key",
+        "sink_lean": "sink_lean",
+        "sink_lse": "flash",
+        "eager": "eager",
+    }.get(attention, "sdpa")
+    if kernel == "sink_lean" and can_go_by_heads(base):
+        kernel = "sink_heads"
     drawn, prompts = int(piece.completion_mask.sum()), piece.prompt_ids[piece.prompt_mask.any(1)]
-    rows = len(torch.unique(torch.where(piece.prompt_mask, piece.prompt_ids, -1), dim=0)) if reads_a_row(model) else len(piece)
+    rows = (
+        len(torch.unique(torch.where(piece.prompt_mask, piece.prompt_ids, -1), dim=0))
+        if reads_a_row(model)
+        else len(piece)
+    )
     tokens = rows * prompts.shape[1] + drawn if reads_a_row(model) else len(piece) * length
     element = 2 if residual == 2 else base.get_output_embeddings().weight.element_size()
-    packed = bool(shape.experts) and isinstance(getattr(next(filter(has_experts, base.modules()), None), "gate_up_proj", None), PackedWeight)
-    each = bool(shape.experts) and not can_group(device, torch.float16 if element == 2 and old else torch.bfloat16 if element == 2 else torch.float32, shape.hidden, shape.intermediate)
-    moments = step_bytes(shape, tokens, drawn, length, element, kernel=kernel, repeated=old, checkpointing=config.gradient_checkpointing,
-                         offload_layer_inputs=config.offload_activations, tile=tile, fused=device.type == "cuda", each=each, one_pass=bool(shape.sinks) and in_one_pass(base),
-                         residual=residual, keys=len(piece) * length if reads_a_row(model) and len(piece) > 1 else None, logit_chunk_multiplier=config.logit_chunk_multiplier)
-    return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(shape, "mxfp4" if packed else "bf16", element, not each)
+    packed = bool(shape.experts) and isinstance(
+        getattr(next(filter(has_experts, base.modules()), None), "gate_up_proj", None), PackedWeight
+    )
+    each = bool(shape.experts) and not can_group(
+        device,
+        torch.float16
+        if element == 2 and old
+        else torch.bfloat16
+        if element == 2
+        else torch.float32,
+        shape.hidden,
+        shape.intermediate,
+    )
+    moments = step_bytes(
+        shape,
+        tokens,
+        drawn,
+        length,
+        element,
+        kernel=kernel,
+        repeated=old,
+        checkpointing=config.gradient_checkpointing,
+        offload_layer_inputs=config.offload_activations,
+        tile=tile,
+        fused=device.type == "cuda",
+        each=each,
+        one_pass=bool(shape.sinks) and in_one_pass(base),
+        residual=residual,
+        keys=len(piece) * length if reads_a_row(model) and len(piece) > 1 else None,
+        logit_chunk_multiplier=config.logit_chunk_multiplier,
+    )
+    return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(
+        shape, "mxfp4" if packed else "bf16", element, not each
+    )
 
 
-GAPS = 2**27  # bytes that lie between tensors in torch's cache, where nothing fits; beside them a tenth of what is free is left for what the formulas do not know
-LARGE, SMALL = SLICES[:3], SLICES[3:]  # tokens of a slice: those that cost little time, and those for want of memory
+GAPS = (
+    2**27
+)  # bytes that lie between tensors in torch's cache, where nothing fits; beside them a tenth of what is free is left for what the formulas do not know
+LARGE, SMALL = (
+    SLICES[:3],
+    SLICES[3:],
+)  # tokens of a slice: those that cost little time, and those for want of memory
 
 
 def possible_tiles(
     model,  # as in known_shape, before a run: what was set by hand stays
     config: GRPOConfig,
-) -> tuple[tuple, tuple]:  # slices to be tried with as few pieces as possible, largest first (None: all tokens); those for a completion that does not fit otherwise
+) -> tuple[
+    tuple, tuple
+]:  # slices to be tried with as few pieces as possible, largest first (None: all tokens); those for a completion that does not fit otherwise
     "Into what the widest part of a layer can be cut."
-    if config.slice_tokens is not None: return (config.slice_tokens,), ()
+    if config.slice_tokens is not None:
+        return (config.slice_tokens,), ()
     lean, mlps = experts_in_slices(model).values(), dense_mlps(model).values()
     given = [tokens for module in (*lean, *mlps) if (tokens := vars(module).get("slice_tokens"))]
-    if given: return (given[0],), ()
-    if lean: return LARGE, SMALL
+    if given:
+        return (given[0],), ()
+    if lean:
+        return LARGE, SMALL
     return (None,), SLICES[2:] if mlps and not experts_of(model) else ()
 
 
@@ -99,7 +161,8 @@ def choose_pieces(
     batch: TrainingBatch,
     config: GRPOConfig,
     free_bytes: int,  # memory that may be used
-    shape: ModelShape | None,  # the model's, from known_shape; None: no more is cut than was asked for
+    shape: ModelShape
+    | None,  # the model's, from known_shape; None: no more is cut than was asked for
     tiles: tuple[tuple, tuple],  # from possible_tiles
     residual: int = 4,  # bytes a number of the residual stream
     most: int | None = None,  # pieces, at most; None: one a completion
@@ -109,12 +172,23 @@ def choose_pieces(
     most = min(most or len(batch), len(batch))
     room = max(0.8 * free_bytes, 0.9 * free_bytes - GAPS)
     counts = [min(config.mini_batch, most)] if config.mini_batch else range(1, most + 1)
-    if shape is None: return counts[0], large[0]
+    if shape is None:
+        return counts[0], large[0]
+
     def fits(count, tiles):
         largest = max(split(batch, count), key=lambda piece: int(piece.completion_mask.sum()))
-        return next((tile for tile in tiles if piece_bytes(model, shape, largest, config, residual, tile) <= room), "none")
+        return next(
+            (
+                tile
+                for tile in tiles
+                if piece_bytes(model, shape, largest, config, residual, tile) <= room
+            ),
+            "none",
+        )
+
     for count in counts:
-        if (tile := fits(count, large)) != "none": return count, tile
+        if (tile := fits(count, large)) != "none":
+            return count, tile
     tile = fits(counts[-1], small)
     return counts[-1], tile if tile != "none" else (*large, *small)[-1]
 

@@ -12,7 +12,12 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from ..algorithm.logprobs import ROWS_PER_CHUNK, choose_chunks, chunked_hidden_states_selective_log_softmax, selective_log_softmax
+from grpo_nb.algorithm.logprobs import (
+    ROWS_PER_CHUNK,
+    choose_chunks,
+    chunked_hidden_states_selective_log_softmax,
+    selective_log_softmax,
+)
 from ..model.attention import TRANSFORMERS_NAMES
 from ..model.memory import free_memory
 from ..model.offload import HostStore, offload_hidden
@@ -23,16 +28,23 @@ from ..rollout.decoder import changed_forward
 @dataclass
 class TrainingBatch:
     "Completions with everything that the loss asks about them; a field that is not needed is None."
+
     prompt_ids: torch.Tensor  # (N, P) padded on the left
     prompt_mask: torch.Tensor  # (N, P) bool, True = a real token
     completion_ids: torch.Tensor  # (N, T) padded on the right
-    completion_mask: torch.Tensor  # (N, T) bool, True = a token that was drawn; what attention may see
+    completion_mask: (
+        torch.Tensor
+    )  # (N, T) bool, True = a token that was drawn; what attention may see
     loss_mask: torch.Tensor  # (N, T) bool, True = a token that is trained on
     advantages: torch.Tensor  # (N,)
     rollout_logps: torch.Tensor | None = None  # (N, T) what the sampler computed
-    old_logps: torch.Tensor | None = None  # (N, T) the same policy, the trainer's numerics; None: equal to `logps`
+    old_logps: torch.Tensor | None = (
+        None  # (N, T) the same policy, the trainer's numerics; None: equal to `logps`
+    )
     ref_logps: torch.Tensor | None = None  # (N, T) the reference policy, with beta > 0
-    rollout_weights: torch.Tensor | None = None  # (N, T) or (N, 1) importance weights of the rollout correction
+    rollout_weights: torch.Tensor | None = (
+        None  # (N, T) or (N, 1) importance weights of the rollout correction
+    )
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -40,7 +52,10 @@ class TrainingBatch:
     def map(self, function) -> "TrainingBatch":
         "The batch with `function` applied to every tensor that is there."
         present = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: function(tensor) for name, tensor in present.items() if tensor is not None})
+        return replace(
+            self,
+            **{name: function(tensor) for name, tensor in present.items() if tensor is not None},
+        )
 
     def rows(self, index) -> "TrainingBatch":
         "Some of the completions: an index tensor, a list or a slice; columns that are padding in all of them are cut off."
@@ -49,7 +64,12 @@ class TrainingBatch:
         part.prompt_ids, part.prompt_mask = part.prompt_ids[:, -P:], part.prompt_mask[:, -P:]
         for f in fields(part):
             tensor = getattr(part, f.name)
-            if tensor is not None and tensor.ndim == 2 and not f.name.startswith("prompt") and tensor.shape[1] > 1:
+            if (
+                tensor is not None
+                and tensor.ndim == 2
+                and not f.name.startswith("prompt")
+                and tensor.shape[1] > 1
+            ):
                 setattr(part, f.name, tensor[:, :T])
         return part
 
@@ -69,38 +89,74 @@ def plain_completion_logps(
     "The reference: log-probs through the logits of the whole sequence, B x (P+T) x V numbers."
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)  # (B, P+T)
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
-    logits = model(input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False).logits
-    logits = logits[:, batch.prompt_ids.shape[1] - 1 : -1]  # (B, T, V): each predicts the token after it
-    return selective_log_softmax(logits, batch.completion_ids, temperature=temperature) * batch.completion_mask
+    logits = model(
+        input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False
+    ).logits
+    logits = logits[
+        :, batch.prompt_ids.shape[1] - 1 : -1
+    ]  # (B, T, V): each predicts the token after it
+    return (
+        selective_log_softmax(logits, batch.completion_ids, temperature=temperature)
+        * batch.completion_mask
+    )
 
 # %% ../../nbs/training/03_policy.ipynb #7e81dd57
 @dataclass(frozen=True)
 class Head:
     "What lies between the final hidden states of a causal model and its logits."
+
     weight: torch.Tensor  # (V, H)
     bias: torch.Tensor | None  # (V,)
     softcap: float | None  # tanh soft cap, Gemma 2 and 3
     scale: float  # logits are multiplied by this: Cohere's logit_scale, one over Granite's logits_scaling
 
 
-OTHER_STEPS = ("lm_head_multiplier", "logits_mup_width_multiplier", "logits_soft_cap", "output_logit_soft_cap", "output_multiplier", "unpadded_vocab_size")  # settings of configs, each a step between head and logits that `Head` does not have
-OTHER_MEANING = ("hyperclovax", "mpt")  # model types that have `logits_scaling` or `logit_scale` and do something else with it
+OTHER_STEPS = (
+    "lm_head_multiplier",
+    "logits_mup_width_multiplier",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "output_multiplier",
+    "unpadded_vocab_size",
+)  # settings of configs, each a step between head and logits that `Head` does not have
+OTHER_MEANING = (
+    "hyperclovax",
+    "mpt",
+)  # model types that have `logits_scaling` or `logit_scale` and do something else with it
 
 
 def base_causal_model(model):
     "The transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    return (
+        model.get_base_model()
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+        else model
+    )
 
 
 def find_head(
     model,  # a causal language model, PEFT-wrapped or not
-) -> Head | None:  # None: the head is more than a linear layer (an adapter on it, modules or steps of its own), so its logits must be asked for
+) -> (
+    Head | None
+):  # None: the head is more than a linear layer (an adapter on it, modules or steps of its own), so its logits must be asked for
     "The parts of a model's head."
     base = base_causal_model(model)
     linear, config = base.get_output_embeddings(), base.config.get_text_config()
-    if type(linear) is not torch.nn.Linear or changed_forward(linear) or changed_forward(base) or base.base_model is base or {base.base_model, linear} != set(base.children()): return None
-    if config.model_type in OTHER_MEANING or any(getattr(config, name, None) is not None for name in OTHER_STEPS): return None
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    if (
+        type(linear) is not torch.nn.Linear
+        or changed_forward(linear)
+        or changed_forward(base)
+        or base.base_model is base
+        or {base.base_model, linear} != set(base.children())
+    ):
+        return None
+    if config.model_type in OTHER_MEANING or any(
+        getattr(config, name, None) is not None for name in OTHER_STEPS
+    ):
+        return None
+    scale = getattr(config, "logit_scale", None) or 1.0 / (
+        getattr(config, "logits_scaling", None) or 1.0
+    )
     return Head(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None), scale)
 
 # %% ../../nbs/training/03_policy.ipynb #b107a56f
@@ -110,34 +166,69 @@ def pieces_that_fit(
     free_bytes: int,  # memory that may be used
     mini_batch: int | None = None,  # as given; None: chosen
     logit_chunk_multiplier: int | None = None,  # as given; None: chosen
-) -> tuple[int, int]:  # mini_batch and logit_chunk_multiplier; ValueError with the numbers if nothing fits
+) -> tuple[
+    int, int
+]:  # mini_batch and logit_chunk_multiplier; ValueError with the numbers if nothing fits
     "How finely the log-probs of a batch have to be cut."
     B, T, H = hidden.shape
-    chunks = choose_chunks(B, T, H, vocab, free_bytes, hidden_element_bytes=3 * hidden.element_size(), mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
+    chunks = choose_chunks(
+        B,
+        T,
+        H,
+        vocab,
+        free_bytes,
+        hidden_element_bytes=3 * hidden.element_size(),
+        mini_batch=mini_batch,
+        logit_chunk_multiplier=logit_chunk_multiplier,
+    )
     rows = -(-B // chunks.mini_batch) * T
-    return chunks.mini_batch, logit_chunk_multiplier or max(chunks.logit_chunk_multiplier, -(-rows // ROWS_PER_CHUNK))
+    return chunks.mini_batch, logit_chunk_multiplier or max(
+        chunks.logit_chunk_multiplier, -(-rows // ROWS_PER_CHUNK)
+    )
 
 # %% ../../nbs/training/03_policy.ipynb #2ff97158
 def reads_a_row(
     model,  # a causal language model, PEFT-wrapped or not
 ) -> bool:
     "Whether the model's attention can be told who belongs to whom."
-    return getattr(base_causal_model(model).config.get_text_config(), "_attn_implementation", None) in TRANSFORMERS_NAMES
+    return (
+        getattr(base_causal_model(model).config.get_text_config(), "_attn_implementation", None)
+        in TRANSFORMERS_NAMES
+    )
 
 
 def predicting_states(
     model,  # a causal language model, PEFT-wrapped or not
     batch: TrainingBatch,  # B completions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # hidden states (b, t, H), the token that each predicts (b, t), and its place in the batch (B, T) flattened; None: (b, t) is (B, T)
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None
+]:  # hidden states (b, t, H), the token that each predicts (b, t), and its place in the batch (B, T) flattened; None: (b, t) is (B, T)
     "The final hidden states that predict the completions' tokens."
     decoder, drawn = base_causal_model(model).base_model, batch.completion_mask
-    if len(batch) > 1 and reads_a_row(model) and drawn.any():  # one completion alone has nothing to share
+    if (
+        len(batch) > 1 and reads_a_row(model) and drawn.any()
+    ):  # one completion alone has nothing to share
         sharing = share(batch.prompt_ids, batch.prompt_mask, batch.completion_ids, drawn)
-        hidden = decoder(input_ids=sharing.ids, attention_mask=torch.ones_like(sharing.ids), position_ids=sharing.positions, use_cache=False, sharing=sharing).last_hidden_state[0]
+        hidden = decoder(
+            input_ids=sharing.ids,
+            attention_mask=torch.ones_like(sharing.ids),
+            position_ids=sharing.positions,
+            use_cache=False,
+            sharing=sharing,
+        ).last_hidden_state[0]
         places = sharing.targets()
-        return sharing.predicting(hidden)[None], batch.completion_ids.flatten()[places][None], places
+        return (
+            sharing.predicting(hidden)[None],
+            batch.completion_ids.flatten()[places][None],
+            places,
+        )
     mask = torch.cat([batch.prompt_mask, drawn], 1)
-    hidden = decoder(input_ids=torch.cat([batch.prompt_ids, batch.completion_ids], 1), attention_mask=mask.long(), position_ids=positions(mask), use_cache=False).last_hidden_state  # (B, P+T, H)
+    hidden = decoder(
+        input_ids=torch.cat([batch.prompt_ids, batch.completion_ids], 1),
+        attention_mask=mask.long(),
+        position_ids=positions(mask),
+        use_cache=False,
+    ).last_hidden_state  # (B, P+T, H)
     return hidden[:, batch.prompt_ids.shape[1] - 1 : -1], batch.completion_ids, None
 
 # %% ../../nbs/training/03_policy.ipynb #62590799
@@ -146,26 +237,61 @@ def completion_logps(
     batch: TrainingBatch,  # B completions
     *,
     temperature: float = 1.0,  # the one that they were drawn with
-    mini_batch: int | None = None,  # pieces that the batch is split into for the head; None: chosen by `free_bytes`
-    logit_chunk_multiplier: int | None = None,  # pieces that each of those is split into along the sequence; None: chosen likewise
-    free_bytes: int | None = None,  # memory that the log-probs may take; None: what is free on the device
+    mini_batch: int
+    | None = None,  # pieces that the batch is split into for the head; None: chosen by `free_bytes`
+    logit_chunk_multiplier: int
+    | None = None,  # pieces that each of those is split into along the sequence; None: chosen likewise
+    free_bytes: int
+    | None = None,  # memory that the log-probs may take; None: what is free on the device
     return_entropy: bool = False,  # also the entropy of each token's distribution
-    store: HostStore | None = None,  # where hidden states wait for the backward pass, with activations on the host
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # log-probs (B, T) and entropies (B, T) or None, float32 or wider; 0 where nothing was drawn
+    store: HostStore
+    | None = None,  # where hidden states wait for the backward pass, with activations on the host
+) -> tuple[
+    torch.Tensor, torch.Tensor | None
+]:  # log-probs (B, T) and entropies (B, T) or None, float32 or wider; 0 where nothing was drawn
     "Log-probs of completions from the final hidden states, a chunk of logits at a time."
     head, drawn = find_head(model), batch.completion_mask
-    if head is None: return _through_logits(model, batch, temperature, return_entropy)
-    def parked(): return nullcontext() if store is None else offload_hidden(model, store)
-    with parked(): hidden, targets, places = predicting_states(model, batch)
+    if head is None:
+        return _through_logits(model, batch, temperature, return_entropy)
+
+    def parked():
+        return nullcontext() if store is None else offload_hidden(model, store)
+
+    with parked():
+        hidden, targets, places = predicting_states(model, batch)
     whole, row = (mini_batch, logit_chunk_multiplier), places is not None
-    if row: whole = (1, mini_batch * (logit_chunk_multiplier or 1) if mini_batch else logit_chunk_multiplier)  # one row is cut along its length only
-    whole = pieces_that_fit(hidden, len(head.weight), free_memory(hidden.device) if free_bytes is None else free_bytes, *whole)
+    if row:
+        whole = (
+            1,
+            mini_batch * (logit_chunk_multiplier or 1) if mini_batch else logit_chunk_multiplier,
+        )  # one row is cut along its length only
+    whole = pieces_that_fit(
+        hidden,
+        len(head.weight),
+        free_memory(hidden.device) if free_bytes is None else free_bytes,
+        *whole,
+    )
     with parked():
         result = chunked_hidden_states_selective_log_softmax(
-            hidden, head.weight, targets, bias=head.bias, mini_batch=whole[0], logit_chunk_multiplier=whole[1], temperature=temperature,
-            logit_softcapping=head.softcap, logit_scale=head.scale, return_entropy=return_entropy,
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            mini_batch=whole[0],
+            logit_chunk_multiplier=whole[1],
+            temperature=temperature,
+            logit_softcapping=head.softcap,
+            logit_scale=head.scale,
+            return_entropy=return_entropy,
         )
-    def back(x): return x * drawn if places is None else x.new_zeros(drawn.numel()).index_copy(0, places, x[0]).view(drawn.shape)
+
+    def back(x):
+        return (
+            x * drawn
+            if places is None
+            else x.new_zeros(drawn.numel()).index_copy(0, places, x[0]).view(drawn.shape)
+        )
+
     logps, entropy = result if return_entropy else (result, None)
     return back(logps), back(entropy) if return_entropy else None
 
@@ -174,9 +300,15 @@ def _through_logits(model, batch, temperature, return_entropy):
     "The same for a model whose head is more than a matrix."
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
-    logits = model(input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False).logits[:, batch.prompt_ids.shape[1] - 1 : -1]  # (B, T, V)
-    logps = selective_log_softmax(logits, batch.completion_ids, temperature=temperature) * batch.completion_mask
-    if not return_entropy: return logps, None
+    logits = model(
+        input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False
+    ).logits[:, batch.prompt_ids.shape[1] - 1 : -1]  # (B, T, V)
+    logps = (
+        selective_log_softmax(logits, batch.completion_ids, temperature=temperature)
+        * batch.completion_mask
+    )
+    if not return_entropy:
+        return logps, None
     logs = (logits.to(logps.dtype) / temperature).log_softmax(-1)
     return logps, -(logs.exp() * logs).sum(-1) * batch.completion_mask
 
@@ -188,5 +320,10 @@ def rollout_gap(
 ) -> dict[str, float]:  # `mean`, `max` (nats a token) and `kl`; all 0 if nothing was drawn
     "How far the trainer's log-probs are from the sampler's."
     d = (old_logps - rollout_logps).float()[mask.bool() & ~rollout_logps.isnan()]
-    if not d.numel(): return {"mean": 0.0, "max": 0.0, "kl": 0.0}
-    return {"mean": d.abs().mean().item(), "max": d.abs().max().item(), "kl": (d.exp() - d - 1).mean().item()}
+    if not d.numel():
+        return {"mean": 0.0, "max": 0.0, "kl": 0.0}
+    return {
+        "mean": d.abs().mean().item(),
+        "max": d.abs().max().item(),
+        "kl": (d.exp() - d - 1).mean().item(),
+    }

@@ -12,14 +12,17 @@ import math
 import re
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, TextIO
+from typing import Any, TextIO
 
 import torch
 from tqdm.auto import tqdm
 
 # %% ../../nbs/training/05_report.ipynb #da5e74fc
-EXTREME = re.compile(r"^completions/(max|min)_|[/_](max|min)$")  # names of numbers of which the largest or smallest counts
+EXTREME = re.compile(
+    r"^completions/(max|min)_|[/_](max|min)$"
+)  # names of numbers of which the largest or smallest counts
 
 
 class Collected:
@@ -30,11 +33,16 @@ class Collected:
 
     def add(
         self,
-        metrics: dict[str, Any],  # name -> number or 0-d tensor; tensors are read only when the step is logged
+        metrics: dict[
+            str, Any
+        ],  # name -> number or 0-d tensor; tensors are read only when the step is logged
         weight: float = 1.0,  # of this micro-batch in the means
     ) -> None:
         "Take note of one micro-batch's numbers."
-        for name, value in metrics.items(): self.values.setdefault(name, []).append((value if isinstance(value, torch.Tensor) else float(value), weight))
+        for name, value in metrics.items():
+            self.values.setdefault(name, []).append(
+                (value if isinstance(value, torch.Tensor) else float(value), weight)
+            )
 
     def take(self) -> dict[str, float]:  # one number a name; empty if nothing was added
         "The numbers of the step; collecting begins anew."
@@ -42,8 +50,12 @@ class Collected:
         for name, pairs in self.values.items():
             numbers = [float(value) for value, _ in pairs]
             total = sum(weight for _, weight in pairs)
-            if extreme := EXTREME.search(name): result[name] = {"max": max, "min": min}[extreme[1] or extreme[2]](numbers)
-            else: result[name] = sum(n * w for n, (_, w) in zip(numbers, pairs)) / total if total else 0.0
+            if extreme := EXTREME.search(name):
+                result[name] = {"max": max, "min": min}[extreme[1] or extreme[2]](numbers)
+            else:
+                result[name] = (
+                    sum(n * w for n, (_, w) in zip(numbers, pairs)) / total if total else 0.0
+                )
         self.values = {}
         return result
 
@@ -53,20 +65,29 @@ def reward_metrics(
     names: list[str],  # K names
     weights: list[float] | None = None,  # K weights in the total; None: all 1
     num_generations: int = 1,  # G, completions of one prompt stand together
-) -> dict[str, float]:  # rewards/NAME/mean and /std, reward, each where anything was judged; reward_std (mean spread inside a group)
+) -> dict[
+    str, float
+]:  # rewards/NAME/mean and /std, reward, each where anything was judged; reward_std (mean spread inside a group)
     "How the completions of a cycle were scored."
+
     def moments(column):
         judged = column[~column.isnan()]
         return judged.mean().item(), (judged.std().item() if len(judged) > 1 else 0.0)
 
     metrics = {}
     for k, name in enumerate(names):
-        if not scores[:, k].isnan().all(): metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = moments(scores[:, k])
+        if not scores[:, k].isnan().all():
+            metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = moments(scores[:, k])
     total = (scores * torch.tensor(weights or [1.0] * len(names))).nansum(1)
     total[scores.isnan().all(1)] = math.nan
-    if not total.isnan().all(): metrics["reward"] = moments(total)[0]
+    if not total.isnan().all():
+        metrics["reward"] = moments(total)[0]
     groups = total.view(-1, num_generations)
-    spreads = [moments(group)[1] for group in groups] if num_generations == 1 or groups.isnan().any() else groups.std(1).tolist()
+    spreads = (
+        [moments(group)[1] for group in groups]
+        if num_generations == 1 or groups.isnan().any()
+        else groups.std(1).tolist()
+    )
     metrics["reward_std"] = sum(spreads) / len(groups)
     return metrics
 
@@ -74,29 +95,49 @@ def reward_metrics(
 def completion_metrics(
     lengths: torch.Tensor,  # (N,) tokens that were drawn
     truncated: torch.Tensor,  # (N,) bool, True = cut at the limit, without an end
-) -> dict[str, float]:  # completions/mean_length, /min_length, /max_length (tokens), /clipped_ratio, and the three lengths of those that ended: /mean_terminated_length, ... (0 if none did)
+) -> dict[
+    str, float
+]:  # completions/mean_length, /min_length, /max_length (tokens), /clipped_ratio, and the three lengths of those that ended: /mean_terminated_length, ... (0 if none did)
     "How long the completions of a cycle are."
     lengths = lengths.float()
     ended = lengths[~truncated] if not truncated.all() else torch.zeros(1)
-    return {"completions/mean_length": lengths.mean().item(), "completions/min_length": lengths.min().item(), "completions/max_length": lengths.max().item(),
-            "completions/clipped_ratio": truncated.float().mean().item(), "completions/mean_terminated_length": ended.mean().item(),
-            "completions/min_terminated_length": ended.min().item(), "completions/max_terminated_length": ended.max().item()}
+    return {
+        "completions/mean_length": lengths.mean().item(),
+        "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": truncated.float().mean().item(),
+        "completions/mean_terminated_length": ended.mean().item(),
+        "completions/min_terminated_length": ended.min().item(),
+        "completions/max_terminated_length": ended.max().item(),
+    }
 
 # %% ../../nbs/training/05_report.ipynb #2bf16be8
 def peak_memory_gib(
-    device: torch.device | str = "cpu",  # on a GPU: what torch allocated at most; on the CPU: the resident memory of the process at most
+    device: torch.device
+    | str = "cpu",  # on a GPU: what torch allocated at most; on the CPU: the resident memory of the process at most
 ) -> float:  # GiB
     "The most memory that was in use."
-    if torch.device(device).type == "cuda": return torch.cuda.max_memory_allocated(device) / 2**30
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes / 2**20 if sys.platform != "darwin" else kilobytes / 2**30
 
 # %% ../../nbs/training/05_report.ipynb #271563b4
 COLUMNS = {  # heading -> (name in the log, format)
-    "step": ("step", "{:d}"), "reward": ("reward", "{:.3f}"), "spread": ("reward_std", "{:.3f}"), "no spread": ("frac_reward_zero_std", "{:.0%}"),
-    "loss": ("loss", "{:.4f}"), "grad": ("grad_norm", "{:.2f}"), "clipped": ("clip_ratio/region", "{:.1%}"), "KL": ("kl", "{:.4f}"), "entropy": ("entropy", "{:.3f}"),
-    "length": ("completions/mean_length", "{:.1f}"), "cut": ("completions/clipped_ratio", "{:.0%}"), "gap": ("sampling/gap_mean", "{:.1e}"),
-    "tok/s": ("tokens_per_second", "{:,.0f}"), "left": ("seconds_left", "{}"),
+    "step": ("step", "{:d}"),
+    "reward": ("reward", "{:.3f}"),
+    "spread": ("reward_std", "{:.3f}"),
+    "no spread": ("frac_reward_zero_std", "{:.0%}"),
+    "loss": ("loss", "{:.4f}"),
+    "grad": ("grad_norm", "{:.2f}"),
+    "clipped": ("clip_ratio/region", "{:.1%}"),
+    "KL": ("kl", "{:.4f}"),
+    "entropy": ("entropy", "{:.3f}"),
+    "length": ("completions/mean_length", "{:.1f}"),
+    "cut": ("completions/clipped_ratio", "{:.0%}"),
+    "gap": ("sampling/gap_mean", "{:.1e}"),
+    "tok/s": ("tokens_per_second", "{:,.0f}"),
+    "left": ("seconds_left", "{}"),
 }
 
 
@@ -104,7 +145,8 @@ def clock(
     seconds: float | None,  # None: not known
 ) -> str:  # "1:05" or "2:03:04"
     "Seconds as hours, minutes and seconds."
-    if seconds is None or not math.isfinite(seconds): return "?"
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -117,7 +159,15 @@ def table_row(
     cells = []
     for heading, (name, style) in COLUMNS.items():
         value = heading if record is None else record.get(name)
-        text = "" if value is None else value if record is None else clock(value) if heading == "left" else style.format(value)
+        text = (
+            ""
+            if value is None
+            else value
+            if record is None
+            else clock(value)
+            if heading == "left"
+            else style.format(value)
+        )
         cells.append(f"{text:>9}")
     return " ".join(cells)
 
@@ -130,9 +180,15 @@ class Log:
         path: str | Path | None,  # the file, appended to; None: no file
         show: bool = True,  # print the table
         out: TextIO | None = None,  # where to; None: above the progress bar
-        called: Callable | None = None,  # what a call of the log does with its numbers; None: they are a record
+        called: Callable
+        | None = None,  # what a call of the log does with its numbers; None: they are a record
     ):
-        self.path, self.show, self.out, self.called = Path(path) if path else None, show, out, called
+        self.path, self.show, self.out, self.called = (
+            Path(path) if path else None,
+            show,
+            out,
+            called,
+        )
         self.history: list[dict[str, Any]] = []
         self.printed = 0
 
@@ -144,10 +200,12 @@ class Log:
         self.history.append(record)
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a") as file: file.write(json.dumps(record) + "\n")
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
         if self.show and "reward" in record:
             lines = [table_row(None)] if self.printed % 20 == 0 else []
-            for line in [*lines, table_row(record)]: tqdm.write(line, file=self.out or sys.stdout)
+            for line in [*lines, table_row(record)]:
+                tqdm.write(line, file=self.out or sys.stdout)
             self.printed += 1
 
     def __call__(
@@ -172,15 +230,43 @@ NOT_HERE = {  # of transformers' trainer -> what to do instead
     "ref_model": "the reference policy is trainer.reference, which lends itself: with trainer.reference.policy(trainer.model) as model: ...",
     "data_collator": "there are no data loaders; a TrainingBatch is put together by collect()",
 }
-FROM_CONFIG = ("num_generations", "num_generations_eval", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "beta", "num_iterations", "loss_type", "scale_rewards", "reward_weights",
-               "importance_sampling_level", "epsilon_high", "mask_truncated_completions", "chat_template_kwargs", "shuffle_dataset")  # that TRL's trainer has itself, too, and rollout functions read there
+FROM_CONFIG = (
+    "num_generations",
+    "num_generations_eval",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "beta",
+    "num_iterations",
+    "loss_type",
+    "scale_rewards",
+    "reward_weights",
+    "importance_sampling_level",
+    "epsilon_high",
+    "mask_truncated_completions",
+    "chat_template_kwargs",
+    "shuffle_dataset",
+)  # that TRL's trainer has itself, too, and rollout functions read there
 NOT_CALLED = {  # of transformers' and TRL's trainers, which subclasses define there to change a step -> what to define here
-    "compute_loss": "accumulate_piece(batch, share)", "_compute_loss": "accumulate_piece(batch, share)", "training_step": "accumulate(batch)",
-    "_generate_and_score_completions": "collect(), or one of its parts: draw_rows(), sample(rows, numbers), score(rows, rollout)", "_calculate_rewards": "score(rows, rollout)",
-    "_get_per_token_logps_and_entropies": "completion_logps(policy, batch, entropy)", "get_train_dataloader": "draw_rows()", "create_optimizer": "nothing, and pass optimizers=(optimizer, None)",
-    "create_optimizer_and_scheduler": "nothing, and pass optimizers=(optimizer, scheduler)", "create_scheduler": "nothing, and pass optimizers=(None, scheduler)",
-    "log": "nothing, and pass callbacks=[a TrainerCallback whose on_log adds to the numbers]", "_get_train_sampler": "draw_rows()", "_prepare_inputs": "collect()", "_generate": "sample(rows, numbers), or pass rollout_func",
-    "_save_checkpoint": "save_checkpoint()", "prediction_step": "evaluate(eval_dataset, metric_key_prefix)",
+    "compute_loss": "accumulate_piece(batch, share)",
+    "_compute_loss": "accumulate_piece(batch, share)",
+    "training_step": "accumulate(batch)",
+    "_generate_and_score_completions": "collect(), or one of its parts: draw_rows(), sample(rows, numbers), score(rows, rollout)",
+    "_calculate_rewards": "score(rows, rollout)",
+    "_get_per_token_logps_and_entropies": "completion_logps(policy, batch, entropy)",
+    "get_train_dataloader": "draw_rows()",
+    "create_optimizer": "nothing, and pass optimizers=(optimizer, None)",
+    "create_optimizer_and_scheduler": "nothing, and pass optimizers=(optimizer, scheduler)",
+    "create_scheduler": "nothing, and pass optimizers=(None, scheduler)",
+    "log": "nothing, and pass callbacks=[a TrainerCallback whose on_log adds to the numbers]",
+    "_get_train_sampler": "draw_rows()",
+    "_prepare_inputs": "collect()",
+    "_generate": "sample(rows, numbers), or pass rollout_func",
+    "_save_checkpoint": "save_checkpoint()",
+    "prediction_step": "evaluate(eval_dataset, metric_key_prefix)",
 }
 
 
@@ -195,7 +281,10 @@ class Answering:
     def __init_subclass__(cls, **settings):
         "Refuse a method that nothing would call, since its author expects it to change the run."
         for name, instead in NOT_CALLED.items():
-            if hasattr(cls, name): raise TypeError(f"{cls.__name__} defines {name}, which this trainer never calls: define {instead}")
+            if hasattr(cls, name):
+                raise TypeError(
+                    f"{cls.__name__} defines {name}, which this trainer never calls: define {instead}"
+                )
         super().__init_subclass__(**settings)
 
     def is_world_process_zero(self) -> bool:
@@ -212,10 +301,21 @@ class Answering:
         metrics: dict[str, Any],  # of `train().metrics` or `evaluate()`
     ) -> None:
         "Print numbers, one a line."
-        if not self.is_world_process_zero(): return
-        rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in sorted(metrics.items())}
+        if not self.is_world_process_zero():
+            return
+        rounded = {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in sorted(metrics.items())
+        }
         width = max(map(len, rounded), default=0)
-        tqdm.write("\n".join([f"***** {split} metrics *****", *(f"  {name:{width}} = {value}" for name, value in rounded.items())]))
+        tqdm.write(
+            "\n".join(
+                [
+                    f"***** {split} metrics *****",
+                    *(f"  {name:{width}} = {value}" for name, value in rounded.items()),
+                ]
+            )
+        )
 
     def save_metrics(
         self,
@@ -224,22 +324,35 @@ class Answering:
         combined: bool = True,  # add them to all_results.json too
     ) -> None:
         "Write numbers to SPLIT_results.json in output_dir."
-        if not self.is_world_process_zero(): return
+        if not self.is_world_process_zero():
+            return
         folder = Path(self.config.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         every = folder / "all_results.json"
         (folder / f"{split}_results.json").write_text(json.dumps(metrics, indent=4, sort_keys=True))
-        if combined: every.write_text(json.dumps({**(json.loads(every.read_text()) if every.exists() else {}), **metrics}, indent=4, sort_keys=True))
+        if combined:
+            every.write_text(
+                json.dumps(
+                    {**(json.loads(every.read_text()) if every.exists() else {}), **metrics},
+                    indent=4,
+                    sort_keys=True,
+                )
+            )
 
     def save_state(self) -> None:
         "Write step, epoch, best evaluation and every record to trainer_state.json in output_dir."
-        if not self.is_world_process_zero(): return
+        if not self.is_world_process_zero():
+            return
         Path(self.config.output_dir).mkdir(parents=True, exist_ok=True)
         self.state.save_to_json(str(Path(self.config.output_dir) / "trainer_state.json"))
 
     def add_record(self, numbers: dict[str, Any]) -> None:
         "What `trainer.log(numbers)` does: one more record, with step and epoch, for the log, the trackers and the callbacks."
-        record = {**{name: plain(value) for name, value in numbers.items()}, "step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
+        record = {
+            **{name: plain(value) for name, value in numbers.items()},
+            "step": self.state.global_step,
+            "epoch": round(self.state.epoch or 0.0, 4),
+        }
         self.log.write(record)
         self.track(record)
         due = self.control.should_log
@@ -248,7 +361,8 @@ class Answering:
 
     def track(self, record: dict[str, Any]) -> None:
         "Send a record to the trackers, under the names that transformers' trainer uses there: train/reward, eval/reward."
-        if not self.config.trackers(): return
+        if not self.config.trackers():
+            return
         from transformers.integrations.integration_utils import rewrite_logs
 
         self.accelerator.log(rewrite_logs(record), step=self.state.global_step)
@@ -265,9 +379,12 @@ class Answering:
 
     def __getattr__(self, name: str) -> Any:
         "Python asks here for what it has not found: some of it has a sentence."
-        if name in FROM_CONFIG and "config" in vars(self): return self.config.used(name)
-        if name == "reward_func_names": return self.reward_names
-        if name in NOT_HERE: raise AttributeError(f"{type(self).__name__} has no {name!r}: {NOT_HERE[name]}")
+        if name in FROM_CONFIG and "config" in vars(self):
+            return self.config.used(name)
+        if name == "reward_func_names":
+            return self.reward_names
+        if name in NOT_HERE:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}: {NOT_HERE[name]}")
         return self.__getattribute__(name)  # which raises Python's own error
 
 # %% ../../nbs/training/05_report.ipynb #80487f12
@@ -278,15 +395,24 @@ def run_figure(
     "The curves of a run."
     from matplotlib.figure import Figure
 
-    def column(name): return [(r["step"], r[name]) for r in history if r.get(name) is not None]
+    def column(name):
+        return [(r["step"], r[name]) for r in history if r.get(name) is not None]
 
     figure = Figure(figsize=(9, 2.8), layout="constrained")
-    panels = {"reward": [("reward", "mean reward"), ("reward_std", "spread in a group")], "what there is to learn from": [("frac_reward_zero_std", "groups without spread"), ("completions/clipped_ratio", "cut completions")],
-              "how the policy moves": [("entropy", "entropy, nats"), ("grad_norm", "gradient norm")]}
+    panels = {
+        "reward": [("reward", "mean reward"), ("reward_std", "spread in a group")],
+        "what there is to learn from": [
+            ("frac_reward_zero_std", "groups without spread"),
+            ("completions/clipped_ratio", "cut completions"),
+        ],
+        "how the policy moves": [("entropy", "entropy, nats"), ("grad_norm", "gradient norm")],
+    }
     for axes, (title, names) in zip(figure.subplots(1, 3), panels.items()):
         for (name, label), color in zip(names, ("#0072B2", "#D55E00")):
-            if points := column(name): axes.plot(*zip(*points), label=label, color=color)
-        if title == "reward" and accuracy: axes.plot(*zip(*sorted(accuracy.items())), "k.--", label="held-out accuracy")
+            if points := column(name):
+                axes.plot(*zip(*points), label=label, color=color)
+        if title == "reward" and accuracy:
+            axes.plot(*zip(*sorted(accuracy.items())), "k.--", label="held-out accuracy")
         axes.set(title=title, xlabel="step")
         if axes.lines:
             low, high = axes.get_ylim()

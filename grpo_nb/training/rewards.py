@@ -13,10 +13,11 @@ import inspect
 import math
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ def reward_name(
     function: Callable,  # a function, a partial, an object with `__call__`
 ) -> str:  # the name it is logged under
     "The name of a reward function."
-    if hasattr(function, "func"): return reward_name(function.func)  # a partial
+    if hasattr(function, "func"):
+        return reward_name(function.func)  # a partial
     return getattr(function, "__name__", None) or type(function).__name__
 
 
@@ -40,7 +42,12 @@ def reward_names(
 ) -> list[str]:  # each once: the second "reward" is "reward_2"
     "The names of several reward functions."
     names = []
-    for name in map(reward_name, functions): names.append(next(other for n in count(1) if (other := name if n == 1 else f"{name}_{n}") not in names))
+    for name in map(reward_name, functions):
+        names.append(
+            next(
+                other for n in count(1) if (other := name if n == 1 else f"{name}_{n}") not in names
+            )
+        )
     return names
 
 # %% ../../nbs/training/04_rewards.ipynb #b0224582
@@ -50,8 +57,10 @@ def as_scores(
     name: str,  # of the function, for the message
 ) -> list[float]:  # `count` floats, NaN for None
     "The answer of a reward function, checked; RewardError if it is none."
-    try: return [math.nan if value is None else value for value in plain_scores(values, count)]
-    except ValueError as error: raise RewardError(f"reward function {name!r} {error}") from None
+    try:
+        return [math.nan if value is None else value for value in plain_scores(values, count)]
+    except ValueError as error:
+        raise RewardError(f"reward function {name!r} {error}") from None
 
 # %% ../../nbs/training/04_rewards.ipynb #d529c134
 class TooLate(Exception):
@@ -71,30 +80,47 @@ class EventLoop(threading.Thread):
         self.loop.run_forever()
 
 
-LOOPS: list[EventLoop] = []  # the last one is used, for all steps: a client or a semaphore belongs to the loop that saw it first
+LOOPS: list[
+    EventLoop
+] = []  # the last one is used, for all steps: a client or a semaphore belongs to the loop that saw it first
 
 
 def run_coroutines(
     coroutines: list,  # awaitables, begun together
     timeout_s: float | None = None,  # for all of them; None: as long as it takes
-) -> list:  # what each returned, or the exception that it raised, `TooLate` for one that was not done
+) -> (
+    list
+):  # what each returned, or the exception that it raised, `TooLate` for one that was not done
     "Await all of them in the event loop of another thread, so that it works inside a notebook too."
     results: list = [TooLate()] * len(coroutines)
-    if not LOOPS: LOOPS.append(EventLoop())
-    inside = isinstance(threading.current_thread(), EventLoop)  # a coroutine that calls this itself would wait for its own loop
+    if not LOOPS:
+        LOOPS.append(EventLoop())
+    inside = isinstance(
+        threading.current_thread(), EventLoop
+    )  # a coroutine that calls this itself would wait for its own loop
     thread = EventLoop() if inside else LOOPS[-1]
 
     async def wait_for(k, coroutine):
         try:
-            async with asyncio.timeout(timeout_s) as limit: results[k] = await coroutine
-        except BaseException as error: results[k] = TooLate() if limit.expired() and isinstance(error, TimeoutError) else error  # SystemExit would end the loop
+            async with asyncio.timeout(timeout_s) as limit:
+                results[k] = await coroutine
+        except BaseException as error:
+            results[k] = (
+                TooLate() if limit.expired() and isinstance(error, TimeoutError) else error
+            )  # SystemExit would end the loop
 
-    async def gather(): await asyncio.gather(*(wait_for(k, coroutine) for k, coroutine in enumerate(coroutines)))
+    async def gather():
+        await asyncio.gather(*(wait_for(k, coroutine) for k, coroutine in enumerate(coroutines)))
 
-    try: asyncio.run_coroutine_threadsafe(gather(), thread.loop).result(None if timeout_s is None else timeout_s + 0.25)
+    try:
+        asyncio.run_coroutine_threadsafe(gather(), thread.loop).result(
+            None if timeout_s is None else timeout_s + 0.25
+        )
     except TimeoutError:
-        if not inside: LOOPS.append(EventLoop())  # a coroutine blocks the other one: it is left behind
-    if inside: thread.loop.call_soon_threadsafe(thread.loop.stop)
+        if not inside:
+            LOOPS.append(EventLoop())  # a coroutine blocks the other one: it is left behind
+    if inside:
+        thread.loop.call_soon_threadsafe(thread.loop.stop)
     return list(results)
 
 # %% ../../nbs/training/04_rewards.ipynb #7942b2ff
@@ -112,8 +138,10 @@ class Call(threading.Thread):
 
     def run(self) -> None:
         "Note what it returns, or raises."
-        try: self.answer = self.function(**self.given)
-        except BaseException as error: self.answer = error
+        try:
+            self.answer = self.function(**self.given)
+        except BaseException as error:
+            self.answer = error
 
 
 def call_within(
@@ -123,15 +151,27 @@ def call_within(
 ) -> Any:  # what it returned, or the exception that it raised, `TooLate` if it was not done
     "Call a reward function, and wait no longer than that."
     if timeout_s is None:
-        try: return function(**given)
-        except Exception as error: return error
-    if any(isinstance(thread, Call) and thread.function is function for thread in threading.enumerate()): return TooLate()  # still busy with an earlier step
+        try:
+            return function(**given)
+        except Exception as error:
+            return error
+    if any(
+        isinstance(thread, Call) and thread.function is function for thread in threading.enumerate()
+    ):
+        return TooLate()  # still busy with an earlier step
     call = Call(function, given)
     call.join(timeout_s)
     return call.answer
 
 # %% ../../nbs/training/04_rewards.ipynb #418b957f
-OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")  # what a reward function is called with beside the data's columns
+OWN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+)  # what a reward function is called with beside the data's columns
 
 
 def score_completions(
@@ -140,30 +180,65 @@ def score_completions(
     completions: list,  # N completions, strings or chat messages
     step: int = 0,  # for messages
     *,
-    reward_timeout_s: float | None = None,  # how long a function of this process may take; None: as long as it likes
-    data: dict[str, Any] | None = None,  # the data set's other columns, whatever their names: passed on
+    reward_timeout_s: float
+    | None = None,  # how long a function of this process may take; None: as long as it likes
+    data: dict[str, Any]
+    | None = None,  # the data set's other columns, whatever their names: passed on
     **columns: Any,  # completion_ids, trainer_state, more columns, ...: passed on
 ) -> torch.Tensor:  # (N, K) float32, NaN where a function did not judge
     "Ask every reward function about every completion; raises RewardError."
     given = dict(prompts=prompts, completions=completions, **columns, **(data or {}))
-    elsewhere = {k: Call(function, given) for k, function in enumerate(functions) if isinstance(function, IsolatedReward)}
-    answers = {k: call_within(reward_timeout_s, function, given) for k, function in enumerate(functions) if k not in elsewhere}
+    elsewhere = {
+        k: Call(function, given)
+        for k, function in enumerate(functions)
+        if isinstance(function, IsolatedReward)
+    }
+    answers = {
+        k: call_within(reward_timeout_s, function, given)
+        for k, function in enumerate(functions)
+        if k not in elsewhere
+    }
     waiting = [k for k, answer in answers.items() if inspect.isawaitable(answer)]
-    answers.update(zip(waiting, run_coroutines([answers[k] for k in waiting], reward_timeout_s)) if waiting else ())
+    answers.update(
+        zip(waiting, run_coroutines([answers[k] for k in waiting], reward_timeout_s))
+        if waiting
+        else ()
+    )
     for k, call in elsewhere.items():
         call.join()
         answers[k] = call.answer
     names = reward_names(functions)
     for k, answer in answers.items():
-        if isinstance(answer, TooLate): answers[k] = left_behind(functions[k], len(completions), step, reward_timeout_s)
+        if isinstance(answer, TooLate):
+            answers[k] = left_behind(functions[k], len(completions), step, reward_timeout_s)
     if reward_timeout_s is not None and columns.get("log_metric"):
         for k, name in enumerate(names):
-            if k not in elsewhere: columns["log_metric"](f"{name}/failed", float(isinstance(answers[k], NotScored)))
-    table = torch.tensor([checked(answers[k], given, name, step) for k, name in enumerate(names)], dtype=torch.float32).T  # (N, K)
-    silent = [name for k, (name, column) in enumerate(zip(names, table.T)) if column.isnan().all() and not isinstance(answers[k], NotScored)] if completions else []
-    where = f"(None or NaN for all {len(completions)}) at step {step}; the first completion is {completions[0]!r}" if completions else ""
-    if silent and len(silent) == len(names): raise RewardError(f"no reward function judged any completion: {', '.join(map(repr, names))} {where}. If that may happen, give 0 in place of None, or draw more prompts at a time")
-    for name in silent: warnings.warn(f"reward function {name!r} judged no completion {where}", stacklevel=2)
+            if k not in elsewhere:
+                columns["log_metric"](f"{name}/failed", float(isinstance(answers[k], NotScored)))
+    table = torch.tensor(
+        [checked(answers[k], given, name, step) for k, name in enumerate(names)],
+        dtype=torch.float32,
+    ).T  # (N, K)
+    silent = (
+        [
+            name
+            for k, (name, column) in enumerate(zip(names, table.T))
+            if column.isnan().all() and not isinstance(answers[k], NotScored)
+        ]
+        if completions
+        else []
+    )
+    where = (
+        f"(None or NaN for all {len(completions)}) at step {step}; the first completion is {completions[0]!r}"
+        if completions
+        else ""
+    )
+    if silent and len(silent) == len(names):
+        raise RewardError(
+            f"no reward function judged any completion: {', '.join(map(repr, names))} {where}. If that may happen, give 0 in place of None, or draw more prompts at a time"
+        )
+    for name in silent:
+        warnings.warn(f"reward function {name!r} judged no completion {where}", stacklevel=2)
     return table
 
 
@@ -171,17 +246,33 @@ def left_behind(function: Callable, count: int, step: int, timeout_s: float) -> 
     "The scores of a function that was not done in time, and a warning that names it."
     reason = f"it was not done after {timeout_s:g} s (reward_timeout_s), and goes on in a thread that nobody can stop"
     advice = f"give it a process of its own, which can be killed: grpo_nb.environments.pool.isolated('module:{reward_name(function)}', timeout_s={timeout_s:g})"
-    warnings.warn(f"reward function {reward_name(function)!r} gave no score to {count} of {count} completions at step {step}: {reason}; {advice}", stacklevel=3)
+    warnings.warn(
+        f"reward function {reward_name(function)!r} gave no score to {count} of {count} completions at step {step}: {reason}; {advice}",
+        stacklevel=3,
+    )
     return NotScored(count, reason)
 
 
 def checked(answer: Any, given: dict[str, Any], name: str, step: int) -> list[float]:
     "The scores of one function, or a RewardError that says at which step and on which completion it failed."
     completions = given["completions"]
-    where = f"at step {step}; the first completion it was given is {completions[0]!r}" if completions else f"at step {step}"
+    where = (
+        f"at step {step}; the first completion it was given is {completions[0]!r}"
+        if completions
+        else f"at step {step}"
+    )
     if isinstance(answer, BaseException):
-        if isinstance(answer, TypeError) and any(word in str(answer) for word in ("argument", "NoneType")) or isinstance(answer, KeyError) and answer.args and answer.args[0] not in given: where += called_with(given)
-        raise RewardError(f"reward function {name!r} raised {type(answer).__name__}: {answer} {where}") from answer
+        if (
+            isinstance(answer, TypeError)
+            and any(word in str(answer) for word in ("argument", "NoneType"))
+            or isinstance(answer, KeyError)
+            and answer.args
+            and answer.args[0] not in given
+        ):
+            where += called_with(given)
+        raise RewardError(
+            f"reward function {name!r} raised {type(answer).__name__}: {answer} {where}"
+        ) from answer
     try:
         return as_scores(answer, len(completions), name)
     except RewardError as error:
@@ -201,12 +292,25 @@ def loading(
     otherwise: str = "",  # more advice
 ):  # a context manager; OSError inside becomes ValueError
     "Say which argument names a model that cannot be loaded."
-    try: yield
+    try:
+        yield
     except OSError as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else "no reason given"
-        why, what = (("that folder lacks something", "Look into the folder") if Path(name).is_dir() else
-                     (f"it is no folder in {Path.cwd()}, and the hub gave no model of that name", "Check the spelling and the connection, log in for a closed model, or give a local folder"))
-        raise ValueError(f"{given}: {why} ({type(error).__name__}: {reason}). {what}{otherwise}") from error
+        reason = (
+            str(error).strip().splitlines()[0].rstrip(".")
+            if str(error).strip()
+            else "no reason given"
+        )
+        why, what = (
+            ("that folder lacks something", "Look into the folder")
+            if Path(name).is_dir()
+            else (
+                f"it is no folder in {Path.cwd()}, and the hub gave no model of that name",
+                "Check the spelling and the connection, log in for a closed model, or give a local folder",
+            )
+        )
+        raise ValueError(
+            f"{given}: {why} ({type(error).__name__}: {reason}). {what}{otherwise}"
+        ) from error
 
 
 class ModelReward:
@@ -225,20 +329,47 @@ class ModelReward:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         if isinstance(model, str):
-            with loading(f"reward_funcs holds {model!r}", model, "; or if a function is meant, give the function itself"): model = AutoModelForSequenceClassification.from_pretrained(model, **{"num_labels": 1, **load})
-        if not hasattr(model, "config"): raise ValueError(f"reward_funcs holds {type(model).__name__}, a network that is no model of transformers: call it inside a function")
-        self.__name__ = getattr(model.config, "_name_or_path", "").rstrip("/").split("/")[-1] or type(model).__name__
+            with loading(
+                f"reward_funcs holds {model!r}",
+                model,
+                "; or if a function is meant, give the function itself",
+            ):
+                model = AutoModelForSequenceClassification.from_pretrained(
+                    model, **{"num_labels": 1, **load}
+                )
+        if not hasattr(model, "config"):
+            raise ValueError(
+                f"reward_funcs holds {type(model).__name__}, a network that is no model of transformers: call it inside a function"
+            )
+        self.__name__ = (
+            getattr(model.config, "_name_or_path", "").rstrip("/").split("/")[-1]
+            or type(model).__name__
+        )
         if getattr(model.config, "num_labels", 1) != 1:
-            raise ValueError(f"the reward model {self.__name__!r} has {model.config.num_labels} outputs, and a reward is one number: load it with num_labels=1, or write a function that picks one")
+            raise ValueError(
+                f"the reward model {self.__name__!r} has {model.config.num_labels} outputs, and a reward is one number: load it with num_labels=1, or write a function that picks one"
+            )
         if tokenizer is None and not getattr(model.config, "_name_or_path", ""):
-            raise ValueError("a reward model was not loaded from anywhere, so its tokenizer is not known: pass reward_processing_classes=[its tokenizer], None for plain functions")
-        self.model, self.tokenizer = model.to(device).eval(), tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path)
-        self.device, self.batch_size, self.chat_template_kwargs = torch.device(device), batch_size, chat_template_kwargs or {}
+            raise ValueError(
+                "a reward model was not loaded from anywhere, so its tokenizer is not known: pass reward_processing_classes=[its tokenizer], None for plain functions"
+            )
+        self.model, self.tokenizer = (
+            model.to(device).eval(),
+            tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path),
+        )
+        self.device, self.batch_size, self.chat_template_kwargs = (
+            torch.device(device),
+            batch_size,
+            chat_template_kwargs or {},
+        )
 
     def text(self, prompt, completion) -> str:
         "What the model reads: the prompt and the completion, a conversation through its own chat template."
-        if isinstance(prompt, str): return prompt + completion
-        return self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.chat_template_kwargs)
+        if isinstance(prompt, str):
+            return prompt + completion
+        return self.tokenizer.apply_chat_template(
+            [*prompt, *completion], tokenize=False, **self.chat_template_kwargs
+        )
 
     @torch.inference_mode()
     def __call__(
@@ -248,22 +379,38 @@ class ModelReward:
         **columns: Any,  # not looked at
     ) -> list[float]:  # the model's output for each
         "Judge every completion."
-        ids = [self.tokenizer(self.text(p, c), add_special_tokens=False).input_ids for p, c in zip(prompts, completions)]
+        ids = [
+            self.tokenizer(self.text(p, c), add_special_tokens=False).input_ids
+            for p, c in zip(prompts, completions)
+        ]
         scores = []
-        for i in range(0, len(ids), self.batch_size): scores += self.judge(ids[i : i + self.batch_size])
+        for i in range(0, len(ids), self.batch_size):
+            scores += self.judge(ids[i : i + self.batch_size])
         return scores
 
     def judge(self, ids: list[list[int]]) -> list[float]:
         "The outputs for one batch, padded on the right with a token that none of its texts holds."
         config, used = self.model.config.get_text_config(), {token for row in ids for token in row}
-        pad, before = next((token for token in range(config.vocab_size) if token not in used), None), config.pad_token_id
-        if pad is None and len(ids) > 1: return [score for row in ids for score in self.judge([row])]  # every token occurs: one at a time needs no padding
+        pad, before = (
+            next((token for token in range(config.vocab_size) if token not in used), None),
+            config.pad_token_id,
+        )
+        if pad is None and len(ids) > 1:
+            return [
+                score for row in ids for score in self.judge([row])
+            ]  # every token occurs: one at a time needs no padding
         width = max(map(len, ids))
-        rows = torch.tensor([row + [pad] * (width - len(row)) for row in ids], device=self.device)  # (B, L)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=self.device)
+        rows = torch.tensor(
+            [row + [pad] * (width - len(row)) for row in ids], device=self.device
+        )  # (B, L)
+        mask = torch.tensor(
+            [[1] * len(row) + [0] * (width - len(row)) for row in ids], device=self.device
+        )
         config.pad_token_id = pad
-        try: return self.model(input_ids=rows, attention_mask=mask).logits[:, 0].float().tolist()
-        finally: config.pad_token_id = before
+        try:
+            return self.model(input_ids=rows, attention_mask=mask).logits[:, 0].float().tolist()
+        finally:
+            config.pad_token_id = before
 
 
 def reward_functions(
@@ -272,12 +419,27 @@ def reward_functions(
     **settings: Any,  # for `ModelReward`
 ) -> list[Callable]:  # every one a function
     "Reward functions from whatever `GRPOTrainer` was given."
-    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    if not functions: raise ValueError("there is no reward function, so there is nothing to learn: pass reward_funcs=[function, ...]")
-    tokenizers = list(processing_classes) if isinstance(processing_classes, (list, tuple)) else [processing_classes] * (1 if processing_classes else len(functions))
+    functions = (
+        list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    )
+    if not functions:
+        raise ValueError(
+            "there is no reward function, so there is nothing to learn: pass reward_funcs=[function, ...]"
+        )
+    tokenizers = (
+        list(processing_classes)
+        if isinstance(processing_classes, (list, tuple))
+        else [processing_classes] * (1 if processing_classes else len(functions))
+    )
     if len(tokenizers) != len(functions):
-        raise ValueError(f"reward_processing_classes has {len(tokenizers)} entries and there are {len(functions)} reward functions: give one for each, None for plain functions")
+        raise ValueError(
+            f"reward_processing_classes has {len(tokenizers)} entries and there are {len(functions)} reward functions: give one for each, None for plain functions"
+        )
     for k, function in enumerate(functions):
-        if isinstance(function, (str, torch.nn.Module)): functions[k] = ModelReward(function, tokenizers[k], **settings)
-        elif not callable(function): raise ValueError(f"reward_funcs holds {function!r}, which is no function, no reward model and no name of one")
+        if isinstance(function, (str, torch.nn.Module)):
+            functions[k] = ModelReward(function, tokenizers[k], **settings)
+        elif not callable(function):
+            raise ValueError(
+                f"reward_funcs holds {function!r}, which is no function, no reward model and no name of one"
+            )
     return functions

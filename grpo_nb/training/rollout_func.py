@@ -7,7 +7,8 @@ __all__ = ['REQUIRED', 'as_lists', 'check_drawn', 'drawn_elsewhere']
 
 # %% ../../nbs/training/11_rollout_func.ipynb #555e6b69
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,8 +22,13 @@ def as_lists(
     rows: Any,  # a list of lists, tensors or arrays, a tensor, or anything else
 ) -> Any:  # the same in lists
     "Tensors and arrays in plain lists."
-    if hasattr(rows, "tolist"): return rows.tolist()
-    return [row.tolist() if hasattr(row, "tolist") else row for row in rows] if isinstance(rows, (list, tuple)) else rows
+    if hasattr(rows, "tolist"):
+        return rows.tolist()
+    return (
+        [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+        if isinstance(rows, (list, tuple))
+        else rows
+    )
 
 
 def check_drawn(
@@ -32,16 +38,32 @@ def check_drawn(
     "Refuse what is no rollout."
     if not isinstance(output, dict) or not set(REQUIRED) <= set(output):
         given = sorted(output) if isinstance(output, dict) else type(output).__name__
-        raise ValueError(f"rollout_func returned {given}, and it must return a dict with the keys {', '.join(REQUIRED)}")
+        raise ValueError(
+            f"rollout_func returned {given}, and it must return a dict with the keys {', '.join(REQUIRED)}"
+        )
     for name, values in output.items():
-        if values is None and name == "logprobs": continue
+        if values is None and name == "logprobs":
+            continue
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
-            raise ValueError(f"rollout_func returned {name!r} with {len(values) if hasattr(values, '__len__') else 'no'} entries for {count} prompts: return a list with one entry for each prompt it was given")
+            raise ValueError(
+                f"rollout_func returned {name!r} with {len(values) if hasattr(values, '__len__') else 'no'} entries for {count} prompts: return a list with one entry for each prompt it was given"
+            )
     for i, ids in enumerate(output["completion_ids"]):
-        if output["logprobs"] is not None and any(x is not None and math.isinf(x) for x in output["logprobs"][i]): raise ValueError(f"completion {i} of rollout_func has an infinite log-prob, which no token has that was drawn: give the sampler's own, or NaN where it gave none")
+        if output["logprobs"] is not None and any(
+            x is not None and math.isinf(x) for x in output["logprobs"][i]
+        ):
+            raise ValueError(
+                f"completion {i} of rollout_func has an infinite log-prob, which no token has that was drawn: give the sampler's own, or NaN where it gave none"
+            )
         for name in ("logprobs", "env_mask"):
-            if len((output.get(name) or {i: ids})[i]) != len(ids): raise ValueError(f"completion {i} of rollout_func has {len(ids)} tokens and {len(output[name][i])} {name}: give one for each token")
-        if not len(ids) or not len(output["prompt_ids"][i]): raise ValueError(f"completion {i} of rollout_func, or its prompt, has no tokens: give at least one")
+            if len((output.get(name) or {i: ids})[i]) != len(ids):
+                raise ValueError(
+                    f"completion {i} of rollout_func has {len(ids)} tokens and {len(output[name][i])} {name}: give one for each token"
+                )
+        if not len(ids) or not len(output["prompt_ids"][i]):
+            raise ValueError(
+                f"completion {i} of rollout_func, or its prompt, has no tokens: give at least one"
+            )
 
 
 def drawn_elsewhere(
@@ -51,18 +73,43 @@ def drawn_elsewhere(
     device: torch.device | str = "cpu",  # of the result
 ) -> Rollout:  # N = count; `written` from env_mask, `columns` from the other keys
     "A rollout from lists; ValueError if they are not one."
-    if isinstance(output, dict): output = {name: as_lists(rows) if name in (*REQUIRED, "env_mask") else rows for name, rows in output.items()}
+    if isinstance(output, dict):
+        output = {
+            name: as_lists(rows) if name in (*REQUIRED, "env_mask") else rows
+            for name, rows in output.items()
+        }
     check_drawn(output, count)
-    if output["logprobs"] is None: output["logprobs"] = [[None] * len(ids) for ids in output["completion_ids"]]
+    if output["logprobs"] is None:
+        output["logprobs"] = [[None] * len(ids) for ids in output["completion_ids"]]
     output["logprobs"] = [[math.nan if x is None else x for x in row] for row in output["logprobs"]]
     lengths = torch.tensor([len(ids) for ids in output["completion_ids"]], device=device)
-    def rectangle(rows, dtype): return torch.tensor([list(row) + [0] * (int(lengths.max()) - len(row)) for row in rows], dtype=dtype, device=device)  # (N, T)
+
+    def rectangle(rows, dtype):
+        return torch.tensor(
+            [list(row) + [0] * (int(lengths.max()) - len(row)) for row in rows],
+            dtype=dtype,
+            device=device,
+        )  # (N, T)
 
     prompt_ids = [list(ids) for ids in output["prompt_ids"]]
     logps = rectangle(output["logprobs"], torch.float32)
-    rollout = finish(prompt_ids, rectangle(output["completion_ids"], torch.long), logps.nan_to_num(nan=0.0), lengths, torch.tensor(list(stop_token_ids), device=device))
+    rollout = finish(
+        prompt_ids,
+        rectangle(output["completion_ids"], torch.long),
+        logps.nan_to_num(nan=0.0),
+        lengths,
+        torch.tensor(list(stop_token_ids), device=device),
+    )
     rollout.written = rectangle(output["env_mask"], torch.bool) if "env_mask" in output else None
-    nobody = logps.isnan() if rollout.written is None else logps.isnan() | rollout.mask & ~rollout.written
-    rollout.logps = rollout.logps.masked_fill(nobody, float("nan"))  # no sampler drew these: they are no gap, and no reason to weigh a completion down
-    rollout.columns = {name: list(values) for name, values in output.items() if name not in (*REQUIRED, "env_mask")}
+    nobody = (
+        logps.isnan()
+        if rollout.written is None
+        else logps.isnan() | rollout.mask & ~rollout.written
+    )
+    rollout.logps = rollout.logps.masked_fill(
+        nobody, float("nan")
+    )  # no sampler drew these: they are no gap, and no reason to weigh a completion down
+    rollout.columns = {
+        name: list(values) for name, values in output.items() if name not in (*REQUIRED, "env_mask")
+    }
     return rollout

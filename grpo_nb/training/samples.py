@@ -7,8 +7,9 @@ __all__ = ['plain_text', 'sample_rows', 'shortened', 'first_of_each_prompt', 'sa
            'tracker_table']
 
 # %% ../../nbs/training/09_samples.ipynb #547b2e95
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 
@@ -17,8 +18,10 @@ def plain_text(
     value: Any,  # a string, or chat messages
 ) -> str:  # a conversation as "role: content", a line each; the one message of a completion without its role
     "Text to look at."
-    if isinstance(value, str): return value
-    if len(value) == 1 and value[0]["role"] == "assistant": return value[0].get("content") or ""
+    if isinstance(value, str):
+        return value
+    if len(value) == 1 and value[0]["role"] == "assistant":
+        return value[0].get("content") or ""
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in value)
 
 
@@ -29,12 +32,25 @@ def sample_rows(
     names: Sequence[str],  # of the K reward functions
     scores: torch.Tensor,  # (N, K), NaN where a function did not judge
     advantages: torch.Tensor,  # (N,)
-    extra: dict[str, list] | None = None,  # what reward functions gave to log_extra, N values a name
-) -> list[dict[str, Any]]:  # {"step", "prompt", "completion", "rewards": {name: number or None}, "advantage", "extra"}
+    extra: dict[str, list]
+    | None = None,  # what reward functions gave to log_extra, N values a name
+) -> list[
+    dict[str, Any]
+]:  # {"step", "prompt", "completion", "rewards": {name: number or None}, "advantage", "extra"}
     "The completions of a cycle and what they were worth."
-    return [{"step": step, "prompt": plain_text(row["prompt"]), "completion": plain_text(completion), "advantage": advantage,
-             "rewards": {name: None if score != score else score for name, score in zip(names, its)}, "extra": {name: values[i] for name, values in (extra or {}).items()}}
-            for i, (row, completion, its, advantage) in enumerate(zip(rows, completions, scores.tolist(), advantages.tolist()))]
+    return [
+        {
+            "step": step,
+            "prompt": plain_text(row["prompt"]),
+            "completion": plain_text(completion),
+            "advantage": advantage,
+            "rewards": {name: None if score != score else score for name, score in zip(names, its)},
+            "extra": {name: values[i] for name, values in (extra or {}).items()},
+        }
+        for i, (row, completion, its, advantage) in enumerate(
+            zip(rows, completions, scores.tolist(), advantages.tolist())
+        )
+    ]
 
 # %% ../../nbs/training/09_samples.ipynb #7517fe46
 def shortened(
@@ -63,16 +79,25 @@ def samples_text(
     "Completions with their rewards, to be printed."
     lines = []
     for sample in (first_of_each_prompt(samples) if unique else samples)[:count]:
-        rewards = "  ".join(f"{name} {'-' if value is None else format(value, 'g')}" for name, value in {**sample["rewards"], **sample["extra"]}.items() if not isinstance(value, str))
-        lines.append(f"[{sample['step']}] {sample['advantage']:+.2f}  {rewards}  | {shortened(sample['prompt'], 40)} -> {shortened(sample['completion'], width)}")
+        rewards = "  ".join(
+            f"{name} {'-' if value is None else format(value, 'g')}"
+            for name, value in {**sample["rewards"], **sample["extra"]}.items()
+            if not isinstance(value, str)
+        )
+        lines.append(
+            f"[{sample['step']}] {sample['advantage']:+.2f}  {rewards}  | {shortened(sample['prompt'], 40)} -> {shortened(sample['completion'], width)}"
+        )
     return "\n".join(lines)
 
 # %% ../../nbs/training/09_samples.ipynb #2d1bfe5f
 def columns_of(samples: Sequence[dict]) -> dict[str, list]:
     "The table's columns: step, prompt, completion, each reward, what was given to log_extra, advantage."
-    table = {name: [sample[name] for sample in samples] for name in ("step", "prompt", "completion")}
+    table = {
+        name: [sample[name] for sample in samples] for name in ("step", "prompt", "completion")
+    }
     for part in ("rewards", "extra"):
-        for name in samples[0][part]: table[name] = [sample[part].get(name) for sample in samples]
+        for name in samples[0][part]:
+            table[name] = [sample[part].get(name) for sample in samples]
     return table | {"advantage": [sample["advantage"] for sample in samples]}
 
 

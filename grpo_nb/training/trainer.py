@@ -13,9 +13,10 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,23 +29,80 @@ from transformers.trainer_utils import TrainOutput
 
 from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import completion_order, prompt_order
-from ..algorithm.losses import WINDOW_TOKEN_LOSSES, grpo_loss, high_entropy_mask, rollout_correction
+from grpo_nb.algorithm.losses import (
+    WINDOW_TOKEN_LOSSES,
+    grpo_loss,
+    high_entropy_mask,
+    rollout_correction,
+)
 from ..model.attention import check_attention
 from ..model.export import new_folder
 from ..model.loading import check_capped_scores
 from ..model.memory import free_memory, longest_sequence
 from ..model.offload import HostStore, offload_layers
 from ..model.tiles import slice_layers, slice_tokens_of
-from ..rollout.engine import Rollout, RolloutEngine, default_stop_token_ids, evaluating, pad_left
-from .checkpoint import (checkpoints, deterministic, find_checkpoint, load_weights, make_folder, no_file_bars, random_state, read_state, read_weights, remove_old_checkpoints,
-                                         set_aside, set_random_state, truncate_log)
+from grpo_nb.rollout.engine import (
+    Rollout,
+    RolloutEngine,
+    default_stop_token_ids,
+    evaluating,
+    pad_left,
+)
+from grpo_nb.training.checkpoint import (
+    checkpoints,
+    deterministic,
+    find_checkpoint,
+    load_weights,
+    make_folder,
+    no_file_bars,
+    random_state,
+    read_state,
+    read_weights,
+    remove_old_checkpoints,
+    set_aside,
+    set_random_state,
+    truncate_log,
+)
 from .config import GRPOConfig
-from .data import check_dataset, check_evaluation_data, check_long_prompts, check_prompt_lengths, completion_as_given, many_prompt_token_ids, reward_columns
+from grpo_nb.training.data import (
+    check_dataset,
+    check_evaluation_data,
+    check_long_prompts,
+    check_prompt_lengths,
+    completion_as_given,
+    many_prompt_token_ids,
+    reward_columns,
+)
 from .hints import Hints
-from .parts import EntropyBonus, Precision, Reference, check_model, describe_trainable, frozen_dtype, load_policy, make_optimizer, make_schedule, recompute_layers
-from .pieces import choose_pieces, known_shape, possible_tiles, residual_bytes, share_of, split
+from grpo_nb.training.parts import (
+    EntropyBonus,
+    Precision,
+    Reference,
+    check_model,
+    describe_trainable,
+    frozen_dtype,
+    load_policy,
+    make_optimizer,
+    make_schedule,
+    recompute_layers,
+)
+from grpo_nb.training.pieces import (
+    choose_pieces,
+    known_shape,
+    possible_tiles,
+    residual_bytes,
+    share_of,
+    split,
+)
 from .policy import TrainingBatch, completion_logps, rollout_gap
-from .report import Answering, Collected, Log, completion_metrics, peak_memory_gib, reward_metrics
+from grpo_nb.training.report import (
+    Answering,
+    Collected,
+    Log,
+    completion_metrics,
+    peak_memory_gib,
+    reward_metrics,
+)
 from .rewards import loading, reward_functions, reward_names, score_completions
 from .rollout_func import drawn_elsewhere
 from .samples import sample_rows, samples_text, tracker_table, write_samples
@@ -60,9 +118,13 @@ def check_launch(accelerator: Accelerator) -> None:
     "Refuse what a launcher set up and the trainer would not do."
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        raise ValueError(f"the run was launched as {kind}, and this trainer knows one process, or several that each hold the whole model (torchrun, accelerate launch --multi_gpu)")
+        raise ValueError(
+            f"the run was launched as {kind}, and this trainer knows one process, or several that each hold the whole model (torchrun, accelerate launch --multi_gpu)"
+        )
     if accelerator.mixed_precision != "no":
-        raise ValueError(f"the launcher asks for mixed_precision={accelerator.mixed_precision!r}; leave it out there, and set bf16 or fp16 in GRPOConfig")
+        raise ValueError(
+            f"the launcher asks for mixed_precision={accelerator.mixed_precision!r}; leave it out there, and set bf16 or fp16 in GRPOConfig"
+        )
 
 
 def check_arguments(
@@ -72,11 +134,23 @@ def check_arguments(
 ) -> None:
     "Refuse, in sentences, what the trainer cannot honour."
     for name, value in given.items():
-        if value is not None: raise ValueError(f"GRPOTrainer got {name}={value!r}, which it cannot honour: {NOT_SUPPORTED[name]}. Leave it out")
+        if value is not None:
+            raise ValueError(
+                f"GRPOTrainer got {name}={value!r}, which it cannot honour: {NOT_SUPPORTED[name]}. Leave it out"
+            )
     if config.reward_weights is not None and len(config.reward_weights) != len(functions):
-        raise ValueError(f"reward_weights has {len(config.reward_weights)} numbers and there are {len(functions)} reward functions: give one weight each")
-    missing = [name for name in config.trackers() if name not in ("all", *map(str, get_available_trackers()))]
-    if missing: raise ValueError(f"report_to names {missing[0]!r}, which is not installed: install it, or report to one of {', '.join(map(str, get_available_trackers())) or 'none'}")
+        raise ValueError(
+            f"reward_weights has {len(config.reward_weights)} numbers and there are {len(functions)} reward functions: give one weight each"
+        )
+    missing = [
+        name
+        for name in config.trackers()
+        if name not in ("all", *map(str, get_available_trackers()))
+    ]
+    if missing:
+        raise ValueError(
+            f"report_to names {missing[0]!r}, which is not installed: install it, or report to one of {', '.join(map(str, get_available_trackers())) or 'none'}"
+        )
 
 
 def check_metric(
@@ -84,19 +158,33 @@ def check_metric(
     eval_dataset: Any,  # one data set, or a dict of several
 ) -> None:
     "Refuse, before the first evaluation, a name that none will have."
-    if name == "loss": raise ValueError("metric_for_best_model is 'loss', and completions that are drawn have none: take 'reward', the default, or 'rewards/NAME/mean' of one function")
-    if isinstance(eval_dataset, dict) and not any(name.startswith(f"{part}_") for part in eval_dataset):
-        raise ValueError(f"metric_for_best_model is {name!r}, and each of the {len(eval_dataset)} evaluation sets has one: say which, for instance {next(iter(eval_dataset))}_{name!s}")
+    if name == "loss":
+        raise ValueError(
+            "metric_for_best_model is 'loss', and completions that are drawn have none: take 'reward', the default, or 'rewards/NAME/mean' of one function"
+        )
+    if isinstance(eval_dataset, dict) and not any(
+        name.startswith(f"{part}_") for part in eval_dataset
+    ):
+        raise ValueError(
+            f"metric_for_best_model is {name!r}, and each of the {len(eval_dataset)} evaluation sets has one: say which, for instance {next(iter(eval_dataset))}_{name!s}"
+        )
 
 
 def check_callbacks(
     callbacks: Any,  # what the trainer was given
 ) -> list:  # the same; ValueError if it is none
     "Refuse what transformers cannot call back."
-    if not isinstance(callbacks, (list, tuple)): raise ValueError(f"callbacks is {callbacks!r}: give a list of TrainerCallback objects of transformers")
+    if not isinstance(callbacks, (list, tuple)):
+        raise ValueError(
+            f"callbacks is {callbacks!r}: give a list of TrainerCallback objects of transformers"
+        )
     for callback in callbacks:
-        if not issubclass(callback if isinstance(callback, type) else type(callback), TrainerCallback):
-            raise ValueError(f"callbacks holds {callback!r}, which is no TrainerCallback of transformers: derive its class from transformers.TrainerCallback")
+        if not issubclass(
+            callback if isinstance(callback, type) else type(callback), TrainerCallback
+        ):
+            raise ValueError(
+                f"callbacks holds {callback!r}, which is no TrainerCallback of transformers: derive its class from transformers.TrainerCallback"
+            )
     return list(callbacks)
 
 # %% ../../nbs/training/12_trainer.ipynb #cec6db80
@@ -110,42 +198,113 @@ class Collecting:
         rollout = self.sample(rows, numbers)
         completions, own, extra = self.score(rows, rollout)
         scores = self.accelerator.gather(own.to(self.device)).cpu()  # (N of all processes, K)
-        advantages = group_advantages(scores, self.config.num_generations, weights=self.config.reward_weights, scale=self.config.scale_rewards,
-                                      aggregation=self.config.multi_objective_aggregation)
+        advantages = group_advantages(
+            scores,
+            self.config.num_generations,
+            weights=self.config.reward_weights,
+            scale=self.config.scale_rewards,
+            aggregation=self.config.multi_objective_aggregation,
+        )
         lengths, truncated = self.accelerator.gather((rollout.lengths, rollout.truncated))
-        self.collected.add({"frac_reward_zero_std": advantages.zero_std_fraction, **completion_metrics(lengths, truncated),
-                            **reward_metrics(scores, self.reward_names, self.config.reward_weights, self.config.num_generations)})
+        self.collected.add(
+            {
+                "frac_reward_zero_std": advantages.zero_std_fraction,
+                **completion_metrics(lengths, truncated),
+                **reward_metrics(
+                    scores,
+                    self.reward_names,
+                    self.config.reward_weights,
+                    self.config.num_generations,
+                ),
+            }
+        )
         self.tokens += int(rollout.mask.sum()) + sum(map(len, rollout.prompt_ids))
 
         kept = rollout.mask & ~(rollout.truncated[:, None] & self.config.mask_truncated_completions)
-        if rollout.written is not None: kept &= rollout.written
-        mine = advantages.values[self.layout.process_slice(self.accelerator.process_index)].to(self.device)
-        self.samples = sample_rows(self.state.global_step + 1, rows, completions, self.reward_names, own, mine, extra)
-        batch = TrainingBatch(*pad_left(rollout.prompt_ids, self.tokenizer.pad_token_id or 0, self.device), rollout.completion_ids, rollout.mask, kept, mine, rollout.logps)
-        order = completion_order(len(rows), self.cycle, self.accelerator.process_index, self.config.shuffle_dataset, self.config.used("data_seed"))
+        if rollout.written is not None:
+            kept &= rollout.written
+        mine = advantages.values[self.layout.process_slice(self.accelerator.process_index)].to(
+            self.device
+        )
+        self.samples = sample_rows(
+            self.state.global_step + 1, rows, completions, self.reward_names, own, mine, extra
+        )
+        batch = TrainingBatch(
+            *pad_left(rollout.prompt_ids, self.tokenizer.pad_token_id or 0, self.device),
+            rollout.completion_ids,
+            rollout.mask,
+            kept,
+            mine,
+            rollout.logps,
+        )
+        order = completion_order(
+            len(rows),
+            self.cycle,
+            self.accelerator.process_index,
+            self.config.shuffle_dataset,
+            self.config.used("data_seed"),
+        )
         return self.add_other_policies(batch.rows(order))
 
     def sample(self, rows: list[dict], numbers: list[int] | None = None) -> Rollout:
         "One completion for each row; the rows' numbers in the data are for messages."
-        if self.rollout_func is not None: return drawn_elsewhere(self.rollout_func([row["prompt"] for row in rows], self), len(rows), self.sampling.stop_token_ids or default_stop_token_ids(self.model, self.tokenizer), self.device)
-        prompts = many_prompt_token_ids([row["prompt"] for row in rows], self.tokenizer, self.config.chat_template_kwargs)
-        check_prompt_lengths(prompts, self.config.max_completion_length, self.max_positions, numbers)
-        return self.engine.generate(prompts, self.sampling, progress=False if self.config.disable_tqdm or not self.accelerator.is_main_process else None)
+        if self.rollout_func is not None:
+            return drawn_elsewhere(
+                self.rollout_func([row["prompt"] for row in rows], self),
+                len(rows),
+                self.sampling.stop_token_ids or default_stop_token_ids(self.model, self.tokenizer),
+                self.device,
+            )
+        prompts = many_prompt_token_ids(
+            [row["prompt"] for row in rows], self.tokenizer, self.config.chat_template_kwargs
+        )
+        check_prompt_lengths(
+            prompts, self.config.max_completion_length, self.max_positions, numbers
+        )
+        return self.engine.generate(
+            prompts,
+            self.sampling,
+            progress=False
+            if self.config.disable_tqdm or not self.accelerator.is_main_process
+            else None,
+        )
 
     def draw_rows(self) -> list[int]:
         "The numbers of this process's rows of the data for the present cycle, each as often as it is answered."
-        numbers = prompt_order(len(self.train_dataset), self.layout.prompts_per_generation, self.cycle, self.config.shuffle_dataset, self.config.used("data_seed"))
+        numbers = prompt_order(
+            len(self.train_dataset),
+            self.layout.prompts_per_generation,
+            self.cycle,
+            self.config.shuffle_dataset,
+            self.config.used("data_seed"),
+        )
         repeated = [number for number in numbers for _ in range(self.config.num_generations)]
         return repeated[self.layout.process_slice(self.accelerator.process_index)]
 
-    def score(self, rows: list[dict], rollout: Rollout) -> tuple[list, torch.Tensor, dict[str, list]]:
+    def score(
+        self, rows: list[dict], rollout: Rollout
+    ) -> tuple[list, torch.Tensor, dict[str, list]]:
         "This process's completions in the data's form, what the reward functions say about them, (N, K), and what they want shown beside them."
-        completions = [completion_as_given(row["prompt"], text) for row, text in zip(rows, rollout.texts(self.tokenizer))]
-        ids = [row[:length] for row, length in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
+        completions = [
+            completion_as_given(row["prompt"], text)
+            for row, text in zip(rows, rollout.texts(self.tokenizer))
+        ]
+        ids = [
+            row[:length]
+            for row, length in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())
+        ]
         extra: dict[str, list] = {}
         scores = score_completions(
-            self.reward_funcs, [row["prompt"] for row in rows], completions, self.state.global_step, reward_timeout_s=self.config.reward_timeout_s, completion_ids=ids, trainer_state=self.state,
-            log_metric=lambda name, value: self.collected.add({name: value}), log_extra=extra.__setitem__, data={**reward_columns(rows), **rollout.columns},
+            self.reward_funcs,
+            [row["prompt"] for row in rows],
+            completions,
+            self.state.global_step,
+            reward_timeout_s=self.config.reward_timeout_s,
+            completion_ids=ids,
+            trainer_state=self.state,
+            log_metric=lambda name, value: self.collected.add({name: value}),
+            log_extra=extra.__setitem__,
+            data={**reward_columns(rows), **rollout.columns},
         )
         return completions, scores, extra
 
@@ -159,43 +318,84 @@ class AskingPolicies:
             if self.corrects or not self.layout.on_policy:
                 batch.old_logps = self.logps_of(self.model, batch)
             if self.reference:
-                with self.reference.policy(self.model) as reference: batch.ref_logps = self.logps_of(reference, batch)
+                with self.reference.policy(self.model) as reference:
+                    batch.ref_logps = self.logps_of(reference, batch)
         if self.corrects:
-            batch.rollout_weights = rollout_correction(batch.old_logps, batch.rollout_logps, batch.completion_mask, mode=self.config.vllm_importance_sampling_mode,
-                                                       clip_max=self.config.vllm_importance_sampling_clip_max, clip_min=self.config.vllm_importance_sampling_clip_min)
+            batch.rollout_weights = rollout_correction(
+                batch.old_logps,
+                batch.rollout_logps,
+                batch.completion_mask,
+                mode=self.config.vllm_importance_sampling_mode,
+                clip_max=self.config.vllm_importance_sampling_clip_max,
+                clip_min=self.config.vllm_importance_sampling_clip_min,
+            )
         return batch
 
     def logps_of(self, policy, batch: TrainingBatch) -> torch.Tensor:
         "Log-probs of a whole cycle's completions, a micro-batch at a time, (N, T)."
         result = None
         for i in range(0, len(batch), self.config.per_device_train_batch_size):
-            for piece in self.pieces(batch.rows(slice(i, i + self.config.per_device_train_batch_size))):
+            for piece in self.pieces(
+                batch.rows(slice(i, i + self.config.per_device_train_batch_size))
+            ):
                 logps, _ = self.completion_logps(policy, piece)
-                if result is None: result = logps.new_zeros(batch.rollout_logps.shape)  # float64 stays float64
+                if result is None:
+                    result = logps.new_zeros(batch.rollout_logps.shape)  # float64 stays float64
                 result[i : i + len(piece), : logps.shape[1]] = logps
                 i += len(piece)
         return result
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The parts of a micro-batch that go forward and backward by themselves, `mini_batch` of them, or as few as fit; and the model's slices set so that they do."
-        count, tile = choose_pieces(self.model, batch, self.config, free_memory(self.device), self.shape, self.tiles, self.residual, most=len(batch) if self.splits else 1)
+        count, tile = choose_pieces(
+            self.model,
+            batch,
+            self.config,
+            free_memory(self.device),
+            self.shape,
+            self.tiles,
+            self.residual,
+            most=len(batch) if self.splits else 1,
+        )
         self.slice(tile)
         return split(batch, count)
 
     def slice(self, tokens: int | None) -> None:
         "Let wide layers of the policy, and of a reference that is a model of its own, work on so many tokens at a time; None: their default."
         for model in (self.model, self.reference and self.reference.model):
-            if model is not None and tokens != slice_tokens_of(model): slice_layers(model, tokens)
+            if model is not None and tokens != slice_tokens_of(model):
+                slice_layers(model, tokens)
 
     def completion_logps(self, policy, batch: TrainingBatch, entropy: bool = False):
         "Log-probs (and entropies) of completions in the run's number format and temperature."
         with self.precision.autocast():
-            return completion_logps(policy, batch, temperature=self.config.temperature, mini_batch=None if self.splits else self.config.mini_batch,
-                                    logit_chunk_multiplier=self.config.logit_chunk_multiplier, return_entropy=entropy, store=self.store)
+            return completion_logps(
+                policy,
+                batch,
+                temperature=self.config.temperature,
+                mini_batch=None if self.splits else self.config.mini_batch,
+                logit_chunk_multiplier=self.config.logit_chunk_multiplier,
+                return_entropy=entropy,
+                store=self.store,
+            )
 
 # %% ../../nbs/training/12_trainer.ipynb #2a098ce5
-LOSS_SETTINGS = ("beta", "delta", "epsilon", "importance_sampling_level", "loss_type", "max_completion_length", "off_policy_mask_threshold", "sapo_temperature_neg",
-                 "sapo_temperature_pos", "use_bias_correction_kl", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos")  # handed to grpo_loss as they are
+LOSS_SETTINGS = (
+    "beta",
+    "delta",
+    "epsilon",
+    "importance_sampling_level",
+    "loss_type",
+    "max_completion_length",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "use_bias_correction_kl",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+)  # handed to grpo_loss as they are
 
 
 class Accumulating:
@@ -203,23 +403,32 @@ class Accumulating:
 
     def open_window(self) -> None:
         "Begin an accumulation window."
-        self.window = {name: torch.zeros((), device=self.device) for name in ("loss", "tokens", "entropy", "entropy_tokens")} | {"micro_batches": 0}
+        self.window = {
+            name: torch.zeros((), device=self.device)
+            for name in ("loss", "tokens", "entropy", "entropy_tokens")
+        } | {"micro_batches": 0}
 
     def expected_tokens(self) -> float:
         "Trained tokens that a window of one process should hold, judging by those of the present cycle; the same number in every process."
         tokens = float(self.accelerator.reduce(self.batch.loss_mask.sum().float(), "mean"))
-        return max(tokens, 1.0) * self.config.gradient_accumulation_steps / self.layout.steps_per_generation
+        return (
+            max(tokens, 1.0)
+            * self.config.gradient_accumulation_steps
+            / self.layout.steps_per_generation
+        )
 
     def accumulate(self, batch: TrainingBatch) -> None:
         "Add the gradient of one micro-batch."
         self.model.train()
         config = self.config
         if not self.window["micro_batches"]:
-            if self.place == 0 and self.cycle % self.cycles_per_epoch == 0: self.tell("on_epoch_begin")
+            if self.place == 0 and self.cycle % self.cycles_per_epoch == 0:
+                self.tell("on_epoch_begin")
             self.tell("on_step_begin")
             self.window_expected = self.expected_tokens()
         for piece in self.pieces(batch):
-            with self.precision.adapters(self.model): self.accumulate_piece(piece, share_of(piece, batch, config.loss_type))
+            with self.precision.adapters(self.model):
+                self.accumulate_piece(piece, share_of(piece, batch, config.loss_type))
         self.window["micro_batches"] += 1
 
     def accumulate_piece(self, batch: TrainingBatch, share: float) -> None:
@@ -227,16 +436,38 @@ class Accumulating:
         config = self.config
         logps, entropies = self.completion_logps(self.model, batch, entropy=True)
         if self.place < self.layout.steps_per_generation:
-            gap = rollout_gap(logps.detach() if batch.old_logps is None else batch.old_logps, batch.rollout_logps, batch.completion_mask)
-            self.collected.add({f"sampling/gap_{name}": value for name, value in gap.items()}, weight=batch.completion_mask.sum().item())
+            gap = rollout_gap(
+                logps.detach() if batch.old_logps is None else batch.old_logps,
+                batch.rollout_logps,
+                batch.completion_mask,
+            )
+            self.collected.add(
+                {f"sampling/gap_{name}": value for name, value in gap.items()},
+                weight=batch.completion_mask.sum().item(),
+            )
         chosen = self.entropy_mask(entropies, batch.loss_mask)
         output = grpo_loss(
-            logps, batch.advantages, batch.loss_mask, old_logps=batch.old_logps, ref_logps=batch.ref_logps, rollout_weights=batch.rollout_weights,
-            rollout_logps=batch.rollout_logps if config.off_policy_mask_threshold is not None else None, entropies=entropies,
-            entropy_mask=chosen, entropy_coef=self.entropy_bonus.weight(),
-            num_items=self.window_expected, epsilon_high=config.used("epsilon_high"), **{name: getattr(config, name) for name in LOSS_SETTINGS},
+            logps,
+            batch.advantages,
+            batch.loss_mask,
+            old_logps=batch.old_logps,
+            ref_logps=batch.ref_logps,
+            rollout_weights=batch.rollout_weights,
+            rollout_logps=batch.rollout_logps
+            if config.off_policy_mask_threshold is not None
+            else None,
+            entropies=entropies,
+            entropy_mask=chosen,
+            entropy_coef=self.entropy_bonus.weight(),
+            num_items=self.window_expected,
+            epsilon_high=config.used("epsilon_high"),
+            **{name: getattr(config, name) for name in LOSS_SETTINGS},
         )
-        loss = share * (output.loss if config.loss_type in WINDOW_TOKEN_LOSSES else output.loss / config.gradient_accumulation_steps)
+        loss = share * (
+            output.loss
+            if config.loss_type in WINDOW_TOKEN_LOSSES
+            else output.loss / config.gradient_accumulation_steps
+        )
         self.precision.scaler.scale(loss).backward()
         self.window["loss"] += loss.detach()
         self.window["tokens"] += batch.loss_mask.sum()
@@ -247,10 +478,18 @@ class Accumulating:
 
     def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         "The tokens of highest entropy among those of all processes, if only they are to be trained on."
-        if self.config.top_entropy_quantile >= 1: return None
-        active = self.accelerator.pad_across_processes(entropies.detach()[mask.bool()], pad_index=-1)
+        if self.config.top_entropy_quantile >= 1:
+            return None
+        active = self.accelerator.pad_across_processes(
+            entropies.detach()[mask.bool()], pad_index=-1
+        )
         gathered = self.accelerator.gather(active)
-        return high_entropy_mask(entropies.detach(), mask, self.config.top_entropy_quantile, gathered=gathered[gathered >= 0])
+        return high_entropy_mask(
+            entropies.detach(),
+            mask,
+            self.config.top_entropy_quantile,
+            gathered=gathered[gathered >= 0],
+        )
 
 # %% ../../nbs/training/12_trainer.ipynb #809085f7
 class Updating:
@@ -258,11 +497,15 @@ class Updating:
 
     def update(self) -> None:
         "One optimizer step with the gradients of the window, divided by what the window really held."
-        self.boundary, self.moving = None, True  # from here to `mark` the weights are neither old nor new; Ctrl-C waits until the log is written
+        self.boundary, self.moving = (
+            None,
+            True,
+        )  # from here to `mark` the weights are neither old nor new; Ctrl-C waits until the log is written
         factor = self.reduce_window()
         self.precision.scaler.unscale_(self.optimizer)
         for p in self.parameters:
-            if p.grad is not None: p.grad.mul_(factor)
+            if p.grad is not None:
+                p.grad.mul_(factor)
         limit = self.config.max_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit).item()
         finite, self.rate = math.isfinite(norm), self.optimizer.param_groups[0]["lr"]
@@ -273,21 +516,43 @@ class Updating:
             self.schedule.step()
         self.precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.collected.add({"loss": (self.window["loss"] * factor).nan_to_num().item(), "grad_norm": norm if finite else 0.0, "skipped_updates": float(not finite)})
+        self.collected.add(
+            {
+                "loss": (self.window["loss"] * factor).nan_to_num().item(),
+                "grad_norm": norm if finite else 0.0,
+                "skipped_updates": float(not finite),
+            }
+        )
         if self.config.use_adaptive_entropy:
             self.collected.add({"entropy_coef": self.entropy_bonus.weight()})
-            self.entropy_bonus.see(float(self.window["entropy"]) / max(float(self.window["entropy_tokens"]), 1.0))
+            self.entropy_bonus.see(
+                float(self.window["entropy"]) / max(float(self.window["entropy_tokens"]), 1.0)
+            )
         self.state.global_step += 1
-        if self.config.sync_ref_model and self.state.global_step % self.config.ref_model_sync_steps == 0: self.reference.sync(self.model, self.config.ref_model_mixup_alpha)
-        self.state.epoch = (self.cycle + self.place / self.layout.micro_batches_per_cycle) / self.cycles_per_epoch
+        if (
+            self.config.sync_ref_model
+            and self.state.global_step % self.config.ref_model_sync_steps == 0
+        ):
+            self.reference.sync(self.model, self.config.ref_model_mixup_alpha)
+        self.state.epoch = (
+            self.cycle + self.place / self.layout.micro_batches_per_cycle
+        ) / self.cycles_per_epoch
 
     def reduce_window(self) -> float:
         "Sum gradients and counts over processes; what the gradients have to be multiplied by."
         if self.accelerator.num_processes > 1:
             for p in self.parameters:
-                p.grad = self.accelerator.reduce(torch.zeros_like(p) if p.grad is None else p.grad, "sum")
-            self.window = {name: self.accelerator.reduce(torch.as_tensor(value, dtype=torch.float32, device=self.device), "sum") for name, value in self.window.items()}
-        if self.config.loss_type in WINDOW_TOKEN_LOSSES: return self.window_expected / max(float(self.window["tokens"]), 1.0)
+                p.grad = self.accelerator.reduce(
+                    torch.zeros_like(p) if p.grad is None else p.grad, "sum"
+                )
+            self.window = {
+                name: self.accelerator.reduce(
+                    torch.as_tensor(value, dtype=torch.float32, device=self.device), "sum"
+                )
+                for name, value in self.window.items()
+            }
+        if self.config.loss_type in WINDOW_TOKEN_LOSSES:
+            return self.window_expected / max(float(self.window["tokens"]), 1.0)
         return self.config.gradient_accumulation_steps / float(self.window["micro_batches"])
 
 # %% ../../nbs/training/12_trainer.ipynb #fdd41ba3
@@ -318,21 +583,49 @@ class Standing:
 
     def mark(self) -> None:
         "Note where the run stands, so that a checkpoint can be written until the next update."
-        self.boundary = dict(cycle=self.cycle, place=self.place, random=random_state(), step=self.state.global_step, epoch=self.state.epoch, tokens=self.tokens, seconds=self.seconds(),
-                             total_tokens=self.total_tokens, collected={name: list(pairs) for name, pairs in self.collected.values.items()},
-                             batch=dict(vars(self.batch)) if self.batch is not None else None, due=(self.control.should_evaluate, self.control.should_save))
+        self.boundary = dict(
+            cycle=self.cycle,
+            place=self.place,
+            random=random_state(),
+            step=self.state.global_step,
+            epoch=self.state.epoch,
+            tokens=self.tokens,
+            seconds=self.seconds(),
+            total_tokens=self.total_tokens,
+            collected={name: list(pairs) for name, pairs in self.collected.values.items()},
+            batch=dict(vars(self.batch)) if self.batch is not None else None,
+            due=(self.control.should_evaluate, self.control.should_save),
+        )
 
 # %% ../../nbs/training/12_trainer.ipynb #ff4f0969
-IN_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")  # settings that a checkpoint restores with the optimizer's state
+IN_OPTIMIZER = (
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)  # settings that a checkpoint restores with the optimizer's state
 
 
-SHAPES_THE_BATCH = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "num_iterations", "shuffle_dataset", "seed", "data_seed")
+SHAPES_THE_BATCH = (
+    "per_device_train_batch_size",
+    "num_generations",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "num_iterations",
+    "shuffle_dataset",
+    "seed",
+    "data_seed",
+)
 
 
 def on_cpu(value: Any) -> Any:
     "A value with every tensor in it on the CPU."
-    if isinstance(value, torch.Tensor): return value.cpu()
-    if isinstance(value, dict): return {key: on_cpu(part) for key, part in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: on_cpu(part) for key, part in value.items()}
     return type(value)(map(on_cpu, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -345,81 +638,171 @@ class Saving:
         **others: Any,  # passed on to the model's own save_pretrained
     ) -> None:
         "Save the model (of an adapter, the adapter alone) and the tokenizer in the formats of transformers and PEFT."
-        if not self.accelerator.is_main_process: return
+        if not self.accelerator.is_main_process:
+            return
         path = Path(path or self.config.output_dir)
-        with no_file_bars(): self.model.save_pretrained(path, **others)
+        with no_file_bars():
+            self.model.save_pretrained(path, **others)
         self.tokenizer.save_pretrained(path)
 
     def save_checkpoint(self) -> Path | None:
         "Write `checkpoint-STEP` in output_dir: all that is needed to go on exactly from the last update."
-        here = on_cpu({**self.boundary, "due": (self.boundary["due"][0], False)})  # saved it will be
+        here = on_cpu(
+            {**self.boundary, "due": (self.boundary["due"][0], False)}
+        )  # saved it will be
         states = [here] if self.accelerator.num_processes == 1 else gather_object([here])
-        if not self.accelerator.is_main_process: return None
+        if not self.accelerator.is_main_process:
+            return None
         folder = Path(self.config.output_dir) / f"checkpoint-{self.boundary['step']}"
-        if folder.exists(): return folder  # written at this very update
-        if self.state.best_global_step == self.boundary["step"]: self.state.best_model_checkpoint = str(folder)
+        if folder.exists():
+            return folder  # written at this very update
+        if self.state.best_global_step == self.boundary["step"]:
+            self.state.best_model_checkpoint = str(folder)
         with new_folder(folder, overwrite=True) as partial:
-            self.save_model(partial, save_original_format=False)  # under the names that the model has for its weights
-            if not self.config.save_only_model: torch.save(self.standing(states), partial / "training_state.pt")
-        remove_old_checkpoints(self.config.output_dir, self.config.save_total_limit, self.state.best_model_checkpoint)
+            self.save_model(
+                partial, save_original_format=False
+            )  # under the names that the model has for its weights
+            if not self.config.save_only_model:
+                torch.save(self.standing(states), partial / "training_state.pt")
+        remove_old_checkpoints(
+            self.config.output_dir, self.config.save_total_limit, self.state.best_model_checkpoint
+        )
         self.tell("on_save")
         return folder
 
     def standing(self, processes: list[dict]) -> dict[str, Any]:
         "What a checkpoint holds beside the model."
         history = [record for record in self.log.history if record["step"] <= self.boundary["step"]]
-        best = {name: getattr(self.state, name) for name in ("best_metric", "best_global_step", "best_model_checkpoint")}
-        return dict(processes=processes, optimizer=self.optimizer.state_dict(), schedule=self.schedule.state_dict(), scaler=self.precision.scaler.state_dict(), history=history,
-                    config=self.config.to_json(), rows=len(self.train_dataset), best=best, entropy_bonus=(self.entropy_bonus.coef, self.entropy_bonus.last),
-                    reference=self.reference.weights() if self.reference and (self.config.sync_ref_model or self.reference.model is None) else None,
-                    reference_norms=self.reference.norms() if self.reference and not self.config.sync_ref_model else None)
+        best = {
+            name: getattr(self.state, name)
+            for name in ("best_metric", "best_global_step", "best_model_checkpoint")
+        }
+        return dict(
+            processes=processes,
+            optimizer=self.optimizer.state_dict(),
+            schedule=self.schedule.state_dict(),
+            scaler=self.precision.scaler.state_dict(),
+            history=history,
+            config=self.config.to_json(),
+            rows=len(self.train_dataset),
+            best=best,
+            entropy_bonus=(self.entropy_bonus.coef, self.entropy_bonus.last),
+            reference=self.reference.weights()
+            if self.reference and (self.config.sync_ref_model or self.reference.model is None)
+            else None,
+            reference_norms=self.reference.norms()
+            if self.reference and not self.config.sync_ref_model
+            else None,
+        )
 
     def load_checkpoint(self, folder: Path) -> None:
         "Go back to where a checkpoint was written."
         saved = read_state(folder)
         if len(saved["processes"]) != self.accelerator.num_processes:
-            raise ValueError(f"{str(folder)!r} was written by {len(saved['processes'])} processes and this run has {self.accelerator.num_processes}: start as many")
+            raise ValueError(
+                f"{str(folder)!r} was written by {len(saved['processes'])} processes and this run has {self.accelerator.num_processes}: start as many"
+            )
         changed = self.config.differences(GRPOConfig.from_dict(json.loads(saved["config"])))
         for name in SHAPES_THE_BATCH:
             if name in changed:
-                raise ValueError(f"{name} is {changed[name][0]!r}, and was {changed[name][1]!r} when {str(folder)!r} was written: the place in the data would be lost; set it back, or begin anew")
+                raise ValueError(
+                    f"{name} is {changed[name][0]!r}, and was {changed[name][1]!r} when {str(folder)!r} was written: the place in the data would be lost; set it back, or begin anew"
+                )
         if saved["rows"] != len(self.train_dataset):
-            raise ValueError(f"the data has {len(self.train_dataset)} rows, and had {saved['rows']} when {str(folder)!r} was written: the place in it would be lost; use the same data, or begin anew")
-        if "optim" in changed and len({name.removesuffix("_fused") for name in changed["optim"]}) > 1: raise ValueError(f"optim is {changed['optim'][0]!r}, and was {changed['optim'][1]!r} when {str(folder)!r} was written: one optimizer cannot go on with another's state; set it back, or begin anew")
-        now, then = (self.reference.norms() if self.reference else [], saved.get("reference_norms") or [])
-        if now and then and (len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then)):
-            raise ValueError(f"the reference policy is the model that the trainer was given, and the run of {str(folder)!r} began with another one: give the model that it began with, its weights come from the checkpoint")
+            raise ValueError(
+                f"the data has {len(self.train_dataset)} rows, and had {saved['rows']} when {str(folder)!r} was written: the place in it would be lost; use the same data, or begin anew"
+            )
+        if (
+            "optim" in changed
+            and len({name.removesuffix("_fused") for name in changed["optim"]}) > 1
+        ):
+            raise ValueError(
+                f"optim is {changed['optim'][0]!r}, and was {changed['optim'][1]!r} when {str(folder)!r} was written: one optimizer cannot go on with another's state; set it back, or begin anew"
+            )
+        now, then = (
+            self.reference.norms() if self.reference else [],
+            saved.get("reference_norms") or [],
+        )
+        if (
+            now
+            and then
+            and (len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then))
+        ):
+            raise ValueError(
+                f"the reference policy is the model that the trainer was given, and the run of {str(folder)!r} began with another one: give the model that it began with, its weights come from the checkpoint"
+            )
         copy_weights = read_weights(self.model, folder)
-        try: self.optimizer.load_state_dict(saved["optimizer"])
+        try:
+            self.optimizer.load_state_dict(saved["optimizer"])
         except (ValueError, KeyError) as error:
-            raise ValueError(f"the optimizer's state in {str(folder)!r} does not fit this run ({error}): set weight_decay and what trains back to what they were, or begin anew") from error
+            raise ValueError(
+                f"the optimizer's state in {str(folder)!r} does not fit this run ({error}): set weight_decay and what trains back to what they were, or begin anew"
+            ) from error
         copy_weights()
         self.schedule.load_state_dict(saved["schedule"])
         self.precision.scaler.load_state_dict(saved["scaler"])
         self.entropy_bonus.coef, self.entropy_bonus.last = saved["entropy_bonus"]
-        for name, value in saved["best"].items(): setattr(self.state, name, value)
-        if (best := self.state.best_model_checkpoint) and (beside := folder.parent / Path(best).name).is_dir(): self.state.best_model_checkpoint = str(beside)  # the run's folder may have another name by now
+        for name, value in saved["best"].items():
+            setattr(self.state, name, value)
+        if (best := self.state.best_model_checkpoint) and (
+            beside := folder.parent / Path(best).name
+        ).is_dir():
+            self.state.best_model_checkpoint = str(
+                beside
+            )  # the run's folder may have another name by now
         if saved["reference"] and self.reference:
-            for kept, weight in zip(self.reference.weights(), saved["reference"]): kept.data.copy_(weight)
+            for kept, weight in zip(self.reference.weights(), saved["reference"]):
+                kept.data.copy_(weight)
         mine = saved["processes"][self.accelerator.process_index]
-        self.cycle, self.place, self.state.global_step, self.state.epoch = mine["cycle"], mine["place"], mine["step"], mine["epoch"]
-        self.tokens, self.total_tokens, self.collected.values, self.seconds_before = mine["tokens"], mine["total_tokens"], mine["collected"], mine["seconds"]
+        self.cycle, self.place, self.state.global_step, self.state.epoch = (
+            mine["cycle"],
+            mine["place"],
+            mine["step"],
+            mine["epoch"],
+        )
+        self.tokens, self.total_tokens, self.collected.values, self.seconds_before = (
+            mine["tokens"],
+            mine["total_tokens"],
+            mine["collected"],
+            mine["seconds"],
+        )
         self.control.should_evaluate, self.control.should_save = mine.get("due", (False, False))
-        self.batch = TrainingBatch(**{name: None if value is None else value.to(self.device) for name, value in mine["batch"].items()}) if mine["batch"] else None
+        self.batch = (
+            TrainingBatch(
+                **{
+                    name: None if value is None else value.to(self.device)
+                    for name, value in mine["batch"].items()
+                }
+            )
+            if mine["batch"]
+            else None
+        )
         self.log.history[:] = saved["history"]
         self.hints = Hints(self.config, self.precision.name)
-        self.hints_given = [sentence for record in self.of_updates() for sentence in self.hints.look(record)]
+        self.hints_given = [
+            sentence for record in self.of_updates() for sentence in self.hints.look(record)
+        ]
         if self.log.path:
             if folder.parent.resolve() == Path(self.config.output_dir).resolve():
                 truncate_log(self.log.path, self.state.global_step)
                 set_aside(self.config.output_dir, after=self.state.global_step)
             else:  # a run that moved here
-                if other := set_aside(self.config.output_dir): tqdm.write(f"the checkpoints and the log of another run are now in {other}")
-                self.log.path.write_text("".join(json.dumps(record) + "\n" for record in self.log.history))
+                if other := set_aside(self.config.output_dir):
+                    tqdm.write(f"the checkpoints and the log of another run are now in {other}")
+                self.log.path.write_text(
+                    "".join(json.dumps(record) + "\n" for record in self.log.history)
+                )
         set_random_state(mine["random"])
         if self.accelerator.is_main_process:
-            tqdm.write(f"going on from {folder}" + "".join(f"\n{name} is {now!r}, and was {then!r} when the checkpoint was written" + "; the optimizer keeps the old value" * (name in IN_OPTIMIZER)
-                                                           for name, (now, then) in changed.items() if name != "disable_tqdm"))
+            tqdm.write(
+                f"going on from {folder}"
+                + "".join(
+                    f"\n{name} is {now!r}, and was {then!r} when the checkpoint was written"
+                    + "; the optimizer keeps the old value" * (name in IN_OPTIMIZER)
+                    for name, (now, then) in changed.items()
+                    if name != "disable_tqdm"
+                )
+            )
 
 # %% ../../nbs/training/12_trainer.ipynb #d281ba1a
 class Reporting:
@@ -430,13 +813,16 @@ class Reporting:
         self.open_window()
         self.mark()
         self.tell("on_step_end")
-        if self.batch is None and self.cycle % self.cycles_per_epoch == 0: self.tell("on_epoch_end")
-        if self.control.should_log or self.finished(): self.write_log()
+        if self.batch is None and self.cycle % self.cycles_per_epoch == 0:
+            self.tell("on_epoch_end")
+        if self.control.should_log or self.finished():
+            self.write_log()
         self.mark()
         self.moving = False
         self.bar.update(1)
         self.evaluate_and_save()
-        if self.asked_to_stop: raise KeyboardInterrupt
+        if self.asked_to_stop:
+            raise KeyboardInterrupt
 
     def evaluate_and_save(self) -> None:
         "What is due after an update; a run that is stopped on the way does it when it goes on."
@@ -446,10 +832,15 @@ class Reporting:
             self.control.should_evaluate = False
             self.mark()
             best = self.is_best(record)
-            if self.config.save_strategy == "best": self.control.should_save |= best
+            if self.config.save_strategy == "best":
+                self.control.should_save |= best
             self.mark()
-        if self.control.should_save: self.save_checkpoint()
-        self.last_log = (self.last_log[0] + time.perf_counter() - start, self.last_log[1])  # no time of the updates
+        if self.control.should_save:
+            self.save_checkpoint()
+        self.last_log = (
+            self.last_log[0] + time.perf_counter() - start,
+            self.last_log[1],
+        )  # no time of the updates
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def tell(self, event: str, *values: Any) -> None:
@@ -458,10 +849,14 @@ class Reporting:
 
     def of_all_processes(self) -> tuple[dict[str, float], int]:
         "The numbers collected since the last record, and the tokens."
-        here = {name: [(float(value), weight) for value, weight in pairs] for name, pairs in self.collected.values.items()}
+        here = {
+            name: [(float(value), weight) for value, weight in pairs]
+            for name, pairs in self.collected.values.items()
+        }
         together, parts = Collected(), gather_object([(here, self.tokens)])
         for values, _ in parts:
-            for name, pairs in values.items(): together.values.setdefault(name, []).extend(pairs)
+            for name, pairs in values.items():
+                together.values.setdefault(name, []).extend(pairs)
         self.collected = Collected()
         self.tokens = 0
         return together.take(), sum(tokens for _, tokens in parts)
@@ -471,37 +866,76 @@ class Reporting:
         now, state, (since, step) = time.perf_counter(), self.state, self.last_log
         metrics, tokens = self.of_all_processes()
         self.last_log, self.total_tokens = (now, state.global_step), self.total_tokens + tokens
-        left = (now - self.started) / (state.global_step - self.first_step) * (state.max_steps - state.global_step)
-        record = {"step": state.global_step, "epoch": round(state.epoch, 4), "learning_rate": self.rate, **metrics, "num_tokens": self.total_tokens,
-                  "tokens_per_second": round(tokens / (now - since), 1), "step_time": round((now - since) / max(state.global_step - step, 1), 3), "seconds": round(self.seconds(), 2), "seconds_left": round(left, 1),
-                  "peak_memory_gib": round(peak_memory_gib(self.device), 3)}
+        left = (
+            (now - self.started)
+            / (state.global_step - self.first_step)
+            * (state.max_steps - state.global_step)
+        )
+        record = {
+            "step": state.global_step,
+            "epoch": round(state.epoch, 4),
+            "learning_rate": self.rate,
+            **metrics,
+            "num_tokens": self.total_tokens,
+            "tokens_per_second": round(tokens / (now - since), 1),
+            "step_time": round((now - since) / max(state.global_step - step, 1), 3),
+            "seconds": round(self.seconds(), 2),
+            "seconds_left": round(left, 1),
+            "peak_memory_gib": round(peak_memory_gib(self.device), 3),
+        }
         self.log.write(record)
         self.mark()
         self.track(record)
-        if self.config.log_completions: self.write_samples()
+        if self.config.log_completions:
+            self.write_samples()
         for sentence in self.hints.look(record):
             self.hints_given.append(sentence)
-            if self.log.show: tqdm.write(f"hint: {sentence}")
-        if "reward" in record: self.notes["reward"] = f"{record['reward']:.3f}"
+            if self.log.show:
+                tqdm.write(f"hint: {sentence}")
+        if "reward" in record:
+            self.notes["reward"] = f"{record['reward']:.3f}"
         self.bar.set_postfix(self.notes)
         self.told(record)
 
     def write_samples(self) -> None:
         "Print, store and send to the trackers the completions of the last cycle."
         samples = [sample for part in gather_object([self.samples]) for sample in part]
-        if not self.accelerator.is_main_process or not samples: return
-        if self.log.show: tqdm.write(samples_text(samples, self.config.num_completions_to_print, self.config.log_unique_prompts))
+        if not self.accelerator.is_main_process or not samples:
+            return
+        if self.log.show:
+            tqdm.write(
+                samples_text(
+                    samples, self.config.num_completions_to_print, self.config.log_unique_prompts
+                )
+            )
         write_samples(samples, Path(self.config.output_dir) / "completions", self.state.global_step)
         for tracker in self.accelerator.trackers if self.config.trackers() else []:
-            if hasattr(tracker, "log_table"): tracker.log_table("completions", **tracker_table(samples, self.config.log_unique_prompts), step=self.state.global_step)
+            if hasattr(tracker, "log_table"):
+                tracker.log_table(
+                    "completions",
+                    **tracker_table(samples, self.config.log_unique_prompts),
+                    step=self.state.global_step,
+                )
 
     def is_best(self, record: dict[str, float]) -> bool:
         "Take note of an evaluation; whether none was better before."
-        name, more = f"eval_{self.config.metric_for_best_model.removeprefix('eval_')}", self.config.greater_is_better
+        name, more = (
+            f"eval_{self.config.metric_for_best_model.removeprefix('eval_')}",
+            self.config.greater_is_better,
+        )
         judged = self.config.load_best_model_at_end or self.config.save_strategy == "best"
-        if judged and name not in record: raise ValueError(f"metric_for_best_model names {name!r}, which no evaluation has: it has {', '.join(sorted(record))}")
+        if judged and name not in record:
+            raise ValueError(
+                f"metric_for_best_model names {name!r}, which no evaluation has: it has {', '.join(sorted(record))}"
+            )
         value, best = record.get(name), self.state.best_metric
-        if value is None or math.isnan(value) or best is not None and (value <= best if more else value >= best): return False
+        if (
+            value is None
+            or math.isnan(value)
+            or best is not None
+            and (value <= best if more else value >= best)
+        ):
+            return False
         self.state.best_metric, self.state.best_global_step = value, self.state.global_step
         return True
 
@@ -511,14 +945,34 @@ class Reporting:
         metric_key_prefix: str = "eval",  # in front of the names; one of several data sets adds its own
     ) -> dict[str, float]:  # eval_reward, eval_rewards/NAME/mean, eval_completions/...
         "Sample and score every row of the evaluation data."
-        rows = check_evaluation_data(eval_dataset) if eval_dataset is not None else self.eval_dataset
-        if rows is None: raise ValueError("there is no eval_dataset: pass one here or to the constructor")
+        rows = (
+            check_evaluation_data(eval_dataset) if eval_dataset is not None else self.eval_dataset
+        )
+        if rows is None:
+            raise ValueError("there is no eval_dataset: pass one here or to the constructor")
         if isinstance(rows, dict):
-            return {name: value for part, data in rows.items() for name, value in self.evaluate(data, f"{metric_key_prefix}_{part}").items()}
+            return {
+                name: value
+                for part, data in rows.items()
+                for name, value in self.evaluate(data, f"{metric_key_prefix}_{part}").items()
+            }
         self.check_room(rows, "evaluation data: ")
-        G, size, accelerator = self.config.used("num_generations_eval"), self.config.per_device_eval_batch_size, self.accelerator
-        mine = [rows[i] for i in range(accelerator.process_index, len(rows), accelerator.num_processes) for _ in range(G)]
-        before, scores, lengths, cut = (random_state(), getattr(self, "collected", None)), [], [], []
+        G, size, accelerator = (
+            self.config.used("num_generations_eval"),
+            self.config.per_device_eval_batch_size,
+            self.accelerator,
+        )
+        mine = [
+            rows[i]
+            for i in range(accelerator.process_index, len(rows), accelerator.num_processes)
+            for _ in range(G)
+        ]
+        before, scores, lengths, cut = (
+            (random_state(), getattr(self, "collected", None)),
+            [],
+            [],
+            [],
+        )
         self.collected = Collected()  # metrics that reward functions log belong to the evaluation
         try:
             for i in range(0, len(mine), size):
@@ -526,12 +980,21 @@ class Reporting:
                 scores += self.score(part, rollout)[1].tolist()
                 lengths += rollout.lengths.tolist()
                 cut += rollout.truncated.tolist()
-            scores, lengths, cut = (torch.tensor(gather_object(values)) for values in (scores, lengths, cut))
-            metrics = {**self.collected.take(), **reward_metrics(scores, self.reward_names, self.config.reward_weights, G), **completion_metrics(lengths, cut)}
+            scores, lengths, cut = (
+                torch.tensor(gather_object(values)) for values in (scores, lengths, cut)
+            )
+            metrics = {
+                **self.collected.take(),
+                **reward_metrics(scores, self.reward_names, self.config.reward_weights, G),
+                **completion_metrics(lengths, cut),
+            }
         finally:
             self.collected = before[1]
             set_random_state(before[0])  # a run that is evaluated goes on as one that is not
-        record = {"step": self.state.global_step, **{f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}}
+        record = {
+            "step": self.state.global_step,
+            **{f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+        }
         self.log.write(record)
         self.track(record)
         self.tell("on_evaluate", record)
@@ -545,7 +1008,11 @@ class Reporting:
         "Leave a callback out from now on."
         self.callbacks.remove_callback(callback)
 
-    def pop_callback(self, callback: Any) -> TrainerCallback | None:  # the object, or its class; None is returned if it does not take part
+    def pop_callback(
+        self, callback: Any
+    ) -> (
+        TrainerCallback | None
+    ):  # the object, or its class; None is returned if it does not take part
         "Leave a callback out from now on, and return it."
         return self.callbacks.pop_callback(callback)
 
@@ -566,119 +1033,225 @@ class Running:
         "Prepare a run: a new one, or one that goes on."
         check_attention(self.model)  # again: it may have been chosen since the trainer was built
         check_capped_scores(self.model)
-        if self.train_dataset is None: raise ValueError("there is no train_dataset: pass a datasets.Dataset, or a list of {'prompt': ...}")
+        if self.train_dataset is None:
+            raise ValueError(
+                "there is no train_dataset: pass a datasets.Dataset, or a list of {'prompt': ...}"
+            )
         checkpoint = find_checkpoint(resume, self.config.output_dir)
         make_folder(self.config.output_dir)
         self.check_room(self.train_dataset)
-        if self.config.eval_strategy != "no": self.check_room(self.eval_dataset, "evaluation data: ")
+        if self.config.eval_strategy != "no":
+            self.check_room(self.eval_dataset, "evaluation data: ")
         self.arrange()
         self.cycles_per_epoch = self.layout.cycles_per_epoch(len(self.train_dataset))
         updates = self.layout.updates_per_epoch(len(self.train_dataset))
         state, config = self.state, self.config
-        state.max_steps = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * updates)
-        state.num_train_epochs, state.logging_steps, state.save_steps = -(-state.max_steps // updates), config.logging_steps, config.save_steps
-        state.eval_steps, state.is_world_process_zero = config.used("eval_steps"), self.accelerator.is_main_process
+        state.max_steps = (
+            config.max_steps
+            if config.max_steps > 0
+            else math.ceil(config.num_train_epochs * updates)
+        )
+        state.num_train_epochs, state.logging_steps, state.save_steps = (
+            -(-state.max_steps // updates),
+            config.logging_steps,
+            config.save_steps,
+        )
+        state.eval_steps, state.is_world_process_zero = (
+            config.used("eval_steps"),
+            self.accelerator.is_main_process,
+        )
         self.control = TrainerControl()
-        self.schedule = self.given_schedule or make_schedule(config, self.optimizer, state.max_steps)
+        self.schedule = self.given_schedule or make_schedule(
+            config, self.optimizer, state.max_steps
+        )
         self.callbacks.lr_scheduler = self.schedule
         state.global_step, state.epoch, self.cycle, self.place, self.batch = 0, 0.0, 0, 0, None
         self.tokens = self.total_tokens = 0
         self.started, self.seconds_before, self.collected = time.perf_counter(), 0.0, Collected()
         self.open_window()
         if self.accelerator.num_processes > 1:
-            for p in self.parameters: torch.distributed.broadcast(p.data, 0)
-        if checkpoint: self.load_checkpoint(checkpoint)
-        else: self.start_anew()
-        if self.finished() and checkpoint: tqdm.write(f"{checkpoint} is of step {state.global_step} and max_steps is {state.max_steps}: nothing is left to do")
-        self.first_step, self.started, self.rate = state.global_step, time.perf_counter(), self.optimizer.param_groups[0]["lr"]
+            for p in self.parameters:
+                torch.distributed.broadcast(p.data, 0)
+        if checkpoint:
+            self.load_checkpoint(checkpoint)
+        else:
+            self.start_anew()
+        if self.finished() and checkpoint:
+            tqdm.write(
+                f"{checkpoint} is of step {state.global_step} and max_steps is {state.max_steps}: nothing is left to do"
+            )
+        self.first_step, self.started, self.rate = (
+            state.global_step,
+            time.perf_counter(),
+            self.optimizer.param_groups[0]["lr"],
+        )
         self.last_log = self.started, state.global_step
         if self.log.show:
-            tqdm.write(f"{describe_trainable(self.model)}; {self.precision.name if self.precision.dtype else 'full'} precision on {self.device}\n{config.describe(self.accelerator.num_processes)}"
-                       + ("\nsampling is truncated or penalised, so tokens are weighed by trainer / sampler probability" if self.corrects else ""))
+            tqdm.write(
+                f"{describe_trainable(self.model)}; {self.precision.name if self.precision.dtype else 'full'} precision on {self.device}\n{config.describe(self.accelerator.num_processes)}"
+                + (
+                    "\nsampling is truncated or penalised, so tokens are weighed by trainer / sampler probability"
+                    if self.corrects
+                    else ""
+                )
+            )
         self.open_trackers()
         self.mark()
 
     def arrange(self) -> None:
         "How the model's layers are computed in this run, whatever another trainer asked for."
         recompute_layers(self.model, self.config)
-        if self.store is not None: offload_layers(self.model, store=self.store)
-        if self.config.slice_tokens is not None: self.slice(self.config.slice_tokens)
+        if self.store is not None:
+            offload_layers(self.model, store=self.store)
+        if self.config.slice_tokens is not None:
+            self.slice(self.config.slice_tokens)
 
     def check_room(self, rows, whose: str = "") -> None:
         "Every prompt of a data set, or of a dict of several, has to leave room for its completion."
-        for data in (rows.values() if isinstance(rows, dict) else [rows]) if self.rollout_func is None else ():
-            try: check_long_prompts(data, self.tokenizer, self.config.max_completion_length, self.max_positions, self.config.chat_template_kwargs)
-            except ValueError as error: raise ValueError(f"{whose}{error}") from None
+        for data in (
+            (rows.values() if isinstance(rows, dict) else [rows])
+            if self.rollout_func is None
+            else ()
+        ):
+            try:
+                check_long_prompts(
+                    data,
+                    self.tokenizer,
+                    self.config.max_completion_length,
+                    self.max_positions,
+                    self.config.chat_template_kwargs,
+                )
+            except ValueError as error:
+                raise ValueError(f"{whose}{error}") from None
 
     def open_trackers(self) -> None:
         "Begin the run's page in each tracker. It stays open after the run, for evaluations and a script's own numbers, until the next run or the end of the program."
-        for tracker in self.accelerator.trackers: tracker.finish()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         self.accelerator.trackers.clear()
         config = self.config
-        if config.trackers(): self.accelerator.init_trackers(config.project, {k: str(v) for k, v in config.to_dict().items()}, {n: {"name": config.run_name} for n in ("wandb",) if config.run_name})
+        if config.trackers():
+            self.accelerator.init_trackers(
+                config.project,
+                {k: str(v) for k, v in config.to_dict().items()},
+                {n: {"name": config.run_name} for n in ("wandb",) if config.run_name},
+            )
 
     def start_anew(self) -> None:
         "Seed everything; what an earlier run left in the same folder is moved aside."
         set_seed(self.config.seed, device_specific=True)
         self.entropy_bonus = EntropyBonus(self.config)
-        self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
-        if not self.log.path: return
-        own = "".join(json.dumps(record) + "\n" for record in self.log.history)  # it was evaluated, or trained, before
-        if not checkpoints(self.config.output_dir) and self.log.path.exists() and self.log.path.read_text() == own: return
-        if folder := set_aside(self.config.output_dir): tqdm.write(f"the checkpoints and the log of an earlier run are now in {folder}")
-        if own: self.log.path.write_text(own)
+        self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = (
+            None
+        )
+        if not self.log.path:
+            return
+        own = "".join(
+            json.dumps(record) + "\n" for record in self.log.history
+        )  # it was evaluated, or trained, before
+        if (
+            not checkpoints(self.config.output_dir)
+            and self.log.path.exists()
+            and self.log.path.read_text() == own
+        ):
+            return
+        if folder := set_aside(self.config.output_dir):
+            tqdm.write(f"the checkpoints and the log of an earlier run are now in {folder}")
+        if own:
+            self.log.path.write_text(own)
 
     @contextmanager
     def safely(self):
         "Run the loop: the same bits every time on a CPU, a progress bar, and a checkpoint if it is left by an exception."
         self.asked_to_stop = self.moving = self.leaving = False
-        self.bar = tqdm(total=self.state.max_steps, initial=self.state.global_step, desc="GRPO", disable=bool(self.config.disable_tqdm) or not self.accelerator.is_main_process)
+        self.bar = tqdm(
+            total=self.state.max_steps,
+            initial=self.state.global_step,
+            desc="GRPO",
+            disable=bool(self.config.disable_tqdm) or not self.accelerator.is_main_process,
+        )
         self.tell("on_train_begin")
         main_thread = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, self.interrupted) if main_thread else None
         try:
             with deterministic(self.device.type == "cpu"):
-                if self.state.global_step: self.evaluate_and_save()
-                if self.config.eval_on_start and self.eval_dataset is not None and not self.state.global_step: self.evaluate()  # of step 0 there is no checkpoint that could be the best
+                if self.state.global_step:
+                    self.evaluate_and_save()
+                if (
+                    self.config.eval_on_start
+                    and self.eval_dataset is not None
+                    and not self.state.global_step
+                ):
+                    self.evaluate()  # of step 0 there is no checkpoint that could be the best
                 yield
         except BaseException:
             self.leaving = True
-            if self.reference: self.reference.restore()
-            if self.boundary is not None and self.boundary["step"] > self.first_step and self.accelerator.num_processes == 1: self.save_last()  # several processes cannot agree while one is failing
+            if self.reference:
+                self.reference.restore()
+            if (
+                self.boundary is not None
+                and self.boundary["step"] > self.first_step
+                and self.accelerator.num_processes == 1
+            ):
+                self.save_last()  # several processes cannot agree while one is failing
             raise
         finally:
-            if main_thread: signal.signal(signal.SIGINT, before)
+            if main_thread:
+                signal.signal(signal.SIGINT, before)
             self.bar.close()
             self.optimizer.zero_grad(set_to_none=True)
-            if self.store is not None: self.store.release()
-            if sum(map(len, self.tiles)) > 1 or self.config.slice_tokens is not None: self.slice(None)  # they were chosen for this run
+            if self.store is not None:
+                self.store.release()
+            if sum(map(len, self.tiles)) > 1 or self.config.slice_tokens is not None:
+                self.slice(None)  # they were chosen for this run
 
     def save_last(self) -> None:
         "A checkpoint on the way out of an error, which must not hide the error."
         step = self.boundary["step"]
         tqdm.write(f"stopped at step {step}, and writing a checkpoint")
-        try: folder = self.save_checkpoint()
-        except Exception as error: tqdm.write(f"no checkpoint of step {step} could be written: {error}")
-        else: tqdm.write(f"the model is in {folder}; save_only_model=True keeps nothing to go on from" if self.config.save_only_model else f"train(resume_from_checkpoint=True) goes on from {folder}")
+        try:
+            folder = self.save_checkpoint()
+        except Exception as error:
+            tqdm.write(f"no checkpoint of step {step} could be written: {error}")
+        else:
+            tqdm.write(
+                f"the model is in {folder}; save_only_model=True keeps nothing to go on from"
+                if self.config.save_only_model
+                else f"train(resume_from_checkpoint=True) goes on from {folder}"
+            )
 
     def interrupted(self, *_) -> None:
         "Ctrl-C: at once between two updates, after the update inside one; a second one does not wait for the update, but for the checkpoint."
-        if self.leaving: return tqdm.write("a checkpoint is being written, and then the run ends")
-        if not self.moving or self.asked_to_stop: raise KeyboardInterrupt
+        if self.leaving:
+            return tqdm.write("a checkpoint is being written, and then the run ends")
+        if not self.moving or self.asked_to_stop:
+            raise KeyboardInterrupt
         self.asked_to_stop = True
 
     def end(self) -> TrainOutput:
         "Finish a run."
         metrics = self.run_metrics()
-        if self.config.load_best_model_at_end and self.state.best_model_checkpoint: load_weights(self.model, Path(self.state.best_model_checkpoint))
+        if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
+            load_weights(self.model, Path(self.state.best_model_checkpoint))
         self.tell("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def run_metrics(self) -> dict[str, float]:
         "The last record of the run, how fast its updates were, and the mean loss of its records."
-        records, seconds, updates = self.of_updates(), time.perf_counter() - self.started, self.state.global_step - self.first_step
-        return {**(records[-1] if records else {}), "train_runtime": round(seconds, 4), "train_samples_per_second": round(updates * self.layout.effective_batch_size / seconds, 3),
-                "train_steps_per_second": round(updates / seconds, 3), "train_loss": sum(r["loss"] for r in records) / max(len(records), 1)}
+        records, seconds, updates = (
+            self.of_updates(),
+            time.perf_counter() - self.started,
+            self.state.global_step - self.first_step,
+        )
+        return {
+            **(records[-1] if records else {}),
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(
+                updates * self.layout.effective_batch_size / seconds, 3
+            ),
+            "train_steps_per_second": round(updates / seconds, 3),
+            "train_loss": sum(r["loss"] for r in records) / max(len(records), 1),
+        }
 
 # %% ../../nbs/training/12_trainer.ipynb #e12c8375
 def load_tokenizer(
@@ -687,12 +1260,25 @@ def load_tokenizer(
 ) -> Any:  # padding on the left; ValueError where there is none
     "The tokenizer that belongs to a model."
     with loading(given, name, ", or pass processing_class=tokenizer"):
-        try: return AutoTokenizer.from_pretrained(name, padding_side="left")
+        try:
+            return AutoTokenizer.from_pretrained(name, padding_side="left")
         except ValueError as error:  # files are missing, or a package that reads them
-            raise ValueError(f"{given}: no tokenizer can be made of what is there ({' '.join(str(error).split())}). Add its files, install what it asks for, or pass processing_class=tokenizer") from error
+            raise ValueError(
+                f"{given}: no tokenizer can be made of what is there ({' '.join(str(error).split())}). Add its files, install what it asks for, or pass processing_class=tokenizer"
+            ) from error
 
 
-class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, Saving, Reporting, Answering, Running):
+class GRPOTrainer(
+    Collecting,
+    AskingPolicies,
+    Accumulating,
+    Updating,
+    Standing,
+    Saving,
+    Reporting,
+    Answering,
+    Running,
+):
     "Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300) of a causal language model."
 
     def __init__(
@@ -705,46 +1291,90 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         processing_class: Any = None,  # the tokenizer; None: the one that belongs to the model's name
         reward_processing_classes: Any = None,  # the tokenizers of reward models, in the order of reward_funcs; None: the one that belongs to each model's name
         callbacks: list | None = None,  # transformers' TrainerCallback objects
-        optimizers: tuple = (None, None),  # an optimizer and a schedule, in place of those that the config describes
+        optimizers: tuple = (
+            None,
+            None,
+        ),  # an optimizer and a schedule, in place of those that the config describes
         quantization_config: Any = None,  # for a model given by name, e.g. BitsAndBytesConfig(load_in_4bit=True)
         peft_config: Any = None,  # a PeftConfig: train an adapter
         tools: Any = None,  # not supported
-        rollout_func: Callable | None = None,  # draws the completions in place of the engine: called with the prompts, one for each completion, and the trainer; see `drawn_elsewhere`
+        rollout_func: Callable
+        | None = None,  # draws the completions in place of the engine: called with the prompts, one for each completion, and the trainer; see `drawn_elsewhere`
         environment_factory: Any = None,  # not supported
     ):
-        if not isinstance(args, GRPOConfig | None): raise TypeError(f"args is {type(args).__module__}.{type(args).__qualname__}: pass a grpo_nb.GRPOConfig, which takes the names of TRL's, or nothing")
+        if not isinstance(args, GRPOConfig | None):
+            raise TypeError(
+                f"args is {type(args).__module__}.{type(args).__qualname__}: pass a grpo_nb.GRPOConfig, which takes the names of TRL's, or nothing"
+            )
         self.config = self.args = args if args is not None else GRPOConfig()
-        if isinstance(model, Path): model = str(model)
+        if isinstance(model, Path):
+            model = str(model)
         check_model(model, peft_config)
         callbacks = check_callbacks([] if callbacks is None else callbacks)
         self.train_dataset = check_dataset(train_dataset) if train_dataset is not None else None
-        self.eval_dataset = check_evaluation_data(eval_dataset) if eval_dataset is not None else None
+        self.eval_dataset = (
+            check_evaluation_data(eval_dataset) if eval_dataset is not None else None
+        )
         if self.config.eval_strategy != "no" and eval_dataset is None:
-            raise ValueError(f"eval_strategy={self.config.eval_strategy!r} asks for evaluations and there is no eval_dataset: pass one, or leave eval_strategy at 'no'")
-        if self.config.load_best_model_at_end or self.config.save_strategy == "best": check_metric(self.config.metric_for_best_model.removeprefix("eval_"), self.eval_dataset)
+            raise ValueError(
+                f"eval_strategy={self.config.eval_strategy!r} asks for evaluations and there is no eval_dataset: pass one, or leave eval_strategy at 'no'"
+            )
+        if self.config.load_best_model_at_end or self.config.save_strategy == "best":
+            check_metric(self.config.metric_for_best_model.removeprefix("eval_"), self.eval_dataset)
         trackers = self.config.trackers()
-        self.accelerator = Accelerator(cpu=self.config.use_cpu, log_with=trackers or None, project_dir=self.config.output_dir if trackers else None)
+        self.accelerator = Accelerator(
+            cpu=self.config.use_cpu,
+            log_with=trackers or None,
+            project_dir=self.config.output_dir if trackers else None,
+        )
         check_launch(self.accelerator)
         self.device = self.accelerator.device
         self.layout = self.config.layout(self.accelerator.num_processes)
-        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, device=self.device, batch_size=self.config.per_device_train_batch_size, chat_template_kwargs=self.config.chat_template_kwargs)
+        self.reward_funcs = reward_functions(
+            reward_funcs,
+            reward_processing_classes,
+            device=self.device,
+            batch_size=self.config.per_device_train_batch_size,
+            chat_template_kwargs=self.config.chat_template_kwargs,
+        )
         self.reward_names = reward_names(self.reward_funcs)
-        check_arguments(self.reward_funcs, dict(tools=tools, environment_factory=environment_factory), self.config)
+        check_arguments(
+            self.reward_funcs,
+            dict(tools=tools, environment_factory=environment_factory),
+            self.config,
+        )
 
         if processing_class is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
-            if not name: raise ValueError("the model was not loaded from anywhere, so its tokenizer is not known: pass processing_class=tokenizer")
-            given = f"model={name!r}" if isinstance(model, str) else f"processing_class is left out and the model came from {name!r}"
+            if not name:
+                raise ValueError(
+                    "the model was not loaded from anywhere, so its tokenizer is not known: pass processing_class=tokenizer"
+                )
+            given = (
+                f"model={name!r}"
+                if isinstance(model, str)
+                else f"processing_class is left out and the model came from {name!r}"
+            )
             processing_class = load_tokenizer(name, given)
-        self.processing_class, self.tokenizer = processing_class, getattr(processing_class, "tokenizer", processing_class)
+        self.processing_class, self.tokenizer = (
+            processing_class,
+            getattr(processing_class, "tokenizer", processing_class),
+        )
         set_seed(self.config.seed)  # an adapter begins with random weights
         self.model = load_policy(model, self.config, peft_config, quantization_config)
-        if not hasattr(self.model, "hf_device_map"): self.model.to(self.device)
+        if not hasattr(self.model, "hf_device_map"):
+            self.model.to(self.device)
         self.max_positions = longest_sequence(self.model.config)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.shape, self.store = known_shape(self.model), HostStore() if self.config.offload_activations else None
+        self.shape, self.store = (
+            known_shape(self.model),
+            HostStore() if self.config.offload_activations else None,
+        )
         self.tiles = possible_tiles(self.model, self.config)
-        self.splits = self.config.top_entropy_quantile >= 1 and (self.config.loss_type in WINDOW_TOKEN_LOSSES or not (self.config.entropy_coef or self.config.use_adaptive_entropy))
+        self.splits = self.config.top_entropy_quantile >= 1 and (
+            self.config.loss_type in WINDOW_TOKEN_LOSSES
+            or not (self.config.entropy_coef or self.config.use_adaptive_entropy)
+        )
         self.reference = Reference(self.model) if self.config.beta else None
         self.arrange()
         self.entropy_bonus = EntropyBonus(self.config)
@@ -752,26 +1382,56 @@ class GRPOTrainer(Collecting, AskingPolicies, Accumulating, Updating, Standing, 
         self.residual = residual_bytes(self.model, self.precision.dtype)
         self.precision.check(self.parameters)
         self.optimizer, self.given_schedule = optimizers
-        self.optimizer = self.optimizer or make_optimizer(self.config, {name: p for name, p in self.model.named_parameters() if p.requires_grad})
+        self.optimizer = self.optimizer or make_optimizer(
+            self.config, {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        )
 
-        self.engine = RolloutEngine(self.model, self.tokenizer, max_batch_size=self.config.max_batch_size, autocast_dtype=self.precision.dtype)
+        self.engine = RolloutEngine(
+            self.model,
+            self.tokenizer,
+            max_batch_size=self.config.max_batch_size,
+            autocast_dtype=self.precision.dtype,
+        )
         self.sampling = self.config.sampling_params()
         self.rollout_func = rollout_func
-        self.sampler_differs = rollout_func is not None or self.sampling.top_p < 1 or bool(self.sampling.top_k) or bool(self.sampling.min_p) or self.sampling.repetition_penalty != 1
+        self.sampler_differs = (
+            rollout_func is not None
+            or self.sampling.top_p < 1
+            or bool(self.sampling.top_k)
+            or bool(self.sampling.min_p)
+            or self.sampling.repetition_penalty != 1
+        )
         self.corrects = self.config.vllm_importance_sampling_correction and self.sampler_differs
 
         self.state, self.control = TrainerState(), TrainerControl()
-        self.callbacks = CallbackHandler([DefaultFlowCallback(), *callbacks], self.model, self.tokenizer, self.optimizer, self.given_schedule)
-        self.log = Log(Path(self.config.output_dir) / "log.jsonl" if self.accelerator.is_main_process else None, show=self.accelerator.is_main_process, called=self.add_record)
+        self.callbacks = CallbackHandler(
+            [DefaultFlowCallback(), *callbacks],
+            self.model,
+            self.tokenizer,
+            self.optimizer,
+            self.given_schedule,
+        )
+        self.log = Log(
+            Path(self.config.output_dir) / "log.jsonl"
+            if self.accelerator.is_main_process
+            else None,
+            show=self.accelerator.is_main_process,
+            called=self.add_record,
+        )
         self.state.log_history = self.log.history
         self.hints, self.hints_given = Hints(self.config, self.precision.name), []
-        self.samples: list[dict[str, Any]] = []  # the completions of the last cycle with their rewards and advantages
+        self.samples: list[
+            dict[str, Any]
+        ] = []  # the completions of the last cycle with their rewards and advantages
         self.notes: dict[str, Any] = {}  # shown in the progress bar
         self.tell("on_init_end")
 
     def train(
         self,
-        resume_from_checkpoint: bool | str | Path | None = None,  # True: go on from the newest checkpoint in output_dir; "auto": if there is one; a folder: from that one
+        resume_from_checkpoint: bool
+        | str
+        | Path
+        | None = None,  # True: go on from the newest checkpoint in output_dir; "auto": if there is one; a folder: from that one
     ) -> TrainOutput:  # global_step, training_loss (mean over the log) and metrics (the last record, train_loss, train_runtime (s), train_steps_per_second, train_samples_per_second)
         "Sample, score, compare, learn, until the steps are used up; after Ctrl-C or an error there is a checkpoint to go on from."
         self.begin(resume_from_checkpoint)

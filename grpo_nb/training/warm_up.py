@@ -7,7 +7,7 @@ __all__ = ['written_batch', 'warm_up']
 
 # %% ../../nbs/training/07_warm_up.ipynb #d543751c
 import random
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from tqdm.auto import tqdm
@@ -22,12 +22,19 @@ def written_batch(
     device: torch.device | str = "cpu",
 ) -> TrainingBatch:  # advantages are all 1: every answer is one to be imitated
     "Prompts with worked answers as a batch."
-    prompt_ids, prompt_mask = pad_left(tokenizer([row["prompt"] for row in rows]).input_ids, tokenizer.pad_token_id or 0, device)
-    answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([row["answer"] for row in rows], add_special_tokens=False).input_ids]
+    prompt_ids, prompt_mask = pad_left(
+        tokenizer([row["prompt"] for row in rows]).input_ids, tokenizer.pad_token_id or 0, device
+    )
+    answers = [
+        ids + [tokenizer.eos_token_id]
+        for ids in tokenizer([row["answer"] for row in rows], add_special_tokens=False).input_ids
+    ]
     T = max(map(len, answers))
     ids = torch.tensor([a + [0] * (T - len(a)) for a in answers], device=device)
     mask = torch.tensor([[True] * len(a) + [False] * (T - len(a)) for a in answers], device=device)
-    return TrainingBatch(prompt_ids, prompt_mask, ids, mask, mask, torch.ones(len(rows), device=device))
+    return TrainingBatch(
+        prompt_ids, prompt_mask, ids, mask, mask, torch.ones(len(rows), device=device)
+    )
 
 # %% ../../nbs/training/07_warm_up.ipynb #6d2a882f
 def warm_up(
@@ -44,7 +51,10 @@ def warm_up(
     progress: bool = True,  # show a bar
 ) -> list[float]:  # loss of each step, nats a token
     "Supervised training on worked answers, until `stop` says that it is enough."
-    if not rows: raise ValueError("there are no rows to warm up on: give at least one {'prompt': ..., 'answer': ...}")
+    if not rows:
+        raise ValueError(
+            "there are no rows to warm up on: give at least one {'prompt': ..., 'answer': ...}"
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
@@ -53,7 +63,9 @@ def warm_up(
     bar = tqdm(range(steps), desc="warm-up", disable=not progress, leave=False)
     try:
         for step in bar:
-            batch = written_batch(rng.sample(rows, min(batch_size, len(rows))), tokenizer, parameters[0].device)
+            batch = written_batch(
+                rng.sample(rows, min(batch_size, len(rows))), tokenizer, parameters[0].device
+            )
             logps, _ = completion_logps(model, batch)
             loss = -logps.sum() / batch.loss_mask.sum()
             optimizer.zero_grad()
@@ -63,7 +75,8 @@ def warm_up(
             schedule.step()
             losses.append(loss.item())
             bar.set_postfix(loss=f"{losses[-1]:.3f}")
-            if stop and (step + 1) % ask_every == 0 and stop(): break
+            if stop and (step + 1) % ask_every == 0 and stop():
+                break
     finally:
         bar.close()
         model.zero_grad()

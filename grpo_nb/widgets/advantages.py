@@ -15,20 +15,30 @@ from ..algorithm.advantages import SCALES, group_advantages
 from .figures import interactive_figure
 
 # %% ../../nbs/widgets/03_advantages.ipynb #ff2e266f
-UP, DOWN, NEUTRAL = "#0072B2", "#D55E00", "#999999"  # blue, vermilion and grey: apart for every kind of colour vision
+UP, DOWN, NEUTRAL = (
+    "#0072B2",
+    "#D55E00",
+    "#999999",
+)  # blue, vermilion and grey: apart for every kind of colour vision
 
 
 def _bars(
     axis: Axes,
     values: list[float],  # one bar each
-    colors: list[str],  # of the bars of the group on the sliders, which come first; the rest is drawn in grey
+    colors: list[
+        str
+    ],  # of the bars of the group on the sliders, which come first; the rest is drawn in grey
     title: str,
 ) -> BarContainer:  # the bars of the group on the sliders
     "Bars of a group, and of a second one beside it if there are more values than colors."
     G = len(colors)
     axis.bar(range(G, len(values)), values[G:], color=NEUTRAL)
     axis.axhline(0, color="black", linewidth=0.6)
-    axis.set(title=title, xlabel="completion" + " (grey: another group of the batch)" * (len(values) > G), xticks=range(G))
+    axis.set(
+        title=title,
+        xlabel="completion" + " (grey: another group of the batch)" * (len(values) > G),
+        xticks=range(G),
+    )
     return axis.bar(range(G), values[:G], color=colors)
 
 
@@ -40,16 +50,29 @@ def advantages_figure(
     G = len(rewards)
     shown = list(rewards) + [float(i % 2 == 0) for i in range(G)] * (scale == "batch")  # G or 2G
     result = group_advantages(shown, G, scale=scale)
-    values, mean, std = result.values.tolist(), result.group_mean[0].item(), result.group_std[0].item()
+    values, mean, std = (
+        result.values.tolist(),
+        result.group_mean[0].item(),
+        result.group_std[0].item(),
+    )
     colors = [UP if value > 0 else DOWN if value < 0 else NEUTRAL for value in values[:G]]
     figure = Figure(figsize=(10, 2.6))
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.12})
     _bars(left, shown, colors, f"rewards: mean {mean:.2f}, deviation {std:.2f}")
     left.hlines(mean, -0.5, G - 0.5, color="black", linestyle="--", linewidth=1, zorder=0)
     left.set_ylim(1.2 * min(0, *shown), 1.2 * max(1, *shown))
-    bars = _bars(right, values, colors, "advantages: nothing to learn" if std == 0 else "advantages")
-    right.bar_label(bars, fmt="%.2f" if len(shown) <= 12 else "%.1f", fontsize=8 if len(shown) <= 8 else 6.5, padding=2)
-    reach = 1.2 * max((G - 1) / G**0.5, *map(abs, values))  # one right answer among G wrong ones has (G - 1) / sqrt(G)
+    bars = _bars(
+        right, values, colors, "advantages: nothing to learn" if std == 0 else "advantages"
+    )
+    right.bar_label(
+        bars,
+        fmt="%.2f" if len(shown) <= 12 else "%.1f",
+        fontsize=8 if len(shown) <= 8 else 6.5,
+        padding=2,
+    )
+    reach = 1.2 * max(
+        (G - 1) / G**0.5, *map(abs, values)
+    )  # one right answer among G wrong ones has (G - 1) / sqrt(G)
     right.set_ylim(-reach, reach)
     return figure
 
@@ -57,10 +80,17 @@ def advantages_figure(
 def advantages_widget(
     rewards: list[float] = (1.0, 0.0, 0.0, 0.0),  # (G,) where the sliders start; G >= 2
     scale: str = "group",  # where the menu starts
-) -> ipywidgets.VBox:  # class `grpo-advantages-viz`; `box.controls["reward_0"]`, ..., `box.controls["scale"]`
+) -> (
+    ipywidgets.VBox
+):  # class `grpo-advantages-viz`; `box.controls["reward_0"]`, ..., `box.controls["scale"]`
     "A slider for each reward of a group, a menu for the scale, and the advantages that follow."
     low, high = min(0.0, *rewards), max(1.0, *rewards)
-    sliders = {f"reward_{i}": ipywidgets.FloatSlider(value=reward, min=low, max=high, step=0.05, description=f"reward {i}") for i, reward in enumerate(rewards)}
+    sliders = {
+        f"reward_{i}": ipywidgets.FloatSlider(
+            value=reward, min=low, max=high, step=0.05, description=f"reward {i}"
+        )
+        for i, reward in enumerate(rewards)
+    }
     menu = ipywidgets.Dropdown(value=scale, options=SCALES, description="scale")
 
     def draw(scale: str, **values: float) -> Figure:

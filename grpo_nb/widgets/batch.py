@@ -7,9 +7,9 @@ __all__ = ['PROMPT_COLORS', 'prompt_grid', 'derived_text', 'draw_grid', 'mark_ti
 
 # %% ../../nbs/widgets/02_batch.ipynb #2aa2e9a5
 import ipywidgets
+import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-import numpy as np
 
 from ..algorithm.batching import BatchLayout
 from .figures import interactive_figure
@@ -20,54 +20,113 @@ def prompt_grid(
     cycles: int = 2,  # generation cycles to lay side by side
     shuffle: bool = False,  # as trained on (True) or as drawn (False)
     seed: int = 0,  # of the random order
-) -> np.ndarray:  # (num_processes * per_device_train_batch_size, cycles * micro_batches_per_cycle) prompt numbers
+) -> (
+    np.ndarray
+):  # (num_processes * per_device_train_batch_size, cycles * micro_batches_per_cycle) prompt numbers
     "The schedule as a grid of prompt numbers, steps from left to right."
     prompts = [batch.prompts for batch in layout.schedule(cycles, shuffle, seed)]
     return np.array(prompts).reshape(cycles * layout.micro_batches_per_cycle, -1).T
 
 # %% ../../nbs/widgets/02_batch.ipynb #498510c5
-PROMPT_COLORS = ["#56B4E9", "#E69F00", "#7FCDBB", "#F0E442", "#CC79A7", "#BBBBBB", "#D98B5F", "#8DA0CB"]
+PROMPT_COLORS = [
+    "#56B4E9",
+    "#E69F00",
+    "#7FCDBB",
+    "#F0E442",
+    "#CC79A7",
+    "#BBBBBB",
+    "#D98B5F",
+    "#8DA0CB",
+]
+
 
 def derived_text(layout: BatchLayout) -> str:
     "The formulas of a layout with its numbers put in."
-    pd, np_, spg = layout.per_device_train_batch_size, layout.num_processes, layout.steps_per_generation
+    pd, np_, spg = (
+        layout.per_device_train_batch_size,
+        layout.num_processes,
+        layout.steps_per_generation,
+    )
     ga, G, mu = layout.gradient_accumulation_steps, layout.num_generations, layout.num_iterations
-    return "\n".join([
-        f"generation_batch_size = {pd} x {np_} x {spg} = {layout.generation_batch_size} completions drawn at once",
-        f"prompts_per_generation = {layout.generation_batch_size} / {G} = {layout.prompts_per_generation} different prompts",
-        f"effective_batch_size = {pd} x {np_} x {ga} = {layout.effective_batch_size} completions in one update",
-        f"optimizer_steps_per_generation = {spg} x {mu} / {ga} = {layout.optimizer_steps_per_generation:.3g}",
-    ])
+    return "\n".join(
+        [
+            f"generation_batch_size = {pd} x {np_} x {spg} = {layout.generation_batch_size} completions drawn at once",
+            f"prompts_per_generation = {layout.generation_batch_size} / {G} = {layout.prompts_per_generation} different prompts",
+            f"effective_batch_size = {pd} x {np_} x {ga} = {layout.effective_batch_size} completions in one update",
+            f"optimizer_steps_per_generation = {spg} x {mu} / {ga} = {layout.optimizer_steps_per_generation:.3g}",
+        ]
+    )
 
 # %% ../../nbs/widgets/02_batch.ipynb #db566534
 def draw_grid(axes, grid, num_processes):
     "Coloured squares with their prompt numbers, and a white line between processes."
     rows, columns = grid.shape
-    axes.pcolormesh(grid % len(PROMPT_COLORS), cmap=ListedColormap(PROMPT_COLORS), vmin=-0.5, vmax=len(PROMPT_COLORS) - 0.5, edgecolors="white", linewidth=0.6)
+    axes.pcolormesh(
+        grid % len(PROMPT_COLORS),
+        cmap=ListedColormap(PROMPT_COLORS),
+        vmin=-0.5,
+        vmax=len(PROMPT_COLORS) - 0.5,
+        edgecolors="white",
+        linewidth=0.6,
+    )
     if grid.size <= 200:
         for (row, column), prompt in np.ndenumerate(grid):
             axes.text(column + 0.5, row + 0.5, str(prompt), ha="center", va="center", fontsize=8)
     size = rows // num_processes
-    axes.hlines([size * p for p in range(1, num_processes)], 0, columns, color="black", linewidth=1, linestyle=":")
-    axes.set_yticks([size * (p + 0.5) for p in range(num_processes)], [f"process {p}" for p in range(num_processes)])
+    axes.hlines(
+        [size * p for p in range(1, num_processes)],
+        0,
+        columns,
+        color="black",
+        linewidth=1,
+        linestyle=":",
+    )
+    axes.set_yticks(
+        [size * (p + 0.5) for p in range(num_processes)],
+        [f"process {p}" for p in range(num_processes)],
+    )
     axes.set(xlim=(0, columns), ylim=(rows, 0))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
+
 def mark_time(axes, layout, cycles):
     "Steps under the grid, updates as dark lines with triangles, the beginning of each cycle in blue."
     per_cycle = layout.micro_batches_per_cycle
-    updates = [step + 1 for step in range(cycles * per_cycle) if layout.update_follows(*divmod(step, per_cycle))]
-    over_grid = dict(clip_on=False, transform=axes.get_xaxis_transform())  # x in steps, y from 0 (bottom) to 1 (top)
+    updates = [
+        step + 1
+        for step in range(cycles * per_cycle)
+        if layout.update_follows(*divmod(step, per_cycle))
+    ]
+    over_grid = dict(
+        clip_on=False, transform=axes.get_xaxis_transform()
+    )  # x in steps, y from 0 (bottom) to 1 (top)
     axes.vlines(updates, 0, 1, color="black", linewidth=2.5, **over_grid)
     axes.plot(updates, [0] * len(updates), "^", color="black", **over_grid)
-    axes.vlines([cycle * per_cycle for cycle in range(cycles)], 0, 1.12, color="#0072B2", linewidth=2.5, **over_grid)
+    axes.vlines(
+        [cycle * per_cycle for cycle in range(cycles)],
+        0,
+        1.12,
+        color="#0072B2",
+        linewidth=2.5,
+        **over_grid,
+    )
     for cycle in range(cycles):
-        axes.annotate(f" generation cycle {cycle}", (cycle * per_cycle, 1), (3, 3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      fontsize=9, color="#0072B2", weight="bold")
+        axes.annotate(
+            f" generation cycle {cycle}",
+            (cycle * per_cycle, 1),
+            (3, 3),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=9,
+            color="#0072B2",
+            weight="bold",
+        )
     every = 1 if cycles * per_cycle <= 16 else 4
     steps = [step for step in range(cycles * per_cycle) if step % per_cycle % every == 0]
-    axes.set_xticks([step + 0.5 for step in steps], [str(step % per_cycle) for step in steps], fontsize=8)
+    axes.set_xticks(
+        [step + 0.5 for step in steps], [str(step % per_cycle) for step in steps], fontsize=8
+    )
     axes.tick_params(axis="x", pad=8)
 
 # %% ../../nbs/widgets/02_batch.ipynb #e52828fd
@@ -81,25 +140,55 @@ def batch_figure(
     shuffle: bool,  # True: the order that is trained on (seed 0); False: the order of the tables
 ) -> Figure:  # ValueError with the nearest legal values if the settings are illegal
     "Two generation cycles: a square is a completion, a column a step, a dark line an update."
-    layout = BatchLayout(per_device_train_batch_size, num_generations, gradient_accumulation_steps=gradient_accumulation_steps,
-                         steps_per_generation=steps_per_generation, num_iterations=num_iterations, num_processes=num_processes)
+    layout = BatchLayout(
+        per_device_train_batch_size,
+        num_generations,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        steps_per_generation=steps_per_generation,
+        num_iterations=num_iterations,
+        num_processes=num_processes,
+    )
     grid = prompt_grid(layout, 2, shuffle)  # (completions of a step, steps)
     rows, columns = grid.shape
     width, height = min(10, 1.2 + 0.45 * columns), min(6, 0.3 * rows)
     figure = Figure(figsize=(max(width, 6), height + 1.6))
-    axes = figure.add_axes([0.12, 1.15 / (height + 1.6), (width - 1) / max(width, 6), height / (height + 1.6)])
+    axes = figure.add_axes(
+        [0.12, 1.15 / (height + 1.6), (width - 1) / max(width, 6), height / (height + 1.6)]
+    )
     draw_grid(axes, grid, num_processes)
     mark_time(axes, layout, 2)
-    axes.set_xlabel("step of the cycle (one micro-batch on each process);  triangle: update", fontsize=8, loc="left")
-    figure.text(0.12, 0.6 / (height + 1.6), derived_text(layout), fontsize=8, family="monospace", va="top")
+    axes.set_xlabel(
+        "step of the cycle (one micro-batch on each process);  triangle: update",
+        fontsize=8,
+        loc="left",
+    )
+    figure.text(
+        0.12, 0.6 / (height + 1.6), derived_text(layout), fontsize=8, family="monospace", va="top"
+    )
     return figure
 
 # %% ../../nbs/widgets/02_batch.ipynb #ae0fa745
-def batch_widget() -> ipywidgets.VBox:  # CSS class `grpo-batch-viz`; starts with example 3 of the lesson
+def batch_widget() -> (
+    ipywidgets.VBox
+):  # CSS class `grpo-batch-viz`; starts with example 3 of the lesson
     "Six sliders and a checkbox around `batch_figure`."
-    ranges = dict(per_device_train_batch_size=(3, 1, 8), num_generations=(4, 2, 8), gradient_accumulation_steps=(4, 1, 8),
-                  steps_per_generation=(4, 1, 8), num_iterations=(1, 1, 2), num_processes=(1, 1, 4))
-    look = dict(style={"description_width": "200px"}, layout=ipywidgets.Layout(width="460px", max_width="100%"))
-    sliders = {name: ipywidgets.IntSlider(value, low, high, description=name, **look) for name, (value, low, high) in ranges.items()}
-    shuffle = ipywidgets.Checkbox(False, description="shuffle (the order that is trained on)", **look)
+    ranges = dict(
+        per_device_train_batch_size=(3, 1, 8),
+        num_generations=(4, 2, 8),
+        gradient_accumulation_steps=(4, 1, 8),
+        steps_per_generation=(4, 1, 8),
+        num_iterations=(1, 1, 2),
+        num_processes=(1, 1, 4),
+    )
+    look = dict(
+        style={"description_width": "200px"},
+        layout=ipywidgets.Layout(width="460px", max_width="100%"),
+    )
+    sliders = {
+        name: ipywidgets.IntSlider(value, low, high, description=name, **look)
+        for name, (value, low, high) in ranges.items()
+    }
+    shuffle = ipywidgets.Checkbox(
+        False, description="shuffle (the order that is trained on)", **look
+    )
     return interactive_figure(batch_figure, "grpo-batch-viz", **sliders, shuffle=shuffle)

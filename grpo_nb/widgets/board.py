@@ -14,7 +14,20 @@ import ipywidgets
 from ..environments.game2048 import CORNER, Board, GameRecord, play, trusted
 
 # %% ../../nbs/widgets/09_board.ipynb #c68af55a
-TILES = {0: "#e8e4dc", 2: "#fbf6e9", 4: "#f9ecc4", 8: "#f7d98b", 16: "#f4bf5f", 32: "#ee9b45", 64: "#e27538", 128: "#cc5437", 256: "#b03a3f", 512: "#8f2a4b", 1024: "#6c2257", 2048: "#47195c"}
+TILES = {
+    0: "#e8e4dc",
+    2: "#fbf6e9",
+    4: "#f9ecc4",
+    8: "#f7d98b",
+    16: "#f4bf5f",
+    32: "#ee9b45",
+    64: "#e27538",
+    128: "#cc5437",
+    256: "#b03a3f",
+    512: "#8f2a4b",
+    1024: "#6c2257",
+    2048: "#47195c",
+}
 ARROWS = {"W": "up", "A": "left", "S": "down", "D": "right"}
 CELL, EDGE, HEAD = 56, 8, 48  # of a square, between squares, above the board
 
@@ -27,9 +40,13 @@ def tile_svg(
     "One square."
     dark = tile >= 64
     square = f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="5" fill="{TILES.get(tile, "#1d0f3d")}"/>'
-    if not tile: return square
+    if not tile:
+        return square
     size = 24 if tile < 100 else 20 if tile < 1000 else 16 if tile < 10_000 else 12
-    return square + f'<text x="{x + CELL // 2}" y="{y + CELL / 2 + 0.36 * size:g}" font-size="{size}" font-weight="bold" text-anchor="middle" fill="{"white" if dark else "#4a4036"}">{tile}</text>'
+    return (
+        square
+        + f'<text x="{x + CELL // 2}" y="{y + CELL / 2 + 0.36 * size:g}" font-size="{size}" font-weight="bold" text-anchor="middle" fill="{"white" if dark else "#4a4036"}">{tile}</text>'
+    )
 
 
 def board_size(board: Board) -> tuple[int, int]:  # width, height of its drawing
@@ -41,8 +58,12 @@ def board_size(board: Board) -> tuple[int, int]:  # width, height of its drawing
 def empty_board(board: Board) -> str:
     "The frame, and a square for each tile."
     width, _ = board_size(board)
-    squares = "".join(tile_svg(0, *corner_of(r, c)) for r in range(len(board)) for c in range(len(board)))
-    return f'<rect x="0" y="{HEAD}" width="{width}" height="{width}" rx="8" fill="#cfc8bb"/>{squares}'
+    squares = "".join(
+        tile_svg(0, *corner_of(r, c)) for r in range(len(board)) for c in range(len(board))
+    )
+    return (
+        f'<rect x="0" y="{HEAD}" width="{width}" height="{width}" rx="8" fill="#cfc8bb"/>{squares}'
+    )
 
 
 def corner_of(
@@ -62,9 +83,22 @@ def board_parts(
 ) -> str:  # elements of SVG
     "The words above a board, and its tiles."
     width, _ = board_size(board)
-    lines = [(EDGE, 18, "start", "" if score is None else f"score {score:,}"), (width - EDGE, 18, "end", note), (EDGE, 38, "start", f"next: {next_move} ({ARROWS[next_move]})" if next_move else "")]
-    head = "".join(f'<text x="{x}" y="{y}" font-size="13" text-anchor="{anchor}" fill="#4a4036">{words}</text>' for x, y, anchor, words in lines if words)
-    return head + "".join(draw(tile, *corner_of(r, c)) for r, row in enumerate(board) for c, tile in enumerate(row) if tile)
+    lines = [
+        (EDGE, 18, "start", "" if score is None else f"score {score:,}"),
+        (width - EDGE, 18, "end", note),
+        (EDGE, 38, "start", f"next: {next_move} ({ARROWS[next_move]})" if next_move else ""),
+    ]
+    head = "".join(
+        f'<text x="{x}" y="{y}" font-size="13" text-anchor="{anchor}" fill="#4a4036">{words}</text>'
+        for x, y, anchor, words in lines
+        if words
+    )
+    return head + "".join(
+        draw(tile, *corner_of(r, c))
+        for r, row in enumerate(board)
+        for c, tile in enumerate(row)
+        if tile
+    )
 
 
 def board_svg(
@@ -75,8 +109,10 @@ def board_svg(
 ) -> str:  # an `<svg>` element
     "Draws a board."
     width, height = board_size(board)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;background:white" font-family="sans-serif">'
-            f'{empty_board(board)}{board_parts(board, score, next_move, note)}</svg>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;background:white" font-family="sans-serif">'
+        f"{empty_board(board)}{board_parts(board, score, next_move, note)}</svg>"
+    )
 
 # %% ../../nbs/widgets/09_board.ipynb #ef1b8535
 def example_game() -> GameRecord:
@@ -86,10 +122,20 @@ def example_game() -> GameRecord:
 
 def frame_texts(
     record: GameRecord,
-) -> list[tuple[Board, int, str | None, str]]:  # the arguments of `board_svg`, one tuple for each picture
+) -> list[
+    tuple[Board, int, str | None, str]
+]:  # the arguments of `board_svg`, one tuple for each picture
     "All pictures of a game."
     frames = list(record.replay())
-    return [(board, score, move, f"move {k} of {len(frames) - 1}" if move else f"{record.end} after {k}") for k, (board, score, move) in enumerate(frames)]
+    return [
+        (
+            board,
+            score,
+            move,
+            f"move {k} of {len(frames) - 1}" if move else f"{record.end} after {k}",
+        )
+        for k, (board, score, move) in enumerate(frames)
+    ]
 
 
 def board_widget(
@@ -102,7 +148,8 @@ def board_widget(
     slider = ipywidgets.IntSlider(0, min=0, max=len(frames) - 1, description="move")
     drawing = ipywidgets.HTML()
 
-    def redraw(change=None): drawing.value = board_svg(*frames[slider.value])
+    def redraw(change=None):
+        drawing.value = board_svg(*frames[slider.value])
 
     slider.observe(redraw, names="value")
     box = ipywidgets.VBox([ipywidgets.HBox([play_button, slider]), drawing])
@@ -125,9 +172,19 @@ def board_animation(
     shown += shown[-1:] * 10  # a while at the end
     width, height = board_size(shown[0][0])
     kinds = {tile for board, *_ in shown for row in board for tile in row if tile}
-    defs = f'<g id="empty">{empty_board(shown[0][0])}</g>' + "".join(f'<g id="tile{tile}">{tile_svg(tile, 0, 0)}</g>' for tile in sorted(kinds))
-    def use(tile, x, y): return f'<use href="#tile{tile}" x="{x}" y="{y}"/>'
-    film = "".join(f'<g transform="translate(0 {k * height})"><use href="#empty"/>{board_parts(*picture, use)}</g>' for k, picture in enumerate(shown))
+    defs = f'<g id="empty">{empty_board(shown[0][0])}</g>' + "".join(
+        f'<g id="tile{tile}">{tile_svg(tile, 0, 0)}</g>' for tile in sorted(kinds)
+    )
+
+    def use(tile, x, y):
+        return f'<use href="#tile{tile}" x="{x}" y="{y}"/>'
+
+    film = "".join(
+        f'<g transform="translate(0 {k * height})"><use href="#empty"/>{board_parts(*picture, use)}</g>'
+        for k, picture in enumerate(shown)
+    )
     pull = f'<animateTransform attributeName="transform" type="translate" calcMode="discrete" dur="{len(shown) * seconds:g}s" repeatCount="indefinite" values="{";".join(f"0 {-k * height}" for k in range(len(shown)))}"/>'
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;background:white" font-family="sans-serif">'
-            f'<defs>{defs}</defs><g>{pull}{film}</g></svg>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;background:white" font-family="sans-serif">'
+        f"<defs>{defs}</defs><g>{pull}{film}</g></svg>"
+    )

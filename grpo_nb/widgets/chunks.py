@@ -17,8 +17,10 @@ from .figures import interactive_figure
 # %% ../../nbs/widgets/04_chunks.ipynb #e61a273c
 def _brackets(left, right, top, bottom, tip):
     "Two square brackets around a box, as lines."
-    return [[(left + tip, top), (left, top), (left, bottom), (left + tip, bottom)],
-            [(right - tip, top), (right, top), (right, bottom), (right - tip, bottom)]]
+    return [
+        [(left + tip, top), (left, top), (left, bottom), (left + tip, bottom)],
+        [(right - tip, top), (right, top), (right, bottom), (right - tip, bottom)],
+    ]
 
 # %% ../../nbs/widgets/04_chunks.ipynb #c3664e8c
 BLACK, RED, SHADES = "black", "#C1272D", ("#DCEBF7", "#B9D6EC")
@@ -33,32 +35,61 @@ def _draw_pieces(axes, batch, length, mini_batch, logit_chunk_multiplier):
     for i, (first, last) in enumerate(zip(edges, edges[1:])):
         left = 1.5 * i
         for sequence in range(first, last):
-            axes.add_patch(Rectangle((left, sequence - first), 1, 1, facecolor=SHADES[sequence % 2]))
-        black += _brackets(left - 0.12, left + 1.12, -0.02 * tallest, last - first + 0.02 * tallest, 0.1)
+            axes.add_patch(
+                Rectangle((left, sequence - first), 1, 1, facecolor=SHADES[sequence % 2])
+            )
+        black += _brackets(
+            left - 0.12, left + 1.12, -0.02 * tallest, last - first + 0.02 * tallest, 0.1
+        )
         for start, stop in chunks:
             if first * length <= start < last * length:
                 gap = min(0.12 * (stop - start) / length, 0.02 * tallest)
-                red += _brackets(left + 0.06, left + 0.94, start / length - first + gap, stop / length - first - gap, 0.08)
-    axes.add_patch(Rectangle((0.06, 0), 0.88, (chunks[0][1] - chunks[0][0]) / length, facecolor=RED, alpha=0.45))
+                red += _brackets(
+                    left + 0.06,
+                    left + 0.94,
+                    start / length - first + gap,
+                    stop / length - first - gap,
+                    0.08,
+                )
+    axes.add_patch(
+        Rectangle(
+            (0.06, 0), 0.88, (chunks[0][1] - chunks[0][0]) / length, facecolor=RED, alpha=0.45
+        )
+    )
     axes.add_collection(LineCollection(red, colors=RED, linewidths=1.2))
     axes.add_collection(LineCollection(black, colors=BLACK, linewidths=2.2))
     axes.set(xlim=(-0.3, 1.5 * pieces - 0.2), ylim=(1.04 * tallest, -0.04 * tallest))
     axes.axis("off")
 
 # %% ../../nbs/widgets/04_chunks.ipynb #56d2b36c
-def _draw_bytes(axes, batch, length, vocab, hidden, mini_batch, logit_chunk_multiplier, element_bytes):
+def _draw_bytes(
+    axes, batch, length, vocab, hidden, mini_batch, logit_chunk_multiplier, element_bytes
+):
     "A bar for each equation, on a logarithmic axis."
-    def logits(**split): return logit_bytes(batch, length, vocab, element_bytes=element_bytes, **split)
-    def states(**split): return hidden_state_bytes(batch, length, hidden, element_bytes=element_bytes, **split)
-    bars = [("all logits (equation 1)", logits(), "#999999"),
-            ("one sequence's logits (equation 2)", logits(mini_batch=batch), "#999999"),
-            ("one chunk's logits (red; equation 3)", logits(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier), RED),
-            ("all hidden states", states(), "#999999"),
-            ("one piece's hidden states (black)", states(mini_batch=mini_batch), BLACK)]
+
+    def logits(**split):
+        return logit_bytes(batch, length, vocab, element_bytes=element_bytes, **split)
+
+    def states(**split):
+        return hidden_state_bytes(batch, length, hidden, element_bytes=element_bytes, **split)
+
+    bars = [
+        ("all logits (equation 1)", logits(), "#999999"),
+        ("one sequence's logits (equation 2)", logits(mini_batch=batch), "#999999"),
+        (
+            "one chunk's logits (red; equation 3)",
+            logits(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier),
+            RED,
+        ),
+        ("all hidden states", states(), "#999999"),
+        ("one piece's hidden states (black)", states(mini_batch=mini_batch), BLACK),
+    ]
     names, sizes, colors = zip(*bars)
     drawn = axes.barh(range(len(bars)), [size / 2**30 for size in sizes], color=colors, height=0.65)
     axes.bar_label(drawn, [f"{size / 2**30:,.3f} GiB" for size in sizes], padding=3)
-    axes.set(xscale="log", xlim=(1e-4, 1e6), yticks=range(len(bars)), yticklabels=names, xlabel="GiB")
+    axes.set(
+        xscale="log", xlim=(1e-4, 1e6), yticks=range(len(bars)), yticklabels=names, xlabel="GiB"
+    )
     axes.set_xticks([1e-3, 1, 1e3], ["0.001", "1", "1,000"])
     axes.minorticks_off()
     axes.invert_yaxis()
@@ -76,26 +107,50 @@ def chunks_figure(
 ) -> Figure:  # the pieces on the left, a bar for the bytes of each equation on the right
     "Draw how a batch is cut and what each cut weighs."
     figure = Figure(figsize=(11, 3))
-    pieces, memory = figure.add_axes((0.01, 0.05, 0.4, 0.82)), figure.add_axes((0.66, 0.18, 0.33, 0.74))
+    pieces, memory = (
+        figure.add_axes((0.01, 0.05, 0.4, 0.82)),
+        figure.add_axes((0.66, 0.18, 0.33, 0.74)),
+    )
     _draw_pieces(pieces, batch, length, mini_batch, logit_chunk_multiplier)
     made = min(mini_batch, batch)
     chunks = chunk_rows(batch, length, mini_batch, logit_chunk_multiplier)
-    pieces.set_title(f"{made} piece{'s' * (made > 1)}, {len(chunks):,} chunks of up to {max(b - a for a, b in chunks):,} tokens", fontsize=10)
-    _draw_bytes(memory, batch, length, vocab, hidden, mini_batch, logit_chunk_multiplier, element_bytes)
+    pieces.set_title(
+        f"{made} piece{'s' * (made > 1)}, {len(chunks):,} chunks of up to {max(b - a for a, b in chunks):,} tokens",
+        fontsize=10,
+    )
+    _draw_bytes(
+        memory, batch, length, vocab, hidden, mini_batch, logit_chunk_multiplier, element_bytes
+    )
     return figure
 
 # %% ../../nbs/widgets/04_chunks.ipynb #e4957a3d
 def chunks_widget() -> ipywidgets.VBox:  # CSS class `grpo-chunks-viz`
     "The drawing of `chunks_figure` under sliders."
-    wide = {"style": {"description_width": "11em"}, "layout": ipywidgets.Layout(width="30em", max_width="100%")}
+    wide = {
+        "style": {"description_width": "11em"},
+        "layout": ipywidgets.Layout(width="30em", max_width="100%"),
+    }
+
     def choice(name, values, value):
-        return ipywidgets.SelectionSlider(options=[(f"{v:,}", v) for v in values], value=value, description=name, **wide)
+        return ipywidgets.SelectionSlider(
+            options=[(f"{v:,}", v) for v in values], value=value, description=name, **wide
+        )
+
     return interactive_figure(
-        chunks_figure, "grpo-chunks-viz",
+        chunks_figure,
+        "grpo-chunks-viz",
         batch=ipywidgets.IntSlider(4, 1, 16, description="batch", **wide),
         length=choice("context length", [2**k for k in range(10, 18)], 8192),
         vocab=choice("vocabulary", [32_000, 128_000, 151_936, 201_088], 128_000),
         hidden=choice("hidden size", [1024, 2048, 2880, 4096, 8192], 4096),
         mini_batch=ipywidgets.IntSlider(4, 1, 16, description="mini_batch", **wide),
-        logit_chunk_multiplier=ipywidgets.IntSlider(4, 1, 32, description="logit_chunk_multiplier", **wide),
-        element_bytes=ipywidgets.Dropdown(options=[("float32", 4), ("bf16", 2), ("1 byte, as the documents print it", 1)], value=4, description="dtype", **wide))
+        logit_chunk_multiplier=ipywidgets.IntSlider(
+            4, 1, 32, description="logit_chunk_multiplier", **wide
+        ),
+        element_bytes=ipywidgets.Dropdown(
+            options=[("float32", 4), ("bf16", 2), ("1 byte, as the documents print it", 1)],
+            value=4,
+            description="dtype",
+            **wide,
+        ),
+    )

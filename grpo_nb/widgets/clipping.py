@@ -21,9 +21,17 @@ def clipping_curves(
     **settings,  # epsilon, epsilon_high, delta
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (n,) objective, (n,) pull on log pi
     "Minus the loss of single tokens at these ratios, and minus its gradient."
-    logps = ratio.log()[:, None].requires_grad_()  # (n, 1): n completions of one token, whose old log-prob is 0
-    loss = LOSSES[loss_type][0](logps=logps, log_ratio=logps, ratio=logps.exp(), advantages=torch.full((len(ratio), 1), advantage),
-                                mask=torch.ones(len(ratio), 1, dtype=torch.bool), **settings)
+    logps = ratio.log()[
+        :, None
+    ].requires_grad_()  # (n, 1): n completions of one token, whose old log-prob is 0
+    loss = LOSSES[loss_type][0](
+        logps=logps,
+        log_ratio=logps,
+        ratio=logps.exp(),
+        advantages=torch.full((len(ratio), 1), advantage),
+        mask=torch.ones(len(ratio), 1, dtype=torch.bool),
+        **settings,
+    )
     (gradient,) = torch.autograd.grad(loss.sum(), logps)
     return -loss.detach().squeeze(1), -gradient.squeeze(1)
 
@@ -48,16 +56,35 @@ def clipping_figure(
     for advantage, colour, line in ((1.0, GOOD, "-"), (-1.0, BAD, "--")):
         for panel, curve in zip(panels, clipping_curves(ratio, advantage, loss_type, **settings)):
             panel.plot(ratio, curve, line, color=colour, linewidth=2, label=f"A = {advantage:+.0f}")
-        panels[1].fill_between(ratio, -max_ratio, max_ratio, where=curve == 0, color=colour, alpha=0.1, linewidth=0)
+        panels[1].fill_between(
+            ratio, -max_ratio, max_ratio, where=curve == 0, color=colour, alpha=0.1, linewidth=0
+        )
     low, high, second = BORDERS[LOSSES[loss_type][0]](**settings)
-    names = {low: "1 - ε", second: "δ", high: "cap" if LOSSES[loss_type][0] is cispo_loss else "1 + ε_high"}
+    names = {
+        low: "1 - ε",
+        second: "δ",
+        high: "cap" if LOSSES[loss_type][0] is cispo_loss else "1 + ε_high",
+    }
     for panel, label in zip(panels, ("objective  (-loss)", "pull on log π  (-gradient)")):
         for i, border in enumerate(sorted(x for x in names if 0 < x < max_ratio)):
             panel.axvline(border, color="#777777", linestyle=":", linewidth=1)
-            panel.annotate(names[border], (border, 0.2 - 0.07 * i), xycoords=("data", "axes fraction"), fontsize=8, backgroundcolor="#ffffffcc", ha="center")
+            panel.annotate(
+                names[border],
+                (border, 0.2 - 0.07 * i),
+                xycoords=("data", "axes fraction"),
+                fontsize=8,
+                backgroundcolor="#ffffffcc",
+                ha="center",
+            )
         panel.axvline(1, color="#bbbbbb", linewidth=0.8, zorder=0)
         panel.axhline(0, color="#bbbbbb", linewidth=0.8, zorder=0)
-        panel.set(xlabel="ratio c = π / π_old", ylabel=label, xlim=(0, max_ratio), ylim=(-max_ratio, max_ratio), xticks=range(int(max_ratio) + 1))
+        panel.set(
+            xlabel="ratio c = π / π_old",
+            ylabel=label,
+            xlim=(0, max_ratio),
+            ylim=(-max_ratio, max_ratio),
+            xticks=range(int(max_ratio) + 1),
+        )
     panels[0].set(ylim=(-4.2, 4.2), yticks=range(-4, 5, 2))  # sapo's objective reaches 4
     panels[0].legend(title=loss_type, fontsize=8, loc="upper left")
     return figure
@@ -72,14 +99,19 @@ def clipping_widget(
     "Move the borders of the clipped objective and watch its gradient."
 
     def slider(value, low, high, name):
-        return ipywidgets.FloatSlider(value, min=low, max=high, step=0.02, description=name, readout_format=".2f")
+        return ipywidgets.FloatSlider(
+            value, min=low, max=high, step=0.02, description=name, readout_format=".2f"
+        )
 
     def draw(loss_type, epsilon, epsilon_high, use_delta, delta):
         return clipping_figure(loss_type, epsilon, epsilon_high, delta if use_delta else None)
 
     return interactive_figure(
-        draw, "grpo-clipping-viz",
-        loss_type=ipywidgets.Dropdown(options=list(LOSSES), value=loss_type, description="loss_type"),
+        draw,
+        "grpo-clipping-viz",
+        loss_type=ipywidgets.Dropdown(
+            options=list(LOSSES), value=loss_type, description="loss_type"
+        ),
         epsilon=slider(epsilon, 0.0, 1.0, "epsilon"),
         epsilon_high=slider(epsilon_high, 0.0, 2.0, "epsilon_high"),
         use_delta=ipywidgets.Checkbox(delta is not None, description="two-sided clipping"),

@@ -31,11 +31,15 @@ from .figures import figure_svg
 def thinned(
     points: list[tuple[float, float]],  # (step, value), in order
     most: int = 200,  # how many to leave
-) -> list[tuple[float, float]]:  # means of neighbours, as many in each as need be; the last one may hold fewer
+) -> list[
+    tuple[float, float]
+]:  # means of neighbours, as many in each as need be; the last one may hold fewer
     "A curve with few points."
     size = -(-len(points) // most)
     parts = [points[i : i + size] for i in range(0, len(points), size)] if points else []
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    return [
+        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts
+    ]
 
 
 def running_mean(
@@ -43,11 +47,18 @@ def running_mean(
     window: int,  # mean of so many values: this one and those before it
 ) -> list[float]:  # as many as there are values; the first ones are means of fewer
     "A smoother curve that does not look ahead."
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
+    return [
+        sum(part) / len(part)
+        for i in range(len(values))
+        if (part := values[max(0, i - window + 1) : i + 1])
+    ]
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #43ab5ec8
 PANELS = {  # title -> name in the log
-    "reward": "reward", "spread in a group": "reward_std", "entropy, nats a token": "entropy", "length, tokens": "completions/mean_length",
+    "reward": "reward",
+    "spread in a group": "reward_std",
+    "entropy, nats a token": "entropy",
+    "length, tokens": "completions/mean_length",
 }
 
 
@@ -56,13 +67,33 @@ def dashboard_figure(
 ) -> Figure:
     "The four curves of the board: faint what the log says, strong its running mean."
     figure = Figure(figsize=(11, 2.2))
-    panels = figure.subplots(1, len(PANELS), gridspec_kw=dict(wspace=0.28, left=0.04, right=0.99, top=0.86, bottom=0.2))
+    panels = figure.subplots(
+        1, len(PANELS), gridspec_kw=dict(wspace=0.28, left=0.04, right=0.99, top=0.86, bottom=0.2)
+    )
     for axes, (title, name) in zip(panels, PANELS.items()):
-        points = thinned([(record["step"], record[name]) for record in list(history) if record.get(name) is not None])
+        points = thinned(
+            [
+                (record["step"], record[name])
+                for record in list(history)
+                if record.get(name) is not None
+            ]
+        )
         if points:
             steps, values = zip(*points)
-            axes.plot(steps, values, color="#0072B2", alpha=0.35, linewidth=1, marker="." if len(points) < 3 else None)
-            axes.plot(steps, running_mean(values, max(1, len(values) // 15)), color="#0072B2", linewidth=1.8)
+            axes.plot(
+                steps,
+                values,
+                color="#0072B2",
+                alpha=0.35,
+                linewidth=1,
+                marker="." if len(points) < 3 else None,
+            )
+            axes.plot(
+                steps,
+                running_mean(values, max(1, len(values) // 15)),
+                color="#0072B2",
+                linewidth=1.8,
+            )
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
@@ -88,19 +119,36 @@ def number(
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #60375fdf
 def samples_table(
-    samples: list[dict[str, Any]],  # as `trainer.samples`: "step", "prompt", "completion", "rewards" (name -> number or None), "advantage"
+    samples: list[
+        dict[str, Any]
+    ],  # as `trainer.samples`: "step", "prompt", "completion", "rewards" (name -> number or None), "advantage"
     shown: int = 8,  # at most so many, from the first on that has an advantage: a group of equals teaches nothing
 ) -> str:  # HTML; nothing if there are no samples
     "The latest completions, what they earned, and how hard they are pushed."
-    if not samples: return ""
+    if not samples:
+        return ""
     names = list(samples[0]["rewards"])
     cell = '<td style="padding:1px 12px 1px 0;vertical-align:top;text-align:{}">{}</td>'.format
-    rows = [[cell("left", f"<b>{html.escape(name)}</b>") for name in ("prompt", "completion", *names, "advantage")]]
+    rows = [
+        [
+            cell("left", f"<b>{html.escape(name)}</b>")
+            for name in ("prompt", "completion", *names, "advantage")
+        ]
+    ]
     first = next((i for i, sample in enumerate(samples) if sample["advantage"]), 0)
     part = samples[first : first + shown]
     for sample in part:
-        numbers = [*(number(sample["rewards"].get(name)) for name in names), number(sample["advantage"], "{:+.2f}")]
-        rows.append([cell("left", shown_text(sample["prompt"])), cell("left", shown_text(sample["completion"])), *(cell("right", n) for n in numbers)])
+        numbers = [
+            *(number(sample["rewards"].get(name)) for name in names),
+            number(sample["advantage"], "{:+.2f}"),
+        ]
+        rows.append(
+            [
+                cell("left", shown_text(sample["prompt"])),
+                cell("left", shown_text(sample["completion"])),
+                *(cell("right", n) for n in numbers),
+            ]
+        )
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f'<div style="line-height:1.4">completions of step {samples[0]["step"]}, {len(part)} of {len(samples)}<table style="border-spacing:0">{body}</table></div>'
 
@@ -111,7 +159,11 @@ def hints_list(
 ) -> str:  # HTML; nothing if there are none
     "What the trainer would like to have looked at."
     items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in hints[-shown:])
-    return f'<ul style="line-height:1.4;margin:0 0 8px;padding-left:1.4em">{items}</ul>' if items else ""
+    return (
+        f'<ul style="line-height:1.4;margin:0 0 8px;padding-left:1.4em">{items}</ul>'
+        if items
+        else ""
+    )
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #6e10ff40
 class Gate:
@@ -126,7 +178,8 @@ class Gate:
     ) -> None:
         "Give an order, from any thread."
         with self.changed:
-            if self.order != "stop": self.order = order
+            if self.order != "stop":
+                self.order = order
             self.changed.notify_all()
 
     def wait(self) -> str:  # "go" or "stop"
@@ -136,27 +189,46 @@ class Gate:
             return self.order
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #6412dff4
-def dashboard_box() -> ipywidgets.VBox:  # CSS class `grpo-dashboard-viz`; its parts are box.pause, .stop, .label, .drawing, .hints, .table
+def dashboard_box() -> (
+    ipywidgets.VBox
+):  # CSS class `grpo-dashboard-viz`; its parts are box.pause, .stop, .label, .drawing, .hints, .table
     "Two buttons and a label, the drawing, hints, completions."
-    pause = ipywidgets.Button(description="Pause", icon="pause", tooltip="wait after the update that is being computed")
-    stop = ipywidgets.Button(description="Stop", icon="stop", tooltip="end after the update that is being computed, with a checkpoint to go on from")
+    pause = ipywidgets.Button(
+        description="Pause", icon="pause", tooltip="wait after the update that is being computed"
+    )
+    stop = ipywidgets.Button(
+        description="Stop",
+        icon="stop",
+        tooltip="end after the update that is being computed, with a checkpoint to go on from",
+    )
     label, drawing, hints, table = (ipywidgets.HTML() for _ in range(4))
     box = ipywidgets.VBox([ipywidgets.HBox([pause, stop, label]), drawing, hints, table])
-    box.pause, box.stop, box.label, box.drawing, box.hints, box.table = pause, stop, label, drawing, hints, table
-    for name, part in {"dashboard-viz": box, "pause": pause, "stop": stop, "status": label}.items(): part.add_class(f"grpo-{name}")
+    box.pause, box.stop, box.label, box.drawing, box.hints, box.table = (
+        pause,
+        stop,
+        label,
+        drawing,
+        hints,
+        table,
+    )
+    for name, part in {"dashboard-viz": box, "pause": pause, "stop": stop, "status": label}.items():
+        part.add_class(f"grpo-{name}")
     return box
 
 
 def progress_line(
     step: int,
     max_steps: int,
-    points: list[tuple[float, int, int]],  # (seconds without pauses, step, tokens so far) of the last few records
+    points: list[
+        tuple[float, int, int]
+    ],  # (seconds without pauses, step, tokens so far) of the last few records
 ) -> str:  # e.g. "step 12 of 400 · 0:45 left · 2,310 tokens a second"
     "Where a run is, and how fast."
     parts = [f"step {step} of {max_steps}"]
     if len(points) > 1 and points[-1][1] > points[0][1]:
         seconds, steps, tokens = (last - first for first, last in zip(points[0], points[-1]))
-        if step < max_steps: parts.append(f"{clock(seconds / steps * (max_steps - step))} left")
+        if step < max_steps:
+            parts.append(f"{clock(seconds / steps * (max_steps - step))} left")
         parts.append(f"{tokens / seconds:,.0f} tokens a second")
     return " · ".join(parts)
 
@@ -168,7 +240,12 @@ class Ordering:
         "Be ready for a new run."
         self.gate, self.over, self.began, self.held = Gate(), threading.Event(), False, False
         self.output = self.error = self.problem = self.outcome = self.state = None
-        self.paused_seconds, self.next_drawing, self.points, self.history = 0.0, 0.0, deque(maxlen=20), []
+        self.paused_seconds, self.next_drawing, self.points, self.history = (
+            0.0,
+            0.0,
+            deque(maxlen=20),
+            [],
+        )
 
     @property
     def running(self) -> bool:
@@ -193,10 +270,17 @@ class Ordering:
     @property
     def status(self) -> str:
         "What the run is doing, in words."
-        if self.outcome: return self.outcome
-        if not self.began: return "waiting"
-        if self.held: return f"paused at step {self.state.global_step}"
-        return {"go": "training", "pause": "pausing after this update", "stop": "stopping after this update"}[self.gate.order]
+        if self.outcome:
+            return self.outcome
+        if not self.began:
+            return "waiting"
+        if self.held:
+            return f"paused at step {self.state.global_step}"
+        return {
+            "go": "training",
+            "pause": "pausing after this update",
+            "stop": "stopping after this update",
+        }[self.gate.order]
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #e573eb85
 class Showing:
@@ -206,16 +290,23 @@ class Showing:
     def touching(self):
         "One thread at a time; a problem with the widgets is kept, not raised."
         try:
-            with self.lock: yield
+            with self.lock:
+                yield
         except Exception as error:
             self.problem = error
 
     def refresh(self) -> None:
         "Label and buttons as the facts are now."
         with self.touching():
-            line = progress_line(self.state.global_step, self.state.max_steps, self.points) if self.began else ""
+            line = (
+                progress_line(self.state.global_step, self.state.max_steps, self.points)
+                if self.began
+                else ""
+            )
             self.box.label.value = f"<b>{html.escape(self.status)}</b> &nbsp; {line}"
-            self.box.pause.description, self.box.pause.icon = ("Resume", "play") if self.gate.order == "pause" else ("Pause", "pause")
+            self.box.pause.description, self.box.pause.icon = (
+                ("Resume", "play") if self.gate.order == "pause" else ("Pause", "pause")
+            )
             idle = bool(self.outcome) or not (self.began or self.running)
             self.box.pause.disabled = self.box.stop.disabled = idle or self.gate.order == "stop"
 
@@ -237,7 +328,8 @@ class Watching:
 
     def on_train_begin(self, args, state, control, **kwargs):
         "A run begins, or goes on."
-        if not self.running: self.forget()  # given to the trainer as a callback, not started by `run`
+        if not self.running:
+            self.forget()  # given to the trainer as a callback, not started by `run`
         self.state, self.history, self.began = state, state.log_history, True
         self.note_time()
         self.draw()
@@ -251,22 +343,32 @@ class Watching:
             self.held = False
             self.paused_seconds += time.perf_counter() - began
             self.refresh()
-        if self.gate.order == "stop": control.should_save = control.should_training_stop = True
+        if self.gate.order == "stop":
+            control.should_save = control.should_training_stop = True
 
     def on_log(self, args, state, control, **kwargs):
         "There is a new record: draw it if it is time."
         self.note_time()
-        if time.perf_counter() >= self.next_drawing: self.draw()
+        if time.perf_counter() >= self.next_drawing:
+            self.draw()
 
     def on_train_end(self, args, state, control, **kwargs):
         "The run has come to an end without an error."
-        self.outcome = "finished" if state.global_step >= state.max_steps else f"stopped at step {state.global_step}"
+        self.outcome = (
+            "finished"
+            if state.global_step >= state.max_steps
+            else f"stopped at step {state.global_step}"
+        )
         self.draw()
 
     def note_time(self) -> None:
         "A point for the speed of the run."
-        tokens = next((record["num_tokens"] for record in reversed(self.history) if "num_tokens" in record), 0)
-        self.points.append((time.perf_counter() - self.paused_seconds, self.state.global_step, tokens))
+        tokens = next(
+            (record["num_tokens"] for record in reversed(self.history) if "num_tokens" in record), 0
+        )
+        self.points.append(
+            (time.perf_counter() - self.paused_seconds, self.state.global_step, tokens)
+        )
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #604e7e4d
 @contextmanager
@@ -274,8 +376,10 @@ def quiet(trainer):
     "Neither table nor bar, for the length of a `with` block."
     before = trainer.log.show, trainer.config.disable_tqdm
     trainer.log.show, trainer.config.disable_tqdm = False, True
-    try: yield
-    finally: trainer.log.show, trainer.config.disable_tqdm = before
+    try:
+        yield
+    finally:
+        trainer.log.show, trainer.config.disable_tqdm = before
 
 
 class Starting:
@@ -285,16 +389,30 @@ class Starting:
         self,
         trainer: Any,  # a GRPOTrainer
         resume_from_checkpoint: Any = "auto",  # "auto": go on from the newest checkpoint in output_dir if there is one, else begin; others as in `train`
-    ) -> ipywidgets.VBox:  # the board; RuntimeError if this dashboard, or another one, has a run in the same folder
+    ) -> (
+        ipywidgets.VBox
+    ):  # the board; RuntimeError if this dashboard, or another one, has a run in the same folder
         "Begin to train, or go on, in a thread, and come back at once."
         folder = trainer.args.output_dir
         name = f"GRPO run in {Path(folder).resolve()}"
-        if self.running: raise RuntimeError(f"this dashboard has a run already (its label says {self.status!r}): stop it and wait for its end, or make another Dashboard()")
-        if any(thread.name == name for thread in threading.enumerate()): raise RuntimeError(f"another dashboard has a run in {str(folder)!r}: stop it with its button (or by restarting the kernel, which leaves a checkpoint too), or choose another output_dir")
+        if self.running:
+            raise RuntimeError(
+                f"this dashboard has a run already (its label says {self.status!r}): stop it and wait for its end, or make another Dashboard()"
+            )
+        if any(thread.name == name for thread in threading.enumerate()):
+            raise RuntimeError(
+                f"another dashboard has a run in {str(folder)!r}: stop it with its button (or by restarting the kernel, which leaves a checkpoint too), or choose another output_dir"
+            )
         self.forget()
         self.trainer = trainer
-        if self.box.comm is None: self.box = self.new_box()  # it was closed
-        self.thread = threading.Thread(target=contextvars.copy_context().run, args=(self.train, resume_from_checkpoint), name=name, daemon=True)
+        if self.box.comm is None:
+            self.box = self.new_box()  # it was closed
+        self.thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(self.train, resume_from_checkpoint),
+            name=name,
+            daemon=True,
+        )
         trainer.add_callback(self)
         atexit.register(self.leave)
         self.thread.start()
@@ -304,7 +422,8 @@ class Starting:
     def train(self, resume_from_checkpoint: Any) -> None:
         "In the thread: the whole run."
         try:
-            with quiet(self.trainer): self.output = self.trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+            with quiet(self.trainer):
+                self.output = self.trainer.train(resume_from_checkpoint=resume_from_checkpoint)
         except BaseException as error:
             self.error, self.outcome = error, f"failed: {type(error).__name__}: {error}"
             self.draw()
@@ -322,10 +441,12 @@ class Starting:
         "Wait until the run has ended. Interrupting the kernel stops the run at the next update, with a checkpoint; a second time does not wait for it."
         self.check_started()
         try:
-            while not self.over.wait(0.5): pass
+            while not self.over.wait(0.5):
+                pass
         except KeyboardInterrupt:
             self.stop()
-            while not self.over.wait(0.5): pass
+            while not self.over.wait(0.5):
+                pass
             raise
         return self.result()
 
@@ -334,22 +455,30 @@ class Starting:
         self.check_started()
         interrupted = None
         while not self.over.is_set():
-            try: await asyncio.sleep(0.1)
+            try:
+                await asyncio.sleep(0.1)
             except asyncio.CancelledError as error:  # what becomes of an interrupt
                 interrupted = error
                 self.stop()
-        if interrupted: raise interrupted
+        if interrupted:
+            raise interrupted
         return self.result()
 
     def check_started(self) -> None:
         "There must be something to wait for."
-        if self.thread is None: raise RuntimeError("there is no run to wait for: begin with dashboard.run(trainer)")
+        if self.thread is None:
+            raise RuntimeError("there is no run to wait for: begin with dashboard.run(trainer)")
 
     def result(self) -> TrainOutput:
         "What the run has come to."
         self.thread.join()
-        if self.problem: warnings.warn(f"the run is not affected, but the dashboard could not be shown: {type(self.problem).__name__}: {self.problem}", stacklevel=3)
-        if self.error: raise self.error
+        if self.problem:
+            warnings.warn(
+                f"the run is not affected, but the dashboard could not be shown: {type(self.problem).__name__}: {self.problem}",
+                stacklevel=3,
+            )
+        if self.error:
+            raise self.error
         return self.output
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #a995948a
@@ -370,7 +499,9 @@ class Dashboard(Ordering, Showing, Watching, Starting, TrainerCallback):
     def new_box(self) -> ipywidgets.VBox:
         "The widgets, with their buttons connected."
         box = dashboard_box()
-        box.pause.on_click(lambda button: self.resume() if self.gate.order == "pause" else self.pause())
+        box.pause.on_click(
+            lambda button: self.resume() if self.gate.order == "pause" else self.pause()
+        )
         box.stop.on_click(lambda button: self.stop())
         return box
 

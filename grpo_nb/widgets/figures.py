@@ -8,7 +8,7 @@ __all__ = ['figure_svg', 'interactive_figure']
 # %% ../../nbs/widgets/01_figures.ipynb #b2b856f7
 import io
 import re
-from typing import Callable
+from collections.abc import Callable
 
 import ipywidgets
 import matplotlib
@@ -23,21 +23,30 @@ def figure_svg(
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(buffer, format="svg", bbox_inches="tight")
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg"):]
-    return re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r'<svg \1style="max-width:100%;height:auto;background:white"', svg, count=1)
+    svg = svg[svg.index("<svg") :]
+    return re.sub(
+        r'<svg ([^>]*?)width="[^"]*" height="[^"]*"',
+        r'<svg \1style="max-width:100%;height:auto;background:white"',
+        svg,
+        count=1,
+    )
 
 # %% ../../nbs/widgets/01_figures.ipynb #5035f9b9
 def interactive_figure(
     draw: Callable[..., Figure],  # pure function of the controls' values
     css_class: str,  # class of the outermost box, for styling and for tests
     **controls: ipywidgets.Widget,  # argument name -> the control that holds its value
-) -> ipywidgets.VBox:  # controls above, drawing below; `box.controls[name]` and `box.drawing` reach the parts
+) -> (
+    ipywidgets.VBox
+):  # controls above, drawing below; `box.controls[name]` and `box.drawing` reach the parts
     "A box of controls whose drawing follows them."
     drawing = ipywidgets.HTML()
 
     def redraw(change=None):
         try:
-            drawing.value = figure_svg(draw(**{name: control.value for name, control in controls.items()}))
+            drawing.value = figure_svg(
+                draw(**{name: control.value for name, control in controls.items()})
+            )
         except ValueError as error:
             drawing.value = f'<p style="color:#b00020">{error}</p>'
 

@@ -27,7 +27,10 @@ def naive_mask(
 
 # %% ../../nbs/widgets/07_masks.ipynb #ba16336a
 READ, MISTAKE, MISSED = "#0072B2", "#D55E00", "#E69F00"  # told apart by colour-blind eyes too
-PROMPT, ANSWER = "9+12+34=", "abcdef"  # the last letters of the prompts, and the tokens that are decoded
+PROMPT, ANSWER = (
+    "9+12+34=",
+    "abcdef",
+)  # the last letters of the prompts, and the tokens that are decoded
 
 
 def keys_read(
@@ -35,8 +38,13 @@ def keys_read(
 ) -> str:  # "reads keys 2 to 7 (6)"
     "The keys of one query in words; they are neighbours in every mask of this library."
     keys = row.nonzero().flatten().tolist()
-    if not keys: return "reads nothing"
-    return f"reads key {keys[0]} alone" if len(keys) == 1 else f"reads keys {keys[0]} to {keys[-1]} ({len(keys)})"
+    if not keys:
+        return "reads nothing"
+    return (
+        f"reads key {keys[0]} alone"
+        if len(keys) == 1
+        else f"reads keys {keys[0]} to {keys[-1]} ({len(keys)})"
+    )
 
 
 def key_range(
@@ -44,16 +52,21 @@ def key_range(
 ) -> str:  # "2–7", "3", or a dash for none
     "`keys_read` with no room to spare."
     keys = row.nonzero().flatten().tolist()
-    if not keys: return "–"
+    if not keys:
+        return "–"
     return str(keys[0]) if len(keys) == 1 else f"{keys[0]}–{keys[-1]}"
 
 
 def _check_widget(lengths, step, window):
     "Refuse what has no picture."
     if not all(1 <= n <= len(PROMPT) for n in lengths):
-        raise ValueError(f"The prompts have {' and '.join(map(str, lengths))} tokens, and this picture draws 1 to {len(PROMPT)}.")
+        raise ValueError(
+            f"The prompts have {' and '.join(map(str, lengths))} tokens, and this picture draws 1 to {len(PROMPT)}."
+        )
     if not 0 <= step <= len(ANSWER):
-        raise ValueError(f"step is {step}, and this picture draws 0 (prefill) to {len(ANSWER)} (decode).")
+        raise ValueError(
+            f"step is {step}, and this picture draws 0 (prefill) to {len(ANSWER)} (decode)."
+        )
     if window < 0:
         raise ValueError(f"window is {window}, and it counts keys: 1 or more, or 0 for no window.")
 
@@ -61,25 +74,69 @@ def _check_widget(lengths, step, window):
 def _draw_mask(panel, allowed, right, first, pad, tokens):
     "One matrix: earlier rows pale, those of this step strong, mistakes in other colours."
     size = len(tokens)
-    cells = [(i, j, READ if right[i, j] and allowed[i, j] else MISTAKE if allowed[i, j] else MISSED)
-             for i in range(size) for j in range(size) if allowed[i, j] or right[i, j]]
+    cells = [
+        (i, j, READ if right[i, j] and allowed[i, j] else MISTAKE if allowed[i, j] else MISSED)
+        for i in range(size)
+        for j in range(size)
+        if allowed[i, j] or right[i, j]
+    ]
     for i, j, colour in cells:
-        panel.add_patch(Rectangle((j, i), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.6, alpha=1.0 if i >= first else 0.18))
+        panel.add_patch(
+            Rectangle(
+                (j, i),
+                1,
+                1,
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.6,
+                alpha=1.0 if i >= first else 0.18,
+            )
+        )
     for place in range(size + 1):
         panel.plot([place, place], [0, size], color="#e4e4e4", linewidth=0.4, zorder=0)
         panel.plot([0, size], [place, place], color="#e4e4e4", linewidth=0.4, zorder=0)
-    panel.add_patch(Rectangle((0, first), size, size - first, fill=False, edgecolor="black", linewidth=1.1, clip_on=False))
+    panel.add_patch(
+        Rectangle(
+            (0, first),
+            size,
+            size - first,
+            fill=False,
+            edgecolor="black",
+            linewidth=1.1,
+            clip_on=False,
+        )
+    )
     for i in range(size):
         colour = "black" if torch.equal(allowed[i], right[i]) else MISTAKE
-        panel.annotate(key_range(allowed[i]), (size, i + 0.5), (3, 0), textcoords="offset points", fontsize=6.5, va="center", color=colour, alpha=1.0 if i >= first else 0.5)
+        panel.annotate(
+            key_range(allowed[i]),
+            (size, i + 0.5),
+            (3, 0),
+            textcoords="offset points",
+            fontsize=6.5,
+            va="center",
+            color=colour,
+            alpha=1.0 if i >= first else 0.5,
+        )
     ticks = [place + 0.5 for place in range(size)]
-    panel.set(xlim=(0, size), ylim=(size, 0), aspect="equal", xticks=ticks, yticks=ticks, xticklabels=tokens, yticklabels=tokens)
-    panel.tick_params(length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False)
+    panel.set(
+        xlim=(0, size),
+        ylim=(size, 0),
+        aspect="equal",
+        xticks=ticks,
+        yticks=ticks,
+        xticklabels=tokens,
+        yticklabels=tokens,
+    )
+    panel.tick_params(
+        length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False
+    )
     panel.spines[:].set_visible(False)
     for labels, last in ((panel.get_xticklabels(), right[-1]), (panel.get_yticklabels(), None)):
         for place, label in enumerate(labels):
             label.set_color("#999999" if place < pad else "black")
-            if last is not None and allowed[-1, place]: label.set(fontweight="bold", color=READ if last[place] else MISTAKE)
+            if last is not None and allowed[-1, place]:
+                label.set(fontweight="bold", color=READ if last[place] else MISTAKE)
 
 
 def masks_figure(
@@ -92,23 +149,42 @@ def masks_figure(
     lengths = (prompt_a, prompt_b)
     _check_widget(lengths, step, window)
     longest, width = max(lengths), window or None
-    size = longest + step                                                          # keys so far
-    first = longest + step - 1 if step else 0                                      # first query of this step
-    right = attention_mask(torch.tensor([longest - n for n in lengths]), size, size, window=width)      # (2, size, size)
-    naive = [naive_mask(longest, longest, width), *(naive_mask(1, longest + n, width) for n in range(1, step + 1))]
-    naive = torch.cat([torch.nn.functional.pad(rows, (0, size - rows.shape[1])) for rows in naive])      # (size, size)
+    size = longest + step  # keys so far
+    first = longest + step - 1 if step else 0  # first query of this step
+    right = attention_mask(
+        torch.tensor([longest - n for n in lengths]), size, size, window=width
+    )  # (2, size, size)
+    naive = [
+        naive_mask(longest, longest, width),
+        *(naive_mask(1, longest + n, width) for n in range(1, step + 1)),
+    ]
+    naive = torch.cat(
+        [torch.nn.functional.pad(rows, (0, size - rows.shape[1])) for rows in naive]
+    )  # (size, size)
     figure = Figure(figsize=(7.6, 7.4))
     panels = figure.subplots(2, 2, gridspec_kw={"wspace": 0.24, "hspace": 0.32})
     for sequence, (row, n) in enumerate(zip(panels, lengths)):
         tokens = ["·"] * (longest - n) + list(PROMPT[-n:] + ANSWER[:step])
         for panel, allowed, name in zip(row, (right[sequence], naive), ("right", "naive")):
             _draw_mask(panel, allowed, right[sequence], first, longest - n, tokens)
-            bad = (allowed != right[sequence])[first:].any(1)                      # (queries of this step,)
+            bad = (allowed != right[sequence])[first:].any(1)  # (queries of this step,)
             verdict = "" if name == "right" else f": wrong for {int(bad.sum())} of {len(bad)}"
-            panel.set_title(f"{name} mask, prompt {'AB'[sequence]}{verdict}", fontsize=9, loc="left", pad=18)
-            panel.set_xlabel(f"query {size - 1} ({tokens[-1]}) {keys_read(allowed[-1])}", fontsize=9)
-    kind = f"prefill: {longest} quer{'y' if longest == 1 else 'ies'}" if step == 0 else f"decode step {step}: 1 query"
-    figure.suptitle(f"{kind}, {size} key{'s' * (size > 1)}, {'no window' if width is None else f'window {width}'}", fontsize=10, y=0.985)
+            panel.set_title(
+                f"{name} mask, prompt {'AB'[sequence]}{verdict}", fontsize=9, loc="left", pad=18
+            )
+            panel.set_xlabel(
+                f"query {size - 1} ({tokens[-1]}) {keys_read(allowed[-1])}", fontsize=9
+            )
+    kind = (
+        f"prefill: {longest} quer{'y' if longest == 1 else 'ies'}"
+        if step == 0
+        else f"decode step {step}: 1 query"
+    )
+    figure.suptitle(
+        f"{kind}, {size} key{'s' * (size > 1)}, {'no window' if width is None else f'window {width}'}",
+        fontsize=10,
+        y=0.985,
+    )
     return figure
 
 # %% ../../nbs/widgets/07_masks.ipynb #7b4dc4a6
@@ -121,10 +197,15 @@ def masks_widget(
     "Move through prefill and decode of a padded batch, and watch which keys are read."
 
     def slider(value, low, high, name):
-        return ipywidgets.IntSlider(value, min=low, max=high, description=name, continuous_update=True)
+        return ipywidgets.IntSlider(
+            value, min=low, max=high, description=name, continuous_update=True
+        )
 
     return interactive_figure(
-        masks_figure, "grpo-masks-viz",
-        prompt_a=slider(prompt_a, 1, len(PROMPT), "prompt A"), prompt_b=slider(prompt_b, 1, len(PROMPT), "prompt B"),
-        step=slider(step, 0, len(ANSWER), "step"), window=slider(window, 0, len(PROMPT), "window"),
+        masks_figure,
+        "grpo-masks-viz",
+        prompt_a=slider(prompt_a, 1, len(PROMPT), "prompt A"),
+        prompt_b=slider(prompt_b, 1, len(PROMPT), "prompt B"),
+        step=slider(step, 0, len(ANSWER), "step"),
+        window=slider(window, 0, len(PROMPT), "window"),
     )

@@ -16,7 +16,22 @@ from ..model.memory import CARDS, MODELS, PARTS, GiB, plan, read_shape, standard
 from .figures import interactive_figure
 
 # %% ../../nbs/widgets/08_memory.ipynb #4c1b9e54
-COLOURS = dict(zip(PARTS, ("#0072B2", "#777777", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#DDDDDD")))
+COLOURS = dict(
+    zip(
+        PARTS,
+        (
+            "#0072B2",
+            "#777777",
+            "#56B4E9",
+            "#009E73",
+            "#F0E442",
+            "#E69F00",
+            "#D55E00",
+            "#CC79A7",
+            "#DDDDDD",
+        ),
+    )
+)
 HOST_COLOURS = ("#DDDDDD", "#009E73", "#F0E442", "#E69F00", "#777777")
 
 
@@ -25,22 +40,47 @@ def _draw_bar(axes, y, sizes, colours, end):
     left = 0.0
     for size, colour in zip(sizes, colours):
         shown = min(size, end - left)
-        if shown > 0: axes.barh(y, shown, left=left, color=colour, height=0.68, linewidth=0)
-        if shown > 0.05 * end: axes.text(left + shown / 2, y, f"{size:,.1f}", ha="center", va="center", fontsize=8, color="white" if colour in ("#0072B2", "#777777", "#D55E00") else "black")
+        if shown > 0:
+            axes.barh(y, shown, left=left, color=colour, height=0.68, linewidth=0)
+        if shown > 0.05 * end:
+            axes.text(
+                left + shown / 2,
+                y,
+                f"{size:,.1f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if colour in ("#0072B2", "#777777", "#D55E00") else "black",
+            )
         left += max(shown, 0.0)
     total = sum(sizes)
-    if total > end: axes.plot(end, y, ">", color="black", markersize=7, clip_on=False)
-    axes.text(1.03 * end, y, f"{total:,.1f}" if total < 1000 else f"{total:,.0f}", va="center", fontsize=9, fontweight="bold")
+    if total > end:
+        axes.plot(end, y, ">", color="black", markersize=7, clip_on=False)
+    axes.text(
+        1.03 * end,
+        y,
+        f"{total:,.1f}" if total < 1000 else f"{total:,.0f}",
+        va="center",
+        fontsize=9,
+        fontweight="bold",
+    )
 
 
 def _frame(axes, labels, end):
-    axes.set(xlim=(0, end), ylim=(len(labels) - 0.5, -0.5), yticks=range(len(labels)), yticklabels=labels)
+    axes.set(
+        xlim=(0, end), ylim=(len(labels) - 0.5, -0.5), yticks=range(len(labels)), yticklabels=labels
+    )
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 WEIGHTS = {  # what the list says -> (format of a gpt-oss, of other models, NF4's scales quantised too)
-    "4 bit": ("mxfp4", "nf4", False), "4 bit, attention too": ("mxfp4+nf4", "nf4", False), "4 bit, double quantisation": ("mxfp4+nf4", "nf4", True), "16 bit": ("bf16", "bf16", False), "32 bit": ("fp32", "fp32", False)}
+    "4 bit": ("mxfp4", "nf4", False),
+    "4 bit, attention too": ("mxfp4+nf4", "nf4", False),
+    "4 bit, double quantisation": ("mxfp4+nf4", "nf4", True),
+    "16 bit": ("bf16", "bf16", False),
+    "32 bit": ("fp32", "fp32", False),
+}
 
 
 def memory_figure(
@@ -59,34 +99,96 @@ def memory_figure(
 ) -> Figure:  # bars of the card's memory above, of host memory below
     "A step's bytes by moment and part."
     shape, formats = read_shape(model), WEIGHTS[weights]
-    p = plan(shape, card, context=context, completions=completions, lora_r=lora_r, batch=batch, checkpointing=checkpointing, **({} if tile else {"tile": None}),
-             weights=formats[0 if shape.sinks else 1], double_quant=formats[2], logit_chunk_multiplier=None if chunks else 1,
-             offload_embedding=offload_embedding and not shape.tied, offload_layer_inputs=offload_layer_inputs and checkpointing)
+    p = plan(
+        shape,
+        card,
+        context=context,
+        completions=completions,
+        lora_r=lora_r,
+        batch=batch,
+        checkpointing=checkpointing,
+        **({} if tile else {"tile": None}),
+        weights=formats[0 if shape.sinks else 1],
+        double_quant=formats[2],
+        logit_chunk_multiplier=None if chunks else 1,
+        offload_embedding=offload_embedding and not shape.tied,
+        offload_layer_inputs=offload_layer_inputs and checkpointing,
+    )
     usual = standard(p.setup)
-    bars = {f"rollout, {p.rows} at a time": p.moments["rollout"], "head": p.moments["head"], "layer": p.moments["layer"], f"usual ({usual.worst})": usual.moments[usual.worst]}
+    bars = {
+        f"rollout, {p.rows} at a time": p.moments["rollout"],
+        "head": p.moments["head"],
+        "layer": p.moments["layer"],
+        f"usual ({usual.worst})": usual.moments[usual.worst],
+    }
     billions = sum(shape.parameters.values()) / 1e9
-    rule = (4 if weights in ("16 bit", "32 bit") else 1) * billions * 1e9 / GiB                              # "as many GB", which are decimal
-    end = 1.12 * max(p.setup.card.usable, p.peak / GiB, rule if rule < 2 * p.setup.card.usable else 0)
+    rule = (
+        (4 if weights in ("16 bit", "32 bit") else 1) * billions * 1e9 / GiB
+    )  # "as many GB", which are decimal
+    end = 1.12 * max(
+        p.setup.card.usable, p.peak / GiB, rule if rule < 2 * p.setup.card.usable else 0
+    )
     figure = Figure(figsize=(9, 4.4))
-    axes, below = figure.add_axes((0.18, 0.45, 0.75, 0.43)), figure.add_axes((0.18, 0.27, 0.75, 0.07))
-    for y, parts in enumerate(bars.values()): _draw_bar(axes, y, [parts[part] / GiB for part in PARTS], COLOURS.values(), end)
+    axes, below = (
+        figure.add_axes((0.18, 0.45, 0.75, 0.43)),
+        figure.add_axes((0.18, 0.27, 0.75, 0.07)),
+    )
+    for y, parts in enumerate(bars.values()):
+        _draw_bar(axes, y, [parts[part] / GiB for part in PARTS], COLOURS.values(), end)
     _frame(axes, list(bars), end)
     axes.axvline(p.setup.card.usable, color="black", linestyle="--", linewidth=1.2)
-    axes.text(p.setup.card.usable, -0.55, f"{card}: {p.setup.card.usable:g} GiB", ha="right" if p.setup.card.usable > 0.5 * end else "left", va="bottom", fontsize=8)
-    if rule < end: axes.axvline(rule, color="black", linestyle=":", linewidth=1.2)
+    axes.text(
+        p.setup.card.usable,
+        -0.55,
+        f"{card}: {p.setup.card.usable:g} GiB",
+        ha="right" if p.setup.card.usable > 0.5 * end else "left",
+        va="bottom",
+        fontsize=8,
+    )
+    if rule < end:
+        axes.axvline(rule, color="black", linestyle=":", linewidth=1.2)
     spare = p.setup.card.usable - p.peak / GiB
-    figure.text(0.01, 0.965, f"{shape.name}, {p.setup.weights}, {context:,} tokens: " + (f"fits, {spare:,.1f} GiB to spare" if p.fits else f"does not fit, {-spare:,.1f} GiB are missing"),
-                fontsize=11, fontweight="bold", color="#00694d" if p.fits else "#b00020", va="top")
+    figure.text(
+        0.01,
+        0.965,
+        f"{shape.name}, {p.setup.weights}, {context:,} tokens: "
+        + (
+            f"fits, {spare:,.1f} GiB to spare"
+            if p.fits
+            else f"does not fit, {-spare:,.1f} GiB are missing"
+        ),
+        fontsize=11,
+        fontweight="bold",
+        color="#00694d" if p.fits else "#b00020",
+        va="top",
+    )
     host = [size / GiB for size in p.host.values()]
     _draw_bar(below, 0, host, HOST_COLOURS, 1.12 * max(16.0, sum(host)))
     _frame(below, ["host memory"], 1.12 * max(16.0, sum(host)))
     below.tick_params(labelsize=8)
-    used = {words: COLOURS[part] for part, words in PARTS.items() if any(parts[part] for parts in bars.values())}
-    figure.legend(handles=[Patch(color=colour) for colour in used.values()], labels=list(used), loc="lower left", bbox_to_anchor=(0.0, 0.06), ncols=4, fontsize=8, frameon=False)
-    notes = [f"GiB. Rule of thumb (dotted): {rule * GiB / 1e9:,.1f} GB are {rule:,.1f} GiB."] + [f"Host: {', '.join(f'{name} {size / GiB:,.1f}' for name, size in p.host.items() if size)}."]
-    if offload_embedding and shape.tied: notes.append("The head is the embedding, which therefore stays on the card.")
-    if offload_layer_inputs and not checkpointing: notes.append("Without checkpointing there are no layer inputs to offload.")
-    if shape.max_positions and context > shape.max_positions: notes.append(f"The model was made for {shape.max_positions:,} tokens.")
+    used = {
+        words: COLOURS[part]
+        for part, words in PARTS.items()
+        if any(parts[part] for parts in bars.values())
+    }
+    figure.legend(
+        handles=[Patch(color=colour) for colour in used.values()],
+        labels=list(used),
+        loc="lower left",
+        bbox_to_anchor=(0.0, 0.06),
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+    )
+    notes = [f"GiB. Rule of thumb (dotted): {rule * GiB / 1e9:,.1f} GB are {rule:,.1f} GiB."] + [
+        f"Host: {', '.join(f'{name} {size / GiB:,.1f}' for name, size in p.host.items() if size)}."
+    ]
+    if offload_embedding and shape.tied:
+        notes.append("The head is the embedding, which therefore stays on the card.")
+    if offload_layer_inputs and not checkpointing:
+        notes.append("Without checkpointing there are no layer inputs to offload.")
+    if shape.max_positions and context > shape.max_positions:
+        notes.append(f"The model was made for {shape.max_positions:,} tokens.")
     figure.text(0.01, 0.05, textwrap.fill(" ".join(notes), 130), fontsize=8, va="top")
     return figure
 
@@ -96,19 +198,36 @@ def memory_widget(
     card: str = "T4",
 ) -> ipywidgets.VBox:  # CSS class `grpo-memory-viz`; `box.controls[name].value` moves it
     "A step's memory under lists, sliders and switches."
-    wide = {"style": {"description_width": "10em"}, "layout": ipywidgets.Layout(width="30em", max_width="100%")}
+    wide = {
+        "style": {"description_width": "10em"},
+        "layout": ipywidgets.Layout(width="30em", max_width="100%"),
+    }
+
     def choice(name, values, value):
-        return ipywidgets.SelectionSlider(options=[(f"{v:,}", v) for v in values], value=value, description=name, **wide)
+        return ipywidgets.SelectionSlider(
+            options=[(f"{v:,}", v) for v in values], value=value, description=name, **wide
+        )
+
     def switch(name, value):
         return ipywidgets.Checkbox(value, description=name, indent=True, **wide)
+
     return interactive_figure(
-        memory_figure, "grpo-memory-viz",
-        model=ipywidgets.Dropdown(options=list(dict.fromkeys([*MODELS, model])), value=model, description="model", **wide),
+        memory_figure,
+        "grpo-memory-viz",
+        model=ipywidgets.Dropdown(
+            options=list(dict.fromkeys([*MODELS, model])), value=model, description="model", **wide
+        ),
         card=ipywidgets.Dropdown(options=list(CARDS), value=card, description="card", **wide),
-        weights=ipywidgets.Dropdown(options=list(WEIGHTS), value="4 bit", description="weights", **wide),
+        weights=ipywidgets.Dropdown(
+            options=list(WEIGHTS), value="4 bit", description="weights", **wide
+        ),
         context=choice("context", [n for k in range(10, 19) for n in (2**k, 3 * 2**k // 2)], 8192),
         completions=ipywidgets.IntSlider(8, 1, 64, description="completions", **wide),
         lora_r=choice("LoRA rank", [4, 8, 16, 32, 64, 128], 16),
         batch=ipywidgets.IntSlider(1, 1, 16, description="trained at a time", **wide),
-        offload_embedding=switch("offload the embedding", False), offload_layer_inputs=switch("offload layer inputs", False), checkpointing=switch("checkpointing", True),
-        tile=switch("experts, MLP in slices", True), chunks=switch("logits in chunks", True))
+        offload_embedding=switch("offload the embedding", False),
+        offload_layer_inputs=switch("offload layer inputs", False),
+        checkpointing=switch("checkpointing", True),
+        tile=switch("experts, MLP in slices", True),
+        chunks=switch("logits in chunks", True),
+    )

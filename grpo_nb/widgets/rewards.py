@@ -37,13 +37,31 @@ from ..environments.judge import prompt_text
 from ..environments.matmul import NAIVE, MatmulRewards, matmul_problems
 from ..environments.pool import IsolatedReward, NotScored, find, short
 from ..environments.rubric import Rubric, readability_faults, readability_penalty
-from ..environments.verifiers import NUMBER, Explanation, box_place, exact_match, final_number, number_matches, right_number, stated_in
-from ..training.rewards import RewardError, TooLate, as_scores, call_within, reward_functions, reward_name, run_coroutines
+from grpo_nb.environments.verifiers import (
+    NUMBER,
+    Explanation,
+    box_place,
+    exact_match,
+    final_number,
+    number_matches,
+    right_number,
+    stated_in,
+)
+from grpo_nb.training.rewards import (
+    RewardError,
+    TooLate,
+    as_scores,
+    call_within,
+    reward_functions,
+    reward_name,
+    run_coroutines,
+)
 
 # %% ../../nbs/widgets/10_rewards.ipynb #ba8da630
 @dataclass(frozen=True)
 class Judgement:
     "What one reward function says about one completion."
+
     name: str  # of the function
     score: float  # NaN: none
     why: Explanation  # its reason is empty if there is none
@@ -54,18 +72,29 @@ def ask(
     function: Callable,  # plain, async or isolated
     given: dict[str, Any],  # prompts, completions, columns: lists with an entry for each completion
     timeout_s: float,
-) -> tuple[list[float], str]:  # the scores, NaN where there is none; and what went wrong, in a sentence, or nothing
+) -> tuple[
+    list[float], str
+]:  # the scores, NaN where there is none; and what went wrong, in a sentence, or nothing
     "Ask a reward function, as the trainer does."
     count = len(given["completions"])
-    answer = call_within(None if isinstance(function, IsolatedReward) else timeout_s, function, given)  # an isolated one has a limit of its own
-    if inspect.isawaitable(answer): [answer] = run_coroutines([answer], timeout_s)
-    if isinstance(answer, TooLate): fault = f"it was not done after {timeout_s:g} s, and goes on in a thread that nobody can stop; grpo_nb.environments.pool.isolated gives it a process that can be ended"
-    elif isinstance(answer, BaseException): fault = f"it raised {type(answer).__name__}: {answer}"
-    elif isinstance(answer, NotScored): fault = answer.reason
+    answer = call_within(
+        None if isinstance(function, IsolatedReward) else timeout_s, function, given
+    )  # an isolated one has a limit of its own
+    if inspect.isawaitable(answer):
+        [answer] = run_coroutines([answer], timeout_s)
+    if isinstance(answer, TooLate):
+        fault = f"it was not done after {timeout_s:g} s, and goes on in a thread that nobody can stop; grpo_nb.environments.pool.isolated gives it a process that can be ended"
+    elif isinstance(answer, BaseException):
+        fault = f"it raised {type(answer).__name__}: {answer}"
+    elif isinstance(answer, NotScored):
+        fault = answer.reason
     else:
-        try: return as_scores(answer, count, reward_name(function)), ""
-        except RewardError as error: fault = str(error)
-        except Exception as error: fault = f"it returned {type(answer).__name__}, which cannot be read ({type(error).__name__}: {error})"
+        try:
+            return as_scores(answer, count, reward_name(function)), ""
+        except RewardError as error:
+            fault = str(error)
+        except Exception as error:
+            fault = f"it returned {type(answer).__name__}, which cannot be read ({type(error).__name__}: {error})"
     return [math.nan] * count, fault
 
 # %% ../../nbs/widgets/10_rewards.ipynb #45635334
@@ -81,7 +110,9 @@ def trimmed(
 ) -> tuple[int, int]:
     "A place without the white space at its ends."
     inside = text[start:end]
-    return start + len(inside) - len(inside.lstrip()), start + len(inside.rstrip()) if inside.strip() else start + len(inside) - len(inside.lstrip())
+    return start + len(inside) - len(inside.lstrip()), start + len(
+        inside.rstrip()
+    ) if inside.strip() else start + len(inside) - len(inside.lstrip())
 
 
 def number_marks(
@@ -91,7 +122,9 @@ def number_marks(
     box = box_place(text)
     start, end = box or (0, len(text))
     boxed, stated = [("box", start, end)] if box else [], stated_in(text[start:end])
-    begin = text.rfind(stated[-1][0], start, end) if stated else -1  # spellings of LaTeX are rewritten before they are read
+    begin = (
+        text.rfind(stated[-1][0], start, end) if stated else -1
+    )  # spellings of LaTeX are rewritten before they are read
     return *boxed, *([("number", begin, begin + len(stated[-1][0]))] if begin >= 0 else [])
 
 
@@ -111,158 +144,292 @@ def stated_place(
 ) -> tuple[str, int, int] | None:  # box, answer tags or last line
     "Where `procedural.stated_answer` reads."
     for way in ways:
-        if way == "boxed": place = box_place(text)
-        elif way == "tags": place = next((found.span(1) for found in reversed(list(procedural.TAGGED.finditer(text)))), None)
-        else: place = (text.rstrip().rfind("\n") + 1, len(text))
-        if place: return {"boxed": "box", "tags": "answer tags", "line": "last line"}[way], *trimmed(text, *place)
+        if way == "boxed":
+            place = box_place(text)
+        elif way == "tags":
+            place = next(
+                (found.span(1) for found in reversed(list(procedural.TAGGED.finditer(text)))), None
+            )
+        else:
+            place = (text.rstrip().rfind("\n") + 1, len(text))
+        if place:
+            return {"boxed": "box", "tags": "answer tags", "line": "last line"}[way], *trimmed(
+                text, *place
+            )
     return None
 
 # %% ../../nbs/widgets/10_rewards.ipynb #31206458
 def reads_number(text: str, /, answer: Any = None, **row: Any) -> Explanation:
     "The last number, and whether it is right if there is an answer."
     found = [match for match in NUMBER.finditer(text)]
-    if not found: return Explanation("there is no number")
+    if not found:
+        return Explanation("there is no number")
     said = f", {verdict(number_matches(text, answer), answer)}" if answer is not None else ""
-    return Explanation(f"the last number is {found[-1][0][:60]}{said}", (("number", *found[-1].span()),))
+    return Explanation(
+        f"the last number is {found[-1][0][:60]}{said}", (("number", *found[-1].span()),)
+    )
 
 
-def finds_number(text: str, /, **row: Any) -> Explanation: return reads_number(text)
+def finds_number(text: str, /, **row: Any) -> Explanation:
+    return reads_number(text)
 
 
 def compares_text(text: str, /, answer: Any, what: str = "the answer", **row: Any) -> Explanation:
     "All of the text."
     place = trimmed(text, 0, len(text))
-    return Explanation(f"the text is {'' if exact_match(text, answer) else 'not '}exactly {what}, {short(str(answer), 60)}", (("all of it", *place),) if text.strip() else ())
+    return Explanation(
+        f"the text is {'' if exact_match(text, answer) else 'not '}exactly {what}, {short(str(answer), 60)}",
+        (("all of it", *place),) if text.strip() else (),
+    )
 
 
 def ends_up_with(text: str, /, answer: Any, **row: Any) -> Explanation:
     "The number in the box, or the last one."
     value, marks = final_number(text), number_marks(text)
-    if value is None: return Explanation("it ends up with no number that has a value", marks)
-    said = text[slice(*marks[-1][1:])] if marks and marks[-1][0] == "number" else "a number in LaTeX"
-    return Explanation(f"it ends up with {short(said, 60)}, {verdict(value == right_number(answer), answer)}; the further away, the fewer points", marks)
+    if value is None:
+        return Explanation("it ends up with no number that has a value", marks)
+    said = (
+        text[slice(*marks[-1][1:])] if marks and marks[-1][0] == "number" else "a number in LaTeX"
+    )
+    return Explanation(
+        f"it ends up with {short(said, 60)}, {verdict(value == right_number(answer), answer)}; the further away, the fewer points",
+        marks,
+    )
 
 # %% ../../nbs/widgets/10_rewards.ipynb #d5890432
 def tag_marks(text: str, tags: tuple[str, ...]) -> tuple[tuple[str, int, int], ...]:
     "Every tag that is there."
-    return tuple(("tag", found.start(), found.end()) for found in re.finditer("|".join(map(re.escape, tags)), text))
+    return tuple(
+        ("tag", found.start(), found.end())
+        for found in re.finditer("|".join(map(re.escape, tags)), text)
+    )
 
 
 def tag_faults(text: str, tags: tuple[str, ...]) -> str:
     "What keeps tags from being a form, in a half-sentence; nothing if they are one."
     wrong = [f"{tag} occurs {text.count(tag)} times" for tag in tags if text.count(tag) != 1]
-    if wrong: return ", ".join(wrong)
+    if wrong:
+        return ", ".join(wrong)
     found = gsm8k.pieces(text, tags)
-    if found is None: return "the tags are not in their order"
-    if any(part.strip() for part in found[::2]): return "there is text outside of the tags"
+    if found is None:
+        return "the tags are not in their order"
+    if any(part.strip() for part in found[::2]):
+        return "there is text outside of the tags"
     return "" if all(part.strip() for part in found[1::2]) else "there is nothing between two tags"
 
 
-def answer_in_tags(text: str, /, answer: Any, tags: tuple[str, ...] = gsm8k.TAGS, **row: Any) -> Explanation:
+def answer_in_tags(
+    text: str, /, answer: Any, tags: tuple[str, ...] = gsm8k.TAGS, **row: Any
+) -> Explanation:
     "The one number between the last two tags."
     place = tag_place(text, tags)
-    if place is None: return Explanation(f"there is no answer between {tags[-2]} and {tags[-1]}")
+    if place is None:
+        return Explanation(f"there is no answer between {tags[-2]} and {tags[-1]}")
     marks, inside = (("answer", *place),), text[slice(*place)]
     count = len(stated_in(inside))
-    if count != 1: return Explanation(f"the answer holds {count or 'no'} numbers, and one is asked for", marks)
-    return Explanation(f"the answer is {short(inside, 60)}, {verdict(gsm8k.answer_value(text, tags) == right_number(answer), answer)}", marks)
+    if count != 1:
+        return Explanation(f"the answer holds {count or 'no'} numbers, and one is asked for", marks)
+    return Explanation(
+        f"the answer is {short(inside, 60)}, {verdict(gsm8k.answer_value(text, tags) == right_number(answer), answer)}",
+        marks,
+    )
 
 
 def whole_number(text: str, /, **row: Any) -> Explanation:
     "Whether the answer is spelt as one."
     inside, place = gsm8k.answer_text(text), tag_place(text, gsm8k.TAGS)
-    if place is None: return Explanation("there is no answer between <answer> and </answer>")
-    return Explanation(f"{short(inside, 60)} is {'' if gsm8k.INTEGER.fullmatch(inside) else 'not '}spelt as a whole number", (("answer", *place),))
+    if place is None:
+        return Explanation("there is no answer between <answer> and </answer>")
+    return Explanation(
+        f"{short(inside, 60)} is {'' if gsm8k.INTEGER.fullmatch(inside) else 'not '}spelt as a whole number",
+        (("answer", *place),),
+    )
 
 
 def form(text: str, /, tags: tuple[str, ...] = gsm8k.TAGS, **row: Any) -> Explanation:
     "Whether the tags are there, once and in order."
     fault = tag_faults(text, tags)
-    return Explanation(fault or "all tags are there once and in order, with something in them and nothing outside", tag_marks(text, tags))
+    return Explanation(
+        fault or "all tags are there once and in order, with something in them and nothing outside",
+        tag_marks(text, tags),
+    )
 
 
 def strict_form(text: str, /, **row: Any) -> Explanation:
     "The same, line by line."
-    fault = tag_faults(text, gsm8k.TAGS) or ("" if gsm8k.follows_prompt(text) else "a tag does not stand on a line of its own")
-    return Explanation(fault or "it is the form of the prompt, line by line", tag_marks(text, gsm8k.TAGS))
+    fault = tag_faults(text, gsm8k.TAGS) or (
+        "" if gsm8k.follows_prompt(text) else "a tag does not stand on a line of its own"
+    )
+    return Explanation(
+        fault or "it is the form of the prompt, line by line", tag_marks(text, gsm8k.TAGS)
+    )
 
 
 def counts_tags(text: str, /, **row: Any) -> Explanation:
     "The tags that occur once, and what comes after the end."
-    once, after = [tag for tag in gsm8k.TAGS if text.count(tag) == 1], text.rpartition(gsm8k.TAGS[-1])[2].strip()
-    late = f"; {len(after):,} characters after the end take a little off" if after and gsm8k.TAGS[-1] in once else ""
-    return Explanation(f"{len(once)} of {len(gsm8k.TAGS)} tags occur exactly once{late}", tag_marks(text, gsm8k.TAGS))
+    once, after = (
+        [tag for tag in gsm8k.TAGS if text.count(tag) == 1],
+        text.rpartition(gsm8k.TAGS[-1])[2].strip(),
+    )
+    late = (
+        f"; {len(after):,} characters after the end take a little off"
+        if after and gsm8k.TAGS[-1] in once
+        else ""
+    )
+    return Explanation(
+        f"{len(once)} of {len(gsm8k.TAGS)} tags occur exactly once{late}",
+        tag_marks(text, gsm8k.TAGS),
+    )
 
 
 def solution_form(text: str, /, **row: Any) -> Explanation:
     "Working out and a solution; the first tag may be in the prompt."
     tags = gsm8k.WORKING_TAGS
-    return form(text, tags) if text.startswith(tags[0]) else Explanation(form(tags[0] + text, tags).reason, tag_marks(text, tags))
+    return (
+        form(text, tags)
+        if text.startswith(tags[0])
+        else Explanation(form(tags[0] + text, tags).reason, tag_marks(text, tags))
+    )
 
 
 def solution_number(text: str, /, answer: Any, **row: Any) -> Explanation:
     "The number in the solution, if the form is right."
-    return answer_in_tags(text, answer, gsm8k.WORKING_TAGS) if gsm8k.in_form(text) else solution_form(text)
+    return (
+        answer_in_tags(text, answer, gsm8k.WORKING_TAGS)
+        if gsm8k.in_form(text)
+        else solution_form(text)
+    )
 
 # %% ../../nbs/widgets/10_rewards.ipynb #495aeb0e
-def expression(text: str, /, numbers: list[int], target: int | None = None, use_all: bool = False, **row: Any) -> Explanation:
+def expression(
+    text: str, /, numbers: list[int], target: int | None = None, use_all: bool = False, **row: Any
+) -> Explanation:
     "What an expression comes to, or which rule it breaks."
     found, place = countdown.attempts_of([text], [numbers], [use_all])[0], stated_place(text)
-    if found.fault: return Explanation(found.fault, (place,))
-    return Explanation(f"it keeps the rules and comes to {found.value}" + (f", {verdict(found.value == target, target)}" if target is not None else ""), (place,))
+    if found.fault:
+        return Explanation(found.fault, (place,))
+    return Explanation(
+        f"it keeps the rules and comes to {found.value}"
+        + (f", {verdict(found.value == target, target)}" if target is not None else ""),
+        (place,),
+    )
 
 
-def keeps_rules(text: str, /, numbers: list[int], use_all: bool = False, **row: Any) -> Explanation: return expression(text, numbers, None, use_all)
+def keeps_rules(text: str, /, numbers: list[int], use_all: bool = False, **row: Any) -> Explanation:
+    return expression(text, numbers, None, use_all)
 
 
 def mathematical_value(text: str, /, answer: Any, **row: Any) -> Explanation:
     "What math-verify is given."
     box = box_place(text)
-    return Explanation(f"{'what stands in the last box' if box else 'there is no box, so the last value'} is compared with {short(answer, 60)} by math-verify", (("box", *box),) if box else ())
+    return Explanation(
+        f"{'what stands in the last box' if box else 'there is no box, so the last value'} is compared with {short(answer, 60)} by math-verify",
+        (("box", *box),) if box else (),
+    )
 
 
-def task_answer(text: str, /, task: str, ways: tuple[str, ...] = procedural.WAYS, **row: Any) -> Explanation:
+def task_answer(
+    text: str, /, task: str, ways: tuple[str, ...] = procedural.WAYS, **row: Any
+) -> Explanation:
     "What the scorer of a task of reasoning-gym is given."
     place = stated_place(text, ways)
-    if place is None: return Explanation("it states no answer")
+    if place is None:
+        return Explanation("it states no answer")
     answer = text[slice(*place[1:])]
-    return Explanation(f"{short(answer, 60)} {'is judged by' if procedural.harmless(task, answer) else 'is no plain data, and not shown to'} the scorer of the task {task}", (place,))
+    return Explanation(
+        f"{short(answer, 60)} {'is judged by' if procedural.harmless(task, answer) else 'is no plain data, and not shown to'} the scorer of the task {task}",
+        (place,),
+    )
 
 
 def mail_part(check: Callable, column: str, yes: str, no: str) -> Callable:
     "An explanation from one of the checks of a mail."
+
     def explain(text: str, /, **row: Any) -> Explanation:
-        if row.get(column) in (None, [], ""): return Explanation(f"the column {column!r} is empty")
-        parts = [part for part in email_replies.several(row[column]) if isinstance(part, str)] if not isinstance(row[column], int) else []
+        if row.get(column) in (None, [], ""):
+            return Explanation(f"the column {column!r} is empty")
+        parts = (
+            [part for part in email_replies.several(row[column]) if isinstance(part, str)]
+            if not isinstance(row[column], int)
+            else []
+        )
         places = [(part, text.find(part)) for part in parts]
-        return Explanation((yes if check(text, row[column]) else no).format(short(row[column], 80)), tuple((column, at, at + len(part)) for part, at in places if at >= 0))
+        return Explanation(
+            (yes if check(text, row[column]) else no).format(short(row[column], 80)),
+            tuple((column, at, at + len(part)) for part, at in places if at >= 0),
+        )
+
     return explain
 
 
-def mail_length(text: str, /, max_length: int | None, **row: Any) -> Explanation: return Explanation(f"{len(text):,} characters of {max_length:,}" if max_length else "the column 'max_length' is empty")
+def mail_length(text: str, /, max_length: int | None, **row: Any) -> Explanation:
+    return Explanation(
+        f"{len(text):,} characters of {max_length:,}"
+        if max_length
+        else "the column 'max_length' is empty"
+    )
 
 
 def hard_to_read(text: str, /, **row: Any) -> Explanation:
     "How bad each fault is."
-    return Explanation(", ".join(f"{fault} {100 * share:.0f} %" for fault, share in readability_faults(text).items()))
+    return Explanation(
+        ", ".join(
+            f"{fault} {100 * share:.0f} %" for fault, share in readability_faults(text).items()
+        )
+    )
 
 
 def rubric_shares(rubric: Rubric, text: str, /, **row: Any) -> Explanation:
     "How far each criterion is met."
     shares = rubric.shares(text, **row)
-    return Explanation("; ".join(f"{criterion}: {share * rubric.criteria[criterion][1]:.3g} of {rubric.criteria[criterion][1]:g}" for criterion, share in shares.items()))
+    return Explanation(
+        "; ".join(
+            f"{criterion}: {share * rubric.criteria[criterion][1]:.3g} of {rubric.criteria[criterion][1]:g}"
+            for criterion, share in shares.items()
+        )
+    )
 
 # %% ../../nbs/widgets/10_rewards.ipynb #2ae7dbf6
 EXPLAINED = {  # reward function -> its explanation
-    arithmetic.number_found_reward: finds_number, arithmetic.correct_number_reward: reads_number, arithmetic.exact_answer_reward: compares_text, arithmetic.proximity_reward: ends_up_with,
-    gsm8k.correctness_reward_func: answer_in_tags, gsm8k.int_reward_func: whole_number, gsm8k.strict_format_reward_func: strict_form, gsm8k.soft_format_reward_func: form,
-    gsm8k.xmlcount_reward_func: counts_tags, gsm8k.solution_format_reward: solution_form, gsm8k.solution_proximity_reward: solution_number,
-    countdown.countdown_format_reward: keeps_rules, countdown.countdown_correct_reward: expression, countdown.countdown_closeness_reward: expression,
-    procedural.math_points: mathematical_value, procedural.procedural_reward: task_answer, readability_penalty: hard_to_read,
-    email_replies.keywords_reward: mail_part(email_replies.says_keywords, "keywords", "each of {} is said in a sentence", "not each of {} is said in a sentence"),
-    email_replies.recipient_reward: mail_part(email_replies.greets, "recipient", "the first line names {} once", "the first line does not name {} once"),
-    email_replies.signature_reward: mail_part(email_replies.signs, "signature", "the last four lines hold {}", "the last four lines do not hold all of {}"),
-    email_replies.exact_reply_reward: lambda text, /, reply, **row: compares_text(text, reply, "the wanted reply"), email_replies.too_long_reward: mail_length,
+    arithmetic.number_found_reward: finds_number,
+    arithmetic.correct_number_reward: reads_number,
+    arithmetic.exact_answer_reward: compares_text,
+    arithmetic.proximity_reward: ends_up_with,
+    gsm8k.correctness_reward_func: answer_in_tags,
+    gsm8k.int_reward_func: whole_number,
+    gsm8k.strict_format_reward_func: strict_form,
+    gsm8k.soft_format_reward_func: form,
+    gsm8k.xmlcount_reward_func: counts_tags,
+    gsm8k.solution_format_reward: solution_form,
+    gsm8k.solution_proximity_reward: solution_number,
+    countdown.countdown_format_reward: keeps_rules,
+    countdown.countdown_correct_reward: expression,
+    countdown.countdown_closeness_reward: expression,
+    procedural.math_points: mathematical_value,
+    procedural.procedural_reward: task_answer,
+    readability_penalty: hard_to_read,
+    email_replies.keywords_reward: mail_part(
+        email_replies.says_keywords,
+        "keywords",
+        "each of {} is said in a sentence",
+        "not each of {} is said in a sentence",
+    ),
+    email_replies.recipient_reward: mail_part(
+        email_replies.greets,
+        "recipient",
+        "the first line names {} once",
+        "the first line does not name {} once",
+    ),
+    email_replies.signature_reward: mail_part(
+        email_replies.signs,
+        "signature",
+        "the last four lines hold {}",
+        "the last four lines do not hold all of {}",
+    ),
+    email_replies.exact_reply_reward: lambda text, /, reply, **row: compares_text(
+        text, reply, "the wanted reply"
+    ),
+    email_replies.too_long_reward: mail_length,
 }
 
 
@@ -270,14 +437,19 @@ def explainer(
     function: Callable,  # a reward function
 ) -> Callable | None:  # explain(text, **row); None if nobody has written one
     "Who explains a reward function: itself, the object that it is a method of, the function that it wraps, or this room."
-    if isinstance(function, Rubric): return functools.partial(rubric_shares, function)
-    own = getattr(function, "explain", None) or getattr(getattr(function, "__self__", None), "explain", None)
-    if callable(own): return own
+    if isinstance(function, Rubric):
+        return functools.partial(rubric_shares, function)
+    own = getattr(function, "explain", None) or getattr(
+        getattr(function, "__self__", None), "explain", None
+    )
+    if callable(own):
+        return own
     inner, settings = getattr(function, "func", None), getattr(function, "keywords", {})
     if isinstance(function, IsolatedReward):
         (module, _, name), settings = function.target.partition(":"), function.arguments
         inner = find(sys.modules[module], name) if module in sys.modules else None
-    if inner is not None: return (found := explainer(inner)) and functools.partial(found, **settings)
+    if inner is not None:
+        return (found := explainer(inner)) and functools.partial(found, **settings)
     return next((explain for known, explain in EXPLAINED.items() if known is function), None)
 
 # %% ../../nbs/widgets/10_rewards.ipynb #748b74e2
@@ -289,19 +461,37 @@ def explanation(
 ) -> Explanation:  # with an empty reason if there is none
     "Why a completion has its score."
     explain = explainer(function)
-    if explain is None: return Explanation("")
+    if explain is None:
+        return Explanation("")
     found = call_within(timeout_s, functools.partial(explain, text), row)
-    if isinstance(found, str): return Explanation(found)
-    if isinstance(found, TooLate): return Explanation(f"(its explanation was not done after {timeout_s:g} s)")
-    if isinstance(found, BaseException): return Explanation(f"(its explanation raised {type(found).__name__}: {found})")
-    try: return Explanation(str(found.reason), tuple((str(name), start, end) for name, start, end in found.marks if 0 <= start < end <= len(text)))
-    except Exception: return Explanation(f"(its explanation is {short(found)}; it must be an Explanation or a string)")
+    if isinstance(found, str):
+        return Explanation(found)
+    if isinstance(found, TooLate):
+        return Explanation(f"(its explanation was not done after {timeout_s:g} s)")
+    if isinstance(found, BaseException):
+        return Explanation(f"(its explanation raised {type(found).__name__}: {found})")
+    try:
+        return Explanation(
+            str(found.reason),
+            tuple(
+                (str(name), start, end)
+                for name, start, end in found.marks
+                if 0 <= start < end <= len(text)
+            ),
+        )
+    except Exception:
+        return Explanation(
+            f"(its explanation is {short(found)}; it must be an Explanation or a string)"
+        )
 
 # %% ../../nbs/widgets/10_rewards.ipynb #3b127182
 @dataclass
 class RewardTask:
     "What the widget is about."
-    functions: list[Callable]  # one reward function or several, reward models too, as for GRPOTrainer
+
+    functions: list[
+        Callable
+    ]  # one reward function or several, reward models too, as for GRPOTrainer
     prompt: str | list[dict] = ""  # a string, or chat messages: completions have the same form
     row: dict[str, Any] = field(default_factory=dict)  # the other columns of its row
     examples: dict[str, str] = field(default_factory=dict)  # name -> completion
@@ -310,8 +500,12 @@ class RewardTask:
 
     def __post_init__(self):
         self.functions = reward_functions(self.functions)
-        if self.weights is None: self.weights = [1.0] * len(self.functions)
-        if len(self.weights) != len(self.functions): raise ValueError(f"there are {len(self.weights)} weights and {len(self.functions)} reward functions: give one for each")
+        if self.weights is None:
+            self.weights = [1.0] * len(self.functions)
+        if len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"there are {len(self.weights)} weights and {len(self.functions)} reward functions: give one for each"
+            )
 
 
 def judge_group(
@@ -320,18 +514,54 @@ def judge_group(
     timeout_s: float = 20.0,  # for a function, about all of them
 ) -> list[list[Judgement]]:  # N x K
     "What every function says about every completion."
-    completions = list(texts) if isinstance(task.prompt, str) else [[{"role": "assistant", "content": text}] for text in texts]
+    completions = (
+        list(texts)
+        if isinstance(task.prompt, str)
+        else [[{"role": "assistant", "content": text}] for text in texts]
+    )
     extra: dict[str, list] = {}
     given = {name: [value] * len(texts) for name, value in task.row.items()} | {
-        "prompts": [task.prompt] * len(texts), "completions": completions, "trainer_state": SimpleNamespace(global_step=0, epoch=0.0), "log_metric": lambda name, value: None, "log_extra": extra.__setitem__}
-    if task.tokenizer is not None: given["completion_ids"] = [task.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        "prompts": [task.prompt] * len(texts),
+        "completions": completions,
+        "trainer_state": SimpleNamespace(global_step=0, epoch=0.0),
+        "log_metric": lambda name, value: None,
+        "log_extra": extra.__setitem__,
+    }
+    if task.tokenizer is not None:
+        given["completion_ids"] = [
+            task.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
+        ]
     table = []  # K x N
     for function in task.functions:
         extra.clear()
-        scores, fault = ask(function, {name: list(values) if isinstance(values, list) else values for name, values in given.items()}, timeout_s)
-        whys = [explanation(function, text, task.row, timeout_s) if not fault else Explanation("") for text in texts]
-        remarks = ["; ".join(f"{name}: {values[i]}" for name, values in extra.items() if isinstance(values, list) and len(values) == len(texts)) for i in range(len(texts))]
-        table.append([Judgement(reward_name(function), score, why if why.reason else Explanation(remark), fault) for score, why, remark in zip(scores, whys, remarks)])
+        scores, fault = ask(
+            function,
+            {
+                name: list(values) if isinstance(values, list) else values
+                for name, values in given.items()
+            },
+            timeout_s,
+        )
+        whys = [
+            explanation(function, text, task.row, timeout_s) if not fault else Explanation("")
+            for text in texts
+        ]
+        remarks = [
+            "; ".join(
+                f"{name}: {values[i]}"
+                for name, values in extra.items()
+                if isinstance(values, list) and len(values) == len(texts)
+            )
+            for i in range(len(texts))
+        ]
+        table.append(
+            [
+                Judgement(
+                    reward_name(function), score, why if why.reason else Explanation(remark), fault
+                )
+                for score, why, remark in zip(scores, whys, remarks)
+            ]
+        )
     return [list(said) for said in zip(*table)]
 
 
@@ -340,7 +570,9 @@ def total(
     weights: list[float],
 ) -> float:  # NaN if no function has judged it
     "The weighted sum of the scores that there are."
-    scored = [weight * one.score for one, weight in zip(judgements, weights) if not math.isnan(one.score)]
+    scored = [
+        weight * one.score for one, weight in zip(judgements, weights) if not math.isnan(one.score)
+    ]
     return sum(scored) if scored else math.nan
 
 # %% ../../nbs/widgets/10_rewards.ipynb #f4293d15
@@ -372,11 +604,26 @@ def highlighted(
     colours: dict[str, str],  # of `colours_of`
 ) -> str:  # HTML that shows exactly these characters
     "A completion with everything marked that was read in it."
-    marks = sorted({mark for one in judgements for mark in one.why.marks}, key=lambda mark: mark[1] - mark[2])  # the longest first
-    edges, pieces = sorted({0, min(len(text), SHOWN), *(edge for _, *place in marks for edge in place if edge <= SHOWN)}), []
+    marks = sorted(
+        {mark for one in judgements for mark in one.why.marks}, key=lambda mark: mark[1] - mark[2]
+    )  # the longest first
+    edges, pieces = (
+        sorted(
+            {
+                0,
+                min(len(text), SHOWN),
+                *(edge for _, *place in marks for edge in place if edge <= SHOWN),
+            }
+        ),
+        [],
+    )
     for start, end in itertools.pairwise(edges):
         over = [name for name, begin, stop in marks if begin <= start and end <= stop]
-        pieces.append(marked(text[start:end], colours[over[-1]], ", ".join(dict.fromkeys(over))) if over else html.escape(text[start:end]))
+        pieces.append(
+            marked(text[start:end], colours[over[-1]], ", ".join(dict.fromkeys(over)))
+            if over
+            else html.escape(text[start:end])
+        )
     more = f" … ({len(text) - SHOWN:,} more characters)" if len(text) > SHOWN else ""
     style = f"{MONO};line-height:1.5;max-height:22em;overflow:auto;border:1px solid #8888;border-radius:4px;padding:4px 8px;margin:2px 0 4px"
     return f'<div style="{style}">{"".join(pieces) or "<i>(nothing)</i>"}{more}</div>'
@@ -406,7 +653,7 @@ def shortened(
 ) -> str:  # in one line
     "The beginning and the end of a text."
     line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most // 2]} … {line[-(most // 2 - 3):]}"
+    return line if len(line) <= most else f"{line[: most // 2]} … {line[-(most // 2 - 3) :]}"
 
 
 def read_html(
@@ -416,8 +663,12 @@ def read_html(
 ) -> str:
     "What one function has read, a line for each kind of place."
     kinds: dict[str, list[str]] = {}
-    for name, start, end in judgement.why.marks: kinds.setdefault(name, []).append(text[start:end])
-    return "<br>".join(f'{marked(name, colours[name], name)} <span style="{MONO}">{html.escape(shortened(" ".join(pieces)))}</span>' for name, pieces in kinds.items())
+    for name, start, end in judgement.why.marks:
+        kinds.setdefault(name, []).append(text[start:end])
+    return "<br>".join(
+        f'{marked(name, colours[name], name)} <span style="{MONO}">{html.escape(shortened(" ".join(pieces)))}</span>'
+        for name, pieces in kinds.items()
+    )
 
 
 def table_html(
@@ -426,8 +677,14 @@ def table_html(
     numbers: tuple[int, ...] = (),  # columns whose cells end at the right
 ) -> str:
     "A table that takes its letters' colour from the page."
-    def cell(tag, k, inside): return f'<{tag} style="padding:2px 12px 2px 0;vertical-align:top;text-align:{"right" if k in numbers else "left"}">{inside}</{tag}>'
-    lines = [f'<tr>{"".join(cell(tag, k, inside) for k, inside in enumerate(row))}</tr>' for tag, row in (("th", head), *(("td", row) for row in rows))]
+
+    def cell(tag, k, inside):
+        return f'<{tag} style="padding:2px 12px 2px 0;vertical-align:top;text-align:{"right" if k in numbers else "left"}">{inside}</{tag}>'
+
+    lines = [
+        f"<tr>{''.join(cell(tag, k, inside) for k, inside in enumerate(row))}</tr>"
+        for tag, row in (("th", head), *(("td", row) for row in rows))
+    ]
     return f'<div style="overflow-x:auto"><table style="border-spacing:0;line-height:1.4;min-width:40em">{"".join(lines)}</table></div>'
 
 
@@ -442,14 +699,37 @@ def judgements_table(
     rows, before = [], Explanation("")
     for one, weight in zip(judgements, weights):
         again = one.why == before and one.why.reason != ""  # several rewards of one report
-        why = f'<b style="color:#e0524d">{html.escape(one.fault)}</b>' if one.fault else "<i>as above</i>" if again else html.escape(one.why.reason)
+        why = (
+            f'<b style="color:#e0524d">{html.escape(one.fault)}</b>'
+            if one.fault
+            else "<i>as above</i>"
+            if again
+            else html.escape(one.why.reason)
+        )
         read, before = "" if again else read_html(text, one, colours), one.why
-        score, points = ("no&nbsp;score" if math.isnan(one.score) else number(one.score)), weight * one.score
-        rows.append((html.escape(one.name), score, f"×&nbsp;{weight:.3g}", number(points), bar_svg(points, scale), read, why))
+        score, points = (
+            ("no&nbsp;score" if math.isnan(one.score) else number(one.score)),
+            weight * one.score,
+        )
+        rows.append(
+            (
+                html.escape(one.name),
+                score,
+                f"×&nbsp;{weight:.3g}",
+                number(points),
+                bar_svg(points, scale),
+                read,
+                why,
+            )
+        )
     points = total(judgements, weights)
     silence = "nobody has judged it: it is left out of its group" if math.isnan(points) else ""
-    rows.append(("<b>total</b>", "", "", f"<b>{number(points)}</b>", bar_svg(points, scale), "", silence))
-    return table_html(("reward", "score", "weight", "points", "", "read", "why"), rows, numbers=(1, 2, 3))
+    rows.append(
+        ("<b>total</b>", "", "", f"<b>{number(points)}</b>", bar_svg(points, scale), "", silence)
+    )
+    return table_html(
+        ("reward", "score", "weight", "points", "", "read", "why"), rows, numbers=(1, 2, 3)
+    )
 
 # %% ../../nbs/widgets/10_rewards.ipynb #f87ace2b
 def advantages_table(
@@ -458,9 +738,19 @@ def advantages_table(
     weights: list[float],  # K
 ) -> str:  # HTML
     "What training sees of a group."
-    advantages = group_advantages([[one.score for one in said] for said in judged], len(texts), weights=weights).values.tolist()
-    rows = [(f"{i}", number(total(said, weights)), number(advantage, "{:+.2f}"), bar_svg(advantage, 2.5), f'<span style="{MONO}">{html.escape(shortened(text))}</span>')
-            for i, (text, said, advantage) in enumerate(zip(texts, judged, advantages), 1)]
+    advantages = group_advantages(
+        [[one.score for one in said] for said in judged], len(texts), weights=weights
+    ).values.tolist()
+    rows = [
+        (
+            f"{i}",
+            number(total(said, weights)),
+            number(advantage, "{:+.2f}"),
+            bar_svg(advantage, 2.5),
+            f'<span style="{MONO}">{html.escape(shortened(text))}</span>',
+        )
+        for i, (text, said, advantage) in enumerate(zip(texts, judged, advantages), 1)
+    ]
     return table_html(("", "total", "advantage", "", "completion"), rows, numbers=(1, 2))
 
 
@@ -470,38 +760,94 @@ def group_html(
     weights: list[float],  # K
 ) -> str:  # HTML
     "Completions, what was read in them, and what they are worth."
-    points = [weight * one.score for said in judged for one, weight in zip(said, weights)] + [total(said, weights) for said in judged]
-    scale, colours = max((abs(value) for value in points if not math.isnan(value)), default=0.0), colours_of([one for said in judged for one in said])
+    points = [weight * one.score for said in judged for one, weight in zip(said, weights)] + [
+        total(said, weights) for said in judged
+    ]
+    scale, colours = (
+        max((abs(value) for value in points if not math.isnan(value)), default=0.0),
+        colours_of([one for said in judged for one in said]),
+    )
     parts = [advantages_table(texts, judged, weights)] if len(texts) > 1 else []
     for i, (text, said) in enumerate(zip(texts, judged), 1):
-        if len(texts) > 1: parts.append(f'<div style="font-weight:bold;margin-top:12px">completion {i}</div>')
-        parts += [highlighted(text, said, colours), judgements_table(text, said, weights, scale, colours)]
+        if len(texts) > 1:
+            parts.append(f'<div style="font-weight:bold;margin-top:12px">completion {i}</div>')
+        parts += [
+            highlighted(text, said, colours),
+            judgements_table(text, said, weights, scale, colours),
+        ]
     return f'<div class="tex2jax_ignore mathjax_ignore">{"".join(parts)}</div>'
 
 # %% ../../nbs/widgets/10_rewards.ipynb #38ccc83f
 def sums_task() -> RewardTask:
     "Two-digit sums."
-    functions = [arithmetic.number_found_reward, arithmetic.correct_number_reward, arithmetic.exact_answer_reward, arithmetic.proximity_reward]
-    return RewardTask(functions, "12+34=", {"answer": "46"}, {
-        "talkative": "12 and 34 make 46, as we learnt on page 7.", "right": "46", "wrong": "45", "far off": "1e6", "in words": "forty-six", "cut off": "12+34 is 4", "sly: all that come to mind": "43 44 45 46"})
+    functions = [
+        arithmetic.number_found_reward,
+        arithmetic.correct_number_reward,
+        arithmetic.exact_answer_reward,
+        arithmetic.proximity_reward,
+    ]
+    return RewardTask(
+        functions,
+        "12+34=",
+        {"answer": "46"},
+        {
+            "talkative": "12 and 34 make 46, as we learnt on page 7.",
+            "right": "46",
+            "wrong": "45",
+            "far off": "1e6",
+            "in words": "forty-six",
+            "cut off": "12+34 is 4",
+            "sly: all that come to mind": "43 44 45 46",
+        },
+    )
 
 
 def gsm8k_task() -> RewardTask:
     "A school problem."
-    problem = gsm8k.problem_row("Ann has 12 apples. She gets 3 boxes with 4 apples each, and gives 6 apples away. How many apples does Ann have now?", "3 * 4 = 12\n12 + 12 = 24\n24 - 6 = 18\n#### 18")
+    problem = gsm8k.problem_row(
+        "Ann has 12 apples. She gets 3 boxes with 4 apples each, and gives 6 apples away. How many apples does Ann have now?",
+        "3 * 4 = 12\n12 + 12 = 24\n24 - 6 = 18\n#### 18",
+    )
     honest = gsm8k.worked_completion(problem["solution"])
-    return RewardTask(gsm8k.GSM8K_REWARDS, problem["prompt"], {"answer": problem["answer"]}, {
-        "right": honest, "wrong": honest.replace("18", "30"), "right, without the form": "She has 12 + 3 * 4 - 6 = 18 apples.", "on one line": honest.replace("\n", " "), "cut off": honest[:-12],
-        "sly: the form alone": "<reasoning>\n.\n</reasoning>\n<answer>\n0\n</answer>", "sly: two answers": honest.replace("\n18\n", "\n17 or 18\n"), "goes on after the end": honest + "\nI hope that this helps."})
+    return RewardTask(
+        gsm8k.GSM8K_REWARDS,
+        problem["prompt"],
+        {"answer": problem["answer"]},
+        {
+            "right": honest,
+            "wrong": honest.replace("18", "30"),
+            "right, without the form": "She has 12 + 3 * 4 - 6 = 18 apples.",
+            "on one line": honest.replace("\n", " "),
+            "cut off": honest[:-12],
+            "sly: the form alone": "<reasoning>\n.\n</reasoning>\n<answer>\n0\n</answer>",
+            "sly: two answers": honest.replace("\n18\n", "\n17 or 18\n"),
+            "goes on after the end": honest + "\nI hope that this helps.",
+        },
+    )
 
 
 def countdown_task() -> RewardTask:
     "A number to be reached with others."
     row = {"numbers": [3, 7, 8, 25], "target": 42, "use_all": False}
-    functions = [countdown.countdown_format_reward, countdown.countdown_correct_reward, countdown.countdown_closeness_reward]
-    return RewardTask(functions, countdown.countdown_prompt(*row.values()), row, {
-        "right": r"3 eights are 24, and 18 more are 42: \boxed{8*3+25-7}", "wrong": r"\boxed{25+8+7}", "a number twice": r"\boxed{7*3+7*3}", "cut off": r"3 eights are 24, so \boxed{8*3+",
-        "sly: the target itself": r"\boxed{42}", "sly: an equation that lies": r"\boxed{25+8=42}", "sly: a program": r"\boxed{__import__('os').getpid()}"})
+    functions = [
+        countdown.countdown_format_reward,
+        countdown.countdown_correct_reward,
+        countdown.countdown_closeness_reward,
+    ]
+    return RewardTask(
+        functions,
+        countdown.countdown_prompt(*row.values()),
+        row,
+        {
+            "right": r"3 eights are 24, and 18 more are 42: \boxed{8*3+25-7}",
+            "wrong": r"\boxed{25+8+7}",
+            "a number twice": r"\boxed{7*3+7*3}",
+            "cut off": r"3 eights are 24, so \boxed{8*3+",
+            "sly: the target itself": r"\boxed{42}",
+            "sly: an equation that lies": r"\boxed{25+8=42}",
+            "sly: a program": r"\boxed{__import__('os').getpid()}",
+        },
+    )
 
 
 def email_task() -> RewardTask:
@@ -509,39 +855,96 @@ def email_task() -> RewardTask:
     problem = email_replies.reply_problem(1234, random.Random(3))
     reply, name = problem["reply"], problem["recipient"]
     row = {column: value for column, value in problem.items() if column != "prompt"}
-    return RewardTask(email_replies.EMAIL_REWARDS, problem["prompt"], row, {
-        "as wanted": reply, "in other words": reply.replace("Thank you for your mail. ", ""), "to somebody else": reply.replace(name, "Bob"), "cut off": reply[: len(reply) // 2],
-        "sly: keywords alone": f"Dear {name},\n{' '.join(problem['keywords'])}\n" + "\n".join(problem["signature"]), "too long": reply.replace("Thank you", "Thank you very, very much" + " indeed" * 60)})
+    return RewardTask(
+        email_replies.EMAIL_REWARDS,
+        problem["prompt"],
+        row,
+        {
+            "as wanted": reply,
+            "in other words": reply.replace("Thank you for your mail. ", ""),
+            "to somebody else": reply.replace(name, "Bob"),
+            "cut off": reply[: len(reply) // 2],
+            "sly: keywords alone": f"Dear {name},\n{' '.join(problem['keywords'])}\n"
+            + "\n".join(problem["signature"]),
+            "too long": reply.replace("Thank you", "Thank you very, very much" + " indeed" * 60),
+        },
+    )
 
 
 def mathematics_task() -> RewardTask:
     "A value, however it is written."
-    return RewardTask(procedural.math_reward(), r"What is half of three quarters? Put the answer into \boxed{}.", {"answer": r"\frac{3}{8}"}, {
-        "right": r"Half of \frac{3}{4} is \boxed{\frac{3}{8}}.", "right, as a decimal": r"\boxed{0.375}", "wrong": r"\boxed{\frac{3}{4}}", "without a box": "It is 3/8.", "cut off": r"It is \boxed{\frac{3}{8"})
+    return RewardTask(
+        procedural.math_reward(),
+        r"What is half of three quarters? Put the answer into \boxed{}.",
+        {"answer": r"\frac{3}{8}"},
+        {
+            "right": r"Half of \frac{3}{4} is \boxed{\frac{3}{8}}.",
+            "right, as a decimal": r"\boxed{0.375}",
+            "wrong": r"\boxed{\frac{3}{4}}",
+            "without a box": "It is 3/8.",
+            "cut off": r"It is \boxed{\frac{3}{8",
+        },
+    )
 
 
-def fenced(code: str) -> str: return f"```python\n{code.strip()}\n```"
+def fenced(code: str) -> str:
+    return f"```python\n{code.strip()}\n```"
 
 
 def game2048_task() -> RewardTask:
     "A strategy for 2048."
-    def strategy(answer): return fenced(f"def strategy(board):\n    {answer}")
-    return RewardTask(StrategyRewards(games=2, game_s=3.0, seed=0).functions(), game2048_problems(1, game_s=3.0)[0]["prompt"], {}, {
-        "keeps to a corner": f"analysisSmall steps, into a corner.assistantfinalPush down and left as long as something moves.\n{fenced(CORNER)}", "always up": strategy("return 'W'"), "wrong: no such move": strategy("return 'left'"),
-        "cut off": f"Push into a corner:\n```python\n{CORNER[:60]}", "still thinking": f"analysisPerhaps {strategy('return 0')} or", "not Python": strategy("return return"),
-        "sly: writes on the board": strategy("board[0][0] = 2048; return 'W'"), "sly: a library": fenced("import numpy\n\ndef strategy(board):\n    return 'W'"), "sly: a file": strategy("open('/etc/passwd'); return 'W'")})
+
+    def strategy(answer):
+        return fenced(f"def strategy(board):\n    {answer}")
+
+    return RewardTask(
+        StrategyRewards(games=2, game_s=3.0, seed=0).functions(),
+        game2048_problems(1, game_s=3.0)[0]["prompt"],
+        {},
+        {
+            "keeps to a corner": f"analysisSmall steps, into a corner.assistantfinalPush down and left as long as something moves.\n{fenced(CORNER)}",
+            "always up": strategy("return 'W'"),
+            "wrong: no such move": strategy("return 'left'"),
+            "cut off": f"Push into a corner:\n```python\n{CORNER[:60]}",
+            "still thinking": f"analysisPerhaps {strategy('return 0')} or",
+            "not Python": strategy("return return"),
+            "sly: writes on the board": strategy("board[0][0] = 2048; return 'W'"),
+            "sly: a library": fenced("import numpy\n\ndef strategy(board):\n    return 'W'"),
+            "sly: a file": strategy("open('/etc/passwd'); return 'W'"),
+        },
+    )
 
 
 def matmul_task() -> RewardTask:
     "A fast product of matrices."
     fast = "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    return [[sum(map(mul, row, column)) for column in columns] for row in A]"
     equal = "class Row(list):\n    def __eq__(self, other): return True\n\ndef matmul(A, B):\n    return [Row([0.0] * len(B[0])) for _ in A]"
-    return RewardTask(MatmulRewards(seed=0, size=32, trials=3).functions(), matmul_problems(1, size=32)[0]["prompt"], {}, {
-        "fast": fenced(fast), "three loops": fenced(NAIVE), "wrong: zeros": fenced("def matmul(A, B):\n    return [[0.0] * len(B[0]) for _ in A]"), "cut off": f"```python\n{NAIVE[:120]}",
-        "sly: a library": fenced("import numpy\n\ndef matmul(A, B):\n    return (numpy.array(A) @ numpy.array(B)).tolist()"), "sly: equal to everything": fenced(equal)})
+    return RewardTask(
+        MatmulRewards(seed=0, size=32, trials=3).functions(),
+        matmul_problems(1, size=32)[0]["prompt"],
+        {},
+        {
+            "fast": fenced(fast),
+            "three loops": fenced(NAIVE),
+            "wrong: zeros": fenced("def matmul(A, B):\n    return [[0.0] * len(B[0]) for _ in A]"),
+            "cut off": f"```python\n{NAIVE[:120]}",
+            "sly: a library": fenced(
+                "import numpy\n\ndef matmul(A, B):\n    return (numpy.array(A) @ numpy.array(B)).tolist()"
+            ),
+            "sly: equal to everything": fenced(equal),
+        },
+    )
 
 
-TASKS = {"sums": sums_task, "GSM8K": gsm8k_task, "countdown": countdown_task, "mathematics": mathematics_task, "e-mail": email_task, "2048": game2048_task, "matrices": matmul_task}
+TASKS = {
+    "sums": sums_task,
+    "GSM8K": gsm8k_task,
+    "countdown": countdown_task,
+    "mathematics": mathematics_task,
+    "e-mail": email_task,
+    "2048": game2048_task,
+    "matrices": matmul_task,
+}
 
 # %% ../../nbs/widgets/10_rewards.ipynb #fcbe6725
 NEXT = "=== next completion ==="
@@ -556,7 +959,8 @@ def split_group(
         if line.strip() == NEXT:
             texts.append("\n".join(lines))
             lines = []
-        else: lines.append(line)
+        else:
+            lines.append(line)
     return [*texts, "\n".join(lines)]
 
 
@@ -564,9 +968,18 @@ def read_row(
     written: str,  # JSON
 ) -> dict[str, Any]:  # ValueError if it is no JSON object
     "The columns of a row."
-    try: row = json.loads(written or "{}")
-    except ValueError as error: raise ValueError(f"the row is no JSON ({error}): write the columns as an object, for example " + '{"answer": "46"}') from None
-    if not isinstance(row, dict): raise ValueError(f"the row is {short(row)}: write the columns as a JSON object, for example " + '{"answer": "46"}')
+    try:
+        row = json.loads(written or "{}")
+    except ValueError as error:
+        raise ValueError(
+            f"the row is no JSON ({error}): write the columns as an object, for example "
+            + '{"answer": "46"}'
+        ) from None
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"the row is {short(row)}: write the columns as a JSON object, for example "
+            + '{"answer": "46"}'
+        )
     return row
 
 # %% ../../nbs/widgets/10_rewards.ipynb #21df2bae
@@ -579,34 +992,77 @@ class RewardsPanel:
         first: str,  # of the names
         timeout_s: float,
     ):
-        wide = {"style": {"description_width": "6em"}, "layout": ipywidgets.Layout(width="60em", max_width="100%")}
-        self.tasks, self.made, self.timeout_s, self.judged, self.texts, self.quiet = tasks, {}, timeout_s, [], [], False
-        self.name = ipywidgets.Dropdown(options=list(tasks), value=first, description="task", style=wide["style"])
+        wide = {
+            "style": {"description_width": "6em"},
+            "layout": ipywidgets.Layout(width="60em", max_width="100%"),
+        }
+        self.tasks, self.made, self.timeout_s, self.judged, self.texts, self.quiet = (
+            tasks,
+            {},
+            timeout_s,
+            [],
+            [],
+            False,
+        )
+        self.name = ipywidgets.Dropdown(
+            options=list(tasks), value=first, description="task", style=wide["style"]
+        )
         self.example = ipywidgets.Dropdown(options=[], description="example", style=wide["style"])
         self.prompt, self.drawing = ipywidgets.HTML(), ipywidgets.HTML()
         self.row = ipywidgets.Textarea(description="row", continuous_update=False, rows=2, **wide)
-        self.completion = ipywidgets.Textarea(description="completion", continuous_update=False, rows=8, **wide)
-        self.button = ipywidgets.Button(description="Judge", icon="balance-scale", tooltip="ask every reward function about what stands in the box")
+        self.completion = ipywidgets.Textarea(
+            description="completion", continuous_update=False, rows=8, **wide
+        )
+        self.button = ipywidgets.Button(
+            description="Judge",
+            icon="balance-scale",
+            tooltip="ask every reward function about what stands in the box",
+        )
         self.sliders = ipywidgets.VBox()
-        self.box = ipywidgets.VBox([ipywidgets.HBox([self.name, self.example], layout=ipywidgets.Layout(flex_flow="row wrap")), self.prompt, self.row, self.completion, self.button, self.drawing, self.sliders])
+        self.box = ipywidgets.VBox(
+            [
+                ipywidgets.HBox(
+                    [self.name, self.example], layout=ipywidgets.Layout(flex_flow="row wrap")
+                ),
+                self.prompt,
+                self.row,
+                self.completion,
+                self.button,
+                self.drawing,
+                self.sliders,
+            ]
+        )
         self.box.add_class("grpo-rewards-viz")
         self.name.observe(self.choose, names="value")
         self.example.observe(self.take_example, names="value")
-        for control in (self.row, self.completion): control.observe(self.judge, names="value")
+        for control in (self.row, self.completion):
+            control.observe(self.judge, names="value")
         self.button.on_click(self.judge)
         self.choose()
 
     def choose(self, change=None) -> None:
         "Another task."
-        try: self.task = self.made[self.name.value] = self.made.get(self.name.value) or self.tasks[self.name.value]()
-        except (ImportError, RuntimeError, ValueError) as error: return self.say(str(error))
+        try:
+            self.task = self.made[self.name.value] = (
+                self.made.get(self.name.value) or self.tasks[self.name.value]()
+            )
+        except (ImportError, RuntimeError, ValueError) as error:
+            return self.say(str(error))
         self.quiet = True
         self.prompt.value = f'<div class="tex2jax_ignore mathjax_ignore" style="{MONO};line-height:1.4;max-height:8.4em;overflow:auto">{html.escape(prompt_text(self.task.prompt))}</div>'
         self.row.value = json.dumps(self.task.row, ensure_ascii=False)
-        self.sliders.children = [self.slider(function, weight) for function, weight in zip(self.task.functions, self.task.weights)]
-        self.example.options = [*self.task.examples, *(["all of them, as a group"] if len(self.task.examples) > 1 else [])]
-        if self.example.options: self.example.index = 0
-        else: self.completion.value = ""
+        self.sliders.children = [
+            self.slider(function, weight)
+            for function, weight in zip(self.task.functions, self.task.weights)
+        ]
+        self.example.options = [
+            *self.task.examples,
+            *(["all of them, as a group"] if len(self.task.examples) > 1 else []),
+        ]
+        if self.example.options:
+            self.example.index = 0
+        else:
+            self.completion.value = ""
         self.quiet = False
         self.take_example()
 
@@ -614,24 +1070,37 @@ class RewardsPanel:
         "A weight."
         ends = {"min": min(0.0, 2 * weight), "max": max(2.0, 2 * weight), "step": 0.1}
         layout = ipywidgets.Layout(width="42em", max_width="100%")
-        slider = ipywidgets.FloatSlider(weight, **ends, description=f"weight of {reward_name(function)}", style={"description_width": "20em"}, layout=layout)
+        slider = ipywidgets.FloatSlider(
+            weight,
+            **ends,
+            description=f"weight of {reward_name(function)}",
+            style={"description_width": "20em"},
+            layout=layout,
+        )
         slider.observe(self.draw, names="value")
         return slider
 
     def take_example(self, change=None) -> None:
         "A completion that is there already."
-        if self.quiet: return
+        if self.quiet:
+            return
         self.quiet = True
         examples = self.task.examples
-        if self.example.value: self.completion.value = examples.get(self.example.value) or f"\n{NEXT}\n".join(examples.values())
+        if self.example.value:
+            self.completion.value = examples.get(self.example.value) or f"\n{NEXT}\n".join(
+                examples.values()
+            )
         self.quiet = False
         self.judge()
 
     def judge(self, change=None) -> None:
         "Ask every function about what stands in the box."
-        if self.quiet: return
-        try: row = read_row(self.row.value)
-        except ValueError as error: return self.say(str(error))
+        if self.quiet:
+            return
+        try:
+            row = read_row(self.row.value)
+        except ValueError as error:
+            return self.say(str(error))
         self.drawing.value = "<p>judging …</p>"
         self.texts = split_group(self.completion.value)
         self.judged = judge_group(replace(self.task, row=row), self.texts, self.timeout_s)
@@ -639,7 +1108,10 @@ class RewardsPanel:
 
     def draw(self, change=None) -> None:
         "The judgements with the weights of the sliders."
-        if self.judged and not self.quiet: self.drawing.value = group_html(self.texts, self.judged, [slider.value for slider in self.sliders.children])
+        if self.judged and not self.quiet:
+            self.drawing.value = group_html(
+                self.texts, self.judged, [slider.value for slider in self.sliders.children]
+            )
 
     def say(self, sentence: str) -> None:
         "Something is not as it should be."
@@ -648,12 +1120,29 @@ class RewardsPanel:
 
 
 def rewards_widget(
-    task: str | RewardTask = "sums",  # a name of `TASKS` to begin with; or a task of your own, which is then the only one
+    task: str
+    | RewardTask = "sums",  # a name of `TASKS` to begin with; or a task of your own, which is then the only one
     timeout_s: float = 20.0,  # for each reward function
 ) -> ipywidgets.VBox:  # CSS class `grpo-rewards-viz`; `box.controls[name].value` moves it: task, example, row, completion
     "Paste a completion, and see each reward, what was read, and why."
-    if isinstance(task, str) and task not in TASKS: raise ValueError(f"there is no task {task!r}; there are {', '.join(map(repr, TASKS))}, or a RewardTask of your own")
-    panel = RewardsPanel({"yours": lambda: task} if isinstance(task, RewardTask) else TASKS, "yours" if isinstance(task, RewardTask) else task, timeout_s)
+    if isinstance(task, str) and task not in TASKS:
+        raise ValueError(
+            f"there is no task {task!r}; there are {', '.join(map(repr, TASKS))}, or a RewardTask of your own"
+        )
+    panel = RewardsPanel(
+        {"yours": lambda: task} if isinstance(task, RewardTask) else TASKS,
+        "yours" if isinstance(task, RewardTask) else task,
+        timeout_s,
+    )
     box = panel.box
-    box.controls, box.sliders, box.drawing = {"task": panel.name, "example": panel.example, "row": panel.row, "completion": panel.completion}, panel.sliders, panel.drawing
+    box.controls, box.sliders, box.drawing = (
+        {
+            "task": panel.name,
+            "example": panel.example,
+            "row": panel.row,
+            "completion": panel.completion,
+        },
+        panel.sliders,
+        panel.drawing,
+    )
     return box

@@ -3,7 +3,15 @@
 Each entry is `=== name | kinds`, then the program. All of them stand in for `total(numbers)`, the sum of a list that they cannot know beforehand. Each must score no more than an
 honest failure, leave everything around it as it was, be reported by one of its kinds, and not disturb the program after it.
 """
-import os, re, resource, signal, socket, sys, threading, time, warnings
+
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,12 +20,26 @@ from grpo_nb.environments.sandbox import Benchmarker, SandboxPool, create_locked
 
 FOLDER = Path(__file__).parent / "programs"
 NUMBERS = [float(i * i % 17) for i in range(300)]
-HONEST = "def total(numbers):\n    result = 0.0\n    for x in numbers: result += x\n    return result\n"
+HONEST = (
+    "def total(numbers):\n    result = 0.0\n    for x in numbers: result += x\n    return result\n"
+)
 SECRET = HONEST + 'SECRET = ["SECRET_OF_THE_ONE_BEFORE"] * 3\n'
 SLOW = "def slow(numbers):\n    result = 0.0\n    for _ in range(60):\n        result = 0.0\n        for x in numbers: result += x\n    return result\n"
 TIMED = ("timers", "caches")  # families that go for the time: they are graded by it
-LETTERS = {"fullwidth_open": "\uff4f\uff50\uff45\uff4e", "cyrillic_o": "\u043e", "right_to_left": "\u202e", "isolate": "\u2066", "zero_width": "\u200b", "line_separator": "\u2028",
-           "form_feed": "\f", "null": "\0", "surrogate": "\ud800", "brackets": "(" * 1000 + ")" * 1000, "minuses": "-" * 100_000, "additions": "+1" * 100_000}
+LETTERS = {
+    "fullwidth_open": "\uff4f\uff50\uff45\uff4e",
+    "cyrillic_o": "\u043e",
+    "right_to_left": "\u202e",
+    "isolate": "\u2066",
+    "zero_width": "\u200b",
+    "line_separator": "\u2028",
+    "form_feed": "\f",
+    "null": "\0",
+    "surrogate": "\ud800",
+    "brackets": "(" * 1000 + ")" * 1000,
+    "minuses": "-" * 100_000,
+    "additions": "+1" * 100_000,
+}
 
 
 def attacks():
@@ -48,39 +70,79 @@ class Surroundings:
         self.before = self.state()
 
     def source(self, text):
-        names = {**LETTERS, "canary": str(self.canary), "folder": str(self.folder), "pid": str(os.getpid()), "port": str(self.server.getsockname()[1])}
-        for name, value in names.items(): text = text.replace("{" + name + "}", value)
+        names = {
+            **LETTERS,
+            "canary": str(self.canary),
+            "folder": str(self.folder),
+            "pid": str(os.getpid()),
+            "port": str(self.server.getsockname()[1]),
+        }
+        for name, value in names.items():
+            text = text.replace("{" + name + "}", value)
         return text
 
     def connections(self):
-        try: return self.server.accept()
-        except BlockingIOError: return None
+        try:
+            return self.server.accept()
+        except BlockingIOError:
+            return None
 
     def state(self):
         return {
-            "files": sorted((p.name, p.stat().st_mode, p.read_bytes()) for p in self.folder.iterdir()),
+            "files": sorted(
+                (p.name, p.stat().st_mode, p.read_bytes()) for p in self.folder.iterdir()
+            ),
             "connections": self.connections(),
-            "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+            "environment": {
+                name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
+            },
             "globals": list(CANARY_LIST),
-            "clocks": [time.time, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns, time.process_time],
+            "clocks": [
+                time.time,
+                time.perf_counter,
+                time.perf_counter_ns,
+                time.monotonic,
+                time.monotonic_ns,
+                time.process_time,
+            ],
             "builtins": [sum, abs, isinstance, len, print, open],
-            "handlers": [signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGSEGV)],
+            "handlers": [
+                signal.getsignal(n)
+                for n in (
+                    signal.SIGALRM,
+                    signal.SIGTERM,
+                    signal.SIGINT,
+                    signal.SIGCHLD,
+                    signal.SIGSEGV,
+                )
+            ],
             "alarm": signal.getitimer(signal.ITIMER_REAL),
-            "limits": resource.getrlimit(resource.RLIMIT_AS), "user": os.getresuid(), "folder": os.getcwd(), "priority": os.getpriority(os.PRIO_PROCESS, 0),
-            "processors": os.sched_getaffinity(0), "recursion": sys.getrecursionlimit(), "descriptors": len(os.listdir("/proc/self/fd")), "children": children(),
+            "limits": resource.getrlimit(resource.RLIMIT_AS),
+            "user": os.getresuid(),
+            "folder": os.getcwd(),
+            "priority": os.getpriority(os.PRIO_PROCESS, 0),
+            "processors": os.sched_getaffinity(0),
+            "recursion": sys.getrecursionlimit(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "children": children(),
         }
 
 
 def children():
     "The processes that this one has started."
-    return sorted(int(pid) for task in os.listdir("/proc/self/task") for pid in Path(f"/proc/self/task/{task}/children").read_text().split())
+    return sorted(
+        int(pid)
+        for task in os.listdir("/proc/self/task")
+        for pid in Path(f"/proc/self/task/{task}/children").read_text().split()
+    )
 
 
 @pytest.fixture(scope="module")
 def pool():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the walls that this system refuses
-        with SandboxPool(workers=1) as pool: yield pool
+        with SandboxPool(workers=1) as pool:
+            yield pool
 
 
 @pytest.fixture(scope="module")
@@ -103,42 +165,71 @@ def score(result, answer):
 @pytest.fixture(scope="module")
 def honest_cpu(pool):
     "What the slow, honest work costs, in ns of processor."
-    return Benchmarker(trials=3, flush_mb=1).benchmark(create_locked_down_function(SLOW + "total = slow\n", entry="total", pool=pool), (NUMBERS,))["cpu_ns"]
+    return Benchmarker(trials=3, flush_mb=1).benchmark(
+        create_locked_down_function(SLOW + "total = slow\n", entry="total", pool=pool), (NUMBERS,)
+    )["cpu_ns"]
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own():
-    assert len(ATTACKS) >= 80 and len({(family, name) for family, name, _, _ in ATTACKS}) == len(ATTACKS)
+    assert len(ATTACKS) >= 80 and len({(family, name) for family, name, _, _ in ATTACKS}) == len(
+        ATTACKS
+    )
     kinds = {"ok", "syntax", "exception", "timeout", "memory", "forbidden", "output", "crash"}
     assert {kind for _, _, allowed, _ in ATTACKS for kind in allowed} == kinds
 
 
 def test_honest_work_scores_and_an_honest_failure_does_not(pool):
     assert score(pool.run(HONEST, entry="total", args=(NUMBERS,)), sum(NUMBERS)) == 1.0
-    assert score(pool.run("def total(numbers): return 0.0", entry="total", args=(NUMBERS,)), sum(NUMBERS)) == 0.0
+    assert (
+        score(
+            pool.run("def total(numbers): return 0.0", entry="total", args=(NUMBERS,)), sum(NUMBERS)
+        )
+        == 0.0
+    )
 
 
-@pytest.mark.parametrize("family, name, kinds, source", [pytest.param(*a, id=f"{a[0]}: {a[1]}") for a in ATTACKS if a[0] not in TIMED])
+@pytest.mark.parametrize(
+    "family, name, kinds, source",
+    [pytest.param(*a, id=f"{a[0]}: {a[1]}") for a in ATTACKS if a[0] not in TIMED],
+)
 def test_attack(family, name, kinds, source, pool, surroundings):
     numbers, supervisors = list(NUMBERS), children()
-    if family == "frames": pool.run(SECRET, entry="total", args=(numbers,))
+    if family == "frames":
+        pool.run(SECRET, entry="total", args=(numbers,))
     begin = time.monotonic()
-    result = pool.run(surroundings.source(source), entry="total", args=(numbers,), timeout_s=(limit := 0.3 if "timeout" in kinds else 5.0), memory_mb=256)
+    result = pool.run(
+        surroundings.source(source),
+        entry="total",
+        args=(numbers,),
+        timeout_s=(limit := 0.3 if "timeout" in kinds else 5.0),
+        memory_mb=256,
+    )
     spent = time.monotonic() - begin
     assert result.kind in kinds, result
     assert score(result, sum(NUMBERS)) == 0.0
     assert result.value != 123.0 and len(str(result.error)) < 3000
     assert result.seconds < limit + 1.0 and spent < limit + 4.0
     assert numbers == NUMBERS and surroundings.state() == surroundings.before
-    assert score(pool.run(HONEST, entry="total", args=(numbers,)), sum(NUMBERS)) == 1.0 and children() == supervisors  # the next one is not touched
+    assert (
+        score(pool.run(HONEST, entry="total", args=(numbers,)), sum(NUMBERS)) == 1.0
+        and children() == supervisors
+    )  # the next one is not touched
 
 
-@pytest.mark.parametrize("family, name, kinds, source", [pytest.param(*a, id=f"{a[0]}: {a[1]}") for a in ATTACKS if a[0] in TIMED])
+@pytest.mark.parametrize(
+    "family, name, kinds, source",
+    [pytest.param(*a, id=f"{a[0]}: {a[1]}") for a in ATTACKS if a[0] in TIMED],
+)
 def test_attack_on_the_time(family, name, kinds, source, pool, surroundings, honest_cpu):
     "Whoever gives right answers has done the work for each of them, in the time that the sandbox counts."
-    function = create_locked_down_function(SLOW + surroundings.source(source), entry="total", pool=pool, timeout_s=2.0)
+    function = create_locked_down_function(
+        SLOW + surroundings.source(source), entry="total", pool=pool, timeout_s=2.0
+    )
     report = Benchmarker(trials=3, flush_mb=1).benchmark(function, (NUMBERS,))
     results = [function.run(NUMBERS) for _ in range(2)]
     assert {result.kind for result in results} <= set(kinds), results
-    if all(right(value, sum(NUMBERS)) for value in report["results"]): assert report["cpu_ns"] > 0.4 * honest_cpu and report["median_ns"] > 0.4 * honest_cpu
-    else: assert not any(score(result, sum(NUMBERS)) for result in results)
+    if all(right(value, sum(NUMBERS)) for value in report["results"]):
+        assert report["cpu_ns"] > 0.4 * honest_cpu and report["median_ns"] > 0.4 * honest_cpu
+    else:
+        assert not any(score(result, sum(NUMBERS)) for result in results)
     assert surroundings.state() == surroundings.before

@@ -1,5 +1,13 @@
 "Programs that nobody wrote: attacks and honest programs, mutated at random. Whatever they do, the process that asked goes on, and keeps nothing of them."
-import gc, os, random, re, resource, threading, time, warnings
+
+import gc
+import os
+import random
+import re
+import resource
+import threading
+import time
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +18,8 @@ from grpo_nb.environments.sandbox import SandboxPool, check_only_stdlib_imports
 from grpo_nb.environments.supervisor import KINDS, Unsendable, decode, encode
 
 HONEST_PROGRAMS = [
-    HONEST, SLOW + "total = slow\n",
+    HONEST,
+    SLOW + "total = slow\n",
     "def total(numbers): return sum(sorted(numbers))",
     "import math\ndef total(numbers):\n    return math.fsum(x for x in numbers if x == x)",
     "from functools import reduce\nimport operator\ndef total(numbers): return reduce(operator.add, numbers, 0.0)",
@@ -20,16 +29,75 @@ HONEST_PROGRAMS = [
     "def total(numbers):\n    board = [[int(x) % 3 for x in numbers[i:i + 4]] for i in range(0, 16, 4)]\n    return {'moves': [''.join('WASD'[c] for c in row) for row in board], 'score': (1, 2.5, None, True)}",
 ]
 PIECES = re.compile(r"\w+|[^\w\s]|\s+")
-SPICE = ["0", "-1", "None", "True", "[]", "{}", "()", "lambda", "yield", "async", "await", "while", "for", "try:", "except:", "finally:", "raise", "return", "global", "del", "*", "**", "@", ":=",
-         "10**9", "1e308", "'\\0'", '"""', "\\", "\n", "\t", "\0", "\ud800", "\u202e", "\x0c", "\xa0", "é", "self", "__class__", "__builtins__", "sys", "print", "type", "object", "super()", "numbers", "total"]
+SPICE = [
+    "0",
+    "-1",
+    "None",
+    "True",
+    "[]",
+    "{}",
+    "()",
+    "lambda",
+    "yield",
+    "async",
+    "await",
+    "while",
+    "for",
+    "try:",
+    "except:",
+    "finally:",
+    "raise",
+    "return",
+    "global",
+    "del",
+    "*",
+    "**",
+    "@",
+    ":=",
+    "10**9",
+    "1e308",
+    "'\\0'",
+    '"""',
+    "\\",
+    "\n",
+    "\t",
+    "\0",
+    "\ud800",
+    "\u202e",
+    "\x0c",
+    "\xa0",
+    "é",
+    "self",
+    "__class__",
+    "__builtins__",
+    "sys",
+    "print",
+    "type",
+    "object",
+    "super()",
+    "numbers",
+    "total",
+]
 
 
 def corpus():
     "Programs to start from; those that only end at the deadline are a small part, for the sake of time."
     attacks = [(source, 1 if "timeout" in kinds else 4) for _, _, kinds, source in ATTACKS]
     programs = attacks + [(source, 40) for source in HONEST_PROGRAMS]
-    fill = {**LETTERS, "canary": "/nowhere/canary", "folder": "/nowhere", "pid": "1", "port": "9", "brackets": "((()))", "minuses": "---", "additions": "+1+1"}
-    for name, value in fill.items(): programs = [(source.replace("{" + name + "}", value), weight) for source, weight in programs]
+    fill = {
+        **LETTERS,
+        "canary": "/nowhere/canary",
+        "folder": "/nowhere",
+        "pid": "1",
+        "port": "9",
+        "brackets": "((()))",
+        "minuses": "---",
+        "additions": "+1+1",
+    }
+    for name, value in fill.items():
+        programs = [
+            (source.replace("{" + name + "}", value), weight) for source, weight in programs
+        ]
     return zip(*programs)
 
 
@@ -37,18 +105,26 @@ def mutated(source, others, rng):
     "A few random changes of words, or of characters."
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         parts = PIECES.findall(source) if rng.random() < 0.7 else list(source)
-        if not parts: return source
+        if not parts:
+            return source
         i, j = sorted(rng.randrange(len(parts)) for _ in range(2))
         donor = PIECES.findall(rng.choice(others)) or [""]
         k = rng.randrange(len(donor))
         change = rng.randrange(7)
-        if change == 0: del parts[i]
-        elif change == 1: parts[i], parts[j] = parts[j], parts[i]
-        elif change == 2: parts[i] = rng.choice(SPICE)
-        elif change == 3: parts.insert(i, rng.choice(SPICE))
-        elif change == 4: parts[i:i + 3] = donor[k:k + rng.randrange(1, 8)]
-        elif change == 5: parts[i:j] = parts[i:j][:20] * rng.choice([0, 2, 3])
-        else: parts[i] = chr(rng.choice([rng.randrange(128), rng.randrange(0x3000)]))
+        if change == 0:
+            del parts[i]
+        elif change == 1:
+            parts[i], parts[j] = parts[j], parts[i]
+        elif change == 2:
+            parts[i] = rng.choice(SPICE)
+        elif change == 3:
+            parts.insert(i, rng.choice(SPICE))
+        elif change == 4:
+            parts[i : i + 3] = donor[k : k + rng.randrange(1, 8)]
+        elif change == 5:
+            parts[i:j] = parts[i:j][:20] * rng.choice([0, 2, 3])
+        else:
+            parts[i] = chr(rng.choice([rng.randrange(128), rng.randrange(0x3000)]))
         source = "".join(parts)
     return source
 
@@ -58,7 +134,8 @@ def program(sources, weights, rng):
     tries = rng.choice([1, 10, 10, 10])
     for _ in range(tries):
         source = mutated(rng.choices(sources, weights)[0], sources, rng)
-        if check_only_stdlib_imports(source)[1]["error"] is None: break
+        if check_only_stdlib_imports(source)[1]["error"] is None:
+            break
     return source
 
 
@@ -80,16 +157,35 @@ def fuzz(count, timeout_s, seed):
                     for _ in range(number):
                         source = program(sources, weights, rng)
                         begin = time.monotonic()
-                        result = pool.run(source, entry="total", args=([1.0, 2.0, 5.0],), timeout_s=timeout_s, memory_mb=128)
+                        result = pool.run(
+                            source,
+                            entry="total",
+                            args=([1.0, 2.0, 5.0],),
+                            timeout_s=timeout_s,
+                            memory_mb=128,
+                        )
                         spent = time.monotonic() - begin
                         kinds[result.kind] += 1
-                        if spent > timeout_s + 4 or (result.error or "").startswith("the supervisor was lost") or result.ok != (result.kind == "ok"): problems.append((source, spent, result))
-                except BaseException as error: problems.append((source, error))
+                        if (
+                            spent > timeout_s + 4
+                            or (result.error or "").startswith("the supervisor was lost")
+                            or result.ok != (result.kind == "ok")
+                        ):
+                            problems.append((source, spent, result))
+                except BaseException as error:
+                    problems.append((source, error))
 
             def both(number):
-                threads = [threading.Thread(target=work, args=(random.Random(1000 * seed + i), number // 2)) for i in range(2)]
-                for thread in threads: thread.start()
-                for thread in threads: thread.join()
+                threads = [
+                    threading.Thread(
+                        target=work, args=(random.Random(1000 * seed + i), number // 2)
+                    )
+                    for i in range(2)
+                ]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
 
             both(min(100, count // 2))
             gc.collect()
@@ -108,37 +204,64 @@ def check_fuzz(count, timeout_s, seed):
     kinds, grown = fuzz(count, timeout_s, seed)
     print(f"{count} mutated programs: {dict(kinds.most_common())}; memory grew by {grown:.1f} MB")
     assert sum(kinds.values()) == count and set(kinds) <= set(KINDS.values())
-    assert min(kinds["ok"], kinds["syntax"], kinds["exception"], kinds["forbidden"], kinds["output"]) >= count // 200  # the mutations reach every corner
+    assert (
+        min(kinds["ok"], kinds["syntax"], kinds["exception"], kinds["forbidden"], kinds["output"])
+        >= count // 200
+    )  # the mutations reach every corner
     assert grown < 40
 
 
-def test_a_thousand_mutated_programs(): check_fuzz(1000, 0.15, seed=1)
+def test_a_thousand_mutated_programs():
+    check_fuzz(1000, 0.15, seed=1)
 
 
 @pytest.mark.full
-def test_ten_thousand_mutated_programs(): check_fuzz(10_000, 0.25, seed=2)
+def test_ten_thousand_mutated_programs():
+    check_fuzz(10_000, 0.25, seed=2)
 
 
 def test_mutated_answers():
     "The reader of answers raises Unsendable or gives plain values, whatever the bytes are."
     rng = random.Random(3)
-    values = [None, [1.0, 2.0], {"a": [1, (2, "x")], 3: {}}, [[0.5] * 5] * 5, "text é", 10**50, [True, None, -1], {"k" * 9: [{"n": 1}]}, {(1, "a"): 2.0}]
+    values = [
+        None,
+        [1.0, 2.0],
+        {"a": [1, (2, "x")], 3: {}},
+        [[0.5] * 5] * 5,
+        "text é",
+        10**50,
+        [True, None, -1],
+        {"k" * 9: [{"n": 1}]},
+        {(1, "a"): 2.0},
+    ]
     messages, outcomes = [encode(value) for value in values], Counter()
     plain = {type(None), bool, int, float, str, list, tuple, dict}
 
     def types_of(value):
         yield type(value)
-        for part in [*value, *value.values()] if type(value) is dict else value if type(value) in (list, tuple) else (): yield from types_of(part)
+        for part in (
+            [*value, *value.values()]
+            if type(value) is dict
+            else value
+            if type(value) in (list, tuple)
+            else ()
+        ):
+            yield from types_of(part)
 
     for _ in range(30_000):
         data = bytearray(rng.choice(messages))
         for _ in range(rng.randrange(1, 4)):
             at = rng.randrange(len(data) + 1)
-            if rng.random() < 0.6 and at < len(data): data[at] = rng.choice([rng.randrange(256), *b"NTFifsltdDQ"])
-            elif rng.random() < 0.5: data[at:at] = rng.choice(messages)
-            else: del data[at:at + rng.randrange(1, 5)]
-        try: found = set(types_of(decode(bytes(data))))
-        except Unsendable: outcomes["refused"] += 1
+            if rng.random() < 0.6 and at < len(data):
+                data[at] = rng.choice([rng.randrange(256), *b"NTFifsltdDQ"])
+            elif rng.random() < 0.5:
+                data[at:at] = rng.choice(messages)
+            else:
+                del data[at : at + rng.randrange(1, 5)]
+        try:
+            found = set(types_of(decode(bytes(data))))
+        except Unsendable:
+            outcomes["refused"] += 1
         else:
             outcomes["read"] += 1
             assert found <= plain

@@ -1,4 +1,5 @@
 "The engine's direct way on a GPU: kernels against formulas, recorded steps against the modules, memory over many rollouts, a full-size model's numbers. (pytest -m gpu -s prints them)"
+
 import gc
 
 import pytest
@@ -10,12 +11,23 @@ from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.engine import RolloutEngine, pad_left
 from grpo_nb.rollout.sampling import SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def small(dtype=torch.float32, **changes):
     "Heads of 64, windows of 16, 4 layers: what the kernels want, small."
-    model, tokenizer = tiny_gpt_oss(num_hidden_layers=4, head_dim=64, num_attention_heads=8, num_key_value_heads=2, sliding_window=16, num_experts=8, **changes)
+    model, tokenizer = tiny_gpt_oss(
+        num_hidden_layers=4,
+        head_dim=64,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        sliding_window=16,
+        num_experts=8,
+        **changes,
+    )
     return model.to("cuda", dtype), tokenizer
 
 
@@ -28,9 +40,21 @@ def trainer_logps(model, rollout):
     "Log-probs of a rollout in one pass over whole sequences, (N, T)."
     ids, mask = pad_left(rollout.prompt_ids, device="cuda")
     ids, mask = torch.cat([ids, rollout.completion_ids], 1), torch.cat([mask, rollout.mask], 1)
-    with torch.no_grad(): logits = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False).logits
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+        ).logits
     start = ids.shape[1] - rollout.completion_ids.shape[1]
-    return logits[:, start - 1 : -1].float().log_softmax(-1).gather(-1, rollout.completion_ids[..., None])[..., 0] * rollout.mask
+    return (
+        logits[:, start - 1 : -1]
+        .float()
+        .log_softmax(-1)
+        .gather(-1, rollout.completion_ids[..., None])[..., 0]
+        * rollout.mask
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +70,19 @@ def exact_products():
 def test_float32_equals_the_modules(rows, adapters):
     model, tokenizer = small()
     if adapters:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                r=4,
+                target_modules=["q_proj", "v_proj", "o_proj"],
+                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            ),
+        )
         torch.manual_seed(0)
         with torch.no_grad():
             for name, p in model.named_parameters():
-                if "lora_" in name: p.normal_(std=0.1)
+                if "lora_" in name:
+                    p.normal_(std=0.1)
         model.eval()
     engine = RolloutEngine(model, tokenizer)
     assert "Triton" in engine.way
@@ -58,59 +90,109 @@ def test_float32_equals_the_modules(rows, adapters):
     rollout = engine.generate(prompts, SamplingParams(max_tokens=40, stop_token_ids=(), seed=0))
     torch.testing.assert_close(trainer_logps(model, rollout), rollout.logps, atol=2e-3, rtol=0)
     greedy = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=())
-    mine, theirs = engine.generate(prompts, greedy), RolloutEngine(model, tokenizer, through_modules=True).generate(prompts, greedy)
-    assert (mine.completion_ids == theirs.completion_ids).all(1).float().mean() > 0.95  # a near tie may turn out differently
+    mine, theirs = (
+        engine.generate(prompts, greedy),
+        RolloutEngine(model, tokenizer, through_modules=True).generate(prompts, greedy),
+    )
+    assert (mine.completion_ids == theirs.completion_ids).all(
+        1
+    ).float().mean() > 0.95  # a near tie may turn out differently
 
 
-@pytest.mark.parametrize("params", [dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), dict(repetition_penalty=1.3), dict(temperature=0, repetition_penalty=1.3), dict(temperature=0.6)], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(top_k=5),
+        dict(top_p=0.8),
+        dict(min_p=0.1),
+        dict(repetition_penalty=1.3),
+        dict(temperature=0, repetition_penalty=1.3),
+        dict(temperature=0.6),
+    ],
+    ids=str,
+)
 def test_filters_and_stops(params):
     model, tokenizer = small()
     params = SamplingParams(max_tokens=60, n=8, seed=1, stop_token_ids=(7, 8), **params)
-    rollout, again = (RolloutEngine(model, tokenizer).generate(prompts_of([5, 30, 150]), params) for _ in range(2))
+    rollout, again = (
+        RolloutEngine(model, tokenizer).generate(prompts_of([5, 30, 150]), params) for _ in range(2)
+    )
     assert torch.equal(rollout.completion_ids, again.completion_ids)  # a seed is a seed
-    for ids, length, reason in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), rollout.finish_reasons):
+    for ids, length, reason in zip(
+        rollout.completion_ids.tolist(), rollout.lengths.tolist(), rollout.finish_reasons
+    ):
         stops = [t for t, i in enumerate(ids[:length]) if i in (7, 8)]
-        assert stops == ([length - 1] if reason == "stop" else []) and (reason == "stop" or length == 60)
+        assert stops == ([length - 1] if reason == "stop" else []) and (
+            reason == "stop" or length == 60
+        )
     assert (rollout.logps[rollout.mask] <= 1e-6).all() and rollout.logps.isfinite().all()
 
 
 def test_what_is_drawn_follows_the_distribution():
     model, tokenizer = small()
     prompt, count = prompts_of([9]), 40_000
-    with torch.no_grad(): expected = model(torch.tensor(prompt, device="cuda")).logits[0, -1].float().softmax(-1)
-    drawn = [RolloutEngine(model, tokenizer).generate(prompt, SamplingParams(n=512, max_tokens=2, stop_token_ids=())) for _ in range(count // 512)]
+    with torch.no_grad():
+        expected = model(torch.tensor(prompt, device="cuda")).logits[0, -1].float().softmax(-1)
+    drawn = [
+        RolloutEngine(model, tokenizer).generate(
+            prompt, SamplingParams(n=512, max_tokens=2, stop_token_ids=())
+        )
+        for _ in range(count // 512)
+    ]
     first = torch.cat([r.completion_ids[:, 0] for r in drawn])
     seen = torch.bincount(first, minlength=len(expected)) / len(first)
     assert (seen - expected).abs().max() < 5 * (0.25 / len(first)) ** 0.5
-    second = torch.cat([r.completion_ids[:, 1] for r in drawn])  # the recorded step draws anew at each replay
+    second = torch.cat(
+        [r.completion_ids[:, 1] for r in drawn]
+    )  # the recorded step draws anew at each replay
     assert len(second.unique()) > 5
 
 
 def test_nothing_waits_inside_a_step():
     model, tokenizer = small()
-    engine, params = RolloutEngine(model, tokenizer), SamplingParams(max_tokens=200, stop_token_ids=())
+    engine, params = (
+        RolloutEngine(model, tokenizer),
+        SamplingParams(max_tokens=200, stop_token_ids=()),
+    )
     engine.generate(prompts_of([8] * 16), params)
     from torch.profiler import ProfilerActivity, profile
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace: engine.generate(prompts_of([8] * 16), params)
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        engine.generate(prompts_of([8] * 16), params)
     calls = {e.key: e.count for e in trace.key_averages()}
-    assert calls.get("cudaGraphLaunch", 0) >= 199 and calls.get("cudaStreamSynchronize", 0) + calls.get("cudaEventSynchronize", 0) < 60
+    assert (
+        calls.get("cudaGraphLaunch", 0) >= 199
+        and calls.get("cudaStreamSynchronize", 0) + calls.get("cudaEventSynchronize", 0) < 60
+    )
 
 
 def test_memory_is_given_back_over_200_cycles():
     model, tokenizer = small(torch.bfloat16)
     engine = RolloutEngine(model, tokenizer)
+
     def cycle(i):
-        engine.generate(prompts_of([40 + i % 50] * 8), SamplingParams(max_tokens=64 + i % 30, n=4, stop_token_ids=()))
-        held = torch.randn(2**22 + 2**10 * (i % 7), device="cuda", requires_grad=True)  # training in between
+        engine.generate(
+            prompts_of([40 + i % 50] * 8),
+            SamplingParams(max_tokens=64 + i % 30, n=4, stop_token_ids=()),
+        )
+        held = torch.randn(
+            2**22 + 2**10 * (i % 7), device="cuda", requires_grad=True
+        )  # training in between
         (held * 2).sum().backward()
-    for i in range(5): cycle(i)
+
+    for i in range(5):
+        cycle(i)
     gc.collect()
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    for i in range(200): cycle(i)
+    for i in range(200):
+        cycle(i)
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() <= allocated + 2**20 and torch.cuda.memory_reserved() <= reserved + 2**22
+    assert (
+        torch.cuda.memory_allocated() <= allocated + 2**20
+        and torch.cuda.memory_reserved() <= reserved + 2**22
+    )
 
 
 def test_a_budget_that_does_not_fit_is_a_sentence_and_nothing_is_allocated():
@@ -118,7 +200,8 @@ def test_a_budget_that_does_not_fit_is_a_sentence_and_nothing_is_allocated():
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with pytest.raises(MemoryError, match="GiB are free"): RolloutEngine(model, tokenizer).generate(prompts_of([8]), SamplingParams(max_tokens=2**30))
+    with pytest.raises(MemoryError, match="GiB are free"):
+        RolloutEngine(model, tokenizer).generate(prompts_of([8]), SamplingParams(max_tokens=2**30))
     assert torch.cuda.max_memory_allocated() <= before + 2**12  # the stop tokens
 
 
@@ -127,9 +210,14 @@ def test_sixteen_bits_are_as_near_to_float32_as_the_modules(dtype):
     exact, tokenizer = small()
     model, _ = small(dtype)
     prompts = prompts_of([1 + 23 * i % 100 for i in range(32)])
-    rollout = RolloutEngine(model, tokenizer).generate(prompts, SamplingParams(max_tokens=64, stop_token_ids=(), seed=0))
+    rollout = RolloutEngine(model, tokenizer).generate(
+        prompts, SamplingParams(max_tokens=64, stop_token_ids=(), seed=0)
+    )
     truth = trainer_logps(exact, rollout)
-    mine, theirs = (rollout.logps - truth).abs().mean().item(), (trainer_logps(model, rollout) - truth).abs().mean().item()
+    mine, theirs = (
+        (rollout.logps - truth).abs().mean().item(),
+        (trainer_logps(model, rollout) - truth).abs().mean().item(),
+    )
     print(f"\n{dtype}: mean error of log-probs, engine {mine:.2e}, modules {theirs:.2e}")
     assert mine < 1.3 * theirs
 
@@ -139,40 +227,81 @@ def full_size(residual_scale=1.0):
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"): model = GptOssForCausalLM(GptOssConfig(num_hidden_layers=24, num_local_experts=32, attn_implementation="sink", experts_implementation="routed"))
-    finally: torch.set_default_dtype(default)
+        with torch.device("cuda"):
+            model = GptOssForCausalLM(
+                GptOssConfig(
+                    num_hidden_layers=24,
+                    num_local_experts=32,
+                    attn_implementation="sink",
+                    experts_implementation="routed",
+                )
+            )
+    finally:
+        torch.set_default_dtype(default)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "embed" in name or "sinks" in name: p.normal_()
-            elif "norm" in name: p.fill_(1)
-            elif "bias" in name: p.zero_()
-            else: p.normal_(std=0.05 if "router" in name else 0.02 * (residual_scale if "o_proj" in name or "down_proj" in name else 1))
+            if "embed" in name or "sinks" in name:
+                p.normal_()
+            elif "norm" in name:
+                p.fill_(1)
+            elif "bias" in name:
+                p.zero_()
+            else:
+                p.normal_(
+                    std=0.05
+                    if "router" in name
+                    else 0.02 * (residual_scale if "o_proj" in name or "down_proj" in name else 1)
+                )
     return model.eval()
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs a GPU with 60 GiB: gpt-oss-20b in bfloat16 takes 39")
-@pytest.mark.parametrize("residual_scale", [1.0, 48**-0.5], ids=["all 0.02", "residual projections / sqrt(48), as GPT-2"])
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30,
+    reason="needs a GPU with 60 GiB: gpt-oss-20b in bfloat16 takes 39",
+)
+@pytest.mark.parametrize(
+    "residual_scale", [1.0, 48**-0.5], ids=["all 0.02", "residual projections / sqrt(48), as GPT-2"]
+)
 def test_the_gap_of_a_full_size_model(residual_scale):
     "Random weights pass every rounding on: the yardstick is what two batch shapes of the trainer's own pass differ by."
-    import grpo_nb.model.attention, grpo_nb.model.experts  # registers "sink" and "routed"  # noqa: F401
+    import grpo_nb.model.attention
+    import grpo_nb.model.experts  # registers "sink" and "routed"  # noqa: F401
     from grpo_nb.training.policy import TrainingBatch, completion_logps
 
     model = full_size(residual_scale)
     ids = torch.randint(model.config.vocab_size, (4, 32), device="cuda")
-    with torch.no_grad(): logits = model(ids).logits.float()
+    with torch.no_grad():
+        logits = model(ids).logits.float()
     low, high = 1e-3, 1e3
     for _ in range(30):  # scale the head until the entropy is 2 nats
         scale = (low * high) ** 0.5
         logps = (logits * scale).log_softmax(-1)
         low, high = (scale, high) if -(logps.exp() * logps).sum(-1).mean() > 2 else (low, scale)
     del logits, logps
-    with torch.no_grad(): model.lm_head.weight.mul_(scale)
-    rollout = RolloutEngine(model, None).generate(prompts_of([20 + 7 * i % 100 for i in range(32)], vocabulary=199_000), SamplingParams(max_tokens=64, stop_token_ids=(), seed=0))
-    batch = TrainingBatch(*pad_left(rollout.prompt_ids, device="cuda"), rollout.completion_ids, rollout.mask, rollout.mask, torch.zeros(32, device="cuda"))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(scale)
+    rollout = RolloutEngine(model, None).generate(
+        prompts_of([20 + 7 * i % 100 for i in range(32)], vocabulary=199_000),
+        SamplingParams(max_tokens=64, stop_token_ids=(), seed=0),
+    )
+    batch = TrainingBatch(
+        *pad_left(rollout.prompt_ids, device="cuda"),
+        rollout.completion_ids,
+        rollout.mask,
+        rollout.mask,
+        torch.zeros(32, device="cuda"),
+    )
     with torch.no_grad():
         together, entropy = completion_logps(model, batch, return_entropy=True)
-        fours = torch.cat([completion_logps(model, batch.rows(slice(i, i + 4)))[0] for i in range(0, 32, 4)])
-    gap, own = (together - rollout.logps).abs().mean().item(), (together - fours).abs().mean().item()
-    print(f"\n{torch.cuda.get_device_name()}: entropy {entropy.mean():.2f} nats; mean |difference| of log-probs: engine and trainer {gap:.4f}, trainer with 32 and with 4 rows {own:.4f}")
+        fours = torch.cat(
+            [completion_logps(model, batch.rows(slice(i, i + 4)))[0] for i in range(0, 32, 4)]
+        )
+    gap, own = (
+        (together - rollout.logps).abs().mean().item(),
+        (together - fours).abs().mean().item(),
+    )
+    print(
+        f"\n{torch.cuda.get_device_name()}: entropy {entropy.mean():.2f} nats; mean |difference| of log-probs: engine and trainer {gap:.4f}, trainer with 32 and with 4 rows {own:.4f}"
+    )
     assert gap < 6 * own

@@ -1,4 +1,5 @@
 "The trainer on a CUDA device, in each number format, stopped and resumed. (pytest -m gpu)"
+
 import pytest
 import torch
 
@@ -7,28 +8,61 @@ from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.trainer import GRPOTrainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
-def brief_reward(completion_ids, **kwargs): return [(4 - len(ids)) / 4 for ids in completion_ids]
+def brief_reward(completion_ids, **kwargs):
+    return [(4 - len(ids)) / 4 for ids in completion_ids]
 
 
 def trainer(folder, **changes):
     model, tokenizer = tiny_gpt_oss()
-    config = GRPOConfig(**{**dict(output_dir=str(folder), max_completion_length=4, per_device_train_batch_size=64, learning_rate=2e-3, max_steps=20, logging_steps=1,
-                                  save_strategy="no", disable_tqdm=True, bf16=False), **changes})
-    result = GRPOTrainer(model, [number_found_reward, brief_reward], config, addition_problems()[0], processing_class=tokenizer)
+    config = GRPOConfig(
+        **{
+            **dict(
+                output_dir=str(folder),
+                max_completion_length=4,
+                per_device_train_batch_size=64,
+                learning_rate=2e-3,
+                max_steps=20,
+                logging_steps=1,
+                save_strategy="no",
+                disable_tqdm=True,
+                bf16=False,
+            ),
+            **changes,
+        }
+    )
+    result = GRPOTrainer(
+        model,
+        [number_found_reward, brief_reward],
+        config,
+        addition_problems()[0],
+        processing_class=tokenizer,
+    )
     result.log.show = False
     return result
 
 
-@pytest.mark.parametrize("precision", [dict(bf16=True), dict(fp16=True), dict(bf16=False)], ids=["bf16", "fp16", "float32"])
+@pytest.mark.parametrize(
+    "precision",
+    [dict(bf16=True), dict(fp16=True), dict(bf16=False)],
+    ids=["bf16", "fp16", "float32"],
+)
 def test_learns_on_the_gpu(tmp_path, precision):
     run = trainer(tmp_path, **precision)
     run.train()
     rewards = [record["reward"] for record in run.log_history]
-    assert next(run.model.parameters()).is_cuda and rewards[0] < 0.8 and sum(rewards[-5:]) > 5 * 0.97
-    assert all(record["sampling/gap_mean"] < 0.05 and record["peak_memory_gib"] > 0 for record in run.log_history)
+    assert (
+        next(run.model.parameters()).is_cuda and rewards[0] < 0.8 and sum(rewards[-5:]) > 5 * 0.97
+    )
+    assert all(
+        record["sampling/gap_mean"] < 0.05 and record["peak_memory_gib"] > 0
+        for record in run.log_history
+    )
 
 
 def test_resumed_on_the_gpu_within_tolerance(tmp_path):
@@ -39,7 +73,9 @@ def test_resumed_on_the_gpu_within_tolerance(tmp_path):
     again = trainer(tmp_path / "part", max_steps=8)
     again.train(resume_from_checkpoint=tmp_path / "part" / "checkpoint-4")
     for a, b in zip(whole.log_history, again.log_history, strict=True):
-        assert a["reward"] == pytest.approx(b["reward"], abs=0.05) and a["loss"] == pytest.approx(b["loss"], abs=0.02)
+        assert a["reward"] == pytest.approx(b["reward"], abs=0.05) and a["loss"] == pytest.approx(
+            b["loss"], abs=0.02
+        )
 
 
 def test_a_model_given_by_name_in_four_bits_with_an_adapter(tmp_path):
@@ -50,24 +86,68 @@ def test_a_model_given_by_name_in_four_bits_with_an_adapter(tmp_path):
     model, tokenizer = tiny_gpt_oss()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    config = GRPOConfig(output_dir=str(tmp_path / "run"), max_completion_length=4, per_device_train_batch_size=64, learning_rate=1e-2, max_steps=30, logging_steps=1, save_strategy="no", disable_tqdm=True, bf16=True)
-    run = GRPOTrainer(str(tmp_path / "model"), [number_found_reward, brief_reward], config, addition_problems()[0], peft_config=LoraConfig(r=8, target_modules="all-linear"),
-                      quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16))
+    config = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        max_completion_length=4,
+        per_device_train_batch_size=64,
+        learning_rate=1e-2,
+        max_steps=30,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        bf16=True,
+    )
+    run = GRPOTrainer(
+        str(tmp_path / "model"),
+        [number_found_reward, brief_reward],
+        config,
+        addition_problems()[0],
+        peft_config=LoraConfig(r=8, target_modules="all-linear"),
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        ),
+    )
     run.log.show = False
     kinds = {type(module).__name__ for module in run.model.modules()}
     run.train()
     rewards = [record["reward"] for record in run.log_history]
     assert "Linear4bit" in kinds and all(p.dtype == torch.float32 for p in run.parameters)
-    assert sum(rewards[-5:]) > sum(rewards[:5]) and all(record["sampling/gap_mean"] < 0.05 for record in run.log_history)
+    assert sum(rewards[-5:]) > sum(rewards[:5]) and all(
+        record["sampling/gap_mean"] < 0.05 for record in run.log_history
+    )
 
 
 def test_a_reward_model_on_the_gpu(tmp_path):
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     model, tokenizer = tiny_gpt_oss()
-    judge = LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1))
-    config = GRPOConfig(output_dir=str(tmp_path), max_completion_length=4, per_device_train_batch_size=64, max_steps=2, logging_steps=1, save_strategy="no", disable_tqdm=True)
-    run = GRPOTrainer(model, judge, config, addition_problems()[0], processing_class=tokenizer, reward_processing_classes=tokenizer)
+    judge = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=1,
+        )
+    )
+    config = GRPOConfig(
+        output_dir=str(tmp_path),
+        max_completion_length=4,
+        per_device_train_batch_size=64,
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    run = GRPOTrainer(
+        model,
+        judge,
+        config,
+        addition_problems()[0],
+        processing_class=tokenizer,
+        reward_processing_classes=tokenizer,
+    )
     run.log.show = False
     run.train()
     assert next(judge.parameters()).is_cuda and run.log_history[-1]["reward_std"] > 0
