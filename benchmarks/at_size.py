@@ -1,20 +1,32 @@
-"""Is it right at full size? Loss and adapter gradients of a gpt-oss of full width (random weights), ours against transformers' eager model on the same weights, dequantised.
+"""Is it right at full size? Loss and adapter gradients of a gpt-oss of full width (random weights),
+ours against transformers' eager model on the same weights, dequantised.
 
-    python benchmarks/at_size.py                        2 and 24 layers, bf16 and MXFP4: about four minutes on an H200
-    python benchmarks/at_size.py --layers 2             the short one only
+    python benchmarks/at_size.py              2 and 24 layers, bf16 and MXFP4: about four minutes
+                                              on an H200
+    python benchmarks/at_size.py --layers 2   the short one only
     python benchmarks/at_size.py --only mxfp4 --tokens 512
-    python benchmarks/at_size.py --cpu                  a tiny model, ours in float32 against float64
+    python benchmarks/at_size.py --cpu        a tiny model, ours in float32 against float64
 
-One model is built by load_model and computes four times: ours as it trains (routed experts, sink attention, layers computed again, chunked head), then, its experts dequantised to dense weights,
-transformers' own way (eager attention, eager experts, all logits) in bf16; then, every weight widened in place, transformers' way in float32, which is the truth here (its norms and router never
-compute in more), and ours in float32. Printed are loss, and |gradient - truth| / |truth| over all adapters together and for the worst kind of adapter, and how many of the tokens' choices of experts
-differ from the truth's: a random model turns rounding into other experts, so in bf16 both sides are off, and ours may be no further off than transformers'.
-Within tolerance, bf16: transformers' own error in the same run says how large rounding is. The errors of our log-probs (root mean square over the tokens) are at most 1.25 times transformers'. The loss is
-their mean, in which errors of either sign cancel more or less by chance: it is at most as far from the truth as transformers', and four standard errors more (transformers' root mean square over the root of the
-number of tokens: 1 case in 16,000 by chance). The error of all gradients together is at most 1.25 times transformers', that of each kind of adapter at most 1.5 times, or 1 %.
-In float32: loss 1e-5 (relative), all gradients 1e-3, each kind 5e-3, and ten times that where a tie sent some token to another expert.
-Adapters are on attention and, with up to 4 layers, on the experts too (PEFT makes a dense copy of a layer's experts). What a layer adds to the residual stream is made smaller by the power of two next to
-1 / sqrt(2 layers), as trained models have it. The last line is JSON.
+One model is built by load_model and computes four times: ours as it trains (routed experts, sink
+attention, layers computed again, chunked head), then, its experts dequantised to dense weights,
+transformers' own way (eager attention, eager experts, all logits) in bf16; then, every weight
+widened in place, transformers' way in float32, which is the truth here (its norms and router never
+compute in more), and ours in float32. Printed are loss, and |gradient - truth| / |truth| over all
+adapters together and for the worst kind of adapter, and how many of the tokens' choices of experts
+differ from the truth's: a random model turns rounding into other experts, so in bf16 both sides are
+off, and ours may be no further off than transformers'.
+Within tolerance, bf16: transformers' own error in the same run says how large rounding is. The
+errors of our log-probs (root mean square over the tokens) are at most 1.25 times transformers'. The
+loss is their mean, in which errors of either sign cancel more or less by chance: it is at most as
+far from the truth as transformers', and four standard errors more (transformers' root mean square
+over the root of the number of tokens: 1 case in 16,000 by chance). The error of all gradients
+together is at most 1.25 times transformers', that of each kind of adapter at most 1.5 times, or
+1 %.
+In float32: loss 1e-5 (relative), all gradients 1e-3, each kind 5e-3, and ten times that where a tie
+sent some token to another expert.
+Adapters are on attention and, with up to 4 layers, on the experts too (PEFT makes a dense copy of a
+layer's experts). What a layer adds to the residual stream is made smaller by the power of two next
+to 1 / sqrt(2 layers), as trained models have it. The last line is JSON.
 """
 
 import json
@@ -85,7 +97,8 @@ def damp(model, layers):
 
 @torch.no_grad()
 def widen(model, dtype):
-    "Every frozen weight in `dtype`, packed ones dequantised; one at a time, so that old and new are together only once."
+    """Every frozen weight in `dtype`, packed ones dequantised; one at a time, so that old and new
+    are together only once."""
     from grpo_nb.model.packed import PackedWeight
 
     for module in model.modules():
@@ -152,7 +165,8 @@ def gradients(model):
 
 
 def compute_ours(model, batch, autocast):
-    "Log-probs, the gradients of their negative mean, and the choices of experts, as the trainer computes them."
+    """Log-probs, the gradients of their negative mean, and the choices of experts, as the trainer
+    computes them."""
     step = Step(model, offload=True)
     model.zero_grad(set_to_none=True)
     try:
@@ -232,7 +246,8 @@ def compare(args, sizes, weights, layers):
     )
     autocast, found = not args.cpu, {}
     tell(
-        note=f"{weights}, {layers} layers, {args.tokens} tokens, adapters on {', '.join(targets)}: {shown(peaks()['peak'])} GiB",
+        note=f"{weights}, {layers} layers, {args.tokens} tokens, adapters on "
+        f"{', '.join(targets)}: {shown(peaks()['peak'])} GiB",
         about=versions(),
     )
     found["ours"] = compute_ours(model, batch_of(ids), autocast)
@@ -335,17 +350,24 @@ def main():
             return print(record["note"], flush=True)
         results.append(record)
         print(
-            f"    loss {record['truth_loss']:.6f} in {record['truth']} (the truth), tolerance {record['loss_allowed']:.1e}, peak {shown(record['peak'])} GiB",
+            f"    loss {record['truth_loss']:.6f} in {record['truth']} (the truth), "
+            f"tolerance {record['loss_allowed']:.1e}, peak {shown(record['peak'])} GiB",
             flush=True,
         )
         for name, row in record["rows"].items():
             print(
-                f"    {name:14s} loss {row['loss']:.6f}, relative error {row['loss_error']:.1e}; a token's log-prob {row['token_error']:.1e}; gradients {row['gradient_error']:.2e}, worst {row['worst_error']:.2e} ({row['worst']}); other experts {row['experts_differ']:.2%}",
+                f"    {name:14s} loss {row['loss']:.6f}, relative error "
+                f"{row['loss_error']:.1e}; a token's log-prob {row['token_error']:.1e}; "
+                f"gradients {row['gradient_error']:.2e}, worst {row['worst_error']:.2e} "
+                f"({row['worst']}); other experts {row['experts_differ']:.2%}",
                 flush=True,
             )
         ours, theirs = record["rows"]["ours"], record["rows"]["transformers"]
         print(
-            f"    ours / transformers: error of the gradients x {ours['gradient_error'] / max(theirs['gradient_error'], 1e-300):.2f}; "
+            (
+                "    ours / transformers: error of the gradients x "
+                f"{ours['gradient_error'] / max(theirs['gradient_error'], 1e-300):.2f}; "
+            )
             + (
                 "within tolerance"
                 if record["within"]

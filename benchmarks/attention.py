@@ -1,13 +1,22 @@
-"""One attention layer of gpt-oss-20b (64 query heads, 8 key heads of 64, sinks), forward and backward: our backends beside transformers' FlexAttention path and its eager one.
+"""One attention layer of gpt-oss-20b (64 query heads, 8 key heads of 64, sinks), forward and
+backward: our backends beside transformers' FlexAttention path and its eager one.
 
-    python benchmarks/attention.py                        bf16 on a GPU, 2k to 128k tokens, a full layer and one with a window of 128
-    python benchmarks/attention.py --dtype float16        what a card without bf16 would run (flex still needs compute capability 8.0)
-    python benchmarks/attention.py --forward              forward only, without gradients, as a rollout reads its prompts
-    python benchmarks/attention.py --padding 0.25         a quarter of each sequence is padding on its left
-    python benchmarks/attention.py --device cpu --small   the same steps at a size for a laptop; flex has no backward pass there
+    python benchmarks/attention.py                    bf16 on a GPU, 2k to 128k tokens, a full layer
+                                                      and one with a window of 128
+    python benchmarks/attention.py --dtype float16    what a card without bf16 would run (flex still
+                                                      needs compute capability 8.0)
+    python benchmarks/attention.py --forward          forward only, without gradients, as a rollout
+                                                      reads its prompts
+    python benchmarks/attention.py --padding 0.25     a quarter of each sequence is padding on its
+                                                      left
+    python benchmarks/attention.py --device cpu --small
+                                                      the same steps at a size for a laptop; flex
+                                                      has no backward pass there
 
-Each line: milliseconds (median) and GiB beyond q, k, v and the gradient that comes in, at the peak, with both as ratios to the fastest of ours.
-Masks are made once and shared by all layers of a kind, so they are made outside the clock. Where a contender runs out of memory it is left out of the longer lengths.
+Each line: milliseconds (median) and GiB beyond q, k, v and the gradient that comes in, at the peak,
+with both as ratios to the fastest of ours.
+Masks are made once and shared by all layers of a kind, so they are made outside the clock. Where a
+contender runs out of memory it is left out of the longer lengths.
 The last line is all of it as JSON, for the plot in nbs/model/03_attention.ipynb.
 """
 
@@ -161,7 +170,8 @@ def main():
     args.dtype = getattr(torch, args.dtype)
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     print(
-        f"{device}, torch {torch.__version__}, {heads[0]} query and {heads[1]} key heads of {args.head_dim}, {args.dtype}, "
+        f"{device}, torch {torch.__version__}, {heads[0]} query and {heads[1]} key heads of "
+        f"{args.head_dim}, {args.dtype}, "
         f"{'forward' if args.forward else 'forward + backward'}, padding {args.padding:.0%}",
         flush=True,
     )
@@ -176,10 +186,9 @@ def main():
                     results[name] = measure(CONTENDERS[name], L, window or None, heads, args)
                 except Exception as error:
                     failed.add((name, window))
-                    print(
-                        f"  {name}: {'out of memory' if 'out of memory' in str(error) else str(error)[:200]!r} at {L:,} tokens",
-                        flush=True,
-                    )
+                    said = str(error)
+                    why = "out of memory" if "out of memory" in said else said[:200]
+                    print(f"  {name}: {why!r} at {L:,} tokens", flush=True)
                 gc.collect()
                 if device != "CPU":
                     torch.cuda.empty_cache()
@@ -195,7 +204,10 @@ def main():
                         GiB=None if GiB is None else round(GiB, 4),
                     )
                 )
-                line = f"{f'window {window}' if window else 'full':11s}{L:8,d} tokens  {name:20s}{ms:10.2f} ms"
+                line = (
+                    f"{f'window {window}' if window else 'full':11s}{L:8,d} tokens  "
+                    f"{name:20s}{ms:10.2f} ms"
+                )
                 if best:
                     line += f"  x {ms / best[0]:5.2f}"
                 if GiB is not None:

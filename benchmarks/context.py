@@ -1,20 +1,35 @@
-"""How much fits: the longest training step, and whole GRPO steps, under a cap on the card's memory. Random weights of full size, LoRA r=8, layer inputs on the host.
+"""How much fits: the longest training step, and whole GRPO steps, under a cap on the card's memory.
+Random weights of full size, LoRA r=8, layer inputs on the host.
 
-    python benchmarks/context.py --list                     the cases, with what each is to reach
-    python benchmarks/context.py --only t4_longest t4_grpo  some of them, each in a process of its own
-    python benchmarks/context.py --only bf16_80 --tokens 262144      begin the search at this length in place of the planner's
-    python benchmarks/context.py --only mxfp4_141 --no-confirm       search with two layers only (below)
-    python benchmarks/context.py --only batch_oss batch_oss_transformers batch_oss_unsloth --sites DIR     beside Unsloth from DIR/site-unsloth
-    python benchmarks/context.py --cpu                      every case with a tiny model, no caps
+    python benchmarks/context.py --list
+        the cases, with what each is to reach
+    python benchmarks/context.py --only t4_longest t4_grpo
+        some of them, each in a process of its own
+    python benchmarks/context.py --only bf16_80 --tokens 262144
+        begin the search at this length in place of the planner's
+    python benchmarks/context.py --only mxfp4_141 --no-confirm
+        search with two layers only (below)
+    python benchmarks/context.py --only batch_oss batch_oss_transformers batch_oss_unsloth \\
+            --sites DIR
+        beside Unsloth from DIR/site-unsloth
+    python benchmarks/context.py --cpu
+        every case with a tiny model, no caps
 
-The cap holds for everything: torch's share is set by torch.cuda.set_per_process_memory_fraction to what CUDA itself leaves of it, the library is told of a card of that size
-(torch.cuda.mem_get_info), and the driver's figure at the peak is printed beside it, "kept" or "BROKEN".
-Cases named t4 have a T4's limits imposed on whatever card this is: compute capability 7.5 is reported, bfloat16, FlexAttention, flash kernels and the decode kernels are forbidden, and a
-short step is searched for bfloat16 tensors. They show what fits in a T4's memory, not how fast a T4 is; its time is a roofline estimate (320 GB/s, 65 TFLOP/s in float16), labelled so:
-each part takes as long as its arithmetic or its bytes at these rates, whichever is longer, which no program reaches.
-Unsloth's cases begin with a random checkpoint (gpt-oss-20b: 39 GiB at --checkpoint, Qwen3-8B: 15 GiB beside it), which is written if it is not there, and kept.
-A search takes one step a length, with two layers of the model and a block of memory as large as the layers that are missing, since layer inputs wait on the host; the longest length is then run
-once with all layers, the optimizer's update included (or a shorter one, if that is all there is time for). It begins at the planner's length, or at the goal where that is far shorter, and goes up or down by a tenth. The last line is JSON.
+The cap holds for everything: torch's share is set by torch.cuda.set_per_process_memory_fraction to
+what CUDA itself leaves of it, the library is told of a card of that size (torch.cuda.mem_get_info),
+and the driver's figure at the peak is printed beside it, "kept" or "BROKEN".
+Cases named t4 have a T4's limits imposed on whatever card this is: compute capability 7.5 is
+reported, bfloat16, FlexAttention, flash kernels and the decode kernels are forbidden, and a short
+step is searched for bfloat16 tensors. They show what fits in a T4's memory, not how fast a T4 is;
+its time is a roofline estimate (320 GB/s, 65 TFLOP/s in float16), labelled so: each part takes as
+long as its arithmetic or its bytes at these rates, whichever is longer, which no program reaches.
+Unsloth's cases begin with a random checkpoint (gpt-oss-20b: 39 GiB at --checkpoint, Qwen3-8B:
+15 GiB beside it), which is written if it is not there, and kept.
+A search takes one step a length, with two layers of the model and a block of memory as large as the
+layers that are missing, since layer inputs wait on the host; the longest length is then run once
+with all layers, the optimizer's update included (or a shorter one, if that is all there is time
+for). It begins at the planner's length, or at the goal where that is far shorter, and goes up or
+down by a tenth. The last line is JSON.
 """
 
 import argparse
@@ -213,7 +228,8 @@ def forbidden(*args, **kwargs):
 
 
 def told_to_us(function, answer):
-    "`function`, with another answer for those who ask from within this library: compilers have to know the real card."
+    """`function`, with another answer for those who ask from within this library: compilers have to
+    know the real card."""
 
     def asked(*args, **kwargs):
         return (
@@ -275,7 +291,8 @@ class Limits:
         return max(0, self.cap - (total - free)), self.cap
 
     def tighten(self, spare=0.1):
-        "Leave torch what CUDA's own share (kernels that were loaded meanwhile included) leaves of the cap, less `spare` GiB for kernels to come."
+        """Leave torch what CUDA's own share (kernels that were loaded meanwhile included) leaves of
+        the cap, less `spare` GiB for kernels to come."""
         if self.cap is None:
             return
         free, total = self.told()
@@ -307,7 +324,8 @@ def roof(flops, bytes_):
 
 
 def pairs(shape, length, before=0):
-    "Pairs of a query and a key that it sees, over all layers: `length` tokens after `before` others."
+    """Pairs of a query and a key that it sees, over all layers: `length` tokens after `before`
+    others."""
 
     def causal(n):
         return sum(
@@ -319,7 +337,8 @@ def pairs(shape, length, before=0):
 
 
 def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("attention",)):
-    "Roofline estimate of log-probs, loss and gradients on a T4, seconds by part; `pieces`: (how many, tokens before, tokens) of prompts and completions. Nobody ran it there."
+    """Roofline estimate of log-probs, loss and gradients on a T4, seconds by part; `pieces`: (how
+    many, tokens before, tokens) of prompts and completions. Nobody ran it there."""
     from grpo_nb.model.memory import lora_parameters, weight_bits
 
     tokens, count, bits = (
@@ -331,34 +350,32 @@ def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("
     def cut(size):
         return max(batches, -(-tokens // size) if size else 1)
 
-    slices = (
-        batches if shape.experts else cut(tile)
-    )  # for each of them 4-bit weights are unpacked; without a call for all experts, one takes its tokens of a whole batch
-    share = (
-        shape.experts_per_token / shape.experts if shape.experts else 1
-    )  # of the experts, for a token
+    # For each slice 4-bit weights are unpacked; without a call for all experts, one takes its
+    # tokens of a whole batch.
+    slices = batches if shape.experts else cut(tile)
+    # Of the experts, for a token.
+    share = shape.experts_per_token / shape.experts if shape.experts else 1
     q, k, wide = (
         shape.heads * shape.head_dim,
         shape.kv_heads * shape.head_dim,
         shape.experts_per_token * (3 * shape.intermediate + 2 * shape.hidden),
     )
-    more = int(
-        shape.sinks and "attention" in targets
-    )  # of forward passes: attention layers by heads are computed once more, before each head's gradients
-    mlp = (
-        8 / 3 if shape.sinks else 3
-    )  # passes: in the second one nobody hears a gpt-oss' experts, and their last product of three is left out
+    # More forward passes: attention layers by heads are computed once more, before each head's
+    # gradients.
+    more = int(shape.sinks and "attention" in targets)
+    # Passes: in the second one nobody hears a gpt-oss' experts, and their last product of three is
+    # left out.
+    mlp = 8 / 3 if shape.sinks else 3
 
     def products(kind, target, passes=3):
+        # Two for each weight: forward, forward again, the gradient of the input; adapters have a
+        # gradient of their own, too.
         adapter = lora_parameters(shape, r, (target,)) if target in targets else 0
-        return (
-            2 * passes * count[kind] + 2 * (passes + 1) * adapter
-        )  # two for each weight: forward, forward again, the gradient of the input; adapters have a gradient of their own, too
+        return 2 * passes * count[kind] + 2 * (passes + 1) * adapter
 
     def moved(kind, times, passes=3):
-        return (
-            passes * times * count[kind] * (bits[kind] / 8 + (4 if bits[kind] < 16 else 0))
-        )  # read; where packed, written in float16 and read again
+        # Read; where packed, written in float16 and read again.
+        return passes * times * count[kind] * (bits[kind] / 8 + (4 if bits[kind] < 16 else 0))
 
     activations = 3 * 2 * 2 * tokens * shape.layers  # three passes, written and read, float16
     return {
@@ -371,21 +388,25 @@ def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("
             moved("attention", batches, 3 + more)
             + activations * (3 + more) / 3 * 2 * (shape.hidden + q + k),
         ),
+        # Its backward pass is 2.5 forward ones.
         "attention": roof(
             (4.5 + more)
             * 4
             * q
             * sum(n * pairs(shape, length, before) for n, before, length in pieces),
             activations * (3 + more) / 3 * 2 * (q + k),
-        ),  # its backward pass is 2.5 forward ones
+        ),
+        # Logits, and the gradient of the hidden states.
         "head": roof(
             4 * shape.vocab * shape.hidden * tokens, 2 * cut(1024) * 2 * shape.vocab * shape.hidden
         ),
-    }  # logits, and the gradient of the hidden states
+    }
 
 
 def t4_drawing(shape, weights, prompts, completions, prompt, new, together):
-    "Roofline estimate of drawing on a T4, seconds: prompts read once, then the weights (of experts that anyone is routed to) and the keys and values for every token; `together` rows at a time."
+    """Roofline estimate of drawing on a T4, seconds: prompts read once, then the weights (of
+    experts that anyone is routed to) and the keys and values for every token; `together` rows at a
+    time."""
     from grpo_nb.model.memory import weight_bytes
 
     size, count, rows = weight_bytes(shape, weights), shape.parameters, prompts * completions
@@ -519,7 +540,8 @@ def write_for_unsloth(case, args):
 
 
 def unsloth_step(case, args, tokens):
-    "A function from ids (B, L) to nothing: forward and backward, with Unsloth's model, checkpointing and log-softmax."
+    """A function from ids (B, L) to nothing: forward and backward, with Unsloth's model,
+    checkpointing and log-softmax."""
     from unsloth import FastLanguageModel  # before transformers, as it asks
 
     packed = case.weights == "nf4"
@@ -584,7 +606,8 @@ def optimizer_of(model):
 
 
 def planned_length(case, args, limits):
-    "The longest context that the planner allows for training (its rollout left aside), and what its longest_context says."
+    """The longest context that the planner allows for training (its rollout left aside), and what
+    its longest_context says."""
     from grpo_nb.model.memory import MODELS, Card, longest_context, plan
 
     if args.cpu:
@@ -649,13 +672,15 @@ def check_t4(model, case, args):
     _, error = attempt(run)
     step.close()
     tell(
-        note=f"a short step without bfloat16, FlexAttention, flash and capability 8: {error or 'yes'}",
+        note="a short step without bfloat16, FlexAttention, flash and capability 8: "
+        f"{error or 'yes'}",
         error=error,
     )
 
 
 def search(start, try_length, *, tries, seconds_left, jump=None, first_that_fits=False):
-    "From `start` (if that fits, then from `jump`) up or down by a tenth, in multiples of 64: the longest length that fitted, the shortest that did not, and the rows by length."
+    """From `start` (if that fits, then from `jump`) up or down by a tenth, in multiples of 64: the
+    longest length that fitted, the shortest that did not, and the rows by length."""
     best, worst, rows, tokens = None, None, {}, max(64, start // 64 * 64)
     for _ in range(tries):
         if best and rows[best]["seconds"] * (tokens / best) ** 2 > seconds_left():
@@ -701,7 +726,9 @@ def longest(case, args, limits, deadline):
     layers = min(args.layers or all_layers, all_layers)
     start = max(128, args.tokens or (planned if args.cpu else min(planned, case.start or planned)))
     tell(
-        note=f"planned for training: {planned:,} tokens (with a rollout of that length: {with_rollout:,}); the search begins at {start:,}, with {layers} of {all_layers} layers"
+        note=f"planned for training: {planned:,} tokens (with a rollout of that length: "
+        f"{with_rollout:,}); the search begins at {start:,}, with {layers} of "
+        f"{all_layers} layers"
     )
     store, model = HostStore(), load(case, args, 2 * max(start, planned), layers)
     if case.t4:
@@ -756,7 +783,9 @@ def longest(case, args, limits, deadline):
             failed_at=worst,
             layers=layers,
             confirmed=False,
-            note=f"all {all_layers} layers would take about {expected(best):.0f} s, and {deadline - time.time():.0f} s are left; on the host {on_host(best) / GiB:.1f} GiB, and {room / GiB:.1f} are free",
+            note=f"all {all_layers} layers would take about {expected(best):.0f} s, and "
+            f"{deadline - time.time():.0f} s are left; on the host "
+            f"{on_host(best) / GiB:.1f} GiB, and {room / GiB:.1f} are free",
             **rows[best],
         )
         if not in_time:
@@ -828,7 +857,8 @@ def grpo(case, args, limits, deadline):
         offload_embedding=not MODELS[case.model].tied,
     )
     tell(
-        note=f"planned: {made.peak / GiB:.2f} GiB at the {made.worst}, {made.rows} completions drawn together"
+        note=f"planned: {made.peak / GiB:.2f} GiB at the {made.worst}, {made.rows} "
+        "completions drawn together"
     )
     given = (
         {} if case.model == "gpt-oss-20b" else dict(max_batch_size=made.rows)
@@ -927,10 +957,8 @@ def group(case, args, limits, deadline):
 
 def chunks(case, args, limits, deadline):
     "The head in more and fewer chunks."
-    from grpo_nb.model.offload import HostStore
-
     tokens, base = 64 if args.cpu else args.tokens or 8192, None
-    model, store = load(case, args, tokens), HostStore()
+    model = load(case, args, tokens)
     batch = batch_of(random_ids(sizes_of(case.model, args.cpu), tokens, device_of(args)))
     for multiplier in (1, 4, None):
 
@@ -1056,15 +1084,20 @@ def line_of(record):
     if record.get("warm"):
         parts.append("(to warm up)")
     if "longest" in record:
+        how = (
+            "" if record.get("confirmed") else " (with few layers, the others as a block of memory)"
+        )
         parts.insert(
             0,
-            f"LONGEST {shown(record['longest'], ',')}{'' if record.get('confirmed') else ' (with few layers, the others as a block of memory)'}, failed at {shown(record.get('failed_at'), ',')}",
+            f"LONGEST {shown(record['longest'], ',')}{how}, "
+            f"failed at {shown(record.get('failed_at'), ',')}",
         )
     if "error" in record:
         return "  ".join([*parts, record["error"]])
+    kept = {True: " kept", False: " BROKEN"}.get(record.get("kept"), "")
     parts += [
         f"{record['seconds']:.3f} s",
-        f"{shown(record.get('peak'))} GiB, driver {shown(record.get('driver'))}{ {True: ' kept', False: ' BROKEN'}.get(record.get('kept'), '') }",
+        f"{shown(record.get('peak'))} GiB, driver {shown(record.get('driver'))}{kept}",
     ]
     parts += [
         f"{name} {record[name]:.2f} s"
@@ -1138,7 +1171,8 @@ def main():
     if args.list:
         for name, case in CASES.items():
             print(
-                f"{name:26s}{case.model} in {case.weights}: {case.what}{f' (goal: {case.goal})' if case.goal else ''}"
+                f"{name:26s}{case.model} in {case.weights}: "
+                f"{case.what}{f' (goal: {case.goal})' if case.goal else ''}"
             )
         return 0
     if args.child:
@@ -1153,10 +1187,9 @@ def main():
     results, about, end = {}, {}, time.time() + 60 * args.minutes
     for name in args.only or (list(CASES) if args.cpu else DEFAULT):
         case, left = CASES[name], min(end - time.time(), 60 * args.case_minutes)
-        print(
-            f"{name}: {case.model} in {case.weights}, {case.what}{f', cap {case.cap} GiB' if case.cap else ''}{f' (goal: {case.goal})' if case.goal else ''}",
-            flush=True,
-        )
+        cap = f", cap {case.cap} GiB" if case.cap else ""
+        goal = f" (goal: {case.goal})" if case.goal else ""
+        print(f"{name}: {case.model} in {case.weights}, {case.what}{cap}{goal}", flush=True)
         rows = results[name] = []
         if left < 20:
             print("    left out: no time left", flush=True)
@@ -1164,7 +1197,8 @@ def main():
         if case.library == "unsloth" and not has_unsloth(args):
             rows.append(dict(error="Unsloth is not installed"))
             print(
-                f"    left out: Unsloth is not installed, nor is it in {Path(args.sites) / 'site-unsloth'} (--sites DIR: another folder)",
+                "    left out: Unsloth is not installed, nor is it in "
+                f"{Path(args.sites) / 'site-unsloth'} (--sites DIR: another folder)",
                 flush=True,
             )
             continue
@@ -1223,7 +1257,8 @@ def main():
             longest_, memory = max(theirs.items())
             reached = max((n for n, gib in mine.items() if gib <= memory), default=0)
             print(
-                f"batch of 4, {model}: in {peer}'s {memory:.1f} GiB ({longest_:,} tokens) ours has {reached:,} tokens of those measured: x {reached / longest_:.1f}",
+                f"batch of 4, {model}: in {peer}'s {memory:.1f} GiB ({longest_:,} tokens) "
+                f"ours has {reached:,} tokens of those measured: x {reached / longest_:.1f}",
                 flush=True,
             )
     print(json.dumps(dict(about=about, way=args.way, cases=results)))

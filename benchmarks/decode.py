@@ -1,20 +1,33 @@
-"""Tokens a second while decoding with gpt-oss-20b: ours beside transformers, Unsloth and vLLM, with the bytes that a step must read as the floor.
+"""Tokens a second while decoding with gpt-oss-20b: ours beside transformers, Unsloth and vLLM, with
+the bytes that a step must read as the floor.
 
-    python benchmarks/decode.py                        every library that is installed, one after the other on one GPU: under nine minutes on an H200
-    python benchmarks/decode.py --ours --transformers  only these
-    python benchmarks/decode.py --unsloth-site DIR --vllm-site DIR    libraries that stand in folders of their own (pip install --target DIR)
-    python benchmarks/decode.py --cpu                  a tiny model on the CPU: ours beside transformers' generate, in one process
-    python benchmarks/decode.py --small --device cpu   the whole script with a tiny model and few tokens, to try it out
+    python benchmarks/decode.py
+        every library that is installed, one after the other on one GPU: under nine minutes on an
+        H200
+    python benchmarks/decode.py --ours --transformers
+        only these
+    python benchmarks/decode.py --unsloth-site DIR --vllm-site DIR
+        libraries that stand in folders of their own (pip install --target DIR)
+    python benchmarks/decode.py --cpu
+        a tiny model on the CPU: ours beside transformers' generate, in one process
+    python benchmarks/decode.py --small --device cpu
+        the whole script with a tiny model and few tokens, to try it out
 
-All run the same random model of full size (24 layers, 32 experts, 201,088 tokens). Its experts hold numbers that MXFP4 can write, so bf16 and MXFP4 are the same
-weights; its router spreads tokens over the experts, and how many are really used in a layer is counted and printed. The prompts are random and all different,
-tokens are drawn at temperature 1 from the whole vocabulary, and nothing stops early.
+All run the same random model of full size (24 layers, 32 experts, 201,088 tokens). Its experts hold
+numbers that MXFP4 can write, so bf16 and MXFP4 are the same weights; its router spreads tokens over
+the experts, and how many are really used in a layer is counted and printed. The prompts are random
+and all different, tokens are drawn at temperature 1 from the whole vocabulary, and nothing stops
+early.
 
-Speed is (tokens between a short and a long run) / (difference of their times), so that reading the prompt drops out: 8 and 264 new tokens, the second repetition;
-for transformers and Unsloth 8 and 72, after one short run, and both as their generate comes (no compilation asked for). Each library has a process of its own. Its
-checkpoint, if it needs one, is written to a temporary folder (39 GiB for Unsloth, 13 GiB for vLLM) and removed. "peak" is the most that torch had allocated during a
-case, reading the prompts included; vLLM reserves a share of the card ahead, and that is what its rows say. The floor of a step is attention weights, head, the experts
-really used and the keys and values so far, in the library's format, over the speed of a copy within this card's memory (bytes read and written).
+Speed is (tokens between a short and a long run) / (difference of their times), so that reading the
+prompt drops out: 8 and 264 new tokens, the second repetition; for transformers and Unsloth 8 and
+72, after one short run, and both as their generate comes (no compilation asked for). Each library
+has a process of its own. Its checkpoint, if it needs one, is written to a temporary folder (39 GiB
+for Unsloth, 13 GiB for vLLM) and removed. "peak" is the most that torch had allocated during a
+case, reading the prompts included; vLLM reserves a share of the card ahead, and that is what its
+rows say. The floor of a step is attention weights, head, the experts really used and the keys and
+values so far, in the library's format, over the speed of a copy within this card's memory (bytes
+read and written).
 """
 
 import argparse
@@ -115,7 +128,8 @@ def expert_bytes(sizes, kind):
 
 
 def step_bytes(sizes, kind, sequences, context, experts):
-    "What one decode step has to read: attention, head, the experts used in each layer, keys and values of so many tokens a sequence."
+    """What one decode step has to read: attention, head, the experts used in each layer, keys and
+    values of so many tokens a sequence."""
     layers, width = sizes["num_hidden_layers"], sizes["head_dim"]
     queries, keys = sizes["num_attention_heads"] * width, sizes["num_key_value_heads"] * width
     attention = layers * 2 * sizes["hidden_size"] * (queries + keys) * 2  # q and o, k and v
@@ -131,9 +145,10 @@ def step_bytes(sizes, kind, sequences, context, experts):
 
 
 def released_parts(sizes, device):
-    "The random model in the layout of the released files: a dictionary of tensors for each layer, then one for the rest. The same on every call."
+    """The random model in the layout of the released files: a dictionary of tensors for each layer,
+    then one for the rest. The same on every call."""
     generator = torch.Generator(device).manual_seed(0)
-    H, I, E, width = (
+    H, inner, E, width = (
         sizes[name]
         for name in ("hidden_size", "intermediate_size", "num_local_experts", "head_dim")
     )
@@ -168,7 +183,7 @@ def released_parts(sizes, device):
                 full(0, rows),
             )
         part["mlp.router.weight"], part["mlp.router.bias"] = normal(0.05, E, H), full(0, E)
-        for name, rows, columns in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
+        for name, rows, columns in (("gate_up_proj", 2 * inner, H), ("down_proj", H, inner)):
             part[f"mlp.experts.{name}_blocks"] = torch.randint(
                 256,
                 (E, rows, columns // 32, 16),
@@ -190,7 +205,8 @@ def released_parts(sizes, device):
 
 
 def dequantize(blocks, scales):
-    "MXFP4 (..., rows, G, 16) and (..., rows, G), uint8, as bf16 (..., rows, 32 G); the low half of a byte comes first."
+    """MXFP4 (..., rows, G, 16) and (..., rows, G), uint8, as bf16 (..., rows, 32 G); the low half
+    of a byte comes first."""
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values, byte = (
         torch.cat([sizes, -sizes]).to(blocks.device, torch.bfloat16),
@@ -202,7 +218,8 @@ def dequantize(blocks, scales):
 
 
 def make_config(sizes):
-    "transformers' configuration: eager attention is the only one of its own that knows sinks without compiling, grouped_mm its fastest experts that fit."
+    """transformers' configuration: eager attention is the only one of its own that knows sinks
+    without compiling, grouped_mm its fastest experts that fit."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
@@ -244,11 +261,13 @@ def build(sizes, device):
 
 
 def write(folder, sizes, parts, config, gigabytes):
-    "Write a checkpoint of a file a layer and one for the rest, several at a time; `config` is what config.json holds."
+    """Write a checkpoint of a file a layer and one for the rest, several at a time; `config` is
+    what config.json holds."""
     free = shutil.disk_usage(folder.parent).free / 1e9
     if free < gigabytes + 1:
         raise OSError(
-            f"the checkpoint takes {gigabytes:.0f} GB and {folder.parent} has {free:.0f} GB free: set TMPDIR to a folder with more"
+            f"the checkpoint takes {gigabytes:.0f} GB and {folder.parent} has {free:.0f} GB "
+            "free: set TMPDIR to a folder with more"
         )
     from safetensors.torch import save_file
 
@@ -344,7 +363,8 @@ def synchronize():
 
 @torch.no_grad()
 def experts_used(model, prompts):
-    "How many experts of a layer the last tokens of the prompts go to in one step, mean over the layers."
+    """How many experts of a layer the last tokens of the prompts go to in one step, mean over the
+    layers."""
     counts = []
 
     def count(router, inputs):
@@ -383,7 +403,8 @@ def copy_speed(device):
 
 
 def decode_speed(generate, sizes, sequences, length, new_tokens, runs):
-    "Tokens a second of each sequence; `runs` are the new tokens of every run, and the last two count."
+    """Tokens a second of each sequence; `runs` are the new tokens of every run, and the last two
+    count."""
     prompts, seconds = random_prompts(sizes, sequences, length), []
     for n in runs:
         synchronize()
@@ -394,7 +415,8 @@ def decode_speed(generate, sizes, sequences, length, new_tokens, runs):
     difference = seconds[-1] - seconds[-2]
     if difference <= 0:
         raise RuntimeError(
-            f"the long run took {seconds[-1]:.3f} s and the short one {seconds[-2]:.3f} s: the times are too noisy for a speed"
+            f"the long run took {seconds[-1]:.3f} s and the short one {seconds[-2]:.3f} s: "
+            "the times are too noisy for a speed"
         )
     return new_tokens / difference
 
@@ -447,7 +469,8 @@ def start_ours(args, sizes, packed=False):
 
 
 def hugging_face(model, args):
-    "generate(prompts, n) through transformers' interface; long prompts are read in pieces, or eager attention would need their square."
+    """generate(prompts, n) through transformers' interface; long prompts are read in pieces, or
+    eager attention would need their square."""
 
     def generate(prompts, n):
         ids = torch.tensor(prompts, device=args.device)
@@ -699,7 +722,10 @@ class Bench:
             self.rows[name, record["sequences"], record["prompt"]] = record
             what = record.get("error")
             if not what:
-                what = f"{record['speed']:.1f} tok/s a sequence, {record['speed'] * record['sequences']:,.0f} in all"
+                what = (
+                    f"{record['speed']:.1f} tok/s a sequence, "
+                    f"{record['speed'] * record['sequences']:,.0f} in all"
+                )
                 if record["peak"]:
                     what += f", {record['peak']:.1f} GiB"
             self.say(f"{name}, {record['sequences']} x {record['prompt']:,}: {what}")
@@ -809,7 +835,8 @@ class Bench:
                 shutil.rmtree(self.folder / kind, ignore_errors=True)
 
     def share_of_floor(self, name, row):
-        "Measured speed over that of reading the step's bytes at the speed of a copy; None without a count of the experts."
+        """Measured speed over that of reading the step's bytes at the speed of a copy; None without
+        a count of the experts."""
         n = row["sequences"]
         if self.copy is None or n not in self.experts:
             return None
@@ -822,8 +849,14 @@ class Bench:
 
     def table(self, chosen):
         "The results as a table in markdown."
-        cell = lambda value, form: "" if value is None else format(value, form)
-        heads = "library | format | sequences | prompt | tok/s a sequence | tok/s in all | peak GiB | experts a layer | share of the floor | ours / this"
+
+        def cell(value, form):
+            return "" if value is None else format(value, form)
+
+        heads = (
+            "library | format | sequences | prompt | tok/s a sequence | tok/s in all | peak "
+            "GiB | experts a layer | share of the floor | ours / this"
+        )
         lines = [f"| {heads} |", "|---" * (heads.count("|") + 1) + "|"]
         for name in chosen:
             rows = {key[1:]: row for key, row in self.rows.items() if key[0] == name}
@@ -851,11 +884,15 @@ class Bench:
                 )
                 lines.append(
                     start
-                    + f"{speed:.1f} | {speed * case[0]:,.0f} | {peak} | {cell(used, '.1f')} | {cell(share, '.0%')} | {cell(ratio, '.2f')} |"
+                    + (
+                        f"{speed:.1f} | {speed * case[0]:,.0f} | {peak} | "
+                        f"{cell(used, '.1f')} | {cell(share, '.0%')} | {cell(ratio, '.2f')} |"
+                    )
                 )
             if name in self.failed:
                 lines.append(
-                    f"| {name} | {FORMATS[name]} | | | {self.failed[name].replace('|', '/')} | | | | | |"
+                    f"| {name} | {FORMATS[name]} | | | {self.failed[name].replace('|', '/')} "
+                    "| | | | | |"
                 )
         return "\n".join(lines)
 
@@ -874,7 +911,8 @@ def last_error(log):
 
 
 def cpu(cases=((64, 8, 8), (16, 1, 64)), repeats=5, device="cpu"):
-    "Ours beside transformers' generate with a tiny model in this process; cases are (prompts, completions of each, tokens). The ratios."
+    """Ours beside transformers' generate with a tiny model in this process; cases are (prompts,
+    completions of each, tokens). The ratios."""
     import transformers
 
     from grpo_nb.model.tiny import tiny_gpt_oss
@@ -887,7 +925,8 @@ def cpu(cases=((64, 8, 8), (16, 1, 64)), repeats=5, device="cpu"):
     engine, own, ratios = RolloutEngine(model, tokenizer), model.config._experts_implementation, []
     count = sum(p.numel() for p in model.parameters())
     print(
-        f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}, {count:,} parameters",
+        f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, {count:,} parameters",
         flush=True,
     )
 

@@ -1,9 +1,13 @@
-"""The decoding kernels one by one, at the sizes of gpt-oss-20b in bf16, with random weights: microseconds, and how fast the weights were read.
+"""The decoding kernels one by one, at the sizes of gpt-oss-20b in bf16, with random weights:
+microseconds, and how fast the weights were read.
 
-    python benchmarks/decode_kernels.py                 1, 8 and 64 rows on a GPU (about 20 s, 13 GiB)
-    python benchmarks/decode_kernels.py --packed        experts in 4 bits alone, 1 to 256 rows: the kernel in Triton and the one in Gluon
+    python benchmarks/decode_kernels.py            1, 8 and 64 rows on a GPU (about 20 s, 13 GiB)
+    python benchmarks/decode_kernels.py --packed   experts in 4 bits alone, 1 to 256 rows: the
+                                                   kernel in Triton and the one in Gluon
 
-Each kernel is recorded in a CUDA graph over several layers' weights, so that the chip's cache does not help. Beside it, in the same run: what a copy of 4 GiB reaches, and torch's own product (cuBLAS) where there is one.
+Each kernel is recorded in a CUDA graph over several layers' weights, so that the chip's cache does
+not help. Beside it, in the same run: what a copy of 4 GiB reaches, and torch's own product (cuBLAS)
+where there is one.
 """
 
 import argparse
@@ -16,7 +20,7 @@ from grpo_nb.model.packed import PackedWeight
 from grpo_nb.rollout import kernels
 from grpo_nb.rollout.steps import LayerWeights, Projection
 
-H, I, E, V, HEADS, LAYERS = 2880, 2880, 32, 201_088, 4096, 6
+H, INNER, E, V, HEADS, LAYERS = 2880, 2880, 32, 201_088, 4096, 6
 
 
 def microseconds(functions, repeats=9):
@@ -52,7 +56,7 @@ def layers():
             Projection(draw(n, k), draw(n)) for n, k in ((HEADS, H), (512, H), (512, H), (H, HEADS))
         ]
         experts = ExpertWeights(
-            draw(E, H, 2 * I), draw(E, 2 * I), draw(E, I, H), draw(E, H), 1.702, 7.0
+            draw(E, H, 2 * INNER), draw(E, 2 * INNER), draw(E, INNER, H), draw(E, H), 1.702, 7.0
         )
         yield LayerWeights(
             draw(H, std=1.0),
@@ -80,9 +84,10 @@ def packed_experts():
     "A line for each batch and matrix: both kernels in turn."
     from grpo_nb.rollout import packed_experts as gluon
 
-    matrices = dict(gate_up=list(packed(H, 2 * I)), down=list(packed(I, H)))
+    matrices = dict(gate_up=list(packed(H, 2 * INNER)), down=list(packed(INNER, H)))
     print(
-        "| rows | matrix | experts used | MB of weights | Triton, us | TB/s | Gluon, us | TB/s |\n|---|---|---|---|---|---|---|---|"
+        "| rows | matrix | experts used | MB of weights | Triton, us | TB/s | Gluon, us | "
+        "TB/s |\n|---|---|---|---|---|---|---|---|"
     )
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         logits = [torch.randn(rows, E, device="cuda") for _ in range(8)]
@@ -94,7 +99,7 @@ def packed_experts():
         for name, weights in matrices.items():
             gated = name == "gate_up"
             x, bias = draw(rows if gated else 4 * rows, H, std=1.0), draw(E, weights[0].shape[2])
-            out = x.new_empty(4 * rows, I, dtype=torch.bfloat16 if gated else torch.float32)
+            out = x.new_empty(4 * rows, INNER, dtype=torch.bfloat16 if gated else torch.float32)
             options = dict(
                 bias=bias,
                 **(dict(gather=True, gated=True, alpha=1.702, limit=7.0) if gated else {}),
@@ -135,13 +140,15 @@ def main():
     copy = 2 * len(big) / microseconds([big.clone]) / 1e6
     del big
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16; a copy moves {copy:.2f} TB/s, read and written\n"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16; a copy moves "
+        f"{copy:.2f} TB/s, read and written\n"
     )
     if only_packed:
         return packed_experts()
     weights, head = list(layers()), draw(V, H)
     print(
-        "| rows | kernel | MB of weights | us | TB/s | torch's product, us |\n|---|---|---|---|---|---|"
+        "| rows | kernel | MB of weights | us | TB/s | torch's product, us |\n"
+        "|---|---|---|---|---|---|"
     )
     with torch.no_grad():
         for rows in (1, 8, 64):
@@ -151,7 +158,7 @@ def main():
                 for _ in weights
             ]
             hit = sum(len({e for e in w.items[0].tolist() if e >= 0}) for w in work) / len(work)
-            hidden = draw(4 * rows, I, std=1.0)
+            hidden = draw(4 * rows, INNER, std=1.0)
             up = dict(BN=64 if rows == 1 else 128, BK=64, stages=4)
             down = (
                 dict(BN=64, BK=64, stages=5)
@@ -163,56 +170,67 @@ def main():
             cases = {
                 "query, key, value": (
                     5120 * H,
-                    [lambda l=l: kernels.project(x, (l.query, l.key, l.value)) for l in weights],
                     [
-                        lambda l=l: [
+                        lambda layer=layer: kernels.project(
+                            x, (layer.query, layer.key, layer.value)
+                        )
+                        for layer in weights
+                    ],
+                    [
+                        lambda layer=layer: [
                             torch.nn.functional.linear(x, p.weight, p.bias)
-                            for p in (l.query, l.key, l.value)
+                            for p in (layer.query, layer.key, layer.value)
                         ]
-                        for l in weights
+                        for layer in weights
                     ],
                 ),
                 "output and residual": (
                     H * HEADS,
-                    [lambda l=l: kernels.project(wide, (l.output,), x) for l in weights],
                     [
-                        lambda l=l: (
-                            x + torch.nn.functional.linear(wide, l.output.weight, l.output.bias)
+                        lambda layer=layer: kernels.project(wide, (layer.output,), x)
+                        for layer in weights
+                    ],
+                    [
+                        lambda layer=layer: (
+                            x
+                            + torch.nn.functional.linear(
+                                wide, layer.output.weight, layer.output.bias
+                            )
                         )
-                        for l in weights
+                        for layer in weights
                     ],
                 ),
                 f"experts, gate and up ({hit:.1f} of {E} used)": (
-                    hit * H * 2 * I,
+                    hit * H * 2 * INNER,
                     [
-                        lambda l=l, w=w: kernels._expert_product(
+                        lambda layer=layer, w=w: kernels._expert_product(
                             x,
-                            l.experts.gate_up,
+                            layer.experts.gate_up,
                             w,
-                            x.new_empty(4 * rows, I),
-                            bias=l.experts.gate_up_bias,
+                            x.new_empty(4 * rows, INNER),
+                            bias=layer.experts.gate_up_bias,
                             gather=True,
                             gated=True,
                             alpha=1.702,
                             limit=7.0,
                             **up,
                         )
-                        for l, w in zip(weights, work)
+                        for layer, w in zip(weights, work)
                     ],
                     None,
                 ),
                 f"experts, down ({hit:.1f} of {E} used)": (
-                    hit * I * H,
+                    hit * INNER * H,
                     [
-                        lambda l=l, w=w: kernels._expert_product(
+                        lambda layer=layer, w=w: kernels._expert_product(
                             hidden,
-                            l.experts.down,
+                            layer.experts.down,
                             w,
                             x.new_empty(4 * rows, H, dtype=torch.float32),
-                            bias=l.experts.down_bias,
+                            bias=layer.experts.down_bias,
                             **down,
                         )
-                        for l, w in zip(weights, work)
+                        for layer, w in zip(weights, work)
                     ],
                     None,
                 ),
@@ -222,10 +240,12 @@ def main():
                     [lambda: torch.nn.functional.linear(x, head)],
                 ),
                 "a whole second half of a layer (`mix`)": (
-                    hit * 3 * I * H,
+                    hit * 3 * INNER * H,
                     [
-                        lambda l=l: kernels.mix(x, l, l.norm, top=4, eps=1e-5, dtype=torch.bfloat16)
-                        for l in weights
+                        lambda layer=layer: kernels.mix(
+                            x, layer, layer.norm, top=4, eps=1e-5, dtype=torch.bfloat16
+                        )
+                        for layer in weights
                     ],
                     None,
                 ),
@@ -233,7 +253,9 @@ def main():
             for name, (numbers, ours, theirs) in cases.items():
                 time = microseconds(ours)
                 print(
-                    f"| {rows} | {name} | {2 * numbers / 1e6:.1f} | {time:.1f} | {2 * numbers / time / 1e6:.2f} | {'' if theirs is None else f'{microseconds(theirs):.1f}'} |",
+                    f"| {rows} | {name} | {2 * numbers / 1e6:.1f} | {time:.1f} | "
+                    f"{2 * numbers / time / 1e6:.2f} | "
+                    f"{'' if theirs is None else f'{microseconds(theirs):.1f}'} |",
                     flush=True,
                 )
 

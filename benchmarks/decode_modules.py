@@ -1,13 +1,21 @@
-"""Tokens a second while drawing from dense models (random weights of full size, LoRA r=8 on all linear layers): ours replayed and call by call, transformers' generate, Unsloth's.
+"""Tokens a second while drawing from dense models (random weights of full size, LoRA r=8 on all
+linear layers): ours replayed and call by call, transformers' generate, Unsloth's.
 
-    python benchmarks/decode_modules.py                                 ours and transformers: Qwen2.5-1.5B in NF4 and bf16, Llama-3.1-8B in NF4
-    python benchmarks/decode_modules.py --only replayed unsloth --sites DIR    beside Unsloth from DIR/site-unsloth; writes a random checkpoint first
-    python benchmarks/decode_modules.py --models Qwen2.5-1.5B:nf4 --rows 8 --new 512    other cases
-    python benchmarks/decode_modules.py --cpu                           the same with tiny models, to try it out (nothing is replayed on a CPU)
+    python benchmarks/decode_modules.py
+        ours and transformers: Qwen2.5-1.5B in NF4 and bf16, Llama-3.1-8B in NF4
+    python benchmarks/decode_modules.py --only replayed unsloth --sites DIR
+        beside Unsloth from DIR/site-unsloth; writes a random checkpoint first
+    python benchmarks/decode_modules.py --models Qwen2.5-1.5B:nf4 --rows 8 --new 512
+        other cases
+    python benchmarks/decode_modules.py --cpu
+        the same with tiny models, to try it out (nothing is replayed on a CPU)
 
-Different prompts of 128 random tokens, 256 new ones, drawn at temperature 1 from the whole vocabulary; nothing stops early. The second call counts, whole: reading the prompts and recording the
-steps are in it. "replayed" is RolloutEngine as it comes, "modules" is RolloutEngine(through_modules=True), "generate" transformers' own on the same model, "unsloth" Unsloth's after
-FastLanguageModel.for_inference. "peak" is torch's, the weights included. The last line is JSON.
+Different prompts of 128 random tokens, 256 new ones, drawn at temperature 1 from the whole
+vocabulary; nothing stops early. The second call counts, whole: reading the prompts and recording
+the steps are in it. "replayed" is RolloutEngine as it comes, "modules" is
+RolloutEngine(through_modules=True), "generate" transformers' own on the same model, "unsloth"
+Unsloth's after FastLanguageModel.for_inference. "peak" is torch's, the weights included. The last
+line is JSON.
 """
 
 import json
@@ -195,10 +203,14 @@ def main():
         found = (
             record["error"]
             if "error" in record
-            else f"{record['seconds']:8.2f} s {record['rate']:10,.0f} tok/s  {shown(record['peak'])} GiB"
+            else (
+                f"{record['seconds']:8.2f} s {record['rate']:10,.0f} tok/s  "
+                f"{shown(record['peak'])} GiB"
+            )
         )
         print(
-            f"{record['model']:20s}{record['way']:10s}{record['rows']:4d} rows {found}  {record['how']}",
+            f"{record['model']:20s}{record['way']:10s}{record['rows']:4d} rows {found}  "
+            f"{record['how']}",
             flush=True,
         )
 

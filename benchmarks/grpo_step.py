@@ -1,14 +1,23 @@
-"""Seconds of a whole GRPO step of gpt-oss-20b (random weights, full size): 8 prompts x 8 completions x 1,024 tokens drawn, rewarded and trained, ours and Unsloth's.
+"""Seconds of a whole GRPO step of gpt-oss-20b (random weights, full size): 8 prompts x 8
+completions x 1,024 tokens drawn, rewarded and trained, ours and Unsloth's.
 
-    python benchmarks/grpo_step.py                               ours on MXFP4 experts, then in bf16: two to three minutes on an H200
-    python benchmarks/grpo_step.py --only unsloth --sites DIR    Unsloth's own GRPOTrainer from DIR/site-unsloth; writes a random checkpoint of 39 GiB first (45 s)
-    python benchmarks/grpo_step.py --only mxfp4 --batch 16       other micro-batches
-    python benchmarks/grpo_step.py --cpu                         the same with a tiny model, to try it out
+    python benchmarks/grpo_step.py
+        ours on MXFP4 experts, then in bf16: two to three minutes on an H200
+    python benchmarks/grpo_step.py --only unsloth --sites DIR
+        Unsloth's own GRPOTrainer from DIR/site-unsloth; writes a random checkpoint of 39 GiB first
+        (45 s)
+    python benchmarks/grpo_step.py --only mxfp4 --batch 16
+        other micro-batches
+    python benchmarks/grpo_step.py --cpu
+        the same with a tiny model, to try it out
 
-Ours: GRPOTrainer on a model from load_model, LoRA r=8 on q, k, v and o; the first step, in which kernels are compiled, is not counted, the second one is, and its parts: "sample" draws
-the completions, "score" is the rewards (a count of letters, nothing to speak of), "train" is log-probs, loss and backward of all micro-batches, "update" the optimizer. Completions end only
-at their full length (a random model hardly ever draws its end token). "peak" is torch's, "driver" what the driver has given away. Unsloth: its GRPOTrainer with the same settings, sampling by its
-own generate. The last line is JSON.
+Ours: GRPOTrainer on a model from load_model, LoRA r=8 on q, k, v and o; the first step, in which
+kernels are compiled, is not counted, the second one is, and its parts: "sample" draws the
+completions, "score" is the rewards (a count of letters, nothing to speak of), "train" is log-probs,
+loss and backward of all micro-batches, "update" the optimizer. Completions end only at their full
+length (a random model hardly ever draws its end token). "peak" is torch's, "driver" what the driver
+has given away. Unsloth: its GRPOTrainer with the same settings, sampling by its own generate. The
+last line is JSON.
 """
 
 import dataclasses
@@ -111,13 +120,15 @@ def grpo_step(
     max_batch_size=None,
     **settings,
 ):
-    "Steps of a run, one after the other: a dictionary of seconds for each, and peaks of the last one."
+    """Steps of a run, one after the other: a dictionary of seconds for each, and peaks of the last
+    one."""
     from grpo_nb.training.config import GRPOConfig
 
     drawn = len(rows) * completions
     if drawn % batch:
         raise ValueError(
-            f"{len(rows)} prompts x {completions} completions are {drawn}, which micro-batches of {batch} do not divide"
+            f"{len(rows)} prompts x {completions} completions are {drawn}, which "
+            f"micro-batches of {batch} do not divide"
         )
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -285,12 +296,17 @@ def main():
             if name in record
         )
         speed = (
-            f"; {record.get('drawn', drawn * args.new) / record['sample']:,.0f} tok/s drawn, {drawn * (args.prompt + args.new) / record['train']:,.0f} tok/s trained"
+            (
+                f"; {record.get('drawn', drawn * args.new) / record['sample']:,.0f} tok/s drawn, "
+                f"{drawn * (args.prompt + args.new) / record['train']:,.0f} tok/s trained"
+            )
             if "sample" in record
             else ""
         )
         print(
-            f"{record['library']:10s}{record['seconds']:9.2f} s a step  ({parts}){speed}  {shown(record['peak'])} GiB (driver {shown(record['driver'])})  first step {record['first']['seconds']:.1f} s",
+            f"{record['library']:10s}{record['seconds']:9.2f} s a step  ({parts}){speed}  "
+            f"{shown(record['peak'])} GiB (driver {shown(record['driver'])})  first step "
+            f"{record['first']['seconds']:.1f} s",
             flush=True,
         )
         for step in record.get("steps", [])[1:-1]:
@@ -303,7 +319,8 @@ def main():
             print(f"    {record['log']}; {record.get('way')}", flush=True)
 
     print(
-        f"{args.prompts} prompts of {args.prompt} tokens x {args.completions} completions of {args.new}, micro-batches of {args.batch}",
+        f"{args.prompts} prompts of {args.prompt} tokens x {args.completions} completions of "
+        f"{args.new}, micro-batches of {args.batch}",
         flush=True,
     )
     for name in args.only:

@@ -1,10 +1,13 @@
-"""Log-probs at gpt-oss-20b's head (2,880 x 201,088, frozen), forward and backward to the hidden states: ours beside plain torch and Liger.
+"""Log-probs at gpt-oss-20b's head (2,880 x 201,088, frozen), forward and backward to the hidden
+states: ours beside plain torch and Liger.
 
     python benchmarks/logprobs.py                       65,536 rows in bf16 on a GPU
     python benchmarks/logprobs.py --device cpu --small  the same steps at a size for a laptop
 
-Each line: milliseconds (median), memory beyond the inputs at its peak (GPU only), and the two as ratios to ours.
-"two products" is the floor: the two matrix products of our function at the same chunk size, nothing else.
+Each line: milliseconds (median), memory beyond the inputs at its peak (GPU only), and the two as
+ratios to ours.
+"two products" is the floor: the two matrix products of our function at the same chunk size, nothing
+else.
 """
 
 import argparse
@@ -108,7 +111,8 @@ def main():
     torch.manual_seed(0)
     W = torch.randn(vocab, hidden, device=args.device, dtype=dtype) * 0.02
     print(
-        f"{torch.cuda.get_device_name() if W.is_cuda else 'CPU'}, torch {torch.__version__}, head {hidden:,} x {vocab:,}, {dtype}",
+        f"{torch.cuda.get_device_name() if W.is_cuda else 'CPU'}, torch {torch.__version__}, "
+        f"head {hidden:,} x {vocab:,}, {dtype}",
         flush=True,
     )
 

@@ -1,14 +1,22 @@
-"""A step of training with the layers' inputs on the card and on the host: forward and backward through a random gpt-oss of full width, bf16, LoRA on the attention.
+"""A step of training with the layers' inputs on the card and on the host: forward and backward
+through a random gpt-oss of full width, bf16, LoRA on the attention.
 
-    python benchmarks/offload.py                       4 layers, 8,192 and 32,768 tokens, on a GPU: under two minutes
-    python benchmarks/offload.py --layers 24           the whole model: 39 GiB of weights
-    python benchmarks/offload.py --lengths 65536       other lengths
-    python benchmarks/offload.py --small --device cpu  the same steps with a tiny model, to try it out (copies on a processor: the times say nothing)
+    python benchmarks/offload.py                  4 layers, 8,192 and 32,768 tokens, on a GPU: under
+                                                  two minutes
+    python benchmarks/offload.py --layers 24      the whole model: 39 GiB of weights
+    python benchmarks/offload.py --lengths 65536  other lengths
+    python benchmarks/offload.py --small --device cpu
+                                                  the same steps with a tiny model, to try it out
+                                                  (copies on a processor: the times say nothing)
 
-Four cases, taken in turns so that the clock of the card treats them alike, the median of the repeats of each:
-"recomputed": every layer computed again in backward, its input kept on the card; "save_on_cpu": the inputs on the host by torch's own means, with pinned memory,
-in the computing stream; "offloaded": by ours (offload_layers); "offloaded, hidden too": the norm's input and the rows of the log-probs as well (offload_hidden). A line has the seconds of a step, the ratio to "recomputed",
-the peak on the card beyond the weights (and in all), and our host memory in pages. "formula" is what the inputs take: layers x tokens x hidden size x 2 bytes.
+Four cases, taken in turns so that the clock of the card treats them alike, the median of the
+repeats of each:
+"recomputed": every layer computed again in backward, its input kept on the card; "save_on_cpu": the
+inputs on the host by torch's own means, with pinned memory, in the computing stream; "offloaded":
+by ours (offload_layers); "offloaded, hidden too": the norm's input and the rows of the log-probs as
+well (offload_hidden). A line has the seconds of a step, the ratio to "recomputed", the peak on the
+card beyond the weights (and in all), and our host memory in pages. "formula" is what the inputs
+take: layers x tokens x hidden size x 2 bytes.
 The bus is measured too: one copy each way of 256 MiB of pinned memory. The last line is JSON.
 """
 
@@ -216,7 +224,10 @@ def main():
     )
     out, back = bus(args.device)
     print(
-        f"{device}, torch {torch.__version__}, gpt-oss with {args.layers} layers, {weights / GiB:.1f} GiB of weights in bf16"
+        (
+            f"{device}, torch {torch.__version__}, gpt-oss with {args.layers} layers, "
+            f"{weights / GiB:.1f} GiB of weights in bf16"
+        )
         + (f"; the bus: {out / 1e9:.1f} GB/s to the host, {back / 1e9:.1f} back" if out else ""),
         flush=True,
     )
@@ -231,8 +242,11 @@ def main():
         for name, (seconds, peak, host, norm) in results.items():
             ratio = seconds / results["recomputed"][0]
             print(
-                f"{tokens:8,d} tokens  {name:22s}{seconds:9.3f} s  x {ratio:5.3f}  card {(peak - weights) / GiB if peak else 0:7.3f} GiB beyond the weights ({peak / GiB:6.2f} in all)"
-                f"  host {host / GiB:6.3f} GiB  (formula {formula / GiB:.3f})  |gradient| {norm:.6g}",
+                f"{tokens:8,d} tokens  {name:22s}{seconds:9.3f} s  x {ratio:5.3f}  card "
+                f"{(peak - weights) / GiB if peak else 0:7.3f} GiB beyond the weights "
+                f"({peak / GiB:6.2f} in all)"
+                f"  host {host / GiB:6.3f} GiB  (formula {formula / GiB:.3f})  |gradient| "
+                f"{norm:.6g}",
                 flush=True,
             )
             records.append(

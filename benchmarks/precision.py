@@ -1,14 +1,21 @@
-"""The gap between sampler and trainer in float32, bfloat16 and float16, on a gpt-oss with random weights whose head is scaled to an entropy.
+"""The gap between sampler and trainer in float32, bfloat16 and float16, on a gpt-oss with random
+weights whose head is scaled to an entropy.
 
-    python benchmarks/precision.py                     a small model, on a GPU if there is one, else on the CPU
-    python benchmarks/precision.py --hidden 2880 --layers 24 --experts 32 --vocab 201088 --completions 32 --tokens 64
-                                                       the size of gpt-oss-20b; float32 takes 78 GiB for the weights alone
+    python benchmarks/precision.py
+        a small model, on a GPU if there is one, else on the CPU
+    python benchmarks/precision.py --hidden 2880 --layers 24 --experts 32 --vocab 201088 \\
+            --completions 32 --tokens 64
+        the size of gpt-oss-20b; float32 takes 78 GiB for the weights alone
 
-The weights are rounded once to numbers that all three formats hold exactly; then the whole model is converted from format to format, so only computing differs.
-Completions are drawn in each format by the library's engine (prefill, then a token at a time with a cache) and scored in each format by the trainer's path
-(one forward pass over whole sequences). The rows where both formats are the same are cached decode against full forward. Printed as a table in markdown:
-mean, median and largest |gap| in nats a token, and the share of tokens whose ratio exp(gap) leaves [0.8, 1.2].
-A second table compares the log-probs of all completions scored together with those of eight of them scored one at a time, in the same format.
+The weights are rounded once to numbers that all three formats hold exactly; then the whole model is
+converted from format to format, so only computing differs.
+Completions are drawn in each format by the library's engine (prefill, then a token at a time with a
+cache) and scored in each format by the trainer's path (one forward pass over whole sequences). The
+rows where both formats are the same are cached decode against full forward. Printed as a table in
+markdown: mean, median and largest |gap| in nats a token, and the share of tokens whose ratio
+exp(gap) leaves [0.8, 1.2].
+A second table compares the log-probs of all completions scored together with those of eight of them
+scored one at a time, in the same format.
 """
 
 import argparse
@@ -27,7 +34,8 @@ FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @torch.no_grad()
 def convert(model, dtype):
-    "The parameters in another format, one at a time; buffers (the rotary frequencies) stay in float32."
+    """The parameters in another format, one at a time; buffers (the rotary frequencies) stay in
+    float32."""
     for p in model.parameters():
         p.data = p.data.to(dtype)
     gc.collect()
@@ -83,7 +91,8 @@ def scale_head(model, nats, seed):
 
     if not 0 < nats < entropy(1e-4):
         raise SystemExit(
-            f"--entropy {nats} cannot be reached: {model.config.vocab_size:,} tokens have between 0 and {entropy(1e-4):.2f} nats"
+            f"--entropy {nats} cannot be reached: {model.config.vocab_size:,} tokens have "
+            f"between 0 and {entropy(1e-4):.2f} nats"
         )
     low, high = 1e-4, 1e4
     for _ in range(40):
@@ -106,7 +115,8 @@ def draw(model, args):
 
 @torch.no_grad()
 def score(model, rollout, together, first=None):
-    "Log-probs (N, T) by the trainer's path, so many completions at a time, and the mean entropy, nats."
+    """Log-probs (N, T) by the trainer's path, so many completions at a time, and the mean entropy,
+    nats."""
     device = rollout.mask.device
     batch = TrainingBatch(
         *pad_left(rollout.prompt_ids, device=device),
@@ -128,7 +138,10 @@ def row(sampler, trainer, gap):
     "A line of the table."
     size, ratio = gap.abs(), gap.exp()
     outside = ((ratio < 0.8) | (ratio > 1.2)).float().mean().item()
-    return f"| {sampler} | {trainer} | {size.mean().item():.1e} | {size.median().item():.1e} | {size.max().item():.1e} | {outside:.2%} |"
+    return (
+        f"| {sampler} | {trainer} | {size.mean().item():.1e} | {size.median().item():.1e} | "
+        f"{size.max().item():.1e} | {outside:.2%} |"
+    )
 
 
 def main():
@@ -173,8 +186,11 @@ def main():
 
     model = build(args)
     say(
-        f"{torch.cuda.get_device_name() if args.device.startswith('cuda') else 'CPU'}, torch {torch.__version__}; gpt-oss of {sum(p.numel() for p in model.parameters()):,} random parameters: "
-        f"{args.layers} layers, width {args.hidden:,}, {args.experts} experts, {args.vocab:,} tokens"
+        f"{torch.cuda.get_device_name() if args.device.startswith('cuda') else 'CPU'}, torch "
+        f"{torch.__version__}; gpt-oss of {sum(p.numel() for p in model.parameters()):,} "
+        "random parameters: "
+        f"{args.layers} layers, width {args.hidden:,}, {args.experts} experts, "
+        f"{args.vocab:,} tokens"
     )
     scale = scale_head(model, args.entropy, args.seed)
     convert(
@@ -201,7 +217,9 @@ def main():
 
     heading = "mean | median | max | outside [0.8, 1.2] |\n|---|---|---|---|---|---|"
     print(
-        f"\nentropy where tokens were drawn: {', '.join(f'{value:.2f} nats ({name})' for name, value in entropies.items())}\n\n| sampler | trainer | {heading}"
+        "\nentropy where tokens were drawn: "
+        f"{', '.join(f'{value:.2f} nats ({name})' for name, value in entropies.items())}\n\n"
+        f"| sampler | trainer | {heading}"
     )
     for sampler in rollouts:
         for trainer in order:

@@ -1,16 +1,27 @@
-"""A training step of gpt-oss-20b (random weights, full size) by length: ours in bf16 and on MXFP4 experts, transformers and Unsloth, each in a process of its own.
+"""A training step of gpt-oss-20b (random weights, full size) by length: ours in bf16 and on MXFP4
+experts, transformers and Unsloth, each in a process of its own.
 
-    python benchmarks/train_step.py                                   ours, then transformers: about six minutes on an H200
-    python benchmarks/train_step.py --only bf16 --lengths 8192        one of ours, one length: under a minute
-    python benchmarks/train_step.py --only unsloth --sites DIR        Unsloth from DIR/site-unsloth; writes a random checkpoint of 39 GiB first (45 s)
-    python benchmarks/train_step.py --profile --only mxfp4            the kernels of one of our steps at 8,192 tokens, by time
-    python benchmarks/train_step.py --records FILE                    the peaks in the form of tests/data/memory_h200.json
-    python benchmarks/train_step.py --cpu                             the same steps with a tiny model, to try it out
+    python benchmarks/train_step.py
+        ours, then transformers: about six minutes on an H200
+    python benchmarks/train_step.py --only bf16 --lengths 8192
+        one of ours, one length: under a minute
+    python benchmarks/train_step.py --only unsloth --sites DIR
+        Unsloth from DIR/site-unsloth; writes a random checkpoint of 39 GiB first (45 s)
+    python benchmarks/train_step.py --profile --only mxfp4
+        the kernels of one of our steps at 8,192 tokens, by time
+    python benchmarks/train_step.py --records FILE
+        the peaks in the form of tests/data/memory_h200.json
+    python benchmarks/train_step.py --cpu
+        the same steps with a tiny model, to try it out
 
-A step is forward and backward through one sequence, every layer computed again in backward, LoRA r=8 on q, k, v and o. Ours is what GRPOTrainer does with a micro-batch (load_model,
-completion_logps, grpo_loss under its autocast; a prompt of one token, all others trained on), with each layer's input on the card and on the host; `--way plain` goes through the decoder and
-the chunked head instead, which leaves out the row that a group's prompts and completions are laid out in. The others: the mean log-prob, transformers from all logits, with FlexAttention
-and grouped_mm experts; Unsloth with its own chunked log-softmax. Seconds: median after one step that is not counted. GiB: torch's max_memory_allocated, and what the driver has given away.
+A step is forward and backward through one sequence, every layer computed again in backward, LoRA
+r=8 on q, k, v and o. Ours is what GRPOTrainer does with a micro-batch (load_model,
+completion_logps, grpo_loss under its autocast; a prompt of one token, all others trained on), with
+each layer's input on the card and on the host; `--way plain` goes through the decoder and the
+chunked head instead, which leaves out the row that a group's prompts and completions are laid out
+in. The others: the mean log-prob, transformers from all logits, with FlexAttention and grouped_mm
+experts; Unsloth with its own chunked log-softmax. Seconds: median after one step that is not
+counted. GiB: torch's max_memory_allocated, and what the driver has given away.
 Rows are printed as they are measured; the last line is JSON.
 """
 
@@ -83,7 +94,8 @@ def clear():
 
 
 def driver_bytes(mem_get_info=torch.cuda.mem_get_info):
-    "What the driver had given away on this card when torch held most: CUDA's own share, and torch's cache at its largest."
+    """What the driver had given away on this card when torch held most: CUDA's own share, and
+    torch's cache at its largest."""
     if not torch.cuda.is_available():
         return 0
     free, total = mem_get_info()
@@ -116,7 +128,8 @@ def attempt(function):
 
 
 def timed(step, repeats, limit_s=60.0):
-    "Median seconds of `step` after one that is not counted, and peaks of the counted ones; fewer repeats where they would take too long."
+    """Median seconds of `step` after one that is not counted, and peaks of the counted ones; fewer
+    repeats where they would take too long."""
     step()
     clear()
     seconds = []
@@ -135,8 +148,9 @@ def shown(value, form=".2f"):
     return "-" if value is None else format(value, form)
 
 
-def run_child(script, name, argv, *, sites=(), limit_s=600.0, hear, environment={}):
-    "Run `script` again as one part of itself; its records go to `hear`, the rest to a log. None, or why it did not end well."
+def run_child(script, name, argv, *, sites=(), limit_s=600.0, hear, environment=None):
+    """Run `script` again as one part of itself; its records go to `hear`, the rest to a log. None,
+    or why it did not end well."""
     paths = [
         str(Path(__file__).resolve().parents[1]),
         *(str(path) for path in sites if Path(path).is_dir()),
@@ -146,7 +160,7 @@ def run_child(script, name, argv, *, sites=(), limit_s=600.0, hear, environment=
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "UNSLOTH_DISABLE_STATISTICS": "1",
-        **environment,
+        **(environment or {}),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
     }
     process = subprocess.Popen(
@@ -248,7 +262,8 @@ def arguments(description):
         "--checkpoint",
         default="/tmp/gpt-oss-random",
         metavar="DIR",
-        help="the random checkpoint for Unsloth: written if it is not there, and kept (default: %(default)s)",
+        help="the random checkpoint for Unsloth: written if it is not there, and kept "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--cpu", action="store_true", help="a tiny model on the CPU, to try the script out"
@@ -500,7 +515,11 @@ def profile(args, sizes, weights, model):
     ]
     whole, rows = sum(map(ms, kernels)), sorted(kernels, key=ms, reverse=True)[:25]
     lines = [
-        f"{weights}, {tokens:,} tokens, one step: {wall:.1f} ms; {'kernels' if cuda else 'operations'} {whole:.1f} ms in {sum(event.count for event in kernels):,} calls"
+        (
+            f"{weights}, {tokens:,} tokens, one step: {wall:.1f} ms; "
+            f"{'kernels' if cuda else 'operations'} {whole:.1f} ms in "
+            f"{sum(event.count for event in kernels):,} calls"
+        )
     ]
     lines += [
         f"{ms(event):9.2f} ms {ms(event) / whole:6.1%} {event.count:7,d} x  {event.key[:150]}"
@@ -645,7 +664,9 @@ def run_unsloth(args, sizes):
 def record_of(row, card, versions_):
     "A measured row as the tests of the planner keep it."
     ours = row["library"] in OURS
-    name = f"{row['library'] if not ours else 'ours, ' + row['library']}{', layer inputs on the host' if row.get('offload') else ''}, {row['tokens']:,} tokens"
+    library = row["library"] if not ours else "ours, " + row["library"]
+    where = ", layer inputs on the host" if row.get("offload") else ""
+    name = f"{library}{where}, {row['tokens']:,} tokens"
     plan = dict(
         model="gpt-oss-20b",
         card="H200",
@@ -674,7 +695,8 @@ def record_of(row, card, versions_):
         plan=plan,
         moments=["head", "layer"],
         peak_gib=row["peak"],
-        source=f"python benchmarks/train_step.py on {card}, {said}; LoRA r=8 on attention, forward and backward; peak: torch.cuda.max_memory_allocated",
+        source=f"python benchmarks/train_step.py on {card}, {said}; LoRA r=8 on attention, "
+        "forward and backward; peak: torch.cuda.max_memory_allocated",
     )
 
 
@@ -705,7 +727,10 @@ class Table:
                 },
             }
             print(
-                f"{record['loaded']} is there: {shown(record.get('seconds'), '.1f')} s, {shown(record['peak'])} GiB; "
+                (
+                    f"{record['loaded']} is there: {shown(record.get('seconds'), '.1f')} s, "
+                    f"{shown(record['peak'])} GiB; "
+                )
                 + ", ".join(
                     f"{key} {value}"
                     for key, value in record.items()

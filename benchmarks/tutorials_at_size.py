@@ -1,17 +1,25 @@
-"""Do the tutorials on 2048 and on matrix multiplication run at full size? Their own cells, with gpt-oss-20b (random weights, MXFP4, adapters on attention and experts), for a few GRPO steps each.
+"""Do the tutorials on 2048 and on matrix multiplication run at full size? Their own cells, with
+gpt-oss-20b (random weights, MXFP4, adapters on attention and experts), for a few GRPO steps each.
 
-    python benchmarks/tutorials_at_size.py              both, three steps each: about two minutes on an H200
+    python benchmarks/tutorials_at_size.py         both, three steps each: about two minutes on an
+                                                   H200
     python benchmarks/tutorials_at_size.py --only matmul --steps 2 --new 128
-    python benchmarks/tutorials_at_size.py --cpu        the same with a tiny model, to try it out
+    python benchmarks/tutorials_at_size.py --cpu   the same with a tiny model, to try it out
 
-The cells that load, reward, set up, ask, train and save are taken out of nbs/tutorials/06_... and 07_... and executed as they stand, with TINY = False. What is other than on a reader's GPU:
-the name of the model is a config (so its weights are random, and loaded once for both pages), the tokenizer has a token for each character beside 201,000 words that mean nothing (and the numbers of the
-real special tokens), completions are short, and there are few steps, a group each.
-A random model writes gibberish, whose rewards are all 0, and equal rewards prove nothing. So half of each group is written by hand: an honest and good program, an honest and bad one, and so on. They
-come as token ids with channels, through the trainer's `rollout_func`, beside completions that the engine draws. All rewards are the tasks' own.
+The cells that load, reward, set up, ask, train and save are taken out of nbs/tutorials/06_... and
+07_... and executed as they stand, with TINY = False. What is other than on a reader's GPU: the name
+of the model is a config (so its weights are random, and loaded once for both pages), the tokenizer
+has a token for each character beside 201,000 words that mean nothing (and the numbers of the real
+special tokens), completions are short, and there are few steps, a group each.
+A random model writes gibberish, whose rewards are all 0, and equal rewards prove nothing. So half
+of each group is written by hand: an honest and good program, an honest and bad one, and so on. They
+come as token ids with channels, through the trainer's `rollout_func`, beside completions that the
+engine draws. All rewards are the tasks' own.
 
-Checked: each reward function has spread in each group; loss and gradient are finite, the gradient is not 0; adapters have moved, those on attention and those on experts; packed weights have not; what the page
-saves is what is in memory; the sampler's log-probs are the trainer's. The table comes last but one, JSON last. The way of a merged MXFP4 model to the disk is not run here.
+Checked: each reward function has spread in each group; loss and gradient are finite, the gradient
+is not 0; adapters have moved, those on attention and those on experts; packed weights have not;
+what the page saves is what is in memory; the sampler's log-probs are the trainer's. The table comes
+last but one, JSON last. The way of a merged MXFP4 model to the disk is not run here.
 """
 
 import argparse
@@ -22,12 +30,13 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from grpo_step import timed_trainer
 from train_step import FULL, SMALL, clear, device_of, peaks, shown, versions
 
+ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"2048": "06_game2048_gpt_oss.ipynb", "matmul": "07_matmul_gpt_oss.ipynb"}
 SPECIAL = {
     "<|channel|>": 200_005,
@@ -38,7 +47,8 @@ SPECIAL = {
     "<|return|>": 200_002,
 }
 TEMPLATE = (
-    "<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endfor %}"
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>{% for m in messages "
+    "%}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 
@@ -58,7 +68,8 @@ def cell(page, mark):
     ]
     if len(found) != 1:
         raise ValueError(
-            f"{PAGES[page]} has {len(found)} cells of code with a line that begins with {mark!r}, and it needs exactly one"
+            f"{PAGES[page]} has {len(found)} cells of code with a line that begins with "
+            f"{mark!r}, and it needs exactly one"
         )
     return found[0]
 
@@ -71,7 +82,8 @@ def run_cell(page, mark, names):
 
 
 def character_tokenizer(sizes):
-    "A token for each character, the special tokens where gpt-oss has them (at the end of a smaller vocabulary), and words for all other numbers."
+    """A token for each character, the special tokens where gpt-oss has them (at the end of a
+    smaller vocabulary), and words for all other numbers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +113,11 @@ def character_tokenizer(sizes):
 
 
 def harmony(code):
-    return f"<|channel|>analysis<|message|>A plan.<|end|><|start|>assistant<|channel|>final<|message|>```python\n{code}```<|return|>"
+    return (
+        "<|channel|>analysis<|message|>A "
+        "plan.<|end|><|start|>assistant<|channel|>final<|message|>```python\n"
+        f"{code}```<|return|>"
+    )
 
 
 def written_programs(page):
@@ -117,7 +133,10 @@ def written_programs(page):
         ]
     from grpo_nb.environments.matmul import NAIVE
 
-    fast = "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    return [[sum(map(mul, row, column), 0.0) for column in columns] for row in A]\n"
+    fast = (
+        "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    "
+        "return [[sum(map(mul, row, column), 0.0) for column in columns] for row in A]\n"
+    )
     return [
         fast,
         NAIVE,
@@ -127,7 +146,8 @@ def written_programs(page):
 
 
 def half_written(programs):
-    "A rollout function: every other completion is drawn by the trainer's engine, the others are written."
+    """A rollout function: every other completion is drawn by the trainer's engine, the others are
+    written."""
     from grpo_nb.rollout.engine import evaluating, pad_left
     from grpo_nb.training.data import prompt_token_ids
     from grpo_nb.training.policy import TrainingBatch
@@ -293,7 +313,8 @@ def measure(page, args, sizes, loaded, folder):
             if "lora_B" in name:
                 torch.nn.init.normal_(p, 0, 0.01)  # adapters that are not zero, as after some steps
         print(
-            f"loaded in {loaded['seconds']:.1f} s, {shown(peaks()['peak'])} GiB; {', '.join(f'{key} {value}' for key, value in versions().items())}",
+            f"loaded in {loaded['seconds']:.1f} s, {shown(peaks()['peak'])} GiB; "
+            f"{', '.join(f'{key} {value}' for key, value in versions().items())}",
             flush=True,
         )
     names |= {"model": loaded["model"], "tokenizer": loaded["tokenizer"]}
@@ -354,7 +375,10 @@ def measure(page, args, sizes, loaded, folder):
 def table(rows):
     "Lines of a table."
     lines = [
-        f"{'task':8s}{'steps':>6s}{'tokens a step':>15s}{'s a step':>10s}  {'(sample, score, train, update)':32s}{'peak GiB':>9s}  rewards: mean (std)"
+        (
+            f"{'task':8s}{'steps':>6s}{'tokens a step':>15s}{'s a step':>10s}  "
+            f"{'(sample, score, train, update)':32s}{'peak GiB':>9s}  rewards: mean (std)"
+        )
     ]
     for row in rows:
         rewards = ", ".join(
@@ -362,7 +386,8 @@ def table(rows):
         )
         parts = "(" + ", ".join(f"{value:.2f}" for value in row["parts"].values()) + ")"
         lines.append(
-            f"{row['page']:8s}{row['steps']:6d}{row['tokens'][-1]:15,d}{row['seconds'][-1]:10.2f}  {parts:32s}{shown(row['peak']):>9s}  {rewards}"
+            f"{row['page']:8s}{row['steps']:6d}{row['tokens'][-1]:15,d}{row['seconds'][-1]:10.2f} "
+            f" {parts:32s}{shown(row['peak']):>9s}  {rewards}"
         )
     return lines
 
@@ -392,8 +417,11 @@ def main():
             rows.append(measure(page, args, sizes, loaded, Path(folder)))
             row = rows[-1]
             print(
-                f"{page}: adapters moved {', '.join(f'{kind} {share:.2e}' for kind, share in row['moved'].items())}; gradients {', '.join(f'{g:.3g}' for g in row['grad_norm'])}; "
-                f"gap {row['gap_max']:.3f} nats at most; first step {row['seconds'][0]:.1f} s; asked in {row['asked']} s: {row['greedy']}; {row['way']}",
+                f"{page}: adapters moved "
+                f"{', '.join(f'{kind} {share:.2e}' for kind, share in row['moved'].items())}; "
+                f"gradients {', '.join(f'{g:.3g}' for g in row['grad_norm'])}; "
+                f"gap {row['gap_max']:.3f} nats at most; first step {row['seconds'][0]:.1f} "
+                f"s; asked in {row['asked']} s: {row['greedy']}; {row['way']}",
                 flush=True,
             )
     wrong = [fault for row in rows for fault in row["faults"]]

@@ -1,14 +1,24 @@
-"""Does vLLM serve what was trained? Two layers as wide as gpt-oss-20b's (random, MXFP4, a vocabulary of 32,768) with a random adapter on attention and experts, exported in each way, each read by vLLM.
+"""Does vLLM serve what was trained? Two layers as wide as gpt-oss-20b's (random, MXFP4, a
+vocabulary of 32,768) with a random adapter on attention and experts, exported in each way, each
+read by vLLM.
 
-    python benchmarks/vllm_reads.py --vllm-site DIR        on a GPU, with vLLM in DIR (pip install --target DIR) or, without --vllm-site, beside grpo_nb: two to three minutes
-    python benchmarks/vllm_reads.py --cpu                  all but vLLM, with a tiny model, to try it out
+    python benchmarks/vllm_reads.py --vllm-site DIR
+        on a GPU, with vLLM in DIR (pip install --target DIR) or, without --vllm-site, beside
+        grpo_nb: two to three minutes
+    python benchmarks/vllm_reads.py --cpu
+        all but vLLM, with a tiny model, to try it out
 
-Written are: the base model (save_mxfp4 without adapters), the adapter on attention alone and the one on attention and experts (save_adapter), everything merged in 16 bit (save_merged)
-and in MXFP4 (save_mxfp4). vLLM reads the same prompts with each and goes on greedily. The truth is transformers' eager model in float32 on exactly those files (experts dequantised, the adapter by
-PEFT); transformers and ours in bfloat16 show what the format alone costs: a random model turns rounding into other experts, so there is a floor.
-Within tolerance: mean |log-prob - truth| at most 2 times the worse of those two, plus 0.005 nats; the adapter's effect, as a slope of vLLM's changes on the true ones, 0.95 to 1.05;
-tokens that vLLM puts first cost, under the truth, at most 2 times the mean error plus 0.005 nats on average (0.01 for those that it drew). The last line is JSON; the exit status is 1
-if something is out of tolerance.
+Written are: the base model (save_mxfp4 without adapters), the adapter on attention alone and the
+one on attention and experts (save_adapter), everything merged in 16 bit (save_merged) and in MXFP4
+(save_mxfp4). vLLM reads the same prompts with each and goes on greedily. The truth is transformers'
+eager model in float32 on exactly those files (experts dequantised, the adapter by PEFT);
+transformers and ours in bfloat16 show what the format alone costs: a random model turns rounding
+into other experts, so there is a floor.
+Within tolerance: mean |log-prob - truth| at most 2 times the worse of those two, plus 0.005 nats;
+the adapter's effect, as a slope of vLLM's changes on the true ones, 0.95 to 1.05; tokens that vLLM
+puts first cost, under the truth, at most 2 times the mean error plus 0.005 nats on average (0.01
+for those that it drew). The last line is JSON; the exit status is 1 if something is out of
+tolerance.
 """
 
 import argparse
@@ -45,7 +55,8 @@ def tell(**record):
 
 
 def engine_child():
-    "Reads {'folder', 'cases', 'prompts', 'new', 'rank'} from stdin once vLLM is imported; one engine a folder."
+    """Reads {'folder', 'cases', 'prompts', 'new', 'rank'} from stdin once vLLM is imported; one
+    engine a folder."""
     import gc
 
     import torch
@@ -54,7 +65,9 @@ def engine_child():
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.lora.request import LoRARequest
 
-    shrink = PunicaWrapperGPU.add_shrink  # without compiling, 0.25 hands it a slice of padded rows, and it wants whole ones (vLLM's pull request 36187)
+    # without compiling, 0.25 hands it a slice of padded rows, and it wants whole ones (vLLM's pull
+    # request 36187)
+    shrink = PunicaWrapperGPU.add_shrink
     PunicaWrapperGPU.add_shrink = lambda self, y, x, *args, **kwargs: shrink(
         self, y, x.contiguous(), *args, **kwargs
     )
@@ -136,7 +149,8 @@ def engine_child():
 
 
 class Engine:
-    "The child: started early, since importing vLLM takes long; told what to do when the files are there."
+    """The child: started early, since importing vLLM takes long; told what to do when the files are
+    there."""
 
     def __init__(self, args, log):
         site = [os.path.abspath(args.vllm_site)] if args.vllm_site else []
@@ -196,7 +210,8 @@ class Engine:
 
 
 def randomise(model, seed=0):
-    "Biases, norms, sinks, embedding and router that a mistake would show in; weights in bfloat16 stay what bfloat16 can hold."
+    """Biases, norms, sinks, embedding and router that a mistake would show in; weights in bfloat16
+    stay what bfloat16 can hold."""
     import torch
 
     torch.manual_seed(seed)
@@ -265,18 +280,19 @@ def export(args, config, folder):
 
 
 def check_adapter(folder, config, rank):
-    "vLLM wants A (experts x r, in) and B (out, r x experts), gate_up as the inner wrapper: refuse what it would misread."
+    """vLLM wants A (experts x r, in) and B (out, r x experts), gate_up as the inner wrapper: refuse
+    what it would misread."""
     from safetensors.torch import load_file
 
-    E, H, I = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
+    E, H, inner = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
     stored, start = (
         load_file(folder / "all" / "adapter_model.safetensors"),
         "base_model.model.model.layers.0.mlp.experts.",
     )
     wanted = {
         "base_layer.lora_A.weight": (E * rank, H),
-        "base_layer.lora_B.weight": (2 * I, E * rank),
-        "lora_A.weight": (E * rank, I),
+        "base_layer.lora_B.weight": (2 * inner, E * rank),
+        "lora_A.weight": (E * rank, inner),
         "lora_B.weight": (H, E * rank),
     }
     wrong = {
@@ -286,7 +302,8 @@ def check_adapter(folder, config, rank):
     }
     if wrong:
         sys.exit(
-            f"The adapter's file has not the layout that vLLM reads (this PEFT names the sides the other way round): {wrong}"
+            "The adapter's file has not the layout that vLLM reads (this PEFT names the "
+            f"sides the other way round): {wrong}"
         )
     say("the adapter's file has the layout that vLLM reads")
 
@@ -295,7 +312,8 @@ def check_adapter(folder, config, rank):
 
 
 def score(model, rows, device, autocast):
-    "Log-prob of every token after the first, (N, L-1), and log-probs of all (N, L-1, V) on the device."
+    """Log-prob of every token after the first, (N, L-1), and log-probs of all (N, L-1, V) on the
+    device."""
     import torch
 
     ids = torch.tensor(rows, device=device)
@@ -311,7 +329,8 @@ def score(model, rows, device, autocast):
 
 
 def models(case, folder, device):
-    "('transformers', model in bfloat16), then ('ours', model); the first may be widened by the caller."
+    """('transformers', model in bfloat16), then ('ours', model); the first may be widened by the
+    caller."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -349,7 +368,8 @@ def models(case, folder, device):
 
 
 def compare(case, folder, record, prompts, device, base):
-    "A row of the table; `base` holds the prompts' log-probs without an adapter: true ones, and vLLM's."
+    """A row of the table; `base` holds the prompts' log-probs without an adapter: true ones, and
+    vLLM's."""
     import torch
 
     count = len(prompts[0]) - 1
@@ -451,7 +471,8 @@ def main():
 
     if not args.cpu and not torch.cuda.is_available():
         sys.exit(
-            "This measures on a GPU, and torch sees none. Without one, --cpu tries all but vLLM with a tiny model."
+            "This measures on a GPU, and torch sees none. Without one, --cpu tries all but "
+            "vLLM with a tiny model."
         )
     engine = (
         None if args.cpu else Engine(args, args.log)
@@ -501,9 +522,11 @@ def main():
         export(args, config, folder)
         if not args.cpu:
             torch.cuda.empty_cache()
-        say(
-            f"exported {', '.join(f'{p.name} ({sum(f.stat().st_size for f in p.iterdir()) / 2**20:,.0f} MiB)' for p in sorted(folder.iterdir()))}"
-        )
+        sizes_mib = {
+            p.name: sum(f.stat().st_size for f in p.iterdir()) / 2**20
+            for p in sorted(folder.iterdir())
+        }
+        say(f"exported {', '.join(f'{name} ({mib:,.0f} MiB)' for name, mib in sizes_mib.items())}")
         check_adapter(folder, config, args.rank)
         records, job = {}, dict(folder=str(folder), prompts=prompts, new=new, rank=args.rank)
         for attempt in range(
@@ -570,7 +593,10 @@ def main():
         ]
         print("| " + " | ".join(cells) + " |")
     print(
-        "mean |difference| in nats a token, against transformers' eager model in float32 on the same files; vLLM's own output: "
+        (
+            "mean |difference| in nats a token, against transformers' eager model in float32 on "
+            "the same files; vLLM's own output: "
+        )
         + str(args.log)
     )
     failed = [row["case"] for row in table if not args.cpu and not row.get("good")]

@@ -65,14 +65,16 @@ def _prepare(
         ours = _marker in inside
         if inside and not ours:
             raise ValueError(
-                f"--out {out} holds other files ({', '.join(inside[:3])}); name a folder that is new, empty, or an earlier demo's"
+                f"--out {out} holds other files ({', '.join(inside[:3])}); name a folder "
+                "that is new, empty, or an earlier demo's"
             )
         if resume and not ours:
             raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
         run = json.loads((out / _marker).read_text()) if resume else {"seed": 0, "steps": None}
         if resume and seed not in (None, run["seed"]):
             raise ValueError(
-                f"the run in {out} was started with --seed {run['seed']}; leave --seed out to resume it, or --resume to start a new one"
+                f"the run in {out} was started with --seed {run['seed']}; leave --seed out "
+                "to resume it, or --resume to start a new one"
             )
         run = {
             "seed": run["seed"] if seed is None else seed,
@@ -110,7 +112,8 @@ def demo(
         )
     except KeyboardInterrupt:
         print(
-            f"\nStopped. To go on with what was saved: grpo-nb demo --resume --out {shlex.quote(str(args.out))}",
+            "\nStopped. To go on with what was saved: grpo-nb demo --resume --out "
+            f"{shlex.quote(str(args.out))}",
             file=sys.stderr,
         )
         return 130
@@ -132,7 +135,8 @@ def _card(
     card = {known.lower(): card for known, card in memory.CARDS.items()}.get(name.lower())
     if card is None:
         raise ValueError(
-            f"there is no card {name!r} here: give one of {', '.join(memory.CARDS)}, and --memory for its size if it is like one of these"
+            f"there is no card {name!r} here: give one of {', '.join(memory.CARDS)}, and "
+            "--memory for its size if it is like one of these"
         )
     if usable is None:
         return card
@@ -202,7 +206,8 @@ def _as_flags(
 def plan(
     args: argparse.Namespace,  # what the parser below has made
 ) -> int:  # exit status: 0 it fits, 1 it does not, 2 for values that cannot be
-    "Show what a GRPO step needs in memory, part by part, whether it fits, and what to change if it does not."
+    """Show what a GRPO step needs in memory, part by part, whether it fits, and what to change if
+    it does not."""
     given = {
         name: getattr(args, name)
         for name in (
@@ -291,7 +296,10 @@ def packages() -> list[
         hint = (
             ""
             if fits
-            else f"pip install {shlex.quote(f'grpo_nb[{extra}]') if extra else shlex.quote(str(need))}"
+            else (
+                "pip install "
+                f"{shlex.quote(f'grpo_nb[{extra}]') if extra else shlex.quote(str(need))}"
+            )
         )
         rows.append(
             {
@@ -306,9 +314,7 @@ def packages() -> list[
     return rows
 
 # %% ../nbs/91_cli.ipynb #5d9d8495
-def devices() -> (
-    list[dict]
-):  # one {"name", "type", "memory_free", "memory_total" (bytes), "bfloat16", "float16", "capability"} for each device
+def devices() -> list[dict]:  # for each: name, type, memory in bytes, dtypes, compute capability
     "The CPU and each GPU that torch can compute on."
     import psutil
     import torch
@@ -370,7 +376,10 @@ def _lines(
     torch, gib = facts["torch"], lambda size: f"{size / 2**30:.1f}"
     lines = [
         f"grpo_nb {facts['grpo_nb']}, Python {facts['python']}, {facts['platform']}",
-        f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}, {torch['threads']} threads on {torch['cores']} cores",
+        (
+            f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}, {torch['threads']} "
+            f"threads on {torch['cores']} cores"
+        ),
         "",
         "Devices",
     ]
@@ -378,7 +387,8 @@ def _lines(
         kinds = [name for name in ("bfloat16", "float16") if device[name]]
         capability = f", compute capability {device['capability']}" if device["capability"] else ""
         lines.append(
-            f"  {device['type']:<7} {device['name']}{capability}: {gib(device['memory_free'])} of {gib(device['memory_total'])} GiB free, "
+            f"  {device['type']:<7} {device['name']}{capability}: "
+            f"{gib(device['memory_free'])} of {gib(device['memory_total'])} GiB free, "
             f"computes in {', '.join(['float32', *kinds])}"
         )
     for title, wanted in (("Required", False), ("Optional", True)):
@@ -392,7 +402,9 @@ def _lines(
                     else row["hint"]
                 )
                 lines.append(
-                    f"  {row['name']:<13} {row['installed'] or 'missing':<14} {needed} {about}".rstrip()
+                    (
+                        f"  {row['name']:<13} {row['installed'] or 'missing':<14} {needed} {about}"
+                    ).rstrip()
                 )
     return lines
 
@@ -412,8 +424,11 @@ def doctor(
 def _add_plan(commands) -> None:
     "The arguments of `grpo-nb plan`."
     about = (
-        "Plan the memory of a GRPO step with LoRA: bytes by part at three moments (rollout, head, layer), beside the usual practice, whether it fits, and what to change if it does not. "
-        "Arithmetic only: no GPU, no network, nothing is loaded. Exit status 0: it fits; 1: it does not; 2: wrong arguments."
+        "Plan the memory of a GRPO step with LoRA: bytes by part at three moments (rollout, "
+        "head, layer), beside the usual practice, whether it fits, and what to change if it "
+        "does not. "
+        "Arithmetic only: no GPU, no network, nothing is loaded. Exit status 0: it fits; 1: "
+        "it does not; 2: wrong arguments."
     )
     p = commands.add_parser("plan", help="plan the memory of a training step", description=about)
 
@@ -493,7 +508,8 @@ def _add_plan(commands) -> None:
         "--tile",
         type=count(0, "a slice has at least one token, or 0 for no slices"),
         metavar="N",
-        help="tokens that experts or MLP work on at a time, 0: all (default: the most that fit, as in training)",
+        help="tokens that experts or MLP work on at a time, 0: all (default: the most that "
+        "fit, as in training)",
     )
     p.add_argument(
         "--mini-batch",
@@ -521,7 +537,8 @@ def _add_plan(commands) -> None:
     p.add_argument(
         "--sampler",
         choices=("engine", "vllm", "vllm_sleep"),
-        help="who draws completions: our engine on the same weights, vLLM with its own, or vLLM that sleeps while we train (default: engine)",
+        help="who draws completions: our engine on the same weights, vLLM with its own, or "
+        "vLLM that sleeps while we train (default: engine)",
     )
     p.add_argument(
         "--attention",
@@ -540,10 +557,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help says what there is)\n")
 
 
-def _parser() -> (
-    argparse.ArgumentParser
-):  # each subcommand sets `run`, the function that does it, and `parser`, which refuses what it does not know
+def _parser() -> argparse.ArgumentParser:
     "The whole command line."
+    # each subcommand sets `run`, the function that does it, and `parser`, which refuses what it
+    # does not know
     parser = _Parser(
         "grpo-nb",
         description="GRPO for gpt-oss: a course in notebooks and the library they export.",
@@ -551,7 +568,10 @@ def _parser() -> (
     parser.add_argument("--version", action="version", version=f"grpo-nb {_version('grpo_nb')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    about = "Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no network and no other files."
+    about = (
+        "Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no "
+        "network and no other files."
+    )
     one = commands.add_parser(
         "demo", help="train a tiny gpt-oss on arithmetic, on the CPU", description=about
     )
@@ -596,7 +616,7 @@ def _parser() -> (
 
 def main(
     arguments: list[str] | None = None,  # the words after `grpo-nb`; None for those of this process
-) -> int:  # exit status: 0 done, 1 something is missing or does not fit, 2 a value that cannot be, 130 stopped by Ctrl-C
+) -> int:  # exit status: 0 done, 1 something missing or not fitting, 2 a bad value, 130 Ctrl-C
     "The command `grpo-nb`."
     parser = _parser()
     args, unknown = parser.parse_known_args(arguments)

@@ -134,7 +134,8 @@ def warmed_up_model(
 
 @contextmanager
 def one_thread():
-    "Compute on one thread for the length of a `with` block: matrices this small are done before a second thread has woken up."
+    """Compute on one thread for the length of a `with` block: matrices this small are done before a
+    second thread has woken up."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -217,6 +218,7 @@ def run_demo(
     write_json(folder / "summary.json", summary)
     if not quiet:
         print(
-            f"held-out accuracy after:  {after:.3f}   ({summary['seconds']:.0f} s; model, log, samples and curves are in {folder})"
+            f"held-out accuracy after:  {after:.3f}   ({summary['seconds']:.0f} s; model, "
+            f"log, samples and curves are in {folder})"
         )
     return summary

@@ -1,7 +1,9 @@
-"""Runs notebooks in the environment of this Python: python colab_child.py FOLDER, then a line of JSON, [notebook, folder to run it in], for each.
+"""Runs notebooks in the environment of this Python: python colab_child.py FOLDER, then a line of
+JSON, [notebook, folder to run it in], for each.
 
-Answers with a line each: what went wrong, the versions that the kernel met, how many widgets were shown. Kernels are forks of one process that has imported the slow
-packages and computed nothing: a fresh state for each notebook, without waiting for torch and transformers again.
+Answers with a line each: what went wrong, the versions that the kernel met, how many widgets were
+shown. Kernels are forks of one process that has imported the slow packages and computed nothing: a
+fresh state for each notebook, without waiting for torch and transformers again.
 """
 
 import json
@@ -21,14 +23,18 @@ SLOW = (
     "pandas",
     "matplotlib.pyplot",
 )
-VERSIONS = "import json, sys\nfrom importlib.metadata import version\nprint(json.dumps({name: version(name) for name in ('ipykernel', 'ipywidgets', 'IPython', 'transformers')}))"
+VERSIONS = (
+    "import json, sys\nfrom importlib.metadata import version\nprint(json.dumps({name: "
+    "version(name) for name in ('ipykernel', 'ipywidgets', 'IPython', 'transformers')}))"
+)
 
 
 def fork_kernels(server):
     "Be a kernel, in a fork, for everyone who asks at this socket."
     os.dup2(2, 1)
     os.environ["MPLBACKEND"] = (
-        "module://matplotlib_inline.backend_inline"  # as a kernel sets it, before matplotlib is imported
+        # as a kernel sets it, before matplotlib is imported
+        "module://matplotlib_inline.backend_inline"
     )
     for name in SLOW:
         import_module(name)

@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels for cards that are not here (compute capabilities on the command line), and prints a line for each: name, shared memory, or the error."""
+"""Compiles the Triton kernels for cards that are not here (compute capabilities on the command
+line), and prints a line for each: name, shared memory, or the error."""
 
 import inspect
 import re
@@ -38,10 +39,11 @@ FLOATS = {"alpha", "limit", "largest", "scale", "eps", "inverse_temperature", "S
 
 
 def cases(half):
-    "(name, kernel, pointers, constants, warps, stages) at gpt-oss-20b's sizes; `half` is the card's 16-bit format."
-    p, f, i, l = f"*{half}", "*fp32", "*i32", "*i64"
+    """(name, kernel, pointers, constants, warps, stages) at gpt-oss-20b's sizes; `half` is the
+    card's 16-bit format."""
+    p, f, i, long = f"*{half}", "*fp32", "*i32", "*i64"
     yield "unpack", fused._unpack, dict(blocks="*u8", scales="*u8", out=p), dict(BB=128), 4, 3
-    rows = dict(z=p, ids=l, bias=p, out=p)
+    rows = dict(z=p, ids=long, bias=p, out=p)
     yield "activate", fused._activate, rows, dict(BI=1024), 4, 3
     yield (
         "activate_backward",
@@ -54,7 +56,7 @@ def cases(half):
     yield (
         "combine",
         fused._combine,
-        dict(y=p, place=l, weights=f, indices=l, bias=p, out=f),
+        dict(y=p, place=long, weights=f, indices=long, bias=p, out=f),
         dict(K=4, HAS_WEIGHTS=True, HAS_BIAS=True, BN=1024),
         4,
         3,
@@ -107,7 +109,8 @@ def cases(half):
 
 
 def steps(half):
-    "The launches of a decoding step of gpt-oss-20b: (kernel, types, constants, what is a multiple of 16, options), from tensors without memory. In float16 the residual stream is float32."
+    """The launches of a decoding step of gpt-oss-20b: (kernel, types, constants, what is a multiple
+    of 16, options), from tensors without memory. In float16 the residual stream is float32."""
     dtype, wide = (
         (torch.float16, torch.float32) if half == "fp16" else (torch.bfloat16, torch.bfloat16)
     )
@@ -163,21 +166,23 @@ def steps(half):
             else Projection(t(n, k), t(n))
         )
 
-    H = I = 2880
+    H = inner = 2880
     experts = ExpertWeights(
         PackedWeight(
-            t(32, 2 * I, H // 32, 16, dtype=torch.uint8),
-            t(32, 2 * I, H // 32, dtype=torch.uint8),
+            t(32, 2 * inner, H // 32, 16, dtype=torch.uint8),
+            t(32, 2 * inner, H // 32, dtype=torch.uint8),
             dtype,
         ),
-        t(32, 2 * I),
+        t(32, 2 * inner),
         PackedWeight(
-            t(32, H, I // 32, 16, dtype=torch.uint8), t(32, H, I // 32, dtype=torch.uint8), dtype
+            t(32, H, inner // 32, 16, dtype=torch.uint8),
+            t(32, H, inner // 32, dtype=torch.uint8),
+            dtype,
         ),
         t(32, H),
         1.702,
         7.0,
-        (LowRank(t(32, H, 8), t(32, 8, 2 * I), 2.0),),
+        (LowRank(t(32, H, 8), t(32, 8, 2 * inner), 2.0),),
     )
     layer = LayerWeights(
         t(H),

@@ -8,7 +8,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
-        "1"  # without a GPU Triton interprets kernels; it reads this when it is imported, so before any test does
+        # without a GPU Triton interprets kernels; it reads this when it is imported, so before any
+        # test does
+        "1"
     )
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(
@@ -24,7 +26,8 @@ LONG = [
 
 @pytest.hookimpl(trylast=True)  # when the tests that are not asked for have gone
 def pytest_collection_modifyitems(items):
-    "With two processes (-n 2 --dist worksteal) each is given half of the list: both begin with long tests, so that short ones are what is left to share out in the end."
+    """With two processes (-n 2 --dist worksteal) each is given half of the list: both begin with
+    long tests, so that short ones are what is left to share out in the end."""
     first, second = (
         [item for name in share for item in items if item.path.name == name] for share in LONG
     )

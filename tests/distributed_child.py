@@ -1,4 +1,5 @@
-"""What each process of a distributed run does; started by test_distributed.py through torchrun, and imported by it for the same run in one process.
+"""What each process of a distributed run does; started by test_distributed.py through torchrun, and
+imported by it for the same run in one process.
 
 torchrun --nproc_per_node 2 distributed_child.py OUT equal|fails
 """
@@ -22,7 +23,9 @@ SETTINGS = dict(
     max_steps=3,
     epsilon=0.01,
 )
-CASES = {  # name -> settings; a process takes six completions at a time, so that two processes share the middle one of three groups
+# name -> settings; a process takes six completions at a time, so that two processes share the
+# middle one of three groups
+CASES = {
     **{
         kind: dict(loss_type=kind, num_iterations=2) for kind in ("dapo", "grpo", "bnpo", "dr_grpo")
     },
@@ -37,7 +40,8 @@ CASES = {  # name -> settings; a process takes six completions at a time, so tha
 
 
 class Scripted(GRPOTrainer):
-    "Draws the same completions whichever process does it: a function of the row and of the completion's place in its group."
+    """Draws the same completions whichever process does it: a function of the row and of the
+    completion's place in its group."""
 
     def sample(self, rows, numbers=None):
         first = self.accelerator.process_index * len(numbers)
@@ -62,7 +66,8 @@ class Scripted(GRPOTrainer):
 
 
 def scripted(out, name, processes, trainer=Scripted, **changes):
-    "A trainer of one case: with one process, it takes as many micro-batches as the other way has processes."
+    """A trainer of one case: with one process, it takes as many micro-batches as the other way has
+    processes."""
     arguments = (
         dict(
             peft_config=LoraConfig(

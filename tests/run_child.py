@@ -1,6 +1,8 @@
-"""Runs trainings in processes of their own: each line of JSON on standard input is one run, in a fork of this process (which has imported everything and computed nothing).
+"""Runs trainings in processes of their own: each line of JSON on standard input is one run, in a
+fork of this process (which has imported everything and computed nothing).
 
-It answers with the process id when a run begins, and with the exit status when it has ended. Started by test_resume.py.
+It answers with the process id when a run begins, and with the exit status when it has ended.
+Started by test_resume.py.
 """
 
 import json

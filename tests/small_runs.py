@@ -1,4 +1,5 @@
-"What the tests of the trainer share: a very small gpt-oss, data, a reward, settings, and a plain computation of the updates."
+"""What the tests of the trainer share: a very small gpt-oss, data, a reward, settings, and a plain
+computation of the updates."""
 
 import math
 import statistics
@@ -23,7 +24,8 @@ ROWS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    "For the module that imports it: these models are too small for more, and two threads wait for one another on a busy machine."
+    """For the module that imports it: these models are too small for more, and two threads wait for
+    one another on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -179,7 +181,8 @@ def token_losses(kind, logps, old, A, config):
 
 
 def window_loss(kind, micro_batches, config):
-    "The loss of an accumulation window: micro-batches are lists of completions, each (token losses, how many of them count)."
+    """The loss of an accumulation window: micro-batches are lists of completions, each (token
+    losses, how many of them count)."""
     if kind in ("dapo", "cispo", "vespo"):
         return sum(tokens.sum() for batch in micro_batches for tokens in batch) / max(
             sum(len(tokens) for batch in micro_batches for tokens in batch), 1
@@ -200,7 +203,9 @@ def window_loss(kind, micro_batches, config):
 
 
 def replay(model, batches, config, rewards_of, optimizer, reference=None, steps=None, epoch=None):
-    "Train `model` on remembered batches by the formulas alone, an update every `gradient_accumulation_steps` micro-batches and at the end of an epoch of so many; losses and gradient norms."
+    """Train `model` on remembered batches by the formulas alone, an update every
+    `gradient_accumulation_steps` micro-batches and at the end of an epoch of so many; losses and
+    gradient norms."""
     per, accumulate, steps = (
         config.per_device_train_batch_size,
         config.gradient_accumulation_steps,

@@ -34,7 +34,8 @@ def assigned(statement):
 
 
 def trl_code():
-    "TRL's nanstd, and the block of its trainer from `unscorable_mask = ...` to `advantages = torch.nan_to_num(...)`, compiled as they stand."
+    """TRL's nanstd, and the block of its trainer from `unscorable_mask = ...` to `advantages =
+    torch.nan_to_num(...)`, compiled as they stand."""
     nanstd = next(
         node for node in trl_source("utils.py").body if getattr(node, "name", "") == "nanstd"
     )
@@ -339,7 +340,10 @@ def test_the_input_is_left_alone_and_no_gradient_flows():
         (dict(rewards=torch.zeros(4, dtype=torch.complex64), num_generations=2), "complex"),
         (
             dict(rewards=[0.0] * 10, num_generations=4),
-            "10 completions do not fill groups of 4; nearest: 8 or 12 completions, or num_generations=2 or 5",
+            (
+                "10 completions do not fill groups of 4; nearest: 8 or 12 completions, or "
+                "num_generations=2 or 5"
+            ),
         ),
         (
             dict(rewards=[0.0] * 3, num_generations=8),

@@ -1,4 +1,5 @@
-"Attention with sinks: every backend against the formula, the formula and whole models against transformers' own, and what is refused."
+"""Attention with sinks: every backend against the formula, the formula and whole models against
+transformers' own, and what is refused."""
 
 from types import SimpleNamespace
 
@@ -213,7 +214,8 @@ def test_narrow_formats(never_few, dtype, bound, window):
 
 
 def test_the_sinks_rounding_is_not_felt_in_16_bits(never_few):
-    "With a scale that is no power of two, s / scale has more digits than bf16 holds; two columns carry them."
+    """With a scale that is no power of two, s / scale has more digits than bf16 holds; two columns
+    carry them."""
     inputs, _ = tensors(2, 1, 1, 4, 64, 64, 16, dtype=torch.bfloat16)
     inputs[0] = torch.zeros_like(inputs[0])  # all scores 0: the sink alone decides
     inputs[2] = torch.ones_like(inputs[2])
@@ -311,7 +313,8 @@ def test_gradients_of_some_heads_at_a_time(heads, monkeypatch):
 
 
 def test_the_trial_of_cudnn_s_kernel(monkeypatch):
-    "With tensors that have shapes only: the operators take what they are given. And where there is none, a sentence."
+    """With tensors that have shapes only: the operators take what they are given. And where there
+    is none, a sentence."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     attention._cudnn_works.cache_clear()
     with FakeTensorMode():
@@ -446,7 +449,8 @@ def test_generate_equals_transformers_eager(tiny, name, cache, monkeypatch):
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_prompt_in_pieces(tiny, name, monkeypatch):
-    "Chunked prefill with transformers' cache: each piece begins at an offset, and sliding layers have dropped what is out of sight."
+    """Chunked prefill with transformers' cache: each piece begins at an offset, and sliding layers
+    have dropped what is out of sight."""
     model, tokenizer = tiny
     monkeypatch.setattr(attention, "FEW_QUERIES", 0)
     batch = padded_batch(tokenizer)
@@ -627,7 +631,8 @@ def test_what_can_train_sinks_is_let_through(tmp_path):
 
 
 def test_a_run_of_the_trainer_is_the_same(tmp_path, monkeypatch):
-    "Same completions, losses and gradients as through transformers' eager attention, activations recomputed."
+    """Same completions, losses and gradients as through transformers' eager attention, activations
+    recomputed."""
     monkeypatch.setattr(attention, "FEW_QUERIES", 0)
 
     def run(name):

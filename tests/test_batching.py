@@ -1,4 +1,5 @@
-"""The batch layout against TRL: its sampler, its config, its helpers and a real run of its trainer."""
+"""The batch layout against TRL: its sampler, its config, its helpers and a real run of its
+trainer."""
 
 import math
 import re
@@ -86,7 +87,8 @@ def trl_sampler(layout, num_rows, shuffle, seed):
     )
 
 
-# ---- the documents' tables -------------------------------------------------------------------------------------------
+# ---- the documents' tables
+# -------------------------------------------------------------------------------------------
 TABLES = {
     (3, 3, 4, 2): ["000 111* 222 333*", "444 555* 666 777*"],
     (3, 3, 4, 4): ["000 111 222 333*", "444 555 666 777*"],
@@ -123,11 +125,13 @@ def test_the_printed_third_table_skips_a_prompt():
     )
 
 
-# ---- TRL's sampler and helpers ---------------------------------------------------------------------------------------
+# ---- TRL's sampler and helpers
+# ---------------------------------------------------------------------------------------
 @few
 @given(random_layouts(), st.integers(1, 3), st.booleans(), st.integers(0, 2**31 - 1))
 def test_schedule_is_what_trl_would_train_on(layout, cycles, shuffle, seed):
-    """Sampler -> batches of one process each -> accelerate's shards -> permutation -> slices, replayed."""
+    """Sampler -> batches of one process each -> accelerate's shards -> permutation -> slices,
+    replayed."""
     sampler = trl_sampler(layout, cycles * layout.prompts_per_generation, shuffle, seed)
     batches = BatchSampler(sampler, layout.completions_per_process, drop_last=False)
     schedule = layout.schedule(cycles, shuffle, seed)
@@ -193,9 +197,11 @@ def test_nothing_draws_from_the_global_generator():
     assert torch.equal(before, torch.get_rng_state())
 
 
-# ---- a real run of TRL's trainer -------------------------------------------------------------------------------------
+# ---- a real run of TRL's trainer
+# -------------------------------------------------------------------------------------
 def run_trl(layout, num_rows, epochs, seed, folder):
-    """[(updates so far, prompts of the micro-batch)] of every step, and the number of updates; only TRL's permutation draws random numbers."""
+    """[(updates so far, prompts of the micro-batch)] of every step, and the number of updates; only
+    TRL's permutation draws random numbers."""
     words = Tokenizer(
         models.WordLevel(
             {"<pad>": 0, "<eos>": 1} | {str(i): i + 2 for i in range(60)}, unk_token="<pad>"
@@ -307,7 +313,8 @@ def test_a_real_run_of_trl(layout, num_rows, tmp_path):
     assert updates == done == epochs * layout.updates_per_epoch(num_rows)
 
 
-# ---- invariants ------------------------------------------------------------------------------------------------------
+# ---- invariants ----------------------------------------------------------------------------------
+# --------------------
 @few
 @given(random_layouts(), st.integers(1, 4), st.booleans(), st.integers(0, 999))
 def test_invariants(layout, cycles, shuffle, seed):
@@ -382,7 +389,8 @@ def test_epochs(layout, extra_rows):
 @few
 @given(random_layouts())
 def test_on_policy_means_no_update_between_drawing_and_last_use(layout):
-    # an update before the last micro-batch of any cycle, since that cycle was drawn, makes its rest stale
+    # an update before the last micro-batch of any cycle, since that cycle was drawn, makes its rest
+    # stale
     stale = any(
         b.update and b.step < layout.micro_batches_per_cycle - 1
         for b in layout.schedule(layout.gradient_accumulation_steps + 1)
@@ -402,7 +410,8 @@ def test_the_processes_cover_the_generation_batch(layout):
     } == {layout.completions_per_process}
 
 
-# ---- what is legal ---------------------------------------------------------------------------------------------------
+# ---- what is legal -------------------------------------------------------------------------------
+# --------------------
 def trl_accepts(values, generation_batch_size=None):
     class Config(GRPOConfig):
         world_size = values["num_processes"]
@@ -462,7 +471,8 @@ def legal(values):
 
 
 def divisible(values):
-    """The rule in one line, for values that may be too small (`test_legal_where_trl_says_so` holds the rule itself)."""
+    """The rule in one line, for values that may be too small (`test_legal_where_trl_says_so` holds
+    the rule itself)."""
     values = values | {
         "steps_per_generation": values["steps_per_generation"]
         if values["steps_per_generation"] is not None
@@ -559,7 +569,8 @@ def test_unknown_keywords_and_changes_are_refused():
         BatchLayout(4, 4).num_generations = 2
 
 
-# ---- what people see -------------------------------------------------------------------------------------------------
+# ---- what people see
+# -------------------------------------------------------------------------------------------------
 @few
 @given(random_layouts(), st.booleans())
 def test_the_text_table_says_what_the_schedule_says(layout, shuffle):

@@ -1,4 +1,5 @@
-"benchmarks/decode.py without a GPU: the weights it writes, what it counts, its table, its processes."
+"""benchmarks/decode.py without a GPU: the weights it writes, what it counts, its table, its
+processes."""
 
 import argparse
 import importlib.util
@@ -82,9 +83,10 @@ def test_a_disk_that_is_too_small_is_named(decode, tmp_path):
 def test_bytes_of_a_step_are_those_of_the_weights(decode):
     with torch.device("meta"):
         full = GptOssForCausalLM(decode.make_config(decode.FULL))
-    count = lambda *ends: sum(
-        p.numel() for name, p in full.named_parameters() if name.endswith(ends)
-    )
+
+    def count(*ends):
+        return sum(p.numel() for name, p in full.named_parameters() if name.endswith(ends))
+
     attention, head, experts = (
         count("_proj.weight"),
         count("lm_head.weight"),
@@ -161,16 +163,17 @@ def test_the_table(decode, bench):
     bench.hear("transformers", dict(done=True, failed="not | installed"))
     table = bench.table(["ours", "transformers", "unsloth", "vllm"]).splitlines()
     assert {line.count("|") for line in table} == {11}
-    share = lambda kind, speed: (
-        f"{speed * decode.step_bytes(decode.SMALL, kind, 4, 16 + 8 + 3, 5.5) / 1e12:.0%}"
-    )
+
+    def share(kind, speed):
+        return f"{speed * decode.step_bytes(decode.SMALL, kind, 4, 16 + 8 + 3, 5.5) / 1e12:.0%}"
+
     assert (
         f"| ours | bf16 | 4 | 16 | 300.0 | 1,200 | 1.2 | 5.5 | {share('bf16', 300)} |  |" in table
     )
     assert (
-        f"| vllm | MXFP4 | 4 | 16 | 100.0 | 400 | 1.2 reserved | 5.5 | {share('MXFP4', 100)} | 3.00 |"
-        in table
-    )
+        f"| vllm | MXFP4 | 4 | 16 | 100.0 | 400 | 1.2 reserved | 5.5 | {share('MXFP4', 100)} "
+        "| 3.00 |"
+    ) in table
     assert "| unsloth | bf16 | 4 | 16 | out of memory | | | | | |" in table
     assert "| transformers | bf16 | | | not / installed | | | | | |" in table
 

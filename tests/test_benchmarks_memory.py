@@ -1,4 +1,5 @@
-"benchmarks/train_step.py, context.py, at_size.py, grpo_step.py and decode_modules.py without a GPU: every path with a tiny model in this process, the search, the tables, the children."
+"""benchmarks/train_step.py, context.py, at_size.py, grpo_step.py and decode_modules.py without a
+GPU: every path with a tiny model in this process, the search, the tables, the children."""
 
 import argparse
 import importlib
@@ -197,7 +198,9 @@ def test_the_rows_and_the_records_of_the_planner(train_step, capsys):
 def test_children_that_end_badly(train_step, tmp_path, capsys):
     script, heard = tmp_path / "script.py", []
     script.write_text(
-        "import sys, time\nname = sys.argv[-1]\nprint('@record {\"x\": 1}', flush=True)\nif name == 'slow': time.sleep(60)\nif name == 'good': print('@record {\"done\": true}', flush=True)\nelse: raise ValueError('broken')\n"
+        "import sys, time\nname = sys.argv[-1]\nprint('@record {\"x\": 1}', flush=True)\nif "
+        "name == 'slow': time.sleep(60)\nif name == 'good': print('@record {\"done\": "
+        "true}', flush=True)\nelse: raise ValueError('broken')\n"
     )
     start = time.time()
     assert train_step.run_child(script, "good", [], limit_s=20, hear=heard.append) is None
@@ -463,7 +466,8 @@ def test_the_cases_have_models(context):
 
 
 def fake_unsloth(monkeypatch, calls):
-    "What context.py asks of Unsloth, done by transformers and PEFT; its log-softmax here takes logits where the true one takes hidden states."
+    """What context.py asks of Unsloth, done by transformers and PEFT; its log-softmax here takes
+    logits where the true one takes hidden states."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -590,9 +594,9 @@ def test_unsloth_runs_in_a_child_of_its_own_folder(context, capsys, monkeypatch,
         ("batch_qwen_unsloth", ["site-unsloth", "site-bitsandbytes"]),
     ]
     assert (
-        "batch of 4, qwen: in unsloth's 30.0 GiB (1,024 tokens) ours has 1,024 tokens of those measured: x 1.0"
-        in capsys.readouterr().out
-    )
+        "batch of 4, qwen: in unsloth's 30.0 GiB (1,024 tokens) ours has 1,024 tokens of "
+        "those measured: x 1.0"
+    ) in capsys.readouterr().out
 
 
 # grpo_step.py and at_size.py

@@ -1,4 +1,5 @@
-"The widgets in a real JupyterLab in a real Chromium: each is shown, moved with the keyboard, and draws something else; a run is steered by its dashboard."
+"""The widgets in a real JupyterLab in a real Chromium: each is shown, moved with the keyboard, and
+draws something else; a run is steered by its dashboard."""
 
 import json
 import os
@@ -26,7 +27,8 @@ LESSONS = [
     if p.parent.name not in ("widgets", ".ipynb_checkpoints")
     and any(f"{name}_widget(" in p.read_text() for name in WIDGETS)
 ]
-SETTINGS = {  # no news, no pop-ups, and no cells taken out of the page because they are scrolled away
+# no news, no pop-ups, and no cells taken out of the page because they are scrolled away
+SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
@@ -35,11 +37,17 @@ KERNEL = {
 }  # without it JupyterLab asks
 pytestmark = pytest.mark.browser
 
-# what a reader sees of a drawing: matplotlib's SVG has a date and random ids, which are not part of the picture
-SEEN = """box => [...box.querySelectorAll('.widget-html-content svg :is(path, use, text, tspan), .widget-html-content p')]
-    .filter(e => !e.closest('defs, metadata'))
-    .map(e => [e.tagName, e.getAttribute('d'), e.getAttribute('x'), e.getAttribute('y'), e.getAttribute('transform'), e.getAttribute('style'), e.textContent].join())
-    .join(';')"""
+# what a reader sees of a drawing: matplotlib's SVG has a date and random ids, which are not part of
+# the picture
+SEEN = (
+    "box => [...box.querySelectorAll('.widget-html-content svg :is(path, use, text, tspan), "
+    ".widget-html-content p')]\n"
+    "    .filter(e => !e.closest('defs, metadata'))\n"
+    "    .map(e => [e.tagName, e.getAttribute('d'), e.getAttribute('x'), "
+    "e.getAttribute('y'), e.getAttribute('transform'), e.getAttribute('style'), "
+    "e.textContent].join())\n"
+    "    .join(';')"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,10 @@ def chromium():
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )
     if not program:
-        problem = "no Chromium on this machine (apt-get install chromium), so the widgets are not tried in a browser"
+        problem = (
+            "no Chromium on this machine (apt-get install chromium), so the widgets are not "
+            "tried in a browser"
+        )
         pytest.fail(problem) if os.environ.get("CI") else pytest.skip(problem)
     from playwright.sync_api import sync_playwright
 
@@ -57,13 +68,15 @@ def chromium():
         browser = playwright.chromium.launch(
             executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
-        yield browser.new_context()  # one for all: what JupyterLab's pages are made of is loaded once
+        # one for all: what JupyterLab's pages are made of is loaded once
+        yield browser.new_context()
         browser.close()
 
 
 @pytest.fixture(scope="module")
 def lab(chromium, tmp_path_factory):
-    "A JupyterLab of its own, for as long as the tests run: (its address, the folder that it shows)."
+    """A JupyterLab of its own, for as long as the tests run: (its address, the folder that it
+    shows)."""
     home, folder = tmp_path_factory.mktemp("jupyter"), tmp_path_factory.mktemp("notebooks")
     for name, values in SETTINGS.items():
         path = home / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
@@ -120,7 +133,8 @@ def assert_no_error(page):
 
 @pytest.fixture
 def run_notebook(chromium, lab):
-    "A function: open a notebook in JupyterLab, run all of its cells, return the page (`wait=False`: while they run)."
+    """A function: open a notebook in JupyterLab, run all of its cells, return the page
+    (`wait=False`: while they run)."""
     address, folder = lab
     page = chromium.new_page()
     page.set_default_timeout(180_000)
@@ -131,7 +145,8 @@ def run_notebook(chromium, lab):
         (folder / "lesson.ipynb").write_text(nbformat.writes(notebook))
         page.goto(f"{address}/lab/tree/lesson.ipynb?reset")
         page.wait_for_function(
-            "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
+            "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status "
+            "=== 'idle'"
         )
         page.evaluate(
             ("" if wait else "void ") + "jupyterapp.commands.execute('notebook:run-all-cells')"
@@ -146,7 +161,8 @@ def run_notebook(chromium, lab):
 
 
 def move_every_slider(page, name):
-    "Press an arrow key on each slider of a widget and press the other to come back; at least one must change the picture."
+    """Press an arrow key on each slider of a widget and press the other to come back; at least one
+    must change the picture."""
     from playwright.sync_api import TimeoutError
 
     box = page.locator(f".grpo-{name}-viz").first
@@ -264,7 +280,8 @@ def test_rewards_widget_judges_what_is_pasted(run_notebook):
     ],
 )
 def test_lesson_runs_in_jupyterlab_and_shows_its_widget(run_notebook, path):
-    "One of them always: what the others run is run by test_repo.py, and each widget is moved above."
+    """One of them always: what the others run is run by test_repo.py, and each widget is moved
+    above."""
     notebook = nbformat.read(path, 4)
     page = run_notebook(notebook)
     source = "\n".join(
@@ -298,8 +315,10 @@ def click(page, name):
 def label(page, pattern):
     "Wait until the dashboard's label matches a regular expression; the step that it shows."
     page.wait_for_function(
-        """pattern => document.querySelector("[data-mime-type='application/vnd.jupyter.error']")
-                              || new RegExp(pattern).test(document.querySelector('.grpo-dashboard-viz .grpo-status')?.textContent)""",
+        "pattern => document.querySelector("
+        "\"[data-mime-type='application/vnd.jupyter.error']\")\n"
+        "                              || new RegExp(pattern)"
+        ".test(document.querySelector('.grpo-dashboard-viz .grpo-status')?.textContent)",
         arg=pattern,
     )
     assert_no_error(page)

@@ -15,7 +15,10 @@ from grpo_nb import cli
 
 def call(*arguments):
     "A real `grpo-nb` process that may not import anything heavy before it has refused."
-    guard = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'grpo_nb.demo'])); from grpo_nb.cli import main; sys.exit(main())"
+    guard = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', "
+        "'grpo_nb.demo'])); from grpo_nb.cli import main; sys.exit(main())"
+    )
     return subprocess.run(
         [sys.executable, "-c", guard, *map(str, arguments)],
         capture_output=True,
@@ -309,7 +312,10 @@ def test_a_plan_of_a_folder(tmp_path):
 
 
 def test_a_reader_that_has_read_enough():
-    command = f'{sys.executable} -c \'import sys; from grpo_nb.cli import main; sys.exit(main(["plan", "gpt-oss-20b", "--card", "T4"]))\' | head -n 1'
+    command = (
+        f"{sys.executable} -c 'import sys; from grpo_nb.cli import main; "
+        'sys.exit(main(["plan", "gpt-oss-20b", "--card", "T4"]))\' | head -n 1'
+    )
     result = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=300
     )

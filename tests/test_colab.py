@@ -1,4 +1,5 @@
-"Tutorials and widgets with the versions that Colab has (August 2026), in an environment of their own; everything else meets the present ones."
+"""Tutorials and widgets with the versions that Colab has (August 2026), in an environment of their
+own; everything else meets the present ones."""
 
 import json
 import os
@@ -12,8 +13,10 @@ from venvs import layered, make_once, packages_of, shared
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = (
-    "ipywidgets==7.7.1 widgetsnbextension==3.6.10 ipykernel==6.17.1 ipython==7.34.0 traitlets==5.7.1 jupyter_client==7.4.9 tornado==6.5.1 "
-    "transformers==5.15.0 tokenizers==0.22.2 huggingface_hub==1.27.0 peft==0.20.0 accelerate==1.14.0 datasets==4.0.0 numpy==2.1.3 pandas==2.2.3 matplotlib==3.10.0"
+    "ipywidgets==7.7.1 widgetsnbextension==3.6.10 ipykernel==6.17.1 ipython==7.34.0 "
+    "traitlets==5.7.1 jupyter_client==7.4.9 tornado==6.5.1 "
+    "transformers==5.15.0 tokenizers==0.22.2 huggingface_hub==1.27.0 peft==0.20.0 "
+    "accelerate==1.14.0 datasets==4.0.0 numpy==2.1.3 pandas==2.2.3 matplotlib==3.10.0"
 ).split()
 NOTEBOOKS = sorted(
     [*(ROOT / "nbs/tutorials").glob("*.ipynb"), *(ROOT / "nbs/widgets").glob("*.ipynb")]
@@ -28,7 +31,8 @@ pytestmark = pytest.mark.colab
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    "An environment with Colab's packages; what is not pinned (torch, nbclient, this library) is taken from the present one."
+    """An environment with Colab's packages; what is not pinned (torch, nbclient, this library) is
+    taken from the present one."""
 
     def make(folder):
         problem = layered(folder, *PINS, sees=[ROOT])
@@ -39,7 +43,8 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(home, tmp_path_factory):
-    "A function: run a notebook in a kernel of that environment and get what colab_child.py tells about it."
+    """A function: run a notebook in a kernel of that environment and get what colab_child.py tells
+    about it."""
     folder = tmp_path_factory.mktemp("jupyter")
     env = {
         name: value

@@ -1,4 +1,5 @@
-"compare_layers: changes whose place and size are known are found there, with that size; nothing is left on the models; what cannot be compared is refused."
+"""compare_layers: changes whose place and size are known are found there, with that size; nothing
+is left on the models; what cannot be compared is refused."""
 
 import copy
 
@@ -90,7 +91,8 @@ def test_a_change_of_the_experts_is_found_where_it_is(model, batch):
 
 
 def test_the_same_column_is_each_layer_run_by_hand(model, batch):
-    "The layer of the other model, called with the states of the first, differs by what the table says."
+    """The layer of the other model, called with the states of the first, differs by what the table
+    says."""
     other = changed(model, lambda layers: [layer.self_attn.sinks.add_(1.0) for layer in layers])
     found, real = compare_layers(model, other, batch), batch["attention_mask"].bool()
     with torch.no_grad():

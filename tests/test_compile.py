@@ -1,4 +1,5 @@
-"""The Triton kernels compile for the cards that we name, without one: a T4 (7.5), an A100 (8.0), an H100 (9.0)."""
+"""The Triton kernels compile for the cards that we name, without one: a T4 (7.5), an A100 (8.0), an
+H100 (9.0)."""
 
 import os
 import re

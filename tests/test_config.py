@@ -1,4 +1,5 @@
-"training.config against TRL 1.16, transformers and accelerate: names, defaults, what raises, what is derived."
+"""training.config against TRL 1.16, transformers and accelerate: names, defaults, what raises, what
+is derived."""
 
 import copy
 import dataclasses
@@ -679,9 +680,9 @@ def test_levels_that_do_not_fit_the_loss_are_doubted(loss_type, level):
     assert 'args.loss_type == "luspo" and args.importance_sampling_level != "sequence"' in theirs
     assert 'args.loss_type == "vespo" and args.importance_sampling_level != "token"' in theirs
     assert (
-        'args.importance_sampling_level == "sequence" and args.loss_type in ["bnpo", "dr_grpo", "dapo", "cispo"]'
-        in theirs
-    )
+        'args.importance_sampling_level == "sequence" and args.loss_type in ["bnpo", '
+        '"dr_grpo", "dapo", "cispo"]'
+    ) in theirs
     expected = (loss_type, level) in {
         ("luspo", "token"),
         ("vespo", "sequence"),
@@ -777,7 +778,11 @@ def test_the_signature_shows_every_setting():
 
 
 def test_importing_the_config_loads_no_library():
-    code = "import sys, grpo_nb.training.config; print([name for name in ('torch', 'transformers', 'numpy', 'datasets', 'accelerate', 'matplotlib') if name in sys.modules])"
+    code = (
+        "import sys, grpo_nb.training.config; print([name for name in ('torch', "
+        "'transformers', 'numpy', 'datasets', 'accelerate', 'matplotlib') if name in "
+        "sys.modules])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

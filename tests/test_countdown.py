@@ -1,4 +1,5 @@
-"environments.countdown: the reader against Python's own arithmetic, attacks on it, problems against a solver that tries everything."
+"""environments.countdown: the reader against Python's own arithmetic, attacks on it, problems
+against a solver that tries everything."""
 
 import ast
 import time

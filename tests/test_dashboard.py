@@ -1,4 +1,5 @@
-"The dashboard without a browser: runs in threads, orders given at any moment, failures, interrupts, and what is shown."
+"""The dashboard without a browser: runs in threads, orders given at any moment, failures,
+interrupts, and what is shown."""
 
 import asyncio
 import html.parser
@@ -452,9 +453,8 @@ def test_texts_of_a_model_are_shown_as_text(prompt, completion, name):
         )
     )
     assert page.tags == {"div", "table", "tr", "td", "b", "span"}
-    assert (
-        page.text
-        == f"completions of step 1, 1 of 1promptcompletion{name}advantage{prompt}{completion}0.5-1.00"
+    assert page.text == (
+        f"completions of step 1, 1 of 1promptcompletion{name}advantage{prompt}{completion}0.5-1.00"
     )
 
 

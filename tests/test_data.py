@@ -25,8 +25,10 @@ from grpo_nb.training.data import (
 )
 
 CHATML = (
-    "{% for m in messages %}{{ '<|start|>' + m['role'] + '=' + m['content'] }}{% if not (loop.last and continue_final_message) %}{{ '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant=' }}{% if effort is defined %}{{ effort }}{% endif %}{% endif %}"
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '=' + m['content'] }}{% if not "
+    "(loop.last and continue_final_message) %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant=' }}{% if effort is defined %}{{ "
+    "effort }}{% endif %}{% endif %}"
 )
 WITH_START = "{{ bos_token }}" + CHAT_TEMPLATE
 
@@ -305,7 +307,10 @@ def test_prompts_that_the_tokenizer_refuses_are_found_before_a_run(limit):
         check_long_prompts(
             check_dataset([{"prompt": "1"}, {"prompt": "2"}, {"prompt": ""}]), tokenizer, 4, limit
         )
-    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System "
+        "role not supported') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    )
     plain, system = (
         [{"role": "user", "content": "1"}],
         [{"role": "system", "content": "2"}, {"role": "user", "content": "1"}],

@@ -1,4 +1,5 @@
-"The direct way of the engine, on the model's own tensors, against the way through the modules and against transformers."
+"""The direct way of the engine, on the model's own tensors, against the way through the modules and
+against transformers."""
 
 import pytest
 import torch
@@ -113,7 +114,8 @@ def test_two_active_adapters():
 
 
 def test_the_next_rollout_follows_the_weights():
-    "Nothing is copied: a change of the training module's tensors, in place, is what the same engine samples from."
+    """Nothing is copied: a change of the training module's tensors, in place, is what the same
+    engine samples from."""
     model, tokenizer = adapted_model(target_modules=["q_proj"])
     engine = RolloutEngine(model, tokenizer)
     before = engine.generate(TEXTS, SamplingParams(temperature=0, max_tokens=8))
@@ -329,7 +331,8 @@ def test_what_changes_a_forward_pass_changes_what_is_drawn(where):
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_model_in_one_pass_is_read(adapted):
-    "As load_model makes it on a GPU: its classes compute the same, and the sampler must not take the slow way."
+    """As load_model makes it on a GPU: its classes compute the same, and the sampler must not take
+    the slow way."""
     model, tokenizer = tiny_gpt_oss()
     plain = RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=4, seed=0))
     if adapted:
@@ -404,7 +407,10 @@ def test_a_batch_that_does_not_fit_is_drawn_in_parts(monkeypatch):
     monkeypatch.setattr(engine_module, "free_memory", lambda device: 1000)
     with pytest.raises(
         MemoryError,
-        match=r"a completion of up to 8 tokens after a prompt of 6 needs .* GiB .* and 0.00 GiB are free",
+        match=(
+            "a completion of up to 8 tokens after a prompt of 6 needs .* GiB .* and 0.00 GiB "
+            "are free"
+        ),
     ):
         engine.generate(TEXTS, params)
 
@@ -414,7 +420,10 @@ def test_rows_that_fit_never_exceed_what_is_free():
     lengths = [100 * (i % 7 + 1) for i in range(300)]
     for free in (2**28, 2**30, 2**33):
         rows = rows_that_fit(shape, lengths, 500, free, row_bytes=2**20, fixed_bytes=2**26)
-        need = lambda n: 2**26 + n * 2**20 + shape.bytes(lengths[:n], [1] * n, 500)
+
+        def need(n):
+            return 2**26 + n * 2**20 + shape.bytes(lengths[:n], [1] * n, 500)
+
         assert need(rows) <= free and (rows == 300 or need(rows + 1) > free)
 
 

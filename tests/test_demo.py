@@ -1,4 +1,5 @@
-"The demo as its user runs it, at its full length: interrupted, resumed, and what it reaches in the end; with every seed under the marker `full`."
+"""The demo as its user runs it, at its full length: interrupted, resumed, and what it reaches in
+the end; with every seed under the marker `full`."""
 
 import json
 import os

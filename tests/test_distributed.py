@@ -62,7 +62,7 @@ def test_two_processes_make_the_updates_of_one(name, ranks, tmp_path):
         assert set(one) == set(two)
         for key in (
             {"loss", "grad_norm", "reward"} if name == "quantile" else set(one) - set(CLOCKS)
-        ):  # rewards, lengths, tokens, entropy, ratios, the loss and its gradient: all of both processes
+        ):  # rewards, lengths, tokens, entropy, ratios, loss and gradient: all of both processes
             assert two[key] == pytest.approx(
                 one[key],
                 rel=1e-3 if name != "float16" else 0.05,

@@ -1,4 +1,5 @@
-"environments.email_replies: what counts as saying a word, the five checks, the texts that try to cheat them, and the data."
+"""environments.email_replies: what counts as saying a word, the five checks, the texts that try to
+cheat them, and the data."""
 
 import asyncio
 import math
@@ -173,7 +174,10 @@ def test_each_part_earns_its_own_point():
         ("This is about {k}, as you know well by now.", 1),
         ("{r}\n{k}", 0),
         (
-            "I write to you about {first}, as promised some time ago.\nThe other thing is {second}, which you can rely on.",
+            (
+                "I write to you about {first}, as promised some time ago.\nThe other thing is "
+                "{second}, which you can rely on."
+            ),
             1,
         ),
         ("I write to you about {first}, as promised some time ago.", 0),
@@ -308,7 +312,8 @@ def test_no_trick_earns_what_a_letter_earns(seed):
         assert (
             sum(
                 scores(
-                    f"Hi {name},\nit is about {row['keywords'][0]} that you ask: it will be {row['keywords'][1]}, I promise.\nYours,\n{sign}",
+                    f"Hi {name},\nit is about {row['keywords'][0]} that you ask: it will be "
+                    f"{row['keywords'][1]}, I promise.\nYours,\n{sign}",
                     row,
                 )
             )

@@ -1,4 +1,5 @@
-"""The rollout engine against transformers' `generate`, transformers' logits processors and full forward passes."""
+"""The rollout engine against transformers' `generate`, transformers' logits processors and full
+forward passes."""
 
 import math
 
@@ -635,7 +636,8 @@ def test_more_than_the_memory_is_refused_before_the_model_runs(kind, monkeypatch
     hook = rows_fed(model, log)
     with pytest.raises(
         MemoryError,
-        match="a completion of up to 17,179,869,184 tokens after a prompt of 4 needs .* GiB beside the model .* 64.00 GiB are free: ask for fewer tokens",
+        match="a completion of up to 17,179,869,184 tokens after a prompt of 4 needs .* GiB "
+        "beside the model .* 64.00 GiB are free: ask for fewer tokens",
     ):
         RolloutEngine(model, tokenizer, through_modules=True).generate(
             TEXTS[:1], SamplingParams(max_tokens=2**34)

@@ -1,4 +1,5 @@
-"environments.arithmetic and the plain verifiers under it: the sums, and the rewards that are trained on."
+"""environments.arithmetic and the plain verifiers under it: the sums, and the rewards that are
+trained on."""
 
 import re
 from fractions import Fraction

@@ -1,4 +1,5 @@
-"Routed experts against transformers' eager experts and PEFT's own adapters: values, gradients, what is computed and what is kept."
+"""Routed experts against transformers' eager experts and PEFT's own adapters: values, gradients,
+what is computed and what is kept."""
 
 import copy
 
@@ -37,14 +38,18 @@ WAYS = {
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def experts_module(H, I, E, dtype=torch.float64, seed=0, spread=4):
+def experts_module(H, inner, E, dtype=torch.float64, seed=0, spread=4):
     config = GptOssConfig(
-        hidden_size=H, intermediate_size=I, num_local_experts=E, experts_implementation="eager"
+        hidden_size=H, intermediate_size=inner, num_local_experts=E, experts_implementation="eager"
     )
     module = GptOssExperts(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():  # spread 4: gate and up large enough that both clamps act; 1: none does, so that rounding flips no clamp
-        for parameter, scale in zip(module.parameters(), (spread / H**0.5, 1.0, 1 / I**0.5, 0.3)):
+    # spread 4: gate and up large enough that both clamps act; 1: none does, so that rounding flips
+    # no clamp
+    with torch.no_grad():
+        for parameter, scale in zip(
+            module.parameters(), (spread / H**0.5, 1.0, 1 / inner**0.5, 0.3)
+        ):
             parameter.copy_(
                 scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             )
@@ -84,17 +89,17 @@ def error(a, b):
 @given(
     T=st.integers(0, 9),
     H=st.sampled_from([3, 8, 24]),
-    I=st.sampled_from([1, 8, 16]),
+    inner=st.sampled_from([1, 8, 16]),
     E=st.integers(2, 6),
     data=st.data(),
     routing=st.sampled_from(["random", "to the first"]),
     dtype=st.sampled_from([torch.float64, torch.float32]),
     seed=st.integers(0, 99),
 )
-def test_equals_transformers(T, H, I, E, data, routing, dtype, seed):
+def test_equals_transformers(T, H, inner, E, data, routing, dtype, seed):
     K = data.draw(st.integers(1, min(E, 4)))
     module, (hidden, indices, weights) = (
-        experts_module(H, I, E, dtype, seed),
+        experts_module(H, inner, E, dtype, seed),
         inputs(T, H, E, K, routing, dtype, seed),
     )
     leaves = [hidden, weights, *module.parameters()]
@@ -364,15 +369,16 @@ def test_a_model_trains_through_the_registry(implementation, checkpointing):
 
 @pytest.mark.parametrize("way", ["few", "many"])
 def test_only_what_is_routed_is_computed(way):
-    T, K, E, H, I = 7, 2, 16, 12, 10
-    module, (hidden, indices, weights) = experts_module(H, I, E), inputs(T, H, E, K)
+    T, K, E, H, inner = 7, 2, 16, 12, 10
+    module, (hidden, indices, weights) = experts_module(H, inner, E), inputs(T, H, E, K)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         routed_experts(hidden, indices, weights, expert_weights(module), **WAYS[way])
-    assert counter.get_total_flops() == 2 * T * K * (H * 2 * I + I * H)
+    assert counter.get_total_flops() == 2 * T * K * (H * 2 * inner + inner * H)
 
 
 def loud(dtype, scale_up=3e4, scale_down=3e4):
-    "Experts whose gate_up and whose answers exceed 65,504, and shares with which their sum does not."
+    """Experts whose gate_up and whose answers exceed 65,504, and shares with which their sum does
+    not."""
     module = experts_module(16, 8, 4)
     with torch.no_grad():
         module.gate_up_proj.mul_(scale_up / 4)
@@ -504,7 +510,8 @@ def test_recomputing_keeps_the_input_only():
 @pytest.mark.parametrize("routing", ["random", "to the first"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_experts_rows_some_at_a_time(recompute, routing, monkeypatch):
-    "One expert after the other; with a router that sends all to the same ones, its rows are as many as there are tokens."
+    """One expert after the other; with a router that sends all to the same ones, its rows are as
+    many as there are tokens."""
     module, (hidden, indices, weights) = (
         experts_module(16, 8, 4, dtype=torch.float64),
         inputs(23, 16, 4, 2, routing),
@@ -546,7 +553,8 @@ def test_an_experts_rows_some_at_a_time(recompute, routing, monkeypatch):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_memory_does_not_depend_on_the_router(recompute, monkeypatch):
-    "One expert after the other: a router that sends all tokens to the same ones takes no more than an even one."
+    """One expert after the other: a router that sends all tokens to the same ones takes no more
+    than an even one."""
     monkeypatch.setattr(experts, "can_group", lambda *given: False)
     monkeypatch.setattr(experts, "ROWS_OF_ONE", 32)
     module, peaks = experts_module(16, 16, 8, torch.float32).requires_grad_(False), []

@@ -1,4 +1,5 @@
-"Export: merges against PEFT's, reloaded by transformers and by load_model, the model untouched, interrupted exports that leave the old folder whole."
+"""Export: merges against PEFT's, reloaded by transformers and by load_model, the model untouched,
+interrupted exports that leave the old folder whole."""
 
 import copy
 import errno
@@ -593,7 +594,8 @@ def test_an_error_in_the_middle(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-CHILD = r"""
+CHILD = (
+    r"""
 import os, resource, signal, sys
 sys.path.insert(0, "tests")
 import test_export
@@ -607,15 +609,20 @@ def die_at(module, name, count):
     setattr(module, name, deadly)
 def run(folder, moment):
     name, _, count = moment.partition(" ")
-    if moment == "disk full": resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))       # a write beyond fails
-    else: die_at(os if hasattr(os, name) else export, name, int(count))
-    try: export.save_mxfp4(test_export.policy("all", packed=True), folder, overwrite=True, quiet=True, shard_size=100_000 if moment != "disk full" else 2**30)
+"""
+    '    if moment == "disk full": resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, '
+    "100_000))       # a write beyond fails\n"
+    "    else: die_at(os if hasattr(os, name) else export, name, int(count))\n"
+    '    try: export.save_mxfp4(test_export.policy("all", packed=True), folder, '
+    'overwrite=True, quiet=True, shard_size=100_000 if moment != "disk full" else 2**30)'
+    r"""
     except OSError as error: os._exit(error.errno)
     os._exit(0)
 for folder, moment in zip(sys.argv[1::2], sys.argv[2::2]):
     if not (child := os.fork()): run(folder, moment)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+)
 MOMENTS = [
     "quantize_closely 3",
     "_write_settings 1",

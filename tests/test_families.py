@@ -1,4 +1,5 @@
-"One GRPO step of a tiny random model of each family, against the same step written with transformers' logits and the formulas alone."
+"""One GRPO step of a tiny random model of each family, against the same step written with
+transformers' logits and the formulas alone."""
 
 import copy
 import math
@@ -57,7 +58,9 @@ class Family:
 
     name: str  # NAMEConfig and NAMEForCausalLM of transformers
     config: dict  # beside SIZES
-    marks: list  # changes of the config, or names of parameters to set to 0: each takes away something that sets the family apart
+    # changes of the config, or names of parameters to set to 0: each takes away something that sets
+    # the family apart
+    marks: list
     adapter: dict = field(default_factory=lambda: dict(target_modules=LINEARS))
     dtype: torch.dtype = torch.float64
 
@@ -111,8 +114,10 @@ FAMILIES = {
             dict(attn_logit_softcapping=None),
             dict(final_logit_softcapping=None),
         ],
+        # in float64, transformers' eager attention makes NaN of padding that sees nothing inside
+        # its window
         dtype=torch.float32,
-    ),  # in float64, transformers' eager attention makes NaN of padding that sees nothing inside its window
+    ),
     "Cohere": Family(
         "Cohere", dict(logit_scale=0.5, use_qk_norm=True), [dict(logit_scale=1.0), "q_norm"]
     ),
@@ -150,10 +155,12 @@ FAMILIES = {
 }
 CAPPED = "Gemma 2"
 TIED = {"Llama 3.2", "Gemma 3", "Gemma 2", "Cohere"}  # the head is the embedding
+# norms compute in float32 in every model; what is left is nearer to 1e-15 wherever they see the
+# same bits
 TOLERANCE = {
     torch.float64: 5e-6,
     torch.float32: 5e-5,
-}  # norms compute in float32 in every model; what is left is nearer to 1e-15 wherever they see the same bits
+}
 
 
 def tiny(name, **changes):
@@ -184,7 +191,8 @@ class Gradients(TrainerCallback):
 
 
 def family_trainer(name, folder, adapter, **changes):
-    "A trainer of the family's model or of an adapter on it, with two micro-batches to an update; the batches that it collects and the gradients of its updates."
+    """A trainer of the family's model or of an adapter on it, with two micro-batches to an update;
+    the batches that it collects and the gradients of its updates."""
     keep = Gradients()
     settings = dict(
         per_device_train_batch_size=6,
@@ -247,19 +255,20 @@ def advantages_of(sequences):
 
 def plain_loss(kind, logps, A):
     "`dapo`, or `grpo` with a ratio a sequence; the policy that sampled is the policy itself."
-    before = [l.detach() for l in logps]
+    before = [p.detach() for p in logps]
     if kind == "dapo":
-        ratios = [(l - b).exp() for l, b in zip(logps, before)]
+        ratios = [(p - b).exp() for p, b in zip(logps, before)]
         losses = [-torch.minimum(c * a, c.clamp(0.8, 1.2) * a) for c, a in zip(ratios, A)]
-        return sum(l.sum() for l in losses) / sum(map(len, losses))
-    ratios = [(l - b).mean().exp() for l, b in zip(logps, before)]
+        return sum(loss.sum() for loss in losses) / sum(map(len, losses))
+    ratios = [(p - b).mean().exp() for p, b in zip(logps, before)]
     return sum(-torch.minimum(c * a, c.clamp(0.8, 1.2) * a) for c, a in zip(ratios, A)) / len(
         ratios
     )
 
 
 def plain_step(model, loss, config):
-    "The norm of the gradients, the gradients clipped, and how AdamW moves the weights in its first update."
+    """The norm of the gradients, the gradients clipped, and how AdamW moves the weights in its
+    first update."""
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     gradients = {name: g for name, g in zip(weights, found) if g is not None}
@@ -277,12 +286,15 @@ def plain_step(model, loss, config):
 
 
 def furthest(a, b):
-    "The largest difference between two sets of tensors, each relative to the largest number of its tensor."
+    """The largest difference between two sets of tensors, each relative to the largest number of
+    its tensor."""
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in a)
 
 
-STEPS = {  # what trains, the loss, the attention; with "sink" a group's prompt is read once and nothing is padded
+# what trains, the loss, the attention; with "sink" a group's prompt is read once and nothing is
+# padded
+STEPS = {
     "full": (False, "dapo", None),
     "LoRA": (True, "grpo", "sink"),
     "full, by sequences": (False, "grpo", "sink"),

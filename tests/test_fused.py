@@ -48,9 +48,9 @@ def test_unpack_any_shape(shape):
     assert fused.unpack(blocks[:0], scales[:0], torch.float32).shape == (0, *shape[1:])
 
 
-def rows(dtype, P=13, I=40, E=3, loud=False):
+def rows(dtype, P=13, inner=40, E=3, loud=False):
     torch.manual_seed(0)
-    z = (4 * torch.randn(P, 2 * I)).to(dtype)
+    z = (4 * torch.randn(P, 2 * inner)).to(dtype)
     if loud:
         z[::3] = torch.inf
     if loud:
@@ -60,19 +60,19 @@ def rows(dtype, P=13, I=40, E=3, loud=False):
         for t in (
             z,
             torch.randint(0, E, (P,)),
-            torch.randn(E, 2 * I).to(dtype),
-            torch.randn(P, I).to(dtype),
+            torch.randn(E, 2 * inner).to(dtype),
+            torch.randn(P, inner).to(dtype),
             torch.rand(P),
         )
     )
 
 
-@pytest.mark.parametrize("I", [1, 40, 520, 1030])
+@pytest.mark.parametrize("inner", [1, 40, 520, 1030])
 @pytest.mark.parametrize(
     "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 6e-2), (torch.float16, 1e-3)]
 )  # the interpreter cuts where a GPU rounds to bfloat16
-def test_activation_both_ways(dtype, tolerance, I):
-    z, ids, bias, gradient, share = rows(dtype, I=I)
+def test_activation_both_ways(dtype, tolerance, inner):
+    z, ids, bias, gradient, share = rows(dtype, inner=inner)
     ours, plain = (m.activate(z, ids, bias, 1.702, 7.0) for m in (fused, experts))
     assert ours.dtype == dtype and error(ours, plain) < tolerance
     results = []
@@ -137,10 +137,13 @@ def test_a_layer_trains_through_the_kernels(dtype, packed, monkeypatch):
     from grpo_nb.model.packed import pack
 
     torch.manual_seed(0)
-    E, H, I, T, K = 4, 64, 32, 9, 2
-    gate_up, down = torch.randn(E, H, 2 * I) / 8, torch.randn(E, I, H) / 6
+    E, H, inner, T, K = 4, 64, 32, 9, 2
+    gate_up, down = torch.randn(E, H, 2 * inner) / 8, torch.randn(E, inner, H) / 6
     weights = experts.ExpertWeights(
-        *(t.to(DEVICE, dtype) for t in (gate_up, torch.randn(E, 2 * I), down, torch.randn(E, H))),
+        *(
+            t.to(DEVICE, dtype)
+            for t in (gate_up, torch.randn(E, 2 * inner), down, torch.randn(E, H))
+        ),
         1.702,
         7.0,
     )
@@ -152,10 +155,11 @@ def test_a_layer_trains_through_the_kernels(dtype, packed, monkeypatch):
         torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(DEVICE),
     )
     factors = [
-        (0.1 * torch.randn(E, 4 if side else n, 2 * I if n == H and side else H if side else 4)).to(
-            DEVICE
-        )
-        for n in (H, I)
+        (
+            0.1
+            * torch.randn(E, 4 if side else n, 2 * inner if n == H and side else H if side else 4)
+        ).to(DEVICE)
+        for n in (H, inner)
         for side in (0, 1)
     ]
 

@@ -1,4 +1,5 @@
-"environments.game2048: the rules against a second implementation, what random play reaches, programs that play and programs that cheat, both scales of rewards; widgets.board."
+"""environments.game2048: the rules against a second implementation, what random play reaches,
+programs that play and programs that cheat, both scales of rewards; widgets.board."""
 
 import math
 import random
@@ -192,9 +193,9 @@ def test_the_board_cannot_be_written_on():
     )
     with pytest.raises(ValueError, match="a move is one of W, A, S, D, not 'w'"):
         game.move("w")
-    for settings in (dict(size=1), dict(target=100), dict(target=4)):
+    for refused in (dict(size=1), dict(target=100), dict(target=4)):
         with pytest.raises(ValueError, match="power of two"):
-            Game2048(**settings)
+            Game2048(**refused)
 
 
 # playing
@@ -413,7 +414,10 @@ def test_the_last_python_block(text, expected):
         ("answer<|return|>", "answer"),
         ("", ""),
         (
-            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>half an ans",
+            (
+                "<|channel|>analysis<|message|>a<|end|>"
+                "<|start|>assistant<|channel|>final<|message|>half an ans"
+            ),
             "half an ans",
         ),
     ],
@@ -475,7 +479,9 @@ def test_a_game_in_the_sandbox_is_the_same_game(pool):
 
 def test_the_board_comes_by_value_as_plain_lists(pool):
     checks = program(
-        "assert type(board) is list and all(type(row) is list and all(type(tile) is int for tile in row) for row in board), board\n    board[0][0] = 2048; board.append(1)\n    return 'W'"
+        "assert type(board) is list and all(type(row) is list and all(type(tile) is int for "
+        "tile in row) for row in board), board\n    board[0][0] = 2048; board.append(1)\n    "
+        "return 'W'"
     )
     assert play_program(checks, pool, 2) == play(lambda board: "W", 2)
 
@@ -550,7 +556,9 @@ ATTACKS = {
         "import sys\n    sys._getframe(1).f_locals['game'].target = 4\n    return 'W'"
     ),
     "walks the frames of an exception": program(
-        "try: 1 / 0\n    except Exception as e:\n        f = e.__traceback__.tb_frame\n        while f:\n            for v in list(f.f_locals.values()):\n                if hasattr(v, 'target'): v.target = 4\n            f = f.f_back\n    return 'W'"
+        "try: 1 / 0\n    except Exception as e:\n        f = e.__traceback__.tb_frame\n      "
+        "  while f:\n            for v in list(f.f_locals.values()):\n                if "
+        "hasattr(v, 'target'): v.target = 4\n            f = f.f_back\n    return 'W'"
     ),
     "looks among all classes": program(
         f"for c in {SUBCLASSES}:\n        if c.__name__ == 'Game2048': c.won = True\n    return 'W'"
@@ -562,7 +570,8 @@ ATTACKS = {
         "import functools\n    functools.cache = None\n    return 'W'"
     ),
     "loads a module by the loader": program(
-        f"[c for c in {SUBCLASSES} if c.__name__ == 'BuiltinImporter'][0].load_module('posix').system('true')\n    return 'W'"
+        f"[c for c in {SUBCLASSES} if c.__name__ == "
+        "'BuiltinImporter'][0].load_module('posix').system('true')\n    return 'W'"
     ),
     "forges an answer on the line": program("os.write(3, b'v' * 100)\n    return 'W'", "import os"),
     "claims to have won": program("return 'won'"),

@@ -1,4 +1,5 @@
-"environments.gsm8k: files in GSM8K's own form, problems that a second reader solves, and five rewards against patterns that say the same."
+"""environments.gsm8k: files in GSM8K's own form, problems that a second reader solves, and five
+rewards against patterns that say the same."""
 
 import json
 import re
@@ -212,7 +213,8 @@ def test_word_problems_by_seed():
     assert len(word_problems(0, 3, system_prompt=None)[0]["prompt"]) == 1
     with pytest.raises(
         ValueError,
-        match="count is 10000, and only .* different problems were found with steps=1 and largest=1",
+        match="count is 10000, and only .* different problems were found with steps=1 and "
+        "largest=1",
     ):
         word_problems(0, 10_000, steps=1, largest=1)
 
@@ -544,7 +546,9 @@ def test_the_tutorial_with_a_model_from_a_folder(one_thread, tmp_path, quiet_dat
         "max_steps=300": "max_steps=2",
         "gradient_accumulation_steps=8": "gradient_accumulation_steps=2",
         "else 320": "else 8",
-        "trainer = GRPOTrainer(model, GSM8K_REWARDS,": "trainer = GRPOTrainer(model, [*GSM8K_REWARDS, digits],",
+        "trainer = GRPOTrainer(model, GSM8K_REWARDS,": (
+            "trainer = GRPOTrainer(model, [*GSM8K_REWARDS, digits],"
+        ),
     }  # with a spread, which random weights seldom give the others
     first = tutorial(changes)
     assert (

@@ -1,4 +1,5 @@
-"Hints: each speaks where its symptom has lasted, is silent where it has not, says so once, and never troubles a healthy run."
+"""Hints: each speaks where its symptom has lasted, is silent where it has not, says so once, and
+never troubles a healthy run."""
 
 import copy
 import math
@@ -31,7 +32,8 @@ def fade(start, end):
     return lambda t: start * (end / start) ** t
 
 
-WELL = {  # name -> number, or a function of how far the run is: a run in which everything goes as it should
+# name -> number, or a function of how far the run is: a run in which everything goes as it should
+WELL = {
     "learning_rate": 1e-3,
     "frac_reward_zero_std": line(0.1, 0.7),
     "completions/mean_length": 4.0,

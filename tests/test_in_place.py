@@ -1,4 +1,5 @@
-"Rows continued in place against the cache that grows: families, windows, padding, rows that end, penalties, adapters; what is not recorded, and why."
+"""Rows continued in place against the cache that grows: families, windows, padding, rows that end,
+penalties, adapters; what is not recorded, and why."""
 
 import pytest
 import torch
@@ -368,9 +369,9 @@ def test_the_engine_takes_this_way(as_on_a_gpu, monkeypatch):
         RolloutEngine(model, None),
         SamplingParams(temperature=0, max_tokens=20, n=2, stop_token_ids=(0, 1)),
     )
-    assert (
-        engine.way
-        == "through the model's modules, a step recorded: the model is a Qwen2ForCausalLM, not a gpt-oss"
+    assert engine.way == (
+        "through the model's modules, a step recorded: the model is a Qwen2ForCausalLM, "
+        "not a gpt-oss"
     )
     called = []
     monkeypatch.setattr(

@@ -1,4 +1,5 @@
-"environments.judge against real HTTP servers on this machine: good ones, broken ones, slow ones, and none at all."
+"""environments.judge against real HTTP servers on this machine: good ones, broken ones, slow ones,
+and none at all."""
 
 import asyncio
 import importlib.util
@@ -43,7 +44,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    "Hands each request to the test's `behave(handler, number of the request to this answer)` and keeps a record."
+    """Hands each request to the test's `behave(handler, number of the request to this answer)` and
+    keeps a record."""
 
     def do_POST(self):
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -1,4 +1,5 @@
-"The laboratory's judges, taken out of the notebook without its training: what the naive one pays for, and what the strict one does not. Marker `full`: the whole of it, all seeds."
+"""The laboratory's judges, taken out of the notebook without its training: what the naive one pays
+for, and what the strict one does not. Marker `full`: the whole of it, all seeds."""
 
 import json
 import random
@@ -112,7 +113,8 @@ def test_one_wall_closes_its_family_and_leaves_another(lab, paid, wall, closed, 
 
 
 def test_no_stray_line_ever_helps(lab):
-    "Of many random programs: whatever the strict judge pays for is paid for without its stray lines too."
+    """Of many random programs: whatever the strict judge pays for is paid for without its stray
+    lines too."""
     rng, earning = random.Random(5), 0
     for _ in range(1500):
         program = lab["program_of"](lab["random_program"](rng))
@@ -169,7 +171,8 @@ def test_each_program_is_judged_once_and_by_its_part_up_to_the_return(lab):
 
 @pytest.mark.full
 def test_the_whole_laboratory():
-    "Every stage and every seed, as stored in the notebook: the assertions are in its cells. About ten minutes."
+    """Every stage and every seed, as stored in the notebook: the assertions are in its cells. About
+    ten minutes."""
     from nbdev.test import test_nb
 
     passed, _ = test_nb(NOTEBOOK, skip_flags=["notest", "cuda"], basepath=ROOT)

@@ -1,4 +1,5 @@
-"Loading: equal to transformers' loader bit for bit, little host memory, every architecture, adapters, errors that leave nothing behind."
+"""Loading: equal to transformers' loader bit for bit, little host memory, every architecture,
+adapters, errors that leave nothing behind."""
 
 import gc
 import json
@@ -55,7 +56,8 @@ def logits(model):
 
 
 def write_released(folder, shards=3, seed=0, **changes):
-    "A tiny checkpoint in the released layout, blocks and scales of some weights in different shards."
+    """A tiny checkpoint in the released layout, blocks and scales of some weights in different
+    shards."""
     config, torch_random = GptOssConfig(**SMALL | changes), torch.Generator().manual_seed(seed)
     model, tensors = AutoModelForCausalLM.from_config(config), {}
     for name, p in model.state_dict().items():
@@ -318,10 +320,10 @@ def test_adapters_on_everything(released):
     base, model = load(released, load_in_4bit=True), load(released, load_in_4bit=True, lora_r=3)
     assert same(logits(model), logits(base))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    H, I, E, q, kv = 64, 32, 4, 64, 32
+    H, inner, E, q, kv = 64, 32, 4, 64, 32
     assert all(p.dtype == torch.float32 and "lora" in name for name, p in trained.items())
     assert sum(p.numel() for p in trained.values()) == 2 * 3 * (
-        2 * (H + q) + 2 * (H + kv) + E * (H + 2 * I) + E * (I + H)
+        2 * (H + q) + 2 * (H + kv) + E * (H + 2 * inner) + E * (inner + H)
     )
     assert (
         model.peft_config["default"].lora_alpha == 6
@@ -361,7 +363,8 @@ def test_targets(released, targets, count):
 def test_targets_that_match_nothing(released):
     with pytest.raises(
         ValueError,
-        match="'gate_proj', which matches nothing in GptOssForCausalLM: there are mlp.experts.down_proj, mlp.experts.gate_up_proj, self_attn.k_proj",
+        match="'gate_proj', which matches nothing in GptOssForCausalLM: there are "
+        "mlp.experts.down_proj, mlp.experts.gate_up_proj, self_attn.k_proj",
     ):
         load(released, lora_r=2, lora_targets=["q_proj", "gate_proj"])
     with pytest.raises(ValueError, match="'experts', which matches nothing in Llama"):
@@ -429,7 +432,10 @@ def test_tokenizers(released, plain):
 def test_longer_than_the_model_knows(plain, tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"max_seq_length is 5,000, and the model's longest sequence is 4,096 .*stretch its positions in config.json",
+        match=(
+            "max_seq_length is 5,000, and the model's longest sequence is 4,096 "
+            ".*stretch its positions in config.json"
+        ),
     ):
         load(plain, max_seq_length=5000)
     load(plain, max_seq_length=4096)
@@ -448,7 +454,8 @@ def test_longer_than_the_model_knows(plain, tmp_path):
         load(tmp_path, max_seq_length=8193)
     with pytest.warns(
         UserWarning,
-        match="max_seq_length is 5,000, and the model's longest sequence is 256: beyond it a run shows",
+        match="max_seq_length is 5,000, and the model's longest sequence is 256: beyond it a "
+        "run shows",
     ):
         load(
             GptOssConfig(**SMALL, max_position_embeddings=256), max_seq_length=5000
@@ -549,7 +556,10 @@ FAULTS = {
     ),
     "blocks without scales": (
         lambda f: rewrite(f, SCALES, None),
-        r"1 are missing \(model.layers.1.mlp.experts.down_proj\) and 1 belong to nothing in it \(model.layers.1.mlp.experts.down_proj_blocks\)",
+        (
+            r"1 are missing \(model.layers.1.mlp.experts.down_proj\) "
+            r"and 1 belong to nothing in it \(model.layers.1.mlp.experts.down_proj_blocks\)"
+        ),
     ),
     "a tensor too many": (
         lambda f: rewrite(f, "model.extra", torch.zeros(3)),
@@ -635,7 +645,10 @@ def test_not_enough_memory(released, monkeypatch):
     huge = dict(model_type="gpt_oss", num_hidden_layers=36, num_local_experts=4096)
     with pytest.raises(
         ValueError,
-        match=r"needs [\d,.]+ GiB on cpu, where [\d.]+ GiB are free: load_in_4bit=True needs [\d,.]+ GiB, or close other programs. Nothing was loaded",
+        match=(
+            r"needs [\d,.]+ GiB on cpu, where [\d.]+ GiB are free: "
+            r"load_in_4bit=True needs [\d,.]+ GiB, or close other programs. Nothing was loaded"
+        ),
     ):
         load(huge)
     with pytest.raises(ValueError, match="are free: close other programs"):
@@ -690,14 +703,18 @@ def test_headers(plain, tmp_path):
 
 # ---- host memory
 
-CHILD = r"""
+CHILD = (
+    r"""
 import ctypes, gc, sys, threading
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from grpo_nb.model.loading import load_model, read_checkpoint, skeleton, read_config
 from grpo_nb.model.packed import PackedWeight
-def anonymous(): return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+"""
+    "def anonymous(): return next(int(line.split()[1]) * 1024 for line in "
+    'open("/proc/self/status") if line.startswith("RssAnon"))'
+    r"""
 def peak(work):
     gc.collect(); ctypes.CDLL(None).malloc_trim(0)
     before, seen, done = anonymous(), [0], threading.Event()
@@ -709,20 +726,31 @@ def peak(work):
     return max(seen[0], anonymous()) - before
 folder = Path(sys.argv[1])
 def naive():
-    state = {name: t.clone() for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+"""
+    '    state = {name: t.clone() for file in folder.glob("*.safetensors") for name, '
+    "t in load_file(file).items()}"
+    r"""
     model = skeleton(read_config(folder)[0], torch.bfloat16)
     for name, p in model.named_parameters():
-        value = PackedWeight(state[name + "_blocks"].clone(), state[name + "_scales"].clone()) if name + "_blocks" in state else state[name].clone()
+"""
+    '        value = PackedWeight(state[name + "_blocks"].clone(), '
+    'state[name + "_scales"].clone()) if name + "_blocks" in state else state[name].clone()'
+    r"""
         path, _, last = name.rpartition(".")
         model.get_submodule(path)._parameters[last] = torch.nn.Parameter(value, requires_grad=False)
     return model
-load_model(dict(model_type="gpt_oss", vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=1), max_seq_length=8, quiet=True)
-print(peak(lambda: load_model(folder, max_seq_length=64, load_in_4bit=True, dtype="bfloat16", quiet=True)), peak(naive))
 """
+    'load_model(dict(model_type="gpt_oss", vocab_size=64, hidden_size=64, '
+    "intermediate_size=32, num_hidden_layers=1, num_local_experts=2, "
+    "num_experts_per_tok=1), max_seq_length=8, quiet=True)\n"
+    "print(peak(lambda: load_model(folder, max_seq_length=64, load_in_4bit=True, "
+    'dtype="bfloat16", quiet=True)), peak(naive))\n'
+)
 
 
 def test_host_memory(tmp_path):
-    "400 MB in shards: ours stays within the model's own bytes and a few more, a loader that reads first and builds then does not."
+    """400 MB in shards: ours stays within the model's own bytes and a few more, a loader that reads
+    first and builds then does not."""
     config, folder = (
         GptOssConfig(
             **SMALL
@@ -764,6 +792,7 @@ def test_host_memory(tmp_path):
     assert child.returncode == 0, child.stderr
     ours, naive = (int(number) for number in child.stdout.split())
     print(
-        f"\n{size / 1e6:.0f} MB on the disk: anonymous memory {ours / 1e6:.0f} MB, read first and build then {naive / 1e6:.0f} MB"
+        f"\n{size / 1e6:.0f} MB on the disk: anonymous memory {ours / 1e6:.0f} MB, read "
+        f"first and build then {naive / 1e6:.0f} MB"
     )
     assert size > 350e6 and ours < size + 60e6 < 1.5 * size < naive

@@ -1,4 +1,5 @@
-"Log-probs: the plain formula against torch and TRL, the chunked form against the plain one, and what is kept in memory."
+"""Log-probs: the plain formula against torch and TRL, the chunked form against the plain one, and
+what is kept in memory."""
 
 import math
 import weakref
@@ -239,7 +240,8 @@ def test_chunked_is_trl(trained, softcap, scale, temperature):
 
 @pytest.mark.parametrize("family", ["GptOss", "Gemma2", "Cohere"])
 def test_chunked_is_what_transformers_models_compute(family):
-    "Gemma 2 caps its logits, Cohere scales them (and ties its head to the embedding), gpt-oss leaves them alone."
+    """Gemma 2 caps its logits, Cohere scales them (and ties its head to the embedding), gpt-oss
+    leaves them alone."""
     import transformers
 
     sizes = dict(

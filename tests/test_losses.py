@@ -56,11 +56,18 @@ def ours(batch, **options):
 
 
 def make_batch(seed=0, B=5, T=7, lengths=(7, 4, 1, 0, 5), spread=0.4):
-    "A batch in float64: ragged, with one fully masked row, both signs of the advantage, ratios on both sides of the borders."
+    """A batch in float64: ragged, with one fully masked row, both signs of the advantage, ratios on
+    both sides of the borders."""
     generator = torch.Generator().manual_seed(seed)
-    randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     logps = (-randn(B, T).abs() - 0.05).requires_grad_()
-    gap = lambda: logps.detach() + spread * randn(B, T)
+
+    def gap():
+        return logps.detach() + spread * randn(B, T)
+
     return dict(
         logps=logps,
         advantages=randn(B),
@@ -395,7 +402,8 @@ def test_metrics_are_trls(loss_type):
 
 
 def test_trl_divides_dapo_by_a_share_of_the_generation_batch_and_we_by_the_window():
-    "4 micro-batches a generation, accumulation 2, unequal lengths: TRL guesses the window's tokens as half of all; ours are counted."
+    """4 micro-batches a generation, accumulation 2, unequal lengths: TRL guesses the window's
+    tokens as half of all; ours are counted."""
     batches = [
         make_batch(i, lengths=lengths)
         for i, lengths in enumerate([(7, 7, 7, 7, 7), (6,) * 5, (1,) * 5, (2,) * 5])
@@ -465,9 +473,11 @@ def test_padding_changes_nothing_whatever_it_holds(loss_type, level, fill):
     weights = rollout_correction(batch["old_logps"], batch["rollout_logps"], batch["mask"])
     options = dict(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
     short = ours({**batch, "rollout_weights": weights}, **options)
-    pad = lambda x: torch.cat(
-        [x.detach().masked_fill(~batch["mask"], fill), torch.full((5, 3), fill, dtype=x.dtype)], 1
-    )
+
+    def pad(x):
+        filled = x.detach().masked_fill(~batch["mask"], fill)
+        return torch.cat([filled, torch.full((5, 3), fill, dtype=x.dtype)], 1)
+
     long = {
         **{
             name: pad(x)

@@ -1,4 +1,5 @@
-"Masks against loops, against transformers' own, against create_block_mask; what they cost, how often they compile; the widget."
+"""Masks against loops, against transformers' own, against create_block_mask; what they cost, how
+often they compile; the widget."""
 
 import subprocess
 import sys
@@ -44,7 +45,8 @@ SIDES = ("kv", "full_kv", "q", "full_q")
 
 @st.composite
 def masks(draw, longest=45):
-    "Small masks of every sort: a batch with padding or None, more keys than queries or fewer, a window or none, the offset a number or a tensor."
+    """Small masks of every sort: a batch with padding or None, more keys than queries or fewer, a
+    window or none, the offset a number or a tensor."""
     q_len, kv_len = draw(st.integers(1, longest)), draw(st.integers(1, longest))
     pads = draw(st.none() | st.lists(st.integers(-2, kv_len + 2), min_size=1, max_size=3))
     offset = draw(st.sampled_from([0, max(kv_len - q_len, 0)]) | st.integers(0, longest))
@@ -60,7 +62,8 @@ def masks(draw, longest=45):
 
 
 def lists(mask, side):
-    "What a kernel reads of one side of a BlockMask: a list of block numbers for each row, in order."
+    """What a kernel reads of one side of a BlockMask: a list of block numbers for each row, in
+    order."""
     counts, order = getattr(mask, f"{side}_num_blocks"), getattr(mask, f"{side}_indices")
     assert (
         counts.dtype == order.dtype == torch.int32
@@ -193,7 +196,8 @@ def test_blocks_of_128(pads, q_len, kv_len, offset, window):
 
 
 def test_attention_through_blocks_is_attention_through_the_matrix(window=300):
-    "Compiled: without torch.compile FlexAttention asks the predicate alone and would not notice wrong blocks."
+    """Compiled: without torch.compile FlexAttention asks the predicate alone and would not notice
+    wrong blocks."""
     torch._dynamo.reset()
     attend, full = torch.compile(flex_attention, dynamic=False), 0
     for seed, (pads, offset) in enumerate(
@@ -220,14 +224,18 @@ def test_attention_through_blocks_is_attention_through_the_matrix(window=300):
     assert full > 0
 
 
-PEAK = """
+PEAK = (
+    """
 import torch
 from grpo_nb.model.masks import block_mask
 for pads, window in ((None, None), (torch.tensor([1000]), 128), (torch.tensor([1000]), None)):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as record: block_mask(pads, 131_072, 131_072, window=window)
-    changes = sorted((event.start_ns(), event.nbytes()) for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
-    print(torch.tensor([size for _, size in changes]).cumsum(0).max().item())
 """
+    "    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], "
+    "profile_memory=True) as record: block_mask(pads, 131_072, 131_072, window=window)\n"
+    "    changes = sorted((event.start_ns(), event.nbytes()) for event in "
+    'record.profiler.kineto_results.events() if event.name() == "[memory]")\n'
+    "    print(torch.tensor([size for _, size in changes]).cumsum(0).max().item())\n"
+)
 
 
 def test_128k_tokens_take_less_than_64_mb():
@@ -309,7 +317,8 @@ def test_errors_are_sentences(change, said):
 
 
 def decode(offset_at, steps, kv_len=256, **options):
-    "Run decode steps through compiled FlexAttention: (how many graphs were compiled, worst difference to a plain softmax)."
+    """Run decode steps through compiled FlexAttention: (how many graphs were compiled, worst
+    difference to a plain softmax)."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -354,7 +363,8 @@ def test_an_offset_that_is_an_int_compiles_again():
 
 @torch.no_grad()
 def decoded_logits(offset_of, steps):
-    "Logits (steps, 2, V) of a padded batch, token by token over a cache, beside those of each sequence alone and whole."
+    """Logits (steps, 2, V) of a padded batch, token by token over a cache, beside those of each
+    sequence alone and whole."""
     model, tokenizer = tiny_gpt_oss()
     texts = ["2+2=412+34=46", "12+34+5=5112+34="]
     ids = [tokenizer(text).input_ids for text in texts]

@@ -1,4 +1,5 @@
-"environments.matmul: truth against numpy, what counts as an answer, programs that are right, wrong, fast and crooked, both scales of rewards."
+"""environments.matmul: truth against numpy, what counts as an answer, programs that are right,
+wrong, fast and crooked, both scales of rewards."""
 
 import math
 import random
@@ -37,10 +38,14 @@ from grpo_nb.environments.matmul import (
 from grpo_nb.environments.sandbox import SandboxPool
 from grpo_nb.training.rewards import score_completions
 
-FAST = "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    return [[sum(map(mul, row, column), 0.0) for column in columns] for row in A]\n"
+FAST = (
+    "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    return "
+    "[[sum(map(mul, row, column), 0.0) for column in columns] for row in A]\n"
+)
 SLOW = NAIVE.replace(
     "def matmul(A, B):\n",
-    "def matmul(A, B):\n    naive(A, B); naive(A, B); naive(A, B)\n    return naive(A, B)\n\ndef naive(A, B):\n",
+    "def matmul(A, B):\n    naive(A, B); naive(A, B); naive(A, B)\n    return naive(A, B)\n\n"
+    "def naive(A, B):\n",
 )
 WRONG = "def matmul(A, B): return [[0.0] * len(B[0]) for _ in A]\n"
 
@@ -191,7 +196,10 @@ def test_cases_have_many_shapes_and_new_numbers():
         (FAST, "right", "times as fast"),
         (WRONG, "wrong", "an entry is off by"),
         (
-            "def matmul(A, B):\n    n = len(A)\n    return [[sum(A[i][k] * B[k][j] for k in range(n)) for j in range(n)] for i in range(n)]\n",
+            (
+                "def matmul(A, B):\n    n = len(A)\n    return [[sum(A[i][k] * B[k][j] for k in "
+                "range(n)) for j in range(n)] for i in range(n)]\n"
+            ),
             "fails",
             "IndexError",
         ),
@@ -225,7 +233,8 @@ def test_cases_have_many_shapes_and_new_numbers():
         ),
         (
             program(
-                "return [[sum(x * y for x, y in zip(r, c)) for c in zip(*B)] for r in A] if len(A) == 1 else [[1]]"
+                "return [[sum(x * y for x, y in zip(r, c)) for c in zip(*B)] for r in A] if "
+                "len(A) == 1 else [[1]]"
             ),
             "wrong",
             "its shape is not",
@@ -292,15 +301,18 @@ ATTACKS = {
     "booleans": program("return [[True] * len(B[0]) for _ in A]"),
     "equal to everything": program(
         "return Any()",
-        "class Any:\n    def __eq__(self, other): return True\n    def __float__(self): return 0.0\n    def __len__(self): return 3",
+        "class Any:\n    def __eq__(self, other): return True\n    def __float__(self): "
+        "return 0.0\n    def __len__(self): return 3",
     ),
     "a float of its own kind": program(
         "return [[Any(0.0)] * len(B[0]) for _ in A]",
-        "class Any(float):\n    def __eq__(self, other): return True\n    def __sub__(self, other): return 0.0\n    __rsub__ = __sub__\n    __abs__ = lambda self: 0.0",
+        "class Any(float):\n    def __eq__(self, other): return True\n    def __sub__(self, "
+        "other): return 0.0\n    __rsub__ = __sub__\n    __abs__ = lambda self: 0.0",
     ),
     "a list of its own kind": program(
         f"return Rows({ZEROS})",
-        "class Rows(list):\n    def __eq__(self, other): return True\n    def __iter__(self): return iter([])\n    def __len__(self): return 0",
+        "class Rows(list):\n    def __eq__(self, other): return True\n    def "
+        "__iter__(self): return iter([])\n    def __len__(self): return 0",
     ),
     "rows of their own kind": program(
         f"return [Rows(row) for row in {ZEROS}]",
@@ -331,19 +343,25 @@ ATTACKS = {
     "a cache in a module": program("import math\nreturn math.__dict__.setdefault('answer', A)"),
     "stops the clock": program(
         f"return {ZEROS}",
-        "import time\ntime.perf_counter = time.perf_counter_ns = time.process_time = time.monotonic = lambda: 0",
+        "import time\ntime.perf_counter = time.perf_counter_ns = time.process_time = "
+        "time.monotonic = lambda: 0",
     ),
     "sets the clock": program(f"time.clock_settime(0, 0)\nreturn {ZEROS}", "import time"),
     "looks in the frames": program("import sys\nreturn sys._getframe(1).f_locals['truth']"),
     "walks the frames of an exception": program(
-        "try: 1 / 0\nexcept Exception as e:\n    f = e.__traceback__.tb_frame\n    while f:\n        for v in list(f.f_locals.values()):\n            if type(v) is list and len(v) == len(A) and v is not A and v is not B: return v\n        f = f.f_back\nreturn A"
+        "try: 1 / 0\nexcept Exception as e:\n    f = e.__traceback__.tb_frame\n    while f:\n"
+        "        for v in list(f.f_locals.values()):\n            if type(v) is list and "
+        "len(v) == len(A) and v is not A and v is not B: return v\n        f = f.f_back\n"
+        "return A"
     ),
     "looks among the globals": program("return globals().get('truth') or vars().get('C') or A"),
     "looks among all objects": program(
-        "import gc\nreturn [o for o in gc.get_objects() if type(o) is list and len(o) == len(A)][-1]"
+        "import gc\nreturn [o for o in gc.get_objects() if type(o) is list and len(o) == "
+        "len(A)][-1]"
     ),
     "a hidden loader": program(
-        f"l = [c for c in {SUBCLASSES} if c.__name__ == 'BuiltinImporter'][0]\nreturn l.load_module('numpy').matmul(A, B)"
+        f"l = [c for c in {SUBCLASSES} if c.__name__ == 'BuiltinImporter'][0]\nreturn "
+        "l.load_module('numpy').matmul(A, B)"
     ),
     "numpy": program("return (numpy.array(A) @ numpy.array(B)).tolist()", "import numpy"),
     "torch": program("from torch import tensor\nreturn (tensor(A) @ tensor(B)).tolist()"),

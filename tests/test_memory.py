@@ -1,4 +1,5 @@
-"The planner: shapes and bytes against transformers' own models, against a meter of live storages, and against measurements of an H200."
+"""The planner: shapes and bytes against transformers' own models, against a meter of live storages,
+and against measurements of an H200."""
 
 import inspect
 import json
@@ -104,7 +105,8 @@ OLD = dict(
 
 @pytest.mark.parametrize("tokens, gib", [(2048, 13.13), (19_392, 14.22), (21_312, 14.39)])
 def test_an_old_card_s_limits_as_an_h200_measured_them(tokens, gib):
-    "benchmarks/context.py --only t4_longest --layers 0, 14.5 GiB in all, by the driver's account: a step of one sequence."
+    """benchmarks/context.py --only t4_longest --layers 0, 14.5 GiB in all, by the driver's account:
+    a step of one sequence."""
     step = plan(context=tokens, prompt=1, completions=1, offload_hidden=True, **OLD)
     assert max(step.totals["head"], step.totals["layer"]) / GiB == pytest.approx(gib, rel=0.02)
 
@@ -130,7 +132,8 @@ def test_a_whole_step_in_an_old_card_s_limits():
     ],
 )
 def test_whole_steps_of_dense_models_as_an_h200_measured_them(name, card, settings, gib):
-    "benchmarks/context.py --only phi4_t4 qwen_5, by the driver's account: a GRPO step, drawing and training."
+    """benchmarks/context.py --only phi4_t4 qwen_5, by the driver's account: a GRPO step, drawing
+    and training."""
     made = plan(
         name,
         card,
@@ -363,9 +366,9 @@ def test_a_broken_file(tmp_path):
 
 def test_bits_of_packed_weights():
     shape = MODELS["gpt-oss-20b"]
-    E, H, I = shape.experts, shape.hidden, shape.intermediate
+    E, H, inner = shape.experts, shape.hidden, shape.intermediate
     released = shape.layers * (
-        E * 2 * I * H // 32 * 17 + E * H * I // 32 * 17
+        E * 2 * inner * H // 32 * 17 + E * H * inner // 32 * 17
     )  # blocks of 16 bytes, scales of one
     assert weight_bytes(shape, "mxfp4")["mlp"] == released
     assert (
@@ -533,7 +536,8 @@ def measured_step(
     offload=False,
     implementation="ours",
 ):
-    "(shape, bytes that one step of a small model adds at its peak), as the trainer takes it or as it is usually done: PEFT converts, and all logits are there."
+    """(shape, bytes that one step of a small model adds at its peak), as the trainer takes it or as
+    it is usually done: PEFT converts, and all logits are there."""
     model, ours = adapted(kind, dtype, targets, sizes), implementation == "ours"
     if kind == "gpt_oss":
         experts.route_adapters(model, routed)
@@ -961,12 +965,12 @@ def test_no_context_is_short_enough_and_none_too_long():
 
 
 def test_advice_begins_with_the_largest_saving():
-    for model, card, given in (
+    for model, card, choices in (
         ("Llama-3.1-8B", "T4", dict(context=8192, batch=2, checkpointing=False, sampler="vllm")),
         ("gpt-oss-20b", "T4", dict(context=16_384)),
         ("Llama-3.1-8B", "L4", dict(context=20_480, batch=8)),
     ):
-        made = plan(model, card, **given)
+        made = plan(model, card, **choices)
         for start in (made, standard(made.setup)):
             found = advise(start)
             left = [a.change for a in found]

@@ -1,4 +1,5 @@
-"""Every switch that saves memory on, against all of them off: the same losses; pieces of a micro-batch; activations on the host."""
+"""Every switch that saves memory on, against all of them off: the same losses; pieces of a
+micro-batch; activations on the host."""
 
 import copy
 import pickle
@@ -388,7 +389,10 @@ def test_capped_scores_are_refused_when_the_trainer_is_made(tmp_path, kind, conf
     model.set_attn_implementation("sink")
     with pytest.raises(
         ValueError,
-        match=r"caps its scores \(softcap 50\), which attn_implementation='sink' does not: choose 'eager'",
+        match=(
+            r"caps its scores \(softcap 50\), which attn_implementation='sink' does not: "
+            "choose 'eager'"
+        ),
     ):
         run(tmp_path, model, tokenizer, peft=False)
     with pytest.raises(ValueError, match="caps its scores"):
@@ -478,7 +482,8 @@ def second_pass_of(model, offload, count):
 def test_in_the_second_pass_nobody_hears_the_experts(
     monkeypatch, kind, each, tokens, fewer, offload
 ):
-    "The same bits with fewer products: without the last one, or, where gate and up are computed again later (three slices), without any."
+    """The same bits with fewer products: without the last one, or, where gate and up are computed
+    again later (three slices), without any."""
     if each:
         monkeypatch.setattr(experts, "can_group", lambda *a: False)
     results = []

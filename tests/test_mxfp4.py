@@ -1,4 +1,5 @@
-"MXFP4 against exact fractions, against transformers, there and back; what is refused, what memory it takes."
+"""MXFP4 against exact fractions, against transformers, there and back; what is refused, what memory
+it takes."""
 
 import time
 from fractions import Fraction
@@ -230,7 +231,8 @@ def test_quantize_is_the_rule(numbers, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantize_every_sixteen_bit_number(dtype):
-    "Each of the 65,536 patterns, as float32 and as itself, beside neighbours that give its block an exponent."
+    """Each of the 65,536 patterns, as float32 and as itself, beside neighbours that give its block
+    an exponent."""
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     numbers = numbers[numbers.isfinite()]
     numbers = numbers[: len(numbers) // 32 * 32].view(-1, 32)
@@ -245,7 +247,8 @@ def test_quantize_every_sixteen_bit_number(dtype):
 
 @pytest.mark.parametrize("low", range(-149, 128, 20))
 def test_exponents_around_every_power_of_two(low):
-    "floor(log2) is exact just below, at and just above a power of two, the smallest numbers of float32 included."
+    """floor(log2) is exact just below, at and just above a power of two, the smallest numbers of
+    float32 included."""
     for exponent in range(low, min(low + 20, 128)):
         power = torch.tensor(2.0**exponent, dtype=torch.float32)
         for amax in (torch.nextafter(power, power * 0), power, torch.nextafter(power, power * 1.5)):
@@ -297,7 +300,8 @@ def test_one_block_cannot_disturb_another():
 @settings(max_examples=150, deadline=None)
 @given(st.binary(min_size=32, max_size=32), st.integers(0, 254), st.integers(0, 254))
 def test_round_trips(data, first, second):
-    "Weights on the grid never move; bytes come back exactly where a block's largest code is 6 or 7, or its scale is 0."
+    """Weights on the grid never move; bytes come back exactly where a block's largest code is 6 or
+    7, or its scale is 0."""
     blocks, scales = (
         torch.tensor(list(data), dtype=torch.uint8).view(2, 1, 16),
         torch.tensor([[first], [second]], dtype=torch.uint8),
@@ -519,7 +523,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [3 * 2**11, 3 * 2**13])
 def test_temporary_memory_is_bounded(rows):
-    "Whatever the size of the weight: the indices of one piece on the way back, one piece of float32 on the way there."
+    """Whatever the size of the weight: the indices of one piece on the way back, one piece of
+    float32 on the way there."""
     weight = torch.zeros(rows, 512, dtype=torch.bfloat16)
     blocks, scales = quantize(weight)
     known = [x.nbytes for x in (weight, blocks, scales)]

@@ -1,4 +1,5 @@
-"Tensors on the host: the same gradients to the last bit, nothing left behind by errors, a store that keeps its limits, an embedding that everything else still works with."
+"""Tensors on the host: the same gradients to the last bit, nothing left behind by errors, a store
+that keeps its limits, an embedding that everything else still works with."""
 
 import copy
 import functools
@@ -548,7 +549,7 @@ def test_the_one_before_sets_out_with_the_one_asked_for():
 
 def test_at_most_two_are_on_their_way_out():
     store = HostStore()
-    for i in range(5):
+    for _ in range(5):
         store.park(torch.randn(3))
         assert len(store.under_way) <= 2
 

@@ -1,4 +1,5 @@
-"""Weights that stay in 4 bits: what each operation does, values and gradients against dense weights, PEFT, both ways through the experts."""
+"""Weights that stay in 4 bits: what each operation does, values and gradients against dense
+weights, PEFT, both ways through the experts."""
 
 import contextlib
 import copy
@@ -122,7 +123,8 @@ def test_writing_is_refused(weight, write):
     with pytest.raises(
         RuntimeError,
         match=re.escape(
-            "would write to a weight that is stored in 4 bits and frozen: train an adapter, or unpack it with .dequantize()"
+            "would write to a weight that is stored in 4 bits and frozen: train an adapter, "
+            "or unpack it with .dequantize()"
         ),
     ):
         with torch.no_grad():

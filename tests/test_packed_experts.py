@@ -11,22 +11,24 @@ from grpo_nb.rollout import kernels, packed_experts, steps
 from grpo_nb.rollout.steps import LayerWeights, Projection
 
 
-def a_layer(E=4, H=64, I=64, rank=0, dtype=torch.bfloat16):
+def a_layer(E=4, H=64, inner=64, rank=0, dtype=torch.bfloat16):
     torch.manual_seed(0)
 
     def draw(*shape, std=0.1):
         return (torch.randn(*shape) * std).to(dtype)
 
-    lora = lambda n, m: (LowRank(draw(E, n, rank), draw(E, rank, m), 0.5),) if rank else ()
+    def lora(n, m):
+        return (LowRank(draw(E, n, rank), draw(E, rank, m), 0.5),) if rank else ()
+
     experts = ExpertWeights(
-        pack(draw(E, H, 2 * I)),
-        draw(E, 2 * I),
-        pack(draw(E, I, H)),
+        pack(draw(E, H, 2 * inner)),
+        draw(E, 2 * inner),
+        pack(draw(E, inner, H)),
         draw(E, H),
         1.702,
         7.0,
-        lora(H, 2 * I),
-        lora(I, H),
+        lora(H, 2 * inner),
+        lora(inner, H),
     )
     nothing = Projection(torch.empty(0))
     return LayerWeights(
@@ -124,7 +126,7 @@ def test_who_suits(monkeypatch):
     assert not packed_experts.suits(
         replace(experts, down=experts.down.dequantize()), 1, torch.bfloat16
     )
-    narrow = a_layer(H=32, I=32).experts  # 64 and 32 columns
+    narrow = a_layer(H=32, inner=32).experts  # 64 and 32 columns
     assert packed_experts.suits(narrow, 16, torch.bfloat16) and not packed_experts.suits(
         narrow, 17, torch.bfloat16
     )

@@ -1,4 +1,5 @@
-"Norms and rotations in one pass: against transformers', against the formula, in a model with adapters and a cache."
+"""Norms and rotations in one pass: against transformers', against the formula, in a model with
+adapters and a cache."""
 
 import weakref
 

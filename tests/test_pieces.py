@@ -1,4 +1,5 @@
-"Pieces of a micro-batch: what a row of completions takes against a meter of live storages, and the room that is left."
+"""Pieces of a micro-batch: what a row of completions takes against a meter of live storages, and
+the room that is left."""
 
 import pytest
 import torch

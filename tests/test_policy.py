@@ -1,4 +1,5 @@
-"training.policy: log-probs of completions under any head, against transformers' logits; batches, and the gap."
+"""training.policy: log-probs of completions under any head, against transformers' logits; batches,
+and the gap."""
 
 import math
 
@@ -51,7 +52,7 @@ SMALL = dict(
 def adapted(**where):
     model = get_peft_model(small_model()[0], LoraConfig(r=2, task_type="CAUSAL_LM", **where))
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.requires_grad:
                 p.normal_(0, 0.2)
     return model.eval()
@@ -102,7 +103,10 @@ MODELS = {
 def make_batch(seed=0, prompts=(3, 5, 1, 4), completions=(4, 1, 6, 2), extra=0):
     "Completions of unequal lengths; what is padding holds legal ids that mean nothing."
     g = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(3, 20, (n,), generator=g).tolist()
+
+    def draw(n):
+        return torch.randint(3, 20, (n,), generator=g).tolist()
+
     prompt_ids, prompt_mask = pad_left([draw(n) for n in prompts], pad_token_id=7)
     T = max(completions) + extra
     drawn = [draw(n) for n in completions]

@@ -1,4 +1,5 @@
-"environments.pool: functions that hang, crash, flood and lie, what is left of them afterwards, and who may be asked at all."
+"""environments.pool: functions that hang, crash, flood and lie, what is left of them afterwards,
+and who may be asked at all."""
 
 import asyncio
 import concurrent.futures
@@ -32,7 +33,8 @@ from grpo_nb.environments.pool import (
 )
 from grpo_nb.training.rewards import RewardError, as_scores, run_coroutines, score_completions
 
-MODULE = """
+MODULE = (
+    """
     import asyncio, ctypes, datetime, json, math, os, signal, subprocess, sys, threading, time
     from pathlib import Path
 
@@ -44,7 +46,10 @@ MODULE = """
         time.sleep(seconds)
         return [0.0] * len(completions)
     def deaf(completions, **columns):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM): signal.signal(number, signal.SIG_IGN)
+"""
+    "        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM): "
+    "signal.signal(number, signal.SIG_IGN)"
+    """
         while True:
             try: time.sleep(60)
             except BaseException: pass
@@ -61,9 +66,13 @@ MODULE = """
     def kills_keeper(completions, **columns): os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)
     def closes_all(completions, **columns): os.closerange(0, 256); time.sleep(60)
     def floods(completions, **columns):
-        for _ in range(3000): print("x" * 1000); sys.stderr.write("y" * 1000); os.write(1, b"z" * 1000)
-        return [1.0] * len(completions)
-    def reads_input(completions, **columns): return [float(len(sys.stdin.read()))] * len(completions)
+"""
+    '        for _ in range(3000): print("x" * 1000); sys.stderr.write("y" * 1000); '
+    'os.write(1, b"z" * 1000)\n'
+    "        return [1.0] * len(completions)\n"
+    "    def reads_input(completions, **columns): return [float(len(sys.stdin.read()))] * "
+    "len(completions)"
+    """
     def forks(completions, **columns):
         os.fork()
         return [2.0] * len(completions)
@@ -73,9 +82,13 @@ MODULE = """
         log_metric("length", sum(map(len, completions)) / len(completions))
         log_extra("seen", [c.upper() for c in completions])
         return [trainer_state.global_step] * len(completions)
-    def needs_them_not(completions, log_metric=None, **columns): return [float(log_metric is None)] * len(completions)
-    def sees(completions, prompts, **columns):
-        return [float(columns["when"][i].year + len(columns["ids"][i]) + prompts[i][0]["content"].count("q")) for i in range(len(completions))]
+"""
+    "    def needs_them_not(completions, log_metric=None, **columns): "
+    "return [float(log_metric is None)] * len(completions)\n"
+    "    def sees(completions, prompts, **columns):\n"
+    '        return [float(columns["when"][i].year + len(columns["ids"][i]) + '
+    'prompts[i][0]["content"].count("q")) for i in range(len(completions))]'
+    """
     async def waits(completions, **columns):
         await asyncio.sleep(0.1)
         return [3.0] * len(completions)
@@ -88,7 +101,10 @@ MODULE = """
         for i in range(3):
             if os.fork() == 0:
                 os.setsid()
-                if os.fork() == 0: os.execv("/bin/sh", ["sh", "-c", 'echo $$ > "$1"; exec sleep 300', "sh", folder[0] + f"/{i}"])
+"""
+    '                if os.fork() == 0: os.execv("/bin/sh", ["sh", "-c", \'echo $$ > "$1"; '
+    'exec sleep 300\', "sh", folder[0] + f"/{i}"])'
+    """
                 os._exit(0)
         while len([p for p in Path(folder[0]).iterdir() if p.read_text()]) < 3: time.sleep(0.01)
         Path(folder[0], "all").write_text("0")
@@ -105,6 +121,7 @@ MODULE = """
     judge = Judge()
     constant = 3
 """
+)
 GIVEN = dict(prompts=["p", "p"], completions=["a", "bcd"])
 
 
@@ -574,16 +591,21 @@ def test_nothing_is_left_when_it_is_dropped():
 def test_nothing_is_left_when_the_trainer_ends(tmp_path, how):
     script = tmp_path / "training.py"
     script.write_text(
-        textwrap.dedent(f"""
+        textwrap.dedent(
+            """
         import os, sys, threading, time
         from grpo_nb.environments.pool import isolated
         reward = isolated("rewards_in_a_file:starts", timeout_s=100)
-        threading.Thread(target=lambda: reward(prompts=["p"], completions=["c"], folder=[{str(tmp_path)!r}]), daemon=True).start()
+"""
+            '        threading.Thread(target=lambda: reward(prompts=["p"], '
+            f'completions=["c"], folder=[{str(tmp_path)!r}]), daemon=True).start()'
+            f"""
         while not os.path.exists({str(tmp_path / "all")!r}): time.sleep(0.01)
         print(reward.all[0].process.pid, flush=True)
         if {how!r} == "kill": os.kill(os.getpid(), 9)
         if {how!r} == "exception": raise SystemExit(3)
-    """)
+    """
+        )
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

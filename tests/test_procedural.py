@@ -1,4 +1,5 @@
-"environments.procedural: every task of reasoning-gym through the adapter, answers that are programs, mathematics in a worker."
+"""environments.procedural: every task of reasoning-gym through the adapter, answers that are
+programs, mathematics in a worker."""
 
 import functools
 import inspect
@@ -276,9 +277,9 @@ def test_a_mixture_has_the_shares_and_the_right_scorers():
 
 
 def test_the_same_seed_the_same_data():
-    make = lambda seed: procedural(["gcd", "chain_sum"], size=20, seed=seed, isolate=False)[
-        0
-    ].to_list()
+    def make(seed):
+        return procedural(["gcd", "chain_sum"], size=20, seed=seed, isolate=False)[0].to_list()
+
     assert make(5) == make(5) != make(6)
 
 

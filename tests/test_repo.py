@@ -1,4 +1,5 @@
-"The repository as a whole: every notebook runs, and everything that is made from something else is in step with it."
+"""The repository as a whole: every notebook runs, and everything that is made from something else
+is in step with it."""
 
 import ast
 import contextlib
@@ -42,7 +43,8 @@ every_notebook = pytest.mark.parametrize(
 
 
 def run_notebook(path, flags, answer):
-    "In a process of its own: run the cells of a notebook as nbdev_test does, send back what went wrong."
+    """In a process of its own: run the cells of a notebook as nbdev_test does, send back what went
+    wrong."""
     from nbdev.test import test_nb
 
     os.environ["IN_TEST"] = "1"
@@ -54,7 +56,8 @@ def run_notebook(path, flags, answer):
 
 @pytest.fixture(scope="module")
 def server():
-    "Processes forked from one that has imported the slow packages but has run nothing: a fresh state for each notebook, in no time."
+    """Processes forked from one that has imported the slow packages but has run nothing: a fresh
+    state for each notebook, in no time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -210,7 +213,8 @@ def test_made_files_are_in_step(tool):
 
 @pytest.fixture
 def course(checkout):
-    "The course tool at work on a copy: call it with its options, get (exit status, what it complains about)."
+    """The course tool at work on a copy: call it with its options, get (exit status, what it
+    complains about)."""
 
     def call(*options):
         done = subprocess.run(
@@ -415,7 +419,10 @@ def test_algorithm_is_torch_and_the_standard_library(module):
 
 
 def test_import_is_instant_and_loads_nothing_heavy():
-    code = "import time; t = time.perf_counter(); import grpo_nb, sys; print(time.perf_counter() - t, *sys.modules)"
+    code = (
+        "import time; t = time.perf_counter(); import grpo_nb, sys; "
+        "print(time.perf_counter() - t, *sys.modules)"
+    )
     runs = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -446,4 +453,4 @@ def test_public_name_resolves(name):
 
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'GRPOTrane'"):
-        grpo_nb.GRPOTrane
+        _ = grpo_nb.GRPOTrane

@@ -1,4 +1,5 @@
-"A run that is killed at any moment and resumed is the run that was not: bit for bit, on the CPU, with the same number of threads."
+"""A run that is killed at any moment and resumed is the run that was not: bit for bit, on the CPU,
+with the same number of threads."""
 
 import json
 import math
@@ -158,13 +159,9 @@ def whole(runner, tmp_path_factory):
 def test_killed_at_random_moments(name, runner, whole, tmp_path):
     (expected, seconds), chance, kills = whole(name), random.Random(name), 0
     for attempt in range(60):
-        pid = runner.start(
-            folder=str(tmp_path / str(attempt) if not kills else folder),
-            resume=True,
-            **SCENARIOS[name],
-        )
         if not kills:
             folder = tmp_path / str(attempt)
+        pid = runner.start(folder=str(folder), resume=True, **SCENARIOS[name])
         if kills < 5:
             time.sleep(chance.uniform(0.1, 0.8) * seconds)
             try:
@@ -255,7 +252,10 @@ def test_what_has_changed_since_is_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert (
         "max_steps is 3, and was 2 when the checkpoint was written\n" in said
-        and "learning_rate is 0.5, and was 0.01 when the checkpoint was written; the optimizer keeps the old value"
+        and (
+            "learning_rate is 0.5, and was 0.01 when the checkpoint was written; "
+            "the optimizer keeps the old value"
+        )
         in said
     )
     assert trainer.log_history[-1]["learning_rate"] == 0.01
@@ -383,7 +383,8 @@ def test_what_is_set_aside_is_never_overwritten(tmp_path):
 def test_the_log_forgets_later_steps_and_half_lines(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(
-        '{"step": 1, "loss": 0.1}\n{"step": 2, "eval_reward": 1}\n{"step": 3, "loss": 0.2}\n{"step": 4, "lo'
+        '{"step": 1, "loss": 0.1}\n{"step": 2, "eval_reward": 1}\n'
+        '{"step": 3, "loss": 0.2}\n{"step": 4, "lo'
     )
     truncate_log(path, 2)
     assert path.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2, "eval_reward": 1}\n'
@@ -945,7 +946,10 @@ def test_what_no_adapter_file_could_hold_is_refused(tmp_path):
     model.base_model.model.model.norm.weight.requires_grad_(True)
     with pytest.raises(
         ValueError,
-        match="1 weights of the model itself train beside the adapter, .*model.norm.weight.*modules_to_save",
+        match=(
+            "1 weights of the model itself train beside the adapter, "
+            ".*model.norm.weight.*modules_to_save"
+        ),
     ):
         small_trainer(tmp_path, model=model)
     torch.manual_seed(0)
@@ -970,7 +974,9 @@ def test_an_adapter_that_writes_tokens_of_its_own_is_refused(tmp_path):
 
     with pytest.raises(
         ValueError,
-        match="of the kind PROMPT_TUNING, which writes tokens of its own before a prompt.*LoraConfig",
+        match=(
+            "of the kind PROMPT_TUNING, which writes tokens of its own before a prompt.*LoraConfig"
+        ),
     ):
         small_trainer(
             tmp_path,

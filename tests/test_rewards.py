@@ -179,7 +179,8 @@ def test_a_failure_is_named(how, words, kind):
 def test_a_count_that_is_wrong_does_not_read_as_one_that_depends_on_the_step():
     with pytest.raises(
         RewardError,
-        match="None for one it cannot judge \\(at step 3; the first completion it was given is 'x'\\)$",
+        match="None for one it cannot judge \\(at step 3; the first completion it was given is "
+        "'x'\\)$",
     ):
         score_completions(wrong([1.0])[:1], PROMPTS, COMPLETIONS, 3)
 
@@ -203,7 +204,8 @@ async def later(completions, solution, **_):
 def test_a_column_that_is_not_there(function, words, columns, listed):
     with pytest.raises(
         RewardError,
-        match=f"raised TypeError: .*{words}.* at step 0.*keywords prompts, completions, completion_ids, trainer_state and the data's other columns, here {listed}",
+        match=f"raised TypeError: .*{words}.* at step 0.*keywords prompts, completions, "
+        f"completion_ids, trainer_state and the data's other columns, here {listed}",
     ):
         score_completions(
             [function],

@@ -1,4 +1,6 @@
-"widgets.rewards: an explanation says what the score says, for every reward of the library; faults and hanging functions are sentences; nothing that is shown can be markup; totals and advantages are the trainer's."
+"""widgets.rewards: an explanation says what the score says, for every reward of the library; faults
+and hanging functions are sentences; nothing that is shown can be markup; totals and advantages are
+the trainer's."""
 
 import functools
 import html
@@ -466,7 +468,10 @@ def test_functions_are_given_what_the_trainer_gives():
         return [float(trainer_state.global_step) for _ in completions]
 
     prompt = [{"role": "user", "content": "?"}]
-    tokenizer = lambda text, add_special_tokens: {"input_ids": list(text.encode())}
+
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": list(text.encode())}
+
     judged = judge_group(
         RewardTask(look, prompt, {"answer": "1", "more": [1, 2]}, tokenizer=tokenizer), ["a", "b"]
     )

@@ -1,4 +1,5 @@
-"environments.rubric: many criteria as one reward function, penalties for length (against TRL's) and for what is hard to read."
+"""environments.rubric: many criteria as one reward function, penalties for length (against TRL's)
+and for what is hard to read."""
 
 import time
 

@@ -1,4 +1,5 @@
-"""Sampling against transformers' own processors, and against the statistics that draws must have."""
+"""Sampling against transformers' own processors, and against the statistics that draws must
+have."""
 
 import math
 

@@ -1,4 +1,5 @@
-"environments.sandbox and its supervisor: values, deadlines, limits, walls that are missing, sessions, lost supervisors, and the documents' four names."
+"""environments.sandbox and its supervisor: values, deadlines, limits, walls that are missing,
+sessions, lost supervisors, and the documents' four names."""
 
 import ast
 import contextlib
@@ -222,7 +223,10 @@ def test_supervisor_needs_the_standard_library_alone():
             "-I",
             "-S",
             "-c",
-            "import sys; sys.path.insert(0, sys.argv[1]); import supervisor; print(sorted(sys.modules))",
+            (
+                "import sys; sys.path.insert(0, sys.argv[1]); import supervisor; "
+                "print(sorted(sys.modules))"
+            ),
             str(Path(supervisor.__file__).parent),
         ],
         capture_output=True,
@@ -299,21 +303,43 @@ def test_the_result_of_an_honest_program(pool):
 @pytest.mark.parametrize(
     "body",
     [
-        "import math, random, itertools, functools, collections, heapq, bisect, re, string, statistics, decimal, fractions, operator, copy, dataclasses, typing, enum, numbers, array\n    return math.comb(5, 2)",
-        "from collections import abc, Counter, defaultdict, deque\n    return len(Counter('aab')) + 8",
+        (
+            "import math, random, itertools, functools, collections, heapq, bisect, re, string, "
+            "statistics, decimal, fractions, operator, copy, dataclasses, typing, enum, numbers, "
+            "array\n    return math.comb(5, 2)"
+        ),
+        (
+            "from collections import abc, Counter, defaultdict, deque\n    return "
+            "len(Counter('aab')) + 8"
+        ),
         "import collections.abc\n    return 10 if isinstance([], collections.abc.Sequence) else 0",
-        "from dataclasses import dataclass, field\n    @dataclass(order=True)\n    class P:\n        x: int\n        y: list = field(default_factory=list)\n    return P(10).x",
+        (
+            "from dataclasses import dataclass, field\n    @dataclass(order=True)\n    class P:\n"
+            "        x: int\n        y: list = field(default_factory=list)\n    return P(10).x"
+        ),
         "from collections import namedtuple\n    return sum(namedtuple('P', 'x y')(4, 6))",
-        "import statistics, fractions, decimal\n    return int(statistics.mean([fractions.Fraction(5), 15])) + int(decimal.Decimal(0))",
+        (
+            "import statistics, fractions, decimal\n    return "
+            "int(statistics.mean([fractions.Fraction(5), 15])) + int(decimal.Decimal(0))"
+        ),
         "import enum\n    class E(enum.Enum):\n        A = 10\n    return E.A.value",
         "import functools\n    @functools.singledispatch\n    def g(x): return 10\n    return g(1)",
-        "import json, re, datetime, textwrap, string\n    return json.loads('[10]')[0] + len(re.findall('z', 'abc')) + 0 * datetime.datetime.strptime('2020', '%Y').year",
-        "import sys, time\n    sys.setrecursionlimit(5000)\n    def g(n): return 0 if n == 0 else 1 + g(n - 1)\n    return g(3000) // 300",
+        (
+            "import json, re, datetime, textwrap, string\n    return json.loads('[10]')[0] + "
+            "len(re.findall('z', 'abc')) + 0 * datetime.datetime.strptime('2020', '%Y').year"
+        ),
+        (
+            "import sys, time\n    sys.setrecursionlimit(5000)\n    def g(n): return 0 if n == 0 "
+            "else 1 + g(n - 1)\n    return g(3000) // 300"
+        ),
         "print('hello', 3, sep='-', end='')\n    return 10",
         "class A:\n        @property\n        def x(self): return 10\n    return A().x",
         "import random\n    random.seed(3)\n    return 10 if random.shuffle([1, 2]) is None else 0",
         "return max(10, *[hash(str(i)) % 2 for i in range(9)])",
-        "import hashlib, struct, contextlib, graphlib\n    return len(hashlib.sha256(b'x').digest()) - 22",
+        (
+            "import hashlib, struct, contextlib, graphlib\n    return "
+            "len(hashlib.sha256(b'x').digest()) - 22"
+        ),
         "return int('１０') if 'é'.upper() == 'É' else 0",
         "import copy, typing\n    return copy.deepcopy({'a': [10]})['a'][0]",
     ],
@@ -386,7 +412,10 @@ def test_deadline(pool):
 
 @pytest.mark.parametrize("megabytes", [96, 256])
 def test_memory_is_bounded(pool, megabytes):
-    grow = "def f():\n    blocks = []\n    try:\n        while True: blocks.append(bytearray(2**20))\n    except MemoryError: return len(blocks)"
+    grow = (
+        "def f():\n    blocks = []\n    try:\n        while True: "
+        "blocks.append(bytearray(2**20))\n    except MemoryError: return len(blocks)"
+    )
     got = result(pool, grow, memory_mb=megabytes)
     assert megabytes / 2 < got.value <= megabytes
     assert (
@@ -418,9 +447,9 @@ def test_many_threads(pool):
 def test_nothing_of_ours_is_in_there(pool, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     with SandboxPool(workers=1) as fresh:
-        look = (
-            OS
-            + "def f(): return [dict(os.environ), os.sys.argv[1:], sorted(m for m in os.sys.modules if 'grpo' in m or 'torch' in m), os.getppid()]"
+        look = OS + (
+            "def f(): return [dict(os.environ), os.sys.argv[1:], sorted(m for m in "
+            "os.sys.modules if 'grpo' in m or 'torch' in m), os.getppid()]"
         )
         environment, argv, modules, parent = result(fresh, look).value
     assert (
@@ -432,7 +461,8 @@ def test_nothing_of_ours_is_in_there(pool, monkeypatch):
 
 
 def test_a_supervisor_keeps_nothing_of_a_program():
-    "Its memory is what the next program inherits: no source, no argument and no answer may be in it."
+    """Its memory is what the next program inherits: no source, no argument and no answer may be in
+    it."""
 
     def memory(pid):
         with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as file:
@@ -507,7 +537,8 @@ def test_no_leak(pool):
 
 
 def test_a_program_is_cheap(pool):
-    "200 a second on 2 cores are 10 ms of processor for each, on both sides together; half as much again for a machine that is busy."
+    """200 a second on 2 cores are 10 ms of processor for each, on both sides together; half as much
+    again for a machine that is busy."""
 
     def used():
         return time.process_time() + sum(map(used_ticks, descendants())) / os.sysconf("SC_CLK_TCK")
@@ -591,18 +622,23 @@ def test_an_interrupted_call_costs_one_supervisor(monkeypatch):
         assert result(pool, DOUBLE, 3).value == 6
 
 
-CHILD = """
+CHILD = (
+    """
 import os, sys, threading, time, warnings
 warnings.simplefilter("ignore")
 from grpo_nb.environments.sandbox import SandboxPool
 pool = SandboxPool(workers=2)
 session = pool.open("def f():\\n    while True: pass", "f")
-threading.Thread(target=lambda: pool.run("def f():\\n    while True: pass", entry="f", timeout_s=100), daemon=True).start()
+"""
+    'threading.Thread(target=lambda: pool.run("def f():\\n    while True: pass", '
+    'entry="f", timeout_s=100), daemon=True).start()'
+    """
 threading.Thread(target=lambda: session.call(timeout_s=100), daemon=True).start()
 time.sleep(0.5)
 print(os.getpid(), flush=True)
 {end}
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -666,8 +702,10 @@ def test_a_pool_that_is_closed_while_it_is_used():
 
 def test_a_pool_is_for_the_process_that_made_it():
     code = (
-        "import os, warnings\nwarnings.simplefilter('ignore')\nfrom grpo_nb.environments.sandbox import SandboxPool\npool = SandboxPool(workers=1)\n"
-        "if os.fork() == 0:\n    try: pool.run('def f(): return 1', entry='f')\n    except RuntimeError as e: print(e, flush=True)\n    pool.close()\n    os._exit(0)\n"
+        "import os, warnings\nwarnings.simplefilter('ignore')\nfrom "
+        "grpo_nb.environments.sandbox import SandboxPool\npool = SandboxPool(workers=1)\n"
+        "if os.fork() == 0:\n    try: pool.run('def f(): return 1', entry='f')\n    except "
+        "RuntimeError as e: print(e, flush=True)\n    pool.close()\n    os._exit(0)\n"
         "os.wait()\nprint(pool.run('def f(): return 5', entry='f').value)"
     )
     said = subprocess.run(
@@ -677,7 +715,8 @@ def test_a_pool_is_for_the_process_that_made_it():
 
 
 # walls that are missing
-UNPRIVILEGED = """
+UNPRIVILEGED = (
+    """
 import json, os, warnings
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
@@ -685,18 +724,30 @@ with warnings.catch_warnings(record=True) as seen:
     pool = SandboxPool(workers=2)
 os_ = "import random\\nos = random._os\\n"
 programs = {
-    "ok": "def f(): return 7", "timeout": "def f():\\n    while True: pass", "memory": "def f(): return bytearray(10**9)", "forbidden": "def f(): return open('/etc/passwd')",
-    "fork": os_ + "def f(): return os.fork()", "kill": os_ + "def f(): os.kill(%d, 9)" % os.getpid(), "read": os_ + "def f(): return os.open('/etc/passwd', 0)",
-    "crash": os_ + "def f(): os._exit(0)", "socket": os_ + "def f(): return os.sys.modules['_socket'].socket()", "output": "def f():\\n    while True: print('x' * 1000)",
-}
-kinds = {name: pool.run(source, entry="f", timeout_s=0.5, memory_mb=256).kind for name, source in programs.items()}
-with pool.open("n = []\\ndef f(x):\\n    n.append(x)\\n    return sum(n)", "f") as session: calls = [session.call(i).value for i in range(4)]
-print(json.dumps({"uid": os.geteuid(), "missing": {p.name: p.missing for p in pool.protections if not p.on}, "warnings": [str(w.message) for w in seen if "sandbox" in str(w.message)], "kinds": kinds, "calls": calls}))
 """
+    '    "ok": "def f(): return 7", "timeout": "def f():\\n    while True: pass", '
+    '"memory": "def f(): return bytearray(10**9)", "forbidden": "def f(): '
+    "return open('/etc/passwd')\",\n"
+    '    "fork": os_ + "def f(): return os.fork()", "kill": os_ + "def f(): os.kill(%d, '
+    '9)" % os.getpid(), "read": os_ + "def f(): return os.open(\'/etc/passwd\', 0)",\n'
+    '    "crash": os_ + "def f(): os._exit(0)", "socket": os_ + "def f(): '
+    'return os.sys.modules[\'_socket\'].socket()", "output": "def f():\\n    while True: '
+    "print('x' * 1000)\",\n"
+    "}\n"
+    'kinds = {name: pool.run(source, entry="f", timeout_s=0.5, '
+    "memory_mb=256).kind for name, source in programs.items()}\n"
+    'with pool.open("n = []\\ndef f(x):\\n    n.append(x)\\n    return sum(n)", '
+    '"f") as session: calls = [session.call(i).value for i in range(4)]\n'
+    'print(json.dumps({"uid": os.geteuid(), "missing": {p.name: '
+    'p.missing for p in pool.protections if not p.on}, "warnings": '
+    '[str(w.message) for w in seen if "sandbox" in str(w.message)], "kinds": kinds, '
+    '"calls": calls}))\n'
+)
 
 
 def test_as_an_unprivileged_user():
-    "Root becomes nobody here, and keeps the one right that it needs to find an interpreter in root's folder."
+    """Root becomes nobody here, and keeps the one right that it needs to find an interpreter in
+    root's folder."""
     command = [sys.executable, "-c", UNPRIVILEGED]
     if os.geteuid() == 0:
         command = [
@@ -782,10 +833,12 @@ def test_everything_works_without_walls():
     ],
 )
 def test_whatever_a_program_started_ends_with_it(without):
-    "Children in a session of their own, whose parent is gone: the process namespace ends them, or, without one, the supervisor, to whom they come."
-    escape = (
-        OS
-        + "def f(wait):\n    for _ in range(3):\n        if os.fork() == 0:\n            os.setsid()\n            if os.fork() == 0:\n                while True: pass\n            os._exit(0)\n    while wait: pass\n    return 'started'"
+    """Children in a session of their own, whose parent is gone: the process namespace ends them,
+    or, without one, the supervisor, to whom they come."""
+    escape = OS + (
+        "def f(wait):\n    for _ in range(3):\n        if os.fork() == 0:\n            "
+        "os.setsid()\n            if os.fork() == 0:\n                while True: pass\n "
+        "           os._exit(0)\n    while wait: pass\n    return 'started'"
     )
     with SandboxPool(workers=1, without=without) as bare:
         (line,) = bare._lines.values()
@@ -799,7 +852,8 @@ def test_whatever_a_program_started_ends_with_it(without):
 
 
 def test_a_wall_that_falls_later_stops_everything(monkeypatch):
-    "Fail closed: the process of a program says nothing if it cannot wall itself in, and the supervisor gives up."
+    """Fail closed: the process of a program says nothing if it cannot wall itself in, and the
+    supervisor gives up."""
     walls = Walls()
     walls.missing = {name: "x" for name in Walls.NAMES if name != "memory"}
     monkeypatch.setattr(supervisor, "limit", lambda *a: (_ for _ in ()).throw(OSError("no")))
@@ -835,7 +889,8 @@ def test_a_session_remembers(pool):
 
 def test_a_session_survives_what_its_program_survives(pool):
     with pool.open(
-        "def f(x):\n    if x == 'memory': return bytearray(10**10)\n    if x == 'output': return {1}\n    if x == 'forbidden': return open('x')\n    return 1 / x",
+        "def f(x):\n    if x == 'memory': return bytearray(10**10)\n    if x == 'output': "
+        "return {1}\n    if x == 'forbidden': return open('x')\n    return 1 / x",
         "f",
     ) as session:
         assert [session.call(x).kind for x in (0, "memory", "output", "forbidden", 1)] == [
@@ -910,7 +965,10 @@ def test_a_program_sleeps_between_calls():
         SandboxPool(workers=1) as pool,
         pool.open(
             OS
-            + "frame = b'v\\x09\\0\\0\\0f' + bytes(8)\ndef f():\n    os.write(3, frame)\n    n = 0\n    while True: n += 1",
+            + (
+                "frame = b'v\\x09\\0\\0\\0f' + bytes(8)\ndef f():\n    os.write(3, frame)\n  "
+                "  n = 0\n    while True: n += 1"
+            ),
             "f",
         ) as session,
     ):

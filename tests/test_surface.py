@@ -1,4 +1,6 @@
-"What scripts written for TRL ask of a trainer beside the algorithm: reward models, rollout functions, trackers, stored completions, evaluations, callbacks, the best model, what is printed and stored after a run."
+"""What scripts written for TRL ask of a trainer beside the algorithm: reward models, rollout
+functions, trackers, stored completions, evaluations, callbacks, the best model, what is printed and
+stored after a run."""
 
 import json
 import math
@@ -112,7 +114,6 @@ def test_a_run_with_a_reward_model(how, judge_folder, tmp_path):
     rewards = {"name": judge_folder, "object": model, "list": [digits, judge_folder]}[how]
     classes = {"name": None, "object": tokenizer, "list": [None, None]}[how]
     trainer = small_trainer(tmp_path, rewards, arguments=dict(reward_processing_classes=classes))
-    batches = remember_batches(trainer)
     trainer.train()
     name = "LlamaForSequenceClassification" if how == "object" else "my-judge"
     assert trainer.reward_names == (["digits", name] if how == "list" else [name])
@@ -283,7 +284,8 @@ def test_the_forms_in_which_a_rollout_function_may_answer(form, tmp_path):
 
 
 def test_rewards_are_averaged_over_what_was_judged(tmp_path):
-    "Cycles in which a function judged nothing are no zeros, and a name with `min` in it is a mean all the same."
+    """Cycles in which a function judged nothing are no zeros, and a name with `min` in it is a mean
+    all the same."""
 
     def min_length_reward(completions, trainer_state, log_metric, **_):
         log_metric("tool_max_calls", trainer_state.global_step)
@@ -314,7 +316,10 @@ def test_rewards_are_averaged_over_what_was_judged(tmp_path):
         (
             None,
             {"a": ROWS[:2], "b": ROWS[:2]},
-            "is 'reward', and each of the 2 evaluation sets has one: say which, for instance a_reward",
+            (
+                "is 'reward', and each of the 2 evaluation sets has one: say which, "
+                "for instance a_reward"
+            ),
         ),
     ],
 )
@@ -420,7 +425,10 @@ def test_a_processor_is_asked_for_its_tokenizer(tmp_path):
 
 def test_reasoning_effort_reaches_the_template(tmp_path):
     model, tokenizer = small_model()
-    tokenizer.chat_template = "{{ {'low': '1', 'high': '999'}[reasoning_effort] }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{{ {'low': '1', 'high': '999'}[reasoning_effort] }}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
     for effort, start in (("low", "1"), ("high", "999")):
         trainer = small_trainer(
@@ -956,7 +964,7 @@ def test_what_has_no_meaning_here_says_what_to_do(name, tmp_path):
     }:
         assert callable(getattr(trainer, word))
     with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'nothing'"):
-        trainer.nothing
+        _ = trainer.nothing
 
 
 @pytest.mark.parametrize("name", NOT_CALLED)
@@ -1057,11 +1065,12 @@ def test_the_reference_follows_the_policy(adapter, tmp_path):
         save_strategy="steps",
         save_steps=3,
     )
-    arguments = lambda: (
-        dict(peft_config=LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-        if adapter
-        else {}
-    )
+
+    def arguments():
+        if not adapter:
+            return {}
+        return dict(peft_config=LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
     trainer = small_trainer(tmp_path / "whole", arguments=arguments(), **settings)
     expected, seen = [w.clone() for w in trainer.reference.weights()], []
 

@@ -120,7 +120,10 @@ def test_what_is_refused():
     assert not dense_mlps(gpt_oss)
     with pytest.raises(
         ValueError,
-        match=r"has no dense MLP to slice; the experts of a gpt-oss are sliced by route_adapters\(model, 'routed_lean'\)",
+        match=(
+            "has no dense MLP to slice; the experts of a gpt-oss are sliced by "
+            r"route_adapters\(model, 'routed_lean'\)"
+        ),
     ):
         slice_mlps(gpt_oss)
     with pytest.raises(ValueError, match="tokens is 0: give at least 1, or None for all at once"):

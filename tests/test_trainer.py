@@ -733,7 +733,8 @@ def test_mistakes_that_need_the_whole_call(tmp_path):
         for its in (tokenizer, None):
             with pytest.raises(
                 ValueError,
-                match="model='./no/such/model': it is no folder in .*the hub gave no model of that name.*local folder",
+                match="model='./no/such/model': it is no folder in .*the hub gave no model of "
+                "that name.*local folder",
             ):
                 GRPOTrainer(
                     "./no/such/model",
@@ -745,7 +746,8 @@ def test_mistakes_that_need_the_whole_call(tmp_path):
     model.config._name_or_path = "./moved/away/since"
     with pytest.raises(
         ValueError,
-        match="processing_class is left out and the model came from './moved/away/since': it is no folder",
+        match="processing_class is left out and the model came from './moved/away/since': it "
+        "is no folder",
     ):
         GRPOTrainer(model, digits, small_config(tmp_path), ROWS)
     with pytest.raises(ValueError, match="model_init_kwargs"):
@@ -1041,7 +1043,6 @@ class FakeTracker(accelerate.tracking.GeneralTracker):
 
 
 def test_records_reach_a_tracker(tmp_path, monkeypatch):
-    available = accelerate.tracking.get_available_trackers
     FakeTracker.kept.clear()
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "aim", FakeTracker)
     monkeypatch.setattr(
@@ -1423,7 +1424,8 @@ def test_only_tokens_of_high_entropy(quantile, tmp_path):
 
 # a script written for TRL
 
-SCRIPT = """
+SCRIPT = (
+    """
 import sys
 from datasets import Dataset
 from peft import LoraConfig
@@ -1432,8 +1434,12 @@ IMPORT
 folder, out, form = sys.argv[1:]
 questions = [(a, b) for a in range(1, 5) for b in range(1, 4)]
 prompts = [f"{a}+{b}=" for a, b in questions]
-if form == "chat": prompts = [[{"role": "system", "content": "1"}, {"role": "user", "content": p}] for p in prompts]
-data = Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, b in questions], "level": [a for a, b in questions]})
+"""
+    'if form == "chat": prompts = [[{"role": "system", "content": "1"}, {"role": "user", '
+    '"content": p}] for p in prompts]\n'
+    'data = Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, '
+    'b in questions], "level": [a for a, b in questions]})'
+    """
 
 
 def text(completion):
@@ -1450,17 +1456,30 @@ def brief(completions, completion_ids, level, **kwargs):
 
 
 args = GRPOConfig(
-    output_dir=out, learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=1, optim="adamw_torch", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.99, max_grad_norm=0.1,
-    per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, max_completion_length=5, temperature=1.0, top_p=1.0, top_k=0, min_p=None,
-    num_iterations=2, beta=0.04, epsilon=0.2, epsilon_high=0.28, delta=1.5, loss_type="bnpo", scale_rewards=True, reward_weights=[1.0, 0.5], mask_truncated_completions=True,
-    max_steps=4, logging_steps=1, save_strategy="steps", save_steps=2, save_total_limit=1, bf16=False, fp16=False, gradient_checkpointing=True, report_to="none", run_name="a run", seed=7,
-    log_completions=False, shuffle_dataset=True, disable_tqdm=True, remove_unused_columns=False, use_vllm=False,
-)
-trainer = GRPOTrainer(model=folder, reward_funcs=[right, brief], args=args, train_dataset=data, eval_dataset=data.select(range(4)),
-                      peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+"""
+    '    output_dir=out, learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=1, '
+    'optim="adamw_torch", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.99, '
+    "max_grad_norm=0.1,\n"
+    "    per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, "
+    "max_completion_length=5, temperature=1.0, top_p=1.0, top_k=0, min_p=None,\n"
+    "    num_iterations=2, beta=0.04, epsilon=0.2, epsilon_high=0.28, delta=1.5, "
+    'loss_type="bnpo", scale_rewards=True, reward_weights=[1.0, 0.5], '
+    "mask_truncated_completions=True,\n"
+    '    max_steps=4, logging_steps=1, save_strategy="steps", save_steps=2, '
+    "save_total_limit=1, bf16=False, fp16=False, gradient_checkpointing=True, "
+    'report_to="none", run_name="a run", seed=7,\n'
+    "    log_completions=False, shuffle_dataset=True, disable_tqdm=True, "
+    "remove_unused_columns=False, use_vllm=False,\n"
+    ")\n"
+    "trainer = GRPOTrainer(model=folder, reward_funcs=[right, brief], args=args, "
+    "train_dataset=data, eval_dataset=data.select(range(4)),\n"
+    "                      peft_config=LoraConfig(r=4, lora_alpha=8, "
+    'target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))'
+    """
 result = trainer.train()
 trainer.save_model(out + "/final")
 """
+)
 SAME_NAMES = {
     "reward",
     "reward_std",

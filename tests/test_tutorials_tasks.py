@@ -1,4 +1,5 @@
-"benchmarks/tutorials_at_size.py without a GPU: cells of the tutorials on 2048 and matrix multiplication as they stand, with a tiny model, and what the script would complain about."
+"""benchmarks/tutorials_at_size.py without a GPU: cells of the tutorials on 2048 and matrix
+multiplication as they stand, with a tiny model, and what the script would complain about."""
 
 import argparse
 import importlib
@@ -100,11 +101,11 @@ def test_what_is_complained_about(script):
         "rewards/b/std": 0.5,
     }
 
-    def found(change={}, moved={"attention": 0.1}, untouched=True, saved=True):
+    def found(change=None, moved=None, untouched=True, saved=True):
         return script.faults(
             "page",
-            SimpleNamespace(log_history=[good | change], reward_names=["a", "b"]),
-            moved,
+            SimpleNamespace(log_history=[good | (change or {})], reward_names=["a", "b"]),
+            moved or {"attention": 0.1},
             untouched,
             saved,
         )

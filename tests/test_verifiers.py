@@ -1,4 +1,5 @@
-"environments.verifiers: numbers as models write them, against Python's own float, int and Fraction; no text raises, none takes long."
+"""environments.verifiers: numbers as models write them, against Python's own float, int and
+Fraction; no text raises, none takes long."""
 
 import re
 import time

@@ -30,7 +30,8 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    "Built from the source distribution of a copy of the checkout, so that nothing left over from an earlier build gets in."
+    """Built from the source distribution of a copy of the checkout, so that nothing left over from
+    an earlier build gets in."""
 
     def make(out):
         source = out / "source/grpo_nb"
@@ -50,7 +51,8 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    "The folder of commands of an environment that has the wheel and, in the versions that are installed here, what the wheel asks for."
+    """The folder of commands of an environment that has the wheel and, in the versions that are
+    installed here, what the wheel asks for."""
 
     def make(home):
         problem = bare(home, wheel)
@@ -68,14 +70,17 @@ def test_wheel_holds_the_library_and_nothing_else(wheel):
     }
 
 
-IMPORT_EVERYTHING = """
+IMPORT_EVERYTHING = (
+    """
 import grpo_nb, importlib, importlib.util, json, pkgutil
 names, refused = [m.name for m in pkgutil.walk_packages(grpo_nb.__path__, "grpo_nb.")], {}
 for name in names:
     try: importlib.import_module(name)
     except ImportError as error: refused[name] = str(error)
-print(json.dumps([len(names), grpo_nb.__file__, [n for n in ("nbdev", "fastcore", "trl", "pytest") if importlib.util.find_spec(n)], refused]))
 """
+    'print(json.dumps([len(names), grpo_nb.__file__, [n for n in ("nbdev", "fastcore", '
+    '"trl", "pytest") if importlib.util.find_spec(n)], refused]))\n'
+)
 
 
 def test_every_module_imports_without_the_tools_that_wrote_it(installed, tmp_path):

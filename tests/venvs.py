@@ -1,4 +1,5 @@
-"Environments for tests that need other packages than the present one has: made once, and out of it, so that nothing large is installed again."
+"""Environments for tests that need other packages than the present one has: made once, and out of
+it, so that nothing large is installed again."""
 
 import csv
 import fcntl
@@ -16,7 +17,8 @@ from packaging.utils import canonicalize_name
 
 
 def make_once(folder, make):
-    "Call `make(folder)` unless an earlier call came to its end; of several processes that want it one makes it, and the others wait."
+    """Call `make(folder)` unless an earlier call came to its end; of several processes that want it
+    one makes it, and the others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -49,7 +51,8 @@ def packages_of(home):
 
 
 def layered(home, *packages, sees=()):
-    "Make an environment that has these packages, and behind them on its path all of the present one; what went wrong, or nothing."
+    """Make an environment that has these packages, and behind them on its path all of the present
+    one; what went wrong, or nothing."""
     venv.create(home, clear=True)
     (packages_of(home) / "present.pth").write_text(
         "\n".join([sysconfig.get_path("purelib"), *map(str, sees)])
@@ -58,7 +61,8 @@ def layered(home, *packages, sees=()):
 
 
 def needed_by(requirements):
-    "The installed distributions that these requirements lead to, by way of others too; PackageNotFoundError if one is missing."
+    """The installed distributions that these requirements lead to, by way of others too;
+    PackageNotFoundError if one is missing."""
     found, seen, todo = {}, set(), [(Requirement(text), "") for text in requirements]
     while todo:
         asked, extra = todo.pop()
@@ -80,7 +84,8 @@ def files_of(made):
 
 
 def bare(home, wheel):
-    "Make an environment that has a wheel and what its metadata asks for, as it is installed here, and nothing else; what went wrong, or nothing."
+    """Make an environment that has a wheel and what its metadata asks for, as it is installed here,
+    and nothing else; what went wrong, or nothing."""
     venv.create(home, clear=True)
     problem = pip(home, "install", "-q", "--no-compile", "--no-deps", "--no-index", wheel)
     if problem:

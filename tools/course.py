@@ -3,10 +3,12 @@
     python tools/course.py           write them
     python tools/course.py --check   change nothing; exit 1 and say what is wrong
 
-The order is the tables of index.ipynb: each row that opens with a link to a notebook is one stop of the course.
-To add a notebook, add a row `| [](nbs/PART/NN_topic.ipynb) | |` where it belongs and run this tool: it fills in the title and
-the line under it. In every notebook it maintains the lines between `<!-- course -->` and `<!-- /course -->` in the first cell,
-and the second cell, which fetches the library on Colab. Cell ids and outputs stay as they are.
+The order is the tables of index.ipynb: each row that opens with a link to a notebook is one stop of
+the course.
+To add a notebook, add a row `| [](nbs/PART/NN_topic.ipynb) | |` where it belongs and run this tool:
+it fills in the title and the line under it. In every notebook it maintains the lines between
+`<!-- course -->` and `<!-- /course -->` in the first cell, and the second cell, which fetches the
+library on Colab. Cell ids and outputs stay as they are.
 """
 
 import argparse
@@ -58,7 +60,8 @@ def heading(notebook):
     )
     if not found:
         raise ValueError(
-            "the first cell must be markdown and open with `# title`, an empty line and `> one line`"
+            "the first cell must be markdown and open with `# title`, an empty line and `> "
+            "one line`"
         )
     return found[1].strip(), found[2].strip()
 
@@ -74,7 +77,8 @@ def course_order(index):
 
 
 def navigation(path, titles, settings):
-    "The maintained lines of one notebook: its badge, and links to its neighbours. `titles`: path -> title, in course order, the index first."
+    """The maintained lines of one notebook: its badge, and links to its neighbours. `titles`: path
+    -> title, in course order, the index first."""
 
     def link(label, target):
         return (
@@ -104,11 +108,14 @@ def with_navigation(source, lines):
 
 def with_install_cell(cells, source):
     "The cells with the install cell second; an older one is rewritten in place of being doubled."
-    is_install = lambda cell: (
-        cell["cell_type"] == "code"
-        and "#| eval: false" in cell["source"]
-        and "find_spec(" in cell["source"]
-    )
+
+    def is_install(cell):
+        return (
+            cell["cell_type"] == "code"
+            and "#| eval: false" in cell["source"]
+            and "find_spec(" in cell["source"]
+        )
+
     old = next((cell for cell in cells if is_install(cell)), None)
     new = old or {
         "cell_type": "code",
@@ -201,7 +208,10 @@ def main():
     ]
     if args.check:
         problems += [
-            f"{path}: badge, links, install cell or table row out of date; run python tools/course.py"
+            (
+                f"{path}: badge, links, install cell or table row out of date; run python "
+                "tools/course.py"
+            )
             for path in stale
         ]
     else:

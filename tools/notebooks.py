@@ -1,11 +1,15 @@
 """Run notebooks and store their outputs, or turn them into plain text and back.
 
-    python tools/notebooks.py run nbs/algorithm/01_batching.ipynb ...   execute, store outputs, clean
-                                  (--flags cuda slow: the cells marked so as well, which are left alone otherwise)
-    python tools/notebooks.py text nbs/algorithm/01_batching.ipynb      print it as text, for an editor
-    python tools/notebooks.py build lesson.txt nbs/algorithm/01_batching.ipynb   make the notebook from that text
+    python tools/notebooks.py run nbs/algorithm/01_batching.ipynb ...
+        execute, store outputs, clean
+        (--flags cuda slow: the cells marked so as well, which are left alone otherwise)
+    python tools/notebooks.py text nbs/algorithm/01_batching.ipynb
+        print it as text, for an editor
+    python tools/notebooks.py build lesson.txt nbs/algorithm/01_batching.ipynb
+        make the notebook from that text
 
-In the text form a line `%%md` opens a markdown cell and a line `%%code` a code cell. Cell ids survive a round trip.
+In the text form a line `%%md` opens a markdown cell and a line `%%code` a code cell. Cell ids
+survive a round trip.
 """
 
 import argparse
@@ -63,7 +67,8 @@ def build(text, old=None):
 
 
 def skipped(cell, flags):
-    "Whether a cell is left alone: marked `#| eval: false`, or with one of the flags (cells that need a GPU, a long time, ...)."
+    """Whether a cell is left alone: marked `#| eval: false`, or with one of the flags (cells that
+    need a GPU, a long time, ...)."""
     marks = (
         re.findall(r"^#\|[ \t]*(.+?)[ \t]*$", cell.source, re.M) if cell.cell_type == "code" else []
     )
@@ -71,7 +76,8 @@ def skipped(cell, flags):
 
 
 def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
-    "Execute a notebook where it stands and store its outputs, without widget state and without execution counts; skipped cells keep what they have."
+    """Execute a notebook where it stands and store its outputs, without widget state and without
+    execution counts; skipped cells keep what they have."""
     notebook = nbformat.read(path, 4)
     for cell in notebook.cells:
         if skipped(cell, flags):

@@ -1,10 +1,14 @@
 """Make README.md from index.ipynb.
 
-    python tools/readme.py           write README.md, and the pictures of index.ipynb into docs/images/
-    python tools/readme.py --check   change nothing; exit 1 when README.md or a picture is out of date
+    python tools/readme.py           write README.md, and the pictures of index.ipynb into
+                                     docs/images/
+    python tools/readme.py --check   change nothing; exit 1 when README.md or a picture is out of
+                                     date
 
-Markdown cells are copied. Code cells are shown with their stored outputs: text as it stands, pictures as PNG files.
-Cells with `#| hide` are left out; `#| echo: false` shows the outputs alone; `#| fig-alt: words` describes a picture.
+Markdown cells are copied. Code cells are shown with their stored outputs: text as it stands,
+pictures as PNG files.
+Cells with `#| hide` are left out; `#| echo: false` shows the outputs alone; `#| fig-alt: words`
+describes a picture.
 """
 
 import argparse
@@ -19,13 +23,19 @@ IMAGES = "docs/images"
 
 
 def directives(source):
-    "({name: value} of the leading `#| name: value` lines, the source below them)."
+    """({name: value} of the leading `#| name: value` lines, the source below them). A value `>-`
+    stands for the indented lines below it, joined by spaces, as in YAML."""
     lines = source.split("\n")
     count = next((i for i, line in enumerate(lines) if not line.startswith("#|")), len(lines))
-    pairs = (line[2:].strip().partition(":") for line in lines[:count])
-    return {name.strip(): value.strip() for name, _, value in pairs}, "\n".join(
-        lines[count:]
-    ).strip("\n")
+    options, folded = {}, None
+    for line in lines[:count]:
+        if folded and line.startswith("#|  "):
+            options[folded] = f"{options[folded]} {line[2:].strip()}".strip()
+            continue
+        name, _, value = (part.strip() for part in line[2:].strip().partition(":"))
+        folded = name if value == ">-" else None
+        options[name] = "" if folded else value
+    return options, "\n".join(lines[count:]).strip("\n")
 
 
 def fence(text, language=""):
@@ -33,7 +43,8 @@ def fence(text, language=""):
 
 
 def shown(cell, images):
-    "What a code cell contributes to the README; its pictures are added to `images`, file name -> bytes."
+    """What a code cell contributes to the README; its pictures are added to `images`, file name ->
+    bytes."""
     options, source = directives("".join(cell["source"]))
     if "hide" in options:
         return []

@@ -18,13 +18,18 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 # %% ../../nbs/algorithm/02_advantages.ipynb #d35f1efd
 @dataclass(frozen=True)
 class Advantages:
-    "The advantages of N completions in P = N / num_generations groups; no gradient flows through them."
+    """The advantages of N completions in P = N / num_generations groups; no gradient flows through
+    them."""
 
-    values: torch.Tensor  # (N,) one advantage a completion; 0 if it was not scored, or if its group has fewer than two scored ones
+    # (N,) one advantage a completion; 0 if it was not scored, or if its group has fewer than two
+    # scored ones
+    values: torch.Tensor
     group_mean: (
         torch.Tensor
     )  # (P,) mean of the weighted reward sums over the scored completions; 0 if there are none
-    group_std: torch.Tensor  # (P,) their standard deviation (ddof=1); exactly 0 if all are equal, or if fewer than two are scored
+    # (P,) their standard deviation (ddof=1); exactly 0 if all are equal, or if fewer than two are
+    # scored
+    group_std: torch.Tensor
     zero_std_fraction: (
         float  # share of the groups in which every advantage is 0: they teach nothing
     )
@@ -47,7 +52,8 @@ def _read_rewards(
     rewards = torch.as_tensor(_nan_for_none(rewards)).detach()
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
         raise ValueError(
-            f"rewards has the shape {tuple(rewards.shape)}; it must be (N,) or (N, K): a row for each completion, a column for each reward function, at least one of both"
+            f"rewards has the shape {tuple(rewards.shape)}; it must be (N,) or (N, K): a row "
+            "for each completion, a column for each reward function, at least one of both"
         )
     if rewards.is_complex():
         raise ValueError(
@@ -60,7 +66,8 @@ def _read_rewards(
     weights = torch.as_tensor([1.0] * K if weights is None else weights).detach().to(rewards)
     if weights.shape != (K,):
         raise ValueError(
-            f"weights has the shape {tuple(weights.shape)} for {K} reward function(s); give {K} number(s), one for each, or None for 1.0 each"
+            f"weights has the shape {tuple(weights.shape)} for {K} reward function(s); give "
+            f"{K} number(s), one for each, or None for 1.0 each"
         )
     return rewards, weights
 
@@ -72,7 +79,9 @@ def _check_groups(
     "Refuse a group size under two, and completions that do not fill their last group."
     if not isinstance(G, int) or G < 2:
         raise ValueError(
-            f"num_generations is {G!r}: an advantage compares a completion with the others of its group, and a group of one has no others; use a whole number from 2 on (8 is usual)"
+            f"num_generations is {G!r}: an advantage compares a completion with the others "
+            "of its group, and a group of one has no others; use a whole number from 2 on "
+            "(8 is usual)"
         )
     if N % G:
         sizes = sorted(
@@ -96,14 +105,17 @@ def _check_finite(
     weights: torch.Tensor,  # (K,)
     eps: float,
 ) -> None:
-    "Refuse infinite rewards or weights, finite ones whose squares would overflow, and an eps that is not a small number."
+    """Refuse infinite rewards or weights, finite ones whose squares would overflow, and an eps that
+    is not a small number."""
     if not 0 <= eps < math.inf:
         raise ValueError(
-            f"eps is {eps}; it is added to a standard deviation and must be 0 or a small positive number (1e-4 is usual)"
+            f"eps is {eps}; it is added to a standard deviation and must be 0 or a small "
+            "positive number (1e-4 is usual)"
         )
     if not weights.isfinite().all():
         raise ValueError(
-            f"weights are {weights.tolist()}; each must be a finite number (0 switches a reward function off)"
+            f"weights are {weights.tolist()}; each must be a finite number (0 switches a "
+            "reward function off)"
         )
     limit = torch.finfo(rewards.dtype).max ** 0.5 / 1000
     size = rewards.nan_to_num(0.0, math.inf, -math.inf).abs().amax(1) * weights.abs().max().clamp(
@@ -112,7 +124,9 @@ def _check_finite(
     if (size > limit).any():
         i = int((size > limit).nonzero()[0])
         raise ValueError(
-            f"completion {i} has the rewards {rewards[i].tolist()}; with their weights they must stay below {limit:.0e}, so that their squares fit {rewards.dtype}. Use NaN for 'not scored' and a finite penalty for 'very bad'"
+            f"completion {i} has the rewards {rewards[i].tolist()}; with their weights they "
+            f"must stay below {limit:.0e}, so that their squares fit {rewards.dtype}. Use "
+            "NaN for 'not scored' and a finite penalty for 'very bad'"
         )
 
 # %% ../../nbs/algorithm/02_advantages.ipynb #a09fa064
@@ -130,7 +144,8 @@ def _centre(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # deviation (P, G, ...), mean and std (P, 1, ...): all finite
-    "Distance of each reward from the mean of its group (0 where not scored), that mean, and the standard deviation (ddof=1)."
+    """Distance of each reward from the mean of its group (0 where not scored), that mean, and the
+    standard deviation (ddof=1)."""
     scored = ~rewards.isnan()
     count = scored.sum(1, keepdim=True)  # (P, 1, ...)
     mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
@@ -151,14 +166,20 @@ def _divide(deviation: torch.Tensor, std: torch.Tensor, eps: float) -> torch.Ten
 # %% ../../nbs/algorithm/02_advantages.ipynb #dc0b6ed2
 def group_advantages(
     rewards: torch.Tensor
-    | list,  # (N,) or (N, K): K reward functions; the G completions of a prompt stand side by side; NaN or None = not scored by that function
+    # (N,) or (N, K): K reward functions; the G completions of a prompt stand side by side; NaN or
+    # None = not scored by that function
+    | list,
     num_generations: int,  # G >= 2, completions of each prompt; N must be a multiple of it
     *,
     weights: torch.Tensor
     | list
     | None = None,  # (K,) weight of each reward function; None = 1.0 each
-    scale: str = "group",  # divide by the standard deviation of the "group" (DeepSeekMath), of the whole "batch" (arXiv 2508.08221) or by nothing, "none" (Dr. GRPO, arXiv 2503.20783)
-    aggregation: str = "sum_then_normalize",  # or "normalize_then_sum" (GDPO, arXiv 2601.05242), which always divides by the group's and then the batch's deviation
+    # divide by the standard deviation of the "group" (DeepSeekMath), of the whole "batch" (arXiv
+    # 2508.08221) or by nothing, "none" (Dr. GRPO, arXiv 2503.20783)
+    scale: str = "group",
+    # or "normalize_then_sum" (GDPO, arXiv 2601.05242), which always divides by the group's and then
+    # the batch's deviation
+    aggregation: str = "sum_then_normalize",
     eps: float = 1e-4,  # added to the standard deviation
 ) -> Advantages:  # float32 or wider; ValueError for what has no answer
     "How much better each completion is than the others of its group."
@@ -175,7 +196,8 @@ def group_advantages(
     if aggregation == "normalize_then_sum":
         if scale != "group":
             warnings.warn(
-                f"scale={scale!r} has no effect with aggregation='normalize_then_sum', which divides each reward by its group's deviation and the sum by the batch's",
+                f"scale={scale!r} has no effect with aggregation='normalize_then_sum', which "
+                "divides each reward by its group's deviation and the sum by the batch's",
                 stacklevel=2,
             )
         z, _, z_std = _centre(rewards)  # each reward function for itself

@@ -114,7 +114,8 @@ def check_settings(
                 else "Another setting has to change too."
             )
             raise ValueError(
-                f"{name} is {value!r}, and must be a whole number of at least {2 if name == 'num_generations' else 1}. {near}"
+                f"{name} is {value!r}, and must be a whole number of at least "
+                f"{2 if name == 'num_generations' else 1}. {near}"
             )
     factors, group = batch_factors(settings), settings["num_generations"]
     size = math.prod(factors.values())
@@ -123,8 +124,11 @@ def check_settings(
             f"{name} to {choices(name)}" for name in ("num_generations", *factors) if choices(name)
         )
         raise ValueError(
-            f"The generation batch holds {size} completions ({' x '.join(f'{name} {value}' for name, value in factors.items())}), which is not a multiple of "
-            f"num_generations {group}, so a group would be cut. Change one setting to the nearest legal value: {changes}."
+            f"The generation batch holds {size} completions "
+            f"({' x '.join(f'{name} {value}' for name, value in factors.items())}), which is "
+            "not a multiple of "
+            f"num_generations {group}, so a group would be cut. Change one setting to the "
+            f"nearest legal value: {changes}."
         )
 
 # %% ../../nbs/algorithm/01_batching.ipynb #347b4efe
@@ -153,8 +157,11 @@ def cycles_in_epoch(
     check_whole("prompts_per_generation", prompts_per_generation)
     if num_rows < prompts_per_generation:
         raise ValueError(
-            f"The data set has {num_rows} rows, and one generation cycle draws {prompts_per_generation} different prompts. "
-            f"Give at least {prompts_per_generation} rows, or draw fewer completions at a time: per_device_train_batch_size x processes x steps_per_generation / num_generations is {prompts_per_generation}, and may be {num_rows} at most."
+            f"The data set has {num_rows} rows, and one generation cycle draws "
+            f"{prompts_per_generation} different prompts. "
+            f"Give at least {prompts_per_generation} rows, or draw fewer completions at a "
+            "time: per_device_train_batch_size x processes x steps_per_generation / "
+            f"num_generations is {prompts_per_generation}, and may be {num_rows} at most."
         )
     return num_rows // prompts_per_generation
 
@@ -207,7 +214,8 @@ def schedule_table(
     for i in range(0, len(batches), processes):
         prompts = "  ".join(str(batch.prompts).ljust(width) for batch in batches[i : i + processes])
         lines.append(
-            f"{batches[i].cycle:5}  {batches[i].step:4}  {prompts}{'  update' if batches[i].update else ''}"
+            f"{batches[i].cycle:5}  {batches[i].step:4}  "
+            f"{prompts}{'  update' if batches[i].update else ''}"
         )
     return "\n".join(line.rstrip() for line in lines)
 
@@ -259,8 +267,10 @@ class BatchLayout:
         if not is_whole(generation_batch_size) or generation_batch_size % unit:
             value = generation_batch_size if is_whole(generation_batch_size) else unit
             raise ValueError(
-                f"generation_batch_size is {generation_batch_size!r}, and must be a multiple of per_device_train_batch_size x num_processes = {a_step} "
-                f"and of num_generations {num_generations}. The nearest legal value is {' or '.join(map(str, multiples_around(value, unit)))}."
+                f"generation_batch_size is {generation_batch_size!r}, and must be a multiple "
+                f"of per_device_train_batch_size x num_processes = {a_step} "
+                f"and of num_generations {num_generations}. The nearest legal value is "
+                f"{' or '.join(map(str, multiples_around(value, unit)))}."
             )
         return cls(
             per_device_train_batch_size,
@@ -303,28 +313,33 @@ class BatchLayout:
 
     @property
     def on_policy(self) -> bool:
-        "Whether every completion is trained on by the very weights that drew it (the ratio is then exactly 1)."
+        """Whether every completion is trained on by the very weights that drew it (the ratio is
+        then exactly 1)."""
         return self.gradient_accumulation_steps % self.micro_batches_per_cycle == 0
 
     def process_slice(self, process: int) -> slice:
-        "The part of the generation batch that belongs to `process`: a contiguous one, which may cut groups."
+        """The part of the generation batch that belongs to `process`: a contiguous one, which may
+        cut groups."""
         if not is_whole(process, 0) or process >= self.num_processes:
             raise ValueError(
-                f"process is {process!r}, and must be a whole number from 0 to {self.num_processes - 1} (num_processes is {self.num_processes})."
+                f"process is {process!r}, and must be a whole number from 0 to "
+                f"{self.num_processes - 1} (num_processes is {self.num_processes})."
             )
         return slice(
             process * self.completions_per_process, (process + 1) * self.completions_per_process
         )
 
     def micro_batches(self, completions: list) -> list[list]:
-        "The completions of one process, cut into the micro-batches of a cycle, `num_iterations` times over."
+        """The completions of one process, cut into the micro-batches of a cycle, `num_iterations`
+        times over."""
         size = self.per_device_train_batch_size
         return [
             completions[i : i + size] for i in range(0, self.completions_per_process, size)
         ] * self.num_iterations
 
     def cycles_per_epoch(self, num_rows: int) -> int:
-        "Generation cycles in one pass over `num_rows` rows; ValueError if there are too few for one."
+        """Generation cycles in one pass over `num_rows` rows; ValueError if there are too few for
+        one."""
         return cycles_in_epoch(num_rows, self.prompts_per_generation)
 
     def updates_per_epoch(self, num_rows: int) -> int:
@@ -352,8 +367,11 @@ class BatchLayout:
 
     def schedule(
         self,
-        cycles: int = 2,  # generation cycles to show, on data of exactly as many prompts as they draw
-        shuffle: bool = False,  # False: as tables show it; True: prompts and completions in random order, as they are trained on
+        # generation cycles to show, on data of exactly as many prompts as they draw
+        cycles: int = 2,
+        # False: as tables show it; True: prompts and completions in random order, as they are
+        # trained on
+        shuffle: bool = False,
         seed: int | None = None,  # of the random order; None: torch's fixed default seed
     ) -> list[MicroBatch]:  # cycle by cycle, step by step, process by process
         "What is trained on, in order."

@@ -13,7 +13,8 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError(
-        "the softmax kernel needs triton, which torch brings along for CUDA: pip install triton (without it, plain tensors do the same)"
+        "the softmax kernel needs triton, which torch brings along for CUDA: pip install "
+        "triton (without it, plain tensors do the same)"
     ) from error
 
 # %% ../../nbs/algorithm/05_fused.ipynb #fa97843e
@@ -85,7 +86,8 @@ def _softmax(
 
 
 def softmax_chunk(
-    logits: torch.Tensor,  # (n, V), contiguous, at most float32; with `grads`, it becomes d loss / d logits
+    # (n, V), contiguous, at most float32; with `grads`, it becomes d loss / d logits
+    logits: torch.Tensor,
     index: torch.Tensor,  # (n,) int64
     grads: torch.Tensor | None = None,  # (n,) d loss / d log-prob
     *,

@@ -16,13 +16,15 @@ import torch
 
 # %% ../../nbs/algorithm/03_logprobs.ipynb #bfae3c6a
 def _check_index(index, vocab):
-    "Refuse an index outside the vocabulary (reads `index` once, which waits for a GPU; skipped while a CUDA graph is recorded)."
+    """Refuse an index outside the vocabulary (reads `index` once, which waits for a GPU; skipped
+    while a CUDA graph is recorded)."""
     if index.numel() == 0 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     low, high = (int(value) for value in torch.aminmax(index))
     if low < 0 or high >= vocab:
         raise ValueError(
-            f"index holds values from {low} to {high}, but the vocabulary has the {vocab:,} entries 0 to {vocab - 1:,}: "
+            f"index holds values from {low} to {high}, but the vocabulary has the {vocab:,} "
+            f"entries 0 to {vocab - 1:,}: "
             "give padded positions any entry (0 will do) and mask their log-probs afterwards"
         )
 
@@ -30,7 +32,8 @@ def _check_index(index, vocab):
 def _check_temperature(temperature):
     if not temperature > 0:
         raise ValueError(
-            f"temperature is {temperature}, but logits are divided by it: it must be above 0 (1.0 leaves them as they are)"
+            f"temperature is {temperature}, but logits are divided by it: it must be above 0 "
+            "(1.0 leaves them as they are)"
         )
 
 
@@ -44,7 +47,8 @@ def selective_log_softmax(
     _check_temperature(temperature)
     if index.shape != logits.shape[:-1]:
         raise ValueError(
-            f"index has shape {tuple(index.shape)}, but logits of shape {tuple(logits.shape)} need one of shape {tuple(logits.shape[:-1])}"
+            f"index has shape {tuple(index.shape)}, but logits of shape "
+            f"{tuple(logits.shape)} need one of shape {tuple(logits.shape[:-1])}"
         )
     _check_index(index, logits.shape[-1])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # (B, T, V)
@@ -55,7 +59,8 @@ def selective_log_softmax(
 def _check_count(name, value):
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
-            f"{name} is {value!r}, but it counts pieces: give a whole number of at least 1, or None for the default"
+            f"{name} is {value!r}, but it counts pieces: give a whole number of at least 1, "
+            "or None for the default"
         )
 
 
@@ -82,7 +87,8 @@ def logit_bytes(
     vocab: int,  # entries of the vocabulary, V
     *,
     mini_batch: int = 1,  # pieces that the batch is split into (equation 2: as many as sequences)
-    logit_chunk_multiplier: int = 1,  # chunks that the tokens of a piece are split into (equation 3)
+    # chunks that the tokens of a piece are split into (equation 3)
+    logit_chunk_multiplier: int = 1,
     element_bytes: int = 4,  # 4 for float32, in which the softmax is computed; 2 for bf16
 ) -> int:  # bytes
     "What the logits of one chunk weigh."
@@ -105,7 +111,8 @@ def _adjust_logits(logits, temperature, softcap, scale):
 def _softmax_chunk(
     logits, index, grad_logps=None, grad_entropy=None, *, temperature, softcap, scale, entropy
 ):
-    "Log-probs (n,) and entropy (n,) of `logits` (n, V); given the loss's gradients (n,), `logits` becomes d loss / d logits."
+    """Log-probs (n,) and entropy (n,) of `logits` (n, V); given the loss's gradients (n,), `logits`
+    becomes d loss / d logits."""
     z = _adjust_logits(logits, temperature, softcap, scale)  # (n, V) float32
     logp = z.log_softmax(-1)  # (n, V)
     logps = logp.gather(-1, index[:, None]).squeeze(-1)  # (n,)
@@ -179,7 +186,9 @@ def chunk_rows(
     length: int,  # tokens a sequence, T
     mini_batch: int | None = None,  # in how many pieces the batch is split; None: 1
     logit_chunk_multiplier: int
-    | None = None,  # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024 rows
+    # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024
+    # rows
+    | None = None,
 ) -> list[
     tuple[int, int]
 ]:  # first row and one past the last row of each chunk, of the batch flattened to (B * T, H)
@@ -220,7 +229,8 @@ def _add_product(total, a, b):
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    "Log-probs (N,) and entropy (N,) of `index` under softmax(hidden @ lm_head.T + bias), chunk by chunk."
+    """Log-probs (N,) and entropy (N,) of `index` under softmax(hidden @ lm_head.T + bias), chunk by
+    chunk."""
 
     @staticmethod
     def forward(ctx, hidden, lm_head, bias, index, chunks, dtype, keep_rows, entropy, softmax):
@@ -260,7 +270,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad_logps, grad_entropy):
         if torch.is_grad_enabled():  # autograd was asked for create_graph=True
             raise RuntimeError(
-                "log-probs computed in chunks have no second derivative: drop create_graph=True, or use selective_log_softmax on all logits"
+                "log-probs computed in chunks have no second derivative: drop "
+                "create_graph=True, or use selective_log_softmax on all logits"
             )
         rows, *inputs = ctx.saved_tensors
         if rows is not None and grad_entropy is None:
@@ -310,52 +321,65 @@ def _check_head(hidden_states, lm_head, bias, index, softcap):
     "Refuse shapes and values that do not belong together."
     if hidden_states.ndim != 3 or lm_head.ndim != 2 or hidden_states.shape[-1] != lm_head.shape[-1]:
         raise ValueError(
-            f"hidden_states have shape {tuple(hidden_states.shape)} and lm_head {tuple(lm_head.shape)}, but (B, T, H) and (V, H) "
-            "with the same H are needed; if the last number is the vocabulary's size, these are logits already: use selective_log_softmax"
+            f"hidden_states have shape {tuple(hidden_states.shape)} and lm_head "
+            f"{tuple(lm_head.shape)}, but (B, T, H) and (V, H) "
+            "with the same H are needed; if the last number is the vocabulary's size, these "
+            "are logits already: use selective_log_softmax"
         )
     if index.shape != hidden_states.shape[:2]:
         raise ValueError(
-            f"index has shape {tuple(index.shape)}, but hidden_states of shape {tuple(hidden_states.shape)} need {tuple(hidden_states.shape[:2])}: one token for each state"
+            f"index has shape {tuple(index.shape)}, but hidden_states of shape "
+            f"{tuple(hidden_states.shape)} need {tuple(hidden_states.shape[:2])}: one token "
+            "for each state"
         )
     if bias is not None and bias.shape != lm_head.shape[:1]:
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)}, but a head of shape {tuple(lm_head.shape)} needs {tuple(lm_head.shape[:1])}"
+            f"bias has shape {tuple(bias.shape)}, but a head of shape {tuple(lm_head.shape)} "
+            f"needs {tuple(lm_head.shape[:1])}"
         )
     if softcap is not None and not softcap > 0:
         raise ValueError(
-            f"logit_softcapping is {softcap}, but logits are divided by it: give a number above 0, or None for no soft cap"
+            f"logit_softcapping is {softcap}, but logits are divided by it: give a number "
+            "above 0, or None for no soft cap"
         )
 
 
 def _product_dtype(hidden_states, lm_head):
-    "The dtype of the matrix products: autocast's where it is on (as in a linear layer; float64 stays), else that of the inputs."
+    """The dtype of the matrix products: autocast's where it is on (as in a linear layer; float64
+    stays), else that of the inputs."""
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     if hidden_states.dtype != lm_head.dtype:
         raise ValueError(
-            f"hidden_states are {hidden_states.dtype} and lm_head is {lm_head.dtype}: convert one to the other's dtype, or work under autocast"
+            f"hidden_states are {hidden_states.dtype} and lm_head is {lm_head.dtype}: "
+            "convert one to the other's dtype, or work under autocast"
         )
     return hidden_states.dtype
 
 
 def chunked_hidden_states_selective_log_softmax(
     hidden_states: torch.Tensor,  # (B, T, H), what the last layer hands to the head
-    lm_head: torch.Tensor,  # (V, H), the head's weight, trained or frozen, its own or the embedding's
+    # (V, H), the head's weight, trained or frozen, its own or the embedding's
+    lm_head: torch.Tensor,
     index: torch.Tensor,  # (B, T) integers from 0 to V - 1: the tokens that were written
     *,
     bias: torch.Tensor | None = None,  # (V,), the head's bias
     mini_batch: int | None = None,  # in how many pieces the batch is split; None: 1
     logit_chunk_multiplier: int
-    | None = None,  # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024 rows
+    # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024
+    # rows
+    | None = None,
     temperature: float = 1.0,  # the sampler's temperature
     logit_softcapping: float | None = None,  # c of c * tanh(logits / c)
     logit_scale: float = 1.0,  # the logits are multiplied by it, before the soft cap
-    return_entropy: bool = False,  # the entropy too; it may enter the loss: only then its gradient is computed (by recomputation)
+    # the entropy too; it may enter the loss: only then its gradient is computed (by recomputation)
+    return_entropy: bool = False,
 ) -> (
     torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 ):  # (B, T) log-probs, float32 or wider [, (B, T) entropy in nats]
-    "Log-probs of `index`, with the logits of one chunk at a time and none kept for the backward pass."
+    """Log-probs of `index`, with the logits of one chunk at a time and none kept for the backward
+    pass."""
     _check_head(hidden_states, lm_head, bias, index, logit_softcapping)
     _check_temperature(temperature)
     _check_index(index, len(lm_head))
@@ -402,8 +426,10 @@ def choose_chunks(
     vocab: int,  # entries of the vocabulary, V
     free_bytes: int,  # memory that may be used
     *,
-    hidden_element_bytes: int = 6,  # for each number of a hidden state: in bf16 the state, its kept row and its gradient
-    logit_element_bytes: int = 10,  # for each logit of a chunk: one bf16 and two float32 copies; 2 where the softmax is compiled
+    # for each number of a hidden state: in bf16 the state, its kept row and its gradient
+    hidden_element_bytes: int = 6,
+    # for each logit of a chunk: one bf16 and two float32 copies; 2 where the softmax is compiled
+    logit_element_bytes: int = 10,
     mini_batch: int | None = None,  # fixed by the user; None: chosen
     logit_chunk_multiplier: int
     | None = None,  # fixed by the user; None: max(4, length // 4096), or more if needed
@@ -458,7 +484,10 @@ def choose_chunks(
 def _nothing_fits(pieces, multiplier, states, needed, free):
     GiB = 2**30
     return (
-        f"the head does not fit: with mini_batch {pieces:,} and logit_chunk_multiplier {multiplier:,} it needs {needed / GiB:.3f} GiB (hidden states {states / GiB:.3f}, "
-        f"logits of one chunk {(needed - states) / GiB:.3f}), and {max(free, 0) / GiB:.3f} GiB are free: free {(needed - max(free, 0)) / GiB:.3f} GiB more, shorten the sequences, "
+        f"the head does not fit: with mini_batch {pieces:,} and logit_chunk_multiplier "
+        f"{multiplier:,} it needs {needed / GiB:.3f} GiB (hidden states {states / GiB:.3f}, "
+        f"logits of one chunk {(needed - states) / GiB:.3f}), and {max(free, 0) / GiB:.3f} "
+        f"GiB are free: free {(needed - max(free, 0)) / GiB:.3f} GiB more, shorten the "
+        "sequences, "
         "or leave mini_batch and logit_chunk_multiplier to be chosen if they are set"
     )

@@ -46,7 +46,8 @@ def clipped_loss(
     | None = None,  # cap of the ratio where the advantage is negative (arXiv 2505.07291)
     **_,  # each loss takes what its formula names and leaves the rest
 ) -> Tensor:  # the shape of `ratio`
-    "-min(min(c, delta) A, clip(c, 1 - epsilon, 1 + epsilon_high) A): PPO's clipped objective (arXiv 1707.06347 eq. 7)."
+    """-min(min(c, delta) A, clip(c, 1 - epsilon, 1 + epsilon_high) A): PPO's clipped objective
+    (arXiv 1707.06347 eq. 7)."""
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     unclipped = ratio if delta is None else ratio.clamp(max=delta)
     return -torch.min(unclipped * advantages, clipped * advantages)
@@ -155,7 +156,8 @@ LOSSES: dict[str, tuple[Callable, Callable]] = {  # loss_type -> (per token, red
     "sapo": (sapo_loss, mean_of_means),
     "vespo": (vespo_loss, window_token_mean),
 }
-# These divide by the tokens of the whole accumulation window (`num_items`); the others are averaged over its micro-batches.
+# These divide by the tokens of the whole accumulation window (`num_items`); the others are averaged
+# over its micro-batches.
 WINDOW_TOKEN_LOSSES = tuple(
     name for name, (_, reduction) in LOSSES.items() if reduction is window_token_mean
 )
@@ -165,7 +167,8 @@ def k3(
     logps: Tensor,  # (B, T) of the policy being trained
     ref_logps: Tensor,  # (B, T) of the reference
 ) -> Tensor:  # (B, T) nats, never negative
-    "exp(d) - d - 1 with d = ref_logps - logps: an unbiased, quiet estimate of KL(policy, reference)."
+    """exp(d) - d - 1 with d = ref_logps - logps: an unbiased, quiet estimate of KL(policy,
+    reference)."""
     d = ref_logps - logps
     return torch.expm1(d) - d
 
@@ -185,18 +188,21 @@ CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequen
 
 def rollout_correction(
     old_logps: Tensor,  # (B, T) the trainer's log-probs of the sampled tokens, before any update
-    rollout_logps: Tensor,  # (B, T) the sampler's; NaN = the sampler gave none, which counts as no gap
+    # (B, T) the sampler's; NaN = the sampler gave none, which counts as no gap
+    rollout_logps: Tensor,
     mask: Tensor,  # (B, T) non-zero = counts
     *,
     mode: str = "token_truncate",  # one of `CORRECTION_MODES`
     clip_max: float | None = 2.0,  # upper border of the weight; None = no border
     clip_min: float | None = None,  # lower border; None = no border
 ) -> Tensor:  # (B, T), or (B, 1) in the sequence modes; no gradient; 1 where the mask is 0
-    "Weights pi_old / pi_rollout that correct for a sampler that is not the trainer (TIS, or masked: IcePop)."
+    """Weights pi_old / pi_rollout that correct for a sampler that is not the trainer (TIS, or
+    masked: IcePop)."""
     one_of("mode", mode, CORRECTION_MODES)
     if not old_logps.shape == rollout_logps.shape == mask.shape:
         raise ValueError(
-            f"old_logps {tuple(old_logps.shape)}, rollout_logps {tuple(rollout_logps.shape)} and mask {tuple(mask.shape)} must have one shape (B, T)."
+            f"old_logps {tuple(old_logps.shape)}, rollout_logps {tuple(rollout_logps.shape)} "
+            f"and mask {tuple(mask.shape)} must have one shape (B, T)."
         )
     low, high = (
         -math.inf if clip_min is None else clip_min,
@@ -204,7 +210,8 @@ def rollout_correction(
     )
     if not low < high or not high > 0 or (low, high) == (-math.inf, math.inf):
         raise ValueError(
-            f"clip_min is {clip_min} and clip_max {clip_max}; set at least one, with clip_min < clip_max and clip_max > 0."
+            f"clip_min is {clip_min} and clip_max {clip_max}; set at least one, with "
+            "clip_min < clip_max and clip_max > 0."
         )
     level, action = mode.split("_")
     dtype = torch.promote_types(old_logps.dtype, torch.float32)
@@ -228,7 +235,8 @@ def off_policy_mask(
     mask: Tensor,  # (B, T) bool
     threshold: float,  # nats a token
 ) -> Tensor:  # (B, 1) bool, True = keep
-    "Keep a completion whose advantage is not negative, or that is still near the policy (arXiv 2512.02556 eq. 9)."
+    """Keep a completion whose advantage is not negative, or that is still near the policy (arXiv
+    2512.02556 eq. 9)."""
     gap = (sampled_logps - logps.detach()).nan_to_num(nan=0.0)
     return (advantages >= 0) | (sequence_mean(gap, mask) <= threshold)
 
@@ -293,36 +301,47 @@ def check_loss_settings(
     for name, value in (at_least_0 | above_0).items():
         if value is not None and not (value > 0 if name in above_0 else value >= 0):
             raise ValueError(
-                f"{name} is {value}, and it must be {'above 0' if name in above_0 else '0 or above'}."
+                f"{name} is {value}, and it must be "
+                f"{'above 0' if name in above_0 else '0 or above'}."
             )
     if not 0 <= top_entropy_quantile <= 1:
         raise ValueError(
-            f"top_entropy_quantile is {top_entropy_quantile}, and it must be from 0 to 1: the share of tokens to keep (1 keeps all)."
+            f"top_entropy_quantile is {top_entropy_quantile}, and it must be from 0 to 1: "
+            "the share of tokens to keep (1 keeps all)."
         )
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError(
-            "loss_type 'dr_grpo' divides by a constant: pass max_completion_length, the longest completion that the sampler may write."
+            "loss_type 'dr_grpo' divides by a constant: pass max_completion_length, the "
+            "longest completion that the sampler may write."
         )
     high = epsilon if epsilon_high is None else epsilon_high
     sequence, clips = importance_sampling_level == "sequence", LOSSES[loss_type][0] is clipped_loss
     odd = {
-        f"epsilon is {epsilon}, so the lower border 1 - epsilon is not above 0 and no ratio ever reaches it (a ratio is never negative).": clips
-        and epsilon >= 1,
-        f"delta is {delta}, not above 1 + epsilon_high = {1 + high:g}: the two borders change places, and good tokens are cut at {delta} already. Use a larger delta.": clips
-        and delta is not None
-        and delta <= 1 + high,
-        f"delta has no effect with loss_type {loss_type!r}, which does not clip its objective.": not clips
-        and delta is not None,
-        f"epsilon_high is cispo's absolute cap of the ratio and is {high}, below 1: every fresh token is weighed down. 5.0 is recommended.": loss_type
-        == "cispo"
-        and high < 1,
+        (
+            f"epsilon is {epsilon}, so the lower border 1 - epsilon is not above 0 and no ratio "
+            "ever reaches it (a ratio is never negative)."
+        ): clips and epsilon >= 1,
+        (
+            f"delta is {delta}, not above 1 + epsilon_high = {1 + high:g}: the two borders "
+            f"change places, and good tokens are cut at {delta} already. Use a larger delta."
+        ): clips and delta is not None and delta <= 1 + high,
+        (
+            f"delta has no effect with loss_type {loss_type!r}, which does not clip its objective."
+        ): not clips and delta is not None,
+        (
+            f"epsilon_high is cispo's absolute cap of the ratio and is {high}, below 1: every "
+            "fresh token is weighed down. 5.0 is recommended."
+        ): loss_type == "cispo" and high < 1,
         "loss_type 'luspo' is meant for importance_sampling_level 'sequence'.": loss_type == "luspo"
         and not sequence,
-        "loss_type 'vespo' has a sequence ratio of its own; leave importance_sampling_level at 'token'.": loss_type
-        == "vespo"
-        and sequence,
-        f"loss_type {loss_type!r} weighs a sequence by its tokens; for GSPO's objective with a sequence ratio use loss_type 'grpo'.": sequence
-        and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"),
+        (
+            "loss_type 'vespo' has a sequence ratio of its own; leave importance_sampling_level "
+            "at 'token'."
+        ): loss_type == "vespo" and sequence,
+        (
+            f"loss_type {loss_type!r} weighs a sequence by its tokens; for GSPO's objective with "
+            "a sequence ratio use loss_type 'grpo'."
+        ): sequence and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"),
     }
     return [sentence for sentence, applies in odd.items() if applies]
 
@@ -342,7 +361,8 @@ def check_inputs(
     "Raise a sentence for the first tensor that is missing or does not fit `logps`."
     if logps.dim() != 2 or logps.numel() == 0:
         raise ValueError(
-            f"logps has shape {tuple(logps.shape)}, and it must be (B, T) with at least one completion and one token."
+            f"logps has shape {tuple(logps.shape)}, and it must be (B, T) with at least one "
+            "completion and one token."
         )
     B, T = logps.shape
     wanted = dict.fromkeys(others, [(B, T)]) | {
@@ -352,16 +372,21 @@ def check_inputs(
     for name, x in dict(others, advantages=advantages, rollout_weights=rollout_weights).items():
         if x is not None and tuple(x.shape) not in wanted[name]:
             hint = (
-                " (vespo needs a weight for every token: use the mode 'token_truncate' or 'token_mask')"
+                (
+                    " (vespo needs a weight for every token: use the mode 'token_truncate' or "
+                    "'token_mask')"
+                )
                 if loss_type == "vespo" and name == "rollout_weights"
                 else ""
             )
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, and with logps {(B, T)} it must be {' or '.join(map(str, wanted[name]))}{hint}."
+                f"{name} has shape {tuple(x.shape)}, and with logps {(B, T)} it must be "
+                f"{' or '.join(map(str, wanted[name]))}{hint}."
             )
     if beta and others["ref_logps"] is None:
         raise ValueError(
-            f"beta is {beta}, and the KL needs ref_logps: pass the reference's log-probs, or beta=0."
+            f"beta is {beta}, and the KL needs ref_logps: pass the reference's log-probs, or "
+            "beta=0."
         )
     if entropy_coef and others["entropies"] is None:
         raise ValueError(
@@ -369,7 +394,8 @@ def check_inputs(
         )
     if top_entropy_quantile < 1 and others["entropies"] is None and others["entropy_mask"] is None:
         raise ValueError(
-            f"top_entropy_quantile is {top_entropy_quantile} and needs entropies or an entropy_mask: pass one, or top_entropy_quantile=1."
+            f"top_entropy_quantile is {top_entropy_quantile} and needs entropies or an "
+            "entropy_mask: pass one, or top_entropy_quantile=1."
         )
 
 # %% ../../nbs/algorithm/04_losses.ipynb #68a9ecf2
@@ -378,12 +404,13 @@ class LossOutput:
     "A loss and what to log about it."
 
     loss: Tensor  # 0-d, with gradient, float32 or wider
-    metrics: dict[
-        str, Tensor
-    ]  # name -> finite 0-d tensor without gradient, on the device of the loss (reading it there would make the GPU wait)
+    # name -> finite 0-d tensor without gradient, on the device of the loss (reading it there would
+    # make the GPU wait)
+    metrics: dict[str, Tensor]
 
 
-# per-token loss -> (low, high, high where A < 0): the ratios beyond which it no longer follows the ratio
+# per-token loss -> (low, high, high where A < 0): the ratios beyond which it no longer follows the
+# ratio
 BORDERS = {
     clipped_loss: lambda epsilon, epsilon_high, delta, **_: (
         1 - epsilon,
@@ -443,12 +470,15 @@ def grpo_loss(
     max_completion_length: int | None = None,  # dr_grpo's constant
     num_items: int
     | Tensor
-    | None = None,  # for `WINDOW_TOKEN_LOSSES`: active tokens of the whole accumulated, global batch; None = this batch's; 1 = a plain sum
+    # for `WINDOW_TOKEN_LOSSES`: active tokens of the whole accumulated, global batch; None = this
+    # batch's; 1 = a plain sum
+    | None = None,
     use_bias_correction_kl: bool = False,  # multiply the KL by the ratio (TRL's default is True)
     off_policy_mask_threshold: float | None = None,  # nats a token; None = keep every completion
     top_entropy_quantile: float = 1.0,  # share of tokens, by entropy, that the policy loss keeps
     entropy_mask: Tensor
-    | None = None,  # (B, T) a ready mask from `high_entropy_mask`, in place of this batch's own quantile
+    # (B, T) a ready mask from `high_entropy_mask`, in place of this batch's own quantile
+    | None = None,
     entropy_coef: float = 0.0,  # weight of the entropy bonus
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
@@ -497,15 +527,21 @@ def grpo_loss(
     )
     if entropy_coef and logps.requires_grad and not entropies.requires_grad:
         odd.append(
-            "entropy_coef is set, but entropies carry no gradient: the bonus changes the loss and trains nothing."
+            "entropy_coef is set, but entropies carry no gradient: the bonus changes the "
+            "loss and trains nothing."
         )
     for sentence in odd:
         warnings.warn(sentence, stacklevel=2)
 
     # float32 or wider, and 0 under the mask
     dtype, mask = torch.promote_types(logps.dtype, torch.float32), mask.bool()
-    clean = lambda x: None if x is None else x.to(dtype).masked_fill(~mask, 0.0)
-    constant = lambda x: None if x is None else clean(x.detach())
+
+    def clean(x):
+        return None if x is None else x.to(dtype).masked_fill(~mask, 0.0)
+
+    def constant(x):
+        return None if x is None else clean(x.detach())
+
     logps, entropies, A = (
         clean(logps),
         clean(entropies),
@@ -569,7 +605,8 @@ def grpo_loss(
         token_loss, mask, num_items=num_items, max_completion_length=max_completion_length
     )
 
-    # entropy bonus: the mean over tokens whatever the reduction; of a window, this batch's share of it
+    # entropy bonus: the mean over tokens whatever the reduction; of a window, this batch's share of
+    # it
     if entropy_coef:
         share = tokens / num_items if reduction is window_token_mean else 1.0
         loss = loss - entropy_coef * masked_mean(entropies, kept) * share

@@ -36,7 +36,8 @@ def addition_problems(
     ]
     if not 0 <= held_out < len(rows):
         raise ValueError(
-            f"held_out is {held_out}, but there are {len(rows)} sums of numbers from {smallest} to {largest}: leave at least one to train on"
+            f"held_out is {held_out}, but there are {len(rows)} sums of numbers from "
+            f"{smallest} to {largest}: leave at least one to train on"
         )
     random.Random(seed).shuffle(rows)
     return rows[held_out:], rows[:held_out]
@@ -73,7 +74,7 @@ def exact_answer_reward(
 def proximity(
     value: Fraction | float | None,  # what was answered, finite; None: no number
     answer: Fraction | float,  # what is right, finite
-) -> float:  # 1 for the right value, then from 0.5 down to -1 the further away; 0 at a distance of half the answer
+) -> float:  # 1 for the right value, else from 0.5 down to -1; 0 at a distance of half the answer
     "How near a number is to the right one, as points."
     if value is None:
         return -1.0

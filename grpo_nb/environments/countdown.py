@@ -159,7 +159,8 @@ def attempt(
         taken, there = Counter(used), Counter(numbers)
         if taken - there:
             raise NotAnExpression(
-                f"{min(taken - there)} is used {taken[min(taken - there)]} times and was given {there[min(taken - there)]} times"
+                f"{min(taken - there)} is used {taken[min(taken - there)]} times and was "
+                f"given {there[min(taken - there)]} times"
             )
         if use_all and there - taken:
             raise NotAnExpression(f"{min(there - taken)} is not used")
@@ -228,8 +229,10 @@ def countdown_prompt(
     "The puzzle in words."
     often = "exactly once" if use_all else "at most once"
     return (
-        f"Combine the numbers {', '.join(map(str, numbers))} with +, -, *, / and brackets so that the result is {target}. "
-        f"Use each number {often}, and no other number. Think first, then put only the expression into \\boxed{{}}."
+        f"Combine the numbers {', '.join(map(str, numbers))} with +, -, *, / and brackets so "
+        f"that the result is {target}. "
+        f"Use each number {often}, and no other number. Think first, then put only the "
+        "expression into \\boxed{}."
     )
 
 
@@ -271,13 +274,13 @@ def countdown_problems(
     prompt: Callable[
         [list[int], int, bool], str
     ] = countdown_prompt,  # (numbers, target, use_all) -> what the model is asked
-) -> list[
-    dict
-]:  # {"prompt", "numbers", "target", "use_all", "answer"}, no puzzle twice; ValueError where there are too few
-    "Puzzles that have a solution; `answer` is one of them."
+) -> list[dict]:  # {"prompt", "numbers", "target", "use_all", "answer"}, no puzzle twice
+    "Puzzles that have a solution, of which `answer` is one; ValueError where there are too few."
     if count < 2 or not 1 <= smallest <= largest < 10**MAX_DIGITS or targets[0] > targets[1]:
         raise ValueError(
-            f"count is {count}, numbers go from {smallest} to {largest} and targets from {targets[0]} to {targets[1]}: give 2 or more numbers, from 1 upwards, and ranges whose first end is not above the second"
+            f"count is {count}, numbers go from {smallest} to {largest} and targets from "
+            f"{targets[0]} to {targets[1]}: give 2 or more numbers, from 1 upwards, and "
+            "ranges whose first end is not above the second"
         )
     if not operations or set(operations) - set(BINDING):
         raise ValueError(
@@ -288,7 +291,8 @@ def countdown_problems(
         tries += 1
         if tries > 1000 * size + 10_000:
             raise ValueError(
-                f"only {len(rows)} of {size} puzzles were found in {tries - 1} tries: allow more numbers, operations or targets, or ask for fewer"
+                f"only {len(rows)} of {size} puzzles were found in {tries - 1} tries: allow "
+                "more numbers, operations or targets, or ask for fewer"
             )
         numbers = [rng.randint(smallest, largest) for _ in range(count)]
         found = combine(

@@ -41,7 +41,10 @@ KINDS = [  # the mail, the fact that the shop knows, its keyword, the sentence t
         "I sent order {order} back last week. When will I see my money?",
         "A refund takes {days} working days.",
         "{days} working days",
-        "Order {order} has come back to us, and the refund will reach you within {days} working days.",
+        (
+            "Order {order} has come back to us, and the refund will reach you within {days} "
+            "working days."
+        ),
     ),
     (
         "Order {order} was to come yesterday, and it did not. Where is it?",
@@ -59,13 +62,19 @@ KINDS = [  # the mail, the fact that the shop knows, its keyword, the sentence t
         "Something in order {order} is broken. What shall I do?",
         "Broken goods are replaced free of charge.",
         "free of charge",
-        "I am sorry about order {order}. We will replace what is broken free of charge, and you may keep the old parts.",
+        (
+            "I am sorry about order {order}. We will replace what is broken free of charge, and "
+            "you may keep the old parts."
+        ),
     ),
     (
         "I never received an invoice for order {order}.",
         "Invoices are sent as a PDF within {days} hours.",
         "{days} hours",
-        "The invoice for order {order} is on its way and will be in your mailbox within {days} hours.",
+        (
+            "The invoice for order {order} is on its way and will be in your mailbox within "
+            "{days} hours."
+        ),
     ),
     (
         "Please cancel order {order}, I do not need it any more.",
@@ -81,19 +90,22 @@ WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
 def reply_problem(
     order: int,  # number of the order
     choose: random.Random,  # picks everything else
-) -> dict[
-    str, Any
-]:  # prompt (chat messages), keywords, recipient, signature (phone, e-mail, address), max_length (characters), reply
-    "One mail, and what a reply to it is checked for."
+) -> dict[str, Any]:  # prompt (chat messages), keywords, recipient, signature, max_length, reply
+    """One mail, and what a reply to it is checked for: a signature is phone, e-mail and address,
+    and max_length counts characters."""
     (shop, *signature), name = choose.choice(SHOPS), choose.choice(NAMES)
     known = {"order": order, "days": choose.randint(2, 9), "weekday": choose.choice(WEEKDAYS)}
     mail, fact, keyword, answer = (text.format(**known) for text in choose.choice(KINDS))
     phone, email, address = signature
     system = (
-        f"You answer the mail of {shop}. {fact} Name the order. Greet the customer by name, write at most {MAX_LENGTH} characters, and sign with "
+        f"You answer the mail of {shop}. {fact} Name the order. Greet the customer by name, "
+        f"write at most {MAX_LENGTH} characters, and sign with "
         f"{shop}, phone {phone}, e-mail {email}, address {address}."
     )
-    reply = f"Dear {name},\n\nThank you for your mail. {answer}\n\nBest regards,\n{shop}\n{phone}\n{email}\n{address}"
+    reply = (
+        f"Dear {name},\n\nThank you for your mail. {answer}\n\nBest regards,\n{shop}\n"
+        f"{phone}\n{email}\n{address}"
+    )
     prompt = [
         {"role": "system", "content": system},
         {"role": "user", "content": f"Hello,\n{mail}\nRegards,\n{name}"},
@@ -192,7 +204,8 @@ def says_keywords(text: str, keywords: list[str] | str) -> bool:
 
 def keywords_reward(
     completions: list,  # strings or chat messages
-    keywords: list,  # column: what a reply has to say, a word or phrase or a list of them for each row
+    # column: what a reply has to say, a word or phrase or a list of them for each row
+    keywords: list,
     **kwargs,  # other columns, not needed
 ) -> list[float | None]:  # 1 if all of them are there, otherwise 0
     "Does the reply say what it has to say?"
@@ -221,7 +234,8 @@ def signs(text: str, signature: list[str] | str) -> bool:
 
 def signature_reward(
     completions: list,  # strings or chat messages
-    signature: list,  # column: what a signature holds (phone, e-mail, address), as a list for each row
+    # column: what a signature holds (phone, e-mail, address), as a list for each row
+    signature: list,
     **kwargs,  # other columns, not needed
 ) -> list[float | None]:  # 1 if all of it stands at the end, otherwise 0
     "Does the reply end with the sender's true signature?"

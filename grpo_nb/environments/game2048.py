@@ -33,7 +33,8 @@ from grpo_nb.environments.verifiers import (
 def slide(
     row: tuple[int, ...],  # tiles, 0 where there is none
 ) -> tuple[tuple[int, ...], int]:  # the row afterwards, points
-    "Pushes a row to its front. There are few different rows, so the cache becomes a table of all that occur."
+    """Pushes a row to its front. There are few different rows, so the cache becomes a table of all
+    that occur."""
     tiles, merged, points = [tile for tile in row if tile], [], 0
     while tiles:
         tile = tiles.pop(0)
@@ -74,7 +75,8 @@ class Game2048:
     ):
         if size < 2 or target < 8 or target & (target - 1):
             raise ValueError(
-                f"size must be at least 2 and target a power of two from 8 on, not {size} and {target}"
+                f"size must be at least 2 and target a power of two from 8 on, not {size} "
+                f"and {target}"
             )
         self.seed, self.target, self.score, self._rng = seed, target, 0, random.Random(seed)
         self.board: Board = ((0,) * size,) * size
@@ -142,7 +144,9 @@ class GameRecord:
     moves: str  # all moves that were answered, those that moved nothing too
     score: int
     best: int  # the largest tile
-    end: str  # won, lost, stuck, illegal, or the sandbox's word for a fault: exception, timeout, forbidden, ...
+    # won, lost, stuck, illegal, or the sandbox's word for a fault: exception, timeout, forbidden,
+    # ...
+    end: str
     error: str | None = None  # what was wrong, in a sentence
     target: int = 2048
     size: int = 4
@@ -185,7 +189,10 @@ def play(
             if type(move) is not str or move not in MOVES:
                 end, error = (
                     "illegal",
-                    f"it answered {repr(move)[:100]}, and a move is one of the strings {', '.join(MOVES)}",
+                    (
+                        f"it answered {repr(move)[:100]}, and a move is one of the strings "
+                        f"{', '.join(MOVES)}"
+                    ),
                 )
             else:
                 moves.append(move)
@@ -224,7 +231,8 @@ def trusted(
     source: str,  # code that you have written yourself
     entry: str = "strategy",
 ) -> Callable:
-    "A function from source, run in this very process: for baselines and tests, never for what a model wrote."
+    """A function from source, run in this very process: for baselines and tests, never for what a
+    model wrote."""
     names: dict = {}
     exec(source, names)
     return names[entry]
@@ -248,11 +256,14 @@ def progress(
     target: int = 2048,
     size: int = 4,
 ) -> float:  # 0: as random play, 1: a win; within -1 and 1
-    "How far a score is on the way from random play to a win; ValueError where random play is there already."
+    """How far a score is on the way from random play to a win; ValueError where random play is
+    there already."""
     low, high = random_level(target, size), math.log((target.bit_length() - 2) * target)
     if high - low < math.log(2):
         raise ValueError(
-            f"random play reaches {math.exp(low):.0f} points on {size} x {size}, and a win at {target} is worth {math.exp(high):.0f}: there is nothing to learn; raise target or take a smaller board"
+            f"random play reaches {math.exp(low):.0f} points on {size} x {size}, and a win "
+            f"at {target} is worth {math.exp(high):.0f}: there is nothing to learn; raise "
+            "target or take a smaller board"
         )
     return min(max((math.log(max(score, 1)) - low) / (high - low), -1.0), 1.0)
 
@@ -334,7 +345,8 @@ def judge_strategy(
     seeds: tuple[int, ...] = (0, 1, 2, 3),  # one game each
     **settings,  # target, size, move_s, game_s, memory_mb: as for `play_program`
 ) -> StrategyReport:
-    "Plays with the program of a completion. It has all games unless it gives no move in the first, or takes too long."
+    """Plays with the program of a completion. It has all games unless it gives no move in the
+    first, or takes too long."""
     program = last_program(completion)
     if fault := checked_program(program):
         return StrategyReport(program, *fault)
@@ -447,7 +459,9 @@ class StrategyRewards:
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
         seed: int
-        | None = None,  # None: games that nobody can foresee, new ones for each batch; a number, the same on all processes: others at each step, the same for all
+        # None: games that nobody can foresee, new ones for each batch; a number, the same on all
+        # processes: others at each step, the same for all
+        | None = None,
         workers: int = 2,  # completions at the same time
         **settings,  # target, size, move_s, game_s, memory_mb: as for `play_program`
     ):
@@ -458,7 +472,8 @@ class StrategyRewards:
         unknown = set(settings) - {"target", "size", "move_s", "game_s", "memory_mb"}
         if unknown:
             raise TypeError(
-                f"no settings of these names: {', '.join(sorted(unknown))}; there are target, size, move_s, game_s and memory_mb"
+                f"no settings of these names: {', '.join(sorted(unknown))}; there are "
+                "target, size, move_s, game_s and memory_mb"
             )
         if scale == "plain":
             progress(
@@ -550,11 +565,16 @@ class StrategyRewards:
         return [self.function_works, self.no_cheating, self.strategy_succeeds]
 
 # %% ../../nbs/environments/12_game2048.ipynb #fe04501d
-PROMPT = """Write a strategy for the game 2048 on a board of {size} x {size} squares: a Python function `strategy(board)`.
+PROMPT = """Write a strategy for the game 2048 on a board of {size} x {size} squares: \
+a Python function `strategy(board)`.
 
-`board` is a list of {size} lists of {size} integers, row by row from the top, 0 for an empty square. Return one string: "W" (up), "A" (left), "S" (down) or "D" (right).
-A push that moves no tile changes nothing, and you are asked again with the same board. The game is won with a tile of {target}.
-Use plain Python and the computing parts of its standard library (math, random, itertools, collections, ...). Global variables keep their values during one game. A game may take {game_s:g} seconds in all.
+`board` is a list of {size} lists of {size} integers, row by row from the top, 0 for an empty \
+square. Return one string: "W" (up), "A" (left), "S" (down) or "D" (right).
+A push that moves no tile changes nothing, and you are asked again with the same board. \
+The game is won with a tile of {target}.
+Use plain Python and the computing parts of its standard library (math, random, itertools, \
+collections, ...). Global variables keep their values during one game. \
+A game may take {game_s:g} seconds in all.
 
 Answer with the complete program in one block:
 ```python

@@ -37,7 +37,8 @@ def gold_answer(
     _, mark, answer = worked.rpartition("####")
     if not mark:
         raise ValueError(
-            f"the solution {worked[-60:]!r} has no line '#### number', which is where GSM8K writes the answer"
+            f"the solution {worked[-60:]!r} has no line '#### number', which is where GSM8K "
+            "writes the answer"
         )
     return answer.replace(",", "").replace("$", "").strip()
 
@@ -65,9 +66,7 @@ def next_event(
     largest: int,  # of the numbers in the text
     things: str,
     rng: random.Random,
-) -> tuple[
-    str, str, int
-]:  # a sentence that begins with what its subject does, the step of its solution, how many there are after
+) -> tuple[str, str, int]:  # what the subject does, the solution's step, how many there are after
     "Something happens to the things."
     kinds = ["more", "boxes"] + ["away"] * (have > 1)
     kind, n, each = rng.choice(kinds), rng.randint(1, largest), rng.randint(2, max(largest // 2, 2))
@@ -100,7 +99,8 @@ def word_problem(
     if steps > 1 and bags and rng.random() < 0.25:
         n = rng.choice(bags)
         sentences.append(
-            f"All of them go into {n} bags, the same number in each. How many {things} are in one bag?"
+            f"All of them go into {n} bags, the same number in each. How many {things} are "
+            "in one bag?"
         )
         worked.append(f"{have} / {n} = {have // n}")
         have //= n
@@ -119,7 +119,8 @@ def word_problems(
 ) -> (
     "datasets.Dataset"
 ):  # columns prompt, answer, solution; ValueError if there are not so many different ones
-    "School problems from templates, in the form of `gsm8k`; take `.select(range(n))` of them to hold some out."
+    """School problems from templates, in the form of `gsm8k`; take `.select(range(n))` of them to
+    hold some out."""
     from datasets import Dataset
 
     rng, problems = random.Random(seed), {}
@@ -129,7 +130,8 @@ def word_problems(
         problems.setdefault(*word_problem(rng, steps, largest))
     if len(problems) < count:
         raise ValueError(
-            f"count is {count}, and only {len(problems)} different problems were found with steps={steps} and largest={largest}: ask for fewer, or raise one of the two"
+            f"count is {count}, and only {len(problems)} different problems were found with "
+            f"steps={steps} and largest={largest}: ask for fewer, or raise one of the two"
         )
     return Dataset.from_list(
         [problem_row(question, worked, system_prompt) for question, worked in problems.items()]
@@ -139,7 +141,8 @@ def word_problems(
 def gsm8k(
     split: str = "train",  # or "test", or a part of one such as "train[:100]"
     path: str
-    | Path = "openai/gsm8k",  # a name on the Hugging Face Hub, or a folder with files in GSM8K's form
+    # a name on the Hugging Face Hub, or a folder with files in GSM8K's form
+    | Path = "openai/gsm8k",
     *,
     system_prompt: str | None = SYSTEM_PROMPT,  # None: the question alone
 ) -> "datasets.Dataset":  # columns prompt, answer, solution
@@ -158,11 +161,13 @@ def gsm8k(
         data = load_dataset(str(path), split=split, **part)
     except OSError as error:
         raise ConnectionError(
-            f"{str(path)!r} could not be loaded ({error}): connect to the network, give the folder of a copy as path=..., or take word_problems(), which needs neither"
+            f"{str(path)!r} could not be loaded ({error}): connect to the network, give the "
+            "folder of a copy as path=..., or take word_problems(), which needs neither"
         ) from error
     if not {"question", "answer"} <= set(data.column_names):
         raise ValueError(
-            f"{str(path)!r} has the columns {', '.join(data.column_names)}, and GSM8K's are question and answer: rename them, or give another folder"
+            f"{str(path)!r} has the columns {', '.join(data.column_names)}, and GSM8K's are "
+            "question and answer: rename them, or give another folder"
         )
     return data.from_list(
         [problem_row(row["question"], row["answer"], system_prompt) for row in data]
@@ -175,10 +180,8 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 def pieces(
     text: str,  # a completion
     tags: tuple[str, ...] = TAGS,
-) -> (
-    list[str] | None
-):  # before, between and after the tags, one more than there are tags; None unless each stands there once, in order
-    "What a well-formed completion consists of."
+) -> list[str] | None:  # one more than there are tags; None unless each is there once, in order
+    "What a well-formed completion consists of, before, between and after the tags."
     if any(text.count(tag) != 1 for tag in tags):
         return None
     found, rest = [], text
@@ -239,7 +242,8 @@ def int_reward_func(
 def follows_prompt(
     text: str,  # a completion
 ) -> bool:
-    "Whether a completion has exactly the form of `SYSTEM_PROMPT`; the line break at its end may be missing."
+    """Whether a completion has exactly the form of `SYSTEM_PROMPT`; the line break at its end may
+    be missing."""
     found = pieces(text)
     if not found:
         return False
@@ -255,7 +259,8 @@ def has_structure(
     text: str,  # a completion
     tags: tuple[str, ...] = TAGS,
 ) -> bool:
-    "Whether the tags stand there once and in order, with something in them and nothing but white space outside."
+    """Whether the tags stand there once and in order, with something in them and nothing but white
+    space outside."""
     found = pieces(text, tags)
     return (
         bool(found)
@@ -309,14 +314,16 @@ GSM8K_REWARDS = [
 def worked_completion(
     solution: str,  # the column of the data, ends in "#### 18"
 ) -> str:  # a completion in the form of `SYSTEM_PROMPT`
-    "A worked solution as the model should write it, without GSM8K's notes for a calculator, `<<72/4=18>>`."
+    """A worked solution as the model should write it, without GSM8K's notes for a calculator,
+    `<<72/4=18>>`."""
     steps = re.sub(r"<<[^>\n]*>>", "", solution.rpartition("####")[0]).strip()
     return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{gold_answer(solution)}\n</answer>"
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #2f2f4b1a
 WORKING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</SOLUTION>")
 WORKING_TEMPLATE = (  # messages, a line each; then the model is in the middle of its working out
-    "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}{{ '\n' }}{% endif %}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<start_working_out>' }}{% endif %}"
 )
 

@@ -84,14 +84,17 @@ def answer_errors(
     )
 
 # %% ../../nbs/environments/13_matmul.ipynb #cfee9ec3
-TOLERANCE = 1e-9  # of an entry; honest sums of 100 products are off by about 1e-15, sums in another order no more than a few times that
+# of an entry; honest sums of 100 products are off by about 1e-15, sums in another order no more
+# than a few times that
+TOLERANCE = 1e-9
 
 
 def random_cases(
     rng: random.Random,
     largest: int = 16,  # rows or columns
 ) -> list[tuple[Matrix, Matrix]]:
-    "Pairs of matrices: one number, a row by a column, a column by a row, a square, and two of any shape."
+    """Pairs of matrices: one number, a row by a column, a column by a row, a square, and two of any
+    shape."""
 
     def size():
         return rng.randint(2, largest)
@@ -329,7 +332,8 @@ def fast_points(report: MatmulReport, scale: str) -> float:
 
 # %% ../../nbs/environments/13_matmul.ipynb #b0f8e550
 class MatmulRewards:
-    "The four rewards, as methods with the signature of reward functions. Programs are judged one after the other, so that they do not slow each other down."
+    """The four rewards, as methods with the signature of reward functions. Programs are judged one
+    after the other, so that they do not slow each other down."""
 
     def __init__(
         self,
@@ -338,7 +342,9 @@ class MatmulRewards:
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
         seed: int
-        | None = None,  # None: matrices that nobody can foresee, new ones for each batch; a number, the same on all processes: others at each step, the same for all
+        # None: matrices that nobody can foresee, new ones for each batch; a number, the same on all
+        # processes: others at each step, the same for all
+        | None = None,
         **settings,  # size, trials, timeout_s, memory_mb: as for `judge_matmul`
     ):
         if scale not in ("plain", "published"):
@@ -346,11 +352,13 @@ class MatmulRewards:
         unknown = set(settings) - {"size", "trials", "timeout_s", "memory_mb"}
         if unknown:
             raise TypeError(
-                f"no settings of these names: {', '.join(sorted(unknown))}; there are size, trials, timeout_s and memory_mb"
+                f"no settings of these names: {', '.join(sorted(unknown))}; there are size, "
+                "trials, timeout_s and memory_mb"
             )
         if settings.get("size", 48) < 16:
             raise ValueError(
-                f"size is {settings['size']}, and below 16 the clock sees little but the way to the program and back"
+                f"size is {settings['size']}, and below 16 the clock sees little but the way "
+                "to the program and back"
             )
         self.pool, self.scale, self.truncated, self.seed, self.settings = (
             pool,
@@ -446,8 +454,10 @@ class MatmulRewards:
 # %% ../../nbs/environments/13_matmul.ipynb #49540a93
 PROMPT = """Write a fast matrix multiplication in Python: a function `matmul(A, B)`.
 
-`A` and `B` are lists of rows, each row a list of floats; A has as many columns as B has rows. Return a new list of lists of floats, the product, without changing A or B.
-Use plain Python and its standard library only. The function is tried on matrices of many shapes, and timed on square ones with {size} rows, with new numbers in every call.
+`A` and `B` are lists of rows, each row a list of floats; A has as many \
+columns as B has rows. Return a new list of lists of floats, the product, without changing A or B.
+Use plain Python and its standard library only. The function is tried on \
+matrices of many shapes, and timed on square ones with {size} rows, with new numbers in every call.
 
 Answer with the complete program in one block:
 ```python

@@ -47,7 +47,8 @@ def refusal(
 ) -> ValueError:
     "The sentence for a function that a worker cannot find."
     return ValueError(
-        f"{what} {why}, so a process of its own cannot find it: write it as a plain function at the top of a file, for example rewards.py, "
+        f"{what} {why}, so a process of its own cannot find it: write it as a plain function "
+        "at the top of a file, for example rewards.py, "
         f"and pass isolated('rewards:{name}'); what it closed over goes into arguments={{...}}"
     )
 
@@ -60,7 +61,8 @@ def reachable(
         if NAMED.fullmatch(function):
             return function
         raise ValueError(
-            f"{function!r} does not name a function: write 'module:function', for example 'rewards:length_reward'"
+            f"{function!r} does not name a function: write 'module:function', for example "
+            "'rewards:length_reward'"
         )
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not callable(function):
@@ -174,11 +176,13 @@ def plain_scores(
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
         raise ValueError(
-            f"returned {short(values)}; it must return a list with one number for each of the {count} completions"
+            f"returned {short(values)}; it must return a list with one number for each of "
+            f"the {count} completions"
         )
     if len(values) != count:
         raise ValueError(
-            f"returned {len(values)} rewards for {count} completions; it must return one for each, None for one it cannot judge"
+            f"returned {len(values)} rewards for {count} completions; it must return one for "
+            "each, None for one it cannot judge"
         )
     values = [value.item() if hasattr(value, "item") else value for value in values]
     for value in values:
@@ -188,7 +192,8 @@ def plain_scores(
             )
         if value is not None and abs(value) > LARGEST:
             raise ValueError(
-                f"returned {short(value)} among its rewards; a number beyond {LARGEST:g} would drown its whole group"
+                f"returned {short(value)} among its rewards; a number beyond {LARGEST:g} "
+                "would drown its whole group"
             )
     return [None if value is None or value != value else float(value) for value in values]
 
@@ -443,7 +448,10 @@ class Keeper:
                 else json.dumps({"ready": True}).encode()
             )
         except Late:
-            fault = f"it was not {'done' if self.ready else 'ready'} after {within_s:.3g} s, and was killed with everything that it had started"
+            fault = (
+                f"it was not {'done' if self.ready else 'ready'} after {within_s:.3g} s, and "
+                "was killed with everything that it had started"
+            )
         except Ended:
             fault = self.how_it_ended()  # before it is killed: the status is its own
         again = self.ready
@@ -485,7 +493,10 @@ def keep(
         keeper.end()
 
 # %% ../../nbs/environments/09_pool.ipynb #214cf87b
-BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_nb.environments.pool import keep; keep(sys.argv[2], sys.argv[3], int(sys.argv[4]))"
+BEGIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_nb.environments.pool "
+    "import keep; keep(sys.argv[2], sys.argv[3], int(sys.argv[4]))"
+)
 MARGIN_S = 2.0  # how much later than its deadline a keeper may be, on a machine that is very busy
 
 
@@ -515,7 +526,8 @@ class Worker:
         "Start the keeper, which starts the worker; nobody waits."
         if not hasattr(os, "fork"):
             raise OSError(
-                "isolated reward functions need a system with fork (Linux, macOS); call the function in the training process instead"
+                "isolated reward functions need a system with fork (Linux, macOS); call the "
+                "function in the training process instead"
             )
         command = [
             sys.executable,
@@ -544,7 +556,8 @@ class Worker:
         within_s: float,
         question: bytes = b"",  # pickled arguments; none: only see that the worker is ready
     ) -> dict:  # {"scores", ...}, {"ready"} or {"fault"}
-        "Ask, and wait no longer than that; a fresh worker is on its way afterwards if this one failed."
+        """Ask, and wait no longer than that; a fresh worker is on its way afterwards if this one
+        failed."""
         if self.process is None:
             self.open()
         try:
@@ -561,7 +574,9 @@ class Worker:
             fault = f"its keeper did not answer within {within_s + MARGIN_S:.3g} s"
         except (ValueError, TypeError):
             fault = "it wrote something else than an answer on its line"
-        except BaseException:  # Ctrl-C: the answer that is still to come must not be taken for that of the next question
+        except BaseException:
+            # Ctrl-C: the answer that is still to come must not be taken for that of the next
+            # question
             self.drop()
             raise
         self.drop()
@@ -622,7 +637,9 @@ def packed(
                 pickle.dumps(value)
             except Exception:
                 raise ValueError(
-                    f"the column {name!r} holds something that cannot be sent to another process ({describe(error)}): drop the column, or call the function in the training process"
+                    f"the column {name!r} holds something that cannot be sent to another "
+                    f"process ({describe(error)}): drop the column, or call the function in "
+                    "the training process"
                 ) from None
         raise
 
@@ -797,29 +814,40 @@ class IsolatedReward:
             log_metric(f"{self.__name__}/failed", faults.total() / count)
         if faults:
             warnings.warn(
-                f"reward function {self.__name__!r} gave no score to {faults.total()} of {count} completions: {faults.most_common(1)[0][0]}",
+                f"reward function {self.__name__!r} gave no score to {faults.total()} of "
+                f"{count} completions: {faults.most_common(1)[0][0]}",
                 stacklevel=3,
             )
 
 
 def remade(target: str, settings: dict) -> IsolatedReward:
-    "An isolated reward function that was copied or sent to another process starts workers of its own."
+    """An isolated reward function that was copied or sent to another process starts workers of its
+    own."""
     return isolated(target, **settings)
 
 
 def isolated(
     function: Callable | str,  # "module:name", or a function that can be imported by its name
     *,
-    timeout_s: float = 10.0,  # how long a call may take; what is not done by then is killed and scored None
+    # how long a call may take; what is not done by then is killed and scored None
+    timeout_s: float = 10.0,
     each_timeout_s: float
-    | None = None,  # ask about one completion at a time, with this limit for each; None: about all in one call, as TRL does
-    workers: int = 1,  # processes: so many completions (or, without each_timeout_s, calls from several threads) are judged at once
-    start_timeout_s: float = 60.0,  # how long a worker may take to be ready; not part of the deadline
+    # ask about one completion at a time, with this limit for each; None: about all in one call, as
+    # TRL does
+    | None = None,
+    # processes: so many completions (or, without each_timeout_s, calls from several threads) are
+    # judged at once
+    workers: int = 1,
+    # how long a worker may take to be ready; not part of the deadline
+    start_timeout_s: float = 60.0,
     arguments: dict[str, Any]
-    | None = None,  # further arguments of the function, the same in every call: settings that a closure would hold
+    # further arguments of the function, the same in every call: settings that a closure would hold
+    | None = None,
     prepare: Callable
     | str
-    | None = None,  # called once in a fresh worker, without arguments, before it is ready: to import or load what is slow
+    # called once in a fresh worker, without arguments, before it is ready: to import or load what
+    # is slow
+    | None = None,
     name: str | None = None,  # in the log; None: the function's own
 ) -> (
     IsolatedReward
@@ -835,7 +863,8 @@ def isolated(
             raise ValueError(f"{what} is {value!r}; give a positive number of seconds")
     if each_timeout_s is not None and each_timeout_s > timeout_s:
         raise ValueError(
-            f"each_timeout_s is {each_timeout_s:g} and timeout_s, the limit of the whole call, is {timeout_s:g}: give each less than all"
+            f"each_timeout_s is {each_timeout_s:g} and timeout_s, the limit of the whole "
+            f"call, is {timeout_s:g}: give each less than all"
         )
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"workers is {workers!r}; give a whole number, 1 or more")

@@ -18,10 +18,13 @@ import json
 import random
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .pool import IsolatedReward, isolated
 from .verifiers import boxed, completion_text
+
+if TYPE_CHECKING:
+    import datasets
 
 # %% ../../nbs/environments/10_procedural.ipynb #03e326b8
 def library(
@@ -63,7 +66,8 @@ class Task:
         default_factory=dict
     )  # the task's own settings, {} for its defaults
     prompt: Callable[[dict], str] | None = (
-        None  # the entry (question, answer, metadata) -> what the model is asked; None: the question
+        # the entry (question, answer, metadata) -> what the model is asked; None: the question
+        None
     )
 
 # %% ../../nbs/environments/10_procedural.ipynb #8d823f32
@@ -93,7 +97,8 @@ def make_task(
     tasks = library("reasoning_gym.factory").DATASETS
     if name not in tasks:
         raise ValueError(
-            f"reasoning-gym has no task {name!r}; {closest(str(name), task_names())} (task_names() has all {len(task_names())})"
+            f"reasoning-gym has no task {name!r}; {closest(str(name), task_names())} "
+            f"(task_names() has all {len(task_names())})"
         )
     settings = sorted(
         {field.name for field in dataclasses.fields(tasks[name][1])} - {"seed", "size"}
@@ -101,11 +106,13 @@ def make_task(
     for setting in config:
         if setting in ("seed", "size"):
             raise ValueError(
-                f"{setting!r} is no setting of a single task here: give {setting} to procedural(), for all of them"
+                f"{setting!r} is no setting of a single task here: give {setting} to "
+                "procedural(), for all of them"
             )
         if setting not in settings:
             raise ValueError(
-                f"the task {name!r} has no setting {setting!r}; {closest(setting, settings)}. It has {', '.join(settings) or 'none'}"
+                f"the task {name!r} has no setting {setting!r}; "
+                f"{closest(setting, settings)}. It has {', '.join(settings) or 'none'}"
             )
     try:
         return library("reasoning_gym").create_dataset(name, **config, **placed)
@@ -265,7 +272,8 @@ def problems(
         if len(found) == count:
             return found
     raise ValueError(
-        f"the task {task.name!r} with the settings {task.config} made only {len(found)} different questions in {tries} tries, and {count} are needed: "
+        f"the task {task.name!r} with the settings {task.config} made only {len(found)} "
+        f"different questions in {tries} tries, and {count} are needed: "
         "ask for fewer, make the task harder, or allow repetitions with unique=False"
     )
 
@@ -307,7 +315,9 @@ def rows_of(
         and task_score(task.name, first["config"], first["entry"], first["answer"]) < 1
     ):
         raise ValueError(
-            f"the scorer of the task {task.name!r} does not accept the task's own answer {first['answer']!r}: this version of reasoning-gym is not understood, try the one in grpo_nb[tasks]"
+            f"the scorer of the task {task.name!r} does not accept the task's own answer "
+            f"{first['answer']!r}: this version of reasoning-gym is not understood, try the "
+            "one in grpo_nb[tasks]"
         )
     return rows
 
@@ -316,13 +326,16 @@ def procedural(
     tasks: str | Task | list[str | Task],  # one task, or several to be mixed by their weights
     *,
     size: int = 1000,  # rows in all
-    seed: int = 0,  # of the problems and of their order; mind that the library's problems of neighbouring seeds overlap: hold out a part of one data set
+    # of the problems and of their order; mind that the library's problems of neighbouring seeds
+    # overlap: hold out a part of one data set
+    seed: int = 0,
     unique: bool = True,  # no question twice
     instruction: str = "",  # added to every prompt, for example "\nPut the answer into \\boxed{}."
     chat: bool = False,  # prompts as chat messages
     ways: tuple[str, ...] = WAYS,  # where an answer is looked for, in this order
     partial: bool = True,  # False: 1 for full marks and 0 for less
-    isolate: bool = True,  # False: judge in this process (quick to start; nothing ends a scorer that hangs)
+    # False: judge in this process (quick to start; nothing ends a scorer that hangs)
+    isolate: bool = True,
     timeout_s: float = 60.0,  # for all completions of a step
     each_timeout_s: float = 5.0,  # for one of them
     workers: int = 1,  # processes that judge
@@ -351,10 +364,11 @@ def procedural(
         )
     stated_answer("", tuple(ways))
     rows = []
-    for i, (task, count) in enumerate(zip(given, shares(size, [task.weight for task in given]))):
+    for task, count in zip(given, shares(size, [task.weight for task in given])):
         if not count:
             raise ValueError(
-                f"the weight of {task.name!r} is so small that none of the {size} rows is its: raise the weight or size"
+                f"the weight of {task.name!r} is so small that none of the {size} rows is "
+                "its: raise the weight or size"
             )
         rows += rows_of(task, problems(task, count, seed, unique), instruction, chat)
     random.Random(seed).shuffle(rows)
@@ -381,7 +395,8 @@ def right_value(
     found = library("math_verify").parse(rf"\boxed{{{answer}}}", parsing_timeout=1)
     if not found:
         raise ValueError(
-            f"the right answer {answer!r} cannot be read by math-verify: mend the data, or compare texts"
+            f"the right answer {answer!r} cannot be read by math-verify: mend the data, or "
+            "compare texts"
         )
     return found
 
@@ -391,7 +406,8 @@ def math_points(
     answer: list,  # right answers: LaTeX, with or without $ or \boxed, or numbers
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # 1.0 if the value is the right one, else 0.0
-    "Whether completions end up with the right value, for the main thread: the last box counts, without a box the last value."
+    """Whether completions end up with the right value, for the main thread: the last box counts,
+    without a box the last value."""
     verify, parse, points = library("math_verify").verify, library("math_verify").parse, []
     for completion, right in zip(completions, answer):
         text = completion_text(completion)
@@ -408,7 +424,8 @@ def math_points(
 def math_reward(
     *,
     timeout_s: float = 60.0,  # for all completions of a step
-    each_timeout_s: float = 5.0,  # for one of them; math-verify gives up after a second by itself, and the answer counts as wrong
+    # for one of them; math-verify gives up after a second by itself, and the answer counts as wrong
+    each_timeout_s: float = 5.0,
     workers: int = 1,  # processes that judge
 ) -> (
     IsolatedReward

@@ -43,7 +43,8 @@ class Rubric:
     ):
         if not criteria:
             raise ValueError(
-                "the rubric has no criteria: give at least one, as {'names the city': (check, points)}"
+                "the rubric has no criteria: give at least one, as {'names the city': "
+                "(check, points)}"
             )
         self.criteria, self.__name__ = dict(criteria), name
 
@@ -59,12 +60,14 @@ class Rubric:
             missing = [name for name in check_arguments(check) if name not in row]
             if missing:
                 raise ValueError(
-                    f"the check of {criterion!r} asks for {missing[0]!r}, and the data has the columns {', '.join(map(repr, row)) or 'none'}"
+                    f"the check of {criterion!r} asks for {missing[0]!r}, and the data has "
+                    f"the columns {', '.join(map(repr, row)) or 'none'}"
                 )
             share = float(check(text, **{name: row[name] for name in check_arguments(check)}))
             if not 0 <= share <= 1:
                 raise ValueError(
-                    f"the check of {criterion!r} returned {share:g}; it must be True, False or a share in [0, 1], the points are given beside it"
+                    f"the check of {criterion!r} returned {share:g}; it must be True, False "
+                    "or a share in [0, 1], the points are given beside it"
                 )
             shares[criterion] = share
         return shares
@@ -114,7 +117,8 @@ def length_penalty(
     "A reward function that takes points off for long completions."
     if not 0 <= free < worst:
         raise ValueError(
-            f"free is {free} and worst is {worst}, but 0 <= free < worst is needed: the penalty grows between them"
+            f"free is {free} and worst is {worst}, but 0 <= free < worst is needed: the "
+            "penalty grows between them"
         )
 
     def too_long(completion_ids: list, **kwargs) -> list[float]:
@@ -153,7 +157,8 @@ def readability_penalty(
     | None = None,  # the trainer's; None: nothing is logged
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # from -1 to 0
-    "Points off for text that is hard to read; the mean of each fault is logged as readability/FAULT."
+    """Points off for text that is hard to read; the mean of each fault is logged as
+    readability/FAULT."""
     table = [readability_faults(completion_text(c)) for c in completions]
     for fault in LIMITS if log_metric and table else ():
         log_metric(f"readability/{fault}", sum(faults[fault] for faults in table) / len(table))

@@ -97,7 +97,8 @@ class Line:
         cls,
         without: tuple[str, ...] = (),  # names of walls to leave off
     ) -> "Line":
-        "Starts a supervisor: a script on disk in a new interpreter, with none of our memory, files or environment variables."
+        """Starts a supervisor: a script on disk in a new interpreter, with none of our memory,
+        files or environment variables."""
         ours, theirs = socket.socketpair()
         environment = {
             name: os.environ[name]
@@ -194,7 +195,8 @@ class Line:
 
 
 def result_of(tag: bytes, seconds: float, cpu_seconds: float, payload: bytes) -> SandboxResult:
-    "An answer as a SandboxResult. The value is rebuilt from plain bytes: nothing of the program's own types or methods comes with it."
+    """An answer as a SandboxResult. The value is rebuilt from plain bytes: nothing of the program's
+    own types or methods comes with it."""
     if tag != b"v":
         return SandboxResult(
             False, None, payload[:2000].decode("utf-8", "replace"), KINDS[tag], seconds, cpu_seconds
@@ -223,7 +225,8 @@ def checked_limits(
         raise ValueError(f"timeout_s must be seconds between 0 and a day, not {timeout_s!r}")
     if not (isinstance(memory_mb, (int, float)) and 64 <= memory_mb <= 1 << 20):
         raise ValueError(
-            f"memory_mb must be at least 64 (the interpreter itself needs about 30), not {memory_mb!r}"
+            "memory_mb must be at least 64 (the interpreter itself needs about 30), not "
+            f"{memory_mb!r}"
         )
     return max(min(float(timeout_s), DEADLINE.get() - time.monotonic()), 0.001)
 
@@ -252,7 +255,8 @@ def stop_lines(lines: dict[int, Line], owner: int):
 
 # %% ../../nbs/environments/07_sandbox.ipynb #a01a8089
 class SandboxPool:
-    "Supervisors that are kept warm, and run one program after the other, each in a process of its own."
+    """Supervisors that are kept warm, and run one program after the other, each in a process of its
+    own."""
 
     def __init__(
         self,
@@ -267,7 +271,8 @@ class SandboxPool:
         unknown = set(without) - set(supervisor.Walls.NAMES)
         if unknown:
             raise ValueError(
-                f"no walls of these names: {sorted(unknown)}; there are {sorted(supervisor.Walls.NAMES)}"
+                f"no walls of these names: {sorted(unknown)}; there are "
+                f"{sorted(supervisor.Walls.NAMES)}"
             )
         self._without, self._owner, self._closed = tuple(without), os.getpid(), False
         self._lines: dict[
@@ -287,7 +292,8 @@ class SandboxPool:
         ]
         if missing:
             warnings.warn(
-                f"this system refuses some of the sandbox's walls: {'; '.join(missing)}. The others stand; see .protections",
+                f"this system refuses some of the sandbox's walls: {'; '.join(missing)}. The "
+                "others stand; see .protections",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -298,7 +304,8 @@ class SandboxPool:
             _, payload = line.receive(FRAME, time.monotonic() + 60)
         except LostSupervisor as error:
             raise RuntimeError(
-                f"the sandbox's supervisor does not start ({error}); try: {sys.executable} -I -S {supervisor.__file__} serve"
+                f"the sandbox's supervisor does not start ({error}); try: {sys.executable} "
+                f"-I -S {supervisor.__file__} serve"
             ) from None
         return [Protection(*fields) for fields in decode(payload)]
 
@@ -331,7 +338,8 @@ class SandboxPool:
         source: str,  # Python
         *,
         entry: str,  # the name of the function in it that is called
-        args: tuple = (),  # what it is called with: by value, None, bool, int, float, str, list, tuple, dict
+        # what it is called with: by value, None, bool, int, float, str, list, tuple, dict
+        args: tuple = (),
         timeout_s: float = 5.0,  # for reading the program, its top level and the call
         memory_mb: int = 512,  # of address space, interpreter included
     ) -> SandboxResult:  # never raises for what the program does
@@ -355,7 +363,8 @@ class SandboxPool:
         timeout_s: float = 5.0,  # for reading the program, and then for each call
         memory_mb: int = 512,  # of address space, interpreter included
     ) -> "Session":
-        "A process that reads the program once and is called many times; what the program remembers between calls stays in that process."
+        """A process that reads the program once and is called many times; what the program
+        remembers between calls stays in that process."""
         body = program_bytes(source, entry, ())
         try:
             with self._line() as line:
@@ -381,7 +390,8 @@ class SandboxPool:
 
 # %% ../../nbs/environments/07_sandbox.ipynb #50e56ead
 class Session:
-    "One program in one process, called again and again. Between two calls the process is stopped: it cannot think ahead."
+    """One program in one process, called again and again. Between two calls the process is stopped:
+    it cannot think ahead."""
 
     def __init__(self, line, loaded, timeout_s, memory_mb):
         self.loaded = loaded  # what became of reading the program
@@ -397,7 +407,8 @@ class Session:
         *args,  # by value, as in SandboxPool.run
         timeout_s: float | None = None,  # None: the session's
     ) -> SandboxResult:
-        "Calls the program's function once more; after a time-out or a crash every call has that kind."
+        """Calls the program's function once more; after a time-out or a crash every call has that
+        kind."""
         try:
             body = encode(list(args))
         except Unsendable as error:
@@ -443,7 +454,8 @@ def run_python(
     source: str,  # Python
     *,
     entry: str,  # the name of the function in it that is called
-    args: tuple = (),  # what it is called with: by value, None, bool, int, float, str, list, tuple, dict
+    # what it is called with: by value, None, bool, int, float, str, list, tuple, dict
+    args: tuple = (),
     timeout_s: float = 5.0,  # for reading the program, its top level and the call
     memory_mb: int = 512,  # of address space, interpreter included
     pool: SandboxPool | None = None,  # None: a supervisor is started for this one program (0.1 s)
@@ -476,10 +488,10 @@ IMPORTERS = {
 
 def check_only_stdlib_imports(
     source: str,  # Python
-) -> tuple[
-    bool, dict
-]:  # whether only the standard library is imported; what is: stdlib, non_stdlib, relative, dynamic, error
-    "Reads the import statements of a source, and notes names by which code imports without one. It reads, and no more: names can be put together while code runs. It protects from nothing; a sandbox does."
+) -> tuple[bool, dict]:  # whether it is all stdlib; stdlib, non_stdlib, relative, dynamic, error
+    """Reads the import statements of a source, and notes names by which code imports without one.
+    It reads, and no more: names can be put together while code runs. It protects from nothing; a
+    sandbox does."""
     tree, error = parsed(source)
     info = {"stdlib": [], "non_stdlib": [], "relative": [], "dynamic": [], "error": error}
     if tree is None:
@@ -571,7 +583,8 @@ def create_locked_down_function(
     pool: SandboxPool
     | None = None,  # None: one supervisor of its own, which lives as long as the function
 ) -> LockedDownFunction:  # SyntaxError or ValueError if there is no such function
-    "A function whose code never runs in this process: no access to our variables, modules, files or timers. Its value is whatever the code says: check types and values before you believe it."
+    """A function whose code never runs in this process: no access to our variables, modules, files
+    or timers. Its value is whatever the code says: check types and values before you believe it."""
     tree, error = parsed(source)
     if tree is None:
         raise SyntaxError(error)
@@ -595,7 +608,10 @@ def interrupt(thread: threading.Thread):
 def execute_with_time_limit(
     seconds: float,  # for one call
 ) -> Callable:  # a decorator
-    "A time limit that works in every thread and that no alarm switches off. On a locked-down function, and on all sandbox calls made inside the decorated one, it is the sandbox's own: the process is killed. Other code of this process is interrupted between two instructions of Python; a call into C that never returns is left behind in its thread."
+    """A time limit that works in every thread and that no alarm switches off. On a locked-down
+    function, and on all sandbox calls made inside the decorated one, it is the sandbox's own: the
+    process is killed. Other code of this process is interrupted between two instructions of Python;
+    a call into C that never returns is left behind in its thread."""
     if not (isinstance(seconds, (int, float)) and seconds > 0):
         raise ValueError(f"seconds must be a positive number, not {seconds!r}")
 
@@ -633,14 +649,16 @@ def execute_with_time_limit(
 
 # %% ../../nbs/environments/07_sandbox.ipynb #9996b320
 class Benchmarker:
-    "Times a function on fresh arguments, again and again, by a clock that the function cannot reach."
+    """Times a function on fresh arguments, again and again, by a clock that the function cannot
+    reach."""
 
     def __init__(
         self,
         trials: int = 3,  # times that are reported on
         loops: int = 1,  # calls in one trial: its time is their mean
         *,
-        flush_mb: int = 64,  # memory written before each call, more than the processor's caches hold
+        # memory written before each call, more than the processor's caches hold
+        flush_mb: int = 64,
     ):
         if trials < 1 or loops < 1:
             raise ValueError(f"trials and loops must be at least 1, not {trials} and {loops}")
@@ -648,12 +666,18 @@ class Benchmarker:
 
     def benchmark(
         self,
-        function: Callable,  # from create_locked_down_function; any other is trusted, and timed in this process
+        # from create_locked_down_function; any other is trusted, and timed in this process
+        function: Callable,
         arguments: tuple
         | list
-        | Callable,  # of one call; or a list of such tuples, taken in turn; or a function of (trial, loop) that makes them
-    ) -> dict:  # median_ns, mean_ns, stdev_ns of the trials (inf if none succeeded), exceptions (sentences), timeouts (how many), results, cpu_ns, overhead_ns
-        "Each call of a locked-down function has a process of its own and is timed by the supervisor, from the first byte of the arguments to the last of the answer. It does not check answers: a fast wrong one is in `results`."
+        # of one call; or a list of such tuples, taken in turn; or a function of (trial, loop) that
+        # makes them
+        | Callable,
+    ) -> dict:  # median_ns, mean_ns, stdev_ns, cpu_ns, overhead_ns, results, exceptions, timeouts
+        """Each call of a locked-down function has a process of its own and is timed by the
+        supervisor, from the first byte of the arguments to the last of the answer. It does not
+        check answers: a fast wrong one is in `results`. Median, mean and deviation are those of the
+        trials (inf if none succeeded); `exceptions` are sentences, `timeouts` says how many."""
         timed = time_locked if isinstance(function, LockedDownFunction) else time_trusted
         trials, waste = [], bytearray(self.flush_mb << 20)
         for trial in range(self.trials):
@@ -673,7 +697,8 @@ def arguments_of(arguments, trial: int, loop: int, loops: int) -> tuple:
         arguments = arguments[(trial * loops + loop) % len(arguments)]
     if not isinstance(arguments, tuple):
         raise TypeError(
-            f"the arguments of a call must be a tuple, such as (a, b), not {type(arguments).__name__}"
+            "the arguments of a call must be a tuple, such as (a, b), not "
+            f"{type(arguments).__name__}"
         )
     return arguments
 

@@ -33,7 +33,8 @@ import warnings
 
 # %% ../../nbs/environments/08_supervisor.ipynb #8c5225be
 MAX_DEPTH = 64  # lists in lists in lists
-MAX_ITEMS = 200_000  # values in one message; a list of floats alone, or of integers of 64 bits alone, counts once
+# values in one message; a list of floats alone, or of integers of 64 bits alone, counts once
+MAX_ITEMS = 200_000
 MAX_INT_BYTES = 1750  # 4,215 digits: Python refuses to print integers beyond 4,300
 MAX_SAME_HASH = 32  # keys of one dictionary that may share a hash
 COUNT = struct.Struct("<I")
@@ -45,7 +46,9 @@ class Unsendable(ValueError):
 
 # %% ../../nbs/environments/08_supervisor.ipynb #95cd5c1f
 def encode(
-    value,  # None, bool, int, float, str, and lists, tuples and dictionaries of these: these very types, no subclasses
+    # None, bool, int, float, str, and lists, tuples and dictionaries of these: these very types, no
+    # subclasses
+    value,
 ) -> bytes:  # raises Unsendable
     "A value as bytes."
     parts = []
@@ -90,7 +93,8 @@ def write_value(
                 break
     else:
         raise Unsendable(
-            f"a value of type {kind.__name__}; only None, bool, int, float, str, list, tuple and dict can be sent"
+            f"a value of type {kind.__name__}; only None, bool, int, float, str, list, tuple "
+            "and dict can be sent"
         )
     return items + 1
 
@@ -170,9 +174,9 @@ class Reader:
         for _ in range(self.count(2)):
             key, item = self.value(depth - 1), self.value(depth - 1)
             if type(key) is not str:
-                name = str(
-                    hash(key)
-                )  # the hash of a string is salted, so these cannot be made to collide; that of a number is the number
+                # the hash of a string is salted, so these cannot be made to collide; that of a
+                # number is the number
+                name = str(hash(key))
                 hashes[name] = hashes.get(name, 0) + 1
                 if hashes[name] > MAX_SAME_HASH:
                     raise Unsendable("a dictionary whose keys collide")
@@ -625,7 +629,8 @@ class Walls:
             raise OSError(errno.EPERM, "needs root")
 
     def settle(self):
-        "What every supervisor and every copy of one does for itself: it ends with its parent's end of the line, strays come to it, and its programs get users of their own."
+        """What every supervisor and every copy of one does for itself: it ends with its parent's
+        end of the line, strays come to it, and its programs get users of their own."""
         self.user = FIRST_USER + int.from_bytes(os.urandom(4), "little") % USERS
         prctl(SET_CHILD_SUBREAPER, 1)
 
@@ -644,7 +649,8 @@ class Walls:
         memory_mb: int,
         cpu_s: int,  # processor time; 0: no limit
     ):
-        "What is built from the inside, in the process of one program, before its code is read. The order counts: each step takes away what the ones before needed."
+        """What is built from the inside, in the process of one program, before its code is read.
+        The order counts: each step takes away what the ones before needed."""
         self.build("memory", limit, memory_mb << 20, "RLIMIT_AS")
         if cpu_s:
             limit(cpu_s, "RLIMIT_CPU")

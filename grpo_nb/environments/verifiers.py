@@ -54,7 +54,10 @@ def exact_match(
     return text.strip() == str(answer).strip()
 
 # %% ../../nbs/environments/01_verifiers.ipynb #30da098f
-NUMERAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+NUMERAL = (
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]+)?"
+)
 STATED = re.compile(
     r"(?:(?<![\w)\]}])(?P<sign>[-+\u2212]))?(?:\\?[$€£])?"
     rf"(?:\\[dt]?frac\{{(?P<top>[-+]?{NUMERAL})\}}\{{(?P<bottom>[-+]?{NUMERAL})\}}|(?P<number>{NUMERAL})(?:/(?P<over>{NUMERAL}))?)"
@@ -67,9 +70,7 @@ TIMES_TEN = re.compile(
 
 def numeral_value(
     numeral: str | None,  # as `NUMERAL` finds it; None counts as 1, a denominator that is not there
-) -> (
-    Fraction | None
-):  # None for more than 300 digits or an exponent beyond 9999: no answer, but enough to stop a program
+) -> Fraction | None:  # None beyond 300 digits or exponent 9999, enough to stop a program
     "The value of one numeral."
     if numeral is None:
         return Fraction(1)
@@ -136,7 +137,8 @@ def boxed(
 def final_number(
     text: str,  # anything
 ) -> Fraction | None:  # None if there is none, or if it has no value
-    "The number that a text ends up with: the last one in its box, or without a box the last of all."
+    """The number that a text ends up with: the last one in its box, or without a box the last of
+    all."""
     inside = boxed(text)
     stated = stated_in(text if inside is None else inside)
     return stated_value(stated[-1]) if stated else None
@@ -149,7 +151,8 @@ def right_number(
     value = final_number(str(answer))
     if value is None:
         raise ValueError(
-            f"the right answer is {answer!r}, which holds no number: compare texts with exact_match, or mend the data"
+            f"the right answer is {answer!r}, which holds no number: compare texts with "
+            "exact_match, or mend the data"
         )
     return value
 
@@ -206,7 +209,8 @@ class Program:
 def fenced_blocks(
     text: str,
 ) -> list[tuple[str, str, bool]]:  # language, content, whether it is closed
-    "The fenced blocks of a text in Markdown. A block may also be closed at the end of its last line."
+    """The fenced blocks of a text in Markdown. A block may also be closed at the end of its last
+    line."""
     blocks, fence, language, lines = [], None, "", []
     for line in text.split("\n"):
         found, end = OPENING.match(line), line.rstrip()

@@ -61,11 +61,14 @@ LONGEST_UNCOMPILED = 2048  # tokens
 
 
 def flex_with_sinks(q, k, v, sinks, block, scale):
-    "FlexAttention, its output scaled by sigmoid(lse - s). What torch.compile is given; at length it is refused outside."
+    """FlexAttention, its output scaled by sigmoid(lse - s). What torch.compile is given; at length
+    it is refused outside."""
     if max(q.shape[2], k.shape[2]) > LONGEST_UNCOMPILED and not torch.compiler.is_compiling():
         raise RuntimeError(
-            f"FlexAttention ran uncompiled on {q.shape[2]:,} queries and {k.shape[2]:,} keys, and would hold every score: torch.compile was disabled or gave up "
-            "(TORCH_LOGS=recompiles says why). Mend that, or choose backend='sdpa', which needs no compiler"
+            f"FlexAttention ran uncompiled on {q.shape[2]:,} queries and {k.shape[2]:,} "
+            "keys, and would hold every score: torch.compile was disabled or gave up "
+            "(TORCH_LOGS=recompiles says why). Mend that, or choose backend='sdpa', which "
+            "needs no compiler"
         )
     out, aux = flex_attention(
         q,
@@ -100,15 +103,18 @@ def flex(
             x is not None and x.requires_grad for x in (q, k, v, sinks)
         ):
             raise ValueError(
-                "FlexAttention has no backward pass on a CPU, and a gradient is asked for: choose backend='sdpa' or 'eager', or call it under torch.no_grad()"
+                "FlexAttention has no backward pass on a CPU, and a gradient is asked for: "
+                "choose backend='sdpa' or 'eager', or call it under torch.no_grad()"
             )
         return flex_with_sinks(q, k, v, sinks, mask.block(), scale)
     if (
         q.dtype == torch.float32 or q.shape[2] < SHORTEST_FLEX
     ):  # its kernels have no tiles for these, and stop with an error
         if not torch.compiler.is_compiling():
+            few = f"fewer than {SHORTEST_FLEX} queries"
             _announce(
-                f"FlexAttention has no kernel for {'float32' if q.dtype == torch.float32 else f'fewer than {SHORTEST_FLEX} queries'}: 'sdpa' computes them"
+                "FlexAttention has no kernel for "
+                f"{'float32' if q.dtype == torch.float32 else few}: 'sdpa' computes them"
             )
         return sdpa(q, k, v, sinks, mask, scale)
     if torch.compiler.is_compiling():
@@ -122,7 +128,8 @@ def flex(
 
 # %% ../../nbs/model/03_attention.ipynb #c0e48230
 def _lows(dtype):
-    "What stands in a hidden key, and for a sink that is not there: far below any score, one far below the other, and finite in the format."
+    """What stands in a hidden key, and for a sink that is not there: far below any score, one far
+    below the other, and finite in the format."""
     return (-3e4, -1e4) if dtype == torch.float16 else (-1e30, -1e15)
 
 
@@ -144,7 +151,8 @@ def _extend_queries(q, sinks, scale):
 
 
 def _extend_keys(k, hidden):
-    "[k, a large negative number where hidden, 0, ...]: (B, Hk, Lk, width). hidden: (B or 1, Lk) bool, or None."
+    """[k, a large negative number where hidden, 0, ...]: (B, Hk, Lk, width). hidden: (B or 1, Lk)
+    bool, or None."""
     rest = _width(k.shape[-1]) - k.shape[-1]
     if hidden is None:
         return F.pad(k, (0, rest))
@@ -174,7 +182,8 @@ def _groups_are_taken(q, k, v):
 
 
 def _kernels(q, masked):
-    "A context in which only kernels of linear memory are chosen (in float64, for tests, there is none)."
+    """A context in which only kernels of linear memory are chosen (in float64, for tests, there is
+    none)."""
     if not q.is_cuda:
         return nullcontext()
     if q.dtype == torch.float64:
@@ -184,7 +193,8 @@ def _kernels(q, masked):
 
 
 def _sdpa(q, k, v, scale, allowed=None):
-    "Scaled dot-product attention, causal or as a mask (..., Lq, Lk) allows: (B, Hq, Lq, width of v)."
+    """Scaled dot-product attention, causal or as a mask (..., Lq, Lk) allows: (B, Hq, Lq, width of
+    v)."""
     shared = q.shape[1] != k.shape[1]
     if shared and (allowed is not None or not _groups_are_taken(q, k, v)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -196,7 +206,8 @@ def _sdpa(q, k, v, scale, allowed=None):
 
 
 def _value_width(q):
-    "Flash and the CPU's kernel want values as wide as keys; the kernel of older cards does better without."
+    """Flash and the CPU's kernel want values as wide as keys; the kernel of older cards does better
+    without."""
     return (
         q.shape[-1]
         if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
@@ -292,7 +303,8 @@ ROWS_PER_PIECE = 512
 
 
 def _in_pieces(q, k, v, sinks, mask, scale):
-    "Any mask, some rows of it at a time. A piece is handed what it reads: what a checkpointed function closes over lives until the backward pass."
+    """Any mask, some rows of it at a time. A piece is handed what it reads: what a checkpointed
+    function closes over lives until the backward pass."""
     D, Lk = q.shape[-1], k.shape[2]
     keys = torch.cat(
         [_sink_key(k).expand(*k.shape[:2], -1, -1), _extend_keys(k, None)], 2
@@ -334,9 +346,8 @@ def sdpa(
     return (_causal if fixed and mask.offset == 0 else _in_pieces)(q, k, v, sinks, mask, scale)
 
 # %% ../../nbs/model/03_attention.ipynb #e5235234
-PART_BYTES = (
-    2**26
-)  # of a part's queries, keys and values, copies for each query head included; at least one key head
+# of a part's queries, keys and values, copies for each query head included; at least one key head
+PART_BYTES = 2**26
 
 
 def _step(B, Lq, Lk, Hk, G, D, element):
@@ -375,7 +386,8 @@ GRADIENT_BYTES = 2**28  # of the heads whose gradients are computed at a time, b
 
 @functools.cache
 def _cudnn_works(device, dtype, G, D):
-    "Whether cuDNN has kernels for such heads here, tried on a few zeros; a warning says if it has not."
+    """Whether cuDNN has kernels for such heads here, tried on a few zeros; a warning says if it has
+    not."""
     try:
         q, k = (
             torch.zeros(1, heads, CUDNN_STEP, D, dtype=dtype, device=device) for heads in (G, 1)
@@ -404,14 +416,18 @@ def _cudnn_works(device, dtype, G, D):
         raise  # says nothing about cuDNN, and is not to be remembered
     except RuntimeError as error:
         warnings.warn(
-            f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on {torch.cuda.get_device_name(device)} ({str(error)[:200]}): long layers take other kernels, which are slower"
+            f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on "
+            f"{torch.cuda.get_device_name(device)} ({str(error)[:200]}): long layers take "
+            "other kernels, which are slower",
+            stacklevel=2,
         )
         return False
     return True
 
 
 def _cudnn_takes(q, k, window):
-    "Whether cuDNN's kernel is the better one: long full layers on Hopper and later (its gradients may differ in the last bit from run to run)."
+    """Whether cuDNN's kernel is the better one: long full layers on Hopper and later (its gradients
+    may differ in the last bit from run to run)."""
     return (
         q.is_cuda
         and window is None
@@ -502,7 +518,8 @@ def _flash_gradients(d_out, q, k, v, out, lse, random, scale, window):
 
 
 def _scratch(q, k):
-    "Bytes that the gradients of one key head's queries take inside a kernel: theirs in float32, and those of keys and values once for each."
+    """Bytes that the gradients of one key head's queries take inside a kernel: theirs in float32,
+    and those of keys and values once for each."""
     return (
         q.shape[0]
         * q.shape[1]
@@ -542,7 +559,8 @@ _local = threading.local()
 
 
 class keeping:
-    "Inside `with`, what a layer's attention computes can be remembered; for this thread, and as often as it is entered."
+    """Inside `with`, what a layer's attention computes can be remembered; for this thread, and as
+    often as it is entered."""
 
     def __init__(
         self,
@@ -614,14 +632,17 @@ class Roll(torch.autograd.Function):
 def flash(
     q, k, v, sinks, mask: Mask, scale: float
 ) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
-    "The third fast form: flash kernels, their backward pass told of the sink. What they do not know (an offset that is a tensor, or one beside padding) goes to `sdpa`."
+    """The third fast form: flash kernels, their backward pass told of the sink. What they do not
+    know (an offset that is a tensor, or one beside padding) goes to `sdpa`."""
     if q.is_cuda and (
         torch.cuda.get_device_capability(q.device) < (8, 0)
         or q.dtype not in (torch.float16, torch.bfloat16)
         or q.shape[-1] % 8
     ):
         raise ValueError(
-            f"backend='flash' needs a GPU of compute capability 8.0, float16 or bfloat16, and a head size that is a multiple of 8; this is {torch.cuda.get_device_name(q.device)}, "
+            "backend='flash' needs a GPU of compute capability 8.0, float16 or bfloat16, "
+            "and a head size that is a multiple of 8; this is "
+            f"{torch.cuda.get_device_name(q.device)}, "
             f"{q.dtype}, {q.shape[-1]}: choose 'sdpa'"
         )
     beyond = (
@@ -672,7 +693,10 @@ def choose_backend(
             return "eager", "on a CPU, while the scores are few, the formula is fast enough"
         return (
             "sdpa",
-            f"the scores would be many, and FlexAttention cannot train on this device ({q.device.type})",
+            (
+                "the scores would be many, and FlexAttention cannot train on this device "
+                f"({q.device.type})"
+            ),
         )
     name, capability = (
         torch.cuda.get_device_name(q.device),
@@ -683,7 +707,10 @@ def choose_backend(
     if capability < (8, 0):
         return (
             "sdpa_lean",
-            f"{name} has compute capability {capability[0]}.{capability[1]}, and compiled FlexAttention needs 8.0",
+            (
+                f"{name} has compute capability {capability[0]}.{capability[1]}, and compiled "
+                "FlexAttention needs 8.0"
+            ),
         )
     if importlib.util.find_spec("triton") is None:
         return "sdpa", "FlexAttention has to be compiled, and triton is not installed"
@@ -692,7 +719,10 @@ def choose_backend(
     if q.shape[2] < SHORTEST_FLEX:
         return (
             "sdpa",
-            f"FlexAttention's kernels work on {SHORTEST_FLEX} queries at a time, and there are {q.shape[2]}",
+            (
+                f"FlexAttention's kernels work on {SHORTEST_FLEX} queries at a time, and there "
+                f"are {q.shape[2]}"
+            ),
         )
     if q.shape[-1] < 16:
         return "sdpa", f"heads are {q.shape[-1]} wide, and FlexAttention needs 16"
@@ -713,7 +743,8 @@ def _check_tensors(q, k, v, sinks):
         raise ValueError(f"{shapes}, and each must be (sequences, heads, tokens, head size)")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"{shapes}: k and v must have one shape, and share the number of sequences and the head size with q"
+            f"{shapes}: k and v must have one shape, and share the number of sequences and "
+            "the head size with q"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -721,12 +752,14 @@ def _check_tensors(q, k, v, sinks):
         )
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}, and q has {q.shape[1]} heads: give one number a head, shape ({q.shape[1]},), or None for attention without sinks"
+            f"sinks has shape {tuple(sinks.shape)}, and q has {q.shape[1]} heads: give one "
+            f"number a head, shape ({q.shape[1]},), or None for attention without sinks"
         )
 
 
 def _on_device(mask, device):
-    "The mask where the tensors are; a model that is spread over several GPUs makes it on the first."
+    """The mask where the tensors are; a model that is spread over several GPUs makes it on the
+    first."""
     place = torch.device(mask.device)
     if place.type == device.type and place.index in (None, device.index):
         return mask
@@ -761,31 +794,38 @@ def sink_attention(
     offset: int
     | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
     window: int
-    | None = None,  # keys that a query sees, itself included (gpt-oss: 128 in every other layer); None: all
+    # keys that a query sees, itself included (gpt-oss: 128 in every other layer); None: all
+    | None = None,
     scale: float | None = None,  # scores are multiplied by this; default D ** -0.5
     mask: Mask | None = None,  # a prepared mask in place of pad_lens, offset and window
-    backend: str = "auto",  # "eager", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which prints once why it chose
-) -> torch.Tensor:  # (B, Hq, Lq, D) in the common dtype (or autocast's); 0 for queries that see no key; differentiable in q, k, v and sinks
-    "Causal attention with a sink in each head's softmax."
+    # "eager", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which prints once why it chose
+    backend: str = "auto",
+) -> torch.Tensor:  # (B, Hq, Lq, D) in the common dtype (or autocast's); 0 where no key is seen
+    "Causal attention with a sink in each head's softmax, differentiable in q, k, v and sinks."
     _check_tensors(q, k, v, sinks)
     if mask is None:
         mask = Mask(pad_lens, q.shape[2], k.shape[2], offset, window, device=q.device)
     elif pad_lens is not None or window is not None or torch.is_tensor(offset) or offset != 0:
         raise ValueError(
-            "mask is given, and so are pad_lens, offset or window, which it holds: give one or the other"
+            "mask is given, and so are pad_lens, offset or window, which it holds: give one "
+            "or the other"
         )
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
-            f"the mask is for {mask.q_len} queries and {mask.kv_len} keys, and there are {q.shape[2]} and {k.shape[2]}: make one for these tensors"
+            f"the mask is for {mask.q_len} queries and {mask.kv_len} keys, and there are "
+            f"{q.shape[2]} and {k.shape[2]}: make one for these tensors"
         )
     if isinstance(mask.offset, int) and mask.offset + q.shape[2] > k.shape[2]:
         raise ValueError(
-            f"the last of {q.shape[2]} queries stands at position {mask.offset + q.shape[2] - 1} (offset {mask.offset}), and there are {k.shape[2]} keys: "
+            f"the last of {q.shape[2]} queries stands at position "
+            f"{mask.offset + q.shape[2] - 1} (offset {mask.offset}), and there are "
+            f"{k.shape[2]} keys: "
             "k and v must hold every position up to the last query's"
         )
     if mask.pad_lens is not None and len(mask.pad_lens) != len(q):
         raise ValueError(
-            f"pad_lens has {len(mask.pad_lens)} numbers, and there are {len(q)} sequences: give one each"
+            f"pad_lens has {len(mask.pad_lens)} numbers, and there are {len(q)} sequences: "
+            "give one each"
         )
     if backend == "auto":
         backend, why = choose_backend(q, k, mask)
@@ -819,14 +859,17 @@ def _left_padding(attention_mask, kv_offset):
     ).tolist()
     if holes:
         raise ValueError(
-            "attention_mask has a 0 between two 1s of a sequence, and this attention knows padding at the left and at the right only: pad outside the text, "
-            "or use attn_implementation='eager'. (Going on after a prompt that was padded on the right does that: pad prompts on the left)"
+            "attention_mask has a 0 between two 1s of a sequence, and this attention knows "
+            "padding at the left and at the right only: pad outside the text, "
+            "or use attn_implementation='eager'. (Going on after a prompt that was padded on "
+            "the right does that: pad prompts on the left)"
         )
     return pad_lens if padded else None
 
 
 class ModelMask(Mask):
-    "A mask on its way through transformers, which asks some things of it that it asks of tensors (in `generate` with a static cache)."
+    """A mask on its way through transformers, which asks some things of it that it asks of tensors
+    (in `generate` with a static cache)."""
 
     ndim = 4
 
@@ -867,7 +910,8 @@ def transformers_mask(
         return attention_mask
     if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
         raise ValueError(
-            f"the model cuts its attention into chunks of {local_size} tokens, and this attention knows causal and sliding masks only: use attn_implementation='eager'"
+            f"the model cuts its attention into chunks of {local_size} tokens, and this "
+            "attention knows causal and sliding masks only: use attn_implementation='eager'"
         )
     few = max(1, q_length * kv_length // 2**22)  # of a long mask not every row is looked at
     if (
@@ -884,8 +928,11 @@ def transformers_mask(
         )
     ):
         raise ValueError(
-            "the model asks for a mask that is not plainly causal (packed sequences, an image, both directions), and this attention knows causal and sliding masks only: "
-            "give an attention_mask with one sequence a row, or use attn_implementation='eager' or 'flex_attention'"
+            "the model asks for a mask that is not plainly causal (packed sequences, an "
+            "image, both directions), and this attention knows causal and sliding masks "
+            "only: "
+            "give an attention_mask with one sequence a row, or use "
+            "attn_implementation='eager' or 'flex_attention'"
         )
     pad_lens = None if attention_mask is None else _left_padding(attention_mask, kv_offset)
     offset = q_offset - kv_offset
@@ -914,15 +961,19 @@ def transformers_attention(
     ):
         if dropout:
             raise ValueError(
-                f"attention dropout is {dropout}, and this attention has none: set attention_dropout=0 in the model's config"
+                f"attention dropout is {dropout}, and this attention has none: set "
+                "attention_dropout=0 in the model's config"
             )
         if softcap is not None:
             raise ValueError(
-                f"the model caps its scores (softcap {softcap}), which this attention does not: use attn_implementation='eager'"
+                f"the model caps its scores (softcap {softcap}), which this attention does "
+                "not: use attn_implementation='eager'"
             )
         if attention_mask is not None and not isinstance(attention_mask, Mask):
             raise ValueError(
-                f"attention_mask is a {type(attention_mask).__name__} that was made for another attention: give the model a mask of shape (sequences, tokens), True for real tokens"
+                f"attention_mask is a {type(attention_mask).__name__} that was made for "
+                "another attention: give the model a mask of shape (sequences, tokens), "
+                "True for real tokens"
             )
         if sharing is None:
             out = sink_attention(
@@ -955,7 +1006,8 @@ TRANSFORMERS_NAMES = {
 
 
 def register() -> None:
-    "Make the attention known to transformers, under each name with its mask. Importing this module does it."
+    """Make the attention known to transformers, under each name with its mask. Importing this
+    module does it."""
     for name, backend in TRANSFORMERS_NAMES.items():
         AttentionInterface.register(name, transformers_attention(backend))
         AttentionMaskInterface.register(name, transformers_mask)
@@ -1011,17 +1063,23 @@ def check_attention(
     names = attn_implementation or getattr(config, "_attn_implementation", None)
     for name in names.values() if isinstance(names, dict) else [names]:
         plain = (name or "").removeprefix("paged|")
-        flash = (
-            "flash" in plain or "/" in plain
-        )  # of the fourth version some releases have a backward pass for sinks, and it does not say which
+        # of the fourth version some releases have a backward pass for sinks, and it does not say
+        # which
+        flash = "flash" in plain or "/" in plain
         if not (flash or plain == "sdpa") or not has_sinks(model):
             continue
         why = (
-            "its kernel has no backward pass through the sinks, and the gradients of queries, keys and sinks would be wrong"
+            (
+                "its kernel has no backward pass through the sinks, and the gradients of "
+                "queries, keys and sinks would be wrong"
+            )
             if flash
             else "it leaves the sinks out"
         )
         raise ValueError(
-            f"attn_implementation={name!r} cannot train this model, whose attention has sinks: {why}. Choose 'sink' (linear memory, any device), 'flex_attention' (a GPU of 2020 or later) or "
-            f"'eager' (short sequences): model.set_attn_implementation('sink'), or model_init_kwargs={{'attn_implementation': 'sink'}} for a model given by name"
+            f"attn_implementation={name!r} cannot train this model, whose attention has "
+            f"sinks: {why}. Choose 'sink' (linear memory, any device), 'flex_attention' (a "
+            "GPU of 2020 or later) or "
+            "'eager' (short sequences): model.set_attn_implementation('sink'), or "
+            "model_init_kwargs={'attn_implementation': 'sink'} for a model given by name"
         )

@@ -9,19 +9,21 @@ __all__ = ['model_parts', 'watch', 'Run', 'LayerComparison', 'compare_layers']
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+if TYPE_CHECKING:
+    import matplotlib.figure
+
 # %% ../../nbs/model/04_compare.ipynb #9ffcb545
 def model_parts(
     model: nn.Module,  # a causal model of transformers, with adapters or without
-) -> dict[
-    str, list[nn.Module]
-]:  # "layer", "attention", "mlp" -> that part of each layer; the last two only where layers have `self_attn` and `mlp`
-    "The decoder layers of a model, and the parts within them."
+) -> dict[str, list[nn.Module]]:  # "layer", "attention", "mlp" -> that part of each layer
+    """The decoder layers of a model, and the parts within them (these only where layers have
+    `self_attn` and `mlp`)."""
     layers = next(
         (
             list(m.layers)
@@ -32,7 +34,8 @@ def model_parts(
     )
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no list of layers: give a causal language model whose decoder keeps them in `layers`"
+            f"{type(model).__name__} has no list of layers: give a causal language model "
+            "whose decoder keeps them in `layers`"
         )
     inside = {"attention": "self_attn", "mlp": "mlp"}
     return {"layer": layers} | {
@@ -50,7 +53,8 @@ def watch(
     feed: list[torch.Tensor]
     | None = None,  # one for each module: what it is given in place of its own input
 ) -> Iterator[tuple[list, list]]:  # (inputs, outputs), filled while the model runs
-    "Inside `with`: record what goes into each module and what comes out of it, and choose what goes in."
+    """Inside `with`: record what goes into each module and what comes out of it, and choose what
+    goes in."""
     inputs, outputs = [None] * len(modules), [None] * len(modules)
 
     def before(i):
@@ -126,7 +130,8 @@ def _run_own(model, inputs, real, gradients):
 
 
 def _run_fed(model, inputs, part, run):
-    "(outputs, input gradients) of one part in all layers, each fed what it was fed in `run`, forward and backward."
+    """(outputs, input gradients) of one part in all layers, each fed what it was fed in `run`,
+    forward and backward."""
     gradients = run.output_gradients is not None
     with (
         torch.set_grad_enabled(gradients),
@@ -152,9 +157,8 @@ def _difference(a, b, real):
 class LayerComparison:
     "Differences of two models, for each layer and part."
 
-    records: list[
-        dict[str, Any]
-    ]  # layer (from 0), part, fed ("own" or "same"), what ("output" or "gradient"), relative, largest
+    # layer (from 0), part, fed ("own" or "same"), what ("output" or "gradient"), relative, largest
+    records: list[dict[str, Any]]
 
     def relative(
         self,
@@ -239,14 +243,16 @@ def _model_inputs(inputs):
     inputs = {"input_ids": inputs} if torch.is_tensor(inputs) else dict(inputs)
     if "input_ids" not in inputs:
         raise ValueError(
-            f"inputs has {', '.join(inputs) or 'nothing'}, but input_ids are needed: give a (B, L) tensor of token ids, or what the tokenizer returns"
+            f"inputs has {', '.join(inputs) or 'nothing'}, but input_ids are needed: give a "
+            "(B, L) tensor of token ids, or what the tokenizer returns"
         )
     mask = inputs.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(inputs["input_ids"])
     if mask.shape != inputs["input_ids"].shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}, but input_ids have {tuple(inputs['input_ids'].shape)}: give one 0 or 1 for each token"
+            f"attention_mask has shape {tuple(mask.shape)}, but input_ids have "
+            f"{tuple(inputs['input_ids'].shape)}: give one 0 or 1 for each token"
         )
     return inputs, mask.bool()
 
@@ -265,7 +271,8 @@ def _check_alike(model_a, model_b):
     widths = [model.get_input_embeddings().weight.shape[-1] for model in (model_a, model_b)]
     if widths[0] != widths[1]:
         raise ValueError(
-            f"model_a is {widths[0]} wide and model_b {widths[1]} wide: compare two forms of the same model"
+            f"model_a is {widths[0]} wide and model_b {widths[1]} wide: compare two forms of "
+            "the same model"
         )
 
 
@@ -286,11 +293,13 @@ def compare_layers(
     model_a: nn.Module,  # a causal model of transformers: the one that is believed
     model_b: nn.Module,  # the same model in another form: dtype, attention, weights; on any device
     inputs: dict[str, torch.Tensor]
-    | torch.Tensor,  # what the tokenizer returns (input_ids, attention_mask), or (B, L) ids without padding
+    # what the tokenizer returns (input_ids, attention_mask), or (B, L) ids without padding
+    | torch.Tensor,
     *,
     gradients: bool = False,  # compare the gradient of the loss at each part's input too
 ) -> LayerComparison:  # differences with each model on its own, and with each part fed the same
-    "Run two models on the same inputs and measure where they differ; all states of both are kept in memory meanwhile."
+    """Run two models on the same inputs and measure where they differ; all states of both are kept
+    in memory meanwhile."""
     _check_alike(model_a, model_b)
     inputs, real = _model_inputs(inputs)
     on_b = {

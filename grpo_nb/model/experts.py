@@ -74,7 +74,8 @@ def _linear(x, e, weight, bias, lora, dtype):
 
 
 def _reference(hidden, indices, weights, experts):
-    "The formula: for every token, the weighted sum of what its experts say. Float32 or wider throughout."
+    """The formula: for every token, the weighted sum of what its experts say. Float32 or wider
+    throughout."""
     w, dtype, rows = experts, _wide(hidden.dtype), []
     for token, chosen, shares in zip(hidden.to(dtype), indices.tolist(), weights.to(dtype)):
         said = [
@@ -97,12 +98,14 @@ def _reference(hidden, indices, weights, experts):
 
 # %% ../../nbs/model/05_experts.ipynb #5d9d043d
 def _finite(x):
-    "float16 only: an overflow becomes the largest number of the format, which the activation's clamp treats alike."
+    """float16 only: an overflow becomes the largest number of the format, which the activation's
+    clamp treats alike."""
     return x.clamp_(-65504.0, 65504.0) if x.dtype == torch.float16 else x
 
 
 def _few(hidden, indices, weights, experts, dtype):
-    "Each token's experts gathered by index, one batched product for all pairs: no sort, no wait for the device."
+    """Each token's experts gathered by index, one batched product for all pairs: no sort, no wait
+    for the device."""
     T, K = indices.shape
     ids, w = indices.reshape(-1), experts
     x = hidden.to(dtype).repeat_interleave(K, dim=0)[:, None]  # (P, 1, H), P = T * K pairs
@@ -135,9 +138,8 @@ def _few(hidden, indices, weights, experts, dtype):
 
 # %% ../../nbs/model/05_experts.ipynb #355aa7a5
 ROWS = 1024  # pairs that are worked on at a time where float32 is needed, so that it stays small
-UNPACKED = (
-    2**29
-)  # bytes of experts that are dense at a time where weights are stored in 4 bits; at least one expert
+# bytes of experts that are dense at a time where weights are stored in 4 bits; at least one expert
+UNPACKED = 2**29
 
 
 def _chunks(*tensors):
@@ -168,7 +170,8 @@ def can_group(
     dtype: torch.dtype,  # that the products are computed in
     *sizes: int,  # H and I
 ) -> bool:  # False: one expert after the other
-    "Whether torch has one call for all experts here: bfloat16 on CUDA from compute capability 8.0; float32 and bfloat16 on a CPU from torch 2.11."
+    """Whether torch has one call for all experts here: bfloat16 on CUDA from compute capability
+    8.0; float32 and bfloat16 on a CPU from torch 2.11."""
     if any(size % 8 for size in sizes):
         return False  # rows must be multiples of 16 bytes
     if device.type == "cuda":
@@ -212,7 +215,8 @@ class _Groups:
         )  # (E,)
 
     def handed_over(self):
-        "The tensors, which are then no longer here: autograd keeps what it is given for as long as it has to, and not what hangs on an object."
+        """The tensors, which are then no longer here: autograd keeps what it is given for as long
+        as it has to, and not what hangs on an object."""
         return [vars(self).pop(name) for name in self.TENSORS]
 
     def around(self, tensors):
@@ -222,7 +226,8 @@ class _Groups:
         return groups
 
     def send(self):
-        "Begin to copy `ends` to the host. Who needs `bounds` then waits for that, and not for all that the device was asked for meanwhile."
+        """Begin to copy `ends` to the host. Who needs `bounds` then waits for that, and not for all
+        that the device was asked for meanwhile."""
         self.sent, self.arrived = (
             torch.empty(self.ends.shape, dtype=self.ends.dtype, pin_memory=True),
             torch.cuda.Event(),
@@ -248,7 +253,8 @@ class _Groups:
         ]
 
     def products(self, x, weight):
-        "x (P, in) times each row's expert's matrix (E, in, out) -> (P, out); of packed weights some experts are unpacked at a time."
+        """x (P, in) times each row's expert's matrix (E, in, out) -> (P, out); of packed weights
+        some experts are unpacked at a time."""
         if not isinstance(weight, PackedWeight):
             return _grouped_mm(x, weight.to(x.dtype), offs=self.ends)
         step = _at_a_time(weight, x.dtype)
@@ -281,7 +287,8 @@ def combine(
     indices: torch.Tensor | None = None,  # (T, K) each pair's expert, with `bias`
     bias: torch.Tensor | None = None,  # (E, n) added to each row first
 ) -> torch.Tensor:  # (T, n) in float32 or wider
-    "Rows back to their tokens: each token fetches its K rows and sums them, always in the same order."
+    """Rows back to their tokens: each token fetches its K rows and sums them, always in the same
+    order."""
     step, parts = max(1, ROWS // place.shape[1]), []
     for tokens in [slice(t, t + step) for t in range(0, len(place), step)]:
         rows = (
@@ -313,7 +320,9 @@ def activate_backward(
     z: torch.Tensor,  # (P, 2I) as in `activate`
     ids: torch.Tensor,  # (P,)
     bias: torch.Tensor,  # (E, 2I)
-    gradient: torch.Tensor,  # (P, I) d loss / d activation, for a share of 1; overwritten with the activation times its share
+    # (P, I) d loss / d activation, for a share of 1; overwritten with the activation times its
+    # share
+    gradient: torch.Tensor,
     share: torch.Tensor,  # (P,) how much each row counts
     alpha: float,
     limit: float,
@@ -344,7 +353,8 @@ def activate_backward(
 
 # %% ../../nbs/model/05_experts.ipynb #a940c470
 def _join(lora, dtype):
-    "Adapters side by side as one: a (E, in, R), b (E, R, out), scaling inside b; R a multiple of 8, as grouped products want it."
+    """Adapters side by side as one: a (E, in, R), b (E, R, out), scaling inside b; R a multiple of
+    8, as grouped products want it."""
     if not lora:
         return None, None
     a = torch.cat([f.a.to(dtype) for f in lora], dim=2)
@@ -370,7 +380,8 @@ def _factor_gradients(groups, x, g, a, b):
 
 # %% ../../nbs/model/05_experts.ipynb #4e1a0a85
 def _passes(device):
-    "`activate`, `activate_backward` and `combine`: kernels on a GPU, if Triton is there, else those above."
+    """`activate`, `activate_backward` and `combine`: kernels on a GPU, if Triton is there, else
+    those above."""
     if device.type == "cuda" and importlib.util.find_spec("triton"):
         from grpo_nb.model import fused
 
@@ -384,7 +395,8 @@ def _pre_activation(hidden, groups, dtype, weight, a, b):
 
 # %% ../../nbs/model/05_experts.ipynb #e782faed
 class _Unheard(threading.local):
-    "Inside `with UNHEARD`, for this thread, experts keep what their backward pass wants, and answer zeros."
+    """Inside `with UNHEARD`, for this thread, experts keep what their backward pass wants, and
+    answer zeros."""
 
     depth = 0
 
@@ -407,7 +419,7 @@ def _contexts(hooks):
 
 def contexts_of(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
-):  # for `torch.utils.checkpoint.checkpoint`, as context_fn: the contexts of the first and of the second pass through a layer
+):  # context_fn of `torch.utils.checkpoint.checkpoint`: the contexts of a layer's two passes
     "In a gpt-oss the experts come last in a layer, and in its second pass nobody hears them."
     layers = [module for module in model.modules() if isinstance(module, GptOssDecoderLayer)]
     if not layers or any(
@@ -581,7 +593,8 @@ def _of(e, *tensors):
 
 
 class _Each(torch.autograd.Function):
-    "`_Many`, one expert after the other; keeps the input, and `z` unless it is to be computed again."
+    """`_Many`, one expert after the other; keeps the input, and `z` unless it is to be computed
+    again."""
 
     @staticmethod
     def forward(
@@ -817,18 +830,21 @@ def _check(hidden, indices, weights, experts):
         or len(indices) != len(hidden)
     ):
         raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)}, indices {tuple(indices.shape)}, weights {tuple(weights.shape)}: "
+            f"hidden has shape {tuple(hidden.shape)}, indices {tuple(indices.shape)}, "
+            f"weights {tuple(weights.shape)}: "
             "give (T, H), (T, K) and (T, K), one row a token"
         )
     if hidden.shape[1] != experts.gate_up.shape[1]:
         raise ValueError(
-            f"hidden states are {hidden.shape[1]} wide, but the experts' matrices have {experts.gate_up.shape[1]} rows: give (T, {experts.gate_up.shape[1]})"
+            f"hidden states are {hidden.shape[1]} wide, but the experts' matrices have "
+            f"{experts.gate_up.shape[1]} rows: give (T, {experts.gate_up.shape[1]})"
         )
     if indices.numel() and indices.device.type == "cpu":
         (low, high), count = (int(value) for value in torch.aminmax(indices)), len(experts.gate_up)
         if low < 0 or high >= count:
             raise ValueError(
-                f"indices holds values from {low} to {high}, but there are the {count} experts 0 to {count - 1}"
+                f"indices holds values from {low} to {high}, but there are the {count} "
+                f"experts 0 to {count - 1}"
             )
 
 
@@ -861,12 +877,18 @@ def routed_experts(
     weights: torch.Tensor,  # (T, K): how much each of them counts
     experts: ExpertWeights,  # the weights; from `expert_weights(module)`
     *,
-    path: str = "auto",  # "reference", "few" (decode), "many" (prefill, training), "loop" (without gradients); auto: few for a handful of pairs without gradients, loop on a CPU in inference mode, else many
-    recompute: bool = False,  # many: keep only the input for the backward pass and compute gate_up again there
+    # "reference", "few" (decode), "many" (prefill, training), "loop" (without gradients); auto: few
+    # for a handful of pairs without gradients, loop on a CPU in inference mode, else many
+    path: str = "auto",
+    # many: keep only the input for the backward pass and compute gate_up again there
+    recompute: bool = False,
     slice_tokens: int
-    | None = None,  # many: so many tokens at a time (where all experts are one call); with `recompute`, working memory no longer grows with T
+    # many: so many tokens at a time (where all experts are one call); with `recompute`, working
+    # memory no longer grows with T
+    | None = None,
 ) -> torch.Tensor:  # (T, H) in hidden's dtype
-    "What each token's K experts say, weighted and summed; no expert computes anything for a token that was not sent to it."
+    """What each token's K experts say, weighted and summed; no expert computes anything for a token
+    that was not sent to it."""
     _check(hidden, indices, weights, experts)
     if path not in ("auto", "reference", "few", "many", "loop"):
         raise ValueError(f"path is {path!r}; give 'auto', 'reference', 'few', 'many' or 'loop'")
@@ -914,10 +936,9 @@ def routed_experts(
 # %% ../../nbs/model/05_experts.ipynb #93f76958
 def adapted(
     model: torch.nn.Module,  # with or without adapters
-) -> list[
-    dict
-]:  # a row for each kind of weight matrix, layers taken together; pandas.DataFrame(adapted(model)) draws it
-    "Which weights have adapters, how many parameters these have, and which weights have none."
+) -> list[dict]:  # a row for each kind of weight matrix, layers taken together
+    """Which weights have adapters, how many parameters these have, and which weights have none;
+    pandas.DataFrame(adapted(model)) draws it."""
 
     def kind(name):
         return re.sub(
@@ -994,7 +1015,8 @@ def _active(wrapper):
         return ()  # they are in the weights
     if wrapper.merged:
         raise ValueError(
-            "the adapters are disabled but merged into the experts' weights: call unmerge_adapter() first"
+            "the adapters are disabled but merged into the experts' weights: call "
+            "unmerge_adapter() first"
         )
     return (
         ()
@@ -1013,13 +1035,15 @@ def expert_weights(
     missing = [name for name in NAMES if not hasattr(base, name)]
     if missing:
         raise ValueError(
-            f"{type(base).__name__} has no {', '.join(missing)}: give the experts of a gpt-oss layer (model.model.layers[0].mlp.experts)"
+            f"{type(base).__name__} has no {', '.join(missing)}: give the experts of a "
+            "gpt-oss layer (model.model.layers[0].mlp.experts)"
         )
     loras = {"gate_up_proj": (), "down_proj": ()}
     for wrapper in wrappers:
         if wrapper.parameter_name not in loras and _active(wrapper):
             raise ValueError(
-                f"an adapter targets {wrapper.parameter_name!r} of the experts; target mlp.experts.gate_up_proj and mlp.experts.down_proj only"
+                f"an adapter targets {wrapper.parameter_name!r} of the experts; target "
+                "mlp.experts.gate_up_proj and mlp.experts.down_proj only"
             )
         loras[wrapper.parameter_name] = _active(wrapper)
     return ExpertWeights(
@@ -1047,7 +1071,8 @@ def routed_forward(
     "What transformers calls where the implementation of experts is 'routed' or 'routed_lean'."
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError(
-            "these experts are spread over several devices (expert parallel), which the routed implementation cannot do: use 'grouped_mm'"
+            "these experts are spread over several devices (expert parallel), which the "
+            "routed implementation cannot do: use 'grouped_mm'"
         )
     experts = replace(expert_weights(module), gate_up_lora=gate_up_lora, down_lora=down_lora)
     options = IMPLEMENTATIONS[module.config._experts_implementation]
@@ -1062,7 +1087,8 @@ for _name in IMPLEMENTATIONS:
 
 # %% ../../nbs/model/05_experts.ipynb #331ff9ae
 class RoutedParamWrapper(ParamWrapper):
-    "PEFT's wrapper of one parameter; the outermost one hands the factors of all to the module's implementation, and no weight is replaced."
+    """PEFT's wrapper of one parameter; the outermost one hands the factors of all to the module's
+    implementation, and no weight is replaced."""
 
     def forward(self, x, *args, **kwargs):
         base = self.get_base_layer()
@@ -1084,10 +1110,12 @@ def route_adapters(
     model: torch.nn.Module,  # a PEFT model, or a transformers model with adapters; also one without
     implementation: str = "routed",  # or "routed_lean": recomputes in slices, for long contexts
 ) -> int:  # in how many layers the adapters of experts now go by their factors
-    "Compute experts by `routed_experts`, adapters included; `model.set_experts_implementation('eager')` is the way back."
+    """Compute experts by `routed_experts`, adapters included;
+    `model.set_experts_implementation('eager')` is the way back."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation is {implementation!r}; give one of {', '.join(map(repr, IMPLEMENTATIONS))}"
+            f"implementation is {implementation!r}; give one of "
+            f"{', '.join(map(repr, IMPLEMENTATIONS))}"
         )
     wrappers = [
         module
@@ -1098,7 +1126,8 @@ def route_adapters(
     for wrapper in wrappers:
         if wrapper.parameter_name not in ("gate_up_proj", "down_proj"):
             raise ValueError(
-                f"an adapter targets {wrapper.parameter_name!r} of the experts; target mlp.experts.gate_up_proj and mlp.experts.down_proj only"
+                f"an adapter targets {wrapper.parameter_name!r} of the experts; target "
+                "mlp.experts.gate_up_proj and mlp.experts.down_proj only"
             )
     try:
         model.set_experts_implementation(implementation)

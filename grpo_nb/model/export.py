@@ -52,7 +52,8 @@ def new_folder(
     overwrite: bool = False,  # one that is there already is replaced, at the end
     nbytes: int = 0,  # that will be written; refused beforehand if the disk has less
 ):  # yields a hidden folder to write to
-    "`with new_folder(path) as partial:` fills `partial`, which becomes `path` if nothing is raised and vanishes otherwise."
+    """`with new_folder(path) as partial:` fills `partial`, which becomes `path` if nothing is
+    raised and vanishes otherwise."""
     path = Path(path).expanduser().absolute()
     partial, old = (path.with_name(f".{path.name}.{what}") for what in ("partial", "old"))
     if old.exists() and not path.exists():
@@ -61,7 +62,8 @@ def new_folder(
         raise ValueError(f"{path} is a file: give another name for the folder")
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise ValueError(
-            f"{path} exists and is not empty: give another name, or overwrite=True, which replaces it when the new one is complete"
+            f"{path} exists and is not empty: give another name, or overwrite=True, which "
+            "replaces it when the new one is complete"
         )
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -73,7 +75,9 @@ def new_folder(
             else ""
         )
         raise ValueError(
-            f"the export takes {nbytes / 2**30:,.2f} GiB, and the disk of {existing} has {free / 2**30:,.2f} GiB left: make room, or give a path on another disk{old_one}"
+            f"the export takes {nbytes / 2**30:,.2f} GiB, and the disk of {existing} has "
+            f"{free / 2**30:,.2f} GiB left: make room, or give a path on another "
+            f"disk{old_one}"
         )
     partial.mkdir(parents=True)
     try:
@@ -106,7 +110,8 @@ def save_adapter(
     active = model.active_adapters if hasattr(model, "active_adapters") else [model.active_adapter]
     if adapter is None and len(active) != 1:
         raise ValueError(
-            f"the adapters {', '.join(active)} are active: say which one to save, adapter={active[0]!r}"
+            f"the adapters {', '.join(active)} are active: say which one to save, "
+            f"adapter={active[0]!r}"
         )
     name = active[0] if adapter is None else adapter
     if name not in model.peft_config:
@@ -225,7 +230,8 @@ def _check_wrapper(path, wrapper):
     if isinstance(wrapper, ParamWrapper):
         if not all(hasattr(wrapper.get_base_layer(), name) for name in EXPERTS):
             raise ValueError(
-                f"{path} is a parameter with an adapter that is no matrix of a gpt-oss' experts: merge it with PEFT's merge_and_unload, then export the result"
+                f"{path} is a parameter with an adapter that is no matrix of a gpt-oss' "
+                "experts: merge it with PEFT's merge_and_unload, then export the result"
             )
     elif not isinstance(wrapper, LoraLayer) or not (
         isinstance(wrapper, (Linear, Embedding))
@@ -233,11 +239,14 @@ def _check_wrapper(path, wrapper):
         or hasattr(wrapper.get_base_layer().weight, "quant_state")
     ):
         raise ValueError(
-            f"{path} has an adapter of the kind {type(wrapper).__name__}, and only LoRA on linear layers, embeddings and experts can be merged here: use PEFT's merge_and_unload, then export the result"
+            f"{path} has an adapter of the kind {type(wrapper).__name__}, and only LoRA on "
+            "linear layers, embeddings and experts can be merged here: use PEFT's "
+            "merge_and_unload, then export the result"
         )
     if wrapper.merged and wrapper.disable_adapters:
         raise ValueError(
-            f"the adapters on {path} are merged into its weights and switched off, so the weights are not what the model computes with: call unmerge_adapter() first"
+            f"the adapters on {path} are merged into its weights and switched off, so the "
+            "weights are not what the model computes with: call unmerge_adapter() first"
         )
     for name in wrapper.active_adapters:
         if (
@@ -247,12 +256,14 @@ def _check_wrapper(path, wrapper):
             or getattr(wrapper, "fan_in_fan_out", False)
         ):
             raise ValueError(
-                f"the adapter {name!r} on {path} is not plain LoRA (DoRA, a bias, or another variant): use PEFT's merge_and_unload, then export the result"
+                f"the adapter {name!r} on {path} is not plain LoRA (DoRA, a bias, or another "
+                "variant): use PEFT's merge_and_unload, then export the result"
             )
 
 
 def _plain_name(base, path):
-    "The name of a module without PEFT's wrappers; None if it is a part of an adapter, or a copy that is not in use."
+    """The name of a module without PEFT's wrappers; None if it is a part of an adapter, or a copy
+    that is not in use."""
     names = path.split(".")
     if any(name.startswith("lora_") for name in names):
         return None
@@ -289,14 +300,18 @@ def merges(
     )
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         raise ValueError(
-            f"the active adapter is of the kind {model.active_peft_config.peft_type.value}, which adds to the prompt and not to weights: only LoRA can be merged; save_adapter keeps it"
+            f"the active adapter is of the kind {model.active_peft_config.peft_type.value}, "
+            "which adds to the prompt and not to weights: only LoRA can be merged; "
+            "save_adapter keeps it"
         )
     for path, module in base.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(
             module, ModulesToSaveWrapper
         ):
             raise ValueError(
-                f"{path} is wrapped as {type(module).__name__} (single trained tokens), which cannot be merged here: use PEFT's merge_and_unload, then export the result"
+                f"{path} is wrapped as {type(module).__name__} (single trained tokens), "
+                "which cannot be merged here: use PEFT's merge_and_unload, then export the "
+                "result"
             )
         if not isinstance(module, BaseTunerLayer):
             continue
@@ -323,7 +338,10 @@ def merges(
                 found.append(merge)
             elif merge.adds or twin.adds:
                 raise ValueError(
-                    f"{merge.name} and {twin.name} are one weight, and an adapter is on one of them: merged they would be two, and the model's config says that they are tied. Save the adapter, or train without it on the embedding and the head"
+                    f"{merge.name} and {twin.name} are one weight, and an adapter is on one "
+                    "of them: merged they would be two, and the model's config says that "
+                    "they are tied. Save the adapter, or train without it on the embedding "
+                    "and the head"
                 )
     return found
 
@@ -463,7 +481,8 @@ def quantize_closely(
 ) -> tuple[
     torch.Tensor, torch.Tensor
 ]:  # blocks (rows, cols / 32, 16) and scales (rows, cols / 32), both uint8
-    "`mxfp4.quantize` with the better of two exponents for each block, the standard's and the one above it: weights that are on the grid stay on it."
+    """`mxfp4.quantize` with the better of two exponents for each block, the standard's and the one
+    above it: weights that are on the grid stay on it."""
     magnitudes = e2m1_values(weight.device)[:8].float()
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
 
@@ -634,13 +653,22 @@ def _write_model(
 
 def _summary(export, seconds):
     "What was written, in two lines."
-    text = f"{export.path}: {export.nbytes / 2**20:,.1f} MiB in {len(export.files)} file(s), in {seconds:.1f} s"
+    text = (
+        f"{export.path}: {export.nbytes / 2**20:,.1f} MiB in {len(export.files)} file(s), in "
+        f"{seconds:.1f} s"
+    )
     adapted = [row for row in export.rows if "survives" in row]
     if export.rows:
-        text += f"\nerror of rounding: {max(row['error'] for row in export.rows):.2%} of a matrix at most"
+        text += (
+            f"\nerror of rounding: {max(row['error'] for row in export.rows):.2%} of a "
+            "matrix at most"
+        )
     if adapted:
         shares = [row["survives"] for row in adapted]
-        text += f"; of what the adapters changed, {min(shares):.0%} to {max(shares):.0%} of a matrix's change is in the result"
+        text += (
+            f"; of what the adapters changed, {min(shares):.0%} to {max(shares):.0%} of a "
+            "matrix's change is in the result"
+        )
     return text
 
 # %% ../../nbs/model/12_export.ipynb #bf2d4d97
@@ -654,7 +682,8 @@ def save_merged(
     overwrite: bool = False,  # replace a folder that is there, when the new one is complete
     quiet: bool = False,  # print nothing
 ) -> Export:  # rows: what rounding lost, of each matrix with an adapter
-    "Save a model with its active adapters merged: every matrix unpacked, the adapter added in float32, rounded once. The model is not changed."
+    """Save a model with its active adapters merged: every matrix unpacked, the adapter added in
+    float32, rounded once. The model is not changed."""
     dtype, losses = choose_dtype(dtype, torch.device("cpu")), []
 
     def target(weight):
@@ -672,7 +701,8 @@ def save_merged(
             and isinstance(merge.weight, torch.nn.Parameter)
         ):
             raise ValueError(
-                f"{merge.name} is stored as {merge.weight.dtype}, which cannot be unpacked here: only dense weights, MXFP4 and NF4 of bitsandbytes can be merged"
+                f"{merge.name} is stored as {merge.weight.dtype}, which cannot be unpacked "
+                "here: only dense weights, MXFP4 and NF4 of bitsandbytes can be merged"
             )
     return _write_model(
         model,
@@ -699,7 +729,8 @@ def save_mxfp4(
 ) -> (
     Export
 ):  # rows: what rounding lost, of each matrix with an adapter and of all experts that were rounded
-    "Save a gpt-oss in the layout of the released checkpoints, active adapters merged: experts rounded to MXFP4 again, all else in bfloat16. The model is not changed."
+    """Save a gpt-oss in the layout of the released checkpoints, active adapters merged: experts
+    rounded to MXFP4 again, all else in bfloat16. The model is not changed."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     names, losses = (
         {
@@ -711,13 +742,16 @@ def save_mxfp4(
     )
     if not names:
         raise ValueError(
-            f"{type(base).__name__} has no experts of a gpt-oss, and only those are stored as MXFP4: use save_merged"
+            f"{type(base).__name__} has no experts of a gpt-oss, and only those are stored "
+            "as MXFP4: use save_merged"
         )
     found = merges(model)
     for merge in found:
         if merge.name in names and merge.shape[1] % BLOCK:
             raise ValueError(
-                f"{merge.name} has {merge.shape[1]} inputs, but MXFP4 has blocks of {BLOCK}: only hidden and intermediate sizes divisible by {BLOCK} can be stored so; use save_merged"
+                f"{merge.name} has {merge.shape[1]} inputs, but MXFP4 has blocks of {BLOCK}: "
+                f"only hidden and intermediate sizes divisible by {BLOCK} can be stored so; "
+                "use save_merged"
             )
     pieces = [
         _packed_piece(merge, losses)

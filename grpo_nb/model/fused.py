@@ -13,7 +13,8 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError(
-        "the training kernels need triton, which torch brings along for CUDA: pip install triton (without it, plain tensors do the same)"
+        "the training kernels need triton, which torch brings along for CUDA: pip install "
+        "triton (without it, plain tensors do the same)"
     ) from error
 
 # %% ../../nbs/model/08_fused.ipynb #2d53b551
@@ -69,16 +70,16 @@ def unpack(
 
 # %% ../../nbs/model/08_fused.ipynb #f2079e70
 @triton.jit
-def _gate_up(z, ids, bias, row, column, I, alpha, limit, BI: tl.constexpr):
+def _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI: tl.constexpr):
     "BI gates and ups of a row with their bias: as they are, and cut."
     e = tl.load(ids + row).to(tl.int64)
     j = 2 * column + tl.arange(0, 2 * BI)
-    inside = j < 2 * I
-    v = tl.load(z + row * 2 * I + j, mask=inside, other=0.0)
+    inside = j < 2 * inner
+    v = tl.load(z + row * 2 * inner + j, mask=inside, other=0.0)
     v = (
         (
             v.to(tl.float32)
-            + tl.load(bias + e * 2 * I + j, mask=inside, other=0.0).to(v.dtype).to(tl.float32)
+            + tl.load(bias + e * 2 * inner + j, mask=inside, other=0.0).to(v.dtype).to(tl.float32)
         )
         .to(v.dtype)
         .to(tl.float32)
@@ -97,29 +98,35 @@ def _gate_up(z, ids, bias, row, column, I, alpha, limit, BI: tl.constexpr):
 
 
 @triton.jit
-def _activate(z, ids, bias, out, I, alpha, limit, BI: tl.constexpr):
+def _activate(z, ids, bias, out, inner, alpha, limit, BI: tl.constexpr):
     "BI columns of a row."
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BI
-    _, _, gate, up, sigma = _gate_up(z, ids, bias, row, column, I, alpha, limit, BI)
+    _, _, gate, up, sigma = _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI)
     i = column + tl.arange(0, BI)
-    tl.store(out + row * I + i, ((up + 1) * gate * sigma).to(out.dtype.element_ty), mask=i < I)
+    tl.store(
+        out + row * inner + i, ((up + 1) * gate * sigma).to(out.dtype.element_ty), mask=i < inner
+    )
 
 
 @triton.jit
-def _activate_backward(z, ids, bias, gradient, share, out, sums, I, alpha, limit, BI: tl.constexpr):
+def _activate_backward(
+    z, ids, bias, gradient, share, out, sums, inner, alpha, limit, BI: tl.constexpr
+):
     "A whole row, BI columns at a time."
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(share + row).to(tl.float32)
     total = tl.zeros((BI,), tl.float32)
-    for column in range(0, I, BI):
+    for column in range(0, inner, BI):
         whole_gate, whole_up, gate, up, sigma = _gate_up(
-            z, ids, bias, row, column, I, alpha, limit, BI
+            z, ids, bias, row, column, inner, alpha, limit, BI
         )
         i = column + tl.arange(0, BI)
-        g = tl.load(gradient + row * I + i, mask=i < I, other=0.0).to(tl.float32)
+        g = tl.load(gradient + row * inner + i, mask=i < inner, other=0.0).to(tl.float32)
         act = (up + 1) * gate * sigma
         total += g * act
-        tl.store(gradient + row * I + i, (act * s).to(gradient.dtype.element_ty), mask=i < I)
+        tl.store(
+            gradient + row * inner + i, (act * s).to(gradient.dtype.element_ty), mask=i < inner
+        )
         g *= s
         d_gate = tl.where(
             whole_gate <= limit, g * (up + 1) * (sigma + alpha * gate * sigma * (1 - sigma)), 0.0
@@ -127,9 +134,9 @@ def _activate_backward(z, ids, bias, gradient, share, out, sums, I, alpha, limit
         d_up = tl.where(tl.abs(whole_up) <= limit, g * gate * sigma, 0.0)
         j = 2 * column + tl.arange(0, 2 * BI)
         tl.store(
-            out + row * 2 * I + j,
+            out + row * 2 * inner + j,
             tl.reshape(tl.join(d_gate, d_up), (2 * BI,)).to(out.dtype.element_ty),
-            mask=j < 2 * I,
+            mask=j < 2 * inner,
         )
     tl.store(sums + row, tl.sum(total, 0))
 
@@ -142,11 +149,11 @@ def activate(
     limit: float,  # gate is cut at limit, up at -limit and limit
 ) -> torch.Tensor:  # (P, I)
     "`experts.activate`, in one pass."
-    P, I = len(z), z.shape[1] // 2
-    out = z.new_empty(P, I)
+    P, inner = len(z), z.shape[1] // 2
+    out = z.new_empty(P, inner)
     if P:
-        _activate[(P, triton.cdiv(I, 1024))](
-            z, ids, bias, out, I, alpha, limit, BI=1024, num_warps=4
+        _activate[(P, triton.cdiv(inner, 1024))](
+            z, ids, bias, out, inner, alpha, limit, BI=1024, num_warps=4
         )
     return out
 
@@ -155,7 +162,9 @@ def activate_backward(
     z: torch.Tensor,  # (P, 2I) as in `activate`
     ids: torch.Tensor,  # (P,)
     bias: torch.Tensor,  # (E, 2I)
-    gradient: torch.Tensor,  # (P, I) d loss / d activation, for a share of 1; overwritten with the activation times its share
+    # (P, I) d loss / d activation, for a share of 1; overwritten with the activation times its
+    # share
+    gradient: torch.Tensor,
     share: torch.Tensor,  # (P,) float32, how much each row counts
     alpha: float,
     limit: float,
@@ -265,7 +274,8 @@ def _rotate(
 
 
 def rotate(
-    x: torch.Tensor,  # (B, T, heads, D), float32 or 16 bits; strides as they are, but a head lies together
+    # (B, T, heads, D), float32 or 16 bits; strides as they are, but a head lies together
+    x: torch.Tensor,
     cos: torch.Tensor,  # (B or 1, T, D/2)
     sin: torch.Tensor,  # (B or 1, T, D/2)
 ) -> torch.Tensor:  # (B, T, heads, D)

@@ -10,6 +10,7 @@ __all__ = ['DTYPES', 'WANTED', 'NOT_WANTED', 'CODE_RMS', 'OVERFLOWING', 'WORKING
 
 # %% ../../nbs/model/11_loading.ipynb #0dc36676
 import gc
+import importlib
 import json
 import math
 import re
@@ -68,7 +69,8 @@ def read_header(
         header = json.loads(text)
     except ValueError:
         raise ValueError(
-            f"{file} ({size:,} bytes) has no safetensors header: it was cut off, is a pointer of Git LFS in place of the file, or is something else. Fetch it again"
+            f"{file} ({size:,} bytes) has no safetensors header: it was cut off, is a "
+            "pointer of Git LFS in place of the file, or is something else. Fetch it again"
         ) from None
     header.pop("__metadata__", None)
     start, end = (
@@ -78,7 +80,8 @@ def read_header(
     if size != end:
         what = "cut off" if size < end else "longer than its header says"
         raise ValueError(
-            f"{file} is {what}: it has {size:,} bytes, and its {len(header)} tensors end at byte {end:,}. Fetch it again; nothing was loaded"
+            f"{file} is {what}: it has {size:,} bytes, and its {len(header)} tensors end at "
+            f"byte {end:,}. Fetch it again; nothing was loaded"
         )
     entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     return {
@@ -97,7 +100,8 @@ def read_header(
 def read_checkpoint(
     folder: str | Path,  # with model.safetensors, or with shards and their index
 ) -> dict[str, Stored]:  # by name
-    "All tensors of a checkpoint, from the headers of its files; ValueError if a file is missing or cut off, or a tensor is not where the index says."
+    """All tensors of a checkpoint, from the headers of its files; ValueError if a file is missing
+    or cut off, or a tensor is not where the index says."""
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if not index.exists():
@@ -106,24 +110,30 @@ def read_checkpoint(
         there = sorted(path.name for path in folder.iterdir())
         if "adapter_config.json" in there:
             raise ValueError(
-                f"{folder} holds an adapter and no model: load the model that it was trained on, then peft.PeftModel.from_pretrained(model, {str(folder)!r}, is_trainable=True)"
+                f"{folder} holds an adapter and no model: load the model that it was trained "
+                f"on, then peft.PeftModel.from_pretrained(model, {str(folder)!r}, "
+                "is_trainable=True)"
             )
         raise ValueError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json; it has {', '.join(there[:8]) or 'nothing'}. "
-            "Weights in other formats (.bin, .gguf) have to be saved as safetensors first, by transformers' save_pretrained"
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; it "
+            f"has {', '.join(there[:8]) or 'nothing'}. "
+            "Weights in other formats (.bin, .gguf) have to be saved as safetensors first, "
+            "by transformers' save_pretrained"
         )
     places = json.loads(index.read_text())["weight_map"]
     files = sorted(set(places.values()))
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise ValueError(
-            f"{index.name} names {len(files)} files, and {len(missing)} of them are not in {folder}: {', '.join(missing[:3])}. Fetch them; nothing was loaded"
+            f"{index.name} names {len(files)} files, and {len(missing)} of them are not in "
+            f"{folder}: {', '.join(missing[:3])}. Fetch them; nothing was loaded"
         )
     stored = {name: entry for file in files for name, entry in read_header(folder / file).items()}
     lost = [name for name, file in places.items() if name not in stored]
     if lost:
         raise ValueError(
-            f"{index.name} names {lost[0]} and {len(lost) - 1} other tensors that are in none of its files: index and files are of different checkpoints"
+            f"{index.name} names {lost[0]} and {len(lost) - 1} other tensors that are in "
+            "none of its files: index and files are of different checkpoints"
         )
     return stored
 
@@ -149,7 +159,8 @@ def find_folder(
     revision: str | None = None,  # of the hub's repository
     token: str | None = None,  # for a closed repository
 ) -> Path:
-    "The folder of a model; fetched from the hub if the name is no folder. ValueError if there is none."
+    """The folder of a model; fetched from the hub if the name is no folder. ValueError if there is
+    none."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -160,7 +171,8 @@ def find_folder(
     name = str(name_or_path)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise ValueError(
-            f"there is no folder {name!r} (looked for in {Path.cwd()}), and it cannot be a model's name on the hub either, which is like 'openai/gpt-oss-20b'"
+            f"there is no folder {name!r} (looked for in {Path.cwd()}), and it cannot be a "
+            "model's name on the hub either, which is like 'openai/gpt-oss-20b'"
         )
     from huggingface_hub import snapshot_download
 
@@ -177,8 +189,10 @@ def find_folder(
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{name!r} is no folder in {Path.cwd()}, and the hub gave no model of that name ({type(error).__name__}: {reason}): "
-            "check the spelling and the connection, log in for a closed model, or give a local folder"
+            f"{name!r} is no folder in {Path.cwd()}, and the hub gave no model of that name "
+            f"({type(error).__name__}: {reason}): "
+            "check the spelling and the connection, log in for a closed model, or give a "
+            "local folder"
         ) from error
 
 # %% ../../nbs/model/11_loading.ipynb #46809686
@@ -193,7 +207,8 @@ def skeleton(
 
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"{config.model_type!r} is no language model that writes on from a text: give a causal model such as gpt_oss, llama, qwen3, mistral, phi3 or gemma3_text"
+            f"{config.model_type!r} is no language model that writes on from a text: give a "
+            "causal model such as gpt_oss, llama, qwen3, mistral, phi3 or gemma3_text"
         )
     given = {"attn_implementation": attn_implementation} if attn_implementation else {}
     with torch.device("meta"):
@@ -224,7 +239,8 @@ class Form:
 def forms(
     model: torch.nn.Module,  # a skeleton or a model
     dtype: torch.dtype,
-    load_in_4bit: bool = False,  # experts of a gpt-oss as MXFP4; of other models, the linear layers as NF4
+    # experts of a gpt-oss as MXFP4; of other models, the linear layers as NF4
+    load_in_4bit: bool = False,
     attention_4bit: bool = False,  # of a gpt-oss: attention's linear layers as NF4
 ) -> dict[str, Form]:  # by name of the parameter
     "The form of each parameter. Norms stay in float32 where transformers asks for it (float16)."
@@ -285,11 +301,15 @@ def _check_source(name, shape, sources):
     for source, shape in zip(sources, wanted):
         if source.shape != shape:
             raise ValueError(
-                f"{source.name} has shape {source.shape} in {source.file.name}, but config.json asks for {shape}: they belong to different models. Nothing was loaded"
+                f"{source.name} has shape {source.shape} in {source.file.name}, but "
+                f"config.json asks for {shape}: they belong to different models. Nothing was "
+                "loaded"
             )
         if source.dtype not in dtypes:
             raise ValueError(
-                f"{source.name} is stored as {source.dtype} in {source.file.name}, which cannot be read here (only {', '.join(sorted(dtypes))}): take a checkpoint in bfloat16 or MXFP4"
+                f"{source.name} is stored as {source.dtype} in {source.file.name}, which "
+                f"cannot be read here (only {', '.join(sorted(dtypes))}): take a checkpoint "
+                "in bfloat16 or MXFP4"
             )
 
 
@@ -298,7 +318,8 @@ def match(
     stored: dict[str, Stored],  # from read_checkpoint
     wanted: dict[str, Form],  # from forms
 ) -> list[Step]:  # in the order of the files
-    "Where each parameter comes from; ValueError if tensors are missing, left over, or of another shape."
+    """Where each parameter comes from; ValueError if tensors are missing, left over, or of another
+    shape."""
     steps, missing = [], []
     for name, parameter in model.named_parameters():
         if sources := _sources(name, stored):
@@ -317,7 +338,8 @@ def match(
             if names
         ]
         raise ValueError(
-            f"the weights are not those of the {type(model).__name__} that config.json describes: of its tensors, {' and '.join(told)}. Nothing was loaded"
+            f"the weights are not those of the {type(model).__name__} that config.json "
+            f"describes: of its tensors, {' and '.join(told)}. Nothing was loaded"
         )
     return sorted(steps, key=lambda step: (str(step.sources[0].file), step.sources[0].begin))
 
@@ -338,7 +360,9 @@ def nf4(
         from bitsandbytes.nn import Params4bit
     except ImportError as error:
         raise ImportError(
-            "NF4 needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or leave attention_4bit or load_in_4bit out (the experts of a gpt-oss need no bitsandbytes)"
+            "NF4 needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or "
+            "leave attention_4bit or load_in_4bit out (the experts of a gpt-oss need no "
+            "bitsandbytes)"
         ) from error
     return Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(
         weight.device
@@ -376,7 +400,8 @@ def read_parameter(
     if len(tensors) == 2:
         if tensors[1].numel() and int(tensors[1].max()) == 255:
             raise ValueError(
-                f"{step.sources[1].name} holds scales of 255, which is NaN in MXFP4: {step.sources[1].file} was damaged. Fetch it again"
+                f"{step.sources[1].name} holds scales of 255, which is NaN in MXFP4: "
+                f"{step.sources[1].file} was damaged. Fetch it again"
             )
         if form.kind == "mxfp4":
             return PackedWeight(*(x.to(device, copy=True) for x in tensors), form.dtype)
@@ -431,7 +456,8 @@ def _linear_4bit(model, path, linear, weight):
 
 
 def _initialise(model, path, module, device=None):
-    "What the architecture writes into a module without weights: its buffers, such as the frequencies of rotary positions."
+    """What the architecture writes into a module without weights: its buffers, such as the
+    frequencies of rotary positions."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -521,10 +547,9 @@ def random_parameters(
 # %% ../../nbs/model/11_loading.ipynb #a0dd16bd
 def adaptable(
     model: torch.nn.Module,  # a skeleton or a model
-) -> dict[
-    str, str
-]:  # full name -> "attention", "experts", "mlp" or "other"; linear layers by their module, matrices of experts by their parameter
-    "What an adapter can be put on."
+) -> dict[str, str]:  # full name -> "attention", "experts", "mlp" or "other"
+    """What an adapter can be put on: linear layers by their module, matrices of experts by their
+    parameter."""
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
 
@@ -556,10 +581,9 @@ def _short(name):
 
 def resolve_targets(
     model: torch.nn.Module,  # a skeleton or a model
-    targets: str
-    | list[
-        str
-    ] = "all",  # "all": attention, MLP and experts; "attention", "experts", "mlp"; or names, such as ["q_proj", "mlp.experts.down_proj"]
+    # "all": attention, MLP and experts; "attention", "experts", "mlp"; or names, such as ["q_proj",
+    # "mlp.experts.down_proj"]
+    targets: str | list[str] = "all",
 ) -> list[str]:  # full names out of `adaptable`
     "What an adapter is put on; ValueError with the names there are if one matches nothing."
     there, groups, found = adaptable(model), ("attention", "experts", "mlp"), []
@@ -573,7 +597,9 @@ def resolve_targets(
         if not hits:
             names = sorted({_short(name) for name, kind in there.items() if kind != "other"})
             raise ValueError(
-                f"lora_targets names {target!r}, which matches nothing in {type(model).__name__}: there are {', '.join(names)}, and the groups 'all', 'attention', 'experts' and 'mlp'"
+                f"lora_targets names {target!r}, which matches nothing in "
+                f"{type(model).__name__}: there are {', '.join(names)}, and the groups "
+                "'all', 'attention', 'experts' and 'mlp'"
             )
         found += hits
     return list(dict.fromkeys(found))
@@ -649,10 +675,8 @@ def _part(name):
 
 def parts(
     model: torch.nn.Module,  # with adapters or without
-) -> list[
-    dict
-]:  # a row for each part, format and device: part, parameters, bytes, stored as, device; pandas.DataFrame(parts(model)) draws it
-    "What a model's memory is made of."
+) -> list[dict]:  # part, parameters, bytes, stored as, device: for each part, format and device
+    "What a model's memory is made of; pandas.DataFrame(parts(model)) draws it."
     rows, order = (
         {},
         ["experts", "attention", "MLP", "embedding", "head", "norms, router", "adapters"],
@@ -709,7 +733,8 @@ def choose_device(
     )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"device is {str(device)!r}, but torch sees no GPU here: give device='cpu', or install a torch with CUDA"
+            f"device is {str(device)!r}, but torch sees no GPU here: give device='cpu', or "
+            "install a torch with CUDA"
         )
     return (
         torch.device("cuda", torch.cuda.current_device())
@@ -722,7 +747,8 @@ def choose_dtype(
     dtype: torch.dtype | str,  # "auto", "bfloat16", "float16", "float32", or one of torch's
     device: torch.device,
 ) -> torch.dtype:
-    "The number format; auto: bfloat16 on a GPU of compute capability 8 and more, float16 on older ones, float32 on a CPU."
+    """The number format; auto: bfloat16 on a GPU of compute capability 8 and more, float16 on older
+    ones, float32 on a CPU."""
     if dtype == "auto":
         if device.type != "cuda":
             return torch.float32
@@ -783,7 +809,8 @@ def _check_room(model, config, wanted, places, stored, adapters, dtype, load_in_
         ):
             advice.append("offload_embedding=True keeps the embedding on the host")
         raise ValueError(
-            f"the model needs {_size(size)} on {device}, where {_size(free)} are free: {', or '.join(advice)}. Nothing was loaded"
+            f"the model needs {_size(size)} on {device}, where {_size(free)} are free: "
+            f"{', or '.join(advice)}. Nothing was loaded"
         )
 
 
@@ -802,13 +829,15 @@ def _release(model, error):
 
 # %% ../../nbs/model/11_loading.ipynb #ea4352c0
 def read_config(
-    source: Any,  # a folder, a name on the hub, a config of transformers, or a dict with "model_type"
+    # a folder, a name on the hub, a config of transformers, or a dict with "model_type"
+    source: Any,
     revision: str | None = None,
     token: str | None = None,
 ) -> tuple[
     Any, Path | None
 ]:  # a config of one's own, and the folder with the weights; None: random weights
-    "Config and folder of a model; ValueError if the folder has no config.json, or one that transformers does not know."
+    """Config and folder of a model; ValueError if the folder has no config.json, or one that
+    transformers does not know."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
     folder = None
@@ -822,7 +851,8 @@ def read_config(
             if (folder / "adapter_config.json").is_file():
                 read_checkpoint(folder)  # says how to load an adapter
             raise ValueError(
-                f"{folder} has no config.json, so it is no folder of a model; it has {', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}"
+                f"{folder} has no config.json, so it is no folder of a model; it has "
+                f"{', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}"
             )
         try:
             settings = json.loads((folder / "config.json").read_text())
@@ -832,19 +862,23 @@ def read_config(
             ) from error
     else:
         raise ValueError(
-            f"the model is given as a {type(source).__name__}: give a folder, a name on the hub, a config of transformers or a dict"
+            f"the model is given as a {type(source).__name__}: give a folder, a name on the "
+            "hub, a config of transformers or a dict"
         )
     kind = settings.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ValueError(
-            f"model_type is {kind!r}, which transformers {__version__} does not know: upgrade transformers if the model is newer, or look for a misspelt name in config.json"
+            f"model_type is {kind!r}, which transformers {__version__} does not know: "
+            "upgrade transformers if the model is newer, or look for a misspelt name in "
+            "config.json"
         )
     config = AutoConfig.from_pretrained(folder) if folder else AutoConfig.for_model(**settings)
     if has_sinks(config) and getattr(config, "quantization_config", None):
         method = dict(config.quantization_config).get("quant_method")
         if method != "mxfp4":
             raise ValueError(
-                f"this gpt-oss is quantised by {method!r}: take the released checkpoint (MXFP4), or one in bfloat16 with load_in_4bit=True"
+                f"this gpt-oss is quantised by {method!r}: take the released checkpoint "
+                "(MXFP4), or one in bfloat16 with load_in_4bit=True"
             )
         del config.quantization_config
     return config, folder
@@ -863,14 +897,16 @@ def _load_tokenizer(folder, max_seq_length):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:
         raise ValueError(
-            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}): fetch its files again, or pass tokenizer="
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: "
+            f"{str(error).splitlines()[0][:200]}): fetch its files again, or pass tokenizer="
         ) from error
     tokenizer.model_max_length = max_seq_length
     return tokenizer
 
 
 def _steps(skeleton_, folder, wanted, places, quiet):
-    "The parameters of a checkpoint, one after the other, with a bar if it takes longer than two seconds."
+    """The parameters of a checkpoint, one after the other, with a bar if it takes longer than two
+    seconds."""
     from tqdm.auto import tqdm
 
     steps = match(skeleton_, read_checkpoint(folder), wanted)
@@ -895,10 +931,11 @@ def _from_pretrained(config, folder, dtype, device, load_in_4bit, attn_implement
     given = {"attn_implementation": attn_implementation} if attn_implementation else {}
     if load_in_4bit and not getattr(config, "quantization_config", None):
         try:
-            import bitsandbytes
+            importlib.import_module("bitsandbytes")
         except ImportError as error:
             raise ImportError(
-                f"load_in_4bit for {config.model_type} needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or leave load_in_4bit out"
+                f"load_in_4bit for {config.model_type} needs bitsandbytes, which is not "
+                "installed: pip install 'grpo_nb[gpu]', or leave load_in_4bit out"
             ) from error
         given["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -923,7 +960,10 @@ def describe(
 ) -> str:  # some lines
     "What a model's memory is made of, how it computes, and where its adapters are."
     lines = [
-        f"{row['part']:<14}{row['parameters']:>16,} parameters {_size(row['bytes']):>11}  {row['stored as']} on {row['device']}"
+        (
+            f"{row['part']:<14}{row['parameters']:>16,} parameters {_size(row['bytes']):>11}  "
+            f"{row['stored as']} on {row['device']}"
+        )
         for row in parts(model)
     ]
     experts = (
@@ -933,23 +973,32 @@ def describe(
     rows = [row for row in adapted(model) if row["adapters"]]
     if rows:
         places = ", ".join(
-            f"{_short(row['weight'].replace('.*.', '.0.')).removesuffix('.weight')} ({row['count']})"
+            (
+                f"{_short(row['weight'].replace('.*.', '.0.')).removesuffix('.weight')} "
+                f"({row['count']})"
+            )
             for row in rows
         )
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         lines.append(f"adapters on {places}: {trained:,} parameters train")
     else:
         lines.append(
-            f"no adapters: {sum(p.numel() for p in model.parameters() if p.requires_grad):,} parameters train"
+            f"no adapters: {sum(p.numel() for p in model.parameters() if p.requires_grad):,} "
+            "parameters train"
         )
     return "\n".join(lines)
 
 # %% ../../nbs/model/11_loading.ipynb #ce3b0d85
 def load_model(
-    name_or_path_or_config: Any,  # a folder, a name on the hub, or a config (of transformers, or a dict) for random weights
+    # a folder, a name on the hub, or a config (of transformers, or a dict) for random weights
+    name_or_path_or_config: Any,
     *,
-    max_seq_length: int,  # longest sequence that is meant to be used, tokens; kept as model.max_seq_length and tokenizer.model_max_length
-    load_in_4bit: bool = False,  # gpt-oss: experts in MXFP4, those of the released checkpoint bit for bit; other models: linear layers in NF4, by bitsandbytes
+    # longest sequence that is meant to be used, tokens; kept as model.max_seq_length and
+    # tokenizer.model_max_length
+    max_seq_length: int,
+    # gpt-oss: experts in MXFP4, those of the released checkpoint bit for bit; other models: linear
+    # layers in NF4, by bitsandbytes
+    load_in_4bit: bool = False,
     dtype: torch.dtype
     | str = "auto",  # of everything else: bfloat16, float16 (T4) or float32 (CPU)
     lora_r: int = 0,  # rank of the adapters; 0: none
@@ -959,15 +1008,18 @@ def load_model(
     offload_embedding: bool = False,  # the input embedding stays in host memory (untied models)
     attention_4bit: bool = False,  # gpt-oss: attention's linear layers in NF4, by bitsandbytes
     device: torch.device | str | int | None = None,  # None: the current GPU, or the CPU
-    attn_implementation: str = "auto",  # gpt-oss: "sink", which picks a kernel for the device; others: transformers' choice
-    experts_implementation: str = "routed_lean",  # gpt-oss: "routed_lean", "routed", or one of transformers'
+    # gpt-oss: "sink", which picks a kernel for the device; others: transformers' choice
+    attn_implementation: str = "auto",
+    # gpt-oss: "routed_lean", "routed", or one of transformers'
+    experts_implementation: str = "routed_lean",
     tokenizer: Any = None,  # handed back as it is; None: the folder's
     seed: int = 0,  # of random weights and adapters
     revision: str | None = None,  # of a model on the hub
     token: str | None = None,  # for a closed model on the hub
     quiet: bool = False,  # print nothing
 ):  # (model, tokenizer); the tokenizer is None where there is none
-    "A model to train, in its final format on its device, tensor by tensor; a ValueError leaves memory as it was."
+    """A model to train, in its final format on its device, tensor by tensor; a ValueError leaves
+    memory as it was."""
     if not isinstance(max_seq_length, int) or max_seq_length < 1:
         raise ValueError(
             f"max_seq_length is {max_seq_length!r}: give a number of tokens, 1 or more"
@@ -980,11 +1032,13 @@ def load_model(
     oss, text = has_sinks(config), config.get_text_config()
     if offload_embedding and text.tie_word_embeddings:
         raise ValueError(
-            f"offload_embedding is for models with a head of their own, and the head of this {config.model_type} is tied to its embedding: leave it out"
+            "offload_embedding is for models with a head of their own, and the head of this "
+            f"{config.model_type} is tied to its embedding: leave it out"
         )
     if attention_4bit and not oss:
         raise ValueError(
-            f"attention_4bit is for gpt-oss, and this is {config.model_type}: load_in_4bit=True puts all its linear layers in NF4"
+            f"attention_4bit is for gpt-oss, and this is {config.model_type}: "
+            "load_in_4bit=True puts all its linear layers in NF4"
         )
     _check_length(text, max_seq_length, trained=folder is not None)
     attention = ("sink" if oss else None) if attn_implementation == "auto" else attn_implementation
@@ -1048,15 +1102,21 @@ def load_model(
         whence = (
             f"random weights (seed {seed})"
             if folder is None
-            else f"{name_or_path_or_config}, {_size(sum(s.nbytes for s in stored.values()))} in {len({s.file for s in stored.values()})} file(s)"
+            else (
+                f"{name_or_path_or_config}, {_size(sum(s.nbytes for s in stored.values()))} "
+                f"in {len({s.file for s in stored.values()})} file(s)"
+            )
         )
         print(
-            f"{config.model_type} from {whence}, in {time.perf_counter() - start:.1f} s; sequences of up to {max_seq_length:,} tokens{'' if tokenizer is not None else '; no tokenizer there'}"
+            f"{config.model_type} from {whence}, in {time.perf_counter() - start:.1f} s; "
+            f"sequences of up to {max_seq_length:,} "
+            f"tokens{'' if tokenizer is not None else '; no tokenizer there'}"
         )
         print(describe(model))
         if dtype == torch.float16 and config.model_type in OVERFLOWING:
             print(
-                "the residual stream is float32: use the model under torch.autocast in float16 (fp16=True in GRPOConfig)"
+                "the residual stream is float32: use the model under torch.autocast in "
+                "float16 (fp16=True in GRPOConfig)"
             )
     return model, tokenizer
 
@@ -1071,12 +1131,17 @@ def _check_length(config, max_seq_length, trained):
     )
     if not trained:
         return warnings.warn(
-            f"{sentence}: beyond it a run shows how much memory and time it takes, not how well a model does",
+            f"{sentence}: beyond it a run shows how much memory and time it takes, not how "
+            "well a model does",
             stacklevel=3,
         )
     raise ValueError(
-        f"{sentence} (max_position_embeddings of its config, rope scaling included), and beyond it the model writes nonsense: give at most that, or stretch its positions in config.json, "
-        'e.g. "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ...}. To measure memory and time alone, load the config without weights'
+        f"{sentence} (max_position_embeddings of its config, rope scaling included), and "
+        "beyond it the model writes nonsense: give at most that, or stretch its positions "
+        "in config.json, "
+        'e.g. "rope_parameters": {"rope_type": "yarn", "factor": 4.0, '
+        '"original_max_position_embeddings": ...}. To measure memory and time alone, load '
+        "the config without weights"
     )
 
 
@@ -1093,7 +1158,9 @@ def check_capped_scores(
     )
     if cap and name in TRANSFORMERS_NAMES:
         raise ValueError(
-            f"the model caps its scores (softcap {cap:g}), which attn_implementation={name!r} does not: choose 'eager' or 'flex_attention', as in model.set_attn_implementation('eager')"
+            f"the model caps its scores (softcap {cap:g}), which "
+            f"attn_implementation={name!r} does not: choose 'eager' or 'flex_attention', as "
+            "in model.set_attn_implementation('eager')"
         )
 
 
@@ -1103,7 +1170,9 @@ def _check_blocks(model):
         for p in EXPERTS:
             if getattr(experts, p).shape[1] % BLOCK:
                 raise ValueError(
-                    f"{name}.{p} has {getattr(experts, p).shape[1]} inputs, but MXFP4 has blocks of {BLOCK}: choose a hidden size and an intermediate size that are divisible by {BLOCK}, or leave load_in_4bit out"
+                    f"{name}.{p} has {getattr(experts, p).shape[1]} inputs, but MXFP4 has "
+                    f"blocks of {BLOCK}: choose a hidden size and an intermediate size that "
+                    f"are divisible by {BLOCK}, or leave load_in_4bit out"
                 )
 
 

@@ -36,7 +36,8 @@ def sliding_window(
 
 # %% ../../nbs/model/02_masks.ipynb #111ee668
 def left_padding(
-    pad_lens: torch.Tensor,  # (B,) integers: how many positions at the left of each sequence are padding
+    # (B,) integers: how many positions at the left of each sequence are padding
+    pad_lens: torch.Tensor,
 ) -> Predicate:  # another border for each sequence
     "Only keys that are not padding."
     return lambda b, h, q_idx, kv_idx: kv_idx >= pad_lens[b]
@@ -59,7 +60,8 @@ def all_of(
 def at_offset(
     predicate: Predicate,  # it compares positions
     offset: int
-    | torch.Tensor,  # where query 0 stands among the keys; a 0-d integer tensor compiles once for all values
+    # where query 0 stands among the keys; a 0-d integer tensor compiles once for all values
+    | torch.Tensor,
 ) -> Predicate:  # the same rule for queries that begin further to the right
     "Query index 0 stands at key position `offset`."
     return lambda b, h, q_idx, kv_idx: predicate(b, h, q_idx + offset, kv_idx)
@@ -83,32 +85,39 @@ def _check(pad_lens, q_len, kv_len, offset, window):
             else repr(pad_lens)
         )
         raise ValueError(
-            f"pad_lens is {given}, but it holds one length a sequence: give a tensor of shape (B,) in int64 or int32, or None for no padding"
+            f"pad_lens is {given}, but it holds one length a sequence: give a tensor of "
+            "shape (B,) in int64 or int32, or None for no padding"
         )
     if torch.is_tensor(offset):
         if offset.dim() or offset.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"offset is a tensor of shape {tuple(offset.shape)}, {offset.dtype}, but all sequences of a batch stand at one place: "
-                "give a 0-d tensor in int64 or int32, or an int (prompts of unequal length are padded on the left)"
+                f"offset is a tensor of shape {tuple(offset.shape)}, {offset.dtype}, but all "
+                "sequences of a batch stand at one place: "
+                "give a 0-d tensor in int64 or int32, or an int (prompts of unequal length "
+                "are padded on the left)"
             )
     elif isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
         raise ValueError(
-            f"offset is {offset!r}, but it is the key position of the first query: give a whole number of at least 0, or a 0-d integer tensor"
+            f"offset is {offset!r}, but it is the key position of the first query: give a "
+            "whole number of at least 0, or a 0-d integer tensor"
         )
     if torch.is_tensor(offset) and pad_lens is not None and offset.device != pad_lens.device:
         raise ValueError(
-            f"offset is on {offset.device} and pad_lens on {pad_lens.device}, but a kernel reads both: put them on one device"
+            f"offset is on {offset.device} and pad_lens on {pad_lens.device}, but a kernel "
+            "reads both: put them on one device"
         )
     if window is not None and (
         isinstance(window, bool) or not isinstance(window, int) or window < 1
     ):
         raise ValueError(
-            f"window is {window!r}, but a token sees at least itself: give a whole number of at least 1, or None for no window"
+            f"window is {window!r}, but a token sees at least itself: give a whole number of "
+            "at least 1, or None for no window"
         )
 
 # %% ../../nbs/model/02_masks.ipynb #93a3b0c8
 def _ordered(first, last, full_first, full_last, count, size):
-    "Block numbers, partial ones and full ones, of rows that reach the tokens `first` to `last`, all of them `full_first` to `full_last` (both included)."
+    """Block numbers, partial ones and full ones, of rows that reach the tokens `first` to `last`,
+    all of them `full_first` to `full_last` (both included)."""
     begin = first // size  # (..., rows)  first block that is reached
     reached = torch.where(
         last >= first, last // size + 1 - begin, 0
@@ -128,11 +137,11 @@ def _ordered(first, last, full_first, full_last, count, size):
 # %% ../../nbs/model/02_masks.ipynb #659d29d5
 @dataclass(frozen=True, eq=False)
 class Mask:
-    "Which keys each query may look at, for one step and one kind of layer; both forms are built on first use and kept (make a new one for the next step)."
+    """Which keys each query may look at, for one step and one kind of layer; both forms are built
+    on first use and kept (make a new one for the next step)."""
 
-    pad_lens: (
-        torch.Tensor | None
-    )  # (B,) padding at the left of each sequence, in keys; None: no padding, one mask for any batch
+    # (B,) padding at the left of each sequence, in keys; None: no padding, one mask for any batch
+    pad_lens: torch.Tensor | None
     q_len: int  # queries in this call: all tokens in prefill and training, 1 in decode
     kv_len: int  # keys, those of the cache included
     offset: int | torch.Tensor = (
@@ -153,7 +162,8 @@ class Mask:
             )
         elif tensor is not None and tensor.device.type != torch.device(self.device).type:
             raise ValueError(
-                f"device is {self.device}, but pad_lens or offset is on {tensor.device}: leave device out, or move the tensors there"
+                f"device is {self.device}, but pad_lens or offset is on {tensor.device}: "
+                "leave device out, or move the tensors there"
             )
 
     @property
@@ -180,7 +190,8 @@ class Mask:
         self,
         block_size: int = 128,  # tokens along each side of a block
     ) -> BlockMask:  # (B, 1, q_len, kv_len), the heads broadcast; B is 1 without pad_lens
-        "The mask for FlexAttention, its blocks found by arithmetic: the square itself is never there."
+        """The mask for FlexAttention, its blocks found by arithmetic: the square itself is never
+        there."""
         if block_size not in self._kept:
             self._kept[block_size] = _block_mask(self, block_size)
         return self._kept[block_size]
@@ -220,7 +231,8 @@ def block_mask(
 
 # %% ../../nbs/model/02_masks.ipynb #89f57a89
 def _block_mask(mask, size):
-    "Which blocks are partly or wholly visible, from both sides: the keys of each block of queries, and the queries of each block of keys."
+    """Which blocks are partly or wholly visible, from both sides: the keys of each block of
+    queries, and the queries of each block of keys."""
 
     def starts(length):
         return torch.arange(0, length, size, dtype=torch.int32, device=mask.device)

@@ -91,12 +91,14 @@ class ModelShape:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(
-                    f"{name} of {self.name} is {value!r}, and it counts something: give a whole number of at least 1"
+                    f"{name} of {self.name} is {value!r}, and it counts something: give a "
+                    "whole number of at least 1"
                 )
 
     @property
     def parameters(self) -> dict[str, int]:
-        "How many numbers there are of each kind: embedding, head, attention, mlp (all experts), rest (norms, biases, router, sinks)."
+        """How many numbers there are of each kind: embedding, head, attention, mlp (all experts),
+        rest (norms, biases, router, sinks)."""
         H, q, k, E = (
             self.hidden,
             self.heads * self.head_dim,
@@ -223,7 +225,9 @@ def _config(model):
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise ValueError(
-                f"{str(model)!r} is neither a model that is known here ({', '.join(MODELS)}) nor a folder with a config.json: give one of these (nothing is looked up on the network)"
+                f"{str(model)!r} is neither a model that is known here ({', '.join(MODELS)}) "
+                "nor a folder with a config.json: give one of these (nothing is looked up "
+                "on the network)"
             )
         try:
             model = json.loads(path.read_text())
@@ -238,7 +242,8 @@ def _config(model):
     )
     if not isinstance(found, Mapping):
         raise ValueError(
-            f"a {type(model).__name__} is no model's configuration: give a name, a path, a dictionary or an object of transformers' AutoConfig"
+            f"a {type(model).__name__} is no model's configuration: give a name, a path, a "
+            "dictionary or an object of transformers' AutoConfig"
         )
     return (
         {**found, **found["text_config"]}
@@ -258,7 +263,8 @@ _stretching = (
 def longest_sequence(
     config: Any,  # a dictionary, a folder, or transformers' config object
 ) -> int | None:  # tokens; None: the config names no limit
-    "Where a model's positions end: at max_position_embeddings, or where its rope scaling stretches them to."
+    """Where a model's positions end: at max_position_embeddings, or where its rope scaling
+    stretches them to."""
     found = _config(config)
     longest, rope = (
         found.get("max_position_embeddings"),
@@ -276,7 +282,9 @@ def longest_sequence(
 
 
 def read_shape(
-    model: Any,  # a name of MODELS (an owner before it and "-Instruct" behind it do no harm), a folder or a config.json, a dictionary, or transformers' config object
+    # a name of MODELS (an owner before it and "-Instruct" behind it do no harm), a folder or a
+    # config.json, a dictionary, or transformers' config object
+    model: Any,
 ) -> ModelShape:  # ValueError with the field at fault
     "The shape of a model, without torch, transformers or a network."
     if isinstance(model, ModelShape):
@@ -295,12 +303,14 @@ def read_shape(
     missing = [key for key in _needed if not config.get(key)]
     if missing:
         raise ValueError(
-            f"the configuration of {kind} has no {', '.join(missing)}: this arithmetic is for decoders of the Llama family and mixtures of experts like gpt-oss"
+            f"the configuration of {kind} has no {', '.join(missing)}: this arithmetic is "
+            "for decoders of the Llama family and mixtures of experts like gpt-oss"
         )
     for key, why in _unlike.items():
         if config.get(key):
             raise ValueError(
-                f"the configuration of {kind} has {key}={config[key]}: {why}, which this arithmetic does not know"
+                f"the configuration of {kind} has {key}={config[key]}: {why}, which this "
+                "arithmetic does not know"
             )
     if kind in _plain_mlp:
         raise ValueError(
@@ -354,7 +364,8 @@ FORMATS = (
 def weight_bits(
     shape: ModelShape,
     weights: str,  # one of FORMATS
-    double_quant: bool = False,  # NF4's scales quantised too (bitsandbytes: bnb_4bit_use_double_quant)
+    # NF4's scales quantised too (bitsandbytes: bnb_4bit_use_double_quant)
+    double_quant: bool = False,
 ) -> dict[str, float]:  # kind -> bits
     "Bits of a number of each kind, shared scales included."
     if weights not in FORMATS:
@@ -384,11 +395,9 @@ def weight_bytes(
     return {kind: int(count * bits[kind] / 8) for kind, count in shape.parameters.items()}
 
 # %% ../../nbs/model/13_memory.ipynb #832dc124
-STATES = {
-    "adamw": 8,
-    "adamw_8bit": 2,
-    "sgd": 0,
-}  # bytes that an optimizer keeps for each number it trains; the 8-bit one's block scales are 0.06 more
+# bytes that an optimizer keeps for each number it trains; the 8-bit one's block scales are 0.06
+# more
+STATES = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
 TARGETS = ("attention", "mlp")  # query, key, value, output; gate, up, down (of experts too)
 
 
@@ -398,7 +407,7 @@ def lora_parameters(
     targets: tuple[str, ...] = TARGETS,  # some of TARGETS
 ) -> int:
     "Numbers that LoRA trains."
-    H, I, q, k = (
+    H, inner, q, k = (
         shape.hidden,
         shape.intermediate,
         shape.heads * shape.head_dim,
@@ -406,7 +415,7 @@ def lora_parameters(
     )
     attention = (H + q) + 2 * (H + k) + (q + H)
     mlp = (
-        (H + 2 * I) + (I + H) if shape.experts else 2 * (H + I) + (I + H)
+        (H + 2 * inner) + (inner + H) if shape.experts else 2 * (H + inner) + (inner + H)
     )  # experts: gate and up are one matrix
     return (
         r
@@ -426,7 +435,9 @@ def kv_bytes(
     *,
     prompt: int = 0,  # tokens of these that a group shares
     group: int = 1,  # completions of a prompt
-    paged: bool = True,  # pages for full layers and rings for sliding ones; False: every row keeps everything, in one piece
+    # pages for full layers and rings for sliding ones; False: every row keeps everything, in one
+    # piece
+    paged: bool = True,
 ) -> int:  # bytes
     "Keys and values of completions at their full length."
     token = 2 * shape.kv_heads * shape.head_dim * element
@@ -447,19 +458,24 @@ KERNELS = {
     "sink_heads": 0.0,
     "eager": 2.0,
 }  # q's beyond q, k, v and the incoming gradient, at the peak; eager: and the scores
-PART_BYTES = (
-    2**26
-)  # of the queries, keys and values of one part in sink_lean and sink_heads; the number of `model.attention`
-GRADIENT_BYTES = (
-    2**28
-)  # of the heads whose gradients flash computes at a time; the number of `model.attention`, as are the next two
-SHORTEST_CUDNN, KEPT_FROM = (
-    4096,
-    8192,
-)  # tokens from which a Hopper card's long full layers take flash; and from which what it computed waits on the host, if layer inputs do
-SINK_KEY_REPEATED = 13.6  # the same for sink_key where kernels do not let query heads share a key (compute capability below 8.0)
-PEFT_SUMS = 5  # dense copies of a layer's experts while PEFT adds adapters to them, for transformers' own experts: measured 9.7 GiB for a layer of gpt-oss-20b
-WIDE_PAIRS = 1024  # pairs (token, expert) whose activation is worked on in float32 at the same time where there is no kernel for it
+# of the queries, keys and values of one part in sink_lean and sink_heads; the number of
+# `model.attention`
+PART_BYTES = 2**26
+# of the heads whose gradients flash computes at a time; the number of `model.attention`, as are the
+# next two
+GRADIENT_BYTES = 2**28
+# tokens from which a Hopper card's long full layers take flash; and from which what it computed
+# waits on the host, if layer inputs do
+SHORTEST_CUDNN, KEPT_FROM = 4096, 8192
+# the same for sink_key where kernels do not let query heads share a key (compute capability below
+# 8.0)
+SINK_KEY_REPEATED = 13.6
+# dense copies of a layer's experts while PEFT adds adapters to them, for transformers' own experts:
+# measured 9.7 GiB for a layer of gpt-oss-20b
+PEFT_SUMS = 5
+# pairs (token, expert) whose activation is worked on in float32 at the same time where there is no
+# kernel for it
+WIDE_PAIRS = 1024
 
 
 def _wide(shape):
@@ -473,8 +489,10 @@ def attention_kept(
     adapters: bool,  # LoRA on attention
     kernel: str = "sdpa",  # one of KERNELS
     repeated: bool = False,  # keys repeated for every query head (sink_key on a T4, and on a CPU)
-    implementation: str = "ours",  # or "transformers": PEFT converts the input of every adapter to float32
-    one_pass: bool = True,  # a gpt-oss whose norms and adapters are one pass each, as load_model makes it on a GPU
+    # or "transformers": PEFT converts the input of every adapter to float32
+    implementation: str = "ours",
+    # a gpt-oss whose norms and adapters are one pass each, as load_model makes it on a GPU
+    one_pass: bool = True,
 ) -> int:  # bytes a token
     "What attention and its norm keep for their backward pass; eager's scores are not in it."
     H, q, k = (
@@ -542,7 +560,9 @@ def attention_scratch(
     tokens: int,  # of all sequences in the batch
     kernel: str,  # one of KERNELS
     keys: int
-    | None = None,  # of all sequences: where completions share a prompt, it counts once for each; None: as many as tokens
+    # of all sequences: where completions share a prompt, it counts once for each; None: as many as
+    # tokens
+    | None = None,
 ) -> int:  # bytes
     "What a kernel that works on some heads at a time takes for these, beside that."
     keys, G = tokens if keys is None else max(keys, tokens), shape.heads // shape.kv_heads
@@ -560,21 +580,28 @@ def attention_scratch(
     return max(one, min(shape.kv_heads * one, GRADIENT_BYTES)) if kernel == "flash" else 0
 
 # %% ../../nbs/model/13_memory.ipynb #0be8944d
-ROWS_OF_ONE = 1024  # of an expert at a time, where experts are computed one after the other; the number of `model.experts`
-NORM_ROWS = 5  # of the hidden size, in float32: what transformers' RMSNorm takes while its gradient is computed, beside its input
+# of an expert at a time, where experts are computed one after the other; the number of
+# `model.experts`
+ROWS_OF_ONE = 1024
+# of the hidden size, in float32: what transformers' RMSNorm takes while its gradient is computed,
+# beside its input
+NORM_ROWS = 5
 
 
 def mlp_kept(
     shape: ModelShape,
     element: int,  # bytes a number
     adapters: bool,  # LoRA on the MLP or the experts
-    recompute: bool = False,  # experts, or slices of an MLP: gate and up are computed again in the backward pass
-    implementation: str = "ours",  # or "transformers": its grouped experts, differentiated by autograd; PEFT's float32 copies of an MLP's inputs
+    # experts, or slices of an MLP: gate and up are computed again in the backward pass
+    recompute: bool = False,
+    # or "transformers": its grouped experts, differentiated by autograd; PEFT's float32 copies of
+    # an MLP's inputs
+    implementation: str = "ours",
     one_pass: bool = True,  # see attention_kept
     residual: int | None = None,  # bytes a number of the residual stream; None: element
 ) -> int:  # bytes a token
     "What the MLP or the experts and their norm keep for their backward pass."
-    H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
+    H, inner, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     norm = 4 * shape.hidden if element < 4 else 0
     if one_pass and shape.sinks and implementation == "ours":
         norm = (residual or element) * shape.hidden  # no copy: the stream itself
@@ -584,11 +611,11 @@ def mlp_kept(
             + H
             + 64 * K
             + (
-                6 * K * I + K * H
+                6 * K * inner + K * H
                 if implementation == "transformers"
                 else 0
                 if recompute
-                else 2 * K * I
+                else 2 * K * inner
             )
         )
     if recompute:
@@ -596,7 +623,7 @@ def mlp_kept(
     return (
         norm
         + (2 * H if element < 4 and implementation == "transformers" else H) * adapters
-        + (3 + adapters) * I
+        + (3 + adapters) * inner
     )
 
 
@@ -606,15 +633,21 @@ def mlp_peak(
     adapters: bool,  # LoRA on it
     tokens: int,  # of all sequences in the batch
     tile: int
-    | None = None,  # tokens worked on at a time, gate and up computed again for each slice; None, or one slice: all, nothing again
+    # tokens worked on at a time, gate and up computed again for each slice; None, or one slice:
+    # all, nothing again
+    | None = None,
     implementation: str = "ours",  # see mlp_kept
-    fused: bool = True,  # the experts' activation by a kernel; False: by torch, some pairs at a time
-    each: bool = False,  # one expert after the other, where there is no call for all; slices then decide only what is computed again
+    # the experts' activation by a kernel; False: by torch, some pairs at a time
+    fused: bool = True,
+    # one expert after the other, where there is no call for all; slices then decide only what is
+    # computed again
+    each: bool = False,
     one_pass: bool = True,  # see attention_kept
     residual: int | None = None,  # see mlp_kept
 ) -> int:  # bytes
-    "What the MLP or the experts of a layer take while their gradients are computed, everything that they kept included."
-    H, I, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
+    """What the MLP or the experts of a layer take while their gradients are computed, everything
+    that they kept included."""
+    H, inner, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     n, whole = min(tokens, tile or tokens), tokens <= (tile or tokens)  # one slice is kept as it is
     kept = tokens * mlp_kept(
         shape, element, adapters, not whole, implementation, one_pass, residual
@@ -630,27 +663,33 @@ def mlp_peak(
             element < 4 and implementation == "transformers"
         )  # then the product's gradient is float32
         gradients = (
-            I + 4 * shape.intermediate if casts else (3 - adapters) * I
+            inner + 4 * shape.intermediate if casts else (3 - adapters) * inner
         )  # of silu(gate), of up and of their product, which is gone by then if an adapter kept it
         return max(
-            kept + again + n * (gradients + shape.joined * I),
+            kept + again + n * (gradients + shape.joined * inner),
             tokens * (norm + NORM_ROWS * 4 * shape.hidden),
         )  # joined: gate's and up's gradients are put together
     if implementation == "transformers":
-        return kept + n * 4 * K * I + adapters * PEFT_SUMS * shape.experts * 3 * shape.hidden * I
+        return (
+            kept
+            + n * 4 * K * inner
+            + adapters * PEFT_SUMS * shape.experts * 3 * shape.hidden * inner
+        )
     wide = 0 if fused else min(K * n, WIDE_PAIRS) * 4 * shape.intermediate * 12
     if each:  # rows of one expert: their inputs, gradients, gate and up; and the sum of all answers
         rows = min(tokens, ROWS_OF_ONE)
         return (
             kept
-            + rows * (5 * H + (1 if whole else 3) * I)
+            + rows * (5 * H + (1 if whole else 3) * inner)
             + min(wide, rows * 48 * shape.intermediate)
             + tokens * 4 * shape.hidden
         )
     again = (
-        0 if whole else 2 * I
+        0 if whole else 2 * inner
     )  # gate and up, whose place their gradients take; if they were kept, they are counted already
-    middle = K * n * (again + I + H) + wide  # the gradient of the activation, that of the answers
+    middle = (
+        K * n * (again + inner + H) + wide
+    )  # the gradient of the activation, that of the answers
     last = (
         K * n * (again + H) + n * 8 * shape.hidden
     )  # the gradients of the input on their way back to their tokens
@@ -679,7 +718,8 @@ def attention_results(
     shape: ModelShape,
     element: int = 2,  # bytes a number
 ) -> int:  # bytes a token of a full layer
-    "What attention computed, and offloading keeps for a layer's second pass: the output and a float32 sum for each head."
+    """What attention computed, and offloading keeps for a layer's second pass: the output and a
+    float32 sum for each head."""
     return shape.heads * (shape.head_dim * element + 4)
 
 # %% ../../nbs/model/13_memory.ipynb #17ed86c1
@@ -695,9 +735,12 @@ def head_bytes(
     implementation: str = "ours",  # or "transformers": all logits
     mini_batch: int = 1,  # pieces that the batch is split into
     logit_chunk_multiplier: int
-    | None = None,  # chunks that a piece's tokens are split into; None: at least 4, and at most 1,024 rows each
+    # chunks that a piece's tokens are split into; None: at least 4, and at most 1,024 rows each
+    | None = None,
     logit_element: int
-    | None = None,  # bytes a logit of a chunk takes; None: those of the format, as where the softmax is compiled (10 where it is not)
+    # bytes a logit of a chunk takes; None: those of the format, as where the softmax is compiled
+    # (10 where it is not)
+    | None = None,
 ) -> tuple[int, int]:  # bytes of final states and their rows, bytes of logits
     "What lies between the last layer and the log-probs."
     H = shape.hidden * element
@@ -719,7 +762,9 @@ def row_bytes(
     tokens: int,  # of the row
     keys: int,  # that its completions attend to, each its prompt's and its own
 ) -> int:  # bytes
-    "What attention takes beside that where a group lies in one row, its prompt read once: queries, keys, values and answers laid out as rectangles, and each completion's keys and values."
+    """What attention takes beside that where a group lies in one row, its prompt read once:
+    queries, keys, values and answers laid out as rectangles, and each completion's keys and
+    values."""
     pair = 2 * element * shape.head_dim  # of a key head and its value, or of a query and its answer
     return pair * (tokens * (shape.heads + shape.kv_heads) + keys * shape.kv_heads)
 
@@ -743,12 +788,13 @@ def step_bytes(
     each: bool = False,  # see mlp_peak
     residual: int | None = None,  # bytes a number of the residual stream; None: element
     keys: int
-    | None = None,  # of all sequences, where prompts are read once for their completions: a prompt counts once for each; None: nothing is shared
+    # of all sequences, where prompts are read once for their completions: a prompt counts once for
+    # each; None: nothing is shared
+    | None = None,
     **head,  # see head_bytes
-) -> dict[
-    str, dict[str, int]
-]:  # moment -> part -> bytes: "head", when log-probs are computed, and "layer", when a layer's gradients are
-    "What a forward and backward pass adds to what lay on the card before."
+) -> dict[str, dict[str, int]]:  # moment ("head" or "layer") -> part -> bytes
+    """What a forward and backward pass adds to what lay on the card before: at "head", when
+    log-probs are computed, and at "layer", when a layer's gradients are."""
     attention, mlp = "attention" in targets, "mlp" in targets
     states, logits = head_bytes(
         shape, tokens, drawn, element, implementation=implementation, **head
@@ -854,7 +900,7 @@ def rollout_bytes(
     element: int = 2,  # bytes a number
 ) -> dict[str, int]:  # part -> bytes
     "What drawing completions adds to the model, without gradients."
-    direct, H, I = (
+    direct, H, inner = (
         shape.sinks,
         shape.hidden * element,
         shape.intermediate * element,
@@ -868,9 +914,9 @@ def rollout_bytes(
     if direct:
         read = min(read, max(PREFILL_TOKENS, prompt))
     mlp = (
-        min(read, PREFILL_TOKENS) * K * (3 * I + H) + read * 8 * shape.hidden
+        min(read, PREFILL_TOKENS) * K * (3 * inner + H) + read * 8 * shape.hidden
         if shape.experts
-        else read * 3 * I
+        else read * 3 * inner
     )
     return {
         "kv": kv_bytes(shape, rows, context, element, prompt=prompt, group=group, paged=direct),
@@ -888,7 +934,8 @@ def unpack_bytes(
     shape: ModelShape,
     weights: str,  # one of FORMATS
     element: int = 2,  # bytes a number of a dense weight
-    grouped: bool = True,  # all experts in one call; False: one after the other, as below compute capability 8.0
+    # all experts in one call; False: one after the other, as below compute capability 8.0
+    grouped: bool = True,
 ) -> int:  # bytes; 0 for formats of 16 and 32 bits
     "What is dense at the same time of weights that are stored in 4 bits."
     if weights in ("bf16", "fp16", "fp32"):
@@ -946,13 +993,19 @@ class Setup:
     )
     checkpointing: bool = True  # layers keep their input, and compute the rest again
     tile: int | str | None = (
-        "auto"  # tokens that the experts or an MLP work on at a time; None: all; "auto": as the trainer chooses, the most that fit
+        # tokens that the experts or an MLP work on at a time; None: all; "auto": as the trainer
+        # chooses, the most that fit
+        "auto"
     )
     offload_embedding: bool = False  # to host memory
     offload_layer_inputs: bool = False
     offload_hidden: bool = False  # what the head keeps
-    reference: bool = False  # a second model for the KL term. With adapters there is no need: the reference is the model without them
-    sampler: str = "engine"  # ours, on the weights that train; "vllm": a process with weights of its own; "vllm_sleep": which gives its memory back between rollouts
+    # a second model for the KL term. With adapters there is no need: the reference is the model
+    # without them
+    reference: bool = False
+    # ours, on the weights that train; "vllm": a process with weights of its own; "vllm_sleep":
+    # which gives its memory back between rollouts
+    sampler: str = "engine"
     attention: str | None = None  # one of KERNELS; None: what suits model and card
     implementation: str = "ours"  # or "transformers": all logits, experts by autograd
 
@@ -978,11 +1031,13 @@ class Setup:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(
-                    f"{name} is {value!r}, and it is a count: give a whole number of at least {least}"
+                    f"{name} is {value!r}, and it is a count: give a whole number of at "
+                    f"least {least}"
                 )
         if self.prompt is not None and self.prompt >= self.context:
             raise ValueError(
-                f"prompt is {self.prompt:,} and context {self.context:,}, which counts the prompt too: leave room for a completion"
+                f"prompt is {self.prompt:,} and context {self.context:,}, which counts the "
+                "prompt too: leave room for a completion"
             )
         for name, known in (
             ("weights", FORMATS),
@@ -1001,15 +1056,19 @@ class Setup:
             )
         if self.offload_embedding and self.model.tied:
             raise ValueError(
-                f"the head of {self.model.name} is its embedding, which every step multiplies with: it cannot be offloaded. Leave offload_embedding out"
+                f"the head of {self.model.name} is its embedding, which every step "
+                "multiplies with: it cannot be offloaded. Leave offload_embedding out"
             )
         if self.offload_layer_inputs and not self.checkpointing:
             raise ValueError(
-                "offload_layer_inputs moves what checkpointing keeps: leave checkpointing on, or offload_layer_inputs out"
+                "offload_layer_inputs moves what checkpointing keeps: leave checkpointing "
+                "on, or offload_layer_inputs out"
             )
         if self.attention in ("flex", "flash") and self.card.capability < (8, 0):
             raise ValueError(
-                f"attention={self.attention!r} needs compute capability 8.0, and a {self.card.name} has {'.'.join(map(str, self.card.capability))}: choose sink_key"
+                f"attention={self.attention!r} needs compute capability 8.0, and a "
+                f"{self.card.name} has {'.'.join(map(str, self.card.capability))}: choose "
+                "sink_key"
             )
 
     @property
@@ -1094,7 +1153,8 @@ class Plan:
         self,
         *moments: str,  # none: all
     ) -> int:  # bytes
-        "What `torch.cuda.max_memory_allocated` should show: without CUDA's own share, and without gaps."
+        """What `torch.cuda.max_memory_allocated` should show: without CUDA's own share, and without
+        gaps."""
         return max(
             sum(parts.values()) - _outside(parts)
             for moment, parts in self.moments.items()
@@ -1135,7 +1195,8 @@ def _with_rest(parts, fixed):
 
 
 def _held(setup):
-    "(weights by kind on the card, bytes offloaded, bytes of copies in the rollout, in training, on the host)."
+    """(weights by kind on the card, bytes offloaded, bytes of copies in the rollout, in training,
+    on the host)."""
     s = setup
     weights = weight_bytes(s.model, s.weights, s.double_quant)
     embedding = weights["embedding"] if s.offload_embedding else 0
@@ -1270,7 +1331,9 @@ def _planned(setup, tile):
 def plan(
     model: Any = "gpt-oss-20b",  # see read_shape
     card: str | Card = "T4",  # a name of CARDS, or a Card
-    **settings,  # of Setup: weights (default: mxfp4 for gpt-oss, else bf16), lora_r, lora_targets (default: attention, and the MLP where it is no experts), context, completions, ...
+    # of Setup: weights (default: mxfp4 for gpt-oss, else bf16), lora_r, lora_targets (default:
+    # attention, and the MLP where it is no experts), context, completions, ...
+    **settings,
 ) -> Plan:  # TypeError for an unknown keyword, ValueError for an impossible value
     "What a GRPO step of a model needs on a card, in bytes."
     shape = read_shape(model)
@@ -1353,8 +1416,16 @@ def describe(
     if plan.tile and plan.tile < s.tokens[0]:
         targets += f"; {'experts' if s.model.experts else 'the MLP'} in slices of {plan.tile:,}"
     lines = [
-        f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) in {s.weights} on {s.card.name} ({s.card.usable:g} GiB usable)",
-        f"{s.context:,} tokens, {s.prompt_tokens:,} of them prompt; {s.prompts * s.completions} completions, {plan.rows if plan.totals['rollout'] <= plan.card_bytes else 'not one'} drawn together; {s.batch} trained at a time; {targets}",
+        (
+            f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) "
+            f"in {s.weights} on {s.card.name} ({s.card.usable:g} GiB usable)"
+        ),
+        (
+            f"{s.context:,} tokens, {s.prompt_tokens:,} of them prompt; "
+            f"{s.prompts * s.completions} completions, "
+            f"{plan.rows if plan.totals['rollout'] <= plan.card_bytes else 'not one'} drawn "
+            f"together; {s.batch} trained at a time; {targets}"
+        ),
         "",
         f"{'GiB':<34}" + "".join(f"{name:>9}" for name in (*plan.moments, "usual")),
     ]
@@ -1375,7 +1446,8 @@ def describe(
     lines += ["", f"Host memory: {sum(plan.host.values()) / GiB:.1f} GiB ({', '.join(kept)})."]
     if s.offload_hidden and s.mini_batch == 1:
         lines.append(
-            "Final hidden states wait on the host while another piece of the batch is computed: with mini_batch=1 there is none, and offload_hidden changes nothing."
+            "Final hidden states wait on the host while another piece of the batch is "
+            "computed: with mini_batch=1 there is none, and offload_hidden changes nothing."
         )
     if s.old_card and s.weights == "bf16":
         lines.append(
@@ -1384,17 +1456,23 @@ def describe(
     beyond = s.model.max_positions and s.context > s.model.max_positions
     if beyond:
         lines.append(
-            f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that memory is planned here, and quality is not."
+            f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that "
+            "memory is planned here, and quality is not."
         )
     spare = (plan.card_bytes - plan.peak) / GiB
     if not s.lora_r:
         lines.append(
-            "Without adapters a trainer trains every weight. Their gradients and the optimizer are not planned here, only what drawing and a frozen model's two passes take."
+            "Without adapters a trainer trains every weight. Their gradients and the "
+            "optimizer are not planned here, only what drawing and a frozen model's two "
+            "passes take."
         )
     lines.append(
         f"It fits, with {spare:.2f} GiB to spare."
         if plan.fits
-        else f"It does not fit: the {plan.worst} needs {max(-spare, 0.01):.2f} GiB more than there is."
+        else (
+            f"It does not fit: the {plan.worst} needs {max(-spare, 0.01):.2f} GiB more than "
+            "there is."
+        )
     )
     if abs(spare) < 0.03 * s.card.usable:
         lines.append("That is close: a plan is right to a few per cent.")
@@ -1409,7 +1487,9 @@ def describe(
     )
     if pieces:
         lines.append(
-            f"But the trainer cuts a micro-batch by itself, each piece forward and backward before the next: in {pieces[0][0]} pieces this one needs {pieces[0][1].peak / GiB:.2f} GiB, and fits."
+            "But the trainer cuts a micro-batch by itself, each piece forward and backward "
+            f"before the next: in {pieces[0][0]} pieces this one needs "
+            f"{pieces[0][1].peak / GiB:.2f} GiB, and fits."
         )
     return "\n".join(lines)
 
@@ -1457,7 +1537,10 @@ def _switches(s):
         if s.tile is None or s.tile > tile:
             yield (
                 dict(tile=tile),
-                "The MLP's forward pass once more, in the backward pass: its larger part is matrix products.",
+                (
+                    "The MLP's forward pass once more, in the backward pass: its larger part is "
+                    "matrix products."
+                ),
             )
     if not s.checkpointing:
         yield (
@@ -1467,12 +1550,18 @@ def _switches(s):
     if s.checkpointing and not s.offload_layer_inputs:
         yield (
             dict(offload_layer_inputs=True),
-            "A few per cent of the time, and host memory: the inputs are copied while the card computes.",
+            (
+                "A few per cent of the time, and host memory: the inputs are copied while the "
+                "card computes."
+            ),
         )
     if s.batch > 1:
         yield (
             dict(batch=1),
-            "More and smaller passes for the same update; the trainer does it by itself, a piece of a micro-batch after the other, as many as fit.",
+            (
+                "More and smaller passes for the same update; the trainer does it by itself, a "
+                "piece of a micro-batch after the other, as many as fit."
+            ),
         )
     if s.batch > 1 and not s.offload_hidden:
         yield (
@@ -1550,10 +1639,9 @@ def _one_by_one(plan, switches):
 
 def advise(
     plan: Plan,
-) -> list[
-    Advice
-]:  # empty if the plan fits, or if nothing helps; the last one's plan tells whether all together are enough
-    "What to switch so that a plan fits: chosen by cost, told by size, the largest saving first."
+) -> list[Advice]:  # empty if the plan fits, or if nothing helps
+    """What to switch so that a plan fits: chosen by cost, told by size, the largest saving first.
+    The last one's plan tells whether all together are enough."""
     chosen, order, now = _switches_for(plan), [], plan
     while len(order) < len(chosen) and not now.fits:
         left = [
@@ -1634,22 +1722,29 @@ def advice_text(
 
     larger, as_it_is = roomy(last), roomy(plan)
     rest = [f"a context of {longest:,} tokens"] * bool(longest) + [
-        f"a card like the {larger.name}{', which takes it as it was asked for' * (larger == as_it_is)}"
+        (
+            "a card like the "
+            f"{larger.name}{', which takes it as it was asked for' * (larger == as_it_is)}"
+        )
         if larger
         else "several cards"
     ]
     return "\n".join(
         [
             *lines,
-            f"{'Then it needs' if found else 'It needs'} {last.peak / GiB:.2f} GiB, which is still too much: what is left is {' or '.join(rest)}.",
+            (
+                f"{'Then it needs' if found else 'It needs'} {last.peak / GiB:.2f} GiB, which is "
+                f"still too much: what is left is {' or '.join(rest)}."
+            ),
         ]
     )
 
 # %% ../../nbs/model/13_memory.ipynb #ce7cbed1
 def free_memory(
     device: Any,  # torch.device, "cuda" or "cpu"
-) -> int:  # bytes that could still be allocated; torch's own unused cache counts as free, and its share of the card is kept
-    "The memory that is free on a device."
+) -> int:  # bytes that could still be allocated
+    """The memory that is free on a device; torch's own unused cache counts as free, and its share
+    of the card is kept."""
     import torch
 
     device = torch.device(device)

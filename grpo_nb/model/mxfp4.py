@@ -30,7 +30,8 @@ def _power_of_two(
 
 
 def _magnitude_codes(x):
-    "Codes 0 to 7 of numbers that are not negative: the nearest, halves to the even code, above 6 the code of 6."
+    """Codes 0 to 7 of numbers that are not negative: the nearest, halves to the even code, above 6
+    the code of 6."""
     values = e2m1_values(x.device)[:8].to(x.dtype)
     middles = (values[:7] + values[1:]) / 2
     goes_up = torch.arange(7, device=x.device) % 2 == 1
@@ -43,11 +44,13 @@ def _check_packed(blocks, scales, check):
     "Refuse what cannot be packed weights."
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(
-            f"blocks are {blocks.dtype} and scales {scales.dtype}, but both are bytes: give torch.uint8"
+            f"blocks are {blocks.dtype} and scales {scales.dtype}, but both are bytes: give "
+            "torch.uint8"
         )
     if blocks.ndim < 2 or blocks.shape[-1] != BLOCK // 2 or scales.shape != blocks.shape[:-1]:
         raise ValueError(
-            f"blocks have shape {tuple(blocks.shape)} and scales {tuple(scales.shape)}, but blocks (..., rows, cols / 32, 16) "
+            f"blocks have shape {tuple(blocks.shape)} and scales {tuple(scales.shape)}, but "
+            "blocks (..., rows, cols / 32, 16) "
             "go with scales (..., rows, cols / 32)"
         )
     if blocks.device != scales.device:
@@ -63,7 +66,8 @@ def _check_packed(blocks, scales, check):
         and int(scales.max()) == 255
     ):
         raise ValueError(
-            f"{int((scales == 255).sum()):,} of {scales.numel():,} scales are 255, which is NaN in MXFP4: the weights were damaged, or these are no exponents"
+            f"{int((scales == 255).sum()):,} of {scales.numel():,} scales are 255, which is "
+            "NaN in MXFP4: the weights were damaged, or these are no exponents"
         )
 
 # %% ../../nbs/model/06_mxfp4.ipynb #9d936888
@@ -73,12 +77,14 @@ def _blocks_at_a_time(device):
 
 
 def _quantize_blocks(weight, blocks, scales, choose):
-    "Quantise `weight` (n, 32) and write `blocks` (n, 16) and, if the exponents are to be chosen, `scales` (n,)."
+    """Quantise `weight` (n, 32) and write `blocks` (n, 16) and, if the exponents are to be chosen,
+    `scales` (n,)."""
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     amax = weight.abs().amax(-1)  # (n,) NaN if one of them is
     if not (amax < 2.0**130).all():
         raise ValueError(
-            "the weight holds a NaN, an infinity or a number of 2**130 and more, for which MXFP4 has no code: find out where it came from"
+            "the weight holds a NaN, an infinity or a number of 2**130 and more, for which "
+            "MXFP4 has no code: find out where it came from"
         )
     if choose:
         exponent = torch.where(amax > 0, torch.frexp(amax).exponent - 3, -127).clamp(
@@ -96,18 +102,22 @@ def quantize(
     weight: torch.Tensor,  # (..., rows, cols), any floating dtype, finite, cols divisible by 32
     *,
     scales: torch.Tensor
-    | None = None,  # (..., rows, cols / 32) uint8 below 255: exponents to keep, returned as they are; None: chosen by the standard's rule
+    # (..., rows, cols / 32) uint8 below 255: exponents to keep, returned as they are; None: chosen
+    # by the standard's rule
+    | None = None,
 ) -> tuple[
     torch.Tensor, torch.Tensor
 ]:  # blocks (..., rows, cols / 32, 16) and scales (..., rows, cols / 32), both uint8
-    "Round `weight` to MXFP4 (OCP MX v1.0, section 6.3): nearest codes, halves to even, above 6 to 6. Waits for a GPU. ValueError for what cannot be packed."
+    """Round `weight` to MXFP4 (OCP MX v1.0, section 6.3): nearest codes, halves to even, above 6 to
+    6. Waits for a GPU. ValueError for what cannot be packed."""
     if not weight.is_floating_point():
         raise ValueError(
             f"the weight is {weight.dtype}, but only floating-point weights can be quantised"
         )
     if weight.ndim == 0 or weight.shape[-1] % BLOCK:
         raise ValueError(
-            f"the weight has shape {tuple(weight.shape)}, but blocks of {BLOCK} lie along the last dimension: its size must be divisible by {BLOCK}"
+            f"the weight has shape {tuple(weight.shape)}, but blocks of {BLOCK} lie along "
+            f"the last dimension: its size must be divisible by {BLOCK}"
         )
     shape = (*weight.shape[:-1], weight.shape[-1] // BLOCK)
     blocks = torch.empty(*shape, BLOCK // 2, dtype=torch.uint8, device=weight.device)
@@ -134,7 +144,8 @@ _PAIR = {
 def _check_dtype(dtype):
     if dtype not in _PAIR:
         raise ValueError(
-            f"dtype is {dtype}, but weights come back as torch.bfloat16, torch.float16, torch.float32 or torch.float64"
+            f"dtype is {dtype}, but weights come back as torch.bfloat16, torch.float16, "
+            "torch.float32 or torch.float64"
         )
 
 
@@ -157,11 +168,13 @@ def dequantize_table(
 def _check_target(name, tensor, shape, dtype, device):
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
-            f"{name} is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}, but {tuple(shape)}, {dtype}, on {device} is needed"
+            f"{name} is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}, but "
+            f"{tuple(shape)}, {dtype}, on {device} is needed"
         )
     if not tensor.is_contiguous() or tensor.storage_offset() % 2:
         raise ValueError(
-            f"{name} is used two weights at a time: it must be contiguous and begin at an even place of its storage (give a fresh tensor)"
+            f"{name} is used two weights at a time: it must be contiguous and begin at an "
+            "even place of its storage (give a fresh tensor)"
         )
 
 
@@ -172,11 +185,16 @@ def dequantize(
     *,
     out: torch.Tensor
     | None = None,  # contiguous (..., rows, cols) of this dtype, to be filled; None: a new one
-    check: bool = True,  # refuse scales of 255, which waits for a GPU (not while a CUDA graph is recorded); False: they become NaN
+    # refuse scales of 255, which waits for a GPU (not while a CUDA graph is recorded); False: they
+    # become NaN
+    check: bool = True,
     table: torch.Tensor
-    | None = None,  # `dequantize_table(dtype, device)` of a caller who keeps it; None: made here, which costs a GPU some twenty tiny kernels
+    # `dequantize_table(dtype, device)` of a caller who keeps it; None: made here, which costs a GPU
+    # some twenty tiny kernels
+    | None = None,
 ) -> torch.Tensor:  # (..., rows, cols) on the device of blocks
-    "The weight that `blocks` and `scales` stand for: exact, or the nearest finite number of `dtype`. ValueError for what is no packed weight."
+    """The weight that `blocks` and `scales` stand for: exact, or the nearest finite number of
+    `dtype`. ValueError for what is no packed weight."""
     _check_dtype(dtype)
     _check_packed(blocks, scales, check)
     shape = torch.Size((*blocks.shape[:-2], blocks.shape[-2] * BLOCK))

@@ -34,7 +34,8 @@ class _Lane:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs):
-        "Begin to copy (to, from) pairs after what has been asked of the device so far; returns what `_wait` needs."
+        """Begin to copy (to, from) pairs after what has been asked of the device so far; returns
+        what `_wait` needs."""
         if self.stream is None:
             for to, source in pairs:
                 to.copy_(source)
@@ -105,7 +106,8 @@ class Parked:
         x, self.source = self.source, None
         if x._version != self.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(x.shape)} was changed in place while it was copied to the host, so backward would read something else: "
+                f"a tensor of shape {tuple(x.shape)} was changed in place while it was "
+                "copied to the host, so backward would read something else: "
                 "change a copy of it, or switch offloading off for this model"
             )
 
@@ -118,7 +120,8 @@ class Parked:
                 other.start()
 
     def fetch(self) -> torch.Tensor:  # on its device
-        "Bring it back, and begin with the layer input that was parked before it, which backward wants next, and what lies beside that."
+        """Bring it back, and begin with the layer input that was parked before it, which backward
+        wants next, and what lies beside that."""
         if self.coming is None:
             self.start()
         x, copy = self.coming
@@ -148,13 +151,15 @@ class HostStore:
     def __init__(
         self,
         max_bytes: int
-        | None = None,  # of host memory, at most; what does not fit stays on the device. None: no limit
+        # of host memory, at most; what does not fit stays on the device. None: no limit
+        | None = None,
         page_bytes: int = 8
         * 2**20,  # of a page: a power of two, as torch rounds pinned memory up to one
     ):
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(
-                f"max_bytes is {max_bytes}, but it is an amount of host memory: give 0 or more, or None for no limit"
+                f"max_bytes is {max_bytes}, but it is an amount of host memory: give 0 or "
+                "more, or None for no limit"
             )
         if page_bytes < 64 or page_bytes & (page_bytes - 1):
             raise ValueError(f"page_bytes is {page_bytes}: give a power of two, 64 or more")
@@ -177,7 +182,8 @@ class HostStore:
     ) -> (
         "Parked | torch.Tensor"
     ):  # the tensor itself if there is no room, or if it is no plain floating-point tensor
-        "Begin to copy a tensor to the host. Call `settle` before its memory may be used for something else."
+        """Begin to copy a tensor to the host. Call `settle` before its memory may be used for
+        something else."""
         if (
             type(x) is not torch.Tensor
             or x.device.type not in ("cpu", "cuda")
@@ -238,7 +244,11 @@ class HostStore:
 
     def describe(self) -> str:  # one line
         "What the store holds."
-        return f"{self.host_bytes / 2**20:,.1f} MiB of host memory, {self.used * self.page_bytes / 2**20:,.1f} in use; {self.parked} tensors went to the host so far, {self.kept} stayed for want of room"
+        return (
+            f"{self.host_bytes / 2**20:,.1f} MiB of host memory, "
+            f"{self.used * self.page_bytes / 2**20:,.1f} in use; {self.parked} tensors went "
+            f"to the host so far, {self.kept} stayed for want of room"
+        )
 
     def _keep(self, x):
         if not self.kept:
@@ -248,7 +258,8 @@ class HostStore:
                 else f"max_bytes is {self.max_bytes:,}"
             )
             warnings.warn(
-                f"{x.nbytes:,} bytes stay on the device: {self.host_bytes:,} bytes of host memory are in use and {limit}",
+                f"{x.nbytes:,} bytes stay on the device: {self.host_bytes:,} bytes of host "
+                f"memory are in use and {limit}",
                 stacklevel=2,
             )
         self.kept += 1
@@ -290,7 +301,8 @@ def _base(model):
 
 
 class _Remembered:
-    "What attention computed in a layer's first pass, in host memory until the second; the context of the second."
+    """What attention computed in a layer's first pass, in host memory until the second; the context
+    of the second."""
 
     def __init__(self, store, second):
         self.store, self.second, self.answers, self.inside = store, second, [], None
@@ -334,7 +346,8 @@ _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")  # transform
 
 
 class OffloadedLayers:
-    "A switch that is on: the layers of a model are computed again in backward, and their inputs wait on the host until then."
+    """A switch that is on: the layers of a model are computed again in backward, and their inputs
+    wait on the host until then."""
 
     def __init__(
         self,
@@ -349,12 +362,15 @@ class OffloadedLayers:
             base, "_set_gradient_checkpointing"
         ):
             raise ValueError(
-                f"{type(base).__name__} cannot have its layers computed again (it is no transformers model with gradient checkpointing), so their inputs cannot be offloaded"
+                f"{type(base).__name__} cannot have its layers computed again (it is no "
+                "transformers model with gradient checkpointing), so their inputs cannot be "
+                "offloaded"
             )
         modules = [m for m in base.modules() if hasattr(m, "gradient_checkpointing")]
         if any(isinstance(vars(m).get(_NAMES[1]), OffloadedLayers) for m in modules):
             raise ValueError(
-                "the layers of this model are offloaded already: call .remove() on that switch first"
+                "the layers of this model are offloaded already: call .remove() on that "
+                "switch first"
             )
         self.store, self.release_store, self.attention_from = store, release, attention_from
         self.earlier = [
@@ -400,19 +416,24 @@ class OffloadedLayers:
 
 
 def offload_layers(
-    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not; it has to be in training mode to be offloaded
+    # of transformers, PEFT-wrapped or not; it has to be in training mode to be offloaded
+    model: torch.nn.Module,
     *,
     max_host_bytes: int
     | None = None,  # inputs beyond it stay on the device, with a warning; None: no limit
     store: HostStore
-    | None = None,  # one that others use too, instead of max_host_bytes; it is not released with the switch
+    # one that others use too, instead of max_host_bytes; it is not released with the switch
+    | None = None,
     attention_from: int
-    | None = 8192,  # tokens from which what the flash kernels computed waits there too, if there is room, and is not computed again; None: never
+    # tokens from which what the flash kernels computed waits there too, if there is room, and is
+    # not computed again; None: never
+    | None = 8192,
 ) -> OffloadedLayers:  # .remove() puts it back; a context manager too; .store has the figures
     "Keep of each layer its input only, and that in host memory."
     if store is not None and max_host_bytes is not None:
         raise ValueError(
-            "max_host_bytes and store are given: a store has a limit of its own (HostStore(max_bytes=...)), so give one of the two"
+            "max_host_bytes and store are given: a store has a limit of its own "
+            "(HostStore(max_bytes=...)), so give one of the two"
         )
     return OffloadedLayers(
         model,
@@ -425,10 +446,13 @@ def offload_layers(
 @contextmanager
 def offload_hidden(
     model: torch.nn.Module,  # whose weights are saved for backward too, and stay
-    store: HostStore,  # best the one of `offload_layers`: then backward fetches the last layer's input while it works on the head
+    # best the one of `offload_layers`: then backward fetches the last layer's input while it works
+    # on the head
+    store: HostStore,
     min_bytes: int = 2**20,  # smaller tensors stay on the device
 ):  # a context manager
-    "Inside `with`: what is saved for backward outside the layers waits on the host, and at the end it has left."
+    """Inside `with`: what is saved for backward outside the layers waits on the host, and at the
+    end it has left."""
 
     @functools.cache  # asked for when the device has work to do
     def weights():
@@ -458,7 +482,8 @@ if triton is not None:
 
     @triton.jit
     def _gather_kernel(weight, ids, out, V, H, BLOCK: tl.constexpr):
-        "BLOCK numbers of one row of `weight` (V, H), on the device or in pinned host memory, to `out` (N, H)."
+        """BLOCK numbers of one row of `weight` (V, H), on the device or in pinned host memory, to
+        `out` (N, H)."""
         row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = tl.load(ids + row).to(tl.int64)
         known = (place >= 0) & (
@@ -479,11 +504,14 @@ def _gather(weight, ids, dtype):
 
 
 def gather_rows(
-    weight: torch.Tensor,  # (V, H), contiguous: on the device of `ids`, or on the host; pinned there, it is read without waiting, in a CUDA graph too
+    # (V, H), contiguous: on the device of `ids`, or on the host; pinned there, it is read without
+    # waiting, in a CUDA graph too
+    weight: torch.Tensor,
     ids: torch.Tensor,  # any shape, integers from 0 to V - 1
     dtype: torch.dtype | None = None,  # of the result; None: the weight's
-) -> torch.Tensor:  # (*ids.shape, H) on the device of `ids`; an id outside the table is an IndexError, from a kernel a row of NaN
-    "Rows of a table, wherever it lies."
+) -> torch.Tensor:  # (*ids.shape, H) on the device of `ids`
+    """Rows of a table, wherever it lies; an id outside the table is an IndexError, from a kernel a
+    row of NaN."""
     dtype, shape = dtype or weight.dtype, (*ids.shape, weight.shape[1])
     if weight.device == ids.device:
         return weight.index_select(0, ids.reshape(-1)).to(dtype).view(shape)
@@ -501,7 +529,8 @@ def gather_rows(
 
 # %% ../../nbs/model/09_offload.ipynb #b8e51a7a
 def _on_host(weight):
-    "The weight in host memory, pinned where CUDA is: registered as it lies, since torch rounds what it pins up to a power of two (1.08 GiB to 2)."
+    """The weight in host memory, pinned where CUDA is: registered as it lies, since torch rounds
+    what it pins up to a power of two (1.08 GiB to 2)."""
     if not torch.cuda.is_available():
         return weight.detach().cpu().contiguous()
     host = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight.detach())
@@ -509,14 +538,16 @@ def _on_host(weight):
     error = int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
     if error:
         raise RuntimeError(
-            f"the system will not pin {host.nbytes:,} bytes of host memory for the embedding (CUDA error {error}): free host memory, or leave the embedding on the device"
+            f"the system will not pin {host.nbytes:,} bytes of host memory for the embedding "
+            f"(CUDA error {error}): free host memory, or leave the embedding on the device"
         )
     weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
     return host
 
 
 class HostEmbedding(torch.nn.Module):
-    "A frozen embedding whose table lies in host memory. The table is a buffer: the model's parameters, and with them `model.device`, are those on the device."
+    """A frozen embedding whose table lies in host memory. The table is a buffer: the model's
+    parameters, and with them `model.device`, are those on the device."""
 
     def __init__(
         self,
@@ -552,7 +583,8 @@ class HostEmbedding(torch.nn.Module):
         "Stay frozen."
         if requires_grad:
             raise ValueError(
-                "an embedding in host memory is frozen and cannot be trained: leave it out of the modules to train, or do not offload it"
+                "an embedding in host memory is frozen and cannot be trained: leave it out "
+                "of the modules to train, or do not offload it"
             )
         return self
 
@@ -571,27 +603,36 @@ def _trained_copy(module):
 def check_embedding(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ) -> None:  # ValueError with what to change
-    "Refuse an adapter that is to train an embedding in host memory, where nothing would be trained."
+    """Refuse an adapter that is to train an embedding in host memory, where nothing would be
+    trained."""
     for module in model.modules():
         setting = _trained_copy(module)
         if setting and any(isinstance(part, HostEmbedding) for part in module.modules()):
             raise ValueError(
-                f"{setting} asks to train the input embedding, which is in host memory and frozen: nothing would be trained. Leave it out of {setting}, or do not offload the embedding"
+                f"{setting} asks to train the input embedding, which is in host memory and "
+                f"frozen: nothing would be trained. Leave it out of {setting}, or do not "
+                "offload the embedding"
             )
 
 
 def offload_embedding(
-    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not; adapters can be added later, too
+    # of transformers, PEFT-wrapped or not; adapters can be added later, too
+    model: torch.nn.Module,
     *,
     output_dtype: torch.dtype
-    | None = None,  # of the rows that are handed on: torch.float32 keeps the residual stream of a float16 model from overflowing
-) -> HostEmbedding:  # now the model's input embedding; a ValueError if its head is tied to it, if it is trained, or if it is no plain embedding
-    "Move a model's input embedding to host memory."
+    # of the rows that are handed on: torch.float32 keeps the residual stream of a float16 model
+    # from overflowing
+    | None = None,
+) -> HostEmbedding:  # now the model's input embedding
+    """Move a model's input embedding to host memory; a ValueError if the head is tied to it, if it
+    is trained, or if it is no plain embedding."""
     base = _base(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if wrapper := _trained_copy(embedding):
         raise ValueError(
-            f"the adapter trains the input embedding ({wrapper}), and only a frozen one can be moved to the host: leave it out of the adapter's config, or do not offload it"
+            f"the adapter trains the input embedding ({wrapper}), and only a frozen one can "
+            "be moved to the host: leave it out of the adapter's config, or do not offload "
+            "it"
         )
     if (
         type(embedding) is not torch.nn.Embedding
@@ -599,7 +640,9 @@ def offload_embedding(
         or hasattr(embedding, "_hf_hook")
     ):
         raise ValueError(
-            f"the input embedding is a {type(embedding).__name__} with more to it than rows of a table (an adapter, a scale, a hook, or it is on the host already): only a plain torch.nn.Embedding can be moved"
+            f"the input embedding is a {type(embedding).__name__} with more to it than rows "
+            "of a table (an adapter, a scale, a hook, or it is on the host already): only a "
+            "plain torch.nn.Embedding can be moved"
         )
     if (
         head is not None
@@ -607,11 +650,15 @@ def offload_embedding(
         and head.weight.data_ptr() == embedding.weight.data_ptr()
     ):
         raise ValueError(
-            "the head is tied to the input embedding: it multiplies with the whole table at every step, which has to stay on the device. Only a model with a head of its own can have its embedding offloaded"
+            "the head is tied to the input embedding: it multiplies with the whole table at "
+            "every step, which has to stay on the device. Only a model with a head of its "
+            "own can have its embedding offloaded"
         )
     if embedding.weight.requires_grad:
         raise ValueError(
-            "the input embedding is trainable, and only a frozen one can be moved to the host: add the adapter first, or call model.get_input_embeddings().requires_grad_(False)"
+            "the input embedding is trainable, and only a frozen one can be moved to the "
+            "host: add the adapter first, or call "
+            "model.get_input_embeddings().requires_grad_(False)"
         )
     base.set_input_embeddings(HostEmbedding(embedding.weight, embedding.padding_idx, output_dtype))
     return base.get_input_embeddings()

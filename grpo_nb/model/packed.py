@@ -18,7 +18,8 @@ aten = torch.ops.aten
 
 # %% ../../nbs/model/07_packed.ipynb #ff2e31d1
 class PackedWeight(torch.Tensor):
-    "A frozen weight (..., in, out) that is stored as MXFP4 and becomes dense only inside the operation that uses it."
+    """A frozen weight (..., in, out) that is stored as MXFP4 and becomes dense only inside the
+    operation that uses it."""
 
     @staticmethod
     def __new__(
@@ -41,7 +42,11 @@ class PackedWeight(torch.Tensor):
         self.blocks, self.scales, self.turned = blocks, scales, turned
 
     def __repr__(self):
-        return f"PackedWeight({tuple(self.shape)}, {self.blocks.numel() + self.scales.numel():,} bytes, unpacks to {self.dtype} on {self.device})"
+        return (
+            f"PackedWeight({tuple(self.shape)}, "
+            f"{self.blocks.numel() + self.scales.numel():,} bytes, unpacks to {self.dtype} "
+            f"on {self.device})"
+        )
 
     def dequantize(
         self,
@@ -84,7 +89,8 @@ class PackedWeight(torch.Tensor):
                 return result  # there, `.to` and its like come whole
             if func._schema.is_mutable:
                 raise RuntimeError(
-                    f"{func} would write to a weight that is stored in 4 bits and frozen: train an adapter, or unpack it with .dequantize()"
+                    f"{func} would write to a weight that is stored in 4 bits and frozen: "
+                    "train an adapter, or unpack it with .dequantize()"
                 )
 
         def dense(t):
@@ -195,7 +201,9 @@ def pack_experts(
             weight = getattr(experts, parameter)
             if weight.shape[-2] % 32:
                 raise ValueError(
-                    f"{name}.{parameter} has {weight.shape[-2]} inputs, but MXFP4 has blocks of 32: choose a hidden size and an intermediate size that are divisible by 32"
+                    f"{name}.{parameter} has {weight.shape[-2]} inputs, but MXFP4 has blocks "
+                    "of 32: choose a hidden size and an intermediate size that are "
+                    "divisible by 32"
                 )
             packed = weight if isinstance(weight, PackedWeight) else pack(weight)
             setattr(experts, parameter, torch.nn.Parameter(packed, requires_grad=False))

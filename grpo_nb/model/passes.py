@@ -122,7 +122,8 @@ class _LowRank(torch.autograd.Function):
 
 
 def _adapter(linear, dtype):
-    "(W, b, A, B, scaling) of a frozen linear layer with one plain adapter, of numbers that need no conversion; None: ask the module itself."
+    """(W, b, A, B, scaling) of a frozen linear layer with one plain adapter, of numbers that need
+    no conversion; None: ask the module itself."""
     if (
         type(linear) is not LoraLinear
         or type(linear.base_layer) is not nn.Linear
@@ -166,7 +167,8 @@ def _adapter(linear, dtype):
 
 
 def _adapters(x, linears):
-    "What the products are computed in, and `_adapter` of each; none, if one has to be asked itself."
+    """What the products are computed in, and `_adapter` of each; none, if one has to be asked
+    itself."""
     device = x.device.type
     mixed = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if mixed else x.dtype
@@ -180,7 +182,8 @@ def project(
     x: torch.Tensor,  # (..., K)
     *linears: nn.Module,  # linear layers with adapters, or without
 ) -> list[torch.Tensor]:  # (..., N) of each
-    "What linear layers say to the same input; with plain LoRA on each, in as few passes as it takes."
+    """What linear layers say to the same input; with plain LoRA on each, in as few passes as it
+    takes."""
     dtype, found = _adapters(x, linears)
     return _together(x.to(dtype), found) if found else [linear(x) for linear in linears]
 
@@ -225,7 +228,8 @@ class _Sum(torch.autograd.Function):
 
 
 def _of_heads(x, begin, end, layer, found, factors, attend):
-    "What key heads from `begin` to `end` and their queries add to a layer's output: x (B, T, H) -> (B, T, H)."
+    """What key heads from `begin` to `end` and their queries add to a layer's output: x (B, T, H)
+    -> (B, T, H)."""
     D, G = layer.head_dim, layer.num_key_value_groups
     keys, queries = slice(begin * D, end * D), slice(begin * D * G, end * D * G)
     (*three, (w, b, _, _, scaling)), (*downs, down), (*ups, up) = found, factors[::2], factors[1::2]
@@ -340,7 +344,8 @@ def _plain(layer):
 def in_one_pass(
     model: nn.Module,  # a gpt-oss of transformers, with adapters or without
 ) -> bool:
-    "Whether the adapters of its first attention layer are one pass, and so those of the others, which are made alike."
+    """Whether the adapters of its first attention layer are one pass, and so those of the others,
+    which are made alike."""
     layer = next((module for module in model.modules() if isinstance(module, OnePass)), None)
     return layer is not None and _plain(layer)
 
@@ -367,7 +372,8 @@ def one_pass(
 ) -> (
     int
 ):  # how many modules were changed; 0 if there are none of gpt-oss, or all were changed before
-    "Let a model's norms and rotations be one pass each. Parameters and their names stay as they are."
+    """Let a model's norms and rotations be one pass each. Parameters and their names stay as they
+    are."""
     norms = [
         (parent, name, child)
         for parent in model.modules()

@@ -51,7 +51,8 @@ class Sharing:
     ) -> tuple[
         Mask, Mask
     ]:  # among the tokens of prompts, and of completions for their prompt and themselves
-        "The same two for all layers of a kind, forward and again in the backward pass: a mask keeps what was made of it."
+        """The same two for all layers of a kind, forward and again in the backward pass: a mask
+        keeps what was made of it."""
         U, P, B, T = self.shape
         if window not in self._masks:
             pads = self.pad_lens if len(self.prompt_places) < U * P else None
@@ -128,8 +129,9 @@ class Sharing:
 
     def targets(
         self,
-    ) -> torch.Tensor:  # (M,) places in the batch's rectangle (B, T), flattened: the first tokens of the completions, then the others
-        "Which token each row of `predicting` predicts."
+    ) -> torch.Tensor:  # (M,) places in the batch's rectangle (B, T), flattened
+        """Which token each row of `predicting` predicts: the first tokens of the completions, then
+        the others."""
         T, first = self.shape[3], self.completion_places % self.shape[3] == 0
         places = self.order[self.completion_places // T] * T + self.completion_places % T
         return torch.cat([places[first], places[~first]])

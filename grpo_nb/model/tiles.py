@@ -43,7 +43,8 @@ def _sliced(kind):
 def dense_mlps(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ) -> dict[str, torch.nn.Module]:  # name -> module
-    "The MLPs of a model that every token goes through whole: those named `mlp` with projections of their own, and no experts."
+    """The MLPs of a model that every token goes through whole: those named `mlp` with projections
+    of their own, and no experts."""
 
     def projects(module):
         return any(
@@ -60,7 +61,8 @@ def dense_mlps(
 
 
 def slice_mlps(
-    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not; adapters can be added before or after
+    # of transformers, PEFT-wrapped or not; adapters can be added before or after
+    model: torch.nn.Module,
     tokens: int | None = 4096,  # at a time; None: all at once again
 ) -> int:  # how many MLPs; a ValueError if there is none
     "Let a dense model's MLPs work on slices of the tokens, each computed again in backward."
@@ -69,7 +71,8 @@ def slice_mlps(
     found = dense_mlps(model)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no dense MLP to slice; the experts of a gpt-oss are sliced by route_adapters(model, 'routed_lean')"
+            f"{type(model).__name__} has no dense MLP to slice; the experts of a gpt-oss are "
+            "sliced by route_adapters(model, 'routed_lean')"
         )
     for module in found.values():
         plain = type(module).__mro__[2] if isinstance(module, Sliced) else type(module)
@@ -115,7 +118,9 @@ def slice_layers(
     experts = experts_in_slices(model)
     if not experts and experts_of(model):
         raise ValueError(
-            f"slices of {tokens} tokens are for experts that are computed as {LEAN!r}, and those of this model are {model.config._experts_implementation!r}: call route_adapters(model, {LEAN!r}), or leave slice_tokens out"
+            f"slices of {tokens} tokens are for experts that are computed as {LEAN!r}, and "
+            f"those of this model are {model.config._experts_implementation!r}: call "
+            f"route_adapters(model, {LEAN!r}), or leave slice_tokens out"
         )
     if not experts:
         return slice_mlps(model, tokens)

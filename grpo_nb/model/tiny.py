@@ -21,15 +21,18 @@ SPECIAL_TOKENS = [
     "<|channel|>",
 ]
 
-CHAT_TEMPLATE = (  # every turn is <|start|>R<|message|>text<|end|>, with R the first letter of the role
+# every turn is <|start|>R<|message|>text<|end|>, with R the first letter of the role
+CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'][0] }}<|message|>{{ m['content'] }}"
-    "{% if not loop.last or m['role'] != 'assistant' %}<|end|>{% elif not continue_final_message %}<|return|>{% endif %}{% endfor %}"
+    "{% if not loop.last or m['role'] != 'assistant' %}<|end|>{% elif not "
+    "continue_final_message %}<|return|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>a<|message|>{% endif %}"
 )
 
 
 def tiny_tokenizer(
-    characters: str = "0123456789+-*=",  # what it can spell; `sua` (roles in a chat) are added, anything else becomes `<|unk|>`
+    # what it can spell; `sua` (roles in a chat) are added, anything else becomes `<|unk|>`
+    characters: str = "0123456789+-*=",
 ) -> PreTrainedTokenizerFast:  # pads on the left, adds no special tokens, has a chat template
     "A tokenizer with one token a character and the names of gpt-oss' special tokens."
     alphabet = dict.fromkeys(characters + "sua")
@@ -64,7 +67,9 @@ def tiny_gpt_oss(
     experts_per_token: int = 2,  # of them, each token is sent to
     sliding_window: int = 8,  # a token in a sliding layer sees itself and the 7 before it
     max_position_embeddings: int = 4096,  # longest sequence, tokens
-    initializer_range: float = 0.04,  # standard deviation of the random weights; a narrow model learns much faster with more than the usual 0.02
+    # standard deviation of the random weights; a narrow model learns much faster with more than the
+    # usual 0.02
+    initializer_range: float = 0.04,
 ) -> tuple[
     GptOssForCausalLM, PreTrainedTokenizerFast
 ]:  # the model in float32 on the CPU, and its tokenizer

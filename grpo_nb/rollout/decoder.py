@@ -31,7 +31,8 @@ class CannotRead(Exception):
 def changed_forward(
     module: torch.nn.Module,
 ) -> str | None:  # what changes it; None: nothing
-    "Whether somebody's hook, or a forward pass of a subclass, makes a module more than transformers' class says."
+    """Whether somebody's hook, or a forward pass of a subclass, makes a module more than
+    transformers' class says."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if any(
         not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks
@@ -121,7 +122,8 @@ class Decoder:
 
     def __init__(
         self,
-        model: PreTrainedModel,  # a gpt-oss, with PEFT's adapters or without; CannotRead with the reason if it is not one
+        # a gpt-oss, with PEFT's adapters or without; CannotRead with the reason if it is not one
+        model: PreTrainedModel,
         dtype: torch.dtype
         | None = None,  # that is computed in, as under autocast; None: the model's own
         kernels: bool | None = None,  # decode with Triton kernels; None: where they run
@@ -135,7 +137,8 @@ class Decoder:
             if module is not base.model.embed_tokens and (what := changed_forward(module)):
                 raise CannotRead(f"{name or 'the model'} has {what}")
         self.config, self.inner = base.config, base.model
-        self.embed = base.model.embed_tokens  # called as a module: its table may lie on the host, and a hook may widen what it hands on
+        # called as a module: its table may lie on the host, and a hook may widen what it hands on
+        self.embed = base.model.embed_tokens
         if not isinstance(self.embed, (torch.nn.Embedding, HostEmbedding)):
             raise CannotRead(f"the embedding is a {type(self.embed).__name__}")
         if type(base.lm_head) is not torch.nn.Linear:
@@ -158,14 +161,20 @@ class Decoder:
                 self.head.weight,
                 *(
                     t
-                    for l in self.layers
-                    for t in (l.query.weight, l.output.weight, l.experts.gate_up, l.experts.down)
+                    for layer in self.layers
+                    for t in (
+                        layer.query.weight,
+                        layer.output.weight,
+                        layer.experts.gate_up,
+                        layer.experts.down,
+                    )
                 ),
             )
         }
         if len(kinds) > 1:
             raise CannotRead(
-                f"its weights are of several kinds: {', '.join(sorted(f'{d} on {v}' for d, v in kinds))}"
+                "its weights are of several kinds: "
+                f"{', '.join(sorted(f'{d} on {v}' for d, v in kinds))}"
             )
         self.device, self.dtype = self.head.weight.device, dtype or self.head.weight.dtype
         if not self.head.weight.is_floating_point():
@@ -193,7 +202,8 @@ class Decoder:
             self.steps = fast
 
     def kernels_run(self) -> bool:
-        "Whether the Triton kernels can decode this model here: a GPU of compute capability 8.0, or an older one that passes a trial; powers of two where they want them."
+        """Whether the Triton kernels can decode this model here: a GPU of compute capability 8.0,
+        or an older one that passes a trial; powers of two where they want them."""
         if (
             self.device.type != "cuda"
             or importlib.util.find_spec("triton") is None
@@ -213,23 +223,24 @@ class Decoder:
         return works(self.device, self.dtype)
 
     def is_small(self) -> bool:
-        "Whether `SmallDecoder` can do it: on a CPU, in float32 or wider throughout, few weights, experts that nobody asked cost little."
+        """Whether `SmallDecoder` can do it: on a CPU, in float32 or wider throughout, few weights,
+        experts that nobody asked cost little."""
         numbers = sum(
             x.numel()
-            for l in self.layers
+            for layer in self.layers
             for x in (
-                l.experts.gate_up,
-                l.experts.down,
-                l.query.weight,
-                l.key.weight,
-                l.value.weight,
-                l.output.weight,
+                layer.experts.gate_up,
+                layer.experts.down,
+                layer.query.weight,
+                layer.key.weight,
+                layer.value.weight,
+                layer.output.weight,
             )
         )
         dense = not any(
             isinstance(x, PackedWeight)
-            for l in self.layers
-            for x in (l.experts.gate_up, l.experts.down)
+            for layer in self.layers
+            for x in (layer.experts.gate_up, layer.experts.down)
         )
         kinds = {self.dtype, self.head.weight.dtype, self.residual}
         return (
@@ -267,7 +278,8 @@ class Decoder:
         positions: torch.Tensor,  # (B,) each below reach
         reach: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # cos and sin (B, D/2)
-        "`turn`, looked up: the rotations of all positions up to twice the reach are computed together and kept."
+        """`turn`, looked up: the rotations of all positions up to twice the reach are computed
+        together and kept."""
         if reach > len(self.turns[0]):
             self.turns = self.turn(torch.arange(2 * reach, device=self.device))
         return tuple(turn.index_select(0, positions) for turn in self.turns)
@@ -388,9 +400,9 @@ class Decoder:
         return self.steps.project(normed, (self.head,))
 
 # %% ../../nbs/rollout/06_decoder.ipynb #b8c25dc3
-SMALL = (
-    2**21
-)  # numbers that a model's layers may hold to be copied; beyond, arithmetic takes longer than the calls
+# numbers that a model's layers may hold to be copied; beyond, arithmetic takes longer than the
+# calls
+SMALL = 2**21
 
 
 class SmallDecoder(Decoder):
@@ -421,7 +433,8 @@ class SmallDecoder(Decoder):
         return (torch.complex(*super().turn(positions))[:, None],)
 
     def through(self, x, turn, attend):
-        "`Decoder.through` in fewer calls; `x` is overwritten, and what comes back is not normed yet."
+        """`Decoder.through` in fewer calls; `x` is overwritten, and what comes back is not normed
+        yet."""
         for number, layer in enumerate(self.small):
             x = steps.small_mix(x, attend(number, *steps.small_heads(x, layer, *turn)), layer)
         return x
@@ -554,7 +567,8 @@ def complete_rows(
     on_tokens: Callable[[int], object] = lambda count: (
         None
     ),  # called with the steps done since the last call
-    together: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time; a longer prompt is read alone
+    # tokens of prompts that are read at a time; a longer prompt is read alone
+    together: int = PREFILL_TOKENS,
 ) -> Progress:  # N completions, those of a prompt side by side
     "Continue every prompt until it stops or has max_tokens."
     lengths, N, device = [len(p) for p in prompts], sum(groups), decoder.device
@@ -583,7 +597,8 @@ def complete_rows(
     return progress
 
 
-@torch.inference_mode()  # `progress` was made before, so what is written to it may be used in training
+# `progress` was made before, so what is written to it may be used in training
+@torch.inference_mode()
 def _complete(
     decoder, cache, progress, prompts, lengths, owner, params, stop, generator, on_tokens, together
 ):

@@ -106,7 +106,9 @@ def prefill(
     )
     if getattr(out, "past_key_values", None) is None:
         raise ValueError(
-            f"{type(model).__name__} returns no past_key_values, and completions are continued from these: use a model with attention and a cache of keys and values (a pure state space model has none)"
+            f"{type(model).__name__} returns no past_key_values, and completions are "
+            "continued from these: use a model with attention and a cache of keys and "
+            "values (a pure state space model has none)"
         )
     seen = tokens_seen(ids, mask, out.logits.shape[-1]) if track_seen else None
     index = torch.tensor(index, device=device)  # (B,)
@@ -140,7 +142,8 @@ def decode(
 def evaluating(
     model: torch.nn.Module,  # in any mode
 ):
-    "Evaluation mode without gradients; on leaving, also through an error, each module has its own mode back."
+    """Evaluation mode without gradients; on leaving, also through an error, each module has its own
+    mode back."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -154,19 +157,24 @@ def evaluating(
 # %% ../../nbs/rollout/02_engine.ipynb #7c4eee63
 @dataclass
 class Rollout:
-    "Completions and what is known about each. N = prompts x n, the n completions of a prompt side by side."
+    """Completions and what is known about each. N = prompts x n, the n completions of a prompt side
+    by side."""
 
     prompt_ids: list[list[int]]  # N prompts, without padding
     completion_ids: (
         torch.Tensor
     )  # (N, T) int64, padded on the right; T is the longest completion's length
     mask: torch.Tensor  # (N, T) bool, True for the completion's tokens, its stop token included
-    logps: torch.Tensor  # (N, T) float32, of the distribution each token was drawn from (greedy: of the plain softmax); 0 where mask is False
+    # (N, T) float32, of the distribution each token was drawn from (greedy: of the plain softmax);
+    # 0 where mask is False
+    logps: torch.Tensor
     finish_reasons: list[
         str
     ]  # N times "stop" (a stop token was chosen) or "length" (max_tokens were)
     written: torch.Tensor | None = (
-        None  # (N, T) bool, True for tokens that the policy chose; None: all of them. An environment's replies stand in between in a rollout of several turns
+        # (N, T) bool, True for tokens that the policy chose; None: all of them. An environment's
+        # replies stand in between in a rollout of several turns
+        None
     )
     columns: dict[str, list] = field(
         default_factory=dict
@@ -211,8 +219,10 @@ def finish(
     if not logps.isfinite().all():
         row, t = (~logps.isfinite()).nonzero()[0].tolist()
         raise FloatingPointError(
-            f"the logits for token {t} of completion {row} of this batch are not finite, so nothing can be drawn from them: "
-            "use a wider dtype (bfloat16 or float32), or look for the step at which training diverged"
+            f"the logits for token {t} of completion {row} of this batch are not finite, so "
+            "nothing can be drawn from them: "
+            "use a wider dtype (bfloat16 or float32), or look for the step at which training "
+            "diverged"
         )
     last = completion_ids.gather(1, lengths[:, None] - 1)  # (N, 1)
     reasons = ["stop" if stopped else "length" for stopped in (last == stop).any(-1).tolist()]
@@ -259,11 +269,13 @@ def check_prompts(
     for i, ids in enumerate(prompt_ids):
         if not len(ids):
             raise ValueError(
-                f"prompt {i} has no tokens, and a model needs at least one to continue: begin it with a start token or use the chat template"
+                f"prompt {i} has no tokens, and a model needs at least one to continue: "
+                "begin it with a start token or use the chat template"
             )
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise ValueError(
-                f"prompt {i} holds token ids from {min(ids)} to {max(ids)}, and the model's vocabulary goes from 0 to {vocab_size - 1}: use the model's own tokenizer"
+                f"prompt {i} holds token ids from {min(ids)} to {max(ids)}, and the model's "
+                f"vocabulary goes from 0 to {vocab_size - 1}: use the model's own tokenizer"
             )
         if max_positions is not None and len(ids) + max_tokens > max_positions:
             room = max_positions - len(ids)
@@ -273,7 +285,8 @@ def check_prompts(
                 else f"shorten the prompt, as both together may have at most {max_positions}"
             )
             raise ValueError(
-                f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the model's longest sequence is {max_positions}: {change}"
+                f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the "
+                f"model's longest sequence is {max_positions}: {change}"
             )
 
 # %% ../../nbs/rollout/02_engine.ipynb #1d04a1ad
@@ -389,7 +402,8 @@ def complete_in_place(
         None
     ),  # called with the steps done since the last call
 ) -> Rollout:  # B completions
-    "`complete`, with a cache that has room, if there is enough for it; on a GPU steps are recorded."
+    """`complete`, with a cache that has room, if there is enough for it; on a GPU steps are
+    recorded."""
     batch, logits = prefill(
         model,
         prompt_ids,
@@ -501,18 +515,23 @@ class RolloutEngine:
         tokenizer: PreTrainedTokenizerBase,  # turns strings into ids, names the end and pad tokens
         *,
         max_batch_size: int
-        | None = None,  # completions decoded at the same time, a bound on memory; None is as many as fit
+        # completions decoded at the same time, a bound on memory; None is as many as fit
+        | None = None,
         autocast_dtype: torch.dtype
         | None = None,  # run the model under autocast in this dtype; None leaves it as it is
-        through_modules: bool = False,  # call the model's modules for every token, even where its tensors can be used directly or a step be recorded, which is faster
+        # call the model's modules for every token, even where its tensors can be used directly or a
+        # step be recorded, which is faster
+        through_modules: bool = False,
     ):
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(
-                f"max_batch_size is {max_batch_size}, and it must be at least 1: None decodes all completions together"
+                f"max_batch_size is {max_batch_size}, and it must be at least 1: None "
+                "decodes all completions together"
             )
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(
-                "the active adapter is a learned prompt, which this engine's cache does not hold: use LoRA or another adapter of the weights"
+                "the active adapter is a learned prompt, which this engine's cache does not "
+                "hold: use LoRA or another adapter of the weights"
             )
         (
             self.model,
@@ -530,7 +549,8 @@ class RolloutEngine:
         return open_decoder(self.model, self.autocast_dtype)
 
     def _running(self):
-        "The model as it draws: in evaluation mode, without gradients, under autocast if that was asked for."
+        """The model as it draws: in evaluation mode, without gradients, under autocast if that was
+        asked for."""
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.model))
             if self.autocast_dtype:
@@ -582,7 +602,10 @@ class RolloutEngine:
         "Prompts as token ids."
         if isinstance(prompts, str):
             raise ValueError("prompts is one string, and a list is needed: write [prompt]")
-        as_list = lambda ids: ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+
+        def as_list(ids):
+            return ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+
         return [
             self.tokenizer(p)["input_ids"] if isinstance(p, str) else as_list(p) for p in prompts
         ]
@@ -592,11 +615,13 @@ class RolloutEngine:
         rows: list[list[int]],  # N prompts, one for each completion
         params: SamplingParams,
         decoder: Decoder | None,
-        in_place: bool = False,  # without a decoder: the cache is there at its full size from the start
+        # without a decoder: the cache is there at its full size from the start
+        in_place: bool = False,
     ) -> tuple[
         list[list[list[int]]], int
     ]:  # MemoryError with the numbers if a completion does not fit
-        "The prompts in pieces that are decoded together, and how many tokens of prompts are read at a time."
+        """The prompts in pieces that are decoded together, and how many tokens of prompts are read
+        at a time."""
         most, device = (
             self.max_batch_size or len(rows),
             (self.model if decoder is None else decoder).device,
@@ -619,10 +644,9 @@ class RolloutEngine:
                 12 * params.max_tokens + logits_bytes(config.vocab_size, dtype.itemsize, params),
             )  # 12: an id and its log-prob
             if in_place:
-                per_row, free = (
-                    per_row + 16 * config.vocab_size,
-                    free * 7 // 8,
-                )  # one layer's keys and values repeated for heads that share them; tokens are drawn in float64
+                # one layer's keys and values repeated for heads that share them; tokens are drawn
+                # in float64
+                per_row, free = per_row + 16 * config.vocab_size, free * 7 // 8
         else:
             shape = decoder.shape
         if decoder is not None and device.type == "cuda":
@@ -657,7 +681,8 @@ class RolloutEngine:
         params: SamplingParams | None = None,  # how to draw; None is SamplingParams()
         *,
         progress: bool
-        | None = None,  # a progress bar: always, never, or (None) when it takes more than two seconds
+        # a progress bar: always, never, or (None) when it takes more than two seconds
+        | None = None,
     ) -> Rollout:  # len(prompts) * params.n completions, on the model's device
         "Continue each prompt `params.n` times."
         params = params or SamplingParams()

@@ -24,7 +24,8 @@ class PlacedLayer(DynamicLayer):
 
     def __init__(
         self,
-        read: DynamicLayer,  # has those of the prompts (B, Hk, n, D): of all columns, or of the newest; it gives them up
+        # has those of the prompts (B, Hk, n, D): of all columns, or of the newest; it gives them up
+        read: DynamicLayer,
         columns: int,  # of the prompts, padding included
         room: int,  # columns in all
     ):
@@ -47,7 +48,8 @@ class PlacedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        "What an attention layer calls: write the token of each row (B, Hk, 1, D), hand on what can be seen."
+        """What an attention layer calls: write the token of each row (B, Hk, 1, D), hand on what
+        can be seen."""
         for held, new in ((self.keys, key_states), (self.values, value_states)):
             held.index_copy_(2, self.place, new.to(held.dtype))
         return self.keys[:, :, : self.reach], self.values[:, :, : self.reach]
@@ -98,14 +100,16 @@ def reach_for(
     columns: int,  # so far, the token to be fed included
     room: int,  # in all
 ) -> int:
-    "Places to look at for a while: each length is recorded once, and what is still empty is read for nothing."
+    """Places to look at for a while: each length is recorded once, and what is still empty is read
+    for nothing."""
     return min(room, max(columns + 512, columns * 5 // 4) // 64 * 64)
 
 
 def recorded(
     step: Callable[[], None],  # has run before
     generator: torch.Generator
-    | None = None,  # its numbers go on from replay to replay; None: nothing is drawn, or by torch's global one
+    # its numbers go on from replay to replay; None: nothing is drawn, or by torch's global one
+    | None = None,
 ) -> torch.cuda.CUDAGraph:  # RuntimeError if it cannot be recorded
     "One step, to be replayed."
 
@@ -124,9 +128,9 @@ def recorded(
         return record(step)
     except BaseException:
         with suppress(Exception):
-            record(
-                lambda: torch.zeros(1, device="cuda")
-            )  # one that ends well frees the random numbers, which torch would go on holding for the one that failed
+            # one that ends well frees the random numbers, which torch would go on holding for the
+            # one that failed
+            record(lambda: torch.zeros(1, device="cuda"))
         raise
 
 
@@ -134,7 +138,8 @@ def recorded(
 def no_waiting(
     device: torch.device,
 ):
-    "On a GPU RuntimeError for what waits for the card and could not be recorded: found so, nothing is left half recorded."
+    """On a GPU RuntimeError for what waits for the card and could not be recorded: found so,
+    nothing is left half recorded."""
     if device.type != "cuda":
         yield
         return
@@ -207,7 +212,8 @@ class InPlace:
 
     def score(
         self,
-        reach: int,  # places of full layers that are looked at: all columns, that of the token included, or more
+        # places of full layers that are looked at: all columns, that of the token included, or more
+        reach: int,
     ) -> torch.Tensor:  # (B, V)
         "Feed the newest token of each row."
         column = self.columns - 1 + self.drawn  # (1,)
@@ -283,7 +289,9 @@ class InPlace:
                     except RuntimeError as error:  # out of memory is one, too
                         record = False
                         warnings.warn(
-                            f"a step of decoding could not be recorded, so each one is sent call by call, which is slower: {error}"
+                            "a step of decoding could not be recorded, so each one is sent "
+                            f"call by call, which is slower: {error}",
+                            stacklevel=2,
                         )
             for _ in range(steps):
                 graph.replay() if graph else self.advance(reach)
@@ -309,7 +317,10 @@ def cannot_record(
     if not type(base).__module__.startswith(("transformers.models.", "grpo_nb.")):
         return f"{type(base).__name__} is not one of transformers' classes"
     if config._attn_implementation not in ("sdpa", "eager"):
-        return f"its attention is {config._attn_implementation!r}, and 'sdpa' or 'eager' take a mask that is ready"
+        return (
+            f"its attention is {config._attn_implementation!r}, and 'sdpa' or 'eager' take a "
+            "mask that is ready"
+        )
     kinds = {kind for kind in getattr(config, "layer_types", None) or ()} - {
         "full_attention",
         "sliding_attention",
@@ -410,7 +421,10 @@ def try_to_record(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"  # whatever it is: there is another way
+        return (
+            f"{type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        )  # whatever it is: there is another way
     exact = not torch.is_autocast_enabled(model.device.type) and all(
         p.dtype in (torch.float32, torch.float64) for p in model.parameters()
     )

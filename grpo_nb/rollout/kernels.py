@@ -27,7 +27,8 @@ try:
     from grpo_nb.model.fused import code_value, scale_value
 except ImportError as error:
     raise ImportError(
-        "the decoding kernels need triton, which torch brings along for CUDA: pip install triton (without it, gpt-oss is decoded by plain tensors)"
+        "the decoding kernels need triton, which torch brings along for CUDA: pip install "
+        "triton (without it, gpt-oss is decoded by plain tensors)"
     ) from error
 
 try:
@@ -334,7 +335,8 @@ def _attend(
     out,  # as in `attend`
     part,
     part_m,
-    part_l,  # with SPLITS > 1: sums (B, Hq, SPLITS, D), largest score and sum of weights (B, Hq, SPLITS)
+    # with SPLITS > 1: sums (B, Hq, SPLITS, D), largest score and sum of weights (B, Hq, SPLITS)
+    part_l,
     scale,
     HQ,
     HK,
@@ -349,7 +351,8 @@ def _attend(
     IEEE: tl.constexpr,
     BN: tl.constexpr,
 ):
-    "One row, one key head, one part of its keys: GROUP query heads against keys and values, a running softmax."
+    """One row, one key head, one part of its keys: GROUP query heads against keys and values, a
+    running softmax."""
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(rows + b).to(tl.int64)
     pos = tl.load(lengths + row)
@@ -388,11 +391,11 @@ def _attend(
             tl.sum(f1.to(tl.float32) * k1.to(tl.float32)[None, :], 1)
             + tl.sum(f2.to(tl.float32) * k2.to(tl.float32)[None, :], 1)
         ) * scale
-        l = tl.full((GP,), 1.0, tl.float32)
+        total = tl.full((GP,), 1.0, tl.float32)
         acc = tl.zeros((GP, D), tl.float32) + vc.to(tl.float32)[None, :]
     else:
         m = tl.full((GP,), -1e30, tl.float32)
-        l = tl.zeros((GP,), tl.float32)
+        total = tl.zeros((GP,), tl.float32)
         acc = tl.zeros((GP, D), tl.float32)
 
     if WINDOW > 0:
@@ -421,12 +424,12 @@ def _attend(
         shrink = tl.exp(m - new)
         vt = tl.load(values + base[:, None] + full[None, :], mask=valid[:, None], other=0.0)
         acc = tl.dot(p.to(dtype), vt, acc * shrink[:, None], input_precision=precision)
-        l = l * shrink + tl.sum(p, 1)
+        total = total * shrink + tl.sum(p, 1)
         m = new
     if SPLITS == 1:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
         top = tl.maximum(m, sink)
-        acc = acc * (tl.exp(m - top) / (l * tl.exp(m - top) + tl.exp(sink - top)))[:, None]
+        acc = acc * (tl.exp(m - top) / (total * tl.exp(m - top) + tl.exp(sink - top)))[:, None]
         tl.store(
             out + (b * HQ + head[:, None]).to(tl.int64) * D + full[None, :],
             acc.to(dtype),
@@ -436,7 +439,7 @@ def _attend(
         at = (b * HQ + head) * SPLITS + s
         tl.store(part + at[:, None].to(tl.int64) * D + full[None, :], acc, mask=real[:, None])
         tl.store(part_m + at, m, mask=real)
-        tl.store(part_l + at, l, mask=real)
+        tl.store(part_l + at, total, mask=real)
 
 
 @triton.jit
@@ -458,7 +461,8 @@ def _join(part, part_m, part_l, sinks, out, HQ, D: tl.constexpr, SPLITS: tl.cons
 
 
 def attend(
-    qkv: torch.Tensor,  # (B, (Hq + 2 Hk) D) queries, keys and values of one token a row, not rotated
+    # (B, (Hq + 2 Hk) D) queries, keys and values of one token a row, not rotated
+    qkv: torch.Tensor,
     cos: torch.Tensor,  # (B, D/2) at each row's position
     sin: torch.Tensor,  # (B, D/2)
     cache: LayerCache,  # in pages, or a ring
@@ -546,7 +550,8 @@ def _schedule(
     logits,
     token_of,
     weight_of,
-    slot_of,  # (B, E); of each pair, sorted by expert: its row and its weight; of each row: its TOP pairs
+    # (B, E); of each pair, sorted by expert: its row and its weight; of each row: its TOP pairs
+    slot_of,
     item_expert,
     item_start,
     item_end,
@@ -605,10 +610,14 @@ _PAIRS = tl.constexpr("""{
 mov.b32 zero, 0x80008000;
 prmt.b32 a, $4, 0, 0x4140;
 prmt.b32 b, $4, 0, 0x4342;
-shl.b32 t, a, 6; shl.b32 u, a, 12; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, $5, zero;
-shl.b32 t, b, 6; shl.b32 u, b, 12; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $1, t, $6, zero;
-shl.b32 t, a, 2; shl.b32 u, a, 8; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $2, t, $5, zero;
-shl.b32 t, b, 2; shl.b32 u, b, 8; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $3, t, $6, zero;
+shl.b32 t, a, 6; shl.b32 u, a, 12; and.b32 t, t, 0x01C001C0; \
+lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, $5, zero;
+shl.b32 t, b, 6; shl.b32 u, b, 12; and.b32 t, t, 0x01C001C0; \
+lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $1, t, $6, zero;
+shl.b32 t, a, 2; shl.b32 u, a, 8; and.b32 t, t, 0x01C001C0; \
+lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $2, t, $5, zero;
+shl.b32 t, b, 2; shl.b32 u, b, 8; and.b32 t, t, 0x01C001C0; \
+lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $3, t, $6, zero;
 }""")
 
 
@@ -616,7 +625,8 @@ shl.b32 t, b, 2; shl.b32 u, b, 8; and.b32 t, t, 0x01C001C0; lop3.b32 t, u, 0x800
 def _two_numbers(
     byte, exponent, dtype: tl.constexpr, PTX: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    "What bytes (BN, BK/2) hold under exponents (BN, BK/32): the even and the odd columns, (BN, BK/2) each; with PTX 2 ** -63 of it."
+    """What bytes (BN, BK/2) hold under exponents (BN, BK/32): the even and the odd columns, (BN,
+    BK/2) each; with PTX 2 ** -63 of it."""
     if PTX:
         factor = ((exponent.to(tl.int16) + 63) << 7).to(
             tl.bfloat16, bitcast=True
@@ -652,7 +662,9 @@ def _experts(
     bias,
     t,
     up,
-    out,  # rows (., K); matrices (E, K, N), or blocks and scales of them; biases (E, N); LoRA: x A (P, R) and B (E, R, N); result (P, N or N/2)
+    # rows (., K); matrices (E, K, N), or blocks and scales of them; biases (E, N); LoRA: x A (P, R)
+    # and B (E, R, N); result (P, N or N/2)
+    out,
     item_expert,
     item_start,
     item_end,
@@ -680,7 +692,8 @@ def _experts(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    "A tile of pairs of one expert times BN columns of its matrix; the activation, or the routing weight, on the way out."
+    """A tile of pairs of one expert times BN columns of its matrix; the activation, or the routing
+    weight, on the way out."""
     item = tl.program_id(1)
     e = tl.load(item_expert + item)
     if e >= 0:
@@ -910,7 +923,8 @@ def _expert_tiles(B):
 
 
 def _low_rank(x, lora, work, gather):
-    "The arguments of `_expert_product` for the adapters of all experts; several active ones side by side."
+    """The arguments of `_expert_product` for the adapters of all experts; several active ones side
+    by side."""
     if not lora:
         return {}
     a, b, scale = (
@@ -934,7 +948,7 @@ def mix(
     "`steps.mix`."
     B, H = x.shape
     w = layer.experts
-    E, I = w.down.shape[:2]
+    E, inner = w.down.shape[:2]
     whole = triton.next_power_of_2(H)
     normed, logits = x.new_empty(B, H, dtype=dtype), x.new_empty(B, E, dtype=torch.float32)
     _norm_route[(B, triton.cdiv(E, 4))](
@@ -962,7 +976,7 @@ def mix(
         normed,
         w.gate_up,
         work,
-        x.new_empty(B * top, I, dtype=dtype),
+        x.new_empty(B * top, inner, dtype=dtype),
         bias=w.gate_up_bias,
         gather=True,
         gated=True,
@@ -1217,7 +1231,8 @@ def works(
     device: torch.device,
     dtype: torch.dtype,  # that is computed in
 ) -> bool:
-    "Whether the kernels do here what `steps` does: asked below compute capability 8.0, for which Triton promises nothing."
+    """Whether the kernels do here what `steps` does: asked below compute capability 8.0, for which
+    Triton promises nothing."""
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             good = _agree(device, dtype)
@@ -1226,6 +1241,8 @@ def works(
         good, why = False, f"{type(error).__name__}: {error}"
     if not good:
         warnings.warn(
-            f"the decoding kernels do not work on this device ({why}): gpt-oss is decoded by plain tensors, which is slower"
+            f"the decoding kernels do not work on this device ({why}): gpt-oss is decoded by "
+            "plain tensors, which is slower",
+            stacklevel=2,
         )
     return good

@@ -23,13 +23,16 @@ try:
     gl.DistributedLinearLayout, gl.nvidia.ampere.mma_v2  # what is asked of it below
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        "this kernel is written in Gluon, which Triton has from 3.6 on: pip install triton, or upgrade it (without it, packed experts are decoded by grpo_nb.rollout.kernels)"
+        "this kernel is written in Gluon, which Triton has from 3.6 on: pip install triton, "
+        "or upgrade it (without it, packed experts are decoded by grpo_nb.rollout.kernels)"
     ) from error
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #3afc7a0b
 WARPS = 4  # that share the sum over K
 COLUMNS = {8: 32, 16: 64}  # of a tile that has so many rows
-MOST_ROWS = 256  # of a batch: beyond it each expert has so many rows that decoding its weights for every 16 of them costs more than `kernels` does
+# of a batch: beyond it each expert has so many rows that decoding its weights for every 16 of them
+# costs more than `kernels` does
+MOST_ROWS = 256
 MOST_RANK = 32  # of the adapters of a matrix: their loop is unrolled
 
 
@@ -49,8 +52,9 @@ def _powers(n):
 def layouts(
     rows: int,  # of a tile: 8 or 16
     columns: int,  # of a tile: 32 or 64
-) -> tuple:  # of words (W, columns, 4 blocks, 4), of x (W, rows, 4 blocks, 32), of the product (W, columns, rows), and of its sum over the W warps
-    "Which thread holds what."
+) -> tuple:  # of words, of x, of the product, and of its sum over the W warps
+    """Which thread holds what of words (W, columns, 4 blocks, 4), x (W, rows, 4 blocks, 32), the
+    product (W, columns, rows) and its sum."""
     lanes = [
         [0, 0, 1, 0],
         [0, 0, 2, 0],
@@ -81,7 +85,8 @@ def layouts(
 
 # %% ../../nbs/rollout/07_packed_experts.ipynb #603fc6e2
 def _decoding():
-    "PTX: two words $8, $9 of eight codes and the factor $10 of their block -> eight registers; register p of a word has its codes p and p + 4, as two bfloat16."
+    """PTX: two words $8, $9 of eight codes and the factor $10 of their block -> eight registers;
+    register p of a word has its codes p and p + 4, as two bfloat16."""
     lines = []
     for word, first in (("$8", 0), ("$9", 4)):
         lines.append(f"shr.u32 high, {word}, 8;")
@@ -92,7 +97,8 @@ def _decoding():
                 ("0x1040", "0x0104")[p % 2],
             )
             lines.append(
-                f"and.b32 t, {source}, {mask}; mul.lo.u32 t, t, {by}; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 ${first + p}, t, $10, zero;"
+                f"and.b32 t, {source}, {mask}; mul.lo.u32 t, t, {by}; and.b32 t, t, "
+                f"0x81C081C0; fma.rn.bf16x2 ${first + p}, t, $10, zero;"
             )
     return "{\n.reg .b32 high, t, zero;\nmov.b32 zero, 0x80008000;\n" + "\n".join(lines) + "\n}"
 
@@ -106,7 +112,8 @@ _WARPS = gl.constexpr(WARPS)
 
 @gluon.jit
 def _weights(words, codes, N: gl.constexpr):
-    "Words (W, N, 4, 4) and scales (W, N, 4) -> 2 ** -63 of the numbers (W, N, 128), columns in our order."
+    """Words (W, N, 4, 4) and scales (W, N, 4) -> 2 ** -63 of the numbers (W, N, 128), columns in
+    our order."""
     factor = (
         codes.to(gl.int32) * 0x00800080 + 0x1F801F80
     )  # 2 ** (code - 64) in bfloat16, in both halves: right up to 191
@@ -168,7 +175,8 @@ def _blocks(L: gl.constexpr):
 
 @gluon.jit
 def _fetch(words, scales, block, last):
-    "A step's words and scales. Beyond the last block: that one's again, with scale 0, which makes zeros of it."
+    """A step's words and scales. Beyond the last block: that one's again, with scale 0, which makes
+    zeros of it."""
     near = gl.minimum(block, last)
     return gl.load(words + (near * 4)[:, :, :, None]), gl.load(
         scales + near, mask=block <= last, other=0
@@ -190,7 +198,8 @@ def _sum(
     LM: gl.constexpr,
     LR: gl.constexpr,
 ):
-    "Weights (COLUMNS, K) from `row` on times x (ROWS, K) at `source`: (COLUMNS, ROWS). No shared memory and no barrier before the end."
+    """Weights (COLUMNS, K) from `row` on times x (ROWS, K) at `source`: (COLUMNS, ROWS). No shared
+    memory and no barrier before the end."""
     LAST: gl.constexpr = K // 32 - 1
     STRIDE: gl.constexpr = 4 * _WARPS  # blocks of a step of all warps
     UNROLL: gl.constexpr = 2
@@ -230,7 +239,9 @@ def _experts(
     bias,
     t,
     up,
-    out,  # rows (., K); words (E, N, K/8) and scales (E, N, K/32) of them; biases (E, N); LoRA: x A (P, R) and B (E, R, N); result (P, N or N/2)
+    # rows (., K); words (E, N, K/8) and scales (E, N, K/32) of them; biases (E, N); LoRA: x A (P,
+    # R) and B (E, R, N); result (P, N or N/2)
+    out,
     item_expert,
     item_start,
     item_end,
@@ -252,7 +263,8 @@ def _experts(
     LM: gl.constexpr,
     LR: gl.constexpr,
 ):
-    "A tile of pairs of one expert times COLUMNS columns of its matrix; the activation, or the routing weight, on the way out."
+    """A tile of pairs of one expert times COLUMNS columns of its matrix; the activation, or the
+    routing weight, on the way out."""
     item = gl.program_id(1)
     dtype: gl.constexpr = x.dtype.element_ty
     e, first, last = (
@@ -389,7 +401,8 @@ POINTERS = dict(
 def works(
     device: torch.device,
 ) -> bool:
-    "Whether the kernel can be made for a device. Gluon is experimental: a Triton that understands it otherwise is found here, and not in the middle of a rollout."
+    """Whether the kernel can be made for a device. Gluon is experimental: a Triton that understands
+    it otherwise is found here, and not in the middle of a rollout."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
@@ -408,7 +421,9 @@ def works(
             )
     except Exception as error:
         warnings.warn(
-            f"triton {triton.__version__} cannot compile the kernel for packed experts ({type(error).__name__}: {error}): they are decoded by a slower one"
+            f"triton {triton.__version__} cannot compile the kernel for packed experts "
+            f"({type(error).__name__}: {error}): they are decoded by a slower one",
+            stacklevel=2,
         )
         return False
     return True

@@ -27,7 +27,8 @@ class CacheShape:
         length: int,  # tokens of a prompt
         max_tokens: int,  # of its completions
     ) -> int:  # pages of one row
-        "Pages that a completion needs, its prompt's included. The last token drawn is never read, so it takes no place."
+        """Pages that a completion needs, its prompt's included. The last token drawn is never read,
+        so it takes no place."""
         return 1 if self.page is None else -(-(length + max_tokens - 1) // self.page)
 
     def shared(
@@ -82,7 +83,8 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Places:
-    "Where the tokens of some packed prompts go: three index tensors for pages, and three for each window."
+    """Where the tokens of some packed prompts go: three index tensors for pages, and three for each
+    window."""
 
     pages: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token, page, place in it
     rings: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # token, row, place in it
@@ -312,8 +314,11 @@ def rows_that_fit(
 
     if need(1) > free:
         raise MemoryError(
-            f"a completion of up to {max_tokens:,} tokens after a prompt of {lengths[0]:,} needs {need(1) / 2**30:.2f} GiB beside the model ({shape.bytes(lengths[:1], [1], max_tokens) / 2**30:.2f} GiB of it "
-            f"for keys and values), and {free / 2**30:.2f} GiB are free: ask for fewer tokens, shorten the prompt, or free memory"
+            f"a completion of up to {max_tokens:,} tokens after a prompt of {lengths[0]:,} "
+            f"needs {need(1) / 2**30:.2f} GiB beside the model "
+            f"({shape.bytes(lengths[:1], [1], max_tokens) / 2**30:.2f} GiB of it "
+            f"for keys and values), and {free / 2**30:.2f} GiB are free: ask for fewer "
+            "tokens, shorten the prompt, or free memory"
         )
     low, high = 1, len(lengths)
     while low < high:

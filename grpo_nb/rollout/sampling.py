@@ -31,13 +31,21 @@ def _is_number(x):
 class SamplingParams:
     "How to draw completions. The defaults draw from the model's own distribution."
 
-    temperature: float = 1.0  # logits are divided by it; below 1 sharper, above 1 flatter, 0 is greedy (always the likeliest token)
-    top_p: float = 1.0  # keep the smallest set of likeliest tokens with at least this probability; 1.0 keeps all (Holtzman et al. 2019)
+    # logits are divided by it; below 1 sharper, above 1 flatter, 0 is greedy (always the likeliest
+    # token)
+    temperature: float = 1.0
+    # keep the smallest set of likeliest tokens with at least this probability; 1.0 keeps all
+    # (Holtzman et al. 2019)
+    top_p: float = 1.0
     top_k: int | None = None  # keep this many likeliest tokens; None or 0 keeps all
     min_p: float | None = (
-        None  # keep tokens at least this fraction as likely as the likeliest; None or 0 keeps all (Nguyen et al. 2024)
+        # keep tokens at least this fraction as likely as the likeliest; None or 0 keeps all (Nguyen
+        # et al. 2024)
+        None
     )
-    repetition_penalty: float = 1.0  # above 1, tokens of the prompt and the completion so far become less likely (Keskar et al. 2019, section 4.1)
+    # above 1, tokens of the prompt and the completion so far become less likely (Keskar et al.
+    # 2019, section 4.1)
+    repetition_penalty: float = 1.0
     max_tokens: int = 256  # a completion has at most so many tokens, its stop token included
     n: int = 1  # completions of each prompt
     stop_token_ids: int | Sequence[int] | None = (
@@ -51,7 +59,8 @@ class SamplingParams:
             _is_number(t) and (t == 0 or t >= 1e-5),
             "temperature",
             t,
-            "it must be at least 1e-5, or 0 for greedy decoding: 1.0 is the model's own distribution",
+            "it must be at least 1e-5, or 0 for greedy decoding: 1.0 is the model's own "
+            "distribution",
         )
         _require(
             _is_number(self.top_p) and 0 < self.top_p <= 1,
@@ -128,7 +137,8 @@ def keep_top_p(
     logits: torch.Tensor,  # (N, V)
     p: float,  # 0 < p <= 1
 ) -> torch.Tensor:  # (N, V), -inf where removed; the likeliest token is always kept
-    "Keep the smallest set of likeliest tokens with probability at least p (Holtzman et al. 2019, section 3.1)."
+    """Keep the smallest set of likeliest tokens with probability at least p (Holtzman et al. 2019,
+    section 3.1)."""
     ascending, order = logits.sort(-1)  # (N, V) each
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p  # the tail, together at most 1 - p
     remove[:, -1] = False
@@ -146,7 +156,8 @@ def keep_min_p(
 # %% ../../nbs/rollout/01_sampling.ipynb #9d9cd393
 def apply_repetition_penalty(
     logits: torch.Tensor,  # (N, V)
-    seen: torch.Tensor,  # (N, V) bool, True for tokens of the prompt and of the completion so far; padding is not seen
+    # (N, V) bool, True for tokens of the prompt and of the completion so far; padding is not seen
+    seen: torch.Tensor,
     penalty: float,  # above 1 discourages, below 1 encourages what was seen
 ) -> torch.Tensor:  # (N, V)
     "Make what was seen less likely (Keskar et al. 2019, section 4.1; negative logits multiplied)."
@@ -161,7 +172,8 @@ def _penalised(logits, params, seen):
         return logits
     if seen is None:
         raise ValueError(
-            f"repetition_penalty is {params.repetition_penalty}, and seen is None: give the (N, V) mask of the tokens seen so far"
+            f"repetition_penalty is {params.repetition_penalty}, and seen is None: give the "
+            "(N, V) mask of the tokens seen so far"
         )
     return apply_repetition_penalty(logits, seen, params.repetition_penalty)
 
@@ -207,10 +219,9 @@ def sample_tokens(
     params: SamplingParams,  # how to draw
     seen: torch.Tensor | None = None,  # (N, V) bool, needed with a repetition penalty
     generator: torch.Generator | None = None,  # None is torch's global one
-) -> tuple[
-    torch.Tensor, torch.Tensor
-]:  # tokens (N,) and logps (N,) float32: of the distribution drawn from; greedy: of the unprocessed softmax
-    "Choose the next token of each row."
+) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (N,) and logps (N,) float32
+    """Choose the next token of each row, with its log-prob in the distribution drawn from; greedy:
+    in the unprocessed softmax."""
     if params.temperature > 0:
         return draw(processed_log_probs(logits, params, seen), generator)
     tokens = _penalised(logits, params, seen).argmax(-1)  # (N,)

@@ -59,7 +59,8 @@ def rotate(
     cos: torch.Tensor,  # (B, D/2)
     sin: torch.Tensor,  # (B, D/2)
 ) -> torch.Tensor:  # (B, heads, D)
-    "Rotary positions, the two halves of a head turned as one complex number (Su et al. 2021, section 3.2)."
+    """Rotary positions, the two halves of a head turned as one complex number (Su et al. 2021,
+    section 3.2)."""
     halves = x.unflatten(-1, (2, -1))  # (B, heads, 2, D/2)
     turned, crossed = halves * cos[:, None, None], halves * sin[:, None, None]
     turned[:, :, 0] -= crossed[:, :, 1]
@@ -68,18 +69,21 @@ def rotate(
 
 
 def attend(
-    qkv: torch.Tensor,  # (B, (Hq + 2 Hk) D) queries, keys and values of one token a row, not rotated
+    # (B, (Hq + 2 Hk) D) queries, keys and values of one token a row, not rotated
+    qkv: torch.Tensor,
     cos: torch.Tensor,  # (B, D/2) at each row's position
     sin: torch.Tensor,  # (B, D/2)
     cache: LayerCache,  # read up to `lengths`, and written at it
     rows: torch.Tensor
-    | slice,  # (B,) which row of the cache each is; a slice where they stand side by side, which saves a copy
+    # (B,) which row of the cache each is; a slice where they stand side by side, which saves a copy
+    | slice,
     lengths: torch.Tensor,  # (N+1,) int32, tokens in the cache before this one
     sinks: torch.Tensor,  # (Hq,)
     *,
     kv_heads: int,  # Hk
     scale: float,  # of the scores
-    reach: int,  # no row has more tokens than this, the new one included; bounds what is read from pages
+    # no row has more tokens than this, the new one included; bounds what is read from pages
+    reach: int,
 ) -> torch.Tensor:  # (B, Hq D)
     "Attention of one new token a row, with sinks."
     B, D = len(qkv), cache.keys.shape[-1]
@@ -144,7 +148,9 @@ class LayerWeights:
     experts: ExpertWeights
 
 
-SLICE = 16_384  # tokens that experts work on at a time: their activations are the largest thing there is when a long prompt is read
+# tokens that experts work on at a time: their activations are the largest thing there is when a
+# long prompt is read
+SLICE = 16_384
 
 
 def mix(
@@ -179,7 +185,8 @@ class Progress:
     counts: torch.Tensor  # (N+1,) int32, tokens drawn
     alive: torch.Tensor  # (N+1,) bool
     seen: torch.Tensor | None = (
-        None  # (N+1, V) bool, tokens of the prompt and the completion; kept for a repetition penalty
+        # (N+1, V) bool, tokens of the prompt and the completion; kept for a repetition penalty
+        None
     )
 
     @classmethod
@@ -189,7 +196,8 @@ class Progress:
         max_tokens: int,  # T
         device: torch.device | str,
     ) -> "Progress":
-        "Nothing drawn yet. The first token is drawn without feeding one, so lengths begin one short."
+        """Nothing drawn yet. The first token is drawn without feeding one, so lengths begin one
+        short."""
         rows = len(lengths) + 1
 
         def zeros(dtype, *shape):
@@ -253,7 +261,8 @@ def record_column(
 # %% ../../nbs/rollout/04_steps.ipynb #9c3a73cb
 @dataclass(frozen=True)
 class SmallLayer:
-    "Copies of a layer's weights, rewritten for few calls. Every matrix is (in, out), with its bias beside it."
+    """Copies of a layer's weights, rewritten for few calls. Every matrix is (in, out), with its
+    bias beside it."""
 
     qkv: tuple[
         torch.Tensor, torch.Tensor

@@ -38,7 +38,9 @@ def find_checkpoint(
     resume: bool
     | str
     | Path
-    | None,  # True: the newest in output_dir; "auto": the same, if there is one; a folder: that one; None or False: none
+    # True: the newest in output_dir; "auto": the same, if there is one; a folder: that one; None or
+    # False: none
+    | None,
     output_dir: str | Path,  # of the run
 ) -> Path | None:  # None: begin anew
     "The checkpoint that `train(resume_from_checkpoint=...)` means; a sentence if it is not there."
@@ -51,14 +53,17 @@ def find_checkpoint(
         if resume == "auto":
             return None
         raise ValueError(
-            f"there is no checkpoint in {str(output_dir)!r} to resume from (one that save_only_model=True wrote holds the model alone); begin with train(), or name a folder"
+            f"there is no checkpoint in {str(output_dir)!r} to resume from (one that "
+            "save_only_model=True wrote holds the model alone); begin with train(), or name "
+            "a folder"
         )
     if not (Path(resume) / "training_state.pt").is_file():
         names = [p.name for p in checkpoints(Path(resume))] or [
             str(p) for p in checkpoints(output_dir)
         ]
         raise ValueError(
-            f"{str(resume)!r} is not a checkpoint (it has no training_state.pt); found there or in the output folder: {names or 'none'}"
+            f"{str(resume)!r} is not a checkpoint (it has no training_state.pt); found there "
+            f"or in the output folder: {names or 'none'}"
         )
     return Path(resume)
 
@@ -77,7 +82,8 @@ def read_state(
             p.name for p in checkpoints(folder.parent) if p != folder and (p / path.name).is_file()
         ]
         raise ValueError(
-            f"{str(path)!r} cannot be read, it is damaged or was cut off ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
+            f"{str(path)!r} cannot be read, it is damaged or was cut off "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
             f"go on from an older checkpoint by its name (there: {others or 'none'}), or begin anew"
         ) from error
 
@@ -92,7 +98,8 @@ def make_folder(
             pass
     except OSError as error:
         raise ValueError(
-            f"output_dir={str(output_dir)!r} cannot be written: {error.strerror or error}; name another folder"
+            f"output_dir={str(output_dir)!r} cannot be written: {error.strerror or error}; "
+            "name another folder"
         ) from None
 
 
@@ -117,7 +124,8 @@ def remove_old_checkpoints(
 def set_aside(
     output_dir: str | Path,  # of the run
     after: int
-    | None = None,  # only checkpoints of later steps than this; None: all of them, the log and the completions
+    # only checkpoints of later steps than this; None: all of them, the log and the completions
+    | None = None,
 ) -> Path | None:  # where they are now, a folder `earlier-run-N`; None: there was nothing
     "Move away what an earlier run left, so that none of it is taken for a part of this one."
     there = [
@@ -166,7 +174,8 @@ def set_random_state(
 
 # %% ../../nbs/training/06_checkpoint.ipynb #24d3eb74
 class deterministic:
-    "`with deterministic(on):` asks torch for algorithms that give the same bits every time, and puts the switch back on exit."
+    """`with deterministic(on):` asks torch for algorithms that give the same bits every time, and
+    puts the switch back on exit."""
 
     def __init__(
         self,
@@ -213,14 +222,17 @@ def check_adapter(
     "Whether a saved adapter is one of this kind."
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{str(folder)!r} holds no adapter, but weights of the model itself: build the model without an adapter, as it was saved, or begin anew"
+            f"{str(folder)!r} holds no adapter, but weights of the model itself: build the "
+            "model without an adapter, as it was saved, or begin anew"
         )
     saved = json.loads((folder / "adapter_config.json").read_text())
     for name in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"):
         now, then = getattr(config, name, None), saved.get(name)
         if name in saved and now != then:
             raise ValueError(
-                f"{name} of the adapter is {getattr(now, 'value', now)!r}, and it is {then!r} in {str(folder)!r}: build the model with the peft_config that was saved, or begin anew"
+                f"{name} of the adapter is {getattr(now, 'value', now)!r}, and it is "
+                f"{then!r} in {str(folder)!r}: build the model with the peft_config that was "
+                "saved, or begin anew"
             )
 
 
@@ -233,7 +245,9 @@ def saved_tensors(
         return read(str(path))
     except Exception as error:  # whatever safetensors, PEFT and the hub raise
         raise ValueError(
-            f"the weights in {str(path)!r} cannot be read, they are damaged, cut off or gone ({type(error).__name__}: {str(error).partition(chr(10))[0]}): go on from another checkpoint by its name, or begin anew"
+            f"the weights in {str(path)!r} cannot be read, they are damaged, cut off or gone "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): go on from "
+            "another checkpoint by its name, or begin anew"
         ) from error
 
 
@@ -294,7 +308,8 @@ def read_weights(
         for name in state.keys() & own.keys():
             if state[name].shape != own[name].shape:
                 raise ValueError(
-                    f"the weights in {str(folder)!r} are of another model: {name} has shape {tuple(state[name].shape)} there and {tuple(own[name].shape)} here"
+                    f"the weights in {str(folder)!r} are of another model: {name} has shape "
+                    f"{tuple(state[name].shape)} there and {tuple(own[name].shape)} here"
                 )
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         unexpected, missing = state.keys() - own.keys(), own.keys() - state.keys() - set(tied)
@@ -304,7 +319,9 @@ def read_weights(
 
     if unexpected or missing:
         raise ValueError(
-            f"the weights in {str(folder)!r} are of another model: missing {sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}; give the model, or the peft_config, that was saved, or begin anew"
+            f"the weights in {str(folder)!r} are of another model: missing "
+            f"{sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}; give the model, or "
+            "the peft_config, that was saved, or begin anew"
         )
     return copy
 
@@ -319,7 +336,8 @@ def load_weights(
 # %% ../../nbs/training/06_checkpoint.ipynb #f35225c1
 @contextmanager
 def no_file_bars():
-    "`with no_file_bars():` switches off the progress bars of transformers' saving and loading, and puts them back."
+    """`with no_file_bars():` switches off the progress bars of transformers' saving and loading,
+    and puts them back."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -21,7 +21,11 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from numbers import Real
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+if TYPE_CHECKING:
+    import grpo_nb.algorithm.batching
+    import grpo_nb.rollout.sampling
 
 # %% ../../nbs/training/01_config.ipynb #b6691fb6
 def setting(
@@ -164,7 +168,8 @@ def legal(
 def known(
     cls: type,  # a settings class
 ) -> dict[str, Field]:  # name -> field
-    "The settings of a class, by name; copies, for transformers' command line parser writes into a dataclass's own fields."
+    """The settings of a class, by name; copies, for transformers' command line parser writes into a
+    dataclass's own fields."""
     inherited = {
         name: spec
         for base in reversed(cls.__mro__[1:])
@@ -273,9 +278,9 @@ class BatchSettings(Settings):
     num_generations: int = setting(
         8, "[2, inf)", why="A group of one has nothing to be compared with. "
     )  # G, completions of one prompt; 8 to 16 is usual
-    num_iterations: int = setting(
-        1, "[1, inf)"
-    )  # mu, how often one generation batch is trained on; above 1 the ratio leaves 1 and clipping works
+    # mu, how often one generation batch is trained on; above 1 the ratio leaves 1 and clipping
+    # works
+    num_iterations: int = setting(1, "[1, inf)")
     steps_per_generation: int | None = setting(
         None, "[1, inf)"
     )  # micro-batches cut from one generation batch; None: gradient_accumulation_steps
@@ -292,8 +297,10 @@ class BatchSettings(Settings):
     def check(self):
         if self.steps_per_generation is not None and self.generation_batch_size is not None:
             raise ValueError(
-                f"steps_per_generation={self.steps_per_generation} and generation_batch_size={self.generation_batch_size} say the same thing "
-                "in two ways (generation_batch_size = per_device_train_batch_size x processes x steps_per_generation): give one of them."
+                f"steps_per_generation={self.steps_per_generation} and "
+                f"generation_batch_size={self.generation_batch_size} say the same thing "
+                "in two ways (generation_batch_size = per_device_train_batch_size x "
+                "processes x steps_per_generation): give one of them."
             )
 
     def layout(
@@ -338,12 +345,12 @@ class SamplingSettings(Settings):
     top_k: int | None = setting(
         None, "[1, inf)", same={0: None}
     )  # keep this many of the likeliest tokens; None (or 0) keeps all
-    min_p: float | None = setting(
-        None, "[0, 1]"
-    )  # keep tokens at least this likely, relative to the likeliest; 0.01 to 0.2 where it is used at all
-    max_batch_size: int | None = setting(
-        None, "[1, inf)"
-    )  # completions that are decoded at the same time, a bound on memory; None: as many as fit (gpt-oss), or all
+    # keep tokens at least this likely, relative to the likeliest; 0.01 to 0.2 where it is used at
+    # all
+    min_p: float | None = setting(None, "[0, 1]")
+    # completions that are decoded at the same time, a bound on memory; None: as many as fit
+    # (gpt-oss), or all
+    max_batch_size: int | None = setting(None, "[1, inf)")
     repetition_penalty: float = setting(
         1.0, "(0, inf)"
     )  # above 1 avoids tokens seen before, below 1 favours them; 1.0 leaves the policy as it is
@@ -358,13 +365,18 @@ class SamplingSettings(Settings):
         others = sorted(set(self.generation_kwargs or {}) - {"eos_token_id"})
         if others:
             raise ValueError(
-                f"generation_kwargs holds {others[0]!r}, which cannot be honoured: completions are drawn by this library's own sampler. It takes 'eos_token_id' here; "
-                "its other settings are temperature, top_p, top_k, min_p, repetition_penalty and max_completion_length."
+                f"generation_kwargs holds {others[0]!r}, which cannot be honoured: "
+                "completions are drawn by this library's own sampler. It takes "
+                "'eos_token_id' here; "
+                "its other settings are temperature, top_p, top_k, min_p, repetition_penalty "
+                "and max_completion_length."
             )
 
     def sampling_params(
         self,
-        **changes,  # what else `SamplingParams` takes, e.g. n, seed, stop_token_ids, or another temperature for evaluation
+        # what else `SamplingParams` takes, e.g. n, seed, stop_token_ids, or another temperature for
+        # evaluation
+        **changes,
     ) -> "grpo_nb.rollout.sampling.SamplingParams":
         "These settings as the sampler takes them."
         from grpo_nb.rollout.sampling import SamplingParams
@@ -398,9 +410,9 @@ class RewardSettings(Settings):
     multi_objective_aggregation: str = setting(
         "sum_then_normalize", ("sum_then_normalize", "normalize_then_sum")
     )  # the second when rewards differ in scale (GDPO)
-    reward_timeout_s: float | None = setting(
-        None, "(0, inf)"
-    )  # seconds a reward function of this process may take; then it is left behind in its thread and scored None. None: no limit, called as TRL does
+    # seconds a reward function of this process may take; then it is left behind in its thread and
+    # scored None. None: no limit, called as TRL does
+    reward_timeout_s: float | None = setting(None, "(0, inf)")
 
     def check(self):
         weights = self.reward_weights
@@ -412,7 +424,8 @@ class RewardSettings(Settings):
             )
         ):
             raise ValueError(
-                f"reward_weights is {weights!r}, but it has to hold one finite number for each reward function, e.g. [1.0, 0.5]; None weighs all with 1.0."
+                f"reward_weights is {weights!r}, but it has to hold one finite number for "
+                "each reward function, e.g. [1.0, 0.5]; None weighs all with 1.0."
             )
 
 # %% ../../nbs/training/01_config.ipynb #88e2fe10
@@ -446,9 +459,8 @@ class LossSettings(Settings):
     importance_sampling_level: str = setting(
         "token", ("token", "sequence")
     )  # one ratio a token, or exp(mean log-ratio) a completion (GSPO, luspo)
-    beta: float = setting(
-        0.0, "[0, inf)"
-    )  # weight of the KL term that holds the policy near its start; 0: no reference model, less memory
+    # weight of the KL term that holds the policy near its start; 0: no reference model, less memory
+    beta: float = setting(0.0, "[0, inf)")
     use_bias_correction_kl: bool = setting(
         False
     )  # multiply the KL term by the ratio (DeepSeek-V3.2); matters only where beta > 0
@@ -496,11 +508,13 @@ class LossSettings(Settings):
     def check(self):
         if self.sync_ref_model and not self.beta:
             raise ValueError(
-                "sync_ref_model=True moves the reference policy, and with beta=0.0 there is none: set beta above 0, or leave sync_ref_model out."
+                "sync_ref_model=True moves the reference policy, and with beta=0.0 there is "
+                "none: set beta above 0, or leave sync_ref_model out."
             )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ValueError(
-                f"entropy_coef_min is {self.entropy_coef_min} and entropy_coef_max is {self.entropy_coef_max}: the lower bound has to be the smaller one."
+                f"entropy_coef_min is {self.entropy_coef_min} and entropy_coef_max is "
+                f"{self.entropy_coef_max}: the lower bound has to be the smaller one."
             )
 
     def doubts(self):
@@ -512,23 +526,35 @@ class LossSettings(Settings):
             if loss not in losses and getattr(self, name) != known(type(self))[name].default
         ]
         if idle:
-            yield f"loss_type={loss!r} does not read {' and '.join(idle)}, so the value given has no effect: leave it out, or choose another loss_type."
+            yield (
+                f"loss_type={loss!r} does not read {' and '.join(idle)}, so the value given "
+                "has no effect: leave it out, or choose another loss_type."
+            )
         if self.delta is not None and self.delta <= 1 + high and loss in CLIPPED:
             yield (
-                f"delta is {self.delta}, not above 1 + epsilon = {1 + high:g}: it then also cuts ratios that the ordinary clip allows. "
+                f"delta is {self.delta}, not above 1 + epsilon = {1 + high:g}: it then also "
+                "cuts ratios that the ordinary clip allows. "
                 f"Choose more, e.g. {max(1.5, round(1.3 + high, 1)):g}, or None."
             )
         if loss == "cispo" and self.used("epsilon_high") < 1:
             yield (
-                f"With loss_type='cispo' epsilon_high is the cap of the weight itself, and {self.used('epsilon_high'):g} also cuts a ratio of 1. Choose 5.0."
+                "With loss_type='cispo' epsilon_high is the cap of the weight itself, and "
+                f"{self.used('epsilon_high'):g} also cuts a ratio of 1. Choose 5.0."
             )
         if loss == "luspo" and not sequence:
-            yield "loss_type='luspo' is made for one ratio a completion: set importance_sampling_level='sequence'."
+            yield (
+                "loss_type='luspo' is made for one ratio a completion: set "
+                "importance_sampling_level='sequence'."
+            )
         if loss == "vespo" and sequence:
-            yield "loss_type='vespo' forms its weight of the whole completion itself: leave importance_sampling_level at 'token'."
+            yield (
+                "loss_type='vespo' forms its weight of the whole completion itself: leave "
+                "importance_sampling_level at 'token'."
+            )
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
-                f"One ratio a completion with loss_type={loss!r} counts each completion as often as it has tokens. "
+                f"One ratio a completion with loss_type={loss!r} counts each completion as "
+                "often as it has tokens. "
                 "For GSPO set loss_type='grpo', for the length-weighted form 'luspo'."
             )
 
@@ -558,7 +584,9 @@ class CorrectionSettings(Settings):
         )
         if low is not None and high is not None and low >= high:
             raise ValueError(
-                f"vllm_importance_sampling_clip_min is {low} and vllm_importance_sampling_clip_max is {high}: the lower bound has to be the smaller one."
+                f"vllm_importance_sampling_clip_min is {low} and "
+                f"vllm_importance_sampling_clip_max is {high}: the lower bound has to be the "
+                "smaller one."
             )
         if (
             self.vllm_importance_sampling_correction
@@ -567,8 +595,10 @@ class CorrectionSettings(Settings):
             and mode.endswith("truncate")
         ):
             raise ValueError(
-                f"vllm_importance_sampling_mode={mode!r} needs a bound: give vllm_importance_sampling_clip_max (the default is 2.0) "
-                "or vllm_importance_sampling_clip_min, or set vllm_importance_sampling_correction=False."
+                f"vllm_importance_sampling_mode={mode!r} needs a bound: give "
+                "vllm_importance_sampling_clip_max (the default is 2.0) "
+                "or vllm_importance_sampling_clip_min, or set "
+                "vllm_importance_sampling_correction=False."
             )
 
 # %% ../../nbs/training/01_config.ipynb #48d42c0d
@@ -602,9 +632,9 @@ class OptimizerSettings(Settings):
     learning_rate: float = setting(
         1e-6, "[0, inf)"
     )  # 1e-6 suits training all weights; adapters (LoRA) usually take 5e-6 to 5e-5
-    max_steps: int = setting(
-        -1, "[-1, inf)"
-    )  # optimizer updates in all; -1: as many as num_train_epochs gives. 300 and more before you judge a run
+    # optimizer updates in all; -1: as many as num_train_epochs gives. 300 and more before you judge
+    # a run
+    max_steps: int = setting(-1, "[-1, inf)")
     num_train_epochs: float = setting(
         3.0, "(0, inf)"
     )  # passes over the data, where max_steps is -1
@@ -638,15 +668,18 @@ class OptimizerSettings(Settings):
     def check(self):
         if self.max_steps == 0:
             raise ValueError(
-                "max_steps is 0, so nothing would be trained. Give the number of updates, or -1 to let num_train_epochs decide."
+                "max_steps is 0, so nothing would be trained. Give the number of updates, or "
+                "-1 to let num_train_epochs decide."
             )
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps:g} and warmup_ratio={self.warmup_ratio:g} say the same thing in two ways: give one of them."
+                f"warmup_steps={self.warmup_steps:g} and warmup_ratio={self.warmup_ratio:g} "
+                "say the same thing in two ways: give one of them."
             )
         if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
             raise ValueError(
-                f"warmup_steps is {self.warmup_steps:g}: give a whole number of updates, e.g. {round(self.warmup_steps)}, or a share of the run below 1."
+                f"warmup_steps is {self.warmup_steps:g}: give a whole number of updates, "
+                f"e.g. {round(self.warmup_steps)}, or a share of the run below 1."
             )
 
     def num_warmup_steps(
@@ -684,27 +717,29 @@ class MemorySettings(Settings):
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(
         None
     )  # for the model's own method, e.g. {"use_reentrant": False}
-    offload_activations: bool = setting(
-        False
-    )  # keep each layer's input in host memory until the backward pass asks for it; with gradient_checkpointing
-    mini_batch: int | None = setting(
-        None, "[1, inf)"
-    )  # in how many pieces a micro-batch is split, each going forward and backward by itself; None: chosen by the free memory
+    # keep each layer's input in host memory until the backward pass asks for it; with
+    # gradient_checkpointing
+    offload_activations: bool = setting(False)
+    # in how many pieces a micro-batch is split, each going forward and backward by itself; None:
+    # chosen by the free memory
+    mini_batch: int | None = setting(None, "[1, inf)")
     logit_chunk_multiplier: int | None = setting(
         None, "[1, inf)"
     )  # in how many pieces the sequence of each is split; None: chosen likewise
-    slice_tokens: int | None = setting(
-        None, "[1, inf)"
-    )  # tokens that experts (or a dense model's MLPs) work on at a time, their inside computed again in backward; None: chosen likewise, anew for every length
+    # tokens that experts (or a dense model's MLPs) work on at a time, their inside computed again
+    # in backward; None: chosen likewise, anew for every length
+    slice_tokens: int | None = setting(None, "[1, inf)")
 
     def check(self):
         if self.bf16 and self.fp16:
             raise ValueError(
-                "bf16=True and fp16=True exclude each other: keep bf16 on cards of compute capability 8.0 and above, fp16 on older ones such as the T4."
+                "bf16=True and fp16=True exclude each other: keep bf16 on cards of compute "
+                "capability 8.0 and above, fp16 on older ones such as the T4."
             )
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError(
-                "offload_activations=True moves what gradient checkpointing keeps, and gradient_checkpointing is False: leave it on, or offload_activations out."
+                "offload_activations=True moves what gradient checkpointing keeps, and "
+                "gradient_checkpointing is False: leave it on, or offload_activations out."
             )
 
     def precision(
@@ -714,7 +749,8 @@ class MemorySettings(Settings):
         "The mixed precision that a device gets."
         if self.bf16 and not bf16_available:
             raise ValueError(
-                "bf16=True, but this device has no bfloat16: set fp16=True, or leave both out to compute in float32."
+                "bf16=True, but this device has no bfloat16: set fp16=True, or leave both "
+                "out to compute in float32."
             )
         if self.fp16:
             return "fp16"
@@ -751,13 +787,13 @@ class RunSettings(Settings):
     logging_strategy: str = setting(
         "steps", ("no", "steps", "epoch")
     )  # when a line of the log is written; the last update always writes one
-    logging_steps: int = setting(
-        10, "[1, inf)"
-    )  # updates between two lines of the log, with logging_strategy="steps"; 1 is readable for short runs
+    # updates between two lines of the log, with logging_strategy="steps"; 1 is readable for short
+    # runs
+    logging_steps: int = setting(10, "[1, inf)")
     logging_first_step: bool = setting(False)  # log the first update as well
-    log_completions: bool = setting(
-        False
-    )  # print, store and send to trackers the last completions with their rewards: the quickest way to see what is learnt
+    # print, store and send to trackers the last completions with their rewards: the quickest way to
+    # see what is learnt
+    log_completions: bool = setting(False)
     num_completions_to_print: int | None = setting(
         None, "[1, inf)"
     )  # how many of them are printed; None: all of the batch
@@ -811,7 +847,8 @@ class RunSettings(Settings):
         )
         if judged and self.eval_strategy == "no":
             raise ValueError(
-                f"{judged} needs evaluations to tell which model is best, and eval_strategy is 'no': set it to 'steps' or 'epoch'."
+                f"{judged} needs evaluations to tell which model is best, and eval_strategy "
+                "is 'no': set it to 'steps' or 'epoch'."
             )
         if not self.load_best_model_at_end or self.save_strategy == "best":
             return
@@ -821,13 +858,20 @@ class RunSettings(Settings):
             and self.save_steps % self.used("eval_steps")
         ):
             raise ValueError(
-                f"load_best_model_at_end=True needs a checkpoint of every model that is evaluated at its time, and eval_strategy is {self.eval_strategy!r} (eval_steps {self.used('eval_steps')}) while save_strategy is "
-                f"{self.save_strategy!r} (save_steps {self.save_steps}): set save_strategy='best', or the same strategy and save_steps to a multiple of eval_steps."
+                "load_best_model_at_end=True needs a checkpoint of every model that is "
+                f"evaluated at its time, and eval_strategy is {self.eval_strategy!r} "
+                f"(eval_steps {self.used('eval_steps')}) while save_strategy is "
+                f"{self.save_strategy!r} (save_steps {self.save_steps}): set "
+                "save_strategy='best', or the same strategy and save_steps to a multiple of "
+                "eval_steps."
             )
 
     def doubts(self):
         if self.eval_steps is not None and self.eval_strategy != "steps":
-            yield f"eval_steps is {self.eval_steps}, and eval_strategy={self.eval_strategy!r} does not read it: set eval_strategy='steps'."
+            yield (
+                f"eval_steps is {self.eval_steps}, and eval_strategy={self.eval_strategy!r} "
+                "does not read it: set eval_strategy='steps'."
+            )
 
     def trackers(self) -> list[str]:  # empty for "none"; ["all"] for "all"
         "The trackers that a run reports to."
@@ -836,7 +880,10 @@ class RunSettings(Settings):
             if name not in (*TRACKERS, "all", "none"):
                 close = difflib.get_close_matches(str(name), TRACKERS, 1)
                 raise ValueError(
-                    f"report_to names {name!r}, which is no tracker of accelerate: it has {', '.join(TRACKERS)}, besides 'all' and 'none'."
+                    (
+                        f"report_to names {name!r}, which is no tracker of accelerate: it has "
+                        f"{', '.join(TRACKERS)}, besides 'all' and 'none'."
+                    )
                     + (f" The nearest is {close[0]!r}." if close else "")
                 )
         return ["all"] if "all" in given else [name for name in given if name != "none"]
@@ -844,40 +891,67 @@ class RunSettings(Settings):
 # %% ../../nbs/training/01_config.ipynb #fd03895f
 NOT_HONOURED = [  # (reason, {keyword: TRL's default})
     (
-        "prompts are never cut; one that leaves no room for max_completion_length is refused with its row number. Filter the dataset by length instead.",
+        (
+            "prompts are never cut; one that leaves no room for max_completion_length is refused "
+            "with its row number. Filter the dataset by length instead."
+        ),
         {"max_prompt_length": None},
     ),
     (
-        "reward functions receive every column of the dataset; drop columns with dataset.remove_columns.",
+        (
+            "reward functions receive every column of the dataset; drop columns with "
+            "dataset.remove_columns."
+        ),
         {"remove_unused_columns": False},
     ),
     (
-        "completions are drawn by this library's own sampler, which needs no second copy of the weights; leave the vLLM settings out.",
+        (
+            "completions are drawn by this library's own sampler, which needs no second copy of "
+            "the weights; leave the vLLM settings out."
+        ),
         {"use_vllm": False},
     ),
     (
-        "completions are drawn by this library's own sampler; its settings are temperature, top_p, top_k, min_p, repetition_penalty and max_completion_length.",
+        (
+            "completions are drawn by this library's own sampler; its settings are temperature, "
+            "top_p, top_k, min_p, repetition_penalty and max_completion_length."
+        ),
         {"vllm_structured_outputs_regex": None, "cache_implementation": None},
     ),
     ("there are no tool calls in a rollout.", {"max_tool_calling_iterations": None}),
     (
-        "no load-balancing loss of the router is added, for it is not part of GRPO's objective; 0.0 says the same.",
+        (
+            "no load-balancing loss of the router is added, for it is not part of GRPO's "
+            "objective; 0.0 says the same."
+        ),
         {"router_aux_loss_coef": None},
     ),
     (
-        "log-probs are computed in float32 after the head, and the head's weights stay in the format they were loaded in; load the model in float32 for a head in float32.",
+        (
+            "log-probs are computed in float32 after the head, and the head's weights stay in "
+            "the format they were loaded in; load the model in float32 for a head in float32."
+        ),
         {"cast_lm_head_to_fp32": False},
     ),
     (
-        "the optimizer is one of optim's names; for another pass optimizers=(optimizer, scheduler) to GRPOTrainer.",
+        (
+            "the optimizer is one of optim's names; for another pass optimizers=(optimizer, "
+            "scheduler) to GRPOTrainer."
+        ),
         {"optim_args": None, "optim_target_modules": None},
     ),
     (
-        "a smaller batch would no longer hold whole groups; lower per_device_train_batch_size and raise gradient_accumulation_steps instead.",
+        (
+            "a smaller batch would no longer hold whole groups; lower "
+            "per_device_train_batch_size and raise gradient_accumulation_steps instead."
+        ),
         {"auto_find_batch_size": False},
     ),
     (
-        "evaluation computes in the precision of the training (bf16, fp16); matrix products in TF32 are torch.set_float32_matmul_precision's business.",
+        (
+            "evaluation computes in the precision of the training (bf16, fp16); matrix products "
+            "in TF32 are torch.set_float32_matmul_precision's business."
+        ),
         {"bf16_full_eval": False, "fp16_full_eval": False, "tf32": None},
     ),
     (
@@ -891,7 +965,10 @@ NOT_HONOURED = [  # (reason, {keyword: TRL's default})
     ),
     ("a run goes on where it stood in the data.", {"ignore_data_skip": False}),
     (
-        "every process holds the whole model and sums its gradients: `torchrun` or `accelerate launch --multi_gpu`; sharding is not supported.",
+        (
+            "every process holds the whole model and sums its gradients: `torchrun` or "
+            "`accelerate launch --multi_gpu`; sharding is not supported."
+        ),
         {
             "accelerator_config": None,
             "parallelism_config": None,
@@ -919,11 +996,16 @@ NOT_HONOURED = [  # (reason, {keyword: TRL's default})
         {"push_to_hub": False},
     ),
     (
-        "torch.use_deterministic_algorithms is the script's to call; on a CPU a run is deterministic anyway.",
+        (
+            "torch.use_deterministic_algorithms is the script's to call; on a CPU a run is "
+            "deterministic anyway."
+        ),
         {"full_determinism": False},
     ),
 ]
-WITHOUT_EFFECT = [  # (reason, {keyword: TRL's default}): the run is the same whatever they say, so they cost a warning and no error
+# (reason, {keyword: TRL's default}): the run is the same whatever they say, so they cost a warning
+# and no error
+WITHOUT_EFFECT = [
     (
         "use_vllm is False, so there is no vLLM to set up",
         {
@@ -950,15 +1032,24 @@ WITHOUT_EFFECT = [  # (reason, {keyword: TRL's default}): the run is the same wh
         },
     ),
     (
-        "log-probs are computed from chunks of the hidden states anyway; mini_batch and logit_chunk_multiplier set the chunks",
+        (
+            "log-probs are computed from chunks of the hidden states anyway; mini_batch and "
+            "logit_chunk_multiplier set the chunks"
+        ),
         {"use_liger_kernel": False, "liger_kernel_config": None},
     ),
     (
-        "the model is not compiled as a whole, because completions have another length at every step",
+        (
+            "the model is not compiled as a whole, because completions have another length at "
+            "every step"
+        ),
         {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None},
     ),
     (
-        "prompts are looked up by their row number in the dataset, without a loader and without worker processes",
+        (
+            "prompts are looked up by their row number in the dataset, without a loader and "
+            "without worker processes"
+        ),
         {
             "dataloader_drop_last": False,
             "dataloader_num_workers": 0,
@@ -1000,7 +1091,10 @@ WITHOUT_EFFECT = [  # (reason, {keyword: TRL's default}): the run is the same wh
         {"do_train": False, "do_eval": False, "do_predict": False},
     ),
     (
-        "the log has the tokens, the peak memory and finite numbers at every line; trackers store under output_dir",
+        (
+            "the log has the tokens, the peak memory and finite numbers at every line; trackers "
+            "store under output_dir"
+        ),
         {
             "logging_nan_inf_filter": True,
             "log_on_each_node": True,
@@ -1088,7 +1182,8 @@ def understood(
             raise error(unknown(name, [*names, *ALIASES]))
         elif real in ours and ours[real] != value:
             raise ValueError(
-                f"{', '.join(other for other in given if ALIASES.get(other, other) == real)} are names of one setting, "
+                f"{', '.join(other for other in given if ALIASES.get(other, other) == real)} "
+                "are names of one setting, "
                 f"and they were given the values {ours[real]!r} and {value!r}: give one of them."
             )
         else:
@@ -1108,7 +1203,8 @@ def takes_other_names(
     ):  # the folder may stand first, without its name, as in transformers
         if len(output_dir) + ("output_dir" in given) > 1:
             raise TypeError(
-                f"settings are given by name; only output_dir may stand without one, once, and there are {output_dir!r}"
+                "settings are given by name; only output_dir may stand without one, once, "
+                f"and there are {output_dir!r}"
             )
         generated(
             self, **understood({**dict(zip(["output_dir"], output_dir)), **given}, known(cls))
@@ -1141,7 +1237,8 @@ class GRPOConfig(
     SamplingSettings,
     BatchSettings,
 ):
-    "The settings of a GRPO run; TRL's names and meanings. (A dataclass collects its bases from the last to the first.)"
+    """The settings of a GRPO run; TRL's names and meanings. (A dataclass collects its bases from
+    the last to the first.)"""
 
     def __setattr__(self, name: str, value):
         "Set one value by any of its names, after checking it."
@@ -1173,8 +1270,10 @@ class GRPOConfig(
             and mode.startswith("sequence")
         ):
             raise ValueError(
-                f"loss_type='vespo' multiplies the rollout weights of a completion's tokens itself, so vllm_importance_sampling_mode={mode!r} "
-                f"does not fit: choose 'token_{mode.removeprefix('sequence_')}', or set vllm_importance_sampling_correction=False."
+                "loss_type='vespo' multiplies the rollout weights of a completion's tokens "
+                f"itself, so vllm_importance_sampling_mode={mode!r} "
+                f"does not fit: choose 'token_{mode.removeprefix('sequence_')}', or set "
+                "vllm_importance_sampling_correction=False."
             )
 
     def derived(

@@ -28,7 +28,8 @@ def is_conversational(
     ):
         return True
     raise ValueError(
-        f"A prompt is {repr(prompt)[:80]} ({type(prompt).__name__}), but it has to be a string, or a list of at least one message such as "
+        f"A prompt is {repr(prompt)[:80]} ({type(prompt).__name__}), but it has to be a "
+        "string, or a list of at least one message such as "
         '{"role": "user", "content": "2+3="}.'
     )
 
@@ -45,8 +46,10 @@ def prompt_token_ids(
     else:
         if tokenizer.chat_template is None:
             raise ValueError(
-                "The prompt is a conversation, and the tokenizer has no chat template to write it with (base models have none). "
-                "Set tokenizer.chat_template, take the tokenizer of an instruct model, or give prompts as strings."
+                "The prompt is a conversation, and the tokenizer has no chat template to "
+                "write it with (base models have none). "
+                "Set tokenizer.chat_template, take the tokenizer of an instruct model, or "
+                "give prompts as strings."
             )
         goes_on = prompt[-1]["role"] == "assistant"
         ids = tokenizer.apply_chat_template(
@@ -59,7 +62,8 @@ def prompt_token_ids(
         )["input_ids"]
     if not len(ids):
         raise ValueError(
-            f"The prompt {prompt!r} has no tokens, so there is nothing to continue: give at least one."
+            f"The prompt {prompt!r} has no tokens, so there is nothing to continue: give at "
+            "least one."
         )
     return list(ids)
 
@@ -91,8 +95,10 @@ def check_prompt_lengths(
             room = max_positions - len(ids)
             change = f"lower max_completion_length to {room} or less, or " if room > 0 else ""
             raise ValueError(
-                f"The prompt of row {place} has {len(ids)} tokens; with max_completion_length {max_completion_length} that is "
-                f"{len(ids) + max_completion_length}, and the model's longest sequence is {max_positions}. Prompts are not cut: {change}leave the row out "
+                f"The prompt of row {place} has {len(ids)} tokens; with "
+                f"max_completion_length {max_completion_length} that is "
+                f"{len(ids) + max_completion_length}, and the model's longest sequence is "
+                f"{max_positions}. Prompts are not cut: {change}leave the row out "
                 f"(a prompt may have {max(max_positions - max_completion_length, 0)} tokens)."
             )
 
@@ -117,12 +123,14 @@ def check_long_prompts(
     max_completion_length: int,  # tokens that a completion may have
     max_positions: int | None,  # longest sequence of the model, tokens; None: no limit
     chat_template_kwargs: Mapping[str, Any] | None = None,  # extra variables for the template
-) -> int:  # how many rows were tokenized; ValueError for the first prompt that is too long, or that cannot be tokenized
-    "Make sure that every prompt of a dataset leaves room for its completion, and that the tokenizer takes prompts of its kinds."
+) -> int:  # rows tokenized; ValueError for the first prompt too long or impossible to tokenize
+    """Make sure that every prompt of a dataset leaves room for its completion, and that the
+    tokenizer takes prompts of its kinds."""
     seen = set()
 
     def new(prompt):
-        "Whether it is the first with these roles, or the first string, which shows what the tokenizer makes of all such."
+        """Whether it is the first with these roles, or the first string, which shows what the
+        tokenizer makes of all such."""
         kind = (
             bool(prompt)
             if isinstance(prompt, str)
@@ -209,11 +217,13 @@ def check_shape(
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping) and "prompt" in dataset:
         raise ValueError(
-            f"The dataset is a {kind} of columns, but a table with rows is needed: pass datasets.Dataset.from_dict(dataset)."
+            f"The dataset is a {kind} of columns, but a table with rows is needed: pass "
+            "datasets.Dataset.from_dict(dataset)."
         )
     if isinstance(dataset, Mapping):
         raise ValueError(
-            f"The dataset is a {kind} with {', '.join(map(repr, dataset))}, but one table is needed: "
+            f"The dataset is a {kind} with {', '.join(map(repr, dataset))}, but one table is "
+            "needed: "
             f"pass one split, e.g. dataset[{next(iter(dataset), 'train')!r}]."
         )
     if (
@@ -222,12 +232,15 @@ def check_shape(
         or not hasattr(dataset, "__getitem__")
     ):
         raise ValueError(
-            f"The dataset is a {kind}, whose rows cannot be counted and looked up by number, and a run that is resumed needs that. Pass a datasets.Dataset "
-            "(for a stream: datasets.Dataset.from_list(list(stream.take(1000)))) or a list of dicts."
+            f"The dataset is a {kind}, whose rows cannot be counted and looked up by number, "
+            "and a run that is resumed needs that. Pass a datasets.Dataset "
+            "(for a stream: datasets.Dataset.from_list(list(stream.take(1000)))) or a list "
+            "of dicts."
         )
     if not len(dataset):
         raise ValueError(
-            f"The dataset ({kind}) has no rows: give some; to train on, at least as many as a generation draws prompts."
+            f"The dataset ({kind}) has no rows: give some; to train on, at least as many as "
+            "a generation draws prompts."
         )
 
 
@@ -238,11 +251,13 @@ def check_rows(
     for number, row in enumerate(dataset):
         if not isinstance(row, Mapping):
             raise ValueError(
-                f"Row {number} of the dataset is a {type(row).__name__}, but it has to be a dict with the column 'prompt'."
+                f"Row {number} of the dataset is a {type(row).__name__}, but it has to be a "
+                "dict with the column 'prompt'."
             )
         if row.keys() != dataset[0].keys():
             raise ValueError(
-                f"Row {number} of the dataset has the columns {sorted(row)}, and row 0 has {sorted(dataset[0])}: "
+                f"Row {number} of the dataset has the columns {sorted(row)}, and row 0 has "
+                f"{sorted(dataset[0])}: "
                 "reward functions need the same in every row. Fill the gaps with None."
             )
 
@@ -269,7 +284,8 @@ def check_dataset(
     clashes = [name for name in columns if name in ARGUMENTS and name not in NOT_FOR_REWARDS]
     if clashes:
         raise ValueError(
-            f"The dataset's column {clashes[0]!r} has the name of something that reward functions are given anyway: rename it."
+            f"The dataset's column {clashes[0]!r} has the name of something that reward "
+            "functions are given anyway: rename it."
         )
     kinds = {}
     for number, prompt in enumerate(prompts_of(dataset)):
@@ -279,7 +295,8 @@ def check_dataset(
             raise ValueError(f"Row {number} of the dataset: {error}") from None
     if len(kinds) == 2:
         raise ValueError(
-            f"Row {kinds[True]} of the dataset is a conversation and row {kinds[False]} a string: give all prompts in one form."
+            f"Row {kinds[True]} of the dataset is a conversation and row {kinds[False]} a "
+            "string: give all prompts in one form."
         )
     return dataset
 

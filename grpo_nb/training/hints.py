@@ -110,12 +110,17 @@ def loss_is_zero(seen: Seen) -> str | None:
             and seen.last("completions/min_length") < seen.last("completions/max_length")
         )
         rest = (
-            "It is not exactly 0 because the completions differ in length, and a longer one counts with more tokens. "
+            (
+                "It is not exactly 0 because the completions differ in length, and a longer one "
+                "counts with more tokens. "
+            )
             if uneven
             else ""
         )
         return (
-            f"The loss is {round(loss, 4) + 0.0:.4f}, and that is right: the completions were just drawn by the weights that are being trained, so every ratio is 1, and the advantages of a group sum to 0. {rest}"
+            f"The loss is {round(loss, 4) + 0.0:.4f}, and that is right: the completions "
+            "were just drawn by the weights that are being trained, so every ratio is 1, "
+            f"and the advantages of a group sum to 0. {rest}"
             f"What moves the weights is the gradient, and its norm is {norm:.2g}. Watch the reward."
         )
 
@@ -129,19 +134,32 @@ def no_spread(seen: Seen) -> str | None:
         name: (seen.late(f"rewards/{name}/mean"), seen.late(f"rewards/{name}/std"))
         for name in seen.reward_names
     }
-    start = f"In {idle:.0%} of the groups of the last {seen.window} records all completions earned the same, so every advantage is 0 and nothing is learnt."
+    start = (
+        f"In {idle:.0%} of the groups of the last {seen.window} records all completions "
+        "earned the same, so every advantage is 0 and nothing is learnt."
+    )
     if wrong := [
         f"{name} stands at {mean:.2f}"
         for name, (mean, std) in level.items()
         if mean <= 0 or std > 2 * mean
     ]:
         return (
-            f"{start} {' and '.join(wrong)}: if more can be earned there, right answers are too rare to meet. Make some possible: a short supervised warm-up, an instruct model, "
+            f"{start} {' and '.join(wrong)}: if more can be earned there, right answers are "
+            "too rare to meet. Make some possible: a short supervised warm-up, an instruct "
+            "model, "
             "easier prompts first, or a reward that also pays for being close."
         )
     if all(mean > 5 * std for mean, std in level.values()):
-        return f"{start} The reward stands at {seen.late('reward'):.2f}: if that is the best there is, these prompts are learnt: stop, or take harder ones. If not, the reward function cannot tell good from bad."
-    return f"{start} Some prompts are always right, the others always wrong: the policy gives each prompt one answer. Raise temperature (now {seen.config.temperature:g}), or begin again from before the entropy fell."
+        return (
+            f"{start} The reward stands at {seen.late('reward'):.2f}: if that is the best "
+            "there is, these prompts are learnt: stop, or take harder ones. If not, the "
+            "reward function cannot tell good from bad."
+        )
+    return (
+        f"{start} Some prompts are always right, the others always wrong: the policy gives "
+        f"each prompt one answer. Raise temperature (now {seen.config.temperature:g}), or "
+        "begin again from before the entropy fell."
+    )
 
 # %% ../../nbs/training/10_hints.ipynb #275a5ad0
 def truncated(seen: Seen) -> str | None:
@@ -154,8 +172,12 @@ def truncated(seen: Seen) -> str | None:
             else ""
         )
         return (
-            f"{cut:.0%} of the completions of the last {seen.window} records were cut at max_completion_length={seen.config.max_completion_length}.{masked} Look at a few (log_completions=True): if they break off in the middle, raise max_completion_length; "
-            "if the answer is there and the model goes on, it has not learnt to end: use an instruct model or its chat template, or show it a few ended answers first."
+            f"{cut:.0%} of the completions of the last {seen.window} records were cut at "
+            f"max_completion_length={seen.config.max_completion_length}.{masked} Look at a "
+            "few (log_completions=True): if they break off in the middle, raise "
+            "max_completion_length; "
+            "if the answer is there and the model goes on, it has not learnt to end: use an "
+            "instruct model or its chat template, or show it a few ended answers first."
         )
 
 # %% ../../nbs/training/10_hints.ipynb #6162fe80
@@ -189,8 +211,12 @@ def format_only(seen: Seen) -> str | None:
             for names in (full, stuck)
         ]
         return (
-            f"The easy part is learnt and nothing else: {levels[0]}, which nearly every completion earns by now, while the other has not risen ({levels[1]}). If that one is what you want, make it reachable: a short supervised warm-up, easier prompts, "
-            "or a graded reward in its place (closer answers earn more); reward_weights cannot help where it is never earned."
+            f"The easy part is learnt and nothing else: {levels[0]}, which nearly every "
+            f"completion earns by now, while the other has not risen ({levels[1]}). If that "
+            "one is what you want, make it reachable: a short supervised warm-up, easier "
+            "prompts, "
+            "or a graded reward in its place (closer answers earn more); reward_weights "
+            "cannot help where it is never earned."
         )
 
 # %% ../../nbs/training/10_hints.ipynb #21baca18
@@ -208,8 +234,13 @@ def collapse(seen: Seen) -> str | None:
     poor = [name for name, gain in gains.items() if gain < 1.5 * seen.late(f"rewards/{name}/std")]
     if now <= 0.1 * before and idle >= 0.9 and poor:
         return (
-            f"The policy has collapsed: its entropy fell from {before:.2g} to {now:.2g} nats a token and {idle:.0%} of the groups have no spread, yet {poor[0]} stands at {seen.late(f'rewards/{poor[0]}/mean'):.2f}. It will hardly recover. Begin again from an earlier checkpoint with "
-            f"a smaller learning_rate (now {seen.config.learning_rate:g}), or hold the policy with beta > 0 (now {seen.config.beta:g}), epsilon_high=0.28 or entropy_coef > 0."
+            f"The policy has collapsed: its entropy fell from {before:.2g} to {now:.2g} nats "
+            f"a token and {idle:.0%} of the groups have no spread, yet {poor[0]} stands at "
+            f"{seen.late(f'rewards/{poor[0]}/mean'):.2f}. It will hardly recover. Begin "
+            "again from an earlier checkpoint with "
+            f"a smaller learning_rate (now {seen.config.learning_rate:g}), or hold the "
+            f"policy with beta > 0 (now {seen.config.beta:g}), epsilon_high=0.28 or "
+            "entropy_coef > 0."
         )
 
 
@@ -218,8 +249,13 @@ def kl_runs_away(seen: Seen) -> str | None:
     kl = seen.late("kl")
     if kl >= 1.0 and seen.lowest("kl") >= 0.5:
         return (
-            f"The KL to the start has been {kl:.2g} nats a token on average over the last {seen.window} records: a token that it writes is typically {math.exp(min(kl, 50)):.2g} times as likely as it was. The policy is no longer the model that you began with; read some completions (log_completions=True): "
-            f"often they earn a reward that was not meant. Repair the reward, raise beta (now {seen.config.beta:g}), or lower learning_rate (now {seen.config.learning_rate:g})."
+            f"The KL to the start has been {kl:.2g} nats a token on average over the last "
+            f"{seen.window} records: a token that it writes is typically "
+            f"{math.exp(min(kl, 50)):.2g} times as likely as it was. The policy is no longer "
+            "the model that you began with; read some completions (log_completions=True): "
+            "often they earn a reward that was not meant. Repair the reward, raise beta "
+            f"(now {seen.config.beta:g}), or lower learning_rate (now "
+            f"{seen.config.learning_rate:g})."
         )
 
 # %% ../../nbs/training/10_hints.ipynb #c70cb57d
@@ -232,13 +268,18 @@ def gradient_explodes(seen: Seen) -> str | None:
     )
     if norm > 10 * (limit or math.inf) or (norm > 10 * before and norm > limit):
         so = (
-            "so the length of every update is set by the clip and the schedule alone, and one bad batch counts as much as a good one"
+            (
+                "so the length of every update is set by the clip and the schedule alone, and "
+                "one bad batch counts as much as a good one"
+            )
             if limit
             else "and nothing limits an update: set max_grad_norm, 1.0 is usual"
         )
         return (
-            f"For {seen.window} records the gradient norm was never below {norm:.3g} (at the start {before:.3g}; max_grad_norm={limit:g}), {so}. "
-            f"Lower learning_rate (now {seen.config.learning_rate:g}), scale the rewards to about 1, and look for completions with extreme log-probs."
+            f"For {seen.window} records the gradient norm was never below {norm:.3g} (at the "
+            f"start {before:.3g}; max_grad_norm={limit:g}), {so}. "
+            f"Lower learning_rate (now {seen.config.learning_rate:g}), scale the rewards to "
+            "about 1, and look for completions with extreme log-probs."
         )
 
 
@@ -250,7 +291,10 @@ def no_gradient(seen: Seen) -> str | None:
         and seen.late("skipped_updates") < 0.5
     ):
         return (
-            f"Groups differ in reward and yet the gradient norm has been {seen.late('grad_norm'):.1g} for {seen.window} records: no token is trained on. Either all completions are masked (mask_truncated_completions with {seen.late('completions/clipped_ratio'):.0%} cut), "
+            "Groups differ in reward and yet the gradient norm has been "
+            f"{seen.late('grad_norm'):.1g} for {seen.window} records: no token is trained "
+            "on. Either all completions are masked (mask_truncated_completions with "
+            f"{seen.late('completions/clipped_ratio'):.0%} cut), "
             "or every ratio is clipped, or the loss does not reach the parameters that train."
         )
 
@@ -262,11 +306,19 @@ def updates_skipped(seen: Seen) -> str | None:
     )  # a loss scale may need a dozen at the very start
     if skipped > 0.2 and seen.late("skipped_updates") > 0.2:
         numbers = (
-            "fp16 overflows beyond 65,504: use bf16=True where the card has it, or float32 (fp16=False)"
+            (
+                "fp16 overflows beyond 65,504: use bf16=True where the card has it, or float32 "
+                "(fp16=False)"
+            )
             if seen.fp16
             else "there is a NaN or an infinity in the model, the rewards' scale or the log-probs"
         )
-        return f"{skipped:.0%} of the updates of the last {4 * seen.window} records were skipped because the gradient was not finite: {numbers}. A few at the very start are normal with fp16, while the loss scale finds its size; these are not. A lower learning_rate helps where activations grow."
+        return (
+            f"{skipped:.0%} of the updates of the last {4 * seen.window} records were "
+            f"skipped because the gradient was not finite: {numbers}. A few at the very "
+            "start are normal with fp16, while the loss scale finds its size; these are "
+            "not. A lower learning_rate helps where activations grow."
+        )
 
 # %% ../../nbs/training/10_hints.ipynb #915d401c
 def sampler_gap(seen: Seen) -> str | None:
@@ -286,11 +338,17 @@ def sampler_gap(seen: Seen) -> str | None:
         why = (
             f"Part of it is {', '.join(cut)}, which changes what is sampled"
             if cut
-            else "Most often the two run in different number formats or with different weights (an adapter that was not handed over, a quantised copy)"
+            else (
+                "Most often the two run in different number formats or with different "
+                "weights (an adapter that was not handed over, a quantised copy)"
+            )
         )
         return (
-            f"Sampler and trainer differ by {gap:.2g} nats a token on average ({math.expm1(min(gap, 50)):.0%} in probability): the policy that is trained is not the one that answers. {why}. "
-            f"Keep vllm_importance_sampling_correction=True (now {config.vllm_importance_sampling_correction}), and bring the two closer."
+            f"Sampler and trainer differ by {gap:.2g} nats a token on average "
+            f"({math.expm1(min(gap, 50)):.0%} in probability): the policy that is trained is "
+            f"not the one that answers. {why}. "
+            "Keep vllm_importance_sampling_correction=True (now "
+            f"{config.vllm_importance_sampling_correction}), and bring the two closer."
         )
 
 
@@ -302,8 +360,12 @@ def too_off_policy(seen: Seen) -> str | None:
     )  # the first pass over a batch clips nothing, the last one most
     if share >= 0.3:
         return (
-            f"{share:.0%} of the tokens were clipped over the last {4 * seen.window} records: the policy has moved on before the batch is used up, and most of the batch teaches nothing. Draw more often "
-            f"(num_iterations is {config.num_iterations}, steps_per_generation {config.used('steps_per_generation') or config.gradient_accumulation_steps}) or lower learning_rate (now {config.learning_rate:g})."
+            f"{share:.0%} of the tokens were clipped over the last {4 * seen.window} "
+            "records: the policy has moved on before the batch is used up, and most of the "
+            "batch teaches nothing. Draw more often "
+            f"(num_iterations is {config.num_iterations}, steps_per_generation "
+            f"{config.used('steps_per_generation') or config.gradient_accumulation_steps}) "
+            f"or lower learning_rate (now {config.learning_rate:g})."
         )
 
 
@@ -311,7 +373,12 @@ def standing_still(seen: Seen) -> str | None:
     "There is something to learn from, and nothing moves."
     steps = seen.columns.get("step", [0])
     if seen.late("learning_rate") == 0:
-        return f"The learning rate has been 0 for {seen.window} records: the weights do not move. Set learning_rate (now {seen.config.learning_rate:g}), and look at lr_scheduler_type={seen.config.lr_scheduler_type!r} and warmup_steps={seen.config.warmup_steps:g}."
+        return (
+            f"The learning rate has been 0 for {seen.window} records: the weights do not "
+            f"move. Set learning_rate (now {seen.config.learning_rate:g}), and look at "
+            f"lr_scheduler_type={seen.config.lr_scheduler_type!r} and "
+            f"warmup_steps={seen.config.warmup_steps:g}."
+        )
     reward, entropy = (seen.late(name) - seen.early(name) for name in ("reward", "entropy"))
     if (
         steps[-1] - steps[0] >= 100
@@ -321,8 +388,13 @@ def standing_still(seen: Seen) -> str | None:
         and abs(entropy) < 0.03 * seen.early("entropy")
     ):
         return (
-            f"After {steps[-1]:.0f} updates the reward ({seen.early('reward'):.3f}, now {seen.late('reward'):.3f}) and the entropy ({seen.early('entropy'):.3f}, now {seen.late('entropy'):.3f}) are where they began, although groups have spread (gradient norm {seen.late('grad_norm'):.2g}): "
-            f"the steps are too small. Raise learning_rate (now {seen.config.learning_rate:g}) three- to tenfold; adapters take more than full weights, 5e-6 to 5e-5."
+            f"After {steps[-1]:.0f} updates the reward ({seen.early('reward'):.3f}, now "
+            f"{seen.late('reward'):.3f}) and the entropy ({seen.early('entropy'):.3f}, now "
+            f"{seen.late('entropy'):.3f}) are where they began, although groups have spread "
+            f"(gradient norm {seen.late('grad_norm'):.2g}): "
+            "the steps are too small. Raise learning_rate (now "
+            f"{seen.config.learning_rate:g}) three- to tenfold; adapters take more than full "
+            "weights, 5e-6 to 5e-5."
         )
 
 # %% ../../nbs/training/10_hints.ipynb #0f133f42

@@ -38,14 +38,17 @@ def checkpoint_layers(
     enable(kwargs)
     base = base_causal_model(model)
     if not kwargs.get("use_reentrant", True):
-        base.disable_input_require_grads()  # which only the reentrant kind needs: it would keep the embedding's output for a gradient that nobody reads
+        # which only the reentrant kind needs: it would keep the embedding's output for a gradient
+        # that nobody reads
+        base.disable_input_require_grads()
 
 
 def recompute_layers(
     model,  # of transformers, PEFT-wrapped or not
     config: GRPOConfig,
 ) -> None:
-    "Let layers be computed again in backward or not, as the config says, whatever the model was told before."
+    """Let layers be computed again in backward or not, as the config says, whatever the model was
+    told before."""
     if config.gradient_checkpointing:
         checkpoint_layers(model, config.gradient_checkpointing_kwargs or {"use_reentrant": False})
     elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -65,7 +68,9 @@ def check_adapters(
     for config in model.peft_config.values():
         if config.is_prompt_learning:
             raise ValueError(
-                f"the adapter is of the kind {config.peft_type.value}, which writes tokens of its own before a prompt, and the sampler has none of these: take an adapter inside the layers, such as peft.LoraConfig"
+                f"the adapter is of the kind {config.peft_type.value}, which writes tokens "
+                "of its own before a prompt, and the sampler has none of these: take an "
+                "adapter inside the layers, such as peft.LoraConfig"
             )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if any(
@@ -73,7 +78,8 @@ def check_adapters(
         for module in model.modules()
     ):
         raise ValueError(
-            "the adapter is merged into the model's weights, where it does not train: call model.unmerge_adapter() first"
+            "the adapter is merged into the model's weights, where it does not train: call "
+            "model.unmerge_adapter() first"
         )
     held = {
         t.data_ptr()
@@ -85,7 +91,9 @@ def check_adapters(
     beside = [name for name, p in trained.items() if p.data_ptr() not in held]
     if beside:
         raise ValueError(
-            f"{len(beside)} weights of the model itself train beside the adapter, {beside[0]} among them, and an adapter's files do not hold them: freeze them, or name their modules in modules_to_save of the peft_config"
+            f"{len(beside)} weights of the model itself train beside the adapter, "
+            f"{beside[0]} among them, and an adapter's files do not hold them: freeze them, "
+            "or name their modules in modules_to_save of the peft_config"
         )
 
 
@@ -96,7 +104,8 @@ def check_model(
     "Refuse what is no model, and what describes no adapter."
     if not isinstance(model, str) and not hasattr(model, "config"):
         raise ValueError(
-            f"model is {model!r}, which is no model: give a causal model of transformers, one wrapped by PEFT, or the name or folder of one"
+            f"model is {model!r}, which is no model: give a causal model of transformers, "
+            "one wrapped by PEFT, or the name or folder of one"
         )
     if isinstance(peft_config, dict):
         raise ValueError(
@@ -104,15 +113,20 @@ def check_model(
         )
     if peft_config is not None and not hasattr(peft_config, "peft_type"):
         raise ValueError(
-            f"peft_config is {peft_config!r}: give one of PEFT's configs, such as peft.LoraConfig(r=16)"
+            f"peft_config is {peft_config!r}: give one of PEFT's configs, such as "
+            "peft.LoraConfig(r=16)"
         )
 
 
 def load_policy(
-    model: Any,  # a causal model of transformers, one wrapped by PEFT, or the name or folder of one, loaded in float32 unless model_init_kwargs names a dtype
+    # a causal model of transformers, one wrapped by PEFT, or the name or folder of one, loaded in
+    # float32 unless model_init_kwargs names a dtype
+    model: Any,
     config: GRPOConfig,
-    peft_config: Any = None,  # a PeftConfig: train an adapter and leave the model's own weights as they are
-    quantization_config: Any = None,  # of transformers, e.g. BitsAndBytesConfig(load_in_4bit=True), for a model given by name
+    # a PeftConfig: train an adapter and leave the model's own weights as they are
+    peft_config: Any = None,
+    # of transformers, e.g. BitsAndBytesConfig(load_in_4bit=True), for a model given by name
+    quantization_config: Any = None,
 ):  # the model, its adapter added, dropout off and activations recomputed if the config says so
     "The policy that a run trains."
     check_model(model, peft_config)
@@ -125,7 +139,8 @@ def load_policy(
         if quantization_config is not None:
             if "quantization_config" in given:
                 raise ValueError(
-                    "quantization_config is given to the trainer and in model_init_kwargs: give it once"
+                    "quantization_config is given to the trainer and in model_init_kwargs: "
+                    "give it once"
                 )
             given["quantization_config"] = quantization_config
         if given.get("attn_implementation"):
@@ -149,7 +164,9 @@ def load_policy(
             model = AutoModelForCausalLM.from_pretrained(model, **given)
     elif config.model_init_kwargs or quantization_config is not None:
         raise ValueError(
-            f"{'model_init_kwargs' if config.model_init_kwargs else 'quantization_config'} is for a model given by name; this one is already loaded: leave it out, or pass the name"
+            f"{'model_init_kwargs' if config.model_init_kwargs else 'quantization_config'} "
+            "is for a model given by name; this one is already loaded: leave it out, or "
+            "pass the name"
         )
     check_attention(model)
     check_capped_scores(model)
@@ -166,19 +183,23 @@ def load_policy(
 
         if hasattr(model, "peft_config"):
             raise ValueError(
-                "the model has an adapter already and peft_config asks for another: pass one or the other"
+                "the model has an adapter already and peft_config asks for another: pass one "
+                "or the other"
             )
         model = get_peft_model(model, peft_config)
     check_embedding(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
-            "no parameter of the model requires a gradient, so nothing would be trained: unfreeze some, or pass a peft_config"
+            "no parameter of the model requires a gradient, so nothing would be trained: "
+            "unfreeze some, or pass a peft_config"
         )
     if hasattr(model, "peft_config"):
         check_adapters(model)
     elif any(isinstance(p, PackedWeight) for p in model.parameters()):
         raise ValueError(
-            "weights of the model itself train beside experts packed in MXFP4, and no checkpoint of such a model can be written: train an adapter (load_model(..., lora_r=8), or a peft_config)"
+            "weights of the model itself train beside experts packed in MXFP4, and no "
+            "checkpoint of such a model can be written: train an adapter (load_model(..., "
+            "lora_r=8), or a peft_config)"
         )
     if config.disable_dropout:
         for module in model.modules():
@@ -213,14 +234,17 @@ def frozen_dtype(
 
 
 class Precision:
-    "The number format of a run: a context for the forward pass, and a scaler that only float16 needs."
+    """The number format of a run: a context for the forward pass, and a scaler that only float16
+    needs."""
 
     def __init__(
         self,
         config: GRPOConfig,
         device: torch.device,  # bfloat16 by default only on a GPU that computes in it
         weights: torch.dtype
-        | None = None,  # of the frozen weights; float16 ones are computed with in float16, unless the config asks for bfloat16
+        # of the frozen weights; float16 ones are computed with in float16, unless the config asks
+        # for bfloat16
+        | None = None,
     ):
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         self.name = config.precision(
@@ -240,7 +264,8 @@ class Precision:
         self,
         model: torch.nn.Module,
     ):  # a context manager, around forward and backward
-        "Where products convert what they are given, PEFT need not do so too (from 16 bits to an adapter's 32, and the product back)."
+        """Where products convert what they are given, PEFT need not do so too (from 16 bits to an
+        adapter's 32, and the product back)."""
         return disable_input_dtype_casting(model, active=self.dtype is not None)
 
     def check(
@@ -250,8 +275,10 @@ class Precision:
         "Refuse weights that the scaler cannot work with."
         if self.name == "fp16" and any(p.dtype == torch.float16 for p in parameters):
             raise ValueError(
-                "fp16=True with trainable weights in float16: updates would be lost in rounding, and the loss scaler refuses them. "
-                "Load the model in float32 (it computes in float16 all the same), or train an adapter in float32"
+                "fp16=True with trainable weights in float16: updates would be lost in "
+                "rounding, and the loss scaler refuses them. "
+                "Load the model in float32 (it computes in float16 all the same), or train "
+                "an adapter in float32"
             )
 
 # %% ../../nbs/training/08_parts.ipynb #4c87c2d5
@@ -294,7 +321,8 @@ def make_optimizer(
             import bitsandbytes
         except ImportError as error:
             raise ImportError(
-                f"optim={config.optim!r} needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or choose 'adamw_torch'"
+                f"optim={config.optim!r} needs bitsandbytes, which is not installed: pip "
+                "install 'grpo_nb[gpu]', or choose 'adamw_torch'"
             ) from error
         kind = (
             bitsandbytes.optim.PagedAdamW8bit
@@ -371,7 +399,8 @@ class Reference:
         model,  # the policy as it is now
         share: float,  # how far to go: 0 stays, 1 takes the policy's place
     ) -> None:
-        "Let the reference follow the policy (TR-DPO, arXiv 2404.09656): share of the policy, the rest as it was."
+        """Let the reference follow the policy (TR-DPO, arXiv 2404.09656): share of the policy, the
+        rest as it was."""
         now = model.parameters() if self.model is not None else [p for p, _ in self.start]
         for kept, p in zip(self.weights(), now):
             kept.mul_(1 - share).add_(p, alpha=share)
@@ -402,7 +431,8 @@ class EntropyBonus:
 
     def __init__(
         self,
-        config: GRPOConfig,  # entropy_coef, use_adaptive_entropy, entropy_target, entropy_coef_delta, _min and _max
+        # entropy_coef, use_adaptive_entropy, entropy_target, entropy_coef_delta, _min and _max
+        config: GRPOConfig,
     ):
         self.config, self.coef, self.last = config, config.entropy_coef, None
 

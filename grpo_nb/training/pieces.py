@@ -32,7 +32,8 @@ def share_of(
     batch: TrainingBatch,  # that it is a piece of
     loss_type: str,  # one of the eight
 ) -> float:  # what the piece's loss is multiplied with
-    "How much a piece of a micro-batch counts, so that the pieces' losses add up to the whole one's."
+    """How much a piece of a micro-batch counts, so that the pieces' losses add up to the whole
+    one's."""
     if loss_type in WINDOW_TOKEN_LOSSES:
         return 1.0
     if loss_type == "bnpo":
@@ -54,7 +55,8 @@ def residual_bytes(
     model,  # as in known_shape
     autocast: torch.dtype | None,  # the format of products; None: that of the weights
 ) -> int:  # 2 or 4
-    "Bytes a number of the residual stream: two where weights and products are bfloat16; float16 does not hold it."
+    """Bytes a number of the residual stream: two where weights and products are bfloat16; float16
+    does not hold it."""
     return 2 if frozen_dtype(model) == torch.bfloat16 and autocast in (None, torch.bfloat16) else 4
 
 
@@ -129,9 +131,9 @@ def piece_bytes(
     )
 
 
-GAPS = (
-    2**27
-)  # bytes that lie between tensors in torch's cache, where nothing fits; beside them a tenth of what is free is left for what the formulas do not know
+# bytes that lie between tensors in torch's cache, where nothing fits; beside them a tenth of what
+# is free is left for what the formulas do not know
+GAPS = 2**27
 LARGE, SMALL = (
     SLICES[:3],
     SLICES[3:],
@@ -141,10 +143,9 @@ LARGE, SMALL = (
 def possible_tiles(
     model,  # as in known_shape, before a run: what was set by hand stays
     config: GRPOConfig,
-) -> tuple[
-    tuple, tuple
-]:  # slices to be tried with as few pieces as possible, largest first (None: all tokens); those for a completion that does not fit otherwise
-    "Into what the widest part of a layer can be cut."
+) -> tuple[tuple, tuple]:  # tokens of the slices, largest first (None: all)
+    """Into what the widest part of a layer can be cut: slices to be tried with as few pieces as
+    possible, and those for a completion that does not fit otherwise."""
     if config.slice_tokens is not None:
         return (config.slice_tokens,), ()
     lean, mlps = experts_in_slices(model).values(), dense_mlps(model).values()
@@ -167,7 +168,8 @@ def choose_pieces(
     residual: int = 4,  # bytes a number of the residual stream
     most: int | None = None,  # pieces, at most; None: one a completion
 ) -> tuple[int, int | None]:  # pieces, and tokens of a slice (None: all)
-    "The fewest pieces that fit and the largest slices; small slices only where a completion alone does not fit."
+    """The fewest pieces that fit and the largest slices; small slices only where a completion alone
+    does not fit."""
     large, small = tiles
     most = min(most or len(batch), len(batch))
     room = max(0.8 * free_bytes, 0.9 * free_bytes - GAPS)

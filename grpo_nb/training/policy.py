@@ -58,7 +58,8 @@ class TrainingBatch:
         )
 
     def rows(self, index) -> "TrainingBatch":
-        "Some of the completions: an index tensor, a list or a slice; columns that are padding in all of them are cut off."
+        """Some of the completions: an index tensor, a list or a slice; columns that are padding in
+        all of them are cut off."""
         part = self.map(lambda tensor: tensor[index])
         P, T = int(part.prompt_mask.sum(1).max()), max(int(part.completion_mask.sum(1).max()), 1)
         part.prompt_ids, part.prompt_mask = part.prompt_ids[:, -P:], part.prompt_mask[:, -P:]
@@ -108,7 +109,8 @@ class Head:
     weight: torch.Tensor  # (V, H)
     bias: torch.Tensor | None  # (V,)
     softcap: float | None  # tanh soft cap, Gemma 2 and 3
-    scale: float  # logits are multiplied by this: Cohere's logit_scale, one over Granite's logits_scaling
+    # logits are multiplied by this: Cohere's logit_scale, one over Granite's logits_scaling
+    scale: float
 
 
 OTHER_STEPS = (
@@ -136,10 +138,9 @@ def base_causal_model(model):
 
 def find_head(
     model,  # a causal language model, PEFT-wrapped or not
-) -> (
-    Head | None
-):  # None: the head is more than a linear layer (an adapter on it, modules or steps of its own), so its logits must be asked for
-    "The parts of a model's head."
+) -> Head | None:  # None: its logits must be asked for
+    """The parts of a model's head, unless it is more than a linear layer (an adapter on it, modules
+    or steps of its own)."""
     base = base_causal_model(model)
     linear, config = base.get_output_embeddings(), base.config.get_text_config()
     if (
@@ -202,8 +203,9 @@ def predicting_states(
     batch: TrainingBatch,  # B completions
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor | None
-]:  # hidden states (b, t, H), the token that each predicts (b, t), and its place in the batch (B, T) flattened; None: (b, t) is (B, T)
-    "The final hidden states that predict the completions' tokens."
+]:  # states (b, t, H), tokens (b, t), places
+    """The final hidden states that predict the completions' tokens, the token that each predicts,
+    and its place in the batch (B, T) flattened; None: (b, t) is (B, T)."""
     decoder, drawn = base_causal_model(model).base_model, batch.completion_mask
     if (
         len(batch) > 1 and reads_a_row(model) and drawn.any()
@@ -240,7 +242,8 @@ def completion_logps(
     mini_batch: int
     | None = None,  # pieces that the batch is split into for the head; None: chosen by `free_bytes`
     logit_chunk_multiplier: int
-    | None = None,  # pieces that each of those is split into along the sequence; None: chosen likewise
+    # pieces that each of those is split into along the sequence; None: chosen likewise
+    | None = None,
     free_bytes: int
     | None = None,  # memory that the log-probs may take; None: what is free on the device
     return_entropy: bool = False,  # also the entropy of each token's distribution
@@ -315,7 +318,8 @@ def _through_logits(model, batch, temperature, return_entropy):
 # %% ../../nbs/training/03_policy.ipynb #263c344d
 def rollout_gap(
     old_logps: torch.Tensor,  # (B, T) by the trainer
-    rollout_logps: torch.Tensor,  # (B, T) by the sampler; NaN where it gave none, which does not count
+    # (B, T) by the sampler; NaN where it gave none, which does not count
+    rollout_logps: torch.Tensor,
     mask: torch.Tensor,  # (B, T) True where a token was drawn
 ) -> dict[str, float]:  # `mean`, `max` (nats a token) and `kl`; all 0 if nothing was drawn
     "How far the trainer's log-probs are from the sampler's."

@@ -14,10 +14,13 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from tqdm.auto import tqdm
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 # %% ../../nbs/training/05_report.ipynb #da5e74fc
 EXTREME = re.compile(
@@ -26,7 +29,8 @@ EXTREME = re.compile(
 
 
 class Collected:
-    "Numbers from several micro-batches: the mean of each, or the largest or smallest where the name says so."
+    """Numbers from several micro-batches: the mean of each, or the largest or smallest where the
+    name says so."""
 
     def __init__(self):
         self.values: dict[str, list[tuple[Any, float]]] = {}
@@ -65,10 +69,9 @@ def reward_metrics(
     names: list[str],  # K names
     weights: list[float] | None = None,  # K weights in the total; None: all 1
     num_generations: int = 1,  # G, completions of one prompt stand together
-) -> dict[
-    str, float
-]:  # rewards/NAME/mean and /std, reward, each where anything was judged; reward_std (mean spread inside a group)
-    "How the completions of a cycle were scored."
+) -> dict[str, float]:  # rewards/NAME/mean and /std, reward, reward_std
+    """How the completions of a cycle were scored, where anything was judged; reward_std is the mean
+    spread inside a group."""
 
     def moments(column):
         judged = column[~column.isnan()]
@@ -95,10 +98,9 @@ def reward_metrics(
 def completion_metrics(
     lengths: torch.Tensor,  # (N,) tokens that were drawn
     truncated: torch.Tensor,  # (N,) bool, True = cut at the limit, without an end
-) -> dict[
-    str, float
-]:  # completions/mean_length, /min_length, /max_length (tokens), /clipped_ratio, and the three lengths of those that ended: /mean_terminated_length, ... (0 if none did)
-    "How long the completions of a cycle are."
+) -> dict[str, float]:  # completions/mean_length, /min_length, /max_length, /clipped_ratio, ...
+    """How long the completions of a cycle are, in tokens, and the same three lengths of those that
+    ended: /mean_terminated_length, ... (0 if none did)."""
     lengths = lengths.float()
     ended = lengths[~truncated] if not truncated.all() else torch.zeros(1)
     return {
@@ -114,7 +116,8 @@ def completion_metrics(
 # %% ../../nbs/training/05_report.ipynb #2bf16be8
 def peak_memory_gib(
     device: torch.device
-    | str = "cpu",  # on a GPU: what torch allocated at most; on the CPU: the resident memory of the process at most
+    # on a GPU: what torch allocated at most; on the CPU: the resident memory of the process at most
+    | str = "cpu",
 ) -> float:  # GiB
     "The most memory that was in use."
     if torch.device(device).type == "cuda":
@@ -173,7 +176,8 @@ def table_row(
 
 # %% ../../nbs/training/05_report.ipynb #b1ba94cd
 class Log:
-    "Records of a run: a list in memory, a file with one line of JSON each, a table in the terminal."
+    """Records of a run: a list in memory, a file with one line of JSON each, a table in the
+    terminal."""
 
     def __init__(
         self,
@@ -218,16 +222,37 @@ class Log:
 
 # %% ../../nbs/training/05_report.ipynb #2771ff87
 NOT_HERE = {  # of transformers' trainer -> what to do instead
-    "push_to_hub": "nothing is uploaded; save_model(folder), then huggingface_hub.upload_folder(folder_path=folder, repo_id=...)",
-    "create_model_card": "no model card is written; save_model(folder), then write folder/README.md",
-    "predict": "evaluate(rows) samples and scores rows, engine.generate(prompts, sampling) gives the completions alone",
-    "hyperparameter_search": "build a trainer for each setting, with an output_dir of its own, and compare what evaluate() returns",
-    "get_train_dataloader": "there are no data loaders; the rows are in train_dataset, and draw_rows() chooses the next ones",
+    "push_to_hub": (
+        "nothing is uploaded; save_model(folder), then "
+        "huggingface_hub.upload_folder(folder_path=folder, repo_id=...)"
+    ),
+    "create_model_card": (
+        "no model card is written; save_model(folder), then write folder/README.md"
+    ),
+    "predict": (
+        "evaluate(rows) samples and scores rows, engine.generate(prompts, sampling) gives "
+        "the completions alone"
+    ),
+    "hyperparameter_search": (
+        "build a trainer for each setting, with an output_dir of its own, and compare what "
+        "evaluate() returns"
+    ),
+    "get_train_dataloader": (
+        "there are no data loaders; the rows are in train_dataset, and draw_rows() chooses "
+        "the next ones"
+    ),
     "get_eval_dataloader": "there are no data loaders; the rows are in eval_dataset",
-    "compute_loss": "accumulate_piece(batch, share) computes the loss of a TrainingBatch and its gradient",
-    "training_step": "accumulate(batch) adds the gradient of a TrainingBatch, and update() moves the weights",
+    "compute_loss": (
+        "accumulate_piece(batch, share) computes the loss of a TrainingBatch and its gradient"
+    ),
+    "training_step": (
+        "accumulate(batch) adds the gradient of a TrainingBatch, and update() moves the weights"
+    ),
     "model_wrapped": "nothing but PEFT wraps the model, which is trainer.model",
-    "ref_model": "the reference policy is trainer.reference, which lends itself: with trainer.reference.policy(trainer.model) as model: ...",
+    "ref_model": (
+        "the reference policy is trainer.reference, which lends itself: with "
+        "trainer.reference.policy(trainer.model) as model: ..."
+    ),
     "data_collator": "there are no data loaders; a TrainingBatch is put together by collect()",
 }
 FROM_CONFIG = (
@@ -250,11 +275,15 @@ FROM_CONFIG = (
     "chat_template_kwargs",
     "shuffle_dataset",
 )  # that TRL's trainer has itself, too, and rollout functions read there
-NOT_CALLED = {  # of transformers' and TRL's trainers, which subclasses define there to change a step -> what to define here
+# of transformers' and TRL's trainers, which subclasses define there to change a step -> what to
+# define here
+NOT_CALLED = {
     "compute_loss": "accumulate_piece(batch, share)",
     "_compute_loss": "accumulate_piece(batch, share)",
     "training_step": "accumulate(batch)",
-    "_generate_and_score_completions": "collect(), or one of its parts: draw_rows(), sample(rows, numbers), score(rows, rollout)",
+    "_generate_and_score_completions": (
+        "collect(), or one of its parts: draw_rows(), sample(rows, numbers), score(rows, rollout)"
+    ),
     "_calculate_rewards": "score(rows, rollout)",
     "_get_per_token_logps_and_entropies": "completion_logps(policy, batch, entropy)",
     "get_train_dataloader": "draw_rows()",
@@ -283,7 +312,8 @@ class Answering:
         for name, instead in NOT_CALLED.items():
             if hasattr(cls, name):
                 raise TypeError(
-                    f"{cls.__name__} defines {name}, which this trainer never calls: define {instead}"
+                    f"{cls.__name__} defines {name}, which this trainer never calls: define "
+                    f"{instead}"
                 )
         super().__init_subclass__(**settings)
 
@@ -347,7 +377,8 @@ class Answering:
         self.state.save_to_json(str(Path(self.config.output_dir) / "trainer_state.json"))
 
     def add_record(self, numbers: dict[str, Any]) -> None:
-        "What `trainer.log(numbers)` does: one more record, with step and epoch, for the log, the trackers and the callbacks."
+        """What `trainer.log(numbers)` does: one more record, with step and epoch, for the log, the
+        trackers and the callbacks."""
         record = {
             **{name: plain(value) for name, value in numbers.items()},
             "step": self.state.global_step,
@@ -360,7 +391,8 @@ class Answering:
         self.control.should_log = due
 
     def track(self, record: dict[str, Any]) -> None:
-        "Send a record to the trackers, under the names that transformers' trainer uses there: train/reward, eval/reward."
+        """Send a record to the trackers, under the names that transformers' trainer uses there:
+        train/reward, eval/reward."""
         if not self.config.trackers():
             return
         from transformers.integrations.integration_utils import rewrite_logs
@@ -368,7 +400,8 @@ class Answering:
         self.accelerator.log(rewrite_logs(record), step=self.state.global_step)
 
     def told(self, record: dict[str, Any]) -> None:
-        "Let the callbacks see a record; what they add is kept as plain numbers, which a checkpoint can hold."
+        """Let the callbacks see a record; what they add is kept as plain numbers, which a
+        checkpoint can hold."""
         self.tell("on_log", record)
         record.update({name: plain(value) for name, value in record.items()})
 

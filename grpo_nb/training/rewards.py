@@ -25,7 +25,8 @@ from ..environments.pool import IsolatedReward, NotScored, plain_scores
 
 # %% ../../nbs/training/04_rewards.ipynb #900a178b
 class RewardError(RuntimeError):
-    "A reward function failed: its name, the step, what it did and a completion it was given are in the message."
+    """A reward function failed: its name, the step, what it did and a completion it was given are
+    in the message."""
 
 
 def reward_name(
@@ -52,7 +53,8 @@ def reward_names(
 
 # %% ../../nbs/training/04_rewards.ipynb #b0224582
 def as_scores(
-    values: Any,  # what a reward function returned: a list, a tuple, a tensor or an array of numbers or None
+    # what a reward function returned: a list, a tuple, a tensor or an array of numbers or None
+    values: Any,
     count: int,  # how many completions it was asked about
     name: str,  # of the function, for the message
 ) -> list[float]:  # `count` floats, NaN for None
@@ -80,9 +82,8 @@ class EventLoop(threading.Thread):
         self.loop.run_forever()
 
 
-LOOPS: list[
-    EventLoop
-] = []  # the last one is used, for all steps: a client or a semaphore belongs to the loop that saw it first
+# the last one is used, for all steps: a client or a semaphore belongs to the loop that saw it first
+LOOPS: list[EventLoop] = []
 
 
 def run_coroutines(
@@ -229,13 +230,18 @@ def score_completions(
         else []
     )
     where = (
-        f"(None or NaN for all {len(completions)}) at step {step}; the first completion is {completions[0]!r}"
+        (
+            f"(None or NaN for all {len(completions)}) at step {step}; the first completion is "
+            f"{completions[0]!r}"
+        )
         if completions
         else ""
     )
     if silent and len(silent) == len(names):
         raise RewardError(
-            f"no reward function judged any completion: {', '.join(map(repr, names))} {where}. If that may happen, give 0 in place of None, or draw more prompts at a time"
+            f"no reward function judged any completion: {', '.join(map(repr, names))} "
+            f"{where}. If that may happen, give 0 in place of None, or draw more prompts at "
+            "a time"
         )
     for name in silent:
         warnings.warn(f"reward function {name!r} judged no completion {where}", stacklevel=2)
@@ -244,17 +250,26 @@ def score_completions(
 
 def left_behind(function: Callable, count: int, step: int, timeout_s: float) -> NotScored:
     "The scores of a function that was not done in time, and a warning that names it."
-    reason = f"it was not done after {timeout_s:g} s (reward_timeout_s), and goes on in a thread that nobody can stop"
-    advice = f"give it a process of its own, which can be killed: grpo_nb.environments.pool.isolated('module:{reward_name(function)}', timeout_s={timeout_s:g})"
+    reason = (
+        f"it was not done after {timeout_s:g} s (reward_timeout_s), and goes on in a thread "
+        "that nobody can stop"
+    )
+    advice = (
+        "give it a process of its own, which can be killed: "
+        f"grpo_nb.environments.pool.isolated('module:{reward_name(function)}', "
+        f"timeout_s={timeout_s:g})"
+    )
     warnings.warn(
-        f"reward function {reward_name(function)!r} gave no score to {count} of {count} completions at step {step}: {reason}; {advice}",
+        f"reward function {reward_name(function)!r} gave no score to {count} of {count} "
+        f"completions at step {step}: {reason}; {advice}",
         stacklevel=3,
     )
     return NotScored(count, reason)
 
 
 def checked(answer: Any, given: dict[str, Any], name: str, step: int) -> list[float]:
-    "The scores of one function, or a RewardError that says at which step and on which completion it failed."
+    """The scores of one function, or a RewardError that says at which step and on which completion
+    it failed."""
     completions = given["completions"]
     where = (
         f"at step {step}; the first completion it was given is {completions[0]!r}"
@@ -282,7 +297,11 @@ def checked(answer: Any, given: dict[str, Any], name: str, step: int) -> list[fl
 def called_with(given: dict[str, Any]) -> str:
     "The keywords that a reward function is called with, for one that asks for others."
     own, columns = ([name for name in given if (name in OWN) == own] for own in (True, False))
-    return f". A reward function is called with the keywords {', '.join(own)} and the data's other columns, here {', '.join(columns) or 'none'}; those that it does not use go into **kwargs"
+    return (
+        f". A reward function is called with the keywords {', '.join(own)} and the data's "
+        f"other columns, here {', '.join(columns) or 'none'}; those that it does not use go "
+        "into **kwargs"
+    )
 
 # %% ../../nbs/training/04_rewards.ipynb #f8dbc1b4
 @contextmanager
@@ -305,7 +324,10 @@ def loading(
             if Path(name).is_dir()
             else (
                 f"it is no folder in {Path.cwd()}, and the hub gave no model of that name",
-                "Check the spelling and the connection, log in for a closed model, or give a local folder",
+                (
+                    "Check the spelling and the connection, log in for a closed model, or give a "
+                    "local folder"
+                ),
             )
         )
         raise ValueError(
@@ -339,7 +361,8 @@ class ModelReward:
                 )
         if not hasattr(model, "config"):
             raise ValueError(
-                f"reward_funcs holds {type(model).__name__}, a network that is no model of transformers: call it inside a function"
+                f"reward_funcs holds {type(model).__name__}, a network that is no model of "
+                "transformers: call it inside a function"
             )
         self.__name__ = (
             getattr(model.config, "_name_or_path", "").rstrip("/").split("/")[-1]
@@ -347,11 +370,14 @@ class ModelReward:
         )
         if getattr(model.config, "num_labels", 1) != 1:
             raise ValueError(
-                f"the reward model {self.__name__!r} has {model.config.num_labels} outputs, and a reward is one number: load it with num_labels=1, or write a function that picks one"
+                f"the reward model {self.__name__!r} has {model.config.num_labels} outputs, "
+                "and a reward is one number: load it with num_labels=1, or write a function "
+                "that picks one"
             )
         if tokenizer is None and not getattr(model.config, "_name_or_path", ""):
             raise ValueError(
-                "a reward model was not loaded from anywhere, so its tokenizer is not known: pass reward_processing_classes=[its tokenizer], None for plain functions"
+                "a reward model was not loaded from anywhere, so its tokenizer is not known: "
+                "pass reward_processing_classes=[its tokenizer], None for plain functions"
             )
         self.model, self.tokenizer = (
             model.to(device).eval(),
@@ -364,7 +390,8 @@ class ModelReward:
         )
 
     def text(self, prompt, completion) -> str:
-        "What the model reads: the prompt and the completion, a conversation through its own chat template."
+        """What the model reads: the prompt and the completion, a conversation through its own chat
+        template."""
         if isinstance(prompt, str):
             return prompt + completion
         return self.tokenizer.apply_chat_template(
@@ -415,7 +442,9 @@ class ModelReward:
 
 def reward_functions(
     given: Any,  # one function, reward model or name of one, or a list of them
-    processing_classes: Any = None,  # one tokenizer, or a list with one for each; None for functions, and where a model's own is meant
+    # one tokenizer, or a list with one for each; None for functions, and where a model's own is
+    # meant
+    processing_classes: Any = None,
     **settings: Any,  # for `ModelReward`
 ) -> list[Callable]:  # every one a function
     "Reward functions from whatever `GRPOTrainer` was given."
@@ -424,7 +453,8 @@ def reward_functions(
     )
     if not functions:
         raise ValueError(
-            "there is no reward function, so there is nothing to learn: pass reward_funcs=[function, ...]"
+            "there is no reward function, so there is nothing to learn: pass "
+            "reward_funcs=[function, ...]"
         )
     tokenizers = (
         list(processing_classes)
@@ -433,13 +463,15 @@ def reward_functions(
     )
     if len(tokenizers) != len(functions):
         raise ValueError(
-            f"reward_processing_classes has {len(tokenizers)} entries and there are {len(functions)} reward functions: give one for each, None for plain functions"
+            f"reward_processing_classes has {len(tokenizers)} entries and there are "
+            f"{len(functions)} reward functions: give one for each, None for plain functions"
         )
     for k, function in enumerate(functions):
         if isinstance(function, (str, torch.nn.Module)):
             functions[k] = ModelReward(function, tokenizers[k], **settings)
         elif not callable(function):
             raise ValueError(
-                f"reward_funcs holds {function!r}, which is no function, no reward model and no name of one"
+                f"reward_funcs holds {function!r}, which is no function, no reward model and "
+                "no name of one"
             )
     return functions

@@ -39,26 +39,31 @@ def check_drawn(
     if not isinstance(output, dict) or not set(REQUIRED) <= set(output):
         given = sorted(output) if isinstance(output, dict) else type(output).__name__
         raise ValueError(
-            f"rollout_func returned {given}, and it must return a dict with the keys {', '.join(REQUIRED)}"
+            f"rollout_func returned {given}, and it must return a dict with the keys "
+            f"{', '.join(REQUIRED)}"
         )
     for name, values in output.items():
         if values is None and name == "logprobs":
             continue
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
             raise ValueError(
-                f"rollout_func returned {name!r} with {len(values) if hasattr(values, '__len__') else 'no'} entries for {count} prompts: return a list with one entry for each prompt it was given"
+                f"rollout_func returned {name!r} with "
+                f"{len(values) if hasattr(values, '__len__') else 'no'} entries for {count} "
+                "prompts: return a list with one entry for each prompt it was given"
             )
     for i, ids in enumerate(output["completion_ids"]):
         if output["logprobs"] is not None and any(
             x is not None and math.isinf(x) for x in output["logprobs"][i]
         ):
             raise ValueError(
-                f"completion {i} of rollout_func has an infinite log-prob, which no token has that was drawn: give the sampler's own, or NaN where it gave none"
+                f"completion {i} of rollout_func has an infinite log-prob, which no token "
+                "has that was drawn: give the sampler's own, or NaN where it gave none"
             )
         for name in ("logprobs", "env_mask"):
             if len((output.get(name) or {i: ids})[i]) != len(ids):
                 raise ValueError(
-                    f"completion {i} of rollout_func has {len(ids)} tokens and {len(output[name][i])} {name}: give one for each token"
+                    f"completion {i} of rollout_func has {len(ids)} tokens and "
+                    f"{len(output[name][i])} {name}: give one for each token"
                 )
         if not len(ids) or not len(output["prompt_ids"][i]):
             raise ValueError(

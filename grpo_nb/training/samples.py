@@ -16,7 +16,7 @@ import torch
 # %% ../../nbs/training/09_samples.ipynb #28424397
 def plain_text(
     value: Any,  # a string, or chat messages
-) -> str:  # a conversation as "role: content", a line each; the one message of a completion without its role
+) -> str:  # a line "role: content" for each message; a completion's only one without its role
     "Text to look at."
     if isinstance(value, str):
         return value
@@ -85,13 +85,15 @@ def samples_text(
             if not isinstance(value, str)
         )
         lines.append(
-            f"[{sample['step']}] {sample['advantage']:+.2f}  {rewards}  | {shortened(sample['prompt'], 40)} -> {shortened(sample['completion'], width)}"
+            f"[{sample['step']}] {sample['advantage']:+.2f}  {rewards}  | "
+            f"{shortened(sample['prompt'], 40)} -> {shortened(sample['completion'], width)}"
         )
     return "\n".join(lines)
 
 # %% ../../nbs/training/09_samples.ipynb #2d1bfe5f
 def columns_of(samples: Sequence[dict]) -> dict[str, list]:
-    "The table's columns: step, prompt, completion, each reward, what was given to log_extra, advantage."
+    """The table's columns: step, prompt, completion, each reward, what was given to log_extra,
+    advantage."""
     table = {
         name: [sample[name] for sample in samples] for name in ("step", "prompt", "completion")
     }

@@ -109,8 +109,14 @@ from .samples import sample_rows, samples_text, tracker_table, write_samples
 
 # %% ../../nbs/training/12_trainer.ipynb #09eb4650
 NOT_SUPPORTED = {
-    "tools": "there are no tool calls in a rollout of this trainer's own; a rollout_func may make them",
-    "environment_factory": "there are no environments of several turns in a rollout of this trainer's own; a rollout_func may play them, and a reward function may run one on the finished completion",
+    "tools": (
+        "there are no tool calls in a rollout of this trainer's own; a rollout_func may make them"
+    ),
+    "environment_factory": (
+        "there are no environments of several turns in a rollout of this trainer's own; a "
+        "rollout_func may play them, and a reward function may run one on the finished "
+        "completion"
+    ),
 }
 
 
@@ -119,11 +125,13 @@ def check_launch(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise ValueError(
-            f"the run was launched as {kind}, and this trainer knows one process, or several that each hold the whole model (torchrun, accelerate launch --multi_gpu)"
+            f"the run was launched as {kind}, and this trainer knows one process, or several "
+            "that each hold the whole model (torchrun, accelerate launch --multi_gpu)"
         )
     if accelerator.mixed_precision != "no":
         raise ValueError(
-            f"the launcher asks for mixed_precision={accelerator.mixed_precision!r}; leave it out there, and set bf16 or fp16 in GRPOConfig"
+            f"the launcher asks for mixed_precision={accelerator.mixed_precision!r}; leave "
+            "it out there, and set bf16 or fp16 in GRPOConfig"
         )
 
 
@@ -136,11 +144,13 @@ def check_arguments(
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"GRPOTrainer got {name}={value!r}, which it cannot honour: {NOT_SUPPORTED[name]}. Leave it out"
+                f"GRPOTrainer got {name}={value!r}, which it cannot honour: "
+                f"{NOT_SUPPORTED[name]}. Leave it out"
             )
     if config.reward_weights is not None and len(config.reward_weights) != len(functions):
         raise ValueError(
-            f"reward_weights has {len(config.reward_weights)} numbers and there are {len(functions)} reward functions: give one weight each"
+            f"reward_weights has {len(config.reward_weights)} numbers and there are "
+            f"{len(functions)} reward functions: give one weight each"
         )
     missing = [
         name
@@ -149,7 +159,8 @@ def check_arguments(
     ]
     if missing:
         raise ValueError(
-            f"report_to names {missing[0]!r}, which is not installed: install it, or report to one of {', '.join(map(str, get_available_trackers())) or 'none'}"
+            f"report_to names {missing[0]!r}, which is not installed: install it, or report "
+            f"to one of {', '.join(map(str, get_available_trackers())) or 'none'}"
         )
 
 
@@ -160,13 +171,16 @@ def check_metric(
     "Refuse, before the first evaluation, a name that none will have."
     if name == "loss":
         raise ValueError(
-            "metric_for_best_model is 'loss', and completions that are drawn have none: take 'reward', the default, or 'rewards/NAME/mean' of one function"
+            "metric_for_best_model is 'loss', and completions that are drawn have none: take "
+            "'reward', the default, or 'rewards/NAME/mean' of one function"
         )
     if isinstance(eval_dataset, dict) and not any(
         name.startswith(f"{part}_") for part in eval_dataset
     ):
         raise ValueError(
-            f"metric_for_best_model is {name!r}, and each of the {len(eval_dataset)} evaluation sets has one: say which, for instance {next(iter(eval_dataset))}_{name!s}"
+            f"metric_for_best_model is {name!r}, and each of the {len(eval_dataset)} "
+            "evaluation sets has one: say which, for instance "
+            f"{next(iter(eval_dataset))}_{name!s}"
         )
 
 
@@ -183,7 +197,8 @@ def check_callbacks(
             callback if isinstance(callback, type) else type(callback), TrainerCallback
         ):
             raise ValueError(
-                f"callbacks holds {callback!r}, which is no TrainerCallback of transformers: derive its class from transformers.TrainerCallback"
+                f"callbacks holds {callback!r}, which is no TrainerCallback of transformers: "
+                "derive its class from transformers.TrainerCallback"
             )
     return list(callbacks)
 
@@ -192,7 +207,8 @@ class Collecting:
     "The part of the trainer that draws completions and finds out what they are worth."
 
     def collect(self) -> TrainingBatch:
-        "The completions of one generation cycle that belong to this process, ready to be trained on."
+        """The completions of one generation cycle that belong to this process, ready to be trained
+        on."""
         numbers = self.draw_rows()
         rows = [self.train_dataset[number] for number in numbers]
         rollout = self.sample(rows, numbers)
@@ -270,7 +286,8 @@ class Collecting:
         )
 
     def draw_rows(self) -> list[int]:
-        "The numbers of this process's rows of the data for the present cycle, each as often as it is answered."
+        """The numbers of this process's rows of the data for the present cycle, each as often as it
+        is answered."""
         numbers = prompt_order(
             len(self.train_dataset),
             self.layout.prompts_per_generation,
@@ -284,7 +301,8 @@ class Collecting:
     def score(
         self, rows: list[dict], rollout: Rollout
     ) -> tuple[list, torch.Tensor, dict[str, list]]:
-        "This process's completions in the data's form, what the reward functions say about them, (N, K), and what they want shown beside them."
+        """This process's completions in the data's form, what the reward functions say about them,
+        (N, K), and what they want shown beside them."""
         completions = [
             completion_as_given(row["prompt"], text)
             for row, text in zip(rows, rollout.texts(self.tokenizer))
@@ -346,7 +364,8 @@ class AskingPolicies:
         return result
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
-        "The parts of a micro-batch that go forward and backward by themselves, `mini_batch` of them, or as few as fit; and the model's slices set so that they do."
+        """The parts of a micro-batch that go forward and backward by themselves, `mini_batch` of
+        them, or as few as fit; and the model's slices set so that they do."""
         count, tile = choose_pieces(
             self.model,
             batch,
@@ -361,7 +380,8 @@ class AskingPolicies:
         return split(batch, count)
 
     def slice(self, tokens: int | None) -> None:
-        "Let wide layers of the policy, and of a reference that is a model of its own, work on so many tokens at a time; None: their default."
+        """Let wide layers of the policy, and of a reference that is a model of its own, work on so
+        many tokens at a time; None: their default."""
         for model in (self.model, self.reference and self.reference.model):
             if model is not None and tokens != slice_tokens_of(model):
                 slice_layers(model, tokens)
@@ -409,7 +429,8 @@ class Accumulating:
         } | {"micro_batches": 0}
 
     def expected_tokens(self) -> float:
-        "Trained tokens that a window of one process should hold, judging by those of the present cycle; the same number in every process."
+        """Trained tokens that a window of one process should hold, judging by those of the present
+        cycle; the same number in every process."""
         tokens = float(self.accelerator.reduce(self.batch.loss_mask.sum().float(), "mean"))
         return (
             max(tokens, 1.0)
@@ -477,7 +498,8 @@ class Accumulating:
         self.collected.add(output.metrics, weight=batch.loss_mask.sum().item())
 
     def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        "The tokens of highest entropy among those of all processes, if only they are to be trained on."
+        """The tokens of highest entropy among those of all processes, if only they are to be
+        trained on."""
         if self.config.top_entropy_quantile >= 1:
             return None
         active = self.accelerator.pad_across_processes(
@@ -496,11 +518,11 @@ class Updating:
     "The part of the trainer that moves the weights."
 
     def update(self) -> None:
-        "One optimizer step with the gradients of the window, divided by what the window really held."
-        self.boundary, self.moving = (
-            None,
-            True,
-        )  # from here to `mark` the weights are neither old nor new; Ctrl-C waits until the log is written
+        """One optimizer step with the gradients of the window, divided by what the window really
+        held."""
+        # from here to `mark` the weights are neither old nor new; Ctrl-C waits until the log is
+        # written
+        self.boundary, self.moving = None, True
         factor = self.reduce_window()
         self.precision.scaler.unscale_(self.optimizer)
         for p in self.parameters:
@@ -637,7 +659,8 @@ class Saving:
         path: str | Path | None = None,  # None: output_dir
         **others: Any,  # passed on to the model's own save_pretrained
     ) -> None:
-        "Save the model (of an adapter, the adapter alone) and the tokenizer in the formats of transformers and PEFT."
+        """Save the model (of an adapter, the adapter alone) and the tokenizer in the formats of
+        transformers and PEFT."""
         if not self.accelerator.is_main_process:
             return
         path = Path(path or self.config.output_dir)
@@ -646,7 +669,8 @@ class Saving:
         self.tokenizer.save_pretrained(path)
 
     def save_checkpoint(self) -> Path | None:
-        "Write `checkpoint-STEP` in output_dir: all that is needed to go on exactly from the last update."
+        """Write `checkpoint-STEP` in output_dir: all that is needed to go on exactly from the last
+        update."""
         here = on_cpu(
             {**self.boundary, "due": (self.boundary["due"][0], False)}
         )  # saved it will be
@@ -700,24 +724,31 @@ class Saving:
         saved = read_state(folder)
         if len(saved["processes"]) != self.accelerator.num_processes:
             raise ValueError(
-                f"{str(folder)!r} was written by {len(saved['processes'])} processes and this run has {self.accelerator.num_processes}: start as many"
+                f"{str(folder)!r} was written by {len(saved['processes'])} processes and "
+                f"this run has {self.accelerator.num_processes}: start as many"
             )
         changed = self.config.differences(GRPOConfig.from_dict(json.loads(saved["config"])))
         for name in SHAPES_THE_BATCH:
             if name in changed:
                 raise ValueError(
-                    f"{name} is {changed[name][0]!r}, and was {changed[name][1]!r} when {str(folder)!r} was written: the place in the data would be lost; set it back, or begin anew"
+                    f"{name} is {changed[name][0]!r}, and was {changed[name][1]!r} when "
+                    f"{str(folder)!r} was written: the place in the data would be lost; set "
+                    "it back, or begin anew"
                 )
         if saved["rows"] != len(self.train_dataset):
             raise ValueError(
-                f"the data has {len(self.train_dataset)} rows, and had {saved['rows']} when {str(folder)!r} was written: the place in it would be lost; use the same data, or begin anew"
+                f"the data has {len(self.train_dataset)} rows, and had {saved['rows']} when "
+                f"{str(folder)!r} was written: the place in it would be lost; use the same "
+                "data, or begin anew"
             )
         if (
             "optim" in changed
             and len({name.removesuffix("_fused") for name in changed["optim"]}) > 1
         ):
             raise ValueError(
-                f"optim is {changed['optim'][0]!r}, and was {changed['optim'][1]!r} when {str(folder)!r} was written: one optimizer cannot go on with another's state; set it back, or begin anew"
+                f"optim is {changed['optim'][0]!r}, and was {changed['optim'][1]!r} when "
+                f"{str(folder)!r} was written: one optimizer cannot go on with another's "
+                "state; set it back, or begin anew"
             )
         now, then = (
             self.reference.norms() if self.reference else [],
@@ -729,14 +760,17 @@ class Saving:
             and (len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then))
         ):
             raise ValueError(
-                f"the reference policy is the model that the trainer was given, and the run of {str(folder)!r} began with another one: give the model that it began with, its weights come from the checkpoint"
+                "the reference policy is the model that the trainer was given, and the run "
+                f"of {str(folder)!r} began with another one: give the model that it began "
+                "with, its weights come from the checkpoint"
             )
         copy_weights = read_weights(self.model, folder)
         try:
             self.optimizer.load_state_dict(saved["optimizer"])
         except (ValueError, KeyError) as error:
             raise ValueError(
-                f"the optimizer's state in {str(folder)!r} does not fit this run ({error}): set weight_decay and what trains back to what they were, or begin anew"
+                f"the optimizer's state in {str(folder)!r} does not fit this run ({error}): "
+                "set weight_decay and what trains back to what they were, or begin anew"
             ) from error
         copy_weights()
         self.schedule.load_state_dict(saved["schedule"])
@@ -926,7 +960,8 @@ class Reporting:
         judged = self.config.load_best_model_at_end or self.config.save_strategy == "best"
         if judged and name not in record:
             raise ValueError(
-                f"metric_for_best_model names {name!r}, which no evaluation has: it has {', '.join(sorted(record))}"
+                f"metric_for_best_model names {name!r}, which no evaluation has: it has "
+                f"{', '.join(sorted(record))}"
             )
         value, best = record.get(name), self.state.best_metric
         if (
@@ -941,8 +976,10 @@ class Reporting:
 
     def evaluate(
         self,
-        eval_dataset: Any = None,  # None: the one given to the constructor; a dict of several is evaluated one by one
-        metric_key_prefix: str = "eval",  # in front of the names; one of several data sets adds its own
+        # None: the one given to the constructor; a dict of several is evaluated one by one
+        eval_dataset: Any = None,
+        # in front of the names; one of several data sets adds its own
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:  # eval_reward, eval_rewards/NAME/mean, eval_completions/...
         "Sample and score every row of the evaluation data."
         rows = (
@@ -1078,7 +1115,8 @@ class Running:
             self.start_anew()
         if self.finished() and checkpoint:
             tqdm.write(
-                f"{checkpoint} is of step {state.global_step} and max_steps is {state.max_steps}: nothing is left to do"
+                f"{checkpoint} is of step {state.global_step} and max_steps is "
+                f"{state.max_steps}: nothing is left to do"
             )
         self.first_step, self.started, self.rate = (
             state.global_step,
@@ -1088,9 +1126,16 @@ class Running:
         self.last_log = self.started, state.global_step
         if self.log.show:
             tqdm.write(
-                f"{describe_trainable(self.model)}; {self.precision.name if self.precision.dtype else 'full'} precision on {self.device}\n{config.describe(self.accelerator.num_processes)}"
+                (
+                    f"{describe_trainable(self.model)}; "
+                    f"{self.precision.name if self.precision.dtype else 'full'} precision on "
+                    f"{self.device}\n{config.describe(self.accelerator.num_processes)}"
+                )
                 + (
-                    "\nsampling is truncated or penalised, so tokens are weighed by trainer / sampler probability"
+                    (
+                        "\nsampling is truncated or penalised, so tokens are weighed by trainer "
+                        "/ sampler probability"
+                    )
                     if self.corrects
                     else ""
                 )
@@ -1125,7 +1170,8 @@ class Running:
                 raise ValueError(f"{whose}{error}") from None
 
     def open_trackers(self) -> None:
-        "Begin the run's page in each tracker. It stays open after the run, for evaluations and a script's own numbers, until the next run or the end of the program."
+        """Begin the run's page in each tracker. It stays open after the run, for evaluations and a
+        script's own numbers, until the next run or the end of the program."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
         self.accelerator.trackers.clear()
@@ -1162,7 +1208,8 @@ class Running:
 
     @contextmanager
     def safely(self):
-        "Run the loop: the same bits every time on a CPU, a progress bar, and a checkpoint if it is left by an exception."
+        """Run the loop: the same bits every time on a CPU, a progress bar, and a checkpoint if it
+        is left by an exception."""
         self.asked_to_stop = self.moving = self.leaving = False
         self.bar = tqdm(
             total=self.state.max_steps,
@@ -1221,7 +1268,8 @@ class Running:
             )
 
     def interrupted(self, *_) -> None:
-        "Ctrl-C: at once between two updates, after the update inside one; a second one does not wait for the update, but for the checkpoint."
+        """Ctrl-C: at once between two updates, after the update inside one; a second one does not
+        wait for the update, but for the checkpoint."""
         if self.leaving:
             return tqdm.write("a checkpoint is being written, and then the run ends")
         if not self.moving or self.asked_to_stop:
@@ -1264,7 +1312,9 @@ def load_tokenizer(
             return AutoTokenizer.from_pretrained(name, padding_side="left")
         except ValueError as error:  # files are missing, or a package that reads them
             raise ValueError(
-                f"{given}: no tokenizer can be made of what is there ({' '.join(str(error).split())}). Add its files, install what it asks for, or pass processing_class=tokenizer"
+                f"{given}: no tokenizer can be made of what is there "
+                f"({' '.join(str(error).split())}). Add its files, install what it asks for, "
+                "or pass processing_class=tokenizer"
             ) from error
 
 
@@ -1279,32 +1329,43 @@ class GRPOTrainer(
     Answering,
     Running,
 ):
-    "Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300) of a causal language model."
+    """Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300) of a causal language
+    model."""
 
     def __init__(
         self,
         model: Any,  # a causal model of transformers, one wrapped by PEFT, or its name
-        reward_funcs: Any = None,  # functions, called with prompts, completions, completion_ids, the data's columns, trainer_state, log_metric, log_extra; or reward models, or their names
+        # functions, called with prompts, completions, completion_ids, the data's columns,
+        # trainer_state, log_metric, log_extra; or reward models, or their names
+        reward_funcs: Any = None,
         args: GRPOConfig | None = None,  # None: the defaults
-        train_dataset: Any = None,  # datasets.Dataset or a list of dicts, with a column "prompt": strings or chat messages
+        # datasets.Dataset or a list of dicts, with a column "prompt": strings or chat messages
+        train_dataset: Any = None,
         eval_dataset: Any = None,  # the same, for `evaluate`, or a dict of several
-        processing_class: Any = None,  # the tokenizer; None: the one that belongs to the model's name
-        reward_processing_classes: Any = None,  # the tokenizers of reward models, in the order of reward_funcs; None: the one that belongs to each model's name
+        # the tokenizer; None: the one that belongs to the model's name
+        processing_class: Any = None,
+        # the tokenizers of reward models, in the order of reward_funcs; None: the one that belongs
+        # to each model's name
+        reward_processing_classes: Any = None,
         callbacks: list | None = None,  # transformers' TrainerCallback objects
         optimizers: tuple = (
             None,
             None,
         ),  # an optimizer and a schedule, in place of those that the config describes
-        quantization_config: Any = None,  # for a model given by name, e.g. BitsAndBytesConfig(load_in_4bit=True)
+        # for a model given by name, e.g. BitsAndBytesConfig(load_in_4bit=True)
+        quantization_config: Any = None,
         peft_config: Any = None,  # a PeftConfig: train an adapter
         tools: Any = None,  # not supported
         rollout_func: Callable
-        | None = None,  # draws the completions in place of the engine: called with the prompts, one for each completion, and the trainer; see `drawn_elsewhere`
+        # draws the completions in place of the engine: called with the prompts, one for each
+        # completion, and the trainer; see `drawn_elsewhere`
+        | None = None,
         environment_factory: Any = None,  # not supported
     ):
         if not isinstance(args, GRPOConfig | None):
             raise TypeError(
-                f"args is {type(args).__module__}.{type(args).__qualname__}: pass a grpo_nb.GRPOConfig, which takes the names of TRL's, or nothing"
+                f"args is {type(args).__module__}.{type(args).__qualname__}: pass a "
+                "grpo_nb.GRPOConfig, which takes the names of TRL's, or nothing"
             )
         self.config = self.args = args if args is not None else GRPOConfig()
         if isinstance(model, Path):
@@ -1317,7 +1378,8 @@ class GRPOTrainer(
         )
         if self.config.eval_strategy != "no" and eval_dataset is None:
             raise ValueError(
-                f"eval_strategy={self.config.eval_strategy!r} asks for evaluations and there is no eval_dataset: pass one, or leave eval_strategy at 'no'"
+                f"eval_strategy={self.config.eval_strategy!r} asks for evaluations and there "
+                "is no eval_dataset: pass one, or leave eval_strategy at 'no'"
             )
         if self.config.load_best_model_at_end or self.config.save_strategy == "best":
             check_metric(self.config.metric_for_best_model.removeprefix("eval_"), self.eval_dataset)
@@ -1348,7 +1410,8 @@ class GRPOTrainer(
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
             if not name:
                 raise ValueError(
-                    "the model was not loaded from anywhere, so its tokenizer is not known: pass processing_class=tokenizer"
+                    "the model was not loaded from anywhere, so its tokenizer is not known: "
+                    "pass processing_class=tokenizer"
                 )
             given = (
                 f"model={name!r}"
@@ -1431,9 +1494,13 @@ class GRPOTrainer(
         resume_from_checkpoint: bool
         | str
         | Path
-        | None = None,  # True: go on from the newest checkpoint in output_dir; "auto": if there is one; a folder: from that one
-    ) -> TrainOutput:  # global_step, training_loss (mean over the log) and metrics (the last record, train_loss, train_runtime (s), train_steps_per_second, train_samples_per_second)
-        "Sample, score, compare, learn, until the steps are used up; after Ctrl-C or an error there is a checkpoint to go on from."
+        # True: go on from the newest checkpoint in output_dir; "auto": if there is one; a folder:
+        # from that one
+        | None = None,
+    ) -> TrainOutput:  # global_step, training_loss (mean over the log) and metrics
+        """Sample, score, compare, learn, until the steps are used up; after Ctrl-C or an error
+        there is a checkpoint to go on from. The metrics are those of the last record, train_loss,
+        train_runtime (s), train_steps_per_second and train_samples_per_second."""
         self.begin(resume_from_checkpoint)
         with self.safely():
             while not self.finished():

@@ -46,7 +46,8 @@ def warm_up(
     ask_every: int = 25,  # steps
     steps: int = 1_000,  # at most
     batch_size: int = 256,  # rows a step
-    learning_rate: float = 3e-3,  # of AdamW, reached after 20 steps; lower it for a model that is not tiny
+    # of AdamW, reached after 20 steps; lower it for a model that is not tiny
+    learning_rate: float = 3e-3,
     seed: int = 0,  # of the choice of rows
     progress: bool = True,  # show a bar
 ) -> list[float]:  # loss of each step, nats a token

@@ -50,10 +50,22 @@ def derived_text(layout: BatchLayout) -> str:
     ga, G, mu = layout.gradient_accumulation_steps, layout.num_generations, layout.num_iterations
     return "\n".join(
         [
-            f"generation_batch_size = {pd} x {np_} x {spg} = {layout.generation_batch_size} completions drawn at once",
-            f"prompts_per_generation = {layout.generation_batch_size} / {G} = {layout.prompts_per_generation} different prompts",
-            f"effective_batch_size = {pd} x {np_} x {ga} = {layout.effective_batch_size} completions in one update",
-            f"optimizer_steps_per_generation = {spg} x {mu} / {ga} = {layout.optimizer_steps_per_generation:.3g}",
+            (
+                f"generation_batch_size = {pd} x {np_} x {spg} = {layout.generation_batch_size} "
+                "completions drawn at once"
+            ),
+            (
+                f"prompts_per_generation = {layout.generation_batch_size} / {G} = "
+                f"{layout.prompts_per_generation} different prompts"
+            ),
+            (
+                f"effective_batch_size = {pd} x {np_} x {ga} = {layout.effective_batch_size} "
+                "completions in one update"
+            ),
+            (
+                f"optimizer_steps_per_generation = {spg} x {mu} / {ga} = "
+                f"{layout.optimizer_steps_per_generation:.3g}"
+            ),
         ]
     )
 
@@ -91,7 +103,8 @@ def draw_grid(axes, grid, num_processes):
 
 
 def mark_time(axes, layout, cycles):
-    "Steps under the grid, updates as dark lines with triangles, the beginning of each cycle in blue."
+    """Steps under the grid, updates as dark lines with triangles, the beginning of each cycle in
+    blue."""
     per_cycle = layout.micro_batches_per_cycle
     updates = [
         step + 1

@@ -39,13 +39,17 @@ def tile_svg(
 ) -> str:
     "One square."
     dark = tile >= 64
-    square = f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="5" fill="{TILES.get(tile, "#1d0f3d")}"/>'
+    square = (
+        f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="5" '
+        f'fill="{TILES.get(tile, "#1d0f3d")}"/>'
+    )
     if not tile:
         return square
     size = 24 if tile < 100 else 20 if tile < 1000 else 16 if tile < 10_000 else 12
-    return (
-        square
-        + f'<text x="{x + CELL // 2}" y="{y + CELL / 2 + 0.36 * size:g}" font-size="{size}" font-weight="bold" text-anchor="middle" fill="{"white" if dark else "#4a4036"}">{tile}</text>'
+    return square + (
+        f'<text x="{x + CELL // 2}" y="{y + CELL / 2 + 0.36 * size:g}" '
+        f'font-size="{size}" font-weight="bold" text-anchor="middle" '
+        f'fill="{"white" if dark else "#4a4036"}">{tile}</text>'
     )
 
 
@@ -110,7 +114,9 @@ def board_svg(
     "Draws a board."
     width, height = board_size(board)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;background:white" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" style="max-width:100%;background:white" '
+        'font-family="sans-serif">'
         f"{empty_board(board)}{board_parts(board, score, next_move, note)}</svg>"
     )
 
@@ -162,7 +168,8 @@ def board_widget(
 # %% ../../nbs/widgets/09_board.ipynb #e0ce5302
 def board_animation(
     record: GameRecord,
-    frames: int = 120,  # pictures at most; a longer game is shown in larger steps, its end move by move
+    # pictures at most; a longer game is shown in larger steps, its end move by move
+    frames: int = 120,
     seconds: float = 0.15,  # for each
 ) -> str:  # an `<svg>` element that moves by itself, for ever
     "A game of 2048 as a film."
@@ -180,11 +187,20 @@ def board_animation(
         return f'<use href="#tile{tile}" x="{x}" y="{y}"/>'
 
     film = "".join(
-        f'<g transform="translate(0 {k * height})"><use href="#empty"/>{board_parts(*picture, use)}</g>'
+        (
+            f'<g transform="translate(0 {k * height})"><use '
+            f'href="#empty"/>{board_parts(*picture, use)}</g>'
+        )
         for k, picture in enumerate(shown)
     )
-    pull = f'<animateTransform attributeName="transform" type="translate" calcMode="discrete" dur="{len(shown) * seconds:g}s" repeatCount="indefinite" values="{";".join(f"0 {-k * height}" for k in range(len(shown)))}"/>'
+    pull = (
+        '<animateTransform attributeName="transform" type="translate" calcMode="discrete" '
+        f'dur="{len(shown) * seconds:g}s" repeatCount="indefinite" '
+        f'values="{";".join(f"0 {-k * height}" for k in range(len(shown)))}"/>'
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;background:white" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" style="max-width:100%;background:white" '
+        'font-family="sans-serif">'
         f"<defs>{defs}</defs><g>{pull}{film}</g></svg>"
     )

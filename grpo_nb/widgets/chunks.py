@@ -103,7 +103,8 @@ def chunks_figure(
     hidden: int = 4096,  # width of a hidden state
     mini_batch: int = 4,  # pieces that the batch is split into (black)
     logit_chunk_multiplier: int = 4,  # chunks that each piece's tokens are split into (red)
-    element_bytes: int = 4,  # bytes a number: 4 float32, 2 bf16, 1 the documents' equations as they are printed
+    # bytes a number: 4 float32, 2 bf16, 1 the documents' equations as they are printed
+    element_bytes: int = 4,
 ) -> Figure:  # the pieces on the left, a bar for the bytes of each equation on the right
     "Draw how a batch is cut and what each cut weighs."
     figure = Figure(figsize=(11, 3))
@@ -115,7 +116,8 @@ def chunks_figure(
     made = min(mini_batch, batch)
     chunks = chunk_rows(batch, length, mini_batch, logit_chunk_multiplier)
     pieces.set_title(
-        f"{made} piece{'s' * (made > 1)}, {len(chunks):,} chunks of up to {max(b - a for a, b in chunks):,} tokens",
+        f"{made} piece{'s' * (made > 1)}, {len(chunks):,} chunks of up to "
+        f"{max(b - a for a, b in chunks):,} tokens",
         fontsize=10,
     )
     _draw_bytes(

@@ -42,7 +42,8 @@ GOOD, BAD = "#0072B2", "#D55E00"  # told apart by colour-blind eyes too
 def clipping_figure(
     loss_type: str = "dapo",  # one of `LOSSES`
     epsilon: float = 0.2,  # lower border 1 - epsilon
-    epsilon_high: float = 0.28,  # upper border 1 + epsilon_high; for cispo the cap of the ratio itself
+    # upper border 1 + epsilon_high; for cispo the cap of the ratio itself
+    epsilon_high: float = 0.28,
     delta: float | None = None,  # second upper border, where A < 0
     max_ratio: float = 3.0,  # right end of the axis
 ) -> Figure:  # left the objective, right its gradient with respect to log pi

@@ -107,7 +107,10 @@ def shown_text(
 ) -> str:  # HTML that shows exactly these characters, the rest counted
     "A prompt or a completion for a web page."
     more = f" … ({len(text) - most:,} more characters)" if len(text) > most else ""
-    return f'<span style="white-space:pre-wrap;font-family:monospace">{html.escape(text[:most])}</span>{more}'
+    return (
+        "<span "
+        f'style="white-space:pre-wrap;font-family:monospace">{html.escape(text[:most])}</span>{more}'
+    )
 
 
 def number(
@@ -119,10 +122,11 @@ def number(
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #60375fdf
 def samples_table(
-    samples: list[
-        dict[str, Any]
-    ],  # as `trainer.samples`: "step", "prompt", "completion", "rewards" (name -> number or None), "advantage"
-    shown: int = 8,  # at most so many, from the first on that has an advantage: a group of equals teaches nothing
+    # as `trainer.samples`: "step", "prompt", "completion", "rewards" (name -> number or None),
+    # "advantage"
+    samples: list[dict[str, Any]],
+    # at most so many, from the first on that has an advantage: a group of equals teaches nothing
+    shown: int = 8,
 ) -> str:  # HTML; nothing if there are no samples
     "The latest completions, what they earned, and how hard they are pushed."
     if not samples:
@@ -150,7 +154,10 @@ def samples_table(
             ]
         )
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div style="line-height:1.4">completions of step {samples[0]["step"]}, {len(part)} of {len(samples)}<table style="border-spacing:0">{body}</table></div>'
+    return (
+        f'<div style="line-height:1.4">completions of step {samples[0]["step"]}, {len(part)} '
+        f'of {len(samples)}<table style="border-spacing:0">{body}</table></div>'
+    )
 
 
 def hints_list(
@@ -189,10 +196,9 @@ class Gate:
             return self.order
 
 # %% ../../nbs/widgets/06_dashboard.ipynb #6412dff4
-def dashboard_box() -> (
-    ipywidgets.VBox
-):  # CSS class `grpo-dashboard-viz`; its parts are box.pause, .stop, .label, .drawing, .hints, .table
-    "Two buttons and a label, the drawing, hints, completions."
+def dashboard_box() -> ipywidgets.VBox:  # CSS class `grpo-dashboard-viz`
+    """Two buttons and a label, the drawing, hints, completions: box.pause, .stop, .label, .drawing,
+    .hints, .table."""
     pause = ipywidgets.Button(
         description="Pause", icon="pause", tooltip="wait after the update that is being computed"
     )
@@ -388,7 +394,9 @@ class Starting:
     def run(
         self,
         trainer: Any,  # a GRPOTrainer
-        resume_from_checkpoint: Any = "auto",  # "auto": go on from the newest checkpoint in output_dir if there is one, else begin; others as in `train`
+        # "auto": go on from the newest checkpoint in output_dir if there is one, else begin; others
+        # as in `train`
+        resume_from_checkpoint: Any = "auto",
     ) -> (
         ipywidgets.VBox
     ):  # the board; RuntimeError if this dashboard, or another one, has a run in the same folder
@@ -397,11 +405,14 @@ class Starting:
         name = f"GRPO run in {Path(folder).resolve()}"
         if self.running:
             raise RuntimeError(
-                f"this dashboard has a run already (its label says {self.status!r}): stop it and wait for its end, or make another Dashboard()"
+                f"this dashboard has a run already (its label says {self.status!r}): stop it "
+                "and wait for its end, or make another Dashboard()"
             )
         if any(thread.name == name for thread in threading.enumerate()):
             raise RuntimeError(
-                f"another dashboard has a run in {str(folder)!r}: stop it with its button (or by restarting the kernel, which leaves a checkpoint too), or choose another output_dir"
+                f"another dashboard has a run in {str(folder)!r}: stop it with its button "
+                "(or by restarting the kernel, which leaves a checkpoint too), or choose "
+                "another output_dir"
             )
         self.forget()
         self.trainer = trainer
@@ -438,7 +449,8 @@ class Starting:
         self.over.wait(4)
 
     def wait(self) -> TrainOutput:  # what `train` returned; what it raised is raised here
-        "Wait until the run has ended. Interrupting the kernel stops the run at the next update, with a checkpoint; a second time does not wait for it."
+        """Wait until the run has ended. Interrupting the kernel stops the run at the next update,
+        with a checkpoint; a second time does not wait for it."""
         self.check_started()
         try:
             while not self.over.wait(0.5):
@@ -451,7 +463,8 @@ class Starting:
         return self.result()
 
     async def ended(self) -> TrainOutput:  # as `wait`
-        "`await dashboard.ended()` is `wait` for a cell: the kernel can handle clicks meanwhile, if it knows how to (ipykernel 7.4)."
+        """`await dashboard.ended()` is `wait` for a cell: the kernel can handle clicks meanwhile,
+        if it knows how to (ipykernel 7.4)."""
         self.check_started()
         interrupted = None
         while not self.over.is_set():
@@ -474,7 +487,8 @@ class Starting:
         self.thread.join()
         if self.problem:
             warnings.warn(
-                f"the run is not affected, but the dashboard could not be shown: {type(self.problem).__name__}: {self.problem}",
+                "the run is not affected, but the dashboard could not be shown: "
+                f"{type(self.problem).__name__}: {self.problem}",
                 stacklevel=3,
             )
         if self.error:

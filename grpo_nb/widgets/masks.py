@@ -61,7 +61,8 @@ def _check_widget(lengths, step, window):
     "Refuse what has no picture."
     if not all(1 <= n <= len(PROMPT) for n in lengths):
         raise ValueError(
-            f"The prompts have {' and '.join(map(str, lengths))} tokens, and this picture draws 1 to {len(PROMPT)}."
+            f"The prompts have {' and '.join(map(str, lengths))} tokens, and this picture "
+            f"draws 1 to {len(PROMPT)}."
         )
     if not 0 <= step <= len(ANSWER):
         raise ValueError(
@@ -181,7 +182,8 @@ def masks_figure(
         else f"decode step {step}: 1 query"
     )
     figure.suptitle(
-        f"{kind}, {size} key{'s' * (size > 1)}, {'no window' if width is None else f'window {width}'}",
+        f"{kind}, {size} key{'s' * (size > 1)}, "
+        f"{'no window' if width is None else f'window {width}'}",
         fontsize=10,
         y=0.985,
     )

@@ -74,7 +74,8 @@ def _frame(axes, labels, end):
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-WEIGHTS = {  # what the list says -> (format of a gpt-oss, of other models, NF4's scales quantised too)
+# what the list says -> (format of a gpt-oss, of other models, NF4's scales quantised too)
+WEIGHTS = {
     "4 bit": ("mxfp4", "nf4", False),
     "4 bit, attention too": ("mxfp4+nf4", "nf4", False),
     "4 bit, double quantisation": ("mxfp4+nf4", "nf4", True),
@@ -194,7 +195,8 @@ def memory_figure(
 
 # %% ../../nbs/widgets/08_memory.ipynb #bee94003
 def memory_widget(
-    model: str = "gpt-oss-20b",  # what to begin with: a name of MODELS, or a folder with a config.json, which joins the list
+    # what to begin with: a name of MODELS, or a folder with a config.json, which joins the list
+    model: str = "gpt-oss-20b",
     card: str = "T4",
 ) -> ipywidgets.VBox:  # CSS class `grpo-memory-viz`; `box.controls[name].value` moves it
     "A step's memory under lists, sliders and switches."

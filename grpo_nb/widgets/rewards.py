@@ -83,7 +83,10 @@ def ask(
     if inspect.isawaitable(answer):
         [answer] = run_coroutines([answer], timeout_s)
     if isinstance(answer, TooLate):
-        fault = f"it was not done after {timeout_s:g} s, and goes on in a thread that nobody can stop; grpo_nb.environments.pool.isolated gives it a process that can be ended"
+        fault = (
+            f"it was not done after {timeout_s:g} s, and goes on in a thread that nobody can "
+            "stop; grpo_nb.environments.pool.isolated gives it a process that can be ended"
+        )
     elif isinstance(answer, BaseException):
         fault = f"it raised {type(answer).__name__}: {answer}"
     elif isinstance(answer, NotScored):
@@ -94,7 +97,10 @@ def ask(
         except RewardError as error:
             fault = str(error)
         except Exception as error:
-            fault = f"it returned {type(answer).__name__}, which cannot be read ({type(error).__name__}: {error})"
+            fault = (
+                f"it returned {type(answer).__name__}, which cannot be read "
+                f"({type(error).__name__}: {error})"
+            )
     return [math.nan] * count, fault
 
 # %% ../../nbs/widgets/10_rewards.ipynb #45635334
@@ -118,7 +124,8 @@ def trimmed(
 def number_marks(
     text: str,
 ) -> tuple[tuple[str, int, int], ...]:
-    "Where `final_number` reads: in the box, and the number itself where it stands as it was written."
+    """Where `final_number` reads: in the box, and the number itself where it stands as it was
+    written."""
     box = box_place(text)
     start, end = box or (0, len(text))
     boxed, stated = [("box", start, end)] if box else [], stated_in(text[start:end])
@@ -178,7 +185,8 @@ def compares_text(text: str, /, answer: Any, what: str = "the answer", **row: An
     "All of the text."
     place = trimmed(text, 0, len(text))
     return Explanation(
-        f"the text is {'' if exact_match(text, answer) else 'not '}exactly {what}, {short(str(answer), 60)}",
+        f"the text is {'' if exact_match(text, answer) else 'not '}exactly {what}, "
+        f"{short(str(answer), 60)}",
         (("all of it", *place),) if text.strip() else (),
     )
 
@@ -192,7 +200,9 @@ def ends_up_with(text: str, /, answer: Any, **row: Any) -> Explanation:
         text[slice(*marks[-1][1:])] if marks and marks[-1][0] == "number" else "a number in LaTeX"
     )
     return Explanation(
-        f"it ends up with {short(said, 60)}, {verdict(value == right_number(answer), answer)}; the further away, the fewer points",
+        f"it ends up with {short(said, 60)}, "
+        f"{verdict(value == right_number(answer), answer)}; the further away, the fewer "
+        "points",
         marks,
     )
 
@@ -230,7 +240,8 @@ def answer_in_tags(
     if count != 1:
         return Explanation(f"the answer holds {count or 'no'} numbers, and one is asked for", marks)
     return Explanation(
-        f"the answer is {short(inside, 60)}, {verdict(gsm8k.answer_value(text, tags) == right_number(answer), answer)}",
+        f"the answer is {short(inside, 60)}, "
+        f"{verdict(gsm8k.answer_value(text, tags) == right_number(answer), answer)}",
         marks,
     )
 
@@ -241,7 +252,8 @@ def whole_number(text: str, /, **row: Any) -> Explanation:
     if place is None:
         return Explanation("there is no answer between <answer> and </answer>")
     return Explanation(
-        f"{short(inside, 60)} is {'' if gsm8k.INTEGER.fullmatch(inside) else 'not '}spelt as a whole number",
+        f"{short(inside, 60)} is {'' if gsm8k.INTEGER.fullmatch(inside) else 'not '}spelt as "
+        "a whole number",
         (("answer", *place),),
     )
 
@@ -323,7 +335,8 @@ def mathematical_value(text: str, /, answer: Any, **row: Any) -> Explanation:
     "What math-verify is given."
     box = box_place(text)
     return Explanation(
-        f"{'what stands in the last box' if box else 'there is no box, so the last value'} is compared with {short(answer, 60)} by math-verify",
+        f"{'what stands in the last box' if box else 'there is no box, so the last value'} "
+        f"is compared with {short(answer, 60)} by math-verify",
         (("box", *box),) if box else (),
     )
 
@@ -336,8 +349,10 @@ def task_answer(
     if place is None:
         return Explanation("it states no answer")
     answer = text[slice(*place[1:])]
+    harmless = procedural.harmless(task, answer)
+    fate = "is judged by" if harmless else "is no plain data, and not shown to"
     return Explanation(
-        f"{short(answer, 60)} {'is judged by' if procedural.harmless(task, answer) else 'is no plain data, and not shown to'} the scorer of the task {task}",
+        f"{short(answer, 60)} {fate} the scorer of the task {task}",
         (place,),
     )
 
@@ -384,7 +399,10 @@ def rubric_shares(rubric: Rubric, text: str, /, **row: Any) -> Explanation:
     shares = rubric.shares(text, **row)
     return Explanation(
         "; ".join(
-            f"{criterion}: {share * rubric.criteria[criterion][1]:.3g} of {rubric.criteria[criterion][1]:g}"
+            (
+                f"{criterion}: {share * rubric.criteria[criterion][1]:.3g} of "
+                f"{rubric.criteria[criterion][1]:g}"
+            )
             for criterion, share in shares.items()
         )
     )
@@ -436,7 +454,8 @@ EXPLAINED = {  # reward function -> its explanation
 def explainer(
     function: Callable,  # a reward function
 ) -> Callable | None:  # explain(text, **row); None if nobody has written one
-    "Who explains a reward function: itself, the object that it is a method of, the function that it wraps, or this room."
+    """Who explains a reward function: itself, the object that it is a method of, the function that
+    it wraps, or this room."""
     if isinstance(function, Rubric):
         return functools.partial(rubric_shares, function)
     own = getattr(function, "explain", None) or getattr(
@@ -504,7 +523,8 @@ class RewardTask:
             self.weights = [1.0] * len(self.functions)
         if len(self.weights) != len(self.functions):
             raise ValueError(
-                f"there are {len(self.weights)} weights and {len(self.functions)} reward functions: give one for each"
+                f"there are {len(self.weights)} weights and {len(self.functions)} reward "
+                "functions: give one for each"
             )
 
 
@@ -595,7 +615,10 @@ def marked(
     title: str,
 ) -> str:  # HTML
     "Words on a coloured ground."
-    return f'<mark title="{html.escape(title)}" style="background:{colour};color:#1a1a1a;border-radius:2px">{html.escape(words)}</mark>'
+    return (
+        f'<mark title="{html.escape(title)}" '
+        f'style="background:{colour};color:#1a1a1a;border-radius:2px">{html.escape(words)}</mark>'
+    )
 
 
 def highlighted(
@@ -625,7 +648,10 @@ def highlighted(
             else html.escape(text[start:end])
         )
     more = f" … ({len(text) - SHOWN:,} more characters)" if len(text) > SHOWN else ""
-    style = f"{MONO};line-height:1.5;max-height:22em;overflow:auto;border:1px solid #8888;border-radius:4px;padding:4px 8px;margin:2px 0 4px"
+    style = (
+        f"{MONO};line-height:1.5;max-height:22em;overflow:auto;border:1px solid "
+        "#8888;border-radius:4px;padding:4px 8px;margin:2px 0 4px"
+    )
     return f'<div style="{style}">{"".join(pieces) or "<i>(nothing)</i>"}{more}</div>'
 
 # %% ../../nbs/widgets/10_rewards.ipynb #a5b0bf00
@@ -643,8 +669,15 @@ def bar_svg(
 ) -> str:  # an `<svg>` element
     "A number as a bar: to the right what adds, to the left what takes away."
     width = 0.0 if math.isnan(value) or not scale else 58 * value / scale
-    bar = f'<path d="M60 2h{width:.2f}v10h{-width:.2f}z" fill="{"#3b8fc4" if value > 0 else "#D55E00"}"/>'
-    return f'<svg role="img" aria-label="{number(value)}" viewBox="0 0 120 14" width="120" height="14" style="vertical-align:middle">{bar}<path d="M60 0v14" stroke="#888" stroke-width="1"/></svg>'
+    bar = (
+        f'<path d="M60 2h{width:.2f}v10h{-width:.2f}z" '
+        f'fill="{"#3b8fc4" if value > 0 else "#D55E00"}"/>'
+    )
+    return (
+        f'<svg role="img" aria-label="{number(value)}" viewBox="0 0 120 14" width="120" '
+        f'height="14" style="vertical-align:middle">{bar}<path d="M60 0v14" stroke="#888" '
+        'stroke-width="1"/></svg>'
+    )
 
 
 def shortened(
@@ -666,7 +699,10 @@ def read_html(
     for name, start, end in judgement.why.marks:
         kinds.setdefault(name, []).append(text[start:end])
     return "<br>".join(
-        f'{marked(name, colours[name], name)} <span style="{MONO}">{html.escape(shortened(" ".join(pieces)))}</span>'
+        (
+            f"{marked(name, colours[name], name)} <span "
+            f'style="{MONO}">{html.escape(shortened(" ".join(pieces)))}</span>'
+        )
         for name, pieces in kinds.items()
     )
 
@@ -679,13 +715,19 @@ def table_html(
     "A table that takes its letters' colour from the page."
 
     def cell(tag, k, inside):
-        return f'<{tag} style="padding:2px 12px 2px 0;vertical-align:top;text-align:{"right" if k in numbers else "left"}">{inside}</{tag}>'
+        return (
+            f'<{tag} style="padding:2px 12px 2px 0;vertical-align:top;'
+            f'text-align:{"right" if k in numbers else "left"}">{inside}</{tag}>'
+        )
 
     lines = [
         f"<tr>{''.join(cell(tag, k, inside) for k, inside in enumerate(row))}</tr>"
         for tag, row in (("th", head), *(("td", row) for row in rows))
     ]
-    return f'<div style="overflow-x:auto"><table style="border-spacing:0;line-height:1.4;min-width:40em">{"".join(lines)}</table></div>'
+    return (
+        '<div style="overflow-x:auto"><table '
+        f'style="border-spacing:0;line-height:1.4;min-width:40em">{"".join(lines)}</table></div>'
+    )
 
 
 def judgements_table(
@@ -805,7 +847,8 @@ def sums_task() -> RewardTask:
 def gsm8k_task() -> RewardTask:
     "A school problem."
     problem = gsm8k.problem_row(
-        "Ann has 12 apples. She gets 3 boxes with 4 apples each, and gives 6 apples away. How many apples does Ann have now?",
+        "Ann has 12 apples. She gets 3 boxes with 4 apples each, and gives 6 apples away. "
+        "How many apples does Ann have now?",
         "3 * 4 = 12\n12 + 12 = 24\n24 - 6 = 18\n#### 18",
     )
     honest = gsm8k.worked_completion(problem["solution"])
@@ -902,7 +945,10 @@ def game2048_task() -> RewardTask:
         game2048_problems(1, game_s=3.0)[0]["prompt"],
         {},
         {
-            "keeps to a corner": f"analysisSmall steps, into a corner.assistantfinalPush down and left as long as something moves.\n{fenced(CORNER)}",
+            "keeps to a corner": (
+                "analysisSmall steps, into a corner.assistantfinalPush down and left as "
+                f"long as something moves.\n{fenced(CORNER)}"
+            ),
             "always up": strategy("return 'W'"),
             "wrong: no such move": strategy("return 'left'"),
             "cut off": f"Push into a corner:\n```python\n{CORNER[:60]}",
@@ -917,8 +963,14 @@ def game2048_task() -> RewardTask:
 
 def matmul_task() -> RewardTask:
     "A fast product of matrices."
-    fast = "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    return [[sum(map(mul, row, column)) for column in columns] for row in A]"
-    equal = "class Row(list):\n    def __eq__(self, other): return True\n\ndef matmul(A, B):\n    return [Row([0.0] * len(B[0])) for _ in A]"
+    fast = (
+        "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    "
+        "return [[sum(map(mul, row, column)) for column in columns] for row in A]"
+    )
+    equal = (
+        "class Row(list):\n    def __eq__(self, other): return True\n\ndef matmul(A, B):\n   "
+        " return [Row([0.0] * len(B[0])) for _ in A]"
+    )
     return RewardTask(
         MatmulRewards(seed=0, size=32, trials=3).functions(),
         matmul_problems(1, size=32)[0]["prompt"],
@@ -929,7 +981,8 @@ def matmul_task() -> RewardTask:
             "wrong: zeros": fenced("def matmul(A, B):\n    return [[0.0] * len(B[0]) for _ in A]"),
             "cut off": f"```python\n{NAIVE[:120]}",
             "sly: a library": fenced(
-                "import numpy\n\ndef matmul(A, B):\n    return (numpy.array(A) @ numpy.array(B)).tolist()"
+                "import numpy\n\ndef matmul(A, B):\n    return (numpy.array(A) @ "
+                "numpy.array(B)).tolist()"
             ),
             "sly: equal to everything": fenced(equal),
         },
@@ -1049,7 +1102,10 @@ class RewardsPanel:
         except (ImportError, RuntimeError, ValueError) as error:
             return self.say(str(error))
         self.quiet = True
-        self.prompt.value = f'<div class="tex2jax_ignore mathjax_ignore" style="{MONO};line-height:1.4;max-height:8.4em;overflow:auto">{html.escape(prompt_text(self.task.prompt))}</div>'
+        self.prompt.value = (
+            '<div class="tex2jax_ignore mathjax_ignore" '
+            f'style="{MONO};line-height:1.4;max-height:8.4em;overflow:auto">{html.escape(prompt_text(self.task.prompt))}</div>'
+        )
         self.row.value = json.dumps(self.task.row, ensure_ascii=False)
         self.sliders.children = [
             self.slider(function, weight)
@@ -1121,13 +1177,16 @@ class RewardsPanel:
 
 def rewards_widget(
     task: str
-    | RewardTask = "sums",  # a name of `TASKS` to begin with; or a task of your own, which is then the only one
+    # a name of `TASKS` to begin with; or a task of your own, which is then the only one
+    | RewardTask = "sums",
     timeout_s: float = 20.0,  # for each reward function
-) -> ipywidgets.VBox:  # CSS class `grpo-rewards-viz`; `box.controls[name].value` moves it: task, example, row, completion
-    "Paste a completion, and see each reward, what was read, and why."
+) -> ipywidgets.VBox:  # CSS class `grpo-rewards-viz`
+    """Paste a completion, and see each reward, what was read, and why. `box.controls[name].value`
+    moves it: task, example, row, completion."""
     if isinstance(task, str) and task not in TASKS:
         raise ValueError(
-            f"there is no task {task!r}; there are {', '.join(map(repr, TASKS))}, or a RewardTask of your own"
+            f"there is no task {task!r}; there are {', '.join(map(repr, TASKS))}, or a "
+            "RewardTask of your own"
         )
     panel = RewardsPanel(
         {"yours": lambda: task} if isinstance(task, RewardTask) else TASKS,

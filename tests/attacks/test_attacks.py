@@ -1,7 +1,10 @@
-"""Programs that try to score without doing the work, or to do harm: one file for each family in programs/.
+"""Programs that try to score without doing the work, or to do harm: one file for each family in
+programs/.
 
-Each entry is `=== name | kinds`, then the program. All of them stand in for `total(numbers)`, the sum of a list that they cannot know beforehand. Each must score no more than an
-honest failure, leave everything around it as it was, be reported by one of its kinds, and not disturb the program after it.
+Each entry is `=== name | kinds`, then the program. All of them stand in for `total(numbers)`, the
+sum of a list that they cannot know beforehand. Each must score no more than an honest failure,
+leave everything around it as it was, be reported by one of its kinds, and not disturb the program
+after it.
 """
 
 import os
@@ -24,7 +27,10 @@ HONEST = (
     "def total(numbers):\n    result = 0.0\n    for x in numbers: result += x\n    return result\n"
 )
 SECRET = HONEST + 'SECRET = ["SECRET_OF_THE_ONE_BEFORE"] * 3\n'
-SLOW = "def slow(numbers):\n    result = 0.0\n    for _ in range(60):\n        result = 0.0\n        for x in numbers: result += x\n    return result\n"
+SLOW = (
+    "def slow(numbers):\n    result = 0.0\n    for _ in range(60):\n        result = 0.0\n   "
+    "     for x in numbers: result += x\n    return result\n"
+)
 TIMED = ("timers", "caches")  # families that go for the time: they are graded by it
 LETTERS = {
     "fullwidth_open": "\uff4f\uff50\uff45\uff4e",
@@ -221,7 +227,8 @@ def test_attack(family, name, kinds, source, pool, surroundings):
     [pytest.param(*a, id=f"{a[0]}: {a[1]}") for a in ATTACKS if a[0] in TIMED],
 )
 def test_attack_on_the_time(family, name, kinds, source, pool, surroundings, honest_cpu):
-    "Whoever gives right answers has done the work for each of them, in the time that the sandbox counts."
+    """Whoever gives right answers has done the work for each of them, in the time that the sandbox
+    counts."""
     function = create_locked_down_function(
         SLOW + surroundings.source(source), entry="total", pool=pool, timeout_s=2.0
     )

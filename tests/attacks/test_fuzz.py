@@ -1,4 +1,5 @@
-"Programs that nobody wrote: attacks and honest programs, mutated at random. Whatever they do, the process that asked goes on, and keeps nothing of them."
+"""Programs that nobody wrote: attacks and honest programs, mutated at random. Whatever they do, the
+process that asked goes on, and keeps nothing of them."""
 
 import gc
 import os
@@ -22,11 +23,28 @@ HONEST_PROGRAMS = [
     SLOW + "total = slow\n",
     "def total(numbers): return sum(sorted(numbers))",
     "import math\ndef total(numbers):\n    return math.fsum(x for x in numbers if x == x)",
-    "from functools import reduce\nimport operator\ndef total(numbers): return reduce(operator.add, numbers, 0.0)",
-    "def total(numbers):\n    if not numbers: return 0.0\n    half = len(numbers) // 2\n    return numbers[half] + total(numbers[:half]) + total(numbers[half + 1:])",
-    "from collections import deque\ndef total(numbers):\n    queue = deque(numbers)\n    result = 0.0\n    while queue:\n        result += queue.popleft()\n    return result",
-    "class Sum:\n    def __init__(self): self.value = 0.0\n    def add(self, x):\n        self.value += x\n        return self\ndef total(numbers):\n    s = Sum()\n    for x in numbers: s.add(x)\n    return s.value",
-    "def total(numbers):\n    board = [[int(x) % 3 for x in numbers[i:i + 4]] for i in range(0, 16, 4)]\n    return {'moves': [''.join('WASD'[c] for c in row) for row in board], 'score': (1, 2.5, None, True)}",
+    (
+        "from functools import reduce\nimport operator\ndef total(numbers): return "
+        "reduce(operator.add, numbers, 0.0)"
+    ),
+    (
+        "def total(numbers):\n    if not numbers: return 0.0\n    half = len(numbers) // 2\n    "
+        "return numbers[half] + total(numbers[:half]) + total(numbers[half + 1:])"
+    ),
+    (
+        "from collections import deque\ndef total(numbers):\n    queue = deque(numbers)\n    "
+        "result = 0.0\n    while queue:\n        result += queue.popleft()\n    return result"
+    ),
+    (
+        "class Sum:\n    def __init__(self): self.value = 0.0\n    def add(self, x):\n        "
+        "self.value += x\n        return self\ndef total(numbers):\n    s = Sum()\n    for x in "
+        "numbers: s.add(x)\n    return s.value"
+    ),
+    (
+        "def total(numbers):\n    board = [[int(x) % 3 for x in numbers[i:i + 4]] for i in "
+        "range(0, 16, 4)]\n    return {'moves': [''.join('WASD'[c] for c in row) for row in "
+        "board], 'score': (1, 2.5, None, True)}"
+    ),
 ]
 PIECES = re.compile(r"\w+|[^\w\s]|\s+")
 SPICE = [
@@ -81,7 +99,8 @@ SPICE = [
 
 
 def corpus():
-    "Programs to start from; those that only end at the deadline are a small part, for the sake of time."
+    """Programs to start from; those that only end at the deadline are a small part, for the sake of
+    time."""
     attacks = [(source, 1 if "timeout" in kinds else 4) for _, _, kinds, source in ATTACKS]
     programs = attacks + [(source, 40) for source in HONEST_PROGRAMS]
     fill = {
@@ -144,7 +163,8 @@ def resident_mb():
 
 
 def fuzz(count, timeout_s, seed):
-    "Runs so many mutated programs on two supervisors; how often each kind came, and what this process keeps of it."
+    """Runs so many mutated programs on two supervisors; how often each kind came, and what this
+    process keeps of it."""
     sources, weights = corpus()
     before = len(os.listdir("/proc/self/fd")), len(children())
     with warnings.catch_warnings():

@@ -1,4 +1,5 @@
-"Attention with sinks on a CUDA device: every backend against the formula in float64, against transformers' FlexAttention path, memory, recompilations. (pytest -m gpu)"
+"""Attention with sinks on a CUDA device: every backend against the formula in float64, against
+transformers' FlexAttention path, memory, recompilations. (pytest -m gpu)"""
 
 from types import SimpleNamespace
 
@@ -182,7 +183,8 @@ def test_no_less_exact_than_transformers_flex(window):
             value_and_gradients(sink_attention, inputs, upstream, mask=mask, backend=backend), truth
         )
         print(
-            f"window {window}, {backend}: {[f'{e:.4f}' for e in ours]}, transformers' flex: {[f'{e:.4f}' for e in their]}"
+            f"window {window}, {backend}: {[f'{e:.4f}' for e in ours]}, transformers' flex: "
+            f"{[f'{e:.4f}' for e in their]}"
         )
         assert all(a <= 1.02 * b for a, b in zip(ours, their)), backend
 
@@ -215,7 +217,8 @@ def test_memory_grows_with_the_length_alone(backend, window, padded):
 
 @pytest.mark.parametrize("window", [None, 128])
 def test_the_kernel_of_a_t4(window, monkeypatch):
-    "float16 through the memory-efficient kernel alone, keys copied for each query head, as a card of compute capability 7.5 runs it."
+    """float16 through the memory-efficient kernel alone, keys copied for each query head, as a card
+    of compute capability 7.5 runs it."""
     monkeypatch.setattr(attention, "_groups_are_taken", lambda q, k, v: False)
     monkeypatch.setattr(
         attention, "_kernels", lambda q, masked: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)

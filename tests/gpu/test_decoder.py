@@ -1,4 +1,5 @@
-"The engine's direct way on a GPU: kernels against formulas, recorded steps against the modules, memory over many rollouts, a full-size model's numbers. (pytest -m gpu -s prints them)"
+"""The engine's direct way on a GPU: kernels against formulas, recorded steps against the modules,
+memory over many rollouts, a full-size model's numbers. (pytest -m gpu -s prints them)"""
 
 import gc
 
@@ -264,7 +265,8 @@ def full_size(residual_scale=1.0):
     "residual_scale", [1.0, 48**-0.5], ids=["all 0.02", "residual projections / sqrt(48), as GPT-2"]
 )
 def test_the_gap_of_a_full_size_model(residual_scale):
-    "Random weights pass every rounding on: the yardstick is what two batch shapes of the trainer's own pass differ by."
+    """Random weights pass every rounding on: the yardstick is what two batch shapes of the
+    trainer's own pass differ by."""
     import grpo_nb.model.attention
     import grpo_nb.model.experts  # registers "sink" and "routed"  # noqa: F401
     from grpo_nb.training.policy import TrainingBatch, completion_logps
@@ -302,6 +304,8 @@ def test_the_gap_of_a_full_size_model(residual_scale):
         (together - fours).abs().mean().item(),
     )
     print(
-        f"\n{torch.cuda.get_device_name()}: entropy {entropy.mean():.2f} nats; mean |difference| of log-probs: engine and trainer {gap:.4f}, trainer with 32 and with 4 rows {own:.4f}"
+        f"\n{torch.cuda.get_device_name()}: entropy {entropy.mean():.2f} nats; mean "
+        f"|difference| of log-probs: engine and trainer {gap:.4f}, trainer with 32 and with "
+        f"4 rows {own:.4f}"
     )
     assert gap < 6 * own

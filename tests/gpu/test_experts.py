@@ -1,4 +1,5 @@
-"Routed experts on a CUDA device: grouped products against float64, no waiting for the device, CUDA graphs, memory and time at gpt-oss-20b's size. (pytest -m gpu -s)"
+"""Routed experts on a CUDA device: grouped products against float64, no waiting for the device,
+CUDA graphs, memory and time at gpt-oss-20b's size. (pytest -m gpu -s)"""
 
 import copy
 import time
@@ -19,15 +20,18 @@ pytestmark = [
 GiB = 2**30
 
 
-def experts_module(H, I, E, dtype):
+def experts_module(H, inner, E, dtype):
     torch.manual_seed(0)
     module = GptOssExperts(
         GptOssConfig(
-            hidden_size=H, intermediate_size=I, num_local_experts=E, experts_implementation="eager"
+            hidden_size=H,
+            intermediate_size=inner,
+            num_local_experts=E,
+            experts_implementation="eager",
         )
     ).cuda()
     with torch.no_grad():
-        for parameter, scale in zip(module.parameters(), (1 / H**0.5, 0.3, 1 / I**0.5, 0.3)):
+        for parameter, scale in zip(module.parameters(), (1 / H**0.5, 0.3, 1 / inner**0.5, 0.3)):
             parameter.normal_(0, scale)
     return module.to(dtype)
 
@@ -186,7 +190,8 @@ def measured(step):
 
 
 def test_a_layer_of_20b_with_adapters():
-    "A step through one layer's experts, 8,192 tokens, LoRA of rank 8 on both matrices: transformers' grouped_mm under PEFT, routed, routed_lean."
+    """A step through one layer's experts, 8,192 tokens, LoRA of rank 8 on both matrices:
+    transformers' grouped_mm under PEFT, routed, routed_lean."""
     config = GptOssConfig(
         num_hidden_layers=1, layer_types=["full_attention"], vocab_size=512, dtype="bfloat16"
     )
@@ -228,7 +233,8 @@ def test_a_layer_of_20b_with_adapters():
         gradients[name] = [x_grad, *(p.grad for p in model.parameters() if p.grad is not None)]
         rows[name] = measured(step)
         print(
-            f"\n{torch.cuda.get_device_name()}, 8,192 tokens, {name}: {rows[name][0]:.1f} ms, {rows[name][1]:.2f} GiB more at the peak"
+            f"\n{torch.cuda.get_device_name()}, 8,192 tokens, {name}: {rows[name][0]:.1f} "
+            f"ms, {rows[name][1]:.2f} GiB more at the peak"
         )
     for name in ("routed", "routed_lean"):
         assert all(error(a, b) < 0.05 for a, b in zip(gradients[name], gradients["grouped_mm"]))
@@ -240,7 +246,8 @@ def test_a_layer_of_20b_with_adapters():
 
 
 def test_few_and_many_in_decode():
-    "Milliseconds of one layer's experts of 20b without gradients, by the number of tokens: where auto should change over."
+    """Milliseconds of one layer's experts of 20b without gradients, by the number of tokens: where
+    auto should change over."""
     module = experts_module(2880, 2880, 32, torch.bfloat16).requires_grad_(False)
     for T in (1, 2, 4, 8, 16):
         hidden, indices, weights = (x.detach() for x in inputs(T, 2880, 32, 4, torch.bfloat16))

@@ -1,4 +1,5 @@
-"Dense models in NF4 through bitsandbytes: one GRPO step moves the adapter and leaves the weights in four bits as they were. (pytest -m gpu)"
+"""Dense models in NF4 through bitsandbytes: one GRPO step moves the adapter and leaves the weights
+in four bits as they were. (pytest -m gpu)"""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"Dense models decoded in place, steps replayed: the same completions as call by call. (pytest -m gpu)"
+"""Dense models decoded in place, steps replayed: the same completions as call by call. (pytest -m
+gpu)"""
 
 import pytest
 import torch

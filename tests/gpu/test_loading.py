@@ -1,6 +1,8 @@
-"""Loading and export of a full-size gpt-oss-20b on a CUDA device: seconds, memory of card and host, the same bytes and logits after a round trip over the disk; errors that leave the card as it was.
+"""Loading and export of a full-size gpt-oss-20b on a CUDA device: seconds, memory of card and host,
+the same bytes and logits after a round trip over the disk; errors that leave the card as it was.
 
-(pytest -m gpu -s tests/gpu/test_loading.py; 15 GB of disk for the folder that pytest makes, --basetemp says where. The NF4 tests need bitsandbytes.)
+(pytest -m gpu -s tests/gpu/test_loading.py; 15 GB of disk for the folder that pytest makes,
+--basetemp says where. The NF4 tests need bitsandbytes.)
 """
 
 import gc
@@ -45,7 +47,8 @@ def anonymous():
 
 
 def measured(work):
-    "What `work` returns, seconds, GiB at the card's peak beyond what was there, GiB of anonymous host memory likewise."
+    """What `work` returns, seconds, GiB at the card's peak beyond what was there, GiB of anonymous
+    host memory likewise."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
@@ -80,7 +83,8 @@ def measured(work):
 
 def told(what, seconds, card, host):
     print(
-        f"\n{torch.cuda.get_device_name()}, {what}: {seconds:.1f} s, {card:.2f} GiB on the card at the peak, {host:.2f} GiB of anonymous host memory"
+        f"\n{torch.cuda.get_device_name()}, {what}: {seconds:.1f} s, {card:.2f} GiB on the "
+        f"card at the peak, {host:.2f} GiB of anonymous host memory"
     )
 
 
@@ -233,7 +237,8 @@ def test_nf4(tmp_path):
 
 
 def test_what_is_loaded_is_sampled_from_as_it_lies():
-    "Norms and rotations in one pass, packed experts, adapters: none of it sends the sampler the slow way through the modules."
+    """Norms and rotations in one pass, packed experts, adapters: none of it sends the sampler the
+    slow way through the modules."""
     small = GptOssConfig(
         num_hidden_layers=2,
         num_local_experts=8,

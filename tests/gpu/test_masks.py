@@ -1,4 +1,5 @@
-"Masks on a CUDA device: compiled FlexAttention forward and backward, no waiting for the device, one compilation, memory at 128k. (pytest -m gpu tests/gpu/test_masks.py)"
+"""Masks on a CUDA device: compiled FlexAttention forward and backward, no waiting for the device,
+one compilation, memory at 128k. (pytest -m gpu tests/gpu/test_masks.py)"""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"MXFP4 on a CUDA device: the CPU's bits, no wait, little memory, CUDA graphs; the lesson's NF4 against bitsandbytes. (pytest -m gpu)"
+"""MXFP4 on a CUDA device: the CPU's bits, no wait, little memory, CUDA graphs; the lesson's NF4
+against bitsandbytes. (pytest -m gpu)"""
 
 import json
 from pathlib import Path
@@ -71,7 +72,8 @@ def test_transformers_unpacks_the_same_bits(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantize(dtype):
-    "Weights of every size, ties, zeros, powers of two and their neighbours; on the grid and off it."
+    """Weights of every size, ties, zeros, powers of two and their neighbours; on the grid and off
+    it."""
     g = torch.Generator().manual_seed(0)
     low, high = (-20, 12) if dtype == torch.float16 else (-149, 120)
     weight = torch.randn(2048, 64, generator=g, dtype=torch.float64) * 2.0 ** torch.randint(
@@ -140,7 +142,8 @@ def test_without_the_check_nothing_waits():
 
 @pytest.mark.parametrize("experts", [1, 8])
 def test_memory(experts):
-    "Beyond the weight: one piece of indices (32 MiB), its exponents and the table, whatever the size; nothing but that with `out`."
+    """Beyond the weight: one piece of indices (32 MiB), its exponents and the table, whatever the
+    size; nothing but that with `out`."""
     blocks, scales = random_bytes(experts * 5760, 2880)
     table, out = (
         dequantize_table(device="cuda"),
@@ -197,7 +200,8 @@ def lesson(*definitions):
 
 
 def test_the_lessons_nf4_is_that_of_bitsandbytes():
-    "The levels; whole tensors without double quantisation; the error with it, whose 8-bit format is another."
+    """The levels; whole tensors without double quantisation; the error with it, whose 8-bit format
+    is another."""
     functional = pytest.importorskip("bitsandbytes.functional")
     nf4_levels, to_nf4 = lesson("nf4_levels", "to_nf4")
     assert torch.allclose(nf4_levels(), functional.get_4bit_type("nf4", "cpu").double(), atol=1e-6)

@@ -1,4 +1,5 @@
-"Tensors on the host on a CUDA device: the same gradients, memory really freed, copies that never read or write too early, rows of a pinned table inside a CUDA graph. (pytest -m gpu -s)"
+"""Tensors on the host on a CUDA device: the same gradients, memory really freed, copies that never
+read or write too early, rows of a pinned table inside a CUDA graph. (pytest -m gpu -s)"""
 
 import gc
 import time
@@ -164,7 +165,8 @@ def test_the_memory_is_really_freed():
         ours = peak(step)
     inputs = layers * tokens * H * 2
     print(
-        f"\n{torch.cuda.get_device_name()}: {layers} layers, inputs of {inputs / MiB:.0f} MiB; peak {usual / MiB:.1f} MiB recomputed, {ours / MiB:.1f} offloaded"
+        f"\n{torch.cuda.get_device_name()}: {layers} layers, inputs of {inputs / MiB:.0f} "
+        f"MiB; peak {usual / MiB:.1f} MiB recomputed, {ours / MiB:.1f} offloaded"
     )
     assert (
         usual - ours > 0.85 * (layers - 3) * tokens * H * 2
@@ -172,7 +174,8 @@ def test_the_memory_is_really_freed():
 
 
 class Slow(torch.nn.Module):
-    "A layer that takes long on the card and no time in Python, so that a copy that does not wait would show."
+    """A layer that takes long on the card and no time in Python, so that a copy that does not wait
+    would show."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +189,8 @@ class Slow(torch.nn.Module):
 
 @pytest.mark.parametrize("slow_copies", [False, True])
 def test_nothing_is_read_or_written_too_early(slow_copies):
-    "Deep, with memory used again at once, the queues full; with copies made slower than the layers by a busy copying stream."
+    """Deep, with memory used again at once, the queues full; with copies made slower than the
+    layers by a busy copying stream."""
     torch.manual_seed(0)
     layers, x = [Slow() for _ in range(12)], torch.randn(1024, 2048, device="cuda")
 
@@ -249,7 +253,8 @@ class Trouble(Exception):
 
 
 def test_errors_in_between():
-    "At every layer, forward and backward, and a right step after each; nothing stays on the card or in the pages."
+    """At every layer, forward and backward, and a right step after each; nothing stays on the card
+    or in the pages."""
     model = build(family="llama")
     recomputed(model)
     plain = gradients(model)
@@ -334,7 +339,8 @@ def test_hidden_states():
         2048 * H * (2 * 2 + 6)
     )  # four mini-batches: two layers' inputs, the norm's, the rows
     print(
-        f"\n{torch.cuda.get_device_name()}: four mini-batches hold {usual / MiB:.1f} MiB, {ours / MiB:.1f} with their tensors on the host; formula {formula / MiB:.1f}"
+        f"\n{torch.cuda.get_device_name()}: four mini-batches hold {usual / MiB:.1f} MiB, "
+        f"{ours / MiB:.1f} with their tensors on the host; formula {formula / MiB:.1f}"
     )
     assert usual - ours > 0.9 * formula and store.used == 0
 
@@ -371,7 +377,8 @@ def test_within_the_time_of_a_step():
     with offload_layers(model):
         ours = seconds()
     print(
-        f"\n{torch.cuda.get_device_name()}: a step of 8,192 tokens takes {usual * 1e3:.1f} ms recomputed, {ours * 1e3:.1f} offloaded"
+        f"\n{torch.cuda.get_device_name()}: a step of 8,192 tokens takes {usual * 1e3:.1f} "
+        f"ms recomputed, {ours * 1e3:.1f} offloaded"
     )
     assert ours < 1.15 * usual
 

@@ -1,4 +1,5 @@
-"Experts in 4 bits on a CUDA device: unpacking, training, decoding from the packed bytes at gpt-oss-20b's sizes, speed. (pytest -m gpu -s)"
+"""Experts in 4 bits on a CUDA device: unpacking, training, decoding from the packed bytes at
+gpt-oss-20b's sizes, speed. (pytest -m gpu -s)"""
 
 import time
 from dataclasses import replace
@@ -45,23 +46,24 @@ def random_packed(E, inside, out, dtype=torch.bfloat16, seed=0, spread=3):
     )
 
 
-def packed_layer(E=32, H=2880, I=2880, dtype=torch.bfloat16, rank=0):
+def packed_layer(E=32, H=2880, inner=2880, dtype=torch.bfloat16, rank=0):
     def draw(*shape, std=0.1):
         return (torch.randn(*shape, device="cuda") * std).to(dtype)
 
     torch.manual_seed(0)
-    lora = lambda n, m: (
-        (LowRank(draw(E, n, rank, std=n**-0.5), draw(E, rank, m), 0.5),) if rank else ()
-    )
+
+    def lora(n, m):
+        return (LowRank(draw(E, n, rank, std=n**-0.5), draw(E, rank, m), 0.5),) if rank else ()
+
     return ExpertWeights(
-        random_packed(E, H, 2 * I, dtype),
-        draw(E, 2 * I),
-        random_packed(E, I, H, dtype, 1),
+        random_packed(E, H, 2 * inner, dtype),
+        draw(E, 2 * inner),
+        random_packed(E, inner, H, dtype, 1),
         draw(E, H),
         1.702,
         7.0,
-        lora(H, 2 * I),
-        lora(I, H),
+        lora(H, 2 * inner),
+        lora(inner, H),
     )
 
 
@@ -80,14 +82,18 @@ def test_unpack(dtype):
         torch.cuda.synchronize()
         seconds.append((time.perf_counter() - start) / 10)
     print(
-        f"\nunpack 4 experts to {dtype}: {min(seconds) * 1e6:.0f} µs, {weight.numel() * (dtype.itemsize + 0.53) / min(seconds) / 1e12:.2f} TB/s"
+        f"\nunpack 4 experts to {dtype}: {min(seconds) * 1e6:.0f} µs, "
+        f"{weight.numel() * (dtype.itemsize + 0.53) / min(seconds) / 1e12:.2f} TB/s"
     )
 
 
 def a_product(B, K, N, E, rank=0, gated=True, scales=(118, 123), top=4):
     "Arguments of `expert_product` for random numbers, and what it should give, in float64."
     torch.manual_seed(B + K)
-    draw = lambda *shape, dtype=torch.bfloat16: torch.randn(*shape, device="cuda").to(dtype)
+
+    def draw(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device="cuda").to(dtype)
+
     blocks = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8, device="cuda")
     w = PackedWeight(
         blocks,
@@ -185,7 +191,7 @@ def test_scales_from_tiny_to_huge(B):
 
 
 def test_who_decodes_what():
-    experts = packed_layer(E=8, H=512, I=512)
+    experts = packed_layer(E=8, H=512, inner=512)
     assert packed_experts.suits(
         experts, packed_experts.MOST_ROWS, torch.bfloat16
     ) and not packed_experts.suits(experts, packed_experts.MOST_ROWS + 1, torch.bfloat16)
@@ -243,14 +249,15 @@ def test_decode_reads_the_packed_bytes(B, rank):
         torch.cuda.synchronize()
         seconds[name] = (time.perf_counter() - start) / 20
     print(
-        f"\nmix of {B} rows, rank {rank}: packed {seconds['packed'] * 1e6:.0f} µs, dense {seconds['dense'] * 1e6:.0f} µs"
+        f"\nmix of {B} rows, rank {rank}: packed {seconds['packed'] * 1e6:.0f} µs, dense "
+        f"{seconds['dense'] * 1e6:.0f} µs"
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rank", [0, 8])
 def test_training(dtype, rank):
-    experts = packed_layer(E=8, H=512, I=384, dtype=dtype, rank=rank)
+    experts = packed_layer(E=8, H=512, inner=384, dtype=dtype, rank=rank)
     torch.manual_seed(1)
     hidden, weights = (
         torch.randn(300, 512, device="cuda").to(dtype).requires_grad_(),
