@@ -339,7 +339,7 @@ def pairs(shape, length, before=0):
 def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("attention",)):
     """Roofline estimate of log-probs, loss and gradients on a T4, seconds by part; `pieces`: (how
     many, tokens before, tokens) of prompts and completions. Nobody ran it there."""
-    from grpo_nb.model.memory import lora_parameters, weight_bits
+    from grpo_nb.model.memory_bytes import lora_parameters, weight_bits
 
     tokens, count, bits = (
         sum(n * length for n, _, length in pieces),
@@ -407,7 +407,7 @@ def t4_drawing(shape, weights, prompts, completions, prompt, new, together):
     """Roofline estimate of drawing on a T4, seconds: prompts read once, then the weights (of
     experts that anyone is routed to) and the keys and values for every token; `together` rows at a
     time."""
-    from grpo_nb.model.memory import weight_bytes
+    from grpo_nb.model.memory_bytes import weight_bytes
 
     size, count, rows = weight_bytes(shape, weights), shape.parameters, prompts * completions
     share = shape.experts_per_token / shape.experts if shape.experts else 1
@@ -428,7 +428,7 @@ def t4_drawing(shape, weights, prompts, completions, prompt, new, together):
 
 def sizes_of(name, cpu):
     "Of gpt-oss as decode.py has them; of others what prompts and tokenizers need."
-    from grpo_nb.model.memory import MODELS
+    from grpo_nb.model.memory_bytes import MODELS
 
     if name == "gpt-oss-20b":
         return SMALL if cpu else FULL
@@ -440,7 +440,7 @@ def config_of(case, args, layers=None):
     "Of a dense model."
     from transformers import AutoConfig
 
-    from grpo_nb.model.memory import MODELS
+    from grpo_nb.model.memory_bytes import MODELS
 
     shape = MODELS[case.model]
     full = dict(
@@ -473,7 +473,7 @@ def config_of(case, args, layers=None):
 def load(case, args, tokens, layers=None):
     "The random model of a case, with adapters that are not zero; `layers`: only so many."
     from grpo_nb.model.loading import load_model
-    from grpo_nb.model.memory import MODELS
+    from grpo_nb.model.memory_bytes import MODELS
 
     sizes, shape, more = sizes_of(case.model, args.cpu), MODELS[case.model], {}
     if case.library == "ours" and not shape.tied:
@@ -608,7 +608,7 @@ def optimizer_of(model):
 def planned_length(case, args, limits):
     """The longest context that the planner allows for training (its rollout left aside), and what
     its longest_context says."""
-    from grpo_nb.model.memory import MODELS, Card, longest_context, plan
+    from grpo_nb.model.memory_bytes import MODELS, Card, longest_context, plan
 
     if args.cpu:
         return 128, 128
@@ -711,13 +711,13 @@ def targets_of(case):
 
 def tile_of(model):
     "Tokens that the experts or the MLP were given at a time, last."
-    from grpo_nb.model.tiles import slice_tokens_of
+    from grpo_nb.model.token_slices import slice_tokens_of
 
     return slice_tokens_of(model)
 
 
 def longest(case, args, limits, deadline):
-    from grpo_nb.model.memory import MODELS
+    from grpo_nb.model.memory_bytes import MODELS
     from grpo_nb.model.offload import HostStore
 
     planned, with_rollout = planned_length(case, args, limits)
@@ -831,7 +831,7 @@ def longest(case, args, limits, deadline):
 
 
 def grpo(case, args, limits, deadline):
-    from grpo_nb.model.memory import MODELS, Card, plan
+    from grpo_nb.model.memory_bytes import MODELS, Card, plan
 
     if args.cpu:
         case = Case(
@@ -919,7 +919,7 @@ def grpo(case, args, limits, deadline):
 def group(case, args, limits, deadline):
     "A group's completions trained together, and one after the other."
     from grpo_nb.model.offload import HostStore
-    from grpo_nb.training.pieces import split
+    from grpo_nb.training.micro_batches import split
 
     rows, prompt, length = (
         (2, 8, 32) if args.cpu else (case.completions, case.prompt, case.prompt + case.new)

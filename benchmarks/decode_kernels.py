@@ -17,8 +17,8 @@ import torch
 
 from grpo_nb.model.experts import ExpertWeights
 from grpo_nb.model.packed import PackedWeight
-from grpo_nb.rollout import kernels
-from grpo_nb.rollout.steps import LayerWeights, Projection
+from grpo_nb.rollout import decode_kernels
+from grpo_nb.rollout.decode_ops import LayerWeights, Projection
 
 H, INNER, E, V, HEADS, LAYERS = 2880, 2880, 32, 201_088, 4096, 6
 
@@ -82,7 +82,7 @@ def packed(K, N, layers=8):
 
 def packed_experts():
     "A line for each batch and matrix: both kernels in turn."
-    from grpo_nb.rollout import packed_experts as gluon
+    from grpo_nb.rollout import expert_kernel as gluon
 
     matrices = dict(gate_up=list(packed(H, 2 * INNER)), down=list(packed(INNER, H)))
     print(
@@ -92,7 +92,7 @@ def packed_experts():
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         logits = [torch.randn(rows, E, device="cuda") for _ in range(8)]
         works = [
-            [kernels.schedule(z, 4, torch.bfloat16, tile) for z in logits]
+            [decode_kernels.schedule(z, 4, torch.bfloat16, tile) for z in logits]
             for tile in (None, gluon.tile(rows)[0])
         ]
         hit = sum(len({e for e in w.items[0].tolist() if e >= 0}) for w in works[0]) / len(works[0])
@@ -107,7 +107,9 @@ def packed_experts():
             times = [
                 microseconds(
                     [
-                        lambda w=w, q=q: kernels._expert_product(x, w, q, out, 64, 64, 4, **options)
+                        lambda w=w, q=q: decode_kernels._expert_product(
+                            x, w, q, out, 64, 64, 4, **options
+                        )
                         for w, q in zip(weights, works[0])
                     ]
                 ),
@@ -154,7 +156,7 @@ def main():
         for rows in (1, 8, 64):
             x, wide = draw(rows, H, std=1.0), draw(rows, HEADS, std=1.0)
             work = [
-                kernels.schedule(torch.randn(rows, E, device="cuda"), 4, torch.bfloat16)
+                decode_kernels.schedule(torch.randn(rows, E, device="cuda"), 4, torch.bfloat16)
                 for _ in weights
             ]
             hit = sum(len({e for e in w.items[0].tolist() if e >= 0}) for w in work) / len(work)
@@ -171,7 +173,7 @@ def main():
                 "query, key, value": (
                     5120 * H,
                     [
-                        lambda layer=layer: kernels.project(
+                        lambda layer=layer: decode_kernels.project(
                             x, (layer.query, layer.key, layer.value)
                         )
                         for layer in weights
@@ -187,7 +189,7 @@ def main():
                 "output and residual": (
                     H * HEADS,
                     [
-                        lambda layer=layer: kernels.project(wide, (layer.output,), x)
+                        lambda layer=layer: decode_kernels.project(wide, (layer.output,), x)
                         for layer in weights
                     ],
                     [
@@ -203,7 +205,7 @@ def main():
                 f"experts, gate and up ({hit:.1f} of {E} used)": (
                     hit * H * 2 * INNER,
                     [
-                        lambda layer=layer, w=w: kernels._expert_product(
+                        lambda layer=layer, w=w: decode_kernels._expert_product(
                             x,
                             layer.experts.gate_up,
                             w,
@@ -222,7 +224,7 @@ def main():
                 f"experts, down ({hit:.1f} of {E} used)": (
                     hit * INNER * H,
                     [
-                        lambda layer=layer, w=w: kernels._expert_product(
+                        lambda layer=layer, w=w: decode_kernels._expert_product(
                             hidden,
                             layer.experts.down,
                             w,
@@ -236,13 +238,13 @@ def main():
                 ),
                 "head": (
                     V * H,
-                    [lambda: kernels.project(x, (Projection(head),))],
+                    [lambda: decode_kernels.project(x, (Projection(head),))],
                     [lambda: torch.nn.functional.linear(x, head)],
                 ),
                 "a whole second half of a layer (`mix`)": (
                     hit * 3 * INNER * H,
                     [
-                        lambda layer=layer: kernels.mix(
+                        lambda layer=layer: decode_kernels.mix(
                             x, layer, layer.norm, top=4, eps=1e-5, dtype=torch.bfloat16
                         )
                         for layer in weights

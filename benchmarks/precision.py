@@ -27,7 +27,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.rollout.engine import RolloutEngine, pad_left
 from grpo_nb.rollout.sampling import SamplingParams
-from grpo_nb.training.policy import TrainingBatch, completion_logps
+from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

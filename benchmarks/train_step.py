@@ -285,7 +285,7 @@ def device_of(args):
 
 def batch_of(ids, prompt=1, rows=1):
     "Sequences as the trainer's batch: `prompt` tokens, and completions that are trained on."
-    from grpo_nb.training.policy import TrainingBatch
+    from grpo_nb.training.policy_logprobs import TrainingBatch
 
     seen = torch.ones_like(ids, dtype=torch.bool)
     return TrainingBatch(
@@ -315,8 +315,8 @@ class Step:
     ):
         from grpo_nb.model.offload import HostStore, offload_layers
         from grpo_nb.training.config import GRPOConfig
-        from grpo_nb.training.parts import Precision, checkpoint_layers, frozen_dtype
-        from grpo_nb.training.pieces import known_shape, possible_tiles, residual_bytes
+        from grpo_nb.training.micro_batches import known_shape, possible_tiles, residual_bytes
+        from grpo_nb.training.policy_model import Precision, checkpoint_layers, frozen_dtype
 
         self.model, self.way, self.optimizer = model.train(), way, optimizer
         self.config = GRPOConfig(
@@ -337,7 +337,7 @@ class Step:
     def logps(self, batch):
         from grpo_nb.algorithm.logprobs import chunked_hidden_states_selective_log_softmax
         from grpo_nb.model.offload import offload_hidden
-        from grpo_nb.training.policy import base_causal_model, completion_logps
+        from grpo_nb.training.policy_logprobs import base_causal_model, completion_logps
 
         if self.way == "trainer":
             return completion_logps(self.model, batch, store=self.store, **self.settings)[0]
@@ -365,9 +365,9 @@ class Step:
 
     def slices(self, batch):
         "Let experts or MLPs work on as many tokens at a time as the trainer lets them."
-        from grpo_nb.model.memory import free_memory
-        from grpo_nb.model.tiles import slice_layers, slice_tokens_of
-        from grpo_nb.training.pieces import choose_pieces
+        from grpo_nb.model.memory_bytes import free_memory
+        from grpo_nb.model.token_slices import slice_layers, slice_tokens_of
+        from grpo_nb.training.micro_batches import choose_pieces
 
         tile = choose_pieces(
             self.model,
@@ -702,7 +702,7 @@ def record_of(row, card, versions_):
 
 def planned(record):
     "What the planner says for a record, GiB."
-    from grpo_nb.model.memory import plan
+    from grpo_nb.model.memory_bytes import plan
 
     return plan(**record["plan"]).allocated(*record["moments"]) / GiB
 

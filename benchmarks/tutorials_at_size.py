@@ -150,7 +150,7 @@ def half_written(programs):
     written."""
     from grpo_nb.rollout.engine import evaluating, pad_left
     from grpo_nb.training.data import prompt_token_ids
-    from grpo_nb.training.policy import TrainingBatch
+    from grpo_nb.training.policy_logprobs import TrainingBatch
 
     def logps_of(trainer, prompts, completions):
         "What the policy thinks of completions that it has not drawn."

@@ -16,7 +16,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-from .model import memory
+from .model import memory_bytes
 
 # %% ../nbs/91_cli.ipynb #38ce2374
 def _integer(
@@ -130,12 +130,12 @@ _OFFLOADS = {
 def _card(
     name: str,  # as typed
     usable: float | None,  # GiB, instead of the card's own
-) -> memory.Card:  # ValueError if there is no such card
+) -> memory_bytes.Card:  # ValueError if there is no such card
     "The card that was asked for."
-    card = {known.lower(): card for known, card in memory.CARDS.items()}.get(name.lower())
+    card = {known.lower(): card for known, card in memory_bytes.CARDS.items()}.get(name.lower())
     if card is None:
         raise ValueError(
-            f"there is no card {name!r} here: give one of {', '.join(memory.CARDS)}, and "
+            f"there is no card {name!r} here: give one of {', '.join(memory_bytes.CARDS)}, and "
             "--memory for its size if it is like one of these"
         )
     if usable is None:
@@ -172,8 +172,8 @@ _LEFT_OUT = {
 
 
 def _as_flags(
-    before: memory.Setup,  # what was asked
-    after: memory.Setup,  # what would be better
+    before: memory_bytes.Setup,  # what was asked
+    after: memory_bytes.Setup,  # what would be better
 ) -> str:  # "--offload embedding --lora-r 8", to be written behind the question
     "The settings in which two setups differ, as this command takes them."
     changed = {
@@ -234,26 +234,33 @@ def plan(
     }
     if args.lora_targets:
         given["lora_targets"] = (
-            memory.TARGETS if args.lora_targets == "all" else (args.lora_targets,)
+            memory_bytes.TARGETS if args.lora_targets == "all" else (args.lora_targets,)
         )
     if args.tile is not None:
         given["tile"] = args.tile or None
     try:
-        made = memory.plan(args.model, _card(args.card, args.memory), **given)
+        made = memory_bytes.plan(args.model, _card(args.card, args.memory), **given)
     except (ValueError, OSError) as error:
         print(f"grpo-nb plan: {error}", file=sys.stderr)
         return 2
-    advice = memory.advise(made)
+    advice = memory_bytes.advise(made)
     if args.json:
         steps = [{"change": a.change, "cost": a.cost, "saves": a.saves} for a in advice]
         print(
             json.dumps(
-                {**made.to_dict(), "usual": memory.standard(made.setup).peak, "advice": steps},
+                {
+                    **made.to_dict(),
+                    "usual": memory_bytes.standard(made.setup).peak,
+                    "advice": steps,
+                },
                 indent=2,
             )
         )
     else:
-        print(memory.describe(made) + ("" if made.fits else "\n\n" + memory.advice_text(made)))
+        print(
+            memory_bytes.describe(made)
+            + ("" if made.fits else "\n\n" + memory_bytes.advice_text(made))
+        )
         if advice:
             print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
     return 0 if made.fits else 1
@@ -440,10 +447,14 @@ def _add_plan(commands) -> None:
         nargs="?",
         default="gpt-oss-20b",
         metavar="MODEL",
-        help=f"{', '.join(memory.MODELS)}, or a folder with a config.json (default: gpt-oss-20b)",
+        help=f"{', '.join(memory_bytes.MODELS)}, or a folder with a config.json "
+        "(default: gpt-oss-20b)",
     )
     p.add_argument(
-        "--card", default="T4", metavar="CARD", help=f"{', '.join(memory.CARDS)} (default: T4)"
+        "--card",
+        default="T4",
+        metavar="CARD",
+        help=f"{', '.join(memory_bytes.CARDS)} (default: T4)",
     )
     p.add_argument(
         "--memory", type=float, metavar="GIB", help="so much memory instead of the card's own"
@@ -451,7 +462,7 @@ def _add_plan(commands) -> None:
     p.add_argument(
         "--format",
         dest="weights",
-        choices=memory.FORMATS,
+        choices=memory_bytes.FORMATS,
         help="of the weights (default: mxfp4 for gpt-oss, else bf16)",
     )
     p.add_argument(
@@ -500,10 +511,10 @@ def _add_plan(commands) -> None:
     )
     p.add_argument(
         "--lora-targets",
-        choices=(*memory.TARGETS, "all"),
+        choices=(*memory_bytes.TARGETS, "all"),
         help="what has adapters (default: attention for gpt-oss, else all)",
     )
-    p.add_argument("--optimizer", choices=memory.STATES, help="(default: adamw)")
+    p.add_argument("--optimizer", choices=memory_bytes.STATES, help="(default: adamw)")
     p.add_argument(
         "--tile",
         type=count(0, "a slice has at least one token, or 0 for no slices"),
@@ -542,7 +553,7 @@ def _add_plan(commands) -> None:
     )
     p.add_argument(
         "--attention",
-        choices=memory.KERNELS,
+        choices=memory_bytes.KERNELS,
         help="the kernel (default: what suits model and card)",
     )
     p.add_argument("--reference", action="store_true", help="a second model for the KL term")

@@ -24,9 +24,9 @@ from .rollout.engine import RolloutEngine
 from .rollout.sampling import SamplingParams
 from .training.checkpoint import checkpoints
 from .training.config import GRPOConfig
-from .training.report import run_figure
+from .training.fine_tuning import warm_up
+from .training.reporting import run_figure
 from .training.trainer import GRPOTrainer
-from .training.warm_up import warm_up
 
 # %% ../nbs/90_demo.ipynb #9f177c64
 MAX_TOKENS = 4  # a sum of two two-digit numbers has at most three digits, and an end

@@ -12,12 +12,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from grpo_nb.model import fused
+from grpo_nb.model import training_kernels
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
-from grpo_nb.rollout import kernels, packed_experts
-from grpo_nb.rollout.pages import LayerCache
-from grpo_nb.rollout.steps import LayerWeights, Projection
+from grpo_nb.rollout import decode_kernels, expert_kernel
+from grpo_nb.rollout.decode_ops import LayerWeights, Projection
+from grpo_nb.rollout.kv_cache import LayerCache
 
 ALIGNED = set(
     "I N K H V count se sk sn ue ur un NA NB NC".split()
@@ -42,12 +42,19 @@ def cases(half):
     """(name, kernel, pointers, constants, warps, stages) at gpt-oss-20b's sizes; `half` is the
     card's 16-bit format."""
     p, f, i, long = f"*{half}", "*fp32", "*i32", "*i64"
-    yield "unpack", fused._unpack, dict(blocks="*u8", scales="*u8", out=p), dict(BB=128), 4, 3
+    yield (
+        "unpack",
+        training_kernels._unpack,
+        dict(blocks="*u8", scales="*u8", out=p),
+        dict(BB=128),
+        4,
+        3,
+    )
     rows = dict(z=p, ids=long, bias=p, out=p)
-    yield "activate", fused._activate, rows, dict(BI=1024), 4, 3
+    yield "activate", training_kernels._activate, rows, dict(BI=1024), 4, 3
     yield (
         "activate_backward",
-        fused._activate_backward,
+        training_kernels._activate_backward,
         dict(rows, gradient=p, share=f, sums=f),
         dict(BI=512),
         4,
@@ -55,7 +62,7 @@ def cases(half):
     )
     yield (
         "combine",
-        fused._combine,
+        training_kernels._combine,
         dict(y=p, place=long, weights=f, indices=long, bias=p, out=f),
         dict(K=4, HAS_WEIGHTS=True, HAS_BIAS=True, BN=1024),
         4,
@@ -100,7 +107,7 @@ def cases(half):
                 )
                 yield (
                     f"experts {'packed' if packed else 'dense'} rank {rank} tile {BM}x{BN}x{BK}",
-                    kernels._experts,
+                    decode_kernels._experts,
                     pointers,
                     constants,
                     4,
@@ -203,9 +210,9 @@ def steps(half):
     with mock.patch.object(triton.runtime.jit.JITFunction, "run", note):
         for B in (1, 8, 32):
             x, lengths, rows = t(B, H, dtype=wide), t(33, dtype=torch.int32), t(B, dtype=torch.long)
-            qkv = kernels.project(t(B, H), (layer.query, layer.key, layer.value))
+            qkv = decode_kernels.project(t(B, H), (layer.query, layer.key, layer.value))
             for cache in caches:
-                out = kernels.attend(
+                out = decode_kernels.attend(
                     qkv,
                     t(B, 32, dtype=wide),
                     t(B, 32, dtype=wide),
@@ -216,10 +223,10 @@ def steps(half):
                     kv_heads=8,
                     scale=0.125,
                 )
-            kernels.project(out, (layer.output,), residual=x)
-            _, normed = kernels.mix(x, layer, t(H), top=4, eps=1e-5, dtype=dtype)
-            logits = kernels.project(normed, (linear(201_088, H, 0),))
-            kernels.draw(logits, t(B, dtype=torch.float64))
+            decode_kernels.project(out, (layer.output,), residual=x)
+            _, normed = decode_kernels.mix(x, layer, t(H), top=4, eps=1e-5, dtype=dtype)
+            logits = decode_kernels.project(normed, (linear(201_088, H, 0),))
+            decode_kernels.draw(logits, t(B, dtype=torch.float64))
     return seen.values()
 
 
@@ -227,7 +234,7 @@ def packed_cases():
     "(name, pointers, constants) of the kernel in Gluon, at gpt-oss-20b's sizes."
     short = dict(bfloat16="*bf16", int32="*i32", float32="*fp32", uint8="*u8")
     for rows, rank, gated in ((8, 0, True), (16, 8, False)):
-        pointers = {name: short[kind] for name, kind in packed_experts.POINTERS.items()}
+        pointers = {name: short[kind] for name, kind in expert_kernel.POINTERS.items()}
         if rank:
             pointers["t"] = "*fp32"
         if not gated:
@@ -235,13 +242,13 @@ def packed_cases():
         yield (
             f"packed experts rank {rank} tile {rows}",
             pointers,
-            packed_experts.constants(2880, 5760 if gated else 2880, rows, rank, gated, gated),
+            expert_kernel.constants(2880, 5760 if gated else 2880, rows, rank, gated, gated),
         )
 
 
 def compile_packed(capability):
     "A line for each, after a look whether warps wait for each other before the sum is done."
-    kernel = packed_experts._experts
+    kernel = expert_kernel._experts
     names = list(inspect.signature(kernel.fn).parameters)
     for name, pointers, constants in packed_cases():
         types = signature(kernel, pointers, constants)
@@ -260,7 +267,7 @@ def compile_packed(capability):
             compiled = triton.compile(
                 source,
                 target=GPUTarget("cuda", capability, 32),
-                options=dict(num_warps=packed_experts.WARPS),
+                options=dict(num_warps=expert_kernel.WARPS),
             )
             body = compiled.asm["ptx"]
             assert not re.search(r"(ld|st)\.shared|bar\.sync", body[: body.rindex("mma.sync")]), (

@@ -303,7 +303,7 @@ def test_where_a_search_begins(context, name, least):
 
 
 def test_the_estimate_of_training_on_a_t4(context):
-    from grpo_nb.model.memory import MODELS
+    from grpo_nb.model.memory_bytes import MODELS
 
     def seconds(*given, **more):
         return sum(context.t4_training(*given, **more).values())
@@ -357,7 +357,7 @@ def test_the_estimate_of_training_on_a_t4(context):
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "Qwen3-8B"])
 @pytest.mark.parametrize("before, length", [(0, 300), (200, 100), (1, 1), (50, 20)])
 def test_pairs_of_queries_and_keys(context, name, before, length):
-    from grpo_nb.model.memory import MODELS
+    from grpo_nb.model.memory_bytes import MODELS
 
     shape = MODELS[name]
     counted = sum(
@@ -369,7 +369,7 @@ def test_pairs_of_queries_and_keys(context, name, before, length):
 
 
 def test_the_estimate_of_drawing_on_a_t4(context):
-    from grpo_nb.model.memory import MODELS
+    from grpo_nb.model.memory_bytes import MODELS
 
     shape, qwen = MODELS["gpt-oss-20b"], MODELS["Qwen3-8B"]
 
@@ -397,12 +397,12 @@ def test_the_estimate_of_drawing_on_a_t4(context):
 def test_the_tutorial_estimates_alike(context):
     import pandas as pd
 
-    from grpo_nb.model.memory import MODELS, lora_parameters, weight_bytes
+    from grpo_nb.model.memory_bytes import MODELS, lora_parameters, weight_bytes
 
     cells = [
         "".join(cell["source"])
         for cell in json.loads(
-            (FOLDER.parent / "nbs/tutorials/03_gpt_oss_20b_t4.ipynb").read_text()
+            (FOLDER.parent / "nbs/tutorials/02_gpt_oss_20b_t4.ipynb").read_text()
         )["cells"]
     ]
     scope = dict(
@@ -455,7 +455,7 @@ def test_every_kind_of_case(context, capsys, name):
 
 
 def test_the_cases_have_models(context):
-    from grpo_nb.model.memory import MODELS
+    from grpo_nb.model.memory_bytes import MODELS
 
     for case in context.CASES.values():
         assert (

@@ -1,11 +1,11 @@
 """Run notebooks and store their outputs, or turn them into plain text and back.
 
-    python tools/notebooks.py run nbs/algorithm/01_batching.ipynb ...
+    python tools/notebooks.py run nbs/algorithm/03_batching.ipynb ...
         execute, store outputs, clean
         (--flags cuda slow: the cells marked so as well, which are left alone otherwise)
-    python tools/notebooks.py text nbs/algorithm/01_batching.ipynb
+    python tools/notebooks.py text nbs/algorithm/03_batching.ipynb
         print it as text, for an editor
-    python tools/notebooks.py build lesson.txt nbs/algorithm/01_batching.ipynb
+    python tools/notebooks.py build lesson.txt nbs/algorithm/03_batching.ipynb
         make the notebook from that text
 
 In the text form a line `%%md` opens a markdown cell and a line `%%code` a code cell. Cell ids

@@ -106,9 +106,9 @@ def unpack(
 ) -> torch.Tensor:  # (..., out, in)
     "`mxfp4.dequantize`; on a GPU by a kernel, if Triton is there."
     if blocks.is_cuda and dtype != torch.float64 and importlib.util.find_spec("triton"):
-        from grpo_nb.model import fused
+        from grpo_nb.model import training_kernels
 
-        return fused.unpack(blocks, scales, dtype)
+        return training_kernels.unpack(blocks, scales, dtype)
     return dequantize(
         blocks,
         scales,

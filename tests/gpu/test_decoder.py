@@ -269,7 +269,7 @@ def test_the_gap_of_a_full_size_model(residual_scale):
     trainer's own pass differ by."""
     import grpo_nb.model.attention
     import grpo_nb.model.experts  # registers "sink" and "routed"  # noqa: F401
-    from grpo_nb.training.policy import TrainingBatch, completion_logps
+    from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
 
     model = full_size(residual_scale)
     ids = torch.randint(model.config.vocab_size, (4, 32), device="cuda")

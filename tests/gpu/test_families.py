@@ -7,7 +7,7 @@ import torch
 from grpo_nb.environments.arithmetic import addition_problems
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.training.config import GRPOConfig
-from grpo_nb.training.policy import find_head
+from grpo_nb.training.policy_logprobs import find_head
 from grpo_nb.training.trainer import GRPOTrainer
 
 pytestmark = [

@@ -12,10 +12,10 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from grpo_nb.model.experts import ExpertWeights, LowRank, route_adapters, routed_experts
 from grpo_nb.model.mxfp4 import dequantize
 from grpo_nb.model.packed import PackedWeight, experts_of, pack_experts, unpack
-from grpo_nb.rollout import kernels, packed_experts, steps
+from grpo_nb.rollout import decode_kernels, decode_ops, expert_kernel
+from grpo_nb.rollout.decode_ops import LayerWeights, Projection
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams
-from grpo_nb.rollout.steps import LayerWeights, Projection
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,8 +100,8 @@ def a_product(B, K, N, E, rank=0, gated=True, scales=(118, 123), top=4):
         torch.randint(*scales, blocks.shape[:-1], dtype=torch.uint8, device="cuda"),
         torch.bfloat16,
     )
-    work = kernels.schedule(
-        draw(B, E, dtype=torch.float32), top, torch.bfloat16, packed_experts.tile(B)[0]
+    work = decode_kernels.schedule(
+        draw(B, E, dtype=torch.float32), top, torch.bfloat16, expert_kernel.tile(B)[0]
     )
     x, bias = draw(B if gated else B * top, K), draw(E, N)
     lora = (
@@ -167,9 +167,9 @@ def a_product(B, K, N, E, rank=0, gated=True, scales=(118, 123), top=4):
     ids=str,
 )
 def test_the_kernel_in_gluon(B, K, N, E, rank, scales, gated):
-    assert packed_experts.works(torch.device("cuda", 0))
+    assert expert_kernel.works(torch.device("cuda", 0))
     arguments, options, expected = a_product(B, K, N, E, rank, gated, scales)
-    assert error(packed_experts.expert_product(*arguments, **options), expected) < 0.006
+    assert error(expert_kernel.expert_product(*arguments, **options), expected) < 0.006
 
 
 @pytest.mark.parametrize("B", [8, 40])
@@ -178,7 +178,7 @@ def test_scales_from_tiny_to_huge(B):
     (x, w, work, out), options, _ = a_product(B, 2880, 2880, 8, gated=False, scales=(0, 6))
     w.scales.add_(torch.randint(80, 166, (8, 2880, 1), dtype=torch.uint8, device="cuda"))
     options["bias"] = torch.zeros_like(options["bias"])
-    got = packed_experts.expert_product(x, w, work, out, **options)
+    got = expert_kernel.expert_product(x, w, work, out, **options)
     for e, a, b in work.items.T.tolist():
         if e < 0:
             continue
@@ -192,10 +192,10 @@ def test_scales_from_tiny_to_huge(B):
 
 def test_who_decodes_what():
     experts = packed_layer(E=8, H=512, inner=512)
-    assert packed_experts.suits(
-        experts, packed_experts.MOST_ROWS, torch.bfloat16
-    ) and not packed_experts.suits(experts, packed_experts.MOST_ROWS + 1, torch.bfloat16)
-    assert not packed_experts.suits(experts, 1, torch.float16)
+    assert expert_kernel.suits(
+        experts, expert_kernel.MOST_ROWS, torch.bfloat16
+    ) and not expert_kernel.suits(experts, expert_kernel.MOST_ROWS + 1, torch.bfloat16)
+    assert not expert_kernel.suits(experts, 1, torch.float16)
 
 
 @pytest.mark.parametrize("B", [1, 2, 8, 16, 33, 40, 64, 128, 200, 256, 384])
@@ -219,8 +219,8 @@ def test_decode_reads_the_packed_bytes(B, rank):
     x, gamma = torch.randn(B, H, device="cuda").bfloat16(), torch.rand(H, device="cuda").bfloat16()
     settings = dict(top=4, eps=1e-5, dtype=torch.bfloat16)
     ours, formula = (
-        kernels.mix(x, layer, gamma, **settings),
-        steps.mix(x, layer, gamma, path="many", **settings),
+        decode_kernels.mix(x, layer, gamma, **settings),
+        decode_ops.mix(x, layer, gamma, path="many", **settings),
     )
     dense = replace(
         layer,
@@ -228,7 +228,7 @@ def test_decode_reads_the_packed_bytes(B, rank):
             experts, gate_up=experts.gate_up.dequantize(), down=experts.down.dequantize()
         ),
     )
-    of_dense = kernels.mix(x, dense, gamma, **settings)
+    of_dense = decode_kernels.mix(x, dense, gamma, **settings)
     rows = (
         ((ours[0] - formula[0]).float().norm(dim=1) / formula[0].float().norm(dim=1)).sort().values
     )
@@ -240,7 +240,7 @@ def test_decode_reads_the_packed_bytes(B, rank):
     for name, which in (("packed", layer), ("dense", dense)):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernels.mix(x, which, gamma, **settings)
+            decode_kernels.mix(x, which, gamma, **settings)
         graph.replay()
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -1,0 +1,1222 @@
+"""environments.sandbox and its supervisor: values, deadlines, limits, walls that are missing,
+sessions, lost supervisors, and the documents' four names."""
+
+import ast
+import contextlib
+import gc
+import inspect
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.environments import sandbox, supervisor
+from grpo_nb.environments.sandbox import (
+    Benchmarker,
+    SandboxError,
+    SandboxPool,
+    SandboxResult,
+    SandboxTimeout,
+    check_only_stdlib_imports,
+    create_locked_down_function,
+    execute_with_time_limit,
+    run_python,
+)
+from grpo_nb.environments.supervisor import COUNT, Unsendable, Walls, decode, encode
+
+ROOT = Path(__file__).resolve().parents[2]
+DOUBLE = "def f(x): return 2 * x"
+LOOP = "def f():\n    while True: pass"
+OS = "import random\nos = random._os\n"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with SandboxPool(workers=2) as pool:
+            yield pool
+
+
+def descendants(pid=None):
+    "All processes below this one; what ends while we look is left out."
+    found, pid = [], pid or os.getpid()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    found += [int(child), *descendants(int(child))]
+    return found
+
+
+def open_files(pid):
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except (FileNotFoundError, ProcessLookupError):
+        return None  # it has just ended
+
+
+def used_ticks(pid):
+    try:
+        return sum(
+            map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
+        )
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def eventually(condition, seconds=10.0):
+    "Whether something becomes true; processes need a moment to end."
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def result(pool, source, *args, **options):
+    return pool.run(source, entry="f", args=args, **options)
+
+
+# values
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text()
+    | st.text(st.characters(categories=["Cs"])),
+    lambda v: (
+        st.lists(v)
+        | st.lists(st.floats())
+        | st.lists(v).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers(), st.text()), v)
+    ),
+    max_leaves=30,
+)
+
+
+def same(a, b):
+    "Equal, of the same types, floats to the bit."
+    if type(a) is not type(b):
+        return False
+    if type(a) is float:
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if type(a) is dict:
+        return same(list(a.items()), list(b.items()))
+    return len(a) == len(b) and all(map(same, a, b)) if type(a) in (list, tuple) else a == b
+
+
+@settings(max_examples=100, deadline=None)
+@given(values)
+def test_values_come_back_as_they_were(value):
+    assert same(decode(encode(value)), value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(data):
+    try:
+        decode(data)
+    except Unsendable:
+        pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1j,
+        b"x",
+        {1},
+        object(),
+        range(3),
+        [1, {2}],
+        {"a": print},
+        type("L", (list,), {})(),
+        type("F", (float,), {})(1.0),
+        True.__class__,
+        2**20_000,
+        {(1, 2.0): object()},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_values_are_refused(value):
+    with pytest.raises(Unsendable):
+        encode(value)
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_limits_of_messages():
+    assert decode(encode(nested(60))) == nested(60)
+    with pytest.raises(Unsendable, match="nested"):
+        encode(nested(70))
+    with pytest.raises(Unsendable, match="200000"):
+        encode([None] * 200_001)
+    assert len(decode(encode([0.5] * 500_000))) == 500_000  # one block
+    assert decode(encode(10**4200)) == 10**4200 and len(str(10**4200)) == 4201
+    for data in (
+        b"l" + COUNT.pack(2**32 - 1),
+        b"D" + COUNT.pack(2**30) + b"x" * 8,
+        b"i" + COUNT.pack(5000) + b"1" * 5000,
+        b"l\1\0\0\0" * 500 + b"N",
+        b"l" + COUNT.pack(300_000) + b"N" * 300_000,
+    ):
+        with pytest.raises(Unsendable):
+            decode(data)
+
+
+def test_colliding_keys_cost_no_time():
+    def dictionary(keys):
+        return b"d" + COUNT.pack(len(keys)) + b"".join(encode(key) + b"N" for key in keys)
+
+    begin = time.process_time()
+    with pytest.raises(Unsendable, match="collide"):
+        decode(dictionary([i * (2**61 - 1) for i in range(1, 50_000)]))
+    assert time.process_time() - begin < 2.0  # all of them, inserted, take minutes
+    assert len(decode(dictionary(list(range(50_000))))) == 50_000
+
+
+# the supervisor's script
+def test_supervisor_needs_the_standard_library_alone():
+    names = {
+        alias.name
+        for node in ast.walk(ast.parse(Path(supervisor.__file__).read_text()))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    froms = [
+        node
+        for node in ast.walk(ast.parse(Path(supervisor.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    assert names <= set(sys.stdlib_module_names) and not froms
+    loaded = subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            (
+                "import sys; sys.path.insert(0, sys.argv[1]); import supervisor; "
+                "print(sorted(sys.modules))"
+            ),
+            str(Path(supervisor.__file__).parent),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert not {"torch", "numpy", "grpo_nb"} & set(ast.literal_eval(loaded))
+
+
+@pytest.mark.parametrize(
+    "name", ["getpid", "gettid", "getppid", "getuid", "geteuid", "getgid", "getegid"]
+)
+def test_numbers_of_system_calls(name):
+    "Those that can be asked without harm say what Python says."
+    column = supervisor.MACHINES[os.uname().machine][1]
+    assert (
+        supervisor.LIBC.syscall(supervisor.COMPUTING[name][column])
+        == getattr(os, name, threading.get_native_id)()
+    )
+
+
+def test_tables_of_system_calls_do_not_overlap():
+    for column in range(2):
+        numbers = [
+            n[column]
+            for table in (supervisor.COMPUTING, supervisor.UNLESS_EXECUTABLE, supervisor.DEADLY)
+            for n in table.values()
+            if n[column] is not None
+        ]
+        assert len(numbers) == len(set(numbers))
+    with pytest.raises(OSError, match="riscv"):
+        supervisor.syscall_filter("riscv64")
+
+
+# running programs
+def test_values_in_and_out(pool):
+    for value in (
+        None,
+        True,
+        3,
+        -2.5,
+        math.inf,
+        "né\ud800",
+        [1, [2.0, "x"]],
+        (1, (2,)),
+        {"a": {1: None}},
+        [],
+        2**80,
+        -0.0,
+    ):
+        assert same(result(pool, "def f(x): return x", value).value, value)
+    assert math.isnan(result(pool, "def f(x): return x", math.nan).value)
+    assert result(pool, "def f(*args): return len(args)", 1, 2, 3).value == 3
+    matrix = [[float(i * j) for j in range(100)] for i in range(100)]
+    assert result(pool, "def f(a): return [list(row) for row in zip(*a)]", matrix).value == [
+        list(row) for row in zip(*matrix)
+    ]
+
+
+def test_the_result_of_an_honest_program(pool):
+    good = result(pool, DOUBLE, 21)
+    assert (
+        good == SandboxResult(True, 42, None, "ok", good.seconds, good.cpu_seconds)
+        and 0 < good.seconds < 5
+    )
+    bad = result(pool, "def f():\n    x = 1\n    return x / 0")
+    assert (bad.ok, bad.value, bad.kind) == (
+        False,
+        None,
+        "exception",
+    ) and bad.error == "ZeroDivisionError: division by zero (line 3)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        (
+            "import math, random, itertools, functools, collections, heapq, bisect, re, string, "
+            "statistics, decimal, fractions, operator, copy, dataclasses, typing, enum, numbers, "
+            "array\n    return math.comb(5, 2)"
+        ),
+        (
+            "from collections import abc, Counter, defaultdict, deque\n    return "
+            "len(Counter('aab')) + 8"
+        ),
+        "import collections.abc\n    return 10 if isinstance([], collections.abc.Sequence) else 0",
+        (
+            "from dataclasses import dataclass, field\n    @dataclass(order=True)\n    class P:\n"
+            "        x: int\n        y: list = field(default_factory=list)\n    return P(10).x"
+        ),
+        "from collections import namedtuple\n    return sum(namedtuple('P', 'x y')(4, 6))",
+        (
+            "import statistics, fractions, decimal\n    return "
+            "int(statistics.mean([fractions.Fraction(5), 15])) + int(decimal.Decimal(0))"
+        ),
+        "import enum\n    class E(enum.Enum):\n        A = 10\n    return E.A.value",
+        "import functools\n    @functools.singledispatch\n    def g(x): return 10\n    return g(1)",
+        (
+            "import json, re, datetime, textwrap, string\n    return json.loads('[10]')[0] + "
+            "len(re.findall('z', 'abc')) + 0 * datetime.datetime.strptime('2020', '%Y').year"
+        ),
+        (
+            "import sys, time\n    sys.setrecursionlimit(5000)\n    def g(n): return 0 if n == 0 "
+            "else 1 + g(n - 1)\n    return g(3000) // 300"
+        ),
+        "print('hello', 3, sep='-', end='')\n    return 10",
+        "class A:\n        @property\n        def x(self): return 10\n    return A().x",
+        "import random\n    random.seed(3)\n    return 10 if random.shuffle([1, 2]) is None else 0",
+        "return max(10, *[hash(str(i)) % 2 for i in range(9)])",
+        (
+            "import hashlib, struct, contextlib, graphlib\n    return "
+            "len(hashlib.sha256(b'x').digest()) - 22"
+        ),
+        "return int('１０') if 'é'.upper() == 'É' else 0",
+        "import copy, typing\n    return copy.deepcopy({'a': [10]})['a'][0]",
+    ],
+)
+def test_honest_code_runs(pool, body):
+    got = result(pool, "def f():\n    " + body)
+    assert got.value == 10, got
+
+
+def test_each_program_has_numbers_of_its_own(pool):
+    drawn = [result(pool, "import random\ndef f(): return random.random()").value for _ in range(4)]
+    assert len(set(drawn)) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong, error, says",
+    [
+        (dict(args=(object(),)), ValueError, "object"),
+        (dict(args=({1, 2},)), ValueError, "tolist"),
+        (dict(timeout_s=0), ValueError, "timeout_s"),
+        (dict(timeout_s=math.nan), ValueError, "timeout_s"),
+        (dict(memory_mb=10), ValueError, "at least 64"),
+        (dict(source=b"x"), TypeError, "source"),
+        (dict(entry=None), TypeError, "entry"),
+        (dict(timeout=3), TypeError, "timeout"),
+    ],
+)
+def test_arguments_that_cannot_be(pool, wrong, error, says):
+    with pytest.raises(error, match=says):
+        pool.run(**{"source": DOUBLE, "entry": "f", **wrong})
+
+
+def test_arrays_are_refused_with_advice(pool):
+    import numpy as np
+
+    with pytest.raises(ValueError, match="tolist"):
+        result(pool, DOUBLE, np.zeros(3))
+    with pytest.raises(ValueError, match="float64"):
+        result(pool, DOUBLE, np.float64(3))
+
+
+def test_a_pool_that_cannot_be():
+    with pytest.raises(ValueError, match="workers"):
+        SandboxPool(workers=0)
+    with pytest.raises(ValueError, match="moat"):
+        SandboxPool(without=("moat",))
+    with SandboxPool(workers=1) as closed:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        closed.run(DOUBLE, entry="f", args=(1,))
+
+
+def test_a_source_without_end_is_a_syntax_error(pool):
+    assert result(pool, "#" * 2_000_000).kind == "syntax"
+
+
+def test_deadline(pool):
+    for seconds in (0.1, 0.4):
+        before = set(descendants())
+        late = min(
+            (result(pool, LOOP, timeout_s=seconds) for _ in range(5)), key=lambda r: r.seconds
+        )
+        assert (
+            late.kind == "timeout"
+            and seconds <= late.seconds < seconds + 0.3
+            and late.cpu_seconds > seconds / 4
+        )
+        assert eventually(lambda: set(descendants()) <= before)
+
+
+@pytest.mark.parametrize("megabytes", [96, 256])
+def test_memory_is_bounded(pool, megabytes):
+    grow = (
+        "def f():\n    blocks = []\n    try:\n        while True: "
+        "blocks.append(bytearray(2**20))\n    except MemoryError: return len(blocks)"
+    )
+    got = result(pool, grow, memory_mb=megabytes)
+    assert megabytes / 2 < got.value <= megabytes
+    assert (
+        result(
+            pool,
+            "def f():\n    blocks = []\n    while True: blocks.append(bytearray(2**20))",
+            memory_mb=megabytes,
+        ).kind
+        == "memory"
+    )
+
+
+def test_many_threads(pool):
+    answers = {}
+
+    def work(i):
+        answers[i] = [
+            result(pool, "def f(i, k): return i * 1000 + k", i, k).value for k in range(8)
+        ]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {i: [i * 1000 + k for k in range(8)] for i in range(10)}
+
+
+def test_nothing_of_ours_is_in_there(pool, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with SandboxPool(workers=1) as fresh:
+        look = OS + (
+            "def f(): return [dict(os.environ), os.sys.argv[1:], sorted(m for m in "
+            "os.sys.modules if 'grpo' in m or 'torch' in m), os.getppid()]"
+        )
+        environment, argv, modules, parent = result(fresh, look).value
+    assert (
+        "secret" not in json.dumps(environment)
+        and not set(environment) - {"LC_CTYPE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"}
+        and argv == ["serve"]
+        and modules == []
+    )
+
+
+def test_a_supervisor_keeps_nothing_of_a_program():
+    """Its memory is what the next program inherits: no source, no argument and no answer may be in
+    it."""
+
+    def memory(pid):
+        with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as file:
+            for line in maps:
+                span, rights = line.split()[:2]
+                if rights.startswith("rw") and "[v" not in line:
+                    begin, end = (int(x, 16) for x in span.split("-"))
+                    file.seek(begin)
+                    yield file.read(end - begin)
+
+    def mark():
+        return "".join(random.choices("abcdefgh", k=24))
+
+    in_source, in_argument, in_error = mark(), mark(), mark()
+    with SandboxPool(
+        workers=1, without=("network",)
+    ) as pool:  # (a network of its own, for a user who is not root, closes its memory to us)
+        (line,) = pool._lines.values()
+        assert (
+            result(pool, f"def f(x): return [x + '{in_source}'] * 50", in_argument).value
+            == [in_argument + in_source] * 50
+        )
+        assert (
+            result(pool, f"def f(x): raise ValueError('{in_error}')", in_argument).kind
+            == "exception"
+        )
+
+        def found():
+            return [
+                word
+                for word in (in_source, in_argument, in_error)
+                if any(word.encode() in part for part in memory(line.process.pid))
+            ]
+
+        assert any(b"supervisor" in part for part in memory(line.process.pid))
+        assert eventually(lambda: not found()), (
+            found()
+        )  # it wipes after it has answered, and before it forks again
+
+
+def test_no_leak(pool):
+    for _ in range(5):
+        result(pool, DOUBLE, 1)
+    gc.collect()
+    before = (
+        len(os.listdir("/proc/self/fd")),
+        len(descendants()),
+        [open_files(pid) for pid in descendants()],
+    )
+    for source in (
+        DOUBLE,
+        "def f(x",
+        "def f(x): return open('x')",
+        OS + "def f(x): os._exit(1)",
+        OS + "def f(x): os.fork()",
+    ) * 20:
+        result(pool, source, 1)
+    for _ in range(5):
+        with pool.open(DOUBLE, "f") as session:
+            session.call(1)
+
+    def after():
+        return (
+            len(os.listdir("/proc/self/fd")),
+            len(descendants()),
+            [open_files(pid) for pid in descendants()],
+        )
+
+    assert eventually(
+        lambda: result(pool, DOUBLE, 1).ok and result(pool, DOUBLE, 1).ok and after() == before
+    )
+
+
+def test_a_program_is_cheap(pool):
+    """200 a second on 2 cores are 10 ms of processor for each, on both sides together; half as much
+    again for a machine that is busy."""
+
+    def used():
+        return time.process_time() + sum(map(used_ticks, descendants())) / os.sysconf("SC_CLK_TCK")
+
+    def once(n=50):
+        begin = used()
+        for i in range(n):
+            result(pool, DOUBLE, i)
+        return (used() - begin) / n
+
+    assert min(once() for _ in range(4)) < 0.015
+
+
+def test_run_python_without_a_pool():
+    before = (
+        len(os.listdir("/proc/self/fd")),
+        len([child for child in descendants() if alive(child)]),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert (
+            run_python(DOUBLE, entry="f", args=(4,)).value == 8
+            and run_python(LOOP, entry="f", timeout_s=0.1).kind == "timeout"
+        )
+    assert eventually(
+        lambda: (
+            (
+                len(os.listdir("/proc/self/fd")),
+                len([child for child in descendants() if alive(child)]),
+            )
+            <= before
+        )
+    )
+
+
+# supervisors that are lost
+def in_background(action):
+    box = []
+    thread = threading.Thread(target=lambda: box.append(action()))
+    thread.start()
+    return thread, box
+
+
+def test_a_killed_supervisor_costs_one_program():
+    with SandboxPool(workers=1) as pool:
+        (first,) = [line.process.pid for line in pool._lines.values()]
+        thread, box = in_background(lambda: result(pool, LOOP, timeout_s=20))
+        assert eventually(lambda: len(descendants(first)) == 1)
+        (program,) = descendants(first)
+        os.kill(first, signal.SIGKILL)
+        thread.join()
+        assert box[0].kind == "crash" and "supervisor was lost" in box[0].error
+        assert eventually(lambda: not alive(program) and not alive(first))
+        assert result(pool, DOUBLE, 3).value == 6 and [
+            line.process.pid for line in pool._lines.values()
+        ] != [first]
+
+
+@pytest.mark.parametrize("garbage", [b"v" + b"\xff" * 20, b"?" + b"\0" * 20, b"half", b""])
+def test_garbage_on_the_line_costs_one_program(garbage):
+    with SandboxPool(workers=1) as pool:
+        ours, theirs = socket.socketpair()
+        pool._lines[0].connection.close()
+        pool._lines[0].connection = ours
+        theirs.sendall(garbage)
+        theirs.shutdown(socket.SHUT_WR)
+        assert result(pool, DOUBLE, 3).kind == "crash" and result(pool, DOUBLE, 3).value == 6
+        theirs.close()
+
+
+def test_an_interrupted_call_costs_one_supervisor(monkeypatch):
+    with SandboxPool(workers=1) as pool:
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as m:
+            m.setattr(sandbox.Line, "receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                result(pool, DOUBLE, 3)
+        assert result(pool, DOUBLE, 3).value == 6
+
+
+CHILD = (
+    """
+import os, sys, threading, time, warnings
+warnings.simplefilter("ignore")
+from grpo_nb.environments.sandbox import SandboxPool
+pool = SandboxPool(workers=2)
+session = pool.open("def f():\\n    while True: pass", "f")
+"""
+    'threading.Thread(target=lambda: pool.run("def f():\\n    while True: pass", '
+    'entry="f", timeout_s=100), daemon=True).start()'
+    """
+threading.Thread(target=lambda: session.call(timeout_s=100), daemon=True).start()
+time.sleep(0.5)
+print(os.getpid(), flush=True)
+{end}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "os.kill(os.getpid(), 9)",
+        "os._exit(1)",
+        "sys.exit(0)",
+        "raise ValueError",
+        "time.sleep(100)",
+    ],
+)
+def test_nothing_is_left_when_the_training_process_ends(end):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            CHILD.replace("{end}", end if end != "time.sleep(100)" else "sys.stdin.read()"),
+        ],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    found = set()
+
+    def look():
+        try:
+            found.update(descendants(process.pid))
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+        return len(found) >= 5  # two supervisors, a keeper, two programs
+
+    assert eventually(look, 30)
+    process.stdout.readline()
+    if end == "time.sleep(100)":
+        process.kill()
+    process.wait(10)
+    assert eventually(lambda: not any(map(alive, found)))
+    process.stdin.close(), process.stdout.close()
+
+
+def test_a_pool_that_is_closed_while_it_is_used():
+    pool = SandboxPool(workers=1)
+    (line,) = pool._lines.values()
+    running, box = in_background(lambda: result(pool, LOOP, timeout_s=60))
+    assert eventually(lambda: descendants(line.process.pid))
+
+    def waits():
+        try:
+            return result(pool, LOOP, timeout_s=60)
+        except RuntimeError as error:
+            return error
+
+    waiting, second = in_background(waits)
+    time.sleep(0.1)
+    pool.close()
+    running.join(), waiting.join()
+    assert box[0].kind == "crash" and "closed" in str(second[0]) and not alive(line.process.pid)
+
+
+def test_a_pool_is_for_the_process_that_made_it():
+    code = (
+        "import os, warnings\nwarnings.simplefilter('ignore')\nfrom "
+        "grpo_nb.environments.sandbox import SandboxPool\npool = SandboxPool(workers=1)\n"
+        "if os.fork() == 0:\n    try: pool.run('def f(): return 1', entry='f')\n    except "
+        "RuntimeError as e: print(e, flush=True)\n    pool.close()\n    os._exit(0)\n"
+        "os.wait()\nprint(pool.run('def f(): return 5', entry='f').value)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "made in another process" in said and said.endswith("5\n")
+
+
+# walls that are missing
+UNPRIVILEGED = (
+    """
+import json, os, warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    from grpo_nb.environments.sandbox import SandboxPool
+    pool = SandboxPool(workers=2)
+os_ = "import random\\nos = random._os\\n"
+programs = {
+"""
+    '    "ok": "def f(): return 7", "timeout": "def f():\\n    while True: pass", '
+    '"memory": "def f(): return bytearray(10**9)", "forbidden": "def f(): '
+    "return open('/etc/passwd')\",\n"
+    '    "fork": os_ + "def f(): return os.fork()", "kill": os_ + "def f(): os.kill(%d, '
+    '9)" % os.getpid(), "read": os_ + "def f(): return os.open(\'/etc/passwd\', 0)",\n'
+    '    "crash": os_ + "def f(): os._exit(0)", "socket": os_ + "def f(): '
+    'return os.sys.modules[\'_socket\'].socket()", "output": "def f():\\n    while True: '
+    "print('x' * 1000)\",\n"
+    "}\n"
+    'kinds = {name: pool.run(source, entry="f", timeout_s=0.5, '
+    "memory_mb=256).kind for name, source in programs.items()}\n"
+    'with pool.open("n = []\\ndef f(x):\\n    n.append(x)\\n    return sum(n)", '
+    '"f") as session: calls = [session.call(i).value for i in range(4)]\n'
+    'print(json.dumps({"uid": os.geteuid(), "missing": {p.name: '
+    'p.missing for p in pool.protections if not p.on}, "warnings": '
+    '[str(w.message) for w in seen if "sandbox" in str(w.message)], "kinds": kinds, '
+    '"calls": calls}))\n'
+)
+
+
+def test_as_an_unprivileged_user():
+    """Root becomes nobody here, and keeps the one right that it needs to find an interpreter in
+    root's folder."""
+    command = [sys.executable, "-c", UNPRIVILEGED]
+    if os.geteuid() == 0:
+        command = [
+            shutil.which("setpriv"),
+            "--reuid=65534",
+            "--regid=65534",
+            "--clear-groups",
+            "--inh-caps=+dac_read_search",
+            "--ambient-caps=+dac_read_search",
+            "--bounding-set=-all,+dac_read_search",
+            *command,
+        ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        said["uid"] != 0
+        and {"user", "pids"} <= set(said["missing"])
+        and "memory" not in said["missing"]
+        and "files" not in said["missing"]
+        and "processes" not in said["missing"]
+    )
+    assert len(said["warnings"]) == 1 and all(
+        name in said["warnings"][0] for name in said["missing"]
+    )
+    assert said["kinds"] == {
+        "ok": "ok",
+        "timeout": "timeout",
+        "memory": "memory",
+        "forbidden": "forbidden",
+        "fork": "forbidden",
+        "kill": "forbidden",
+        "read": "forbidden",
+        "crash": "crash",
+        "socket": "forbidden",
+        "output": "output",
+    } and said["calls"] == [0, 1, 3, 6]
+
+
+def test_a_pool_warns_of_what_the_system_refuses_and_not_of_what_was_asked_for():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with SandboxPool(workers=1, without=("syscalls", "network", "pids", "user")) as bare:
+            assert {p.name for p in bare.protections if not p.on} >= {
+                "syscalls",
+                "network",
+                "pids",
+                "user",
+            }
+    assert not any("syscalls" in str(w.message) for w in seen)
+
+
+def test_everything_works_without_walls():
+    with SandboxPool(workers=1, without=tuple(Walls.NAMES)) as bare:
+        kinds = [
+            result(bare, source, timeout_s=0.3).kind
+            for source in (
+                "def f(): return 1",
+                "def f(",
+                LOOP,
+                "def f(): open('x')",
+                "def f(): 1 / 0",
+                OS + "def f(): os._exit(1)",
+            )
+        ]
+        assert kinds == ["ok", "syntax", "timeout", "forbidden", "exception", "crash"]
+        with bare.open(DOUBLE, "f") as session:
+            assert session.call(4).value == 8
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        ("syscalls", "processes"),
+        ("syscalls", "processes", "pids"),
+        ("syscalls", "processes", "pids", "privileges", "user"),
+    ],
+)
+def test_whatever_a_program_started_ends_with_it(without):
+    """Children in a session of their own, whose parent is gone: the process namespace ends them,
+    or, without one, the supervisor, to whom they come."""
+    escape = OS + (
+        "def f(wait):\n    for _ in range(3):\n        if os.fork() == 0:\n            "
+        "os.setsid()\n            if os.fork() == 0:\n                while True: pass\n "
+        "           os._exit(0)\n    while wait: pass\n    return 'started'"
+    )
+    with SandboxPool(workers=1, without=without) as bare:
+        (line,) = bare._lines.values()
+        for wait, kind in ((False, "ok"), (True, "timeout")):
+            thread, box = in_background(lambda: result(bare, escape, wait, timeout_s=1.0))
+            thread.join()
+            assert box[0].kind == kind
+            assert eventually(
+                lambda: not [pid for pid in descendants(line.process.pid) if alive(pid)], 2.0
+            )
+
+
+def test_a_wall_that_falls_later_stops_everything(monkeypatch):
+    """Fail closed: the process of a program says nothing if it cannot wall itself in, and the
+    supervisor gives up."""
+    walls = Walls()
+    walls.missing = {name: "x" for name in Walls.NAMES if name != "memory"}
+    monkeypatch.setattr(supervisor, "limit", lambda *a: (_ for _ in ()).throw(OSError("no")))
+    ours, theirs = socket.socketpair()
+    body = encode([DOUBLE, "f", [1]])
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            supervisor.Supervisor(theirs, walls).serve()
+        except OSError:
+            os._exit(7)
+        finally:
+            os._exit(8)
+    theirs.close()
+    ours.sendall(supervisor.REQUEST.pack(supervisor.RUN, 1.0, 256, len(body)) + body)
+    assert ours.recv(100) == b"" and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    ours.close()
+
+
+# sessions
+def test_a_session_remembers(pool):
+    with pool.open("seen = []\ndef f(x):\n    seen.append(x)\n    return seen", "f") as session:
+        assert session.loaded.ok and [session.call(i).value for i in range(3)] == [
+            [0],
+            [0, 1],
+            [0, 1, 2],
+        ]
+        with pool.open("seen = []\ndef f(x):\n    seen.append(x)\n    return seen", "f") as other:
+            assert other.call(9).value == [9]
+        assert session.call(3).value == [0, 1, 2, 3]
+
+
+def test_a_session_survives_what_its_program_survives(pool):
+    with pool.open(
+        "def f(x):\n    if x == 'memory': return bytearray(10**10)\n    if x == 'output': "
+        "return {1}\n    if x == 'forbidden': return open('x')\n    return 1 / x",
+        "f",
+    ) as session:
+        assert [session.call(x).kind for x in (0, "memory", "output", "forbidden", 1)] == [
+            "exception",
+            "memory",
+            "output",
+            "forbidden",
+            "ok",
+        ]
+        with pytest.raises(ValueError, match="args"):
+            session.call(object())
+        assert session.call(2).value == 0.5
+
+
+@pytest.mark.parametrize(
+    "source, first, then",
+    [
+        ("def f():\n    while True: pass", "timeout", "timeout"),
+        (OS + "def f(): os._exit(0)", "crash", "crash"),
+        (OS + "def f(): os.fork()", "forbidden", "crash"),
+        ("def f():\n    while True: print('x' * 1000)", "output", "crash"),
+        (OS + "def f(): os.abort()", "crash", "crash"),
+    ],
+)
+def test_a_dead_session_says_so(pool, source, first, then):
+    with pool.open(source, "f", timeout_s=0.3) as session:
+        assert [session.call().kind for _ in range(3)] == [first, then, then]
+
+
+@pytest.mark.parametrize(
+    "source, kind",
+    [
+        ("def f(", "syntax"),
+        ("1 / 0", "exception"),
+        ("x = 1", "exception"),
+        ("while True: pass", "timeout"),
+        ("import numpy", "forbidden"),
+    ],
+)
+def test_a_session_that_does_not_open(pool, source, kind):
+    with pool.open(source, "f", timeout_s=0.3) as session:
+        assert session.loaded.kind == kind and not session.loaded.ok and session.call().kind == kind
+
+
+def test_a_closed_session(pool):
+    session = pool.open(DOUBLE, "f")
+    session.close()
+    session.close()
+    assert session.call(1).kind == "crash" and "closed" in session.call(1).error
+
+
+def test_many_sessions_on_one_supervisor():
+    with SandboxPool(workers=1) as pool:
+        (line,) = pool._lines.values()
+        sessions = [pool.open(f"def f(x): return x + {i}", "f") for i in range(12)]
+        assert [s.call(100).value for s in sessions] == [100 + i for i in range(12)] and [
+            s.call(1).value for s in reversed(sessions)
+        ] == [1 + i for i in reversed(range(12))]
+        assert result(pool, DOUBLE, 1).value == 2
+        for session in sessions[:6]:
+            session.close()
+        del sessions, session  # the others end when nobody holds them
+        gc.collect()
+        assert eventually(
+            lambda: result(pool, DOUBLE, 1).ok and descendants(line.process.pid) == []
+        )
+
+
+def test_a_program_sleeps_between_calls():
+    "It cannot work while nobody counts."
+    with (
+        SandboxPool(workers=1) as pool,
+        pool.open(
+            OS
+            + (
+                "frame = b'v\\x09\\0\\0\\0f' + bytes(8)\ndef f():\n    os.write(3, frame)\n  "
+                "  n = 0\n    while True: n += 1"
+            ),
+            "f",
+        ) as session,
+    ):
+        assert session.call().value == 0.0
+        (line,) = pool._lines.values()
+
+        def cpu(pid):
+            return sum(
+                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+            )
+
+        program = descendants(line.process.pid)[-1]
+        assert eventually(
+            lambda: Path(f"/proc/{program}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        )
+        before = cpu(program)
+        time.sleep(0.3)
+        assert cpu(program) == before
+
+
+def test_large_arguments_and_answers_of_a_session(pool):
+    with pool.open("def f(x): return x", "f") as session:
+        for n in (10, 100_000, 400_000):
+            assert session.call([0.5] * n).value == [0.5] * n
+        assert session.call([0.5] * 700_000).kind == "output"
+
+
+# the four names
+@pytest.mark.parametrize(
+    "source, ok, found",
+    [
+        ("import math\nimport os.path, sys", True, {"stdlib": ["math", "os.path", "sys"]}),
+        ("from numpy.linalg import norm", False, {"non_stdlib": ["numpy.linalg"]}),
+        (
+            "def f():\n    import torch as t\n    from collections import deque",
+            False,
+            {"non_stdlib": ["torch"], "stdlib": ["collections"]},
+        ),
+        ("from . import x\nfrom ..y import z", False, {"relative": [".", "..y"]}),
+        ("m = __import__('numpy')", False, {"dynamic": ["__import__"]}),
+        (
+            "import importlib\nnp = importlib.import_module('numpy')",
+            False,
+            {"dynamic": ["import_module"], "stdlib": ["importlib"]},
+        ),
+        ("getattr(x, '__builtins__')", False, {"dynamic": ["__builtins__"]}),
+        ("", True, {}),
+    ],
+)
+def test_check_only_stdlib_imports(source, ok, found):
+    assert check_only_stdlib_imports(source) == (
+        ok,
+        {"stdlib": [], "non_stdlib": [], "relative": [], "dynamic": [], "error": None, **found},
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import (",
+        "\0",
+        "x = '\ud800'",
+        "#" * 200_000,
+        "(" * 5000,
+        "-" * 50_000 + "1",
+        "def f():\n\treturn 1\n        return 2",
+    ],
+    ids=["bracket", "null", "surrogate", "long", "deep", "minuses", "tabs"],
+)
+def test_check_of_a_source_that_cannot_be_read(source):
+    ok, info = check_only_stdlib_imports(source)
+    assert (ok, bool(info["error"])) in ((False, True), (True, False)) and (
+        info["error"] or source.startswith("-")
+    )
+
+
+def test_locked_down_function(pool):
+    function = create_locked_down_function(
+        "def helper(x): return x + 1\ndef g(x, y): return helper(x) * y", pool=pool
+    )
+    assert (
+        function.entry == "g"
+        and function(2, 5) == 15
+        and create_locked_down_function(function.source, entry="helper", pool=pool)(1) == 2
+    )
+    with pytest.raises(SandboxError, match="exception: TypeError") as caught:
+        function(1)
+    assert caught.value.result.kind == "exception" and not isinstance(caught.value, TimeoutError)
+    with pytest.raises(TimeoutError) as late:
+        create_locked_down_function(LOOP, timeout_s=0.1, pool=pool)()
+    assert isinstance(late.value, SandboxTimeout) and late.value.result.kind == "timeout"
+    with pytest.raises(SyntaxError):
+        create_locked_down_function("def f(", pool=pool)
+    with pytest.raises(ValueError, match="no function"):
+        create_locked_down_function("f = 3", pool=pool)
+    with function.open() as session:
+        assert session.call(1, 1).value == 2
+
+
+def test_a_locked_down_function_without_a_pool_ends_its_supervisor():
+    function = create_locked_down_function(DOUBLE)
+    (line,) = function.pool._lines.values()
+    assert function(4) == 8 and line.process.pid in descendants()
+    del function
+    gc.collect()
+    assert eventually(lambda: line.process.pid not in descendants())
+
+
+def in_thread(action):
+    box = []
+
+    def work():
+        try:
+            box.append(action())
+        except BaseException as error:
+            box.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start(), thread.join()
+    return box[0]
+
+
+def test_time_limit_of_a_host_function(pool):
+    ended = threading.Event()
+
+    @execute_with_time_limit(0.2)
+    def slow(seconds):
+        "Says how long."
+        try:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                time.sleep(0.001)
+            return seconds
+        finally:
+            ended.set()
+
+    assert slow.__name__ == "slow" and slow.__doc__ == "Says how long."
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="slow took more than 0.2 s"):
+        slow(60)
+    assert time.monotonic() - begin < 10 and ended.wait(10)  # the loop is ended too
+    assert isinstance(in_thread(lambda: slow(60)), TimeoutError) and in_thread(lambda: slow(0)) == 0
+    with pytest.raises(ZeroDivisionError):
+        execute_with_time_limit(5)(lambda: 1 / 0)()
+    assert execute_with_time_limit(5)(lambda *a, **k: (a, k))(1, b=2) == ((1,), {"b": 2})
+    with pytest.raises(ValueError, match="positive"):
+        execute_with_time_limit(0)
+
+
+def test_time_limit_reaches_into_the_sandbox(pool):
+    function = create_locked_down_function(
+        "def f(wait):\n    while wait: pass\n    return 3", timeout_s=60, pool=pool
+    )
+    with pytest.raises(TimeoutError):
+        execute_with_time_limit(0.2)(function)(True)
+    assert execute_with_time_limit(5)(function)(False) == 3
+    before = set(descendants())
+    with pytest.raises(TimeoutError):
+        execute_with_time_limit(0.2)(lambda: function(True))()
+    assert eventually(lambda: set(descendants()) <= before)  # killed, and not after its own 60 s
+    assert function(False) == 3
+
+
+def test_benchmark_keys_and_kinds(pool):
+    report = Benchmarker(trials=3, loops=2, flush_mb=1).benchmark(
+        create_locked_down_function(DOUBLE, pool=pool), (4,)
+    )
+    assert {"median_ns", "mean_ns", "stdev_ns", "exceptions", "timeouts"} <= set(report) and report[
+        "results"
+    ] == [8] * 6
+    assert (
+        0 < report["median_ns"] < 1e9
+        and report["exceptions"] == []
+        and report["timeouts"] == 0
+        and report["overhead_ns"] > 0
+    )
+    bad = Benchmarker(trials=2, flush_mb=1).benchmark(
+        create_locked_down_function("def f(x): return 1 / 0", pool=pool), (4,)
+    )
+    assert (
+        bad["median_ns"] == bad["mean_ns"] == bad["stdev_ns"] == math.inf
+        and len(bad["exceptions"]) == 2
+        and bad["results"] == [None, None]
+    )
+    late = Benchmarker(trials=2, flush_mb=1).benchmark(
+        create_locked_down_function("def f(x):\n    while True: pass", timeout_s=0.1, pool=pool),
+        (4,),
+    )
+    assert late["timeouts"] == 2 and late["median_ns"] == math.inf
+    assert (
+        len(
+            Benchmarker(trials=1, flush_mb=1).benchmark(
+                create_locked_down_function("1 / 0\ndef f(): pass", pool=pool), ()
+            )["exceptions"]
+        )
+        == 1
+    )
+
+
+def test_benchmark_arguments(pool):
+    keep = create_locked_down_function(
+        "kept = []\ndef f(x):\n    kept.append(x)\n    return kept", pool=pool
+    )
+    marks = Benchmarker(trials=2, loops=2, flush_mb=1)
+    assert marks.benchmark(keep, [(1,), (2,)])["results"] == [[1], [2], [1], [2]]
+    assert marks.benchmark(keep, lambda trial, loop: (10 * trial + loop,))["results"] == [
+        [0],
+        [1],
+        [10],
+        [11],
+    ]
+    with pytest.raises(TypeError, match="tuple"):
+        marks.benchmark(keep, [1, 2])
+    with pytest.raises(ValueError, match="trials"):
+        Benchmarker(trials=0)
+
+
+def test_benchmark_of_a_trusted_function():
+    given = [3, 1, 2]
+    report = Benchmarker(trials=3, flush_mb=1).benchmark(lambda x: x.sort() or x, (given,))
+    assert (
+        given == [3, 1, 2]
+        and report["results"] == [[1, 2, 3]] * 3
+        and 0 < report["median_ns"] < 1e9
+        and gc.isenabled()
+    )
+
+    def fails():
+        raise KeyError("x")
+
+    assert Benchmarker(trials=1, flush_mb=1).benchmark(fails, ())["exceptions"] == ["KeyError: 'x'"]
+
+
+def test_benchmark_measures_work(pool):
+    work = create_locked_down_function(
+        "def f(n):\n    t = 0\n    for i in range(n): t += i\n    return t", pool=pool
+    )
+    marks = Benchmarker(trials=5, flush_mb=1)
+    few, many = (marks.benchmark(work, (n,))["cpu_ns"] for n in (100_000, 1_000_000))
+    assert 4 < many / few < 25
+
+
+def test_docstrings_say_what_they_do_not_protect_from():
+    assert (
+        "protects from nothing" in check_only_stdlib_imports.__doc__
+        and "check types and values" in create_locked_down_function.__doc__
+    )
+    assert (
+        "left behind" in execute_with_time_limit.__doc__
+        and "does not check answers" in inspect.getdoc(Benchmarker.benchmark)
+    )

@@ -1,0 +1,682 @@
+"""The direct way of the engine, on the model's own tensors, against the way through the modules and
+against transformers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from transformers import GptOssForCausalLM
+
+from grpo_nb.model.experts import routed_experts
+from grpo_nb.model.fused_layers import one_pass
+from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout import engine as engine_module
+from grpo_nb.rollout.decode_ops import Progress, record, record_column
+from grpo_nb.rollout.decoder import (
+    CannotRead,
+    Decoder,
+    SmallDecoder,
+    batches_of_prompts,
+    complete_rows,
+    open_decoder,
+    read_projection,
+)
+from grpo_nb.rollout.engine import RolloutEngine, pad_left, share_prompts
+from grpo_nb.rollout.kv_cache import CacheShape, KVCache, rows_that_fit
+from grpo_nb.rollout.sampling import SamplingParams
+from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps, find_head
+
+TEXTS = ["12+34=", "7*8=", "1+1+1+1+1+1+1+1+1+1+1=", "100-99=", "7*8="]
+
+
+def adapted_model(seed=0, **config):
+    model, tokenizer = tiny_gpt_oss(seed, num_hidden_layers=4)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, **config))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.normal_(std=0.1)
+    return model.eval(), tokenizer
+
+
+def both_ways(model, tokenizer, prompts, params, **options):
+    direct, modules = (
+        RolloutEngine(model, tokenizer, **options),
+        RolloutEngine(model, tokenizer, through_modules=True, **options),
+    )
+    assert direct.way.startswith("directly") and modules.way.startswith(
+        "through the model's modules"
+    )
+    return direct.generate(prompts, params), modules.generate(prompts, params)
+
+
+def assert_same(a, b, atol=2e-4):
+    assert torch.equal(a.completion_ids, b.completion_ids) and torch.equal(a.mask, b.mask)
+    assert a.finish_reasons == b.finish_reasons and a.prompt_ids == b.prompt_ids
+    torch.testing.assert_close(a.logps, b.logps, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(temperature=0),
+        dict(temperature=0, repetition_penalty=1.3),
+        dict(seed=1),
+        dict(seed=1, n=3, temperature=0.7, top_k=5),
+        dict(seed=2, n=2, top_p=0.8, min_p=0.02),
+        dict(seed=3, n=4, repetition_penalty=1.2),
+        dict(seed=0, n=8, stop_token_ids=(7, 8, 9)),
+        dict(seed=0, max_tokens=1),
+    ],
+    ids=str,
+)
+def test_both_ways_draw_the_same(params):
+    model, tokenizer = tiny_gpt_oss(0, num_hidden_layers=4)
+    assert_same(
+        *both_ways(model, tokenizer, TEXTS[:4], SamplingParams(**{"max_tokens": 30, **params}))
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(target_modules=["q_proj", "v_proj"]),
+        dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], use_rslora=True),
+        dict(
+            target_modules=["o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        ),
+    ],
+    ids=["q v", "all of attention", "experts"],
+)
+def test_adapters(config):
+    model, tokenizer = adapted_model(**config)
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    with_adapter = both_ways(model, tokenizer, TEXTS, greedy)
+    assert_same(*with_adapter)
+    with model.disable_adapter():
+        without = both_ways(model, tokenizer, TEXTS, greedy)
+    assert_same(*without)
+    assert not torch.equal(with_adapter[0].logps[:, 0], without[0].logps[:, 0])
+
+
+def test_two_active_adapters():
+    model, tokenizer = adapted_model(target_modules=["q_proj", "v_proj"])
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj", "o_proj"]))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "second" in name:
+                p.normal_(std=0.2)
+    model.base_model.set_adapter(["default", "second"])
+    assert_same(*both_ways(model, tokenizer, TEXTS, SamplingParams(temperature=0, max_tokens=16)))
+
+
+def test_the_next_rollout_follows_the_weights():
+    """Nothing is copied: a change of the training module's tensors, in place, is what the same
+    engine samples from."""
+    model, tokenizer = adapted_model(target_modules=["q_proj"])
+    engine = RolloutEngine(model, tokenizer)
+    before = engine.generate(TEXTS, SamplingParams(temperature=0, max_tokens=8))
+    with torch.no_grad():
+        model.get_base_model().model.layers[0].self_attn.q_proj.lora_B["default"].weight.mul_(-3)
+    after = engine.generate(TEXTS, SamplingParams(temperature=0, max_tokens=8))
+    assert not torch.allclose(before.logps[:, 0], after.logps[:, 0])
+    assert_same(
+        after,
+        RolloutEngine(model, tokenizer, through_modules=True).generate(
+            TEXTS, SamplingParams(temperature=0, max_tokens=8)
+        ),
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    groups=st.lists(st.integers(1, 3), min_size=5, max_size=5),
+    new=st.integers(1, 12),
+    page=st.sampled_from([None, 1, 4, 16]),
+)
+def test_any_lengths_groups_and_pages(lengths, groups, new, page):
+    model, _ = tiny_gpt_oss(1, num_hidden_layers=4)
+    generator = torch.Generator().manual_seed(sum(lengths))
+    prompts = [torch.randint(7, 20, (n,), generator=generator).tolist() for n in lengths]
+    decoder = Decoder(model)
+    paged = type(
+        "Paged",
+        (Decoder,),
+        {
+            "shape": property(
+                lambda self: CacheShape(
+                    self.windows, self.kv_heads, self.head_dim, self.dtype, page
+                )
+            )
+        },
+    )
+    decoder.__class__ = paged
+    with torch.no_grad():
+        progress = complete_rows(
+            decoder,
+            prompts,
+            groups[: len(prompts)],
+            SamplingParams(temperature=0, max_tokens=new),
+            torch.tensor([], dtype=torch.long),
+        )
+    expected = RolloutEngine(model, None, through_modules=True).generate(
+        [p for p, g in zip(prompts, groups) for _ in range(g)],
+        SamplingParams(temperature=0, max_tokens=new, stop_token_ids=()),
+    )
+    assert torch.equal(progress.ids[:-1], expected.completion_ids) and not progress.alive.any()
+    torch.testing.assert_close(progress.logps[:-1], expected.logps, atol=1e-4, rtol=0)
+
+
+def test_prompts_that_return_are_read_once_and_rows_keep_their_order():
+    model, tokenizer = tiny_gpt_oss(0)
+    ids = [tokenizer(t).input_ids for t in TEXTS]
+    shuffled = [ids[i] for i in (4, 0, 1, 2, 0, 1)]
+    assert len(share_prompts(shuffled)[0]) == 3
+    assert_same(
+        *both_ways(model, tokenizer, shuffled, SamplingParams(temperature=0, max_tokens=12))
+    )
+
+
+def test_rows_that_end_are_dropped_and_change_nothing():
+    model, tokenizer = tiny_gpt_oss(3)
+    texts = [f"{a}*{b}=" for a in (1, 22, 333) for b in (4, 55, 666, 7777)]
+    free = RolloutEngine(model, tokenizer).generate(
+        texts, SamplingParams(temperature=0, max_tokens=40, stop_token_ids=())
+    )
+    stop = free.completion_ids[[0, 1, 2], [3, 9, 15]].tolist()
+    sizes = []
+    step = Decoder.step
+
+    class Watched(Decoder):
+        def step(self, cache, progress, rows, reach):
+            sizes.append(len(progress.last[rows]))
+            return step(self, cache, progress, rows, reach)
+
+    unique, _ = share_prompts([tokenizer(t).input_ids for t in texts])
+    with torch.no_grad():
+        progress = complete_rows(
+            Watched(model),
+            unique,
+            [1] * 12,
+            SamplingParams(temperature=0, max_tokens=40),
+            torch.tensor(stop),
+        )
+    assert min(sizes) < 12 and sizes == sorted(sizes, reverse=True)
+    for i, row in enumerate(free.completion_ids.tolist()):
+        length = next((t + 1 for t, token in enumerate(row) if token in stop), 40)
+        assert progress.counts[i] == length and progress.ids[i, :length].tolist() == row[:length]
+
+
+def test_under_autocast():
+    model, tokenizer = tiny_gpt_oss(0)
+    rollout = RolloutEngine(model, tokenizer, autocast_dtype=torch.bfloat16).generate(
+        TEXTS, SamplingParams(max_tokens=5, seed=0, stop_token_ids=())
+    )
+    for prompt, ids, logps in zip(
+        rollout.prompt_ids, rollout.completion_ids.tolist(), rollout.logps
+    ):
+        with torch.no_grad():
+            full = (
+                model(input_ids=torch.tensor([prompt + ids]))
+                .logits[0, len(prompt) - 1 : -1]
+                .log_softmax(-1)
+            )
+        torch.testing.assert_close(logps, full[range(5), ids], atol=0.05, rtol=0)
+    exact = RolloutEngine(model, tokenizer).generate(
+        TEXTS, SamplingParams(max_tokens=5, seed=0, stop_token_ids=())
+    )
+    assert not torch.equal(exact.logps, rollout.logps)  # it was computed in bfloat16
+
+
+def test_the_training_state_is_left_alone():
+    model, tokenizer = adapted_model(target_modules=["q_proj"])
+    model.train()
+    model.gradient_checkpointing_enable()
+    rollout = RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=4))
+    assert (
+        all(m.training for m in model.modules())
+        and torch.is_grad_enabled()
+        and not rollout.logps.requires_grad
+    )
+
+
+def test_numbers_that_are_none_are_reported():
+    model, tokenizer = tiny_gpt_oss(0)
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    for temperature in (0, 1.0):
+        with pytest.raises(FloatingPointError, match="token 0 of completion 0"):
+            RolloutEngine(model, tokenizer).generate(
+                TEXTS, SamplingParams(temperature=temperature, max_tokens=3)
+            )
+
+
+def test_what_cannot_be_read_goes_through_the_modules():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=24,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    )
+    dora = get_peft_model(
+        tiny_gpt_oss()[0], LoraConfig(r=2, use_dora=True, target_modules=["q_proj"])
+    )
+    head = get_peft_model(
+        tiny_gpt_oss()[0], LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    mixed = tiny_gpt_oss()[0]
+    mixed.lm_head.to(torch.bfloat16)
+    for model, reason in (
+        (llama, "LlamaForCausalLM"),
+        (dora, "DoRA"),
+        (head, "the head is a ModulesToSaveWrapper"),
+        (mixed, "several kinds"),
+    ):
+        decoder, why = open_decoder(model)
+        assert decoder is None and reason in why
+    rollout = RolloutEngine(llama, None).generate(
+        [[3, 4], [5]], SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
+    )
+    assert rollout.lengths.tolist() == [4, 4]
+    with pytest.raises(CannotRead, match="Embedding"):
+        read_projection(torch.nn.Embedding(2, 2))
+
+
+class Doubled(GptOssForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["model.layers.0", "model.layers.1.self_attn.q_proj", "model.norm", "lm_head", "a subclass"],
+)
+def test_what_changes_a_forward_pass_changes_what_is_drawn(where):
+    "A hook, or a forward pass of one's own: the sampler's log-probs are those of the trainer."
+    model, tokenizer = tiny_gpt_oss()
+    if where == "a subclass":
+        model.__class__ = Doubled
+    else:
+        model.get_submodule(where).register_forward_hook(lambda module, given, output: output * 1.5)
+    assert open_decoder(model)[0] is None
+    rollout = RolloutEngine(model, tokenizer).generate(
+        TEXTS, SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
+    )
+    batch = TrainingBatch(
+        *pad_left(rollout.prompt_ids),
+        rollout.completion_ids,
+        rollout.mask,
+        rollout.mask,
+        torch.zeros(len(rollout.mask)),
+    )
+    logps, entropy = completion_logps(model, batch, return_entropy=True)
+    assert (logps - rollout.logps).abs().max() < 1e-4
+    if where in ("lm_head", "a subclass"):
+        assert find_head(model) is None
+    plain = completion_logps(tiny_gpt_oss()[0], batch)[0]
+    assert (logps - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_in_one_pass_is_read(adapted):
+    """As load_model makes it on a GPU: its classes compute the same, and the sampler must not take
+    the slow way."""
+    model, tokenizer = tiny_gpt_oss()
+    plain = RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=4, seed=0))
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    assert one_pass(model) > 0
+    engine = RolloutEngine(model, tokenizer)
+    assert (
+        engine.way.startswith("directly")
+        and open_decoder(model)[0] is not None
+        and find_head(model) is not None
+    )
+    assert (
+        engine.generate(TEXTS, SamplingParams(max_tokens=4, seed=0)).completion_ids.tolist()
+        == plain.completion_ids.tolist()
+    )
+    layer = model.get_base_model().model.layers[0] if adapted else model.model.layers[0]
+
+    class Mine(type(layer.self_attn)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    layer.self_attn.__class__ = Mine
+    assert open_decoder(model) == (None, "model.layers.0.self_attn has the forward pass of Mine")
+
+
+def test_what_transformers_hooks_in_to_collect_outputs_changes_nothing():
+    model = tiny_gpt_oss()[0]
+    assert (
+        len(model(torch.arange(4)[None], output_hidden_states=True).hidden_states) == 3
+        and open_decoder(model)[0] is not None
+    )
+
+
+def test_a_merged_adapter_that_is_switched_off_is_not_there():
+    model, tokenizer = adapted_model(target_modules=["q_proj", "o_proj"])
+    params = SamplingParams(max_tokens=6, temperature=0)
+    with model.disable_adapter():
+        plain = RolloutEngine(model, tokenizer).generate(["12+3="], params)
+    model.merge_adapter()
+    with model.disable_adapter():
+        engine = RolloutEngine(model, tokenizer)
+        assert "switched off" in engine.way  # until a pass through the modules has unmerged it
+        merged = engine.generate(["12+3="], params)
+    assert torch.equal(plain.completion_ids, merged.completion_ids) and torch.allclose(
+        plain.logps, merged.logps, atol=1e-4
+    )
+
+
+def test_adalora_goes_through_the_modules():
+    model, tokenizer = tiny_gpt_oss()
+    engine = RolloutEngine(
+        get_peft_model(model, AdaLoraConfig(target_modules=["q_proj"], init_r=4, total_step=10)),
+        tokenizer,
+    )
+    engine.generate(["1+2="], SamplingParams(max_tokens=3))
+    assert "AdaLoRA" in engine.way
+
+
+def test_a_batch_that_does_not_fit_is_drawn_in_parts(monkeypatch):
+    model, tokenizer = tiny_gpt_oss(0)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    whole = RolloutEngine(model, tokenizer).generate(TEXTS, params)
+    shape = Decoder(model).shape
+    longest = max(len(tokenizer(t).input_ids) for t in TEXTS)
+    monkeypatch.setattr(
+        engine_module, "free_memory", lambda device: shape.bytes([longest] * 2, [1] * 2, 8)
+    )
+    engine = RolloutEngine(model, tokenizer)
+    parts = engine.parts([tokenizer(t).input_ids for t in TEXTS], params, Decoder(model))[0]
+    assert len(parts) > 1 and sum(map(len, parts)) == 5
+    assert_same(whole, engine.generate(TEXTS, params))
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: 1000)
+    with pytest.raises(
+        MemoryError,
+        match=(
+            "a completion of up to 8 tokens after a prompt of 6 needs .* GiB .* and 0.00 GiB "
+            "are free"
+        ),
+    ):
+        engine.generate(TEXTS, params)
+
+
+def test_rows_that_fit_never_exceed_what_is_free():
+    shape = CacheShape((128, None) * 12, 8, 64, torch.bfloat16)
+    lengths = [100 * (i % 7 + 1) for i in range(300)]
+    for free in (2**28, 2**30, 2**33):
+        rows = rows_that_fit(shape, lengths, 500, free, row_bytes=2**20, fixed_bytes=2**26)
+
+        def need(n):
+            return 2**26 + n * 2**20 + shape.bytes(lengths[:n], [1] * n, 500)
+
+        assert need(rows) <= free and (rows == 300 or need(rows + 1) > free)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=6),
+    st.integers(1, 9),
+    st.sampled_from([None, 1, 4, 8]),
+)
+def test_the_cache_takes_what_was_announced_and_no_page_serves_two_masters(prompts, new, page):
+    lengths, groups = zip(*prompts)
+    shape = CacheShape((4, None, 4, None), 2, 4, torch.float32, page)
+    cache = KVCache(shape, lengths, groups, new, "cpu")
+    assert sum(
+        x.numel() * 4 for layer in cache.layers for x in (layer.keys, layer.values)
+    ) == shape.bytes(lengths, groups, new)
+    if page is None:
+        return
+    row, writers = 0, {}
+    for length, group in zip(lengths, groups):
+        for _ in range(group):
+            table = cache.tables[row]
+            assert len(table) == len(set(table)) == shape.width(length, new) and 0 not in table
+            for position in range(length, length + new - 1):
+                writers.setdefault(table[position // page], set()).add(row)
+            row += 1
+    assert all(len(rows) == 1 for rows in writers.values())
+
+
+def test_prompts_are_read_in_batches_of_similar_length():
+    batches = batches_of_prompts([5, 100, 7, 90, 300, 6], most=200)
+    assert sorted(n for b in batches for n in b) == list(range(6)) and [4] in batches
+    assert all(
+        len(b) == 1 or len(b) * max([5, 100, 7, 90, 300, 6][n] for n in b) <= 200 for b in batches
+    )
+
+
+def test_what_comes_back_may_be_trained_on():
+    model, tokenizer = tiny_gpt_oss(0)
+    rollout = RolloutEngine(model, tokenizer).generate(
+        TEXTS, SamplingParams(max_tokens=4, seed=0, repetition_penalty=1.1)
+    )
+    assert not any(x.is_inference() for x in (rollout.completion_ids, rollout.mask, rollout.logps))
+    ratio = torch.zeros_like(rollout.logps, requires_grad=True)
+    (ratio * rollout.logps).sum().backward()
+    torch.testing.assert_close(ratio.grad, rollout.logps)
+
+
+@pytest.mark.parametrize(
+    "dtype, bound",
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_the_loop_over_experts(dtype, bound, tokens):
+    model, _ = adapted_model(
+        target_modules=["o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    experts = Decoder(model.to(dtype)).layers[0].experts
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, indices = (
+        torch.randn(tokens, 128, generator=generator, dtype=torch.float64).to(dtype),
+        torch.rand(tokens, 3, generator=generator).topk(2).indices + 1,
+    )  # nobody asks expert 0
+    weights = torch.rand(tokens, 2, generator=generator).to(dtype)
+    with torch.inference_mode():
+        loop, expected, auto = (
+            routed_experts(hidden, indices, weights, experts, path=path)
+            for path in ("loop", "reference", "auto")
+        )
+    assert loop.dtype == dtype and len(experts.gate_up_lora) == len(experts.down_lora) == 1
+    assert (loop - expected).norm() <= bound * expected.norm() and (
+        auto - expected
+    ).norm() <= bound * expected.norm()
+    with pytest.raises(ValueError, match="'loop' has no gradients"):
+        routed_experts(hidden, indices, weights.requires_grad_(), experts, path="loop")
+
+
+def test_rotations_looked_up_are_those_computed():
+    decoder = Decoder(tiny_gpt_oss()[0])
+    for positions, reach in (
+        (torch.tensor([3, 0], dtype=torch.int32), 4),
+        (torch.tensor([90, 7]), 91),
+        (torch.tensor([5]), 6),
+    ):
+        for looked_up, computed in zip(decoder.turn_at(positions, reach), decoder.turn(positions)):
+            assert torch.equal(looked_up, computed)
+
+
+def test_experts_of_a_long_prompt_work_in_slices(monkeypatch):
+    from grpo_nb.model import experts
+    from grpo_nb.rollout import decode_ops
+
+    decoder = Decoder(tiny_gpt_oss(0)[0])
+    x = torch.randn(300, 128, generator=torch.Generator().manual_seed(0))
+    sizes, many = [], experts._many
+
+    def watched(hidden, *arguments):
+        sizes.append(len(hidden))
+        return many(hidden, *arguments)
+
+    monkeypatch.setattr(experts, "_many", watched)
+
+    def mixed():
+        with torch.no_grad():
+            return decode_ops.mix(
+                x, decoder.layers[0], decoder.norms[0], **decoder.mixing, path="many"
+            )[0]
+
+    whole = mixed()
+    monkeypatch.setattr(decode_ops, "SLICE", 64)
+    torch.testing.assert_close(mixed(), whole)
+    assert sizes == [300, 64, 64, 64, 64, 44]
+
+
+def test_an_adapter_that_transformers_itself_attached():
+    model, tokenizer = tiny_gpt_oss(0)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.normal_(std=0.1)
+    plain, _ = tiny_gpt_oss(0)
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    mine, theirs = both_ways(model.eval(), tokenizer, TEXTS, greedy)
+    assert_same(mine, theirs)
+    assert not torch.allclose(
+        mine.logps[:, 0], RolloutEngine(plain, tokenizer).generate(TEXTS, greedy).logps[:, 0]
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    groups=st.lists(st.integers(1, 3), min_size=5, max_size=5),
+    new=st.integers(1, 20),
+    stop=st.sampled_from([(), (7, 8, 9, 10)]),
+    penalty=st.sampled_from([1.0, 1.2]),
+)
+def test_a_small_model_written_for_few_calls_draws_the_same(lengths, groups, new, stop, penalty):
+    model, _ = adapted_model(
+        2,
+        target_modules=["q_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    generator = torch.Generator().manual_seed(sum(lengths))
+    prompts = [torch.randint(7, 20, (n,), generator=generator).tolist() for n in lengths]
+    params = SamplingParams(max_tokens=new, repetition_penalty=penalty)
+    plain, small = (
+        complete_rows(
+            kind(model),
+            prompts,
+            groups[: len(prompts)],
+            params,
+            torch.tensor(stop, dtype=torch.long),
+            torch.Generator().manual_seed(5),
+        )
+        for kind in (Decoder, SmallDecoder)
+    )
+    assert (
+        torch.equal(plain.ids, small.ids)
+        and torch.equal(plain.counts, small.counts)
+        and not small.alive.any()
+    )
+    torch.testing.assert_close(plain.logps, small.logps, atol=1e-4, rtol=0)
+
+
+def test_a_small_model_in_float64_is_as_exact_as_the_formulas():
+    model, _ = adapted_model(3, target_modules=["q_proj", "v_proj"])
+    model.double()
+    prompts = [[7, 8, 9] * 7, [10], [11, 12, 13, 14, 15]]
+
+    def two_looks(kind):
+        decoder = kind(model)
+        cache, progress = (
+            decoder.cache([21, 1, 5], [1, 2, 1], 4),
+            Progress.start([21, 1, 1, 5], 4, "cpu"),
+        )
+        first = decoder.logits(decoder.prefill(cache, [0, 1, 2], prompts))
+        record_column(
+            slice(0, 4),
+            0,
+            torch.tensor([16, 17, 18, 19]),
+            torch.zeros(4),
+            torch.tensor([], dtype=torch.long),
+            progress,
+        )
+        return torch.cat([first, decoder.logits(decoder.step(cache, progress, slice(0, 4), 22))])
+
+    with torch.inference_mode():
+        plain, small = two_looks(Decoder), two_looks(SmallDecoder)
+    assert small.dtype == torch.float64 and plain.std() > 0.01
+    torch.testing.assert_close(small, plain, atol=1e-12, rtol=0)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 6),
+    width=st.integers(1, 6),
+    stop=st.sampled_from([(), (0,), (0, 1, 2)]),
+    seed=st.integers(0, 10**6),
+    drop=st.booleans(),
+    seen=st.booleans(),
+)
+def test_a_column_is_recorded_as_rows_one_by_one_are(rows, width, stop, seed, drop, seen):
+    one, other = (Progress.start([3] * rows, width, "cpu") for _ in range(2))
+    if seen:
+        one.seen, other.seen = torch.zeros(2, rows + 1, 6, dtype=torch.bool)
+    generator, stop, which = (
+        torch.Generator().manual_seed(seed),
+        torch.tensor(stop, dtype=torch.long),
+        slice(0, rows),
+    )
+    for column in range(width):
+        if drop:
+            which = torch.arange(rows)[one.alive[:rows]]
+        count = len(torch.arange(rows)[which])
+        tokens, logps = (
+            torch.randint(6, (count,), generator=generator),
+            torch.rand(count, generator=generator),
+        )
+        record(which, tokens, logps, stop, one)
+        record_column(which, column, tokens, logps, stop, other)
+        for name in ("counts", "lengths", "alive"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        if other.alive.any():
+            assert torch.equal(one.last[other.alive], other.last[other.alive])
+    mask = torch.arange(width) < one.counts[:, None]
+    assert torch.equal(one.ids[mask], other.ids[mask]) and torch.equal(
+        one.logps[mask], other.logps[mask]
+    )
+    assert (
+        not other.alive[:rows].any()
+        and other.alive[rows] == one.alive[rows]
+        and other.counts[rows] == 0
+    )
+    if seen and drop:
+        assert torch.equal(one.seen, other.seen)
+
+
+def test_which_models_are_small():
+    def small(dtype=None, autocast=None, **sizes):
+        return (
+            type(open_decoder(tiny_gpt_oss(**sizes)[0].to(dtype or torch.float32), autocast)[0])
+            is SmallDecoder
+        )
+
+    assert small() and small(torch.float64) and small(num_experts=8, experts_per_token=4)
+    assert not (
+        small(torch.bfloat16)
+        or small(autocast=torch.bfloat16)
+        or small(num_experts=8)
+        or small(hidden_size=512, intermediate_size=512)
+    )

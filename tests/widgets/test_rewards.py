@@ -1,0 +1,804 @@
+"""widgets.rewards: an explanation says what the score says, for every reward of the library; faults
+and hanging functions are sentences; nothing that is shown can be markup; totals and advantages are
+the trainer's."""
+
+import functools
+import html
+import math
+import random
+import re
+import textwrap
+import time
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_nb.algorithm.advantages import group_advantages
+from grpo_nb.environments import arithmetic, countdown, email_replies, gsm8k, procedural
+from grpo_nb.environments.game2048 import CORNER, OnceABatch, StrategyRewards
+from grpo_nb.environments.isolated_rewards import isolated
+from grpo_nb.environments.matmul import MatmulRewards
+from grpo_nb.environments.rubric import Rubric, length_penalty, readability_penalty
+from grpo_nb.environments.verifiers import (
+    Explanation,
+    final_channel,
+    last_number,
+    last_program,
+    program_marks,
+)
+from grpo_nb.widgets import rewards as room
+from grpo_nb.widgets.rewards import (
+    EXPLAINED,
+    NEXT,
+    TASKS,
+    Judgement,
+    RewardTask,
+    ask,
+    bar_svg,
+    colours_of,
+    explainer,
+    explanation,
+    group_html,
+    highlighted,
+    judge_group,
+    read_row,
+    rewards_widget,
+    shortened,
+    split_group,
+    total,
+)
+
+PIECES = [
+    "46",
+    "45",
+    "-46",
+    "4",
+    " ",
+    "\n",
+    ".",
+    "46.0",
+    "1/0",
+    "92/2",
+    r"\boxed{46}",
+    r"\boxed{",
+    "}",
+    r"\frac{92}{2}",
+    "1{,}000",
+    r"4.6 \times 10^{1}",
+    "1e9999",
+    "page",
+    "please",
+    "=",
+    "+",
+    "20+26",
+    "(2*23)",
+    "é",
+    "\u2212",
+    "$46",
+    *gsm8k.TAGS,
+    *gsm8k.TAGS,
+    *gsm8k.WORKING_TAGS,
+    "<answer>46</answer>",
+    "<answer>\n46\n</answer>",
+    "<reasoning>\nso\n</reasoning>\n<answer>\n46\n</answer>",
+    "<start_working_out>so<end_working_out><SOLUTION>46</SOLUTION>",
+]
+ROW = {"answer": "46", "numbers": [20, 26, 2, 23], "target": 46, "use_all": False}
+
+
+def texts(count, pieces=PIECES, seed=0):
+    rng = random.Random(seed)
+    return [
+        "",
+        " ",
+        *pieces,
+        *("".join(rng.choices(pieces, k=rng.randint(1, 8))) for _ in range(count)),
+    ]
+
+
+def score_and_why(function, text, row=ROW):
+    [score] = function(
+        prompts=[""], completions=[text], **{name: [value] for name, value in row.items()}
+    )
+    why = explanation(function, text, row, 5.0)
+    assert why.reason and not why.reason.startswith("(its explanation"), (function, text, why)
+    assert all(0 <= start < end <= len(text) for _, start, end in why.marks)
+    return score, why
+
+
+# what is said is what was decided
+
+RIGHT = {  # function -> (full marks, what the reason says then and only then)
+    arithmetic.number_found_reward: (1.0, "the last number is"),
+    arithmetic.correct_number_reward: (3.0, "which is right"),
+    arithmetic.exact_answer_reward: (1.0, "is exactly"),
+    arithmetic.proximity_reward: (1.0, "which is right"),
+    gsm8k.correctness_reward_func: (2.0, "which is right"),
+    gsm8k.int_reward_func: (0.5, " is spelt"),
+    gsm8k.strict_format_reward_func: (0.5, "line by line"),
+    gsm8k.soft_format_reward_func: (0.5, "all tags are there once"),
+    gsm8k.solution_format_reward: (1.0, "all tags are there once"),
+    gsm8k.solution_proximity_reward: (1.0, "which is right"),
+    countdown.countdown_format_reward: (1.0, "it keeps the rules"),
+    countdown.countdown_correct_reward: (1.0, "which is right"),
+    countdown.countdown_closeness_reward: (1.0, "which is right"),
+}
+
+
+@pytest.mark.parametrize("function", RIGHT, ids=lambda f: f.__name__)
+def test_the_reason_says_what_the_score_says(function):
+    full, words = RIGHT[function]
+    seen = set()
+    for text in texts(600):
+        score, why = score_and_why(function, text)
+        assert (score == full) == (words in why.reason), (text, score, why)
+        seen.add(score == full)
+    assert seen == {True, False}
+
+
+def test_what_is_marked_is_what_was_read():
+    for text in texts(600):
+
+        def marked(function):
+            return [text[start:end] for _, start, end in score_and_why(function, text)[1].marks]
+
+        number = marked(arithmetic.correct_number_reward)
+        assert [last_number(piece) for piece in number] == (
+            [] if last_number(text) is None else [last_number(text)]
+        )
+        answer = gsm8k.answer_text(text)
+        assert marked(gsm8k.int_reward_func) == ([answer] if answer else [])
+        assert marked(countdown.countdown_format_reward) == (
+            [procedural.stated_answer(text)] if procedural.stated_answer(text) else []
+        )
+        assert len(marked(gsm8k.xmlcount_reward_func)) == sum(text.count(tag) for tag in gsm8k.TAGS)
+
+
+def test_counted_tags():
+    seen = set()
+    for text in texts(500):
+        score, why = score_and_why(gsm8k.xmlcount_reward_func, text)
+        late = "after the end" in why.reason
+        assert late or int(why.reason[0]) == score / 0.125
+        seen.add(late)
+    assert seen == {True, False}
+
+
+def test_mails():
+    problem = email_replies.reply_problem(1234, random.Random(3))
+    row = {name: value for name, value in problem.items() if name != "prompt"}
+    pieces = [
+        *problem["reply"].split("\n"),
+        "\n",
+        "\n",
+        problem["recipient"],
+        *problem["keywords"],
+        "\n".join(problem["signature"]),
+    ]
+    for text in [problem["reply"], *texts(300, pieces)]:
+        for function in email_replies.EMAIL_REWARDS:
+            score, why = score_and_why(function, text, row)
+            if function is not email_replies.too_long_reward:
+                assert (score == 1.0) == (not re.search(r"\bnot\b", why.reason)), (text, why)
+            else:
+                assert (score == -1.0) == (
+                    len(text) > 400
+                ) and f"{len(text):,} characters" in why.reason
+    for function, column in zip(
+        email_replies.EMAIL_REWARDS, ("keywords", "reply", "max_length", "recipient", "signature")
+    ):
+        if column != "reply":
+            assert score_and_why(function, "x", row | {column: None}) == (
+                None,
+                Explanation(f"the column {column!r} is empty"),
+            )
+
+
+def test_mathematics_and_procedural_tasks():
+    how = explainer(procedural.math_points)
+    assert how(r"7 \boxed{\frac{1}{2}}", answer="1/2") == Explanation(
+        "what stands in the last box is compared with '1/2' by math-verify", (("box", 9, 20),)
+    )
+    assert "no box" in how("1/2", answer="1/2").reason
+    entry = explainer(functools.partial(procedural.procedural_reward, ways=("tags",)))
+    assert entry("<answer> 4 </answer>", task="leg_counting", config="{}", entry="{}").marks == (
+        ("answer tags", 9, 10),
+    )
+    assert (
+        entry("4", task="leg_counting").reason == "it states no answer"
+        and "not shown to" in entry("<answer>exit()</answer>", task="n_queens").reason
+    )
+
+
+def test_rubric_and_readability():
+    rubric = Rubric(
+        {
+            "polite": (lambda text: "please" in text, 2.0),
+            "near": (lambda text, answer: 0.25 * (answer in text), 4.0),
+        }
+    )
+    assert explanation(rubric, "46, please", ROW, 1.0).reason == "polite: 2 of 2; near: 1 of 4"
+    assert (
+        "long words"
+        in explanation(readability_penalty, "incomprehensibilities " * 30, ROW, 1.0).reason
+    )
+
+
+def test_every_reward_function_of_the_library_is_explained():
+    for module in (arithmetic, countdown, email_replies, gsm8k):
+        functions = [
+            value
+            for name, value in vars(module).items()
+            if re.search("_reward(_func)?$", name)
+            and getattr(value, "__module__", "") == module.__name__
+        ]
+        assert functions and all(function in EXPLAINED for function in functions)
+    assert explainer(length_penalty(1, 2)) is None and explainer(print) is None
+
+
+# programs
+
+BLOCKS = [
+    "```python\n",
+    "```\n",
+    "~~~py\n",
+    "~~~\n",
+    "x = 1\n",
+    "    y = 2\n",
+    "```bash\nls\n```\n",
+    "words ",
+    "analysis",
+    "assistantfinal",
+    "<|channel|>final<|message|>",
+    "<|channel|>analysis<|message|>",
+    "<|return|>",
+    "<|end|>",
+    "\n",
+    "\r\n",
+    "`",
+    "```",
+]
+
+
+def test_marks_of_programs():
+    seen = set()
+    for text in texts(2000, BLOCKS):
+        found, marks, channel = (
+            last_program(text),
+            {name: text[start:end] for name, start, end in program_marks(text)},
+            final_channel(text),
+        )
+        code = None if "program" not in marks else textwrap.dedent(marks["program"]).rstrip() + "\n"
+        assert (
+            code == found.code
+            and marks.get("final channel", text if channel is not None else None) == channel
+        )
+        seen.add((code is None, "final channel" in marks))
+    assert len(seen) == 4
+
+
+def test_a_report_is_asked_for_again_and_not_judged_again():
+    judged = []
+    once = OnceABatch(lambda texts, step: [judged.append(text) or text.upper() for text in texts])
+    assert (
+        once(["a", "b"], {}) == ["A", "B"]
+        and once.of("b") == "B"
+        and judged == ["a", "b"]
+        and once.of("c") == "C"
+        and judged == ["a", "b", "c"]
+    )
+
+
+@pytest.mark.parametrize(
+    "rewards, good, stage",
+    [
+        (StrategyRewards(games=1, seed=0, game_s=3.0), CORNER, "plays"),
+        (
+            MatmulRewards(seed=0, size=16, trials=2),
+            TASKS["matrices"]().examples["three loops"].strip("`").removeprefix("python\n"),
+            "right",
+        ),
+    ],
+    ids=["2048", "matrices"],
+)
+def test_programs_are_judged_once_and_explained(rewards, good, stage):
+    good, bad = f"assistantfinal```python\n{good}```", "```python\nimport numpy\n```"
+    calls, judge = [], rewards.judge
+    rewards.reports.judge = lambda texts, step: calls.append(texts) or judge(texts, step)
+    first, second, third = judge_group(RewardTask(rewards.functions()), [good, bad, "I give up."])
+    assert calls == [[good, bad, "I give up."]]
+    assert all(
+        one.why.reason.startswith(f"{stage}: ")
+        and one.score >= 0
+        and [name for name, _, _ in one.why.marks] == ["final channel", "program"]
+        for one in first
+    )
+    assert all(
+        one.score == 0
+        and one.why.reason == "cheats: it imports more than the standard library: numpy"
+        for one in second
+    )
+    assert third[0].why == Explanation("no code: there is no fenced block of Python")
+
+
+# asking
+
+
+def silent(completions, **columns):
+    return [None for _ in completions]
+
+
+def broken(completions, **columns):
+    raise KeyError("<b>no</b>")
+
+
+def words(completions, **columns):
+    return "very good"
+
+
+def too_few(completions, **columns):
+    return [1.0]
+
+
+def infinite(completions, **columns):
+    return [math.inf for _ in completions]
+
+
+def sleepy(completions, **columns):
+    time.sleep(30)
+
+
+def leaves(completions, **columns):
+    raise SystemExit(3)
+
+
+def narrow(completions):
+    return [1.0 for _ in completions]
+
+
+def odd(completions, **columns):
+    return SimpleNamespace(tolist=lambda: 1 / 0)
+
+
+def mixed(completions, **columns):
+    return [1.0, None]
+
+
+async def later(completions, **columns):
+    return [2.0 for _ in completions]
+
+
+async def never(completions, **columns):
+    raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (silent, ""),
+        (mixed, ""),
+        (later, ""),
+        (broken, "it raised KeyError"),
+        (words, "'words' returned 'very good'; it must return a list with one number"),
+        (too_few, "returned 1 rewards for 2 completions"),
+        (infinite, "inf"),
+        (leaves, "it raised SystemExit"),
+        (narrow, "it raised TypeError"),
+        (never, "it raised ValueError: not today"),
+        (odd, "ZeroDivisionError"),
+    ],
+)
+def test_what_goes_wrong_is_a_sentence(function, expected):
+    scores, fault = ask(
+        function, {"prompts": ["", ""], "completions": ["a", "b"], "answer": ["1", "1"]}, 5.0
+    )
+    assert len(scores) == 2 and expected in fault and bool(fault) == bool(expected)
+    assert not fault or all(map(math.isnan, scores))
+    judged = judge_group(
+        RewardTask([function, arithmetic.number_found_reward], "", {"answer": "1"}), ["a", "b"]
+    )
+    assert [total(said, [1.0, 1.0]) for said in judged] == [
+        -1.0 + (0.0 if math.isnan(score) else score) for score in scores
+    ]
+    assert group_html(["a", "b"], judged, [1.0, 1.0])
+
+
+def test_a_function_that_hangs_holds_nobody_up():
+    def explains_for_ever(text, **row):
+        time.sleep(30)
+
+    class Slow:
+        explain = staticmethod(explains_for_ever)
+
+        def __call__(self, completions, **columns):
+            return [1.0 for _ in completions]
+
+    began = time.monotonic()
+    judged = judge_group(RewardTask([sleepy, sleepy, Slow()]), ["a", "b"], timeout_s=0.2)
+    assert time.monotonic() - began < 10
+    assert all(
+        "not done after 0.2 s" in one.fault and "isolated" in one.fault
+        for said in judged
+        for one in said[:2]
+    )
+    assert [said[2].score for said in judged] == [1.0, 1.0] and "0.2 s" in judged[0][2].why.reason
+
+
+def test_isolated_functions_are_explained_and_their_faults_named():
+    with (
+        isolated("grpo_nb.environments.gsm8k:int_reward_func") as good,
+        isolated("time:sleep") as bad,
+        pytest.warns(UserWarning, match="sleep"),
+    ):
+        [(one, two)] = judge_group(RewardTask([good, bad]), ["<answer>46</answer>"])
+    assert (
+        one
+        == Judgement(
+            "int_reward_func",
+            0.5,
+            Explanation("'46' is spelt as a whole number", (("answer", 8, 10),)),
+        )
+        and "TypeError" in two.fault
+    )
+    with isolated(
+        "grpo_nb.environments.procedural:procedural_reward", arguments={"ways": ("tags",)}
+    ) as tags:
+        assert (
+            explanation(tags, "46", {"task": "leg_counting"}, 1.0).reason == "it states no answer"
+        )
+
+
+def test_functions_are_given_what_the_trainer_gives():
+    seen = []
+
+    def look(
+        prompts,
+        completions,
+        completion_ids,
+        trainer_state,
+        log_metric,
+        log_extra,
+        answer,
+        **columns,
+    ):
+        seen.append((prompts, completions, completion_ids, answer, columns))
+        log_metric("m", 1.0)
+        log_extra("remark", [f"about {text[0]['content']}" for text in completions])
+        return [float(trainer_state.global_step) for _ in completions]
+
+    prompt = [{"role": "user", "content": "?"}]
+
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": list(text.encode())}
+
+    judged = judge_group(
+        RewardTask(look, prompt, {"answer": "1", "more": [1, 2]}, tokenizer=tokenizer), ["a", "b"]
+    )
+    assert seen == [
+        (
+            [prompt] * 2,
+            [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]],
+            [[97], [98]],
+            ["1", "1"],
+            {"more": [[1, 2], [1, 2]]},
+        )
+    ]
+    assert [said[0].why.reason for said in judged] == ["remark: about a", "remark: about b"]
+    assert (
+        judge_group(RewardTask(length_penalty(0, 4), "", tokenizer=tokenizer), ["abcd"])[0][0].score
+        == -1
+    )
+
+
+# explanations of others
+
+
+class Own:
+    def __init__(self, found):
+        self.found = found
+
+    def reward(self, completions, **columns):
+        return [1.0 for _ in completions]
+
+    def explain(self, text, **row):
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+@pytest.mark.parametrize(
+    "found, expected",
+    [
+        ("a string", Explanation("a string")),
+        (Explanation("good", (("x", 0, 1),)), Explanation("good", (("x", 0, 1),))),
+        (
+            Explanation("far", (("x", 0, 9), ("y", -1, 1), ("z", 1, 1), ("w", 1, 2))),
+            Explanation("far", (("w", 1, 2),)),
+        ),
+        (None, "must be an Explanation or a string"),
+        (7, "must be an Explanation or a string"),
+        (Explanation("bad", (("x", "0", None),)), "must be an Explanation"),
+        (Explanation("bad", 3), "must be an Explanation"),
+        (ValueError("oh"), "raised ValueError: oh"),
+    ],
+)
+def test_explanations_that_others_write(found, expected):
+    for function in (Own(found).reward, functools.partial(Own(found).reward)):
+        why = explanation(function, "ab", {"answer": "1"}, 1.0)
+        assert (
+            why == expected
+            if isinstance(expected, Explanation)
+            else expected in why.reason and not why.marks
+        )
+
+
+def test_a_function_that_empties_its_lists_harms_no_other():
+    def empties(completions, answer, log_extra, **columns):
+        completions.clear(), answer.clear(), log_extra("remark", None), log_extra("short", ["one"])
+        return [1.0, 1.0]
+
+    judged = judge_group(
+        RewardTask([empties, arithmetic.correct_number_reward], "", {"answer": "46"}), ["46", "1"]
+    )
+    assert [[one.score for one in said] for said in judged] == [
+        [1.0, 3.0],
+        [1.0, -3.0],
+    ] and not judged[0][0].why.reason
+
+
+def test_a_column_may_have_any_name():
+    row = {
+        "text": "t",
+        "self": "s",
+        "function": "f",
+        "answer": "46",
+        "prompts": "p",
+        "completions": "c",
+    }
+    judged = judge_group(RewardTask([arithmetic.correct_number_reward], "?", row), ["46"])
+    assert judged[0][0].score == 3 and "which is right" in judged[0][0].why.reason
+
+
+# the page
+
+
+class Page(HTMLParser):
+    "Tags and text of a page."
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.text, self.attributes = [], "", []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+OURS = {"div", "mark", "span", "table", "tr", "th", "td", "svg", "path", "b", "br", "i"}
+
+
+def test_nothing_that_is_said_becomes_markup():
+    nasty = '<script>alert(1)</script><img src=x onerror="alert(2)">"\'&amp;</div></td>'
+
+    def reward(completions, **columns):
+        return [1.0 for _ in completions]
+
+    def fails(completions, **columns):
+        raise ValueError(nasty)
+
+    reward.__name__ = fails.__name__ = nasty
+    reward.explain = lambda text, **row: Explanation(nasty, ((nasty, 0, len(text)), ("<b>", 3, 9)))
+    for group in ([nasty], [nasty, nasty * 2]):
+        page = Page(group_html(group, judge_group(RewardTask([reward, fails]), group), [1.0, 1.0]))
+        assert set(page.tags) <= OURS and set(page.attributes) <= {
+            "style",
+            "class",
+            "title",
+            "role",
+            "aria-label",
+            "viewbox",
+            "width",
+            "height",
+            "d",
+            "fill",
+            "stroke",
+            "stroke-width",
+        }
+        assert page.text.count(nasty) >= 3 * len(group)
+    box = rewards_widget(RewardTask([reward], nasty, {}, {"one": nasty}))
+    panel_texts = [widget.value for widget in (box.children[1], box.drawing)]
+    assert (
+        all(set(Page(text).tags) <= OURS for text in panel_texts)
+        and nasty in Page(panel_texts[0]).text
+    )
+    box.controls["row"].value = nasty
+    assert set(Page(box.drawing.value).tags) == {"p"}
+
+
+def test_a_completion_is_shown_as_it_is():
+    rng = random.Random(0)
+    for text in texts(300, [*PIECES, "<b>", "&lt;", "\x00", "\u202e"]):
+        said = [
+            Judgement(
+                "f",
+                1.0,
+                Explanation(
+                    "",
+                    tuple(
+                        (name, *sorted(rng.sample(range(len(text) + 1), 2)))
+                        for name in "abc"
+                        if len(text)
+                    ),
+                ),
+            )
+        ]
+        shown = Page(highlighted(text, said, colours_of(said)))
+        assert shown.text == (text or "(nothing)").replace(
+            "\x00", shown.text[text.index("\x00")] if "\x00" in text else ""
+        )
+    long = highlighted("x" * 50_000, [], {})
+    assert "30,000 more characters" in long and len(long) < 21_000
+    assert (
+        highlighted(
+            "x" * 50_000,
+            [Judgement("f", 1.0, Explanation("", (("end", 19_000, 50_000),)))],
+            {"end": "#fff"},
+        ).count("<mark")
+        == 1
+    )
+
+
+def test_bars_and_short_texts():
+    assert (
+        "h58.00" in bar_svg(2.0, 2.0)
+        and "h-29.00" in bar_svg(-1.0, 2.0)
+        and "h0.00" in bar_svg(math.nan, 2.0)
+        and "h0.00" in bar_svg(0.0, 0.0)
+    )
+    assert shortened("a\n b") == "a b" and len(shortened("x" * 999)) == 60
+
+
+# totals
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_totals_and_advantages_are_the_trainers(seed):
+    rng = random.Random(seed)
+    weights = [rng.choice([0.0, 0.5, 1.0, -2.0]) for _ in range(3)]
+    scores = [[rng.choice([math.nan, 0.0, 1.0, -0.25]) for _ in range(3)] for _ in range(4)]
+    judged = [
+        [Judgement(f"f{k}", score, Explanation("")) for k, score in enumerate(row)]
+        for row in scores
+    ]
+    sums = [total(said, weights) for said in judged]
+    expected = group_advantages(scores, 4, weights=weights)
+    known = [value for value in sums if not math.isnan(value)]
+    assert expected.group_mean.item() == pytest.approx(
+        sum(known) / len(known) if known else 0.0, abs=1e-6
+    )
+    page = group_html(["a", "b", "c", "d"], judged, weights)
+    assert all(f"{value:+.2f}" in page for value in expected.values.tolist()) and page.count(
+        "left out of its group"
+    ) == len(sums) - len(known)
+
+
+# the tasks
+
+
+@pytest.mark.parametrize(
+    "name, best",
+    [
+        ("sums", "right"),
+        ("GSM8K", "right"),
+        ("countdown", "right"),
+        ("mathematics", "right"),
+        ("e-mail", "as wanted"),
+        ("2048", "keeps to a corner"),
+        ("matrices", "fast"),
+    ],
+)
+def test_of_the_examples_the_honest_one_earns_most(name, best):
+    task = TASKS[name]()
+    names, completions = list(task.examples), list(task.examples.values())
+    judged = judge_group(task, completions, timeout_s=60.0)
+    totals = {example: total(said, task.weights) for example, said in zip(names, judged)}
+    assert totals[best] == max(totals.values()) and not any(
+        one.fault for said in judged for one in said
+    )
+    assert all(one.why.reason for said in judged for one in said)
+    if name != "sums":
+        assert all(
+            totals[example] < totals[best]
+            for example in names
+            if example.startswith(("sly", "wrong", "cut off"))
+        )  # listing numbers pays where only the last one is read
+
+
+# the widget
+
+
+def test_the_widget_follows_every_control():
+    box = rewards_widget()
+    assert (
+        "grpo-rewards-viz" in box._dom_classes
+        and "the last number is 7" in box.drawing.value
+        and "12+34=" in box.children[1].value
+    )
+    before = box.drawing.value
+    for slider in box.sliders.children:
+        slider.value += 0.5
+        assert box.drawing.value != before or "exact" in slider.description
+        slider.value -= 0.5
+        assert box.drawing.value == before
+    box.controls["row"].value = '{"answer": 7}'
+    assert "which is right" in box.drawing.value
+    box.controls["completion"].value = f"1\n {NEXT} \n2\n{NEXT}\n7"
+    assert box.drawing.value.count("completion ") >= 3 and "+1.15" in box.drawing.value
+    for wrong in ("46", "[1]", "{"):
+        box.controls["row"].value = wrong
+        assert Page(box.drawing.value).tags == ["p"] and "JSON" in box.drawing.value
+        box.sliders.children[0].value += 0.1
+        assert Page(box.drawing.value).tags == ["p"]
+    box.controls["row"].value = '{"answer": "2"}'
+    assert box.drawing.value.count("which is right") == 2  # two functions about one of three
+    box.controls["example"].value = "all of them, as a group"
+    assert box.drawing.value.count("margin-top:12px") == len(TASKS["sums"]().examples)
+    for name in ("countdown", "GSM8K", "e-mail", "sums"):
+        box.controls["task"].value = name
+        task = TASKS[name]()
+        assert box.controls["completion"].value == next(iter(task.examples.values())) and len(
+            box.sliders.children
+        ) == len(task.functions)
+        assert (
+            read_row(box.controls["row"].value) == task.row
+            and Page(box.drawing.value).tags.count("mark") >= 1
+        )
+
+
+def test_a_task_that_cannot_be_made_says_why(monkeypatch):
+    def missing():
+        raise ImportError("math_verify cannot be imported; pip install 'grpo_nb[tasks]'")
+
+    monkeypatch.setitem(TASKS, "mathematics", missing)
+    box = rewards_widget()
+    box.controls["task"].value = "mathematics"
+    assert "grpo_nb[tasks]" in html.unescape(box.drawing.value)
+    box.controls["task"].value = "sums"
+    assert "the last number is 7" in box.drawing.value
+
+
+def test_a_task_of_ones_own():
+    box = rewards_widget(RewardTask([silent, too_few], "?", weights=[0.0, -3.0]))
+    assert (
+        box.controls["task"].options == ("yours",)
+        and not box.controls["completion"].value
+        and "no&nbsp;score" in box.drawing.value
+    )
+    assert [slider.value for slider in box.sliders.children] == [0.0, -3.0]
+    box.controls["completion"].value = "a"
+    assert "-3" in box.drawing.value
+    with pytest.raises(ValueError, match="there is no task 'chess'; there are 'sums'"):
+        rewards_widget("chess")
+    with pytest.raises(ValueError, match="1 weights and 2 reward functions"):
+        RewardTask([silent, broken], weights=[1.0])
+    with pytest.raises(ValueError, match="no reward function"):
+        RewardTask([])
+
+
+def test_pasted_groups():
+    assert (
+        split_group("") == [""]
+        and split_group("a\n====\nb") == ["a\n====\nb"]
+        and split_group(f"{NEXT}\na\n{NEXT}") == ["", "a", ""]
+    )
+    assert read_row("") == {} and room.NEXT not in "".join(
+        text
+        for name in ("sums", "GSM8K", "countdown", "e-mail")
+        for text in TASKS[name]().examples.values()
+    )
