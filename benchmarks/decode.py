@@ -916,7 +916,8 @@ def cpu(cases=((64, 8, 8), (16, 1, 64)), repeats=5, device="cpu"):
     import transformers
 
     from grpo_nb.model.tiny import tiny_gpt_oss
-    from grpo_nb.rollout.engine import RolloutEngine, pad_left
+    from grpo_nb.rollout.engine import RolloutEngine
+    from grpo_nb.rollout.rollout import pad_left
     from grpo_nb.rollout.sampling import SamplingParams
 
     model, tokenizer = tiny_gpt_oss()

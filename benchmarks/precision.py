@@ -25,7 +25,8 @@ import time
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from grpo_nb.rollout.engine import RolloutEngine, pad_left
+from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
 

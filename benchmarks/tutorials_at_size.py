@@ -148,7 +148,8 @@ def written_programs(page):
 def half_written(programs):
     """A rollout function: every other completion is drawn by the trainer's engine, the others are
     written."""
-    from grpo_nb.rollout.engine import evaluating, pad_left
+    from grpo_nb.rollout.engine import evaluating
+    from grpo_nb.rollout.rollout import pad_left
     from grpo_nb.training.data import prompt_token_ids
     from grpo_nb.training.policy_logprobs import TrainingBatch
 

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from small_runs import digits, small_model, small_trainer, weights_of
 
 from grpo_nb import GRPOTrainer
-from grpo_nb.rollout.engine import Rollout
+from grpo_nb.rollout.rollout import Rollout
 
 SETTINGS = dict(
     num_generations=4,

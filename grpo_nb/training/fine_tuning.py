@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from tqdm.auto import tqdm
 
-from ..rollout.engine import pad_left
+from ..rollout.rollout import pad_left
 from .policy_logprobs import TrainingBatch, completion_logps
 
 # %% ../../nbs/training/18_fine_tuning.ipynb #81a3572a

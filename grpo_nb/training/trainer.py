@@ -41,13 +41,8 @@ from ..model.loading import check_capped_scores
 from ..model.memory_bytes import free_memory, longest_sequence
 from ..model.offload import HostStore, offload_layers
 from ..model.token_slices import slice_layers, slice_tokens_of
-from grpo_nb.rollout.engine import (
-    Rollout,
-    RolloutEngine,
-    default_stop_token_ids,
-    evaluating,
-    pad_left,
-)
+from ..rollout.engine import RolloutEngine, evaluating
+from ..rollout.rollout import Rollout, default_stop_token_ids, pad_left
 from ..rollout.sampler import drawn_elsewhere
 from grpo_nb.training.checkpoint import (
     checkpoints,

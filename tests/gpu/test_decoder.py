@@ -9,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout.engine import RolloutEngine, pad_left
+from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
 
 pytestmark = [

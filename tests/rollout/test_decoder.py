@@ -22,8 +22,9 @@ from grpo_nb.rollout.decoder import (
     open_decoder,
     read_projection,
 )
-from grpo_nb.rollout.engine import RolloutEngine, pad_left, share_prompts
+from grpo_nb.rollout.engine import RolloutEngine, share_prompts
 from grpo_nb.rollout.kv_cache import CacheShape, KVCache, rows_that_fit
+from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps, find_head
 

@@ -26,7 +26,7 @@ from transformers import (
 
 from grpo_nb.model.memory_bytes import kv_bytes, read_shape
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout.engine import RolloutEngine, default_stop_token_ids, growing_shape
+from grpo_nb.rollout.engine import RolloutEngine, growing_shape
 from grpo_nb.rollout.sampling import SamplingParams
 
 torch.set_num_threads(1)
@@ -349,17 +349,14 @@ def test_dropping_finished_rows_changes_nothing(penalty):
         torch.testing.assert_close(rollout.logps[i, :length], free.logps[i, :length])
 
 
-def test_default_stop_tokens_are_gathered_from_all_three_places():
+def test_every_stop_token_that_is_named_ends_a_completion():
     model, tokenizer = tiny_gpt_oss(0)
     model.generation_config.eos_token_id, model.config.eos_token_id = [5, 1], 9
-    assert default_stop_token_ids(model, tokenizer) == (1, 5, 9)
     rollout = RolloutEngine(model, tokenizer).generate(
         TEXTS, SamplingParams(n=20, max_tokens=30, seed=0)
     )
     last = rollout.completion_ids.gather(1, rollout.lengths[:, None] - 1)[~rollout.truncated]
     assert set(last.flatten().tolist()) == {1, 5, 9}
-    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token = None
-    assert default_stop_token_ids(model, tokenizer) == ()
 
 
 def test_a_tokenizer_without_a_pad_token():
@@ -573,6 +570,11 @@ def test_the_progress_bar_is_off_for_short_work_and_on_when_asked(capsys):
         engine.generate(TEXTS, SamplingParams(max_tokens=2), progress=progress)
     assert capsys.readouterr().err == ""
     engine.generate(TEXTS, SamplingParams(max_tokens=2), progress=True)
+    assert "tokens" in capsys.readouterr().err
+    always = RolloutEngine(model, tokenizer, progress=True)
+    always.generate(TEXTS, SamplingParams(max_tokens=2), progress=False)
+    assert capsys.readouterr().err == ""
+    always.generate(TEXTS, SamplingParams(max_tokens=2))
     assert "tokens" in capsys.readouterr().err
 
 

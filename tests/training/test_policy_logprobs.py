@@ -23,7 +23,7 @@ from transformers import (
 )
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-from grpo_nb.rollout.engine import pad_left
+from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.training.policy_logprobs import (
     TrainingBatch,
     base_causal_model,

@@ -1,5 +1,5 @@
-"""What scripts written for TRL ask of a trainer beside the algorithm: reward models, rollout
-functions, trackers, stored completions, evaluations, callbacks, the best model, what is printed and
+"""What scripts written for TRL ask of a trainer beside the algorithm: reward models,
+trackers, stored completions, evaluations, callbacks, the best model, what is printed and
 stored after a run."""
 
 import json
@@ -149,140 +149,6 @@ def test_what_is_no_reward_model(judge_folder, tmp_path):
         small_trainer(tmp_path, judge_folder)
 
 
-# rollout functions
-
-
-def from_the_engine(prompts, trainer):
-    "What the trainer does itself."
-    rollout = trainer.engine.generate(prompts, trainer.sampling, progress=False)
-    pairs = list(zip(rollout.completion_ids, rollout.logps, rollout.mask))
-    return {
-        "prompt_ids": rollout.prompt_ids,
-        "completion_ids": [ids[m].tolist() for ids, _, m in pairs],
-        "logprobs": [logps[m].tolist() for _, logps, m in pairs],
-    }
-
-
-def test_a_rollout_function_that_does_what_the_engine_does(tmp_path):
-    settings = dict(vllm_importance_sampling_correction=False, max_steps=3)
-    one, other = (
-        small_trainer(tmp_path / "a", **settings),
-        small_trainer(tmp_path / "b", **settings, arguments=dict(rollout_func=from_the_engine)),
-    )
-    one.train(), other.train()
-    assert same(weights_of(one.model), weights_of(other.model)) and without_clocks(
-        one.log_history
-    ) == without_clocks(other.log_history)
-
-
-def test_tokens_from_outside_are_read_and_not_learnt(tmp_path):
-    seen = []
-
-    def with_replies(prompts, trainer):
-        output = from_the_engine(prompts, trainer)
-        own = output["completion_ids"]
-        output["completion_ids"] = [ids[:1] + [9, 9] + ids[1:] for ids in own]
-        output["logprobs"] = [logps[:1] + [0.0, 0.0] + logps[1:] for logps in output["logprobs"]]
-        output["env_mask"] = [[1, 0, 0] + [1] * (len(ids) - 1) for ids in own]
-        output["turns"] = list(range(len(prompts)))
-        return output
-
-    def reward(completions, turns, **columns):
-        seen.append(turns)
-        return digits(completions)
-
-    trainer = small_trainer(
-        tmp_path,
-        reward,
-        arguments=dict(rollout_func=with_replies),
-        max_steps=1,
-        shuffle_dataset=False,
-    )
-    batches = remember_batches(trainer)
-    trainer.train()
-    batch = batches[0]
-    assert seen == [list(range(16))] and trainer.corrects
-    assert (
-        (batch.completion_ids[:, 1:3] == 9).all()
-        and batch.completion_mask[:, 1:3].all()
-        and not batch.loss_mask[:, 1:3].any()
-    )
-    assert (batch.loss_mask.sum(-1) == batch.completion_mask.sum(-1) - 2).all()
-
-
-@pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_mask"])
-@pytest.mark.parametrize("logp", [0.0, math.nan])
-def test_replies_of_an_environment_weigh_no_completion_down(tmp_path, mode, logp):
-    def with_replies(prompts, trainer):
-        output = from_the_engine(prompts, trainer)
-        output["env_mask"] = [[1] * len(ids) + [0] * 3 for ids in output["completion_ids"]]
-        output["completion_ids"] = [ids + [9] * 3 for ids in output["completion_ids"]]
-        output["logprobs"] = [logps + [logp] * 3 for logps in output["logprobs"]]
-        return output
-
-    trainer = small_trainer(
-        tmp_path,
-        arguments=dict(rollout_func=with_replies),
-        max_steps=1,
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_min=0.5,
-    )
-    batches = remember_batches(trainer)
-    trainer.train()
-    assert (
-        torch.allclose(batches[0].rollout_weights, torch.ones(()), atol=1e-4)
-        and trainer.log_history[-1]["sampling/gap_mean"] < 1e-4
-        and trainer.log_history[-1]["grad_norm"] > 0
-    )
-
-
-def test_a_sampler_may_leave_log_probs_out(tmp_path):
-    def without(prompts, trainer):
-        output = from_the_engine(prompts, trainer)
-        return {**output, "logprobs": [[math.nan] * len(ids) for ids in output["completion_ids"]]}
-
-    trainer = small_trainer(tmp_path, arguments=dict(rollout_func=without), max_steps=1)
-    trainer.train()
-    assert (
-        trainer.log_history[-1]["sampling/gap_mean"] == 0
-        and trainer.log_history[-1]["grad_norm"] > 0
-    )
-
-
-@pytest.mark.parametrize("form", ["no log-probs", "None for some", "tensors"])
-def test_the_forms_in_which_a_rollout_function_may_answer(form, tmp_path):
-    def answer(prompts, trainer):
-        assert (
-            trainer.num_generations,
-            trainer.num_generations_eval,
-            trainer.max_completion_length,
-            trainer.temperature,
-            trainer.beta,
-            trainer.reward_func_names,
-        ) == (4, 4, 6, 1.0, 0.0, ["digits"])
-        output = from_the_engine(prompts, trainer)
-        if form == "no log-probs":
-            return {**output, "logprobs": None}
-        if form == "None for some":
-            return {**output, "logprobs": [[None, *row[1:]] for row in output["logprobs"]]}
-        return {name: [torch.tensor(row) for row in rows] for name, rows in output.items()}
-
-    trainer = small_trainer(tmp_path, arguments=dict(rollout_func=answer), max_steps=1)
-    trainer.train()
-    plain = small_trainer(
-        tmp_path / "plain", arguments=dict(rollout_func=from_the_engine), max_steps=1
-    )
-    plain.train()
-    record, expected = trainer.log_history[0], plain.log_history[0]
-    assert (
-        record["reward"] == expected["reward"]
-        and record["grad_norm"] > 0
-        and (record["sampling/gap_mean"] == 0) == (form == "no log-probs")
-    )
-    if form == "tensors":
-        assert without_clocks(trainer.log_history) == without_clocks(plain.log_history)
-
-
 def test_rewards_are_averaged_over_what_was_judged(tmp_path):
     """Cycles in which a function judged nothing are no zeros, and a name with `min` in it is a mean
     all the same."""
@@ -339,43 +205,6 @@ def test_a_metric_that_no_evaluation_will_have(name, data, words, tmp_path):
         metric_for_best_model="eval_a_reward" if isinstance(data, dict) else "rewards/digits/mean",
         **given,
     ).train()
-
-
-@pytest.mark.parametrize(
-    "output, words",
-    [
-        (None, "returned NoneType"),
-        ({"prompt_ids": []}, "must return a dict with the keys"),
-        (
-            {"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]]},
-            "1 entries for 16 prompts",
-        ),
-        (
-            {
-                "prompt_ids": [[1]] * 16,
-                "completion_ids": [[1]] * 16,
-                "logprobs": [[-math.inf]] * 16,
-            },
-            "an infinite log-prob",
-        ),
-        (
-            {"prompt_ids": [[1]] * 16, "completion_ids": [[1, 2]] * 16, "logprobs": [[0.0]] * 16},
-            "2 tokens and 1 logprobs",
-        ),
-        (
-            {"prompt_ids": [[1]] * 16, "completion_ids": [[]] * 16, "logprobs": [[]] * 16},
-            "no tokens",
-        ),
-    ],
-)
-def test_a_rollout_function_that_returns_nonsense(output, words, tmp_path):
-    trainer = small_trainer(tmp_path, arguments=dict(rollout_func=lambda prompts, trainer: output))
-    before = weights_of(trainer.model)
-    with pytest.raises(ValueError, match=words):
-        trainer.train()
-    assert same(before, weights_of(trainer.model)) and not checkpoints(
-        tmp_path
-    )  # nothing was learnt, so there is nothing to go on from
 
 
 # models given by name
