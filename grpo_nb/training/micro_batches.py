@@ -24,7 +24,7 @@ from ..model.packed import PackedWeight, experts_of, has_experts
 from ..model.token_slices import dense_mlps, experts_in_slices
 from .config import GRPOConfig
 from .policy_logprobs import TrainingBatch, base_causal_model, reads_a_row
-from .policy_model import frozen_dtype
+from .precision import frozen_dtype
 
 # %% ../../nbs/training/05_micro_batches.ipynb #6110a1a9
 def share_of(

@@ -33,7 +33,7 @@ from transformers import (
 from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.training.checkpoint import checkpoints
-from grpo_nb.training.policy_model import make_optimizer
+from grpo_nb.training.optimizer import make_optimizer
 from grpo_nb.training.reporting import NOT_CALLED, NOT_HERE
 from grpo_nb.training.rewards import ModelReward
 
