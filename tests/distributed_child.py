@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
-from small_runs import digits, small_model, small_trainer, weights_of
+from small_runs import digits, drawn, small_model, small_trainer, weights_of
 
 from grpo_nb import GRPOTrainer
 from grpo_nb.rollout.rollout import Rollout
+from grpo_nb.training.collect import CompletionSource
 
 SETTINGS = dict(
     num_generations=4,
@@ -39,14 +41,14 @@ CASES = {
 }
 
 
-class Scripted(GRPOTrainer):
+class ScriptedSource(CompletionSource):
     """Draws the same completions whichever process does it: a function of the row and of the
     completion's place in its group."""
 
-    def sample(self, rows, numbers=None):
-        first = self.accelerator.process_index * len(numbers)
+    def draw(self, rows, numbers=None):
+        first = PartialState().process_index * len(numbers)
         generators = [
-            torch.Generator().manual_seed(1000 * self.cycle + 10 * number + (first + i) % 4)
+            torch.Generator().manual_seed(1000 * self.state.cycle + 10 * number + (first + i) % 4)
             for i, number in enumerate(numbers)
         ]
         lengths = [
@@ -63,6 +65,12 @@ class Scripted(GRPOTrainer):
             torch.zeros(mask.shape),
             reasons,
         )
+
+
+class Scripted(GRPOTrainer):
+    "A trainer whose completions are scripted."
+
+    source_class = ScriptedSource
 
 
 def scripted(out, name, processes, trainer=Scripted, **changes):
@@ -116,7 +124,7 @@ def equal(out, rank):
             out, "adapter", 2, trainer=GRPOTrainer, output_dir=str(Path(out) / "sampled"), **changes
         )
         with torch.no_grad():
-            trainer.parameters[0].add_(
+            trainer.policy_update.parameters[0].add_(
                 rank
             )  # the processes may be given different weights: the first one's count
         trainer.train(
@@ -128,17 +136,17 @@ def equal(out, rank):
             history=trainer.log_history,
             weights=weights_of(trainer.model),
             evaluation=trainer.evaluate([{"prompt": "1+1="}] * 3),
-            ids=trainer.collect().completion_ids,
+            ids=drawn(trainer).completion_ids,
         )
     trainer = scripted(out, "float16", 2, output_dir=str(Path(out) / "overflow"))
-    accumulate = trainer.accumulate
+    accumulate = trainer.policy_update.accumulate
 
-    def overflows(batch):
-        accumulate(batch)
+    def overflows(*given):
+        accumulate(*given)
         if rank == 1 and trainer.state.global_step == 1:
-            trainer.parameters[-1].grad[0] = float("inf")
+            trainer.policy_update.parameters[-1].grad[0] = float("inf")
 
-    trainer.accumulate = overflows
+    trainer.policy_update.accumulate = overflows
     trainer.train()
     results["overflow"] = dict(
         history=trainer.log_history,

@@ -117,15 +117,21 @@ def without_clocks(history):
 
 
 def remember_batches(trainer):
-    "A list that receives the batch of each cycle as the trainer collects it."
-    batches, collect = [], trainer.collect
+    "A list that receives the batch of each cycle, with the log-probs of other policies."
+    batches, prepare = [], trainer.policy_update.prepare
 
-    def collecting():
-        batches.append(collect())
+    def preparing(batch):
+        batches.append(prepare(batch))
         return batches[-1]
 
-    trainer.collect = collecting
+    trainer.policy_update.prepare = preparing
     return batches
+
+
+def drawn(trainer):
+    "The batch of the present cycle, drawn and held as the loop does it."
+    trainer.state.hold(trainer.policy_update.prepare(trainer.collector.collect(trainer.state)))
+    return trainer.state.batch
 
 
 # a plain computation: one sequence at a time, without padding, through the logits

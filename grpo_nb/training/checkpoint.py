@@ -485,10 +485,10 @@ class Checkpointer:
         saved, whose = read_state(folder), repr(str(folder))
         processes = self.accelerator.num_processes
         changed = check_same_run(self.config, saved, self.rows, processes, whose)
+        copy_weights = read_weights(self.model, folder)
         for name, part in self.shared.items():
             if hasattr(part, "check_state_dict"):
                 part.check_state_dict(saved["shared"][name], whose)
-        copy_weights = read_weights(self.model, folder)
         # from here on nothing is refused
         copy_weights()
         for name, part in self.shared.items():

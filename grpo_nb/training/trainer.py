@@ -352,8 +352,8 @@ class GRPOTrainer:
     """Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300) of a causal language
     model."""
 
-    collector_class, update_class = RolloutCollector, PolicyUpdate
-    evaluator_class, checkpointer_class = Evaluator, Checkpointer
+    source_class, collector_class = CompletionSource, RolloutCollector
+    update_class, evaluator_class, checkpointer_class = PolicyUpdate, Evaluator, Checkpointer
 
     def __init__(
         self,
@@ -486,7 +486,7 @@ class GRPOTrainer:
         self.state = TrainState(
             layout=self.layout, device=self.device, log_history=self.log.history
         )
-        self.source = CompletionSource(
+        self.source = self.source_class(
             config,
             sampler,
             self.sampling,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from small_runs import drawn
 from torch.utils.checkpoint import noop_context_fn
 from transformers import (
     Gemma2Config,
@@ -28,7 +29,7 @@ from grpo_nb.model.offload import offload_embedding, offload_layers
 from grpo_nb.model.packed import EXPERTS, experts_of, pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.model.token_slices import slice_layers, slice_tokens_of
-from grpo_nb.training import trainer as trainer_module
+from grpo_nb.training import policy_update as update_module
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.micro_batches import LARGE, SMALL
 from grpo_nb.training.policy_model import checkpoint_layers
@@ -131,7 +132,8 @@ def test_all_switches_on_and_off(tmp_path):
     assert route_adapters(lean.model, "routed_lean") == 2
     for a, b in zip(losses(plain), losses(lean), strict=True):
         assert a == pytest.approx(b, rel=2e-3, abs=2e-5)
-    assert lean.store.parked > 0 and lean.store.host_bytes == 0  # given back at the end
+    store = lean.policy_update.store
+    assert store.parked > 0 and store.host_bytes == 0  # given back at the end
 
 
 @pytest.mark.parametrize(
@@ -154,12 +156,13 @@ def test_pieces_make_the_same_gradient(tmp_path, loss_type):
             max_steps=1,
         )
         trainer.begin(None)
-        trainer.open_window()
-        trainer.batch = trainer.collect()
-        assert len(trainer.pieces(trainer.batch)) == pieces
-        trainer.accumulate(trainer.batch)
+        batch = drawn(trainer)
+        assert len(trainer.policy_update.fitter.pieces(batch)) == pieces
+        trainer.policy_update.accumulate(batch, batch)
         gradients.append(
-            torch.cat([p.grad.flatten() for p in trainer.parameters if p.grad is not None])
+            torch.cat(
+                [p.grad.flatten() for p in trainer.policy_update.parameters if p.grad is not None]
+            )
         )
     assert (
         gradients[0].norm() > 0
@@ -171,11 +174,11 @@ def test_pieces_choose_themselves(tmp_path, monkeypatch):
     model, tokenizer = tiny_gpt_oss()
     trainer, _ = run(tmp_path, model, tokenizer, max_steps=1)
     trainer.begin(None)
-    batch = trainer.collect()
+    batch = drawn(trainer)
     counts = []
     for free in (10**12, 3_000_000, 1):
-        monkeypatch.setattr(trainer_module, "free_memory", lambda device: free)
-        counts.append(len(trainer.pieces(batch)))
+        monkeypatch.setattr(update_module, "free_memory", lambda device: free)
+        counts.append(len(trainer.policy_update.fitter.pieces(batch)))
     assert counts[0] == 1 and counts[-1] == len(batch) == 8 and counts == sorted(counts)
 
 
@@ -186,7 +189,7 @@ def test_what_needs_all_tokens_is_not_split(tmp_path):
             tmp_path, copy.deepcopy(model), tokenizer, mini_batch=4, max_steps=1, **settings
         )
         trainer.begin(None)
-        assert len(trainer.pieces(trainer.collect())) == 1
+        assert len(trainer.policy_update.fitter.pieces(drawn(trainer))) == 1
 
 
 def test_offloading_wants_checkpointing():
@@ -222,11 +225,11 @@ def test_slices_choose_themselves_and_again_for_another_length(tmp_path, monkeyp
     route_adapters(model, "routed_lean")
     trainer, _ = run(tmp_path, model, tokenizer, max_steps=1)
     trainer.begin(None)
-    batch, chosen = trainer.collect(), []
+    batch, chosen = drawn(trainer), []
 
     def ask(batch, free):
-        monkeypatch.setattr(trainer_module, "free_memory", lambda device: free)
-        return len(trainer.pieces(batch)), slice_tokens_of(trainer.model)
+        monkeypatch.setattr(update_module, "free_memory", lambda device: free)
+        return len(trainer.policy_update.fitter.pieces(batch)), slice_tokens_of(trainer.model)
 
     for free in (10**12, 5_000_000, 1):
         chosen.append(ask(batch, free))
@@ -254,8 +257,8 @@ def test_a_reference_of_its_own_is_cut_as_the_policy_is(tmp_path):
     model, tokenizer = tiny_gpt_oss()
     route_adapters(model, "routed_lean")
     trainer, _ = run(tmp_path, model, tokenizer, peft=False, beta=0.1, max_steps=1, slice_tokens=3)
-    used, logps = [], trainer.completion_logps
-    trainer.completion_logps = lambda policy, *given, **more: (
+    used, logps = [], trainer.policy_update.completion_logps
+    trainer.policy_update.completion_logps = lambda policy, *given, **more: (
         used.append((policy is trainer.model, slice_tokens_of(policy))),
         logps(policy, *given, **more),
     )[1]
@@ -276,10 +279,10 @@ def test_layers_are_computed_as_this_trainer_says(tmp_path):
         gradient_checkpointing=False,
     )
     first.train()  # it was built before the other one
-    parked = first.store.parked
+    parked = first.policy_update.store.parked
     assert parked > 0
     second.train()
-    assert first.store.parked == parked and not any(
+    assert first.policy_update.store.parked == parked and not any(
         getattr(module, "gradient_checkpointing", False) for module in second.model.modules()
     )
 
@@ -292,10 +295,11 @@ def test_slices_can_be_set(tmp_path):
         route_adapters(model, "routed_lean")
         before = slice_tokens_of(model)
         trainer, _ = run(tmp_path / str(len(results)), model, tokenizer, max_steps=2, **given)
-        used, pieces = [], trainer.pieces
-        trainer.pieces = lambda batch: (pieces(batch), used.append(slice_tokens_of(trainer.model)))[
-            0
-        ]
+        used, pieces = [], trainer.policy_update.fitter.pieces
+        trainer.policy_update.fitter.pieces = lambda batch: (
+            pieces(batch),
+            used.append(slice_tokens_of(trainer.model)),
+        )[0]
         results.append(losses(trainer))
         assert set(used) == {given.get("slice_tokens", LARGE[0])}
         assert (
@@ -321,10 +325,12 @@ def test_a_dense_model_is_sliced_for_want_of_memory_only(tmp_path, monkeypatch):
     _, tokenizer = tiny_gpt_oss()
     trainer, _ = run(tmp_path, llama(tokenizer), tokenizer, peft=False, max_steps=1)
     trainer.begin(None)
-    batch, found = trainer.collect(), []
+    batch, found = drawn(trainer), []
     for free in (10**12, 1, 10**12):
-        monkeypatch.setattr(trainer_module, "free_memory", lambda device: free)
-        found.append((len(trainer.pieces(batch)), slice_tokens_of(trainer.model)))
+        monkeypatch.setattr(update_module, "free_memory", lambda device: free)
+        found.append(
+            (len(trainer.policy_update.fitter.pieces(batch)), slice_tokens_of(trainer.model))
+        )
     assert found == [(1, None), (8, SMALL[-1]), (1, None)]
     monkeypatch.undo()
     whole = losses(trainer)
@@ -354,9 +360,9 @@ def test_log_probs_of_a_cycle_are_as_wide_as_the_model(tmp_path):
         model, tokenizer = tiny_gpt_oss()
         trainer, _ = run(tmp_path / str(dtype), model.to(dtype), tokenizer, peft=False, max_steps=1)
         trainer.begin(None)
-        batch = trainer.collect()
-        logps = trainer.logps_of(trainer.model, batch)
-        direct, _ = trainer.completion_logps(trainer.model, batch)
+        batch = drawn(trainer)
+        logps = trainer.policy_update.logps_of(trainer.model, batch)
+        direct, _ = trainer.policy_update.completion_logps(trainer.model, batch)
         assert logps.dtype == direct.dtype == dtype and logps.shape == batch.rollout_logps.shape
         assert (logps[:, : direct.shape[1]] - direct).abs().max() < (
             1e-12 if dtype == torch.float64 else 1e-5

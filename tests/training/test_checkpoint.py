@@ -444,7 +444,7 @@ def test_a_fresh_folder_is_left_alone(tmp_path):
 
 def test_more_signals_wait_for_the_checkpoint(tmp_path, capsys, monkeypatch):
     trainer = small_trainer(tmp_path / "run", max_steps=4)
-    real = trainer.save_model
+    real = trainer.checkpointer.save_model
 
     def pressed_again(*args, **kwargs):
         for _ in range(3):
@@ -452,15 +452,15 @@ def test_more_signals_wait_for_the_checkpoint(tmp_path, capsys, monkeypatch):
         time.sleep(0.01)
         real(*args, **kwargs)
 
-    monkeypatch.setattr(trainer, "save_model", pressed_again)
-    collect = trainer.collect
+    monkeypatch.setattr(trainer.checkpointer, "save_model", pressed_again)
+    collect = trainer.collector.collect
 
-    def pressed():
+    def pressed(state):
         if trainer.state.global_step == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return collect()
+        return collect(state)
 
-    monkeypatch.setattr(trainer, "collect", pressed)
+    monkeypatch.setattr(trainer.collector, "collect", pressed)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     said = capsys.readouterr().out
@@ -559,7 +559,7 @@ def test_a_damaged_state_says_which_file_and_what_else_there_is(tmp_path, size):
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_drawn(tmp_path, place):
     (tmp_path / "file").write_text("")
     trainer = small_trainer(tmp_path / place)
-    trainer.collect = None
+    trainer.collector.collect = None
     with pytest.raises(
         ValueError, match=f"output_dir='.*{place}' cannot be written: .*; name another folder"
     ):
@@ -712,14 +712,14 @@ def test_a_resumed_run_knows_its_best_checkpoint(tmp_path, moved):
         return made
 
     cut, folder = run(tmp_path / "run"), tmp_path / "run"
-    collect = cut.collect
+    collect = cut.collector.collect
 
-    def stops():
-        return (
-            collect() if cut.state.global_step < 4 else (_ for _ in ()).throw(RuntimeError("cut"))
-        )
+    def stops(state):
+        if state.global_step == 4:
+            raise RuntimeError("cut")
+        return collect(state)
 
-    cut.collect = stops
+    cut.collector.collect = stops
     with pytest.raises(RuntimeError, match="cut"):
         cut.train()
     if moved:
@@ -743,22 +743,26 @@ def test_an_evaluation_that_fails_leaves_the_run_as_it_was(tmp_path):
 
     trainer = small_trainer(tmp_path / "run", fails)
     trainer.train()
-    collected, state = trainer.collected, torch.get_rng_state()
+    collected, state = trainer.metrics.state_dict(), torch.get_rng_state()
     with pytest.raises(RewardError):
         trainer.evaluate([{"prompt": "1+1=", "answer": ""}])
-    assert trainer.collected is collected and torch.equal(torch.get_rng_state(), state)
+    assert trainer.metrics.state_dict() == collected and torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_second_run_begins_with_its_own_best(tmp_path):
     trainer = small_trainer(tmp_path / "run", use_adaptive_entropy=True, entropy_coef=0.1)
     trainer.train()
-    trainer.state.best_metric, trainer.state.best_global_step, trainer.entropy_bonus.coef = (
+    (
+        trainer.state.best_metric,
+        trainer.state.best_global_step,
+        trainer.policy_update.entropy_bonus.coef,
+    ) = (
         9.0,
         1,
         0.7,
     )
     trainer.train()
-    assert trainer.state.best_metric is None and trainer.entropy_bonus.coef < 0.7
+    assert trainer.state.best_metric is None and trainer.policy_update.entropy_bonus.coef < 0.7
 
 
 # what a run goes on from

@@ -98,11 +98,11 @@ def test_an_overflow_skips_the_update_and_the_run_goes_on(optim, tmp_path):
     trainer.precision.scaler = torch.amp.GradScaler(
         "cpu", init_scale=2.0**28, backoff_factor=2.0**-4
     )
-    seen, update = [], trainer.update
+    seen, update = [], trainer.policy_update.step
 
-    def watched():
+    def watched(number):
         before = weights_of(trainer.model)
-        update()
+        update(number)
         seen.append(
             (
                 all(torch.equal(before[name], p) for name, p in weights_of(trainer.model).items()),
@@ -110,7 +110,7 @@ def test_an_overflow_skips_the_update_and_the_run_goes_on(optim, tmp_path):
             )
         )
 
-    trainer.update = watched
+    trainer.policy_update.step = watched
     trainer.train()
     skipped = [record["skipped_updates"] for record in trainer.log_history]
     first = skipped.index(0)
@@ -138,15 +138,15 @@ def test_an_overflow_skips_the_update_and_the_run_goes_on(optim, tmp_path):
 @pytest.mark.parametrize("changes", [{}, dict(bf16=True), dict(fp16=True)], ids=str)
 def test_a_gradient_that_is_not_finite_is_never_applied(bad, changes, tmp_path):
     trainer = small_trainer(tmp_path, max_steps=3, **changes)
-    accumulate, before = trainer.accumulate, {}
+    accumulate, before = trainer.policy_update.accumulate, {}
 
-    def poisoned(batch):
-        accumulate(batch)
+    def poisoned(*given):
+        accumulate(*given)
         if trainer.state.global_step == 1:
-            trainer.parameters[-1].grad[0] = bad
+            trainer.policy_update.parameters[-1].grad[0] = bad
             before.update(weights_of(trainer.model))
 
-    trainer.accumulate = poisoned
+    trainer.policy_update.accumulate = poisoned
     after_update, seen = trainer.after_update, []
     trainer.after_update = lambda: (seen.append(weights_of(trainer.model)), after_update())
     trainer.train()

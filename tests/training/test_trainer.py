@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from small_runs import (
     ROWS,
     digits,
+    drawn,
     ids_of,
     plain_logps,
     remember_batches,
@@ -197,9 +198,10 @@ def test_a_batch_may_be_split(kind, tmp_path):
 
 def gradient(trainer, batch):
     "The gradient of one micro-batch that is a window of its own."
-    trainer.open_window()
+    update = trainer.policy_update
+    update.begin(trainer.state.max_steps)
     trainer.model.zero_grad()
-    trainer.accumulate(batch)
+    update.accumulate(batch, trainer.state.batch)
     return {
         name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
     }
@@ -216,13 +218,13 @@ def collected(tmp_path_factory):
         shuffle_dataset=False,
     )
     trainer.begin(None)
-    trainer.batch = trainer.collect()
+    drawn(trainer)
     with torch.no_grad():
-        for p in trainer.parameters:
+        for p in trainer.policy_update.parameters:
             p.add_(
                 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
             )  # so that no ratio is 1
-    return trainer, trainer.batch
+    return trainer, trainer.state.batch
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_everything_truncated_and_masked(kind, tmp_path):
         max_completion_length=3,
         gradient_accumulation_steps=2,
     )
-    trainer.sampling = replace(trainer.sampling, stop_token_ids=())
+    trainer.source.params = replace(trainer.sampling, stop_token_ids=())
     before = weights_of(trainer.model)
     trainer.train()
     assert moved(trainer.model, before) == 0
@@ -407,8 +409,8 @@ def test_the_reference_is_the_model_at_the_start(policy, tmp_path):
 )
 def test_other_policies_are_asked_only_when_needed(changes, calls, tmp_path):
     trainer = small_trainer(tmp_path, max_steps=2, **changes)
-    batches, asked, logps_of = remember_batches(trainer), [], trainer.logps_of
-    trainer.logps_of = lambda *arguments: asked.append(1) or logps_of(*arguments)
+    batches, asked, logps_of = remember_batches(trainer), [], trainer.policy_update.logps_of
+    trainer.policy_update.logps_of = lambda *arguments: asked.append(1) or logps_of(*arguments)
     trainer.train()
     assert len(asked) == calls * len(batches)
     assert (trainer.reference is None) == ("beta" not in changes)
@@ -423,10 +425,10 @@ def test_old_log_probs_do_not_depend_on_dropout_or_mode(tmp_path):
     )
     trainer.begin(None)
     with torch.no_grad():
-        for p in trainer.parameters:
+        for p in trainer.policy_update.parameters:
             p.normal_(0, 0.3, generator=torch.Generator().manual_seed(3))
     trainer.model.train()
-    batch = trainer.collect()
+    batch = drawn(trainer)
     assert trainer.model.training
     trainer.model.eval()
     for (prompt, completion), old, sampled in zip(
@@ -823,8 +825,13 @@ def test_evaluation_means_what_it_says(tmp_path):
         num_generations_eval=3,
         per_device_eval_batch_size=7,
     )
-    seen, score = [], trainer.score
-    trainer.score = lambda rows, rollout: (seen.append((rows, rollout)), score(rows, rollout))[1]
+    seen, score = [], trainer.source.score
+
+    def remembered(rows, rollout, metrics):
+        seen.append((rows, rollout))
+        return score(rows, rollout, metrics)
+
+    trainer.source.score = remembered
     record = trainer.evaluate(ROWS[:4])
     texts = [t for _, rollout in seen for t in rollout.texts(trainer.tokenizer)]
     rewards = digits(texts)

@@ -90,7 +90,7 @@ def test_a_run_under_the_dashboard_is_the_run_without_it(dashboard, whole, tmp_p
     assert (
         trainer.log.show
         and not trainer.config.disable_tqdm
-        and dashboard not in trainer.callbacks.callbacks
+        and dashboard not in trainer.callbacks.handler.callbacks
     )  # all put back
     assert capsys.readouterr() == ("", "")  # neither table nor bar
     assert box.pause.disabled and box.stop.disabled and not dashboard.problem
@@ -404,7 +404,7 @@ def test_drawing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
 
 def test_samples_and_hints_are_those_of_the_trainer(dashboard, tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path)
-    monkeypatch.setattr(trainer.hints, "look", lambda record: ["look <here> & there"])
+    monkeypatch.setattr(trainer.hint_writer.hints, "look", lambda record: ["look <here> & there"])
     dashboard.run(trainer)
     dashboard.wait()
     shown = Text(dashboard.box.hints.value)

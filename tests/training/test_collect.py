@@ -1,0 +1,138 @@
+"Sample, score, compare, with a sampler that is scripted and rewards that are counted."
+
+import pytest
+import torch
+from accelerate import Accelerator
+from small_runs import plain_advantages
+
+from grpo_nb import GRPOConfig
+from grpo_nb.model.tiny import tiny_tokenizer
+from grpo_nb.rollout.rollout import Rollout
+from grpo_nb.rollout.sampler import Sampler
+from grpo_nb.training.collect import CompletionSource, RolloutCollector
+from grpo_nb.training.reporting import Metrics
+from grpo_nb.training.state import TrainState
+
+TOKENIZER = tiny_tokenizer()
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
+
+
+class Scripted:
+    "A sampler whose i-th completion of a call has i % 3 + 1 digits; the longest are cut."
+
+    takes_token_ids = True
+
+    def __init__(self):
+        self.asked, self.published = [], []
+
+    def generate(self, prompts, params):
+        self.asked.append(prompts)
+        lengths = torch.tensor([i % 3 + 1 for i in range(len(prompts))])
+        mask = torch.arange(3) < lengths[:, None]
+        ids = torch.tensor(TOKENIZER("123").input_ids).expand(len(prompts), 3) * mask
+        reasons = ["length" if n == 3 else "stop" for n in lengths.tolist()]
+        ids_of = prompts if self.takes_token_ids else [TOKENIZER(p).input_ids for p in prompts]
+        return Rollout(ids_of, ids, mask, -torch.ones(mask.shape) * mask, reasons)
+
+    def publish(self, model, version):
+        self.published.append(version)
+
+    def close(self):
+        pass
+
+
+class Text(Scripted):
+    takes_token_ids = False
+
+
+def length_reward(completions, log_metric, log_extra, **columns):
+    log_metric("digits", sum(map(len, completions)))
+    log_extra("digits", [len(c) for c in completions])
+    return [float(len(c)) for c in completions]
+
+
+def parts(sampler=None, **changes):
+    settings = dict(
+        num_generations=3, per_device_train_batch_size=6, max_completion_length=3, use_cpu=True
+    )
+    config = GRPOConfig(**{**settings, **changes})
+    state = TrainState(layout=config.layout())
+    state.begin(config, len(ROWS))
+    sampler = sampler or Scripted()
+    source = CompletionSource(
+        config, sampler, config.sampling_params(), TOKENIZER, [length_reward], state, 64
+    )
+    collector = RolloutCollector(
+        config, config.layout(), Accelerator(cpu=True), source, ["length"], Metrics()
+    )
+    collector.begin(ROWS)
+    return sampler, source, collector, state
+
+
+def test_the_script_is_a_sampler():
+    assert isinstance(Scripted(), Sampler) and isinstance(Text(), Sampler)
+
+
+def test_groups_are_compared_and_shuffled_together():
+    sampler, _, collector, state = parts()
+    batch = collector.collect(state)
+    rewards = [float(n) for n in batch.completion_mask.sum(1)]
+    prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask)]
+    expected = plain_advantages([(tuple(p), None) for p in prompts], rewards)
+    assert batch.advantages.tolist() == pytest.approx(expected, abs=1e-5)
+    asked = sorted(map(tuple, sampler.asked[0]))
+    assert asked == sorted(map(tuple, prompts)) and len(set(asked)) == 2
+    assert state.tokens == sum(map(len, asked)) + int(sum(rewards))
+
+
+def test_what_was_drawn_can_be_looked_at():
+    _, _, collector, state = parts()
+    collector.collect(state)
+    assert [sample["step"] for sample in collector.samples] == [1] * 6
+    assert [sample["rewards"]["length"] for sample in collector.samples] == [1.0, 2.0, 3.0] * 2
+    assert [sample["extra"]["digits"] for sample in collector.samples] == [1, 2, 3, 1, 2, 3]
+    numbers = collector.metrics.take()
+    assert numbers["reward"] == 2.0 and numbers["digits"] == 12
+    assert numbers["completions/clipped_ratio"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_truncated_completions_may_be_left_out_of_the_loss(masked):
+    _, _, collector, state = parts(mask_truncated_completions=masked)
+    batch = collector.collect(state)
+    cut = batch.completion_mask.sum(1) == 3
+    assert torch.equal(batch.loss_mask[~cut], batch.completion_mask[~cut])
+    assert bool(batch.loss_mask[cut].any()) != masked
+
+
+def test_each_row_is_drawn_once_an_epoch_and_the_order_follows_from_the_seed():
+    cycles = [[parts(seed=seed)[2].draw_rows(c) for c in range(3)] for seed in (1, 1, 2)]
+    assert cycles[0] == cycles[1] != cycles[2]
+    for drawn in cycles:
+        assert sorted(n for cycle in drawn for n in cycle[::3]) == list(range(6))
+        assert all(cycle[i] == cycle[i - i % 3] for cycle in drawn for i in range(6))
+
+
+def test_a_sampler_that_reads_text_gets_the_datas_own_prompts():
+    sampler, _, collector, state = parts(Text())
+    collector.collect(state)
+    assert set(sampler.asked[0]) <= {row["prompt"] for row in ROWS}
+
+
+def test_publishing_is_the_samplers():
+    sampler, source, _, _ = parts()
+    source.publish(None, 7)
+    assert sampler.published == [7]
+
+
+def test_a_prompt_without_room_is_refused_by_its_row():
+    rows = [*ROWS, {"prompt": "1+" * 40, "answer": ""}]
+    _, source, collector, state = parts()
+    with pytest.raises(ValueError, match="^data: .*row 6 has 80 tokens"):
+        source.check_room({"a": ROWS, "b": rows}, "data: ")
+    source.check_room(ROWS)
+    source.check_room(None)
+    parts(Text())[1].check_room(rows)  # who reads text checks it
+    with pytest.raises(ValueError, match="80 tokens"):
+        source.draw([rows[-1]], [6])
+    assert not source.sampler.asked and state.tokens == 0

@@ -1,0 +1,89 @@
+"""Who writes what in the trainer: an attribute has one owner, and nothing private is read from
+outside."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import grpo_nb.training
+
+FILES = sorted(Path(grpo_nb.training.__path__[0]).glob("[a-z]*.py"))
+# objects of other libraries, whose protocol is to be written to
+FOREIGN = {
+    ("p", "grad"),
+    ("p", "data"),
+    ("module", "p"),
+    ("model", "config"),
+    ("control", "should_log"),
+    ("handler", "lr_scheduler"),
+    ("parser", "allow_abbrev"),
+}
+
+
+def written(path):
+    "(class, what stands before the dot, attribute, line) of each assignment to an attribute."
+    found = []
+
+    def visit(node, owner):
+        if isinstance(node, ast.ClassDef):
+            owner = node.name
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            targets = [node.target]
+        for target in targets:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                    before = part.value
+                    name = getattr(before, "id", getattr(before, "attr", "?"))
+                    found.append((owner, name, part.attr, part.lineno))
+        for child in ast.iter_child_nodes(node):
+            visit(child, owner)
+
+    visit(ast.parse(path.read_text()), None)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_object_writes_its_own_attributes(path):
+    "`self.x = ...` alone: no class, and no function, writes an attribute of another's."
+    own_names = {"self", "batch", "part", "rollout", "cls"}  # a record that the function made
+    strangers = [
+        f"line {line}: {name}.{attribute}"
+        for _, name, attribute, line in written(path)
+        if name not in own_names and (name, attribute) not in FOREIGN
+    ]
+    assert not strangers
+
+
+def test_no_class_of_the_trainer_is_a_mixin():
+    "Parts stand side by side: none inherits from another of ours."
+    ours, bases = set(), defaultdict(set)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                ours.add(node.name)
+                bases[node.name] |= {getattr(base, "id", "") for base in node.bases}
+    inherit = {name: kinds & ours for name, kinds in bases.items() if kinds & ours}
+    allowed = {"GRPOConfig"}  # settings are written down in groups
+    assert not {name for name in inherit if name not in allowed and not name.endswith("Error")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_nothing_private_is_read_from_outside(path):
+    tree = ast.parse(path.read_text())
+    found = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and getattr(node.value, "id", "") not in ("self", "cls")
+    ]
+    foreign = ("config._name_or_path", "config._attn_implementation", "torch._")
+    assert not [entry for entry in found if not any(name in entry for name in foreign)]

@@ -1,0 +1,81 @@
+"Models as a run takes them: what is wrapped, frozen, recomputed, refused."
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from small_runs import small_model
+
+from grpo_nb import GRPOConfig
+from grpo_nb.training.policy_model import (
+    check_model,
+    describe_trainable,
+    load_policy,
+    recompute_layers,
+)
+
+PLAIN = GRPOConfig(gradient_checkpointing=False)
+LORA = LoraConfig(r=2, target_modules=["q_proj"])
+
+
+def trainable(model):
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_an_adapter_freezes_the_rest():
+    full = load_policy(small_model()[0], PLAIN)
+    adapted = load_policy(small_model()[0], PLAIN, LORA)
+    assert len(trainable(full)) == len(list(full.parameters()))
+    assert trainable(adapted) and all(".lora_" in name for name in trainable(adapted))
+    count = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert describe_trainable(adapted).startswith(f"{count:,} of ")
+    assert describe_trainable(adapted).endswith("adapters on q_proj")
+
+
+@pytest.mark.parametrize("adapter", [None, LORA])
+def test_layers_are_recomputed_as_the_settings_say_now(adapter):
+    model = load_policy(small_model()[0], GRPOConfig(gradient_checkpointing=True), adapter)
+
+    def on():
+        return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+    assert on()
+    recompute_layers(model, PLAIN)
+    assert not on()
+
+
+def test_a_folder_is_loaded_in_float32(tmp_path):
+    small_model()[0].to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load_policy(str(tmp_path), PLAIN)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "model, peft_config, words",
+    [
+        (None, None, "model is None, which is no model"),
+        (small_model()[0], {"r": 2}, "peft_config is the dict"),
+        (small_model()[0], 5, "peft_config is 5: give one of PEFT's configs"),
+    ],
+)
+def test_what_is_no_model_is_named(model, peft_config, words):
+    with pytest.raises(ValueError, match=words):
+        check_model(model, peft_config)
+
+
+def test_what_would_not_train_or_not_be_saved_is_refused():
+    frozen = small_model()[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        load_policy(frozen, PLAIN)
+    beside = get_peft_model(small_model()[0], LORA)
+    next(p for name, p in beside.named_parameters() if "norm" in name).requires_grad_(True)
+    with pytest.raises(ValueError, match="1 weights of the model itself train beside"):
+        load_policy(beside, PLAIN)
+    prompts = get_peft_model(
+        small_model()[0], PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(ValueError, match="writes tokens of its own before a prompt"):
+        load_policy(prompts, PLAIN)
+    with pytest.raises(ValueError, match="has an adapter already"):
+        load_policy(get_peft_model(small_model()[0], LORA), PLAIN, LORA)
+    with pytest.raises(ValueError, match="model_init_kwargs is for a model given by name"):
+        load_policy(small_model()[0], GRPOConfig(model_init_kwargs={"dtype": "bfloat16"}))

@@ -1,0 +1,253 @@
+"Gradients of a window against one large batch, the factor of a short window, what a step refuses."
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from small_runs import small_model, weights_of
+
+from grpo_nb import GRPOConfig
+from grpo_nb.training.optimizer import make_optimizer
+from grpo_nb.training.policy_logprobs import TrainingBatch
+from grpo_nb.training.policy_model import load_policy
+from grpo_nb.training.policy_update import EntropyBonus, PolicyUpdate, Window, may_be_cut
+from grpo_nb.training.precision import Precision
+from grpo_nb.training.reference import Reference
+from grpo_nb.training.reporting import Metrics
+
+
+def update_of(told=None, corrects=False, **changes):
+    "An update of a small model, and its first batch: eight completions of unlike lengths."
+    settings = dict(
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=6,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        optim="sgd",
+        learning_rate=0.1,
+        max_grad_norm=0,
+    )
+    config = GRPOConfig(**{**settings, **changes})
+    model, _ = small_model()
+    policy, accelerator = load_policy(model, config), Accelerator(cpu=True)
+    made = PolicyUpdate(
+        config,
+        config.layout(),
+        accelerator,
+        policy,
+        make_optimizer(config, dict(policy.named_parameters())),
+        Precision(config, accelerator.device),
+        Metrics(),
+        reference=Reference(policy) if config.beta else None,
+        corrects=corrects,
+        tell=(lambda event: None) if told is None else told.append,
+    )
+    made.begin(total_steps=10)
+    return made, batch_for(made)
+
+
+def batch_for(update, count=8, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 7, (count,), generator=g)
+    lengths[0] = 6
+    mask = torch.arange(6) < lengths[:, None]
+    ids = torch.randint(7, 17, (count, 6), generator=g) * mask
+    prompt = torch.randint(7, 17, (count, 3), generator=g)
+    advantages = torch.randn(count, generator=g)
+    batch = TrainingBatch(
+        prompt, torch.ones_like(prompt, dtype=torch.bool), ids, mask, mask.clone(), advantages
+    )
+    batch.rollout_logps = torch.zeros(mask.shape)
+    with torch.no_grad():
+        batch.rollout_logps = update.completion_logps(update.model, batch)[0].detach()
+    return batch
+
+
+def gradients(update):
+    return {n: p.grad.clone() for n, p in update.model.named_parameters() if p.grad is not None}
+
+
+def close(a, b, tolerance=1e-6):
+    return a.keys() == b.keys() and all((a[n] - b[n]).abs().max() < tolerance for n in a)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
+def test_four_micro_batches_make_the_gradient_of_one(loss_type):
+    found = []
+    for pieces in (1, 4):
+        extra = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+        update, batch = update_of(
+            loss_type=loss_type,
+            per_device_train_batch_size=8 // pieces,
+            gradient_accumulation_steps=pieces,
+            **extra,
+        )
+        for i in range(pieces):
+            part = batch.rows(slice(8 // pieces * i, 8 // pieces * (i + 1)))
+            update.accumulate(part, batch)
+        update.clip(update.window.factor(update.config))
+        found.append(gradients(update))
+    assert close(*found)
+
+
+def test_a_short_window_is_divided_by_what_it_held():
+    "Two of four announced micro-batches: as if only two had been announced."
+    found = []
+    for announced in (2, 4):
+        update, batch = update_of(
+            loss_type="grpo",
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=announced,
+            steps_per_generation=2,
+        )
+        for i in (0, 4):
+            update.accumulate(batch.rows(slice(i, i + 4)), batch)
+        update.clip(update.window.factor(update.config))
+        found.append(gradients(update))
+    assert close(*found)
+
+
+def test_the_window_is_empty_after_a_step_and_weights_moved():
+    told = []
+    update, batch = update_of(told)
+    before, rate = weights_of(update.model), update.learning_rate
+    update.accumulate(batch, batch)
+    assert not update.window_is_empty
+    update.step(1)
+    assert update.window_is_empty and told == ["on_pre_optimizer_step", "on_optimizer_step"]
+    assert not close(weights_of(update.model), before, 1e-9) and update.learning_rate == rate
+    assert not gradients(update)
+    update.accumulate(batch, batch)
+    update.step(2)
+    assert update.learning_rate == pytest.approx(0.9 * rate)  # the schedule's second value
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing(bad):
+    told = []
+    update, batch = update_of(told)
+    update.accumulate(batch, batch)
+    update.parameters[0].grad.view(-1)[0] = bad
+    before = weights_of(update.model)
+    update.step(1)
+    assert close(weights_of(update.model), before, 1e-30) and told == []
+    assert update.metrics.take()["skipped_updates"] == 1.0
+
+
+def test_other_policies_are_asked_where_the_loss_needs_them():
+    update, batch = update_of()
+    assert update.prepare(batch).old_logps is None and batch.ref_logps is None
+    update, batch = update_of(num_iterations=2, beta=0.1)
+    with torch.no_grad():
+        for p in update.parameters:
+            p.mul_(1.01)
+    update.prepare(batch)
+    now = update.completion_logps(update.model, batch)[0].detach()
+    assert torch.allclose(batch.old_logps, now, atol=1e-6)
+    assert (batch.ref_logps - batch.rollout_logps).abs().max() < 1e-5  # the reference stayed
+    assert (batch.old_logps - batch.ref_logps).abs().max() > 1e-4
+
+
+def test_completions_from_elsewhere_are_weighed():
+    update, batch = update_of(corrects=True)
+    shifted = replace(batch, rollout_logps=batch.rollout_logps - 0.5 * batch.completion_mask)
+    weights = update.prepare(shifted).rollout_weights
+    inside = batch.completion_mask
+    assert torch.allclose(weights[inside], torch.tensor(math.exp(0.5)), atol=1e-4)
+
+
+def test_a_state_goes_there_and_back():
+    first, batch = update_of(optim="adamw_torch", use_adaptive_entropy=True, entropy_coef=0.1)
+    for number in (1, 2):
+        first.accumulate(batch, batch)
+        first.step(number)
+    saved = copy.deepcopy(first.state_dict())  # as a file would be
+    second, _ = update_of(optim="adamw_torch", use_adaptive_entropy=True, entropy_coef=0.1)
+    second.model.load_state_dict(first.model.state_dict())
+    second.check_state_dict(saved, "'there'")
+    second.load_state_dict(saved)
+    for update in (first, second):
+        update.accumulate(batch, batch)
+        update.step(3)
+    assert close(weights_of(first.model), weights_of(second.model), 1e-30)
+    assert first.entropy_bonus.state_dict() == second.entropy_bonus.state_dict()
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    first, batch = update_of(optim="adamw_torch", beta=0.1)
+    first.prepare(batch)
+    first.accumulate(batch, batch)
+    first.step(1)
+    other, _ = update_of(optim="adamw_torch", beta=0.1, weight_decay=0.1)
+    before = other.optimizer.state_dict()
+    with pytest.raises(ValueError, match="optimizer's state in 'there' does not fit this run"):
+        other.check_state_dict(first.state_dict(), "'there'")
+    assert other.optimizer.state_dict() == before
+    with torch.no_grad():
+        for p in first.reference.model.parameters():
+            p.mul_(1.5)
+    same, _ = update_of(optim="adamw_torch", beta=0.1)
+    with pytest.raises(ValueError, match="began with another one"):
+        same.check_state_dict(first.state_dict(), "'there'")
+
+
+def test_a_new_run_keeps_the_moments_and_has_a_fresh_schedule():
+    update, batch = update_of(optim="adamw_torch")
+    for number in range(1, 6):
+        update.accumulate(batch, batch)
+        update.step(number)
+    moments = [s["exp_avg"].clone() for s in update.optimizer.state.values()]
+    update.accumulate(batch, batch)  # a window that an error left open
+    update.end()
+    update.begin(total_steps=10)
+    assert update.window_is_empty and update.learning_rate == 0.1 and not gradients(update)
+    kept = [s["exp_avg"] for s in update.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
+
+
+def test_windows_add_up_and_count():
+    window = Window("cpu")
+    window.expect(10.0)
+    for tokens in (4, 8):
+        window.add(loss=torch.tensor(0.5), tokens=torch.tensor(tokens))
+        window.add(entropy=torch.tensor(3.0), entropy_tokens=torch.tensor(2))
+        window.close_micro_batch()
+    assert window.factor(GRPOConfig()) == pytest.approx(10 / 12)
+    assert window.factor(GRPOConfig(loss_type="grpo", gradient_accumulation_steps=4)) == 2.0
+    assert window.mean_entropy() == 1.5
+
+
+@pytest.mark.parametrize(
+    "settings, cut",
+    [
+        ({}, True),
+        ({"top_entropy_quantile": 0.5}, False),
+        ({"loss_type": "grpo", "entropy_coef": 0.1}, False),
+        ({"entropy_coef": 0.1}, True),
+        ({"loss_type": "grpo"}, True),
+    ],
+)
+def test_what_may_be_cut(settings, cut):
+    assert may_be_cut(GRPOConfig(**settings)) is cut
+
+
+def test_the_entropy_bonus_stays_inside_its_borders():
+    settings = dict(entropy_coef_delta=0.4, entropy_coef_max=1.0, entropy_target=0.2)
+    bonus = EntropyBonus(GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.5, **settings))
+    weights = []
+    for entropy in (0.1, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9):
+        bonus.see(entropy)
+        weights.append((round(bonus.coef, 6), bonus.weight() > 0))
+    assert weights == [
+        (0.9, True),
+        (1.0, True),
+        (1.0, True),
+        (0.6, False),
+        (0.2, False),
+        (0.0, False),
+        (0.0, False),
+    ]

@@ -1,0 +1,181 @@
+"Metrics, records, callbacks and what they write, each by itself."
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainerState
+
+from grpo_nb import GRPOConfig
+from grpo_nb.training.reporting import (
+    Callbacks,
+    HintWriter,
+    Log,
+    Metrics,
+    ProgressBar,
+    Recorder,
+    SampleWriter,
+    make_handler,
+    metrics_text,
+    of_updates,
+    run_figure,
+    write_metrics,
+)
+
+
+def test_metrics_are_means_by_weight_and_extremes():
+    metrics = Metrics()
+    metrics.add({"loss": 1.0, "ratio/max": 2.0, "ratio/min": 0.5}, weight=1)
+    metrics.add({"loss": torch.tensor(3.0), "ratio/max": 1.0, "ratio/min": 0.1}, weight=3)
+    saved = metrics.state_dict()
+    assert metrics.take() == {"loss": 2.5, "ratio/max": 2.0, "ratio/min": 0.1}
+    assert metrics.take() == {}
+    metrics.load_state_dict(saved)
+    assert metrics.take()["loss"] == 2.5 and len(saved["loss"]) == 2
+
+
+def run_state(**changes):
+    return SimpleNamespace(
+        **{
+            **dict(global_step=4, first_step=2, max_steps=10, epoch=0.25, tokens=900),
+            **dict(started=time.perf_counter() - 4, seconds=lambda: 7.0),
+            **changes,
+        }
+    )
+
+
+def test_a_record_counts_from_the_last_one():
+    state, metrics = run_state(), Metrics()
+    recorder = Recorder(Accelerator(cpu=True), metrics, state)
+    recorder.load_state_dict({"total_tokens": 300})
+    recorder.begin()
+    state.global_step = 6
+    metrics.add({"reward": 0.5})
+    record = recorder.record(0.125)
+    assert record["num_tokens"] == 900 and record["learning_rate"] == 0.125
+    assert record["reward"] == 0.5 and record["seconds"] == 7.0 and metrics.take() == {}
+    assert 3.9 < record["seconds_left"] < 4.5  # two updates... four left at a second each
+    assert recorder.state_dict() == {"total_tokens": 900}
+
+
+def test_evaluations_take_no_time_of_the_updates():
+    recorder = Recorder(Accelerator(cpu=True), Metrics(), run_state())
+    recorder.since -= 100
+    recorder.pause(100)
+    assert recorder.record(0.1)["step_time"] < 1
+
+
+class Adds(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs["mine"] = torch.tensor(2.0)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_evaluate = True
+
+
+def told(callbacks, **settings):
+    config, state = GRPOConfig(**settings), TrainerState(max_steps=10)
+    return Callbacks(config, state, make_handler(callbacks, None, None, None))
+
+
+def test_what_callbacks_add_becomes_plain_numbers():
+    record = {"step": 1}
+    told([Adds()]).tell_record(record)
+    assert record == {"step": 1, "mine": 2.0} and type(record["mine"]) is float
+
+
+def test_flags_are_asked_kept_and_put_back():
+    first = told([Adds()], save_strategy="no")
+    first.tell("on_step_end")
+    assert first.state_dict() == {"should_evaluate": True, "should_save": False}
+    first.ask(should_save=True, should_evaluate=False)
+    second = told([])
+    second.load_state_dict(first.state_dict())
+    assert second.control.should_save and not second.control.should_evaluate
+    second.begin("a schedule")
+    assert not second.control.should_save and second.handler.lr_scheduler == "a schedule"
+
+
+def test_numbers_of_a_script_leave_the_runs_record_due():
+    callbacks = told([])
+    callbacks.ask(should_log=True)
+    callbacks.tell_numbers({"step": 1, "mine": 1.0})
+    assert callbacks.control.should_log
+    callbacks.tell_record({"step": 1})
+    assert not callbacks.control.should_log
+
+
+def test_the_log_hears_of_records_and_evaluations(tmp_path):
+    log = Log(tmp_path / "log.jsonl", show=False)
+    callbacks = told([log])
+    callbacks.tell_record({"step": 1, "num_tokens": 5})
+    callbacks.tell("on_evaluate", {"step": 1, "eval_reward": 0.5})
+    log({"step": 1, "note": 3})
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines == log.history and len(lines) == 3
+    assert of_updates(lines) == [{"step": 1, "num_tokens": 5}]
+    kept = log.history
+    log.rewrite(lines[:1])
+    assert log.history is kept and len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
+
+
+def test_hints_are_said_once_and_not_again_after_a_resume():
+    stuck = [
+        {"step": s, "num_tokens": s, "reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+        for s in range(1, 30)
+    ]
+    log = Log(None, show=False)
+    whole, resumed = (HintWriter(GRPOConfig(), "no", log) for _ in range(2))
+    for record in stuck:
+        whole.on_log(None, None, None, logs=record)
+    whole.on_log(None, None, None, logs={"step": 30, "note": 1.0})  # no record of training
+    resumed.replay(stuck[:20])
+    said = list(resumed.given)
+    for record in stuck[20:]:
+        resumed.on_log(None, None, None, logs=record)
+    assert whole.given == resumed.given and said == whole.given and whole.given
+
+
+def test_samples_are_written_where_they_are_asked_for(tmp_path):
+    sample = {"step": 1, "prompt": "1+1=", "completion": "2", "advantage": 0.5}
+    collector = SimpleNamespace(samples=[{**sample, "rewards": {"right": 1.0}, "extra": {}}])
+    for asked in (False, True):
+        config = GRPOConfig(output_dir=str(tmp_path), log_completions=asked)
+        writer = SampleWriter(config, Accelerator(cpu=True), collector, Log(None, show=False))
+        writer.on_log(config, TrainerState(global_step=3), None, logs={"note": 1.0})
+        assert not list(tmp_path.rglob("*.parquet"))
+        writer.on_log(config, TrainerState(global_step=3), None, logs={"num_tokens": 1})
+        assert len(list(tmp_path.rglob("completions_00003.parquet"))) == asked
+
+
+def test_the_bar_goes_on_where_the_run_does():
+    notes = {"held-out accuracy": "0.5"}
+    bar = ProgressBar(notes, show=False)
+    bar.on_log(None, None, None, logs={"num_tokens": 1, "reward": 0.25})  # before it is there
+    bar.on_train_begin(None, TrainerState(global_step=3, max_steps=10), None)
+    assert (bar.bar.initial, bar.bar.total) == (3, 10)
+    bar.on_step_end(None, None, None)
+    assert notes == {"held-out accuracy": "0.5", "reward": "0.250"}
+    bar.close()
+
+
+def test_numbers_for_a_script(tmp_path):
+    text = metrics_text("eval", {"b": 1.23456, "long_name": 3})
+    assert text.splitlines() == [
+        "***** eval metrics *****",
+        "  b         = 1.2346",
+        "  long_name = 3",
+    ]
+    write_metrics(tmp_path / "new", "train", {"a": 1})
+    write_metrics(tmp_path / "new", "eval", {"b": 2})
+    write_metrics(tmp_path / "new", "test", {"c": 3}, combined=False)
+    assert json.loads((tmp_path / "new" / "all_results.json").read_text()) == {"a": 1, "b": 2}
+    assert json.loads((tmp_path / "new" / "test_results.json").read_text()) == {"c": 3}
+
+
+@pytest.mark.parametrize("records", [[], [{"step": 1, "reward": 0.5}]])
+def test_a_short_run_has_a_figure_too(records):
+    assert len(run_figure(records).axes) == 3
