@@ -38,7 +38,8 @@ from grpo_nb.algorithm.losses import (
 from ..model.attention import check_attention
 from ..model.export import new_folder
 from ..model.loading import check_capped_scores
-from ..model.memory_bytes import free_memory, longest_sequence
+from ..model.memory_bytes import longest_sequence
+from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.token_slices import slice_layers, slice_tokens_of
 from grpo_nb.rollout.engine import (
