@@ -608,32 +608,36 @@ def optimizer_of(model):
 def planned_length(case, args, limits):
     """The longest context that the planner allows for training (its rollout left aside), and what
     its longest_context says."""
-    from grpo_nb.model.memory_bytes import MODELS, Card, longest_context, plan
+    from grpo_nb.model.memory_bytes import MODELS, TARGETS
+    from grpo_nb.model.memory_fit import Card, Step, fit, longest_context, with_context
 
     if args.cpu:
         return 128, 128
     card = Card("the cap", (limits.cap or limits.total) / GiB, (7, 5) if case.t4 else (9, 0))
     weights = "fp16" if case.weights == "bf16" and case.t4 else case.weights
-    settings = dict(
-        weights=weights,
+    shape = MODELS[case.model]
+    step = Step(
+        shape,
+        card.capability,
+        weights,
         lora_r=8,
-        prompt=1,
-        completions=1,
-        batch=1,
-        offload_layer_inputs=True,
+        lora_targets=("attention",) if shape.experts else TARGETS,
+        num_generations=1,
+        generation_batch_size=1,
+        offload_activations=True,
         offload_hidden=True,
-        offload_embedding=not MODELS[case.model].tied,
+        offload_embedding=not shape.tied,
     )
 
     def fits(n):
-        made = plan(case.model, card, context=n, **settings)
-        return max(made.totals["head"], made.totals["layer"]) <= made.card_bytes
+        made = fit(with_context(step, n, prompt_length=1), card.room)
+        return max(made.totals["head"], made.totals["layer"]) <= made.room
 
     low, high = 0, 2**15
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(64 * middle) else (low, middle - 1)
-    return 64 * low, longest_context(case.model, card, **settings)
+    return 64 * low, longest_context(step, card.room, prompt_length=1)
 
 
 def one_step(model, case, args, limits, tokens, store, optimizer=None):
@@ -831,7 +835,9 @@ def longest(case, args, limits, deadline):
 
 
 def grpo(case, args, limits, deadline):
-    from grpo_nb.model.memory_bytes import MODELS, Card, plan
+    from grpo_nb.model.memory_bytes import MODELS
+    from grpo_nb.model.memory_fit import Card
+    from grpo_nb.planning.plan import plan
 
     if args.cpu:
         case = Case(
@@ -848,12 +854,12 @@ def grpo(case, args, limits, deadline):
         weights=case.weights,
         lora_r=8,
         context=context,
-        prompt=case.prompt,
-        completions=case.completions,
-        prompts=case.prompts,
-        batch=case.batch,
+        prompt_length=case.prompt,
+        num_generations=case.completions,
+        generation_batch_size=case.prompts * case.completions,
+        per_device_train_batch_size=case.batch,
         share_prompt=True,
-        offload_layer_inputs=True,
+        offload_activations=True,
         offload_embedding=not MODELS[case.model].tied,
     )
     tell(

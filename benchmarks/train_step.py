@@ -366,7 +366,7 @@ class Step:
 
     def slices(self, batch):
         "Let experts or MLPs work on as many tokens at a time as the trainer lets them."
-        from grpo_nb.model.memory_bytes import free_memory
+        from grpo_nb.model.memory_fit import free_memory
         from grpo_nb.model.token_slices import slice_layers, slice_tokens_of
         from grpo_nb.training.micro_batches import choose_pieces
 
@@ -668,32 +668,31 @@ def record_of(row, card, versions_):
     library = row["library"] if not ours else "ours, " + row["library"]
     where = ", layer inputs on the host" if row.get("offload") else ""
     name = f"{library}{where}, {row['tokens']:,} tokens"
-    plan = dict(
-        model="gpt-oss-20b",
-        card="H200",
+    step = dict(
         weights="mxfp4" if row["library"] == "mxfp4" else "bf16",
         lora_r=8,
         lora_targets=["attention"],
-        optimizer="sgd",
-        batch=1,
-        context=row["tokens"],
-        prompt=0,
+        optimizer_bytes=0,
+        per_device_train_batch_size=1,
+        max_completion_length=row["tokens"],
+        prompt_length=0,
     )
-    plan |= (
+    step |= (
         dict(
-            offload_layer_inputs=row["offload"],
+            offload_activations=row["offload"],
             offload_hidden=row["offload"],
             offload_embedding=row.get("offload_embedding", False),
         )
         if ours
-        else dict(implementation="transformers", tile=None, attention="flex")
+        else dict(implementation="transformers", slice_tokens=row["tokens"], attention="flex")
     )
     said = ", ".join(
         f"{key} {value}" for key, value in versions_.items() if key in ("torch", "transformers")
     )
     return dict(
         name=name,
-        plan=plan,
+        model="gpt-oss-20b",
+        step=step,
         moments=["head", "layer"],
         peak_gib=row["peak"],
         source=f"python benchmarks/train_step.py on {card}, {said}; LoRA r=8 on attention, "
@@ -703,9 +702,12 @@ def record_of(row, card, versions_):
 
 def planned(record):
     "What the planner says for a record, GiB."
-    from grpo_nb.model.memory_bytes import plan
+    from grpo_nb.model.memory_bytes import MODELS
+    from grpo_nb.model.memory_fit import CARDS, Step, fit
 
-    return plan(**record["plan"]).allocated(*record["moments"]) / GiB
+    card = CARDS["H200"]
+    step = Step(MODELS[record["model"]], card.capability, **record["step"])
+    return fit(step, card.room).allocated(*record["moments"]) / GiB
 
 
 class Table:

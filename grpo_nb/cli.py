@@ -13,10 +13,12 @@ import os
 import platform
 import shlex
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-from .model import memory_bytes
+from .model.kernel_choice import KERNELS, TRANSFORMERS_NAMES
+from .model.memory_bytes import FORMATS, MODELS, TARGETS
+from .model.memory_fit import ALL, CARDS, SAMPLERS, Card
 
 # %% ../nbs/91_cli.ipynb #38ce2374
 def _integer(
@@ -119,10 +121,10 @@ def demo(
         return 130
     return 0
 
-# %% ../nbs/91_cli.ipynb #0466e4e2
-_OFFLOADS = {
+# %% ../nbs/91_cli.ipynb #7a972a62
+_OFFLOADS = {  # a word of --offload -> the setting behind it
     "embedding": "offload_embedding",
-    "layer-inputs": "offload_layer_inputs",
+    "layer-inputs": "offload_activations",
     "hidden": "offload_hidden",
 }
 
@@ -130,12 +132,12 @@ _OFFLOADS = {
 def _card(
     name: str,  # as typed
     usable: float | None,  # GiB, instead of the card's own
-) -> memory_bytes.Card:  # ValueError if there is no such card
+) -> Card:  # ValueError if there is no such card
     "The card that was asked for."
-    card = {known.lower(): card for known, card in memory_bytes.CARDS.items()}.get(name.lower())
+    card = {known.lower(): card for known, card in CARDS.items()}.get(name.lower())
     if card is None:
         raise ValueError(
-            f"there is no card {name!r} here: give one of {', '.join(memory_bytes.CARDS)}, and "
+            f"there is no card {name!r} here: give one of {', '.join(CARDS)}, and "
             "--memory for its size if it is like one of these"
         )
     if usable is None:
@@ -144,63 +146,75 @@ def _card(
         raise ValueError(
             f"--memory is {usable:g}, and it is a card's memory in GiB: give more than 0"
         )
-    return replace(
-        card,
-        name=f"{card.name} limited to {usable:g} GiB"
-        if usable < card.usable
-        else f"{card.name} with {usable:g} GiB",
-        usable=usable,
-    )
+    change = "limited to" if usable < card.usable else "with"
+    return replace(card, name=f"{card.name} {change} {usable:g} GiB", usable=usable)
 
-
-_VALUES = {
+# %% ../nbs/91_cli.ipynb #bdda58f5
+_VALUES = {  # setting -> flag with a value
     "weights": "--format",
     "lora_targets": "--lora-targets",
     "lora_r": "--lora-r",
-    "batch": "--batch",
+    "per_device_train_batch_size": "--batch",
     "mini_batch": "--mini-batch",
     "logit_chunk_multiplier": "--logit-chunk-multiplier",
-    "tile": "--tile",
-    "optimizer": "--optimizer",
+    "slice_tokens": "--tile",
+    "optim": "--optimizer",
     "sampler": "--sampler",
 }
-_LEFT_OUT = {
-    "checkpointing": "--no-checkpointing",
+_LEFT_OUT = {  # setting -> flag whose absence is the better value
+    "gradient_checkpointing": "--no-checkpointing",
     "attention": "--attention",
     "reference": "--reference",
 }
+_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit", "sgd": "sgd"}
+
+
+def _flag(
+    setting: str,  # a key of _VALUES
+    value,  # its value
+) -> str:  # "--lora-r 8"
+    "A setting as it is typed."
+    return f"{_VALUES[setting]} {value if isinstance(value, (int, str)) else ' '.join(value)}"
 
 
 def _as_flags(
-    before: memory_bytes.Setup,  # what was asked
-    after: memory_bytes.Setup,  # what would be better
+    before,  # the Setup that was asked for
+    after,  # a better one
 ) -> str:  # "--offload embedding --lora-r 8", to be written behind the question
     "The settings in which two setups differ, as this command takes them."
-    changed = {
-        field.name: getattr(after, field.name)
-        for field in fields(after)
-        if getattr(after, field.name) != getattr(before, field.name)
-    }
-    flags = [
-        f"{flag} {value if isinstance(value, (int, str)) else ' '.join(value)}"
-        for name, flag in _VALUES.items()
-        if (value := changed.get(name)) is not None
-    ]
-    if not changed.keys().isdisjoint(_OFFLOADS.values()):
-        flags.insert(
-            0,
-            " ".join(
-                ["--offload", *(what for what, name in _OFFLOADS.items() if getattr(after, name))]
-            ),
-        )
-    if "share_prompt" in changed:
+    changes, now = after.differences(before), after.settings()
+    flags = [_flag(name, changes[name]) for name in _VALUES if changes.get(name) is not None]
+    if not changes.keys().isdisjoint(_OFFLOADS.values()):
+        flags.insert(0, " ".join(["--offload", *(w for w, name in _OFFLOADS.items() if now[name])]))
+    if "share_prompt" in changes:
         flags.append("--share-prompt")
-    return ", ".join(
-        [
-            " ".join(flags),
-            *(f"without {flag}" for name, flag in _LEFT_OUT.items() if name in changed),
-        ]
-    ).removeprefix(", ")
+    left_out = [f"without {flag}" for name, flag in _LEFT_OUT.items() if name in changes]
+    return ", ".join([" ".join(flags), *left_out]).removeprefix(", ")
+
+# %% ../nbs/91_cli.ipynb #9559e076
+def _settings(
+    args: argparse.Namespace,  # what the parser below has made
+) -> dict:  # settings of GRPOConfig and of a Setup
+    "What was typed, under the names that the planner knows."
+    named = ("weights", "context", "lora_r", "sampler", "attention", "mini_batch")
+    given = {name: getattr(args, name) for name in (*named, "logit_chunk_multiplier")} | {
+        "prompt_length": args.prompt,
+        "num_generations": args.completions,
+        "generation_batch_size": (args.prompts or 1) * (args.completions or 8),
+        "per_device_train_batch_size": args.batch,
+        "optim": _OPTIMIZERS.get(args.optimizer),
+        "slice_tokens": ALL if args.tile == 0 else args.tile,
+    }
+    if args.lora_targets:
+        given["lora_targets"] = TARGETS if args.lora_targets == "all" else (args.lora_targets,)
+    switches = {
+        "double_quant": args.double_quant,
+        "gradient_checkpointing": not args.no_checkpointing,
+        "share_prompt": args.share_prompt,
+        "reference": args.reference,
+        **{_OFFLOADS[what]: True for what in args.offload},
+    }
+    return {name: value for name, value in given.items() if value is not None} | switches
 
 
 def plan(
@@ -208,61 +222,22 @@ def plan(
 ) -> int:  # exit status: 0 it fits, 1 it does not, 2 for values that cannot be
     """Show what a GRPO step needs in memory, part by part, whether it fits, and what to change if
     it does not."""
-    given = {
-        name: getattr(args, name)
-        for name in (
-            "weights",
-            "context",
-            "prompt",
-            "completions",
-            "prompts",
-            "batch",
-            "lora_r",
-            "optimizer",
-            "sampler",
-            "attention",
-            "mini_batch",
-            "logit_chunk_multiplier",
-        )
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    given |= {_OFFLOADS[what]: True for what in args.offload} | {
-        "double_quant": args.double_quant,
-        "checkpointing": not args.no_checkpointing,
-        "share_prompt": args.share_prompt,
-        "reference": args.reference,
-    }
-    if args.lora_targets:
-        given["lora_targets"] = (
-            memory_bytes.TARGETS if args.lora_targets == "all" else (args.lora_targets,)
-        )
-    if args.tile is not None:
-        given["tile"] = args.tile or None
+    from grpo_nb.planning import plan as planner
+
     try:
-        made = memory_bytes.plan(args.model, _card(args.card, args.memory), **given)
+        made = planner.plan(args.model, _card(args.card, args.memory), **_settings(args))
     except (ValueError, OSError) as error:
         print(f"grpo-nb plan: {error}", file=sys.stderr)
         return 2
-    advice = memory_bytes.advise(made)
+    advice = planner.advise(made)
     if args.json:
         steps = [{"change": a.change, "cost": a.cost, "saves": a.saves} for a in advice]
-        print(
-            json.dumps(
-                {
-                    **made.to_dict(),
-                    "usual": memory_bytes.standard(made.setup).peak,
-                    "advice": steps,
-                },
-                indent=2,
-            )
-        )
-    else:
-        print(
-            memory_bytes.describe(made)
-            + ("" if made.fits else "\n\n" + memory_bytes.advice_text(made))
-        )
-        if advice:
-            print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
+        usual = planner.standard(made.setup).peak
+        print(json.dumps({**made.to_dict(), "usual": usual, "advice": steps}, indent=2))
+        return 0 if made.fits else 1
+    print(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
+    if advice:
+        print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
     return 0 if made.fits else 1
 
 # %% ../nbs/91_cli.ipynb #03a49b53
@@ -447,14 +422,13 @@ def _add_plan(commands) -> None:
         nargs="?",
         default="gpt-oss-20b",
         metavar="MODEL",
-        help=f"{', '.join(memory_bytes.MODELS)}, or a folder with a config.json "
-        "(default: gpt-oss-20b)",
+        help=f"{', '.join(MODELS)}, or a folder with a config.json (default: gpt-oss-20b)",
     )
     p.add_argument(
         "--card",
         default="T4",
         metavar="CARD",
-        help=f"{', '.join(memory_bytes.CARDS)} (default: T4)",
+        help=f"{', '.join(CARDS)} (default: T4)",
     )
     p.add_argument(
         "--memory", type=float, metavar="GIB", help="so much memory instead of the card's own"
@@ -462,7 +436,7 @@ def _add_plan(commands) -> None:
     p.add_argument(
         "--format",
         dest="weights",
-        choices=memory_bytes.FORMATS,
+        choices=FORMATS,
         help="of the weights (default: mxfp4 for gpt-oss, else bf16)",
     )
     p.add_argument(
@@ -484,7 +458,7 @@ def _add_plan(commands) -> None:
     )
     p.add_argument(
         "--completions",
-        type=count(1, "a group has at least one completion"),
+        type=count(2, "a group of one has nothing to be compared with"),
         metavar="N",
         help="of a prompt (default: 8)",
     )
@@ -511,10 +485,10 @@ def _add_plan(commands) -> None:
     )
     p.add_argument(
         "--lora-targets",
-        choices=(*memory_bytes.TARGETS, "all"),
+        choices=(*TARGETS, "all"),
         help="what has adapters (default: attention for gpt-oss, else all)",
     )
-    p.add_argument("--optimizer", choices=memory_bytes.STATES, help="(default: adamw)")
+    p.add_argument("--optimizer", choices=_OPTIMIZERS, help="(default: adamw)")
     p.add_argument(
         "--tile",
         type=count(0, "a slice has at least one token, or 0 for no slices"),
@@ -547,13 +521,13 @@ def _add_plan(commands) -> None:
     )
     p.add_argument(
         "--sampler",
-        choices=("engine", "vllm", "vllm_sleep"),
+        choices=SAMPLERS,
         help="who draws completions: our engine on the same weights, vLLM with its own, or "
         "vLLM that sleeps while we train (default: engine)",
     )
     p.add_argument(
         "--attention",
-        choices=memory_bytes.KERNELS,
+        choices=(*KERNELS, *TRANSFORMERS_NAMES),
         help="the kernel (default: what suits model and card)",
     )
     p.add_argument("--reference", action="store_true", help="a second model for the KL term")

@@ -65,7 +65,7 @@ def runs(monkeypatch):
         (("plan", "--context", "0"), "at least 2 tokens"),
         (("plan", "--context", "512", "--prompt", "512"), "leave room for a completion"),
         (("plan", "Qwen3-4B", "--offload", "embedding"), "cannot be offloaded"),
-        (("plan", "--no-checkpointing", "--offload", "layer-inputs"), "leave checkpointing on"),
+        (("plan", "--no-checkpointing", "--offload", "layer-inputs"), "leave it on"),
     ],
 )
 def test_refused_with_a_sentence_before_any_work(arguments, sentence):
@@ -241,7 +241,7 @@ def test_doctor_fails_and_says_what_to_type_when_a_requirement_is_too_old(monkey
             1,
             (
                 "does not fit",
-                "GiB by offload_layer_inputs=True",
+                "GiB by offload_activations=True",
                 "and fits",
                 "As flags of this command: --offload",
             ),
@@ -249,7 +249,7 @@ def test_doctor_fails_and_says_what_to_type_when_a_requirement_is_too_old(monkey
         (
             ("gpt-oss-20b", "--context", "32768"),
             1,
-            ("does not fit", "GiB by offload_layer_inputs=True", "a context of"),
+            ("does not fit", "GiB by offload_activations=True", "a context of"),
         ),
         (("openai/gpt-oss-120b", "--card", "h200"), 0, ("116.8 billion", "It fits")),
         (
@@ -287,7 +287,7 @@ def test_a_plan_as_json():
         and facts["setup"]["model"]["name"] == "Phi-4"
     )
     assert (
-        facts["setup"]["tile"] is None
+        facts["slice_tokens"] is None
         and facts["moments"]["layer"]["adapters"] == 0
         and facts["usual"] > facts["peak"]
         and (facts["advice"] == []) == facts["fits"]

@@ -351,7 +351,8 @@ ARROWS = {  # subpackage -> what it may import of ours, besides itself
     "rollout": ["model", "algorithm.logprobs"],
     "environments": [],
     "training": ["algorithm", "model", "rollout", "environments"],
-    "widgets": ["algorithm", "model", "rollout", "environments", "training"],
+    "planning": ["model", "training.config"],
+    "widgets": ["algorithm", "model", "rollout", "environments", "training", "planning"],
 }
 
 

@@ -27,7 +27,8 @@ import torch
 from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
 from .experts import IMPLEMENTATIONS, adapted, route_adapters
 from .fused_layers import one_pass
-from .memory_bytes import free_memory, longest_sequence
+from .memory_bytes import longest_sequence
+from .memory_fit import free_memory
 from .mxfp4 import BLOCK, dequantize, dequantize_table, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import keeping
 from .experts import contexts_of
+from .limits import KEPT_FROM
 
 try:
     import triton
@@ -427,7 +428,7 @@ def offload_layers(
     attention_from: int
     # tokens from which what the flash kernels computed waits there too, if there is room, and is
     # not computed again; None: never
-    | None = 8192,
+    | None = KEPT_FROM,
 ) -> OffloadedLayers:  # .remove() puts it back; a context manager too; .store has the figures
     "Keep of each layer its input only, and that in host memory."
     if store is not None and max_host_bytes is not None:

@@ -18,10 +18,12 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from ..model.experts import ROWS_OF_ONE, can_group
-from ..model.memory_bytes import free_memory, longest_sequence, read_shape
+from ..model.experts import can_group
+from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS, ROWS_OF_ONE
+from ..model.memory_bytes import longest_sequence, read_shape
+from ..model.memory_fit import free_memory
 from .decode_ops import SLICE
-from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder
+from .decoder import Decoder, complete_rows, open_decoder
 from .kv_cache import CacheShape, rows_that_fit
 from .module_decoding import InPlace, cannot_record, more_bytes, try_to_record
 from grpo_nb.rollout.rollout import (
@@ -529,7 +531,7 @@ class RolloutEngine:
         else:
             shape = decoder.shape
         if decoder is not None and device.type == "cuda":
-            most = min(most, MOST_ROWS)
+            most = min(most, MOST_DRAWN_TOGETHER)
             longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
             for together in (
                 PREFILL_TOKENS,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..model.limits import PAGE
+
 # %% ../../nbs/rollout/05_kv_cache.ipynb #9a837a7b
 @dataclass(frozen=True)
 class CacheShape:
@@ -20,7 +22,7 @@ class CacheShape:
     kv_heads: int  # Hk
     head_dim: int  # D
     dtype: torch.dtype
-    page: int | None = 128  # tokens a page holds; None: a row is one page, nothing is shared
+    page: int | None = PAGE  # tokens a page holds; None: a row is one page, nothing is shared
 
     def width(
         self,

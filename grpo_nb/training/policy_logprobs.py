@@ -19,7 +19,7 @@ from grpo_nb.algorithm.logprobs import (
     selective_log_softmax,
 )
 from ..model.attention import TRANSFORMERS_NAMES
-from ..model.memory_bytes import free_memory
+from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_hidden
 from ..model.shared_prefix import share
 from ..rollout.decoder import changed_forward

@@ -21,7 +21,7 @@ from grpo_nb.algorithm.losses import (
     high_entropy_mask,
     rollout_correction,
 )
-from ..model.memory_bytes import free_memory
+from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.token_slices import slice_layers, slice_tokens_of
 from ..rollout.engine import evaluating

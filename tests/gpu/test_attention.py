@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.flex_attention import flex_attention_forward
 
 import grpo_nb.model.attention as attention
+from grpo_nb.model import limits
 from grpo_nb.model.attention import choose_backend, sink_attention
 from grpo_nb.model.masks import Mask
 from grpo_nb.model.tiny import tiny_gpt_oss
@@ -118,9 +119,9 @@ def test_long_full_layers_by_cudnn(name, dtype, bound, parts, monkeypatch):
         key: torch.tensor(value, device="cuda") if key == "pad_lens" else value
         for key, value in given.items()
     }
-    monkeypatch.setattr(attention, "SHORTEST_CUDNN", 512)
+    monkeypatch.setattr(limits, "SHORTEST_CUDNN", 512)
     monkeypatch.setattr(
-        attention, "GRADIENT_BYTES", 4 // parts * attention._scratch(inputs[0], inputs[1])
+        limits, "GRADIENT_BYTES", 4 // parts * attention._scratch(inputs[0], inputs[1])
     )
     expected = "flex" if name == "after a long one" else "flash"
     assert (

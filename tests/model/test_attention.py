@@ -16,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 import grpo_nb.model.attention as attention
 from grpo_nb.environments.arithmetic import addition_problems
+from grpo_nb.model import limits
 from grpo_nb.model.attention import (
     check_attention,
     choose_backend,
@@ -71,7 +72,7 @@ def all_paths(patch):
     "Short calls take the backend that was asked for, and pieces are short."
     patch.setattr(attention, "FEW_QUERIES", 0)
     patch.setattr(attention, "ROWS_PER_PIECE", 16)
-    patch.setattr(attention, "PART_BYTES", 0)
+    patch.setattr(limits, "PART_BYTES", 0)
 
 
 @pytest.fixture
@@ -299,9 +300,7 @@ def test_gradients_of_some_heads_at_a_time(heads, monkeypatch):
     inputs, upstream = tensors(0, 2, 5, 1, 40, 40, 16)
     whole = value_and_gradients(sink_attention, inputs, upstream, backend="flash")
     calls, real = [], attention._flash_gradients
-    monkeypatch.setattr(
-        attention, "GRADIENT_BYTES", heads * attention._scratch(inputs[0], inputs[1])
-    )
+    monkeypatch.setattr(limits, "GRADIENT_BYTES", heads * attention._scratch(inputs[0], inputs[1]))
     monkeypatch.setattr(
         attention,
         "_flash_gradients",

@@ -7,7 +7,7 @@ from live_bytes import LiveBytes
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from grpo_nb.model import attention, memory_bytes, shared_prefix
+from grpo_nb.model import attention, limits, shared_prefix
 from grpo_nb.model.experts import route_adapters
 from grpo_nb.model.fused_layers import can_go_by_heads, one_pass
 from grpo_nb.model.masks import Mask
@@ -116,10 +116,8 @@ BOTH = ("sliding", "full")
 def test_a_row_takes_what_is_predicted(
     by_heads, kinds, heads, prompt, completions, least, most, monkeypatch
 ):
-    monkeypatch.setattr(
-        attention, "PART_BYTES", 2**16
-    )  # an old card's way in miniature: some heads at a time
-    monkeypatch.setattr(memory_bytes, "PART_BYTES", 2**16)
+    # an old card's way in miniature: some heads at a time
+    monkeypatch.setattr(limits, "PART_BYTES", 2**16)
     model, batch = few_layers(kinds, *heads, by_heads), group(prompt, completions)
     config = GRPOConfig(
         num_generations=max(2, len(batch)),
@@ -156,7 +154,7 @@ def test_a_shared_row_s_masks_are_made_once_for_each_kind_of_layer(padded, monke
 @pytest.mark.parametrize("name", ["sink_key", "sink_lean", "sink_eager"])
 def test_checkpointed_layers_keep_their_inputs_alone(name, monkeypatch):
     "Not what attention's own checkpoints close over, nor where the experts' rows are."
-    monkeypatch.setattr(attention, "PART_BYTES", 2**16)
+    monkeypatch.setattr(limits, "PART_BYTES", 2**16)
     monkeypatch.setattr(attention, "ROWS_PER_PIECE", 16)
     batch, kept = group(48, [40] * 6), []
     for layers in (1, 3):

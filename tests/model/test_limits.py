@@ -1,0 +1,54 @@
+"""Numbers that more than one module needs: one home, and every reader reads it."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_nb.algorithm import logprobs
+from grpo_nb.model import limits
+from grpo_nb.model.offload import offload_layers
+from grpo_nb.rollout import decode_ops, decoder
+from grpo_nb.rollout.kv_cache import CacheShape
+
+PACKAGE = Path(limits.__file__).parents[1]
+NAMES = [name for name in vars(limits) if name.isupper()]
+
+
+def test_the_module_imports_nothing():
+    code = "import sys; before = set(sys.modules); import grpo_nb.model.limits; "
+    code += "print(*set(sys.modules) - before)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert {name.split(".")[0] for name in loaded.split()} <= {"grpo_nb", "importlib", "warnings"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_other_module_defines_it(name):
+    allowed = {"algorithm/logprobs.py"} if name == "ROWS_PER_CHUNK" else set()
+    homes = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and name in {
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            }:
+                homes.add(str(path.relative_to(PACKAGE)))
+    assert homes - allowed == {"model/limits.py"}
+
+
+def test_algorithm_which_imports_nothing_of_ours_has_the_same_rows():
+    assert limits.ROWS_PER_CHUNK == logprobs.ROWS_PER_CHUNK
+
+
+def test_defaults_are_these_numbers():
+    def default(function, name):
+        return inspect.signature(function).parameters[name].default
+
+    assert default(offload_layers, "attention_from") == limits.KEPT_FROM
+    assert default(CacheShape, "page") == limits.PAGE
+    assert default(decoder.batches_of_prompts, "most") == limits.PREFILL_TOKENS
+    assert decode_ops.SLICE == limits.PREFILL_TOKENS
+    assert decoder.SIZES[-1] == limits.MOST_DRAWN_TOGETHER == max(decoder.SIZES)
+    assert limits.SLICES == tuple(sorted(limits.SLICES, reverse=True))

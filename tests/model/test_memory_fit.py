@@ -1,0 +1,277 @@
+"""What fits: sums against measurements of an H200, limits of older cards, and what is free."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from grpo_nb.model import limits, loading
+from grpo_nb.model.memory_bytes import MODELS, TARGETS, GiB, weight_bytes
+from grpo_nb.model.memory_fit import (
+    ALL,
+    CARDS,
+    CUDA_CONTEXT,
+    Card,
+    Step,
+    find_card,
+    fit,
+    free_memory,
+    held,
+    longest_context,
+    possible_slices,
+    with_context,
+)
+from grpo_nb.training import policy_logprobs, trainer
+
+RECORDS = json.loads((Path(__file__).parents[1] / "data/memory_h200.json").read_text())["records"]
+
+
+def step_of(record):
+    return Step(MODELS[record["model"]], CARDS["H200"].capability, **record["step"])
+
+
+@pytest.mark.parametrize("record", [pytest.param(r, id=r["name"]) for r in RECORDS])
+def test_the_measured_peak_is_predicted_within_ten_per_cent(record):
+    with patch("grpo_nb.model.limits.UNPACKED", record.get("unpacked", limits.UNPACKED)):
+        made = fit(step_of(record), CARDS["H200"].room)
+    predicted = made.allocated(*record["moments"]) / GiB
+    assert abs(predicted / record["peak_gib"] - 1) <= 0.1, (
+        f"{predicted:.2f} GiB predicted, {record['peak_gib']:.2f} measured"
+    )
+    beyond = (
+        record["peak_gib"] - sum(made.weights.values()) / GiB
+    )  # what is left when the easy part, the weights, is taken off
+    assert abs(predicted - record["peak_gib"]) <= 0.25 * beyond + 0.3
+
+
+def test_there_are_enough_measurements_and_each_says_where_it_is_from():
+    assert (
+        len(RECORDS) >= 19
+        and {r["step"].get("weights") for r in RECORDS} >= {"bf16", "mxfp4"}
+        and all(r["source"] and r["peak_gib"] > 0 and r["moments"] for r in RECORDS)
+    )
+    assert len({json.dumps([r["model"], r["step"]], sort_keys=True) for r in RECORDS}) == len(
+        RECORDS
+    )
+
+
+OSS, LLAMA = MODELS["gpt-oss-20b"], MODELS["Llama-3.1-8B"]
+OLD = Step(
+    OSS,
+    (7, 5),
+    "mxfp4",
+    lora_r=8,
+    lora_targets=("attention",),
+    offload_activations=True,
+    offload_embedding=True,
+)
+
+
+@pytest.mark.parametrize("tokens, gib", [(2048, 13.13), (19_392, 14.22), (21_312, 14.39)])
+def test_an_old_card_s_limits_as_an_h200_measured_them(tokens, gib):
+    """benchmarks/context.py --only t4_longest --layers 0, 14.5 GiB in all, by the driver's account:
+    a step of one sequence."""
+    one = replace(OLD, num_generations=1, generation_batch_size=1, offload_hidden=True)
+    made = fit(with_context(one, tokens, 1), int(14.5 * GiB))
+    assert max(made.totals["head"], made.totals["layer"]) / GiB == pytest.approx(gib, rel=0.02)
+
+
+def test_a_whole_step_in_an_old_card_s_limits():
+    "benchmarks/context.py --only t4_grpo: 4 prompts x 8 completions drawn and trained, all layers."
+    step = replace(
+        OLD,
+        prompt_length=1536,
+        max_completion_length=512,
+        generation_batch_size=32,
+        per_device_train_batch_size=8,
+        share_prompt=True,
+    )
+    assert fit(step, int(14.5 * GiB)).peak / GiB == pytest.approx(14.06, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name, capability, room, settings, gib",
+    [
+        (
+            "Phi-4",
+            (7, 5),
+            14.5,
+            dict(
+                num_generations=4,
+                generation_batch_size=8,
+                per_device_train_batch_size=4,
+                offload_embedding=True,
+            ),
+            10.80,
+        ),
+        (
+            "Qwen2.5-1.5B",
+            (9, 0),
+            5,
+            dict(generation_batch_size=32, per_device_train_batch_size=8),
+            3.05,
+        ),
+    ],
+)
+def test_whole_steps_of_dense_models_as_an_h200_measured_them(
+    name, capability, room, settings, gib
+):
+    """benchmarks/context.py --only phi4_t4 qwen_5, by the driver's account: a GRPO step, drawing
+    and training."""
+    step = Step(
+        MODELS[name],
+        capability,
+        "nf4",
+        lora_r=8,
+        prompt_length=512,
+        max_completion_length=256,
+        share_prompt=True,
+        offload_activations=True,
+        **settings,
+    )
+    assert fit(step, room * GiB).peak / GiB == pytest.approx(gib, rel=0.1)
+
+
+# Sums
+
+
+def test_cards_are_found_by_name():
+    assert find_card("h200") is CARDS["H200"] and find_card(Card("mine", 4.0, (8, 0))).usable == 4
+    with pytest.raises(ValueError, match="give one of T4"):
+        find_card("H300")
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(max_completion_length=0), "max_completion_length is 0"),
+        (dict(num_generations=True), "num_generations is True"),
+        (dict(lora_r=-1), "lora_r is -1"),
+        (dict(slice_tokens=0), "slice_tokens is 0"),
+        (dict(weights="int8"), "give one of"),
+        (dict(lora_targets=("experts",)), "attention, mlp"),
+        (dict(attention="lightning"), "sink_heads"),
+        (dict(sampler="sglang"), "vllm_sleep"),
+        (dict(implementation="theirs"), "transformers"),
+        (dict(shape=MODELS["Qwen3-4B"], weights="bf16", offload_embedding=True), "be offloaded"),
+        (dict(gradient_checkpointing=False), "leave checkpointing on"),
+        (dict(attention="flex"), "compute capability"),
+    ],
+)
+def test_steps_that_cannot_be(settings, words):
+    with pytest.raises(ValueError, match=words):
+        replace(OLD, **settings)
+
+
+def test_a_prompt_leaves_room_for_a_completion():
+    with pytest.raises(ValueError, match="leave room"):
+        with_context(OLD, 100, 100)
+    assert with_context(OLD, 100).prompt_length == 50 and with_context(OLD, 4096).context == 4096
+
+
+def test_what_a_sampler_of_its_own_keeps():
+    awake, asleep = (held(replace(OLD, sampler=name)) for name in ("vllm", "vllm_sleep"))
+    assert awake.copies == asleep.copies == sum(weight_bytes(OSS, "mxfp4").values())
+    assert (awake.copies_in_training, asleep.copies_in_training) == (asleep.asleep, 0)
+    assert awake.asleep == 0 < asleep.asleep
+
+
+def test_parts_add_up_and_the_peak_is_the_largest_moment():
+    made = fit(OLD, CARDS["H200"].room)
+    assert made.peak == made.totals[made.worst] == max(map(sum_of, made.moments.values()))
+    assert all(parts["weights"] == sum_of(made.weights) for parts in made.moments.values())
+    assert made.host["embedding"] == weight_bytes(OSS, "mxfp4")["embedding"]
+    assert made.weights["embedding"] == 0 and made.peak - made.allocated() >= CUDA_CONTEXT
+
+
+def sum_of(parts):
+    return sum(parts.values())
+
+
+def test_slices_that_the_trainer_would_try():
+    dense = Step(LLAMA, (9, 0))
+    assert possible_slices(OLD) == limits.SLICES and possible_slices(dense)[0] is None
+    assert possible_slices(replace(OLD, per_device_train_batch_size=2)) == limits.SLICES[:3]
+    assert possible_slices(replace(dense, per_device_train_batch_size=2)) == (None,)
+    assert possible_slices(replace(OLD, slice_tokens=ALL)) == (None,)
+    assert possible_slices(replace(OLD, implementation="transformers")) == (4096,)
+
+
+def test_experts_that_are_dense_for_a_moment_are_in_rollout_and_layer():
+    given = dict(lora_targets=("attention",))
+    old, new = (Step(OSS, capability, "mxfp4", **given) for capability in ((7, 5), (8, 0)))
+    dense, room = Step(OSS, (8, 0), "bf16", **given), 160 * GiB
+    one = 2 * OSS.hidden * OSS.intermediate * 2
+    count = limits.UNPACKED // one
+    for moment in ("rollout", "layer"):
+        packed, plain = (fit(step, room).moments[moment]["mlp"] for step in (new, dense))
+        assert packed - plain == count * one
+    drawn = [fit(step, room).moments["rollout"]["mlp"] for step in (old, dense)]
+    assert drawn[0] - drawn[1] == one * 3 // 2
+
+
+def test_a_limit_that_is_changed_is_counted(monkeypatch):
+    step, room = replace(OLD, capability=(9, 0)), CARDS["H200"].room
+    before = fit(step, room).moments["rollout"]["mlp"]
+    monkeypatch.setattr(limits, "UNPACKED", 2**30)
+    assert fit(step, room).moments["rollout"]["mlp"] > before
+
+
+@pytest.mark.parametrize("step", [OLD, Step(LLAMA, (8, 9), "nf4"), replace(OLD, slice_tokens=ALL)])
+def test_the_longest_context_is_the_longest(step):
+    room = CARDS["L4"].room
+    n = longest_context(step, room)
+    assert n > 0 and n % 64 == 0
+    assert fit(with_context(step, n), room).fits and not fit(with_context(step, n + 64), room).fits
+
+
+def test_no_context_is_short_enough_and_none_too_long():
+    assert longest_context(Step(MODELS["gpt-oss-120b"], (7, 5), "mxfp4"), CARDS["T4"].room) == 0
+    small = Step(MODELS["Qwen2.5-1.5B"], (10, 0), lora_targets=TARGETS)
+    assert longest_context(small, CARDS["B200"].room, most=4096) == 4096
+    assert longest_context(OLD, 14 * GiB, prompt_length=2**20, most=2**21) == 0
+
+
+# What is free
+
+
+@pytest.mark.parametrize(
+    "fraction, driver, reserved, allocated, free",
+    [
+        (1.0, 9, 6, 4, 11),
+        (0.5, 9, 6, 4, 4),
+        (0.25, 9, 6, 4, 0),
+        (0.2, 9, 6, 4, 0),
+        (0.9, 1, 6, 4, 3),
+        (1.0, 0, 6, 6, 0),
+    ],
+)
+def test_free_memory_keeps_to_the_share_of_the_process(fraction, driver, reserved, allocated, free):
+    figures = dict(
+        mem_get_info=(driver * GiB, 16 * GiB),
+        memory_reserved=reserved * GiB,
+        memory_allocated=allocated * GiB,
+        get_per_process_memory_fraction=fraction,
+        get_device_properties=SimpleNamespace(total_memory=16 * GiB),
+    )
+    with patch.multiple(
+        "torch.cuda", **{name: lambda *_, value=value: value for name, value in figures.items()}
+    ):
+        assert free_memory("cuda") == free_memory(torch.device("cuda", 0)) == free * GiB
+        assert (
+            loading.free_memory(torch.device("cuda")) == free * GiB
+            and trainer.free_memory(torch.device("cuda")) == free * GiB
+            and policy_logprobs.free_memory(torch.device("cuda")) == free * GiB
+        )
+        asked = []
+        with patch(
+            "torch.cuda.get_per_process_memory_fraction",
+            lambda device: asked.append(device) or fraction,
+        ):
+            free_memory("cuda"), free_memory("cuda:0")
+        assert asked == [None, 0]  # torch takes "cuda" without a number everywhere but there
+    assert free_memory("cpu") > 2**20

@@ -1,0 +1,471 @@
+"""The planner: a configuration in, bytes and advice in words out."""
+
+import inspect
+import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.model.limits import SLICES
+from grpo_nb.model.loading import load_model
+from grpo_nb.model.memory_bytes import MODELS, GiB, weight_bytes
+from grpo_nb.model.memory_fit import ALL, CARDS, CUDA_CONTEXT, Card
+from grpo_nb.planning.plan import (
+    Setup,
+    advice_text,
+    advise,
+    describe,
+    plan,
+    plan_of,
+    setup_of,
+    standard,
+)
+from grpo_nb.training.config import GRPOConfig
+
+BOTH, ONE = ("attention", "mlp"), ("attention",)
+
+
+def test_parts_add_up_and_the_peak_is_the_largest_moment():
+    made = plan(
+        "gpt-oss-20b",
+        "H100",
+        context=8192,
+        offload_activations=True,
+        offload_embedding=True,
+        generation_batch_size=32,
+    )
+    assert (
+        made.peak
+        == made.totals[made.worst]
+        == max(sum(parts.values()) for parts in made.moments.values())
+    )
+    assert all(
+        parts["weights"] == sum(made.weights.values()) and min(parts.values()) >= 0
+        for parts in made.moments.values()
+    )
+    assert (
+        made.host["embedding"] == weight_bytes(MODELS["gpt-oss-20b"], "mxfp4")["embedding"]
+        and made.weights["embedding"] == 0
+    )
+    assert made.peak - made.allocated() >= CUDA_CONTEXT
+    assert json.loads(json.dumps(made.to_dict()))["peak"] == made.peak
+
+
+SWITCHES = [  # settings, what they lower
+    (dict(), dict(offload_embedding=True)),
+    (dict(), dict(offload_activations=True)),
+    (dict(gradient_checkpointing=False), dict(gradient_checkpointing=True)),
+    (dict(slice_tokens=ALL), dict(slice_tokens=1024)),
+    (dict(per_device_train_batch_size=4), dict(share_prompt=True)),
+    (dict(sampler="vllm"), dict(sampler="vllm_sleep")),
+    (dict(sampler="vllm"), dict(sampler="engine")),
+    (dict(implementation="transformers"), dict(implementation="ours")),
+    (dict(weights="bf16"), dict(weights="mxfp4")),
+    (dict(), dict(weights="mxfp4+nf4")),
+    (dict(weights="mxfp4+nf4"), dict(double_quant=True)),
+    (dict(lora_r=64), dict(lora_r=8)),
+    (dict(lora_targets=BOTH), dict(lora_targets=ONE)),
+    (dict(optim="adamw_torch"), dict(optim="sgd")),
+    (dict(reference=True), dict(reference=False)),
+    (dict(attention="sdpa", slice_tokens=4096), dict(attention="flex")),
+    (dict(), dict(context=8192)),
+    (dict(per_device_train_batch_size=2), dict(per_device_train_batch_size=1)),
+]
+
+
+@pytest.mark.parametrize("settings, change", SWITCHES)
+def test_each_switch_lowers_the_training_step(settings, change):
+    before, after = (
+        plan("gpt-oss-20b", "B200", **settings),
+        plan("gpt-oss-20b", "B200", **{**settings, **change}),
+    )
+    assert max(after.totals["head"], after.totals["layer"]) < max(
+        before.totals["head"], before.totals["layer"]
+    )
+
+
+def test_hidden_states_and_chunks_lower_the_head():
+    settings = dict(context=65_536, per_device_train_batch_size=4, offload_activations=True)
+    heads = [
+        plan("gpt-oss-20b", "B200", **settings, **change).totals["head"]
+        for change in (
+            {},
+            dict(offload_hidden=True, mini_batch=4),
+            dict(offload_hidden=True, mini_batch=4, logit_chunk_multiplier=256),
+        )
+    ]
+    assert heads[0] > heads[1] > heads[2]
+
+
+def test_offloading_moves_bytes_and_loses_none():
+    here, there = (
+        plan("Llama-3.1-8B", "H200"),
+        plan("Llama-3.1-8B", "H200", offload_activations=True),
+    )
+    one = 16_384 * 4096 * 2
+    assert (
+        here.moments["layer"]["hidden"] - there.moments["layer"]["hidden"] == 30 * one
+        and there.host["layer inputs"] == 32 * one
+    )
+
+
+def test_the_engine_draws_fewer_rows_where_memory_is_short():
+    rows = {
+        card: plan("gpt-oss-20b", card, context=16_384, generation_batch_size=64).rows
+        for card in ("T4", "L4", "H200")
+    }
+    assert 1 <= rows["T4"] < rows["L4"] < rows["H200"] == 64
+    assert all(
+        plan("gpt-oss-20b", card, context=16_384, generation_batch_size=64).totals["rollout"]
+        <= CARDS[card].usable * GiB
+        for card in rows
+    )
+
+
+def test_the_usual_practice_costs_more():
+    for name in MODELS:
+        made = plan(name, "B200", context=8192, weights="mxfp4" if MODELS[name].sinks else "nf4")
+        assert standard(made.setup).peak > 1.5 * made.peak
+    assert standard(setup_of("gpt-oss-20b", "T4")).setup.weights == "fp16"
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(context=0), "context is 0"),
+        (dict(context=True), "context is True"),
+        (dict(context=100, prompt_length=100), "leave room"),
+        (dict(lora_r=-1), "lora_r is -1"),
+        (dict(weights="int8"), "give one of"),
+        (dict(model="Llama-3.1-8B", weights="mxfp4"), "has no experts"),
+        (dict(lora_targets="experts"), "attention, mlp"),
+        (dict(optim="lion"), "adamw"),
+        (dict(model="Qwen3-4B", offload_embedding=True), "cannot be offloaded"),
+        (dict(gradient_checkpointing=False, offload_activations=True), "leave it on"),
+        (dict(attention="flex"), "compute capability"),
+        (dict(card="H300"), "H200"),
+        (dict(sampler="sglang"), "vllm_sleep"),
+        (dict(slice_tokens=0), "slice_tokens is 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings, words):
+    with pytest.raises(ValueError, match=words):
+        plan(**settings)
+
+
+def test_an_unknown_keyword():
+    with pytest.raises(TypeError):
+        plan(contxt=5)
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional=dict(
+        context=st.sampled_from([64, 1024, 20_480, 131_072]),
+        per_device_train_batch_size=st.integers(1, 9),
+        num_generations=st.integers(2, 16),
+        generation_batch_size=st.integers(1, 144),
+        lora_r=st.sampled_from([0, 1, 64]),
+        gradient_checkpointing=st.booleans(),
+        slice_tokens=st.sampled_from([None, ALL, 1, 4096]),
+        share_prompt=st.booleans(),
+        offload_hidden=st.booleans(),
+        mini_batch=st.integers(1, 4),
+        sampler=st.sampled_from(["engine", "vllm", "vllm_sleep"]),
+        optim=st.sampled_from(["adamw_torch", "adamw_8bit", "sgd"]),
+        reference=st.booleans(),
+        implementation=st.sampled_from(["ours", "transformers"]),
+        attention=st.sampled_from(["auto", "sink_key", "eager"]),
+        prompt_length=st.sampled_from([None, 0, 63]),
+    ),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(CARDS)), SETTINGS)
+def test_any_plan_can_be_made_told_and_mended(model, card, given):
+    made = plan(model, card, **given)
+    assert (
+        made.peak > 0
+        and made.rows >= 1
+        and all(
+            isinstance(size, int) and size >= 0
+            for parts in (*made.moments.values(), made.host)
+            for size in parts.values()
+        )
+    )
+    assert ("It fits" in describe(made)) == made.fits and all(
+        len(line) < 400 for line in describe(made).splitlines()
+    )
+    found = advise(made)
+    assert bool(found) <= (not made.fits) and all(a.saves > 0 for a in found)
+    before = made.peak
+    for a in found:
+        assert before - a.plan.peak == a.saves
+        before = a.plan.peak
+    assert all(not a.plan.fits for a in found[:-1])
+    text = advice_text(made)
+    assert ("Nothing has to be changed" in text) == made.fits and ("too much" in text) == (
+        not made.fits and not (found and found[-1].plan.fits)
+    )
+
+
+@pytest.mark.parametrize(
+    "model, card, settings",
+    [
+        ("gpt-oss-20b", "T4", dict(offload_embedding=True, offload_activations=True)),
+        ("gpt-oss-20b", "H200", {}),
+        ("Llama-3.1-8B", "L4", dict(weights="nf4")),
+        ("Phi-4", "A100-80", dict(per_device_train_batch_size=3, share_prompt=True)),
+        ("gpt-oss-20b", "H100", dict(implementation="transformers", attention="eager")),
+    ],
+)
+def test_the_longest_context_is_the_longest(model, card, settings):
+    n = setup_of(model, card, **settings).longest_context()
+    assert (
+        n > 0
+        and n % 64 == 0
+        and plan(model, card, context=n, **settings).fits
+        and not plan(model, card, context=n + 64, **settings).fits
+    )
+
+
+def test_no_context_is_short_enough_and_none_too_long():
+    assert setup_of("gpt-oss-120b", "T4").longest_context() == 0
+    assert setup_of("Qwen2.5-1.5B", "B200").longest_context(most=4096) == 4096
+    assert setup_of("gpt-oss-20b", Card("small", 12.0, (8, 0))).longest_context() == 0
+
+
+def test_advice_begins_with_the_largest_saving():
+    for model, card, choices in (
+        (
+            "Llama-3.1-8B",
+            "T4",
+            dict(
+                context=8192,
+                per_device_train_batch_size=2,
+                gradient_checkpointing=False,
+                sampler="vllm",
+            ),
+        ),
+        ("gpt-oss-20b", "T4", dict(context=16_384)),
+        ("Llama-3.1-8B", "L4", dict(context=20_480, per_device_train_batch_size=8)),
+    ):
+        made = plan(model, card, **choices)
+        for start in (made, standard(made.setup)):
+            found = advise(start)
+            left = [a.change for a in found]
+            assert (
+                found
+                and [a.saves for a in found] == sorted((a.saves for a in found), reverse=True)
+                and len(set(left)) == len(left)
+            )
+            lines = advice_text(start).splitlines()
+            assert "saves most comes first" in lines[0] and all(
+                f"{a.saves / GiB:.2f} GiB by {a.change}. {a.cost}" in line
+                for a, line in zip(found, lines[1:])
+            )
+
+
+def test_advice_knows_every_switch_of_the_usual_practice():
+    usual, mended = (
+        standard(plan("gpt-oss-20b", "T4", context=32_768).setup),
+        plan(
+            "gpt-oss-20b",
+            "T4",
+            context=32_768,
+            offload_embedding=True,
+            offload_activations=True,
+            lora_r=8,
+        ),
+    )
+    mended = plan_of(mended.setup.changed(optim="adamw_8bit"))
+    assert advise(usual)[-1].plan.peak == mended.peak and usual.setup.attention == "eager"
+    assert any(
+        "no second model" in a.change
+        for a in advise(plan("gpt-oss-20b", "T4", context=4096, reference=True))
+    )
+
+
+def test_advice_takes_cheap_switches_and_leaves_out_what_is_not_needed():
+    found = advise(
+        plan("Phi-4", "T4", weights="nf4", context=8192, offload_embedding=True, slice_tokens=1024)
+    )
+    assert [a.change for a in found] == [
+        "offload_activations=True"
+    ]  # not the rank, not the adapters' places
+    made = plan("Llama-3.1-8B", "L4", context=20_480, per_device_train_batch_size=8)
+    found = advise(made)
+    for a in found:  # without any one of them it does not fit
+        changes = {k: v for other in found if other is not a for k, v in other.changes.items()}
+        assert not plan_of(made.setup.changed(**changes)).fits, a.change
+
+
+def test_the_documents_llama():
+    made = plan(
+        "Llama-3.1-8B",
+        "H200",
+        weights="nf4",
+        context=20_480,
+        prompt_length=0,
+        per_device_train_batch_size=8,
+        slice_tokens=4096,
+        offload_embedding=True,
+        offload_activations=True,
+    )
+    assert max(made.totals["head"], made.totals["layer"]) < 54.3 * GiB
+
+
+def test_setups_are_plain_values():
+    made = plan("Phi-4", "L4")
+    told = json.loads(json.dumps(made.to_dict()))
+    assert plan_of(made.setup.changed()) == made and told["peak"] == made.peak
+    assert {f.name for f in fields(Setup)} == set(told["setup"])
+    assert told["setup"]["config"]["generation_batch_size"] == 8
+
+
+def test_a_setup_holds_the_configuration_of_a_run():
+    config = GRPOConfig(
+        num_generations=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_completion_length=1024,
+        mini_batch=2,
+        offload_activations=True,
+        optim="paged_adamw_8bit",
+    )
+    setup = setup_of("gpt-oss-20b", "L4", config, prompt_length=100)
+    step = setup.step
+    assert setup.config is not config and setup.config == config and step.context == 1124
+    assert (step.generation_batch_size, step.num_generations, step.mini_batch) == (8, 4, 2)
+    assert step.offload_activations and step.optimizer_bytes == 2
+    other = setup.changed(offload_activations=False, lora_r=4)
+    assert other.differences(setup) == dict(offload_activations=False, lora_r=4)
+    assert config.offload_activations  # which is left as it was
+
+
+def test_a_group_of_one_is_refused_as_in_training():
+    with pytest.raises(ValueError, match="nothing to be compared with"):
+        plan("gpt-oss-20b", "T4", num_generations=1)
+
+
+@pytest.mark.parametrize("context", [64, 700, 999, 1023, 1024, 1025, 8191])
+def test_a_context_is_kept_to_the_token(context):
+    step = setup_of("gpt-oss-20b", "T4", context=context).step
+    assert step.context == context and step.prompt_length == min(512, context // 2)
+
+
+def test_advice_speaks_the_words_of_config_and_loader():
+    known = {*vars(GRPOConfig()), *inspect.signature(load_model).parameters, "use_vllm"}
+    others = {"training with GRPOTrainer", "no second model"}
+    for model in MODELS:
+        for start in (
+            dict(sampler="vllm", reference=True, attention="eager", slice_tokens=8192),
+            dict(gradient_checkpointing=False, weights="nf4", double_quant=True),
+            dict(per_device_train_batch_size=4, implementation="transformers"),
+        ):
+            for a in advise(plan(model, "T4", **start)):
+                parts = {*a.change.split(", ")} - others
+                assert {part.split("=")[0] for part in parts} <= known, a.change
+
+
+def test_a_micro_batch_that_is_too_large_is_told_in_pieces():
+    made = plan("gpt-oss-20b", "L4", context=8192, per_device_train_batch_size=8)
+    words = next(
+        line for line in describe(made).splitlines() if "cuts a micro-batch by itself" in line
+    )
+    pieces = int(words.split(": in ")[1].split()[0])
+    fewer, enough = (
+        plan("gpt-oss-20b", "L4", context=8192, per_device_train_batch_size=-(-8 // n))
+        for n in (pieces - 1, pieces)
+    )
+    assert (
+        not made.fits and not fewer.fits and enough.fits and f"{enough.peak / GiB:.2f} GiB" in words
+    )
+    assert "pieces" not in describe(
+        plan("gpt-oss-20b", "H200", context=8192, per_device_train_batch_size=8)
+    ) and "pieces" not in describe(plan("gpt-oss-120b", "T4", per_device_train_batch_size=2))
+
+
+def test_words_near_a_card_s_line_and_without_adapters():
+    n = setup_of("gpt-oss-20b", "L4").longest_context()
+    for context, close in ((n, True), (n + 64, True), (n // 2, False), (4 * n, False)):
+        assert ("That is close" in describe(plan("gpt-oss-20b", "L4", context=context))) == close
+    assert "needs 0.00 GiB" not in describe(plan("gpt-oss-20b", "L4", context=n + 64))
+    assert (
+        "trains every weight" in describe(plan("Llama-3.1-8B", "H100", lora_r=0))
+    ) and "trains every weight" not in describe(plan("Llama-3.1-8B", "H100"))
+
+
+def test_advice_knows_the_format_of_the_experts_and_cards_that_need_no_advice():
+    assert [
+        a.change
+        for a in advise(plan("gpt-oss-20b", "L4", weights="nf4", double_quant=True, context=4096))
+    ] == ["load_in_4bit=True"]
+    text = advice_text(
+        plan("gpt-oss-20b", "L4", context=131_072, offload_embedding=True, offload_activations=True)
+    )
+    assert (
+        "a card like the A100-40, which takes it as it was asked for" in text
+    )  # a compute capability below the L4's, and enough memory
+    assert plan(
+        "gpt-oss-20b", "A100-40", context=131_072, offload_embedding=True, offload_activations=True
+    ).fits
+
+
+def test_slices_are_chosen_as_in_training_and_anew_when_there_is_more_room():
+    tight, roomy = (
+        plan("gpt-oss-20b", card, context=131_072, offload_embedding=True, offload_activations=True)
+        for card in ("L4", "H200")
+    )
+    assert (
+        roomy.slice_tokens == SLICES[0] > tight.slice_tokens == SLICES[-1]
+        and not tight.fits
+        and plan("Llama-3.1-8B", "H200").slice_tokens is None
+    )
+    assert plan("gpt-oss-20b", "H200", slice_tokens=4096, context=131_072).slice_tokens == 4096
+    full = plan("Llama-3.1-8B", "T4", weights="bf16")
+    assert (
+        not full.fits
+        and all("slice_tokens" not in a.change for a in advise(full))
+        and full.slice_tokens == SLICES[-1] < advise(full)[-1].plan.slice_tokens
+    )  # in 4 bits larger ones fit
+
+
+def test_what_is_said_of_a_rollout_and_of_a_card_without_bfloat16():
+    none, some = (
+        plan("Llama-3.1-8B", "T4", weights="bf16"),
+        plan("Llama-3.1-8B", "L4", weights="nf4", num_generations=64, context=32_768),
+    )
+    assert (
+        none.totals["rollout"] > none.room
+        and "not one drawn together" in describe(none)
+        and "max_batch_size" not in describe(none)
+        and "A T4 has no bfloat16" in describe(none)
+    )
+    assert (
+        some.rows < 64
+        and f"{some.rows} drawn together" in describe(some)
+        and "max_batch_size" not in describe(some)
+        and "bfloat16" not in describe(some)
+    )
+
+
+def test_offloading_hidden_states_of_a_single_piece_is_told_to_be_idle():
+    one, two = (
+        plan(
+            "gpt-oss-20b",
+            "L4",
+            context=8192,
+            per_device_train_batch_size=2,
+            offload_hidden=True,
+            mini_batch=n,
+        )
+        for n in (1, 2)
+    )
+    assert one.host["hidden states"] == 0 < two.host["hidden states"]
+    assert "offload_hidden changes nothing" in describe(one) and "offload_hidden" not in describe(
+        two
+    )
