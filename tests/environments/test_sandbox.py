@@ -4,7 +4,6 @@ sessions, lost supervisors, and the documents' four names."""
 import ast
 import contextlib
 import gc
-import inspect
 import json
 import math
 import os
@@ -36,7 +35,7 @@ from grpo_nb.environments.sandbox import (
     execute_with_time_limit,
     run_python,
 )
-from grpo_nb.environments.supervisor import COUNT, Unsendable, Walls, decode, encode
+from grpo_nb.environments.supervisor import COUNT, Protections, Unsendable, decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = "def f(x): return 2 * x"
@@ -480,7 +479,7 @@ def test_a_supervisor_keeps_nothing_of_a_program():
     with SandboxPool(
         workers=1, without=("network",)
     ) as pool:  # (a network of its own, for a user who is not root, closes its memory to us)
-        (line,) = pool._lines.values()
+        (line,) = pool._supervisors.values()
         assert (
             result(pool, f"def f(x): return [x + '{in_source}'] * 50", in_argument).value
             == [in_argument + in_source] * 50
@@ -584,7 +583,7 @@ def in_background(action):
 
 def test_a_killed_supervisor_costs_one_program():
     with SandboxPool(workers=1) as pool:
-        (first,) = [line.process.pid for line in pool._lines.values()]
+        (first,) = [line.process.pid for line in pool._supervisors.values()]
         thread, box = in_background(lambda: result(pool, LOOP, timeout_s=20))
         assert eventually(lambda: len(descendants(first)) == 1)
         (program,) = descendants(first)
@@ -593,7 +592,7 @@ def test_a_killed_supervisor_costs_one_program():
         assert box[0].kind == "crash" and "supervisor was lost" in box[0].error
         assert eventually(lambda: not alive(program) and not alive(first))
         assert result(pool, DOUBLE, 3).value == 6 and [
-            line.process.pid for line in pool._lines.values()
+            line.process.pid for line in pool._supervisors.values()
         ] != [first]
 
 
@@ -601,8 +600,8 @@ def test_a_killed_supervisor_costs_one_program():
 def test_garbage_on_the_line_costs_one_program(garbage):
     with SandboxPool(workers=1) as pool:
         ours, theirs = socket.socketpair()
-        pool._lines[0].connection.close()
-        pool._lines[0].connection = ours
+        pool._supervisors[0].socket.close()
+        pool._supervisors[0].socket = ours
         theirs.sendall(garbage)
         theirs.shutdown(socket.SHUT_WR)
         assert result(pool, DOUBLE, 3).kind == "crash" and result(pool, DOUBLE, 3).value == 6
@@ -616,7 +615,7 @@ def test_an_interrupted_call_costs_one_supervisor(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as m:
-            m.setattr(sandbox.Line, "receive", interrupted)
+            m.setattr(sandbox.SupervisorConnection, "receive", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 result(pool, DOUBLE, 3)
         assert result(pool, DOUBLE, 3).value == 6
@@ -670,7 +669,7 @@ def test_nothing_is_left_when_the_training_process_ends(end):
             found.update(descendants(process.pid))
         except (FileNotFoundError, ProcessLookupError):
             pass
-        return len(found) >= 5  # two supervisors, a keeper, two programs
+        return len(found) >= 5  # two supervisors, one for the session, two programs
 
     assert eventually(look, 30)
     process.stdout.readline()
@@ -683,7 +682,7 @@ def test_nothing_is_left_when_the_training_process_ends(end):
 
 def test_a_pool_that_is_closed_while_it_is_used():
     pool = SandboxPool(workers=1)
-    (line,) = pool._lines.values()
+    (line,) = pool._supervisors.values()
     running, box = in_background(lambda: result(pool, LOOP, timeout_s=60))
     assert eventually(lambda: descendants(line.process.pid))
 
@@ -807,7 +806,7 @@ def test_a_pool_warns_of_what_the_system_refuses_and_not_of_what_was_asked_for()
 
 
 def test_everything_works_without_walls():
-    with SandboxPool(workers=1, without=tuple(Walls.NAMES)) as bare:
+    with SandboxPool(workers=1, without=tuple(Protections.NAMES)) as bare:
         kinds = [
             result(bare, source, timeout_s=0.3).kind
             for source in (
@@ -841,7 +840,7 @@ def test_whatever_a_program_started_ends_with_it(without):
         "           os._exit(0)\n    while wait: pass\n    return 'started'"
     )
     with SandboxPool(workers=1, without=without) as bare:
-        (line,) = bare._lines.values()
+        (line,) = bare._supervisors.values()
         for wait, kind in ((False, "ok"), (True, "timeout")):
             thread, box = in_background(lambda: result(bare, escape, wait, timeout_s=1.0))
             thread.join()
@@ -854,8 +853,8 @@ def test_whatever_a_program_started_ends_with_it(without):
 def test_a_wall_that_falls_later_stops_everything(monkeypatch):
     """Fail closed: the process of a program says nothing if it cannot wall itself in, and the
     supervisor gives up."""
-    walls = Walls()
-    walls.missing = {name: "x" for name in Walls.NAMES if name != "memory"}
+    walls = Protections()
+    walls.missing = {name: "x" for name in Protections.NAMES if name != "memory"}
     monkeypatch.setattr(supervisor, "limit", lambda *a: (_ for _ in ()).throw(OSError("no")))
     ours, theirs = socket.socketpair()
     body = encode([DOUBLE, "f", [1]])
@@ -944,7 +943,7 @@ def test_a_closed_session(pool):
 
 def test_many_sessions_on_one_supervisor():
     with SandboxPool(workers=1) as pool:
-        (line,) = pool._lines.values()
+        (line,) = pool._supervisors.values()
         sessions = [pool.open(f"def f(x): return x + {i}", "f") for i in range(12)]
         assert [s.call(100).value for s in sessions] == [100 + i for i in range(12)] and [
             s.call(1).value for s in reversed(sessions)
@@ -973,7 +972,7 @@ def test_a_program_sleeps_between_calls():
         ) as session,
     ):
         assert session.call().value == 0.0
-        (line,) = pool._lines.values()
+        (line,) = pool._supervisors.values()
 
         def cpu(pid):
             return sum(
@@ -1070,7 +1069,7 @@ def test_locked_down_function(pool):
 
 def test_a_locked_down_function_without_a_pool_ends_its_supervisor():
     function = create_locked_down_function(DOUBLE)
-    (line,) = function.pool._lines.values()
+    (line,) = function.pool._supervisors.values()
     assert function(4) == 8 and line.process.pid in descendants()
     del function
     gc.collect()
@@ -1218,5 +1217,5 @@ def test_docstrings_say_what_they_do_not_protect_from():
     )
     assert (
         "left behind" in execute_with_time_limit.__doc__
-        and "does not check answers" in inspect.getdoc(Benchmarker.benchmark)
+        and "does not check answers" in " ".join(Benchmarker.benchmark.__doc__.split())
     )
