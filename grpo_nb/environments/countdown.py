@@ -6,7 +6,7 @@
 __all__ = ['MAX_CHARACTERS', 'MAX_DIGITS', 'WRITTEN', 'PIECE', 'BINDING', 'judge_target', 'judge_closeness', 'NotAnExpression',
            'tokens', 'carry_out', 'read_expression', 'Attempt', 'attempt', 'read_attempt', 'judge_rules', 'judge_value',
            'points_of', 'countdown_format_reward', 'countdown_correct_reward', 'countdown_closeness_reward',
-           'countdown_prompt', 'combine', 'countdown_problems', 'reachable_values']
+           'countdown_prompt', 'combine', 'check_puzzles', 'countdown_problems', 'reachable_values']
 
 # %% ../../nbs/environments/10_countdown.ipynb #59a2487b
 import random
@@ -307,6 +307,22 @@ def combine(
     return parts[0][0], parts[0][1][1:-1]
 
 
+def check_puzzles(
+    count: int, smallest: int, largest: int, targets: tuple[int, int], operations: str
+) -> None:
+    "ValueError for puzzles that cannot be made."
+    if count < 2 or not 1 <= smallest <= largest < 10**MAX_DIGITS or targets[0] > targets[1]:
+        raise ValueError(
+            f"count is {count}, numbers go from {smallest} to {largest} and targets from "
+            f"{targets[0]} to {targets[1]}: give 2 or more numbers, from 1 upwards, and "
+            "ranges whose first end is not above the second"
+        )
+    if not operations or set(operations) - set(BINDING):
+        raise ValueError(
+            f"operations is {operations!r}; give one or more of {' '.join(BINDING)}, as in '+-'"
+        )
+
+
 def countdown_problems(
     size: int,  # how many
     *,
@@ -322,16 +338,7 @@ def countdown_problems(
     ] = countdown_prompt,  # (numbers, target, use_all) -> what the model is asked
 ) -> list[dict]:  # {"prompt", "numbers", "target", "use_all", "answer"}, no puzzle twice
     "Puzzles that have a solution, of which `answer` is one; ValueError where there are too few."
-    if count < 2 or not 1 <= smallest <= largest < 10**MAX_DIGITS or targets[0] > targets[1]:
-        raise ValueError(
-            f"count is {count}, numbers go from {smallest} to {largest} and targets from "
-            f"{targets[0]} to {targets[1]}: give 2 or more numbers, from 1 upwards, and "
-            "ranges whose first end is not above the second"
-        )
-    if not operations or set(operations) - set(BINDING):
-        raise ValueError(
-            f"operations is {operations!r}; give one or more of {' '.join(BINDING)}, as in '+-'"
-        )
+    check_puzzles(count, smallest, largest, targets, operations)
     rng, rows, seen, tries = random.Random(seed), [], set(), 0
     while len(rows) < size:
         tries += 1

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HERE', 'EVALUATES_LISTS', 'EVALUATES_FORMULAS', 'FORMULA_NAMES', 'library', 'import_reasoning_gym',
            'import_math_verify', 'task_names', 'Task', 'closest', 'make_task', 'to_json', 'from_json', 'harmless',
-           'scorer', 'task_score', 'explain_task', 'procedural_reward', 'problems', 'shares', 'rows_of', 'procedural',
-           'right_value', 'explain_value', 'math_points', 'math_reward']
+           'scorer', 'task_score', 'explain_task', 'procedural_reward', 'problems', 'shares', 'rows_of',
+           'check_mixture', 'procedural', 'right_value', 'explain_value', 'math_points', 'math_reward']
 
 # %% ../../nbs/environments/11_procedural.ipynb #11fafc7f
 import ast
@@ -323,6 +323,26 @@ def rows_of(
     return rows
 
 
+def check_mixture(
+    tasks: list[Task],
+    size: int,  # rows in all
+) -> None:
+    "ValueError for tasks that cannot be mixed."
+    if not tasks:
+        raise ValueError(
+            "there is no task: give the name of one, or a list of them (task_names() has all)"
+        )
+    for task in tasks:
+        if not 0 < task.weight < float("inf"):
+            raise ValueError(
+                f"the weight of {task.name!r} is {task.weight!r}; give a positive number"
+            )
+    if size < len(tasks):
+        raise ValueError(
+            f"size is {size} and there are {len(tasks)} tasks: give at least one row to each"
+        )
+
+
 def procedural(
     tasks: str | Task | list[str | Task],  # one task, or several to be mixed by their weights
     *,
@@ -346,23 +366,9 @@ def procedural(
     "Data set and reward for any tasks of reasoning-gym; ValueError for what it does not know."
     from datasets import Dataset
 
-    given = [
-        task if isinstance(task, Task) else Task(task)
-        for task in (tasks if isinstance(tasks, (list, tuple)) else [tasks])
-    ]
-    if not given:
-        raise ValueError(
-            "there is no task: give the name of one, or a list of them (task_names() has all)"
-        )
-    for task in given:
-        if not 0 < task.weight < float("inf"):
-            raise ValueError(
-                f"the weight of {task.name!r} is {task.weight!r}; give a positive number"
-            )
-    if size < len(given):
-        raise ValueError(
-            f"size is {size} and there are {len(given)} tasks: give at least one row to each"
-        )
+    tasks = tasks if isinstance(tasks, (list, tuple)) else [tasks]
+    given = [task if isinstance(task, Task) else Task(task) for task in tasks]
+    check_mixture(given, size)
     stated_answer("", tuple(ways))
     rows = []
     for task, count in zip(given, shares(size, [task.weight for task in given])):

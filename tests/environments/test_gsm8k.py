@@ -542,13 +542,11 @@ def test_the_tutorial_with_a_model_from_a_folder(tmp_path, quiet_datasets, capsy
     changes = {
         'MODEL = "tiny"': f"MODEL = {str(tmp_path / 'model')!r}",
         'DATA = "openai/gsm8k"': f"DATA = {str(tmp_path / 'data')!r}",
-        '"runs/gsm8k"  # where': f"{str(tmp_path / 'run')!r}  # where",
+        '"runs/gsm8k"': repr(str(tmp_path / "run")),
         "max_steps=300": "max_steps=2",
         "gradient_accumulation_steps=8": "gradient_accumulation_steps=2",
         "else 320": "else 8",
-        "trainer = GRPOTrainer(model, GSM8K_REWARDS,": (
-            "trainer = GRPOTrainer(model, [*GSM8K_REWARDS, digits],"
-        ),
+        "model, GSM8K_REWARDS, config, train": "model, [*GSM8K_REWARDS, digits], config, train",
     }  # with a spread, which random weights seldom give the others
     first = tutorial(changes)
     assert (
