@@ -694,7 +694,7 @@ class Program:
             left = deadline - time.perf_counter_ns()
             ready = dict(poll.poll(left / 1e6)) if left > 0 else {}
             if connection.fileno() in ready:
-                raise EOFError("nobody waits for the answer any more")
+                raise EOFError("the training process no longer waits for the answer")
             if left <= 0:
                 tag = b"t"
             elif ready:

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import ipywidgets
-from .reward_table import MONO, Judgement, group_html, total
 
 from ..environments.isolated_rewards import IsolatedReward, NotScored, find, short
 from ..environments.judge import prompt_text
@@ -32,6 +31,7 @@ from grpo_nb.training.rewards import (
     reward_name,
     run_coroutines,
 )
+from .reward_table import MONO, Judgement, group_html, total
 from .reward_tasks import TASKS, RewardTask
 
 # %% ../../nbs/widgets/07_rewards.ipynb #f3b2e9e2
