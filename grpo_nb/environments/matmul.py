@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Matrix', 'NAIVE', 'TOLERANCE', 'ECHO', 'RUNS', 'MACHINE', 'LADDER', 'PROMPT', 'random_matrix', 'product',
-           'answer_fault', 'answer_errors', 'random_cases', 'Timing', 'clock_of', 'time_program', 'speed_steps',
-           'MatmulReport', 'judge_matmul', 'stage_of', 'ladder_points', 'works_points', 'honest_points',
-           'correct_points', 'fast_points', 'MatmulRewards', 'matmul_problems']
+           'answer_fault', 'answer_errors', 'random_cases', 'Timing', 'clock_of', 'time_program', 'timing_of',
+           'speed_steps', 'MatmulReport', 'judge_matmul', 'compared', 'stage_of', 'ladder_points', 'works_points',
+           'honest_points', 'correct_points', 'fast_points', 'MatmulRewards', 'matmul_problems']
 
 # %% ../../nbs/environments/13_matmul.ipynb #dccaf2bb
 import math
@@ -151,41 +151,26 @@ def time_program(
     for trial, pair in enumerate(inputs):
         turn = list(functions) if trial % 2 else list(reversed(functions))
         calls.append({name: time_locked(functions[name], pair) for name in turn})
-    fault = next(
-        (
-            f"{call['program'].kind}: {call['program'].error}"
-            for call in calls
-            if not call["program"].ok
-        ),
-        None,
+    return timing_of(calls, clock_of(pool))
+
+
+def timing_of(
+    calls: list[dict[str, SandboxResult]],  # of each trial: echo, naive and program
+    clock: str,  # processor or wall
+) -> Timing:
+    "The shortest time of each function, the echo subtracted."
+    answers = [call["program"] for call in calls]
+    fault = next((f"{one.kind}: {one.error}" for one in answers if not one.ok), None)
+    if not all(one.cpu_seconds > 0 for call in calls for one in call.values()):
+        clock = "wall"  # not every system keeps an account
+    field = "cpu_seconds" if clock == "processor" else "seconds"
+    naive, program, echo = (
+        1e3 * min(getattr(call[name], field) for call in calls)
+        for name in ("naive", "program", "echo")
     )
-    clock = (
-        clock_of(pool)
-        if all(one.cpu_seconds > 0 for call in calls for one in call.values())
-        else "wall"
-    )  # not every system keeps an account
-    ms = {
-        name: 1e3
-        * min(
-            call[name].cpu_seconds if clock == "processor" else call[name].seconds for call in calls
-        )
-        for name in functions
-    }
-    least = 0.02 * ms["naive"]  # below that it is noise
-    speed = (
-        0.0
-        if fault
-        else max(ms["naive"] - ms["echo"], least) / max(ms["program"] - ms["echo"], least)
-    )
-    return Timing(
-        speed,
-        ms["naive"],
-        ms["program"],
-        ms["echo"],
-        clock,
-        [call["program"].value for call in calls],
-        fault,
-    )
+    least = 0.02 * naive  # below that it is noise
+    speed = 0.0 if fault else max(naive - echo, least) / max(program - echo, least)
+    return Timing(speed, naive, program, echo, clock, [one.value for one in answers], fault)
 
 # %% ../../nbs/environments/13_matmul.ipynb #9842fa2c
 def speed_steps(
@@ -231,8 +216,8 @@ def judge_matmul(
         if not result.ok:
             return MatmulReport(program, stage_of(result), f"{result.kind}: {result.error}")
         errors.append(answer_errors(result.value, product(a, b)))
-    timing, right = None, [error <= TOLERANCE for error, _, _ in errors]
-    if all(right):
+    timing = None
+    if all(error <= TOLERANCE for error, _, _ in errors):
         inputs = [
             (random_matrix(size, size, rng), random_matrix(size, size, rng)) for _ in range(trials)
         ]
@@ -242,31 +227,24 @@ def judge_matmul(
         errors += [
             answer_errors(answer, product(*pair)) for answer, pair in zip(timing.answers, inputs)
         ]
-        right = [error <= TOLERANCE for error, _, _ in errors]
-    error, squared, share = (
-        max(e for e, _, _ in errors),
-        max(s for _, s, _ in errors),
-        sum(right) / len(right),
-    )
+    return compared(program, errors, timing)
+
+
+def compared(
+    program: Program,
+    errors: list[tuple[float, float, str | None]],  # of each case, as `answer_errors`
+    timing: Timing | None,  # None: a case was wrong
+) -> MatmulReport:
+    "The report on a program that has answered every case."
+    right = [error <= TOLERANCE for error, _, _ in errors]
+    error, squared = max(e for e, _, _ in errors), max(s for _, s, _ in errors)
+    share = sum(right) / len(right)
     if all(right):
-        return MatmulReport(
-            program,
-            "right",
-            f"{timing.speed:.2f} times as fast as the naive loops",
-            error,
-            squared,
-            share,
-            timing,
-        )
+        why = f"{timing.speed:.2f} times as fast as the naive loops"
+        return MatmulReport(program, "right", why, error, squared, share, timing)
     why = next((fault for _, _, fault in errors if fault), f"an entry is off by {error:.2g}")
-    return MatmulReport(
-        program,
-        "wrong",
-        f"{why}; {sum(right)} of {len(right)} cases are right",
-        error,
-        squared,
-        share,
-    )
+    why = f"{why}; {sum(right)} of {len(right)} cases are right"
+    return MatmulReport(program, "wrong", why, error, squared, share)
 
 
 def stage_of(result: SandboxResult) -> str:

@@ -63,7 +63,7 @@ MODULE = (
     def exits(completions, **columns): sys.exit(0)
     def leaves(completions, **columns): os._exit(7)
     def segfaults(completions, **columns): ctypes.string_at(0)
-    def kills_keeper(completions, **columns): os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)
+    def kills_parent(completions, **columns): os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)
     def closes_all(completions, **columns): os.closerange(0, 256); time.sleep(60)
     def floods(completions, **columns):
 """
@@ -207,7 +207,7 @@ def test_a_function_that_hangs_is_killed_at_the_deadline(name):
         ("exits", "SystemExit"),
         ("leaves", "exit code 7"),
         ("segfaults", "SIGSEGV"),
-        ("kills_keeper", "keeper ended"),
+        ("kills_parent", "watchdog ended"),
         ("closes_all", ""),
     ],
 )

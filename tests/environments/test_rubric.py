@@ -6,7 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_runs import small_trainer
+from small_runs import one_thread, small_trainer  # noqa: F401
 from trl.rewards import get_soft_overlong_punishment
 
 from grpo_nb.environments.rubric import (
@@ -81,7 +81,7 @@ def test_mistakes_are_sentences():
             Rubric({"odd": (lambda text: bad, 1.0)})(["x"])
 
 
-def test_it_is_a_reward_function_of_a_run(one_thread, tmp_path):
+def test_it_is_a_reward_function_of_a_run(tmp_path):
     rubric = Rubric(
         {
             "a nine": (lambda text, answer: "9" in text, 1.0),

@@ -1,6 +1,7 @@
 """environments.verifiers: numbers as models write them, against Python's own float, int and
 Fraction; no text raises, none takes long."""
 
+import random
 import re
 import time
 from decimal import Decimal
@@ -11,12 +12,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.environments.verifiers import (
+    Explanation,
     boxed,
+    completion_text,
+    exact_match,
+    explained_by,
     final_number,
+    final_number_marks,
+    judge_exact,
     last_number,
+    last_number_place,
     number_matches,
     numbers_in,
     right_number,
+    stated_answer,
+    stated_place,
+    trimmed,
     value_matches,
 )
 
@@ -342,3 +353,123 @@ def test_a_right_answer_without_a_number_is_a_mistake_in_the_data(answer):
 def test_right_answers_of_every_type(answer):
     assume(not isinstance(answer, float) or answer == answer)
     assert right_number(answer) == Fraction(str(answer))
+
+
+# the plain ones
+WORDS = st.text("abc xyz.!?\n", max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    before=WORDS,
+    after=WORDS,
+    number=st.integers(-(10**9), 10**9),
+    form=st.sampled_from(["{}", "{:,}"]),
+)
+def test_whole_numbers_are_read(before, after, number, form):
+    assert last_number(f"{before} {form.format(number)} {after}") == number
+
+
+@settings(max_examples=100, deadline=None)
+@given(number=st.decimals(-(10**6), 10**6, places=3), other=st.integers(0, 999))
+def test_the_last_of_several_with_decimals(number, other):
+    assert last_number(f"first {other}, then {number:f}") == float(number)
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("", None),
+        ("none", None),
+        ("12+34=46", 46),
+        ("3-5", 5),
+        ("3 -5", -5),
+        ("= -5.", -5),
+        ("1,234,567.5", 1234567.5),
+        ("1,2,3", 3),
+        ("12,34", 34),
+        ("1,2345", 2345),
+        ("-", None),
+        ("+7", 7),
+        ("the answer is 42!", 42),
+        ("$1,000", 1000),
+        ("3.", 3),
+        ("v1.2.3", 3),
+        ("007", 7),
+        ("½", None),
+    ],
+)
+def test_numbers_in_odd_company(text, value):
+    assert last_number(text) == value
+
+
+def test_right_or_not():
+    assert (
+        number_matches("so it is 46", "46")
+        and number_matches("46.0", 46)
+        and not number_matches("146", 46)
+        and not number_matches("46 or 47", 46)
+        and not number_matches("", 0)
+    )
+    assert number_matches("0.3333", 1 / 3, tolerance=1e-3) and not number_matches("0.3333", 1 / 3)
+    assert (
+        exact_match(" 46\n", "46")
+        and exact_match("46", 46)
+        and not exact_match("46.", "46")
+        and not exact_match("046", "46")
+    )
+
+
+def test_both_forms_of_a_completion():
+    assert (
+        completion_text("46") == "46"
+        and completion_text([{"role": "assistant", "content": "46"}]) == "46"
+    )
+    assert (
+        completion_text(
+            [{"role": "assistant", "content": None}, {"role": "assistant", "content": "x"}]
+        )
+        == "\nx"
+        and completion_text([]) == ""
+    )
+
+
+# where an answer stands
+@pytest.mark.parametrize(
+    "pieces", [PIECES, ["46", " ", "\n", "<answer>", "</answer>", r"\boxed{", "}"]]
+)
+def test_places_are_where_answers_are_read(pieces):
+    rng = random.Random(0)
+    for _ in range(500):
+        text = "".join(rng.choices(pieces, k=rng.randint(0, 12)))
+        place = last_number_place(text)
+        assert (place and float(text[slice(*place)].replace(",", ""))) == last_number(text)
+        for name, start, end in final_number_marks(text):
+            assert 0 <= start <= end <= len(text)
+            if name == "number":
+                assert final_number(text[start:end]) is not None or final_number(text) is None
+        for ways in (("boxed",), ("tags",), ("line",), ("tags", "line")):
+            found = stated_place(text, ways)
+            assert (found and text[slice(*found[1:])]) == stated_answer(text, ways)
+            assert found is None or stated_answer(text, ways) == stated_answer(text, ways).strip()
+        start, end = trimmed(text, 0, len(text))
+        assert text[start:end] == text.strip() and 0 <= start <= end <= len(text)
+
+
+def test_a_way_that_is_none():
+    with pytest.raises(ValueError, match="'corner'; an answer is looked for in 'boxed', 'tags'"):
+        stated_place("46", ("corner",))
+
+
+def test_a_reward_carries_its_judge():
+    def judge(text, /, **row):
+        return judge_exact(text, row["answer"])
+
+    @explained_by(judge)
+    def reward(completions, answer, **kwargs):
+        return [judge(c, answer=a).points for c, a in zip(completions, answer)]
+
+    assert reward([" 46 ", "47"], ["46", "46"]) == [1, 0] and reward.explain is judge
+    why = judge(" 46 ", answer="46")
+    assert why == Explanation("the text is exactly the answer, '46'", (("all of it", 1, 3),), 1.0)
+    assert judge("", answer="46").marks == ()

@@ -1,5 +1,4 @@
-"""environments.arithmetic and the plain verifiers under it: the sums, and the rewards that are
-trained on."""
+"""environments.arithmetic: the sums, the judges, and the rewards that are trained on."""
 
 import re
 from fractions import Fraction
@@ -12,89 +11,13 @@ from grpo_nb.environments.arithmetic import (
     addition_problems,
     correct_number_reward,
     exact_answer_reward,
+    judge_nearness,
+    judge_number,
     number_found_reward,
     proximity,
     proximity_reward,
 )
-from grpo_nb.environments.verifiers import completion_text, exact_match, last_number, number_matches
 from grpo_nb.model.tiny import tiny_tokenizer
-
-WORDS = st.text("abc xyz.!?\n", max_size=8)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    before=WORDS,
-    after=WORDS,
-    number=st.integers(-(10**9), 10**9),
-    form=st.sampled_from(["{}", "{:,}"]),
-)
-def test_whole_numbers_are_read(before, after, number, form):
-    assert last_number(f"{before} {form.format(number)} {after}") == number
-
-
-@settings(max_examples=100, deadline=None)
-@given(number=st.decimals(-(10**6), 10**6, places=3), other=st.integers(0, 999))
-def test_the_last_of_several_with_decimals(number, other):
-    assert last_number(f"first {other}, then {number:f}") == float(number)
-
-
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("", None),
-        ("none", None),
-        ("12+34=46", 46),
-        ("3-5", 5),
-        ("3 -5", -5),
-        ("= -5.", -5),
-        ("1,234,567.5", 1234567.5),
-        ("1,2,3", 3),
-        ("12,34", 34),
-        ("1,2345", 2345),
-        ("-", None),
-        ("+7", 7),
-        ("the answer is 42!", 42),
-        ("$1,000", 1000),
-        ("3.", 3),
-        ("v1.2.3", 3),
-        ("007", 7),
-        ("½", None),
-    ],
-)
-def test_numbers_in_odd_company(text, value):
-    assert last_number(text) == value
-
-
-def test_right_or_not():
-    assert (
-        number_matches("so it is 46", "46")
-        and number_matches("46.0", 46)
-        and not number_matches("146", 46)
-        and not number_matches("46 or 47", 46)
-        and not number_matches("", 0)
-    )
-    assert number_matches("0.3333", 1 / 3, tolerance=1e-3) and not number_matches("0.3333", 1 / 3)
-    assert (
-        exact_match(" 46\n", "46")
-        and exact_match("46", 46)
-        and not exact_match("46.", "46")
-        and not exact_match("046", "46")
-    )
-
-
-def test_both_forms_of_a_completion():
-    assert (
-        completion_text("46") == "46"
-        and completion_text([{"role": "assistant", "content": "46"}]) == "46"
-    )
-    assert (
-        completion_text(
-            [{"role": "assistant", "content": None}, {"role": "assistant", "content": "x"}]
-        )
-        == "\nx"
-        and completion_text([]) == ""
-    )
 
 
 @pytest.mark.parametrize(
@@ -191,3 +114,22 @@ def test_the_examples_of_the_guide():
     assert nine > 0 > three > outlier
     with pytest.raises(ValueError, match="'ten', which holds no number"):
         proximity_reward(["10"], ["ten"])
+
+
+def test_a_judge_says_what_was_paid():
+    assert judge_number("so 46.", "46").marks == (("number", 3, 5),)
+    assert "and 46 is right" in judge_number("45", "46").reason
+    assert judge_number("none", "46").points == -3
+    assert judge_nearness(r"page 7: \boxed{46}", "46").marks == (
+        ("box", 15, 17),
+        ("number", 15, 17),
+    )
+    for reward in (
+        number_found_reward,
+        correct_number_reward,
+        exact_answer_reward,
+        proximity_reward,
+    ):
+        for text in ("46", "45", "none", "", r"\frac{92}{2}", "1e9999", "1/0"):
+            why = reward.explain(text, answer="46", level=1)
+            assert why.points == reward([text], answer=["46"])[0] and why.reason

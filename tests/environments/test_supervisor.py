@@ -1,0 +1,260 @@
+"""environments.supervisor: values as bytes and back, what its reader refuses, its system calls, and
+what it makes of a process's answer."""
+
+import ast
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.environments import supervisor
+from grpo_nb.environments.supervisor import (
+    CLAIMS,
+    COUNT,
+    FRAME,
+    KINDS,
+    Program,
+    Unsendable,
+    call_table,
+    decode,
+    encode,
+    outcome,
+)
+
+# values
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text()
+    | st.text(st.characters(categories=["Cs"])),
+    lambda v: (
+        st.lists(v)
+        | st.lists(st.floats())
+        | st.lists(v).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers(), st.text()), v)
+    ),
+    max_leaves=30,
+)
+
+
+def same(a, b):
+    "Equal, of the same types, floats to the bit."
+    if type(a) is not type(b):
+        return False
+    if type(a) is float:
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if type(a) is dict:
+        return same(list(a.items()), list(b.items()))
+    return len(a) == len(b) and all(map(same, a, b)) if type(a) in (list, tuple) else a == b
+
+
+@settings(max_examples=100, deadline=None)
+@given(values)
+def test_values_come_back_as_they_were(value):
+    assert same(decode(encode(value)), value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(data):
+    try:
+        decode(data)
+    except Unsendable:
+        pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1j,
+        b"x",
+        {1},
+        object(),
+        range(3),
+        [1, {2}],
+        {"a": print},
+        type("L", (list,), {})(),
+        type("F", (float,), {})(1.0),
+        True.__class__,
+        2**20_000,
+        {(1, 2.0): object()},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_values_are_refused(value):
+    with pytest.raises(Unsendable):
+        encode(value)
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_limits_of_messages():
+    assert decode(encode(nested(60))) == nested(60)
+    with pytest.raises(Unsendable, match="nested"):
+        encode(nested(70))
+    with pytest.raises(Unsendable, match="200000"):
+        encode([None] * 200_001)
+    assert len(decode(encode([0.5] * 500_000))) == 500_000  # one block
+    assert decode(encode(10**4200)) == 10**4200 and len(str(10**4200)) == 4201
+    for data in (
+        b"l" + COUNT.pack(2**32 - 1),
+        b"D" + COUNT.pack(2**30) + b"x" * 8,
+        b"i" + COUNT.pack(5000) + b"1" * 5000,
+        b"l\1\0\0\0" * 500 + b"N",
+        b"l" + COUNT.pack(300_000) + b"N" * 300_000,
+    ):
+        with pytest.raises(Unsendable):
+            decode(data)
+
+
+def test_colliding_keys_cost_no_time():
+    def dictionary(keys):
+        return b"d" + COUNT.pack(len(keys)) + b"".join(encode(key) + b"N" for key in keys)
+
+    begin = time.process_time()
+    with pytest.raises(Unsendable, match="collide"):
+        decode(dictionary([i * (2**61 - 1) for i in range(1, 50_000)]))
+    assert time.process_time() - begin < 2.0  # all of them, inserted, take minutes
+    assert len(decode(dictionary(list(range(50_000))))) == 50_000
+
+
+# the supervisor's script
+def test_supervisor_needs_the_standard_library_alone():
+    names = {
+        alias.name
+        for node in ast.walk(ast.parse(Path(supervisor.__file__).read_text()))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    froms = [
+        node
+        for node in ast.walk(ast.parse(Path(supervisor.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    assert names <= set(sys.stdlib_module_names) and not froms
+    loaded = subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            (
+                "import sys; sys.path.insert(0, sys.argv[1]); import supervisor; "
+                "print(sorted(sys.modules))"
+            ),
+            str(Path(supervisor.__file__).parent),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert not {"torch", "numpy", "grpo_nb"} & set(ast.literal_eval(loaded))
+
+
+@pytest.mark.parametrize(
+    "name", ["getpid", "gettid", "getppid", "getuid", "geteuid", "getgid", "getegid"]
+)
+def test_numbers_of_system_calls(name):
+    "Those that can be asked without harm say what Python says."
+    column = supervisor.MACHINES[os.uname().machine][1]
+    assert (
+        supervisor.LIBC.syscall(supervisor.COMPUTING[name][column])
+        == getattr(os, name, threading.get_native_id)()
+    )
+
+
+def test_tables_of_system_calls_do_not_overlap():
+    for column in range(2):
+        numbers = [
+            n[column]
+            for table in (supervisor.COMPUTING, supervisor.UNLESS_EXECUTABLE, supervisor.DEADLY)
+            for n in table.values()
+            if n[column] is not None
+        ]
+        assert len(numbers) == len(set(numbers))
+    with pytest.raises(OSError, match="riscv"):
+        supervisor.syscall_filter("riscv64")
+
+
+def test_a_table_is_names_and_two_numbers():
+    assert call_table("read 0 63  fork 57 -") == {"read": (0, 63), "fork": (57, None)}
+    for wrong in ("read 0", "read 0 x", "fork - 57"):
+        with pytest.raises(ValueError):
+            call_table(wrong)
+
+
+# one process
+@pytest.mark.parametrize("tag", CLAIMS)
+def test_an_answer_is_whole_or_none(tag):
+    body = b"12345"
+    buffer = bytearray(FRAME.pack(tag, len(body)) + body + b"more")
+    program, whole = Program(0, None, 1.0), FRAME.size + len(body)
+    assert [program.reported(buffer, n) for n in range(whole)] == [None] * whole
+    assert program.reported(buffer, whole) == tag
+    assert program.reported(buffer, whole + 1) == b"c"
+    assert bytes(program.answer_of(tag, buffer)[1]) == body
+
+
+@pytest.mark.parametrize("tag", [b"t", b"c", b"?", b"\0"])
+def test_a_program_cannot_report_what_the_supervisor_finds(tag):
+    buffer = bytearray(FRAME.pack(tag, 0))
+    assert Program(0, None, 1.0).reported(buffer, len(buffer)) == b"c"
+
+
+def test_an_answer_that_is_too_long_is_not_read():
+    buffer = bytearray(FRAME.pack(b"v", supervisor.RESULT_BYTES + 1))
+    assert Program(0, None, 1.0).reported(buffer, len(buffer)) == b"o"
+    assert b"more than" in Program(0, None, 1.0).answer_of(b"o", buffer)[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="the system does not say how a process ended")
+@pytest.mark.parametrize(
+    "command, kind, says",
+    [
+        ("exit 3", "crash", b"exit code 3"),
+        ("kill -KILL $$", "memory", b"memory"),
+        ("kill -SEGV $$", "crash", b"SIGSEGV"),
+        ("kill -SYS $$", "forbidden", b"system call"),
+    ],
+)
+def test_how_a_process_ended(command, kind, says):
+    process = subprocess.Popen(["sh", "-c", command])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    tag, words = Program(process.pid, None, 1.0).how_it_ended()
+    process.wait()
+    assert KINDS[tag] == kind and says in words
+
+
+def test_outcomes():
+    def unfriendly():
+        class Mine(Exception):
+            def __str__(self):
+                raise KeyboardInterrupt
+
+        raise Mine
+
+    assert outcome(lambda: [1, 2.0]) == (b"v", encode([1, 2.0]))
+    assert outcome(lambda: object())[0] == b"o"
+    assert outcome(unfriendly) == (b"x", b"an exception that cannot be described")
+    assert outcome(lambda: sys.exit("bye")) == (b"x", b"SystemExit: bye")
+    assert outcome(lambda: [0] * 2**62) == (b"m", b"out of memory")
+    modules = supervisor.load_modules()
+    builtins = supervisor.locked_builtins(modules, lambda text: None)
+    assert outcome(lambda: builtins["__import__"]("numpy"))[0] == b"f"
+    assert outcome(lambda: builtins["open"]("x"))[0] == b"f"
+    assert builtins["__import__"]("math") is modules["math"]
