@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from .attention import keeping
+from .attention import reuse_attention
 from .experts import contexts_of
 
 try:
@@ -308,7 +308,7 @@ class _Remembered:
         self.store, self.second, self.answers, self.inside = store, second, [], None
 
     def contexts(self):
-        return keeping(self._first), self  # for `checkpoint`
+        return reuse_attention(self._first), self  # for `checkpoint`
 
     def _first(self, compute):
         tensors = compute()
@@ -330,7 +330,7 @@ class _Remembered:
         return compute() if answer is None or None in answer else [get() for get in answer]
 
     def __enter__(self):
-        self.left, self.inside = iter(self.answers), keeping(self._second)
+        self.left, self.inside = iter(self.answers), reuse_attention(self._second)
         self.inside.__enter__()
         self.second.__enter__()
 

@@ -300,7 +300,7 @@ def test_gradients_of_some_heads_at_a_time(heads, monkeypatch):
     whole = value_and_gradients(sink_attention, inputs, upstream, backend="flash")
     calls, real = [], attention._flash_gradients
     monkeypatch.setattr(
-        attention, "GRADIENT_BYTES", heads * attention._scratch(inputs[0], inputs[1])
+        attention, "GRADIENT_BYTES", heads * attention._gradient_bytes(inputs[0], inputs[1])
     )
     monkeypatch.setattr(
         attention,
