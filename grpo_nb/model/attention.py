@@ -287,8 +287,9 @@ def _sliding_layer(q, k, v, sinks, mask, scale):
     keys = _extend_keys(F.pad(k, (0, 0, size, tail)), hidden)
     values = F.pad(v, (0, _value_width(q) - D, size, tail))
     queries = F.pad(_extend_queries(q, sinks, scale), (0, 0, first, tail))
+    queries = _query_blocks(queries, count, k.shape[1])
     out = _kernel_attention(
-        _query_blocks(queries, count, k.shape[1]),
+        queries,
         _with_neighbours(keys, _sink_key(k), count, size),
         _with_neighbours(values, values.new_zeros(1, 1, 1, values.shape[-1]), count, size),
         scale,
@@ -372,7 +373,7 @@ def sdpa_lean(
         [part(*tensors, mask, scale) for tensors in zip(queries, keys, values, of_parts)], 1
     )
 
-# %% ../../nbs/model/03_attention.ipynb #335281cf
+# %% ../../nbs/model/03_attention.ipynb #3cb89769
 SHORTEST_CUDNN = 4096  # tokens of a full layer from which cuDNN's kernel is worth its plans
 CUDNN_STEP = 256  # lengths are rounded up to multiples of it
 GRADIENT_BYTES = 2**28  # of the heads whose gradients are computed at a time, by `_gradient_bytes`
@@ -449,7 +450,7 @@ def _window_sizes(window):
         return dict(window_size_left=None, window_size_right=None)
     return dict(window_size_left=window - 1, window_size_right=0)
 
-
+# %% ../../nbs/model/03_attention.ipynb #6570c3fe
 def _flash_forward(q, k, v, scale, window):
     "A kernel's output, lse (B, Hq, Lq), and what else its backward pass wants."
     if not q.is_cuda:
@@ -475,7 +476,7 @@ def _flash_forward(q, k, v, scale, window):
     )
     return out.transpose(1, 2), lse, random
 
-
+# %% ../../nbs/model/03_attention.ipynb #635ea392
 def _flash_gradients(d_out, q, k, v, out, lse, random, scale, window):
     "Gradients of q, k and v, from any output and lse that belong together."
     if not q.is_cuda:
@@ -542,7 +543,7 @@ def _flash_backward(d_out, q, k, v, out, lse, random, scale, window):
             whole[:, heads] = x
     return gradients
 
-# %% ../../nbs/model/03_attention.ipynb #060dadbe
+# %% ../../nbs/model/03_attention.ipynb #6e1b8078
 # a switch for each thread, put back on exit; dynamo traces it, and no ContextVar
 _switch = threading.local()
 
@@ -572,6 +573,13 @@ def compute_or_reuse(
     reuse = getattr(_switch, "reuse", None)
     return compute() if reuse is None else reuse(compute)
 
+# %% ../../nbs/model/03_attention.ipynb #1f9abc6c
+def _sink_gradient(d_out, out, lse, sinks):
+    "The sinks' gradient (Hq,): in each row the sink's weight times delta, with a minus."
+    delta = (d_out * out).sum(-1, dtype=lse.dtype)  # (B, Hq, Lq)
+    weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
 
 class FlashWithSinks(torch.autograd.Function):
     "A kernel of PyTorch's whose backward pass is given output and lse with the sink in them."
@@ -592,15 +600,11 @@ class FlashWithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, sinks, out, lse, *random = ctx.saved_tensors
-        d_sinks = None
-        if ctx.needs_input_grad[3]:
-            delta = (d_out * out).sum(-1, dtype=lse.dtype)  # (B, Hq, Lq)
-            weights = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of the sink in each row
-            d_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
+        d_sinks = _sink_gradient(d_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
         gradients = _flash_backward(d_out, q, k, v, out, lse, random, ctx.scale, ctx.window)
         return (*gradients, d_sinks, None, None)
 
-# %% ../../nbs/model/03_attention.ipynb #fe4c8a6c
+# %% ../../nbs/model/03_attention.ipynb #941c9276
 class ShiftLeft(torch.autograd.Function):
     "Rotate each sequence to the left by a number of places of its own; gradients rotate back."
 
@@ -614,7 +618,7 @@ class ShiftLeft(torch.autograd.Function):
     def backward(ctx, d_x):
         return ShiftLeft.apply(d_x, -ctx.saved_tensors[0]), None
 
-
+# %% ../../nbs/model/03_attention.ipynb #f15d40b7
 def check_flash(
     q: torch.Tensor,  # (B, Hq, Lq, D)
 ) -> None:  # ValueError with what to choose
