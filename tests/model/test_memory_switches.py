@@ -131,7 +131,7 @@ def test_all_switches_on_and_off(tmp_path):
     assert route_adapters(lean.model, "routed_lean") == 2
     for a, b in zip(losses(plain), losses(lean), strict=True):
         assert a == pytest.approx(b, rel=2e-3, abs=2e-5)
-    assert lean.store.parked > 0 and lean.store.host_bytes == 0  # given back at the end
+    assert lean.store.offloaded > 0 and lean.store.host_bytes == 0  # given back at the end
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,10 @@ def test_layers_are_computed_as_this_trainer_says(tmp_path):
         gradient_checkpointing=False,
     )
     first.train()  # it was built before the other one
-    parked = first.store.parked
+    parked = first.store.offloaded
     assert parked > 0
     second.train()
-    assert first.store.parked == parked and not any(
+    assert first.store.offloaded == parked and not any(
         getattr(module, "gradient_checkpointing", False) for module in second.model.modules()
     )
 
