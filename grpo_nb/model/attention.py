@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LONGEST_UNCOMPILED', 'LARGEST_BAND', 'ROWS_PER_PIECE', 'CUDNN_STEP', 'FEW_QUERIES', 'BACKENDS', 'MODELS_WITH_SINKS',
-           'eager', 'flex_with_sinks', 'compiled_flex', 'flex', 'sdpa', 'sdpa_lean', 'keeping', 'computed_once',
-           'FlashWithSinks', 'Roll', 'flash', 'choose_backend', 'sink_attention', 'ModelMask', 'transformers_mask',
-           'transformers_attention', 'register', 'heads_together', 'has_sinks', 'check_attention']
+           'eager', 'flex_with_sinks', 'compiled_flex', 'flex', 'sdpa', 'sdpa_lean', 'reuse_attention',
+           'compute_or_reuse', 'FlashWithSinks', 'ShiftLeft', 'check_flash', 'flash', 'choose_backend', 'check_tensors',
+           'check_mask', 'sink_attention', 'ModelMask', 'check_chunks', 'check_rule', 'transformers_mask',
+           'check_features', 'transformers_attention', 'register', 'heads_together', 'has_sinks', 'check_attention']
 
 # %% ../../nbs/model/03_attention.ipynb #06fd8d5a
 import functools
@@ -131,51 +132,49 @@ def flex(
         return compiled_flex()(q, k, v, sinks, mask.block(), scale)
 
 # %% ../../nbs/model/03_attention.ipynb #c0e48230
-def _lows(dtype):
-    """What stands in a hidden key, and for a sink that is not there: far below any score, one far
+def _lowest_scores(dtype):
+    """(score of a hidden key, score of a sink that is not there): far below any other, one far
     below the other, and finite in the format."""
     return (-3e4, -1e4) if dtype == torch.float16 else (-1e30, -1e15)
 
 
-def _width(D):
-    "D and the three columns, up to a multiple of 8, which the kernels ask for."
+def _extended_size(D):
+    "D and the three columns, up to a multiple of 8, which the kernels need."
     return (D + 3 + 7) // 8 * 8
 
 
 def _extend_queries(q, sinks, scale):
     "[q, 1, s / scale, what rounding left of that, 0, ...]: (B, Hq, Lq, width)."
-    sink = q.new_full(q.shape[1:2], _lows(q.dtype)[1]) if sinks is None else sinks / scale  # (Hq,)
+    if sinks is None:
+        sink = q.new_full(q.shape[1:2], _lowest_scores(q.dtype)[1])
+    else:
+        sink = sinks / scale  # (Hq,)
     high = sink.to(q.dtype)
     low = (sink.detach() - high.detach()).to(q.dtype)
-    columns = F.pad(
-        torch.stack([torch.ones_like(high), high, low], -1),
-        (0, _width(q.shape[-1]) - q.shape[-1] - 3),
-    )
+    columns = torch.stack([torch.ones_like(high), high, low], -1)
+    columns = F.pad(columns, (0, _extended_size(q.shape[-1]) - q.shape[-1] - 3))
     return torch.cat([q, columns[:, None].expand(*q.shape[:3], -1)], -1)
 
 
 def _extend_keys(k, hidden):
     """[k, a large negative number where hidden, 0, ...]: (B, Hk, Lk, width). hidden: (B or 1, Lk)
     bool, or None."""
-    rest = _width(k.shape[-1]) - k.shape[-1]
+    rest = _extended_size(k.shape[-1]) - k.shape[-1]
     if hidden is None:
         return F.pad(k, (0, rest))
-    column = (
-        torch.where(hidden, _lows(k.dtype)[0], 0.0)
-        .to(k.dtype)[:, None, :, None]
-        .expand(*k.shape[:3], 1)
-    )
+    column = torch.where(hidden, _lowest_scores(k.dtype)[0], 0.0).to(k.dtype)
+    column = column[:, None, :, None].expand(*k.shape[:3], 1)
     return F.pad(torch.cat([k, column], -1), (0, rest - 1))
 
 
 def _sink_key(k):
     "The key whose score is the sink: (1, 1, 1, width)."
-    key = k.new_zeros(1, 1, 1, _width(k.shape[-1]))
+    key = k.new_zeros(1, 1, 1, _extended_size(k.shape[-1]))
     key[..., k.shape[-1] + 1 : k.shape[-1] + 3] = 1
     return key
 
 # %% ../../nbs/model/03_attention.ipynb #01e845b3
-def _groups_are_taken(q, k, v):
+def _kernel_shares_keys(q, k, v):
     "Whether a kernel on this card lets query heads share a key head."
     if not q.is_cuda:
         return False
@@ -185,7 +184,7 @@ def _groups_are_taken(q, k, v):
     ) or torch.backends.cuda.can_use_flash_attention(asked)
 
 
-def _kernels(q, masked):
+def _linear_kernels(q, masked):
     """A context in which only kernels of linear memory are chosen (in float64, for tests, there is
     none)."""
     if not q.is_cuda:
@@ -196,58 +195,89 @@ def _kernels(q, masked):
     return sdpa_kernel([*fastest, SDPBackend.EFFICIENT_ATTENTION], set_priority=True)
 
 
-def _sdpa(q, k, v, scale, allowed=None):
+def _kernel_attention(q, k, v, scale, allowed=None):
     """Scaled dot-product attention, causal or as a mask (..., Lq, Lk) allows: (B, Hq, Lq, width of
     v)."""
     shared = q.shape[1] != k.shape[1]
-    if shared and (allowed is not None or not _groups_are_taken(q, k, v)):
+    if shared and (allowed is not None or not _kernel_shares_keys(q, k, v)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         shared = False
-    with _kernels(q, allowed is not None):
+    with _linear_kernels(q, allowed is not None):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=shared
         )
 
 
 def _value_width(q):
-    """Flash and the CPU's kernel want values as wide as keys; the kernel of older cards does better
-    without."""
-    return (
-        q.shape[-1]
-        if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
-        else _width(q.shape[-1])
-    )
+    """Flash and the CPU's kernel need values as wide as keys; the kernel of older cards is faster
+    with narrow ones."""
+    old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
+    return q.shape[-1] if old else _extended_size(q.shape[-1])
 
 # %% ../../nbs/model/03_attention.ipynb #d280a484
-def _causal(q, k, v, sinks, mask, scale):
+def _full_layer(q, k, v, sinks, mask, scale):
     "A full layer, query 0 at key 0."
     Lq, D = q.shape[2:]
     if sinks is None and mask.pad_lens is None:
-        return _sdpa(q, k[:, :, :Lq], v[:, :, :Lq], scale)
-    hidden = (
-        None
-        if mask.pad_lens is None
-        else torch.arange(Lq, device=q.device) < mask.pad_lens[:, None]
-    )  # (B, Lq)
+        return _kernel_attention(q, k[:, :, :Lq], v[:, :, :Lq], scale)
+    hidden = None
+    if mask.pad_lens is not None:
+        hidden = torch.arange(Lq, device=q.device) < mask.pad_lens[:, None]  # (B, Lq)
     tail = -(1 + Lq) % 128 if q.is_cuda else 0  # few different lengths: cuDNN plans each anew
-    queries = F.pad(
-        _extend_queries(q, sinks, scale), (0, 0, 1, tail)
-    )  # (B, Hq, 1 + Lq + tail, width)
+    # (B, Hq, 1 + Lq + tail, width) and (B, Hk, 1 + Lq + tail, width)
+    queries = F.pad(_extend_queries(q, sinks, scale), (0, 0, 1, tail))
     keys = _extend_keys(k[:, :, :Lq], hidden)
-    keys = F.pad(
-        torch.cat([_sink_key(k).expand(*k.shape[:2], -1, -1), keys], 2), (0, 0, 0, tail)
-    )  # (B, Hk, 1 + Lq + tail, width)
+    keys = torch.cat([_sink_key(k).expand(*k.shape[:2], -1, -1), keys], 2)
+    keys = F.pad(keys, (0, 0, 0, tail))
     values = F.pad(v[:, :, :Lq], (0, _value_width(q) - D, 1, tail))
-    return _sdpa(queries, keys, values, scale)[:, :, 1 : 1 + Lq, :D]
+    return _kernel_attention(queries, keys, values, scale)[:, :, 1 : 1 + Lq, :D]
 
 # %% ../../nbs/model/03_attention.ipynb #f7a8ae80
 LARGEST_BAND = 4096  # rows of a block, the query heads of a group one below the other
 
 
-def _sliding(q, k, v, sinks, mask, scale):
+def _with_neighbours(x, sink, count, size):
+    """Each of `count` blocks behind its left neighbour, the sink in place of the neighbour's first
+    key: (B, Hk, (1 + count) * size, width) -> (B * count, Hk, 2 * size, width)."""
+    left, own = (part.unflatten(2, (count, size)) for part in (x[:, :, :-size], x[:, :, size:]))
+    sink = sink[:, :, None].expand(*x.shape[:2], count, 1, -1)
+    return torch.cat([sink, left[:, :, :, 1:], own], 3).transpose(1, 2).flatten(0, 1)
+
+
+def _query_blocks(q, count, Hk):
+    "(B, Hq, count * size, width) -> (B * count, Hk, G * size, width): a group's heads as rows."
+    B, Hq, rows, width = q.shape
+    G, size = Hq // Hk, rows // count
+    blocks = q.reshape(B, Hk, G, count, size, width).permute(0, 3, 1, 2, 4, 5)
+    return blocks.reshape(B * count, Hk, G * size, width)
+
+
+def _joined_blocks(out, B, Hq):
+    "The way back: (B * count, Hk, G * size, width) -> (B, Hq, count * size, width)."
+    Hk, width = out.shape[1], out.shape[3]
+    blocks = out.view(B, -1, Hk, Hq // Hk, out.shape[2] // (Hq // Hk), width)
+    return blocks.permute(0, 2, 3, 1, 4, 5).reshape(B, Hq, -1, width)
+
+
+def _band(size, window, G, device):
+    "Keys of its neighbour and its own that a block's queries see: (G * size, 2 * size)."
+    row = torch.arange(size, device=device).repeat(G)[:, None]
+    slot = torch.arange(2 * size, device=device)
+    return (slot > size + row - window) & (slot <= size + row) | (slot == 0)
+
+
+def _hidden_in_blocks(mask, start, size, count, device):
+    "Keys that no query sees, from the empty block at the left on: (B or 1, (1 + count) * size)."
+    place = torch.arange(-size, count * size, device=device)
+    if mask.pad_lens is None:
+        return (place < 0)[None]
+    return place + start < mask.pad_lens.clamp(min=start)[:, None]
+
+
+def _sliding_layer(q, k, v, sinks, mask, scale):
     "A sliding layer: blocks against themselves and their left neighbour."
     B, Hq, Lq, D = q.shape
-    start = max(0, mask.offset - mask.window + 1)  # the first key that anyone sees
+    start = max(0, mask.offset - mask.window + 1)  # the first key that any query sees
     first = mask.offset - start  # that many positions before query 0 have a key only
     k, v = (x[:, :, start : mask.offset + Lq] for x in (k, v))
     size = max(-(-mask.window // 8) * 8, 64)  # of a block
@@ -255,60 +285,29 @@ def _sliding(q, k, v, sinks, mask, scale):
     tail = count * size - first - Lq
     if Hq // k.shape[1] * size > LARGEST_BAND:
         k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (k, v))
-    Hk, G = k.shape[1], Hq // k.shape[1]
 
-    place = torch.arange(
-        -size, count * size, device=q.device
-    )  # an empty block stands left of the first
-    hidden = (
-        (place < 0)[None]
-        if mask.pad_lens is None
-        else place + start < mask.pad_lens.clamp(min=start)[:, None]
-    )
-    keys, values = (
-        _extend_keys(F.pad(k, (0, 0, size, tail)), hidden),
-        F.pad(v, (0, _value_width(q) - D, size, tail)),
-    )
-
-    def neighbours(x, sink):  # -> (B * count, Hk, 2 * size, width)
-        left, own = (part.unflatten(2, (count, size)) for part in (x[:, :, :-size], x[:, :, size:]))
-        sink = sink[:, :, None].expand(B, Hk, count, 1, -1)
-        return torch.cat([sink, left[:, :, :, 1:], own], 3).transpose(1, 2).flatten(0, 1)
-
+    # an empty block stands left of the first
+    hidden = _hidden_in_blocks(mask, start, size, count, q.device)
+    keys = _extend_keys(F.pad(k, (0, 0, size, tail)), hidden)
+    values = F.pad(v, (0, _value_width(q) - D, size, tail))
     queries = F.pad(_extend_queries(q, sinks, scale), (0, 0, first, tail))
-    queries = (
-        queries.reshape(B, Hk, G, count, size, -1)
-        .permute(0, 3, 1, 2, 4, 5)
-        .reshape(B * count, Hk, G * size, -1)
-    )
-    row, slot = (
-        torch.arange(size, device=q.device).repeat(G)[:, None],
-        torch.arange(2 * size, device=q.device),
-    )
-    band = (slot > size + row - mask.window) & (slot <= size + row) | (
-        slot == 0
-    )  # (G * size, 2 * size)
-    out = _sdpa(
+    queries = _query_blocks(queries, count, k.shape[1])
+    out = _kernel_attention(
         queries,
-        neighbours(keys, _sink_key(k)),
-        neighbours(values, values.new_zeros(1, 1, 1, values.shape[-1])),
+        _with_neighbours(keys, _sink_key(k), count, size),
+        _with_neighbours(values, values.new_zeros(1, 1, 1, values.shape[-1]), count, size),
         scale,
-        band[None, None],
+        _band(size, mask.window, Hq // k.shape[1], q.device)[None, None],
     )
-    out = (
-        out.view(B, count, Hk, G, size, -1)
-        .permute(0, 2, 3, 1, 4, 5)
-        .reshape(B, Hq, count * size, -1)
-    )
-    return out[:, :, first : first + Lq, :D]
+    return _joined_blocks(out, B, Hq)[:, :, first : first + Lq, :D]
 
 # %% ../../nbs/model/03_attention.ipynb #c8853de0
 ROWS_PER_PIECE = 512
 
 
-def _in_pieces(q, k, v, sinks, mask, scale):
-    """Any mask, some rows of it at a time. A piece is handed what it reads: what a checkpointed
-    function closes over lives until the backward pass."""
+def _query_chunks(q, k, v, sinks, mask, scale):
+    """Any mask, some rows of it at a time. Every tensor that a chunk reads is its argument: what a
+    checkpointed function closes over lives until the backward pass."""
     D, Lk = q.shape[-1], k.shape[2]
     keys = torch.cat(
         [_sink_key(k).expand(*k.shape[:2], -1, -1), _extend_keys(k, None)], 2
@@ -316,26 +315,19 @@ def _in_pieces(q, k, v, sinks, mask, scale):
     values = F.pad(v, (0, _value_width(q) - D, 1, 0))
     sequence = torch.arange(1 if mask.pad_lens is None else len(q), device=q.device)[:, None, None]
 
-    def piece(rows, keys, values, sinks, begin):
-        query, key = (
-            torch.arange(begin, begin + rows.shape[2], device=rows.device)[None, :, None],
-            torch.arange(Lk, device=rows.device),
-        )
-        allowed = F.pad(
-            mask.predicate(sequence, None, query, key), (1, 0), value=True
-        )  # the sink is seen by all
-        return _sdpa(_extend_queries(rows, sinks, scale), keys, values, scale, allowed[:, None])[
-            ..., :D
-        ]
+    def chunk(rows, keys, values, sinks, begin):
+        query = torch.arange(begin, begin + rows.shape[2], device=rows.device)[None, :, None]
+        key = torch.arange(Lk, device=rows.device)
+        allowed = mask.predicate(sequence, None, query, key)
+        allowed = F.pad(allowed, (1, 0), value=True)[:, None]  # the sink is seen by all
+        rows = _extend_queries(rows, sinks, scale)
+        return _kernel_attention(rows, keys, values, scale, allowed)[..., :D]
 
     if torch.is_grad_enabled():
-        piece = functools.partial(checkpoint, piece, use_reentrant=False)
+        chunk = functools.partial(checkpoint, chunk, use_reentrant=False)
+    chunks = enumerate(q.split(ROWS_PER_PIECE, 2))
     return torch.cat(
-        [
-            piece(rows, keys, values, sinks, i * ROWS_PER_PIECE)
-            for i, rows in enumerate(q.split(ROWS_PER_PIECE, 2))
-        ],
-        2,
+        [chunk(rows, keys, values, sinks, i * ROWS_PER_PIECE) for i, rows in chunks], 2
     )
 
 
@@ -346,13 +338,15 @@ def sdpa(
     fixed = isinstance(mask.offset, int)
     windowed = mask.window is not None and not (fixed and mask.window >= mask.offset + q.shape[2])
     if fixed and windowed:
-        return _sliding(q, k, v, sinks, mask, scale)
-    return (_causal if fixed and mask.offset == 0 else _in_pieces)(q, k, v, sinks, mask, scale)
+        return _sliding_layer(q, k, v, sinks, mask, scale)
+    way = _full_layer if fixed and mask.offset == 0 else _query_chunks
+    return way(q, k, v, sinks, mask, scale)
 
 # %% ../../nbs/model/03_attention.ipynb #e5235234
-def _step(B, Lq, Lk, Hk, G, D, element):
-    "How many key heads are a part; Hk: all."
-    return max(1, min(Hk, limits.PART_BYTES // max(G * B * (Lq + 2 * Lk) * _width(D) * element, 1)))
+def _heads_at_a_time(B, Lq, Lk, Hk, G, D, element):
+    "Key heads that are computed together; Hk: all."
+    size = G * B * (Lq + 2 * Lk) * _extended_size(D) * element
+    return max(1, min(Hk, limits.PART_BYTES // max(size, 1)))
 
 
 def sdpa_lean(
@@ -360,7 +354,7 @@ def sdpa_lean(
 ) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
     "`sdpa`, some heads at a time."
     Hk, G = k.shape[1], q.shape[1] // k.shape[1]
-    step = _step(len(q), q.shape[2], k.shape[2], Hk, G, q.shape[3], q.element_size())
+    step = _heads_at_a_time(len(q), q.shape[2], k.shape[2], Hk, G, q.shape[3], q.element_size())
     if step == Hk:
         return sdpa(q, k, v, sinks, mask, scale)
     part = (
@@ -378,7 +372,7 @@ def sdpa_lean(
         [part(*tensors, mask, scale) for tensors in zip(queries, keys, values, of_parts)], 1
     )
 
-# %% ../../nbs/model/03_attention.ipynb #335281cf
+# %% ../../nbs/model/03_attention.ipynb #3cb89769
 CUDNN_STEP = 256  # lengths are rounded up to multiples of it
 
 
@@ -438,22 +432,21 @@ def _cudnn_takes(q, k, window):
     )
 
 
-def _rounded(*tensors):
-    "Zeros below the last token, up to a length that cuDNN has planned for before."
+def _pad_to_step(*tensors):
+    "Rows of zeros after the last token, up to a multiple of CUDNN_STEP."
     return [
         F.pad(x, (0, 0, 0, -x.shape[2] % CUDNN_STEP)) if x.shape[2] % CUDNN_STEP else x
         for x in tensors
     ]
 
 
-def _sides(window):
-    return (
-        dict(window_size_left=None, window_size_right=None)
-        if window is None
-        else dict(window_size_left=window - 1, window_size_right=0)
-    )
+def _window_sizes(window):
+    "A window as the flash kernel's arguments: keys to the left and to the right of a query."
+    if window is None:
+        return dict(window_size_left=None, window_size_right=None)
+    return dict(window_size_left=window - 1, window_size_right=0)
 
-
+# %% ../../nbs/model/03_attention.ipynb #6570c3fe
 def _flash_forward(q, k, v, scale, window):
     "A kernel's output, lse (B, Hq, Lq), and what else its backward pass wants."
     if not q.is_cuda:
@@ -462,7 +455,7 @@ def _flash_forward(q, k, v, scale, window):
         ), ()
     if _cudnn_takes(q, k, window):
         out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *_rounded(q, k, v), None, True, 0.0, True, False, scale=scale
+            *_pad_to_step(q, k, v), None, True, 0.0, True, False, scale=scale
         )
         return out[:, :, : q.shape[2]], lse[:, :, : q.shape[2], 0], random
     out, lse, *random, _ = torch.ops.aten._flash_attention_forward(
@@ -475,11 +468,11 @@ def _flash_forward(q, k, v, scale, window):
         True,
         False,
         scale=scale,
-        **_sides(window),
+        **_window_sizes(window),
     )
     return out.transpose(1, 2), lse, random
 
-
+# %% ../../nbs/model/03_attention.ipynb #635ea392
 def _flash_gradients(d_out, q, k, v, out, lse, random, scale, window):
     "Gradients of q, k and v, from any output and lse that belong together."
     if not q.is_cuda:
@@ -487,7 +480,7 @@ def _flash_gradients(d_out, q, k, v, out, lse, random, scale, window):
             d_out, q, k, v, out, lse, 0.0, True, scale=scale
         )
     if _cudnn_takes(q, k, window):
-        rows = _rounded(d_out, q, k, v, out, lse[..., None])
+        rows = _pad_to_step(d_out, q, k, v, out, lse[..., None])
         length = rows[0].shape[2]
         gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *rows, *random, None, None, None, length, length, 0.0, True, scale=scale
@@ -509,27 +502,22 @@ def _flash_gradients(d_out, q, k, v, out, lse, random, scale, window):
         True,
         *random,
         scale=scale,
-        **_sides(window),
+        **_window_sizes(window),
     )
     return [x.transpose(1, 2) for x in gradients]
 
 
-def _scratch(q, k):
+def _gradient_bytes(q, k):
     """Bytes that the gradients of one key head's queries take inside a kernel: theirs in float32,
     and those of keys and values once for each."""
-    return (
-        q.shape[0]
-        * q.shape[1]
-        // k.shape[1]
-        * q.shape[3]
-        * (4 * q.shape[2] + 2 * q.element_size() * k.shape[2])
-    )
+    numbers = q.shape[0] * q.shape[1] // k.shape[1] * q.shape[3]  # of a token
+    return numbers * (4 * q.shape[2] + 2 * q.element_size() * k.shape[2])
 
 
 def _flash_backward(d_out, q, k, v, out, lse, random, scale, window):
     "`_flash_gradients`, some heads at a time."
     Hk, G = k.shape[1], q.shape[1] // k.shape[1]
-    step = max(1, min(Hk, limits.GRADIENT_BYTES // max(_scratch(q, k), 1)))
+    step = max(1, min(Hk, limits.GRADIENT_BYTES // max(_gradient_bytes(q, k), 1)))
     step = -(-Hk // -(-Hk // step))  # parts of one size, where that can be: cuDNN plans each size
     if step == Hk:
         return _flash_gradients(d_out, q, k, v, out, lse, random, scale, window)
@@ -551,33 +539,42 @@ def _flash_backward(d_out, q, k, v, out, lse, random, scale, window):
             whole[:, heads] = x
     return gradients
 
-# %% ../../nbs/model/03_attention.ipynb #060dadbe
-_local = threading.local()
+# %% ../../nbs/model/03_attention.ipynb #6e1b8078
+# a switch for each thread, put back on exit; dynamo traces it, and no ContextVar
+_switch = threading.local()
 
 
-class keeping:
-    """Inside `with`, what a layer's attention computes can be remembered; for this thread, and as
-    often as it is entered."""
+class reuse_attention:
+    """Inside `with`, in this thread: what a layer's attention computes can be kept, and used again
+    when the layer is computed again."""
 
     def __init__(
         self,
-        keep: Callable,  # of a function without arguments that computes tensors -> these tensors
+        # of a function without arguments that computes tensors -> these tensors
+        reuse: Callable,
     ):
-        self.keep = keep
+        self.reuse = reuse
 
     def __enter__(self):
-        self.before, _local.keep = getattr(_local, "keep", None), self.keep
+        self.before, _switch.reuse = getattr(_switch, "reuse", None), self.reuse
 
     def __exit__(self, *error):
-        _local.keep = self.before
+        _switch.reuse = self.before
 
 
-def computed_once(
+def compute_or_reuse(
     compute: Callable,  # without arguments
 ) -> list[torch.Tensor]:
-    "What `compute` returns, or what is remembered of it."
-    keep = getattr(_local, "keep", None)
-    return compute() if keep is None else keep(compute)
+    "What `compute` returns, or what was kept of it."
+    reuse = getattr(_switch, "reuse", None)
+    return compute() if reuse is None else reuse(compute)
+
+# %% ../../nbs/model/03_attention.ipynb #1f9abc6c
+def _sink_gradient(d_out, out, lse, sinks):
+    "The sinks' gradient (Hq,): in each row the sink's weight times delta, with a minus."
+    delta = (d_out * out).sum(-1, dtype=lse.dtype)  # (B, Hq, Lq)
+    weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
 class FlashWithSinks(torch.autograd.Function):
@@ -590,7 +587,8 @@ class FlashWithSinks(torch.autograd.Function):
             sink = sinks.detach().to(lse.dtype)[:, None]  # (Hq, 1)
             return out.mul_((lse - sink).sigmoid()[..., None]), torch.logaddexp(lse, sink), *random
 
-        out, lse, *random = computed_once(compute) if any(ctx.needs_input_grad) else compute()
+        # only a pass that will be differentiated is kept
+        out, lse, *random = compute_or_reuse(compute) if any(ctx.needs_input_grad) else compute()
         ctx.save_for_backward(q, k, v, sinks, out, lse, *random)
         ctx.scale, ctx.window = scale, window
         return out
@@ -598,39 +596,29 @@ class FlashWithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, sinks, out, lse, *random = ctx.saved_tensors
-        d_sinks = None
-        if ctx.needs_input_grad[3]:
-            delta = (d_out * out).sum(-1, dtype=lse.dtype)  # (B, Hq, Lq)
-            d_sinks = (
-                -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
-            )
-        return (
-            *_flash_backward(d_out, q, k, v, out, lse, random, ctx.scale, ctx.window),
-            d_sinks,
-            None,
-            None,
-        )
+        d_sinks = _sink_gradient(d_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        gradients = _flash_backward(d_out, q, k, v, out, lse, random, ctx.scale, ctx.window)
+        return (*gradients, d_sinks, None, None)
 
-# %% ../../nbs/model/03_attention.ipynb #fe4c8a6c
-class Roll(torch.autograd.Function):
-    "Rotate each sequence by a number of places of its own; the gradient rotates back."
+# %% ../../nbs/model/03_attention.ipynb #941c9276
+class ShiftLeft(torch.autograd.Function):
+    "Rotate each sequence to the left by a number of places of its own; gradients rotate back."
 
     @staticmethod
-    def forward(ctx, x, places):  # x (B, H, L, D), places (B,): to the left
+    def forward(ctx, x, places):  # x (B, H, L, D), places (B,)
         ctx.save_for_backward(places)
         index = (torch.arange(x.shape[2], device=x.device) + places[:, None]) % x.shape[2]  # (B, L)
         return x.gather(2, index[:, None, :, None].expand_as(x))
 
     @staticmethod
     def backward(ctx, d_x):
-        return Roll.apply(d_x, -ctx.saved_tensors[0]), None
+        return ShiftLeft.apply(d_x, -ctx.saved_tensors[0]), None
 
-
-def flash(
-    q, k, v, sinks, mask: Mask, scale: float
-) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
-    """The third fast form: flash kernels, their backward pass told of the sink. What they do not
-    know (an offset that is a tensor, or one beside padding) goes to `sdpa`."""
+# %% ../../nbs/model/03_attention.ipynb #f15d40b7
+def check_flash(
+    q: torch.Tensor,  # (B, Hq, Lq, D)
+) -> None:  # ValueError with what to choose
+    "Refuse a card, a number format or a head size that PyTorch's flash kernel has not."
     if q.is_cuda and (
         torch.cuda.get_device_capability(q.device) < (8, 0)
         or q.dtype not in (torch.float16, torch.bfloat16)
@@ -642,31 +630,40 @@ def flash(
             f"{torch.cuda.get_device_name(q.device)}, "
             f"{q.dtype}, {q.shape[-1]}: choose 'sdpa'"
         )
-    beyond = (
-        torch.is_tensor(mask.offset)
-        or (mask.offset > 0 and (mask.pad_lens is not None or not q.is_cuda))
-        or (mask.window is not None and not q.is_cuda)
-    )
-    if beyond or sinks is None:
+
+
+def _flash_knows(mask, cuda):
+    "Whether the flash kernel can express a mask: no tensor as offset, no padding beside an offset."
+    if torch.is_tensor(mask.offset):
+        return False
+    if not cuda:
+        return mask.offset == 0 and mask.window is None
+    return mask.offset == 0 or mask.pad_lens is None
+
+
+def flash(
+    q, k, v, sinks, mask: Mask, scale: float
+) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
+    """The third fast form: flash kernels whose backward pass knows the sink. Masks that they cannot
+    express (an offset that is a tensor, or one beside padding) are computed by `sdpa`."""
+    check_flash(q)
+    if sinks is None or not _flash_knows(mask, q.is_cuda):
         return sdpa(q, k, v, sinks, mask, scale)
     last = mask.offset + q.shape[2]
     k, v = k[:, :, :last], v[:, :, :last]
-    if 0 < mask.offset <= q.shape[2] // 4 and _cudnn_takes(
-        k, k, mask.window
-    ):  # a short prompt before the queries: rows of zeros cost less than the slower kernel
-        return FlashWithSinks.apply(F.pad(q, (0, 0, mask.offset, 0)), k, v, sinks, scale, None)[
-            :, :, mask.offset :
-        ]
+    # a short prompt before the queries: rows of zeros cost less than the slower kernel
+    if 0 < mask.offset <= q.shape[2] // 4 and _cudnn_takes(k, k, mask.window):
+        q = F.pad(q, (0, 0, mask.offset, 0))
+        return FlashWithSinks.apply(q, k, v, sinks, scale, None)[:, :, mask.offset :]
     if not q.is_cuda:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if mask.pad_lens is None:
         return FlashWithSinks.apply(q, k, v, sinks, scale, mask.window)
     places = mask.pad_lens.clamp(max=last)
-    out = FlashWithSinks.apply(
-        *(Roll.apply(x, places) for x in (q, k, v)), sinks, scale, mask.window
-    )
+    shifted = [ShiftLeft.apply(x, places) for x in (q, k, v)]
+    out = FlashWithSinks.apply(*shifted, sinks, scale, mask.window)
     padding = torch.arange(last, device=q.device) < places[:, None]  # (B, L)
-    return Roll.apply(out, -places).masked_fill(padding[:, None, :, None], 0.0)
+    return ShiftLeft.apply(out, -places).masked_fill(padding[:, None, :, None], 0.0)
 
 # %% ../../nbs/model/03_attention.ipynb #1334f0f2
 FEW_QUERIES = 16
@@ -712,7 +709,12 @@ def choose_backend(
     return kernel, why
 
 
-def _check_tensors(q, k, v, sinks):
+def check_tensors(
+    q: torch.Tensor,  # (B, Hq, Lq, D)
+    k: torch.Tensor,  # (B, Hk, Lk, D)
+    v: torch.Tensor,  # (B, Hk, Lk, D)
+    sinks: torch.Tensor | None,  # (Hq,)
+) -> None:  # ValueError with the shapes
     "Refuse tensors that do not belong together."
     shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -733,59 +735,12 @@ def _check_tensors(q, k, v, sinks):
         )
 
 
-def _on_device(mask, device):
-    """The mask where the tensors are; a model that is spread over several GPUs makes it on the
-    first."""
-    place = torch.device(mask.device)
-    if place.type == device.type and place.index in (None, device.index):
-        return mask
-    pad_lens, offset = (
-        x.to(device) if torch.is_tensor(x) else x for x in (mask.pad_lens, mask.offset)
-    )
-    return mask._kept.setdefault(
-        device, Mask(pad_lens, mask.q_len, mask.kv_len, offset, mask.window, device=device)
-    )
-
-
-def _one_dtype(*tensors):
-    "Tensors in the format that the surrounding autocast asks for, or in the widest of their own."
-    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) for x in tensors]
-
-
-BACKENDS = {"eager": eager, "flex": flex, "sdpa": sdpa, "sdpa_lean": sdpa_lean, "flash": flash}
-
-
-def sink_attention(
-    q: torch.Tensor,  # (B, Hq, Lq, D) queries
-    k: torch.Tensor,  # (B, Hk, Lk, D) keys, those of the cache included; Hq is a multiple of Hk
-    v: torch.Tensor,  # (B, Hk, Lk, D) values
-    sinks: torch.Tensor | None,  # (Hq,) a logit a head; None: plain attention
-    *,
-    pad_lens: torch.Tensor
-    | None = None,  # (B,) int64, positions of padding at the left of each sequence
-    offset: int
-    | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
-    window: int
-    # keys that a query sees, itself included (gpt-oss: 128 in every other layer); None: all
-    | None = None,
-    scale: float | None = None,  # scores are multiplied by this; default D ** -0.5
-    mask: Mask | None = None,  # a prepared mask in place of pad_lens, offset and window
-    # "eager", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which prints once why it chose
-    backend: str = "auto",
-) -> torch.Tensor:  # (B, Hq, Lq, D) in the common dtype (or autocast's); 0 where no key is seen
-    "Causal attention with a sink in each head's softmax, differentiable in q, k, v and sinks."
-    _check_tensors(q, k, v, sinks)
-    if mask is None:
-        mask = Mask(pad_lens, q.shape[2], k.shape[2], offset, window, device=q.device)
-    elif pad_lens is not None or window is not None or torch.is_tensor(offset) or offset != 0:
-        raise ValueError(
-            "mask is given, and so are pad_lens, offset or window, which it holds: give one "
-            "or the other"
-        )
+def check_mask(
+    mask: Mask,  # which keys each query sees
+    q: torch.Tensor,  # (B, Hq, Lq, D)
+    k: torch.Tensor,  # (B, Hk, Lk, D)
+) -> None:  # ValueError with both sizes
+    "Refuse a mask that was made for other tensors."
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"the mask is for {mask.q_len} queries and {mask.kv_len} keys, and there are "
@@ -803,22 +758,87 @@ def sink_attention(
             f"pad_lens has {len(mask.pad_lens)} numbers, and there are {len(q)} sequences: "
             "give one each"
         )
+
+
+def _given_or_made(mask, q, k, pad_lens, offset, window):
+    "The mask that was given, or one from its three parts."
+    if mask is None:
+        return Mask(pad_lens, q.shape[2], k.shape[2], offset, window, device=q.device)
+    if pad_lens is not None or window is not None or torch.is_tensor(offset) or offset != 0:
+        raise ValueError(
+            "mask is given, and so are pad_lens, offset or window, which it holds: give one "
+            "or the other"
+        )
+    return mask
+
+
+def _on_device(mask, device):
+    """The mask on the tensors' device; a model that is spread over several GPUs makes it on the
+    first."""
+    place = torch.device(mask.device)
+    if place.type == device.type and place.index in (None, device.index):
+        return mask
+    pad_lens, offset = (
+        x.to(device) if torch.is_tensor(x) else x for x in (mask.pad_lens, mask.offset)
+    )
+    return mask._kept.setdefault(
+        device, Mask(pad_lens, mask.q_len, mask.kv_len, offset, mask.window, device=device)
+    )
+
+
+def _common_dtype(*tensors):
+    "Tensors in the surrounding autocast's number format, or in the widest of their own."
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) for x in tensors]
+
+
+BACKENDS = {"eager": eager, "flex": flex, "sdpa": sdpa, "sdpa_lean": sdpa_lean, "flash": flash}
+
+
+def _resolve_backend(backend, q, k, mask):
+    "A backend's name; for a few queries the formula, whatever was asked for."
+    few = q.shape[2] <= FEW_QUERIES
     if backend == "auto":
         backend, why = choose_backend(q, k, mask)
-        if q.shape[2] > FEW_QUERIES:
+        if not few:
             _announce(f"sink_attention takes the backend {backend!r}: {why}")
     if backend not in BACKENDS:
         raise ValueError(
             f"backend is {backend!r}, and there are {', '.join(map(repr, BACKENDS))} and 'auto'"
         )
-    if q.shape[2] <= FEW_QUERIES:
-        backend = "eager"
-    q, k, v = _one_dtype(q, k, v)
+    return "eager" if few else backend
+
+
+def sink_attention(
+    q: torch.Tensor,  # (B, Hq, Lq, D) queries
+    k: torch.Tensor,  # (B, Hk, Lk, D) keys, those of the cache included; Hq is a multiple of Hk
+    v: torch.Tensor,  # (B, Hk, Lk, D) values
+    sinks: torch.Tensor | None,  # (Hq,) a logit a head; None: plain attention
+    *,
+    # (B,) int64, positions of padding at the left of each sequence
+    pad_lens: torch.Tensor | None = None,
+    # query i stands at key position i + offset; an int or a 0-d tensor
+    offset: int | torch.Tensor = 0,
+    # keys that a query sees, itself included (gpt-oss: 128 in every other layer); None: all
+    window: int | None = None,
+    scale: float | None = None,  # scores are multiplied by this; default D ** -0.5
+    mask: Mask | None = None,  # a prepared mask in place of pad_lens, offset and window
+    # "eager", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which prints once why it chose
+    backend: str = "auto",
+) -> torch.Tensor:  # (B, Hq, Lq, D) in the common dtype (or autocast's); 0 where no key is seen
+    "Causal attention with a sink in each head's softmax, differentiable in q, k, v and sinks."
+    check_tensors(q, k, v, sinks)
+    mask = _given_or_made(mask, q, k, pad_lens, offset, window)
+    check_mask(mask, q, k)
+    backend = _resolve_backend(backend, q, k, mask)
+    q, k, v = _common_dtype(q, k, v)
     mask = _on_device(mask, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        return BACKENDS[backend](
-            q, k, v, sinks, mask, q.shape[-1] ** -0.5 if scale is None else scale
-        )
+        return BACKENDS[backend](q, k, v, sinks, mask, scale)
 
 # %% ../../nbs/model/03_attention.ipynb #ecbe356b
 def _left_padding(attention_mask, kv_offset):
@@ -844,8 +864,8 @@ def _left_padding(attention_mask, kv_offset):
 
 
 class ModelMask(Mask):
-    """A mask on its way through transformers, which asks some things of it that it asks of tensors
-    (in `generate` with a static cache)."""
+    """A mask on its way through transformers, which uses two members of a tensor on it (in
+    `generate` with a static cache)."""
 
     ndim = 4
 
@@ -853,15 +873,42 @@ class ModelMask(Mask):
         return self
 
 
-def _is_plain(rule, batch_size, q_positions, kv_positions, window):
+def _is_causal(rule, batch_size, q_positions, kv_positions, window):
     "Whether a rule of transformers is causal (and sliding) and nothing else, at these positions."
-    sequence, q, kv = (
-        torch.arange(batch_size, device=q_positions.device)[:, None, None],
-        q_positions[None, :, None],
-        kv_positions[None, None, :],
-    )
+    sequence = torch.arange(batch_size, device=q_positions.device)[:, None, None]
+    q, kv = q_positions[None, :, None], kv_positions[None, None, :]
     plain = (kv <= q) if window is None else (kv <= q) & (kv > q - window)
     return bool((rule(sequence, torch.zeros_like(sequence), q, kv) == plain).all())
+
+
+def check_chunks(
+    local_size: int | None,  # keys that a query sees, as transformers says; None: all
+    config: Any,  # of the model
+) -> None:  # ValueError with what to choose
+    "Refuse attention within chunks, which transformers asks for in the words of a window."
+    if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
+        raise ValueError(
+            f"the model cuts its attention into chunks of {local_size} tokens, and this "
+            "attention knows causal and sliding masks only: use attn_implementation='eager'"
+        )
+
+
+def check_rule(
+    rule: Callable,  # of transformers: which keys each query sees, padding left out
+    batch_size: int,
+    q_positions: torch.Tensor,  # positions of queries to look at
+    kv_positions: torch.Tensor,  # positions of the keys
+    window: int | None,  # keys that a query should see; None: all
+) -> None:  # ValueError with what to give
+    "Refuse a mask that is not plainly causal or sliding."
+    if not _is_causal(rule, batch_size, q_positions, kv_positions, window):
+        raise ValueError(
+            "the model asks for a mask that is not plainly causal (packed sequences, an "
+            "image, both directions), and this attention knows causal and sliding masks "
+            "only: "
+            "give an attention_mask with one sequence a row, or use "
+            "attn_implementation='eager' or 'flex_attention'"
+        )
 
 
 def transformers_mask(
@@ -871,9 +918,8 @@ def transformers_mask(
     kv_length: int,  # keys, those of the cache included
     q_offset: int | torch.Tensor = 0,  # position of the first query
     kv_offset: int = 0,  # position of the first key that the cache still holds
-    attention_mask: torch.Tensor
-    | Mask
-    | None = None,  # (B, tokens) True or 1 = a real token; or a mask that was made before
+    # (B, tokens) True or 1 = a real token; or a mask that was made before
+    attention_mask: torch.Tensor | Mask | None = None,
     local_size: int | None = None,  # keys that a query sees; None: all
     device: torch.device | str | None = None,  # of the model's input
     config: Any = None,  # of the model
@@ -884,32 +930,13 @@ def transformers_mask(
     "A mask for the layers of one kind, as AttentionMaskInterface asks for it."
     if isinstance(attention_mask, Mask):
         return attention_mask
-    if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
-        raise ValueError(
-            f"the model cuts its attention into chunks of {local_size} tokens, and this "
-            "attention knows causal and sliding masks only: use attn_implementation='eager'"
-        )
-    few = max(1, q_length * kv_length // 2**22)  # of a long mask not every row is looked at
-    if (
-        not allow_is_causal_skip
-        and q_length > 1
-        and mask_function is not None
-        and not torch.compiler.is_compiling()
-        and not _is_plain(
-            mask_function,
-            batch_size,
-            torch.arange(0, q_length, few, device=device) + q_offset,
-            torch.arange(kv_length, device=device) + kv_offset,
-            local_size,
-        )
-    ):
-        raise ValueError(
-            "the model asks for a mask that is not plainly causal (packed sequences, an "
-            "image, both directions), and this attention knows causal and sliding masks "
-            "only: "
-            "give an attention_mask with one sequence a row, or use "
-            "attn_implementation='eager' or 'flex_attention'"
-        )
+    check_chunks(local_size, config)
+    unusual = not allow_is_causal_skip and q_length > 1 and mask_function is not None
+    if unusual and not torch.compiler.is_compiling():
+        every = max(1, q_length * kv_length // 2**22)  # of a long mask not each row is looked at
+        queries = torch.arange(0, q_length, every, device=device) + q_offset
+        keys = torch.arange(kv_length, device=device) + kv_offset
+        check_rule(mask_function, batch_size, queries, keys, local_size)
     pad_lens = None if attention_mask is None else _left_padding(attention_mask, kv_offset)
     offset = q_offset - kv_offset
     if torch.is_tensor(offset):
@@ -917,6 +944,30 @@ def transformers_mask(
     return ModelMask(pad_lens, q_length, kv_length, offset, local_size, device=device)
 
 # %% ../../nbs/model/03_attention.ipynb #2fcc1576
+def check_features(
+    dropout: float,  # of attention weights
+    softcap: float | None,  # largest score
+    attention_mask: Any,  # what the model hands on
+) -> None:  # ValueError with what to change
+    "Refuse what a model asks of its attention and this attention has not."
+    if dropout:
+        raise ValueError(
+            f"attention dropout is {dropout}, and this attention has none: set "
+            "attention_dropout=0 in the model's config"
+        )
+    if softcap is not None:
+        raise ValueError(
+            f"the model caps its scores (softcap {softcap}), which this attention does "
+            "not: use attn_implementation='eager'"
+        )
+    if attention_mask is not None and not isinstance(attention_mask, Mask):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__} that was made for "
+            "another attention: give the model a mask of shape (sequences, tokens), "
+            "True for real tokens"
+        )
+
+
 def transformers_attention(
     backend: str,  # one of sink_attention's
 ) -> Callable:  # for AttentionInterface
@@ -932,40 +983,15 @@ def transformers_attention(
         dropout=0.0,
         s_aux=None,
         softcap=None,
-        sharing=None,
+        sharing=None,  # of prompts: see shared_prefix
         **_,
     ):
-        if dropout:
-            raise ValueError(
-                f"attention dropout is {dropout}, and this attention has none: set "
-                "attention_dropout=0 in the model's config"
-            )
-        if softcap is not None:
-            raise ValueError(
-                f"the model caps its scores (softcap {softcap}), which this attention does "
-                "not: use attn_implementation='eager'"
-            )
-        if attention_mask is not None and not isinstance(attention_mask, Mask):
-            raise ValueError(
-                f"attention_mask is a {type(attention_mask).__name__} that was made for "
-                "another attention: give the model a mask of shape (sequences, tokens), "
-                "True for real tokens"
-            )
+        check_features(dropout, softcap, attention_mask)
+        tensors, options = (query, key, value, s_aux), dict(scale=scaling, backend=backend)
         if sharing is None:
-            out = sink_attention(
-                query, key, value, s_aux, scale=scaling, mask=attention_mask, backend=backend
-            )  # (B, Hq, Lq, D)
+            out = sink_attention(*tensors, mask=attention_mask, **options)  # (B, Hq, Lq, D)
         else:
-            out = sharing.attend(
-                sink_attention,
-                query,
-                key,
-                value,
-                s_aux,
-                attention_mask.window,
-                scale=scaling,
-                backend=backend,
-            )
+            out = sharing.attend(sink_attention, *tensors, attention_mask.window, **options)
         return out.transpose(1, 2).contiguous(), None
 
     return forward
@@ -998,7 +1024,7 @@ def heads_together(
         lean = is_old(torch.cuda.get_device_capability(device))
     if not lean:
         return heads
-    return _step(sequences, tokens, tokens, heads, group, head_size, dtype.itemsize)
+    return _heads_at_a_time(sequences, tokens, tokens, heads, group, head_size, dtype.itemsize)
 
 # %% ../../nbs/model/03_attention.ipynb #d4390483
 MODELS_WITH_SINKS = ("gpt_oss",)  # names of architectures, for a model that is not loaded yet
@@ -1013,34 +1039,34 @@ def has_sinks(
     return any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
 
 
+def _why_untrainable(name):
+    "Why an attention of transformers cannot train sinks; None if it can."
+    plain = (name or "").removeprefix("paged|")
+    # of the fourth version of flash attention some releases have a backward pass for sinks, and
+    # nothing says which
+    if "flash" in plain or "/" in plain:
+        return (
+            "its kernel has no backward pass through the sinks, and the gradients of "
+            "queries, keys and sinks would be wrong"
+        )
+    return "it leaves the sinks out" if plain == "sdpa" else None
+
+
 def check_attention(
     model: Any,  # a model of transformers, wrapped by PEFT or not, or its config
-    attn_implementation: str
-    | dict[str, str]
-    | None = None,  # what is to be selected; None: what the model or config has selected
+    # what is to be selected; None: what the model or config has selected
+    attn_implementation: str | dict[str, str] | None = None,
 ) -> None:  # ValueError with what to choose
     "Refuse to train a model with sinks through a kernel that cannot."
     config = model.config if isinstance(model, torch.nn.Module) else model
     names = attn_implementation or getattr(config, "_attn_implementation", None)
     for name in names.values() if isinstance(names, dict) else [names]:
-        plain = (name or "").removeprefix("paged|")
-        # of the fourth version some releases have a backward pass for sinks, and it does not say
-        # which
-        flash = "flash" in plain or "/" in plain
-        if not (flash or plain == "sdpa") or not has_sinks(model):
-            continue
-        why = (
-            (
-                "its kernel has no backward pass through the sinks, and the gradients of "
-                "queries, keys and sinks would be wrong"
+        why = _why_untrainable(name)
+        if why and has_sinks(model):
+            raise ValueError(
+                f"attn_implementation={name!r} cannot train this model, whose attention has "
+                f"sinks: {why}. Choose 'sink' (linear memory, any device), 'flex_attention' (a "
+                "GPU of 2020 or later) or "
+                "'eager' (short sequences): model.set_attn_implementation('sink'), or "
+                "model_init_kwargs={'attn_implementation': 'sink'} for a model given by name"
             )
-            if flash
-            else "it leaves the sinks out"
-        )
-        raise ValueError(
-            f"attn_implementation={name!r} cannot train this model, whose attention has "
-            f"sinks: {why}. Choose 'sink' (linear memory, any device), 'flex_attention' (a "
-            "GPU of 2020 or later) or "
-            "'eager' (short sequences): model.set_attn_implementation('sink'), or "
-            "model_init_kwargs={'attn_implementation': 'sink'} for a model given by name"
-        )

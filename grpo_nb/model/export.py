@@ -29,9 +29,10 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .experts import expert_weights
-from .loading import DTYPES, choose_dtype, read_checkpoint
+from .loading import choose_dtype
 from .mxfp4 import BLOCK, dequantize, e2m1_values, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
+from .stored_weights import DTYPES, read_checkpoint
 
 # %% ../../nbs/model/23_export.ipynb #f2a132c0
 def _sync(path):

@@ -121,7 +121,7 @@ def test_long_full_layers_by_cudnn(name, dtype, bound, parts, monkeypatch):
     }
     monkeypatch.setattr(limits, "SHORTEST_CUDNN", 512)
     monkeypatch.setattr(
-        limits, "GRADIENT_BYTES", 4 // parts * attention._scratch(inputs[0], inputs[1])
+        limits, "GRADIENT_BYTES", 4 // parts * attention._gradient_bytes(inputs[0], inputs[1])
     )
     expected = "flex" if name == "after a long one" else "flash"
     assert (
@@ -222,7 +222,7 @@ def test_the_kernel_of_a_t4(window, monkeypatch):
     of compute capability 7.5 runs it."""
     monkeypatch.setattr(attention, "_groups_are_taken", lambda q, k, v: False)
     monkeypatch.setattr(
-        attention, "_kernels", lambda q, masked: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+        attention, "_linear_kernels", lambda q, masked: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     )
     monkeypatch.setattr(attention, "_value_width", lambda q: q.shape[-1])
     inputs, upstream, options = case("padded", torch.float16)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from grpo_nb.model.export import save_merged, save_mxfp4
-from grpo_nb.model.loading import load_model, parts, read_checkpoint
+from grpo_nb.model.loading import load_model, memory_by_part
 from grpo_nb.model.packed import PackedWeight
+from grpo_nb.model.stored_weights import read_checkpoint
 from grpo_nb.rollout.engine import RolloutEngine
 
 pytestmark = [
@@ -103,7 +104,10 @@ def test_20b_over_the_disk_and_back(tmp_path):
     model, *figures = measured(lambda: load(config(), load_in_4bit=True))
     told("random 20b in MXFP4", *figures)
     assert figures[0] < 120 and figures[1] < 13.5 and figures[2] < 2
-    assert abs({row["part"]: row["bytes"] for row in parts(model)}["experts"] / GiB - 9.45) < 0.05
+    assert (
+        abs({row["part"]: row["bytes"] for row in memory_by_part(model)}["experts"] / GiB - 9.45)
+        < 0.05
+    )
     expected = logits(model)
     assert expected.isfinite().all()
 
@@ -208,7 +212,7 @@ def test_nf4(tmp_path):
         load(dense, load_in_4bit=True, lora_r=4),
     )
     for model in (stored, random):
-        rows = {row["part"]: row for row in parts(model)}
+        rows = {row["part"]: row for row in memory_by_part(model)}
         assert (
             rows["MLP"]["stored as"] == "NF4"
             and abs(rows["MLP"]["bytes"] / rows["MLP"]["parameters"] - 0.516) < 0.005
@@ -228,7 +232,7 @@ def test_nf4(tmp_path):
         (tmp_path / "merged" / "config.json").read_text()
     )
     model = load(config(1), load_in_4bit=True, attention_4bit=True, lora_r=4)
-    rows = {row["part"]: row for row in parts(model)}
+    rows = {row["part"]: row for row in memory_by_part(model)}
     assert (
         rows["attention"]["stored as"] == "NF4"
         and rows["experts"]["stored as"] == "MXFP4"

@@ -120,7 +120,7 @@ def test_gradients_are_those_of_recomputing(family, dtype, lora):
     with offload_layers(model, store=HostStore(page_bytes=65_536)) as switch:
         for _ in range(3):
             assert same(gradients(model), plain)
-        assert switch.store.parked == 3 * LAYERS and switch.store.used == 0
+        assert switch.store.offloaded == 3 * LAYERS and switch.store.used == 0
 
 
 def test_autocast_in_float16():
@@ -134,7 +134,7 @@ def test_autocast_in_float16():
         recomputed(model)
         plain = gradients(model, loss)
         with offload_layers(model) as switch:
-            assert same(gradients(model, loss), plain) and switch.store.parked == LAYERS
+            assert same(gradients(model, loss), plain) and switch.store.offloaded == LAYERS
 
 
 def peak(step):
@@ -207,9 +207,9 @@ def test_nothing_is_read_or_written_too_early(slow_copies):
     with offload_layers(build(layers=1), store=HostStore(page_bytes=MiB)) as switch:
 
         def call(layer, y):
-            lane = switch.store.lanes.get(y.device)
-            if slow_copies and lane is not None:
-                with torch.cuda.stream(lane.stream):
+            side = switch.store.streams.get(y.device)
+            if slow_copies and side is not None:
+                with torch.cuda.stream(side.stream):
                     torch.cuda._sleep(20_000_000)
             return switch(layer, y)
 

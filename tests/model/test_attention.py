@@ -1,6 +1,7 @@
 """Attention with sinks: every backend against the formula, the formula and whole models against
 transformers' own, and what is refused."""
 
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -300,7 +301,9 @@ def test_gradients_of_some_heads_at_a_time(heads, monkeypatch):
     inputs, upstream = tensors(0, 2, 5, 1, 40, 40, 16)
     whole = value_and_gradients(sink_attention, inputs, upstream, backend="flash")
     calls, real = [], attention._flash_gradients
-    monkeypatch.setattr(limits, "GRADIENT_BYTES", heads * attention._scratch(inputs[0], inputs[1]))
+    monkeypatch.setattr(
+        limits, "GRADIENT_BYTES", heads * attention._gradient_bytes(inputs[0], inputs[1])
+    )
     monkeypatch.setattr(
         attention,
         "_flash_gradients",
@@ -474,29 +477,32 @@ def test_a_prompt_in_pieces(tiny, name, monkeypatch):
 
 @pytest.mark.parametrize("name", OURS)
 def test_the_trainers_batches(tiny, name, monkeypatch):
-    "Prompts padded on the left, completions on the right; and under autocast."
+    """Prompts padded on the left, completions on the right; under autocast no further from the
+    truth than transformers' own, in the median of several batches (one batch is noise)."""
     model, tokenizer = tiny
     prompts = tokenizer(["1+2=", "12+34-5="], padding=True, return_tensors="pt")
-    ids, mask = (
-        torch.randint(7, 20, (2, 30), generator=torch.Generator().manual_seed(0)),
-        torch.arange(30) < torch.tensor([[30], [11]]),
-    )
-    batch = TrainingBatch(
-        prompts.input_ids, prompts.attention_mask.bool(), ids, mask, mask, torch.ones(2)
-    )
+    mask = torch.arange(30) < torch.tensor([[30], [11]])
     monkeypatch.setattr(attention, "FEW_QUERIES", 0)
 
-    def logps(implementation):
+    def logps(implementation, seed):
+        ids = torch.randint(7, 20, (2, 30), generator=torch.Generator().manual_seed(seed))
+        batch = TrainingBatch(
+            prompts.input_ids, prompts.attention_mask.bool(), ids, mask, mask, torch.ones(2)
+        )
         model.set_attn_implementation(implementation)
         return completion_logps(model, batch)[0].detach()
 
-    truth = logps("eager")
-    assert (logps(name) - truth).abs().max() < 2e-5
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = (
-            (logps(x) - truth)[mask].abs().median() for x in (name, "eager")
-        )  # a router that changes its mind moves a token far
-    assert 0 < ours < 1.5 * theirs
+    ratios = []
+    for seed in range(15):
+        truth = logps("eager", seed)
+        assert (logps(name, seed) - truth).abs().max() < 2e-5
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, theirs = (
+                (logps(x, seed) - truth)[mask].abs().median() for x in (name, "eager")
+            )  # a router that changes its mind moves a token far
+        assert ours > 0
+        ratios.append((ours / theirs).item())
+    assert statistics.median(ratios) < 1.5
 
 
 @pytest.mark.parametrize("name", OURS)

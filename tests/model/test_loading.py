@@ -9,101 +9,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import (
+    SMALL,
+    broken,
+    load,
+    rewrite,
+    write_released,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from grpo_nb.model.loading import (
-    adaptable,
-    free_memory,
-    load_model,
-    parts,
-    read_checkpoint,
-    read_header,
-    resolve_targets,
-)
-from grpo_nb.model.mxfp4 import quantize
+from grpo_nb.model.adapters import adaptable
+from grpo_nb.model.loading import free_memory, lay_out, load_model, memory_by_part
 from grpo_nb.model.packed import EXPERTS, PackedWeight, experts_of, pack_experts
-from grpo_nb.model.tiny import tiny_gpt_oss, tiny_tokenizer
+from grpo_nb.model.stored_weights import skeleton
+from grpo_nb.model.tiny import tiny_tokenizer
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 IDS = torch.randint(3, 20, (2, 12), generator=torch.Generator().manual_seed(0))
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    sliding_window=8,
-)
 
 
 def same(a, b):
     return torch.allclose(a, b, rtol=1e-5, atol=1e-5)  # several threads may sum in another order
 
 
-def load(source, **settings):
-    model, tokenizer = load_model(source, **{"max_seq_length": 128, "quiet": True} | settings)
-    return model
-
-
 def logits(model):
     with torch.no_grad():
         return model(IDS).logits
-
-
-def write_released(folder, shards=3, seed=0, **changes):
-    """A tiny checkpoint in the released layout, blocks and scales of some weights in different
-    shards."""
-    config, torch_random = GptOssConfig(**SMALL | changes), torch.Generator().manual_seed(seed)
-    model, tensors = AutoModelForCausalLM.from_config(config), {}
-    for name, p in model.state_dict().items():
-        value = torch.randn(p.shape, generator=torch_random) * (0.3 if p.dim() > 1 else 0.1) + (
-            "norm" in name
-        )
-        if name.endswith(EXPERTS):
-            tensors |= dict(zip((f"{name}_blocks", f"{name}_scales"), quantize(value.mT)))
-        elif name != "lm_head.weight" or not config.tie_word_embeddings:
-            tensors[name] = value.bfloat16()
-    folder.mkdir()
-    settings = config.to_dict() | {
-        "architectures": ["GptOssForCausalLM"],
-        "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []},
-    }
-    (folder / "config.json").write_text(json.dumps(settings))
-    names = sorted(tensors)
-    places = {
-        name: f"model-{i % shards:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)
-    }
-    for file in set(places.values()):
-        save_file(
-            {n: tensors[n] for n in names if places[n] == file},
-            folder / file,
-            metadata={"format": "pt"},
-        )
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": places})
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def released(tmp_path_factory):
-    return write_released(tmp_path_factory.mktemp("released") / "model")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    "What transformers itself saves, in bfloat16."
-    folder = tmp_path_factory.mktemp("plain")
-    model, tokenizer = tiny_gpt_oss()
-    model.bfloat16().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 # ---- equal to transformers
@@ -343,43 +275,12 @@ def test_adapters_are_float32_over_bf16(released):
     } and model.max_seq_length == 128
 
 
-@pytest.mark.parametrize(
-    "targets, count",
-    [
-        ("attention", 8),
-        ("experts", 4),
-        (["q_proj", "mlp.experts.down_proj"], 4),
-        (["attention", "experts"], 12),
-        ("o_proj", 2),
-        ("model.layers.1.self_attn.q_proj", 1),
-        ("model.layers.1.mlp.experts.down_proj", 1),
-    ],
-)
-def test_targets(released, targets, count):
-    model = load(released, load_in_4bit=True, lora_r=2, lora_targets=targets)
-    assert sum(p.requires_grad for p in model.parameters()) == 2 * count
-
-
-def test_targets_that_match_nothing(released):
-    with pytest.raises(
-        ValueError,
-        match="'gate_proj', which matches nothing in GptOssForCausalLM: there are "
-        "mlp.experts.down_proj, mlp.experts.gate_up_proj, self_attn.k_proj",
-    ):
-        load(released, lora_r=2, lora_targets=["q_proj", "gate_proj"])
-    with pytest.raises(ValueError, match="'experts', which matches nothing in Llama"):
-        load(family("llama"), lora_r=2, lora_targets="experts")
-    assert resolve_targets(tiny_gpt_oss()[0], ["o_proj", "attention"])[0].endswith(
-        "layers.0.self_attn.o_proj"
-    )
-
-
 def test_offloaded_embedding(released):
     model = load(released, load_in_4bit=True, offload_embedding=True, lora_r=2)
     assert "on the host" in repr(model.get_input_embeddings()) and same(
         logits(model), logits(load(released, load_in_4bit=True))
     )
-    assert {row["part"] for row in parts(model)} == {
+    assert {row["part"] for row in memory_by_part(model)} == {
         "experts",
         "attention",
         "embedding",
@@ -397,7 +298,7 @@ def test_offloaded_embedding(released):
 def test_what_it_prints(plain, capsys):
     model, tokenizer = load_model(plain, max_seq_length=64, load_in_4bit=True, lora_r=4)
     said = capsys.readouterr().out
-    rows = {row["part"]: row for row in parts(model)}
+    rows = {row["part"]: row for row in memory_by_part(model)}
     assert rows["experts"]["bytes"] == sum(
         p.blocks.nbytes + p.scales.nbytes for p in model.parameters() if isinstance(p, PackedWeight)
     ) + sum(p.nbytes for n, p in model.named_parameters() if "proj_bias" in n)
@@ -465,158 +366,6 @@ def test_longer_than_the_model_knows(plain, tmp_path):
 # ---- errors
 
 
-def broken(tmp_path, change, **settings):
-    folder = write_released(tmp_path / "m", **settings)
-    change(folder)
-    return folder
-
-
-def edit(folder, **changes):
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | changes))
-
-
-def rewrite(folder, name, value):
-    "Another tensor under a name; None: none."
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if name in tensors or value is not None and file.name.startswith("model-00000"):
-            tensors.pop(name, None)
-            if value is not None:
-                tensors[name] = value
-            save_file(tensors, file, metadata={"format": "pt"})
-            places = json.loads((folder / "model.safetensors.index.json").read_text())
-            if value is None:
-                places["weight_map"].pop(name)
-            else:
-                places["weight_map"][name] = file.name
-            (folder / "model.safetensors.index.json").write_text(json.dumps(places))
-            return
-
-
-BLOCKS, SCALES = (
-    "model.layers.1.mlp.experts.down_proj_blocks",
-    "model.layers.1.mlp.experts.down_proj_scales",
-)
-FAULTS = {
-    "a shard is missing": (
-        lambda f: (f / "model-00001-of-00003.safetensors").unlink(),
-        "names 3 files, and 1 of them are not in .*model-00001-of-00003",
-    ),
-    "a shard is cut off": (
-        lambda f: (f / "model-00001-of-00003.safetensors").write_bytes(
-            (f / "model-00001-of-00003.safetensors").read_bytes()[:-1]
-        ),
-        "is cut off: it has .* end at byte",
-    ),
-    "cut off in its header": (
-        lambda f: (f / "model-00001-of-00003.safetensors").write_bytes(
-            (f / "model-00001-of-00003.safetensors").read_bytes()[:50]
-        ),
-        "no safetensors header",
-    ),
-    "a shard is empty": (
-        lambda f: (f / "model-00001-of-00003.safetensors").write_bytes(b""),
-        "no safetensors header",
-    ),
-    "a pointer of Git LFS": (
-        lambda f: (f / "model-00001-of-00003.safetensors").write_text(
-            "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-        ),
-        "pointer of Git LFS",
-    ),
-    "a damaged tokenizer": (
-        lambda f: (f / "tokenizer.json").write_text("{"),
-        "the tokenizer in .* cannot be read",
-    ),
-    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "config cut off": (
-        lambda f: (f / "config.json").write_text('{"model_type": "gpt'),
-        "is no JSON",
-    ),
-    "no weights": (
-        lambda f: [p.unlink() for p in f.glob("model*")],
-        "has neither model.safetensors nor .* it has config.json",
-    ),
-    "unknown architecture": (
-        lambda f: edit(f, model_type="gpt_oss_9"),
-        "'gpt_oss_9', which transformers .* does not know",
-    ),
-    "no causal model": (
-        lambda f: edit(f, model_type="clip_vision_model"),
-        "'clip_vision_model' is no language model",
-    ),
-    "another quantisation": (
-        lambda f: edit(f, quantization_config={"quant_method": "bitsandbytes"}),
-        "quantised by 'bitsandbytes'",
-    ),
-    "a tensor is missing": (
-        lambda f: rewrite(f, "model.layers.1.self_attn.sinks", None),
-        r"1 are missing \(model.layers.1.self_attn.sinks\)",
-    ),
-    "blocks without scales": (
-        lambda f: rewrite(f, SCALES, None),
-        (
-            r"1 are missing \(model.layers.1.mlp.experts.down_proj\) "
-            r"and 1 belong to nothing in it \(model.layers.1.mlp.experts.down_proj_blocks\)"
-        ),
-    ),
-    "a tensor too many": (
-        lambda f: rewrite(f, "model.extra", torch.zeros(3)),
-        r"1 belong to nothing in it \(model.extra\)",
-    ),
-    "another shape": (
-        lambda f: edit(f, vocab_size=128),
-        r"shape \(64, 64\) in .*, but config.json asks for \(128, 64\)",
-    ),
-    "another expert shape": (
-        lambda f: rewrite(f, BLOCKS, torch.zeros(4, 64, 2, 16, dtype=torch.uint8)),
-        r"down_proj_blocks has shape \(4, 64, 2, 16\) .* \(4, 64, 1, 16\)",
-    ),
-    "another dtype": (
-        lambda f: rewrite(f, "lm_head.weight", torch.zeros(64, 64, dtype=torch.int8)),
-        "stored as I8",
-    ),
-    "damaged scales": (
-        lambda f: rewrite(f, SCALES, torch.full((4, 64, 1), 255, dtype=torch.uint8)),
-        "scales of 255",
-    ),
-    "a tensor that the index invents": (
-        lambda f: (f / "model.safetensors.index.json").write_text(
-            (f / "model.safetensors.index.json")
-            .read_text()
-            .replace('"lm_head.weight"', '"lm_head.wait"')
-        ),
-        "different checkpoints",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_checkpoints(fault, tmp_path):
-    change, sentence = FAULTS[fault]
-    with pytest.raises(ValueError, match=sentence) as caught:
-        load(broken(tmp_path, change), load_in_4bit=True)
-    assert len(str(caught.value)) < 500
-
-
-def test_what_is_no_model(tmp_path, plain):
-    (tmp_path / "file").write_text("")
-    for source, sentence in (
-        (tmp_path / "nowhere", "there is no folder"),
-        ("./nowhere", "there is no folder"),
-        (tmp_path / "file", "is a file"),
-        ("someone/some-model", "is no folder in .*, and the hub gave no model"),
-        (3, "given as a int"),
-        ({"hidden_size": 3}, "model_type is None"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            load(source)
-    load(plain, lora_r=2).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="holds an adapter and no model"):
-        load(tmp_path / "adapter")
-
-
 @pytest.mark.parametrize(
     "settings, sentence",
     [
@@ -656,6 +405,22 @@ def test_not_enough_memory(released, monkeypatch):
     assert free_memory(torch.device("cpu")) > 0
 
 
+def test_a_layout_counts_what_is_loaded(released):
+    "By device, before a weight is read; as many bytes as the loaded model has."
+    config, cpu, gpu = GptOssConfig(**SMALL), torch.device("cpu"), torch.device("cuda", 0)
+    model = skeleton(config, torch.bfloat16)
+    layout = lay_out(model, config, released, torch.bfloat16, cpu, load_in_4bit=True)
+    loaded = load(released, load_in_4bit=True, dtype="bfloat16")
+    assert layout.nbytes() == {cpu: sum(row["bytes"] for row in memory_by_part(loaded))}
+    assert {step.name for step in layout.steps} == layout.forms.keys() == layout.devices.keys()
+    apart = lay_out(
+        model, config, None, torch.bfloat16, gpu, load_in_4bit=True, offload_embedding=True
+    )
+    embedding = model.get_input_embeddings().weight.numel() * 2
+    assert apart.nbytes() == {cpu: embedding, gpu: layout.nbytes()[cpu] - embedding}
+    assert apart.steps == [] and all(p.is_meta for p in model.parameters())
+
+
 def living():
     "Bytes of all tensors that Python knows."
     gc.collect()
@@ -686,21 +451,6 @@ def test_nothing_is_left_of_a_failed_attempt(tmp_path):
     )  # the error is still held
 
 
-def test_headers(plain, tmp_path):
-    stored, tensors = read_checkpoint(plain), load_file(plain / "model.safetensors")
-    raw = (plain / "model.safetensors").read_bytes()
-    assert {name: s.shape for name, s in stored.items()} == {
-        name: tuple(t.shape) for name, t in tensors.items()
-    }
-    for name, s in stored.items():
-        assert (
-            raw[s.begin : s.begin + s.nbytes] == tensors[name].view(torch.uint8).numpy().tobytes()
-        )
-    (tmp_path / "long.safetensors").write_bytes(raw + b"0")
-    with pytest.raises(ValueError, match="longer than its header says"):
-        read_header(tmp_path / "long.safetensors")
-
-
 # ---- host memory
 
 CHILD = (
@@ -709,7 +459,8 @@ import ctypes, gc, sys, threading
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from grpo_nb.model.loading import load_model, read_checkpoint, skeleton, read_config
+from grpo_nb.model.loading import load_model
+from grpo_nb.model.stored_weights import read_config, skeleton
 from grpo_nb.model.packed import PackedWeight
 """
     "def anonymous(): return next(int(line.split()[1]) * 1024 for line in "

@@ -399,10 +399,10 @@ class CountedStore(HostStore):
 
     def __init__(self, size):
         super().__init__(page_bytes=2**12)
-        parked = self.park(torch.zeros(size, dtype=torch.uint8).view(torch.float32))
-        self.settle()
-        del parked
-        self.all = list(next(iter(self.lanes.values())).free)
+        copy = self.offload(torch.zeros(size, dtype=torch.uint8).view(torch.float32))
+        self.flush()
+        del copy
+        self.all = list(next(iter(self.streams.values())).free_pages)
 
 
 def measured_step(
@@ -461,7 +461,7 @@ def measured_step(
                 )
         logps.mean().backward()
     if offload:
-        assert store.parked > sizes["num_hidden_layers"] and store.pages == len(store.all)
+        assert store.offloaded > sizes["num_hidden_layers"] and store.pages == len(store.all)
     return read_shape(model.config), live.peak
 
 

@@ -133,7 +133,7 @@ def test_all_switches_on_and_off(tmp_path):
     for a, b in zip(losses(plain), losses(lean), strict=True):
         assert a == pytest.approx(b, rel=2e-3, abs=2e-5)
     store = lean.policy_update.store
-    assert store.parked > 0 and store.host_bytes == 0  # given back at the end
+    assert store.offloaded > 0 and store.host_bytes == 0  # given back at the end
 
 
 @pytest.mark.parametrize(
@@ -279,10 +279,10 @@ def test_layers_are_computed_as_this_trainer_says(tmp_path):
         gradient_checkpointing=False,
     )
     first.train()  # it was built before the other one
-    parked = first.policy_update.store.parked
+    parked = first.policy_update.store.offloaded
     assert parked > 0
     second.train()
-    assert first.policy_update.store.parked == parked and not any(
+    assert first.policy_update.store.offloaded == parked and not any(
         getattr(module, "gradient_checkpointing", False) for module in second.model.modules()
     )
 

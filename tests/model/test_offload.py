@@ -25,9 +25,9 @@ from transformers import (
 from grpo_nb.algorithm.logprobs import chunked_hidden_states_selective_log_softmax
 from grpo_nb.model import attention, offload
 from grpo_nb.model.offload import (
+    HostCopy,
     HostEmbedding,
     HostStore,
-    Parked,
     gather_rows,
     offload_embedding,
     offload_hidden,
@@ -120,8 +120,10 @@ def test_gradients_are_the_same_to_the_last_bit(family, lora):
         model, store=HostStore(page_bytes=KiB)
     ) as switch:  # an input takes several pages
         assert same(gradients(model), plain) and same(gradients(model), plain)
-        assert switch.store.parked == 8 and switch.store.used == 0 and switch.store.pages == 4 * 6
-    assert same(gradients(model), plain) and switch.store.parked == 8
+        assert (
+            switch.store.offloaded == 8 and switch.store.used == 0 and switch.store.pages == 4 * 6
+        )
+    assert same(gradients(model), plain) and switch.store.offloaded == 8
 
 
 def test_the_tiny_model_of_the_lessons():
@@ -172,7 +174,7 @@ def test_attention_is_not_computed_again(autocast):
                     same(result, plain)
                     and calls == expected
                     and switch.store.used == 0
-                    and not switch.store.under_way
+                    and not switch.store.in_flight
                 )
 
 
@@ -226,7 +228,7 @@ def test_other_number_formats(dtype):
     model = build("llama").to(dtype)
     plain = gradients(model)
     with offload_layers(model) as switch:
-        assert same(gradients(model), plain) and switch.store.parked == 4
+        assert same(gradients(model), plain) and switch.store.offloaded == 4
 
 
 def test_autocast_is_on_again_when_a_layer_is_computed_again():
@@ -312,7 +314,7 @@ def test_nothing_moves_without_gradients_or_in_evaluation():
             loss_of(model)
         model.eval()
         loss_of(model).backward()
-        assert switch.store.parked == 0 and switch.store.pages == 0
+        assert switch.store.offloaded == 0 and switch.store.pages == 0
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -394,7 +396,7 @@ def test_an_error_in_the_middle_leaves_nothing(calls):
         for hook in hooks:
             hook.remove()
         gc.collect()
-        assert switch.store.used == 0 and not switch.store.under_way
+        assert switch.store.used == 0 and not switch.store.in_flight
         assert same(gradients(model), plain) and switch.store.pages == 4
 
 
@@ -419,7 +421,7 @@ def test_the_budget_is_kept_and_said():
         ) as switch:  # two inputs of 6 KiB and a bit
             assert same(gradients(model), plain) and same(gradients(model), plain)
             assert (
-                (switch.store.parked, switch.store.kept) == (4, 4)
+                (switch.store.offloaded, switch.store.stayed) == (4, 4)
                 and switch.store.host_bytes <= 14 * KiB
                 and len(said) == 1
             )
@@ -428,8 +430,8 @@ def test_the_budget_is_kept_and_said():
         offload_layers(model, max_host_bytes=0) as switch,
     ):
         assert same(gradients(model), plain) and (
-            switch.store.parked,
-            switch.store.kept,
+            switch.store.offloaded,
+            switch.store.stayed,
             switch.store.pages,
         ) == (0, 4, 0)
 
@@ -495,16 +497,16 @@ def test_what_is_parked_comes_back():
         torch.randn(9, 9).half(),
         torch.randn(8, 8).T,
     ):
-        parked = store.park(x)
-        store.settle()
-        y = parked.fetch()
+        copies = store.offload(x)
+        store.flush()
+        y = copies.fetch()
         assert (
-            isinstance(parked, Parked)
+            isinstance(copies, HostCopy)
             and torch.equal(x, y)
             and y.dtype == x.dtype
             and y.is_contiguous()
         )
-    del parked
+    del copies
     assert store.used == 0
     for x in (
         torch.arange(5),
@@ -512,23 +514,23 @@ def test_what_is_parked_comes_back():
         torch.ones(3, dtype=torch.bool),
         torch.nn.Parameter(torch.ones(3)),
     ):
-        assert store.park(x) is x
+        assert store.offload(x) is x
 
 
 def test_a_tensor_saved_twice_goes_out_once():
     store, x = HostStore(page_bytes=64), torch.randn(8, 8)
     first, second, turned, other = (
-        store.park(x),
-        store.park(x.detach()),
-        store.park(x.T),
-        store.park(x[:4]),
+        store.offload(x),
+        store.offload(x.detach()),
+        store.offload(x.T),
+        store.offload(x[:4]),
     )
     assert first is second and turned is not first and other is not first
-    store.settle()
+    store.flush()
     a, b = first.fetch(), first.fetch()
     assert (
         a is b
-        and first.coming is None
+        and first.arriving is None
         and torch.equal(turned.fetch(), x.T)
         and torch.equal(other.fetch(), x[:4])
     )
@@ -538,11 +540,11 @@ def test_a_tensor_saved_twice_goes_out_once():
 
 def test_the_one_before_sets_out_with_the_one_asked_for():
     store = HostStore()
-    parked = [store.park(torch.full((3,), float(i))) for i in range(4)]
-    store.settle()
+    copies = [store.offload(torch.full((3,), float(i))) for i in range(4)]
+    store.flush()
     for i in (3, 2, 1, 0):
-        assert parked[i].fetch()[0] == i and parked[i].coming is None
-        assert [p.coming is not None for p in parked] == [
+        assert copies[i].fetch()[0] == i and copies[i].arriving is None
+        assert [p.arriving is not None for p in copies] == [
             j == i - 1 for j in range(4)
         ]  # never more than one on its way
 
@@ -550,8 +552,8 @@ def test_the_one_before_sets_out_with_the_one_asked_for():
 def test_at_most_two_are_on_their_way_out():
     store = HostStore()
     for _ in range(5):
-        store.park(torch.randn(3))
-        assert len(store.under_way) <= 2
+        store.offload(torch.randn(3))
+        assert len(store.in_flight) <= 2
 
 
 def test_a_change_in_place_during_the_copy_is_noticed():
@@ -562,7 +564,7 @@ def test_a_change_in_place_during_the_copy_is_noticed():
     with offload_layers(build("llama")) as switch:
         with pytest.raises(RuntimeError, match="changed in place"):
             switch(Layer(), torch.ones(4, requires_grad=True) * 1.0)
-        assert switch.store.under_way == []
+        assert switch.store.in_flight == []
         gc.collect()
         assert switch.store.used == 0
 
@@ -591,7 +593,7 @@ def test_hidden_states_on_the_host(lora, entropy):
     plain = gradients(model, lambda model: hidden_loss(model, ids, None, entropy))
     with offload_layers(model) as switch:
         assert same(gradients(model, lambda model: hidden_loss(model, ids, switch, entropy)), plain)
-        assert switch.store.parked > 4 and switch.store.used == 0
+        assert switch.store.offloaded > 4 and switch.store.used == 0
         loss = sum(hidden_loss(model, ids, switch, entropy) for _ in range(3))
         held = []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -617,7 +619,7 @@ def test_weights_and_small_tensors_stay():
     x = torch.randn(100, 8, requires_grad=True)
     with offload_hidden(model, store, min_bytes=200):
         y = model(x).tanh().mean()
-    assert (store.parked, store.used) == (
+    assert (store.offloaded, store.used) == (
         2,
         100,
     )  # x and the tanh of 3,200 bytes each; not the weight
@@ -634,7 +636,7 @@ def test_without_the_switch_everything_big_is_parked():
         with offload_hidden(model, store, min_bytes=64):
             return loss_of(model)
 
-    assert same(gradients(model, loss), plain) and store.parked > 20 and store.used == 0
+    assert same(gradients(model, loss), plain) and store.offloaded > 20 and store.used == 0
 
 
 def test_an_error_while_hidden_states_leave():
@@ -642,7 +644,7 @@ def test_an_error_while_hidden_states_leave():
     with pytest.raises(Trouble), offload_hidden(model, store, min_bytes=64):
         loss = loss_of(model)
         raise Trouble
-    assert not store.under_way
+    assert not store.in_flight
     del loss
     gc.collect()
     assert store.used == 0

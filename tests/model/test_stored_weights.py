@@ -1,0 +1,242 @@
+"""Stored weights: headers against the safetensors library, every fault of a folder in a sentence,
+each way from a file to a parameter."""
+
+import pytest
+import torch
+from checkpoints import (
+    SMALL,
+    broken,
+    edit,
+    load,
+    rewrite,
+)
+from safetensors.torch import load_file
+from transformers import GptOssConfig
+
+from grpo_nb.model.mxfp4 import dequantize, quantize
+from grpo_nb.model.packed import EXPERTS, PackedWeight
+from grpo_nb.model.stored_weights import (
+    Form,
+    forms,
+    match,
+    read_checkpoint,
+    read_config,
+    read_header,
+    read_parameter,
+    read_tokenizer,
+    skeleton,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
+CPU = torch.device("cpu")
+
+
+def test_headers(plain, tmp_path):
+    stored, tensors = read_checkpoint(plain), load_file(plain / "model.safetensors")
+    raw = (plain / "model.safetensors").read_bytes()
+    assert {name: s.shape for name, s in stored.items()} == {
+        name: tuple(t.shape) for name, t in tensors.items()
+    }
+    for name, s in stored.items():
+        assert (
+            raw[s.begin : s.begin + s.nbytes] == tensors[name].view(torch.uint8).numpy().tobytes()
+        )
+    (tmp_path / "long.safetensors").write_bytes(raw + b"0")
+    with pytest.raises(ValueError, match="longer than its header says"):
+        read_header(tmp_path / "long.safetensors")
+
+
+# ---- from headers to steps
+
+
+def test_forms_and_their_bytes():
+    model = skeleton(GptOssConfig(**SMALL), torch.float16)
+    wanted = forms(model, torch.float16, load_in_4bit=True)
+    kinds = {name: (form.kind, form.dtype) for name, form in wanted.items()}
+    assert kinds["model.layers.0.mlp.experts.down_proj"] == ("mxfp4", torch.float16)
+    assert kinds["model.layers.0.mlp.experts.down_proj_bias"] == ("dense", torch.float16)
+    assert kinds["model.layers.0.input_layernorm.weight"] == ("dense", torch.float32)
+    packed = PackedWeight(*quantize(torch.randn(4, 64, 32)), torch.float16)
+    assert wanted["model.layers.0.mlp.experts.down_proj"].nbytes(4 * 64 * 32) == (
+        packed.blocks.nbytes + packed.scales.nbytes
+    )
+    assert Form("dense", torch.bfloat16).nbytes(10) == 20
+    assert Form("nf4", torch.bfloat16).nbytes(1024) == 512 + 17  # bytes of scales included
+    attention = forms(model, torch.bfloat16, attention_4bit=True)
+    assert {name for name, form in attention.items() if form.kind == "nf4"} == {
+        name for name in attention if "proj.weight" in name and "attn" in name
+    }
+
+
+def test_steps_are_in_the_order_of_the_files(released):
+    stored = read_checkpoint(released)
+    model = skeleton(read_config(released)[0], torch.bfloat16)
+    steps = match(model, stored, forms(model, torch.bfloat16))
+    places = [(str(step.sources[0].file), step.sources[0].begin) for step in steps]
+    assert places == sorted(places) and len({file for file, _ in places}) == 3
+    assert {step.name for step in steps} == dict(model.named_parameters()).keys()
+    assert sum(step.nbytes for step in steps) == sum(s.nbytes for s in stored.values())
+
+
+@pytest.mark.parametrize("four_bit", [True, False])
+def test_four_ways_into_memory(released, plain, four_bit):
+    "Packed or dense in the file, packed or dense in memory; no way leaves pages of the file in it."
+    for folder in (released, plain):
+        stored, config = read_checkpoint(folder), read_config(folder)[0]
+        model = skeleton(config, torch.float32)
+        tensors = {}
+        for file in {s.file for s in stored.values()}:
+            tensors |= load_file(file)
+        steps = match(model, stored, forms(model, torch.float32, load_in_4bit=four_bit))
+        for step in [step for step in steps if step.name.endswith(EXPERTS)]:
+            read = read_parameter(step, CPU)
+            if folder == released:
+                both = [tensors[f"{step.name}_{x}"] for x in ("blocks", "scales")]
+                truth = dequantize(*both, torch.float32).mT
+            else:
+                truth = tensors[step.name].float()
+                if four_bit:
+                    truth = dequantize(*quantize(truth.mT), torch.float32).mT
+            assert isinstance(read, PackedWeight) == four_bit
+            assert torch.equal(read.dequantize() if four_bit else read, truth)
+
+
+def test_a_skeleton_has_no_memory():
+    model = skeleton(GptOssConfig(**SMALL | dict(num_local_experts=10_000)), torch.bfloat16)
+    assert all(p.is_meta for p in model.parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_configs(released, plain, tmp_path):
+    config, folder = read_config(released)
+    assert folder == released and not hasattr(config, "quantization_config")
+    given = GptOssConfig(**SMALL)
+    mine, nothing = read_config(given)
+    assert mine is not given and mine.to_dict() == given.to_dict() and nothing is None
+    assert read_tokenizer(released, 8) is None and read_tokenizer(None, 8) is None
+    assert read_tokenizer(plain, 8).model_max_length == 8
+
+
+# ---- errors
+
+BLOCKS, SCALES = (
+    "model.layers.1.mlp.experts.down_proj_blocks",
+    "model.layers.1.mlp.experts.down_proj_scales",
+)
+FAULTS = {
+    "a shard is missing": (
+        lambda f: (f / "model-00001-of-00003.safetensors").unlink(),
+        "names 3 files, and 1 of them are not in .*model-00001-of-00003",
+    ),
+    "a shard is cut off": (
+        lambda f: (f / "model-00001-of-00003.safetensors").write_bytes(
+            (f / "model-00001-of-00003.safetensors").read_bytes()[:-1]
+        ),
+        "is cut off: it has .* end at byte",
+    ),
+    "cut off in its header": (
+        lambda f: (f / "model-00001-of-00003.safetensors").write_bytes(
+            (f / "model-00001-of-00003.safetensors").read_bytes()[:50]
+        ),
+        "no safetensors header",
+    ),
+    "a shard is empty": (
+        lambda f: (f / "model-00001-of-00003.safetensors").write_bytes(b""),
+        "no safetensors header",
+    ),
+    "a pointer of Git LFS": (
+        lambda f: (f / "model-00001-of-00003.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+        ),
+        "pointer of Git LFS",
+    ),
+    "a damaged tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        "the tokenizer in .* cannot be read",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config cut off": (
+        lambda f: (f / "config.json").write_text('{"model_type": "gpt'),
+        "is no JSON",
+    ),
+    "no weights": (
+        lambda f: [p.unlink() for p in f.glob("model*")],
+        "has neither model.safetensors nor .* it has config.json",
+    ),
+    "unknown architecture": (
+        lambda f: edit(f, model_type="gpt_oss_9"),
+        "'gpt_oss_9', which transformers .* does not know",
+    ),
+    "no causal model": (
+        lambda f: edit(f, model_type="clip_vision_model"),
+        "'clip_vision_model' is no language model",
+    ),
+    "another quantisation": (
+        lambda f: edit(f, quantization_config={"quant_method": "bitsandbytes"}),
+        "quantised by 'bitsandbytes'",
+    ),
+    "a tensor is missing": (
+        lambda f: rewrite(f, "model.layers.1.self_attn.sinks", None),
+        r"1 are missing \(model.layers.1.self_attn.sinks\)",
+    ),
+    "blocks without scales": (
+        lambda f: rewrite(f, SCALES, None),
+        (
+            r"1 are missing \(model.layers.1.mlp.experts.down_proj\) "
+            r"and 1 belong to nothing in it \(model.layers.1.mlp.experts.down_proj_blocks\)"
+        ),
+    ),
+    "a tensor too many": (
+        lambda f: rewrite(f, "model.extra", torch.zeros(3)),
+        r"1 belong to nothing in it \(model.extra\)",
+    ),
+    "another shape": (
+        lambda f: edit(f, vocab_size=128),
+        r"shape \(64, 64\) in .*, but config.json asks for \(128, 64\)",
+    ),
+    "another expert shape": (
+        lambda f: rewrite(f, BLOCKS, torch.zeros(4, 64, 2, 16, dtype=torch.uint8)),
+        r"down_proj_blocks has shape \(4, 64, 2, 16\) .* \(4, 64, 1, 16\)",
+    ),
+    "another dtype": (
+        lambda f: rewrite(f, "lm_head.weight", torch.zeros(64, 64, dtype=torch.int8)),
+        "stored as I8",
+    ),
+    "damaged scales": (
+        lambda f: rewrite(f, SCALES, torch.full((4, 64, 1), 255, dtype=torch.uint8)),
+        "scales of 255",
+    ),
+    "a tensor that the index invents": (
+        lambda f: (f / "model.safetensors.index.json").write_text(
+            (f / "model.safetensors.index.json")
+            .read_text()
+            .replace('"lm_head.weight"', '"lm_head.wait"')
+        ),
+        "different checkpoints",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faulty_checkpoints(fault, tmp_path):
+    change, sentence = FAULTS[fault]
+    with pytest.raises(ValueError, match=sentence) as caught:
+        load(broken(tmp_path, change), load_in_4bit=True)
+    assert len(str(caught.value)) < 500
+
+
+def test_what_is_no_model(tmp_path, plain):
+    (tmp_path / "file").write_text("")
+    for source, sentence in (
+        (tmp_path / "nowhere", "there is no folder"),
+        ("./nowhere", "there is no folder"),
+        (tmp_path / "file", "is a file"),
+        ("someone/some-model", "is no folder in .*, and the hub gave no model"),
+        (3, "given as a int"),
+        ({"hidden_size": 3}, "model_type is None"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            load(source)
+    load(plain, lora_r=2).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="holds an adapter and no model"):
+        load(tmp_path / "adapter")
