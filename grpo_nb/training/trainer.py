@@ -482,6 +482,7 @@ class Accumulating:
             entropy_coef=self.entropy_bonus.weight(),
             num_items=self.window_expected,
             epsilon_high=config.used("epsilon_high"),
+            cautions=False,
             **{name: getattr(config, name) for name in LOSS_SETTINGS},
         )
         loss = share * (

@@ -16,7 +16,6 @@ from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.demo import greedy_accuracy
 from grpo_nb.environments.arithmetic import addition_problems, exact_answer_reward
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.training.config import known
 from grpo_nb.training.fine_tuning import warm_up
 from grpo_nb.training.hints import HINTS, Hints, Seen
 
@@ -236,7 +235,7 @@ def test_words_that_look_like_settings_are_settings(name, config, changes, menti
     words = set(
         re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", told(run(changes), **config)[1].said[name])
     )
-    assert words <= set(known(GRPOConfig)), words - set(known(GRPOConfig))
+    assert words <= set(GRPOConfig.specs), words - set(GRPOConfig.specs)
 
 
 # what is near a symptom and is none
