@@ -24,7 +24,7 @@ from .rollout.engine import RolloutEngine
 from .rollout.sampling import SamplingParams
 from .training.checkpoint import checkpoints
 from .training.config import GRPOConfig
-from .training.fine_tuning import warm_up
+from .training.fine_tuning import fine_tune
 from .training.reporting import run_figure
 from .training.trainer import GRPOTrainer
 
@@ -120,7 +120,7 @@ def warmed_up_model(
     "A tiny gpt-oss that is right about half of the time."
     model, tokenizer = tiny_gpt_oss(seed)
     check = train[:400]
-    warm_up(
+    fine_tune(
         model,
         tokenizer,
         train,

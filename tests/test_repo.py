@@ -300,8 +300,23 @@ def test_course_tool_is_idempotent_and_keeps_ids_and_outputs(checkout, course):
             ),
             "out of date",
         ),
+        (
+            lambda root: edit(
+                root / "index.ipynb",
+                lambda cells: [
+                    cell.update(
+                        source="".join(cell["source"])
+                        .replace("algorithm/01_advantages", "algorithm/0x")
+                        .replace("algorithm/02_losses", "algorithm/01_advantages")
+                        .replace("algorithm/0x", "algorithm/02_losses")
+                    )
+                    for cell in cells
+                ],
+            ),
+            "lists nbs/algorithm/01_advantages.ipynb after nbs/algorithm/02_losses.ipynb",
+        ),
     ],
-    ids=["unlisted", "missing", "twice", "no title", "renamed"],
+    ids=["unlisted", "missing", "twice", "no title", "renamed", "numbers"],
 )
 def test_course_check_finds(checkout, course, harm, complaint):
     harm(checkout)
@@ -320,6 +335,24 @@ def test_readme_check_finds_a_change(checkout):
 def test_links_of_the_readme_lead_somewhere():
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / "README.md").read_text())
     assert targets and not [target for target in targets if not (ROOT / target).exists()]
+
+
+def paths_of(page):
+    "Every path in a page, from the root: of its links, and in the commands that it gives."
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text)
+    yield from ((page.parent / link).resolve() for link in links)
+    for code in re.findall(r"`([^`]+)`", text):
+        yield from (
+            ROOT / word for word in code.split() if re.match(r"(tests|nbs|tools|bench)", word)
+        )
+
+
+def test_paths_of_where_do_i_change_lead_somewhere():
+    paths = list(paths_of(ROOT / "docs/where.md"))
+    assert len(paths) > 50 and not [path for path in paths if not path.exists()]
+    for page in ("CONTRIBUTING.md", "README.md"):
+        assert "docs/where.md" in (ROOT / page).read_text()
 
 
 # What is stored in a notebook
@@ -341,6 +374,31 @@ def test_notebook_reads_well_without_running(notebook):
     assert re.match(r"# .+\n\n> .+(\n|$)", "".join(stored["cells"][0]["source"])), (
         "open with `# title`, an empty line, `> one line`"
     )
+
+
+# Every module has a name and a test file of its own
+
+IN_PARTS = [p for p in MODULES if len(p.relative_to(ROOT).parts) == 3 and p.stem != "__init__"]
+
+
+@pytest.mark.parametrize(
+    "module", [pytest.param(p, id=f"{p.parent.name}.{p.stem}") for p in IN_PARTS]
+)
+def test_module_has_a_test_file_of_its_name(module):
+    path = ROOT / "tests" / module.parent.name / f"test_{module.stem}.py"
+    assert path.exists(), f"no {path.relative_to(ROOT)}"
+    tests = [node for node in ast.walk(ast.parse(path.read_text())) if is_test(node)]
+    assert tests, f"no test in {path.relative_to(ROOT)}"
+
+
+def is_test(node):
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+
+
+def test_no_two_modules_have_one_name():
+    "A widget may have the name of what it shows."
+    names = [p.stem for p in IN_PARTS if p.parent.name != "widgets"]
+    assert sorted(names) == sorted(set(names))
 
 
 # What may import what (data and imports flow one way)
@@ -407,7 +465,7 @@ def test_imports_point_one_way(module):
 )
 def test_algorithm_is_torch_and_the_standard_library(module):
     extra = (
-        {"triton"} if module.stem == "fused" else set()
+        {"triton"} if module.stem == "softmax_kernel" else set()
     )  # torch brings it along for CUDA, and without a GPU nothing imports that file
     assert {name.split(".")[0] for name in imports(module)} <= {
         "torch",

@@ -4,7 +4,7 @@
     python tools/course.py --check   change nothing; exit 1 and say what is wrong
 
 The order is the tables of index.ipynb: each row that opens with a link to a notebook is one stop of
-the course.
+the course. Inside each folder the numbers of the notebooks rise in that order.
 To add a notebook, add a row `| [](nbs/PART/NN_topic.ipynb) | |` where it belongs and run this tool:
 it fills in the title and the line under it. In every notebook it maintains the lines between
 `<!-- course -->` and `<!-- /course -->` in the first cell, and the second cell, which fetches the
@@ -138,6 +138,22 @@ def with_titles(source, headings):
     return ROW.sub(row, source)
 
 
+def out_of_order(order):
+    "A sentence for each notebook whose number is not above that of the one before in its folder."
+    problems, last = [], {}  # folder -> the notebook of it that was listed last
+    for path in order:
+        folder, name = os.path.split(path)
+        if number := re.match(r"\d+", name):
+            before = last.get(folder)
+            if before and int(number[0]) <= int(re.match(r"\d+", os.path.basename(before))[0]):
+                problems.append(
+                    f"index.ipynb lists {path} after {before}: numbers rise in the order of the "
+                    "map, inside each folder"
+                )
+            last[folder] = path
+    return problems
+
+
 def plan(root):
     "(problems, path -> text that its file should have) for the checkout at `root`."
     settings = ConfigParser(delimiters=["="])
@@ -160,6 +176,7 @@ def plan(root):
         f"index.ipynb lists {path}, which does not exist" for path in order if path not in present
     ]
     problems += [f"{path} is not listed in index.ipynb" for path in sorted(present - set(order))]
+    problems += out_of_order(order)
 
     notebooks, headings = {"index.ipynb": index}, {}
     notebooks |= {path: load(root / path) for path in dict.fromkeys(order) if path in present}

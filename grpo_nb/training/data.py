@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['TEMPLATE_ROOM', 'NOT_FOR_REWARDS', 'ARGUMENTS', 'is_conversational', 'prompt_token_ids', 'many_prompt_token_ids',
-           'check_prompt_lengths', 'prompts_of', 'check_long_prompts', 'completion_as_given', 'reward_columns',
-           'column_names', 'check_shape', 'check_rows', 'check_dataset', 'check_evaluation_data']
+           'check_prompt_lengths', 'prompts_of', 'kind_of_prompt', 'most_tokens', 'check_long_prompts',
+           'completion_as_given', 'reward_columns', 'column_names', 'check_shape', 'check_rows', 'check_columns',
+           'check_prompts', 'check_dataset', 'check_evaluation_data']
 
 # %% ../../nbs/training/02_data.ipynb #b5d7708d
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -117,6 +119,22 @@ def prompts_of(
     )
 
 
+def kind_of_prompt(
+    prompt: str | Sequence[Mapping],
+) -> bool | tuple:  # whether a string has any text; the roles of a conversation
+    "What a tokenizer may treat alike: one prompt of each kind shows whether it takes them."
+    return bool(prompt) if isinstance(prompt, str) else tuple(turn["role"] for turn in prompt)
+
+
+def most_tokens(
+    prompt: str | Sequence[Mapping],
+) -> int:  # bytes, since no token is shorter than a byte
+    "A bound on the tokens of a prompt that needs no tokenizer."
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return TEMPLATE_ROOM + sum(len(str(message).encode()) for message in prompt)
+
+
 def check_long_prompts(
     dataset,  # one that `check_dataset` has seen
     tokenizer,  # of transformers
@@ -126,39 +144,19 @@ def check_long_prompts(
 ) -> int:  # rows tokenized; ValueError for the first prompt too long or impossible to tokenize
     """Make sure that every prompt of a dataset leaves room for its completion, and that the
     tokenizer takes prompts of its kinds."""
-    seen = set()
-
-    def new(prompt):
-        """Whether it is the first with these roles, or the first string, which shows what the
-        tokenizer makes of all such."""
-        kind = (
-            bool(prompt)
-            if isinstance(prompt, str)
-            else tuple(message["role"] for message in prompt)
-        )
-        return kind not in seen and not seen.add(kind)
-
-    def size(prompt):
-        return (
-            len(prompt.encode())
-            if isinstance(prompt, str)
-            else TEMPLATE_ROOM + sum(len(str(message).encode()) for message in prompt)
-        )
-
-    doubtful = [
-        number
-        for number, prompt in enumerate(prompts_of(dataset))
-        if new(prompt)
-        or max_positions is not None
-        and size(prompt) + max_completion_length > max_positions
-    ]
+    room = math.inf if max_positions is None else max_positions - max_completion_length
+    kinds, doubtful = set(), []
+    for number, prompt in enumerate(prompts_of(dataset)):
+        if (kind := kind_of_prompt(prompt)) not in kinds or most_tokens(prompt) > room:
+            doubtful.append(number)
+        kinds.add(kind)
     for number in tqdm(doubtful, desc="prompt lengths", delay=2, leave=False):
         try:
             ids = prompt_token_ids(dataset[number]["prompt"], tokenizer, chat_template_kwargs)
-        except Exception as error:
+        except Exception as error:  # a template raises what it likes
             raise ValueError(
                 f"The prompt of row {number} cannot be tokenized ({type(error).__name__}): {error}"
-            ) from error  # a template raises what it likes
+            ) from error
         check_prompt_lengths([ids], max_completion_length, max_positions, [number])
     return len(doubtful)
 
@@ -202,7 +200,7 @@ def reward_columns(
     ]
     return {key: [row[key] for row in rows] for key in wanted}
 
-# %% ../../nbs/training/02_data.ipynb #bac278cd
+# %% ../../nbs/training/02_data.ipynb #4a258079
 def column_names(
     dataset,  # datasets.Dataset, or a sequence of dicts
 ) -> list[str]:
@@ -261,15 +259,11 @@ def check_rows(
                 "reward functions need the same in every row. Fill the gaps with None."
             )
 
-
-def check_dataset(
-    dataset,  # datasets.Dataset, or a list of dicts
-):  # the same object
-    "Make sure that a dataset can be trained on; ValueError with the row number otherwise."
-    check_shape(dataset)
-    if not hasattr(dataset, "column_names"):
-        check_rows(dataset)
-    columns = column_names(dataset)
+# %% ../../nbs/training/02_data.ipynb #0ec8f4e8
+def check_columns(
+    columns: Sequence[str],  # of a dataset
+) -> None:
+    "Refuse a dataset without prompts, with pictures, or with a column named like an argument."
     if "prompt" not in columns:
         raise ValueError(
             f"The dataset has no column 'prompt'; it has {', '.join(map(repr, columns))}. "
@@ -287,17 +281,34 @@ def check_dataset(
             f"The dataset's column {clashes[0]!r} has the name of something that reward "
             "functions are given anyway: rename it."
         )
-    kinds = {}
-    for number, prompt in enumerate(prompts_of(dataset)):
+
+
+def check_prompts(
+    prompts: Sequence,  # of a dataset, in the order of its rows
+) -> None:
+    "Refuse prompts that are neither strings nor conversations, or some of each."
+    first = {}  # whether it is a conversation -> the number of the first such row
+    for number, prompt in enumerate(prompts):
         try:
-            kinds.setdefault(is_conversational(prompt), number)
+            first.setdefault(is_conversational(prompt), number)
         except ValueError as error:
             raise ValueError(f"Row {number} of the dataset: {error}") from None
-    if len(kinds) == 2:
+    if len(first) == 2:
         raise ValueError(
-            f"Row {kinds[True]} of the dataset is a conversation and row {kinds[False]} a "
+            f"Row {first[True]} of the dataset is a conversation and row {first[False]} a "
             "string: give all prompts in one form."
         )
+
+
+def check_dataset(
+    dataset,  # datasets.Dataset, or a list of dicts
+):  # the same object
+    "Make sure that a dataset can be trained on; ValueError with the row number otherwise."
+    check_shape(dataset)
+    if not hasattr(dataset, "column_names"):
+        check_rows(dataset)
+    check_columns(column_names(dataset))
+    check_prompts(prompts_of(dataset))
     return dataset
 
 # %% ../../nbs/training/02_data.ipynb #612c3168

@@ -397,6 +397,7 @@ class PolicyUpdate:
             entropy_coef=self.entropy_bonus.weight(),
             num_items=self.window.expected_tokens,
             epsilon_high=config.used("epsilon_high"),
+            cautions=False,  # they were given when the settings were made
             **{name: getattr(config, name) for name in LOSS_SETTINGS},
         )
 

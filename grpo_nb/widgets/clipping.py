@@ -39,6 +39,23 @@ def clipping_curves(
 GOOD, BAD = "#0072B2", "#D55E00"  # told apart by colour-blind eyes too
 
 
+def _draw_borders(panel, loss_type, settings, max_ratio):
+    "A dotted line with its name at each border of the ratio."
+    low, high, second = BORDERS[LOSSES[loss_type][0]](**settings)
+    cap = "cap" if LOSSES[loss_type][0] is cispo_loss else "1 + ε_high"
+    names = {low: "1 - ε", second: "δ", high: cap}
+    for i, border in enumerate(sorted(x for x in names if 0 < x < max_ratio)):
+        panel.axvline(border, color="#777777", linestyle=":", linewidth=1)
+        panel.annotate(
+            names[border],
+            (border, 0.2 - 0.07 * i),
+            xycoords=("data", "axes fraction"),
+            fontsize=8,
+            backgroundcolor="#ffffffcc",
+            ha="center",
+        )
+
+
 def clipping_figure(
     loss_type: str = "dapo",  # one of `LOSSES`
     epsilon: float = 0.2,  # lower border 1 - epsilon
@@ -60,23 +77,8 @@ def clipping_figure(
         panels[1].fill_between(
             ratio, -max_ratio, max_ratio, where=curve == 0, color=colour, alpha=0.1, linewidth=0
         )
-    low, high, second = BORDERS[LOSSES[loss_type][0]](**settings)
-    names = {
-        low: "1 - ε",
-        second: "δ",
-        high: "cap" if LOSSES[loss_type][0] is cispo_loss else "1 + ε_high",
-    }
     for panel, label in zip(panels, ("objective  (-loss)", "pull on log π  (-gradient)")):
-        for i, border in enumerate(sorted(x for x in names if 0 < x < max_ratio)):
-            panel.axvline(border, color="#777777", linestyle=":", linewidth=1)
-            panel.annotate(
-                names[border],
-                (border, 0.2 - 0.07 * i),
-                xycoords=("data", "axes fraction"),
-                fontsize=8,
-                backgroundcolor="#ffffffcc",
-                ha="center",
-            )
+        _draw_borders(panel, loss_type, settings, max_ratio)
         panel.axvline(1, color="#bbbbbb", linewidth=0.8, zorder=0)
         panel.axhline(0, color="#bbbbbb", linewidth=0.8, zorder=0)
         panel.set(

@@ -72,43 +72,43 @@ def _check_widget(lengths, step, window):
         raise ValueError(f"window is {window}, and it counts keys: 1 or more, or 0 for no window.")
 
 
-def _draw_mask(panel, allowed, right, first, pad, tokens):
-    "One matrix: earlier rows pale, those of this step strong, mistakes in other colours."
-    size = len(tokens)
-    cells = [
-        (i, j, READ if right[i, j] and allowed[i, j] else MISTAKE if allowed[i, j] else MISSED)
-        for i in range(size)
-        for j in range(size)
-        if allowed[i, j] or right[i, j]
-    ]
-    for i, j, colour in cells:
-        panel.add_patch(
-            Rectangle(
-                (j, i),
-                1,
-                1,
-                facecolor=colour,
-                edgecolor="white",
-                linewidth=0.6,
-                alpha=1.0 if i >= first else 0.18,
-            )
+def _fill_cells(panel, allowed, right, first):
+    "A square for each key that is read or should be: rows of this step strong, earlier ones pale."
+    size = len(allowed)
+    for i, j in (allowed | right).nonzero().tolist():
+        colour = READ if right[i, j] and allowed[i, j] else MISTAKE if allowed[i, j] else MISSED
+        alpha = 1.0 if i >= first else 0.18
+        square = Rectangle(
+            (j, i), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.6, alpha=alpha
         )
+        panel.add_patch(square)
     for place in range(size + 1):
         panel.plot([place, place], [0, size], color="#e4e4e4", linewidth=0.4, zorder=0)
         panel.plot([0, size], [place, place], color="#e4e4e4", linewidth=0.4, zorder=0)
-    panel.add_patch(
-        Rectangle(
-            (0, first),
-            size,
-            size - first,
-            fill=False,
-            edgecolor="black",
-            linewidth=1.1,
-            clip_on=False,
-        )
+    frame = dict(fill=False, edgecolor="black", linewidth=1.1, clip_on=False)
+    panel.add_patch(Rectangle((0, first), size, size - first, **frame))
+
+
+def _label_tokens(panel, allowed, right, pad, tokens):
+    "A token at every row and column: padding grey, what the newest query reads in colour."
+    ticks = [place + 0.5 for place in range(len(tokens))]
+    panel.set(xticks=ticks, yticks=ticks, xticklabels=tokens, yticklabels=tokens)
+    panel.tick_params(
+        length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False
     )
+    for labels in (panel.get_xticklabels(), panel.get_yticklabels()):
+        for place, label in enumerate(labels):
+            label.set_color("#999999" if place < pad else "black")
+    for place, label in enumerate(panel.get_xticklabels()):
+        if allowed[-1, place]:
+            label.set(fontweight="bold", color=READ if right[-1, place] else MISTAKE)
+
+
+def _draw_mask(panel, allowed, right, first, pad, tokens):
+    "One matrix: squares, the keys of each query in numbers, tokens at the sides."
+    size = len(tokens)
+    _fill_cells(panel, allowed, right, first)
     for i in range(size):
-        colour = "black" if torch.equal(allowed[i], right[i]) else MISTAKE
         panel.annotate(
             key_range(allowed[i]),
             (size, i + 0.5),
@@ -116,28 +116,12 @@ def _draw_mask(panel, allowed, right, first, pad, tokens):
             textcoords="offset points",
             fontsize=6.5,
             va="center",
-            color=colour,
+            color="black" if torch.equal(allowed[i], right[i]) else MISTAKE,
             alpha=1.0 if i >= first else 0.5,
         )
-    ticks = [place + 0.5 for place in range(size)]
-    panel.set(
-        xlim=(0, size),
-        ylim=(size, 0),
-        aspect="equal",
-        xticks=ticks,
-        yticks=ticks,
-        xticklabels=tokens,
-        yticklabels=tokens,
-    )
-    panel.tick_params(
-        length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False
-    )
+    panel.set(xlim=(0, size), ylim=(size, 0), aspect="equal")
     panel.spines[:].set_visible(False)
-    for labels, last in ((panel.get_xticklabels(), right[-1]), (panel.get_yticklabels(), None)):
-        for place, label in enumerate(labels):
-            label.set_color("#999999" if place < pad else "black")
-            if last is not None and allowed[-1, place]:
-                label.set(fontweight="bold", color=READ if last[place] else MISTAKE)
+    _label_tokens(panel, allowed, right, pad, tokens)
 
 
 def masks_figure(

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.algorithm.advantages import AGGREGATIONS, SCALES, group_advantages
-from grpo_nb.widgets.advantages import advantages_widget
 
 NAN = math.nan
 WAYS = [(scale, "sum_then_normalize") for scale in SCALES] + [("group", "normalize_then_sum")]
@@ -388,23 +387,3 @@ def test_a_scale_without_effect_is_said(scale):
     assert torch.equal(
         values, group_advantages([1.0, 0.0, 0.0, 0.0], 4, aggregation="normalize_then_sum").values
     )
-
-
-# ---- the widget
-
-
-def test_widget_follows_every_control():
-    box = advantages_widget([1.0, 0.0, 0.0, 0.0, 0.5])
-    assert "grpo-advantages-viz" in box._dom_classes and len(box.controls) == 6
-    seen = {box.drawing.value}
-    for name, value in [
-        ("reward_0", 0.5),
-        ("reward_4", 0.0),
-        ("scale", "batch"),
-        ("scale", "none"),
-        ("reward_0", 0.0),
-    ]:
-        box.controls[name].value = value
-        assert box.drawing.value not in seen
-        seen.add(box.drawing.value)
-    assert "nothing to learn" in box.drawing.value

@@ -22,20 +22,29 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from grpo_nb import GRPOTrainer
+from grpo_nb.algorithm.losses import (
+    CORRECTION_MODES,
+    LEVELS,
+    LOSS_DEFAULTS,
+    LOSSES,
+    check_loss_settings,
+)
+from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training import config as room
 from grpo_nb.training.config import (
     ALIASES,
-    ALSO_QUIET,
+    ALSO_NEUTRAL,
     DIFFERENT_FROM_TRL,
-    IDLE,
+    IGNORED,
     LOSS_TYPES,
-    QUIET,
+    NEUTRAL,
     REFUSED,
     GRPOConfig,
 )
 
-OURS = room.known(GRPOConfig)
+OURS = GRPOConfig.specs
 OLDER = {
     "max_prompt_length",
     "logging_dir",
@@ -74,19 +83,21 @@ def outcome(function, *args, **given):
 
 def test_every_keyword_of_trl_is_a_setting_an_alias_refused_or_without_effect():
     assert set(TRL) == (
-        set(OURS) | set(ALIASES) | set(REFUSED) | set(IDLE)
+        set(OURS) | set(ALIASES) | set(REFUSED) | set(IGNORED)
     ) - OLDER - NOT_IN_TRL - {"unsloth_grpo_mini_batch", "unsloth_logit_chunk_multiplier"}
 
 
 def test_no_keyword_has_two_meanings():
-    tables = [OURS, REFUSED, IDLE, ALIASES]
+    tables = [OURS, REFUSED, IGNORED, ALIASES]
     assert sum(map(len, tables)) == len(set().union(*tables))
     assert (
         set(ALIASES.values()) <= set(OURS)
-        and set(QUIET) == set(REFUSED) | set(IDLE)
-        and set(ALSO_QUIET) <= set(QUIET)
+        and set(NEUTRAL) == set(REFUSED) | set(IGNORED)
+        and set(ALSO_NEUTRAL) <= set(NEUTRAL)
     )
-    assert sum(len(names) for _, names in room.NOT_HONOURED + room.WITHOUT_EFFECT) == len(QUIET)
+    assert sum(len(names) for _, names in room.REFUSED_BY_REASON + room.IGNORED_BY_REASON) == len(
+        NEUTRAL
+    )
 
 
 def test_defaults_are_trls_except_where_the_table_says_so():
@@ -102,8 +113,8 @@ def test_defaults_are_trls_except_where_the_table_says_so():
 
 
 def test_refused_keywords_are_held_at_trls_default():
-    assert {name: value for name, value in QUIET.items() if name not in OLDER} == {
-        name: TRL[name] for name in QUIET if name not in OLDER
+    assert {name: value for name, value in NEUTRAL.items() if name not in OLDER} == {
+        name: TRL[name] for name in NEUTRAL if name not in OLDER
     }
 
 
@@ -125,8 +136,8 @@ def test_all_defaults_of_trl_at_once_are_accepted():
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused(name):
     assert (
-        GRPOConfig(**{name: QUIET[name]})
-        == GRPOConfig(**{name: ALSO_QUIET.get(name, QUIET[name])})
+        GRPOConfig(**{name: NEUTRAL[name]})
+        == GRPOConfig(**{name: ALSO_NEUTRAL.get(name, NEUTRAL[name])})
         == GRPOConfig()
     )
     asked = "something else"
@@ -141,12 +152,12 @@ def test_refused(name):
             and asked in str(error)
             and REFUSED[name] in str(error)
         )
-    assert getattr(GRPOConfig(), name) == QUIET[name]
+    assert getattr(GRPOConfig(), name) == NEUTRAL[name]
 
 
-@pytest.mark.parametrize("name", sorted(IDLE))
+@pytest.mark.parametrize("name", sorted(IGNORED))
 def test_without_effect(name):
-    assert GRPOConfig(**{name: QUIET[name]}) == GRPOConfig()
+    assert GRPOConfig(**{name: NEUTRAL[name]}) == GRPOConfig()
     for attempt in (
         lambda: GRPOConfig(**{name: "something else"}),
         lambda: setattr(GRPOConfig(), name, "something else"),
@@ -155,11 +166,11 @@ def test_without_effect(name):
             assert attempt() in (None, GRPOConfig())
         assert (
             len(caught) == 1
-            and f"{name}='something else' changes nothing here: {IDLE[name]}"
+            and f"{name}='something else' changes nothing here: {IGNORED[name]}"
             == str(caught[0].message)
             and caught[0].filename == __file__
         )
-    assert getattr(GRPOConfig(), name) == QUIET[name]
+    assert getattr(GRPOConfig(), name) == NEUTRAL[name]
 
 
 def test_a_script_that_reads_its_config_from_a_command_line(tmp_path):
@@ -295,22 +306,14 @@ def test_alias(other, name):
 
 # single values
 
-NUMBERS = {
-    name: field.metadata["allowed"]
-    for name, field in OURS.items()
-    if isinstance(field.metadata["allowed"], str)
-}
-WORDS = {
-    name: field.metadata["allowed"]
-    for name, field in OURS.items()
-    if isinstance(field.metadata["allowed"], tuple)
-}
+NUMBERS = {name: spec.allowed for name, spec in OURS.items() if isinstance(spec.allowed, str)}
+WORDS = {name: spec.allowed for name, spec in OURS.items() if isinstance(spec.allowed, tuple)}
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_nonsense_is_refused_with_what_is_possible(name):
     nonsense = [math.nan, math.inf, -math.inf, object(), {1}]
-    if list not in room.kinds(OURS[name].type):
+    if list not in OURS[name].types:
         nonsense.append([])
     if name not in ("output_dir", "run_name", "report_to", "project", "metric_for_best_model"):
         nonsense.append("1e-6")
@@ -327,7 +330,7 @@ def test_nonsense_is_refused_with_what_is_possible(name):
 @pytest.mark.parametrize("name", sorted(NUMBERS))
 def test_the_ends_of_every_interval(name):
     low, high = (float(end) for end in NUMBERS[name][1:-1].split(","))
-    whole = float not in room.kinds(OURS[name].type)
+    whole = float not in OURS[name].types
     step = 1 if whole else 1e-9
     others = {"max_steps": {-1: -1, 0: 1}}.get(name, {})
     inner = others.get(low, low) if NUMBERS[name][0] == "[" else low + step
@@ -348,7 +351,7 @@ def test_the_ends_of_every_interval(name):
             NUMBERS[name][-1] == "]"
         )
         assert isinstance(outcome(GRPOConfig, **{name: high + 1}), ValueError)
-    if bool not in room.kinds(OURS[name].type):
+    if bool not in OURS[name].types:
         assert isinstance(outcome(GRPOConfig, **{name: True}), ValueError)
     if whole:
         assert isinstance(outcome(GRPOConfig, **{name: max(low, 1) + 0.5}), ValueError)
@@ -356,11 +359,7 @@ def test_the_ends_of_every_interval(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name, field in OURS.items()
-        if bool in room.kinds(field.type) and name != "scale_rewards"
-    ],
+    [name for name, field in OURS.items() if bool in field.types and name != "scale_rewards"],
 )
 @pytest.mark.parametrize("value", ["False", 0, 1])
 def test_a_switch_takes_true_and_false_alone(name, value):
@@ -712,6 +711,62 @@ def test_settings_without_effect_are_doubted(given):
         config = GRPOConfig(**given)
     assert [str(warning.message) for warning in caught] == config.cautions() and len(caught) == 1
     assert caught[0].filename == __file__
+
+
+# the rules of the losses stand in algorithm.losses
+
+
+def test_words_are_those_of_the_losses():
+    assert LOSS_TYPES == tuple(LOSSES)
+    assert OURS["importance_sampling_level"].allowed == tuple(LEVELS)
+    assert OURS["vllm_importance_sampling_mode"].allowed == CORRECTION_MODES
+    shared = LOSS_DEFAULTS.keys() - {"max_completion_length"}
+    assert {name: OURS[name].default for name in shared} == {
+        name: LOSS_DEFAULTS[name] for name in shared
+    }
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_DEFAULTS.keys() & NUMBERS.keys()))
+def test_what_the_config_allows_the_losses_take(name):
+    low, high = (float(end) for end in NUMBERS[name][1:-1].split(","))
+    ends = (low if NUMBERS[name][0] == "[" else low + 1e-9, min(high, 1e6))
+    assert all(isinstance(check_loss_settings(**{name: end}), list) for end in ends)
+
+
+def test_a_run_repeats_no_caution_of_its_config(tmp_path):
+    "The loss of a run would otherwise give the sentence again, once for each place in the code."
+    model, tokenizer = tiny_gpt_oss()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = GRPOConfig(
+            output_dir=str(tmp_path),
+            loss_type="luspo",
+            max_steps=1,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=2,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        data = [{"prompt": "1+1="}] * 2
+        GRPOTrainer(
+            model,
+            lambda completions, **_: [float(len(c)) for c in completions],
+            config,
+            data,
+            processing_class=tokenizer,
+        ).train()
+    said = [str(one.message) for one in caught if "luspo" in str(one.message)]
+    assert said == config.cautions() and len(said) == 1
+
+
+def test_the_defaults_need_no_torch():
+    code = (
+        "import sys; from grpo_nb.training.config import GRPOConfig; GRPOConfig(); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 # stored and compared

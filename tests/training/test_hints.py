@@ -16,9 +16,8 @@ from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.demo import greedy_accuracy
 from grpo_nb.environments.arithmetic import addition_problems, exact_answer_reward
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.training.config import known
-from grpo_nb.training.fine_tuning import warm_up
-from grpo_nb.training.hints import HINTS, Hints, Seen
+from grpo_nb.training.fine_tuning import fine_tune
+from grpo_nb.training.hints import HINTS, Hints, RunHistory
 
 CONFIG = dict(logging_steps=1, per_device_train_batch_size=64, num_generations=8)
 
@@ -236,7 +235,7 @@ def test_words_that_look_like_settings_are_settings(name, config, changes, menti
     words = set(
         re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", told(run(changes), **config)[1].said[name])
     )
-    assert words <= set(known(GRPOConfig)), words - set(known(GRPOConfig))
+    assert words <= set(GRPOConfig.specs), words - set(GRPOConfig.specs)
 
 
 # what is near a symptom and is none
@@ -342,7 +341,7 @@ def test_one_group_a_record_needs_more_records():
     "With one prompt a step, five records without spread mean nothing."
     one = dict(logging_steps=1, per_device_train_batch_size=8, num_generations=8)
     assert [
-        Seen(GRPOConfig(**{**one, **more})).window
+        RunHistory(GRPOConfig(**{**one, **more})).patience
         for more in (
             {},
             {"per_device_train_batch_size": 64},
@@ -481,7 +480,7 @@ def test_healthy_runs_hear_at_most_the_word_about_the_loss(tmp_path, seed, chang
         experts_per_token=1,
         initializer_range=0.1,
     )
-    warm_up(
+    fine_tune(
         model,
         tokenizer,
         rows,

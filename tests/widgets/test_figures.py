@@ -1,0 +1,50 @@
+"A matplotlib figure as SVG, and the box that redraws it."
+
+from xml.etree import ElementTree
+
+import ipywidgets
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from grpo_nb.widgets.figures import figure_svg, interactive_figure
+
+
+def titled(text):
+    figure = Figure(figsize=(2, 1))
+    figure.subplots().set_title(text)
+    return figure
+
+
+def test_text_stays_text_and_the_width_is_free():
+    before = matplotlib.rcParams["svg.fonttype"]
+    root = ElementTree.fromstring(figure_svg(titled("A & B")))
+    assert root.tag.endswith("svg") and "max-width:100%" in root.get("style")
+    assert root.get("width") is None and root.get("height") is None and root.get("viewBox")
+    assert "A & B" in [element.text for element in root.iter() if element.text]
+    assert matplotlib.rcParams["svg.fonttype"] == before and not plt.get_fignums()
+
+
+def test_the_drawing_follows_its_controls_and_shows_errors():
+    calls = []
+
+    def draw(size, name):
+        calls.append((size, name))
+        if size > 4:
+            raise ValueError(f"{size} is too many")
+        return titled(f"{name} {size}")
+
+    box = interactive_figure(
+        draw,
+        "some-class",
+        size=ipywidgets.IntSlider(1, 0, 9),
+        name=ipywidgets.Dropdown(options=["a", "b"]),
+    )
+    assert calls == [(1, "a")] and "a 1" in box.drawing.value and "some-class" in box._dom_classes
+    box.controls["name"].value = "b"
+    assert calls[-1] == (1, "b") and "b 1" in box.drawing.value
+    box.controls["size"].value = 7
+    assert "7 is too many" in box.drawing.value and "<svg" not in box.drawing.value
+    box.controls["size"].value = 3
+    assert "b 3" in box.drawing.value
+    assert box.children == (box.controls["size"], box.controls["name"], box.drawing)
