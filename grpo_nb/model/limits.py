@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHORTEST_CUDNN', 'SHORTEST_FLEX', 'SMALL_SCORES', 'PART_BYTES', 'GRADIENT_BYTES', 'KEPT_FROM', 'UNPACKED',
-           'ROWS_OF_ONE', 'WIDE_PAIRS', 'SLICES', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'PAGE', 'MOST_DRAWN_TOGETHER']
+           'ROWS_OF_ONE', 'WIDE_PAIRS', 'SLICES', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'PAGE', 'MOST_DRAWN_TOGETHER',
+           'every_limit']
 
 # %% ../../nbs/model/17_limits.ipynb #93e4b68a
 # tokens of a full layer from which cuDNN's kernel is worth its plans, which it makes anew for every
@@ -48,3 +49,8 @@ PREFILL_TOKENS = 16_384
 PAGE = 128
 # completions that are drawn together: the largest batch that the decoder records
 MOST_DRAWN_TOGETHER = 512
+
+# %% ../../nbs/model/17_limits.ipynb #67a01dd3
+def every_limit() -> dict[str, int | tuple]:  # name -> value
+    "All numbers of this module."
+    return {name: value for name, value in globals().items() if name.isupper()}

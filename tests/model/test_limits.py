@@ -15,7 +15,6 @@ from grpo_nb.rollout import decode_ops, decoder
 from grpo_nb.rollout.kv_cache import CacheShape
 
 PACKAGE = Path(limits.__file__).parents[1]
-NAMES = [name for name in vars(limits) if name.isupper()]
 
 
 def test_the_module_imports_nothing():
@@ -25,7 +24,7 @@ def test_the_module_imports_nothing():
     assert {name.split(".")[0] for name in loaded.split()} <= {"grpo_nb", "importlib", "warnings"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", limits.every_limit())
 def test_no_other_module_defines_it(name):
     allowed = {"algorithm/logprobs.py"} if name == "ROWS_PER_CHUNK" else set()
     homes = set()
