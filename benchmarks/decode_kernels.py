@@ -107,7 +107,7 @@ def packed_experts():
             times = [
                 microseconds(
                     [
-                        lambda w=w, q=q: decode_kernels._expert_product(
+                        lambda w=w, q=q: decode_kernels.expert_product(
                             x, w, q, out, 64, 64, 4, **options
                         )
                         for w, q in zip(weights, works[0])
@@ -205,7 +205,7 @@ def main():
                 f"experts, gate and up ({hit:.1f} of {E} used)": (
                     hit * H * 2 * INNER,
                     [
-                        lambda layer=layer, w=w: decode_kernels._expert_product(
+                        lambda layer=layer, w=w: decode_kernels.expert_product(
                             x,
                             layer.experts.gate_up,
                             w,
@@ -224,7 +224,7 @@ def main():
                 f"experts, down ({hit:.1f} of {E} used)": (
                     hit * INNER * H,
                     [
-                        lambda layer=layer, w=w: decode_kernels._expert_product(
+                        lambda layer=layer, w=w: decode_kernels.expert_product(
                             hidden,
                             layer.experts.down,
                             w,
@@ -241,10 +241,10 @@ def main():
                     [lambda: decode_kernels.project(x, (Projection(head),))],
                     [lambda: torch.nn.functional.linear(x, head)],
                 ),
-                "a whole second half of a layer (`mix`)": (
+                "a whole second half of a layer (`moe`)": (
                     hit * 3 * INNER * H,
                     [
-                        lambda layer=layer: decode_kernels.mix(
+                        lambda layer=layer: decode_kernels.moe(
                             x, layer, layer.norm, top=4, eps=1e-5, dtype=torch.bfloat16
                         )
                         for layer in weights

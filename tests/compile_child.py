@@ -107,7 +107,7 @@ def cases(half):
                 )
                 yield (
                     f"experts {'packed' if packed else 'dense'} rank {rank} tile {BM}x{BN}x{BK}",
-                    decode_kernels._experts,
+                    decode_kernels._experts_kernel,
                     pointers,
                     constants,
                     4,
@@ -224,7 +224,7 @@ def steps(half):
                     scale=0.125,
                 )
             decode_kernels.project(out, (layer.output,), residual=x)
-            _, normed = decode_kernels.mix(x, layer, t(H), top=4, eps=1e-5, dtype=dtype)
+            _, normed = decode_kernels.moe(x, layer, t(H), top=4, eps=1e-5, dtype=dtype)
             logits = decode_kernels.project(normed, (linear(201_088, H, 0),))
             decode_kernels.draw(logits, t(B, dtype=torch.float64))
     return seen.values()
@@ -248,7 +248,7 @@ def packed_cases():
 
 def compile_packed(capability):
     "A line for each, after a look whether warps wait for each other before the sum is done."
-    kernel = expert_kernel._experts
+    kernel = expert_kernel._experts_kernel
     names = list(inspect.signature(kernel.fn).parameters)
     for name, pointers, constants in packed_cases():
         types = signature(kernel, pointers, constants)

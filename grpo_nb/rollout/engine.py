@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', 'evaluating', 'check_prompts', 'complete',
            'complete_directly', 'complete_in_place', 'logits_bytes', 'working_bytes', 'GrowingShape', 'growing_shape',
-           'RolloutEngine']
+           'BatchMemory', 'memory_through_modules', 'memory_of_decoder', 'split_rows', 'RolloutEngine']
 
 # %% ../../nbs/rollout/03_engine.ipynb #2766139d
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -22,10 +23,9 @@ from ..model.experts import can_group
 from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS, ROWS_OF_ONE
 from ..model.memory_bytes import longest_sequence, read_shape
 from ..model.memory_fit import free_memory
-from .decode_ops import SLICE
 from .decoder import Decoder, complete_rows, open_decoder
 from .kv_cache import CacheShape, rows_that_fit
-from .module_decoding import InPlace, cannot_record, more_bytes, try_to_record
+from .module_decoding import ModuleDecoder, cannot_record, extra_bytes, try_to_record
 from grpo_nb.rollout.rollout import (
     Rollout,
     concatenate,
@@ -135,7 +135,7 @@ def decode(
 def evaluating(
     model: torch.nn.Module,  # in any mode
 ):
-    """Evaluation mode without gradients; on leaving, also through an error, each module has its own
+    """Evaluation mode without gradients. At the end, also after an error, each module has its own
     mode back."""
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -180,7 +180,7 @@ def check_prompts(
                 f"model's longest sequence is {max_positions}: {change}"
             )
 
-# %% ../../nbs/rollout/03_engine.ipynb #bdd03005
+# %% ../../nbs/rollout/03_engine.ipynb #00b21d70
 def complete(
     model: PreTrainedModel,  # in evaluation mode
     prompt_ids: list[list[int]],  # B prompts
@@ -193,7 +193,7 @@ def complete(
     started: tuple[DecodeBatch, torch.Tensor]
     | None = None,  # what `prefill` gave; None: it is done here
 ) -> Rollout:  # B completions
-    "Continue every prompt until it stops or has max_tokens."
+    "Continue every prompt until it stops or has max_tokens, with a cache that grows."
     batch, logits = started or prefill(
         model,
         prompt_ids,
@@ -223,7 +223,7 @@ def complete(
         logits = decode(model, batch, tokens)
     return finish(prompt_ids, completion_ids, logps, lengths, stop, pad_token_id)
 
-# %% ../../nbs/rollout/03_engine.ipynb #88d239d9
+# %% ../../nbs/rollout/03_engine.ipynb #efe55919
 def complete_directly(
     decoder: Decoder,  # the model's tensors
     prompt_ids: list[list[int]],  # B prompts
@@ -232,38 +232,24 @@ def complete_directly(
     *,
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
-    on_tokens: Callable[[int], object] = lambda count: (
-        None
-    ),  # called with the steps done since the last call
-    together: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
+    # called with the steps done since the last call
+    on_tokens: Callable[[int], object] = lambda count: None,
+    prefill_tokens: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
 ) -> Rollout:  # B completions
-    "`complete`, on the model's own tensors."
+    "`complete` on the model's own tensors."
     unique, index = share_prompts(prompt_ids)
-    held = Counter(index)
-    progress = complete_rows(
-        decoder,
-        unique,
-        [held[u] for u in range(len(unique))],
-        params,
-        stop,
-        generator,
-        on_tokens,
-        together,
+    count = Counter(index)
+    groups = [count[u] for u in range(len(unique))]
+    state = complete_rows(
+        decoder, unique, groups, params, stop, generator, on_tokens, prefill_tokens
     )
-    order = torch.tensor(
-        sorted(range(len(index)), key=index.__getitem__), device=stop.device
-    )  # the prompt of each of the decoder's rows
+    # the decoder's rows stand by prompt: the prompts' own order again
+    order = torch.tensor(sorted(range(len(index)), key=index.__getitem__), device=stop.device)
     back = order.argsort()
-    return finish(
-        prompt_ids,
-        progress.ids[back],
-        progress.logps[back],
-        progress.counts[back].long(),
-        stop,
-        pad_token_id,
-    )
+    ids, logps, lengths = state.ids[back], state.logps[back], state.counts[back].long()
+    return finish(prompt_ids, ids, logps, lengths, stop, pad_token_id)
 
-# %% ../../nbs/rollout/03_engine.ipynb #767e4b90
+# %% ../../nbs/rollout/03_engine.ipynb #c9dc29cb
 def complete_in_place(
     model: PreTrainedModel,  # in evaluation mode
     prompt_ids: list[list[int]],  # B prompts
@@ -272,12 +258,11 @@ def complete_in_place(
     *,
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
-    on_tokens: Callable[[int], object] = lambda count: (
-        None
-    ),  # called with the steps done since the last call
+    # called with the steps done since the last call
+    on_tokens: Callable[[int], object] = lambda count: None,
 ) -> Rollout:  # B completions
-    """`complete`, with a cache that has room, if there is enough for it; on a GPU steps are
-    recorded."""
+    """`complete` with a cache that has room for all tokens, if the memory suffices; on a GPU steps
+    are recorded."""
     batch, logits = prefill(
         model,
         prompt_ids,
@@ -285,7 +270,7 @@ def complete_in_place(
         track_seen=params.repetition_penalty != 1,
         device=stop.device,
     )
-    if more_bytes(batch.cache, batch.mask.shape[1], params.max_tokens) > free_memory(
+    if extra_bytes(batch.cache, batch.mask.shape[1], params.max_tokens) > free_memory(
         stop.device
     ):  # rows that end early may yet fit into a cache that grows
         return complete(
@@ -298,17 +283,17 @@ def complete_in_place(
             on_token=lambda: on_tokens(1),
             started=(batch, logits),
         )
-    rows = InPlace(model, batch.cache, batch.mask, params, stop, batch.seen, generator)
+    rows = ModuleDecoder(model, batch.cache, batch.mask, params, stop, batch.seen, generator)
     rows.run(logits, on_tokens)
     return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id)
 
-# %% ../../nbs/rollout/03_engine.ipynb #b3efc0a2
+# %% ../../nbs/rollout/03_engine.ipynb #97bae132
 def logits_bytes(
     vocab_size: int,
     size: int,  # bytes of a logit
     params: SamplingParams,
 ) -> int:
-    "What a row of logits takes while a token is drawn from it."
+    "Memory of a row of logits while a token is drawn from it; filters sort a copy."
     filters = (
         params.top_k
         or params.top_p < 1
@@ -324,20 +309,21 @@ def working_bytes(
     tokens: int,  # of prompts that are read together
     params: SamplingParams,
 ) -> tuple[int, int]:  # for a row of logits, and for reading prompts
-    "Memory that drawing takes beside the cache."
+    "Memory beside the cache: of a row while it is drawn, and once for reading prompts."
     c, size = decoder.config, decoder.dtype.itemsize
     grouped = can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size)
+    # pairs of a token and an expert in one layer at a time
     pairs = (
-        c.num_experts_per_tok * min(tokens, SLICE) if grouped else min(tokens, ROWS_OF_ONE)
-    )  # of one layer that are there at once
+        c.num_experts_per_tok * min(tokens, PREFILL_TOKENS) if grouped else min(tokens, ROWS_OF_ONE)
+    )
     experts = (6 * c.intermediate_size + 4 * c.hidden_size) * pairs
     rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
     return logits_bytes(c.vocab_size, size, params), (experts + rest) * size
 
-# %% ../../nbs/rollout/03_engine.ipynb #d579a32a
+# %% ../../nbs/rollout/03_engine.ipynb #3eee1348
 @dataclass(frozen=True)
 class GrowingShape(CacheShape):
-    "What the cache of transformers' modules takes: rows of one length, nothing shared."
+    "The cache of transformers' modules: rows of one length, nothing shared."
 
     def bytes(
         self,
@@ -371,13 +357,73 @@ def growing_shape(
     windows = shape.windows or (None,) * shape.layers
     kinds = (
         getattr(config, "layer_types", None) or ["attention"] * shape.layers
-    )  # of some models, layers without keys are among them
+    )  # some models have layers without keys among them
     return GrowingShape(
         tuple(w for w, kind in zip(windows, kinds) if "attention" in kind and "linear" not in kind),
         shape.kv_heads,
         shape.head_dim,
         dtype,
     )
+
+# %% ../../nbs/rollout/03_engine.ipynb #901b93f4
+@dataclass(frozen=True)
+class BatchMemory:
+    "The memory that drawing takes, as numbers."
+
+    shape: CacheShape  # of the cache
+    row_bytes: int  # of a row beside the cache
+    fixed_bytes: int = 0  # once, for reading the prompts
+    prefill_tokens: int = PREFILL_TOKENS  # tokens of prompts that are read at a time
+
+
+def memory_through_modules(
+    config: PretrainedConfig,  # of the model's text part
+    dtype: torch.dtype,  # of keys, values and logits
+    params: SamplingParams,
+    in_place: bool,  # the cache has its full size from the start
+) -> BatchMemory:
+    "Of a model that is decoded through its modules."
+    row = 12 * params.max_tokens  # an id and its log-prob
+    row += logits_bytes(config.vocab_size, dtype.itemsize, params)
+    if in_place:
+        row += 16 * config.vocab_size  # tokens are drawn in float64
+    return BatchMemory(growing_shape(config, dtype), row)
+
+
+def memory_of_decoder(
+    decoder: Decoder,
+    rows: list[list[int]],  # N prompts, one for each completion
+    params: SamplingParams,
+    free: int,  # bytes; reading prompts may take a quarter of them
+) -> BatchMemory:
+    "Of a gpt-oss that is decoded on its own tensors."
+    if decoder.device.type != "cuda":
+        return BatchMemory(decoder.shape, 0)
+    longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
+    for tokens in (PREFILL_TOKENS, 8192, 4096, 2048, 1024):
+        row, once = working_bytes(decoder, min(whole, max(tokens, longest)), params)
+        if once <= free // 4:
+            break
+    return BatchMemory(decoder.shape, row, once, tokens)
+
+
+def split_rows(
+    rows: list[list[int]],  # N prompts, one for each completion
+    memory: BatchMemory,
+    max_tokens: int,  # of a completion
+    free: int,  # bytes
+    most: int,  # rows of a batch
+) -> list[list[list[int]]]:  # MemoryError with the numbers if a completion does not fit
+    "The prompts in batches that fit, in their order."
+    batches, start = [], 0
+    while start < len(rows):
+        lengths = [len(ids) for ids in rows[start : start + most]]
+        size = rows_that_fit(
+            memory.shape, lengths, max_tokens, free, memory.row_bytes, memory.fixed_bytes
+        )
+        batches.append(rows[start : start + size])
+        start += size
+    return batches
 
 # %% ../../nbs/rollout/03_engine.ipynb #1e2eeb52
 class RolloutEngine:
@@ -391,11 +437,10 @@ class RolloutEngine:
         model: PreTrainedModel,  # on its device; a PEFT model samples with its active adapter
         tokenizer: PreTrainedTokenizerBase,  # turns strings into ids, names the end and pad tokens
         *,
-        max_batch_size: int
         # completions decoded at the same time, a bound on memory; None is as many as fit
-        | None = None,
-        autocast_dtype: torch.dtype
-        | None = None,  # run the model under autocast in this dtype; None leaves it as it is
+        max_batch_size: int | None = None,
+        # run the model under autocast in this dtype; None leaves it as it is
+        autocast_dtype: torch.dtype | None = None,
         # call the model's modules for every token, even where its tensors can be used directly or a
         # step be recorded, which is faster
         through_modules: bool = False,
@@ -412,16 +457,11 @@ class RolloutEngine:
                 "the active adapter is a learned prompt, which this engine's cache does not "
                 "hold: use LoRA or another adapter of the weights"
             )
-        (
-            self.model,
-            self.tokenizer,
-            self.max_batch_size,
-            self.autocast_dtype,
-            self.through_modules,
-            self.progress,
-        ) = model, tokenizer, max_batch_size, autocast_dtype, through_modules, progress
+        self.model, self.tokenizer, self.max_batch_size = model, tokenizer, max_batch_size
+        self.autocast_dtype, self.through_modules = autocast_dtype, through_modules
+        self.progress = progress
         self.version = 0  # of the weights, as published
-        self.tried = {}  # what became of recording a step, by attention, number format and adapters
+        self.tried = {}  # results of trial recordings, by attention, number format and adapters
 
     def _open(self):
         "The decoder of the model as it is now, or None, and the reason."
@@ -430,8 +470,8 @@ class RolloutEngine:
         return open_decoder(self.model, self.autocast_dtype)
 
     def _running(self):
-        """The model as it draws: in evaluation mode, without gradients, under autocast if that was
-        asked for."""
+        """The model in evaluation mode, without gradients, under autocast where the engine has a
+        dtype for it."""
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.model))
             if self.autocast_dtype:
@@ -444,9 +484,8 @@ class RolloutEngine:
             return "as asked"
         if reason := cannot_record(self.model):
             return reason
-        adapters = getattr(
-            self.model, "active_adapters", None
-        )  # a list of PEFT's; transformers has a method of this name
+        # a list of PEFT's; transformers has a method of this name
+        adapters = getattr(self.model, "active_adapters", None)
         kind = (
             self.model.config.get_text_config()._attn_implementation,
             self.model.dtype,
@@ -476,9 +515,8 @@ class RolloutEngine:
 
     def encode(
         self,
-        prompts: Sequence[
-            str | Sequence[int]
-        ],  # texts, tokenized as `tokenizer(text)`, or token ids
+        # texts, tokenized as `tokenizer(text)`, or token ids
+        prompts: Sequence[str | Sequence[int]],
     ) -> list[list[int]]:  # token ids of each, without padding
         "Prompts as token ids."
         if isinstance(prompts, str):
@@ -491,7 +529,7 @@ class RolloutEngine:
             self.tokenizer(p)["input_ids"] if isinstance(p, str) else as_list(p) for p in prompts
         ]
 
-    def parts(
+    def batches(
         self,
         rows: list[list[int]],  # N prompts, one for each completion
         params: SamplingParams,
@@ -501,60 +539,43 @@ class RolloutEngine:
     ) -> tuple[
         list[list[list[int]]], int
     ]:  # MemoryError with the numbers if a completion does not fit
-        """The prompts in pieces that are decoded together, and how many tokens of prompts are read
-        at a time."""
-        most, device = (
-            self.max_batch_size or len(rows),
-            (self.model if decoder is None else decoder).device,
-        )
-        per_row, once, together, free, parts, start = (
-            0,
-            0,
-            PREFILL_TOKENS,
-            free_memory(device),
-            [],
-            0,
-        )
-        if decoder is None:
-            config, dtype = (
-                self.model.config.get_text_config(),
-                self.autocast_dtype or self.model.dtype,
-            )
-            shape, per_row = (
-                growing_shape(config, dtype),
-                12 * params.max_tokens + logits_bytes(config.vocab_size, dtype.itemsize, params),
-            )  # 12: an id and its log-prob
-            if in_place:
-                # one layer's keys and values repeated for heads that share them; tokens are drawn
-                # in float64
-                per_row, free = per_row + 16 * config.vocab_size, free * 7 // 8
+        "The prompts in batches that fit, and how many tokens of prompts are read at a time."
+        most = self.max_batch_size or len(rows)
+        if decoder is not None:
+            free = free_memory(decoder.device)
+            memory = memory_of_decoder(decoder, rows, params, free)
+            most = min(most, MOST_DRAWN_TOGETHER) if decoder.device.type == "cuda" else most
         else:
-            shape = decoder.shape
-        if decoder is not None and device.type == "cuda":
-            most = min(most, MOST_DRAWN_TOGETHER)
-            longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
-            for together in (
-                PREFILL_TOKENS,
-                8192,
-                4096,
-                2048,
-                1024,
-            ):  # reading less at a time takes longer, and leaves room for more rows
-                per_row, once = working_bytes(decoder, min(whole, max(together, longest)), params)
-                if once <= free // 4:
-                    break
-        while start < len(rows):
-            size = rows_that_fit(
-                shape,
-                [len(ids) for ids in rows[start : start + most]],
-                params.max_tokens,
-                free,
-                per_row,
-                once,
-            )
-            parts.append(rows[start : start + size])
-            start += size
-        return parts, together
+            free = free_memory(self.model.device)
+            config = self.model.config.get_text_config()
+            dtype = self.autocast_dtype or self.model.dtype
+            memory = memory_through_modules(config, dtype, params, in_place)
+            # an eighth for one layer's keys and values, repeated for heads that share them
+            free = free * 7 // 8 if in_place else free
+        return split_rows(rows, memory, params.max_tokens, free, most), memory.prefill_tokens
+
+    def _batches_that_fit(self, rows, params, decoder):
+        "`batches`, and whether the cache has its full size from the start."
+        in_place = decoder is None and self._not_recorded() is None
+        try:
+            return *self.batches(rows, params, decoder, in_place), in_place
+        except MemoryError:
+            if not in_place:
+                raise
+        return *self.batches(rows, params, decoder), False  # a cache that grows takes a little less
+
+    def _drawing(self, params):
+        "The arguments that all three ways of decoding take."
+        stop, device = params.stop_token_ids, self.model.device
+        if stop is None:
+            stop = default_stop_token_ids(self.model, self.tokenizer)
+        seed = params.seed
+        return dict(
+            params=params,
+            stop=torch.tensor(stop, dtype=torch.long, device=device),
+            pad_token_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
+            generator=None if seed is None else torch.Generator(device).manual_seed(seed),
+        )
 
     def generate(
         self,
@@ -566,72 +587,32 @@ class RolloutEngine:
         "Continue each prompt `params.n` times."
         params = params or SamplingParams()
         progress = self.progress if progress is None else progress
-        prompt_ids, config, device = (
-            self.encode(prompts),
-            self.model.config.get_text_config(),
-            self.model.device,
-        )
+        prompt_ids, config = self.encode(prompts), self.model.config.get_text_config()
         check_prompts(prompt_ids, params.max_tokens, config.vocab_size, longest_sequence(config))
-        stop = (
-            default_stop_token_ids(self.model, self.tokenizer)
-            if params.stop_token_ids is None
-            else params.stop_token_ids
-        )
-        settings = dict(
-            params=params,
-            stop=torch.tensor(stop, dtype=torch.long, device=device),
-            pad_token_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
-            generator=None
-            if params.seed is None
-            else torch.Generator(device).manual_seed(params.seed),
-        )
-        decoder, _ = self._open()
-        rows, in_place = (
-            [ids for ids in prompt_ids for _ in range(params.n)],
-            decoder is None and self._not_recorded() is None,
-        )
-        try:
-            parts, together = self.parts(rows, params, decoder, in_place)
-        except MemoryError:
-            if not in_place:
-                raise
-            in_place = False  # a cache that grows takes a little less
-            parts, together = self.parts(rows, params, decoder)
+        drawing, (decoder, _) = self._drawing(params), self._open()
+        rows = [ids for ids in prompt_ids for _ in range(params.n)]
+        batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
         bar = tqdm(
-            total=len(parts) * params.max_tokens,
+            total=len(batches) * params.max_tokens,
             delay=0 if progress else 2,
             disable=progress is False,
             desc="tokens",
             leave=False,
         )
+        if decoder is not None:
+            drawing |= dict(on_tokens=bar.update, prefill_tokens=prefill_tokens)
+            draw = partial(complete_directly, decoder, **drawing)
+        elif in_place:
+            draw = partial(complete_in_place, self.model, on_tokens=bar.update, **drawing)
+        else:
+            draw = partial(complete, self.model, on_token=bar.update, **drawing)
         try:
-            with bar:
-                if decoder is not None:
-                    with evaluating(self.model):
-                        rollouts = [
-                            complete_directly(
-                                decoder, part, on_tokens=bar.update, together=together, **settings
-                            )
-                            for part in parts
-                        ]
-                else:
-                    with self._running():
-                        if in_place:
-                            rollouts = [
-                                complete_in_place(
-                                    self.model, part, on_tokens=bar.update, **settings
-                                )
-                                for part in parts
-                            ]
-                        else:
-                            rollouts = [
-                                complete(self.model, part, on_token=bar.update, **settings)
-                                for part in parts
-                            ]
+            with bar, evaluating(self.model) if decoder is not None else self._running():
+                rollouts = [draw(batch) for batch in batches]
         finally:
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        rollout = concatenate(rollouts, settings["pad_token_id"])
-        rollout.versions = torch.full((len(rows),), self.version, device=device)
+        rollout = concatenate(rollouts, drawing["pad_token_id"])
+        rollout.versions = torch.full((len(rows),), self.version, device=self.model.device)
         return rollout
 
     def publish(

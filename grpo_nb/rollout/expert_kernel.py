@@ -20,7 +20,7 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
 
-    gl.DistributedLinearLayout, gl.nvidia.ampere.mma_v2  # what is asked of it below
+    gl.DistributedLinearLayout, gl.nvidia.ampere.mma_v2  # both are used below
 except (ImportError, AttributeError) as error:
     raise ImportError(
         "this kernel is written in Gluon, which Triton has from 3.6 on: pip install triton, "
@@ -30,8 +30,8 @@ except (ImportError, AttributeError) as error:
 # %% ../../nbs/rollout/09_expert_kernel.ipynb #3afc7a0b
 WARPS = 4  # that share the sum over K
 COLUMNS = {8: 32, 16: 64}  # of a tile that has so many rows
-# of a batch: beyond it each expert has so many rows that decoding its weights for every 16 of them
-# costs more than `kernels` does
+# of a batch: with more, an expert has so many rows that unpacking its weights for every 16 of them
+# takes longer than the kernel of `decode_kernels`
 MOST_ROWS = 256
 MOST_RANK = 32  # of the adapters of a matrix: their loop is unrolled
 
@@ -39,12 +39,12 @@ MOST_RANK = 32  # of the adapters of a matrix: their loop is unrolled
 def tile(
     B: int,  # rows of the batch
 ) -> tuple[int, int]:  # pairs of a tile, and columns of the matrix
-    "How the product of a batch is cut."
+    "The tile of a product: few rows waste less, wide tiles read x less often."
     rows = 8 if B <= 16 else 16
     return rows, COLUMNS[rows]
 
 # %% ../../nbs/rollout/09_expert_kernel.ipynb #400f7bbf
-def _powers(n):
+def _powers_below(n):
     return [1 << i for i in range(n.bit_length() - 1)]  # below n, itself a power of two
 
 
@@ -62,11 +62,11 @@ def layouts(
         [0, 2, 0, 0],
         [0, 4, 0, 0],
     ]  # lane = 4 * row + block, as in the instruction's fragments
-    warps = [[p, 0, 0, 0] for p in _powers(WARPS)]
+    warps = [[p, 0, 0, 0] for p in _powers_below(WARPS)]
 
     def spread(registers, size, last):
         return gl.DistributedLinearLayout(
-            registers + [[0, 8 * p, 0, 0] for p in _powers(size // 8)],
+            registers + [[0, 8 * p, 0, 0] for p in _powers_below(size // 8)],
             lanes,
             warps,
             [],
@@ -74,7 +74,7 @@ def layouts(
         )
 
     words, x = (
-        spread([[0, 0, 0, p] for p in _powers(last)], size, last)
+        spread([[0, 0, 0, p] for p in _powers_below(last)], size, last)
         for size, last in ((columns, 4), (rows, 32))
     )
     product = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -83,8 +83,8 @@ def layouts(
     )  # a thread has a gate and its up, from all warps
     return words, x, product, total
 
-# %% ../../nbs/rollout/09_expert_kernel.ipynb #603fc6e2
-def _decoding():
+# %% ../../nbs/rollout/09_expert_kernel.ipynb #116a2547
+def _unpack_ptx():
     """PTX: two words $8, $9 of eight codes and the factor $10 of their block -> eight registers;
     register p of a word has its codes p and p + 4, as two bfloat16."""
     lines = []
@@ -103,15 +103,15 @@ def _decoding():
     return "{\n.reg .b32 high, t, zero;\nmov.b32 zero, 0x80008000;\n" + "\n".join(lines) + "\n}"
 
 
-_DECODING = gl.constexpr(_decoding())
+_UNPACK = gl.constexpr(_unpack_ptx())
 _REGISTERS = gl.constexpr(
     ",".join(["=&r"] * 8 + ["r"] * 4)
 )  # & : written before the last input is read
 _WARPS = gl.constexpr(WARPS)
 
-
+# %% ../../nbs/rollout/09_expert_kernel.ipynb #3144dc65
 @gluon.jit
-def _weights(words, codes, N: gl.constexpr):
+def _unpack_words(words, codes, N: gl.constexpr):
     """Words (W, N, 4, 4) and scales (W, N, 4) -> 2 ** -63 of the numbers (W, N, 128), columns in
     our order."""
     factor = (
@@ -119,7 +119,7 @@ def _weights(words, codes, N: gl.constexpr):
     )  # 2 ** (code - 64) in bfloat16, in both halves: right up to 191
     words, factor = gl.broadcast(words, factor[:, :, :, None])
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
-        _DECODING,
+        _UNPACK,
         _REGISTERS,
         [words, factor],
         dtype=(
@@ -146,7 +146,7 @@ def _weights(words, codes, N: gl.constexpr):
 
 
 @gluon.jit
-def _inputs(x, M: gl.constexpr):
+def _permute_inputs(x, M: gl.constexpr):
     "x (W, M, 4, 32) -> (W, 128, M), in the same order."
     return (
         x.reshape(_WARPS, M, 4, 2, 2, 2, 2, 2)
@@ -154,9 +154,9 @@ def _inputs(x, M: gl.constexpr):
         .reshape(_WARPS, 128, M)
     )
 
-# %% ../../nbs/rollout/09_expert_kernel.ipynb #9cbc00b2
+# %% ../../nbs/rollout/09_expert_kernel.ipynb #732f67f0
 @gluon.jit
-def _along(SIZE: gl.constexpr, L: gl.constexpr):
+def _last_dimension(SIZE: gl.constexpr, L: gl.constexpr):
     "0 ... SIZE - 1 along the last of four dimensions."
     return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))[None, :][
         None, :, :
@@ -165,7 +165,7 @@ def _along(SIZE: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _blocks(L: gl.constexpr):
-    "The block that each lane begins with, (W, 1, 4): neighbours in a warp, then the next warp's."
+    "The block with which each lane begins, (W, 1, 4): neighbours in a warp, then the next warp's."
     LB: gl.constexpr = gl.SliceLayout(1, L)
     return (
         gl.arange(0, _WARPS, gl.SliceLayout(1, LB))[:, None] * 4
@@ -174,17 +174,17 @@ def _blocks(L: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(words, scales, block, last):
-    """A step's words and scales. Beyond the last block: that one's again, with scale 0, which makes
-    zeros of it."""
+def _load_step(words, scales, block, last):
+    """A step's words and scales. Beyond the last block that block again, with scale 0, so that its
+    numbers are zeros."""
     near = gl.minimum(block, last)
     return gl.load(words + (near * 4)[:, :, :, None]), gl.load(
         scales + near, mask=block <= last, other=0
     )
 
-
+# %% ../../nbs/rollout/09_expert_kernel.ipynb #f00b4000
 @gluon.jit
-def _sum(
+def _split_product(
     x,
     words,
     scales,
@@ -205,32 +205,34 @@ def _sum(
     UNROLL: gl.constexpr = 2
     LS: gl.constexpr = gl.SliceLayout(3, LW)
     n = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(2, LS)))[None, :][:, :, None]
-    wp = words + row * (K // 8) + (n * (K // 8))[:, :, :, None] + _along(4, LW)
+    wp = words + row * (K // 8) + (n * (K // 8))[:, :, :, None] + _last_dimension(4, LW)
     sp = scales + row * (K // 32) + n * (K // 32)
-    xp = x + (source.to(gl.int64) * K)[None, :][:, :, None][:, :, :, None] + _along(32, LX)
+    xp = x + (source.to(gl.int64) * K)[None, :][:, :, None][:, :, :, None] + _last_dimension(32, LX)
     block, xblock = _blocks(LS), _blocks(gl.SliceLayout(3, LX))
     acc = gl.zeros((_WARPS, COLUMNS, ROWS), gl.float32, LM)
-    word, code = _fetch(wp, sp, block, LAST)
+    word, code = _load_step(wp, sp, block, LAST)
     for start in range(0, LAST + 1, STRIDE * UNROLL):
         for u in gl.static_range(UNROLL):
             at = start + u * STRIDE
-            following = _fetch(
+            following = _load_step(
                 wp, sp, block + at + STRIDE, LAST
-            )  # is under way while this step computes
+            )  # is being loaded while this step computes
             xt = gl.load(xp + (gl.minimum(xblock + at, LAST) * 32)[:, :, :, None])
             a = gl.convert_layout(
-                _weights(word, code, COLUMNS), gl.DotOperandLayout(0, LM, 2), assert_trivial=True
-            )  # trivial: each number is where it has to be
+                _unpack_words(word, code, COLUMNS),
+                gl.DotOperandLayout(0, LM, 2),
+                assert_trivial=True,
+            )  # trivial: no number moves
             b = gl.convert_layout(
-                _inputs(xt, ROWS), gl.DotOperandLayout(1, LM, 2), assert_trivial=True
+                _permute_inputs(xt, ROWS), gl.DotOperandLayout(1, LM, 2), assert_trivial=True
             )
             acc = gl.nvidia.ampere.mma_v2(a, b, acc)
             word, code = following
     return gl.sum(gl.convert_layout(acc, LR), 0) * 9223372036854775808.0  # 2 ** 63
 
-
+# %% ../../nbs/rollout/09_expert_kernel.ipynb #4f51f677
 @gluon.jit
-def _experts(
+def _experts_kernel(
     x,
     token_of,
     weight_of,
@@ -277,11 +279,11 @@ def _experts(
         source = gl.minimum(
             first + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LX)))),
             last - 1,
-        )  # rows that are not there: the last one again
+        )  # beyond the last row: that one again
         if GATHER:
             source = gl.load(token_of + source)
         y = (
-            _sum(x, words, scales, source, e * N + n0, K, ROWS, COLUMNS, LW, LX, LM, LR)
+            _split_product(x, words, scales, source, e * N + n0, K, ROWS, COLUMNS, LW, LX, LM, LR)
             .to(dtype)
             .to(gl.float32)
         )
@@ -327,7 +329,7 @@ def _experts(
                 mask=(m < last)[None, :],
             )
 
-# %% ../../nbs/rollout/09_expert_kernel.ipynb #6f45b7f6
+# %% ../../nbs/rollout/09_expert_kernel.ipynb #75c0de6b
 def constants(
     K: int,  # inputs
     N: int,  # outputs
@@ -336,7 +338,7 @@ def constants(
     gather: bool,  # rows are looked up
     gated: bool,  # the activation follows; else bias and routing weight
 ) -> dict:  # of the kernel, as compiled in
-    "What is known before a launch."
+    "What the kernel is compiled for: sizes, adapters, activation and layouts."
     layout = dict(zip(("LW", "LX", "LM", "LR"), layouts(rows, COLUMNS[rows])))
     return dict(
         K=K, N=N, R=rank, GATHER=gather, GATED=gated, ROWS=rows, COLUMNS=COLUMNS[rows], **layout
@@ -346,7 +348,7 @@ def constants(
 def expert_product(
     x: torch.Tensor,  # (., K) bfloat16
     weight: PackedWeight,  # (E, K, N)
-    work,  # a `kernels.Schedule` with tiles of 8 or 16 rows
+    work,  # a `decode_kernels.Schedule` with tiles of 8 or 16 rows
     out: torch.Tensor,  # (P, N/2) if gated, else (P, N); written to
     bias: torch.Tensor,  # (E, N)
     t: torch.Tensor | None = None,  # (P, R) float32, x A of the adapters
@@ -357,10 +359,10 @@ def expert_product(
     alpha: float = 0.0,  # of the activation
     limit: float = 0.0,  # of the activation
 ) -> torch.Tensor:  # out
-    "All experts' products, for the pairs of a schedule."
+    "All experts' products for the pairs of a schedule, in one launch."
     E, K, N = weight.shape
     settings = constants(K, N, work.rows, 0 if up is None else up.shape[1], gather, gated)
-    _experts[(N // settings["COLUMNS"], work.items.shape[1])](
+    _experts_kernel[(N // settings["COLUMNS"], work.items.shape[1])](
         x,
         work.token,
         work.weight,
@@ -380,7 +382,7 @@ def expert_product(
     )
     return out
 
-# %% ../../nbs/rollout/09_expert_kernel.ipynb #5e596355
+# %% ../../nbs/rollout/09_expert_kernel.ipynb #241dfc49
 POINTERS = dict(
     x="bfloat16",
     token_of="int32",
@@ -401,13 +403,13 @@ POINTERS = dict(
 def works(
     device: torch.device,
 ) -> bool:
-    """Whether the kernel can be made for a device. Gluon is experimental: a Triton that understands
-    it otherwise is found here, and not in the middle of a rollout."""
+    """Whether the kernel compiles for a device. Gluon is experimental: a Triton that refuses this
+    code is found here, and not in the middle of a rollout."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
         with torch.cuda.device(device):
-            _experts.warmup(
+            _experts_kernel.warmup(
                 *(getattr(torch, name) for name in POINTERS.values()),
                 0,
                 0,
@@ -434,7 +436,7 @@ def suits(
     B: int,  # rows of the batch
     dtype: torch.dtype,  # that is computed in
 ) -> bool:
-    "Whether this kernel can do both products of a layer's experts; if not, `kernels` has another."
+    "Whether both products of a layer's experts can use this kernel; `decode_kernels` has another."
     weights = (experts.gate_up, experts.down)
     if (
         dtype != torch.bfloat16

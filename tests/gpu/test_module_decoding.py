@@ -90,7 +90,7 @@ def test_the_same_completions(family, monkeypatch):
     assert_same(replayed.generate(PROMPTS, GREEDY), expected)
     assert expected.lengths.max() > 20
     monkeypatch.setattr(
-        module_decoding, "reach_for", lambda columns, room: min(room, columns + 11)
+        module_decoding, "next_reach", lambda columns, room: min(room, columns + 11)
     )  # several recordings
     assert_same(replayed.generate(PROMPTS, GREEDY), expected)
     long = SamplingParams(temperature=0, max_tokens=90, stop_token_ids=(), repetition_penalty=1.2)
@@ -233,7 +233,7 @@ def test_a_recording_that_fails_leaves_no_trace(seed):
         torch.rand(2, device="cuda", generator=generator).sum().item()
 
     with pytest.raises(RuntimeError):
-        module_decoding.recorded(step, generator)
+        module_decoding.record_graph(step, generator)
     assert torch.cuda.current_stream() == stream and torch.cuda.get_sync_debug_mode() == 0
     assert torch.rand(3, device="cuda", generator=generator).isfinite().all()
     replayed, called = engines(model)
@@ -256,7 +256,7 @@ def test_a_recording_that_fails_later_is_a_warning(monkeypatch):
     def fails(step, generator=None):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(module_decoding, "recorded", fails)
+    monkeypatch.setattr(module_decoding, "record_graph", fails)
     with pytest.warns(UserWarning, match="could not be recorded.*no room"):
         rollout = replayed.generate(PROMPTS, GREEDY)
     assert_same(rollout, called.generate(PROMPTS, GREEDY))

@@ -219,8 +219,8 @@ def test_decode_reads_the_packed_bytes(B, rank):
     x, gamma = torch.randn(B, H, device="cuda").bfloat16(), torch.rand(H, device="cuda").bfloat16()
     settings = dict(top=4, eps=1e-5, dtype=torch.bfloat16)
     ours, formula = (
-        decode_kernels.mix(x, layer, gamma, **settings),
-        decode_ops.mix(x, layer, gamma, path="many", **settings),
+        decode_kernels.moe(x, layer, gamma, **settings),
+        decode_ops.moe(x, layer, gamma, path="many", **settings),
     )
     dense = replace(
         layer,
@@ -228,7 +228,7 @@ def test_decode_reads_the_packed_bytes(B, rank):
             experts, gate_up=experts.gate_up.dequantize(), down=experts.down.dequantize()
         ),
     )
-    of_dense = decode_kernels.mix(x, dense, gamma, **settings)
+    of_dense = decode_kernels.moe(x, dense, gamma, **settings)
     rows = (
         ((ours[0] - formula[0]).float().norm(dim=1) / formula[0].float().norm(dim=1)).sort().values
     )
@@ -240,7 +240,7 @@ def test_decode_reads_the_packed_bytes(B, rank):
     for name, which in (("packed", layer), ("dense", dense)):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            decode_kernels.mix(x, which, gamma, **settings)
+            decode_kernels.moe(x, which, gamma, **settings)
         graph.replay()
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -12,7 +12,7 @@ from grpo_nb.model.experts import routed_experts
 from grpo_nb.model.fused_layers import one_pass
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import engine as engine_module
-from grpo_nb.rollout.decode_ops import Progress, record, record_column
+from grpo_nb.rollout.decode_ops import DecodeState, append_column
 from grpo_nb.rollout.decoder import (
     CannotRead,
     Decoder,
@@ -23,7 +23,7 @@ from grpo_nb.rollout.decoder import (
     read_projection,
 )
 from grpo_nb.rollout.engine import RolloutEngine, share_prompts
-from grpo_nb.rollout.kv_cache import CacheShape, KVCache, rows_that_fit
+from grpo_nb.rollout.kv_cache import CacheShape
 from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps, find_head
@@ -157,7 +157,7 @@ def test_any_lengths_groups_and_pages(lengths, groups, new, page):
     )
     decoder.__class__ = paged
     with torch.no_grad():
-        progress = complete_rows(
+        state = complete_rows(
             decoder,
             prompts,
             groups[: len(prompts)],
@@ -168,8 +168,8 @@ def test_any_lengths_groups_and_pages(lengths, groups, new, page):
         [p for p, g in zip(prompts, groups) for _ in range(g)],
         SamplingParams(temperature=0, max_tokens=new, stop_token_ids=()),
     )
-    assert torch.equal(progress.ids[:-1], expected.completion_ids) and not progress.alive.any()
-    torch.testing.assert_close(progress.logps[:-1], expected.logps, atol=1e-4, rtol=0)
+    assert torch.equal(state.ids[:-1], expected.completion_ids) and not state.alive.any()
+    torch.testing.assert_close(state.logps[:-1], expected.logps, atol=1e-4, rtol=0)
 
 
 def test_prompts_that_return_are_read_once_and_rows_keep_their_order():
@@ -193,13 +193,13 @@ def test_rows_that_end_are_dropped_and_change_nothing():
     step = Decoder.step
 
     class Watched(Decoder):
-        def step(self, cache, progress, rows, reach):
-            sizes.append(len(progress.last[rows]))
-            return step(self, cache, progress, rows, reach)
+        def step(self, cache, state, rows, reach):
+            sizes.append(len(state.last[rows]))
+            return step(self, cache, state, rows, reach)
 
     unique, _ = share_prompts([tokenizer(t).input_ids for t in texts])
     with torch.no_grad():
-        progress = complete_rows(
+        state = complete_rows(
             Watched(model),
             unique,
             [1] * 12,
@@ -209,7 +209,7 @@ def test_rows_that_end_are_dropped_and_change_nothing():
     assert min(sizes) < 12 and sizes == sorted(sizes, reverse=True)
     for i, row in enumerate(free.completion_ids.tolist()):
         length = next((t + 1 for t, token in enumerate(row) if token in stop), 40)
-        assert progress.counts[i] == length and progress.ids[i, :length].tolist() == row[:length]
+        assert state.counts[i] == length and state.ids[i, :length].tolist() == row[:length]
 
 
 def test_under_autocast():
@@ -402,7 +402,7 @@ def test_a_batch_that_does_not_fit_is_drawn_in_parts(monkeypatch):
         engine_module, "free_memory", lambda device: shape.bytes([longest] * 2, [1] * 2, 8)
     )
     engine = RolloutEngine(model, tokenizer)
-    parts = engine.parts([tokenizer(t).input_ids for t in TEXTS], params, Decoder(model))[0]
+    parts = engine.batches([tokenizer(t).input_ids for t in TEXTS], params, Decoder(model))[0]
     assert len(parts) > 1 and sum(map(len, parts)) == 5
     assert_same(whole, engine.generate(TEXTS, params))
     monkeypatch.setattr(engine_module, "free_memory", lambda device: 1000)
@@ -414,44 +414,6 @@ def test_a_batch_that_does_not_fit_is_drawn_in_parts(monkeypatch):
         ),
     ):
         engine.generate(TEXTS, params)
-
-
-def test_rows_that_fit_never_exceed_what_is_free():
-    shape = CacheShape((128, None) * 12, 8, 64, torch.bfloat16)
-    lengths = [100 * (i % 7 + 1) for i in range(300)]
-    for free in (2**28, 2**30, 2**33):
-        rows = rows_that_fit(shape, lengths, 500, free, row_bytes=2**20, fixed_bytes=2**26)
-
-        def need(n):
-            return 2**26 + n * 2**20 + shape.bytes(lengths[:n], [1] * n, 500)
-
-        assert need(rows) <= free and (rows == 300 or need(rows + 1) > free)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=6),
-    st.integers(1, 9),
-    st.sampled_from([None, 1, 4, 8]),
-)
-def test_the_cache_takes_what_was_announced_and_no_page_serves_two_masters(prompts, new, page):
-    lengths, groups = zip(*prompts)
-    shape = CacheShape((4, None, 4, None), 2, 4, torch.float32, page)
-    cache = KVCache(shape, lengths, groups, new, "cpu")
-    assert sum(
-        x.numel() * 4 for layer in cache.layers for x in (layer.keys, layer.values)
-    ) == shape.bytes(lengths, groups, new)
-    if page is None:
-        return
-    row, writers = 0, {}
-    for length, group in zip(lengths, groups):
-        for _ in range(group):
-            table = cache.tables[row]
-            assert len(table) == len(set(table)) == shape.width(length, new) and 0 not in table
-            for position in range(length, length + new - 1):
-                writers.setdefault(table[position // page], set()).add(row)
-            row += 1
-    assert all(len(rows) == 1 for rows in writers.values())
 
 
 def test_prompts_are_read_in_batches_of_similar_length():
@@ -511,7 +473,9 @@ def test_rotations_looked_up_are_those_computed():
         (torch.tensor([90, 7]), 91),
         (torch.tensor([5]), 6),
     ):
-        for looked_up, computed in zip(decoder.turn_at(positions, reach), decoder.turn(positions)):
+        for looked_up, computed in zip(
+            decoder.rotation_at(positions, reach), decoder.rotation(positions)
+        ):
             assert torch.equal(looked_up, computed)
 
 
@@ -531,12 +495,12 @@ def test_experts_of_a_long_prompt_work_in_slices(monkeypatch):
 
     def mixed():
         with torch.no_grad():
-            return decode_ops.mix(
-                x, decoder.layers[0], decoder.norms[0], **decoder.mixing, path="many"
+            return decode_ops.moe(
+                x, decoder.layers[0], decoder.norms[0], **decoder.moe_settings, path="many"
             )[0]
 
     whole = mixed()
-    monkeypatch.setattr(decode_ops, "SLICE", 64)
+    monkeypatch.setattr(decode_ops, "PREFILL_TOKENS", 64)
     torch.testing.assert_close(mixed(), whole)
     assert sizes == [300, 64, 64, 64, 64, 44]
 
@@ -601,70 +565,25 @@ def test_a_small_model_in_float64_is_as_exact_as_the_formulas():
 
     def two_looks(kind):
         decoder = kind(model)
-        cache, progress = (
+        cache, state = (
             decoder.cache([21, 1, 5], [1, 2, 1], 4),
-            Progress.start([21, 1, 1, 5], 4, "cpu"),
+            DecodeState.start([21, 1, 1, 5], 4, "cpu"),
         )
         first = decoder.logits(decoder.prefill(cache, [0, 1, 2], prompts))
-        record_column(
+        append_column(
             slice(0, 4),
             0,
             torch.tensor([16, 17, 18, 19]),
             torch.zeros(4),
             torch.tensor([], dtype=torch.long),
-            progress,
+            state,
         )
-        return torch.cat([first, decoder.logits(decoder.step(cache, progress, slice(0, 4), 22))])
+        return torch.cat([first, decoder.logits(decoder.step(cache, state, slice(0, 4), 22))])
 
     with torch.inference_mode():
         plain, small = two_looks(Decoder), two_looks(SmallDecoder)
     assert small.dtype == torch.float64 and plain.std() > 0.01
     torch.testing.assert_close(small, plain, atol=1e-12, rtol=0)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    rows=st.integers(1, 6),
-    width=st.integers(1, 6),
-    stop=st.sampled_from([(), (0,), (0, 1, 2)]),
-    seed=st.integers(0, 10**6),
-    drop=st.booleans(),
-    seen=st.booleans(),
-)
-def test_a_column_is_recorded_as_rows_one_by_one_are(rows, width, stop, seed, drop, seen):
-    one, other = (Progress.start([3] * rows, width, "cpu") for _ in range(2))
-    if seen:
-        one.seen, other.seen = torch.zeros(2, rows + 1, 6, dtype=torch.bool)
-    generator, stop, which = (
-        torch.Generator().manual_seed(seed),
-        torch.tensor(stop, dtype=torch.long),
-        slice(0, rows),
-    )
-    for column in range(width):
-        if drop:
-            which = torch.arange(rows)[one.alive[:rows]]
-        count = len(torch.arange(rows)[which])
-        tokens, logps = (
-            torch.randint(6, (count,), generator=generator),
-            torch.rand(count, generator=generator),
-        )
-        record(which, tokens, logps, stop, one)
-        record_column(which, column, tokens, logps, stop, other)
-        for name in ("counts", "lengths", "alive"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
-        if other.alive.any():
-            assert torch.equal(one.last[other.alive], other.last[other.alive])
-    mask = torch.arange(width) < one.counts[:, None]
-    assert torch.equal(one.ids[mask], other.ids[mask]) and torch.equal(
-        one.logps[mask], other.logps[mask]
-    )
-    assert (
-        not other.alive[:rows].any()
-        and other.alive[rows] == one.alive[rows]
-        and other.counts[rows] == 0
-    )
-    if seen and drop:
-        assert torch.equal(one.seen, other.seen)
 
 
 def test_which_models_are_small():

@@ -11,12 +11,12 @@ from grpo_nb.rollout import engine as engines
 from grpo_nb.rollout import module_decoding
 from grpo_nb.rollout.engine import RolloutEngine, complete, complete_in_place
 from grpo_nb.rollout.module_decoding import (
-    InPlace,
+    ModuleDecoder,
     cannot_record,
-    more_bytes,
-    reach_for,
+    extra_bytes,
+    next_reach,
     try_to_record,
-    visible,
+    visible_slots,
 )
 from grpo_nb.rollout.sampling import SamplingParams
 
@@ -123,7 +123,7 @@ def test_the_same_as_with_a_cache_that_grows(name, monkeypatch):
         )  # some rows end
         assert_same(mine, theirs)
         assert len(set(theirs.lengths.tolist())) > 1
-    monkeypatch.setattr(module_decoding, "reach_for", lambda columns, room: min(room, columns + 5))
+    monkeypatch.setattr(module_decoding, "next_reach", lambda columns, room: min(room, columns + 5))
     assert_same(*both(model, SamplingParams(temperature=0, max_tokens=40), STOP[:0]))
 
 
@@ -168,7 +168,7 @@ def test_adapters():
 
 def test_ended_rows_are_dropped_where_they_are(monkeypatch):
     model, kept = tiny("Llama"), []
-    keep = InPlace.keep
+    keep = ModuleDecoder.select
 
     def noted(self, index):
         before = [layer.keys.data_ptr() for layer in self.cache.layers]
@@ -181,7 +181,7 @@ def test_ended_rows_are_dropped_where_they_are(monkeypatch):
             )
         )
 
-    monkeypatch.setattr(InPlace, "keep", noted)
+    monkeypatch.setattr(ModuleDecoder, "select", noted)
     both(model, SamplingParams(temperature=0, max_tokens=40))
     assert (
         kept
@@ -194,7 +194,9 @@ def test_places_that_are_seen():
     for window in (3, 5, 16):
         for column in range(2, 14):
             for first in (0, 1, 2):
-                seen = visible(torch.tensor([column]), torch.tensor([[first]]), window)[0, 0, 0]
+                seen = visible_slots(torch.tensor([column]), torch.tensor([[first]]), window)[
+                    0, 0, 0
+                ]
                 expected = {c % window for c in range(max(first, column - window + 1), column + 1)}
                 assert set(seen.nonzero()[:, 0].tolist()) == expected
 
@@ -203,7 +205,7 @@ def test_places_that_are_seen():
 def test_reach_grows_by_steps_that_pay(room):
     columns, recordings = 1, 0
     while columns <= room:
-        reach = reach_for(columns, room)
+        reach = next_reach(columns, room)
         assert columns <= reach <= room and (reach == room or reach >= columns + 400)
         assert reach <= max(1.25 * columns, columns + 512)
         columns, recordings = reach + 1, recordings + 1
@@ -219,7 +221,7 @@ class Replayed:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(module_decoding, "recorded", Replayed)
+    monkeypatch.setattr(module_decoding, "record_graph", Replayed)
     monkeypatch.setattr(engines, "cannot_record", lambda model: None)
 
 
@@ -248,7 +250,7 @@ def test_a_recording_that_does_nothing_is_noticed(as_on_a_gpu, monkeypatch):
         def replay(self):
             pass
 
-    monkeypatch.setattr(module_decoding, "recorded", Empty)
+    monkeypatch.setattr(module_decoding, "record_graph", Empty)
     assert try_to_record(tiny("Llama")) == "what was recorded does nothing when it is replayed"
 
 
@@ -267,16 +269,16 @@ def test_no_room_to_try_is_no_verdict(as_on_a_gpu, monkeypatch):
 
 def test_without_room_the_cache_grows(as_on_a_gpu, monkeypatch):
     model, placed, steps = tiny("GPT2"), [], []
-    init = InPlace.__init__
+    init = ModuleDecoder.__init__
     monkeypatch.setattr(
-        InPlace,
+        ModuleDecoder,
         "__init__",
         lambda self, *args, **kwargs: placed.append(1) or init(self, *args, **kwargs),
     )
     params = SamplingParams(temperature=0, max_tokens=30)
     layer = 2 * 5 * 32 * 4  # bytes of a column, keys and values of five rows
     batch, _ = engines.prefill(model, PROMPTS)
-    assert more_bytes(batch.cache, 11, 30) == 2 * layer * 30 + layer * 41
+    assert extra_bytes(batch.cache, 11, 30) == 2 * layer * 30 + layer * 41
     for room, expected in ((2 * layer * 30 + layer * 41 - 1, 0), (2 * layer * 30 + layer * 41, 1)):
         monkeypatch.setattr(engines, "free_memory", lambda device: room)
         placed.clear(), steps.clear()
@@ -291,7 +293,7 @@ def test_a_part_has_room_for_what_a_step_takes(monkeypatch):
     engine, params, rows = RolloutEngine(model, None), SamplingParams(max_tokens=20), [[5] * 8] * 64
     monkeypatch.setattr(engines, "free_memory", lambda device: 200_000)
     growing, placed = (
-        len(engine.parts(rows, params, None, in_place)[0][0]) for in_place in (False, True)
+        len(engine.batches(rows, params, None, in_place)[0][0]) for in_place in (False, True)
     )
     assert 1 < placed < growing < 64
 
@@ -397,7 +399,7 @@ def test_a_recording_that_fails_is_a_warning(monkeypatch):
     def fails(step, generator=None):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(module_decoding, "recorded", fails)
+    monkeypatch.setattr(module_decoding, "record_graph", fails)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     model, params = tiny("Llama"), SamplingParams(temperature=0, max_tokens=40)
     with torch.no_grad():

@@ -1,0 +1,93 @@
+"""The decoding kernels against their formulas, in Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+
+from grpo_nb.rollout import decode_kernels, decode_ops
+from grpo_nb.rollout.decode_ops import DecodeState, Projection
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def error(mine, formula):
+    return ((mine - formula).norm() / formula.norm()).item()
+
+
+@pytest.mark.parametrize("B", [1, 3, 17, 65])
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (2, 0, 3), (0, 4, 0)])
+def test_three_products_of_one_input(B, ranks):
+    generator = torch.Generator(DEVICE).manual_seed(B)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, device=DEVICE)
+
+    projections = tuple(
+        Projection(
+            random(n, 24), random(n), *((random(r, 24), random(n, r)) if r else (None, None)), 0.5
+        )
+        for n, r in zip((16, 8, 8), ranks)
+    )
+    x, residual = random(B, 24), random(B, 32)
+    for added in (None, residual):
+        mine = decode_kernels.project(x, projections, added)
+        assert error(mine, decode_ops.project(x, projections, added)) < 1e-5
+
+
+def test_as_many_parts_as_keep_a_card_busy():
+    parts = [decode_kernels._splits(n) for n in range(1, 1000)]
+    assert parts == sorted(parts, reverse=True) and parts[0] == 32 and parts[-1] == 1
+    assert all(n * p >= 264 or p == 32 for n, p in enumerate(parts, 1))
+
+
+@pytest.mark.parametrize("stop", [(), (1,), (1, 4)])
+def test_appended_as_by_the_formula(stop):
+    states = [DecodeState.start([5, 3, 4], max_tokens=2, device=DEVICE) for _ in range(2)]
+    for state in states:
+        state.seen = torch.zeros(4, 10, dtype=torch.bool, device=DEVICE)
+    stop = torch.tensor(stop, dtype=torch.long, device=DEVICE)
+    for drawn in ([7, 8, 1], [1, 9, 4], [4, 4, 4]):
+        tokens, logps = (
+            torch.tensor(drawn, device=DEVICE),
+            -torch.tensor(drawn, device=DEVICE).float(),
+        )
+        for ops, state in zip((decode_kernels, decode_ops), states):
+            ops.append_tokens(torch.arange(3, device=DEVICE), tokens, logps, stop, state)
+    for name in ("ids", "logps", "last", "lengths", "counts", "alive"):
+        assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
+
+
+@pytest.mark.parametrize("B, E, top", [(1, 4, 2), (16, 2, 2), (16, 4, 1), (9, 8, 4), (40, 2, 1)])
+def test_there_is_room_for_every_tile(B, E, top):
+    "Also when all rows ask the same expert."
+    logits = torch.randn(B, E)
+    for z in (logits, torch.arange(E).float().expand(B, E).contiguous()):
+        work = decode_kernels.schedule(z, top, torch.float32, rows=8)
+        tiles = [(e, a, b) for e, a, b in work.items.T.tolist() if e >= 0]
+        assert [n for _, a, b in tiles for n in range(a, b)] == list(range(B * top)) and all(
+            b - a <= 8 for _, a, b in tiles
+        )
+        expected = z.topk(top).indices
+        for e, a, b in tiles:
+            assert all(e in expected[row] for row in work.token[a:b].tolist())
+
+
+def test_the_trial_of_the_decoding_kernels_on_an_older_card(monkeypatch):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    decode_kernels.works.cache_clear()
+    assert decode_kernels.works(device, torch.float16)
+    decode_kernels.works.cache_clear()
+    real = decode_kernels.moe
+    monkeypatch.setattr(
+        decode_kernels, "moe", lambda *a, **k: tuple(1.1 * x for x in real(*a, **k))
+    )
+    with pytest.warns(UserWarning, match="a small layer came out otherwise"):
+        assert not decode_kernels.works(device, torch.float16)
+    decode_kernels.works.cache_clear()
+
+    def broken(*a, **k):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(decode_kernels, "moe", broken)
+    with pytest.warns(UserWarning, match="RuntimeError: no such instruction"):
+        assert not decode_kernels.works(device, torch.float16)
+    decode_kernels.works.cache_clear()
