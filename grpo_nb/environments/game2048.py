@@ -408,7 +408,7 @@ def success_points(
     played = report.stage == "plays" or (scale == "published" and report.stage == "fails")
     return statistics.mean(game_points(game, scale) for game in report.games) if played else 0.0
 
-# %% ../../nbs/environments/12_game2048.ipynb #c2930cc1
+# %% ../../nbs/environments/12_game2048.ipynb #b2e5177e
 class OnceABatch:
     "Judges the completions of a batch once, for all reward functions that ask."
 
@@ -447,7 +447,7 @@ class OnceABatch:
         found = self._found
         return found[text] if text in found else self([text], {})[0]
 
-
+# %% ../../nbs/environments/12_game2048.ipynb #5847c910
 class StrategyRewards:
     "The three rewards of the game, as methods with the signature of reward functions."
 

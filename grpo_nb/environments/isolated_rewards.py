@@ -662,7 +662,7 @@ def one_by_one(
         for i in range(count)
     ]
 
-# %% ../../nbs/environments/09_isolated_rewards.ipynb #055dd1ac
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #1b41794f
 class IsolatedReward:
     "A reward function whose work is done in processes of its own; made by `isolated`."
 
@@ -814,7 +814,7 @@ class IsolatedReward:
                 stacklevel=3,
             )
 
-
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #c44705e5
 def rebuild(target: str, settings: dict) -> IsolatedReward:
     """An isolated reward function that was copied or sent to another process starts workers of its
     own."""

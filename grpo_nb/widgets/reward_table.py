@@ -95,7 +95,7 @@ def highlighted(
     )
     return f'<div style="{style}">{"".join(pieces) or "<i>(nothing)</i>"}{more}</div>'
 
-# %% ../../nbs/widgets/07_reward_table.ipynb #1c419f2d
+# %% ../../nbs/widgets/07_reward_table.ipynb #b6ef25db
 def number(
     value: float,
     style: str = "{:.3g}",
@@ -120,7 +120,7 @@ def bar_svg(
         'stroke-width="1"/></svg>'
     )
 
-
+# %% ../../nbs/widgets/07_reward_table.ipynb #2c67f445
 def shortened(
     text: str,
     most: int = 60,  # characters
