@@ -683,9 +683,7 @@ def record_of(row, card, versions_):
             offload_embedding=row.get("offload_embedding", False),
         )
         if ours
-        else dict(
-            implementation="transformers", slice_tokens=row["tokens"], attention="flex"
-        )
+        else dict(implementation="transformers", slice_tokens=row["tokens"], attention="flex")
     )
     said = ", ".join(
         f"{key} {value}" for key, value in versions_.items() if key in ("torch", "transformers")
