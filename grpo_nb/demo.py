@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_TOKENS', 'PROMPTS', 'ANSWERS', 'greedy_answers', 'greedy_accuracy', 'demo_config', 'HeldOutAccuracy',
-           'warmed_up_model', 'one_thread', 'write_json', 'run_demo']
+           'warmed_up_model', 'one_thread', 'write_json', 'state_before', 'write_results', 'run_demo']
 
 # %% ../nbs/90_demo.ipynb #e2f55bd2
 import json
@@ -37,7 +37,7 @@ def greedy_answers(
     tokenizer,
     rows: list[dict],  # {"prompt": "12+34=", ...}
 ) -> list[str]:  # one answer a row
-    "What the model answers when it does not roll dice."
+    "The likeliest answers, without sampling."
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     return (
         RolloutEngine(model, tokenizer)
@@ -51,7 +51,7 @@ def greedy_accuracy(
     tokenizer,
     rows: list[dict],  # {"prompt": "12+34=", "answer": "46"}
 ) -> float:  # share of the rows answered exactly
-    "How many sums the model gets right."
+    "The share of sums that the model answers exactly."
     return sum(
         exact_match(text, row["answer"])
         for text, row in zip(greedy_answers(model, tokenizer, rows), rows)
@@ -67,7 +67,7 @@ def demo_config(
     out: str | Path = "runs/demo",  # folder of the run
     **changes,  # other settings
 ) -> GRPOConfig:
-    "The settings of the demo."
+    "A `GRPOConfig` for a tiny model: one step is one batch of 512 answers."
     return GRPOConfig(
         **{
             **dict(
@@ -110,7 +110,7 @@ class HeldOutAccuracy(TrainerCallback):
         if self.trainer:
             self.trainer.notes["held-out accuracy"] = f"{self.accuracy[state.global_step]:.3f}"
 
-# %% ../nbs/90_demo.ipynb #99292e13
+# %% ../nbs/90_demo.ipynb #5e5d39f4
 def warmed_up_model(
     seed: int,  # of the random weights and of the warm-up
     train: list[dict],  # sums with answers
@@ -131,7 +131,7 @@ def warmed_up_model(
     )
     return model, tokenizer
 
-
+# %% ../nbs/90_demo.ipynb #be63e163
 @contextmanager
 def one_thread():
     """Compute on one thread for the length of a `with` block: matrices this small are done before a
@@ -150,7 +150,54 @@ def write_json(path: Path, value: Any) -> None:
     partial.write_text(json.dumps(value, indent=1) + "\n")
     os.replace(partial, path)
 
-# %% ../nbs/90_demo.ipynb #3519feaf
+
+def state_before(
+    folder: Path,  # of the run
+    model,
+    tokenizer,
+    rows: list[dict],  # held-out sums
+    began: float,  # `time.perf_counter()` when the run began
+) -> dict[str, Any]:  # accuracy, answers, seconds
+    "Measure the warmed-up model, and write the numbers down for a run that is resumed."
+    before = {
+        "accuracy": greedy_accuracy(model, tokenizer, rows),
+        "answers": greedy_answers(model, tokenizer, rows[:20]),
+    }
+    before["seconds"] = time.perf_counter() - began
+    write_json(folder / "before.json", before)
+    return before
+
+
+def write_results(
+    folder: Path,  # of the run
+    trainer: GRPOTrainer,  # at the end of its run
+    rows: list[dict],  # held-out sums
+    before: dict[str, Any],  # of `state_before`
+    watch: HeldOutAccuracy,
+) -> dict[str, Any]:  # what summary.json holds
+    "Measure again; the model, sample answers, a picture and the summary go to the folder."
+    model, tokenizer = trainer.model, trainer.tokenizer
+    after = greedy_accuracy(model, tokenizer, rows)
+    answers = greedy_answers(model, tokenizer, rows[:20])
+    summary = {
+        "accuracy_before": before["accuracy"],
+        "accuracy_after": after,
+        "seconds": round(before["seconds"] + trainer.log_history[-1]["seconds"], 1),
+        "seed": trainer.config.seed,
+        "steps": trainer.config.max_steps,
+    }
+    trainer.save_model(folder / "model")
+    samples = [
+        {**row, "before": b, "after": a} for row, b, a in zip(rows, before["answers"], answers)
+    ]
+    write_json(folder / "samples.json", samples)
+    run_figure(trainer.log_history, {0: before["accuracy"], **watch.accuracy}).savefig(
+        folder / "curves.png", dpi=120
+    )
+    write_json(folder / "summary.json", summary)
+    return summary
+
+# %% ../nbs/90_demo.ipynb #6ef5998a
 @one_thread()
 def run_demo(
     steps: int | None = None,  # updates; None: 400
@@ -169,19 +216,12 @@ def run_demo(
     go_on = resume and bool(checkpoints(folder)) and (folder / "before.json").exists()
     if resume and not go_on and not quiet:
         print("the run was stopped before its first checkpoint, so it begins anew")
-    model, tokenizer = (
-        tiny_gpt_oss(seed) if go_on else warmed_up_model(seed, train, progress=not quiet)
-    )
     if go_on:
+        model, tokenizer = tiny_gpt_oss(seed)
         before = json.loads((folder / "before.json").read_text())
     else:
-        before = {
-            "accuracy": greedy_accuracy(model, tokenizer, held_out),
-            "answers": greedy_answers(model, tokenizer, held_out[:20]),
-            "seconds": 0.0,
-        }
-        before["seconds"] = time.perf_counter() - began
-        write_json(folder / "before.json", before)
+        model, tokenizer = warmed_up_model(seed, train, progress=not quiet)
+        before = state_before(folder, model, tokenizer, held_out, began)
     if not quiet:
         print(f"held-out accuracy before: {before['accuracy']:.3f}")
 
@@ -191,34 +231,11 @@ def run_demo(
     )
     trainer.log.show = False  # the bar says enough
     trainer.train(resume_from_checkpoint=go_on)
-
-    after, answers = (
-        greedy_accuracy(model, tokenizer, held_out),
-        greedy_answers(model, tokenizer, held_out[:20]),
-    )
-    seconds = before["seconds"] + trainer.log_history[-1]["seconds"]
-    summary = {
-        "accuracy_before": before["accuracy"],
-        "accuracy_after": after,
-        "seconds": round(seconds, 1),
-        "seed": seed,
-        "steps": config.max_steps,
-    }
-    trainer.save_model(folder / "model")
-    write_json(
-        folder / "samples.json",
-        [
-            {**row, "before": b, "after": a}
-            for row, b, a in zip(held_out, before["answers"], answers)
-        ],
-    )
-    run_figure(trainer.log_history, {0: before["accuracy"], **watch.accuracy}).savefig(
-        folder / "curves.png", dpi=120
-    )
-    write_json(folder / "summary.json", summary)
+    summary = write_results(folder, trainer, held_out, before, watch)
     if not quiet:
         print(
-            f"held-out accuracy after:  {after:.3f}   ({summary['seconds']:.0f} s; model, "
+            f"held-out accuracy after:  {summary['accuracy_after']:.3f}   "
+            f"({summary['seconds']:.0f} s; model, "
             f"log, samples and curves are in {folder})"
         )
     return summary

@@ -550,12 +550,12 @@ def test_a_small_model_written_for_few_calls_draws_the_same(lengths, groups, new
         )
         for kind in (Decoder, SmallDecoder)
     )
-    assert (
-        torch.equal(plain.ids, small.ids)
-        and torch.equal(plain.counts, small.counts)
-        and not small.alive.any()
-    )
-    torch.testing.assert_close(plain.logps, small.logps, atol=1e-4, rtol=0)
+    assert torch.equal(plain.counts, small.counts) and not small.alive.any()
+    drawn = (
+        torch.arange(new) < plain.counts[:, None]
+    )  # what stands behind a row's count is not read
+    assert torch.equal(plain.ids[drawn], small.ids[drawn])
+    torch.testing.assert_close(plain.logps[drawn], small.logps[drawn], atol=1e-4, rtol=0)
 
 
 def test_a_small_model_in_float64_is_as_exact_as_the_formulas():
