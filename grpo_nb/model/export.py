@@ -28,7 +28,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 
-from .experts import expert_weights
+from .experts_lora import expert_weights
 from .loading import DTYPES, choose_dtype, read_checkpoint
 from .mxfp4 import BLOCK, dequantize, e2m1_values, quantize
 from .packed import EXPERTS, PackedWeight, experts_of

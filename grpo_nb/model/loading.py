@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
-from .experts import IMPLEMENTATIONS, adapted, route_adapters
-from .fused_layers import one_pass
+from .experts_lora import IMPLEMENTATIONS, adapted, route_adapters
+from .fused_layers import fuse_layers
 from .memory_bytes import free_memory, longest_sequence
 from .mxfp4 import BLOCK, dequantize, dequantize_table, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
@@ -1215,4 +1215,4 @@ def _set_experts(model, implementation):
     else:
         model.set_experts_implementation(implementation)
     if model.get_output_embeddings().weight.device.type == "cuda":
-        one_pass(model)
+        fuse_layers(model)

@@ -581,7 +581,7 @@ def attention_scratch(
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #0be8944d
 # of an expert at a time, where experts are computed one after the other; the number of
-# `model.experts`
+# `model.experts_grouped`
 ROWS_OF_ONE = 1024
 # of the hidden size, in float32: what transformers' RMSNorm takes while its gradient is computed,
 # beside its input
@@ -926,7 +926,7 @@ def rollout_bytes(
     }
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #b523092f
-UNPACKED = 2**29  # bytes of experts that are dense at a time; the number of `model.experts`
+UNPACKED = 2**29  # bytes of experts that are dense at a time; the number of `model.experts_grouped`
 
 
 def unpack_bytes(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from ..model.experts import ExpertWeights, routed_experts
+from ..model.experts import ExpertWeights
+from ..model.experts_grouped import routed_experts
 from .kv_cache import AlignedLayer, LayerCache
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #69c0b41c

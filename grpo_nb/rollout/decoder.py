@@ -15,7 +15,7 @@ import torch
 from transformers import GptOssForCausalLM, PreTrainedModel
 
 from ..model.attention import sink_attention
-from ..model.experts import expert_weights
+from ..model.experts_lora import expert_weights
 from ..model.offload import HostEmbedding
 from ..model.packed import PackedWeight
 from . import decode_ops
@@ -42,7 +42,7 @@ def changed_forward(
         kind
         for kind in type(module).__mro__
         if "forward" in vars(kind) and not kind.__module__.startswith("grpo_nb.")
-    ]  # ours compute the same (`one_pass`, `Sliced`)
+    ]  # ours compute the same (`fuse_layers`, `SlicedMLP`)
     if (
         len(kinds) > 1
         and not kinds[0].__module__.startswith("transformers.")

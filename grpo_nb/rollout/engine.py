@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from ..model.experts import ROWS_OF_ONE, can_group
+from ..model.experts_grouped import ROWS_OF_ONE, can_group
 from ..model.memory_bytes import free_memory, longest_sequence, read_shape
 from .decode_ops import SLICE
 from .decoder import MOST_ROWS, PREFILL_TOKENS, Decoder, complete_rows, open_decoder

@@ -10,8 +10,8 @@ __all__ = ['GAPS', 'LARGE', 'SMALL', 'share_of', 'known_shape', 'residual_bytes'
 import torch
 
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES
-from ..model.experts import can_group
-from ..model.fused_layers import can_go_by_heads, in_one_pass
+from ..model.experts_grouped import can_group
+from ..model.fused_layers import adapters_are_fused, can_go_by_heads
 from grpo_nb.model.memory_bytes import (
     SHORTEST_CUDNN,
     SLICES,
@@ -121,7 +121,7 @@ def piece_bytes(
         tile=tile,
         fused=device.type == "cuda",
         each=each,
-        one_pass=bool(shape.sinks) and in_one_pass(base),
+        one_pass=bool(shape.sinks) and adapters_are_fused(base),
         residual=residual,
         keys=len(piece) * length if reads_a_row(model) and len(piece) > 1 else None,
         logit_chunk_multiplier=config.logit_chunk_multiplier,

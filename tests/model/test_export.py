@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_nb.model import export as exporting
-from grpo_nb.model.experts import route_adapters
+from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.export import (
     merges,
     new_folder,

@@ -21,8 +21,8 @@ from peft.helpers import disable_input_dtype_casting
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_nb.algorithm import logprobs
-from grpo_nb.model import attention, experts, loading, memory_bytes  # noqa: F401 (registers attention with transformers)
-from grpo_nb.model.fused_layers import in_one_pass, one_pass
+from grpo_nb.model import attention, experts_grouped, experts_lora, loading, memory_bytes  # noqa: F401 (registers attention with transformers)
+from grpo_nb.model.fused_layers import adapters_are_fused, fuse_layers
 from grpo_nb.model.memory_bytes import (
     CARDS,
     CUDA_CONTEXT,
@@ -510,7 +510,7 @@ def measured_step(
     it is usually done: PEFT converts, and all logits are there."""
     model, ours = adapted(kind, dtype, targets, sizes), implementation == "ours"
     if kind == "gpt_oss":
-        experts.route_adapters(model, routed)
+        experts_lora.route_adapters(model, routed)
     if checkpointing:
         checkpoint_layers(model, {"use_reentrant": False})
     if tile:
@@ -1000,9 +1000,9 @@ def test_advice_takes_cheap_switches_and_leaves_out_what_is_not_needed():
 
 def test_unpacked_experts_are_counted():
     shape = MODELS["gpt-oss-20b"]
-    assert UNPACKED == experts.UNPACKED and ROWS_OF_ONE == experts.ROWS_OF_ONE
+    assert UNPACKED == experts_grouped.UNPACKED and ROWS_OF_ONE == experts_grouped.ROWS_OF_ONE
     one = 2 * shape.hidden * shape.intermediate * 2
-    count = experts.UNPACKED // one
+    count = experts_grouped.UNPACKED // one
     assert (
         unpack_bytes(shape, "mxfp4") == count * one
         and 1 < count < shape.experts
@@ -1188,7 +1188,7 @@ def test_a_model_in_one_pass_costs_what_the_meter_says(dtype, checkpointing, mon
 
     def one_pass_of(*args, made=adapted, **kwargs):
         model = made(*args, **kwargs)
-        assert one_pass(model) and in_one_pass(model)
+        assert fuse_layers(model) and adapters_are_fused(model)
         return model
 
     monkeypatch.setattr(sys.modules[__name__], "adapted", one_pass_of)
