@@ -366,10 +366,10 @@ def by_heads(sinks=True, bias=True, experts="eager", **more):
 @pytest.fixture
 def together(monkeypatch):
     "Set how many key heads are a part; what was taken together since."
-    taken, of_heads = [], fused_layers._of_heads
+    taken, of_heads = [], fused_layers._heads_output
     monkeypatch.setattr(
         fused_layers,
-        "_of_heads",
+        "_heads_output",
         lambda x, begin, end, *rest: taken.append((begin, end)) or of_heads(x, begin, end, *rest),
     )
 
