@@ -68,7 +68,7 @@ def unpack(
         )
     return out
 
-# %% ../../nbs/model/12_training_kernels.ipynb #f2079e70
+# %% ../../nbs/model/12_training_kernels.ipynb #0e675c6d
 @triton.jit
 def _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI: tl.constexpr):
     "BI gates and ups of a row with their bias: as they are, and cut."
@@ -140,7 +140,7 @@ def _activate_backward(
         )
     tl.store(sums + row, tl.sum(total, 0))
 
-
+# %% ../../nbs/model/12_training_kernels.ipynb #4b98ae7b
 def activate(
     z: torch.Tensor,  # (P, 2I) gate and up, before the bias
     ids: torch.Tensor,  # (P,) the expert of each row
