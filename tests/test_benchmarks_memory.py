@@ -112,7 +112,7 @@ def test_the_kernels_of_a_step(train_step, capsys):
     assert (
         record["profile"]["tokens"] == 32
         and len(record["profile"]["top"]) == 25
-        and "_Many" in record["text"]
+        and "GroupedExperts" in record["text"]
     )
 
 

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from .experts import adapted
+from .experts_lora import adapted
 
 # %% ../../nbs/model/21_adapters.ipynb #ee2f522e
 def _kind(name, decoder):

@@ -32,8 +32,8 @@ from grpo_nb.model.adapters import (
     resolve_targets,
 )
 from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
-from .experts import IMPLEMENTATIONS, route_adapters
-from .fused_layers import one_pass
+from .experts_lora import IMPLEMENTATIONS, route_adapters
+from .fused_layers import fuse_layers
 from .memory_bytes import longest_sequence
 from .memory_fit import free_memory
 from .mxfp4 import BLOCK, dequantize
@@ -629,7 +629,7 @@ def select_experts(
     else:
         model.set_experts_implementation(implementation)
     if model.get_output_embeddings().weight.device.type == "cuda":
-        one_pass(model)
+        fuse_layers(model)
 
 
 def _release(model, error):

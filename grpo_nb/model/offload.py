@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from .attention import reuse_attention
-from .experts import contexts_of
+from .experts_grouped import checkpoint_contexts
 from .limits import KEPT_FROM
 
 try:
@@ -390,7 +390,7 @@ class OffloadedLayers:
         self.earlier = [
             (m, {name: vars(m)[name] for name in CHECKPOINTING if name in vars(m)}) for m in modules
         ]
-        self.contexts = contexts_of(base)
+        self.contexts = checkpoint_contexts(base)
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=self)
 
     def __call__(self, function, *args):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from ..model.experts import ExpertWeights, routed_experts
+from ..model.experts import ExpertWeights
+from ..model.experts_grouped import routed_experts
 from ..model.limits import PREFILL_TOKENS
 from .kv_cache import AlignedLayer, LayerCache
 

@@ -16,7 +16,8 @@ import torch
 from transformers import GptOssForCausalLM, PreTrainedModel
 
 from ..model.attention import sink_attention
-from ..model.experts import expert_weights
+from ..model.experts_lora import expert_weights
+from ..model.lora import read_lora
 from ..model.offload import HostEmbedding
 from ..model.packed import PackedWeight
 from . import decode_ops
@@ -43,7 +44,7 @@ def changed_forward(
         kind
         for kind in type(module).__mro__
         if "forward" in vars(kind) and not kind.__module__.startswith("grpo_nb.")
-    ]  # ours compute the same (`one_pass`, `Sliced`)
+    ]  # ours compute the same (`fuse_layers`, `SlicedMLP`)
     if (
         len(kinds) > 1
         and not kinds[0].__module__.startswith("transformers.")
@@ -60,39 +61,26 @@ def read_projection(
     base = getattr(module, "base_layer", module)
     if type(base) is not torch.nn.Linear:
         raise CannotRead(f"a layer is a {type(base).__name__}, not a plain linear layer")
-    plain = Projection(base.weight, base.bias)
     if base is module:
-        return plain
-    if not hasattr(module, "lora_A"):
+        return Projection(base.weight, base.bias)
+    layer = read_lora(module)
+    if layer is None:
         raise CannotRead(f"an adapter is a {type(module).__name__}, not LoRA")
-    if module.disable_adapters and module.merged:
+    if layer.merged_but_disabled:
         raise CannotRead("a merged adapter is switched off")
-    if module.disable_adapters or module.merged:
-        return plain
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    if not names:
-        return plain
-    if any(
-        module.use_dora.get(name)
-        or not isinstance(module.lora_B[name], torch.nn.Linear)
-        or module.lora_B[name].bias is not None
-        or getattr(module, "lora_variant", {}).get(name)
-        for name in names
-    ):
+    adapters = layer.in_use
+    if any(adapter.variant for adapter in adapters):
         raise CannotRead("an adapter is a variant of LoRA (DoRA, AdaLoRA, a trained bias)")
-    downs, ups, scalings = zip(
-        *(
-            (module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
-            for name in names
-        )
-    )
-    if len(names) == 1:
-        return Projection(base.weight, base.bias, downs[0], ups[0], scalings[0])
+    if not adapters:
+        return Projection(base.weight, base.bias)
+    if len(adapters) == 1:
+        (adapter,) = adapters
+        return Projection(base.weight, base.bias, adapter.down, adapter.up, adapter.scaling)
     return Projection(
         base.weight,
         base.bias,
-        torch.cat(downs),
-        torch.cat([s * u for s, u in zip(scalings, ups)], 1),
+        torch.cat([adapter.down for adapter in adapters]),
+        torch.cat([adapter.scaling * adapter.up for adapter in adapters], 1),
     )
 
 

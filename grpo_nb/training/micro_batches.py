@@ -10,8 +10,8 @@ __all__ = ['GAPS', 'LARGE', 'SMALL', 'share_of', 'known_shape', 'residual_bytes'
 import torch
 
 from ..algorithm.losses import WINDOW_TOKEN_LOSSES
-from ..model.experts import can_group
-from ..model.fused_layers import can_go_by_heads, in_one_pass
+from ..model.experts_grouped import can_group
+from ..model.fused_layers import adapters_are_fused, can_go_by_heads
 from ..model.kernel_choice import choose_kernel, is_old
 from ..model.limits import SLICES
 from grpo_nb.model.memory_bytes import (
@@ -127,7 +127,7 @@ def piece_computation(
         fused=head.device.type == "cuda",
         each=bool(shape.experts)
         and not can_group(head.device, dtype, shape.hidden, shape.intermediate),
-        one_pass=bool(shape.sinks) and in_one_pass(base),
+        one_pass=bool(shape.sinks) and adapters_are_fused(base),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..model.attention import check_attention
-from ..model.experts import contexts_of
+from ..model.experts_grouped import checkpoint_contexts
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import PackedWeight
@@ -26,7 +26,7 @@ def checkpoint_layers(
 ) -> None:
     "Let layers be computed again in backward."
     if not kwargs.get("use_reentrant", True) and "context_fn" not in kwargs:
-        kwargs = {**kwargs, "context_fn": contexts_of(model)}
+        kwargs = {**kwargs, "context_fn": checkpoint_contexts(model)}
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable

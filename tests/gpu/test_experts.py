@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 
-from grpo_nb.model.experts import expert_weights, route_adapters, routed_experts
+from grpo_nb.model.experts_grouped import routed_experts
+from grpo_nb.model.experts_lora import expert_weights, route_adapters
 from grpo_nb.model.packed import EXPERTS, pack
 
 pytestmark = [
@@ -135,7 +136,7 @@ def test_packed_experts_wait_for_their_bounds_only(monkeypatch):
     whole = routed_experts(hidden, indices, weights, expert_weights(module), path="many")
     wanted = torch.autograd.grad(whole.float().square().sum(), (hidden, weights))
     monkeypatch.setattr(
-        "grpo_nb.model.experts.UNPACKED", 5 * 256 * 384 * 2
+        "grpo_nb.model.experts_grouped.UNPACKED", 5 * 256 * 384 * 2
     )  # five of sixteen at a time
     torch.cuda.set_sync_debug_mode("error")
     try:

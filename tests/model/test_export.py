@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_nb.model import export as exporting
-from grpo_nb.model.experts import route_adapters
+from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.export import (
-    merges,
+    adapted_weights,
     new_folder,
     quantize_closely,
     save_adapter,
@@ -414,7 +414,7 @@ def test_the_table(packed, tmp_path):
         {(row["layer"], row["weight"]): row for row in export.rows},
     )
     assert len(rows) == 2 * 6
-    for merge in merges(model):
+    for merge in adapted_weights(model):
         if not merge.name.endswith(("gate_up_proj", "down_proj")):
             continue
         exact, change = (torch.stack(x).double() for x in zip(*(merge.exact(e) for e in range(4))))

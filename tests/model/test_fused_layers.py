@@ -12,7 +12,14 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, apply_rotary_pos_emb
 
 from grpo_nb.model import attention, fused_layers, training_kernels
-from grpo_nb.model.fused_layers import OnePass, one_norm, one_pass, project, rotate, rotated
+from grpo_nb.model.fused_layers import (
+    FusedAttention,
+    fuse_layers,
+    fused_norm,
+    project,
+    rotate,
+    rotate_reference,
+)
 from grpo_nb.model.offload import wide_residual
 from grpo_nb.model.shared_prefix import share
 
@@ -65,7 +72,7 @@ def test_the_kernel_is_the_formula(B, T, count, D, batched, dtype):
     x, cos, sin = heads(B, T, count, D, dtype, batched)
     torch.testing.assert_close(
         training_kernels.rotate(x, cos, sin),
-        rotated(x, cos, sin),
+        rotate_reference(x, cos, sin),
         atol=1e-6,
         rtol={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype],
     )
@@ -73,7 +80,7 @@ def test_the_kernel_is_the_formula(B, T, count, D, batched, dtype):
 
 def test_the_kernel_reads_any_strides():
     x, cos, sin = heads(2, 6, 4, 16, batched=True)
-    expected = rotated(x, cos, sin)
+    expected = rotate_reference(x, cos, sin)
     for view in (
         x.transpose(1, 2).contiguous().transpose(1, 2),
         x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
@@ -118,13 +125,15 @@ def test_the_norm(dtype):
     norm = GptOssRMSNorm(48, 1e-5).to(DEVICE, dtype)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 48).to(DEVICE, dtype)
-    torch.testing.assert_close(one_norm(norm)(x), norm(x), atol=0, rtol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        fused_norm(norm)(x), norm(x), atol=0, rtol=4 * torch.finfo(dtype).eps
+    )
 
 
 def test_a_float32_residual_beside_float16_weights():
     norm, x = GptOssRMSNorm(48, 1e-5).half().to(DEVICE), 1e5 * torch.randn(5, 48, device=DEVICE)
-    assert one_norm(norm)(x).dtype == norm(x).dtype == torch.float32
-    torch.testing.assert_close(one_norm(norm)(x), norm(x))
+    assert fused_norm(norm)(x).dtype == norm(x).dtype == torch.float32
+    torch.testing.assert_close(fused_norm(norm)(x), norm(x))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sink"])
@@ -153,7 +162,7 @@ def test_a_model_with_padding_adapters_and_a_cache(attention):
         list(model.state_dict()),
         model.generate(input_ids=ids, attention_mask=seen, max_new_tokens=6, do_sample=False),
     )
-    assert one_pass(model) == 2 * 2 + 1 + 2 and one_pass(model) == 0
+    assert fuse_layers(model) == 2 * 2 + 1 + 2 and fuse_layers(model) == 0
     assert (
         all((a - b).norm() < 1e-5 * b.norm() for a, b in zip(answer(), before))
         and list(model.state_dict()) == names
@@ -169,10 +178,10 @@ def test_a_model_with_padding_adapters_and_a_cache(attention):
 def test_it_is_saved_and_read_as_before(tmp_path):
     model = build(torch.float32)
     expected = model(torch.arange(2, 12, device=DEVICE)[None]).logits
-    one_pass(model)
+    fuse_layers(model)
     model.save_pretrained(tmp_path)
     again = GptOssForCausalLM.from_pretrained(tmp_path).to(DEVICE)
-    assert not isinstance(again.model.layers[0].self_attn, OnePass)
+    assert not isinstance(again.model.layers[0].self_attn, FusedAttention)
     torch.testing.assert_close(again(torch.arange(2, 12, device=DEVICE)[None]).logits, expected)
 
 
@@ -218,7 +227,7 @@ def outcome(function, x, linears):
 
 
 def is_ours(x, linears):
-    return "LowRank" in type(project(x, *linears)[0].grad_fn.next_functions[0][0]).__name__
+    return "FusedLoraLinears" in type(project(x, *linears)[0].grad_fn.next_functions[0][0]).__name__
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -350,17 +359,17 @@ def by_heads(sinks=True, bias=True, experts="eager", **more):
     for name, p in model.named_parameters():
         p.requires_grad_("lora_" in name or "sinks" in name and not sinks)
     model.get_base_model().set_attn_implementation("sink_lean")
-    assert one_pass(model)
+    assert fuse_layers(model)
     return model
 
 
 @pytest.fixture
 def together(monkeypatch):
     "Set how many key heads are a part; what was taken together since."
-    taken, of_heads = [], fused_layers._of_heads
+    taken, of_heads = [], fused_layers._heads_output
     monkeypatch.setattr(
         fused_layers,
-        "_of_heads",
+        "_heads_output",
         lambda x, begin, end, *rest: taken.append((begin, end)) or of_heads(x, begin, end, *rest),
     )
 
@@ -526,7 +535,7 @@ def test_what_is_alive_does_not_grow_with_the_heads(together):
             LoraConfig(r=1, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
         ).to(DEVICE)
         model.get_base_model().set_attn_implementation("sink_lean")
-        one_pass(model)
+        fuse_layers(model)
         layer, x = (
             model.get_base_model().model.layers[0].self_attn,
             torch.randn(1, T, H, device=DEVICE, requires_grad=True),

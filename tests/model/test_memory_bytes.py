@@ -18,8 +18,8 @@ from peft.helpers import disable_input_dtype_casting
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_nb.algorithm import logprobs
-from grpo_nb.model import experts, loading  # noqa: F401 (registers attention with transformers)
-from grpo_nb.model.fused_layers import in_one_pass, one_pass
+from grpo_nb.model import experts_lora, loading  # noqa: F401 (registers attention with transformers)
+from grpo_nb.model.fused_layers import adapters_are_fused, fuse_layers
 from grpo_nb.model.kernel_choice import KERNELS
 from grpo_nb.model.limits import UNPACKED
 from grpo_nb.model.memory_bytes import (
@@ -421,7 +421,7 @@ def measured_step(
     it is usually done: PEFT converts, and all logits are there."""
     model, ours = adapted(kind, dtype, targets, sizes), implementation == "ours"
     if kind == "gpt_oss":
-        experts.route_adapters(model, routed)
+        experts_lora.route_adapters(model, routed)
     if checkpointing:
         checkpoint_layers(model, {"use_reentrant": False})
     if tile:
@@ -657,7 +657,7 @@ def test_a_model_in_one_pass_costs_what_the_meter_says(dtype, checkpointing, mon
 
     def one_pass_of(*args, made=adapted, **kwargs):
         model = made(*args, **kwargs)
-        assert one_pass(model) and in_one_pass(model)
+        assert fuse_layers(model) and adapters_are_fused(model)
         return model
 
     monkeypatch.setattr(sys.modules[__name__], "adapted", one_pass_of)

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from grpo_nb.environments.arithmetic import addition_problems
-from grpo_nb.model import experts
-from grpo_nb.model.experts import contexts_of, route_adapters
+from grpo_nb.model import experts_grouped
+from grpo_nb.model.experts_grouped import checkpoint_contexts
+from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.loading import load_model
 from grpo_nb.model.offload import offload_embedding, offload_layers
 from grpo_nb.model.packed import EXPERTS, experts_of, pack_experts
@@ -467,7 +468,7 @@ def second_pass_of(model, offload, count):
 
     ids = torch.randint(14, (2, 50), generator=torch.Generator().manual_seed(1))
     with (
-        patch.object(experts, count.__name__, product),
+        patch.object(experts_grouped, count.__name__, product),
         offload_layers(model, attention_from=offload) if offload else nullcontext(),
     ):
         loss = model(ids, labels=ids, use_cache=False).loss
@@ -485,15 +486,15 @@ def second_pass_of(model, offload, count):
 @pytest.mark.parametrize("tokens, fewer", [(None, 1), (40, 6)])
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "packed", "adapted"])
-def test_in_the_second_pass_nobody_hears_the_experts(
+def test_the_recomputation_skips_the_experts_last_product(
     monkeypatch, kind, each, tokens, fewer, offload
 ):
     """The same bits with fewer products: without the last one, or, where gate and up are computed
     again later (three slices), without any."""
     if each:
-        monkeypatch.setattr(experts, "can_group", lambda *a: False)
+        monkeypatch.setattr(experts_grouped, "can_group", lambda *a: False)
     results = []
-    for heard in (False, True):
+    for everything in (False, True):
         model = tiny_gpt_oss()[0].requires_grad_(False)
         if kind == "packed":
             pack_experts(model)
@@ -508,11 +509,15 @@ def test_in_the_second_pass_nobody_hears_the_experts(
         ).train()
         route_adapters(model, "routed_lean")
         slice_layers(model, tokens)
-        if heard:
-            monkeypatch.setattr(experts._Unheard, "__bool__", lambda self: False)
+        if everything:
+            monkeypatch.setattr(experts_grouped._SkipLastProduct, "__bool__", lambda self: False)
         if not offload:
             checkpoint_layers(model, {"use_reentrant": False})
-        results.append(second_pass_of(model, offload, experts._mm if each else experts._grouped_mm))
+        results.append(
+            second_pass_of(
+                model, offload, experts_grouped._product if each else experts_grouped.grouped_mm
+            )
+        )
     (loss, grads, products), (expected, wanted, usual) = results
     assert (
         loss == expected
@@ -527,7 +532,7 @@ def test_in_the_second_pass_nobody_hears_the_experts(
         assert usual - products == 2 * fewer  # two layers
 
 
-def test_other_models_are_heard_and_so_is_a_context_of_one_s_own():
+def test_other_models_skip_nothing_and_a_context_of_ones_own_is_kept():
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=16,
@@ -537,12 +542,12 @@ def test_other_models_are_heard_and_so_is_a_context_of_one_s_own():
             num_attention_heads=2,
         )
     )
-    assert contexts_of(model) is noop_context_fn
-    contexts = contexts_of(
+    assert checkpoint_contexts(model) is noop_context_fn
+    contexts = checkpoint_contexts(
         get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=2, target_modules=["q_proj"]))
     )
     assert (
-        contexts()[1] is experts.UNHEARD
+        contexts()[1] is experts_grouped.SKIP_LAST_PRODUCT
         and pickle.loads(pickle.dumps(copy.deepcopy(contexts)))()[1].depth == 0
     )
     model, calls = tiny_gpt_oss()[0].train(), []

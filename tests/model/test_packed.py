@@ -12,7 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from grpo_nb.model.experts import expert_weights, route_adapters, routed_experts
+from grpo_nb.model.experts_grouped import routed_experts
+from grpo_nb.model.experts_lora import expert_weights, route_adapters
 from grpo_nb.model.mxfp4 import dequantize, quantize
 from grpo_nb.model.packed import EXPERTS, PackedWeight, experts_of, pack, pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
@@ -214,9 +215,9 @@ def test_transformers_computes_with_it(models, implementation):
     ],
 )
 def test_routed_experts(models, path, recompute, grouped, unpacked, monkeypatch):
-    monkeypatch.setattr("grpo_nb.model.experts.UNPACKED", unpacked)
+    monkeypatch.setattr("grpo_nb.model.experts_grouped.UNPACKED", unpacked)
     if not grouped:
-        monkeypatch.setattr("grpo_nb.model.experts.can_group", lambda *a: False)
+        monkeypatch.setattr("grpo_nb.model.experts_grouped.can_group", lambda *a: False)
     packed, dense = (expert_weights(next(iter(experts_of(m).values()))) for m in models)
     torch.manual_seed(1)
     hidden, indices, weights = (
@@ -241,9 +242,9 @@ def test_routed_experts(models, path, recompute, grouped, unpacked, monkeypatch)
 @pytest.mark.parametrize("grouped, most", [(True, 1), (False, 2)])
 def test_one_piece_of_the_experts_is_dense_at_a_time(models, grouped, most, monkeypatch):
     "Of 4 experts one at a time; where each comes alone, with both of its matrices."
-    monkeypatch.setattr("grpo_nb.model.experts.UNPACKED", 1)
+    monkeypatch.setattr("grpo_nb.model.experts_grouped.UNPACKED", 1)
     if not grouped:
-        monkeypatch.setattr("grpo_nb.model.experts.can_group", lambda *a: False)
+        monkeypatch.setattr("grpo_nb.model.experts_grouped.can_group", lambda *a: False)
     made, there, real = [], [], PackedWeight.dequantize
 
     def dequantize(self, *which):

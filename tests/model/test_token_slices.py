@@ -16,12 +16,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grpo_nb.model import experts
-from grpo_nb.model.experts import route_adapters
+from grpo_nb.model import experts_lora
+from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.packed import pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.model.token_slices import (
-    Sliced,
+    SlicedMLP,
     dense_mlps,
     experts_in_slices,
     slice_layers,
@@ -83,7 +83,7 @@ def test_values_and_gradients(kind, config, lora):
         for a, b in zip(results[0], other, strict=True):
             assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
     assert [name for name, _ in model.named_parameters()] == names and not any(
-        isinstance(m, Sliced) for m in model.modules()
+        isinstance(m, SlicedMLP) for m in model.modules()
     )
 
 
@@ -150,13 +150,13 @@ def test_experts_work_on_slices_of_the_size_that_is_set(monkeypatch, packed):
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)
     route_adapters(model, "routed_lean")
-    plain = experts.routed_experts
+    plain = experts_lora.routed_experts
 
     def spy(*args, **options):
         seen.append(options["slice_tokens"])
         return plain(*args, **options)
 
-    monkeypatch.setattr(experts, "routed_experts", spy)
+    monkeypatch.setattr(experts_lora, "routed_experts", spy)
     ids = torch.randint(8, 24, (2, 9), generator=torch.Generator().manual_seed(0))
     for tokens in (None, 1, 5, 16_384, None):
         assert slice_layers(model, tokens) == 2 and slice_tokens_of(model) == (tokens or 4096)

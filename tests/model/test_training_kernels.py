@@ -1,9 +1,13 @@
 """The training kernels against the plain tensors that they replace; interpreted without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from grpo_nb.model import experts, training_kernels
+from grpo_nb.model import experts_grouped as experts
+from grpo_nb.model import training_kernels
+from grpo_nb.model.experts import LowRank
 from grpo_nb.model.mxfp4 import dequantize, quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,7 +155,7 @@ def test_a_layer_trains_through_the_kernels(dtype, packed, monkeypatch):
         7.0,
     )
     if packed:
-        weights = experts.replace(weights, gate_up=pack(weights.gate_up), down=pack(weights.down))
+        weights = replace(weights, gate_up=pack(weights.gate_up), down=pack(weights.down))
     hidden, shares, indices = (
         torch.randn(T, H).to(DEVICE, dtype),
         torch.rand(T, K).to(DEVICE, dtype),
@@ -166,18 +170,18 @@ def test_a_layer_trains_through_the_kernels(dtype, packed, monkeypatch):
         for side in (0, 1)
     ]
 
-    def run(passes):
-        monkeypatch.setattr(experts, "_passes", lambda device: passes)
+    def run(operations):
+        monkeypatch.setattr(experts, "_row_operations", lambda device: operations)
         leaves = [t.clone().requires_grad_() for t in (hidden, shares, *factors)]
         low = dict(
-            gate_up_lora=(experts.LowRank(leaves[2], leaves[3], 0.5),),
-            down_lora=(experts.LowRank(leaves[4], leaves[5], 0.5),),
+            gate_up_lora=(LowRank(leaves[2], leaves[3], 0.5),),
+            down_lora=(LowRank(leaves[4], leaves[5], 0.5),),
         )
         y = experts.routed_experts(
             leaves[0],
             indices,
             leaves[1],
-            experts.replace(weights, **low),
+            replace(weights, **low),
             path="many",
             recompute=True,
         )

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from transformers import GptOssForCausalLM
 
-from grpo_nb.model.experts import routed_experts
-from grpo_nb.model.fused_layers import one_pass
+from grpo_nb.model.experts_grouped import routed_experts
+from grpo_nb.model.fused_layers import fuse_layers
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import engine as engine_module
 from grpo_nb.rollout.decode_ops import DecodeState, append_column
@@ -338,7 +338,7 @@ def test_a_model_in_one_pass_is_read(adapted):
     plain = RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=4, seed=0))
     if adapted:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    assert one_pass(model) > 0
+    assert fuse_layers(model) > 0
     engine = RolloutEngine(model, tokenizer)
     assert (
         engine.way.startswith("directly")
@@ -480,18 +480,18 @@ def test_rotations_looked_up_are_those_computed():
 
 
 def test_experts_of_a_long_prompt_work_in_slices(monkeypatch):
-    from grpo_nb.model import experts
+    from grpo_nb.model import experts_grouped
     from grpo_nb.rollout import decode_ops
 
     decoder = Decoder(tiny_gpt_oss(0)[0])
     x = torch.randn(300, 128, generator=torch.Generator().manual_seed(0))
-    sizes, many = [], experts._many
+    sizes, many = [], experts_grouped._many
 
     def watched(hidden, *arguments):
         sizes.append(len(hidden))
         return many(hidden, *arguments)
 
-    monkeypatch.setattr(experts, "_many", watched)
+    monkeypatch.setattr(experts_grouped, "_many", watched)
 
     def mixed():
         with torch.no_grad():

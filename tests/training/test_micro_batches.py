@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model import attention, limits, shared_prefix
-from grpo_nb.model.experts import route_adapters
-from grpo_nb.model.fused_layers import can_go_by_heads, one_pass
+from grpo_nb.model.experts_lora import route_adapters
+from grpo_nb.model.fused_layers import can_go_by_heads, fuse_layers
 from grpo_nb.model.masks import Mask
 from grpo_nb.model.memory_bytes import GiB
 from grpo_nb.training.config import GRPOConfig
@@ -71,7 +71,7 @@ def few_layers(kinds, heads, kv_heads, head_dim, by_heads=False):
     route_adapters(model, "routed_lean")
     checkpoint_layers(model, {"use_reentrant": False})
     if by_heads:
-        one_pass(model)
+        fuse_layers(model)
     return model
 
 

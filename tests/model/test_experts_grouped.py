@@ -1,0 +1,387 @@
+"""Routed experts against transformers' eager experts: values, gradients, what is computed and what
+is kept."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_bytes import LiveBytes
+from small_experts import error, experts_module, inputs, value_and_gradients
+from torch.utils.flop_counter import FlopCounterMode
+
+from grpo_nb.model import experts_grouped
+from grpo_nb.model.experts import LowRank, swiglu
+from grpo_nb.model.experts_grouped import FEW_ELEMENTS, routed_experts
+from grpo_nb.model.experts_lora import expert_weights
+
+WAYS = {
+    "reference": dict(path="reference"),
+    "few": dict(path="few"),
+    "many": dict(path="many"),
+    "recompute": dict(path="many", recompute=True),
+    "slices": dict(path="many", recompute=True, slice_tokens=3),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    T=st.integers(0, 9),
+    H=st.sampled_from([3, 8, 24]),
+    inner=st.sampled_from([1, 8, 16]),
+    E=st.integers(2, 6),
+    data=st.data(),
+    routing=st.sampled_from(["random", "to the first"]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 99),
+)
+def test_equals_transformers(T, H, inner, E, data, routing, dtype, seed):
+    K = data.draw(st.integers(1, min(E, 4)))
+    module, (hidden, indices, weights) = (
+        experts_module(H, inner, E, dtype, seed),
+        inputs(T, H, E, K, routing, dtype, seed),
+    )
+    leaves = [hidden, weights, *module.parameters()]
+    if T == 0:  # eager's answer has no gradient then
+        for way in WAYS.values():
+            assert routed_experts(
+                hidden, indices, weights, expert_weights(module), **way
+            ).shape == (0, H)
+        return
+    theirs = value_and_gradients(lambda: module(hidden, indices, weights), leaves)
+    for name, way in WAYS.items():
+        ours = value_and_gradients(
+            lambda: routed_experts(hidden, indices, weights, expert_weights(module), **way), leaves
+        )
+        for a, b in zip(ours, theirs):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            torch.testing.assert_close(
+                a,
+                b,
+                rtol=1e-9 if dtype == torch.float64 else 1e-4,
+                atol=1e-9 if dtype == torch.float64 else 1e-4,
+                msg=lambda m: f"{name}: {m}",
+            )
+
+
+@pytest.mark.parametrize("way", ["few", "many", "slices"])
+@pytest.mark.parametrize("sizes", [(32, 24), (20, 12)], ids=["grouped", "loop"])
+def test_bf16_is_as_near_the_truth_as_eager(way, sizes):
+    module, (hidden, indices, weights) = (
+        experts_module(*sizes, 8, torch.bfloat16, spread=1),
+        inputs(64, sizes[0], 8, 4, dtype=torch.bfloat16),
+    )
+    exact, (hidden64, weights64) = (
+        copy.deepcopy(module).double(),
+        (x.detach().double().requires_grad_() for x in (hidden, weights)),
+    )
+    truth = value_and_gradients(
+        lambda: exact(hidden64, indices, weights64), [hidden64, weights64, *exact.parameters()]
+    )
+    leaves = (
+        [hidden, weights] if way == "few" else [hidden, weights, *module.parameters()]
+    )  # few is not for training: weights gathered, gradients added in bf16
+    theirs = value_and_gradients(lambda: module(hidden, indices, weights), leaves)
+    options = {
+        **WAYS[way],
+        **(dict(slice_tokens=32) if way == "slices" else {}),
+    }  # the gradients of slices are added in bf16 too
+    ours = value_and_gradients(
+        lambda: routed_experts(hidden, indices, weights, expert_weights(module), **options), leaves
+    )
+    for a, b, exact_value in zip(ours, theirs, truth):
+        assert error(a, exact_value) < max(1.15 * error(b, exact_value), 0.004)
+
+
+@pytest.mark.parametrize("way", ["few", "many", "slices"])
+def test_gradients_of_factors_by_finite_differences(way):
+    torch.manual_seed(0)
+    weights, (hidden, indices, shares) = (
+        expert_weights(experts_module(4, 3, 3).requires_grad_(False)),
+        inputs(4, 4, 3, 2),
+    )
+    a, b, c, d = (
+        0.3 * torch.randn(*shape, dtype=torch.float64)
+        for shape in ((3, 4, 2), (3, 2, 6), (3, 3, 2), (3, 2, 4))
+    )
+
+    def function(hidden, shares, a, b, c, d):
+        experts = type(weights)(
+            **{
+                **weights.__dict__,
+                "gate_up_lora": (LowRank(a, b, 0.5),),
+                "down_lora": (LowRank(c, d, 2.0),),
+            }
+        )
+        return routed_experts(hidden, indices, shares, experts, **WAYS[way])
+
+    assert torch.autograd.gradcheck(
+        function, [x.detach().requires_grad_() for x in (hidden, shares, a, b, c, d)]
+    )
+
+
+@pytest.mark.parametrize("way", ["few", "many"])
+def test_only_what_is_routed_is_computed(way):
+    T, K, E, H, inner = 7, 2, 16, 12, 10
+    module, (hidden, indices, weights) = experts_module(H, inner, E), inputs(T, H, E, K)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        routed_experts(hidden, indices, weights, expert_weights(module), **WAYS[way])
+    assert counter.get_total_flops() == 2 * T * K * (H * 2 * inner + inner * H)
+
+
+def loud(dtype, scale_up=3e4, scale_down=3e4):
+    """Experts whose gate_up and whose answers exceed 65,504, and shares with which their sum does
+    not."""
+    module = experts_module(16, 8, 4)
+    with torch.no_grad():
+        module.gate_up_proj.mul_(scale_up / 4)
+        module.down_proj.mul_(scale_down)
+        for parameter in module.parameters():
+            parameter.clamp_(-6e4, 6e4)
+    return module.to(dtype)
+
+
+@pytest.mark.parametrize("way", ["few", "many", "slices"])
+def test_activations_beyond_float16(way):
+    module, (hidden, indices, weights) = (
+        loud(torch.float16),
+        inputs(12, 16, 4, 2, dtype=torch.float16),
+    )
+    weights = (weights.detach() / 256).requires_grad_()
+    exact = copy.deepcopy(module).double()
+    hidden64, weights64 = (x.detach().double().requires_grad_() for x in (hidden, weights))
+    pre = hidden64.detach() @ exact.gate_up_proj.detach()
+    assert pre.abs().max() > 65504 and (swiglu(pre) @ exact.down_proj.detach()).abs().max() > 65504
+    assert not module(hidden, indices, weights).isfinite().all()  # eager
+    truth = exact(hidden64, indices, weights64).detach()
+    ours = routed_experts(hidden, indices, weights, expert_weights(module), **WAYS[way])
+    assert (
+        ours.dtype == torch.float16
+        and truth.abs().max().item() < 65504
+        and error(ours, truth) < 0.002
+    )
+    small = 1e-9 * torch.randn_like(truth)
+    theirs = torch.autograd.grad(exact(hidden64, indices, weights64), weights64, small * 1e6)[0]
+    gradient = torch.autograd.grad(ours, weights, (small * 1e6).half())[0]
+    assert gradient.isfinite().all() and error(gradient, theirs) < 0.02
+
+
+@pytest.mark.parametrize("way", ["few", "many"])
+def test_a_float32_residual_beside_float16_weights_keeps_large_answers(way):
+    module, (hidden, indices, weights) = (
+        loud(torch.float16),
+        inputs(12, 16, 4, 2, dtype=torch.float16),
+    )
+    hidden, weights = hidden.detach().float(), weights.detach().float()
+    truth = (
+        copy.deepcopy(module)
+        .double()
+        .requires_grad_(False)(hidden.double(), indices, weights.double())
+    )
+    ours = routed_experts(hidden, indices, weights, expert_weights(module), **WAYS[way])
+    assert (
+        ours.dtype == torch.float32
+        and truth.abs().max() > 65504
+        and ours.isfinite().all()
+        and error(ours, truth) < 0.01
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["few", "many", "slices"])
+def test_autocast_is_honoured(way, dtype):
+    module, (hidden, indices, weights) = (
+        experts_module(32, 24, 8, torch.float32, spread=1),
+        inputs(40, 32, 8, 4, dtype=torch.float32),
+    )
+    leaves = [hidden, weights, *module.parameters()]
+    truth = value_and_gradients(lambda: module(hidden, indices, weights), leaves)
+    with torch.autocast("cpu", dtype):
+        eager, ours = (
+            module(hidden, indices, weights),
+            routed_experts(hidden, indices, weights, expert_weights(module), **WAYS[way]),
+        )
+    assert ours.dtype == torch.float32 and error(eager, truth[0]) / 3 < error(
+        ours, truth[0]
+    ) < 1.5 * error(eager, truth[0])
+    gradient = torch.randn(
+        ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).float()
+    for a, b in zip(torch.autograd.grad(ours, leaves, gradient), truth[1:]):
+        assert a.dtype == torch.float32 and error(a, b) < 0.02
+
+
+@pytest.mark.parametrize("way", ["few", "many", "slices"])
+def test_a_token_may_name_an_expert_twice_and_runs_repeat_bit_for_bit(way):
+    module, (hidden, _, weights) = (
+        experts_module(16, 8, 4, torch.float32),
+        inputs(6, 16, 4, 3, dtype=torch.float32),
+    )
+    indices = torch.tensor([[1, 1, 2]]).repeat(6, 1)
+    results = [
+        value_and_gradients(
+            lambda: routed_experts(hidden, indices, weights, expert_weights(module), **WAYS[way]),
+            [hidden, weights, *module.parameters()],
+        )
+        for _ in range(2)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    reference = value_and_gradients(
+        lambda: routed_experts(hidden, indices, weights, expert_weights(module), path="reference"),
+        [hidden, weights, *module.parameters()],
+    )
+    assert all(error(a, b) < 1e-5 for a, b in zip(results[0], reference))
+
+
+def test_recomputing_keeps_the_input_only():
+    module, (hidden, indices, weights) = (
+        experts_module(16, 32, 4).requires_grad_(False),
+        inputs(64, 16, 4, 2),
+    )
+
+    def kept(**options):
+        known, seen = (
+            {x.untyped_storage().data_ptr() for x in (hidden, weights, *module.parameters())},
+            [],
+        )
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+            routed_experts(hidden, indices, weights, expert_weights(module), path="many", **options)
+        new = [x for x in seen if x.untyped_storage().data_ptr() not in known]
+        return sum(x.numel() for x in new if x.is_floating_point()), sum(
+            x.numel() for x in new if not x.is_floating_point()
+        )
+
+    places = (
+        4 * 64 * 2 + 4
+    )  # each pair's expert, token and row, there and back; where each expert's rows end
+    assert kept(recompute=True) == (0, places) and kept() == (
+        64 * 2 * 64,
+        places,
+    )  # gate_up of every pair
+
+
+@pytest.mark.parametrize("routing", ["random", "to the first"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_experts_rows_some_at_a_time(recompute, routing, monkeypatch):
+    """One expert after the other; with a router that sends all to the same ones, its rows are as
+    many as there are tokens."""
+    module, (hidden, indices, weights) = (
+        experts_module(16, 8, 4, dtype=torch.float64),
+        inputs(23, 16, 4, 2, routing),
+    )
+    torch.manual_seed(0)
+    factors = [
+        (0.3 * torch.randn(*shape, dtype=torch.float64)).requires_grad_()
+        for shape in ((4, 16, 2), (4, 2, 16), (4, 8, 2), (4, 2, 16))
+    ]
+    leaves = [hidden, weights, *module.parameters(), *factors]
+
+    def run(path):
+        given = type(expert_weights(module))(
+            **{
+                **expert_weights(module).__dict__,
+                "gate_up_lora": (LowRank(*factors[:2], 0.5),),
+                "down_lora": (LowRank(*factors[2:], 2.0),),
+            }
+        )
+        return value_and_gradients(
+            lambda: routed_experts(hidden, indices, weights, given, path=path, recompute=recompute),
+            leaves,
+        )
+
+    truth = run("reference")
+    monkeypatch.setattr(experts_grouped, "can_group", lambda *given: False)
+    for rows in (23, 5, 1):
+        monkeypatch.setattr(experts_grouped, "ROWS_OF_ONE", rows)
+        for a, b in zip(run("many"), truth):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    out = routed_experts(
+        hidden, indices, weights, expert_weights(module), path="many", recompute=recompute
+    )
+    first, second = (
+        torch.autograd.grad(out.sin().sum(), leaves[:3], retain_graph=True) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_does_not_depend_on_the_router(recompute, monkeypatch):
+    """One expert after the other: a router that sends all tokens to the same ones takes no more
+    than an even one."""
+    monkeypatch.setattr(experts_grouped, "can_group", lambda *given: False)
+    monkeypatch.setattr(experts_grouped, "ROWS_OF_ONE", 32)
+    module, peaks = experts_module(16, 16, 8, torch.float32).requires_grad_(False), []
+    for indices in (
+        (torch.arange(2) + 2 * torch.arange(256)[:, None]) % 8,
+        torch.arange(2).expand(256, 2),
+    ):
+        hidden, _, weights = inputs(256, 16, 8, 2, dtype=torch.float32)
+        with LiveBytes(hidden, indices, weights, *module.parameters()) as live:
+            routed_experts(
+                hidden, indices, weights, expert_weights(module), path="many", recompute=recompute
+            ).sum().backward()
+        peaks.append(live.peak)
+    assert peaks[1] <= 1.02 * peaks[0], peaks
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("way", ["many", "recompute", "slices"])
+def test_the_graph_may_be_walked_again(way, checkpointed):
+    "The first backward pass takes the memory of what was kept; the second one computes it again."
+    module, (hidden, indices, weights) = experts_module(16, 8, 4), inputs(20, 16, 4, 2)
+    leaves = [hidden, weights, *module.parameters()]
+
+    def run(h, w):
+        return routed_experts(h, indices, w, expert_weights(module), **WAYS[way])
+
+    out = (
+        torch.utils.checkpoint.checkpoint(run, hidden, weights, use_reentrant=False)
+        if checkpointed
+        else run(hidden, weights)
+    )
+    first, second = (
+        torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_auto_takes_few_for_a_handful_without_gradients(monkeypatch):
+    module, (hidden, indices, weights) = experts_module(16, 8, 4), inputs(4, 16, 4, 2)
+    taken = []
+    for name in ("gathered_experts", "_many"):
+        monkeypatch.setattr(
+            f"grpo_nb.model.experts_grouped.{name}",
+            lambda hidden, *rest, name=name: taken.append(name) or hidden,
+        )
+    routed_experts(hidden, indices, weights, expert_weights(module))
+    with torch.no_grad():
+        routed_experts(hidden, indices, weights, expert_weights(module))
+        T = FEW_ELEMENTS["cpu"] // (2 * (16 * 16 + 8 * 16)) + 1
+        routed_experts(*inputs(T, 16, 4, 2), expert_weights(module))
+    assert taken == ["_many", "gathered_experts", "_many"]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(indices=torch.zeros(5, 3, dtype=torch.long)), "one row a token"),
+        (dict(hidden=torch.zeros(5, 7, dtype=torch.float64)), "7 wide"),
+        (dict(indices=torch.full((5, 2), 4)), "experts 0 to 3"),
+        (dict(path="fast"), "'fast'"),
+        (dict(slice_tokens=0), "slice_tokens is 0"),
+    ],
+)
+def test_errors_are_sentences(change, words):
+    hidden, indices, weights = inputs(5, 16, 4, 2)
+    arguments = {
+        **dict(
+            hidden=hidden,
+            indices=indices,
+            weights=weights,
+            experts=expert_weights(experts_module(16, 8, 4)),
+        ),
+        **change,
+    }
+    with pytest.raises(ValueError, match=words):
+        routed_experts(**arguments)
