@@ -247,8 +247,9 @@ def activate_backward(
         act = (up + 1) * gate * sigma
         total.copy_((g * act).sum(1))
         g = g * s[:, None]
-        slope = sigma + alpha * gate * sigma * (1 - sigma)
-        d_gate = g * (up + 1) * slope * (rows[:, ::2] <= limit)
+        d_gate = (
+            g * (up + 1) * (sigma + alpha * gate * sigma * (1 - sigma)) * (rows[:, ::2] <= limit)
+        )
         d_up = g * gate * sigma * (rows[:, 1::2].abs() <= limit)
         result[:, ::2], result[:, 1::2] = d_gate, d_up
         grad.copy_(act * s[:, None])
