@@ -205,9 +205,8 @@ def run_demo(
     out: str | Path = "runs/demo",  # folder, made if need be
     resume: bool = False,  # go on with an interrupted run in that folder
     quiet: bool = False,  # no progress bar and no table
-) -> dict[
-    str, Any
-]:  # accuracy_before, accuracy_after, seconds, seed, steps: what summary.json holds
+    # accuracy_before, accuracy_after, seconds, seed, steps: what summary.json holds
+) -> dict[str, Any]:
     "Warm up, train with GRPO, test on sums never seen, and leave everything in `out`."
     began, folder = time.perf_counter(), Path(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -45,9 +45,8 @@ def _nan_for_none(value):
 def _read_rewards(
     rewards: torch.Tensor | list,  # (N,) or (N, K) numbers, NaN or None
     weights: torch.Tensor | list | None,  # (K,) or None
-) -> tuple[
-    torch.Tensor, torch.Tensor
-]:  # rewards (N, K) and weights (K,), float32 or wider, detached
+    # rewards (N, K) and weights (K,), float32 or wider, detached
+) -> tuple[torch.Tensor, torch.Tensor]:
     "Rewards and weights as tensors of one type, on one device."
     rewards = torch.as_tensor(_nan_for_none(rewards)).detach()
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
@@ -141,9 +140,8 @@ def _weighted_sum(
 # %% ../../nbs/algorithm/01_advantages.ipynb #4f9fe794
 def _centre(
     rewards: torch.Tensor,  # (P, G, ...), NaN = not scored
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]:  # deviation (P, G, ...), mean and std (P, 1, ...): all finite
+    # deviation (P, G, ...), mean and std (P, 1, ...): all finite
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Distance of each reward from the mean of its group (0 where not scored), that mean, and the
     standard deviation (ddof=1)."""
     scored = ~rewards.isnan()
@@ -165,10 +163,9 @@ def _divide(deviation: torch.Tensor, std: torch.Tensor, eps: float) -> torch.Ten
 
 # %% ../../nbs/algorithm/01_advantages.ipynb #dc0b6ed2
 def group_advantages(
-    rewards: torch.Tensor
     # (N,) or (N, K): K reward functions; the G completions of a prompt stand side by side; NaN or
     # None = not scored by that function
-    | list,
+    rewards: torch.Tensor | list,
     num_generations: int,  # G >= 2, completions of each prompt; N must be a multiple of it
     *,
     weights: torch.Tensor

@@ -354,8 +354,8 @@ class BatchLayout:
         self,
         cycle: int,  # counted through all epochs
         step: int,  # place in its cycle
-        cycles_per_epoch: int
-        | None = None,  # the end of an epoch closes the window early; None: one endless epoch
+        # the end of an epoch closes the window early; None: one endless epoch
+        cycles_per_epoch: int | None = None,
     ) -> bool:
         "Whether the optimizer steps after this micro-batch."
         if cycles_per_epoch is not None:

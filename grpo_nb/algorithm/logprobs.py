@@ -185,13 +185,11 @@ def chunk_rows(
     batch: int,  # sequences, B
     length: int,  # tokens a sequence, T
     mini_batch: int | None = None,  # in how many pieces the batch is split; None: 1
-    logit_chunk_multiplier: int
     # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024
     # rows
-    | None = None,
-) -> list[
-    tuple[int, int]
-]:  # first row and one past the last row of each chunk, of the batch flattened to (B * T, H)
+    logit_chunk_multiplier: int | None = None,
+    # first row and one past the last row of each chunk, of the batch flattened to (B * T, H)
+) -> list[tuple[int, int]]:
     "Where the chunks of a flattened batch begin and end."
     pieces = 1 if mini_batch is None else mini_batch
     _check_count("mini_batch", pieces)
@@ -366,10 +364,9 @@ def chunked_hidden_states_selective_log_softmax(
     *,
     bias: torch.Tensor | None = None,  # (V,), the head's bias
     mini_batch: int | None = None,  # in how many pieces the batch is split; None: 1
-    logit_chunk_multiplier: int
     # in how many chunks each piece's tokens are split; None: at least 4, and no chunk above 1,024
     # rows
-    | None = None,
+    logit_chunk_multiplier: int | None = None,
     temperature: float = 1.0,  # the sampler's temperature
     logit_softcapping: float | None = None,  # c of c * tanh(logits / c)
     logit_scale: float = 1.0,  # the logits are multiplied by it, before the soft cap
@@ -431,8 +428,8 @@ def choose_chunks(
     # for each logit of a chunk: one bf16 and two float32 copies; 2 where the softmax is compiled
     logit_element_bytes: int = 10,
     mini_batch: int | None = None,  # fixed by the user; None: chosen
-    logit_chunk_multiplier: int
-    | None = None,  # fixed by the user; None: max(4, length // 4096), or more if needed
+    # fixed by the user; None: max(4, length // 4096), or more if needed
+    logit_chunk_multiplier: int | None = None,
 ) -> Chunks:  # the coarsest split that fits; a ValueError with the numbers if none does
     "Choose `mini_batch` and `logit_chunk_multiplier` by the memory that is free."
     for name, value in (

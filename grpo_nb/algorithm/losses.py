@@ -45,8 +45,8 @@ def clipped_loss(
     advantages: Tensor,  # (B, 1)
     epsilon: float = 0.2,  # lower border 1 - epsilon
     epsilon_high: float = 0.2,  # upper border 1 + epsilon_high
-    delta: float
-    | None = None,  # cap of the ratio where the advantage is negative (arXiv 2505.07291)
+    # cap of the ratio where the advantage is negative (arXiv 2505.07291)
+    delta: float | None = None,
     **_,  # each loss takes what its formula names and leaves the rest
 ) -> Tensor:  # the shape of `ratio`
     """-min(min(c, delta) A, clip(c, 1 - epsilon, 1 + epsilon_high) A): PPO's clipped objective
@@ -249,8 +249,8 @@ def high_entropy_mask(
     mask: Tensor,  # (B, T) non-zero = counts
     top_entropy_quantile: float,  # share of the active tokens to keep, 0 to 1
     *,
-    gathered: Tensor
-    | None = None,  # (n,) entropies of the active tokens of every process; None = this batch's own
+    # (n,) entropies of the active tokens of every process; None = this batch's own
+    gathered: Tensor | None = None,
 ) -> Tensor:  # (B, T) bool, True = keep
     "The tokens whose entropy is among the highest (arXiv 2506.01939)."
     mask = mask.bool()
@@ -487,9 +487,8 @@ def ratio_metrics(
     advantages: Tensor,  # (B, 1)
     mask: Tensor,  # (B, T) bool
     borders: tuple[float, float, float],  # from `BORDERS`
-) -> dict[
-    str, Tensor
-]:  # name -> 0-d; shares are of active tokens (of sequences, for a sequence ratio)
+    # name -> 0-d; shares are of active tokens (of sequences, for a sequence ratio)
+) -> dict[str, Tensor]:
     "How far the ratios are from 1, and how many of them a border holds back."
     low, high, delta = borders
     cut = {
@@ -537,8 +536,8 @@ def grpo_loss(
     advantages: Tensor,  # (B,) one a completion
     mask: Tensor,  # (B, T) non-zero = the token counts; what is under a 0 is never read
     *,
-    old_logps: Tensor
-    | None = None,  # (B, T) when the batch was drawn; None = logps, the ratio is 1
+    # (B, T) when the batch was drawn; None = logps, the ratio is 1
+    old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,  # (B, T) of the reference; needed for beta > 0
     rollout_logps: Tensor | None = None,  # (B, T) of the sampler, for the off-policy mask
     rollout_weights: Tensor | None = None,  # (B, T) or (B, 1) from `rollout_correction`

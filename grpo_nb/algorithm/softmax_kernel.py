@@ -94,9 +94,8 @@ def softmax_chunk(
     temperature: float = 1.0,
     scale: float = 1.0,  # the logits are multiplied by it first
     entropy: bool = False,  # that too
-) -> tuple[
-    torch.Tensor, torch.Tensor | None
-]:  # (n,) float32 log-probs, NaN where the index is no token; (n,) entropy in nats
+    # (n,) float32 log-probs, NaN where the index is no token; (n,) entropy in nats
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     "The log-prob of each row's token, and the row's entropy."
     logps = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     entropies = torch.empty_like(logps) if entropy else None

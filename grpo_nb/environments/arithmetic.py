@@ -31,9 +31,8 @@ def addition_problems(
     held_out: int = 500,  # problems that are never trained on
     smallest: int = 10,  # both numbers go from this
     largest: int = 99,  # to this
-) -> tuple[
-    list[dict], list[dict]
-]:  # rows to train on, rows held out; each {"prompt": "12+34=", "answer": "46"}
+    # rows to train on, rows held out; each {"prompt": "12+34=", "answer": "46"}
+) -> tuple[list[dict], list[dict]]:
     "Every sum of two numbers, split into training and held-out problems."
     rows = [
         {"prompt": f"{a}+{b}=", "answer": str(a + b)}

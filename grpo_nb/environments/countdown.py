@@ -93,9 +93,8 @@ def carry_out(
 
 def read_expression(
     text: str,  # for example "(20 - 5) * 3"
-) -> tuple[
-    Fraction, list[int]
-]:  # its value and the numbers in it, in order; NotAnExpression if it is none
+    # its value and the numbers in it, in order; NotAnExpression if it is none
+) -> tuple[Fraction, list[int]]:
     "The value of an arithmetic expression, which is read and not evaluated."
     values, operators, numbers, number_next = [], [], [], True
     for token in tokens(text):
@@ -260,9 +259,8 @@ def countdown_closeness_reward(
     target: list[int],  # what has to come out
     use_all: list[bool] | None = None,  # whether all numbers have to be used
     **kwargs,  # other columns, not needed
-) -> list[
-    float
-]:  # 1 for the target, then from 0.5 down to -1; -1 without an expression that keeps the rules
+    # 1 for the target, then from 0.5 down to -1; -1 without an expression that keeps the rules
+) -> list[float]:
     "How near does it come?"
     return points_of(judge_closeness, completions, numbers=numbers, target=target, use_all=use_all)
 

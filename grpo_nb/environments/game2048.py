@@ -458,10 +458,9 @@ class StrategyRewards:
         games: int = 4,  # for each completion
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
-        seed: int
         # None: games that nobody can foresee, new ones for each batch; a number, the same on all
         # processes: others at each step, the same for all
-        | None = None,
+        seed: int | None = None,
         workers: int = 2,  # completions at the same time
         **settings,  # target, size, move_s, game_s, memory_mb: as for `play_program`
     ):

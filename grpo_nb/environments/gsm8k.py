@@ -152,9 +152,8 @@ def word_problems(
 # %% ../../nbs/environments/03_gsm8k.ipynb #4974d823
 def gsm8k(
     split: str = "train",  # or "test", or a part of one such as "train[:100]"
-    path: str
     # a name on the Hugging Face Hub, or a folder with files in GSM8K's form
-    | Path = "openai/gsm8k",
+    path: str | Path = "openai/gsm8k",
     *,
     system_prompt: str | None = SYSTEM_PROMPT,  # None: the question alone
 ) -> "datasets.Dataset":  # columns prompt, answer, solution
@@ -480,8 +479,7 @@ def solution_proximity_reward(
     completions: list,  # strings or chat messages
     answer: list,  # the right answers; ValueError for one without a number
     **kwargs,  # other columns, not needed
-) -> list[
-    float
-]:  # 1 for the right number, then from 0.5 down to -1; -1 too for a completion without the form
+    # 1 for the right number, then from 0.5 down to -1; -1 too for a completion without the form
+) -> list[float]:
     "How near is the number in the solution tags?"
     return [judge_solution(completion_text(c), a).points for c, a in zip(completions, answer)]

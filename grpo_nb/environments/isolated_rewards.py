@@ -849,18 +849,16 @@ def isolated(
     *,
     # how long a call may take; what is not done by then is killed and scored None
     timeout_s: float = 10.0,
-    each_timeout_s: float
     # ask about one completion at a time, with this limit for each; None: about all in one call, as
     # TRL does
-    | None = None,
+    each_timeout_s: float | None = None,
     # processes: so many completions (or, without each_timeout_s, calls from several threads) are
     # judged at once
     workers: int = 1,
     # how long a worker may take to be ready; not part of the deadline
     start_timeout_s: float = 60.0,
-    arguments: dict[str, Any]
     # further arguments of the function, the same in every call: settings that a closure would hold
-    | None = None,
+    arguments: dict[str, Any] | None = None,
     prepare: Callable
     | str
     # called once in a fresh worker, without arguments, before it is ready: to import or load what

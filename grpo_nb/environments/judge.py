@@ -249,9 +249,8 @@ async def ask(
     messages: list[dict[str, str]],
     end: float,  # time of the event loop after which nobody waits
     jitter: random.Random,  # not the global one, whose state belongs to the run
-) -> tuple[
-    float | None, str
-]:  # the score, None if there is none; what the judge wrote, or why there is none
+    # the score, None if there is none; what the judge wrote, or why there is none
+) -> tuple[float | None, str]:
     "Up to 1 + retries requests; JudgeError for what will not pass."
     for attempt in range(judge.retries + 1):
         try:
@@ -421,8 +420,8 @@ def judge_reward(
     ),  # smallest and largest score; the reward is the score as it is
     backoff_s: float = 0.5,  # seconds before the first retry, doubled for each further one
     deadline_s: float = 300.0,  # seconds for a whole call; what is not judged by then is None
-    options: dict[str, Any]
-    | None = None,  # of the request; None: {"temperature": 0.0, "max_tokens": 1024}
+    # of the request; None: {"temperature": 0.0, "max_tokens": 1024}
+    options: dict[str, Any] | None = None,
     name: str = "judge",  # of the function, its metrics and its column of comments
 ) -> Callable:  # an async reward function for GRPOTrainer
     """A reward function that asks a language model on a server for a score. What will not pass is a

@@ -69,9 +69,8 @@ def answer_fault(
 def answer_errors(
     answer: Any,  # what a program returned
     truth: Matrix,
-) -> tuple[
-    float, float, str | None
-]:  # largest absolute error, mean squared error (both inf for what cannot be compared), why
+    # largest absolute error, mean squared error (both inf for what cannot be compared), why
+) -> tuple[float, float, str | None]:
     "How wrong an answer is."
     fault = answer_fault(answer, len(truth), len(truth[0]))
     if fault:
@@ -319,10 +318,9 @@ class MatmulRewards:
         *,
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
-        seed: int
         # None: matrices that nobody can foresee, new ones for each batch; a number, the same on all
         # processes: others at each step, the same for all
-        | None = None,
+        seed: int | None = None,
         **settings,  # size, trials, timeout_s, memory_mb: as for `judge_matmul`
     ):
         if scale not in ("plain", "published"):

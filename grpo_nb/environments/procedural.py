@@ -360,9 +360,8 @@ def procedural(
     timeout_s: float = 60.0,  # for all completions of a step
     each_timeout_s: float = 5.0,  # for one of them
     workers: int = 1,  # processes that judge
-) -> tuple[
-    "datasets.Dataset", Callable
-]:  # columns prompt, answer, task, config, entry; and the reward function
+    # columns prompt, answer, task, config, entry; and the reward function
+) -> tuple["datasets.Dataset", Callable]:
     "Data set and reward for any tasks of reasoning-gym; ValueError for what it does not know."
     from datasets import Dataset
 

@@ -17,9 +17,8 @@ from .verifiers import Explanation, completion_text, explained_by
 # %% ../../nbs/environments/04_rubric.ipynb #7f73bd8a
 def check_arguments(
     check: Callable,  # a check: text first, then columns by name
-) -> list[
-    str
-]:  # the names after the first that have to be given; those with a default are left to it
+    # the names after the first that have to be given; those with a default are left to it
+) -> list[str]:
     "Which columns of the data a check asks for."
     try:
         parameters = list(inspect.signature(check).parameters.values())[1:]
@@ -98,8 +97,8 @@ class Rubric:
     def __call__(
         self,
         completions: list,  # strings or chat messages
-        log_metric: Callable[[str, float], None]
-        | None = None,  # the trainer's; None: nothing is logged
+        # the trainer's; None: nothing is logged
+        log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,  # lists with one entry for each completion, and other things of the trainer
     ) -> list[float]:  # the sum of the points
         "Points of each completion; the mean share of each criterion is logged as NAME/CRITERION."
@@ -192,8 +191,8 @@ def readability_points(
 @explained_by(judge_readability)
 def readability_penalty(
     completions: list,  # strings or chat messages
-    log_metric: Callable[[str, float], None]
-    | None = None,  # the trainer's; None: nothing is logged
+    # the trainer's; None: nothing is logged
+    log_metric: Callable[[str, float], None] | None = None,
     **kwargs,  # other columns, not needed
 ) -> list[float]:  # from -1 to 0
     """Points off for text that is hard to read; the mean of each fault is logged as

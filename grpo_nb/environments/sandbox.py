@@ -105,8 +105,8 @@ class SupervisorConnection:
     def __init__(
         self,
         connection: socket.socket,
-        process: subprocess.Popen
-        | None = None,  # None: a copy of a supervisor, which is not our child
+        # None: a copy of a supervisor, which is not our child
+        process: subprocess.Popen | None = None,
     ):
         self.socket, self.process = connection, process
 
@@ -580,8 +580,8 @@ def create_locked_down_function(
     entry: str | None = None,  # the name of another function in it
     timeout_s: float = 5.0,  # for each call
     memory_mb: int = 512,  # for each call
-    pool: SandboxPool
-    | None = None,  # None: one supervisor of its own, which lives as long as the function
+    # None: one supervisor of its own, which lives as long as the function
+    pool: SandboxPool | None = None,
 ) -> LockedDownFunction:  # SyntaxError or ValueError if there is no such function
     """A function whose code never runs in this process: no access to our variables, modules, files
     or timers. Its value is whatever the code says: check types and values before you believe it."""

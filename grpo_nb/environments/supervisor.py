@@ -675,9 +675,8 @@ class Program:
         message: bytes,  # lets it go
         buffer: bytearray,  # for its answer
         connection,  # to the training process: nothing comes there now, unless it ends
-    ) -> tuple[
-        bytes, int, int, int
-    ]:  # how it went, ns by the clock, ns of processor, bytes in the buffer
+        # how it went, ns by the clock, ns of processor, bytes in the buffer
+    ) -> tuple[bytes, int, int, int]:
         "Sends a message and waits for one answer, until the deadline."
         used, begin = processor_ns(self.pid), time.perf_counter_ns()
         deadline, filled, tag = begin + int(self.timeout_s * 1e9), 0, None

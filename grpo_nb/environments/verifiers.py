@@ -22,8 +22,8 @@ from .isolated_rewards import short
 
 # %% ../../nbs/environments/01_verifiers.ipynb #f93f3f2a
 def completion_text(
-    completion: str
-    | list[dict],  # a string, or messages like [{"role": "assistant", "content": "4"}]
+    # a string, or messages like [{"role": "assistant", "content": "4"}]
+    completion: str | list[dict],
 ) -> str:  # what the model wrote, turns joined by line breaks
     "The text of a completion, in whichever of the two forms it comes."
     if isinstance(completion, str):

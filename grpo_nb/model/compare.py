@@ -50,8 +50,8 @@ def watch(
     modules: list[
         nn.Module
     ],  # whose first argument (or `hidden_states`) and first result are tensors
-    feed: list[torch.Tensor]
-    | None = None,  # one for each module: what it is given in place of its own input
+    # one for each module: what it is given in place of its own input
+    feed: list[torch.Tensor] | None = None,
 ) -> Iterator[tuple[list, list]]:  # (inputs, outputs), filled while the model runs
     """Inside `with`: record what goes into each module and what comes out of it, and choose what
     goes in."""
@@ -292,9 +292,8 @@ def _evaluating(*models):
 def compare_layers(
     model_a: nn.Module,  # a causal model of transformers: the one that is believed
     model_b: nn.Module,  # the same model in another form: dtype, attention, weights; on any device
-    inputs: dict[str, torch.Tensor]
     # what the tokenizer returns (input_ids, attention_mask), or (B, L) ids without padding
-    | torch.Tensor,
+    inputs: dict[str, torch.Tensor] | torch.Tensor,
     *,
     gradients: bool = False,  # compare the gradient of the loss at each part's input too
 ) -> LayerComparison:  # differences with each model on its own, and with each part fed the same

@@ -233,9 +233,8 @@ def activate_backward(
     alpha: float,
     limit: float,
     out: torch.Tensor,  # (P, 2I) may be `z` itself
-) -> tuple[
-    torch.Tensor, torch.Tensor
-]:  # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
+    # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
+) -> tuple[torch.Tensor, torch.Tensor]:
     "The gradient of `activate`."
     wide = at_least_float32(z.dtype)
     sums = gradient.new_empty(len(z), dtype=wide)

@@ -210,9 +210,8 @@ class AdaptedWeight:
     def exact(
         self,
         e: int,  # the expert; 0 where there are none
-    ) -> tuple[
-        torch.Tensor, torch.Tensor | None
-    ]:  # weight plus adapters, and what they add; float32 or wider
+        # weight plus adapters, and what they add; float32 or wider
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         "The sum that is to be rounded."
         weight = self.dense(e).detach()
         if not self.deltas:
@@ -531,9 +530,8 @@ def _block_errors(x, blocks, scales):
 
 def quantize_closely(
     weight: torch.Tensor,  # (rows, cols), finite, cols divisible by 32
-) -> tuple[
-    torch.Tensor, torch.Tensor
-]:  # blocks (rows, cols / 32, 16) and scales (rows, cols / 32), both uint8
+    # blocks (rows, cols / 32, 16) and scales (rows, cols / 32), both uint8
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`mxfp4.quantize` with the better of two exponents for each block, the standard's and the one
     above it: weights that are on the grid stay on it."""
     magnitudes, parts = e2m1_values(weight.device)[:8].float(), []

@@ -61,9 +61,8 @@ def all_of(
 # %% ../../nbs/model/02_masks.ipynb #8e1f73fd
 def at_offset(
     predicate: Predicate,  # it compares positions
-    offset: int
     # where query 0 stands among the keys; a 0-d integer tensor compiles once for all values
-    | torch.Tensor,
+    offset: int | torch.Tensor,
 ) -> Predicate:  # the same rule for queries that begin further to the right
     "Query index 0 stands at key position `offset`."
     return lambda b, h, q_idx, kv_idx: predicate(b, h, q_idx + offset, kv_idx)
@@ -228,8 +227,8 @@ def attention_mask(
     q_len: int,  # queries
     kv_len: int,  # keys
     *,
-    offset: int
-    | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
+    # query i stands at key position i + offset; an int or a 0-d tensor
+    offset: int | torch.Tensor = 0,
     window: int | None = None,  # keys that a query sees, itself included
     device: torch.device
     | str
@@ -244,8 +243,8 @@ def block_mask(
     q_len: int,  # queries
     kv_len: int,  # keys
     *,
-    offset: int
-    | torch.Tensor = 0,  # query i stands at key position i + offset; an int or a 0-d tensor
+    # query i stands at key position i + offset; an int or a 0-d tensor
+    offset: int | torch.Tensor = 0,
     window: int | None = None,  # keys that a query sees, itself included
     block_size: int = 128,  # tokens along each side of a block
     device: torch.device

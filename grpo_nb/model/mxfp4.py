@@ -101,13 +101,11 @@ def _quantize_blocks(weight, blocks, scales, choose):
 def quantize(
     weight: torch.Tensor,  # (..., rows, cols), any floating dtype, finite, cols divisible by 32
     *,
-    scales: torch.Tensor
     # (..., rows, cols / 32) uint8 below 255: exponents to keep, returned as they are; None: chosen
     # by the standard's rule
-    | None = None,
-) -> tuple[
-    torch.Tensor, torch.Tensor
-]:  # blocks (..., rows, cols / 32, 16) and scales (..., rows, cols / 32), both uint8
+    scales: torch.Tensor | None = None,
+    # blocks (..., rows, cols / 32, 16) and scales (..., rows, cols / 32), both uint8
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Round `weight` to MXFP4 (OCP MX v1.0, section 6.3): nearest codes, halves to even, above 6 to
     6. Waits for a GPU. ValueError for what cannot be packed."""
     if not weight.is_floating_point():
@@ -183,15 +181,14 @@ def dequantize(
     scales: torch.Tensor,  # (..., rows, cols / 32) uint8
     dtype: torch.dtype = torch.bfloat16,  # bfloat16, float16, float32 or float64
     *,
-    out: torch.Tensor
-    | None = None,  # contiguous (..., rows, cols) of this dtype, to be filled; None: a new one
+    # contiguous (..., rows, cols) of this dtype, to be filled; None: a new one
+    out: torch.Tensor | None = None,
     # refuse scales of 255, which waits for a GPU (not while a CUDA graph is recorded); False: they
     # become NaN
     check: bool = True,
-    table: torch.Tensor
     # `dequantize_table(dtype, device)` of a caller who keeps it; None: made here, which costs a GPU
     # some twenty tiny kernels
-    | None = None,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:  # (..., rows, cols) on the device of blocks
     """The weight that `blocks` and `scales` stand for: exact, or the nearest finite number of
     `dtype`. ValueError for what is no packed weight."""

@@ -435,15 +435,13 @@ def offload_layers(
     # of transformers, PEFT-wrapped or not; it has to be in training mode to be offloaded
     model: torch.nn.Module,
     *,
-    max_host_bytes: int
-    | None = None,  # inputs beyond it stay on the device, with a warning; None: no limit
-    store: HostStore
+    # inputs beyond it stay on the device, with a warning; None: no limit
+    max_host_bytes: int | None = None,
     # one that others use too, instead of max_host_bytes; it is not released with the switch
-    | None = None,
-    attention_from: int
+    store: HostStore | None = None,
     # tokens from which what the flash kernels computed waits there too, if there is room, and is
     # not computed again; None: never
-    | None = KEPT_FROM,
+    attention_from: int | None = KEPT_FROM,
 ) -> OffloadedLayers:  # .remove() puts it back; a context manager too; .store has the figures
     "Keep of each layer its input only, and that in host memory."
     if store is not None and max_host_bytes is not None:
@@ -568,10 +566,10 @@ class HostEmbedding(torch.nn.Module):
     def __init__(
         self,
         weight: torch.Tensor,  # (V, H)
-        padding_idx: int
-        | None = None,  # kept for those who ask; its row is looked up like any other
-        output_dtype: torch.dtype
-        | None = None,  # of the rows that are handed on; None: the weight's
+        # kept for those who ask; its row is looked up like any other
+        padding_idx: int | None = None,
+        # of the rows that are handed on; None: the weight's
+        output_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.register_buffer("weight", _on_host(weight))

@@ -70,9 +70,8 @@ def tiny_gpt_oss(
     # standard deviation of the random weights; a narrow model learns much faster with more than the
     # usual 0.02
     initializer_range: float = 0.04,
-) -> tuple[
-    GptOssForCausalLM, PreTrainedTokenizerFast
-]:  # the model in float32 on the CPU, and its tokenizer
+    # the model in float32 on the CPU, and its tokenizer
+) -> tuple[GptOssForCausalLM, PreTrainedTokenizerFast]:
     "A gpt-oss with random weights, small enough for a CPU, and a character tokenizer."
     tokenizer = tiny_tokenizer(characters)
     config = GptOssConfig(

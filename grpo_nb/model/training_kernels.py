@@ -169,9 +169,8 @@ def activate_backward(
     alpha: float,
     limit: float,
     out: torch.Tensor,  # (P, 2I) may be `z` itself
-) -> tuple[
-    torch.Tensor, torch.Tensor
-]:  # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
+    # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
+) -> tuple[torch.Tensor, torch.Tensor]:
     "`experts_grouped.activate_backward` as one kernel."
     sums = torch.empty(len(z), dtype=torch.float32, device=z.device)
     if len(z):

@@ -145,9 +145,8 @@ class Setup:
 def lengths_of(
     context: int,  # tokens of a prompt and its completion
     prompt_length: int | None,  # tokens of these; None: 512, or half of a short context
-) -> dict[
-    str, int | None
-]:  # prompt_length (None: Setup's own rule gives it), max_completion_length
+    # prompt_length (None: Setup's own rule gives it), max_completion_length
+) -> dict[str, int | None]:
     "A context as a prompt and a completion."
     if not isinstance(context, int) or isinstance(context, bool) or context < 2:
         raise ValueError(

@@ -76,9 +76,8 @@ def find_slots(
     rows: torch.Tensor | slice,  # which row of the cache each of the B rows is
     position: torch.Tensor,  # (B,) of the new token
     reach: int,  # no row has more tokens than this, the new one included
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor | slice, int
-]:  # of the new token: page or row (B,), slot (B,); to be read: pages or rows, and how many slots
+    # of the new token: page or row (B,), slot (B,); to be read: pages or rows, and how many slots
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | slice, int]:
     "Where the new token is written, and what each row reads."
     size = cache.keys.shape[2]
     if cache.table is not None:
@@ -346,9 +345,8 @@ def small_heads(
     x: torch.Tensor,  # (B, H), the residual stream
     layer: SmallLayer,
     rotation: torch.Tensor,  # (B, 1, D/2) complex, the rotation at each row's position
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]:  # queries (B, Hq, D) and keys (B, Hk, D), rotated, and values (B, Hk, D)
+    # queries (B, Hq, D) and keys (B, Hk, D), rotated, and values (B, Hk, D)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "Norm, query, key, value, rotation."
     pairs = torch.addmm(layer.qkv[1], normalize(x, layer.floor), layer.qkv[0]).view(
         len(x), -1, rotation.shape[-1], 2

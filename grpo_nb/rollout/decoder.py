@@ -266,9 +266,8 @@ class GptOssTensors:
 # %% ../../nbs/rollout/07_decoder.ipynb #5311c485
 def packed_positions(
     prompts: Sequence[Sequence[int]],  # U prompts, T tokens in all
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]:  # each token's position (T,) and its place in the rectangle (T,), each prompt's last token (U,)
+    # each token's position (T,) and its place in the rectangle (T,), each prompt's last token (U,)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "Prompts one after the other, and as a rectangle padded on the right."
     lengths = torch.tensor([len(p) for p in prompts])
     starts = lengths.cumsum(0) - lengths

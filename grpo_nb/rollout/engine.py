@@ -38,9 +38,8 @@ from .sampling import SamplingParams, sample_tokens
 # %% ../../nbs/rollout/03_engine.ipynb #492e1739
 def share_prompts(
     prompt_ids: Sequence[Sequence[int]],  # N prompts, some of them equal
-) -> tuple[
-    list[Sequence[int]], list[int]
-]:  # the U distinct prompts, and for each of the N which one it is
+    # the U distinct prompts, and for each of the N which one it is
+) -> tuple[list[Sequence[int]], list[int]]:
     "Find equal prompts: `unique[index[i]] == prompt_ids[i]`."
     place, index = {}, []
     for ids in prompt_ids:
@@ -190,8 +189,8 @@ def complete(
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
     on_token: Callable[[], object] = lambda: None,  # called after every step
-    started: tuple[DecodeBatch, torch.Tensor]
-    | None = None,  # what `prefill` gave; None: it is done here
+    # what `prefill` gave; None: it is done here
+    started: tuple[DecodeBatch, torch.Tensor] | None = None,
 ) -> Rollout:  # B completions
     "Continue every prompt until it stops or has max_tokens, with a cache that grows."
     batch, logits = started or prefill(
@@ -536,9 +535,8 @@ class RolloutEngine:
         decoder: Decoder | None,
         # without a decoder: the cache is there at its full size from the start
         in_place: bool = False,
-    ) -> tuple[
-        list[list[list[int]]], int
-    ]:  # MemoryError with the numbers if a completion does not fit
+        # MemoryError with the numbers if a completion does not fit
+    ) -> tuple[list[list[list[int]]], int]:
         "The prompts in batches that fit, and how many tokens of prompts are read at a time."
         most = self.max_batch_size or len(rows)
         if decoder is not None:

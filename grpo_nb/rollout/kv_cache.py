@@ -263,9 +263,8 @@ class AlignedCache:
     def slots(
         self,
         prompts: Sequence[int],  # numbers of the prompts, packed one after the other in this order
-    ) -> dict[
-        int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ]:  # token, row, slot after the sink's, for layers of so many slots
+        # token, row, slot after the sink's, for layers of so many slots
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         "The slots of these prompts' tokens."
         sizes, start = {layer.slots: [] for layer in self.layers}, 0
         for number in prompts:

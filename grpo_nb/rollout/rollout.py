@@ -17,9 +17,8 @@ def pad_left(
     prompt_ids: Sequence[Sequence[int]],  # B prompts of any lengths
     pad_token_id: int = 0,  # fills the gap; the mask alone says what is padding
     device: torch.device | str | None = None,  # of the results
-) -> tuple[
-    torch.Tensor, torch.Tensor
-]:  # ids (B, L) int64 and mask (B, L) bool, True for real tokens
+    # ids (B, L) int64 and mask (B, L) bool, True for real tokens
+) -> tuple[torch.Tensor, torch.Tensor]:
     "Prompts as a rectangle, the last token of each in the last column."
     width = max(map(len, prompt_ids))
     ids = torch.tensor(

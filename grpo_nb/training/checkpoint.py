@@ -77,9 +77,8 @@ def find_checkpoint(
 
 def read_state(
     folder: Path,  # a checkpoint
-) -> dict[
-    str, Any
-]:  # what `save_checkpoint` put beside the model; ValueError if the file is damaged
+    # what `save_checkpoint` put beside the model; ValueError if the file is damaged
+) -> dict[str, Any]:
     "Where a run stood."
     path = folder / "training_state.pt"
     try:
@@ -130,9 +129,8 @@ def remove_old_checkpoints(
 
 def set_aside(
     output_dir: str | Path,  # of the run
-    after: int
     # only checkpoints of later steps than this; None: all of them, the log and the completions
-    | None = None,
+    after: int | None = None,
 ) -> Path | None:  # where they are now, a folder `earlier-run-N`; None: there was nothing
     "Move away what an earlier run left, so that none of it is taken for a part of this one."
     there = [

@@ -1248,9 +1248,8 @@ class GRPOConfig(
     def differences(
         self,
         other: "GRPOConfig",  # e.g. the one stored with a checkpoint
-    ) -> dict[
-        str, tuple
-    ]:  # name -> (value here, value there), for settings that are not equal once stored
+        # name -> (value here, value there), for settings that are not equal once stored
+    ) -> dict[str, tuple]:
         "Where two configs differ."
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}

@@ -39,8 +39,8 @@ def is_conversational(
 def prompt_token_ids(
     prompt: str | Sequence[Mapping],  # a string or a conversation
     tokenizer,  # of transformers
-    chat_template_kwargs: Mapping[str, Any]
-    | None = None,  # extra variables for the template, e.g. {"reasoning_effort": "low"}
+    # extra variables for the template, e.g. {"reasoning_effort": "low"}
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:  # at least one id; nothing is cut
     "The token ids that the model is prompted with."
     if not is_conversational(prompt):

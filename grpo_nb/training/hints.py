@@ -424,8 +424,8 @@ class Hints:
     def __init__(
         self,
         config: GRPOConfig,  # of the run
-        precision: str
-        | None = None,  # "bf16", "fp16" or "no", as the run chose it; None: as the config says
+        # "bf16", "fp16" or "no", as the run chose it; None: as the config says
+        precision: str | None = None,
     ):
         self.history = RunHistory(config, precision)
         self.said: dict[str, str] = {}  # name of the hint -> its sentence

@@ -193,8 +193,8 @@ def choose_pieces(
     batch: TrainingBatch,
     config: GRPOConfig,
     free_bytes: int,  # memory that may be used
-    shape: ModelShape
-    | None,  # the model's, from known_shape; None: no more is cut than was asked for
+    # the model's, from known_shape; None: no more is cut than was asked for
+    shape: ModelShape | None,
     tiles: tuple[tuple, tuple],  # from possible_tiles
     residual: int = 4,  # bytes a number of the residual stream
     most: int | None = None,  # pieces, at most; None: one a completion

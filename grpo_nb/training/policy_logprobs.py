@@ -167,9 +167,8 @@ def pieces_that_fit(
     free_bytes: int,  # memory that may be used
     mini_batch: int | None = None,  # as given; None: chosen
     logit_chunk_multiplier: int | None = None,  # as given; None: chosen
-) -> tuple[
-    int, int
-]:  # mini_batch and logit_chunk_multiplier; ValueError with the numbers if nothing fits
+    # mini_batch and logit_chunk_multiplier; ValueError with the numbers if nothing fits
+) -> tuple[int, int]:
     "How finely the log-probs of a batch have to be cut."
     B, T, H = hidden.shape
     chunks = choose_chunks(
@@ -201,9 +200,8 @@ def reads_a_row(
 def predicting_states(
     model,  # a causal language model, PEFT-wrapped or not
     batch: TrainingBatch,  # B completions
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor | None
-]:  # states (b, t, H), tokens (b, t), places
+    # states (b, t, H), tokens (b, t), places
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The final hidden states that predict the completions' tokens, the token that each predicts,
     and its place in the batch (B, T) flattened; None: (b, t) is (B, T)."""
     decoder, drawn = base_causal_model(model).base_model, batch.completion_mask
@@ -239,19 +237,17 @@ def completion_logps(
     batch: TrainingBatch,  # B completions
     *,
     temperature: float = 1.0,  # the one that they were drawn with
-    mini_batch: int
-    | None = None,  # pieces that the batch is split into for the head; None: chosen by `free_bytes`
-    logit_chunk_multiplier: int
+    # pieces that the batch is split into for the head; None: chosen by `free_bytes`
+    mini_batch: int | None = None,
     # pieces that each of those is split into along the sequence; None: chosen likewise
-    | None = None,
-    free_bytes: int
-    | None = None,  # memory that the log-probs may take; None: what is free on the device
+    logit_chunk_multiplier: int | None = None,
+    # memory that the log-probs may take; None: what is free on the device
+    free_bytes: int | None = None,
     return_entropy: bool = False,  # also the entropy of each token's distribution
-    store: HostStore
-    | None = None,  # where hidden states wait for the backward pass, with activations on the host
-) -> tuple[
-    torch.Tensor, torch.Tensor | None
-]:  # log-probs (B, T) and entropies (B, T) or None, float32 or wider; 0 where nothing was drawn
+    # where hidden states wait for the backward pass, with activations on the host
+    store: HostStore | None = None,
+    # log-probs (B, T) and entropies (B, T) or None, float32 or wider; 0 where nothing was drawn
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     "Log-probs of completions from the final hidden states, a chunk of logits at a time."
     head, drawn = find_head(model), batch.completion_mask
     if head is None:

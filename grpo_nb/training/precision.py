@@ -33,10 +33,9 @@ class Precision:
         self,
         config: GRPOConfig,
         device: torch.device,  # bfloat16 by default only on a GPU that computes in it
-        weights: torch.dtype
         # of the frozen weights; float16 ones are computed with in float16, unless the config asks
         # for bfloat16
-        | None = None,
+        weights: torch.dtype | None = None,
     ):
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         self.name = config.precision(

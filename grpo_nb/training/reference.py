@@ -39,9 +39,8 @@ class Reference:
     @torch.no_grad()
     def norms(
         self,
-    ) -> list[
-        float
-    ]:  # of a copy's weights; of kept adapters, which a checkpoint holds themselves, none
+        # of a copy's weights; of kept adapters, which a checkpoint holds themselves, none
+    ) -> list[float]:
         "What a checkpoint remembers a copy by, which is too large for it."
         return (
             [

@@ -132,9 +132,8 @@ def completion_metrics(
 
 # %% ../../nbs/training/15_reporting.ipynb #2bf16be8
 def peak_memory_gib(
-    device: torch.device
     # on a GPU: what torch allocated at most; on the CPU: the resident memory of the process at most
-    | str = "cpu",
+    device: torch.device | str = "cpu",
 ) -> float:  # GiB
     "The most memory that was in use."
     if torch.device(device).type == "cuda":

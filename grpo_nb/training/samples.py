@@ -32,11 +32,10 @@ def sample_rows(
     names: Sequence[str],  # of the K reward functions
     scores: torch.Tensor,  # (N, K), NaN where a function did not judge
     advantages: torch.Tensor,  # (N,)
-    extra: dict[str, list]
-    | None = None,  # what reward functions gave to log_extra, N values a name
-) -> list[
-    dict[str, Any]
-]:  # {"step", "prompt", "completion", "rewards": {name: number or None}, "advantage", "extra"}
+    # what reward functions gave to log_extra, N values a name
+    extra: dict[str, list] | None = None,
+    # {"step", "prompt", "completion", "rewards": {name: number or None}, "advantage", "extra"}
+) -> list[dict[str, Any]]:
     "The completions of a cycle and what they were worth."
     return [
         {

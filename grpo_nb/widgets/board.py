@@ -128,9 +128,8 @@ def example_game() -> GameRecord:
 
 def frame_texts(
     record: GameRecord,
-) -> list[
-    tuple[Board, int, str | None, str]
-]:  # the arguments of `board_svg`, one tuple for each picture
+    # the arguments of `board_svg`, one tuple for each picture
+) -> list[tuple[Board, int, str | None, str]]:
     "All pictures of a game."
     frames = list(record.replay())
     return [

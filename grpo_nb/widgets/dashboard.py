@@ -31,9 +31,8 @@ from .figures import figure_svg
 def thinned(
     points: list[tuple[float, float]],  # (step, value), in order
     most: int = 200,  # how many to leave
-) -> list[
-    tuple[float, float]
-]:  # means of neighbours, as many in each as need be; the last one may hold fewer
+    # means of neighbours, as many in each as need be; the last one may hold fewer
+) -> list[tuple[float, float]]:
     "A curve with few points."
     size = -(-len(points) // most)
     parts = [points[i : i + size] for i in range(0, len(points), size)] if points else []

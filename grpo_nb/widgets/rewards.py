@@ -39,9 +39,8 @@ def ask(
     function: Callable,  # plain, async or isolated
     given: dict[str, Any],  # prompts, completions, columns: lists with an entry for each completion
     timeout_s: float,
-) -> tuple[
-    list[float], str
-]:  # the scores, NaN where there is none; and what went wrong, in a sentence, or nothing
+    # the scores, NaN where there is none; and what went wrong, in a sentence, or nothing
+) -> tuple[list[float], str]:
     "Ask a reward function, as the trainer does."
     count = len(given["completions"])
     answer = call_within(
@@ -345,9 +344,8 @@ class RewardsPanel:
 
 
 def rewards_widget(
-    task: str
     # a name of `TASKS` to begin with; or a task of your own, which is then the only one
-    | RewardTask = "sums",
+    task: str | RewardTask = "sums",
     timeout_s: float = 20.0,  # for each reward function
 ) -> ipywidgets.VBox:  # CSS class `grpo-rewards-viz`
     """Paste a completion, and see each reward, what was read, and why. `box.controls[name].value`
