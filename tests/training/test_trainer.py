@@ -1547,3 +1547,21 @@ def test_a_script_for_trl_runs_with_its_import_changed(form, tmp_path, monkeypat
     assert names[0] == names[1]
     for library in runs:
         PeftModel.from_pretrained(small_model()[0], tmp_path / library / "final")
+
+
+def test_a_second_run_is_a_run_of_its_own_and_the_optimizer_goes_on(tmp_path):
+    trainer = small_trainer(tmp_path / "run", optim="adamw_torch", save_strategy="steps")
+    trainer.train()
+    first = [dict(record) for record in trainer.log_history]
+    history, state = trainer.log_history, trainer.state
+    trainer.train()
+    second = trainer.log_history
+    assert second is history and trainer.state is state and state.global_step == 2
+    for name in ("step", "epoch", "learning_rate", "num_tokens"):
+        assert [r[name] for r in second] == pytest.approx([r[name] for r in first], rel=0.2)
+    assert [r["step"] for r in second] == [1, 2]
+    assert {int(s["step"]) for s in trainer.optimizer.state.values()} == {4}
+    aside = tmp_path / "run" / "earlier-run-1"
+    kept = [json.loads(line) for line in (aside / "log.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in kept] == [r["loss"] for r in first]
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 2
