@@ -69,8 +69,8 @@ def timed_trainer():
     from grpo_nb.training.trainer import GRPOTrainer
 
     class Timed(GRPOTrainer):
-        def make_parts(self, sampler):
-            super().make_parts(sampler)
+        def make_parts(self, *given):
+            super().make_parts(*given)
             self.clocks = []
             source, update = self.source, self.policy_update
             self.collector.collect = self.drawing(self.collector.collect)

@@ -49,6 +49,11 @@ class CompletionSource:
         self.tokenizer, self.reward_funcs = tokenizer, reward_funcs
         self.state, self.max_positions = state, max_positions
 
+    def use(self, **others: Any) -> None:
+        "Another `sampler`, other `params` or `reward_funcs` from now on."
+        for name, value in others.items():
+            setattr(self, name, value)
+
     def check_room(
         self,
         data: Any,  # rows, a dict of several data sets, or None

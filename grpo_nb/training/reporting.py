@@ -403,15 +403,18 @@ class ProgressBar(TrainerCallback):
 
     def __init__(
         self,
+        config: GRPOConfig,  # disable_tqdm is read when a run begins
         notes: dict[str, Any],  # name -> what is shown; others may add
-        show: bool = True,
+        first_process: bool = True,
     ):
-        self.notes, self.show, self.bar = notes, show, None
+        self.config, self.notes, self.first_process = config, notes, first_process
+        self.bar = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         "Where a resumed run goes on, the bar does too."
         first, total = state.global_step, state.max_steps
-        self.bar = tqdm(total=total, initial=first, desc="GRPO", disable=not self.show)
+        hidden = bool(self.config.disable_tqdm) or not self.first_process
+        self.bar = tqdm(total=total, initial=first, desc="GRPO", disable=hidden)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         "One update more."

@@ -389,9 +389,9 @@ class GRPOTrainer:
         callbacks = check_callbacks([] if callbacks is None else callbacks)
         self.take_data(train_dataset, eval_dataset)
         self.take_launch()
-        self.take_rewards(reward_funcs, reward_processing_classes)
+        functions = self.make_rewards(reward_funcs, reward_processing_classes)
         unsupported = dict(tools=tools, environment_factory=environment_factory)
-        check_arguments(self.reward_funcs, unsupported, self.config)
+        check_arguments(functions, unsupported, self.config)
         self.processing_class = processing_class or tokenizer_of(model)
         self.tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         set_seed(self.config.seed)  # an adapter begins with random weights
@@ -400,7 +400,7 @@ class GRPOTrainer:
             self.model.to(self.device)
         self.make_optimizer(*optimizers)
         self.make_log()
-        self.make_parts(self.make_sampler(rollout_func))
+        self.make_parts(self.make_sampler(rollout_func), functions)
         self.make_reports(callbacks)
         self.callbacks.tell("on_init_end")
 
@@ -435,16 +435,17 @@ class GRPOTrainer:
         self.device = self.accelerator.device
         self.layout = config.layout(self.accelerator.num_processes)
 
-    def take_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> None:
+    def make_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> list[Callable]:
         "Functions and reward models, as one list of functions."
-        self.reward_funcs = reward_functions(
+        functions = reward_functions(
             reward_funcs,
             reward_processing_classes,
             device=self.device,
             batch_size=self.config.per_device_train_batch_size,
             chat_template_kwargs=self.config.chat_template_kwargs,
         )
-        self.reward_names = reward_names(self.reward_funcs)
+        self.reward_names = reward_names(functions)
+        return functions
 
     def make_optimizer(self, optimizer: Any, schedule: Any) -> None:
         "Number format, reference policy and optimizer."
@@ -465,12 +466,16 @@ class GRPOTrainer:
             autocast_dtype=self.precision.dtype,
             progress=False if quiet or not self.accelerator.is_main_process else None,
         )
-        self.sampling, self.rollout_func = config.sampling_params(), rollout_func
-        stops = self.sampling.stop_token_ids or default_stop_token_ids(self.model, self.tokenizer)
-        differs = rollout_func is not None or is_truncated(self.sampling)
+        differs = rollout_func is not None or is_truncated(config.sampling_params())
         self.corrects = config.vllm_importance_sampling_correction and differs
+        return self.sampler_of(rollout_func)
+
+    def sampler_of(self, rollout_func: Callable | None) -> Sampler:
+        "A rollout function as a sampler; None: the engine."
         if rollout_func is None:
             return self.engine
+        stops = self.config.sampling_params().stop_token_ids
+        stops = stops or default_stop_token_ids(self.model, self.tokenizer)
         return FunctionSampler(rollout_func, self, stops, self.device)
 
     def make_log(self) -> None:
@@ -480,7 +485,7 @@ class GRPOTrainer:
         self.log = Log(path, show=first, called=self.add_record)
         self.metrics = Metrics()
 
-    def make_parts(self, sampler: Sampler) -> None:
+    def make_parts(self, sampler: Sampler, reward_funcs: list[Callable]) -> None:
         "The objects that the loop is made of."
         config, accelerator = self.config, self.accelerator
         self.state = TrainState(
@@ -489,9 +494,9 @@ class GRPOTrainer:
         self.source = self.source_class(
             config,
             sampler,
-            self.sampling,
+            config.sampling_params(),
             self.tokenizer,
-            self.reward_funcs,
+            reward_funcs,
             self.state,
             longest_sequence(self.model.config),
         )
@@ -516,7 +521,7 @@ class GRPOTrainer:
         config, accelerator = self.config, self.accelerator
         self.recorder = Recorder(accelerator, self.metrics, self.state)
         self.notes: dict[str, Any] = {}  # shown in the progress bar
-        self.bar = ProgressBar(self.notes, show=self.log.show and not config.disable_tqdm)
+        self.bar = ProgressBar(config, self.notes, accelerator.is_main_process)
         self.hint_writer = HintWriter(config, self.precision.name, self.log)
         samples = SampleWriter(config, accelerator, self.collector, self.log)
         trackers = Trackers(config, accelerator)
@@ -875,6 +880,33 @@ class GRPOTrainer:
     def sampler(self) -> Sampler:
         "Who draws the completions."
         return self.source.sampler
+
+    @property
+    def sampling(self) -> SamplingParams:
+        "How completions are drawn."
+        return self.source.params
+
+    @sampling.setter
+    def sampling(self, params: SamplingParams) -> None:
+        self.source.use(params=params)
+
+    @property
+    def reward_funcs(self) -> list[Callable]:
+        "The reward functions; a list that is put in its place counts from the next cycle on."
+        return self.source.reward_funcs
+
+    @reward_funcs.setter
+    def reward_funcs(self, functions: list[Callable]) -> None:
+        self.source.use(reward_funcs=functions)
+
+    @property
+    def rollout_func(self) -> Callable | None:
+        "The function that draws in place of the engine; None: the engine draws."
+        return getattr(self.sampler, "function", None)
+
+    @rollout_func.setter
+    def rollout_func(self, function: Callable | None) -> None:
+        self.source.use(sampler=self.sampler_of(function))
 
     @property
     def samples(self) -> list[dict[str, Any]]:

@@ -379,12 +379,13 @@ class Watching:
 @contextmanager
 def quiet(trainer):
     "Neither table nor bar, for the length of a `with` block."
-    before = trainer.log.show, trainer.config.disable_tqdm
-    trainer.log.show, trainer.config.disable_tqdm = False, True
+    engine, log, config = trainer.engine, trainer.log, trainer.config
+    before = engine.progress, log.show, config.disable_tqdm
+    engine.progress, log.show, config.disable_tqdm = False, False, True
     try:
         yield
     finally:
-        trainer.log.show, trainer.config.disable_tqdm = before
+        engine.progress, log.show, config.disable_tqdm = before
 
 
 class Starting:

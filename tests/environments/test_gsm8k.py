@@ -546,7 +546,7 @@ def test_the_tutorial_with_a_model_from_a_folder(tmp_path, quiet_datasets, capsy
         "max_steps=300": "max_steps=2",
         "gradient_accumulation_steps=8": "gradient_accumulation_steps=2",
         "else 320": "else 8",
-        "model, GSM8K_REWARDS, config, train": "model, [*GSM8K_REWARDS, digits], config, train",
+        "(\n    model, GSM8K_REWARDS,": "(\n    model, [*GSM8K_REWARDS, digits],",
     }  # with a spread, which random weights seldom give the others
     first = tutorial(changes)
     assert (

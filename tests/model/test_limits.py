@@ -48,6 +48,6 @@ def test_defaults_are_these_numbers():
     assert default(offload_layers, "attention_from") == limits.KEPT_FROM
     assert default(CacheShape, "page") == limits.PAGE
     assert default(decoder.batches_of_prompts, "most") == limits.PREFILL_TOKENS
-    assert decode_ops.SLICE == limits.PREFILL_TOKENS
+    assert decode_ops.PREFILL_TOKENS == limits.PREFILL_TOKENS
     assert decoder.SIZES[-1] == limits.MOST_DRAWN_TOGETHER == max(decoder.SIZES)
     assert limits.SLICES == tuple(sorted(limits.SLICES, reverse=True))

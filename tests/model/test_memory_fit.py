@@ -25,7 +25,7 @@ from grpo_nb.model.memory_fit import (
     possible_slices,
     with_context,
 )
-from grpo_nb.training import policy_logprobs, trainer
+from grpo_nb.training import policy_logprobs, policy_update
 
 RECORDS = json.loads((Path(__file__).parents[1] / "data/memory_h200.json").read_text())["records"]
 
@@ -264,7 +264,7 @@ def test_free_memory_keeps_to_the_share_of_the_process(fraction, driver, reserve
         assert free_memory("cuda") == free_memory(torch.device("cuda", 0)) == free * GiB
         assert (
             loading.free_memory(torch.device("cuda")) == free * GiB
-            and trainer.free_memory(torch.device("cuda")) == free * GiB
+            and policy_update.free_memory(torch.device("cuda")) == free * GiB
             and policy_logprobs.free_memory(torch.device("cuda")) == free * GiB
         )
         asked = []

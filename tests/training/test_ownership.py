@@ -19,7 +19,7 @@ FOREIGN = {
     ("control", "should_log"),
     ("handler", "lr_scheduler"),
     ("config", "pad_token_id"),
-    ("?", "metadata"),
+    ("entry", "metadata"),
 }
 
 

@@ -153,7 +153,7 @@ def test_samples_are_written_where_they_are_asked_for(tmp_path):
 
 def test_the_bar_goes_on_where_the_run_does():
     notes = {"held-out accuracy": "0.5"}
-    bar = ProgressBar(notes, show=False)
+    bar = ProgressBar(GRPOConfig(disable_tqdm=True), notes)
     bar.on_log(None, None, None, logs={"num_tokens": 1, "reward": 0.25})  # before it is there
     bar.on_train_begin(None, TrainerState(global_step=3, max_steps=10), None)
     assert bar.bar.total == 10 and bar.bar.disable

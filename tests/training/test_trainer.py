@@ -288,7 +288,7 @@ def test_everything_truncated_and_masked(kind, tmp_path):
         max_completion_length=3,
         gradient_accumulation_steps=2,
     )
-    trainer.source.params = replace(trainer.sampling, stop_token_ids=())
+    trainer.sampling = replace(trainer.sampling, stop_token_ids=())
     before = weights_of(trainer.model)
     trainer.train()
     assert moved(trainer.model, before) == 0

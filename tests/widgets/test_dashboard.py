@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from small_runs import digits, small_model, small_trainer, weights_of, without_clocks
 
 from grpo_nb.training.checkpoint import checkpoints
+from grpo_nb.training.hints import Hints
 from grpo_nb.training.rewards import RewardError
 from grpo_nb.widgets import dashboard as module
 from grpo_nb.widgets.dashboard import (
@@ -404,7 +405,7 @@ def test_drawing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
 
 def test_samples_and_hints_are_those_of_the_trainer(dashboard, tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path)
-    monkeypatch.setattr(trainer.hint_writer.hints, "look", lambda record: ["look <here> & there"])
+    monkeypatch.setattr(Hints, "look", lambda self, record: ["look <here> & there"])
     dashboard.run(trainer)
     dashboard.wait()
     shown = Text(dashboard.box.hints.value)
