@@ -155,7 +155,7 @@ def _difference(a, b, real):
 
 @dataclass
 class LayerComparison:
-    "Differences of two models, for each layer and part."
+    "Relative and largest differences of two models, for each layer and part."
 
     # layer (from 0), part, fed ("own" or "same"), what ("output" or "gradient"), relative, largest
     records: list[dict[str, Any]]
@@ -258,7 +258,7 @@ def _model_inputs(inputs):
 
 
 def _check_alike(model_a, model_b):
-    "ValueError if the models differ in width, in their number of layers or in the parts of these."
+    "ValueError if the models differ in width, in their number of layers or in the layers' parts."
     parts = [model_parts(model) for model in (model_a, model_b)]
     if parts[0].keys() != parts[1].keys() or len(parts[0]["layer"]) != len(parts[1]["layer"]):
         said = [

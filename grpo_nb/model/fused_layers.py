@@ -291,7 +291,7 @@ class FusedAttention:
     def attend(
         self, angles, mask, past_key_values, kwargs, query, key, value, heads=slice(None)
     ):  # (B, T, heads, D) each
-        "Rotation, cache and the attention function; `heads`: which of the sinks."
+        "Rotation, cache and the attention function; `heads` selects the sinks of these heads."
         query, key = rotate(query, *angles), rotate(key, *angles)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:

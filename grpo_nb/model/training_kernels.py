@@ -99,7 +99,7 @@ def _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI: tl.constexpr):
 
 @triton.jit
 def _activate(z, ids, bias, out, inner, alpha, limit, BI: tl.constexpr):
-    "BI columns of a row."
+    "The activation of BI columns of a row."
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BI
     _, _, gate, up, sigma = _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI)
     i = column + tl.arange(0, BI)
@@ -112,7 +112,7 @@ def _activate(z, ids, bias, out, inner, alpha, limit, BI: tl.constexpr):
 def _activate_backward(
     z, ids, bias, gradient, share, out, sums, inner, alpha, limit, BI: tl.constexpr
 ):
-    "A whole row, BI columns at a time."
+    "Gradients of a whole row, BI columns at a time, and its sum of gradient times activation."
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(share + row).to(tl.float32)
     total = tl.zeros((BI,), tl.float32)
