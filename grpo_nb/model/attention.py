@@ -44,7 +44,7 @@ def eager(
     mask: Mask,  # which keys each query sees
     scale: float,  # scores are multiplied by this
 ) -> torch.Tensor:  # (B, Hq, Lq, D) in q's dtype; computed in float32 or wider
-    "The formula. Keeps all scores, Hq x Lq x Lk of them for each sequence."
+    "The formula. It keeps all scores, Hq x Lq x Lk of them for each sequence."
     dtype, groups = (
         torch.promote_types(q.dtype, torch.float32),
         (k.shape[1], q.shape[1] // k.shape[1]),
@@ -114,7 +114,7 @@ def flex(
         return flex_with_sinks(q, k, v, sinks, mask.block(), scale)
     if (
         q.dtype == torch.float32 or q.shape[2] < limits.SHORTEST_FLEX
-    ):  # its kernels have no tiles for these, and stop with an error
+    ):  # its kernels have no block sizes for these, and stop with an error
         if not torch.compiler.is_compiling():
             few = f"fewer than {limits.SHORTEST_FLEX} queries"
             _announce(
@@ -378,8 +378,8 @@ CUDNN_STEP = 256  # lengths are rounded up to multiples of it
 
 @functools.cache
 def _cudnn_works(device, dtype, G, D):
-    """Whether cuDNN has kernels for such heads here, tried on a few zeros; a warning says if it has
-    not."""
+    """Whether cuDNN has kernels for such heads here, tried on a few zeros; if not, a warning is
+    given."""
     try:
         q, k = (
             torch.zeros(1, heads, CUDNN_STEP, D, dtype=dtype, device=device) for heads in (G, 1)
@@ -405,7 +405,7 @@ def _cudnn_works(device, dtype, G, D):
             scale=1.0,
         )
     except torch.OutOfMemoryError:
-        raise  # says nothing about cuDNN, and is not to be remembered
+        raise  # not about cuDNN, so the result is not remembered
     except RuntimeError as error:
         warnings.warn(
             f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on "
@@ -448,7 +448,7 @@ def _window_sizes(window):
 
 # %% ../../nbs/model/03_attention.ipynb #6570c3fe
 def _flash_forward(q, k, v, scale, window):
-    "A kernel's output, lse (B, Hq, Lq), and what else its backward pass wants."
+    "A kernel's output, lse (B, Hq, Lq), and what else its backward pass needs."
     if not q.is_cuda:
         return *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, True, scale=scale
@@ -618,7 +618,7 @@ class ShiftLeft(torch.autograd.Function):
 def check_flash(
     q: torch.Tensor,  # (B, Hq, Lq, D)
 ) -> None:  # ValueError with what to choose
-    "Refuse a card, a number format or a head size that PyTorch's flash kernel has not."
+    "ValueError for a card, number format or head size that PyTorch's flash kernel lacks."
     if q.is_cuda and (
         torch.cuda.get_device_capability(q.device) < (8, 0)
         or q.dtype not in (torch.float16, torch.bfloat16)
@@ -644,8 +644,8 @@ def _flash_knows(mask, cuda):
 def flash(
     q, k, v, sinks, mask: Mask, scale: float
 ) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
-    """The third fast form: flash kernels whose backward pass knows the sink. Masks that they cannot
-    express (an offset that is a tensor, or one beside padding) are computed by `sdpa`."""
+    """The third fast form: flash kernels, the sink inside their `out` and `lse`. Other masks (an
+    offset that is a tensor, or one beside padding) are computed by `sdpa`."""
     check_flash(q)
     if sinks is None or not _flash_knows(mask, q.is_cuda):
         return sdpa(q, k, v, sinks, mask, scale)
@@ -671,12 +671,12 @@ FEW_QUERIES = 16
 
 @functools.cache
 def _announce(sentence):
-    "Print a sentence the first time it is said."
+    "Print a sentence the first time it is given, and not again."
     print(sentence)
 
 
 def _cudnn_may_take(q, mask):
-    "Whether cuDNN's kernel knows a mask, or needs a few rows of zeros at most for it."
+    "Whether cuDNN's kernel supports a mask, with a few added rows of zeros at most."
     return (
         mask is None
         or isinstance(mask.offset, int)
@@ -715,7 +715,7 @@ def check_tensors(
     v: torch.Tensor,  # (B, Hk, Lk, D)
     sinks: torch.Tensor | None,  # (Hq,)
 ) -> None:  # ValueError with the shapes
-    "Refuse tensors that do not belong together."
+    "ValueError if the shapes, head counts or sinks do not fit together."
     shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"{shapes}, and each must be (sequences, heads, tokens, head size)")
@@ -740,7 +740,7 @@ def check_mask(
     q: torch.Tensor,  # (B, Hq, Lq, D)
     k: torch.Tensor,  # (B, Hk, Lk, D)
 ) -> None:  # ValueError with both sizes
-    "Refuse a mask that was made for other tensors."
+    "ValueError if the mask has other sizes than the tensors."
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"the mask is for {mask.q_len} queries and {mask.kv_len} keys, and there are "
@@ -799,7 +799,7 @@ BACKENDS = {"eager": eager, "flex": flex, "sdpa": sdpa, "sdpa_lean": sdpa_lean, 
 
 
 def _resolve_backend(backend, q, k, mask):
-    "A backend's name; for a few queries the formula, whatever was asked for."
+    "The backend that is used: for a few queries always the formula ('eager')."
     few = q.shape[2] <= FEW_QUERIES
     if backend == "auto":
         backend, why = choose_backend(q, k, mask)
@@ -885,7 +885,7 @@ def check_chunks(
     local_size: int | None,  # keys that a query sees, as transformers says; None: all
     config: Any,  # of the model
 ) -> None:  # ValueError with what to choose
-    "Refuse attention within chunks, which transformers asks for in the words of a window."
+    "ValueError for attention within chunks, whose size transformers passes like a window."
     if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
         raise ValueError(
             f"the model cuts its attention into chunks of {local_size} tokens, and this "
@@ -900,7 +900,7 @@ def check_rule(
     kv_positions: torch.Tensor,  # positions of the keys
     window: int | None,  # keys that a query should see; None: all
 ) -> None:  # ValueError with what to give
-    "Refuse a mask that is not plainly causal or sliding."
+    "ValueError for a mask that is neither plainly causal nor sliding."
     if not _is_causal(rule, batch_size, q_positions, kv_positions, window):
         raise ValueError(
             "the model asks for a mask that is not plainly causal (packed sequences, an "
@@ -927,13 +927,13 @@ def transformers_mask(
     allow_is_causal_skip: bool = True,  # False: the mask may be another than the plain one
     **_,  # what other kinds of masks need
 ) -> Mask:
-    "A mask for the layers of one kind, as AttentionMaskInterface asks for it."
+    "A mask for the layers of one kind, with the signature that AttentionMaskInterface needs."
     if isinstance(attention_mask, Mask):
         return attention_mask
     check_chunks(local_size, config)
     unusual = not allow_is_causal_skip and q_length > 1 and mask_function is not None
     if unusual and not torch.compiler.is_compiling():
-        every = max(1, q_length * kv_length // 2**22)  # of a long mask not each row is looked at
+        every = max(1, q_length * kv_length // 2**22)  # of a long mask only some rows are checked
         queries = torch.arange(0, q_length, every, device=device) + q_offset
         keys = torch.arange(kv_length, device=device) + kv_offset
         check_rule(mask_function, batch_size, queries, keys, local_size)
@@ -947,9 +947,9 @@ def transformers_mask(
 def check_features(
     dropout: float,  # of attention weights
     softcap: float | None,  # largest score
-    attention_mask: Any,  # what the model hands on
+    attention_mask: Any,  # what the model passes on
 ) -> None:  # ValueError with what to change
-    "Refuse what a model asks of its attention and this attention has not."
+    "ValueError for dropout, capped scores and masks that this attention does not support."
     if dropout:
         raise ValueError(
             f"attention dropout is {dropout}, and this attention has none: set "
@@ -1042,8 +1042,8 @@ def has_sinks(
 def _why_untrainable(name):
     "Why an attention of transformers cannot train sinks; None if it can."
     plain = (name or "").removeprefix("paged|")
-    # of the fourth version of flash attention some releases have a backward pass for sinks, and
-    # nothing says which
+    # some releases of flash attention 4 have a backward pass for sinks, but nothing tells
+    # which
     if "flash" in plain or "/" in plain:
         return (
             "its kernel has no backward pass through the sinks, and the gradients of "
@@ -1057,7 +1057,7 @@ def check_attention(
     # what is to be selected; None: what the model or config has selected
     attn_implementation: str | dict[str, str] | None = None,
 ) -> None:  # ValueError with what to choose
-    "Refuse to train a model with sinks through a kernel that cannot."
+    "ValueError for a model with sinks whose attention kernel cannot train them."
     config = model.config if isinstance(model, torch.nn.Module) else model
     names = attn_implementation or getattr(config, "_attn_implementation", None)
     for name in names.values() if isinstance(names, dict) else [names]:

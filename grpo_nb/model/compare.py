@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def model_parts(
     model: nn.Module,  # a causal model of transformers, with adapters or without
 ) -> dict[str, list[nn.Module]]:  # "layer", "attention", "mlp" -> that part of each layer
-    """The decoder layers of a model, and the parts within them (these only where layers have
-    `self_attn` and `mlp`)."""
+    """The decoder layers of a model; also the attention and the MLP of each, where all layers have
+    `self_attn` or `mlp`."""
     layers = next(
         (
             list(m.layers)
@@ -50,7 +50,7 @@ def watch(
     modules: list[
         nn.Module
     ],  # whose first argument (or `hidden_states`) and first result are tensors
-    # one for each module: what it is given in place of its own input
+    # one tensor for each module, which replaces its input; None: inputs stay as they are
     feed: list[torch.Tensor] | None = None,
 ) -> Iterator[tuple[list, list]]:  # (inputs, outputs), filled while the model runs
     """Inside `with`: record what goes into each module and what comes out of it, and choose what
@@ -84,7 +84,7 @@ def watch(
 # %% ../../nbs/model/05_compare.ipynb #ecd57990
 @dataclass
 class Run:
-    "What one model did: for each part, a list over the layers."
+    "The tensors of one run: for each part, a list with one tensor for each layer."
 
     inputs: dict[str, list[torch.Tensor]]  # (B, L, H) each
     outputs: dict[str, list[torch.Tensor]]
@@ -106,7 +106,7 @@ def _loss(logits, ids, real):
 
 
 def _run_own(model, inputs, real, gradients):
-    "The model on its own, all parts watched."
+    "Run the model on its own and record all of its parts, with gradients if they are wanted."
     parts = model_parts(model)
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(gradients))
@@ -130,8 +130,8 @@ def _run_own(model, inputs, real, gradients):
 
 
 def _run_fed(model, inputs, part, run):
-    """(outputs, input gradients) of one part in all layers, each fed what it was fed in `run`,
-    forward and backward."""
+    """(outputs, input gradients) of one part in all layers; inputs and output gradients are taken
+    from `run`."""
     gradients = run.output_gradients is not None
     with (
         torch.set_grad_enabled(gradients),
@@ -155,7 +155,7 @@ def _difference(a, b, real):
 
 @dataclass
 class LayerComparison:
-    "Differences of two models, for each layer and part."
+    "Relative and largest differences of two models, for each layer and part."
 
     # layer (from 0), part, fed ("own" or "same"), what ("output" or "gradient"), relative, largest
     records: list[dict[str, Any]]
@@ -258,7 +258,7 @@ def _model_inputs(inputs):
 
 
 def _check_alike(model_a, model_b):
-    "Refuse models that cannot be laid side by side."
+    "ValueError if the models differ in width, in their number of layers or in the layers' parts."
     parts = [model_parts(model) for model in (model_a, model_b)]
     if parts[0].keys() != parts[1].keys() or len(parts[0]["layer"]) != len(parts[1]["layer"]):
         said = [
@@ -278,7 +278,7 @@ def _check_alike(model_a, model_b):
 
 @contextmanager
 def _evaluating(*models):
-    "Inside `with`: no dropout, no checkpointing."
+    "Inside `with` the models are in evaluation mode: no dropout, no gradient checkpointing."
     before = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
@@ -290,15 +290,15 @@ def _evaluating(*models):
 
 
 def compare_layers(
-    model_a: nn.Module,  # a causal model of transformers: the one that is believed
+    model_a: nn.Module,  # a causal model of transformers: the reference
     model_b: nn.Module,  # the same model in another form: dtype, attention, weights; on any device
     # what the tokenizer returns (input_ids, attention_mask), or (B, L) ids without padding
     inputs: dict[str, torch.Tensor] | torch.Tensor,
     *,
     gradients: bool = False,  # compare the gradient of the loss at each part's input too
 ) -> LayerComparison:  # differences with each model on its own, and with each part fed the same
-    """Run two models on the same inputs and measure where they differ; all states of both are kept
-    in memory meanwhile."""
+    """Run two models on the same inputs and measure where they differ. The recorded tensors of both
+    stay in memory until the end."""
     _check_alike(model_a, model_b)
     inputs, real = _model_inputs(inputs)
     on_b = {

@@ -319,7 +319,7 @@ SKIP_LAST_PRODUCT = _SkipLastProduct()
 
 
 def _contexts_unless_hooked(hooks):
-    "Of the forward pass and of the recomputation; a hook may read what would be skipped."
+    "Contexts of forward pass and recomputation; a hook may need what would be skipped."
     return noop_context_fn() if any(hooks) else (contextlib.nullcontext(), SKIP_LAST_PRODUCT)
 
 
@@ -357,7 +357,7 @@ class ExpertInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    "What else the autograd functions have to know."
+    "Settings of the autograd functions: the activation's numbers, the dtype, what to recompute."
 
     alpha: float  # slope of the sigmoid
     limit: float  # gate is cut at limit, up at -limit and limit
@@ -385,14 +385,14 @@ def _pre_activation(t, pairs, dtype):
 
 
 def _share_gradient(t, pairs, gradient, sums):
-    "Of each token's shares (T, K): <g V^T, a> from `activate_backward`, and <g, c>."
+    "Gradient of the shares (T, K): <g V^T, a> from `activate_backward`, plus <g, c>."
     wide = sums.dtype
     of_biases = gradient.to(wide) @ t.down_bias.to(wide).T  # (T, E)
     return (sums[pairs.place] + of_biases.gather(1, pairs.ids[pairs.place])).to(t.weights.dtype)
 
 
 def _down_gradients(t, pairs, needs, act, g, share):
-    "Of `down`, its bias and its adapter; `act` is the activation times its share."
+    "Gradients of `down`, its bias and its adapter; `act` is the activation times its share."
     grads = {}
     if needs.down:
         grads["down"] = expert_outer(pairs, act, g).to(t.down.dtype)
@@ -404,7 +404,7 @@ def _down_gradients(t, pairs, needs, act, g, share):
 
 
 def _gate_up_gradients(t, pairs, needs, dz, combine):
-    "Of the input, of `gate_up`, its bias and its adapter."
+    "Gradients of the input, of `gate_up`, its bias and its adapter; dz (P, 2I)."
     grads = {}
     if needs.hidden:
         rows = _adapted_products_backward(pairs, dz, t.gate_up, t.gate_up_a, t.gate_up_b)
@@ -516,7 +516,7 @@ def _adapted_product(x, weight, a, b, wide=False):
 
 # %% ../../nbs/model/10_experts_grouped.ipynb #e873af1b
 def _zero_gradients(t, needs, wide):
-    "Where gradients are added up: zeros for each tensor that needs one, the shares excepted."
+    "Zeros that gradients are added to: for each tensor that needs one, except the shares."
     grads = {
         name: torch.zeros_like(x)
         for name, x in t._asdict().items()
@@ -528,7 +528,7 @@ def _zero_gradients(t, needs, wide):
 
 
 def _add_gate_up_gradients(grads, e, x, dz, a, b):
-    "Of one expert's `gate_up`: matrix, bias and adapter."
+    "Add the gradients of one expert's `gate_up`: matrix, bias and adapter."
     if "gate_up" in grads:
         grads["gate_up"][e] += x.T @ dz
     if "gate_up_bias" in grads:
@@ -540,7 +540,7 @@ def _add_gate_up_gradients(grads, e, x, dz, a, b):
 
 
 def _add_down_gradients(grads, e, act, g, share, a, b):
-    "Of one expert's `down`; `act` is the activation times its share."
+    "Add the gradients of one expert's `down`; `act` is the activation times its share."
     if "down" in grads:
         grads["down"][e] += act.T @ g
     if "down_bias" in grads:
@@ -634,7 +634,7 @@ def check_pairs(
     weights: torch.Tensor,  # (T, K)
     experts: ExpertWeights,
 ) -> None:
-    "Refuse shapes that do not belong together, and experts that are not there."
+    "ValueError for shapes that do not fit together; on a CPU also for indices outside 0 to E - 1."
     same = indices.shape == weights.shape and len(indices) == len(hidden)
     if hidden.dim() != 2 or indices.dim() != 2 or not same:
         raise ValueError(
@@ -661,7 +661,7 @@ def check_path(
     slice_tokens: int | None,
     trains: bool,  # whether something has a gradient
 ) -> None:
-    "Refuse unknown paths, a loop that would have gradients, and slices of nothing."
+    "ValueError for an unknown path, a loop that would need gradients, or slices below 1 token."
     if path not in ("auto", "reference", "few", "many", "loop"):
         raise ValueError(f"path is {path!r}; give 'auto', 'reference', 'few', 'many' or 'loop'")
     if path == "loop" and trains:
@@ -720,7 +720,7 @@ def _many(hidden, indices, weights, experts, dtype, recompute):
 
 # %% ../../nbs/model/10_experts_grouped.ipynb #c99cf533
 def routed_experts(
-    hidden: torch.Tensor,  # (T, H), one row a token; leave padding out, and no expert works for it
+    hidden: torch.Tensor,  # (T, H), one row a token; leave padding out to save its work
     indices: torch.Tensor,  # (T, K) integers from 0 to E - 1: each token's experts
     weights: torch.Tensor,  # (T, K): how much each of them counts
     experts: ExpertWeights,  # the weights; from `expert_weights(module)`
@@ -734,8 +734,8 @@ def routed_experts(
     # memory no longer grows with T
     slice_tokens: int | None = None,
 ) -> torch.Tensor:  # (T, H) in hidden's dtype
-    """What each token's K experts say, weighted and summed; no expert computes anything for a token
-    that was not sent to it."""
+    """The outputs of each token's K experts, weighted and summed; an expert computes nothing for a
+    token that was not sent to it."""
     trains = _trains(hidden, weights, experts)
     check_pairs(hidden, indices, weights, experts)
     check_path(path, slice_tokens, trains)

@@ -93,7 +93,7 @@ def _adapters(wrapper):
 
 
 def check_adapted_parameter(name: str) -> None:  # of a GptOssExperts
-    "Refuse adapters on the experts' biases."
+    "ValueError for any parameter but the experts' two matrices, for example a bias."
     if name not in ADAPTED:
         raise ValueError(
             f"an adapter targets {name!r} of the experts; target "
@@ -155,7 +155,7 @@ for _name in IMPLEMENTATIONS:
 
 # %% ../../nbs/model/11_experts_lora.ipynb #08997a61
 class RoutedParamWrapper(ParamWrapper):
-    """PEFT's wrapper of one parameter; the outermost one hands the factors of all to the module's
+    """PEFT's wrapper of one parameter; the outermost one passes the factors of all to the module's
     implementation, and no weight is replaced."""
 
     def forward(self, x, *args, **kwargs):
@@ -169,7 +169,7 @@ class RoutedParamWrapper(ParamWrapper):
         )
 
 
-# PEFT knows its wrappers by this name when another adapter is added
+# PEFT finds its wrappers by this name when another adapter is added
 RoutedParamWrapper.__name__ = "ParamWrapper"
 
 
@@ -185,7 +185,7 @@ def route_adapters(
     implementation: str = "routed",  # or "routed_lean": recomputes in slices, for long contexts
 ) -> int:  # in how many layers the adapters of experts now go by their factors
     """Compute experts by `routed_experts`, adapters included;
-    `model.set_experts_implementation('eager')` is the way back."""
+    `model.set_experts_implementation('eager')` undoes it."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation is {implementation!r}; give one of "
@@ -196,7 +196,7 @@ def route_adapters(
         check_adapted_parameter(wrapper.parameter_name)
     try:
         model.set_experts_implementation(implementation)
-    except ValueError:  # transformers 5.5 knows registered names in the config only
+    except ValueError:  # transformers 5.5 accepts registered names in the config only
         model.config._experts_implementation = implementation
     for wrapper in wrappers:
         wrapper.__class__ = RoutedParamWrapper

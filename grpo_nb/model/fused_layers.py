@@ -145,8 +145,8 @@ def plain_lora(
     linear: nn.Module,  # any module
     dtype: torch.dtype,  # that the products are computed in
 ) -> tuple | None:  # (W, b, A, B, scaling); None: the module's own forward pass has to run
-    """The tensors of a frozen linear layer with one plain adapter and no hooks, of numbers that
-    need no conversion."""
+    """The tensors of a frozen linear layer with one plain adapter and no hooks, whose numbers need
+    no conversion to `dtype`."""
     if (adapter := _adapter_in_use(linear)) is None:
         return None
     base, (down, up) = linear.base_layer, adapter.factors
@@ -159,8 +159,8 @@ def plain_lora(
 
 # %% ../../nbs/model/13_fused_layers.ipynb #7a16ecce
 def _plain_loras(x, linears):
-    """What the products are computed in, and `plain_lora` of each layer; an empty list if one of
-    them has none."""
+    """(dtype of the products, `plain_lora` of each layer); the list is empty if one layer has
+    none."""
     device = x.device.type
     mixed = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if mixed else x.dtype
@@ -291,7 +291,7 @@ class FusedAttention:
     def attend(
         self, angles, mask, past_key_values, kwargs, query, key, value, heads=slice(None)
     ):  # (B, T, heads, D) each
-        "Rotation, cache and the attention function; `heads`: which of the sinks."
+        "Rotation, cache and the attention function; `heads` selects the sinks of these heads."
         query, key = rotate(query, *angles), rotate(key, *angles)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
@@ -340,8 +340,8 @@ def _has_plain_lora(layer):
 def adapters_are_fused(
     model: nn.Module,  # a gpt-oss of transformers, with adapters or without
 ) -> bool:
-    """Whether the adapters of its first attention layer are fused, and so those of the others,
-    which are made alike."""
+    """Whether the adapters of the first attention layer are fused. The other layers are made
+    alike."""
     layer = next((module for module in model.modules() if isinstance(module, FusedAttention)), None)
     return layer is not None and _has_plain_lora(layer)
 
@@ -358,7 +358,7 @@ def can_go_by_heads(
 
 @functools.cache
 def _fused_class(kind):
-    "An attention class with `FusedAttention` before it, under its own name."
+    "A subclass of an attention class with `FusedAttention` before it; the name stays the same."
     return type(
         kind.__name__,
         (FusedAttention, kind),

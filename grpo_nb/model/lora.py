@@ -65,7 +65,7 @@ def _weight(factor):
 
 
 def _variant(layer, name, down, up):
-    "DoRA, another variant of PEFT's, a trained bias, or factors of another kind."
+    "What makes an adapter more than two factors (DoRA, a trained bias, ...); None: nothing does."
     if getattr(layer, "use_dora", {}).get(name):
         return "DoRA"
     if variant := getattr(layer, "lora_variant", {}).get(name):
@@ -80,7 +80,7 @@ def _variant(layer, name, down, up):
 # %% ../../nbs/model/08_lora.ipynb #da16f8ff
 @dataclass(frozen=True)
 class AdaptedLayer:
-    "What PEFT computes in a layer with LoRA."
+    "What PEFT computes in a layer with LoRA: the base layer, and which adapters are added."
 
     layer: LoraLayer  # PEFT's layer
 
@@ -91,7 +91,7 @@ class AdaptedLayer:
 
     @property
     def merged(self) -> bool:
-        "Whether adapters are in the weight."
+        "Whether any adapter has been added to the weight."
         return bool(self.layer.merged)
 
     @property
@@ -128,5 +128,5 @@ class AdaptedLayer:
 def read_lora(
     module: nn.Module,  # any module
 ) -> AdaptedLayer | None:  # None: PEFT has not put a LoRA layer there
-    "What PEFT computes in a layer with LoRA, without a copy."
+    "Read a layer with LoRA; the result refers to PEFT's own tensors, nothing is copied."
     return AdaptedLayer(module) if isinstance(module, LoraLayer) else None

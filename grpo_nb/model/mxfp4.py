@@ -41,7 +41,7 @@ def _magnitude_codes(x):
 
 # %% ../../nbs/model/06_mxfp4.ipynb #4f34be1d
 def _check_packed(blocks, scales, check):
-    "Refuse what cannot be packed weights."
+    "ValueError for wrong dtypes, shapes or devices; with `check` also for scales of 255."
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(
             f"blocks are {blocks.dtype} and scales {scales.dtype}, but both are bytes: give "
@@ -107,7 +107,7 @@ def quantize(
     # blocks (..., rows, cols / 32, 16) and scales (..., rows, cols / 32), both uint8
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round `weight` to MXFP4 (OCP MX v1.0, section 6.3): nearest codes, halves to even, above 6 to
-    6. Waits for a GPU. ValueError for what cannot be packed."""
+    6. Synchronises a GPU. ValueError if it cannot be packed."""
     if not weight.is_floating_point():
         raise ValueError(
             f"the weight is {weight.dtype}, but only floating-point weights can be quantised"
@@ -183,15 +183,15 @@ def dequantize(
     *,
     # contiguous (..., rows, cols) of this dtype, to be filled; None: a new one
     out: torch.Tensor | None = None,
-    # refuse scales of 255, which waits for a GPU (not while a CUDA graph is recorded); False: they
-    # become NaN
+    # raise for scales of 255, which synchronises a GPU (skipped while a CUDA graph is recorded);
+    # False: they become NaN
     check: bool = True,
-    # `dequantize_table(dtype, device)` of a caller who keeps it; None: made here, which costs a GPU
-    # some twenty tiny kernels
+    # a kept `dequantize_table(dtype, device)`; None: it is made here, by some twenty tiny kernels
+    # on a GPU
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:  # (..., rows, cols) on the device of blocks
     """The weight that `blocks` and `scales` stand for: exact, or the nearest finite number of
-    `dtype`. ValueError for what is no packed weight."""
+    `dtype`. ValueError for tensors that are no packed weight."""
     _check_dtype(dtype)
     _check_packed(blocks, scales, check)
     shape = torch.Size((*blocks.shape[:-2], blocks.shape[-2] * BLOCK))

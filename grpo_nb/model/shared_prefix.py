@@ -22,7 +22,7 @@ def in_rectangle(
     rows: int,
     columns: int,
 ) -> torch.Tensor:  # (rows, heads, columns, D), 0 elsewhere
-    "Tokens of a row, in their places of a rectangle."
+    "Copy a row's tokens to their places in a rectangle."
     empty = x.new_zeros(x.shape[0], rows * columns, x.shape[2])
     return empty.index_copy(1, places, x).view(x.shape[0], rows, columns, -1).transpose(0, 1)
 
@@ -47,20 +47,20 @@ class Sharing:
 
     def spread(
         self,
-        x: torch.Tensor,  # (U, ...) something of each prompt
+        x: torch.Tensor,  # (U, ...) an entry for each prompt
     ) -> torch.Tensor:  # (B, ...)
-        "For each completion, what its prompt has; gradients are summed, always in the same order."
+        "Give each completion its prompt's entry; gradients are summed, always in the same order."
         return torch.cat(
             [x[u : u + 1].expand(count, *x.shape[1:]) for u, count in enumerate(self.groups)]
         )
 
-    # among the tokens of prompts, and of completions for their prompt and themselves
+    # (mask among the prompts' tokens, mask of completions on their prompt and themselves)
     def masks(
         self,
         window: int | None,  # keys that a query sees
     ) -> tuple[Mask, Mask]:
-        """The same two for all layers of a kind, forward and again in the backward pass: a mask
-        keeps what was made of it."""
+        """Made once for each window and used by all its layers, forward and backward, since a mask
+        caches what is derived from it."""
         U, P, B, T = self.shape
         if window not in self._masks:
             pads = self.pad_lens if len(self.prompt_places) < U * P else None
@@ -76,7 +76,7 @@ class Sharing:
         self,
         x: torch.Tensor,  # (1, heads, N, D)
     ) -> tuple[torch.Tensor, torch.Tensor]:  # (U, heads, P, D), (B, heads, T, D)
-        "The prompts' tokens and the completions'."
+        "The row cut into two rectangles, prompts and completions; 0 at padding."
         U, P, B, T = self.shape
         return (
             in_rectangle(x[0, :, : self.prompts], self.prompt_places, U, P),
@@ -88,7 +88,7 @@ class Sharing:
         of_prompts: torch.Tensor,  # (U, heads, P, D)
         of_completions: torch.Tensor,  # (B, heads, T, D)
     ) -> torch.Tensor:  # (1, heads, N, D)
-        "The way back from `in_rectangles`, padding left out."
+        "The inverse of `in_rectangles`: the row of tokens, without padding."
         both = (of_prompts, self.prompt_places), (of_completions, self.completion_places)
         return torch.cat(
             [x.transpose(0, 1).flatten(1, 2).index_select(1, places) for x, places in both], 1
@@ -118,7 +118,7 @@ class Sharing:
         self,
         hidden: torch.Tensor,  # (N, H) the hidden states of the row
     ) -> torch.Tensor:
-        "Where the completions' tokens are predicted from."
+        "The hidden states from which the completions' tokens are predicted."
         first, B = self.completion_places % self.shape[3] == 0, self.shape[2]
         begun = self.completion_places[first] // self.shape[3]  # completions that have a token
         before = (~first).nonzero()[:, 0] + self.prompts - 1

@@ -32,7 +32,7 @@ class SlicedMLP:
 
 @functools.cache
 def _sliced_class(kind):
-    "An MLP's class with `SlicedMLP` before it, under its own name."
+    "A subclass of an MLP's class with `SlicedMLP` before it; the name stays the same."
     return type(
         kind.__name__,
         (SlicedMLP, kind),
@@ -65,7 +65,7 @@ def slice_mlps(
     model: torch.nn.Module,
     tokens: int | None = 4096,  # at a time; None: all at once again
 ) -> int:  # how many MLPs; a ValueError if there is none
-    "Let a dense model's MLPs work on slices of the tokens, each computed again in backward."
+    "Make a dense model's MLPs work on slices of the tokens, each computed again in backward."
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}: give at least 1, or None for all at once")
     found = dense_mlps(model)
@@ -115,7 +115,7 @@ def slice_layers(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
     tokens: int | None,  # at a time; None: all at once (experts: their default again)
 ) -> int:  # how many layers; a ValueError if they cannot be sliced
-    "Let the widest part of each layer, experts or MLP, work on so many tokens at a time."
+    "Make the widest part of each layer, experts or MLP, work on `tokens` tokens at a time."
     experts = experts_in_slices(model)
     if not experts and experts_of(model):
         raise ValueError(

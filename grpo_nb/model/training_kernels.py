@@ -71,7 +71,7 @@ def unpack(
 # %% ../../nbs/model/12_training_kernels.ipynb #0e675c6d
 @triton.jit
 def _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI: tl.constexpr):
-    "BI gates and ups of a row with their bias: as they are, and cut."
+    "BI gates and ups of a row with their bias: as they are, and clamped; the sigmoid."
     e = tl.load(ids + row).to(tl.int64)
     j = 2 * column + tl.arange(0, 2 * BI)
     inside = j < 2 * inner
@@ -99,7 +99,7 @@ def _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI: tl.constexpr):
 
 @triton.jit
 def _activate(z, ids, bias, out, inner, alpha, limit, BI: tl.constexpr):
-    "BI columns of a row."
+    "The activation of BI columns of a row."
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BI
     _, _, gate, up, sigma = _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI)
     i = column + tl.arange(0, BI)
@@ -112,7 +112,7 @@ def _activate(z, ids, bias, out, inner, alpha, limit, BI: tl.constexpr):
 def _activate_backward(
     z, ids, bias, gradient, share, out, sums, inner, alpha, limit, BI: tl.constexpr
 ):
-    "A whole row, BI columns at a time."
+    "Gradients of a whole row, BI columns at a time, and its sum of gradient times activation."
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(share + row).to(tl.float32)
     total = tl.zeros((BI,), tl.float32)
@@ -255,7 +255,7 @@ def combine(
 def _rotate(
     x, cos, sin, out, T, heads, sb, st, sh, cb, BH: tl.constexpr, BD: tl.constexpr, D: tl.constexpr
 ):
-    "BH heads of a token; D is half a head."
+    "Rotate BH heads of one token; D is half of the head size."
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     h, d = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BD)
