@@ -151,7 +151,7 @@ def check_prompts(
     prompt_ids: Sequence[Sequence[int]],  # the prompts
     max_tokens: int,  # new tokens after each prompt
     vocab_size: int,  # of the model
-    max_positions: int | None,  # longest sequence the model knows; None for no limit
+    max_positions: int | None,  # longest sequence the model can take; None for no limit
 ) -> None:  # ValueError, with the number of the first prompt at fault
     "Refuse prompts that are empty or too long, or hold ids outside of the vocabulary."
     if not len(prompt_ids):
