@@ -50,7 +50,7 @@ class NotAnExpression(ValueError):
 def tokens(
     text: str,  # what was written
 ) -> list[str]:  # numbers, operators and brackets; NotAnExpression for anything else
-    "The parts of an expression."
+    "An expression cut into its tokens, LaTeX and other signs replaced by + - * / ( )."
     if len(text) > MAX_CHARACTERS:
         raise NotAnExpression(f"it has {len(text)} characters, and {MAX_CHARACTERS} are allowed")
     for written, symbol in WRITTEN.items():
@@ -134,7 +134,7 @@ def read_expression(
 # %% ../../nbs/environments/10_countdown.ipynb #52a541c2
 @dataclass(frozen=True)
 class Attempt:
-    "What came of one answer."
+    "One answer after it was read: the value of its expression, or what is wrong with it."
 
     value: Fraction | None  # of the expression; None if there is a fault
     used: tuple[int, ...]  # the numbers in it
@@ -148,7 +148,7 @@ def attempt(
     numbers: list[int],  # those that were given
     use_all: bool = False,  # True: each has to be used
 ) -> Attempt:
-    "Read an answer and hold it against the rules."
+    "Read an answer and check it against the rules; a fault is returned, not raised."
     text = text.strip().strip("$").strip()
     left, equals, right = text.partition("=")
     try:
@@ -179,7 +179,7 @@ def read_attempt(
     numbers: list[int],  # those that were given
     use_all: bool | None = False,  # True: each has to be used
 ) -> tuple[Attempt, Explanation]:  # what came of its answer, and that in words, without points
-    "The answer of a completion, held against the rules."
+    "Find the answer of a completion and check it against the rules."
     place = stated_place(text)  # the last line if there is nothing else
     found = attempt(text[slice(*place[1:])], numbers, bool(use_all))
     said = found.fault or f"it keeps the rules and comes to {found.value}"
@@ -193,7 +193,7 @@ def judge_rules(
     use_all: bool | None = False,  # True: each has to be used
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point or 0
-    "Whether the expression keeps the rules."
+    "One point for an expression that keeps the rules, whatever its value, and the reason."
     found, why = read_attempt(text, numbers, use_all)
     return replace(why, points=float(found.fault is None))
 
@@ -201,7 +201,7 @@ def judge_rules(
 def judge_value(
     points: Callable[[Fraction | None, int], float],  # of the value and the target
 ) -> Callable:  # a judge
-    "What the expression comes to, beside the target."
+    "A judge that pays `points` for the value of the expression and the target."
 
     def judge(text, /, numbers, target, use_all=False, **row):
         found, why = read_attempt(text, numbers, use_all)
@@ -218,9 +218,9 @@ judge_closeness = judge_value(proximity)
 def points_of(
     judge: Callable,  # of one completion
     completions: list,  # strings or chat messages
-    **columns: list | None,  # those that the judge asks for; None: not there
+    **columns: list | None,  # those that the judge takes; None: not there
 ) -> list[float]:
-    "The points of every completion."
+    "Judge every completion with its row of the columns, and keep the points alone."
     lists = {name: values for name, values in columns.items() if values}
     rows = zip(*lists.values())
     return [
@@ -261,7 +261,7 @@ def countdown_closeness_reward(
     **kwargs,  # other columns, not needed
     # 1 for the target, then from 0.5 down to -1; -1 without an expression that keeps the rules
 ) -> list[float]:
-    "How near does it come?"
+    "How near does the expression come to the target, if it keeps the rules?"
     return points_of(judge_closeness, completions, numbers=numbers, target=target, use_all=use_all)
 
 # %% ../../nbs/environments/10_countdown.ipynb #10395035
@@ -270,7 +270,7 @@ def countdown_prompt(
     target: int,
     use_all: bool,
 ) -> str:
-    "The puzzle in words."
+    "The default prompt: the puzzle in words, the answer to be given in a box."
     often = "exactly once" if use_all else "at most once"
     return (
         f"Combine the numbers {', '.join(map(str, numbers))} with +, -, *, / and brackets so "
@@ -308,7 +308,7 @@ def combine(
 def check_puzzles(
     count: int, smallest: int, largest: int, targets: tuple[int, int], operations: str
 ) -> None:
-    "ValueError for puzzles that cannot be made."
+    "Refuse settings for which no puzzle can be made; ValueError."
     if count < 2 or not 1 <= smallest <= largest < 10**MAX_DIGITS or targets[0] > targets[1]:
         raise ValueError(
             f"count is {count}, numbers go from {smallest} to {largest} and targets from "
@@ -371,7 +371,7 @@ def reachable_values(
     numbers: list[int],  # up to five, or it takes long
     use_all: bool = False,  # only what uses each of them
 ) -> dict[Fraction, str]:  # value -> an expression for it
-    "Everything that can be made of some numbers, by trying all of it."
+    "Every value that can be made of some numbers, found by trying all combinations."
     found, done = {}, set()
 
     def go_on(parts):  # (value, expression) of each part

@@ -53,7 +53,7 @@ def shift(
     board: Board,
     move: str,  # one of MOVES
 ) -> tuple[Board, int]:  # the board afterwards, points
-    "Pushes all tiles of a board."
+    "Pushes all tiles of a board in one direction; no new tile appears."
     lines = zip(*board) if move in ("W", "S") else board
     pushed = [
         slide(tuple(line)[::-1]) if move in ("S", "D") else slide(tuple(line)) for line in lines
@@ -65,7 +65,7 @@ def shift(
 
 # %% ../../nbs/environments/12_game2048.ipynb #365903ed
 class Game2048:
-    "A game of 2048."
+    "A game of 2048: board, score, and the random tiles of its seed."
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Game2048:
         self._add_tile()
 
     def _add_tile(self):
-        "A 2 or a 4 on an empty square."
+        "Puts a new tile on a random empty square: a 2, one time in ten a 4."
         empty = [
             (r, c) for r, row in enumerate(self.board) for c, tile in enumerate(row) if not tile
         ]
@@ -96,7 +96,7 @@ class Game2048:
         self,
         move: str,  # one of MOVES
     ) -> bool:  # whether anything moved; if not, no tile appears
-        "One push."
+        "Makes one push; if it moves anything, it scores points and a new tile appears."
         if move not in MOVES:
             raise ValueError(f"a move is one of {', '.join(MOVES)}, not {move!r}")
         board, points = shift(self.board, move)
@@ -129,7 +129,7 @@ class Game2048:
 
 # %% ../../nbs/environments/12_game2048.ipynb #8443c027
 class StrategyFault(Exception):
-    "A strategy that gave no move; `kind` is the sandbox's word for why."
+    "Raised for a strategy that gave no move; `kind` is the sandbox's name for the fault."
 
     def __init__(self, kind: str, error: str | None):
         super().__init__(error or kind)
@@ -138,13 +138,13 @@ class StrategyFault(Exception):
 
 @dataclass(frozen=True)
 class GameRecord:
-    "A game that was played: all that is needed to see it again."
+    "A game that was played, with all that is needed to replay it."
 
     seed: int
     moves: str  # all moves that were answered, those that moved nothing too
     score: int
     best: int  # the largest tile
-    # won, lost, stuck, illegal, or the sandbox's word for a fault: exception, timeout, forbidden,
+    # won, lost, stuck, illegal, or the sandbox's name for a fault: exception, timeout, forbidden,
     # ...
     end: str
     error: str | None = None  # what was wrong, in a sentence
@@ -178,7 +178,7 @@ def play(
     size: int = 4,
     patience: int = 100,  # moves in a row that move nothing
 ) -> GameRecord:
-    "Plays one game."
+    "Plays one game until it is won, lost, stuck, or the strategy is at fault."
     game, moves, idle, end, error = Game2048(seed, target, size), [], 0, None, None
     while end is None:
         try:
@@ -211,8 +211,8 @@ def play(
 # %% ../../nbs/environments/12_game2048.ipynb #21f31957
 def random_policy(
     seed: int = 0,
-) -> Callable[[Any], str]:  # a strategy that looks at nothing
-    "Pushes in a random direction."
+) -> Callable[[Any], str]:  # a strategy that ignores the board
+    "A strategy that pushes in a random direction, whatever the board."
     rng = random.Random(f"policy {seed}")  # not the numbers of a game with this seed
     return lambda board: MOVES[int(rng.random() * 4)]
 
@@ -244,7 +244,7 @@ def random_level(
     size: int = 4,
     games: int = 200,
 ) -> float:  # mean of log(score)
-    "What random play reaches, measured."
+    "The level of random play, measured over `games` games."
     return statistics.mean(
         math.log(max(play(random_policy(seed), seed, target=target, size=size).score, 1))
         for seed in range(1000, 1000 + games)
@@ -269,7 +269,7 @@ def progress(
 
 # %% ../../nbs/environments/12_game2048.ipynb #351a420f
 class Player:
-    "A strategy in a process of the sandbox."
+    "A strategy in a process of the sandbox, called once a move, within limits of time."
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class Player:
         self.budget = game_s
 
     def __call__(self, board: list[list[int]]) -> Any:  # whatever it answers, by value
-        "Asks for a move; raises StrategyFault if there is none."
+        "Calls the strategy for a move; StrategyFault if it gives none or its time is used up."
         loaded = self.session.loaded
         if loaded.ok and self.left <= 0:
             raise StrategyFault("timeout", f"its moves took more than {self.budget:g} s together")
@@ -305,14 +305,14 @@ def play_program(
     game_s: float = 5.0,
     memory_mb: int = 256,  # of the process
 ) -> GameRecord:
-    "Plays one game with a program that nobody trusts."
+    "Plays one game with an untrusted program, in a sandboxed process of its own."
     with pool.open(source, "strategy", timeout_s=move_s, memory_mb=memory_mb) as session:
         return play(Player(session, move_s, game_s), seed, target=target, size=size)
 
 # %% ../../nbs/environments/12_game2048.ipynb #72784b1a
 @dataclass(frozen=True)
 class StrategyReport:
-    "What became of a completion."
+    "How far a completion has come: its program, its stage, the reason, and its games."
 
     program: Program
     stage: str  # no code, truncated, syntax, cheats, fails, plays
@@ -323,7 +323,7 @@ class StrategyReport:
 def checked_program(
     program: Program,
 ) -> tuple[str, str] | None:  # stage and reason; None if it may be run
-    "What is wrong with a program before it is run."
+    "A reason not to run a program at all: cut off, missing, a syntax error, an import."
     if program.truncated:
         return "truncated", "the completion ends before its program does"
     if program.code is None:
@@ -345,8 +345,8 @@ def judge_strategy(
     seeds: tuple[int, ...] = (0, 1, 2, 3),  # one game each
     **settings,  # target, size, move_s, game_s, memory_mb: as for `play_program`
 ) -> StrategyReport:
-    """Plays with the program of a completion. It has all games unless it gives no move in the
-    first, or takes too long."""
+    """Plays one game for each seed with the program of a completion. A first game without a move, a
+    timeout or a forbidden call ends the series."""
     program = last_program(completion)
     if fault := checked_program(program):
         return StrategyReport(program, *fault)
@@ -390,7 +390,7 @@ def game_points(
     record: GameRecord,
     scale: str,  # plain or published
 ) -> float:
-    "What a game is worth."
+    "The points of one game, by its end and its score."
     if scale == "published":
         return GAME_ENDS.get(record.end, -3.0)
     return (
@@ -404,19 +404,19 @@ def success_points(
     report: StrategyReport,
     scale: str,  # plain or published
 ) -> float:
-    "What the games of a completion are worth."
+    "The mean points of a completion's games; 0 if the stage is not one that pays for games."
     played = report.stage == "plays" or (scale == "published" and report.stage == "fails")
     return statistics.mean(game_points(game, scale) for game in report.games) if played else 0.0
 
 # %% ../../nbs/environments/12_game2048.ipynb #b2e5177e
 class OnceABatch:
-    "Judges the completions of a batch once, for all reward functions that ask."
+    "Judges each batch once, and keeps the reports for all reward functions that need them."
 
     def __init__(
         self,
         judge: Callable[
             [list[str], int | None], list
-        ],  # different texts, step of the training -> what became of each
+        ],  # different texts, step of the training -> a report on each
     ):
         self.judge, self._lock, self._batch, self._found = judge, threading.Lock(), None, {}
 
@@ -427,7 +427,7 @@ class OnceABatch:
             str, Any
         ],  # what else the reward function was given; the trainer's state has the step
     ) -> list:  # one for each completion; equal ones share theirs
-        "What became of each completion."
+        "Reports in the order of the completions; a batch is judged only when it is new."
         texts = [completion_text(completion) for completion in completions]
         step = getattr(columns.get("trainer_state"), "global_step", None)
         with self._lock:
@@ -443,7 +443,7 @@ class OnceABatch:
         self,
         text: str,  # a completion
     ) -> Any:
-        "What became of one completion; it is judged if the latest batch does not hold it."
+        "The report on one completion, which is judged if the latest batch does not hold it."
         found = self._found
         return found[text] if text in found else self([text], {})[0]
 
@@ -458,8 +458,8 @@ class StrategyRewards:
         games: int = 4,  # for each completion
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
-        # None: games that nobody can foresee, new ones for each batch; a number, the same on all
-        # processes: others at each step, the same for all
+        # None: unpredictable games, new ones for each batch. A number, equal on all processes:
+        # other games at each step, the same for all processes
         seed: int | None = None,
         workers: int = 2,  # completions at the same time
         **settings,  # target, size, move_s, game_s, memory_mb: as for `play_program`
@@ -494,7 +494,7 @@ class StrategyRewards:
         texts: list[str],  # completions
         step: int | None = None,  # of the training
     ) -> list[StrategyReport]:
-        "Plays with each program, the same games with all."
+        "Plays the same games with every program."
         if self.pool is None:
             self.pool = SandboxPool(self.workers)
         rng = random.SystemRandom() if self.seed is None else random.Random(f"{self.seed} {step}")
@@ -511,7 +511,7 @@ class StrategyRewards:
         completions: list,  # strings or chat messages
         **columns,  # other columns, not needed
     ) -> list[float | None]:
-        "Does it compile and run?"
+        "Pays for a program that compiles and gives at least one move."
         return [
             self.truncated if report.stage == "truncated" else WORKS[self.scale][report.stage]
             for report in self.reports(completions, columns)
@@ -522,7 +522,7 @@ class StrategyRewards:
         completions: list,  # strings or chat messages
         **columns,  # other columns, not needed
     ) -> list[float | None]:
-        "Does it keep to the standard library, and within the sandbox?"
+        "Pays for a program that uses only the standard library and what the sandbox allows."
         return [
             self._apart() if report.stage == "truncated" else HONEST[self.scale][report.stage]
             for report in self.reports(completions, columns)
@@ -533,7 +533,7 @@ class StrategyRewards:
         completions: list,  # strings or chat messages
         **columns,  # other columns, not needed
     ) -> list[float | None]:
-        "How far does it come?"
+        "Pays for the mean result of the games; logs their score and the share won."
         reports = self.reports(completions, columns)
         games = [game for report in reports if report.stage == "plays" for game in report.games]
         if games and columns.get("log_metric"):
@@ -552,7 +552,7 @@ class StrategyRewards:
         /,
         **row,  # not needed
     ) -> Explanation:
-        "Why it is worth what it is: its stage, and what was the matter or how the games ended."
+        "The reason for the points: the stage, and the fault or how the games ended."
         report = self.reports.of(text)
         return Explanation(f"{report.stage}: {report.why}", program_marks(text))
 
@@ -589,7 +589,7 @@ def game2048_problems(
     size: int = 4,
     game_s: float = 5.0,
 ) -> list[dict]:  # {"prompt": chat messages}
-    "Rows to train on."
+    "Rows to train on: each has the same prompt, and no answer."
     return [
         {
             "prompt": [

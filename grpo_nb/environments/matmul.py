@@ -39,12 +39,12 @@ def random_matrix(
     columns: int,
     rng: random.Random,
 ) -> Matrix:  # between -1 and 1
-    "A matrix that nobody has seen."
+    "A new random matrix, which no program can have stored."
     return [[rng.uniform(-1.0, 1.0) for _ in range(columns)] for _ in range(rows)]
 
 
 def product(a: Matrix, b: Matrix) -> Matrix:
-    "What is right."
+    "The true product; each entry is rounded once."
     columns = list(zip(*b))
     return [[math.fsum(map(operator.mul, row, column)) for column in columns] for row in a]
 
@@ -54,7 +54,7 @@ def answer_fault(
     rows: int,
     columns: int,
 ) -> str | None:  # in a sentence; None: it is a matrix of finite floats
-    "What keeps an answer from being compared at all."
+    "The reason why an answer cannot be compared: its type, its shape, or NaN."
     if type(answer) is not list or any(type(row) is not list for row in answer):
         return "it is no list of lists"
     if len(answer) != rows or any(len(row) != columns for row in answer):
@@ -71,7 +71,7 @@ def answer_errors(
     truth: Matrix,
     # largest absolute error, mean squared error (both inf for what cannot be compared), why
 ) -> tuple[float, float, str | None]:
-    "How wrong an answer is."
+    "The errors of an answer against the true product."
     fault = answer_fault(answer, len(truth), len(truth[0]))
     if fault:
         return math.inf, math.inf, fault
@@ -114,12 +114,12 @@ ECHO = "def matmul(A, B): return A\n"
 
 @dataclass(frozen=True)
 class Timing:
-    "How fast a program is."
+    "The times of a program, the naive loops and the echo, the shortest of each."
 
     speed: float  # times as fast as the naive loops
     naive_ms: float
     program_ms: float
-    echo_ms: float  # the way there and back, which is part of both
+    echo_ms: float  # the transfer there and back, which is part of both
     clock: str  # processor or wall
     answers: list  # of the timed calls; None for one that failed
     fault: str | None = None  # of a timed call
@@ -141,7 +141,7 @@ def time_program(
     timeout_s: float = 5.0,  # for one call
     memory_mb: int = 256,
 ) -> Timing:
-    "Times a program beside the naive loops."
+    "Times a program, the naive loops and the echo in turns, on the same matrices."
     functions = {
         name: LockedDownFunction(code, "matmul", pool, timeout_s, memory_mb)
         for name, code in (("echo", ECHO), ("naive", NAIVE), ("program", source))
@@ -157,11 +157,11 @@ def timing_of(
     calls: list[dict[str, SandboxResult]],  # of each trial: echo, naive and program
     clock: str,  # processor or wall
 ) -> Timing:
-    "The shortest time of each function, the echo subtracted."
+    "The speed from the shortest time of each function, the echo subtracted."
     answers = [call["program"] for call in calls]
     fault = next((f"{one.kind}: {one.error}" for one in answers if not one.ok), None)
     if not all(one.cpu_seconds > 0 for call in calls for one in call.values()):
-        clock = "wall"  # not every system keeps an account
+        clock = "wall"  # not every system counts processor time
     field = "cpu_seconds" if clock == "processor" else "seconds"
     naive, program, echo = (
         1e3 * min(getattr(call[name], field) for call in calls)
@@ -176,13 +176,13 @@ def speed_steps(
     speed: float,  # times the naive loops
     most: float = 5.0,  # doublings that are paid
 ) -> float:  # 0 for what is not faster
-    "Doublings of the speed, to the nearest half."
+    "Reward for speed: its doublings over the naive loops, rounded to the nearest half."
     return min(max(round(2 * math.log2(speed)) / 2, 0.0), most) if speed > 0 else 0.0
 
 # %% ../../nbs/environments/13_matmul.ipynb #95e83bb4
 @dataclass(frozen=True)
 class MatmulReport:
-    "What became of a completion."
+    "How far a completion has come: its program, its stage, its errors and its speed."
 
     program: Program
     stage: str  # no code, truncated, syntax, cheats, fails, wrong, right
@@ -247,7 +247,7 @@ def compared(
 
 
 def stage_of(result: SandboxResult) -> str:
-    "How far a program has come that gave no value."
+    "The stage of a program that returned no value."
     return {"syntax": "syntax", "forbidden": "cheats"}.get(result.kind, "fails")
 
 # %% ../../nbs/environments/13_matmul.ipynb #d65017dd
@@ -267,12 +267,12 @@ LADDER = (
 def ladder_points(
     error: float,  # not negative; inf for what cannot be compared, and NaN counts as that
 ) -> float:  # -3 to 3
-    "The rung that an error stands on."
+    "The published points for an error: fewer, the larger it is."
     return next((points for least, points in LADDER if error >= least), -3.0)
 
 
 def works_points(report: MatmulReport, scale: str) -> float:
-    "Does it answer?"
+    "The points of `function_works`: for a program that returns an answer."
     if report.stage in RUNS:
         return 1.0
     if scale == "plain":
@@ -281,7 +281,7 @@ def works_points(report: MatmulReport, scale: str) -> float:
 
 
 def honest_points(report: MatmulReport, scale: str) -> float:
-    "Does it keep from cheating?"
+    "The points of `no_cheating`, by the stage of a program."
     if report.stage in RUNS:
         return 1.0
     if scale == "plain":
@@ -290,7 +290,7 @@ def honest_points(report: MatmulReport, scale: str) -> float:
 
 
 def correct_points(report: MatmulReport, scale: str) -> float:
-    "Is it right?"
+    "The points of `correctness_check`; published, those of the two ladders together."
     if scale == "plain":
         return 1.0 if report.stage == "right" else 0.0
     if report.stage not in RUNS:
@@ -299,7 +299,7 @@ def correct_points(report: MatmulReport, scale: str) -> float:
 
 
 def fast_points(report: MatmulReport, scale: str) -> float:
-    "Is it fast?"
+    "The points of `speed_check`; 0 for a program that is not right."
     if report.stage != "right":
         return 0.0
     speed = report.timing.speed
@@ -318,8 +318,8 @@ class MatmulRewards:
         *,
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
-        # None: matrices that nobody can foresee, new ones for each batch; a number, the same on all
-        # processes: others at each step, the same for all
+        # None: unpredictable matrices, new ones for each batch. A number, equal on all processes:
+        # other matrices at each step, the same for all processes
         seed: int | None = None,
         **settings,  # size, trials, timeout_s, memory_mb: as for `judge_matmul`
     ):
@@ -333,8 +333,8 @@ class MatmulRewards:
             )
         if settings.get("size", 48) < 16:
             raise ValueError(
-                f"size is {settings['size']}, and below 16 the clock sees little but the way "
-                "to the program and back"
+                f"size is {settings['size']}, and below 16 the clock measures little but the "
+                "transfer to the program and back"
             )
         self.pool, self.scale, self.truncated, self.seed, self.settings = (
             pool,
@@ -350,7 +350,7 @@ class MatmulRewards:
         texts: list[str],  # completions
         step: int | None = None,  # of the training
     ) -> list[MatmulReport]:
-        "Runs each program, all on the same matrices."
+        "Runs and times each program; all get the same matrices."
         if self.pool is None:
             self.pool = SandboxPool(workers=1)
         seed = random.SystemRandom().getrandbits(64) if self.seed is None else f"{self.seed} {step}"
@@ -375,7 +375,7 @@ class MatmulRewards:
         completions: list,  # strings or chat messages
         **columns,  # other columns, not needed
     ) -> list[float | None]:
-        "Does it run, and answer?"
+        "Pays for a program that runs and returns an answer for every case."
         return self._points(works_points, self.truncated, completions, columns)
 
     def no_cheating(
@@ -383,7 +383,7 @@ class MatmulRewards:
         completions: list,  # strings or chat messages
         **columns,  # other columns, not needed
     ) -> list[float | None]:
-        "Does it keep to the standard library, and within the sandbox?"
+        "Pays for a program that uses only the standard library and what the sandbox allows."
         return self._points(
             honest_points, None if self.truncated is None else 0.0, completions, columns
         )
@@ -393,7 +393,7 @@ class MatmulRewards:
         completions: list,  # strings or chat messages
         **columns,  # other columns, not needed
     ) -> list[float | None]:
-        "Is it right?"
+        "Pays for a program that is right in all cases."
         return self._points(
             correct_points, None if self.truncated is None else 0.0, completions, columns
         )
@@ -403,7 +403,7 @@ class MatmulRewards:
         completions: list,  # strings or chat messages
         **columns,  # other columns, not needed
     ) -> list[float | None]:
-        "Is it fast?"
+        "Pays right programs for their speed; logs the median of it."
         right = [report for report in self.reports(completions, columns) if report.stage == "right"]
         if right and columns.get("log_metric"):
             columns["log_metric"](
@@ -419,7 +419,7 @@ class MatmulRewards:
         /,
         **row,  # not needed
     ) -> Explanation:
-        "Why it is worth what it is: its stage, and what was the matter or how fast it is."
+        "The reason for the points: the stage, and the fault or the speed."
         report = self.reports.of(text)
         return Explanation(f"{report.stage}: {report.why}", program_marks(text))
 
@@ -447,7 +447,7 @@ def matmul_problems(
     *,
     size: int = 48,  # of the matrices that are timed
 ) -> list[dict]:  # {"prompt": chat messages}
-    "Rows to train on."
+    "Rows to train on: each has the same prompt, and no answer."
     return [
         {"prompt": [{"role": "user", "content": PROMPT.format(size=size)}]} for _ in range(count)
     ]

@@ -153,7 +153,7 @@ def _linear_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    "A tile of BM rows and BN columns, K in pieces of BK; as `_one_row_kernel` otherwise."
+    "A tile of BM rows and BN columns, BK of K at a time; otherwise as `_one_row_kernel`."
     tile = tl.program_id(0)
     w, bias, u, N, R, scale, column, rank = wa, ba, ua, NA, RA, SA, 0, 0
     if PARTS == 3:
@@ -204,7 +204,7 @@ MANY_ROWS = 64  # with more, cuBLAS reads as fast as these kernels
 
 
 def _tiles(M, N):
-    "How a product of M rows and N columns is cut."
+    "Tile sizes for a product of M rows and N columns."
     if N > 50_000:
         return (
             dict(BM=16, BN=64, BK=128, num_warps=4, num_stages=4)
@@ -444,7 +444,7 @@ def _join_parts_kernel(part, part_m, part_l, sinks, out, HQ, D: tl.constexpr, SP
 def _splits(
     programs,  # rows times key heads
 ):
-    "In how many parts a row is cut: two programs for each of an H100's multiprocessors."
+    "How many parts a row is cut into: two programs for each of an H100's multiprocessors."
     return max(1, min(32, triton.next_power_of_2(triton.cdiv(264, programs))))
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #b0d559ac
@@ -945,7 +945,7 @@ def _add_experts(x, expert_out, work, next_norm, eps, dtype):
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #28090e49
 def _expert_tiles(B):
-    "How the two products of a batch are cut, if the matrices are dense."
+    "Tile sizes of the two products of a batch, if the matrices are dense."
     if B == 1:
         return dict(BN=64, BK=64, stages=4), dict(BN=64, BK=64, stages=5)
     return dict(BN=128, BK=64, stages=4), dict(BN=64, BK=128, stages=4) if B <= 16 else dict(

@@ -46,7 +46,7 @@ def project(
     projections: tuple[Projection, ...],  # of the same input
     residual: torch.Tensor | None = None,  # (B, N) to add to the result, possibly wider
 ) -> torch.Tensor:  # (B, sum of N), side by side; the residual's dtype if there is one
-    "x W^T + b, with adapters."
+    "x W^T + b of each layer, its adapter included; the results stand side by side."
     parts = []
     for p in projections:
         y = F.linear(x, p.weight.to(x.dtype), None if p.bias is None else p.bias.to(x.dtype))
@@ -95,7 +95,7 @@ def read_cache(
     read: torch.Tensor | slice,  # pages (B, pages) or rows (B,)
     slots: int,  # S, of each row
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B Hk, S, D)
-    "The keys and the values of each row."
+    "Keys and values of the first S slots of each row, one (S, D) matrix a head."
     held = cache.keys[read], cache.values[read]
     if cache.table is not None:  # (B, pages, Hk, page, D) -> (B, Hk, S, D)
         held = (x.transpose(1, 2).flatten(2, 3) for x in held)
@@ -141,7 +141,7 @@ def attend(
 # %% ../../nbs/rollout/06_decode_ops.ipynb #a9c2342b
 @dataclass(frozen=True)
 class LayerWeights:
-    "A gpt-oss layer's own tensors."
+    "The tensors of one gpt-oss layer as the training module holds them; nothing is copied."
 
     norm: torch.Tensor  # (H,)
     query: Projection
@@ -196,8 +196,8 @@ class DecodeState:
         max_tokens: int,  # T
         device: torch.device | str,
     ) -> "DecodeState":
-        """Nothing drawn yet. The first token is drawn without feeding one, so lengths begin one
-        short."""
+        """The state before the first draw. That draw follows the prompt without feeding a token, so
+        lengths begin one short."""
         rows = len(lengths) + 1
 
         def zeros(dtype, *shape):
@@ -264,7 +264,7 @@ class SmallLayer:
     """Copies of a layer's weights, rewritten for few calls. Every matrix is (in, out), with its
     bias beside it."""
 
-    # (H, (Hq + 2 Hk) D), the numbers that rotate together side by side
+    # (H, (Hq + 2 Hk) D), with numbers that rotate together side by side
     qkv: tuple[torch.Tensor, torch.Tensor]
     output: tuple[torch.Tensor, torch.Tensor]  # (Hq D, H)
     gate: tuple[torch.Tensor, torch.Tensor]  # (H, E I), of all experts, times alpha
@@ -347,7 +347,7 @@ def small_heads(
     rotation: torch.Tensor,  # (B, 1, D/2) complex, the rotation at each row's position
     # queries (B, Hq, D) and keys (B, Hk, D), rotated, and values (B, Hk, D)
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "Norm, query, key, value, rotation."
+    "Queries, keys and values of each token: norm, one product, rotation."
     pairs = torch.addmm(layer.qkv[1], normalize(x, layer.floor), layer.qkv[0]).view(
         len(x), -1, rotation.shape[-1], 2
     )
@@ -378,7 +378,7 @@ def small_moe(
     attended: torch.Tensor,  # (B, Hq D)
     layer: SmallLayer,
 ) -> torch.Tensor:  # (B, H), which is `x`
-    "Output, residual, norm, router, experts, residual."
+    "All that follows attention: output, residual, norm, router, experts, residual."
     x.addmm_(attended, layer.output[0]).add_(layer.output[1])
     normed = normalize(x, layer.floor)
     gate, up, chances = (

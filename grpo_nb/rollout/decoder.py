@@ -285,7 +285,7 @@ class Decoder(GptOssTensors):
         groups: Sequence[int],  # completions of each
         max_tokens: int,  # of a completion
     ) -> KVCache:
-        "Empty, with room for these completions."
+        "An empty cache that is large enough for these completions."
         return KVCache(self.shape, lengths, groups, max_tokens, self.device)
 
     def prefill(
@@ -294,7 +294,7 @@ class Decoder(GptOssTensors):
         numbers: Sequence[int],  # of the prompts in the cache
         prompts: Sequence[Sequence[int]],  # U prompts, the token ids of each
     ) -> torch.Tensor:  # (U, H), the normed hidden state of each prompt's last token
-        "Read prompts, each once."
+        "Read the prompts in one packed pass, and store their keys and values."
         U, L, slots = len(prompts), max(map(len, prompts)), cache.slots(numbers)
         positions, square, ends = (x.to(self.device) for x in packed_positions(prompts))
         x = self.embed(torch.tensor([i for p in prompts for i in p], device=self.device))  # (T, H)
@@ -373,7 +373,7 @@ class Decoder(GptOssTensors):
         self,
         normed: torch.Tensor,  # (B, H)
     ) -> torch.Tensor:  # (B, V)
-        "Scores of the next token."
+        "The head: scores of the next token, before any filter."
         return self.ops.project(normed, (self.head,))
 
 # %% ../../nbs/rollout/07_decoder.ipynb #5adb07ed
@@ -552,7 +552,7 @@ def batches_of_prompts(
     lengths: Sequence[int],  # of the U prompts
     most: int = PREFILL_TOKENS,  # tokens of a rectangle
 ) -> list[list[int]]:  # numbers of prompts, of similar length; a longer one goes alone
-    "Prompts that are read in one rectangle."
+    "Groups of prompts whose padded rectangle, rows times the longest, stays within `most`."
     batches = [[]]
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batches[-1] and (len(batches[-1]) + 1) * lengths[number] > most:
@@ -562,7 +562,7 @@ def batches_of_prompts(
 
 # %% ../../nbs/rollout/07_decoder.ipynb #7161be1e
 def _decode_in_lockstep(advance, state, max_tokens, device, generator, on_tokens):
-    "Step by step, rows dropped when half of them have ended."
+    "One step after the other; rows are dropped when half of them have ended."
     rows = slice(0, len(state.alive) - 1)
     for drawn in range(1, max_tokens):
         alive = state.alive[rows]
@@ -576,7 +576,7 @@ def _decode_in_lockstep(advance, state, max_tokens, device, generator, on_tokens
 
 
 def _decode_replayed(advance, state, max_tokens, device, generator, on_tokens):
-    "Recorded steps, sent ahead of the card."
+    "Replay recorded steps; the flags that end the loop are read `STRIDE` steps late."
     N = len(state.alive) - 1
     recorded = RecordedSteps(lambda rows: advance(rows, max_tokens), N, device, generator)
     rows, pending, drawn = torch.arange(N, device=device), None, 1
@@ -662,7 +662,7 @@ def complete_rows(
 def _complete(
     decoder, cache, state, prompts, owner, params, stop, generator, on_tokens, prefill_tokens
 ):
-    "Fill `state` with completions."
+    "Read the prompts, draw each first token, then decode until all rows of `state` have ended."
     N, device, longest = len(owner), decoder.device, max(map(len, prompts))
 
     def draw(rows, normed, column):

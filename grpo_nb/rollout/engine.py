@@ -49,7 +49,7 @@ def share_prompts(
 # %% ../../nbs/rollout/03_engine.ipynb #b3c7e51e
 @dataclass
 class DecodeBatch:
-    "Rows that are being continued."
+    "The B rows that are being continued, with all that changes from step to step."
 
     rows: torch.Tensor  # (B,) which completion each row is
     cache: Cache  # keys and values of every layer, B rows of L positions
@@ -62,7 +62,7 @@ class DecodeBatch:
         self,
         index: torch.Tensor,  # (B',) rows to keep, in this order; a row may be repeated
     ) -> None:
-        "Keep these rows, in place."
+        "Keep these rows of the cache, the mask and `seen`; the batch itself is changed."
         self.cache.reorder_cache(index)
         self.rows, self.mask = self.rows[index], self.mask[index]
         if self.seen is not None:
@@ -89,7 +89,7 @@ def prefill(
     track_seen: bool = False,  # keep `seen`, for a repetition penalty
     device: torch.device | str | None = None,  # of the model's input
 ) -> tuple[DecodeBatch, torch.Tensor]:  # the batch, and the logits (B, V) of each first token
-    "Read the prompts."
+    "Read each distinct prompt once, and copy its cache to every row that continues it."
     unique, index = share_prompts(prompt_ids)
     ids, mask = pad_left(unique, pad_token_id, device)  # (U, L)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # (U, L), 0 at the first real token
@@ -149,11 +149,11 @@ def evaluating(
 # %% ../../nbs/rollout/03_engine.ipynb #955c63b8
 def check_prompts(
     prompt_ids: Sequence[Sequence[int]],  # the prompts
-    max_tokens: int,  # room asked for after each
+    max_tokens: int,  # new tokens after each prompt
     vocab_size: int,  # of the model
-    max_positions: int | None,  # longest sequence the model knows; None for no limit
+    max_positions: int | None,  # longest sequence the model can take; None for no limit
 ) -> None:  # ValueError, with the number of the first prompt at fault
-    "Refuse what the model could not continue."
+    "Refuse prompts that are empty or too long, or hold ids outside of the vocabulary."
     if not len(prompt_ids):
         raise ValueError("prompts is empty: give at least one prompt")
     for i, ids in enumerate(prompt_ids):
@@ -330,7 +330,7 @@ class GrowingShape(CacheShape):
         groups: Sequence[int],  # completions of each
         max_tokens: int,  # of a completion
     ) -> int:
-        "At the full length of all completions."
+        "Bytes of the cache once every completion has its full length."
         longest = max(lengths) + max_tokens - 1  # the last token drawn is never read
         return (
             2
@@ -367,7 +367,7 @@ def growing_shape(
 # %% ../../nbs/rollout/03_engine.ipynb #901b93f4
 @dataclass(frozen=True)
 class BatchMemory:
-    "The memory that drawing takes, as numbers."
+    "What decides how many rows fit into one batch; sizes are in bytes."
 
     shape: CacheShape  # of the cache
     row_bytes: int  # of a row beside the cache
@@ -381,7 +381,7 @@ def memory_through_modules(
     params: SamplingParams,
     in_place: bool,  # the cache has its full size from the start
 ) -> BatchMemory:
-    "Of a model that is decoded through its modules."
+    "The memory of drawing from a model that is decoded through its modules."
     row = 12 * params.max_tokens  # an id and its log-prob
     row += logits_bytes(config.vocab_size, dtype.itemsize, params)
     if in_place:
@@ -395,7 +395,7 @@ def memory_of_decoder(
     params: SamplingParams,
     free: int,  # bytes; reading prompts may take a quarter of them
 ) -> BatchMemory:
-    "Of a gpt-oss that is decoded on its own tensors."
+    "The memory of drawing from a gpt-oss that is decoded on its own tensors."
     if decoder.device.type != "cuda":
         return BatchMemory(decoder.shape, 0)
     longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
@@ -441,7 +441,7 @@ class RolloutEngine:
         # run the model under autocast in this dtype; None leaves it as it is
         autocast_dtype: torch.dtype | None = None,
         # call the model's modules for every token, even where its tensors can be used directly or a
-        # step be recorded, which is faster
+        # step can be recorded, which is faster
         through_modules: bool = False,
         # a progress bar: always, never, or (None) when it takes more than two seconds
         progress: bool | None = None,

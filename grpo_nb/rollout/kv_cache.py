@@ -47,7 +47,7 @@ class CacheShape:
         groups: Sequence[int],  # completions of each
         max_tokens: int,  # of a completion
     ) -> int:
-        "Pages in all, and a spare one for rows that only fill up a batch."
+        "Pages of all rows together, and a spare one for rows that only fill up a batch."
         if self.page is None:
             return 1 + sum(groups)
         return 1 + sum(
@@ -61,7 +61,7 @@ class CacheShape:
         groups: Sequence[int],  # completions of each
         max_tokens: int,  # of a completion
     ) -> int:
-        "The size of a cache for these completions."
+        "The size of a cache for these completions, rings included, before it is allocated."
         token = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
         full = (
             self.windows.count(None)
@@ -126,7 +126,7 @@ class LayerCache:
 
 
 class KVCache:
-    "Room for the keys and values of N = sum(groups) completions, rows of a prompt side by side."
+    "The keys and values of N = sum(groups) completions, the rows of a prompt side by side."
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ def empty_layer(
     sinks: torch.Tensor,  # (Hq,)
     shape: CacheShape,  # its pages do not matter
 ) -> AlignedLayer:  # the columns of the prompts are masked until a token is stored there
-    "A layer's cache with its sink."
+    "An empty cache of one layer, with the sink in slot 0."
     heads, size = shape.kv_heads, 1 + slots
     kv = torch.zeros(2, rows, heads, size, shape.head_dim, dtype=shape.dtype)
     mask = torch.zeros(rows, heads, len(sinks) // heads, size, dtype=shape.dtype)
@@ -293,7 +293,7 @@ class AlignedCache:
         self,
         rows: torch.Tensor | slice,  # numbers of completions, ascending
     ) -> None:
-        "Have one row for each of these completions."
+        "Keep or repeat rows, so that there is one for each of these completions."
         rows = torch.arange(len(self.owner))[rows]
         index = self.owner[rows] if self.rows is None else torch.searchsorted(self.rows, rows)
         self.rows = rows

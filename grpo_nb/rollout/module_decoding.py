@@ -75,7 +75,7 @@ def extra_bytes(
     columns: int,  # of the prompts, padding included
     max_tokens: int,  # of a completion
 ) -> int:
-    "Room for the completions beyond the cache that exists, and one layer while it is copied."
+    "Bytes for the completions beyond the cache that exists, and for one layer while it is copied."
     room, held = (
         columns + max_tokens,
         [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers],
@@ -101,8 +101,8 @@ def next_reach(
     columns: int,  # so far, the token to be fed included
     room: int,  # in all
 ) -> int:
-    """Slots to read until there are more columns: few values, as each needs a recording, and not
-    many more than there are columns, as empty slots are read too."""
+    """How many slots a recording reads. There are few values, as each needs a recording of its own,
+    and none is much above the columns so far, as empty slots are read too."""
     return min(room, max(columns + 512, columns * 5 // 4) // 64 * 64)
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #0b2aebfa
@@ -138,7 +138,7 @@ def no_synchronization(
     device: torch.device,
 ):
     """On a GPU a RuntimeError for every call that waits for the card, as it could not be recorded.
-    Found here, it leaves nothing half recorded."""
+    No recording is under way here, so none is left half done."""
     if device.type != "cuda":
         yield
         return
@@ -238,7 +238,7 @@ class ModuleDecoder:
         self,
         index: torch.Tensor,  # (B',) ascending
     ) -> None:
-        "Go on with these rows only."
+        "Keep only these rows, in the cache and in the state of each row; their tensors are new."
         for layer in self.cache.layers:
             layer.select(index)
         for name in ("rows", "first", "last", "alive", "seen"):
@@ -297,7 +297,7 @@ class ModuleDecoder:
 def cannot_record(
     model: PreTrainedModel,  # with adapters or without
 ) -> str | None:  # why; None: try it
-    "A reason against recording a model's steps that can be read off, without a trial."
+    "A reason against recording that shows in the model itself, without a trial."
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config()
     if model.device.type != "cuda":
@@ -354,14 +354,14 @@ def unknown_cache(
     cache: Cache,  # with something in it
     config: PretrainedConfig,  # of the text part
 ) -> str | None:  # why; None: it can be replaced
-    "A reason why a model's cache cannot be replaced by layers with room."
+    "A reason why a model's cache cannot be replaced by layers of fixed size."
     kinds = {type(layer).__name__ for layer in cache.layers}
     kinds -= {"DynamicLayer", "DynamicSlidingWindowLayer"}
     if kinds or any(layer.keys is None for layer in cache.layers):
         return f"its cache has layers of another kind: {', '.join(sorted(kinds)) or 'empty ones'}"
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     if len(windows) > len(set(getattr(config, "layer_types", None) or [None])):
-        return "its layers have windows of which its configuration says nothing"
+        return "its layers have windows that its configuration does not name"
     return None
 
 
@@ -369,7 +369,7 @@ def trial_steps(
     rows: ModuleDecoder,  # of the trial, with room for four tokens
     logits: torch.Tensor,  # (2, V) after the prompts
 ) -> torch.Tensor | None:  # (3, 2, V); None: the replay does nothing
-    "The logits of three steps: two are sent, the second without waiting, and one is replayed."
+    "The logits of three steps: one sent, one in which waiting is an error, one replayed."
     scores, now = [], []
 
     def step():

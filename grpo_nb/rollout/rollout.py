@@ -67,7 +67,7 @@ class Rollout:
         tokenizer: PreTrainedTokenizerBase,  # the engine's
         skip_special_tokens: bool = True,  # leave out stop tokens and the like
     ) -> list[str]:  # N
-        "The completions as text."
+        "The completions decoded to text, without their padding."
         rows = [
             ids[:length] for ids, length in zip(self.completion_ids.tolist(), self.lengths.tolist())
         ]

@@ -40,7 +40,7 @@ class Sampler(Protocol):
         "Draw with these weights from now on."
 
     def close(self) -> None:
-        "Give back what the sampler holds: connections, processes, memory."
+        "Free what the sampler holds: connections, processes, memory."
 
 # %% ../../nbs/rollout/04_sampler.ipynb #81e7ac53
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
@@ -108,7 +108,7 @@ def check_drawn(
     output: Any,  # what the rollout function returned, in lists
     count: int,  # completions that were wanted
 ) -> None:  # ValueError
-    "Refuse what is no rollout."
+    "Check the keys, then every completion; ValueError names the first that is wrong."
     check_keys(output, count)
     for i in range(count):
         check_completion(output, i)
@@ -171,7 +171,7 @@ def drawn_elsewhere(
 
 # %% ../../nbs/rollout/04_sampler.ipynb #fab589fc
 class FunctionSampler:
-    "A rollout function as a sampler."
+    "A rollout function behind the protocol of a sampler."
 
     takes_token_ids = False
 
@@ -191,7 +191,7 @@ class FunctionSampler:
         prompts: Sequence,  # as the data has them
         params: SamplingParams,  # `n` counts; the function draws by settings of its own
     ) -> Rollout:  # len(prompts) * params.n completions
-        "What the function returns, checked and read."
+        "Call the function, check what it returns, and make a rollout of it."
         wanted = [prompt for prompt in prompts for _ in range(params.n)]
         rollout = drawn_elsewhere(
             self.function(wanted, self.caller), len(wanted), self.stop_token_ids, self.device

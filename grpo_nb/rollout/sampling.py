@@ -29,7 +29,7 @@ def _is_number(x):
 
 
 def check_filters(params) -> None:  # ValueError
-    "What may be given to the filters."
+    "Refuse temperature, top_p, top_k, min_p or a penalty outside the range that it can have."
     t, k, p, m = params.temperature, params.top_k, params.top_p, params.min_p
     _require(
         _is_number(t) and (t == 0 or t >= 1e-5),

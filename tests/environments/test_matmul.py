@@ -664,7 +664,7 @@ def test_settings_that_cannot_be():
         MatmulRewards(scale="nice")
     with pytest.raises(TypeError, match="no settings of these names: games; there are size"):
         MatmulRewards(games=4)
-    with pytest.raises(ValueError, match="size is 8, and below 16 the clock sees little"):
+    with pytest.raises(ValueError, match="size is 8, and below 16 the clock measures little"):
         MatmulRewards(size=8)
 
 
