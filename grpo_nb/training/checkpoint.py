@@ -34,7 +34,7 @@ from .state import BEST, TrainState
 def checkpoints(
     output_dir: str | Path,  # of a run
 ) -> list[Path]:  # complete checkpoints, oldest first; empty if there is no such folder
-    "The checkpoints of a run."
+    "The folders named checkpoint-N."
     found = [
         p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)
     ]

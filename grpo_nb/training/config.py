@@ -38,7 +38,7 @@ def setting(
     use: str | None = None,  # the setting whose value is used where this one is None
     why: str = "",  # a sentence added to the error: the reason for the range
 ):  # a dataclass field that carries all of it to `Settings`
-    "A field of a settings class."
+    "A dataclass field with a default, its range, and what an error should add."
     return field(
         default=default, metadata={"allowed": allowed, "same": same or {}, "use": use, "why": why}
     )
@@ -300,7 +300,7 @@ class BatchSettings(Settings):
 # %% ../../nbs/training/01_config.ipynb #51e64766
 @dataclass(kw_only=True)
 class SamplingSettings(Settings):
-    "How completions are drawn."
+    "How completions are drawn: their length, the temperature, cuts of the distribution."
 
     # longest completion, tokens; it is cut there. Raise it when many completions are cut
     max_completion_length: int = setting(512, "[1, inf)")
@@ -365,7 +365,7 @@ class SamplingSettings(Settings):
 # %% ../../nbs/training/01_config.ipynb #a01c5160
 @dataclass(kw_only=True)
 class RewardSettings(Settings):
-    "How rewards become advantages."
+    "How rewards become advantages: their weights and what they are divided by."
 
     # one for each reward function, in their order; None: all 1.0
     reward_weights: list[float] | None = setting(None)
@@ -607,7 +607,7 @@ class MemorySettings(Settings):
     use_cpu: bool = setting(False)  # train on the CPU although there is a GPU
     # set every dropout to 0, so that the same tokens always get the same log-probs
     disable_dropout: bool = setting(False)
-    # compute in bfloat16; None: where the device has it and fp16 is not asked for
+    # compute in bfloat16; None: where the device has it and fp16 is not set
     bf16: bool | None = setting(None)
     # compute in float16 with a scaled loss, for cards without bfloat16 such as the T4
     fp16: bool = setting(False)
@@ -1026,8 +1026,8 @@ NEUTRAL: dict[str, Any] = {
     name: default
     for _, names in REFUSED_BY_REASON + IGNORED_BY_REASON
     for name, default in names.items()
-}  # keyword -> the value that asks for nothing
-ALSO_NEUTRAL = {  # keyword -> another value that asks for what happens anyway
+}  # keyword -> its neutral value, which is accepted without a message
+ALSO_NEUTRAL = {  # keyword -> another value that describes what happens anyway
     "router_aux_loss_coef": 0.0,
     "pad_to_multiple_of": None,
     "logging_nan_inf_filter": False,

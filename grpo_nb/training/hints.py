@@ -48,7 +48,7 @@ class RunHistory:
                 self.columns.setdefault(name, []).append(value)
 
     def newest(self, name: str) -> float:  # NaN if it was never logged
-        "The last number of a name."
+        "The newest number logged under a name."
         return self.columns.get(name, [math.nan])[-1]
 
     def mean_at_start(self, name: str) -> float:  # NaN before there are enough

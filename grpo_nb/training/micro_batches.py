@@ -193,7 +193,7 @@ def choose_pieces(
     batch: TrainingBatch,
     config: GRPOConfig,
     free_bytes: int,  # memory that may be used
-    # the model's, from known_shape; None: no more is cut than was asked for
+    # the model's, from known_shape; None: only `mini_batch` of the config splits
     shape: ModelShape | None,
     tiles: tuple[tuple, tuple],  # from possible_tiles
     residual: int = 4,  # bytes a number of the residual stream

@@ -78,7 +78,7 @@ class TrainingBatch:
 def positions(
     mask: torch.Tensor,  # (B, L) bool, True = a real token
 ) -> torch.Tensor:  # (B, L) place of each real token in its own sequence; 0 on padding
-    "Position ids of padded sequences."
+    "Position ids of padded sequences, counted from the mask."
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #1d2ae3a7

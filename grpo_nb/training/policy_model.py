@@ -56,7 +56,7 @@ def recompute_layers(
 def check_adapters(
     model,  # with adapters
 ) -> None:  # ValueError where they, or what trains beside them, could not be saved
-    "Refuse adapters that are merged, that add tokens to a prompt, or that train beside weights."
+    "Refuse adapters that are merged or add tokens to prompts, and weights that train beside one."
     from peft import get_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
 

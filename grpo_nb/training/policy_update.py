@@ -76,7 +76,7 @@ class EntropyBonus:
         return {"coef": self.coef, "last": self.last}
 
     def load_state_dict(self, saved: dict[str, float | None]) -> None:
-        "Go on from there."
+        "Put the weight and the last entropy back."
         self.coef, self.last = saved["coef"], saved["last"]
 
 # %% ../../nbs/training/12_policy_update.ipynb #e1a29d37
@@ -330,7 +330,7 @@ class PolicyUpdate:
         whole: TrainingBatch,  # all completions of its cycle, for the expected number of tokens
         first_pass: bool = True,  # True: measure the gap between sampler and trainer
     ) -> None:
-        "Add the gradient of one micro-batch."
+        "Add the gradient of one micro-batch, piece by piece, and count it in the window."
         self.model.train()
         if self.window_is_empty:
             self.window.expect(self.expected_tokens(whole))
@@ -379,7 +379,7 @@ class PolicyUpdate:
         entropies: torch.Tensor,  # (B, T) nats
         chosen: torch.Tensor | None,  # (B, T) the tokens of highest entropy; None: all
     ) -> LossOutput:
-        "The loss that the settings name."
+        "The loss of a piece, with the metrics to log; a subclass may replace it."
         config = self.config
         sampler_logps = (
             batch.rollout_logps if config.off_policy_mask_threshold is not None else None
@@ -448,7 +448,7 @@ class PolicyUpdate:
         self.window = Window(self.device)
 
     def reduce(self) -> None:
-        "Sum gradients and counts over processes."
+        "Sum the gradients and the window's counts over all processes, in place."
         if self.accelerator.num_processes == 1:
             return
         for p in self.parameters:
@@ -519,7 +519,7 @@ class PolicyUpdate:
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        "Go on from there."
+        "Load optimizer, schedule, scaler and entropy bonus, and a reference that was saved."
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         self.precision.scaler.load_state_dict(saved["scaler"])

@@ -77,7 +77,7 @@ class Metrics:
         return {name: list(pairs) for name, pairs in self.values.items()}
 
     def load_state_dict(self, saved: dict[str, list]) -> None:
-        "Go on from there."
+        "Replace what was collected by the saved numbers."
         self.values = {name: [tuple(pair) for pair in pairs] for name, pairs in saved.items()}
 
 # %% ../../nbs/training/15_reporting.ipynb #5aa78a65
@@ -174,7 +174,7 @@ def clock(
 def table_row(
     record: dict[str, Any] | None,  # one step of the log; None: the headings
 ) -> str:  # columns of ten characters; a number that the step does not have is left blank
-    "One line of the table."
+    "One line of the table, as text."
     cells = []
     for heading, (name, style) in COLUMNS.items():
         value = heading if record is None else record.get(name)
@@ -385,11 +385,11 @@ class Recorder:
         return record
 
     def state_dict(self) -> dict[str, int]:
-        "The tokens that records have counted."
+        "The tokens of the run up to the last record."
         return {"total_tokens": self.total_tokens}
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
-        "Go on from there."
+        "Continue to count from the saved number of tokens."
         self.total_tokens = saved["total_tokens"]
 
 
@@ -452,7 +452,7 @@ class HintWriter(TrainerCallback):
             self.given += self.hints.look(record)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        "Look at a record of training."
+        "Check a record of training, and print its new hints."
         if "num_tokens" not in logs:
             return
         for sentence in self.hints.look(logs):
@@ -550,7 +550,7 @@ def write_metrics(
     metrics: dict[str, Any],  # name -> number
     combined: bool = True,  # add them to all_results.json too
 ) -> None:
-    "Write SPLIT_results.json."
+    "Write numbers to SPLIT_results.json, as transformers' trainer does."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     every, style = folder / "all_results.json", dict(indent=4, sort_keys=True)
@@ -564,7 +564,7 @@ def run_figure(
     history: list[dict[str, Any]],  # records of a log
     accuracy: dict[int, float] | None = None,  # step -> held-out accuracy, if it was measured
 ) -> "matplotlib.figure.Figure":
-    "The curves of a run."
+    "Three panels: rewards, what there is to learn from, entropy and gradient norm."
     from matplotlib.figure import Figure
 
     def column(name):

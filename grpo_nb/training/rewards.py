@@ -33,7 +33,7 @@ class RewardError(RuntimeError):
 def reward_name(
     function: Callable,  # a function, a partial, an object with `__call__`
 ) -> str:  # the name it is logged under
-    "The name of a reward function."
+    "The name of a reward function; of a partial, that of its function."
     if hasattr(function, "func"):
         return reward_name(function.func)  # a partial
     return getattr(function, "__name__", None) or type(function).__name__
@@ -42,7 +42,7 @@ def reward_name(
 def reward_names(
     functions: list[Callable],
 ) -> list[str]:  # each once: the second "reward" is "reward_2"
-    "The names of several reward functions."
+    "Different names for several reward functions."
     names = []
     for name in map(reward_name, functions):
         names.append(

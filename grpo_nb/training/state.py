@@ -134,7 +134,7 @@ class TrainState(TrainerState):
         return follows
 
     def updated(self) -> None:
-        "Count an update, and set the epoch to the share of the data that is done."
+        "Count an update, and set the epoch to the passes over the data so far."
         cycles = self.cycle + self.micro_step / self.layout.micro_batches_per_cycle
         self.global_step, self.epoch = self.global_step + 1, cycles / self.cycles_per_epoch
 

@@ -81,7 +81,7 @@ NOT_SUPPORTED = {
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    "Refuse a kind of parallelism or a number format that only the launcher knows."
+    "Refuse sharding, and a number format that is set in the launcher and not in the config."
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise ValueError(
@@ -542,7 +542,7 @@ class GRPOTrainer:
         )
 
     def tell(self, event: str) -> None:
-        'Call the method `event`, "on_save" for instance, of every callback.'
+        "Call the method `event` of every callback, `on_save` for instance."
         self.callbacks.tell(event)
 
     # the loop
@@ -570,7 +570,7 @@ class GRPOTrainer:
         return self.end()
 
     def finished(self) -> bool:
-        "Whether the updates are all made, or a callback asked to stop."
+        "Whether all updates are made, or a callback has set `should_training_stop`."
         return self.state.finished or self.callbacks.control.should_training_stop
 
     def tell_beginnings(self) -> None:
@@ -824,7 +824,7 @@ class GRPOTrainer:
         split: str,  # "train", "eval", ...: the heading
         metrics: dict[str, Any],  # of `train().metrics` or `evaluate()`
     ) -> None:
-        "Print numbers, one a line."
+        "Print the numbers of a run or an evaluation, one a line, in the main process."
         if self.is_world_process_zero():
             tqdm.write(metrics_text(split, metrics))
 
@@ -854,7 +854,7 @@ class GRPOTrainer:
         "Remove a callback."
         self.callbacks.handler.remove_callback(callback)
 
-    def pop_callback(self, callback: Any) -> TrainerCallback | None:  # None: it does not take part
+    def pop_callback(self, callback: Any) -> TrainerCallback | None:  # None: it was not there
         "Remove a callback and return it."
         return self.callbacks.handler.pop_callback(callback)
 

@@ -182,14 +182,14 @@ class Gate:
         self,
         order: str,  # "go", "pause" or "stop"; after "stop" others are ignored
     ) -> None:
-        "Give an order, from any thread."
+        "Give an order, from any thread, and wake a run that is paused."
         with self.changed:
             if self.order != "stop":
                 self.order = order
             self.changed.notify_all()
 
     def wait(self) -> str:  # "go" or "stop"
-        'Return the order, but not before it is another than "pause".'
+        "Wait while the order is to pause, then return it."
         with self.changed:
             self.changed.wait_for(lambda: self.order != "pause")
             return self.order
