@@ -31,15 +31,15 @@ __all__ = list(_rooms)
 
 # %% ../nbs/00_front.ipynb #362d0e47
 def __getattr__(
-    name: str,  # what was asked for and is not here yet
-):  # the object of that name, fetched from its room; AttributeError if no room holds it
-    "Import the room of a public name when the name is first used."
+    name: str,  # a public name that is not imported yet
+):  # the object of that name, from its module; AttributeError if it is not public
+    "Import the module of a public name when the name is first used."
     if name not in _rooms:
         raise AttributeError(f"module 'grpo_nb' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"grpo_nb.{_rooms[name]}"), name)
     return value
 
 
-def __dir__() -> list[str]:  # the names that are here and those that still have to be fetched
+def __dir__() -> list[str]:  # names that are imported, and those that are not yet
     "What `dir(grpo_nb)` and completion show."
     return sorted({*globals(), *_rooms})

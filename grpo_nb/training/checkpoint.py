@@ -34,7 +34,7 @@ from .state import BEST, TrainState
 def checkpoints(
     output_dir: str | Path,  # of a run
 ) -> list[Path]:  # complete checkpoints, oldest first; empty if there is no such folder
-    "The checkpoints of a run."
+    "The folders named checkpoint-N."
     found = [
         p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)
     ]
@@ -50,7 +50,7 @@ def find_checkpoint(
     | None,
     output_dir: str | Path,  # of the run
 ) -> Path | None:  # None: begin anew
-    "The checkpoint that `train(resume_from_checkpoint=...)` means; a sentence if it is not there."
+    "The checkpoint that `train(resume_from_checkpoint=...)` means; ValueError if there is none."
     if not resume:
         return None
     if resume in (True, "auto"):
@@ -77,9 +77,9 @@ def find_checkpoint(
 
 def read_state(
     folder: Path,  # a checkpoint
-    # what `save_checkpoint` put beside the model; ValueError if the file is damaged
+    # what `Checkpointer.save` wrote beside the model; ValueError if the file is damaged
 ) -> dict[str, Any]:
-    "Where a run stood."
+    "The state of a run, read from `training_state.pt`."
     path = folder / "training_state.pt"
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -132,7 +132,7 @@ def set_aside(
     # only checkpoints of later steps than this; None: all of them, the log and the completions
     after: int | None = None,
 ) -> Path | None:  # where they are now, a folder `earlier-run-N`; None: there was nothing
-    "Move away what an earlier run left, so that none of it is taken for a part of this one."
+    "Move what an earlier run left in the folder, so that this run does not take it for its own."
     there = [
         p for p in checkpoints(output_dir) if after is None or int(p.name.split("-")[1]) > after
     ]
@@ -152,8 +152,8 @@ def set_aside(
 
 # %% ../../nbs/training/13_checkpoint.ipynb #24d3eb74
 class deterministic:
-    """`with deterministic(on):` asks torch for algorithms that give the same bits every time, and
-    puts the switch back on exit."""
+    """`with deterministic(on):` restricts torch to algorithms that give the same bits every time,
+    and puts the switch back on exit."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ def truncate_log(
     path: str | Path,  # a file with one JSON object a line, each with a "step"
     step: int,  # lines of later steps are dropped, and a last line that was cut off
 ) -> None:
-    "Forget what the log says about steps that will be run again."
+    "Remove the lines of steps that will be run again; the file is replaced all at once."
     path = Path(path)
     if not path.exists():
         return
@@ -196,8 +196,8 @@ def truncate_log(
 def check_adapter(
     config: Any,  # PEFT's, of the model's adapter
     folder: Path,  # a saved adapter
-) -> None:  # ValueError where the saved one has another size or counts otherwise
-    "Whether a saved adapter is one of this kind."
+) -> None:  # ValueError where the saved one has another size or scale
+    "Refuse a saved adapter whose kind, rank or scale is not that of the model's adapter."
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"{str(folder)!r} holds no adapter, but weights of the model itself: build the "
@@ -218,7 +218,7 @@ def saved_tensors(
     read: Callable,  # reads a file or folder
     path: Path,  # of a checkpoint
 ) -> dict[str, torch.Tensor]:  # ValueError if it is damaged
-    "What a weight file holds."
+    "The tensors of a weight file or an adapter's folder, by name."
     try:
         return read(str(path))
     except Exception as error:  # whatever safetensors, PEFT and the hub raise
@@ -233,7 +233,7 @@ def read_weights(
     model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
     folder: str | Path,  # where its save_pretrained wrote
 ) -> Callable[[], None]:  # copies them; ValueError, and the model as it was, where they do not fit
-    "Read saved weights, or a saved adapter, for a model."
+    "Read saved weights, or a saved adapter, and check that they fit; nothing is copied yet."
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(
@@ -343,7 +343,7 @@ SHAPES_THE_BATCH = (  # settings without which the place in the data means nothi
 
 
 def on_cpu(value: Any) -> Any:
-    "A value with every tensor in it on the CPU."
+    "Copy every tensor in nested dicts, lists and tuples to the CPU."
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, dict):
@@ -358,7 +358,7 @@ def check_same_run(
     processes: int,
     whose: str,  # the checkpoint, for messages
 ) -> dict[str, tuple]:  # settings that differ: name -> (now, then); ValueError
-    "Refuse settings and data with which the place in the run would be another one."
+    "Refuse other processes, data or settings with which the saved place means nothing."
     if len(saved["processes"]) != processes:
         raise ValueError(
             f"{whose} was written by {len(saved['processes'])} processes and this run has "
@@ -387,7 +387,7 @@ def check_same_run(
 
 # %% ../../nbs/training/13_checkpoint.ipynb #b8e92a6e
 class Checkpointer:
-    "Writes what a run is made of to a folder, and puts it back."
+    "Writes the parts of a run, the model and the tokenizer to a folder, and loads them again."
 
     def __init__(
         self,
@@ -396,10 +396,10 @@ class Checkpointer:
         model: Any,
         tokenizer: Any,
         state: TrainState,
-        own: dict[str, Any],  # name -> part of which every process has one of its own
-        shared: dict[str, Any],  # name -> part that is the same in all processes
+        own: dict[str, Any],  # name -> part; every process has its own
+        shared: dict[str, Any],  # name -> part; the same in all processes
         log: Log,
-        tell: Callable[[str], None] = lambda event: None,  # callbacks hear of a checkpoint
+        tell: Callable[[str], None] = lambda event: None,  # called with "on_save"
     ):
         self.config, self.accelerator, self.tell = config, accelerator, tell
         self.model, self.tokenizer = model, tokenizer
@@ -411,20 +411,20 @@ class Checkpointer:
         self,
         rows: int,  # of the data
     ) -> None:
-        "A new run, of which there is nothing to write yet."
+        "Begin a new run, which has no boundary yet."
         self.rows, self.boundary = rows, None
 
     def mark(self) -> None:
-        "The run stands at an update: note it, so that a checkpoint can be written until the next."
+        "Store the boundary: called after each update, so that a checkpoint of it can be written."
         self.boundary = {name: part.state_dict() for name, part in self.own.items()}
 
     def leave(self) -> None:
-        "From here to the next mark the weights are neither old nor new."
+        "Drop the boundary: until the next mark the weights are neither the old nor the new ones."
         self.boundary = None
 
     @property
     def step(self) -> int | None:
-        "The update of which a checkpoint would be written; None: the weights are on the way."
+        "The update that a checkpoint would belong to; None: an update is being made."
         return self.boundary["state"]["global_step"] if self.boundary else None
 
     def save_model(
@@ -432,7 +432,7 @@ class Checkpointer:
         path: str | Path,
         **others: Any,  # passed on to the model's own save_pretrained
     ) -> None:
-        "The model (of an adapter, the adapter alone) and the tokenizer."
+        "Save the tokenizer and the model; if an adapter trains, only the adapter."
         if not self.accelerator.is_main_process:
             return
         with no_file_bars():
@@ -441,7 +441,7 @@ class Checkpointer:
 
     def save(self) -> Path | None:
         "Write `checkpoint-STEP` in output_dir: all that is needed to go on from the last update."
-        # of what is due, a checkpoint is no more: here it is
+        # a checkpoint is no longer due: this is it
         due = {**self.boundary["callbacks"], "should_save": False}
         here = on_cpu({**self.boundary, "callbacks": due})
         processes = [here] if self.accelerator.num_processes == 1 else gather_object([here])
@@ -463,7 +463,7 @@ class Checkpointer:
 
     def contents(self, processes: list[dict]) -> dict[str, Any]:
         "What a checkpoint holds beside the model."
-        # evaluated after the boundary was noted, perhaps
+        # an evaluation may have come after the boundary
         best = {name: getattr(self.state, name) for name in BEST}
         for entry in processes:
             entry["state"].update(best)
@@ -479,7 +479,7 @@ class Checkpointer:
         self,
         folder: Path,
     ) -> str:  # what to tell the user
-        "Go back to where a checkpoint was written; ValueError, and nothing changed, if it cannot."
+        "Go back to where a checkpoint was written; ValueError, with nothing changed, if unfit."
         saved, whose = read_state(folder), repr(str(folder))
         processes = self.accelerator.num_processes
         changed = check_same_run(self.config, saved, self.rows, processes, whose)
@@ -508,7 +508,7 @@ class Checkpointer:
         )
 
     def take_log(self, folder: Path, history: list[dict]) -> list[str]:
-        "The log as it was at that update; what came after it is set aside. Lines for the user."
+        "Restore the log as it was at that update, and set later files aside; lines to print."
         if not self.log.path:
             self.log.rewrite(history)
             return []
@@ -524,7 +524,7 @@ class Checkpointer:
 
 
 def differences_text(changed: dict[str, tuple]) -> list[str]:
-    "A line for each setting that is another one than in the checkpoint."
+    "A line for each setting that differs from the checkpoint's."
     return [
         f"{name} is {now!r}, and was {then!r} when the checkpoint was written"
         + "; the optimizer keeps the old value" * (name in IN_OPTIMIZER)

@@ -33,7 +33,7 @@ from .state import TrainState
 
 # %% ../../nbs/training/11_collect.ipynb #e721128a
 class CompletionSource:
-    "Draws a completion for each row of data, and asks the reward functions what it is worth."
+    "Draws a completion for each row of data, and scores it with the reward functions."
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class CompletionSource:
         params: SamplingParams,  # how completions are drawn
         tokenizer: Any,
         reward_funcs: list[Callable],  # K functions
-        state: TrainState,  # reward functions may look at it
+        state: TrainState,  # handed to the reward functions as trainer_state
         max_positions: int | None = None,  # of the model; None: no limit is known
     ):
         self.config, self.sampler, self.params = config, sampler, params
@@ -57,9 +57,9 @@ class CompletionSource:
     def check_room(
         self,
         data: Any,  # rows, a dict of several data sets, or None
-        whose: str = "",  # begins the message
+        whose: str = "",  # begins the message, "evaluation data: " for instance
     ) -> None:  # ValueError with the row's number
-        "Refuse prompts that leave no room for a completion."
+        "Refuse prompts after which a completion would exceed the model's positions."
         if not self.sampler.takes_token_ids or data is None:
             return
         for rows in data.values() if isinstance(data, dict) else [data]:
@@ -70,7 +70,7 @@ class CompletionSource:
                 raise ValueError(f"{whose}{error}") from None
 
     def publish(self, model: Any, version: int) -> None:
-        "The weights as they are now draw what comes next."
+        "Hand the sampler the present weights, for the completions that it draws next."
         self.sampler.publish(model, version)
 
     def draw(
@@ -78,7 +78,7 @@ class CompletionSource:
         rows: list[dict],
         numbers: list[int] | None = None,  # of the rows in the data, for messages
     ) -> Rollout:
-        "One completion for each row."
+        "One completion for each row; a row that stands there G times gets G."
         prompts = [row["prompt"] for row in rows]
         if self.sampler.takes_token_ids:
             prompts = many_prompt_token_ids(
@@ -94,8 +94,8 @@ class CompletionSource:
         rollout: Rollout,
         metrics: Metrics,  # gets what reward functions hand to log_metric
     ) -> tuple[list, torch.Tensor, dict[str, list]]:
-        """The completions in the data's form, their scores (N, K), and what reward functions want
-        shown beside them."""
+        """The completions in the data's form (strings or messages), their scores (N, K), and the
+        columns that reward functions passed to log_extra."""
         completions = [
             completion_as_given(row["prompt"], text)
             for row, text in zip(rows, rollout.texts(self.tokenizer))
@@ -118,7 +118,7 @@ class CompletionSource:
 
 # %% ../../nbs/training/11_collect.ipynb #479a465c
 class RolloutCollector:
-    "Draws the completions of a generation cycle and finds out what they are worth."
+    "Draws and scores the completions of a generation cycle, and computes their advantages."
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class RolloutCollector:
         accelerator: Accelerator,
         source: CompletionSource,
         reward_names: list[str],  # K names, for the log
-        metrics: Metrics,  # gets the numbers of each cycle
+        metrics: Metrics,  # each cycle adds its rewards and lengths
     ):
         self.config, self.layout, self.accelerator = config, layout, accelerator
         self.source, self.reward_names, self.metrics = source, reward_names, metrics
@@ -138,7 +138,7 @@ class RolloutCollector:
         self,
         rows: Any,  # the data of the run
     ) -> None:
-        "Draw from these rows from now on."
+        "Set the rows that the cycles of a run draw from."
         self.rows = rows
 
     def collect(self, state: TrainState) -> TrainingBatch:
@@ -156,7 +156,7 @@ class RolloutCollector:
         return self.batch_of(rollout, advantages).rows(self.order(state.cycle, len(rows)))
 
     def draw_rows(self, cycle: int) -> list[int]:
-        "The numbers of this process's rows in the data, each as often as it is answered."
+        "The numbers of this process's rows in the data, each once for every completion."
         config = self.config
         numbers = prompt_order(
             len(self.rows),
@@ -169,11 +169,11 @@ class RolloutCollector:
         return repeated[self.mine()]
 
     def mine(self) -> slice:
-        "The completions of all processes that belong to this one."
+        "Which of all processes' completions belong to this one."
         return self.layout.process_slice(self.accelerator.process_index)
 
     def compare(self, own: torch.Tensor, rollout: Rollout) -> torch.Tensor:
-        "This process's advantages, (N,), from the scores of all; the metrics get their numbers."
+        "This process's advantages (N,), from the scores of all; adds to the metrics."
         config, device = self.config, rollout.mask.device
         scores = self.accelerator.gather(own.to(device)).cpu()  # (N of all processes, K)
         groups = config.num_generations
@@ -191,7 +191,7 @@ class RolloutCollector:
         return advantages.values[self.mine()].to(device)
 
     def batch_of(self, rollout: Rollout, advantages: torch.Tensor) -> TrainingBatch:
-        "What is trained on: tokens of prompts and completions, masks, advantages."
+        "Tokens of prompts (N, P) and completions (N, T), their masks, and the advantages (N,)."
         kept = rollout.mask & ~(rollout.truncated[:, None] & self.config.mask_truncated_completions)
         if rollout.written is not None:
             kept &= rollout.written
@@ -206,7 +206,7 @@ class RolloutCollector:
         )
 
     def order(self, cycle: int, count: int) -> Any:
-        "In which order this process's completions are trained on."
+        "The order in which this process trains on its completions, as row numbers."
         config, process = self.config, self.accelerator.process_index
         return completion_order(
             count, cycle, process, config.shuffle_dataset, config.used("data_seed")

@@ -38,7 +38,7 @@ def setting(
     use: str | None = None,  # the setting whose value is used where this one is None
     why: str = "",  # a sentence added to the error: the reason for the range
 ):  # a dataclass field that carries all of it to `Settings`
-    "A field of a settings class."
+    "A dataclass field with a default, its range, and what an error should add."
     return field(
         default=default, metadata={"allowed": allowed, "same": same or {}, "use": use, "why": why}
     )
@@ -78,7 +78,7 @@ def types_of(
 # %% ../../nbs/training/01_config.ipynb #1b0a8d3c
 @dataclass(frozen=True)
 class Setting:
-    "What may stand in one field of a config."
+    "The types and values that one field of a config accepts."
 
     name: str
     types: tuple[type, ...]  # from `types_of`
@@ -89,7 +89,7 @@ class Setting:
     why: str
 
     def in_words(self) -> str:  # e.g. "a number in (0, 1] or None"
-        "What the setting can be."
+        "The accepted values in words, for an error."
         words = {
             float: f"a number in {self.allowed}",
             int: f"a whole number in {self.allowed}",
@@ -107,7 +107,7 @@ class Setting:
         self,
         value,  # one that is not allowed
     ) -> str:  # " The nearest is ...", or nothing
-        "The word that was meant, as far as one can tell."
+        "A sentence with the accepted word that is spelt most like the value."
         words, text = self.allowed if isinstance(self.allowed, tuple) else (), str(value)
         close = [word for word in words if word.lower() == text.lower()]
         close = close or difflib.get_close_matches(text, words, 1, 0.8)
@@ -193,7 +193,7 @@ def unknown(
 # %% ../../nbs/training/01_config.ipynb #40354d7d
 @dataclass(kw_only=True)
 class Settings:
-    "What every group of settings can do."
+    "The base of every group: checks each value as it is set, and all of them together."
 
     specs = {}  # name -> Setting, of the class and its bases
 
@@ -224,7 +224,7 @@ class Settings:
             warnings.warn(sentence, stacklevel=4)
 
     def cautions(self) -> list[str]:  # one sentence each; empty when all is well
-        "What is legal and probably a mistake."
+        "Warnings about values that are legal but probably a mistake."
         return [
             sentence
             for group in type(self).__mro__
@@ -243,7 +243,7 @@ class Settings:
 # %% ../../nbs/training/01_config.ipynb #cec528ff
 @dataclass(kw_only=True)
 class BatchSettings(Settings):
-    "How prompts become batches."
+    "How prompts become batches: sizes, groups, updates and the order of the data."
 
     # completions in one micro-batch on one device; as many as fit the memory
     per_device_train_batch_size: int = setting(8, "[1, inf)")
@@ -262,7 +262,7 @@ class BatchSettings(Settings):
     generation_batch_size: int | None = setting(None, "[1, inf)")
     # a new order of the prompts in every epoch; False: as they stand
     shuffle_dataset: bool = setting(True)
-    # of the order of the prompts alone; None: seed
+    # seed of the order of the prompts only; None: seed
     data_seed: int | None = setting(None, "[0, inf)", use="seed")
 
     def check(self):
@@ -300,7 +300,7 @@ class BatchSettings(Settings):
 # %% ../../nbs/training/01_config.ipynb #51e64766
 @dataclass(kw_only=True)
 class SamplingSettings(Settings):
-    "How completions are drawn."
+    "How completions are drawn: their length, the temperature, cuts of the distribution."
 
     # longest completion, tokens; it is cut there. Raise it when many completions are cut
     max_completion_length: int = setting(512, "[1, inf)")
@@ -340,11 +340,11 @@ class SamplingSettings(Settings):
 
     def sampling_params(
         self,
-        # what else `SamplingParams` takes, e.g. n, seed, stop_token_ids, or another temperature for
-        # evaluation
+        # other arguments of `SamplingParams`, e.g. n, seed, stop_token_ids, or another temperature
+        # for evaluation
         **changes,
     ) -> "grpo_nb.rollout.sampling.SamplingParams":
-        "These settings as the sampler takes them."
+        "These settings as the SamplingParams that a sampler takes."
         from grpo_nb.rollout.sampling import SamplingParams
 
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -365,7 +365,7 @@ class SamplingSettings(Settings):
 # %% ../../nbs/training/01_config.ipynb #a01c5160
 @dataclass(kw_only=True)
 class RewardSettings(Settings):
-    "How rewards become advantages."
+    "How rewards become advantages: their weights and what they are divided by."
 
     # one for each reward function, in their order; None: all 1.0
     reward_weights: list[float] | None = setting(None)
@@ -403,7 +403,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vesp
 
 @dataclass(kw_only=True)
 class LossSettings(Settings):
-    "What is minimised."
+    "The loss: its kind, the clip, the KL term, the entropy bonus."
 
     # how a token's loss is formed and averaged; see the table below
     loss_type: str = setting(
@@ -528,7 +528,7 @@ SCHEDULES = (
     "cosine_with_min_lr",
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
-)  # transformers' names, less those that wait for a metric
+)  # transformers' names, without those that need a metric
 OPTIMIZERS = (
     "adamw_torch",
     "adamw_torch_fused",
@@ -542,7 +542,7 @@ OPTIMIZERS = (
 
 @dataclass(kw_only=True)
 class OptimizerSettings(Settings):
-    "How the weights are moved."
+    "The optimizer, its learning rate, and the length of the run."
 
     # 1e-6 suits training all weights; adapters (LoRA) usually take 5e-6 to 5e-5
     learning_rate: float = setting(1e-6, "[0, inf)")
@@ -607,7 +607,7 @@ class MemorySettings(Settings):
     use_cpu: bool = setting(False)  # train on the CPU although there is a GPU
     # set every dropout to 0, so that the same tokens always get the same log-probs
     disable_dropout: bool = setting(False)
-    # compute in bfloat16; None: where the device has it and fp16 is not asked for
+    # compute in bfloat16; None: where the device has it and fp16 is not set
     bf16: bool | None = setting(None)
     # compute in float16 with a scaled loss, for cards without bfloat16 such as the T4
     fp16: bool = setting(False)
@@ -615,13 +615,13 @@ class MemorySettings(Settings):
     gradient_checkpointing: bool = setting(True)
     # for the model's own method, e.g. {"use_reentrant": False}
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(None)
-    # keep each layer's input in host memory until the backward pass asks for it; with
+    # keep each layer's input in host memory until the backward pass needs it; with
     # gradient_checkpointing
     offload_activations: bool = setting(False)
-    # in how many pieces a micro-batch is split, each going forward and backward by itself; None:
-    # chosen by the free memory
+    # how many pieces a micro-batch is split into, each with a forward and backward pass of its own;
+    # None: chosen by the free memory
     mini_batch: int | None = setting(None, "[1, inf)")
-    # in how many pieces the sequence of each is split; None: chosen likewise
+    # how many pieces the sequence of each of these is split into; None: chosen likewise
     logit_chunk_multiplier: int | None = setting(None, "[1, inf)")
     # tokens that experts (or a dense model's MLPs) work on at a time, their inside computed again
     # in backward; None: chosen likewise, anew for every length
@@ -643,7 +643,7 @@ class MemorySettings(Settings):
         self,
         bf16_available: bool,  # whether the device computes in bfloat16
     ) -> str:  # "bf16", "fp16" or "no", the names that accelerate has for it
-        "The mixed precision that a device gets."
+        "The mixed precision of a run on a device; ValueError for bf16 where there is none."
         if self.bf16 and not bf16_available:
             raise ValueError(
                 "bf16=True, but this device has no bfloat16: set fp16=True, or leave both "
@@ -669,7 +669,7 @@ TRACKERS = (
 
 @dataclass(kw_only=True)
 class RunSettings(Settings):
-    "Where a run leaves its traces."
+    "When a run logs, saves and evaluates, and where it writes."
 
     # folder of the checkpoints
     output_dir: str = setting("trainer_output", same={None: "trainer_output"})
@@ -893,8 +893,8 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default})
         {"full_determinism": False},
     ),
 ]
-# (reason, {keyword: TRL's default}): the run is the same whatever they say, so they cost a warning
-# and no error
+# (reason, {keyword: TRL's default}): the run is the same with any value, so another one than the
+# default gives a warning and no error
 IGNORED_BY_REASON = [
     (
         "use_vllm is False, so there is no vLLM to set up",
@@ -1026,8 +1026,8 @@ NEUTRAL: dict[str, Any] = {
     name: default
     for _, names in REFUSED_BY_REASON + IGNORED_BY_REASON
     for name, default in names.items()
-}  # keyword -> the value that asks for nothing
-ALSO_NEUTRAL = {  # keyword -> another value that asks for what happens anyway
+}  # keyword -> its neutral value, which is accepted without a message
+ALSO_NEUTRAL = {  # keyword -> another value that describes what happens anyway
     "router_aux_loss_coef": 0.0,
     "pad_to_multiple_of": None,
     "logging_nan_inf_filter": False,
@@ -1048,7 +1048,7 @@ def refuse(
     name: str,  # a keyword of `REFUSED` or `IGNORED`
     value,
 ) -> None:
-    "Raise the reason why a keyword cannot be honoured, or warn that it changes nothing."
+    "Raise an error with the reason why a keyword is refused, or warn that it changes nothing."
     plain = value.value if isinstance(value, Enum) else value
     if plain == NEUTRAL[name] or plain == ALSO_NEUTRAL.get(name, NEUTRAL[name]):
         return
@@ -1167,7 +1167,7 @@ class GRPOConfig(
         self,
         num_processes: int = 1,  # devices that train side by side
     ) -> list[dict[str, Any]]:  # rows {"setting", "value", "from"}
-        "What follows from the settings that were left open."
+        "The values that follow from settings left at None, and from which."
         layout = self.layout(num_processes)
         rows = [
             (name, self.used(name), spec.use)
@@ -1250,7 +1250,7 @@ class GRPOConfig(
         other: "GRPOConfig",  # e.g. the one stored with a checkpoint
         # name -> (value here, value there), for settings that are not equal once stored
     ) -> dict[str, tuple]:
-        "Where two configs differ."
+        "The settings in which two configs differ."
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 

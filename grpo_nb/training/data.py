@@ -122,7 +122,7 @@ def prompts_of(
 def kind_of_prompt(
     prompt: str | Sequence[Mapping],
 ) -> bool | tuple:  # whether a string has any text; the roles of a conversation
-    "What a tokenizer may treat alike: one prompt of each kind shows whether it takes them."
+    "A key for prompts that a tokenizer treats alike, so that one of each kind can be tried."
     return bool(prompt) if isinstance(prompt, str) else tuple(turn["role"] for turn in prompt)
 
 
@@ -162,7 +162,7 @@ def check_long_prompts(
 
 # %% ../../nbs/training/02_data.ipynb #b561abb5
 def completion_as_given(
-    prompt: str | Sequence[Mapping],  # what was asked
+    prompt: str | Sequence[Mapping],  # as in the dataset
     text: str,  # what the model wrote, decoded without special tokens
 ) -> str | list[dict[str, str]]:  # a string for a string, one assistant message for a conversation
     "A completion in the form in which reward functions receive it."
@@ -185,7 +185,7 @@ ARGUMENTS = (
     "log_extra",
     "log_metric",
     "environments",
-)  # what reward functions are given besides
+)  # what reward functions receive beside the columns
 
 
 def reward_columns(

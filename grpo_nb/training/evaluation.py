@@ -19,7 +19,7 @@ from .state import random_state, set_random_state
 
 # %% ../../nbs/training/14_evaluation.ipynb #efd1279f
 class Evaluator:
-    "Samples and scores every row of some data."
+    "Samples and scores every row of a data set, and leaves the run's random state as it was."
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Evaluator:
         self,
         rows: Any,  # a data set
     ) -> dict[str, float]:  # reward, rewards/NAME/mean, completions/..., what rewards logged
-        "The mean scores of the rows, each answered `num_generations_eval` times."
+        "Mean scores and lengths over the rows, each answered `num_generations_eval` times."
         self.source.check_room(rows, "evaluation data: ")
         before, metrics = random_state(), Metrics()
         try:
@@ -50,7 +50,7 @@ class Evaluator:
         }
 
     def mine(self, rows: Any) -> list[dict]:
-        "The rows that this process answers, each as often as it is answered."
+        "The rows that this process answers, each `num_generations_eval` times."
         first, step = self.accelerator.process_index, self.accelerator.num_processes
         times = range(self.config.used("num_generations_eval"))
         return [rows[i] for i in range(first, len(rows), step) for _ in times]

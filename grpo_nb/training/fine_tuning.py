@@ -21,7 +21,7 @@ def written_batch(
     tokenizer,  # with an end token
     device: torch.device | str = "cpu",
 ) -> TrainingBatch:  # advantages are all 1: every answer is one to be imitated
-    "Prompts with worked answers as a batch."
+    "Prompts with worked answers, each closed by an end token, as a batch."
     prompt_ids, prompt_mask = pad_left(
         tokenizer([row["prompt"] for row in rows]).input_ids, tokenizer.pad_token_id or 0, device
     )

@@ -17,7 +17,7 @@ def decay_groups(
     parameters: dict[str, torch.nn.Parameter],  # name -> those that train
     weight_decay: float,  # 0: one group
 ) -> list[dict[str, Any]]:  # parameter groups of an optimizer
-    "Weight decay for the matrices, none for norms and biases."
+    "Split parameters into two groups: matrices with weight decay, norms and biases without."
     if not weight_decay:
         return [{"params": list(parameters.values()), "weight_decay": 0.0}]
     spared = {name for name in parameters if "bias" in name or "norm" in name}
@@ -69,7 +69,7 @@ def make_schedule(
     optimizer: torch.optim.Optimizer,
     total_steps: int,  # optimizer updates of the whole run
 ):  # a learning-rate scheduler of torch
-    "How the learning rate changes over the run."
+    "The learning rate's schedule over the run, with its warm-up, as the config describes it."
     from transformers import get_scheduler
 
     return get_scheduler(

@@ -27,7 +27,7 @@ from ..rollout.decoder import changed_forward
 # %% ../../nbs/training/04_policy_logprobs.ipynb #c72ba891
 @dataclass
 class TrainingBatch:
-    "Completions with everything that the loss asks about them; a field that is not needed is None."
+    "Completions with everything that the loss needs; a field that is not needed is None."
 
     prompt_ids: torch.Tensor  # (N, P) padded on the left
     prompt_mask: torch.Tensor  # (N, P) bool, True = a real token
@@ -78,7 +78,7 @@ class TrainingBatch:
 def positions(
     mask: torch.Tensor,  # (B, L) bool, True = a real token
 ) -> torch.Tensor:  # (B, L) place of each real token in its own sequence; 0 on padding
-    "Position ids of padded sequences."
+    "Position ids of padded sequences, counted from the mask."
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #1d2ae3a7
@@ -138,7 +138,7 @@ def base_causal_model(model):
 
 def find_head(
     model,  # a causal language model, PEFT-wrapped or not
-) -> Head | None:  # None: its logits must be asked for
+) -> Head | None:  # None: the logits have to come from the model
     """The parts of a model's head, unless it is more than a linear layer (an adapter on it, modules
     or steps of its own)."""
     base = base_causal_model(model)
@@ -169,7 +169,7 @@ def pieces_that_fit(
     logit_chunk_multiplier: int | None = None,  # as given; None: chosen
     # mini_batch and logit_chunk_multiplier; ValueError with the numbers if nothing fits
 ) -> tuple[int, int]:
-    "How finely the log-probs of a batch have to be cut."
+    "The coarsest split of hidden states whose logits fit, at most ROWS_PER_CHUNK rows each."
     B, T, H = hidden.shape
     chunks = choose_chunks(
         B,
@@ -190,7 +190,7 @@ def pieces_that_fit(
 def reads_a_row(
     model,  # a causal language model, PEFT-wrapped or not
 ) -> bool:
-    "Whether the model's attention can be told who belongs to whom."
+    "Whether the model reads a batch in one row: its attention has to be one of ours."
     return (
         getattr(base_causal_model(model).config.get_text_config(), "_attn_implementation", None)
         in TRANSFORMERS_NAMES
@@ -296,7 +296,7 @@ def completion_logps(
 
 
 def _through_logits(model, batch, temperature, return_entropy):
-    "The same for a model whose head is more than a matrix."
+    "Log-probs and entropies from whole logits (B, T, V), for a head that is more than a matrix."
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
     logits = model(

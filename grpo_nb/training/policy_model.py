@@ -24,7 +24,7 @@ def checkpoint_layers(
     model,  # of transformers, PEFT-wrapped or not
     kwargs: dict,  # torch.utils.checkpoint's
 ) -> None:
-    "Let layers be computed again in backward."
+    "Switch on gradient checkpointing: layers are computed again in backward, to save memory."
     if not kwargs.get("use_reentrant", True) and "context_fn" not in kwargs:
         kwargs = {**kwargs, "context_fn": checkpoint_contexts(model)}
     enable = (
@@ -34,8 +34,8 @@ def checkpoint_layers(
     enable(kwargs)
     base = base_causal_model(model)
     if not kwargs.get("use_reentrant", True):
-        # which only the reentrant kind needs: it would keep the embedding's output for a gradient
-        # that nobody reads
+        # only the reentrant kind needs this; otherwise the embedding's output would be kept for a
+        # gradient that is never used
         base.disable_input_require_grads()
 
 
@@ -43,8 +43,7 @@ def recompute_layers(
     model,  # of transformers, PEFT-wrapped or not
     config: GRPOConfig,
 ) -> None:
-    """Let layers be computed again in backward or not, as the config says, whatever the model was
-    told before."""
+    """Switch gradient checkpointing on or off, as the config says, whatever it was before."""
     if config.gradient_checkpointing:
         checkpoint_layers(model, config.gradient_checkpointing_kwargs or {"use_reentrant": False})
     elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -57,7 +56,7 @@ def recompute_layers(
 def check_adapters(
     model,  # with adapters
 ) -> None:  # ValueError where they, or what trains beside them, could not be saved
-    "Refuse adapters that cannot be trained as they stand."
+    "Refuse adapters that are merged or add tokens to prompts, and weights that train beside one."
     from peft import get_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -97,7 +96,7 @@ def check_model(
     model: Any,  # what the trainer was given
     peft_config: Any = None,  # the same
 ) -> None:  # ValueError with what to give
-    "Refuse what is no model, and what describes no adapter."
+    "Refuse a `model` that is not a model, and a `peft_config` that is not one of PEFT's."
     if not isinstance(model, str) and not hasattr(model, "config"):
         raise ValueError(
             f"model is {model!r}, which is no model: give a causal model of transformers, "
@@ -124,7 +123,7 @@ def load_policy(
     # of transformers, e.g. BitsAndBytesConfig(load_in_4bit=True), for a model given by name
     quantization_config: Any = None,
 ):  # the model, its adapter added, dropout off and activations recomputed if the config says so
-    "The policy that a run trains."
+    "Load and check the policy that a run trains, and add its adapter."
     check_model(model, peft_config)
     if isinstance(model, str):
         from transformers import AutoConfig, AutoModelForCausalLM

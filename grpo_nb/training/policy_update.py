@@ -53,7 +53,7 @@ class EntropyBonus:
         self.config, self.coef, self.last = config, config.entropy_coef, None
 
     def weight(self) -> float:  # what the loss multiplies the entropy with
-        "The weight that applies now."
+        "The weight for the next loss; 0 while an adaptive bonus finds the entropy high enough."
         if not self.config.use_adaptive_entropy:
             return self.coef
         return (
@@ -64,7 +64,7 @@ class EntropyBonus:
         self,
         entropy: float,  # mean over the tokens of the update, nats
     ) -> None:
-        "Regulate after an update."
+        "Raise or lower the weight by `entropy_coef_delta`, within its limits, after an update."
         config = self.config
         down = entropy > config.entropy_target
         step = -config.entropy_coef_delta if down else config.entropy_coef_delta
@@ -72,11 +72,11 @@ class EntropyBonus:
         self.coef, self.last = min(max(self.coef + step, lowest), highest), entropy
 
     def state_dict(self) -> dict[str, float | None]:
-        "The weight, and the entropy that it was chosen by."
+        "The weight, and the entropy of the last update, which decides whether it applies."
         return {"coef": self.coef, "last": self.last}
 
     def load_state_dict(self, saved: dict[str, float | None]) -> None:
-        "Go on from there."
+        "Put the weight and the last entropy back."
         self.coef, self.last = saved["coef"], saved["last"]
 
 # %% ../../nbs/training/12_policy_update.ipynb #e1a29d37
@@ -99,12 +99,12 @@ class MicroBatchFitter:
         self.cuts = may_be_cut(config)
 
     def begin(self) -> None:
-        "Slice as the settings say, whatever was asked of the model before."
+        "Set `slice_tokens` of the config, if it is given, whatever the model was set to before."
         if self.config.slice_tokens is not None:
             self.slice(self.config.slice_tokens)
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
-        "`mini_batch` pieces, or as few as fit."
+        "The micro-batch in pieces: as `mini_batch` says, or as few as fit into free memory."
         count, tokens = choose_pieces(
             self.model,
             batch,
@@ -122,13 +122,13 @@ class MicroBatchFitter:
         self,
         tokens: int | None,  # at a time; None: the layers' default
     ) -> None:
-        "Let wide layers work on so many tokens at a time."
+        "Set how many tokens the wide layers of policy and reference compute at a time."
         for model in self.models:
             if tokens != slice_tokens_of(model):
                 slice_layers(model, tokens)
 
     def end(self) -> None:
-        "Put the layers' default back: what was chosen was for this run."
+        "Put the layers' default back, if this run may have changed it."
         if sum(map(len, self.slices)) > 1 or self.config.slice_tokens is not None:
             self.slice(None)
 
@@ -151,22 +151,22 @@ class Window:
 
     def expect(
         self,
-        tokens: float,  # to be trained on by one process, judging by the cycle's average
+        tokens: float,  # to be trained on by one process, estimated from the cycle's average
     ) -> None:
-        "Take note, before the first micro-batch, of what the window should hold."
+        "Set the number of tokens that the losses of this window are divided by."
         self.expected_tokens = tokens
 
     def add(self, **numbers: torch.Tensor) -> None:
-        "Add to the sums."
+        "Add 0-d tensors to the sums of their names, without reading them from the device."
         for name, number in numbers.items():
             self.sums[name] += number
 
     def close_micro_batch(self) -> None:
-        "One micro-batch more is done."
+        "Count a finished micro-batch, however many pieces it had."
         self.micro_batches += 1
 
     def reduce(self, accelerator: Accelerator, device: torch.device) -> None:
-        "Make the sums those of all processes."
+        "Replace the sums of this process by those of all processes."
         counted = self.sums | {"micro_batches": self.micro_batches}
         summed = {
             name: accelerator.reduce(
@@ -184,7 +184,7 @@ class Window:
         return config.gradient_accumulation_steps / float(self.micro_batches)
 
     def mean_entropy(self) -> float:
-        "Nats a token, of those that are trained on."
+        "The mean entropy of the tokens that are trained on, in nats."
         return float(self.sums["entropy"]) / max(float(self.sums["entropy_tokens"]), 1.0)
 
 # %% ../../nbs/training/12_policy_update.ipynb #7259c1b6
@@ -217,11 +217,11 @@ class PolicyUpdate:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
-        metrics: Metrics,  # gets the numbers of each micro-batch and update
+        metrics: Metrics,  # each micro-batch and update adds its numbers
         *,
         reference: Reference | None = None,
         corrects: bool = False,  # completions are weighed by trainer / sampler probability
-        tell: Callable[[str], None] = lambda event: None,  # callbacks hear of the optimizer's step
+        tell: Callable[[str], None] = lambda event: None,  # called around the optimizer's step
     ):
         self.config, self.layout, self.accelerator = config, layout, accelerator
         self.model, self.optimizer, self.precision = model, optimizer, precision
@@ -235,7 +235,7 @@ class PolicyUpdate:
         self.arrange()
 
     def arrange(self) -> None:
-        "Compute layers as this run's settings say, whatever another trainer asked of the model."
+        "Set checkpointing, offloading and slices of the model for this run, whatever they were."
         recompute_layers(self.model, self.config)
         if self.store is not None:
             offload_layers(self.model, store=self.store)
@@ -256,16 +256,16 @@ class PolicyUpdate:
                 torch.distributed.broadcast(p.data, 0)
 
     def read_rate(self) -> None:
-        "The learning rate as it is now, for the log."
+        "Store the optimizer's present learning rate, for the log."
         self.learning_rate = self.optimizer.param_groups[0]["lr"]
 
     def put_back(self) -> None:
-        "The policy's own weights, if an error came while the reference's were in their place."
+        "Put the policy's weights back, if an error came while the reference's replaced them."
         if self.reference:
             self.reference.restore()
 
     def end(self) -> None:
-        "Let go of what only a run needs, also after an error."
+        "Free gradients and offloaded activations, and reset the slices; also after an error."
         self.optimizer.zero_grad(set_to_none=True)
         if self.store is not None:
             self.store.release()
@@ -305,7 +305,7 @@ class PolicyUpdate:
         return result
 
     def completion_logps(self, policy, batch: TrainingBatch, entropy: bool = False):
-        "Log-probs (and entropies) of completions in the run's number format and temperature."
+        "Log-probs and entropies (or None) of completions, (N, T), in the run's number format."
         with self.precision.autocast():
             return completion_logps(
                 policy,
@@ -327,10 +327,10 @@ class PolicyUpdate:
     def accumulate(
         self,
         batch: TrainingBatch,  # a micro-batch
-        whole: TrainingBatch,  # the completions of the cycle that it is a part of
-        first_pass: bool = True,  # over the cycle: the gap to the sampler is measured
+        whole: TrainingBatch,  # all completions of its cycle, for the expected number of tokens
+        first_pass: bool = True,  # True: measure the gap between sampler and trainer
     ) -> None:
-        "Add the gradient of one micro-batch."
+        "Add the gradient of one micro-batch, piece by piece, and count it in the window."
         self.model.train()
         if self.window_is_empty:
             self.window.expect(self.expected_tokens(whole))
@@ -341,8 +341,8 @@ class PolicyUpdate:
         self.window.close_micro_batch()
 
     def expected_tokens(self, whole: TrainingBatch) -> float:
-        """Trained tokens that a window of one process should hold, judging by those of the present
-        cycle; the same number in every process."""
+        """The number of trained tokens that a window of one process should hold, estimated from the
+        present cycle; the same number in every process."""
         tokens = float(self.accelerator.reduce(whole.loss_mask.sum().float(), "mean"))
         windows = self.layout.steps_per_generation / self.config.gradient_accumulation_steps
         return max(tokens, 1.0) / windows
@@ -350,7 +350,7 @@ class PolicyUpdate:
     def accumulate_piece(
         self,
         batch: TrainingBatch,  # a part of a micro-batch
-        share: float,  # how much it counts
+        share: float,  # the factor of its loss, so that the shares add up to the micro-batch's
         first_pass: bool = True,
     ) -> None:
         "Forward and backward of a part of a micro-batch."
@@ -379,7 +379,7 @@ class PolicyUpdate:
         entropies: torch.Tensor,  # (B, T) nats
         chosen: torch.Tensor | None,  # (B, T) the tokens of highest entropy; None: all
     ) -> LossOutput:
-        "The loss that the settings name."
+        "The loss of a piece, with the metrics to log; a subclass may replace it."
         config = self.config
         sampler_logps = (
             batch.rollout_logps if config.off_policy_mask_threshold is not None else None
@@ -411,7 +411,7 @@ class PolicyUpdate:
         )
 
     def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        "The tokens of highest entropy among those of all processes, if only they are trained on."
+        "(B, T), the tokens of highest entropy among those of all processes; None: all are used."
         quantile = self.config.top_entropy_quantile
         if quantile >= 1:
             return None
@@ -448,7 +448,7 @@ class PolicyUpdate:
         self.window = Window(self.device)
 
     def reduce(self) -> None:
-        "Sum gradients and counts over processes."
+        "Sum the gradients and the window's counts over all processes, in place."
         if self.accelerator.num_processes == 1:
             return
         for p in self.parameters:
@@ -469,7 +469,7 @@ class PolicyUpdate:
         return torch.nn.utils.clip_grad_norm_(self.parameters, limit).item()
 
     def note_step(self, factor: float, norm: float) -> None:
-        "The numbers of an update for the log; the entropy bonus sees the entropy it had."
+        "Add the numbers of an update to the metrics, and regulate the entropy bonus."
         finite = math.isfinite(norm)
         loss = (self.window.sums["loss"] * factor).nan_to_num().item()
         self.metrics.add({"loss": loss, "grad_norm": norm if finite else 0.0})
@@ -519,7 +519,7 @@ class PolicyUpdate:
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        "Go on from there."
+        "Load optimizer, schedule, scaler and entropy bonus, and a reference that was saved."
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         self.precision.scaler.load_state_dict(saved["scaler"])

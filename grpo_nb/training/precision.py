@@ -26,8 +26,8 @@ def frozen_dtype(
 
 
 class Precision:
-    """The number format of a run: a context for the forward pass, and a scaler that only float16
-    needs."""
+    """The number format of a run: a context for the forward pass, and a loss scaler, which is
+    switched on only for float16."""
 
     def __init__(
         self,
@@ -48,22 +48,22 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
 
     def autocast(self):  # a context manager
-        "Matrix products inside are computed in the run's format."
+        "A context in which matrix products are computed in the run's format; none for float32."
         return torch.autocast(self.device_type, dtype=self.dtype) if self.dtype else nullcontext()
 
     def adapters(
         self,
         model: torch.nn.Module,
     ):  # a context manager, around forward and backward
-        """Where products convert what they are given, PEFT need not do so too (from 16 bits to an
-        adapter's 32, and the product back)."""
+        """Switch off PEFT's own conversion between 16 bits and an adapter's 32: under autocast the
+        products convert their inputs anyway."""
         return disable_input_dtype_casting(model, active=self.dtype is not None)
 
     def check(
         self,
         parameters: list[torch.nn.Parameter],  # those that train
     ) -> None:
-        "Refuse weights that the scaler cannot work with."
+        "Refuse trainable weights in float16, whose gradients the loss scaler does not accept."
         if self.name == "fp16" and any(p.dtype == torch.float16 for p in parameters):
             raise ValueError(
                 "fp16=True with trainable weights in float16: updates would be lost in "

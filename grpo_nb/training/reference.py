@@ -26,10 +26,10 @@ class Reference:
             if adapted
             else []
         )
-        self.aside = []  # the weights that have made room for `start`
+        self.aside = []  # the policy's weights while `start` replaces them
 
     def weights(self) -> list[torch.Tensor]:  # of the copy, or the adapter's that are kept
-        "What a checkpoint has to hold of a reference that moves."
+        "The reference's weights; a checkpoint holds them if they move or belong to an adapter."
         return (
             list(self.model.parameters())
             if self.model is not None
@@ -39,9 +39,9 @@ class Reference:
     @torch.no_grad()
     def norms(
         self,
-        # of a copy's weights; of kept adapters, which a checkpoint holds themselves, none
+        # one for each weight of a copy; empty for an adapter, which a checkpoint holds itself
     ) -> list[float]:
-        "What a checkpoint remembers a copy by, which is too large for it."
+        "Norms by which a checkpoint recognises a copy, whose weights are too large to store."
         return (
             [
                 torch.linalg.vector_norm(
@@ -58,10 +58,10 @@ class Reference:
     def sync(
         self,
         model,  # the policy as it is now
-        share: float,  # how far to go: 0 stays, 1 takes the policy's place
+        share: float,  # how far to go: 0 stays, 1 becomes the policy
     ) -> None:
-        """Let the reference follow the policy (TR-DPO, arXiv 2404.09656): share of the policy, the
-        rest as it was."""
+        """Move the reference towards the policy (TR-DPO, arXiv 2404.09656):
+        reference = (1 - share) * reference + share * policy."""
         now = model.parameters() if self.model is not None else [p for p, _ in self.start]
         for kept, p in zip(self.weights(), now):
             kept.mul_(1 - share).add_(p, alpha=share)
@@ -70,8 +70,8 @@ class Reference:
     def policy(
         self,
         model,  # the policy as it is now
-    ):  # yields the model to ask
-        "The reference policy, for the length of a `with` block."
+    ):  # yields the model that computes the reference's log-probs
+        "The reference policy; with an adapter, its first weights are in the model inside `with`."
         self.aside = [(p, p.data) for p, _ in self.start]
         try:
             for p, kept in self.start:
@@ -81,7 +81,7 @@ class Reference:
             self.restore()
 
     def restore(self) -> None:
-        "Put the policy's weights back, also those that an interruption left out."
+        "Put the policy's weights back; after an interruption too, when only some were replaced."
         for p, data in self.aside:
             p.data = data
         self.aside = []

@@ -51,14 +51,14 @@ class Metrics:
         ],  # name -> number or 0-d tensor; tensors are read only when the step is logged
         weight: float = 1.0,  # of this micro-batch in the means
     ) -> None:
-        "Take note of one micro-batch's numbers."
+        "Add one micro-batch's numbers, without reading tensors from the device yet."
         for name, value in metrics.items():
             self.values.setdefault(name, []).append(
                 (value if isinstance(value, torch.Tensor) else float(value), weight)
             )
 
     def take(self) -> dict[str, float]:  # one number a name; empty if nothing was added
-        "The numbers of the step; collecting begins anew."
+        "The numbers of the step; afterwards nothing is collected."
         result = {}
         for name, pairs in self.values.items():
             numbers = [float(value) for value, _ in pairs]
@@ -73,11 +73,11 @@ class Metrics:
         return result
 
     def state_dict(self) -> dict[str, list]:
-        "What was collected so far; a copy."
+        "A copy of what was collected so far."
         return {name: list(pairs) for name, pairs in self.values.items()}
 
     def load_state_dict(self, saved: dict[str, list]) -> None:
-        "Go on from there."
+        "Replace what was collected by the saved numbers."
         self.values = {name: [tuple(pair) for pair in pairs] for name, pairs in saved.items()}
 
 # %% ../../nbs/training/15_reporting.ipynb #5aa78a65
@@ -87,8 +87,8 @@ def reward_metrics(
     weights: list[float] | None = None,  # K weights in the total; None: all 1
     num_generations: int = 1,  # G, completions of one prompt stand together
 ) -> dict[str, float]:  # rewards/NAME/mean and /std, reward, reward_std
-    """How the completions of a cycle were scored, where anything was judged; reward_std is the mean
-    spread inside a group."""
+    """Means and spreads of the scores, leaving out NaN; reward_std is the mean spread inside a
+    group."""
 
     def moments(column):
         judged = column[~column.isnan()]
@@ -174,7 +174,7 @@ def clock(
 def table_row(
     record: dict[str, Any] | None,  # one step of the log; None: the headings
 ) -> str:  # columns of ten characters; a number that the step does not have is left blank
-    "One line of the table."
+    "One line of the table, as text."
     cells = []
     for heading, (name, style) in COLUMNS.items():
         value = heading if record is None else record.get(name)
@@ -212,7 +212,7 @@ class Log(TrainerCallback):
         self,
         record: dict[str, Any],  # plain numbers and strings, with a "step"
     ) -> None:
-        "Add one record everywhere."
+        "Add one record to the list, the file and, if it has a reward, the table."
         self.history.append(record)
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ class Log(TrainerCallback):
         numbers: dict[str, Any],  # name -> number
         start_time: float | None = None,  # transformers' own: not looked at
     ) -> None:
-        "Take numbers of the script's own."
+        "Add numbers that a script computed itself."
         (self.called or self.write)(numbers)
 
     def rewrite(
@@ -252,7 +252,7 @@ class Log(TrainerCallback):
 
 # %% ../../nbs/training/15_reporting.ipynb #db724635
 class Callbacks:
-    "Tells transformers' callbacks what happens, and holds what they ask for."
+    "Calls transformers' callbacks at each event, and holds the flags that they set (`control`)."
 
     def __init__(
         self,
@@ -267,22 +267,22 @@ class Callbacks:
         self,
         schedule: Any,  # of the learning rate, which callbacks are handed
     ) -> None:
-        "A new run: nothing is asked for yet."
+        "Begin a run with no flag set."
         self.control, self.handler.lr_scheduler = TrainerControl(), schedule
 
     def tell(self, event: str, *values: Any) -> None:
-        "Let the callbacks know; they answer by setting `control`."
+        "Call the method `event` of every callback; they may set flags in `control`."
         method = getattr(self.handler, event)
         self.control = method(self.config, self.state, self.control, *values)
 
     def tell_record(self, record: dict[str, Any]) -> None:
-        """Let the callbacks see a record; what they add is kept as plain numbers, which a
+        """Hand a record to the callbacks; numbers that they add become plain ones, which a
         checkpoint can hold."""
         self.tell("on_log", record)
         record.update({name: plain(value) for name, value in record.items()})
 
     def tell_numbers(self, record: dict[str, Any]) -> None:
-        "Let them see numbers of a script's own; the run's own record stays due."
+        "Hand a script's own numbers to the callbacks; `should_log` stays as it was."
         due = self.control.should_log
         self.tell_record(record)
         self.control.should_log = due
@@ -293,12 +293,12 @@ class Callbacks:
             setattr(self.control, name, value)
 
     def state_dict(self) -> dict[str, bool]:
-        "What is due."
+        "The flags that a resumed run still has to act on: evaluate, save."
         names = ("should_evaluate", "should_save")
         return {name: getattr(self.control, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, bool]) -> None:
-        "What was due when `saved` was taken is due again."
+        "Set the flags that were set when `saved` was taken."
         self.ask(**saved)
 
 
@@ -308,7 +308,7 @@ def plain(value: Any) -> Any:
 
 
 def make_handler(
-    callbacks: list,  # in the order in which they are told
+    callbacks: list,  # in the order in which they are called
     model: Any,
     tokenizer: Any,
     optimizer: Any,
@@ -318,7 +318,7 @@ def make_handler(
 
 # %% ../../nbs/training/15_reporting.ipynb #81311b0c
 class Recorder:
-    "Makes one record of what happened since the last one."
+    "Makes a record of the numbers, tokens and seconds since the last one."
 
     def __init__(
         self,
@@ -331,17 +331,17 @@ class Recorder:
         self.since = time.perf_counter()
 
     def begin(self) -> None:
-        "The clock of the next record starts now."
+        "Start the clock of the next record."
         self.since, self.last_step = time.perf_counter(), self.state.global_step
 
     def new_run(self) -> None:
-        "Nothing was counted or collected yet."
+        "Set the tokens to 0, and drop what was collected."
         self.total_tokens = 0
         self.metrics.take()
 
     def pause(
         self,
-        seconds: float,  # that went into something else than updates
+        seconds: float,  # spent on something other than updates
     ) -> None:
         "Leave time out of the next record."
         self.since += seconds
@@ -364,7 +364,7 @@ class Recorder:
         self,
         learning_rate: float,  # of the last update
     ) -> dict[str, Any]:
-        "The record, and the clock starts anew."
+        "The record, a dict with one number for each name; the clock starts again."
         now, state = time.perf_counter(), self.state
         metrics, tokens = self.of_all_processes()
         seconds, updates = now - self.since, max(state.global_step - self.last_step, 1)
@@ -385,11 +385,11 @@ class Recorder:
         return record
 
     def state_dict(self) -> dict[str, int]:
-        "The tokens that records have counted."
+        "The tokens of the run up to the last record."
         return {"total_tokens": self.total_tokens}
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
-        "Go on from there."
+        "Continue to count from the saved number of tokens."
         self.total_tokens = saved["total_tokens"]
 
 
@@ -411,30 +411,30 @@ class ProgressBar(TrainerCallback):
         self.bar = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        "Where a resumed run goes on, the bar does too."
+        "Show the bar; that of a resumed run begins at its step."
         first, total = state.global_step, state.max_steps
         hidden = bool(self.config.disable_tqdm) or not self.first_process
         self.bar = tqdm(total=total, initial=first, desc="GRPO", disable=hidden)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        "One update more."
+        "Move the bar on by one update."
         self.bar.update(1)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        "The reward is a note."
+        "Show the mean reward of the record as a note."
         if "num_tokens" in logs and "reward" in logs:
             self.notes["reward"] = f"{logs['reward']:.3f}"
         if self.bar is not None:
             self.bar.set_postfix(self.notes)
 
     def close(self) -> None:
-        "Take the bar away, also after an error, of which callbacks are not told."
+        "Close the bar, also after an error, when no callback is called."
         if self.bar is not None:
             self.bar.close()
 
 
 class HintWriter(TrainerCallback):
-    "Says what the numbers of the log mean where they stay wrong, each sentence once."
+    "Prints a hint, once, when numbers of the log stay wrong for a while."
 
     def __init__(
         self,
@@ -449,13 +449,13 @@ class HintWriter(TrainerCallback):
         self,
         records: list[dict[str, Any]],  # of updates, from the beginning
     ) -> None:
-        "Begin anew; what was said about these records is not said again."
+        "Begin again; hints that these records have given are not printed a second time."
         self.hints, self.given = Hints(*self.settings), []
         for record in records:
             self.given += self.hints.look(record)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        "Look at a record of training."
+        "Check a record of training, and print its new hints."
         if "num_tokens" not in logs:
             return
         for sentence in self.hints.look(logs):
@@ -465,7 +465,7 @@ class HintWriter(TrainerCallback):
 
 
 class SampleWriter(TrainerCallback):
-    "Prints, stores and sends to the trackers what was written, where `log_completions` asks."
+    "Prints and stores completions and sends them to the trackers, with `log_completions`."
 
     def __init__(
         self,
@@ -478,7 +478,7 @@ class SampleWriter(TrainerCallback):
         self.collector, self.log = collector, log
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        "With every record of training."
+        "Gather the samples of all processes at every record of training, and show them."
         if not self.config.log_completions or "num_tokens" not in logs:
             return
         samples = [s for part in gather_object([self.collector.samples]) for s in part]
@@ -486,7 +486,7 @@ class SampleWriter(TrainerCallback):
             self.show(samples, state.global_step)
 
     def show(self, samples: list[dict], step: int) -> None:
-        "To the terminal, to a file, to trackers that take tables."
+        "Write them to the terminal, to a file, and to trackers that take tables."
         config = self.config
         count, unique = config.num_completions_to_print, config.log_unique_prompts
         if self.log.show:
@@ -537,7 +537,7 @@ def metrics_text(
     split: str,  # "train", "eval", ...: the heading
     metrics: dict[str, Any],  # name -> number
 ) -> str:  # one number a line
-    "Numbers to be printed."
+    "Numbers in a table, sorted by name, floats with four decimals."
     rounded = {
         name: round(value, 4) if isinstance(value, float) else value
         for name, value in sorted(metrics.items())
@@ -553,7 +553,7 @@ def write_metrics(
     metrics: dict[str, Any],  # name -> number
     combined: bool = True,  # add them to all_results.json too
 ) -> None:
-    "Write SPLIT_results.json."
+    "Write numbers to SPLIT_results.json, as transformers' trainer does."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     every, style = folder / "all_results.json", dict(indent=4, sort_keys=True)
@@ -567,7 +567,7 @@ def run_figure(
     history: list[dict[str, Any]],  # records of a log
     accuracy: dict[int, float] | None = None,  # step -> held-out accuracy, if it was measured
 ) -> "matplotlib.figure.Figure":
-    "The curves of a run."
+    "Three panels: rewards, what there is to learn from, entropy and gradient norm."
     from matplotlib.figure import Figure
 
     def column(name):

@@ -21,7 +21,7 @@ from .policy_logprobs import TrainingBatch
 
 # %% ../../nbs/training/10_state.ipynb #b9ac5b98
 def random_state() -> dict[str, Any]:  # of Python, NumPy and torch, on the CPU and the current GPU
-    "Where all random generators stand."
+    "The state of all random generators, as plain values and tensors that a checkpoint can hold."
     import numpy
 
     kind, keys, *rest = numpy.random.get_state()
@@ -36,7 +36,7 @@ def random_state() -> dict[str, Any]:  # of Python, NumPy and torch, on the CPU 
 def set_random_state(
     state: dict[str, Any],  # from random_state
 ) -> None:
-    "Put all random generators where they stood."
+    "Put all random generators back into a saved state; that of the GPU only if there is one."
     import numpy
 
     version, numbers, gauss = state["python"]
@@ -47,21 +47,24 @@ def set_random_state(
         torch.cuda.set_rng_state(state["cuda"])
 
 # %% ../../nbs/training/10_state.ipynb #90e2ee48
+BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+
+
 @dataclass
 class TrainState(TrainerState):
-    """What transformers' callbacks read of a run, and beside it the place in the data, the tokens,
-    the clock and the batch in hand."""
+    """transformers' TrainerState, which callbacks read, and in addition the place in the data, the
+    tokens, the clock and the completions of the present cycle."""
 
     layout: BatchLayout | None = None  # how completions are cut into micro-batches
     device: torch.device | str = "cpu"  # where a batch from a checkpoint is put
     cycles_per_epoch: int = 1
-    cycle: int = 0  # generation cycles behind
-    micro_step: int = 0  # micro-batches of this cycle behind
-    tokens: int = 0  # read and drawn by this process in this run
+    cycle: int = 0  # generation cycles that are finished
+    micro_step: int = 0  # micro-batches of this cycle that are finished
+    tokens: int = 0  # prompt and completion tokens of this process in this run
     batch: TrainingBatch | None = None  # the completions of the present cycle; None: not drawn yet
     first_step: int = 0  # the update that this process began at
     started: float = 0.0  # when it began, on time.perf_counter's clock
-    seconds_before: float = 0.0  # in the loop, before the run was resumed
+    seconds_before: float = 0.0  # spent in the loop before the run was resumed
 
     def begin(
         self,
@@ -69,7 +72,7 @@ class TrainState(TrainerState):
         rows: int,  # of the data
         first_process: bool = True,  # whether this process is the one that reports
     ) -> None:
-        "Stand at the first micro-batch of a new run; ValueError if the data is too short for one."
+        "Go to the first micro-batch of a new run; ValueError if the data is too short for one."
         updates = self.layout.updates_per_epoch(rows)
         self.cycles_per_epoch = self.layout.cycles_per_epoch(rows)
         epochs = math.ceil(config.num_train_epochs * updates)
@@ -84,21 +87,21 @@ class TrainState(TrainerState):
         self.start_clock()
 
     def start_clock(self) -> None:
-        "The loop begins here: seconds and updates of this process are counted from now on."
+        "Begin to count the seconds and updates of this process; called as the loop begins."
         self.first_step, self.started = self.global_step, time.perf_counter()
 
     def seconds(self) -> float:
-        "Time spent in the loop, that of the run before it was resumed included."
+        "Seconds spent in the loop, including those before the run was resumed."
         return self.seconds_before + time.perf_counter() - self.started
 
     @property
     def finished(self) -> bool:
-        "Whether all updates are made."
+        "Whether all `max_steps` updates have been made."
         return self.global_step >= self.max_steps
 
     @property
     def first_pass(self) -> bool:
-        "Whether the batch in hand is trained on for the first time."
+        "Whether the present completions are trained on for the first time (of `num_iterations`)."
         return self.micro_step < self.layout.steps_per_generation
 
     @property
@@ -112,7 +115,7 @@ class TrainState(TrainerState):
         return self.batch is None and self.cycle % self.cycles_per_epoch == 0
 
     def hold(self, batch: TrainingBatch) -> None:
-        "Take the completions of this cycle in hand."
+        "Keep the completions of this cycle until all of its micro-batches are done."
         self.batch = batch
 
     def count(self, tokens: int) -> None:
@@ -120,13 +123,13 @@ class TrainState(TrainerState):
         self.tokens += tokens
 
     def micro_batch(self) -> TrainingBatch:
-        "The rows of the batch in hand that come next."
+        "The next `per_device_train_batch_size` rows of this cycle's completions."
         size = self.layout.per_device_train_batch_size
         start = self.micro_step % self.layout.steps_per_generation * size
         return self.batch.rows(slice(start, start + size))
 
     def advance(self) -> bool:
-        "Go to the next micro-batch; whether an update follows the one just done."
+        "Go to the next micro-batch; True if an update follows the one just done."
         follows = self.layout.update_follows(self.cycle, self.micro_step, self.cycles_per_epoch)
         self.micro_step += 1
         if self.micro_step == self.layout.micro_batches_per_cycle:
@@ -134,7 +137,7 @@ class TrainState(TrainerState):
         return follows
 
     def updated(self) -> None:
-        "The weights have moved."
+        "Count an update, and set the epoch to the passes over the data so far."
         cycles = self.cycle + self.micro_step / self.layout.micro_batches_per_cycle
         self.global_step, self.epoch = self.global_step + 1, cycles / self.cycles_per_epoch
 
@@ -143,7 +146,7 @@ class TrainState(TrainerState):
         value: float | None,  # of the evaluation that was just made; None: it has none
         greater_is_better: bool = True,
     ) -> bool:
-        "Take note of an evaluation; whether none was better before."
+        "Compare an evaluation with the best so far, and keep it if it is better; True if so."
         best = self.best_metric
         if value is None or math.isnan(value):
             return False
@@ -153,7 +156,7 @@ class TrainState(TrainerState):
         return True
 
     def best_is_in(self, folder: Any) -> None:
-        "The checkpoint of the best evaluation lies here."
+        "Store the folder of the best evaluation's checkpoint."
         self.best_model_checkpoint = str(folder)
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +169,7 @@ class TrainState(TrainerState):
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        "Stand where `saved` was taken; the random generators too."
+        "Go back to where `saved` was taken, and put the random generators back too."
         for name, value in saved.items():
             if name not in ("seconds", "random", "batch"):
                 setattr(self, name, value)
@@ -177,9 +180,6 @@ class TrainState(TrainerState):
         set_random_state(saved["random"])
 
     def save_to_json(self, json_path: str) -> None:
-        "Write what transformers' TrainerState holds, as it does."
+        "Write the fields of transformers' TrainerState, without ours, in its own format."
         plain = {field.name: getattr(self, field.name) for field in fields(TrainerState)}
         TrainerState(**plain).save_to_json(json_path)
-
-
-BEST = ("best_metric", "best_global_step", "best_model_checkpoint")

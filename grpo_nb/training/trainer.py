@@ -81,7 +81,7 @@ NOT_SUPPORTED = {
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    "Refuse what a launcher set up and the trainer would not do."
+    "Refuse sharding, and a number format that is set in the launcher and not in the config."
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise ValueError(
@@ -100,7 +100,7 @@ def check_arguments(
     given: dict[str, Any],  # argument -> value, of those in NOT_SUPPORTED
     config: GRPOConfig,
 ) -> None:
-    "Refuse, in sentences, what the trainer cannot honour."
+    "Refuse arguments that are not supported, a wrong number of weights, missing trackers."
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -125,7 +125,7 @@ def check_arguments(
 def check_config(
     config: Any,  # what the trainer was given as `args`
 ) -> None:  # TypeError
-    "Refuse settings of another kind."
+    "Refuse settings that are not a GRPOConfig, such as TRL's own."
     if not isinstance(config, GRPOConfig | None):
         kind = f"{type(config).__module__}.{type(config).__qualname__}"
         raise TypeError(
@@ -137,7 +137,7 @@ def check_evaluation(
     config: GRPOConfig,
     eval_dataset: Any,  # one data set, a dict of several, or None
 ) -> None:
-    "Refuse evaluations without data, and a best model by a number that none will have."
+    "Refuse evaluations without data, and a `metric_for_best_model` that they do not compute."
     if config.eval_strategy != "no" and eval_dataset is None:
         raise ValueError(
             f"eval_strategy={config.eval_strategy!r} asks for evaluations and there is no "
@@ -162,7 +162,7 @@ def check_evaluation(
 def check_callbacks(
     callbacks: Any,  # what the trainer was given
 ) -> list:  # the same; ValueError if it is none
-    "Refuse what transformers cannot call back."
+    "Refuse what is not a list of TrainerCallback objects or classes."
     if not isinstance(callbacks, (list, tuple)):
         raise ValueError(
             f"callbacks is {callbacks!r}: give a list of TrainerCallback objects of transformers"
@@ -278,7 +278,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, self.handler)
 
     def pressed(self, *_) -> None:
-        "What Ctrl-C does, by what is going on."
+        "The handler of Ctrl-C: raise now, or note it for the end of the update."
         if self.leaving:
             tqdm.write("a checkpoint is being written, and then the run ends")
             return
@@ -287,19 +287,19 @@ class CtrlC:
         self.asked = True
 
     def begin_update(self) -> None:
-        "From here to `end_update` it waits."
+        "From here to `end_update` a first Ctrl-C is only noted."
         self.moving = True
 
     def end_update(self) -> None:
-        "It need not wait any more."
+        "From here on Ctrl-C raises at once."
         self.moving = False
 
     def leave(self) -> None:
-        "The run is being left; what is written now is not interrupted."
+        "The run is ending: Ctrl-C no longer interrupts what is written now."
         self.leaving = True
 
     def check(self) -> None:
-        "Raise what was asked for inside the update."
+        "Raise KeyboardInterrupt if Ctrl-C was pressed inside the update."
         if self.asked:
             raise KeyboardInterrupt
 
@@ -322,7 +322,7 @@ def load_tokenizer(
 
 def tokenizer_of(
     model: Any,  # a model, or its name
-) -> Any:  # ValueError where it is not known
+) -> Any:  # ValueError if no name is known
     "The tokenizer of a model that came without one."
     name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
     if not name:
@@ -405,7 +405,7 @@ class GRPOTrainer:
         self.callbacks.tell("on_init_end")
 
     def __init_subclass__(cls, **settings):
-        "Refuse a method that nothing would call, since its author expects it to change the run."
+        "Refuse a subclass with a method that is never called, since it would change nothing."
         for name, instead in NOT_CALLED.items():
             if hasattr(cls, name):
                 raise TypeError(
@@ -417,7 +417,7 @@ class GRPOTrainer:
     # what the constructor is made of
 
     def take_data(self, train_dataset: Any, eval_dataset: Any) -> None:
-        "The rows, checked."
+        "Check the rows for training and evaluation, and store them."
         self.train_dataset = check_dataset(train_dataset) if train_dataset is not None else None
         self.eval_dataset = (
             check_evaluation_data(eval_dataset) if eval_dataset is not None else None
@@ -425,7 +425,7 @@ class GRPOTrainer:
         check_evaluation(self.config, self.eval_dataset)
 
     def take_launch(self) -> None:
-        "The processes and devices of the run, and how batches are shared out among them."
+        "Set the processes and the device of the run, and the layout of batches over them."
         config, trackers = self.config, self.config.trackers()
         folder = config.output_dir if trackers else None
         self.accelerator = Accelerator(
@@ -448,7 +448,7 @@ class GRPOTrainer:
         return functions
 
     def make_optimizer(self, optimizer: Any, schedule: Any) -> None:
-        "Number format, reference policy and optimizer."
+        "Make the number format, the reference policy (with beta) and the optimizer."
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.reference = Reference(self.model) if self.config.beta else None
         self.precision = Precision(self.config, self.device, frozen_dtype(self.model))
@@ -457,7 +457,7 @@ class GRPOTrainer:
         self.given_schedule = schedule
 
     def make_sampler(self, rollout_func: Callable | None) -> Sampler:
-        "Who draws the completions: the engine, on the tensors that are trained, or a function."
+        "The sampler: the engine, on the tensors that are trained, or `rollout_func`."
         config, quiet = self.config, self.config.disable_tqdm
         self.engine = RolloutEngine(
             self.model,
@@ -479,7 +479,7 @@ class GRPOTrainer:
         return FunctionSampler(rollout_func, self, stops, self.device)
 
     def make_log(self) -> None:
-        "The records of the run, and the numbers that the next one is made of."
+        "Make the log, and the metrics that its next record is made of."
         first = self.accelerator.is_main_process
         path = Path(self.config.output_dir) / "log.jsonl" if first else None
         self.log = Log(path, show=first, called=self.add_record)
@@ -517,7 +517,7 @@ class GRPOTrainer:
         )
 
     def make_reports(self, callbacks: list) -> None:
-        "Bar, hints, samples and trackers: callbacks before those of the user; checkpoints."
+        "Make the callbacks, ours before those of the user, and the checkpointer."
         config, accelerator = self.config, self.accelerator
         self.recorder = Recorder(accelerator, self.metrics, self.state)
         self.notes: dict[str, Any] = {}  # shown in the progress bar
@@ -547,7 +547,7 @@ class GRPOTrainer:
         )
 
     def tell(self, event: str) -> None:
-        "Let the callbacks know of an event."
+        "Call the method `event` of every callback, `on_save` for instance."
         self.callbacks.tell(event)
 
     # the loop
@@ -575,18 +575,18 @@ class GRPOTrainer:
         return self.end()
 
     def finished(self) -> bool:
-        "Whether the updates are all made, or a callback asked to stop."
+        "Whether all updates are made, or a callback has set `should_training_stop`."
         return self.state.finished or self.callbacks.control.should_training_stop
 
     def tell_beginnings(self) -> None:
-        "Callbacks hear where an epoch or an accumulation window begins."
+        "Call `on_epoch_begin` and `on_step_begin` where an epoch or a window begins."
         if self.policy_update.window_is_empty:
             if self.state.opens_epoch:
                 self.callbacks.tell("on_epoch_begin")
             self.callbacks.tell("on_step_begin")
 
     def move_weights(self) -> None:
-        "One update. Until it is marked, a checkpoint would be neither of the old nor of the new."
+        "Make one update; until `after_update` marks it, no checkpoint can be written."
         self.ctrl_c.begin_update()
         self.checkpointer.leave()
         self.policy_update.step(self.state.global_step + 1)
@@ -607,7 +607,7 @@ class GRPOTrainer:
         self.ctrl_c.check()
 
     def evaluate_and_save(self) -> None:
-        "What is due after an update; a run that is stopped on the way does it when it goes on."
+        "Do what is due after an update; a run that is stopped on the way does it on resuming."
         start, callbacks = time.perf_counter(), self.callbacks
         if callbacks.control.should_evaluate and self.eval_dataset is not None:
             record = self.evaluate()
@@ -627,7 +627,7 @@ class GRPOTrainer:
         self.checkpointer.save()
 
     def take_best(self, record: dict[str, float]) -> bool:
-        "Take note of an evaluation; whether none was better before."
+        "Keep an evaluation if it is the best so far; True if it is."
         config = self.config
         name = f"eval_{config.metric_for_best_model.removeprefix('eval_')}"
         judged = config.load_best_model_at_end or config.save_strategy == "best"
@@ -666,7 +666,7 @@ class GRPOTrainer:
         self.checkpointer.mark()
 
     def begin_parts(self) -> None:
-        "Every part stands at the beginning of a run; the optimizer keeps its moments."
+        "Put every part at the beginning of a run; the optimizer keeps its moments."
         rows = len(self.train_dataset)
         self.state.begin(self.config, rows, self.accelerator.is_main_process)
         self.policy_update.begin(self.state.max_steps, self.given_schedule)
@@ -676,7 +676,7 @@ class GRPOTrainer:
         self.checkpointer.begin(rows)
 
     def start_anew(self) -> None:
-        "Seed everything; what an earlier run left in the same folder is moved aside."
+        "Seed everything, and move aside what an earlier run left in the same folder."
         set_seed(self.config.seed, device_specific=True)
         kept = [] if of_updates(self.log.history) else list(self.log.history)  # evaluated before
         self.hint_writer.replay([])
@@ -689,7 +689,7 @@ class GRPOTrainer:
             self.log.rewrite(kept)
 
     def go_on_from(self, checkpoint: Path) -> None:
-        "Load a checkpoint, and say so."
+        "Load a checkpoint, and print from where the run goes on and what has changed."
         said = self.checkpointer.load(checkpoint)
         self.hint_writer.replay(of_updates(self.log.history))
         if self.accelerator.is_main_process:
@@ -701,7 +701,7 @@ class GRPOTrainer:
             )
 
     def description(self) -> str:
-        "What trains, in which format, by which settings."
+        "Lines to print as a run begins: what trains, the number format, the batch sizes."
         corrected = (
             "\nsampling is truncated or penalised, so tokens are weighed by trainer / sampler "
             "probability"
@@ -732,14 +732,14 @@ class GRPOTrainer:
                 self.policy_update.end()
 
     def evaluate_first(self) -> None:
-        "What was due when a run was stopped; or the evaluation before the first update."
+        "Do what was due when the run was stopped, or the evaluation before the first update."
         if self.state.global_step:
             self.evaluate_and_save()
         elif self.config.eval_on_start and self.eval_dataset is not None:
             self.evaluate()  # of step 0 there is no checkpoint that could be the best
 
     def save_last(self) -> None:
-        "A checkpoint on the way out of an error, which must not hide the error."
+        "Write a checkpoint after an error; a failure here is printed, so the error stays visible."
         step = self.checkpointer.step
         if step is None or step <= self.state.first_step or self.accelerator.num_processes > 1:
             return  # several processes cannot agree while one is failing
@@ -757,7 +757,7 @@ class GRPOTrainer:
             tqdm.write(f"train(resume_from_checkpoint=True) goes on from {folder}")
 
     def end(self) -> TrainOutput:
-        "Finish a run."
+        "Finish a run: load the best model if the config says so, call `on_train_end`."
         metrics = self.run_metrics()
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
             load_weights(self.model, Path(self.state.best_model_checkpoint))
@@ -829,7 +829,7 @@ class GRPOTrainer:
         split: str,  # "train", "eval", ...: the heading
         metrics: dict[str, Any],  # of `train().metrics` or `evaluate()`
     ) -> None:
-        "Print numbers, one a line."
+        "Print the numbers of a run or an evaluation, one a line, in the main process."
         if self.is_world_process_zero():
             tqdm.write(metrics_text(split, metrics))
 
@@ -852,15 +852,15 @@ class GRPOTrainer:
         self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def add_callback(self, callback: Any) -> None:  # a TrainerCallback, or the class of one
-        "Let a callback of transformers take part."
+        "Add a callback; it is called after those that are there."
         self.callbacks.handler.add_callback(*check_callbacks([callback]))
 
     def remove_callback(self, callback: Any) -> None:  # the object, or its class
-        "Leave a callback out from now on."
+        "Remove a callback."
         self.callbacks.handler.remove_callback(callback)
 
-    def pop_callback(self, callback: Any) -> TrainerCallback | None:  # None: it does not take part
-        "Leave a callback out from now on, and return it."
+    def pop_callback(self, callback: Any) -> TrainerCallback | None:  # None: it was not there
+        "Remove a callback and return it."
         return self.callbacks.handler.pop_callback(callback)
 
     def is_world_process_zero(self) -> bool:
@@ -873,12 +873,12 @@ class GRPOTrainer:
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
-        "Every record of the run."
+        "Every record of the run, oldest first."
         return self.log.history
 
     @property
     def sampler(self) -> Sampler:
-        "Who draws the completions."
+        "The object that draws the completions: the engine, or one around `rollout_func`."
         return self.source.sampler
 
     @property
@@ -915,12 +915,12 @@ class GRPOTrainer:
 
     @property
     def hints_given(self) -> list[str]:
-        "What the run has said about its numbers."
+        "The hints that this run has printed, oldest first."
         return self.hint_writer.given
 
     @property
     def control(self) -> TrainerControl:
-        "What callbacks ask for."
+        "The flags that callbacks set: `should_save`, `should_training_stop` and so on."
         return self.callbacks.control
 
     @property
@@ -929,7 +929,7 @@ class GRPOTrainer:
         return self.policy_update.schedule or self.given_schedule
 
     def __getattr__(self, name: str) -> Any:
-        "Python asks here for what it has not found: some of it has a sentence."
+        "Settings under TRL's names; a name of NOT_HERE raises an error with advice."
         if name in FROM_CONFIG and "config" in vars(self):
             return self.config.used(name)
         if name == "reward_func_names":

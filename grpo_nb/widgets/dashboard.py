@@ -30,10 +30,10 @@ from .figures import figure_svg
 # %% ../../nbs/widgets/11_dashboard.ipynb #c7bb53a7
 def thinned(
     points: list[tuple[float, float]],  # (step, value), in order
-    most: int = 200,  # how many to leave
+    most: int = 200,  # points that are left
     # means of neighbours, as many in each as need be; the last one may hold fewer
 ) -> list[tuple[float, float]]:
-    "A curve with few points."
+    "A curve with at most `most` points, each the mean of neighbours."
     size = -(-len(points) // most)
     parts = [points[i : i + size] for i in range(0, len(points), size)] if points else []
     return [
@@ -43,9 +43,9 @@ def thinned(
 
 def running_mean(
     values: list[float],
-    window: int,  # mean of so many values: this one and those before it
+    window: int,  # how many values: this one and those before it
 ) -> list[float]:  # as many as there are values; the first ones are means of fewer
-    "A smoother curve that does not look ahead."
+    "A smoother curve: the mean of each value and those before it."
     return [
         sum(part) / len(part)
         for i in range(len(values))
@@ -64,7 +64,7 @@ PANELS = {  # title -> name in the log
 def dashboard_figure(
     history: list[dict[str, Any]],  # records of a log
 ) -> Figure:
-    "The four curves of the board: faint what the log says, strong its running mean."
+    "The four curves of the board: the log's numbers faint, their running means strong."
     figure = Figure(figsize=(11, 2.2))
     panels = figure.subplots(
         1, len(PANELS), gridspec_kw=dict(wspace=0.28, left=0.04, right=0.99, top=0.86, bottom=0.2)
@@ -96,7 +96,7 @@ def dashboard_figure(
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
-        axes.locator_params(nbins=4)  # every tick costs time
+        axes.locator_params(nbins=4)  # each tick makes drawing slower
     return figure
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #7d7191c8
@@ -104,7 +104,7 @@ def shown_text(
     text: str,
     most: int = 300,  # characters
 ) -> str:  # HTML that shows exactly these characters, the rest counted
-    "A prompt or a completion for a web page."
+    "A prompt or a completion as HTML, with tags escaped and line breaks kept."
     more = f" … ({len(text) - most:,} more characters)" if len(text) > most else ""
     return (
         "<span "
@@ -116,7 +116,7 @@ def number(
     value: float | None,
     style: str = "{:.3g}",
 ) -> str:  # a dash for None and NaN
-    "A number for a table."
+    "A number as text for a cell of a table, three digits by default."
     return "–" if value is None or value != value else style.format(value)
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #60375fdf
@@ -124,10 +124,10 @@ def samples_table(
     # as `trainer.samples`: "step", "prompt", "completion", "rewards" (name -> number or None),
     # "advantage"
     samples: list[dict[str, Any]],
-    # at most so many, from the first on that has an advantage: a group of equals teaches nothing
+    # at most this many, from the first whose advantage is not 0: equal groups teach nothing
     shown: int = 8,
 ) -> str:  # HTML; nothing if there are no samples
-    "The latest completions, what they earned, and how hard they are pushed."
+    "A table of the latest completions with their rewards and advantages."
     if not samples:
         return ""
     names = list(samples[0]["rewards"])
@@ -163,7 +163,7 @@ def hints_list(
     hints: list[str],  # as `trainer.hints_given`
     shown: int = 3,  # at most so many, the latest
 ) -> str:  # HTML; nothing if there are none
-    "What the trainer would like to have looked at."
+    "The latest hints as a list."
     items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in hints[-shown:])
     return (
         f'<ul style="line-height:1.4;margin:0 0 8px;padding-left:1.4em">{items}</ul>'
@@ -173,23 +173,23 @@ def hints_list(
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #6e10ff40
 class Gate:
-    "Where a run asks, after each update, whether it may go on."
+    "Holds the present order, which a run reads after each update."
 
     def __init__(self):
         self.order, self.changed = "go", threading.Condition()
 
     def set(
         self,
-        order: str,  # "go", "pause" or "stop"; after "stop" no other is heard
+        order: str,  # "go", "pause" or "stop"; after "stop" others are ignored
     ) -> None:
-        "Give an order, from any thread."
+        "Give an order, from any thread, and wake a run that is paused."
         with self.changed:
             if self.order != "stop":
                 self.order = order
             self.changed.notify_all()
 
     def wait(self) -> str:  # "go" or "stop"
-        "Come back when the order is not to pause."
+        "Wait while the order is to pause, then return it."
         with self.changed:
             self.changed.wait_for(lambda: self.order != "pause")
             return self.order
@@ -228,7 +228,7 @@ def progress_line(
         tuple[float, int, int]
     ],  # (seconds without pauses, step, tokens so far) of the last few records
 ) -> str:  # e.g. "step 12 of 400 · 0:45 left · 2,310 tokens a second"
-    "Where a run is, and how fast."
+    "Step, time that is left and tokens a second, as far as they are known."
     parts = [f"step {step} of {max_steps}"]
     if len(points) > 1 and points[-1][1] > points[0][1]:
         seconds, steps, tokens = (last - first for first, last in zip(points[0], points[-1]))
@@ -239,10 +239,10 @@ def progress_line(
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #f07a85bb
 class Ordering:
-    "The part of the dashboard that gives orders to a run, and knows what becomes of them."
+    "The part of the dashboard that gives orders to a run, and describes its status."
 
     def forget(self) -> None:
-        "Be ready for a new run."
+        "Reset everything that belongs to one run."
         self.gate, self.over, self.began, self.held = Gate(), threading.Event(), False, False
         self.output = self.error = self.problem = self.outcome = self.state = None
         self.paused_seconds, self.next_drawing, self.points, self.history = (
@@ -293,7 +293,7 @@ class Showing:
 
     @contextmanager
     def touching(self):
-        "One thread at a time; a problem with the widgets is kept, not raised."
+        "Let one thread at a time change the widgets; an error is kept in `problem`, not raised."
         try:
             with self.lock:
                 yield
@@ -301,7 +301,7 @@ class Showing:
             self.problem = error
 
     def refresh(self) -> None:
-        "Label and buttons as the facts are now."
+        "Update the label and the buttons to the present status."
         with self.touching():
             line = (
                 progress_line(self.state.global_step, self.state.max_steps, self.points)
@@ -316,7 +316,7 @@ class Showing:
             self.box.pause.disabled = self.box.stop.disabled = idle or self.gate.order == "stop"
 
     def draw(self) -> None:
-        "Everything anew, the label first."
+        "Draw label, curves, hints and completions again, and set when the next drawing may come."
         began = time.perf_counter()
         self.refresh()
         with self.touching():
@@ -332,7 +332,7 @@ class Watching:
     "The part of the dashboard that the trainer calls."
 
     def on_train_begin(self, args, state, control, **kwargs):
-        "A run begins, or goes on."
+        "Keep the state and the log of the run that begins or goes on, and draw."
         if not self.running:
             self.forget()  # given to the trainer as a callback, not started by `run`
         self.state, self.history, self.began = state, state.log_history, True
@@ -352,13 +352,13 @@ class Watching:
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args, state, control, **kwargs):
-        "There is a new record: draw it if it is time."
+        "Draw the new record, unless the last drawing was too recent."
         self.note_time()
         if time.perf_counter() >= self.next_drawing:
             self.draw()
 
     def on_train_end(self, args, state, control, **kwargs):
-        "The run has come to an end without an error."
+        "Set the outcome of a run that ended without an error, and draw."
         self.outcome = (
             "finished"
             if state.global_step >= state.max_steps
@@ -367,7 +367,7 @@ class Watching:
         self.draw()
 
     def note_time(self) -> None:
-        "A point for the speed of the run."
+        "Add a point (seconds, step, tokens) for the speed of the run."
         tokens = next(
             (record["num_tokens"] for record in reversed(self.history) if "num_tokens" in record), 0
         )
@@ -400,7 +400,7 @@ class Starting:
     ) -> (
         ipywidgets.VBox
     ):  # the board; RuntimeError if this dashboard, or another one, has a run in the same folder
-        "Begin to train, or go on, in a thread, and come back at once."
+        "Begin to train, or go on, in a thread, and return the board at once."
         folder = trainer.args.output_dir
         name = f"GRPO run in {Path(folder).resolve()}"
         if self.running:
@@ -431,7 +431,7 @@ class Starting:
         return self.box
 
     def train(self, resume_from_checkpoint: Any) -> None:
-        "In the thread: the whole run."
+        "The whole run, called in the thread; an error goes into `error` and the label."
         try:
             with quiet(self.trainer):
                 self.output = self.trainer.train(resume_from_checkpoint=resume_from_checkpoint)
@@ -444,13 +444,13 @@ class Starting:
             self.over.set()
 
     def leave(self) -> None:
-        "The kernel goes down: a last chance to write a checkpoint."
+        "Stop the run as the kernel shuts down, and wait four seconds for its checkpoint."
         self.gate.set("stop")
         self.over.wait(4)
 
     def wait(self) -> TrainOutput:  # what `train` returned; what it raised is raised here
         """Wait until the run has ended. Interrupting the kernel stops the run at the next update,
-        with a checkpoint; a second time does not wait for it."""
+        with a checkpoint; a second interrupt returns at once."""
         self.check_started()
         try:
             while not self.over.wait(0.5):
@@ -463,14 +463,14 @@ class Starting:
         return self.result()
 
     async def ended(self) -> TrainOutput:  # as `wait`
-        """`await dashboard.ended()` is `wait` for a cell: the kernel can handle clicks meanwhile,
-        if it knows how to (ipykernel 7.4)."""
+        """As `wait`, for `await dashboard.ended()` in a cell: a recent kernel (ipykernel 7.4)
+        handles clicks meanwhile."""
         self.check_started()
         interrupted = None
         while not self.over.is_set():
             try:
                 await asyncio.sleep(0.1)
-            except asyncio.CancelledError as error:  # what becomes of an interrupt
+            except asyncio.CancelledError as error:  # how an interrupt arrives here
                 interrupted = error
                 self.stop()
         if interrupted:
@@ -478,12 +478,12 @@ class Starting:
         return self.result()
 
     def check_started(self) -> None:
-        "There must be something to wait for."
+        "Refuse to wait before a run was started."
         if self.thread is None:
             raise RuntimeError("there is no run to wait for: begin with dashboard.run(trainer)")
 
     def result(self) -> TrainOutput:
-        "What the run has come to."
+        "What `train` returned, or its error raised; warns if the widgets had a problem."
         self.thread.join()
         if self.problem:
             warnings.warn(
@@ -520,5 +520,5 @@ class Dashboard(Ordering, Showing, Watching, Starting, TrainerCallback):
         return box
 
     def figure(self) -> Figure:
-        "The curves as they are now, for a page on which nothing moves."
+        "The present curves as a figure, for a page without widgets."
         return dashboard_figure(self.history)
