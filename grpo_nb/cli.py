@@ -25,7 +25,7 @@ def _integer(
     least: int,  # smallest value accepted
     most: int,  # largest value accepted
     why: str,  # the reason for the limits, for the message
-):  # a function from the typed text to the number, as argparse wants it
+):  # a function from the typed text to the number, as argparse expects it
     "An argparse type for whole numbers from `least` to `most`."
 
     def parse(text):

@@ -305,7 +305,7 @@ def choose_dtype(
 
 def choose_attention(
     config: Any,  # of transformers
-    attn_implementation: str,  # "auto", or a name that transformers knows
+    attn_implementation: str,  # "auto", or one of transformers' names
 ) -> str | None:  # None: transformers' choice
     "The attention implementation; ValueError if a model could not be trained with it."
     if attn_implementation == "auto":

@@ -721,7 +721,7 @@ def attention_results(
 def head_bytes(
     shape: ModelShape,
     tokens: int,  # of all sequences in the batch, prompts included
-    drawn: int,  # of them, those whose log-prob is asked for
+    drawn: int,  # of these, tokens whose log-prob is computed
     element: int = 2,  # bytes a number
     *,
     implementation: str = "ours",  # or "transformers": all logits
@@ -792,7 +792,7 @@ def step_bytes(
     shape: ModelShape,
     how: Computation,  # how each layer is computed
     tokens: int,  # of all sequences in the batch
-    drawn: int,  # of them, those whose log-prob is asked for
+    drawn: int,  # of these, tokens whose log-prob is computed
     length: int,  # of the longest sequence
     *,
     gradient_checkpointing: bool = True,  # layers keep their input only

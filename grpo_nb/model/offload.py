@@ -186,7 +186,7 @@ class HostStore:
     def offload(
         self,
         x: torch.Tensor,
-        # the tensor itself if there is no room, or if it is no plain floating-point tensor
+        # the tensor itself if it does not fit, or is not a plain floating-point tensor
     ) -> "HostCopy | torch.Tensor":
         """Begin to copy a tensor to the host. Call `flush` before its device memory may be used for
         something else."""
