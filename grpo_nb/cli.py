@@ -24,9 +24,9 @@ from .model.memory_fit import ALL, CARDS, SAMPLERS, Card
 def _integer(
     least: int,  # smallest value accepted
     most: int,  # largest value accepted
-    why: str,  # what the limits come from, for the message
-):  # a function from the typed text to the number, as argparse wants it
-    "A whole number from `least` to `most`."
+    why: str,  # the reason for the limits, for the message
+):  # a function from the typed text to the number, as argparse expects it
+    "An argparse type for whole numbers from `least` to `most`."
 
     def parse(text):
         try:
@@ -46,7 +46,7 @@ _marker = "demo.json"
 def _aside(
     out: Path,  # a folder that exists
 ) -> Path:  # the first of out-1, out-2, ... that does not exist
-    "A free name beside `out`."
+    "An unused name in the same folder, to which an earlier run is moved."
     number = 1
     while (free := out.with_name(f"{out.name}-{number}")).exists():
         number += 1
@@ -58,8 +58,8 @@ def _prepare(
     resume: bool,  # go on with the run that is in `out`
     seed: int | None,  # as given on the command line
     steps: int | None,  # as given on the command line
-) -> dict:  # {"seed", "steps"} of the run; ValueError with a sentence if `out` will not do
-    "Make the folder of a run, or refuse it."
+) -> dict:  # {"seed", "steps"} of the run; ValueError if `out` cannot be used
+    "Create the folder of a run with its marker file; an earlier run is moved aside."
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder, new or empty")
     try:
@@ -95,7 +95,7 @@ def _prepare(
 # %% ../nbs/91_cli.ipynb #65364508
 def demo(
     args: argparse.Namespace,  # steps, seed, out, resume, quiet
-) -> int:  # exit status: 0 done, 2 for a folder that will not do, 130 after Ctrl-C
+) -> int:  # exit status: 0 done, 2 for a folder that cannot be used, 130 after Ctrl-C
     "Run the first lesson: a tiny gpt-oss learns arithmetic."
     try:
         run = _prepare(args.out.absolute(), args.resume, args.seed, args.steps)
@@ -122,7 +122,7 @@ def demo(
     return 0
 
 # %% ../nbs/91_cli.ipynb #7a972a62
-_OFFLOADS = {  # a word of --offload -> the setting behind it
+_OFFLOADS = {  # a value of --offload -> its setting
     "embedding": "offload_embedding",
     "layer-inputs": "offload_activations",
     "hidden": "offload_hidden",
@@ -131,9 +131,9 @@ _OFFLOADS = {  # a word of --offload -> the setting behind it
 
 def _card(
     name: str,  # as typed
-    usable: float | None,  # GiB, instead of the card's own
+    usable: float | None,  # GiB; None: the card's own
 ) -> Card:  # ValueError if there is no such card
-    "The card that was asked for."
+    "A card of CARDS, with `usable` GiB if that is given."
     card = {known.lower(): card for known, card in CARDS.items()}.get(name.lower())
     if card is None:
         raise ValueError(
@@ -161,7 +161,7 @@ _VALUES = {  # setting -> flag with a value
     "optim": "--optimizer",
     "sampler": "--sampler",
 }
-_LEFT_OUT = {  # setting -> flag whose absence is the better value
+_LEFT_OUT = {  # setting -> flag that the advice removes
     "gradient_checkpointing": "--no-checkpointing",
     "attention": "--attention",
     "reference": "--reference",
@@ -173,15 +173,15 @@ def _flag(
     setting: str,  # a key of _VALUES
     value,  # its value
 ) -> str:  # "--lora-r 8"
-    "A setting as it is typed."
+    "A setting as a flag with its value."
     return f"{_VALUES[setting]} {value if isinstance(value, (int, str)) else ' '.join(value)}"
 
 
 def _as_flags(
-    before,  # the Setup that was asked for
-    after,  # a better one
-) -> str:  # "--offload embedding --lora-r 8", to be written behind the question
-    "The settings in which two setups differ, as this command takes them."
+    before,  # the Setup that was planned
+    after,  # the Setup with the advice applied
+) -> str:  # "--offload embedding --lora-r 8", to be added to the command
+    "The differences of two setups as flags of this command."
     changes, now = after.differences(before), after.settings()
     flags = [_flag(name, changes[name]) for name in _VALUES if changes.get(name) is not None]
     if not changes.keys().isdisjoint(_OFFLOADS.values()):
@@ -193,9 +193,9 @@ def _as_flags(
 
 # %% ../nbs/91_cli.ipynb #9559e076
 def _settings(
-    args: argparse.Namespace,  # what the parser below has made
+    args: argparse.Namespace,  # from the parser below
 ) -> dict:  # settings of GRPOConfig and of a Setup
-    "What was typed, under the names that the planner knows."
+    "The arguments under the planner's names; those not given are left out."
     named = ("weights", "context", "lora_r", "sampler", "attention", "mini_batch")
     given = {name: getattr(args, name) for name in (*named, "logit_chunk_multiplier")} | {
         "prompt_length": args.prompt,
@@ -218,8 +218,8 @@ def _settings(
 
 
 def plan(
-    args: argparse.Namespace,  # what the parser below has made
-) -> int:  # exit status: 0 it fits, 1 it does not, 2 for values that cannot be
+    args: argparse.Namespace,  # from the parser below
+) -> int:  # exit status: 0 it fits, 1 it does not, 2 for impossible values
     """Show what a GRPO step needs in memory, part by part, whether it fits, and what to change if
     it does not."""
     from grpo_nb.planning import plan as planner
@@ -260,8 +260,8 @@ def _version(
 
 def packages() -> list[
     dict
-]:  # one {"name", "installed", "needed", "ok", "hint"} for each package that grpo_nb asks for
-    "Each required or optional package: what is here, what is asked for, what to do about it."
+]:  # one {"name", "installed", "needed", "ok", "hint"} for each package that grpo_nb needs
+    "Each required or optional package: installed version, needed version, install command."
     from packaging.requirements import Requirement
 
     try:
@@ -333,7 +333,7 @@ def devices() -> list[dict]:  # for each: name, type, memory in bytes, dtypes, c
 def report() -> (
     dict
 ):  # {"grpo_nb", "python", "platform", "torch", "packages", "devices"}, ready for json.dumps
-    "Everything that `grpo-nb doctor` knows."
+    "The facts that `grpo-nb doctor` prints: versions, packages, devices."
     import torch
 
     return {
@@ -354,7 +354,7 @@ def report() -> (
 def _lines(
     facts: dict,  # what `report` returned
 ) -> list[str]:  # to be printed one under the other
-    "The report for people."
+    "The report as lines of text."
     torch, gib = facts["torch"], lambda size: f"{size / 2**30:.1f}"
     lines = [
         f"grpo_nb {facts['grpo_nb']}, Python {facts['python']}, {facts['platform']}",
@@ -536,16 +536,15 @@ def _add_plan(commands) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    "One that refuses in a sentence."
+    "A parser that reports an error in one sentence, with exit status 2."
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help says what there is)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    "The whole command line."
-    # each subcommand sets `run`, the function that does it, and `parser`, which refuses what it
-    # does not know
+    "The parser of the whole command line, with its three subcommands."
+    # each subcommand sets `run`, its function, and `parser`, which reports unknown arguments
     parser = _Parser(
         "grpo-nb",
         description="GRPO for gpt-oss: a course in notebooks and the library they export.",
@@ -600,9 +599,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(
-    arguments: list[str] | None = None,  # the words after `grpo-nb`; None for those of this process
+    arguments: list[str] | None = None,  # the words after `grpo-nb`; None: those of this process
 ) -> int:  # exit status: 0 done, 1 something missing or not fitting, 2 a bad value, 130 Ctrl-C
-    "The command `grpo-nb`."
+    "Parse the arguments and run a subcommand of `grpo-nb`."
     parser = _parser()
     args, unknown = parser.parse_known_args(arguments)
     if "run" not in args:
@@ -612,8 +611,8 @@ def main(
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return args.run(args)
-    except BrokenPipeError:  # whoever read the output has read enough
+    except BrokenPipeError:  # the reader of the output, such as head, has closed the pipe
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or Python complains once more at exit
+        )  # or Python prints an error at exit
         return 0

@@ -37,7 +37,7 @@ def greedy_answers(
     tokenizer,
     rows: list[dict],  # {"prompt": "12+34=", ...}
 ) -> list[str]:  # one answer a row
-    "The likeliest answers, without sampling."
+    "The model's greedy answers (temperature 0), at most MAX_TOKENS tokens each."
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     return (
         RolloutEngine(model, tokenizer)
@@ -103,7 +103,7 @@ class HeldOutAccuracy(TrainerCallback):
         self.rows, self.every, self.accuracy, self.trainer = rows, every, {}, None
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        "Measure, and show the result in the bar."
+        "Measure every `every` updates and at the end, and show the result in the bar."
         if state.global_step % self.every and state.global_step != state.max_steps:
             return
         self.accuracy[state.global_step] = greedy_accuracy(model, processing_class, self.rows)
@@ -134,8 +134,8 @@ def warmed_up_model(
 # %% ../nbs/90_demo.ipynb #be63e163
 @contextmanager
 def one_thread():
-    """Compute on one thread for the length of a `with` block: matrices this small are done before a
-    second thread has woken up."""
+    """Compute on one thread inside a `with` block. For matrices this small, starting a second
+    thread takes longer than the product."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -145,7 +145,7 @@ def one_thread():
 
 
 def write_json(path: Path, value: Any) -> None:
-    "Write JSON that a person can read, all at once."
+    "Write indented JSON atomically: to a hidden file, which is then renamed."
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(value, indent=1) + "\n")
     os.replace(partial, path)
@@ -158,7 +158,7 @@ def state_before(
     rows: list[dict],  # held-out sums
     began: float,  # `time.perf_counter()` when the run began
 ) -> dict[str, Any]:  # accuracy, answers, seconds
-    "Measure the warmed-up model, and write the numbers down for a run that is resumed."
+    "Measure the warmed-up model, and save the numbers for a run that is resumed."
     before = {
         "accuracy": greedy_accuracy(model, tokenizer, rows),
         "answers": greedy_answers(model, tokenizer, rows[:20]),
@@ -175,7 +175,7 @@ def write_results(
     before: dict[str, Any],  # of `state_before`
     watch: HeldOutAccuracy,
 ) -> dict[str, Any]:  # what summary.json holds
-    "Measure again; the model, sample answers, a picture and the summary go to the folder."
+    "Measure again, and save the model, sample answers, a picture and the summary."
     model, tokenizer = trainer.model, trainer.tokenizer
     after = greedy_accuracy(model, tokenizer, rows)
     answers = greedy_answers(model, tokenizer, rows[:20])
@@ -228,7 +228,7 @@ def run_demo(
     trainer = watch.trainer = GRPOTrainer(
         model, exact_answer_reward, config, train, processing_class=tokenizer, callbacks=[watch]
     )
-    trainer.log.show = False  # the bar says enough
+    trainer.log.show = False  # the bar shows enough
     trainer.train(resume_from_checkpoint=go_on)
     summary = write_results(folder, trainer, held_out, before, watch)
     if not quiet:

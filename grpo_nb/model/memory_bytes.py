@@ -25,7 +25,7 @@ GiB = 2**30
 
 @dataclass(frozen=True)
 class ModelShape:
-    "The numbers of a model that its memory depends on."
+    "The sizes of a model that its memory depends on; the letters are those of the formulas."
 
     name: str
     layers: int
@@ -45,17 +45,17 @@ class ModelShape:
     qkv_bias: bool = False
     out_bias: bool = False  # of attention's last projection
     mlp_bias: bool = False  # of experts and router
-    qk_norm: bool = False  # queries and keys are normed, head by head
+    qk_norm: bool = False  # queries and keys are normalised, head by head
     joined: bool = False  # query, key and value are one matrix, gate and up another, as in Phi-4
     norms: int = 2  # in each layer
-    max_positions: int | None = None  # tokens that the model was made for
+    max_positions: int | None = None  # longest sequence of the model, in tokens
 
     def __post_init__(self):
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(
-                    f"{name} of {self.name} is {value!r}, and it counts something: give a "
+                    f"{name} of {self.name} is {value!r}, and it is a count: give a "
                     "whole number of at least 1"
                 )
 
@@ -145,7 +145,7 @@ MODELS = {
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #a09a7bc1
 def _config(model):
-    "A configuration as a dictionary."
+    "A configuration as a dictionary, from a path, a dictionary or an object."
     if isinstance(model, (str, Path)):
         model = _read_file(Path(model))
     found = model.to_dict() if hasattr(model, "to_dict") else model
@@ -154,12 +154,12 @@ def _config(model):
             f"a {type(model).__name__} is no model's configuration: give a name, a path, a "
             "dictionary or an object of transformers' AutoConfig"
         )
-    inner = found.get("text_config")  # of a model that also sees
+    inner = found.get("text_config")  # of a model that also reads images
     return {**found, **inner} if isinstance(inner, Mapping) else found
 
 
 def _read_file(path):
-    "The contents of a config.json, or of the one in a folder."
+    "The settings in a config.json, given as a file or as its folder."
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
@@ -178,14 +178,14 @@ _stretching = (
     "dynamic",
     "yarn",
     "longrope",
-)  # kinds of rope scaling that reach further than what the model was first trained on
+)  # kinds of rope scaling that allow more positions than the first training had
 
 
 def longest_sequence(
     config: Any,  # a dictionary, a folder, or transformers' config object
 ) -> int | None:  # tokens; None: the config names no limit
-    """Where a model's positions end: at max_position_embeddings, or where its rope scaling
-    stretches them to."""
+    """The longest sequence of a model: max_position_embeddings, or more where its rope scaling
+    stretches the positions."""
     found = _config(config)
     longest, rope = (
         found.get("max_position_embeddings"),
@@ -226,7 +226,7 @@ _plain_mlp = (
 
 
 def check_config(config):
-    "Refuse a configuration whose memory would be computed wrongly."
+    "Refuse a configuration that the formulas do not cover, with the field that is the reason."
     kind = config.get("model_type") or "a model"
     missing = [key for key in _needed if not config.get(key)]
     if missing:
@@ -262,20 +262,20 @@ def _windows(config, layers):
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #04dd0b02
 def _known(name):
-    "The shape of a model that is known by name; None: it is not."
+    "The shape in MODELS for a name, upper or lower case; None if there is none."
     plain = re.sub("-(instruct|base|bf16)$", "", name.lower().rsplit("/", 1)[-1])
     return next((shape for known, shape in MODELS.items() if known.lower() == plain), None)
 
 
 def _name(model, config):
-    "What to call a model that was read from a configuration."
+    "A name for a model from its configuration: its folder, or its model_type."
     path = Path(model if isinstance(model, (str, Path)) else config.get("_name_or_path") or "")
     folder = path.parent if path.name == "config.json" else path
     return folder.name or config.get("model_type") or "a model"
 
 
 def _expert_fields(config):
-    "How many experts a layer has, and what follows from it."
+    "Fields of ModelShape for experts: their number, experts per token, width; {} without."
     count = (
         config.get("num_local_experts")
         or config.get("num_experts")
@@ -290,10 +290,10 @@ def _expert_fields(config):
 
 
 def read_shape(
-    # a name of MODELS (an owner before it and "-Instruct" behind it do no harm), a folder or a
+    # a name of MODELS (an owner before it and "-Instruct" behind it are ignored), a folder or a
     # config.json, a dictionary, or transformers' config object
     model: Any,
-) -> ModelShape:  # ValueError with the field at fault
+) -> ModelShape:  # ValueError with the field that is wrong
     "The shape of a model, without torch, transformers or a network."
     if isinstance(model, ModelShape):
         return model
@@ -338,7 +338,7 @@ def weight_bits(
     # NF4's scales quantised too (bitsandbytes: bnb_4bit_use_double_quant)
     double_quant: bool = False,
 ) -> dict[str, float]:  # kind -> bits
-    "Bits of a number of each kind, shared scales included."
+    "Average bits per number for each kind of weight, shared scales included."
     if weights not in FORMATS:
         raise ValueError(f"the weights' format is {weights!r}; give one of {', '.join(FORMATS)}")
     if "mxfp4" in weights and (not shape.experts or shape.hidden % 32 or shape.intermediate % 32):
@@ -361,13 +361,13 @@ def weight_bytes(
     weights: str,  # one of FORMATS
     double_quant: bool = False,  # see weight_bits
 ) -> dict[str, int]:  # kind -> bytes
-    "What the weights of each kind take."
+    "Bytes of the weights of each kind in a given format."
     bits = weight_bits(shape, weights, double_quant)
     return {kind: int(count * bits[kind] / 8) for kind, count in shape.parameters.items()}
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #832dc124
-# optimizer, by its name in GRPOConfig.optim -> bytes that it keeps for each number it trains; the
-# block scales of those in 8 bits are 0.06 more, and Adafactor's rows and columns next to nothing
+# optimizer, by its name in GRPOConfig.optim -> bytes of state for each trained number. Not counted:
+# block scales of the 8-bit ones (0.06 bytes), and Adafactor's rows and columns (nearly nothing)
 STATES = {
     "adamw_torch_fused": 8,
     "adamw_torch": 8,
@@ -385,7 +385,7 @@ def lora_parameters(
     r: int,  # rank; 0: no adapters
     targets: tuple[str, ...] = TARGETS,  # some of TARGETS
 ) -> int:
-    "Numbers that LoRA trains."
+    "How many numbers LoRA trains in all layers and experts."
     H, inner, q, k = (
         shape.hidden,
         shape.intermediate,
@@ -411,11 +411,11 @@ def kv_bytes(
     *,
     prompt: int = 0,  # tokens of these that a group shares
     group: int = 1,  # completions of a prompt
-    # pages for full layers and rings for sliding ones; False: every row keeps everything, in one
-    # piece
+    # pages for full layers, ring buffers for sliding ones; False: every row keeps all its tokens in
+    # one tensor
     paged: bool = True,
 ) -> int:  # bytes
-    "Keys and values of completions at their full length."
+    "Bytes of the keys and values of completions at their full length."
     token = 2 * shape.kv_heads * shape.head_dim * element
     if not paged:
         return rows * context * token * shape.layers
@@ -429,7 +429,7 @@ def kv_bytes(
 # %% ../../nbs/model/18_memory_bytes.ipynb #6c46aafb
 @dataclass(frozen=True)
 class Computation:
-    "How a layer is computed, as far as its memory depends on it."
+    "The choices in computing a layer that its memory depends on."
 
     element: int = 2  # bytes a number
     residual: int | None = None  # bytes a number of the residual stream; None: element
@@ -437,18 +437,18 @@ class Computation:
     kernel: str = "sdpa"  # of attention, one of kernel_choice.KERNELS
     # keys are repeated for every query head, as on a T4 and on a CPU
     repeated: bool = False
-    # tokens that the experts or an MLP work on at a time, gate and up computed again for each
-    # slice; None, or one slice: all, nothing again
+    # tokens in a slice of the experts or the MLP; gate and up are computed again for each slice.
+    # None, or one slice: all tokens at once, nothing computed again
     slice_tokens: int | None = None
     # the experts' activation by a kernel; False: by torch, some pairs at a time
     fused: bool = True
-    # norms and adapters of a gpt-oss are one pass each, as load_model makes them on a GPU
+    # norms and adapters of a gpt-oss are fused into one pass each, as by load_model on a GPU
     one_pass: bool = True
-    # one expert after the other, where there is no call for all; slices then decide only what is
+    # one expert after the other, where no kernel multiplies all; slices then decide only what is
     # computed again
     each: bool = False
-    # or "transformers": its experts by autograd, all logits, and PEFT converts the input of every
-    # adapter to float32
+    # or "transformers": experts by autograd, all logits at once, and PEFT's float32 copies of the
+    # adapters' inputs
     implementation: str = "ours"
 
     @property
@@ -457,7 +457,8 @@ class Computation:
         return self.residual or self.element
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #6102871d
-# kernel -> q's beyond q, k, v and the incoming gradient, at the peak; eager: and the scores
+# kernel -> memory at the peak beyond q, k, v and the incoming gradient, in units of one q; eager
+# needs the scores as well
 QUERIES = {
     "sdpa": 2.5,
     "flex": 3.3,
@@ -466,8 +467,8 @@ QUERIES = {
     "sink_heads": 0.0,
     "eager": 2.0,
 }
-# the same for sdpa where it has a key that is the sink; and where kernels do not let query heads
-# share a key (compute capability below 8.0)
+# the same for sdpa with a key for the sink; the second where kernels cannot share a key among
+# query heads (compute capability below 8.0)
 SINK_KEY, SINK_KEY_REPEATED = 9.8, 13.6
 
 
@@ -475,29 +476,29 @@ def attention_work(
     shape: ModelShape,
     how: Computation,
 ) -> float:  # in units of one q
-    "What a kernel takes beyond q, k, v and the incoming gradient."
+    "Memory of a kernel at its peak beyond q, k, v and the incoming gradient."
     if how.kernel == "sdpa" and shape.sinks:
         return SINK_KEY_REPEATED if how.repeated else SINK_KEY
     return QUERIES[how.kernel]
 
 
 def _wide(shape):
-    "The size of a head that was widened for the sink's key: two more, as a multiple of 8."
+    "Head size with the sink's key: two numbers more, rounded up to a multiple of 8."
     return (shape.head_dim + 10) // 8 * 8
 
 
 def _query_and_key(shape, element):
-    "Bytes a token of all query heads, and of all key heads."
+    "(bytes per token of all query heads, of all key heads)."
     return shape.heads * shape.head_dim * element, shape.kv_heads * shape.head_dim * element
 
 
 def _one_pass(shape, how):
-    "Whether norms and adapters are one pass each: then a norm keeps what is there anyway."
+    "Whether norms and adapters are fused; a fused norm keeps the residual stream, no copy."
     return how.one_pass and shape.sinks and how.implementation == "ours"
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #4f559529
 def _beside_attention(shape, how):
-    "Bytes a token that attention's norm keeps, and that its adapters and joined matrices keep."
+    "Bytes per token: (kept by attention's norm, kept by its adapters and joined matrices)."
     H, (q, k) = shape.hidden * how.element, _query_and_key(shape, how.element)
     narrow, one_pass = how.element < 4, _one_pass(shape, how)
     norm = (4 * shape.hidden if narrow and not one_pass else 0) + shape.qk_norm * 4 * (
@@ -512,8 +513,8 @@ def _beside_attention(shape, how):
 
 
 def _widened(shape, how):
-    """Bytes a token by which tensors widened for the sink's key are larger; the output is copied
-    once more."""
+    """Extra bytes per token of tensors that are widened for the sink's key, with one more copy of
+    the output."""
     (q, k), wide = _query_and_key(shape, how.element), _wide(shape) / shape.head_dim
     return (
         int((wide - 1) * 2 * (q + k))
@@ -526,7 +527,7 @@ def attention_kept(
     shape: ModelShape,
     how: Computation,
 ) -> int:  # bytes a token
-    "What attention and its norm keep for their backward pass; eager's scores are not in it."
+    "What attention and its norm keep for backward, without the scores of eager attention."
     q, k = _query_and_key(shape, how.element)
     norm, copies = _beside_attention(shape, how)
     if how.kernel == "sink_heads":
@@ -542,8 +543,8 @@ def attention_peak(
     how: Computation,
     length: int,  # tokens of a sequence, on which only eager attention depends
 ) -> int:  # bytes a token
-    "What attention takes while its gradients are computed."
-    if how.kernel == "sink_heads":  # gradients of input and output, and what a part adds to each
+    "What attention and its norm need while its gradients are computed, kept tensors included."
+    if how.kernel == "sink_heads":  # gradients of input and output, and a part's addend to each
         return attention_kept(shape, how) + 4 * shape.hidden * how.element
     q, k = _query_and_key(shape, how.element)
     scores = shape.heads * length * (4 * how.element if shape.sinks else 12)
@@ -562,11 +563,11 @@ def attention_scratch(
     element: int,  # bytes a number
     tokens: int,  # of all sequences in the batch
     kernel: str,  # one of kernel_choice.KERNELS
-    # of all sequences: where completions share a prompt, it counts once for each; None: as many as
+    # keys of all sequences; a shared prompt counts once for each completion. None: as many as
     # tokens
     keys: int | None = None,
 ) -> int:  # bytes
-    "What a kernel that works on some heads at a time takes for these, beside that."
+    "Extra memory of a kernel that computes a part of the heads at a time; 0 for the others."
     keys, G = tokens if keys is None else max(keys, tokens), shape.heads // shape.kv_heads
     if kernel == "flash":
         one = G * shape.head_dim * (4 + 2 * element) * keys  # a key head's
@@ -578,21 +579,21 @@ def attention_scratch(
     def part(n):
         return max(1, min(shape.kv_heads, limits.PART_BYTES // (one * n))) * one * n
 
-    # queries, keys and values two and a half times; and before they were widened and turned
+    # queries, keys and values two and a half times, and once before they are widened and transposed
     turned = 2 * part(3 * tokens) if kernel == "sink_heads" else 0
     return (5 * part(tokens + 2 * keys) + turned) // 2
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #39bd7b0b
-# dense copies of a layer's experts while PEFT adds adapters to them, for transformers' own experts:
-# measured 9.7 GiB for a layer of gpt-oss-20b
+# dense copies of a layer's experts that exist while PEFT adds adapters to them (transformers'
+# experts): measured 9.7 GiB for a layer of gpt-oss-20b
 PEFT_SUMS = 5
-# of the hidden size, in float32: what transformers' RMSNorm takes while its gradient is computed,
-# beside its input
+# rows of the hidden size, in float32, that transformers' RMSNorm needs beside its input while its
+# gradient is computed
 NORM_ROWS = 5
 
 
 def _in_slices(how, tokens):
-    "Whether an MLP or the experts work on less than all tokens at a time."
+    "Whether an MLP or the experts compute the tokens in more than one slice."
     return tokens > (how.slice_tokens or tokens)
 
 
@@ -601,7 +602,7 @@ def mlp_kept(
     how: Computation,
     recompute: bool = False,  # gate and up are computed again in the backward pass
 ) -> int:  # bytes a token
-    "What the MLP or the experts and their norm keep for their backward pass."
+    "What the MLP, or the experts, and their norm keep for backward."
     H, inner, K = (
         shape.hidden * how.element,
         shape.intermediate * how.element,
@@ -621,7 +622,7 @@ def mlp_kept(
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #ca40133d
 def _dense_peak(shape, how, tokens):
-    "What a dense MLP takes while its gradients are computed."
+    "Bytes of a dense MLP while its gradients are computed, kept tensors included."
     H, inner, n = (
         shape.hidden * how.element,
         shape.intermediate * how.element,
@@ -631,16 +632,16 @@ def _dense_peak(shape, how, tokens):
     # what a slice would keep; the gradients of all slices' inputs
     again = n * (mlp_kept(shape, how) - norm) + tokens * H if sliced else 0
     casts = how.element < 4 and how.implementation == "transformers"
-    # of silu(gate), of up and of their product, which is gone by then if an adapter kept it
+    # of silu(gate), up and their product; the product's is freed by then if an adapter kept it
     gradients = inner + 4 * shape.intermediate if casts else (3 - ("mlp" in how.targets)) * inner
     return max(
         tokens * mlp_kept(shape, how, sliced) + again + n * (gradients + shape.joined * inner),
         tokens * (norm + NORM_ROWS * 4 * shape.hidden),
-    )  # joined: gate's and up's gradients are put together
+    )  # joined: the gradients of gate and up are concatenated
 
 
 def _experts_peak(shape, how, tokens):
-    "What experts take while their gradients are computed, beside what they kept."
+    "Bytes of experts while their gradients are computed, without what they kept."
     H, inner, K, n = (
         shape.hidden * how.element,
         shape.intermediate * how.element,
@@ -652,17 +653,17 @@ def _experts_peak(shape, how, tokens):
         return n * 4 * K * inner + ("mlp" in how.targets) * sums
     sliced = _in_slices(how, tokens)
     wide = 0 if how.fused else min(K * n, limits.WIDE_PAIRS) * 4 * shape.intermediate * 12
-    if how.each:  # rows of one expert: inputs, gradients, gate and up; and the sum of all answers
+    if how.each:  # rows of one expert: inputs, gradients, gate and up; and the sum of all outputs
         rows = min(tokens, limits.ROWS_OF_ONE)
         return (
             rows * (5 * H + (3 if sliced else 1) * inner)
             + min(wide, rows * 48 * shape.intermediate)
             + tokens * 4 * shape.hidden
         )
-    # gate and up, whose place their gradients take; if they were kept, they are counted already
+    # gate and up, overwritten by their gradients; if they were kept, they are counted already
     again = 2 * inner if sliced else 0
-    # the gradient of the activation and that of the answers; then the gradients of the input on
-    # their way back to their tokens
+    # first the gradients of activation and outputs; then those of the inputs while they are summed
+    # per token
     return max(
         K * n * (again + inner + H) + wide,
         K * n * (again + H) + n * 8 * shape.hidden,
@@ -674,8 +675,8 @@ def mlp_peak(
     how: Computation,
     tokens: int,  # of all sequences in the batch
 ) -> int:  # bytes
-    """What the MLP or the experts of a layer take while their gradients are computed, everything
-    that they kept included."""
+    """What a layer's MLP or experts need while their gradients are computed, kept tensors
+    included."""
     if not shape.experts:
         return _dense_peak(shape, how, tokens)
     kept = tokens * mlp_kept(shape, how, _in_slices(how, tokens))
@@ -691,7 +692,7 @@ def layer_inputs(
     element: int = 2,  # bytes a number
     offload: bool = False,  # keep them in host memory
 ) -> tuple[int, int]:  # bytes on the card, bytes in host memory
-    "What checkpointing keeps."
+    "The layer inputs that checkpointing keeps, on the card and on the host."
     one = tokens * shape.hidden * element
     return (
         (min(BUFFERS, shape.layers) * one, shape.layers * one)
@@ -704,7 +705,7 @@ def keeps_results(
     kernel: str,  # one of kernel_choice.KERNELS
     length: int,  # tokens of a sequence
 ) -> bool:
-    "Whether offloading keeps what a full layer's attention computed, for its second pass."
+    "Whether offloading keeps a full layer's attention results for its second pass."
     return kernel == "flash" and length >= limits.KEPT_FROM
 
 
@@ -712,26 +713,26 @@ def attention_results(
     shape: ModelShape,
     element: int = 2,  # bytes a number
 ) -> int:  # bytes a token of a full layer
-    """What attention computed, and offloading keeps for a layer's second pass: the output and a
-    float32 sum for each head."""
+    """Attention's results that offloading keeps for a layer's second pass: the output, and one
+    float32 sum per head."""
     return shape.heads * (shape.head_dim * element + 4)
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #17ed86c1
 def head_bytes(
     shape: ModelShape,
     tokens: int,  # of all sequences in the batch, prompts included
-    drawn: int,  # of them, those whose log-prob is asked for
+    drawn: int,  # of these, tokens whose log-prob is computed
     element: int = 2,  # bytes a number
     *,
     implementation: str = "ours",  # or "transformers": all logits
-    mini_batch: int = 1,  # pieces that the batch is split into
-    # chunks that a piece's tokens are split into; None: at least 4, and at most 1,024 rows each
+    mini_batch: int = 1,  # parts that the batch is split into
+    # chunks of logits for each part; None: at least 4, and at most 1,024 rows each
     logit_chunk_multiplier: int | None = None,
-    # bytes a logit of a chunk takes; None: those of the format, as where the softmax is compiled
-    # (10 where it is not)
+    # bytes for each logit of a chunk; None: those of the format, which holds for a compiled softmax
+    # (10 without compiling)
     logit_element: int | None = None,
 ) -> tuple[int, int]:  # bytes of final states and their rows, bytes of logits
-    "What lies between the last layer and the log-probs."
+    "Memory between the last layer and the log-probs: final states, gradient rows, logits."
     H = shape.hidden * element
     norm = 4 * shape.hidden if element < 4 else H  # what the last norm keeps
     if implementation == "transformers":
@@ -747,41 +748,40 @@ def row_bytes(
     shape: ModelShape,
     element: int,  # bytes a number
     tokens: int,  # of the row
-    keys: int,  # that its completions attend to, each its prompt's and its own
+    keys: int,  # that its completions attend to: for each, the prompt's and its own
 ) -> int:  # bytes
-    """What attention takes beside that where a group lies in one row, its prompt read once:
-    queries, keys, values and answers laid out as rectangles, and each completion's keys and
-    values."""
-    pair = 2 * element * shape.head_dim  # of a key head and its value, or of a query and its answer
+    """Extra memory of attention for a group in one row with a shared prompt: queries, keys, values
+    and outputs copied into rectangles, the prompt's keys and values once for each completion."""
+    pair = 2 * element * shape.head_dim  # of a key and its value, or a query and its output
     return pair * (tokens * (shape.heads + shape.kv_heads) + keys * shape.kv_heads)
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #81cc477d
 def _stream_rows(shape, how):
-    """Rows of the hidden size that the residual stream and its gradients take in a layer's backward
-    pass."""
+    """How many tensors of (tokens, H) the residual stream and its gradients need in a layer's
+    backward pass."""
     casts = how.implementation == "transformers" and "mlp" in how.targets and not shape.experts
     if casts and how.element < 4:
         return 5  # PEFT's conversions are float32 for a moment
-    # in 16 bits norms keep copies of their own, and the stream's gradient alone is there
+    # in 16 bits norms keep their own copies, so only the stream's gradient is counted here
     return 2 if shape.experts or how.element == 4 else 1
 
 
 def _inputs_without_checkpointing(shape, how):
-    "Rows of the hidden size that all layers keep of the residual stream."
+    "How many tensors of (tokens, H) all layers together keep of the residual stream."
     if how.element == 4:
         return 2 * shape.layers
     return shape.layers if how.one_pass and shape.sinks else 1
 
 
 def _kept_by_a_layer(shape, how, tokens, length):
-    "Bytes that a layer's attention keeps, and its MLP or experts."
+    "(bytes kept by a layer's attention, by its MLP or experts)."
     scores = tokens * shape.heads * length * (how.element if shape.sinks else 4 + how.element)
     attention = tokens * attention_kept(shape, how) + (scores if how.kernel == "eager" else 0)
     return attention, tokens * mlp_kept(shape, how, _in_slices(how, tokens))
 
 
 def _rectangles(shape, how, tokens, keys):
-    "What a row of completions takes on top; by heads, for one key head at a time."
+    "Extra bytes of a row of completions; `sink_heads` needs them for one key head at a time."
     if keys is None:
         return 0
     parts = shape.kv_heads if how.kernel == "sink_heads" else 1
@@ -792,18 +792,18 @@ def step_bytes(
     shape: ModelShape,
     how: Computation,  # how each layer is computed
     tokens: int,  # of all sequences in the batch
-    drawn: int,  # of them, those whose log-prob is asked for
+    drawn: int,  # of these, tokens whose log-prob is computed
     length: int,  # of the longest sequence
     *,
     gradient_checkpointing: bool = True,  # layers keep their input only
     offload_activations: bool = False,  # and that in host memory
-    # of all sequences, where prompts are read once for their completions: a prompt counts once for
-    # each; None: nothing is shared
+    # keys of all sequences if prompts are shared; a prompt counts once for each completion. None:
+    # nothing is shared
     keys: int | None = None,
     **head,  # mini_batch, logit_chunk_multiplier and logit_element, see head_bytes
 ) -> dict[str, dict[str, int]]:  # moment ("head" or "layer") -> part -> bytes
-    """What a forward and backward pass adds to what lay on the card before: at "head", when
-    log-probs are computed, and at "layer", when a layer's gradients are."""
+    """Bytes that a forward and backward pass adds on the card: at "head", while log-probs are
+    computed, and at "layer", while the last layer's gradients are."""
     states, logits = head_bytes(
         shape, tokens, drawn, how.element, implementation=how.implementation, **head
     )
@@ -819,7 +819,7 @@ def step_bytes(
         n, layer = shape.layers, first
     others = max(n - 1, 0)
     if gradient_checkpointing and offload_activations and keeps_results(how.kernel, length):
-        kept += tokens * attention_results(shape, how.element)  # on their way to the next layer
+        kept += tokens * attention_results(shape, how.element)  # being copied for the next layer
     stream = tokens * shape.hidden * how.stream * _stream_rows(shape, how)
     # transformers' output object still holds its logits in the backward pass
     held = drawn * shape.vocab * how.element if how.implementation == "transformers" else 0
@@ -842,8 +842,8 @@ def rollout_bytes(
     group: int = 1,  # completions of a prompt
     element: int = 2,  # bytes a number
 ) -> dict[str, int]:  # part -> bytes
-    "What drawing completions adds to the model, without gradients."
-    direct = shape.sinks  # gpt-oss is decoded from its tensors, others through their modules
+    "Bytes that drawing completions adds to the model's weights, by part."
+    direct = shape.sinks  # gpt-oss has the direct decoder; others run through their modules
     H, inner, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     read = -(-rows // group) * prompt
     if direct:
@@ -868,7 +868,7 @@ def unpack_bytes(
     # all experts in one call; False: one after the other, as below compute capability 8.0
     grouped: bool = True,
 ) -> int:  # bytes; 0 for formats of 16 and 32 bits
-    "What is dense at the same time of weights that are stored in 4 bits."
+    "Dense weights that exist at the same time, unpacked from 4 bits."
     if weights in ("bf16", "fp16", "fp32"):
         return 0
     one = 2 * shape.hidden * shape.intermediate * element  # gate and up of an expert
