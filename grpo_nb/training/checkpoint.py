@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['IN_OPTIMIZER', 'SHAPES_THE_BATCH', 'checkpoints', 'find_checkpoint', 'read_state', 'make_folder',
            'remove_old_checkpoints', 'set_aside', 'deterministic', 'truncate_log', 'check_adapter', 'saved_tensors',
-           'read_weights', 'load_weights', 'no_file_bars', 'on_cpu', 'check_same_run', 'Checkpointer',
-           'differences_text']
+           'read_adapters', 'read_own_weights', 'read_weights', 'load_weights', 'no_file_bars', 'on_cpu',
+           'check_same_run', 'Checkpointer', 'differences_text']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import json
@@ -229,6 +229,55 @@ def saved_tensors(
         ) from error
 
 
+def read_adapters(
+    model,  # with adapters
+    folder: Path,  # where its save_pretrained wrote
+) -> tuple[dict[str, dict], list[str], list[str]]:
+    "The active adapters by name, and which weights are missing there and which are unexpected."
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+    adapters, missing, unexpected = {}, [], []
+    for name in active:
+        # PEFT saves an adapter that is not called "default" in a folder of its name
+        own_folder = (folder / name / "adapter_config.json").is_file()
+        place = folder / name if own_folder else folder
+        check_adapter(model.peft_config[name], place)
+        saved = saved_tensors(
+            lambda path: load_peft_weights(path, device="cpu", local_files_only=True), place
+        )
+        if not isinstance(model, PeftModel):  # of transformers' add_adapter
+            saved = {key.removeprefix("base_model.model."): x for key, x in saved.items()}
+        own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        missing += own.keys() - saved.keys()
+        beside = saved.keys() - own.keys()
+        unexpected += [k for k in beside if not any(layer in k for layer in EMBEDDING_LAYER_NAMES)]
+        adapters[name] = saved
+    return adapters, missing, unexpected
+
+
+def read_own_weights(
+    model,  # of transformers, without adapters
+    folder: Path,  # where its save_pretrained wrote
+) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    "The weights by name, and which are missing there and which are unexpected."
+    from safetensors.torch import load_file
+
+    state, own = {}, model.state_dict()
+    for file in sorted(folder.glob("*.safetensors")):
+        state.update(saved_tensors(load_file, file))
+    for name in state.keys() & own.keys():
+        if state[name].shape != own[name].shape:
+            raise ValueError(
+                f"the weights in {str(folder)!r} are of another model: {name} has shape "
+                f"{tuple(state[name].shape)} there and {tuple(own[name].shape)} here"
+            )
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    missing = own.keys() - state.keys() - set(tied)
+    return state, sorted(missing), sorted(state.keys() - own.keys())
+
+
 def read_weights(
     model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
     folder: str | Path,  # where its save_pretrained wrote
@@ -239,68 +288,25 @@ def read_weights(
         raise ValueError(
             f"there is no folder {str(folder)!r} to load weights from: it was moved or removed"
         )
-    if hasattr(model, "peft_config"):
-        from peft import (
-            PeftModel,
-            get_peft_model_state_dict,
-            load_peft_weights,
-            set_peft_model_state_dict,
-        )
-        from peft.utils.constants import EMBEDDING_LAYER_NAMES
-
-        active = (
-            model.active_adapters() if callable(model.active_adapters) else model.active_adapters
-        )
-        missing, unexpected, adapters, own = [], [], {}, {}
-        for name in active:
-            place = (
-                folder / name if (folder / name / "adapter_config.json").is_file() else folder
-            )  # where PEFT saves one that is not called "default"
-            check_adapter(model.peft_config[name], place)
-            saved = saved_tensors(
-                lambda path: load_peft_weights(path, device="cpu", local_files_only=True), place
-            )
-            adapters[name] = (
-                saved
-                if isinstance(model, PeftModel)
-                else {key.removeprefix("base_model.model."): value for key, value in saved.items()}
-            )  # of transformers' add_adapter
-            own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-            missing += own.keys() - adapters[name].keys()
-            unexpected += [
-                key
-                for key in adapters[name].keys() - own.keys()
-                if not any(layer in key for layer in EMBEDDING_LAYER_NAMES)
-            ]
-
-        def copy():
-            for name, saved in adapters.items():
-                set_peft_model_state_dict(model, saved, adapter_name=name)
-    else:
-        from safetensors.torch import load_file
-
-        state = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            state.update(saved_tensors(load_file, file))
-        own = model.state_dict()
-        for name in state.keys() & own.keys():
-            if state[name].shape != own[name].shape:
-                raise ValueError(
-                    f"the weights in {str(folder)!r} are of another model: {name} has shape "
-                    f"{tuple(state[name].shape)} there and {tuple(own[name].shape)} here"
-                )
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        unexpected, missing = state.keys() - own.keys(), own.keys() - state.keys() - set(tied)
-
-        def copy():
-            model.load_state_dict(state, strict=False)
-
+    adapted = hasattr(model, "peft_config")
+    read = read_adapters if adapted else read_own_weights
+    saved, missing, unexpected = read(model, folder)
     if unexpected or missing:
         raise ValueError(
             f"the weights in {str(folder)!r} are of another model: missing "
             f"{sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}; give the model, or "
             "the peft_config, that was saved, or begin anew"
         )
+
+    def copy():
+        if not adapted:
+            model.load_state_dict(saved, strict=False)
+            return
+        from peft import set_peft_model_state_dict
+
+        for name, weights in saved.items():
+            set_peft_model_state_dict(model, weights, adapter_name=name)
+
     return copy
 
 

@@ -29,9 +29,9 @@ from .config import GRPOConfig
 from grpo_nb.training.micro_batches import (
     choose_pieces,
     known_shape,
-    possible_tiles,
     residual_bytes,
     share_of,
+    slice_sizes,
     split,
 )
 from .optimizer import make_schedule
@@ -94,7 +94,7 @@ class MicroBatchFitter:
     ):
         self.config, self.model, self.device = config, model, device
         self.models = [m for m in (model, reference and reference.model) if m is not None]
-        self.shape, self.slices = known_shape(model), possible_tiles(model, config)
+        self.shape, self.slices = known_shape(model), slice_sizes(model, config)
         self.residual = residual_bytes(model, autocast)
         self.cuts = may_be_cut(config)
 

@@ -19,7 +19,7 @@ from grpo_nb.training.micro_batches import (
     choose_pieces,
     known_shape,
     piece_bytes,
-    possible_tiles,
+    slice_sizes,
 )
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps, reads_a_row
 from grpo_nb.training.policy_model import checkpoint_layers
@@ -211,9 +211,9 @@ def large():
     return model
 
 
-def need(model, count, tile, batch, config):
+def need(model, count, tokens, batch, config):
     return piece_bytes(
-        model, known_shape(model), batch.rows(slice(0, len(batch) // count)), config, 2, tile
+        model, known_shape(model), batch.rows(slice(0, len(batch) // count)), config, 2, tokens
     )
 
 
@@ -224,13 +224,13 @@ def test_room_is_left_for_gaps_and_for_what_is_unknown(large, length):
         group(512, [length] * 8),
         GRPOConfig(num_generations=8, per_device_train_batch_size=8, offload_activations=True),
     )
-    tiles = possible_tiles(large, config)
-    assert tiles == (LARGE, SMALL)
+    slices = slice_sizes(large, config)
+    assert slices == (LARGE, SMALL)
     for count in (1, 2, 4):
-        least = min(need(large, count, tile, batch, config) for tile in LARGE)
+        least = min(need(large, count, tokens, batch, config) for tokens in LARGE)
 
         def chosen(free):
-            return choose_pieces(large, batch, config, free, known_shape(large), tiles, residual=2)
+            return choose_pieces(large, batch, config, free, known_shape(large), slices, residual=2)
 
         free = least / 0.8 if least <= 0.8 * 1.28 * GiB else (least + 128 * MiB) / 0.9
         assert chosen(int(free) + 1000)[0] <= count < chosen(int(free) - MiB)[0]
