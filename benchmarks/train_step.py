@@ -315,7 +315,7 @@ class Step:
     ):
         from grpo_nb.model.offload import HostStore, offload_layers
         from grpo_nb.training.config import GRPOConfig
-        from grpo_nb.training.micro_batches import known_shape, possible_tiles, residual_bytes
+        from grpo_nb.training.micro_batches import known_shape, residual_bytes, slice_sizes
         from grpo_nb.training.policy_model import checkpoint_layers
         from grpo_nb.training.precision import Precision, frozen_dtype
 
@@ -325,7 +325,7 @@ class Step:
             gradient_checkpointing=True,
             logit_chunk_multiplier=logit_chunk_multiplier,
         )
-        self.shape, self.tiles = known_shape(model), possible_tiles(model, self.config)
+        self.shape, self.sizes = known_shape(model), slice_sizes(model, self.config)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.settings = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
         device = next(p.device for p in model.parameters() if p.requires_grad)
@@ -370,18 +370,18 @@ class Step:
         from grpo_nb.model.token_slices import slice_layers, slice_tokens_of
         from grpo_nb.training.micro_batches import choose_pieces
 
-        tile = choose_pieces(
+        tokens = choose_pieces(
             self.model,
             batch,
             self.config,
             free_memory(batch.prompt_ids.device),
             self.shape,
-            self.tiles,
+            self.sizes,
             self.residual,
             most=1,
         )[1]
-        if tile != slice_tokens_of(self.model):
-            slice_layers(self.model, tile)
+        if tokens != slice_tokens_of(self.model):
+            slice_layers(self.model, tokens)
 
     def __call__(self, batch):
         from grpo_nb.algorithm.losses import grpo_loss
