@@ -124,12 +124,21 @@ def test_the_prompt_drops_out_of_the_speed(decode, monkeypatch):
         )  # the prompt, a step, a slow start
 
     monkeypatch.setattr(decode.time, "perf_counter", lambda: clock[0])
-    assert decode.decode_speed(
-        generate, decode.SMALL, 2, 4, 256, (8, 264, 8, 264)
-    ) == pytest.approx(100)
+    assert decode.decode_speed(generate, decode.SMALL, 2, 4, 8, 256, (8, 264)) == pytest.approx(100)
     assert asked == [8, 264, 8, 264]
     with pytest.raises(RuntimeError, match="too noisy"):
-        decode.decode_speed(lambda prompts, n: None, decode.SMALL, 2, 4, 256, (8, 264))
+        decode.decode_speed(lambda prompts, n: None, decode.SMALL, 2, 4, 8, 256, ())
+
+
+def test_long_prompts_are_read_three_times(decode, monkeypatch):
+    clock, reading = [0.0], iter([5, 5, 5.5, 5, 5, 5.2])
+
+    def generate(prompts, n):
+        clock[0] += next(reading) + 0.01 * n
+
+    monkeypatch.setattr(decode.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(decode, "LONG_READING", 7)
+    assert decode.decode_speed(generate, decode.SMALL, 2, 4, 8, 256, ()) == pytest.approx(100)
 
 
 def test_a_case_that_fails_and_one_that_is_late(decode, capsys):

@@ -220,7 +220,7 @@ def test_memory_grows_with_the_length_alone(backend, window, padded):
 def test_the_kernel_of_a_t4(window, monkeypatch):
     """float16 through the memory-efficient kernel alone, keys copied for each query head, as a card
     of compute capability 7.5 runs it."""
-    monkeypatch.setattr(attention, "_groups_are_taken", lambda q, k, v: False)
+    monkeypatch.setattr(attention, "_kernel_shares_keys", lambda q, k, v: False)
     monkeypatch.setattr(
         attention, "_linear_kernels", lambda q, masked: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     )
