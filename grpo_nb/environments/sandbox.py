@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['SOURCE_CHARACTERS', 'GRACE_S', 'DEADLINE', 'IMPORTERS', 'SandboxResult', 'Protection', 'SupervisorLost', 'result_of',
-           'lost_result', 'SupervisorConnection', 'checked_timeout', 'program_bytes', 'stop_supervisors', 'SandboxPool',
-           'Session', 'run_python', 'parsed', 'check_only_stdlib_imports', 'SandboxError', 'SandboxTimeout',
-           'LockedDownFunction', 'create_locked_down_function', 'interrupt', 'execute_with_time_limit', 'arguments_of',
-           'time_locked', 'time_trusted', 'empty_like', 'summary', 'Benchmarker']
+           'lost_result', 'SupervisorConnection', 'checked_timeout', 'program_bytes', 'stop_supervisors', 'deadline',
+           'time_is_up', 'SandboxPool', 'Session', 'run_python', 'parsed', 'name_in', 'imported_by',
+           'check_only_stdlib_imports', 'SandboxError', 'SandboxTimeout', 'LockedDownFunction',
+           'create_locked_down_function', 'interrupt', 'execute_with_time_limit', 'arguments_of', 'time_locked',
+           'time_trusted', 'time_trusted_within', 'empty_like', 'summary', 'Benchmarker']
 
 # %% ../../nbs/environments/07_sandbox.ipynb #31e42d89
 import ast
@@ -59,7 +60,7 @@ class SandboxResult:
     ok: bool  # whether there is a value
     value: Any  # what the function returned; None unless ok
     error: str | None  # what went wrong, in a sentence
-    kind: str  # ok, syntax, exception, timeout, memory, forbidden, output, crash
+    kind: str  # ok, syntax, exception, unavailable, timeout, memory, forbidden, output, crash
     seconds: float  # by the supervisor's clock, from the moment the program was let go
     cpu_seconds: float = 0.0  # by the kernel's account of the process
 
@@ -252,6 +253,26 @@ def stop_supervisors(connections: dict[int, SupervisorConnection], owner: int):
             # KeyError: another thread has found it broken, and stopped it
             connections.popitem()[1].stop()
 
+# %% ../../nbs/environments/07_sandbox.ipynb #2ec16566
+@contextlib.contextmanager
+def deadline(
+    seconds: float,  # for all sandbox calls inside, waiting for a supervisor included
+):
+    """One limit for many calls, by the clock. It limits the processor too: a program is one thread,
+    which cannot use more processor time than time passes."""
+    if not (isinstance(seconds, (int, float)) and seconds > 0):
+        raise ValueError(f"a deadline must be a positive number of seconds, not {seconds!r}")
+    token = DEADLINE.set(min(DEADLINE.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        DEADLINE.reset(token)
+
+
+def time_is_up() -> bool:
+    "Whether the deadline around the present call has passed."
+    return time.monotonic() >= DEADLINE.get()
+
 # %% ../../nbs/environments/07_sandbox.ipynb #19ef188e
 class SandboxPool:
     """Supervisors that are kept warm, and run one program after the other, each in a process of its
@@ -343,14 +364,16 @@ class SandboxPool:
         memory_mb: int = 512,  # of address space, interpreter included
     ) -> SandboxResult:  # never raises for what the program does
         "Runs a program in a new process and calls one of its functions."
-        body, timeout_s = program_bytes(source, entry, args), checked_timeout(timeout_s, memory_mb)
+        body = program_bytes(source, entry, args)
+        checked_timeout(timeout_s, memory_mb)
         if len(source) > SOURCE_CHARACTERS:
             return SandboxResult(
                 False, None, f"more than {SOURCE_CHARACTERS} characters of source", "syntax", 0.0
             )
         try:
             with self._supervisor() as connection:
-                return connection.ask(RUN, timeout_s, memory_mb, body)
+                left = checked_timeout(timeout_s, memory_mb)  # waiting for its turn took time too
+                return connection.ask(RUN, left, memory_mb, body)
         except SupervisorLost as error:
             return lost_result(error)
 
@@ -475,57 +498,56 @@ def parsed(source: str) -> tuple[ast.Module | None, str | None]:  # a tree, or w
         return None, f"{type(error).__name__}: {error}"
 
 
-IMPORTERS = {
-    "__import__",
-    "import_module",
-    "__loader__",
-    "__spec__",
-    "__builtins__",
-    "exec_module",
-    "load_module",
-}
+IMPORTERS = {"__import__", "import_module", "__loader__", "__spec__", "exec_module", "load_module"}
+
+
+def name_in(node: ast.AST) -> str | None:
+    "What a name, an attribute or a string spells."
+    for field in ("id", "attr", "value"):
+        if isinstance(found := getattr(node, field, None), str):
+            return found
+    return None
+
+
+def imported_by(
+    node: ast.AST,
+) -> list[str]:  # full names; relative ones begin with a dot
+    "The modules that a statement imports, or a call such as `__import__('math')`."
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return ["." * node.level + (node.module or "")]
+    if isinstance(node, ast.Call) and name_in(node.func) in ("__import__", "import_module"):
+        return [a.value for a in node.args[:1] if name_in(a) and isinstance(a, ast.Constant)]
+    return []
 
 
 def check_only_stdlib_imports(
     source: str,  # Python
-) -> tuple[bool, dict]:  # whether it is all stdlib; stdlib, non_stdlib, relative, dynamic, error
-    """Reads the import statements of a source, and notes names by which code imports without one.
-    It reads, and no more: names can be put together while code runs. It protects from nothing; a
-    sandbox does."""
+) -> tuple[
+    bool, dict
+]:  # whether it is all stdlib; stdlib, non_stdlib, relative_imports, and if any: dynamic, error
+    """Reads the import statements of a source, and notes names by which code imports without one
+    (`dynamic`). It reads, and no more: names can be put together while code runs. It protects from
+    nothing; a sandbox does."""
+    info = {"stdlib": [], "non_stdlib": [], "relative_imports": 0}
     tree, error = parsed(source)
-    info = {"stdlib": [], "non_stdlib": [], "relative": [], "dynamic": [], "error": error}
     if tree is None:
-        return False, info
+        return False, {"error": error, **info}
+    modules, named, hidden = [], set(), set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                info["relative"].append("." * node.level + (node.module or ""))
-            modules = [] if node.level else [node.module]
-        else:
-            modules = []
-            name = (
-                node.id
-                if isinstance(node, ast.Name)
-                else node.attr
-                if isinstance(node, ast.Attribute)
-                else node.value
-                if isinstance(node, ast.Constant)
-                else None
-            )
-            if isinstance(name, str) and name in IMPORTERS:
-                info["dynamic"].append(name)
-        for module in modules:
-            where = (
-                "stdlib" if module.partition(".")[0] in sys.stdlib_module_names else "non_stdlib"
-            )
-            info[where].append(module)
-    info = {
-        name: sorted(set(found)) if isinstance(found, list) else found
-        for name, found in info.items()
-    }
-    return not (info["non_stdlib"] or info["relative"] or info["dynamic"]), info
+        if found := imported_by(node):
+            modules += found
+            named.add(id(getattr(node, "func", None)))
+        elif name_in(node) in IMPORTERS and id(node) not in named:
+            hidden.add(name_in(node))
+    tops = {name.partition(".")[0] for name in modules if not name.startswith(".")}
+    info["stdlib"] = sorted(tops & sys.stdlib_module_names)
+    info["non_stdlib"] = sorted(tops - sys.stdlib_module_names)
+    info["relative_imports"] = sum(name.startswith(".") for name in modules)
+    if hidden:
+        info["dynamic"] = sorted(hidden)
+    return not (info["non_stdlib"] or hidden), info
 
 # %% ../../nbs/environments/07_sandbox.ipynb #a61e48bf
 class SandboxError(RuntimeError):
@@ -568,7 +590,11 @@ class LockedDownFunction:
 
     def __call__(self, *args):
         "One call; its value, or SandboxError."
-        result = self.run(*args)
+        return self.value_of(self.run(*args))
+
+    @staticmethod
+    def value_of(result: SandboxResult):
+        "The value of a result; SandboxError if there is none."
         if not result.ok:
             raise (SandboxTimeout if result.kind == "timeout" else SandboxError)(result)
         return result.value
@@ -582,7 +608,8 @@ def create_locked_down_function(
     memory_mb: int = 512,  # for each call
     # None: one supervisor of its own, which lives as long as the function
     pool: SandboxPool | None = None,
-) -> LockedDownFunction:  # SyntaxError or ValueError if there is no such function
+) -> LockedDownFunction:  # SyntaxError or ValueError without such a function, SandboxError if the
+    # source fails while it is loaded
     """A function whose code never runs in this process: no access to our variables, modules, files
     or timers. Its value is whatever the code says: check types and values before you believe it."""
     tree, error = parsed(source)
@@ -593,9 +620,11 @@ def create_locked_down_function(
         raise ValueError(
             "the source defines no function at its top level; it needs `def name(...):`"
         )
-    return LockedDownFunction(
-        source, entry or names[-1], pool or SandboxPool(workers=1), timeout_s, memory_mb
-    )
+    pool = pool or SandboxPool(workers=1)
+    function = LockedDownFunction(source, entry or names[-1], pool, timeout_s, memory_mb)
+    with function.open() as session:
+        function.value_of(session.loaded)
+    return function
 
 # %% ../../nbs/environments/07_sandbox.ipynb #675c93e8
 def interrupt(thread: threading.Thread):
@@ -679,12 +708,26 @@ def time_trusted(function: Callable, args: tuple) -> SandboxResult:
         error, kind = str(caught), "timeout"
     except Exception as caught:
         error, kind = f"{type(caught).__name__}: {caught}", "exception"
+    finally:
+        if collecting:
+            gc.enable()
     wall, cpu = time.perf_counter_ns() - begin, time.process_time_ns() - cpu
-    if collecting:
-        gc.enable()
     return SandboxResult(
         error is None, value, error, "ok" if error is None else kind, wall / 1e9, cpu / 1e9
     )
+
+
+def time_trusted_within(seconds: float) -> Callable:
+    "`time_trusted` with a time limit, whose own cost is not counted."
+    limited = execute_with_time_limit(seconds)(time_trusted)
+
+    def timed(function, args):
+        try:
+            return limited(function, args)
+        except TimeoutError as error:
+            return SandboxResult(False, None, str(error), "timeout", seconds)
+
+    return timed
 
 
 def empty_like(function: Callable) -> Callable:
@@ -698,11 +741,11 @@ def summary(calls: list, loops: int, overhead: float) -> dict:
     "What a benchmark reports: a trial counts if all its calls gave a value."
     trials = [calls[i : i + loops] for i in range(0, len(calls), loops)]
     good = [trial for trial in trials if all(call.ok for call in trial)]
-    times = [statistics.mean(call.seconds for call in trial) * 1e9 for trial in good]
+    times = [round(statistics.mean(call.seconds for call in trial) * 1e9) for trial in good]
     return {
-        "median_ns": statistics.median(times) if times else math.inf,
-        "mean_ns": statistics.mean(times) if times else math.inf,
-        "stdev_ns": statistics.stdev(times) if len(times) > 1 else 0.0 if times else math.inf,
+        "median_ns": round(statistics.median(times)) if times else math.inf,
+        "mean_ns": round(statistics.mean(times)) if times else math.inf,
+        "stdev_ns": round(statistics.stdev(times)) if len(times) > 1 else 0 if times else math.inf,
         "exceptions": [call.error for call in calls if not call.ok and call.kind != "timeout"],
         "timeouts": sum(call.kind == "timeout" for call in calls),
         "results": [call.value for call in calls],
@@ -724,13 +767,17 @@ class Benchmarker:
         self,
         trials: int = 3,  # times that are reported on
         loops: int = 1,  # calls in one trial: its time is their mean
+        # seconds for one call; None: the function's own limit, 30 for a trusted one
+        timeout: float | None = None,
         *,
         # memory written before each call, more than the processor's caches hold
         flush_mb: int = 64,
     ):
         if trials < 1 or loops < 1:
             raise ValueError(f"trials and loops must be at least 1, not {trials} and {loops}")
-        self.trials, self.loops, self.flush_mb = trials, loops, flush_mb
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        self.trials, self.loops, self.timeout, self.flush_mb = trials, loops, timeout, flush_mb
 
     def benchmark(
         self,
@@ -746,7 +793,10 @@ class Benchmarker:
         supervisor, from the first byte of the arguments to the last of the answer. It does not
         check answers: a fast wrong one is in `results`. Median, mean and deviation are those of the
         trials (inf if none succeeded); `exceptions` are sentences, `timeouts` says how many."""
-        timed = time_locked if isinstance(function, LockedDownFunction) else time_trusted
+        timed = time_trusted_within(self.timeout or 30)
+        if isinstance(function, LockedDownFunction):
+            function = replace(function, timeout_s=self.timeout or function.timeout_s)
+            timed = time_locked
         trials, waste = [], bytearray(self.flush_mb << 20)
         for trial in range(self.trials):
             for loop in range(self.loops):
