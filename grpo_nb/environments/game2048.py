@@ -591,8 +591,8 @@ a Python function `strategy(board)`.
 square. Return one string: "W" (up), "A" (left), "S" (down) or "D" (right).
 A push that moves no tile changes nothing, and you are asked again with the same board. \
 The game is won with a tile of {target}.
-Use plain Python and these modules of its standard library, of which the parts exist that only \
-compute: {modules}.
+Use plain Python and what computes in its standard library, without files, processes, threads or \
+network. These modules exist: {modules}.
 Global variables keep their values during one game. A game may take {game_s:g} seconds in all.
 
 Answer with the complete program in one block:

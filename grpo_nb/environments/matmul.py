@@ -472,8 +472,8 @@ PROMPT = """Write a fast matrix multiplication in Python: a function `matmul(A, 
 
 `A` and `B` are lists of rows, each row a list of floats; A has as many \
 columns as B has rows. Return a new list of lists of floats, the product, without changing A or B.
-Use plain Python and these modules of its standard library, of which the parts exist that only \
-compute: {modules}.
+Use plain Python and what computes in its standard library, without files, processes, threads or \
+network. These modules exist: {modules}.
 The function is tried on matrices of many shapes, and timed on square ones with {size} rows, \
 with new numbers in every call.
 

@@ -528,8 +528,8 @@ def check_only_stdlib_imports(
     bool, dict
 ]:  # whether it is all stdlib; stdlib, non_stdlib, relative_imports, and if any: dynamic, error
     """Reads the import statements of a source, and notes names by which code imports without one
-    (`dynamic`). It reads, and no more: names can be put together while code runs. It protects from
-    nothing; a sandbox does."""
+    (`dynamic`). It protects from nothing: names can be put together while code runs. A sandbox
+    protects."""
     info = {"stdlib": [], "non_stdlib": [], "relative_imports": 0}
     tree, error = parsed(source)
     if tree is None:
@@ -699,8 +699,7 @@ def time_locked(function: LockedDownFunction, args: tuple) -> SandboxResult:
 
 def time_trusted(function: Callable, args: tuple) -> SandboxResult:
     "One timed call in this process, on a copy of the arguments."
-    args, collecting = deepcopy(args), gc.isenabled()
-    gc.disable()
+    args = deepcopy(args)
     cpu, begin, value, error = time.process_time_ns(), time.perf_counter_ns(), None, None
     try:
         value = function(*args)
@@ -708,9 +707,6 @@ def time_trusted(function: Callable, args: tuple) -> SandboxResult:
         error, kind = str(caught), "timeout"
     except Exception as caught:
         error, kind = f"{type(caught).__name__}: {caught}", "exception"
-    finally:
-        if collecting:
-            gc.enable()
     wall, cpu = time.perf_counter_ns() - begin, time.process_time_ns() - cpu
     return SandboxResult(
         error is None, value, error, "ok" if error is None else kind, wall / 1e9, cpu / 1e9
@@ -722,10 +718,15 @@ def time_trusted_within(seconds: float) -> Callable:
     limited = execute_with_time_limit(seconds)(time_trusted)
 
     def timed(function, args):
+        collecting = gc.isenabled()
+        gc.disable()
         try:
             return limited(function, args)
         except TimeoutError as error:
             return SandboxResult(False, None, str(error), "timeout", seconds)
+        finally:
+            if collecting:
+                gc.enable()
 
     return timed
 

@@ -259,6 +259,8 @@ class Part(types.ModuleType):
     "The harmless part of a module."
 
     def __getattr__(self, name):
+        if name.startswith("_"):  # private, as `sys._getframe`: no part of what was promised
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise Unavailable(
             f"{self.__name__}.{name} is not available here; of {self.__name__} there are "
             f"{', '.join(sorted(n for n in vars(self) if not n.startswith('__')))}"
