@@ -288,5 +288,5 @@ def test_no_route_from_a_module_gets_past_the_walls(pool, surroundings):
     result = pool.run(surroundings.source(ROUTES), entry="total", args=tuple(names), timeout_s=30)
     assert result.ok, result
     routes, open_ways = result.value
-    assert routes > 100 and open_ways == []
+    assert open_ways == [] and routes > 50
     assert surroundings.state() == surroundings.before
