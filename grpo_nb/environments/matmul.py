@@ -118,7 +118,7 @@ def random_cases(
     return [(random_matrix(n, k, rng), random_matrix(k, m, rng)) for n, k, m in shapes]
 
 # %% ../../nbs/environments/13_matmul.ipynb #d9fc6d6e
-WAITING = 0.25  # of the time by the clock counts at least, where the processor is what counts
+WAITING = 0.1  # of the time by the clock counts at least, where the processor is what counts
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def counted_ms(
     result: SandboxResult,
     clock: str,  # processor or wall
 ) -> float:
-    "The time of a call that counts: of the processor, or a quarter of the clock's if that is more."
+    "The time of a call that counts: of the processor, or a tenth of the clock's if that is more."
     if clock == "wall":
         return 1e3 * result.seconds
     return 1e3 * max(result.cpu_seconds, WAITING * result.seconds)
