@@ -194,6 +194,79 @@ def test_honest_code_runs(pool, body):
     assert got.value == 10, got
 
 
+# what programs asked for that were called cheats: 36 modules, of which 10 could be had
+ASKED = """
+    os types io warnings timeit threading inspect csv zlib pprint base64 binascii ast contextvars
+    difflib dis gc getopt gzip hmac logging pickle queue secrets traceback weakref unittest argparse
+    math random itertools functools operator array collections time
+""".split()
+
+
+def test_the_standard_library_is_there_or_unavailable(pool):
+    "No module is an attack: each can be had, or is said to be missing."
+    kinds = {
+        name: result(pool, f"import {name}\ndef f(): return 1").kind
+        for name in sorted(sys.stdlib_module_names)
+        if name not in ("antigravity", "this")
+    }
+    assert set(kinds.values()) == {"ok", "unavailable"}
+    there = {name for name, kind in kinds.items() if kind == "ok"}
+    assert set(ASKED) <= there and len(ASKED) == 36 and len(there) > 80
+    assert not there & {"subprocess", "ctypes", "socket", "multiprocessing", "asyncio", "signal"}
+
+
+@pytest.mark.parametrize(
+    "source, kind",
+    [
+        ("from math import no_such_function\ndef f(): return 1", "unavailable"),
+        ("import os\ndef f(): return os.fork()", "unavailable"),
+        ("from os import fork\ndef f(): return 1", "unavailable"),
+        ("def f(): return input()", "unavailable"),
+        ("def f():\n    try: import numpy\n    except ImportError: return 1", "ok"),
+        ("def f(): exec('x = 1', names := {}); return names['x']", "ok"),
+        ("def f(): return eval('1', {'__builtins__': {}})", "ok"),
+        ("def f():\n    exec(compile('x = 1', 'g', 'exec'), n := {})\n    return n['x']", "ok"),
+        ("def f(): exec('import numpy')", "unavailable"),
+        ("def f(): exec('open(1)')", "forbidden"),
+        ("def f(): raise PermissionError(13, 'squares only')", "exception"),
+        ("def f(): exit()", "exception"),
+        ("import sys\ndef f(): sys.exit(1)", "exception"),
+        ("import random\ndef f(): return random._os.listdir('/')", "forbidden"),
+    ],
+)
+def test_what_is_missing_is_not_what_is_forbidden(pool, source, kind):
+    got = result(pool, source)
+    assert got.kind == kind and (not got.ok or got.value == 1), got
+
+
+def test_one_deadline_for_many_calls(pool):
+    sleeps = "import time\ndef f(): time.sleep(0.15)"
+    begin, kinds = time.monotonic(), []
+    with sandbox.deadline(0.5):
+        while not sandbox.time_is_up():
+            kinds.append(result(pool, sleeps, timeout_s=5).kind)
+        late = result(pool, LOOP, timeout_s=5)
+    assert kinds[0] == "ok" and late.kind == "timeout" and time.monotonic() - begin < 1.5
+    assert result(pool, "import time\ndef f(): return time.sleep(0.6)", timeout_s=5).ok
+    with sandbox.deadline(0.3), pool.open(LOOP, "f", timeout_s=60) as session:
+        spins = session.call()
+    assert spins.kind == "timeout" and spins.seconds < 1 and spins.cpu_seconds <= 0.35
+    with sandbox.deadline(0.2), sandbox.deadline(60):
+        assert result(pool, LOOP, timeout_s=5).seconds < 1  # the nearest one holds
+    with pytest.raises(ValueError, match="positive"):
+        with sandbox.deadline(0):
+            pass
+
+
+def test_waiting_for_a_supervisor_is_part_of_the_deadline():
+    with SandboxPool(workers=1) as narrow:
+        thread, _ = in_background(lambda: result(narrow, LOOP, timeout_s=0.6))
+        assert eventually(lambda: narrow._idle.empty())
+        with sandbox.deadline(0.5):
+            assert result(narrow, LOOP, timeout_s=5).seconds < 0.4
+        thread.join()
+
+
 def test_each_program_has_numbers_of_its_own(pool):
     drawn = [result(pool, "import random\ndef f(): return random.random()").value for _ in range(4)]
     assert len(set(drawn)) == 4
@@ -772,7 +845,7 @@ def test_a_dead_session_says_so(pool, source, first, then):
         ("1 / 0", "exception"),
         ("x = 1", "exception"),
         ("while True: pass", "timeout"),
-        ("import numpy", "forbidden"),
+        ("import numpy", "unavailable"),
     ],
 )
 def test_a_session_that_does_not_open(pool, source, kind):
@@ -845,28 +918,31 @@ def test_large_arguments_and_answers_of_a_session(pool):
 @pytest.mark.parametrize(
     "source, ok, found",
     [
-        ("import math\nimport os.path, sys", True, {"stdlib": ["math", "os.path", "sys"]}),
-        ("from numpy.linalg import norm", False, {"non_stdlib": ["numpy.linalg"]}),
+        ("import math\nimport os.path, sys", True, {"stdlib": ["math", "os", "sys"]}),
+        ("from numpy.linalg import norm", False, {"non_stdlib": ["numpy"]}),
         (
             "def f():\n    import torch as t\n    from collections import deque",
             False,
             {"non_stdlib": ["torch"], "stdlib": ["collections"]},
         ),
-        ("from . import x\nfrom ..y import z", False, {"relative": [".", "..y"]}),
-        ("m = __import__('numpy')", False, {"dynamic": ["__import__"]}),
+        ("from . import x\nfrom ..y import z", True, {"relative_imports": 2}),
+        ("m = __import__('numpy')", False, {"non_stdlib": ["numpy"]}),
+        ("m = __import__('math')", True, {"stdlib": ["math"]}),
+        ("m = __import__('num' + 'py')", False, {"dynamic": ["__import__"]}),
         (
             "import importlib\nnp = importlib.import_module('numpy')",
             False,
-            {"dynamic": ["import_module"], "stdlib": ["importlib"]},
+            {"non_stdlib": ["numpy"], "stdlib": ["importlib"]},
         ),
-        ("getattr(x, '__builtins__')", False, {"dynamic": ["__builtins__"]}),
+        ("getattr(x, '__import__')('numpy')", False, {"dynamic": ["__import__"]}),
+        ("exec(code, {'__builtins__': {}})", True, {}),
         ("", True, {}),
     ],
 )
 def test_check_only_stdlib_imports(source, ok, found):
     assert check_only_stdlib_imports(source) == (
         ok,
-        {"stdlib": [], "non_stdlib": [], "relative": [], "dynamic": [], "error": None, **found},
+        {"stdlib": [], "non_stdlib": [], "relative_imports": 0, **found},
     )
 
 
@@ -885,9 +961,7 @@ def test_check_only_stdlib_imports(source, ok, found):
 )
 def test_check_of_a_source_that_cannot_be_read(source):
     ok, info = check_only_stdlib_imports(source)
-    assert (ok, bool(info["error"])) in ((False, True), (True, False)) and (
-        info["error"] or source.startswith("-")
-    )
+    assert ok is not ("error" in info) and (info.get("error") or source.startswith("-"))
 
 
 def test_locked_down_function(pool):
@@ -973,7 +1047,8 @@ def test_time_limit_reaches_into_the_sandbox(pool):
     before = set(descendants())
     with pytest.raises(TimeoutError):
         execute_with_time_limit(0.2)(lambda: function(True))()
-    assert eventually(lambda: set(descendants()) <= before)  # killed, and not after its own 60 s
+    # killed, and not after its own 60 s
+    assert eventually(lambda: set(filter(alive, descendants())) <= before)
     assert function(False) == 3
 
 
@@ -1003,14 +1078,10 @@ def test_benchmark_keys_and_kinds(pool):
         (4,),
     )
     assert late["timeouts"] == 2 and late["median_ns"] == math.inf
-    assert (
-        len(
-            Benchmarker(trials=1, flush_mb=1).benchmark(
-                create_locked_down_function("1 / 0\ndef f(): pass", pool=pool), ()
-            )["exceptions"]
-        )
-        == 1
-    )
+    broken = sandbox.LockedDownFunction("1 / 0\ndef f(): pass", "f", pool)
+    assert len(Benchmarker(trials=1, flush_mb=1).benchmark(broken, ())["exceptions"]) == 1
+    with pytest.raises(SandboxError, match="ZeroDivisionError"):
+        create_locked_down_function(broken.source, pool=pool)
 
 
 def test_benchmark_arguments(pool):
@@ -1045,6 +1116,19 @@ def test_benchmark_of_a_trusted_function():
         raise KeyError("x")
 
     assert Benchmarker(trials=1, flush_mb=1).benchmark(fails, ())["exceptions"] == ["KeyError: 'x'"]
+
+
+def test_benchmark_with_a_time_limit(pool):
+    marks = Benchmarker(1, 1, 0.2, flush_mb=1)
+    slow = create_locked_down_function("import time\ndef f(): time.sleep(2)", pool=pool)
+    for function in (slow, lambda: time.sleep(2)):
+        report = marks.benchmark(function, [()])
+        assert report["timeouts"] == 1 and report["median_ns"] == math.inf
+    assert gc.isenabled()
+    quick = marks.benchmark(sorted, [([2, 1],)])
+    assert type(quick["median_ns"]) is int and quick["results"] == [[1, 2]]
+    with pytest.raises(ValueError, match="timeout must be"):
+        Benchmarker(timeout=0)
 
 
 def test_benchmark_measures_work(pool):

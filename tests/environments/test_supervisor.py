@@ -2,7 +2,9 @@
 what it makes of a process's answer."""
 
 import ast
+import errno
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -255,6 +257,67 @@ def test_outcomes():
     assert outcome(lambda: [0] * 2**62) == (b"m", b"out of memory")
     modules = supervisor.load_modules()
     builtins = supervisor.locked_builtins(modules, lambda text: None)
-    assert outcome(lambda: builtins["__import__"]("numpy"))[0] == b"f"
+    assert outcome(lambda: builtins["__import__"]("numpy"))[0] == b"u"
+    assert outcome(lambda: builtins["input"]())[0] == b"u"
     assert outcome(lambda: builtins["open"]("x"))[0] == b"f"
+    assert outcome(lambda: builtins["exit"](3)) == (b"x", b"SystemExit: 3")
     assert builtins["__import__"]("math") is modules["math"]
+
+
+@pytest.mark.parametrize("number", supervisor.REFUSALS)
+def test_a_refusal_of_its_own_is_an_exception(number):
+    def refuses():
+        raise PermissionError(number, "only squares")
+
+    def hands_on():
+        try:
+            refuses()
+        except OSError as error:
+            raise error
+
+    assert outcome(refuses)[0] == outcome(hands_on)[0] == b"x"
+
+
+def test_a_refusal_of_the_system_is_told_from_a_raise():
+    "Raised again or from inside the library: what counts is where it began."
+
+    def refused():
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            os.open(os.devnull, os.O_RDONLY)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    def again():
+        try:
+            refused()
+        except OSError as error:
+            raise error
+
+    def another():
+        try:
+            refused()
+        except OSError:
+            raise PermissionError(errno.EPERM, "mine") from None
+
+    assert [outcome(action)[0] for action in (refused, again, another)] == [b"f", b"f", b"x"]
+
+
+def test_parts_of_modules():
+    modules = supervisor.load_modules()
+    assert set(supervisor.ALLOWED_MODULES) - {"bz2", "lzma", "zlib"} <= set(modules)
+    assert modules["os"].cpu_count() == 1 and modules["os"].environ == {}
+    assert modules["io"].StringIO("x").read() == "x"
+    for module, name in (
+        ("os", "fork"),
+        ("io", "open"),
+        ("threading", "Thread"),
+        ("sys", "modules"),
+    ):
+        assert not hasattr(modules[module], name)
+        with pytest.raises(supervisor.Unavailable, match=f"{module}.{name} is not available"):
+            getattr(modules[module], name)
+    with pytest.raises(AttributeError) as private:
+        getattr(modules["sys"], "_getframe")  # noqa: B009
+    assert not isinstance(private.value, supervisor.Unavailable)
