@@ -138,8 +138,10 @@ class Inspector:
             self.refuse(what, repr(value)[:60], "a number")
         if not math.isfinite(value) or not least <= value <= most or whole and value != int(value):
             kind = "a whole number" if whole else "a finite number"
-            low, high = (f" {word} {end:,}" * math.isfinite(end) for word, end in
-                         (("of at least", least), ("up to", most)))
+            low, high = (
+                f" {word} {end:,}" * math.isfinite(end)
+                for word, end in (("of at least", least), ("up to", most))
+            )
             self.refuse(what, repr(value)[:60], kind + low + high)
 
     def tensor(
@@ -216,16 +218,24 @@ def check_group(
     check: Inspector,
 ) -> None:  # ValueError
     "Refuse settings of a parameter group that have another type here, or are out of range."
-    switches = {name for name, value in group.items() if value is None or value is True or value is False}
-    check.keys(saved, set(group) - switches - {"initial_lr"}, "a group of the optimizer",
-               optional=switches | {"initial_lr"})
+    switches = {
+        name for name, value in group.items() if value is None or value is True or value is False
+    }
+    check.keys(
+        saved,
+        set(group) - switches - {"initial_lr"},
+        "a group of the optimizer",
+        optional=switches | {"initial_lr"},
+    )
     for name, value in saved.items():
         what, here = f"{name} of the optimizer", group.get(name, 0.0)
         if name == "betas":
             check.keys(dict(enumerate(value)), range(len(here)), what)
             for beta in value:
                 check.number(beta, what, least=0, most=1 - 1e-12)
-        elif name in ("lr", "initial_lr", "eps", "weight_decay") and not isinstance(here, (tuple, list)):
+        elif name in ("lr", "initial_lr", "eps", "weight_decay") and not isinstance(
+            here, (tuple, list)
+        ):
             check.number(value, what, least=0)
         elif name in switches and here is not None and name not in ("fused", "foreach"):
             if value is not here:
@@ -242,8 +252,12 @@ def check_optimizer_state(
     "Refuse a state that does not fit an optimizer; nothing is changed."
     check.keys(saved, ("state", "param_groups"), "the optimizer's state")
     groups, state = saved["param_groups"], saved["state"]
-    check.keys(dict(enumerate(groups)), range(len(optimizer.param_groups)), "the optimizer's groups")
-    here, there = ([len(group["params"]) for group in side] for side in (optimizer.param_groups, groups))
+    check.keys(
+        dict(enumerate(groups)), range(len(optimizer.param_groups)), "the optimizer's groups"
+    )
+    here, there = (
+        [len(group["params"]) for group in side] for side in (optimizer.param_groups, groups)
+    )
     numbers = [number for group in groups for number in group["params"]]
     if here != there or numbers != list(range(len(numbers))):
         raise ValueError(
@@ -302,8 +316,10 @@ def check_schedule_state(
     check_like(schedule.state_dict(), saved, "the schedule", check)
     if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
         return
-    if any((one is None) != (other is None) for one, other in
-           zip(schedule.state_dict()["lr_lambdas"], saved["lr_lambdas"])):
+    if any(
+        (one is None) != (other is None)
+        for one, other in zip(schedule.state_dict()["lr_lambdas"], saved["lr_lambdas"])
+    ):
         check.refuse("lr_lambdas of the schedule", saved["lr_lambdas"], "as they are here")
     for name in ("base_lrs", "_last_lr"):
         for rate in saved[name]:
