@@ -252,9 +252,8 @@ def check_optimizer_state(
     "Refuse a state that does not fit an optimizer; nothing is changed."
     check.keys(saved, ("state", "param_groups"), "the optimizer's state")
     groups, state = saved["param_groups"], saved["state"]
-    check.keys(
-        dict(enumerate(groups)), range(len(optimizer.param_groups)), "the optimizer's groups"
-    )
+    if not isinstance(groups, list):
+        check.refuse("the optimizer's groups", type(groups).__name__, "a list")
     here, there = (
         [len(group["params"]) for group in side] for side in (optimizer.param_groups, groups)
     )
