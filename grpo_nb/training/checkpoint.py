@@ -71,7 +71,7 @@ def write_manifest(
     folder: Path,  # with all files of a checkpoint
 ) -> None:
     "Write the digests of all files below a folder into it."
-    paths = [p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST]
+    paths = [p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST]
     names = [path.relative_to(folder).as_posix() for path in paths]
     text = manifest_text(dict(zip(names, digests(paths))))
     (folder / MANIFEST).write_text(text, encoding="utf-8")
@@ -160,11 +160,11 @@ def file_fault(
     folder = Path(folder)
     try:
         files = read_manifest(folder)
-        if files is not None and STATE in files:
-            return listed_fault(folder, files)
-        if not (folder / STATE).is_file():
+        if not (folder / STATE).is_file() and STATE not in (files or ()):
             return ONLY_MODEL
-        return plain_fault(folder) if files is None else f"{STATE} is not in {MANIFEST}"
+        if files is not None and STATE not in files:
+            return f"{STATE} is not in {MANIFEST}"
+        return plain_fault(folder) if files is None else listed_fault(folder, files)
     except OSError as error:
         return f"it cannot be read: {error.strerror or error}"
     except ValueError as error:
@@ -535,7 +535,13 @@ def load_weights(
     model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
     folder: str | Path,  # where its save_pretrained wrote
 ) -> None:
-    "Copy saved weights, or a saved adapter, into a model in place."
+    "Copy saved weights, or a saved adapter, into a model in place; a checkpoint's are checked."
+    files = read_manifest(Path(folder))
+    if fault := files and listed_fault(Path(folder), files):
+        raise ValueError(
+            f"the weights in {str(folder)!r} are damaged, cut off or gone: {fault}. Load another "
+            "checkpoint by its name"
+        )
     read_weights(model, folder)()
 
 # %% ../../nbs/training/13_checkpoint.ipynb #f35225c1

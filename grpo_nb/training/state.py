@@ -55,6 +55,7 @@ def check_random_state(
 ) -> None:  # ValueError
     "Refuse a state that the generators would not take; theirs are left as they are."
     import numpy
+    from torch.backends import mps
 
     check.keys(state, ("python", "numpy", "torch", "cuda"), "the random state", optional=("mps",))
     for name, value in state.items():
@@ -72,7 +73,7 @@ def check_random_state(
                 check.number(value[4], what)
             elif name == "torch":
                 torch.Generator().set_state(value)
-            elif value is not None and getattr(torch, name).is_available():
+            elif value is not None and (torch.cuda if name == "cuda" else mps).is_available():
                 torch.Generator(name).set_state(value)
         except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
             if f"in {check}" in str(error):

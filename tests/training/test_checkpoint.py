@@ -935,7 +935,7 @@ def test_damaged_weights_say_which_file(tmp_path, damage):
             ValueError, match="checkpoint-2.*adapter_model.safetensors (has|is gone)"
         ):
             small_trainer(tmp_path, model=adapted()).train(resume_from_checkpoint=resume)
-    with pytest.raises(ValueError, match="the weights in .* damaged, cut off or gone"):
+    with pytest.raises(ValueError, match="the weights in .* are damaged, cut off or gone"):
         load_weights(adapted(), tmp_path / "checkpoint-2")
 
 

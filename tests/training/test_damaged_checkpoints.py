@@ -14,7 +14,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_runs import small_model, small_trainer
 
-from grpo_nb.training.checkpoint import file_fault, newest_whole_checkpoint, write_manifest
+from grpo_nb.training.checkpoint import (
+    file_fault,
+    find_checkpoint,
+    load_weights,
+    newest_whole_checkpoint,
+    write_manifest,
+)
+from grpo_nb.training.optimizer import Inspector, check_optimizer_state, make_optimizer
 from grpo_nb.training.state import random_state
 
 LORA = dict(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -365,7 +372,11 @@ def test_links_are_followed(saved, tmp_path):
 def test_an_old_checkpoint_without_a_manifest(saved, tmp_path):
     whole, trainer = saved
     folder = shutil.copytree(whole, tmp_path / "checkpoint-3")
+    doctor(folder, drop("shared", "update", "trained"))  # of later versions
     (folder / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="has no manifest.json"):
+        assert find_checkpoint(True, tmp_path) == folder
+    assert trainer.checkpointer.read(folder, 12).folder == folder
     state, chance = folder / "training_state.pt", random.Random(3)
     data = state.read_bytes()
     noticed = 0
@@ -380,3 +391,78 @@ def test_an_old_checkpoint_without_a_manifest(saved, tmp_path):
     torch.save(doctor_state, state)
     with pytest.warns(UserWarning, match="has no manifest.json"):
         assert "global_step" in refused(trainer, folder)
+
+
+def test_the_best_model_is_checked_before_it_is_loaded(tmp_path):
+    first = make(tmp_path, save_strategy="steps", save_steps=2, save_only_model=True, max_steps=2)
+    first.train()
+    folder = tmp_path / "checkpoint-2"
+    load_weights(first.model, folder)
+    (weights,) = folder.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ValueError, match="adapter_model.safetensors is not what was written"):
+        load_weights(first.model, folder)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_fits_is_accepted(name, dtype, tmp_path):
+    "Each optimizer's own state, after steps and after a way through a file, on every shape."
+    shapes = {"a": (6, 4), "b": (3, 6, 4), "norm": (6,), "unused": (2, 2)}
+    config = make(tmp_path / "run", optim=name).config
+    weights = {n: torch.nn.Parameter(torch.ones(s, dtype=dtype)) for n, s in shapes.items()}
+    optimizer, state = make_optimizer(config, weights), None
+    for _ in range(2):
+        for key, p in weights.items():
+            p.grad = None if key == "unused" else torch.randn_like(p)
+        optimizer.step()
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt")
+        check_optimizer_state(optimizer, state, Inspector("'there'"))
+        optimizer.load_state_dict(state)
+    check_optimizer_state(make_optimizer(config, weights), state, Inspector("'there'"))
+    for number, entry in state["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                wrong = {**entry, key: torch.ones(7, 7)}
+                doctored = {**state, "state": {**state["state"], number: wrong}}
+                with pytest.raises(ValueError, match=key):
+                    check_optimizer_state(optimizer, doctored, Inspector("'there'"))
+
+
+def test_the_scaler_of_float16(tmp_path):
+    first = make(tmp_path / "half", fp16=True, save_strategy="steps", save_steps=3)
+    first.train()
+    folder, trainer = tmp_path / "half" / "checkpoint-3", make(tmp_path / "on", fp16=True)
+    trainer.checkpointer.read(folder, 12)
+    for change in (
+        put("shared", "update", "scaler", {}),
+        put("shared", "update", "scaler", "scale", math.nan),
+        put("shared", "update", "scaler", "scale", -1.0),
+        put("shared", "update", "scaler", "_growth_tracker", "high"),
+    ):
+        copied = shutil.copytree(folder, tmp_path / "checkpoint-3")
+        doctor(copied, change)
+        with pytest.raises(ValueError, match="scale"):
+            trainer.train(resume_from_checkpoint=copied)
+        shutil.rmtree(copied)
+
+
+def test_a_damaged_log_is_restored(tmp_path, capsys):
+    first = make(tmp_path, save_strategy="steps", save_steps=3)
+    first.train()
+    path = tmp_path / "log.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_bytes(lines[0].encode() + b"\n{\xff\xfe")
+    again = make(tmp_path)
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-3")
+    assert path.read_text().splitlines()[:3] == lines[:3] and "log.jsonl was damaged" in (
+        capsys.readouterr().out
+    )
+    assert len(path.read_text().splitlines()) == len(lines)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match="log.jsonl' is no file"):
+        make(tmp_path).train(resume_from_checkpoint=tmp_path / "checkpoint-3")
