@@ -27,6 +27,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from .config import GRPOConfig
 from .hints import Hints
+from .optimizer import Inspector
 from .samples import samples_text, tracker_table, write_samples
 
 if TYPE_CHECKING:
@@ -75,6 +76,15 @@ class Metrics:
     def state_dict(self) -> dict[str, list]:
         "A copy of what was collected so far."
         return {name: list(pairs) for name, pairs in self.values.items()}
+
+    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
+        "Refuse what is no list of numbers with weights."
+        check.keys(saved, (), "the metrics", optional=saved)
+        for name, pairs in saved.items():
+            for value, weight in pairs:
+                if not isinstance(value, float) and getattr(value, "shape", None) != ():
+                    check.refuse(f"{name} of the metrics", repr(value)[:60], "a number")
+                check.number(weight, f"a weight of {name}", least=0)
 
     def load_state_dict(self, saved: dict[str, list]) -> None:
         "Replace what was collected by the saved numbers."
@@ -297,6 +307,13 @@ class Callbacks:
         names = ("should_evaluate", "should_save")
         return {name: getattr(self.control, name) for name in names}
 
+    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
+        "Refuse other flags than those that are stored."
+        check.keys(saved, self.state_dict(), "the callbacks' flags")
+        for name, value in saved.items():
+            if not isinstance(value, bool):
+                check.refuse(name, repr(value)[:60], "True or False")
+
     def load_state_dict(self, saved: dict[str, bool]) -> None:
         "Set the flags that were set when `saved` was taken."
         self.ask(**saved)
@@ -387,6 +404,11 @@ class Recorder:
     def state_dict(self) -> dict[str, int]:
         "The tokens of the run up to the last record."
         return {"total_tokens": self.total_tokens}
+
+    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
+        "Refuse what is no number of tokens."
+        check.keys(saved, ("total_tokens",), "the recorder")
+        check.number(saved["total_tokens"], "total_tokens", least=0, whole=True)
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
         "Continue to count from the saved number of tokens."

@@ -33,6 +33,7 @@ from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import SamplingParams
 from grpo_nb.training.checkpoint import (
     Checkpointer,
+    SavedRun,
     checkpoints,
     deterministic,
     find_checkpoint,
@@ -512,6 +513,7 @@ class GRPOTrainer:
             self.precision,
             self.metrics,
             reference=self.reference,
+            schedule=self.given_schedule,
             corrects=self.corrects,
             tell=self.tell,
         )
@@ -653,9 +655,11 @@ class GRPOTrainer:
         self.source.check_room(self.train_dataset)
         if self.config.eval_strategy != "no":
             self.source.check_room(self.eval_dataset, "evaluation data: ")
+        rows = len(self.train_dataset)
+        saved = self.checkpointer.read(checkpoint, rows) if checkpoint else None
         self.begin_parts()
-        if checkpoint:
-            self.go_on_from(checkpoint)
+        if saved:
+            self.go_on_from(saved)
         else:
             self.start_anew()
         self.state.start_clock()
@@ -688,15 +692,15 @@ class GRPOTrainer:
         if kept or self.log.history:
             self.log.rewrite(kept)
 
-    def go_on_from(self, checkpoint: Path) -> None:
+    def go_on_from(self, saved: SavedRun) -> None:
         "Load a checkpoint, and print from where the run goes on and what has changed."
-        said = self.checkpointer.load(checkpoint)
+        said = self.checkpointer.restore(saved)
         self.hint_writer.replay(of_updates(self.log.history))
         if self.accelerator.is_main_process:
             tqdm.write(said)
         if self.finished():
             tqdm.write(
-                f"{checkpoint} is of step {self.state.global_step} and max_steps is "
+                f"{saved.folder} is of step {self.state.global_step} and max_steps is "
                 f"{self.state.max_steps}: nothing is left to do"
             )
 
