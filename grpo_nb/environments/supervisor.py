@@ -470,7 +470,7 @@ class Protections:
         try:
             action(*args)
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            self.missing[name] = str(error)
+            self.missing[name] = getattr(error, "strerror", None) or str(error)
 
     def protect_supervisor(self):
         "What is built once, and inherited by all programs."
@@ -1008,7 +1008,7 @@ class Trials:
         "What came of an attempt, said by the process that made it."
         try:
             self.attempt(name)
-            return b"tnothing stopped it"
+            return b"tdone"
         except MemoryError:
             return b"srefused: no memory"
         except OSError as error:
