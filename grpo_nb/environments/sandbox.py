@@ -6,9 +6,10 @@
 __all__ = ['SOURCE_CHARACTERS', 'GRACE_S', 'REFUSAL', 'NO_FORK', 'DEADLINE', 'IMPORTERS', 'SandboxResult', 'Protection', 'Trial',
            'WallsMissing', 'ways_out', 'MemoryGroup', 'SupervisorLost', 'result_of', 'lost_result',
            'SupervisorConnection', 'checked_timeout', 'program_bytes', 'stop_supervisors', 'SandboxPool', 'Session',
-           'run_python', 'parsed', 'check_only_stdlib_imports', 'SandboxError', 'SandboxTimeout', 'LockedDownFunction',
-           'create_locked_down_function', 'interrupt', 'execute_with_time_limit', 'arguments_of', 'time_locked',
-           'time_trusted', 'empty_like', 'summary', 'Benchmarker']
+           'run_python', 'wall_report', 'wall_lines', 'parsed', 'check_only_stdlib_imports', 'SandboxError',
+           'SandboxTimeout', 'LockedDownFunction', 'create_locked_down_function', 'interrupt',
+           'execute_with_time_limit', 'arguments_of', 'time_locked', 'time_trusted', 'empty_like', 'summary',
+           'Benchmarker']
 
 # %% ../../nbs/environments/07_sandbox.ipynb #31e42d89
 import ast
@@ -612,6 +613,32 @@ def run_python(
     "Runs a program in a process of its own and calls one of its functions."
     with contextlib.nullcontext(pool) if pool is not None else SandboxPool(workers=1) as used:
         return used.run(source, entry=entry, args=args, timeout_s=timeout_s, memory_mb=memory_mb)
+
+# %% ../../nbs/environments/07_sandbox.ipynb #d274dedd
+def wall_report() -> dict:  # why_not: a sentence, or None if the sandbox starts; trials, memory
+    "The facts about the sandbox that `grpo-nb doctor` prints."
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with SandboxPool(workers=1, allow_weak=True) as pool:
+                out = ways_out(pool.protections, pool.trials)
+    except (OSError, RuntimeError) as error:
+        return {"why_not": str(error), "trials": {}, "memory": None}
+    return {
+        "why_not": out and REFUSAL.format(out),
+        "trials": {t.name: {"stopped": t.stopped, "outcome": t.outcome} for t in pool.trials},
+        "memory": pool.memory_bound,
+    }
+
+
+def wall_lines(report: dict) -> list[str]:  # to be printed one under the other
+    "A report as lines of text."
+    stopped = [name for name, trial in report["trials"].items() if trial["stopped"]]
+    got_through = [name for name in report["trials"] if name not in stopped]
+    lines = [f"  tried and stopped     {', '.join(stopped) or 'nothing'}"]
+    lines += [f"  tried, and it worked  {', '.join(got_through)}"] if got_through else []
+    lines += [f"  {report['why_not']}"] if report["why_not"] else []
+    return lines + ([f"  memory: {report['memory']}"] if report["memory"] else [])
 
 # %% ../../nbs/environments/07_sandbox.ipynb #737c430a
 def parsed(source: str) -> tuple[ast.Module | None, str | None]:  # a tree, or why there is none

@@ -21,7 +21,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 
+from grpo_nb import cli
 from grpo_nb.environments import sandbox, supervisor
 from grpo_nb.environments.sandbox import (
     Benchmarker,
@@ -797,6 +799,40 @@ def test_a_container_that_refuses_seccomp_is_refused(machine):
         assert "syscalls (Operation not permitted)" in said[name], name
     assert len(said["warned"]) == 1 and "delete files" in said["warned"][0]
     assert said["value"] == 8 and said["deleted"] and not (folder / "a").exists()
+
+
+def test_doctor_says_what_was_tried(capsys):
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    (stopped,) = [line for line in said.splitlines() if "tried and stopped" in line]
+    assert all(name in stopped for name in supervisor.Trials.HARM) and "does not start" not in said
+
+
+def test_doctor_says_why_the_sandbox_is_refused():
+    command = [sys.executable, "-c", "from grpo_nb.cli import main; main(['doctor'])"]
+    said = subprocess.run(
+        [sys.executable, str(ROOT / "tests/no_seccomp.py"), *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "tried, and it worked  unlink, rename, symlink" in said
+    assert "does not start" in said and "syscalls (Operation not permitted)" in said
+
+
+def test_the_readme_says_where_the_walls_were_tried():
+    "As long as no aarch64 machine has run them, it says so; the workflow has a job for one."
+    (line,) = [
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("| Linux on aarch64")
+    ]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    arms = [job for job in workflow["jobs"].values() if "arm" in str(job["runs-on"])]
+    runs = " ".join(step.get("run", "") for job in arms for step in job["steps"])
+    assert "tests/environments/test_sandbox.py" in runs and "attacks" in runs
+    assert "no aarch64 machine has run it yet" in line
 
 
 @pytest.mark.parametrize("allow_weak", [False, True])
