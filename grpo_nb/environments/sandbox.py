@@ -609,9 +609,11 @@ def run_python(
     timeout_s: float = 5.0,  # for reading the program, its top level and the call
     memory_mb: int = 512,  # of address space, interpreter included
     pool: SandboxPool | None = None,  # None: a supervisor is started for this one program (0.2 s)
+    allow_weak: bool = False,  # without a pool: as in SandboxPool
 ) -> SandboxResult:  # never raises for what the program does; WallsMissing before it is run
     "Runs a program in a process of its own and calls one of its functions."
-    with contextlib.nullcontext(pool) if pool is not None else SandboxPool(workers=1) as used:
+    own = None if pool is not None else SandboxPool(workers=1, allow_weak=allow_weak)
+    with own or contextlib.nullcontext(pool) as used:
         return used.run(source, entry=entry, args=args, timeout_s=timeout_s, memory_mb=memory_mb)
 
 # %% ../../nbs/environments/07_sandbox.ipynb #d274dedd
@@ -758,6 +760,7 @@ def create_locked_down_function(
     memory_mb: int = 512,  # for each call
     # None: one supervisor of its own, which lives as long as the function
     pool: SandboxPool | None = None,
+    allow_weak: bool = False,  # without a pool: as in SandboxPool
 ) -> LockedDownFunction:  # SyntaxError or ValueError if there is no such function
     """A function whose code never runs in this process: no access to our variables, modules, files
     or timers. Its value is whatever the code says: check types and values before you believe it."""
@@ -770,7 +773,7 @@ def create_locked_down_function(
             "the source defines no function at its top level; it needs `def name(...):`"
         )
     return LockedDownFunction(
-        source, entry or names[-1], pool or SandboxPool(workers=1), timeout_s, memory_mb
+        source, entry or names[-1], pool or SandboxPool(workers=1, allow_weak=allow_weak), timeout_s, memory_mb
     )
 
 # %% ../../nbs/environments/07_sandbox.ipynb #675c93e8

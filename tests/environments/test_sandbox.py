@@ -769,6 +769,10 @@ with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     pool = SandboxPool(workers=1, allow_weak=True)
 said["warned"] = [str(w.message) for w in seen]
+said["weak"] = [
+    run_python("def f(): return 5", entry="f", allow_weak=True).value,
+    create_locked_down_function("def f(): return 6", allow_weak=True)(),
+]
 said["value"] = pool.run("def f(x): return 2 * x", entry="f", args=(4,)).value
 delete = "import random\ndef f(path): return random._os.unlink(path)"
 said["deleted"] = pool.run(delete, entry="f", args=(sys.argv[1],)).ok
@@ -798,7 +802,12 @@ def test_a_container_that_refuses_seccomp_is_refused(machine):
         assert "does not start" in said[name] and "delete files (unlink: done)" in said[name], name
         assert "syscalls (Operation not permitted)" in said[name], name
     assert len(said["warned"]) == 1 and "delete files" in said["warned"][0]
-    assert said["value"] == 8 and said["deleted"] and not (folder / "a").exists()
+    assert (
+        said["weak"] == [5, 6]
+        and said["value"] == 8
+        and said["deleted"]
+        and not (folder / "a").exists()
+    )
 
 
 def test_doctor_says_what_was_tried(capsys):
@@ -833,6 +842,41 @@ def test_the_readme_says_where_the_walls_were_tried():
     runs = " ".join(step.get("run", "") for job in arms for step in job["steps"])
     assert "tests/environments/test_sandbox.py" in runs and "attacks" in runs
     assert "no aarch64 machine has run it yet" in line
+
+
+FULL = [
+    "environments/08_supervisor",
+    "environments/12_game2048",
+    "environments/13_matmul",
+    "tutorials/05_laboratory",
+    "tutorials/06_game2048_gpt_oss",
+    "tutorials/07_matmul_gpt_oss",
+    "widgets/08_reward_tasks",
+    "widgets/09_rewards",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["environments/07_sandbox", *(pytest.param(name, marks=pytest.mark.full) for name in FULL)],
+)
+def test_notebooks_run_where_seccomp_is_refused(name, tmp_path):
+    page = shutil.copy(ROOT / f"nbs/{name}.ipynb", tmp_path)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests/no_seccomp.py"),
+            sys.executable,
+            str(ROOT / "tools/notebooks.py"),
+            "run",
+            page,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ALLOW_WEAK = " in Path(page).read_text() or name == "environments/08_supervisor"
 
 
 @pytest.mark.parametrize("allow_weak", [False, True])
