@@ -760,7 +760,6 @@ def create_locked_down_function(
     memory_mb: int = 512,  # for each call
     # None: one supervisor of its own, which lives as long as the function
     pool: SandboxPool | None = None,
-    allow_weak: bool = False,  # without a pool: as in SandboxPool
 ) -> LockedDownFunction:  # SyntaxError or ValueError if there is no such function
     """A function whose code never runs in this process: no access to our variables, modules, files
     or timers. Its value is whatever the code says: check types and values before you believe it."""
@@ -773,7 +772,7 @@ def create_locked_down_function(
             "the source defines no function at its top level; it needs `def name(...):`"
         )
     return LockedDownFunction(
-        source, entry or names[-1], pool or SandboxPool(workers=1, allow_weak=allow_weak), timeout_s, memory_mb
+        source, entry or names[-1], pool or SandboxPool(workers=1), timeout_s, memory_mb
     )
 
 # %% ../../nbs/environments/07_sandbox.ipynb #675c93e8

@@ -771,7 +771,7 @@ with warnings.catch_warnings(record=True) as seen:
 said["warned"] = [str(w.message) for w in seen]
 said["weak"] = [
     run_python("def f(): return 5", entry="f", allow_weak=True).value,
-    create_locked_down_function("def f(): return 6", allow_weak=True)(),
+    create_locked_down_function("def f(): return 6", pool=pool)(),
 ]
 said["value"] = pool.run("def f(x): return 2 * x", entry="f", args=(4,)).value
 delete = "import random\ndef f(path): return random._os.unlink(path)"
