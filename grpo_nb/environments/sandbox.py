@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SOURCE_CHARACTERS', 'GRACE_S', 'REFUSAL', 'NO_FORK', 'DEADLINE', 'IMPORTERS', 'SandboxResult', 'Protection', 'Trial',
            'WallsMissing', 'ways_out', 'MemoryGroup', 'SupervisorLost', 'result_of', 'lost_result',
-           'SupervisorConnection', 'checked_timeout', 'program_bytes', 'stop_supervisors', 'SandboxPool', 'Session',
-           'run_python', 'wall_report', 'wall_lines', 'parsed', 'check_only_stdlib_imports', 'SandboxError',
-           'SandboxTimeout', 'LockedDownFunction', 'create_locked_down_function', 'interrupt',
+           'SupervisorConnection', 'BareConnection', 'checked_timeout', 'program_bytes', 'stop_supervisors',
+           'SandboxPool', 'Session', 'run_python', 'wall_report', 'wall_lines', 'parsed', 'check_only_stdlib_imports',
+           'SandboxError', 'SandboxTimeout', 'LockedDownFunction', 'create_locked_down_function', 'interrupt',
            'execute_with_time_limit', 'arguments_of', 'time_locked', 'time_trusted', 'empty_like', 'summary',
            'Benchmarker']
 
@@ -35,6 +35,8 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from . import supervisor
 from grpo_nb.environments.supervisor import (
@@ -105,10 +107,9 @@ def ways_out(
         return None
     harm = "; ".join(f"{trial.harm} ({trial.name}: {trial.outcome})" for trial in through)
     missing = "; ".join(f"{wall.name} ({wall.missing})" for wall in walls if not wall.on)
-    return (
-        f"a program could {harm}. Walls that are missing: "
-        f"{missing or 'none, but these do not hold'}"
-    )
+    if len(reasons := {wall.missing for wall in walls}) == 1:
+        missing = f"all ({reasons.pop()})" if reasons != {None} else "none, but they do not hold"
+    return f"a program could {harm}. Walls that are missing: {missing}"
 
 
 REFUSAL = (
@@ -119,7 +120,8 @@ REFUSAL = (
 NO_FORK = (
     "the sandbox does not start: this system has no os.fork, so that no process can be walled in, "
     "and a program could read, change and delete files, end other processes and open connections. "
-    "It needs Linux, x86-64 or aarch64; on Windows, WSL has one"
+    "It needs Linux, x86-64 or aarch64; on Windows, WSL has one. For programs that may do it, "
+    "SandboxPool(allow_weak=True) gives each an interpreter of its own, without any wall"
 )
 
 # %% ../../nbs/environments/07_sandbox.ipynb #9139293d
@@ -344,6 +346,84 @@ class SupervisorConnection:
                 self.process.wait()
         self.socket.close()
 
+# %% ../../nbs/environments/07_sandbox.ipynb #33d37969
+class BareConnection:
+    """One program at a time, in an interpreter of its own without any wall: what is left of a
+    supervisor where there is no os.fork. Its memory has no limit, and its processor time is not
+    counted."""
+
+    process = None
+
+    def walls(self) -> tuple[list[Protection], list[Trial]]:
+        "That nothing is stopped."
+        why, walls = "this system has no os.fork", supervisor.Protections.NAMES.items()
+        return (
+            [Protection(name, meaning, why) for name, meaning in walls],
+            [Trial(*item, "not tried", False) for item in supervisor.Trials.HARM.items()],
+        )
+
+    def ask(self, op: bytes, timeout_s: float, memory_mb: int, body: bytes) -> SandboxResult:
+        "As a supervisor is asked; the process is new for each program."
+        if op != CALL:
+            self.start()
+        process, late = self.process, threading.Event()
+        timer = threading.Timer(timeout_s, lambda: (late.set(), process.kill()))
+        begin = time.perf_counter()
+        timer.start()
+        try:
+            process.stdin.write(FRAME.pack(b"v" if op == CALL else op, len(body)) + body)
+            process.stdin.flush()
+            tag, payload = self.answer()
+        except OSError:
+            tag, payload = b"c", b"its process ended without an answer"
+        finally:
+            timer.cancel()
+        if late.is_set():
+            tag, payload = b"t", f"no answer within {timeout_s:g} s".encode()
+        if op == RUN or tag in (b"t", b"c"):
+            self.stop()
+        return result_of(tag, time.perf_counter() - begin, 0.0, payload)
+
+    def start(self):
+        "A new interpreter, in place of the last; it is ready when it has said so."
+        self.stop()
+        script = os.path.abspath(supervisor.__file__)
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-X", "utf8", script, "bare"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=tempfile.gettempdir(),
+        )
+        if self.process.stdout.read(1) != b"r":
+            raise SupervisorLost("it has ended")
+
+    def answer(self) -> tuple[bytes, bytes]:
+        "The next answer; OSError if there is none."
+        header = self.process.stdout.read(FRAME.size)
+        if len(header) < FRAME.size:
+            raise OSError("it has ended")
+        tag, size = FRAME.unpack(header)
+        if tag not in supervisor.CLAIMS:
+            return b"c", b"it said something that is no answer"
+        if size > supervisor.RESULT_BYTES:
+            return b"o", f"it returned more than {supervisor.RESULT_BYTES} bytes".encode()
+        return tag, self.process.stdout.read(size)
+
+    def fork_for_session(self) -> "BareConnection":
+        "Another one: each of them holds one program."
+        return BareConnection()
+
+    def stop(self):
+        "Ends the process."
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+            with contextlib.suppress(OSError):  # what was not sent is lost with the process
+                self.process.stdin.close()
+            self.process = None
+
 # %% ../../nbs/environments/07_sandbox.ipynb #c2526097
 DEADLINE = ContextVar(
     "DEADLINE", default=math.inf
@@ -406,7 +486,7 @@ class SandboxPool:
         # may do what you may do
         allow_weak: bool = False,
     ):  # raises WallsMissing unless everything that no program may do was tried and stopped
-        if not hasattr(os, "fork"):
+        if not (hasattr(os, "fork") or allow_weak):
             raise WallsMissing(NO_FORK)
         if workers < 1:
             raise ValueError(f"workers must be at least 1, not {workers}")
@@ -428,7 +508,7 @@ class SandboxPool:
         )
         try:
             for slot in range(workers):
-                self._supervisors[slot] = SupervisorConnection.start(self._without, self._group)
+                self._supervisors[slot] = self._start()
             for slot in range(workers):
                 self.protections, self.trials = self._checked_walls(self._supervisors[slot])
                 self._idle.put(slot)
@@ -441,8 +521,9 @@ class SandboxPool:
     @staticmethod
     def _limit_together(workers, total_mb):
         "A group for all supervisors, if one may be made, and the bound in words."
-        if total_mb is None:
-            total_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 21
+        if not hasattr(os, "fork"):
+            return None, "nothing limits it: this system has no os.fork"
+        total_mb = total_mb or psutil.virtual_memory().total >> 21
         try:
             group = MemoryGroup(total_mb)
             return group, f"a cgroup holds all programs together to {total_mb:,} MB"
@@ -451,6 +532,12 @@ class SandboxPool:
                 f"no cgroup may be made ({error}): the bound is memory_mb for each of {workers} "
                 "programs at the same time, and for each open session"
             )
+
+    def _start(self):
+        "A supervisor, or what there is instead."
+        if not hasattr(os, "fork"):
+            return BareConnection()
+        return SupervisorConnection.start(self._without, self._group)
 
     def _checked_walls(self, connection):
         "What stands around a new supervisor; raises WallsMissing if that is not enough."
@@ -473,7 +560,7 @@ class SandboxPool:
                     "this SandboxPool was closed while a program waited for its turn"
                 )
             if slot not in self._supervisors:
-                self._supervisors[slot] = SupervisorConnection.start(self._without, self._group)
+                self._supervisors[slot] = self._start()
                 self._checked_walls(self._supervisors[slot])
             yield self._supervisors[slot]
             good = True

@@ -14,7 +14,7 @@ __all__ = ['MAX_DEPTH', 'MAX_ITEMS', 'MAX_INT_BYTES', 'MAX_SAME_HASH', 'COUNT', 
            'locked_builtins', 'Instruction', 'Filter', 'call_table', 'syscall_filter', 'library', 'checked', 'prctl',
            'limit', 'switch_user', 'drop_privileges', 'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe',
            'outcome', 'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls', 'try_protections', 'Trials',
-           'main']
+           'main', 'run_bare']
 
 # %% ../../nbs/environments/08_supervisor.ipynb #2f967619
 import array
@@ -633,6 +633,7 @@ def run_program(
     entry: str,  # the function to call
     args: list,
     is_session: bool,  # whether to wait for more calls
+    questions: int = CHANNEL,  # the descriptor from which they are read
 ):
     "Runs a program and says what came of it."
     try:
@@ -650,8 +651,8 @@ def run_program(
     tag, payload = outcome(load)
     send(tag, payload)
     while tag == b"v":
-        size = FRAME.unpack(read_exactly(CHANNEL, FRAME.size))[1]
-        args, printed.left = decode(read_exactly(CHANNEL, size)), PRINT_CHARACTERS
+        size = FRAME.unpack(read_exactly(questions, FRAME.size))[1]
+        args, printed.left = decode(read_exactly(questions, size)), PRINT_CHARACTERS
         send(*outcome(lambda: names[entry](*args)))
 
 # %% ../../nbs/environments/08_supervisor.ipynb #d3e5ca2a
@@ -1075,5 +1076,23 @@ def main(
     supervisor.serve()
 
 
+def run_bare():
+    """Runs one program in this very process, behind no wall, for systems without os.fork: what is
+    to be run comes through standard input, and standard output takes the answers."""
+    os.dup2(1, CHANNEL)
+    if hasattr(os, "O_BINARY"):  # Windows would end lines in its own way
+        importlib.import_module("msvcrt").setmode(CHANNEL, os.O_BINARY)
+    supervisor = Supervisor(None, None)  # for the names that programs get
+    os.write(CHANNEL, b"r")
+    tag, size = FRAME.unpack(read_exactly(0, FRAME.size))
+    body = decode(read_exactly(0, size))
+    try:
+        run_program(supervisor.names, supervisor.printed, *body, tag == OPEN, questions=0)
+    except EOFError:
+        pass  # nobody asks any more
+
+
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     main(sys.argv[2:])
+if __name__ == "__main__" and sys.argv[1:2] == ["bare"]:
+    run_bare()

@@ -879,11 +879,44 @@ def test_notebooks_run_where_seccomp_is_refused(name, tmp_path):
     assert "ALLOW_WEAK = " in Path(page).read_text() or name == "environments/08_supervisor"
 
 
-@pytest.mark.parametrize("allow_weak", [False, True])
-def test_a_system_without_fork_is_refused(monkeypatch, allow_weak):
+def test_a_system_without_fork_is_refused(monkeypatch):
     monkeypatch.delattr(os, "fork")
-    with pytest.raises(WallsMissing, match="no os.fork.*delete files.*WSL"):
-        SandboxPool(allow_weak=allow_weak)
+    with pytest.raises(WallsMissing, match="no os.fork.*delete files.*WSL.*allow_weak=True"):
+        SandboxPool()
+    report = sandbox.wall_report()
+    assert not any(trial["stopped"] for trial in report["trials"].values())
+    assert "no os.fork" in "\n".join(sandbox.wall_lines(report))
+
+
+def test_a_weak_pool_without_fork_runs_programs(monkeypatch, recwarn):
+    monkeypatch.delattr(os, "fork")
+    programs = {
+        "ok": "def f(): return [1, {'two': None}]",
+        "syntax": "def f(",
+        "exception": "def f(): 1 / 0",
+        "timeout": "def f():\n    while True: pass",
+        "memory": "def f(): return [0] * 10**15",
+        "forbidden": "def f(): open('x')",
+        "output": "def f():\n    while True: print('x' * 1000)",
+        "crash": OS + "def f(): os._exit(3)",
+    }
+    before = set(descendants())
+    with SandboxPool(workers=2, allow_weak=True) as bare:
+        assert "Walls that are missing: all (this system has no os.fork)" in str(recwarn[0].message)
+        for kind, source in programs.items():
+            assert result(bare, source, timeout_s=1.0).kind == kind
+        assert result(bare, "def f(x): return x", [0.5] * 1000).value == [0.5] * 1000
+        assert result(bare, OS + "def f(): return os.write(3, b'?' * 9)").kind == "crash"
+        remember = (
+            "seen = []\ndef f(x):\n    seen.append(x)\n    while x == 3: pass\n    return seen"
+        )
+        with bare.open(remember, "f", timeout_s=0.5) as session, bare.open(DOUBLE, "f") as other:
+            assert [session.call(x).value for x in (1, 2)] == [[1], [1, 2]]
+            assert [session.call(3).kind for _ in range(2)] == ["timeout", "timeout"]
+            assert other.call(4).value == 8
+        assert bare.open("def f(", "f").loaded.kind == "syntax"
+        assert "nothing limits it" in bare.memory_bound
+    assert eventually(lambda: set(descendants()) <= before)
 
 
 def test_a_processor_without_a_table_has_no_filter(monkeypatch):
