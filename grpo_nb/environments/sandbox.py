@@ -349,8 +349,8 @@ class SupervisorConnection:
 # %% ../../nbs/environments/07_sandbox.ipynb #33d37969
 class BareConnection:
     """One program at a time, in an interpreter of its own without any wall: what is left of a
-    supervisor where there is no os.fork. Its memory has no limit, and its processor time is not
-    counted."""
+    supervisor where there is no os.fork. Its memory has no limit, and the time by the clock stands
+    for that of the processor."""
 
     process = None
 
@@ -382,7 +382,8 @@ class BareConnection:
             tag, payload = b"t", f"no answer within {timeout_s:g} s".encode()
         if op == RUN or tag in (b"t", b"c"):
             self.stop()
-        return result_of(tag, time.perf_counter() - begin, 0.0, payload)
+        spent = time.perf_counter() - begin
+        return result_of(tag, spent, spent, payload)
 
     def start(self):
         "A new interpreter, in place of the last; it is ready when it has said so."
