@@ -332,9 +332,11 @@ def devices() -> list[dict]:  # for each: name, type, memory in bytes, dtypes, c
 # %% ../nbs/91_cli.ipynb #fd2f1c5a
 def report() -> (
     dict
-):  # {"grpo_nb", "python", "platform", "torch", "packages", "devices"}, ready for json.dumps
-    "The facts that `grpo-nb doctor` prints: versions, packages, devices."
+):  # {"grpo_nb", "python", "platform", "torch", "packages", "devices", "sandbox"}, for json.dumps
+    "The facts that `grpo-nb doctor` prints: versions, packages, devices, the sandbox's walls."
     import torch
+
+    from grpo_nb.environments.sandbox import wall_report
 
     return {
         "grpo_nb": _version("grpo_nb"),
@@ -348,6 +350,7 @@ def report() -> (
         },
         "packages": packages(),
         "devices": devices(),
+        "sandbox": wall_report(),
     }
 
 
@@ -373,6 +376,10 @@ def _lines(
             f"{gib(device['memory_free'])} of {gib(device['memory_total'])} GiB free, "
             f"computes in {', '.join(['float32', *kinds])}"
         )
+    if "sandbox" in facts:
+        from grpo_nb.environments.sandbox import wall_lines
+
+        lines += ["", "Sandbox", *wall_lines(facts["sandbox"])]
     for title, wanted in (("Required", False), ("Optional", True)):
         lines += ["", title]
         for row in facts["packages"]:

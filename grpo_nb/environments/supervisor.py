@@ -10,11 +10,12 @@ __all__ = ['MAX_DEPTH', 'MAX_ITEMS', 'MAX_INT_BYTES', 'MAX_SAME_HASH', 'COUNT', 
            'SET_PDEATHSIG', 'SET_DUMPABLE', 'SET_SECCOMP', 'SET_CHILD_SUBREAPER', 'SET_NO_NEW_PRIVS', 'FIRST_USER',
            'USERS', 'NOBODY', 'THIS_PROCESS', 'NO_CAPABILITIES', 'RESULT_BYTES', 'PRINT_CHARACTERS', 'DESCRIPTORS',
            'CHANNEL', 'FRAME', 'CLAIMS', 'KINDS', 'REFUSALS', 'RAISE', 'REQUEST', 'REPLY', 'RUN', 'OPEN', 'CALL',
-           'FORK', 'Unsendable', 'encode', 'write_value', 'number_block', 'Reader', 'decode', 'Unavailable',
+           'FORK', 'TRIAL_MB', 'Unsendable', 'encode', 'write_value', 'number_block', 'Reader', 'decode', 'Unavailable',
            'ForbiddenCall', 'Part', 'part_of', 'load_modules', 'no_module', 'locked_builtins', 'Instruction', 'Filter',
            'call_table', 'syscall_filter', 'library', 'checked', 'prctl', 'limit', 'switch_user', 'drop_privileges',
            'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe', 'is_refusal', 'kind_of', 'outcome',
-           'run_program', 'processor_ns', 'Program', 'Supervisor', 'try_protections', 'main']
+           'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls', 'try_protections', 'Trials', 'main',
+           'run_bare']
 
 # %% ../../nbs/environments/08_supervisor.ipynb #2f967619
 import array
@@ -507,15 +508,15 @@ def drop_privileges():
 class Protections:
     "The walls between a program and the machine. Each has a name, and can be missing."
 
-    NAMES = {
-        "network": "a network without any interface; no memory shared with others",
-        "pids": "sees no other process; all that it starts ends with it",
-        "memory": "a limit on its memory",
-        "files": "no new file, socket or pipe; nothing is written to a disk",
-        "processes": "no further process or thread",
-        "user": "an unprivileged user id that nobody else has",
+    NAMES = {  # what each one stops, and no more
+        "network": "reaches no address, not even this machine's; shares no memory with others",
+        "pids": "cannot name another process; all that it starts ends with it",
+        "memory": "a limit on the address space of one process",
+        "files": "opens no file, socket or pipe; does not stop deleting, renaming and linking",
+        "processes": "starts no process or thread, unless it is root",
+        "user": "may do to files and processes what everybody may, and no more",
         "privileges": "no capabilities, and no way to any; ends with its supervisor",
-        "syscalls": "a filter of system calls (seccomp)",
+        "syscalls": "a filter of system calls (seccomp): none for files, processes or network",
     }
 
     def __init__(
@@ -534,7 +535,7 @@ class Protections:
         try:
             action(*args)
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            self.missing[name] = str(error)
+            self.missing[name] = getattr(error, "strerror", None) or str(error)
 
     def protect_supervisor(self):
         "What is built once, and inherited by all programs."
@@ -717,6 +718,7 @@ def run_program(
     entry: str,  # the function to call
     args: list,
     is_session: bool,  # whether to wait for more calls
+    questions: int = CHANNEL,  # the descriptor from which they are read
 ):
     "Runs a program and says what came of it."
     try:
@@ -734,8 +736,8 @@ def run_program(
     tag, payload = outcome(load)
     send(tag, payload)
     while tag == b"v":
-        size = FRAME.unpack(read_exactly(CHANNEL, FRAME.size))[1]
-        args, printed.left = decode(read_exactly(CHANNEL, size)), PRINT_CHARACTERS
+        size = FRAME.unpack(read_exactly(questions, FRAME.size))[1]
+        args, printed.left = decode(read_exactly(questions, size)), PRINT_CHARACTERS
         send(*outcome(lambda: names[entry](*args)))
 
 # %% ../../nbs/environments/08_supervisor.ipynb #d3e5ca2a
@@ -990,25 +992,148 @@ class Supervisor:
                 self.end()
 
 # %% ../../nbs/environments/08_supervisor.ipynb #343cb033
-def try_protections(protections: Protections):
-    "Tries all protections in a process of its own, and notes those that cannot be built here."
+TRIAL_MB = 256  # of address space in a trial; it asks for twice as much
+
+
+def in_walls(
+    protections: Protections,
+    action,  # returns bytes
+) -> tuple[bytes, int]:  # what it wrote, after b"ready:" if its walls stand, and how it ended
+    "Does something in a process of its own, where a program would do it."
     ours, theirs = os.pipe()
     protections.enter_pids()
     pid = os.fork()
     if pid == 0:
         try:
-            protections.protect_program(512, 5)
-            os.write(theirs, encode(protections.missing))
+            os.setsid()
+            os.dup2(theirs, CHANNEL)
+            os.closerange(CHANNEL + 1, DESCRIPTORS)
+            protections.protect_program(TRIAL_MB, 5)
+            os.write(CHANNEL, b"ready:")
+            os.write(CHANNEL, action())
         finally:
             os._exit(0)
     protections.leave_pids()
     os.close(theirs)
+    said = b""
+    while select.select([ours], [], [], 10.0)[0] and (piece := os.read(ours, 1 << 16)):
+        said += piece
+    os.close(ours)
+    os.kill(pid, signal.SIGKILL)  # it has ended, or hangs
+    return said, os.waitpid(pid, 0)[1]
+
+
+def try_protections(protections: Protections):
+    "Tries all protections in a process of its own, and notes those that cannot be built here."
+    said, _ = in_walls(protections, lambda: encode(protections.missing))
     try:
-        protections.missing.update(decode(os.read(ours, 1 << 16)))
+        protections.missing.update(decode(said.removeprefix(b"ready:")))
     except Unsendable:
         protections.missing["syscalls"] = "Python does not run behind the filter"
-    os.close(ours)
-    os.waitpid(pid, 0)
+
+
+class Trials:
+    """What no program may do, tried from where a program stands, on files and a process that are
+    made for it before there are walls."""
+
+    HARM = {  # what is tried -> what a program could do if nothing stops it
+        "read": "read files",
+        "write": "change files",
+        "unlink": "delete files",
+        "rename": "rename files",
+        "symlink": "put links among files",
+        "kill": "end other processes",
+        "socket": "open connections",
+        "fork": "start more processes",
+        "memory": "take more memory than its limit",
+    }
+
+    def __init__(
+        self,
+        place: str,  # a folder to make a folder in
+    ):
+        self.outer = os.path.join(place, "grpo_nb-walls-" + os.urandom(8).hex())
+        self.folder = os.path.join(self.outer, os.urandom(8).hex())  # a name that nobody can list
+        try:
+            for folder, mode in ((self.outer, 0o711), (self.folder, 0o777)):
+                os.mkdir(folder), os.chmod(folder, mode)
+            for name in ("read", "write", "unlink", "rename"):
+                with open(self.path(name), "w") as file:
+                    os.chmod(file.fileno(), 0o666), file.write(name)
+        except OSError:
+            pass  # then an attempt that comes so far finds no file, which is not "stopped"
+        self.victim = os.fork()
+        if self.victim == 0:
+            os.closerange(0, DESCRIPTORS), time.sleep(60), os._exit(0)
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def attempt(self, name: str):
+        "Does what is to be stopped."
+        path = self.path(name)
+        if name in ("read", "write"):
+            os.open(path, os.O_RDONLY if name == "read" else os.O_WRONLY)
+        elif name == "unlink":
+            os.unlink(path)
+        elif name == "rename":
+            os.rename(path, path + "d")
+        elif name == "symlink":
+            os.symlink("/", path)
+        elif name == "kill":
+            os.kill(self.victim, signal.SIGKILL)
+        elif name == "socket":
+            socket.socket()
+        elif name == "fork":
+            if os.fork() == 0:
+                os._exit(0)
+        elif name == "memory":
+            bytes(2 * TRIAL_MB << 20)
+
+    def report(self, name: str) -> bytes:  # a letter - through, stopped, failed - and words
+        "What came of an attempt, said by the process that made it."
+        try:
+            self.attempt(name)
+            return b"tdone"
+        except MemoryError:
+            return b"srefused: no memory"
+        except OSError as error:
+            stops = (*REFUSALS, errno.ESRCH) if name == "kill" else REFUSALS
+            return (b"srefused: " if error.errno in stops else b"f") + error.strerror.encode()
+
+    def run(
+        self, protections: Protections
+    ) -> list[tuple]:  # name, harm, what came of it, whether it was stopped
+        "Tries everything, and removes what was made for it."
+        found = []
+        try:
+            for name, harm in self.HARM.items():
+                said, status = in_walls(protections, lambda: self.report(name))
+                found.append((name, harm, *self.verdict(said, status)))
+        finally:
+            self.remove()
+        return found
+
+    @staticmethod
+    def verdict(said: bytes, status: int) -> tuple[str, bool]:
+        "What came of an attempt, in words, and whether something stopped it."
+        begun, _, words = said.partition(b"ready:")
+        if said == b"ready:" and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSYS:
+            return "the filter ended the process", True
+        if begun or words[:1] not in (b"t", b"s", b"f"):
+            return "its process ended before it could be tried", False
+        return words[1:].decode(), words[:1] == b"s"
+
+    def remove(self):
+        "Ends the process and deletes the files."
+        os.kill(self.victim, signal.SIGKILL)
+        os.waitpid(self.victim, 0)
+        try:
+            for name in os.listdir(self.folder):
+                os.unlink(self.path(name))
+            os.rmdir(self.folder), os.rmdir(self.outer)
+        except OSError:
+            pass
 
 
 def main(
@@ -1022,17 +1147,37 @@ def main(
         signal.SIGINT, signal.SIG_IGN
     )  # an interrupted notebook interrupts its own cell only
     warnings.simplefilter("ignore")
-    protections = Protections(without)
+    protections, trials = Protections(without), Trials(os.getcwd())
+    os.chdir("/")
     supervisor = Supervisor(connection, protections)  # imports all that will ever be imported here
     protections.protect_supervisor()
     try_protections(protections)
     missing, names = protections.missing, Protections.NAMES
-    hello = encode([(name, meaning, missing.get(name)) for name, meaning in names.items()])
+    walls = [(name, meaning, missing.get(name)) for name, meaning in names.items()]
+    hello = encode([walls, trials.run(protections)])
     connection.sendall(FRAME.pack(b"v", len(hello)) + hello)
     gc.collect()
     gc.freeze()  # what is here stays: no collection in a program writes to it, and so copies it
     supervisor.serve()
 
 
+def run_bare():
+    """Runs one program in this very process, behind no wall, for systems without os.fork: what is
+    to be run comes through standard input, and standard output takes the answers."""
+    os.dup2(1, CHANNEL)
+    if hasattr(os, "O_BINARY"):  # Windows would end lines in its own way
+        importlib.import_module("msvcrt").setmode(CHANNEL, os.O_BINARY)
+    supervisor = Supervisor(None, None)  # for the names that programs get
+    os.write(CHANNEL, b"r")
+    tag, size = FRAME.unpack(read_exactly(0, FRAME.size))
+    body = decode(read_exactly(0, size))
+    try:
+        run_program(supervisor.names, supervisor.printed, *body, tag == OPEN, questions=0)
+    except EOFError:
+        pass  # nobody asks any more
+
+
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     main(sys.argv[2:])
+if __name__ == "__main__" and sys.argv[1:2] == ["bare"]:
+    run_bare()
