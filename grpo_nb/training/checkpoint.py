@@ -182,11 +182,11 @@ def truncate_log(
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except (json.JSONDecodeError, KeyError):
+        except (json.JSONDecodeError, KeyError, TypeError):
             continue
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(line + "\n" for line in kept))

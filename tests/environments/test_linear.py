@@ -2,7 +2,8 @@
 
 A model writes the text, and rewards run inside the training process: a regular expression that
 tries every way to share n spaces holds the run. The functions are collected from the modules
-themselves, so that a new one is timed without being named here."""
+themselves, so that a new one is timed without being named here; a pattern is timed where it is
+used, by the functions that use it."""
 
 import gc
 import importlib
@@ -134,11 +135,11 @@ def varied(parameter):
 
 
 def public(module):
-    "(name, object) of what a module defines: functions, patterns, and objects that are called."
+    "(name, object) of what a module defines: functions, and objects that are called."
     for name in module.__all__:
         found = getattr(module, name)
         ours = callable(found) and type(found).__module__.startswith("grpo_nb")
-        if inspect.isfunction(found) or isinstance(found, re.Pattern) or ours:
+        if inspect.isfunction(found) or ours:
             yield name, found
 
 
@@ -166,10 +167,7 @@ def collected():
     for room, module in rooms():
         for name, thing in public(module):
             name = f"{room}.{name}"
-            if isinstance(thing, re.Pattern):
-                found[f"{name}.fullmatch"] = thing.fullmatch
-                found[f"{name}.finditer"] = lambda text, p=thing: sum(1 for _ in p.finditer(text))
-            elif name not in ISOLATED and name not in MADE and reads_completions(thing):
+            if name not in ISOLATED and name not in MADE and reads_completions(thing):
                 found[name] = caller(thing) if inspect.isfunction(thing) else with_row(thing)
         for kind, method, bound in methods(module):
             found[f"{room}.{kind}.{method}"] = caller(
@@ -225,16 +223,16 @@ def seconds(function, text, tries):
     return min(times)
 
 
-def growth(function, make, longest=LONGEST):
-    """How much longer twice the text takes: the least of five, once more at twice the length if
-    that is over 2.5; 0.0 for what is done in 5 ms at every length."""
+def growth(function, make, longest=LONGEST, tries=5):
+    """How much longer twice the text takes: the least of `tries`; where that is over 2.5, the least
+    of five, there and at twice the length. 0.0 for what is done in 5 ms at every length."""
     length = 512
     while seconds(function, make(length), 1) < LEAST_S:
         length *= 2
         if length > longest:
             return 0.0
-    for n in (length, 2 * length):
-        ratio = seconds(function, make(2 * n), 5) / seconds(function, make(n), 5)
+    for n, least_of in ((length, tries), (length, 5), (2 * length, 5)):
+        ratio = seconds(function, make(2 * n), least_of) / seconds(function, make(n), least_of)
         if ratio <= 2.5:
             break
     return ratio
@@ -271,7 +269,7 @@ def test_what_a_completion_may_hold_takes_linear_time(room):
     slow = {}
     for name, kind in itertools.product(names, TEXTS):
         if seconds(READERS[name], written(kind, SHORT), 1) >= LEAST_S:
-            ratio = growth(READERS[name], lambda length, kind=kind: written(kind, length), SHORT)
+            ratio = growth(READERS[name], lambda length, kind=kind: written(kind, length), SHORT, 1)
             if ratio > 2.5:
                 slow[f"{name} on {kind}"] = round(ratio, 1)
     assert not slow
@@ -292,7 +290,7 @@ def test_a_pattern_that_gives_back_is_found_out():
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_is_called_and_answers(name):
     "What raises at once would be timed at nothing."
-    if name.endswith((".fullmatch", ".finditer")) or name == "procedural.from_json":
+    if name == "procedural.from_json":
         return
     with suppress(*(() if name.split(".")[0] != "countdown" else (ValueError,))):
         READERS[name]("Dear Ann, 20 - 5 = 15. <answer>\n15\n</answer>\n```python\nx = 1\n```")
