@@ -364,6 +364,8 @@ def test_notebook_reads_well_without_running(notebook):
     outputs = [output for cell in stored["cells"] for output in cell.get("outputs", [])]
     assert outputs, "no stored output: run python tools/notebooks.py run on it"
     assert not [o for o in outputs if o["output_type"] == "error"], "a stored traceback"
+    folders = re.findall(r"/(?:tmp|T)/tmp[a-z0-9_]{8}\b", json.dumps(outputs))
+    assert not folders, f"temporary folders: run python tools/notebooks.py shorten {notebook}"
     assert "widgets" not in stored["metadata"], "stored widget state, which GitHub refuses to draw"
     assert not [
         o for o in outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})

@@ -8,6 +8,7 @@ __all__ = ['check_filters', 'check_counts', 'check_stop', 'SamplingParams', 'app
 
 # %% ../../nbs/rollout/01_sampling.ipynb #3d6caef3
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,10 @@ def _is_int(x):
 
 
 def _is_number(x):
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    "A number that a float can hold: 10**400 is an int, and none."
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        return False
+    return abs(x) <= sys.float_info.max  # NaN is not
 
 
 def check_filters(params) -> None:  # ValueError

@@ -32,6 +32,7 @@ def random_state() -> dict[str, Any]:  # of Python, NumPy and torch, on the CPU 
         "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
     }
 
 
@@ -47,6 +48,8 @@ def set_random_state(
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+    if state.get("mps") is not None and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
 
 # %% ../../nbs/training/10_state.ipynb #abd87b19
 def check_random_state(

@@ -686,7 +686,7 @@ class GRPOTrainer:
         self.hint_writer.replay([])
         folder, path = self.config.output_dir, self.log.path
         own = "".join(json.dumps(record) + "\n" for record in kept)
-        if path and (checkpoints(folder) or path.exists() and path.read_text() != own):
+        if path and (checkpoints(folder) or path.exists() and path.read_bytes() != own.encode()):
             if aside := set_aside(folder):
                 tqdm.write(f"the checkpoints and the log of an earlier run are now in {aside}")
         if kept or self.log.history:

@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerState
 
 from grpo_nb import GRPOConfig
 from grpo_nb.training.reporting import (
+    OWN,
     Callbacks,
     HintWriter,
     Log,
@@ -179,3 +180,20 @@ def test_numbers_for_a_script(tmp_path):
 @pytest.mark.parametrize("records", [[], [{"step": 1, "reward": 0.5}]])
 def test_a_short_run_has_a_figure_too(records):
     assert len(run_figure(records).axes) == 3
+
+
+def test_a_log_that_is_a_folder_is_refused_before_the_run(tmp_path):
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(ValueError, match="log.jsonl is a folder.*give another output_dir"):
+        Log(tmp_path / "log.jsonl")
+
+
+def test_every_name_of_a_record_is_the_trainers_own(tmp_path):
+    "What a run logs by itself cannot be logged by a reward function."
+    from small_runs import small_trainer
+
+    trainer = small_trainer(tmp_path, beta=0.1, max_steps=1, logging_steps=1)
+    trainer.train()
+    own = set().union(*trainer.log_history)
+    assert "kl" in own and len(own) > 20
+    assert not [name for name in own if not OWN.fullmatch(name)]
