@@ -429,8 +429,8 @@ class PolicyUpdate:
         self,
         number: int,  # of this update, the first is 1
     ) -> None:
-        "Move the weights by the window's gradients, divided by what it really held."
-        self.reduce()
+        """Move the weights by the window's gradients, divided by what it really held; `reduce` comes
+        first."""
         factor = self.window.factor(self.config)
         norm = self.clip(factor)
         self.read_rate()
@@ -448,7 +448,7 @@ class PolicyUpdate:
         self.window = Window(self.device)
 
     def reduce(self) -> None:
-        "Sum the gradients and the window's counts over all processes, in place."
+        "Sum the gradients and the window's counts over all processes; no weight moves yet."
         if self.accelerator.num_processes == 1:
             return
         for p in self.parameters:
