@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
-from small_runs import ROWS, small_trainer, weights_of
+from small_runs import ROWS, digits, small_trainer, weights_of
 
 from grpo_nb.training import checkpoint
 from grpo_nb.training.trainer import Preempted
@@ -77,26 +77,23 @@ def pause_at(trainer, at, step, seconds, grace_s=20, folder=None, swallow=False)
     setattr(part, name, slow)
 
 
-def run(
-    folder,
-    resume=False,
-    threads=1,
-    adapter=None,
-    evaluate=False,
-    die=None,
-    pause=None,
-    **settings,
-):
-    "One training; what it ends with is in final.pt."
+def build(folder, threads=1, adapter=None, evaluate=False, reward=digits, **settings):
+    "The trainer of one training."
     torch.set_num_threads(threads)
     arguments = dict(peft_config=LoraConfig(**adapter)) if adapter else {}
     if evaluate:
         arguments["eval_dataset"] = ROWS[:3]
-    trainer = small_trainer(folder, arguments=arguments, **settings)
+    trainer = small_trainer(folder, reward, arguments=arguments, **settings)
     if trainer.precision.scaler.is_enabled():
         trainer.precision.scaler = torch.amp.GradScaler(
             "cpu", init_scale=2.0**10, growth_interval=2
         )  # so that the scale moves
+    return trainer
+
+
+def run(folder, resume=False, die=None, pause=None, **settings):
+    "One training; what it ends with is in final.pt."
+    trainer = build(folder, **settings)
     if die:
         die_at(die)
     if pause:

@@ -429,8 +429,7 @@ class PolicyUpdate:
         self,
         number: int,  # of this update, the first is 1
     ) -> None:
-        """Move the weights by the window's gradients, divided by what it really held; `reduce` comes
-        first."""
+        "Move the weights by the reduced gradients, divided by what the window really held."
         factor = self.window.factor(self.config)
         norm = self.clip(factor)
         self.read_rate()

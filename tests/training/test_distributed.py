@@ -144,8 +144,8 @@ def test_a_failure_in_one_process_ends_both(tmp_path):
 
 
 def preempted(folder, send, **options):
-    """A run of which one process pauses, and then `send(the launcher, the ranks' ids)`: the steps of
-    its checkpoints, the seconds from there to its end, what it printed."""
+    """A run of which one process pauses, and then `send(the launcher, the ranks' ids)`: the steps
+    of its checkpoints, the seconds from there to its end, what it printed, its exit status."""
     process = launch(folder, "preempted", json.dumps(options))
     try:
         while not (folder / "paused").exists():
@@ -205,7 +205,12 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("case", STOPPED)
+SHORT = ("one draws, one waits", "an update that does not")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in STOPPED]
+)
 def test_all_ranks_leave_with_a_checkpoint_of_one_step(case, whole_run, tmp_path):
     pause, rank, send, step = STOPPED[case]
     grace_s = 2 if case == "an update that does not" else 20
