@@ -19,8 +19,9 @@ import warnings
 from pathlib import Path
 
 import torch
+from chaos_reward import scores
 from run_child import build
-from small_runs import CLOCKS, digits, weights_of
+from small_runs import CLOCKS, weights_of
 from test_checkpoint import SCENARIOS
 
 from grpo_nb.environments.isolated_rewards import isolated
@@ -34,9 +35,9 @@ FAULTS = ("raise", "nan", "hang", "SIGTERM", "SIGINT", "disk", "worker")
 class Fault:
     "A reward function that fails once, and everything else that goes wrong once."
 
-    def __init__(self, kind, step, chance, isolated_digits, folder):
+    def __init__(self, kind, step, chance, isolated_scores, folder):
         self.kind, self.step, self.chance, self.folder = kind, step, chance, folder
-        self.score, self.ballast, self.met = isolated_digits, folder / "ballast", False
+        self.score, self.ballast, self.met = isolated_scores, folder / "ballast", False
         self.__name__ = "reward"
 
     def __call__(self, completions, trainer_state, **columns):
@@ -57,10 +58,10 @@ class Fault:
                 for child in children():
                     os.kill(child, signal.SIGKILL)
                 time.sleep(0.05)
-        scores = list(self.score(columns["prompts"], completions))
-        if None in scores:  # else the run would go on without the scores of this batch
+        found = list(self.score(columns["prompts"], completions))
+        if None in found:  # else the run would go on without the scores of this batch
             raise OSError("the reward's process was killed")
-        return scores
+        return found
 
 
 def signal_in(seconds, number):
@@ -78,11 +79,6 @@ def fill(path):
                 file.write(bytes(4096))
     except OSError:
         pass
-
-
-def scores(prompts, completions, **_):
-    "The reward, in a process of its own."
-    return digits(completions)
 
 
 def children():
@@ -115,13 +111,13 @@ def same(one, other):
     return history == expected and all(torch.equal(weights[n], wanted[n]) for n in wanted)
 
 
-def disturbed(folder, name, kinds, chance, isolated_digits):
+def disturbed(folder, name, kinds, chance, isolated_scores):
     "One run, disturbed by each fault in turn; its outcome, and how each attempt ended."
     ended = []
     for kind in [*kinds, None]:
         settings = SCENARIOS[name]
         step = chance.randrange(settings["max_steps"])
-        fault = Fault(kind, step, chance, isolated_digits, folder)
+        fault = Fault(kind, step, chance, isolated_scores, folder)
         trainer = build(folder, reward=fault, **settings)
         try:
             trainer.train(resume_from_checkpoint="auto")
@@ -140,7 +136,7 @@ def late_rewards(folder):
     def hangs(completions, **_):
         free.wait(120)
 
-    trainer = build(folder, reward=[digits, hangs], max_steps=2, reward_timeout_s=0.1)
+    trainer = build(folder, reward=[reward, hangs], max_steps=2, reward_timeout_s=0.1)
     trainer.train()
     free.set()
     return trainer.state.global_step == 2
@@ -161,13 +157,13 @@ def main(folder, seed, seconds):
         name, kinds = chance.choice(NAMES), chance.sample(FAULTS, 3)
         if name not in whole:
             with tempfile.TemporaryDirectory() as place:
-                trainer = build(place, reward=digits_reward, **SCENARIOS[name])
+                trainer = build(place, reward=reward, **SCENARIOS[name])
                 trainer.train()
                 whole[name] = outcome(trainer)
         run = Path(folder) / "run"
         run.mkdir()
-        with isolated("chaos_child:scores", timeout_s=60, name="reward") as isolated_digits:
-            found, ended = disturbed(run, name, kinds, chance, isolated_digits)
+        with isolated("chaos_reward:scores", timeout_s=60, name="reward") as isolated_scores:
+            found, ended = disturbed(run, name, kinds, chance, isolated_scores)
         right, late = same(found, whole[name]), late_rewards(tempfile.mkdtemp(dir=folder))
         for path in Path(folder).iterdir():
             shutil.rmtree(path)
@@ -181,12 +177,9 @@ def main(folder, seed, seconds):
         print(json.dumps(report), file=said, flush=True)
 
 
-def digits_reward(completions, **_):
-    "The reward in this process, under the name that the run uses."
-    return digits(completions)
-
-
-digits_reward.__name__ = "reward"
+def reward(completions, **_):
+    "The score in this process, under the name that the run uses."
+    return scores(completions)
 
 
 if __name__ == "__main__":
