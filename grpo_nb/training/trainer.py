@@ -355,6 +355,8 @@ class Preemption:
             self.over.set()
             self.watcher.join()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self.asked_at is not None and error == (None, None, None):
+                signal.raise_signal(signal.SIGTERM)  # it came when the loop was over
 
     @property
     def asked(self) -> bool:
@@ -953,6 +955,7 @@ class GRPOTrainer:
                     tqdm.write(f"after SIGTERM came {type(error).__name__}: {error}")
                 raise Preempted from error
             finally:
+                self.preemption.leave()
                 self.bar.close()
                 self.policy_update.end()
 

@@ -289,6 +289,41 @@ def test_accelerate_launch_dies_and_its_run_notices(runner, undisturbed, tmp_pat
     assert_same(folder, undisturbed)
 
 
+IN_A_CELL = """
+import sys
+sys.path[:0] = {path!r}
+from run_child import pause_at
+from small_runs import small_trainer
+trainer = small_trainer({folder!r}, **{settings!r})
+pause_at(trainer, at="collect", step=1, seconds=120)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    "number, raised", [("SIGTERM", "Preempted"), ("SIGINT", "KeyboardInterrupt")]
+)
+def test_in_a_notebook_the_cell_ends_and_the_kernel_goes_on(number, raised, tmp_path):
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(startup_timeout=180)
+    try:
+        code = IN_A_CELL.format(
+            path=[str(HERE), str(HERE.parent)], folder=str(tmp_path), settings=UPDATES
+        )
+        asked = client.execute(code)
+        until((tmp_path / "paused").exists, 180)
+        manager.signal_kernel(getattr(signal, number))
+        while (reply := client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != asked:
+            pass
+        assert reply["content"]["ename"] == raised and steps_of(tmp_path) == [1]
+        after = client.execute_interactive("assert 1 + 1 == 2", timeout=60)
+        assert after["content"]["status"] == "ok" and manager.is_alive()
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
 # several processes: the store (real ones are in test_distributed.py)
 
 
