@@ -41,13 +41,20 @@ def launch(*arguments):
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+def end(process):
+    "End a launcher that is still there, by the signal on which it ends its processes too."
+    if process.poll() is None:
+        process.terminate()
+        process.wait(60)
+
+
 def torchrun(*arguments, timeout):
     "Both processes from their start to their end: exit status, what they printed."
     process = launch(*arguments)
     try:
         said = process.communicate(timeout=timeout)
     finally:
-        process.kill()
+        end(process)
     return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
@@ -155,7 +162,7 @@ def preempted(folder, send, **options):
         send(process, [int((folder / f"pid{rank}").read_text()) for rank in (0, 1)])
         said = "".join(process.communicate(timeout=100))
     finally:
-        process.kill()
+        end(process)
     steps = [int(path.name.split("-")[1]) for path in checkpoints(folder)]
     return steps, time.monotonic() - began, said, process.returncode
 
