@@ -335,10 +335,15 @@ class Preemption:
         cut: Callable[[], None] = lambda: None,  # ends a wait for the other processes
     ):
         self.grace_s, self.heard, self.cut = grace_s, heard, cut
-        self.phase, self.asked_at, self.late, self.called = "between", None, False, False
+        self.begin()
+
+    def begin(self) -> None:
+        "No signal has come, and the loop has not begun."
+        self.phase, self.asked_at = "between", None
+        self.late = self.called = self.raised = False
 
     def __enter__(self) -> "Preemption":
-        self.phase, self.asked_at, self.late, self.called = "between", None, False, False
+        self.begin()
         self.process, self.launcher = os.getpid(), launcher()
         main = threading.current_thread() is threading.main_thread()
         self.mine = main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -355,7 +360,7 @@ class Preemption:
             self.over.set()
             self.watcher.join()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self.asked_at is not None and error == (None, None, None):
+            if self.asked_at is not None and not self.raised and error[0] is None:
                 signal.raise_signal(signal.SIGTERM)  # it came when the loop was over
 
     @property
@@ -374,13 +379,18 @@ class Preemption:
         elif not called and time.monotonic() > self.asked_at + ECHO_S:
             os._exit(128 + signal.SIGTERM)
         if self.phase == "between" or self.phase == "update" and self.late:
-            raise KeyboardInterrupt
+            self.stop()
 
     def interruptible(self) -> None:
         "From here on SIGTERM raises at once; raise now if it has come."
         self.phase = "between"
         if self.asked_at is not None:
-            raise KeyboardInterrupt
+            self.stop()
+
+    def stop(self) -> None:
+        "Leave the loop, as Ctrl-C does."
+        self.raised = True
+        raise KeyboardInterrupt
 
     def begin_update(self) -> None:
         "From here on SIGTERM waits `grace_s` seconds; raise if it came before this update."

@@ -224,7 +224,7 @@ def test_all_ranks_leave_with_a_checkpoint_of_one_step(case, whole_run, tmp_path
     pause["grace_s"] = grace_s
     options = dict(pause=pause, rank=rank, grace_s=grace_s)
     steps, seconds, said, status = preempted(tmp_path, send, **options)
-    assert steps == [step] and status == 1 and seconds < 25, said[-3000:]
+    assert steps == [step] and status == 1 and seconds < 40, said[-3000:]
     goes_on(tmp_path, whole_run)
 
 
@@ -232,6 +232,6 @@ def test_where_a_rank_died_the_others_leave(whole_run, tmp_path):
     pause = dict(at="collect", step=3, seconds=90)
     options = dict(pause=pause, rank=0, save_steps=2)
     steps, seconds, said, status = preempted(tmp_path, die, **options)
-    assert steps == [2] and status == 1 and seconds < 25, said[-3000:]
+    assert steps == [2] and status == 1 and seconds < 40, said[-3000:]
     assert "the last periodic checkpoint is the one to resume from" in said
     goes_on(tmp_path, whole_run)

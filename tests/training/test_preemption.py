@@ -227,6 +227,15 @@ def test_what_a_reward_forks_dies_of_the_signal():
         assert not preemption.asked
 
 
+def test_a_signal_that_comes_as_the_loop_ends_is_not_lost():
+    if not (child := os.fork()):
+        with Preemption() as preemption:
+            preemption.leave()
+            signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+
 def test_without_pthread_kill_a_late_update_is_left_too(monkeypatch):
     monkeypatch.delattr(signal, "pthread_kill")  # Windows
     with pytest.raises(KeyboardInterrupt), Preemption(grace_s=0.2) as preemption:
