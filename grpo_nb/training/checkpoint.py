@@ -749,12 +749,20 @@ class Checkpointer:
             self.model.save_pretrained(path, **others)
         self.tokenizer.save_pretrained(path)
 
-    def save(self) -> Path | None:
-        "Write `checkpoint-STEP` in output_dir: all that is needed to go on from the last update."
+    def part(self) -> dict[str, Any]:
+        "What this process adds to a checkpoint of the last update."
         # a checkpoint is no longer due: this is it
         due = {**self.boundary["callbacks"], "should_save": False}
-        here = on_cpu({**self.boundary, "callbacks": due})
-        processes = [here] if self.accelerator.num_processes == 1 else gather_object([here])
+        return on_cpu({**self.boundary, "callbacks": due})
+
+    def save(
+        self,
+        parts: list[dict] | None = None,  # of all processes; None: a collective call brings them
+    ) -> Path | None:
+        "Write `checkpoint-STEP` in output_dir: all that is needed to go on from the last update."
+        processes = parts or [self.part()]
+        if not parts and self.accelerator.num_processes > 1:
+            processes = gather_object(processes)
         if not self.accelerator.is_main_process:
             return None
         folder = Path(self.config.output_dir) / f"checkpoint-{self.step}"

@@ -443,8 +443,7 @@ class PolicyUpdate:
         self,
         number: int,  # of this update, the first is 1
     ) -> None:
-        "Move the weights by the window's gradients, divided by what it really held."
-        self.reduce()
+        "Move the weights by the reduced gradients, divided by what the window really held."
         factor = self.window.factor(self.config)
         norm = self.clip(factor)
         self.read_rate()
@@ -462,7 +461,7 @@ class PolicyUpdate:
         self.window = Window(self.device)
 
     def reduce(self) -> None:
-        "Sum the gradients and the window's counts over all processes, in place."
+        "Sum the gradients and the window's counts over all processes; no weight moves yet."
         if self.accelerator.num_processes == 1:
             return
         for p in self.parameters:
