@@ -145,11 +145,15 @@ def become_windows():
 def become_apple():
     "From now on there is a device `apple`, and accelerate takes it by itself."
     import accelerate.state
+    from torch.utils import backend_registration
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend("apple")
+    class Backend(backend_registration._DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.float16, torch.bfloat16]
+
+    backend_registration._setup_privateuseone_for_python_backend("apple", Backend())
     apple = torch.device("apple:0")
     wide = (torch.float64, torch.complex128)
 
@@ -177,6 +181,15 @@ def become_apple():
 
         def tolist(self):
             return self.there.tolist()
+
+        def __reduce_ex__(self, protocol):
+            return self.there.__reduce_ex__(protocol)
+
+        def storage(self):
+            return self.there.storage()
+
+        def untyped_storage(self):
+            return self.there.untyped_storage()
 
     def compute(function, args, kwargs):
         "Run on the CPU behind, and wrap what comes out unless it was asked for on the CPU."
@@ -206,6 +219,9 @@ def become_apple():
                 return compute(function, args, kwargs)
             return function(*args, **kwargs)
 
+    # a tensor like this one cannot be made in inference mode
+    torch.inference_mode = lambda mode=True: torch.no_grad() if mode else nullcontext()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) by way of the CPU
     torch.backends.mps.is_available = lambda: True
     accelerate.state.PartialState.default_device = apple
     return Apple()
@@ -251,6 +267,7 @@ def run_lesson(notebook):
     sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
     from notebooks import skipped
 
+    InteractiveShell.enable_gui = lambda self, gui=None: None
     shell = InteractiveShell.instance()
     shell.user_ns["__name__"] = "lesson"
     cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
@@ -266,7 +283,88 @@ def run_lesson(notebook):
     return len(cells)
 
 
-ACTIONS = {"import": import_all, "demo": run_demo, "lesson": run_lesson}
+def train_there(folder):
+    """A run that was not sent anywhere; then one of a model on `apple`, with a checkpoint from
+    which its end is run again."""
+    from accelerate.state import AcceleratorState
+
+    from grpo_nb import GRPOConfig, GRPOTrainer, tiny_gpt_oss
+    from grpo_nb.environments.arithmetic import addition_problems
+
+    rows, found = addition_problems(0)[0][:8], {}
+
+    def variety(completions, **columns):
+        return [float(len(set(completion))) for completion in completions]
+
+    def trainer(name, device):
+        settings = dict(output_dir=str(Path(folder) / name), max_steps=3, save_steps=2)
+        settings |= dict(per_device_train_batch_size=8, num_generations=4, beta=0.1, top_p=0.95)
+        settings |= dict(max_completion_length=4, learning_rate=1e-3, logging_steps=1)
+        config = GRPOConfig(**settings, disable_tqdm=True, gradient_checkpointing=False)
+        model, tokenizer = tiny_gpt_oss(0)
+        model.to(device)
+        return GRPOTrainer(model, variety, config, rows, processing_class=tokenizer)
+
+    here = trainer("here", "cpu")
+    found["here"] = {"device": here.device.type, "says": here.description()}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    there = trainer("there", "apple")
+    there.train()
+    again = trainer("there", "apple")
+    again.train(resume_from_checkpoint=Path(folder) / "there" / "checkpoint-2")
+    pairs = zip(there.model.parameters(), again.model.parameters())
+    found["there"] = {
+        "device": there.device.type,
+        "says": there.description(),
+        "records": [record for record in there.log_history if "loss" in record],
+        "same": all(torch.equal(a.there, b.there) for a, b in pairs),
+    }
+    return found
+
+
+def numbers_there():
+    "What is computed with wide numbers elsewhere: whether `apple` gives the same."
+    from unittest.mock import patch
+
+    from grpo_nb.model.export import quantize_closely
+    from grpo_nb.model.mxfp4 import dequantize, dequantize_table, has_float64, quantize
+    from grpo_nb.rollout import sampling
+
+    def same(function, *tensors):
+        here, there = function(*tensors), function(*(x.to("apple") for x in tensors))
+        pairs = zip(here, there) if isinstance(here, tuple) else [(here, there)]
+        return all(b.device.type == "apple" and torch.equal(a, b.cpu()) for a, b in pairs)
+
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    blocks, scales = quantize(weight)
+    tail = torch.full((4, 200_001), 0.01 / 200_000)  # likely in the beginning, rare all along
+    tail[:, 0] = 0.99
+    uniform = torch.tensor([[0.5], [0.990000001], [0.995], [0.999999999]], dtype=torch.float64)
+    with patch.object(sampling, "uniform_numbers", lambda *arguments: uniform):
+        drawn = same(sampling.draw, tail.log())
+    fine = sampling.uniform_numbers(100_000, torch.device("apple"))[:, 0]
+    return {
+        "float64": has_float64("apple"),
+        "quantize": same(quantize, weight),
+        "with scales": same(lambda w, s: quantize(w, scales=s), weight, scales),
+        "quantize_closely": same(quantize_closely, weight),
+        "table": torch.equal(
+            dequantize_table(device="apple").nan_to_num(1).cpu(), dequantize_table().nan_to_num(1)
+        ),
+        "dequantize": same(dequantize, blocks, scales),
+        "draw": drawn,
+        "uniform": [str(fine.dtype), fine.min().item(), fine.max().item(), fine.mean().item()],
+        "finer than float32": (fine != fine.float().double()).float().mean().item(),
+    }
+
+
+ACTIONS = {
+    "import": import_all,
+    "demo": run_demo,
+    "lesson": run_lesson,
+    "train": train_there,
+    "numbers": numbers_there,
+}
 
 if __name__ == "__main__":
     system, action, *arguments = sys.argv[1:]
