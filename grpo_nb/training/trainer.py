@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import TrainOutput
 
 from ..model.attention import check_attention
-from ..model.loading import check_capped_scores
+from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
 from ..model.memory_bytes import longest_sequence
 from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import default_stop_token_ids
@@ -610,7 +610,7 @@ class GRPOTrainer:
         check_model(model, peft_config)
         callbacks = check_callbacks([] if callbacks is None else callbacks)
         self.take_data(train_dataset, eval_dataset)
-        self.take_launch()
+        self.take_launch(model)
         functions = self.make_rewards(reward_funcs, reward_processing_classes)
         unsupported = dict(tools=tools, environment_factory=environment_factory)
         check_arguments(functions, unsupported, self.config)
@@ -646,12 +646,13 @@ class GRPOTrainer:
         )
         check_evaluation(self.config, self.eval_dataset)
 
-    def take_launch(self) -> None:
+    def take_launch(self, model: Any) -> None:
         "Set the processes and the device of the run, and the layout of batches over them."
         config, trackers = self.config, self.config.trackers()
         folder = config.output_dir if trackers else None
+        self.left_alone = stays_on_cpu(model) and not config.use_cpu
         self.accelerator = Accelerator(
-            cpu=config.use_cpu, log_with=trackers or None, project_dir=folder
+            cpu=config.use_cpu or self.left_alone, log_with=trackers or None, project_dir=folder
         )
         check_launch(self.accelerator)
         self.device = self.accelerator.device
@@ -945,7 +946,9 @@ class GRPOTrainer:
         name = self.precision.name if self.precision.dtype else "full"
         return (
             f"{describe_trainable(self.model)}; {name} precision on {self.device}\n"
-            f"{self.config.describe(self.accelerator.num_processes)}" + corrected * self.corrects
+            f"{self.config.describe(self.accelerator.num_processes)}"
+            + f"\n{LEFT_ALONE}" * self.left_alone
+            + corrected * self.corrects
         )
 
     @contextmanager
