@@ -202,8 +202,11 @@ def newest_checkpoint(
             "train(), which moves them aside, or name the folder of another run"
         )
     if damaged:
-        warnings.warn(f"going on from {found.name}, since it is whole and these are not: "
-                      f"{'; '.join(damaged)}", stacklevel=4)
+        warnings.warn(
+            f"going on from {found.name}, since it is whole and these are not: "
+            f"{'; '.join(damaged)}",
+            stacklevel=4,
+        )
     return found
 
 
