@@ -263,7 +263,8 @@ def starting_point(
     train: list[dict],  # sums with answers
     held_out: list[dict],  # others
     seed: int,
-    bars: bool,  # show a progress bar
+    quiet: bool,
+    bars: bool,  # show a progress bar; False: a line, unless quiet
 ):  # model, tokenizer, and what `state_before` measures
     "The model that training begins with; that of a resumed run gets its weights by the trainer."
     began, before = time.perf_counter(), read_before(folder) if checkpoint else None
@@ -271,6 +272,8 @@ def starting_point(
         return *tiny_gpt_oss(seed), before
     if checkpoint:
         print(f"{folder / 'before.json'} is damaged or gone: its numbers are measured once more")
+    if not (bars or quiet):
+        print("warming up on worked sums", file=sys.stderr, flush=True)
     model, tokenizer = warmed_up_model(seed, train, progress=bars)
     return model, tokenizer, state_before(folder, model, tokenizer, held_out, began)
 
@@ -291,7 +294,9 @@ def run_demo(
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = addition_problems(seed)
     checkpoint = checkpoint_to_resume(folder) if resume else None
-    model, tokenizer, before = starting_point(folder, checkpoint, train, held_out, seed, bars)
+    model, tokenizer, before = starting_point(
+        folder, checkpoint, train, held_out, seed, quiet, bars
+    )
     if not quiet:
         print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
 
