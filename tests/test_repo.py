@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -335,6 +336,22 @@ def test_readme_check_finds_a_change(checkout):
 def test_links_of_the_readme_lead_somewhere():
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / "README.md").read_text())
     assert targets and not [target for target in targets if not (ROOT / target).exists()]
+
+
+def test_what_an_index_shows_has_no_relative_links(monkeypatch):
+    given = {}
+    monkeypatch.setattr("setuptools.setup", lambda **settings: given.update(settings))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    links = re.findall(r"\]\(([^)\s]+)", given["long_description"])
+    relative = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / "README.md").read_text())
+    assert relative and all(re.match(r"https?://|#", link) for link in links)
+    web = SETTINGS["git_url"] % {"user": SETTINGS["user"], "repo": SETTINGS["repo"]}
+    ours = re.findall(rf"{web}/(?:blob|raw)/main/([^)#\s]+)", given["long_description"])
+    assert set(relative) <= set(ours)
+    pictures = re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", given["long_description"])
+    assert any("/raw/main/docs/images/" in picture for picture in pictures)
+    assert not [picture for picture in pictures if "/blob/" in picture]
 
 
 def paths_of(page):

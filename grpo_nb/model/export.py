@@ -31,6 +31,7 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .experts_lora import expert_weights
+from .files import NO_ROOM, naming_a_full_disk
 from .loading import choose_dtype
 from .lora import read_lora
 from .mxfp4 import BLOCK, dequantize, e2m1_values, has_float64, quantize
@@ -46,8 +47,10 @@ def _sync(path):
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:
-        pass  # some network drives cannot; the rename is still atomic
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise  # some network drives say so only now
+        # others cannot wait at all; the rename is still atomic
     finally:
         os.close(descriptor)
 
@@ -106,9 +109,10 @@ def new_folder(
     check_disk_space(path, nbytes)
     partial.mkdir(parents=True)
     try:
-        yield partial
-        for file in [*partial.rglob("*"), partial]:
-            _sync(file)
+        with naming_a_full_disk(partial):
+            yield partial
+            for file in [*partial.rglob("*"), partial]:
+                _sync(file)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from ..model.files import write_json, write_text
 from .config import GRPOConfig
 from .hints import Hints
 from .optimizer import Inspector
@@ -315,7 +316,7 @@ class Log(TrainerCallback):
         self.history[:] = records
         if self.path:
             text = "".join(json.dumps(record) + "\n" for record in records)
-            self.path.write_text(text)
+            write_text(self.path, text)
 
 # %% ../../nbs/training/15_reporting.ipynb #db724635
 class Callbacks:
@@ -636,10 +637,10 @@ def write_metrics(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     every, style = folder / "all_results.json", dict(indent=4, sort_keys=True)
-    (folder / f"{split}_results.json").write_text(json.dumps(metrics, **style))
+    write_json(folder / f"{split}_results.json", metrics, **style)
     if combined:
         before = json.loads(every.read_text()) if every.exists() else {}
-        every.write_text(json.dumps({**before, **metrics}, **style))
+        write_json(every, {**before, **metrics}, **style)
 
 # %% ../../nbs/training/15_reporting.ipynb #80487f12
 def run_figure(
@@ -652,7 +653,7 @@ def run_figure(
     def column(name):
         return [(r["step"], r[name]) for r in history if r.get(name) is not None]
 
-    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
     panels = {
         "reward": [("reward", "mean reward"), ("reward_std", "spread in a group")],
         "what there is to learn from": [
@@ -669,7 +670,7 @@ def run_figure(
             axes.plot(*zip(*sorted(accuracy.items())), "k.--", label="held-out accuracy")
         axes.set(title=title, xlabel="step")
         if axes.lines:
-            low, high = axes.get_ylim()
-            axes.set_ylim(low, high + 0.17 * len(axes.lines) * (high - low))  # room for the legend
-            axes.legend(fontsize=8, loc="upper center", frameon=False)
+            # under the panel: inside, it would need room beyond the largest value
+            place = dict(loc="upper center", bbox_to_anchor=(0.5, -0.2))
+            axes.legend(fontsize=8, frameon=False, **place)
     return figure

@@ -10,13 +10,14 @@ __all__ = ['BEST', 'random_state', 'set_random_state', 'check_random_state', 'up
 import math
 import random
 import time
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import torch
 from transformers import TrainerState
 
 from ..algorithm.batching import BatchLayout
+from ..model.files import write_json
 from .config import GRPOConfig
 from .optimizer import Inspector
 from .policy_logprobs import TrainingBatch
@@ -317,4 +318,4 @@ class TrainState(TrainerState):
     def save_to_json(self, json_path: str) -> None:
         "Write the fields of transformers' TrainerState, without ours, in its own format."
         plain = {field.name: getattr(self, field.name) for field in fields(TrainerState)}
-        TrainerState(**plain).save_to_json(json_path)
+        write_json(json_path, asdict(TrainerState(**plain)), indent=2, sort_keys=True)
