@@ -65,8 +65,13 @@ class Fault:
 
 
 def signal_in(seconds, number):
-    "Send this process a signal in a moment."
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+    "Send this process a signal in a moment, if it still trains then."
+
+    def send():
+        if any(thread.name == "preemption" for thread in threading.enumerate()):
+            os.kill(os.getpid(), number)
+
+    timer = threading.Timer(seconds, send)
     timer.daemon = True
     timer.start()
 
