@@ -464,5 +464,5 @@ def test_a_damaged_log_is_restored(tmp_path, capsys):
     assert len(path.read_text().splitlines()) == len(lines)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ValueError, match="log.jsonl' is no file"):
+    with pytest.raises(ValueError, match="log.jsonl is a folder.*move it away"):
         make(tmp_path).train(resume_from_checkpoint=tmp_path / "checkpoint-3")
