@@ -754,8 +754,8 @@ def machine(tmp_path):
     "A folder that anyone may write to, and a process to lose."
     folder = tmp_path / "open"
     folder.mkdir()
-    for path in (tmp_path, *tmp_path.parents[:2]):
-        if path.stat().st_uid == os.geteuid():
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == os.geteuid() and path.stat().st_mode & 0o111 != 0o111:
             path.chmod(path.stat().st_mode | 0o111)
     (folder / "a").write_text("alive")
     folder.chmod(0o777), (folder / "a").chmod(0o666)
