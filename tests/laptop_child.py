@@ -223,6 +223,15 @@ def become_apple():
     torch.inference_mode = lambda mode=True: torch.no_grad() if mode else nullcontext()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) by way of the CPU
     torch.backends.mps.is_available = lambda: True
+    torch.mps.get_rng_state = lambda: torch.get_rng_state()
+    torch.mps.set_rng_state = lambda state: torch.set_rng_state(state)
+    real = torch.Generator
+
+    class Generator(real):
+        def __new__(cls, device="cpu"):
+            return real("cpu" if device == "mps" else device)
+
+    torch.Generator = Generator
     accelerate.state.PartialState.default_device = apple
     return Apple()
 
@@ -248,14 +257,13 @@ def run_demo(folder):
     from grpo_nb import demo
 
     demo.warmed_up_model = partial(demo.warmed_up_model, target=0.0)
-    demo.demo_config = partial(demo.demo_config, save_steps=2)
     folder = Path(folder)
-    first = demo.run_demo(steps=6, out=folder)
+    first = demo.run_demo(steps=6, out=folder, save_steps=2)
     assert {p.name for p in folder.glob("*checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
     weights = (folder / "model" / "model.safetensors").read_bytes()
     for name in ("checkpoint-6", "model"):
         shutil.rmtree(folder / name)
-    second = demo.run_demo(steps=6, out=folder, resume=True)
+    second = demo.run_demo(steps=6, out=folder, save_steps=2, resume=True)
     same = weights == (folder / "model" / "model.safetensors").read_bytes()
     return {"first": first, "second": second, "same": same}
 

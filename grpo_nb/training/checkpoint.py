@@ -56,8 +56,11 @@ def digests(
     paths: list[Path],  # of files
 ) -> list[dict[str, int | str]]:
     "The digest of each file; as many are read at a time as there are processors."
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing lets other threads run
-        return list(threads.map(digest, paths))
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing lets other threads run
+            return list(threads.map(digest, paths))
+    except RuntimeError:  # Python is on its way out, and starts no threads any more
+        return [digest(path) for path in paths]
 
 
 def manifest_text(
