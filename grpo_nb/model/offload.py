@@ -500,10 +500,10 @@ if triton is not None:
         pinned host memory."""
         row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = tl.load(ids + row).to(tl.int64)
-        known = (place >= 0) & (
-            place < V
-        )  # an id outside the table gives a row of NaN, not an illegal read
-        x = tl.load(weight + place * H + column, mask=known & (column < H), other=float("nan"))
+        # an id outside the table gives a row of NaN, not an illegal read
+        places = place + tl.zeros([BLOCK], tl.int64)
+        known = (places >= 0) & (places < V) & (column < H)
+        x = tl.load(weight + places * H + column, mask=known, other=float("nan"))
         tl.store(out + row * H + column, x.to(out.dtype.element_ty), mask=column < H)
 
 
