@@ -206,8 +206,9 @@ def warn(
     sentence: str,
 ) -> None:
     "A warning at the line of the caller's code, however many functions of ours lie between."
+    ours = (warn.__code__.co_filename, "<string>")  # a dataclass's __init__ is a string
     frame, level = inspect.currentframe(), 1
-    while frame.f_back and frame.f_code.co_filename in (__file__, "<string>"):
+    while frame.f_back and frame.f_code.co_filename in ours:
         frame, level = frame.f_back, level + 1
     warnings.warn(sentence, stacklevel=level)
 
