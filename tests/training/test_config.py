@@ -967,3 +967,72 @@ def test_what_scripts_and_callbacks_of_transformers_ask_of_the_settings():
     assert config.get_process_log_level() == theirs.get_process_log_level()
     with config.main_process_first():
         pass
+
+
+def test_a_recipe_in_the_shape_of_open_r1s(tmp_path):
+    "A dataclass with fields and defaults of its own, and a YAML file with keywords of many kinds."
+
+    @dataclasses.dataclass
+    class Recipe(GRPOConfig):
+        benchmarks: list[str] = dataclasses.field(default_factory=list, metadata={"help": "after"})
+        chat_template: str | None = None
+        num_completions_to_print: int = 0
+        overwrite_hub_revision: bool = False
+        system_prompt: str | None = None
+        wandb_log_unique_prompts: bool = True
+
+    recipe = """
+bf16: true
+do_eval: false
+gradient_accumulation_steps: 4
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+hub_strategy: every_save
+learning_rate: 2.0e-05
+log_completions: true
+log_level: info
+logging_first_step: true
+logging_strategy: steps
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs:
+  min_lr_rate: 0.1
+max_prompt_length: 512
+max_completion_length: 2048
+max_steps: -1
+num_generations: 16
+num_train_epochs: 1
+output_dir: data
+overwrite_output_dir: true
+per_device_eval_batch_size: 16
+per_device_train_batch_size: 16
+push_to_hub: false
+report_to:
+- wandb
+reward_weights:
+- 1.0
+- 0.5
+save_strategy: "epoch"
+save_total_limit: 1
+seed: 42
+system_prompt: "Think first."
+use_vllm: false
+warmup_ratio: 0.1
+"""
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    parser = trl.TrlParser((trl.ScriptArguments, Recipe, trl.ModelConfig))
+    line = ["--config", str(tmp_path / "recipe.yaml"), "--dataset_name", "x"]
+    _, config, _ = parser.parse_args_and_config(line)
+    assert config.max_prompt_length == 512 and config.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert config.num_completions_to_print == 0 and config.system_prompt == "Think first."
+    for copied in (pickle.loads(pickle.dumps(GRPOConfig(log_level="info"))), copy.copy(config)):
+        assert copied.log_level == "info"
+    for asked, told in (("use_vllm", "own sampler"), ("push_to_hub", "nothing is uploaded")):
+        (tmp_path / "recipe.yaml").write_text(recipe.replace(f"{asked}: false", f"{asked}: true"))
+        error = outcome(parser.parse_args_and_config, line)
+        assert type(error) is ValueError and asked in str(error) and told in str(error)
+        for route in (
+            lambda: dataclasses.replace(config, **{asked: True}),
+            lambda: Recipe(**{asked: True}),
+        ):
+            assert told in str(outcome(route))
