@@ -1,5 +1,6 @@
 "Packaging: everything that setuptools must know is read from settings.ini."
 
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -13,13 +14,23 @@ extras = {
     for key in cfg
     if key.endswith("_requirements")
 }
+
+
+def on_the_web(text):
+    "Markdown whose links and pictures are found from anywhere, as an index shows it."
+    files = f"{cfg['git_url']}/blob/{cfg['branch']}/"
+    pictures = f"{cfg['git_url']}/raw/{cfg['branch']}/"
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\g<1>{pictures}", text)
+    return re.sub(r"(\]\()(?!https?:|#|mailto:)", rf"\g<1>{files}", text)
+
+
 minors = range(int(cfg["min_python"].split(".")[1]), 14)
 
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],
-    long_description=Path("README.md").read_text(encoding="utf-8")
+    long_description=on_the_web(Path("README.md").read_text(encoding="utf-8"))
     if Path("README.md").exists()
     else cfg["description"],
     long_description_content_type="text/markdown",
@@ -36,6 +47,7 @@ setup(
         *[f"Programming Language :: Python :: 3.{minor}" for minor in minors],
     ],
     packages=find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]),
+    package_data={cfg["lib_path"]: ["py.typed"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require=extras,

@@ -295,6 +295,7 @@ def measure(page, args, sizes, loaded, folder):
         "TINY": False,
         "T4": False,
         "SEED": 0,
+        "ALLOW_WEAK": False,
         "OUT": folder / page,
         "GRPOTrainer": timed_trainer(),
     }

@@ -12,10 +12,15 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from .model.files import naming_a_full_disk, write_json
 from .model.kernel_choice import KERNELS, TRANSFORMERS_NAMES
 from .model.memory_bytes import FORMATS, MODELS, TARGETS
 from .model.memory_fit import ALL, CARDS, SAMPLERS, Card
@@ -53,12 +58,31 @@ def _aside(
     return free
 
 
+def _read_run(
+    path: Path,  # the marker file of a run
+    seed: int | None,  # as given on the command line
+) -> dict:  # {"seed", "steps", "save_steps"}; ValueError if it is damaged and no seed is given
+    "The settings that a run was started with."
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        run = {name: run.get(name) for name in ("seed", "steps", "save_steps")}
+        if type(run["seed"]) is int and all(type(v) in (int, type(None)) for v in run.values()):
+            return run
+    except (ValueError, AttributeError):
+        pass
+    if seed is None:
+        raise ValueError(
+            f"{path} is damaged, so the seed of the run is not known: give it with --seed (and "
+            "--steps, if it was given), or leave --resume out to move the run aside and start anew"
+        )
+    return {"seed": seed, "steps": None, "save_steps": None}
+
+
 def _prepare(
     out: Path,  # absolute
     resume: bool,  # go on with the run that is in `out`
-    seed: int | None,  # as given on the command line
-    steps: int | None,  # as given on the command line
-) -> dict:  # {"seed", "steps"} of the run; ValueError if `out` cannot be used
+    given: dict,  # {"seed", "steps", "save_steps"} of the command line, None where left out
+) -> dict:  # the same for the run; ValueError if `out` cannot be used
     "Create the folder of a run with its marker file; an earlier run is moved aside."
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder, new or empty")
@@ -72,20 +96,18 @@ def _prepare(
             )
         if resume and not ours:
             raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
-        run = json.loads((out / _marker).read_text()) if resume else {"seed": 0, "steps": None}
-        if resume and seed not in (None, run["seed"]):
+        run = {"seed": 0, "steps": None, "save_steps": None}
+        run = _read_run(out / _marker, given["seed"]) if resume else run
+        if resume and given["seed"] not in (None, run["seed"]):
             raise ValueError(
                 f"the run in {out} was started with --seed {run['seed']}; leave --seed out "
                 "to resume it, or --resume to start a new one"
             )
-        run = {
-            "seed": run["seed"] if seed is None else seed,
-            "steps": run["steps"] if steps is None else steps,
-        }
+        run |= {name: value for name, value in given.items() if value is not None}
         if ours and not resume:
             print(f"The earlier run in {out} is now in {out.rename(_aside(out))}.", flush=True)
         out.mkdir(parents=True, exist_ok=True)
-        (out / _marker).write_text(json.dumps(run) + "\n")
+        write_json(out / _marker, run, indent=None)
     except OSError as error:
         raise ValueError(
             f"--out {out} cannot be written: {error.strerror or error}; name another folder"
@@ -93,32 +115,63 @@ def _prepare(
     return run
 
 # %% ../nbs/91_cli.ipynb #65364508
-def demo(
-    args: argparse.Namespace,  # steps, seed, out, resume, quiet
-) -> int:  # exit status: 0 done, 2 for a folder that cannot be used, 130 after Ctrl-C
-    "Run the first lesson: a tiny gpt-oss learns arithmetic."
+_lesson = "https://github.com/grpo-nb/grpo_nb/blob/main/nbs/lessons/01_what_rl_is.ipynb"
+
+
+@contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit(143) in the block, so that a checkpoint can be written on the way
+    out."""
+
+    def leave(*_):
+        raise SystemExit(143)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    before = signal.signal(signal.SIGTERM, leave)
     try:
-        run = _prepare(args.out.absolute(), args.resume, args.seed, args.steps)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def demo(
+    args: argparse.Namespace,  # steps, seed, out, resume, save_steps, quiet
+    # exit status: 0 done, 1 for an error, 2 for a folder that cannot be used, 130 after Ctrl-C, 143
+    # after SIGTERM
+) -> int:
+    "Run the first lesson: a tiny gpt-oss learns arithmetic."
+    given = {name: getattr(args, name) for name in ("seed", "steps", "save_steps")}
+    try:
+        run = _prepare(args.out.absolute(), args.resume, given)
     except ValueError as error:
         print(f"grpo-nb demo: {error}", file=sys.stderr)
         return 2
+    go_on = f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}"
     try:
         from grpo_nb.demo import run_demo
 
-        run_demo(
-            steps=run["steps"],
-            seed=run["seed"],
-            out=str(args.out),
-            resume=args.resume,
-            quiet=args.quiet,
-        )
-    except KeyboardInterrupt:
-        print(
-            "\nStopped. To go on with what was saved: grpo-nb demo --resume --out "
-            f"{shlex.quote(str(args.out))}",
-            file=sys.stderr,
-        )
-        return 130
+        with _ending_at_sigterm(), naming_a_full_disk(args.out):
+            run_demo(
+                **run,
+                out=str(args.out),
+                resume=args.resume,
+                quiet=args.quiet,
+                bars=sys.stderr.isatty(),
+            )
+    except (KeyboardInterrupt, SystemExit) as stop:
+        status = stop.code if isinstance(stop, SystemExit) else 130
+        print(f"\nStopped. To go on with what was saved: {go_on}", file=sys.stderr)
+        return status
+    except OSError as error:
+        print(f"grpo-nb demo: {error}. Then go on: {go_on}", file=sys.stderr)
+        return 1
+    except ValueError as error:  # a sentence that says what to change
+        print(f"grpo-nb demo: {error}", file=sys.stderr)
+        return 1
+    if not args.quiet:
+        print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
     return 0
 
 # %% ../nbs/91_cli.ipynb #7a972a62
@@ -241,10 +294,10 @@ def plan(
     return 0 if made.fits else 1
 
 # %% ../nbs/91_cli.ipynb #03a49b53
-_optional = {  # package -> (extra that brings it, what it is for)
-    "bitsandbytes": ("gpu", "weights in 4 bits (NF4) and 8-bit optimizers, on a GPU"),
-    "vllm": ("vllm", "sampling with vLLM, on a GPU of compute capability 8.0 or newer"),
-    "nbdev": ("dev", "exporting the notebooks and running the tests"),
+_optional = {  # package of an extra -> what it is for
+    "bitsandbytes": "weights in 4 bits (NF4) and 8-bit optimizers, on a GPU",
+    "vllm": "sampling with vLLM, on a GPU of compute capability 8.0 or newer",
+    "nbdev": "exporting the notebooks and running the tests",
 }
 
 
@@ -270,19 +323,12 @@ def packages() -> list[
         declared = []
     rows = []
     for need in declared:
-        extra, purpose = _optional.get(need.name, (None, "")) if need.marker else (None, "")
-        if need.marker and extra is None:
+        purpose = _optional.get(need.name, "") if need.marker else ""
+        if need.marker and not purpose:
             continue
         here = _version(need.name)
         fits = here is not None and need.specifier.contains(here, prereleases=True)
-        hint = (
-            ""
-            if fits
-            else (
-                "pip install "
-                f"{shlex.quote(f'grpo_nb[{extra}]') if extra else shlex.quote(str(need))}"
-            )
-        )
+        hint = "" if fits else f"pip install {shlex.quote(f'{need.name}{need.specifier}')}"
         rows.append(
             {
                 "name": need.name,
@@ -332,9 +378,11 @@ def devices() -> list[dict]:  # for each: name, type, memory in bytes, dtypes, c
 # %% ../nbs/91_cli.ipynb #fd2f1c5a
 def report() -> (
     dict
-):  # {"grpo_nb", "python", "platform", "torch", "packages", "devices"}, ready for json.dumps
-    "The facts that `grpo-nb doctor` prints: versions, packages, devices."
+):  # {"grpo_nb", "python", "platform", "torch", "packages", "devices", "sandbox"}, for json.dumps
+    "The facts that `grpo-nb doctor` prints: versions, packages, devices, the sandbox's walls."
     import torch
+
+    from grpo_nb.environments.sandbox import wall_report
 
     return {
         "grpo_nb": _version("grpo_nb"),
@@ -348,6 +396,7 @@ def report() -> (
         },
         "packages": packages(),
         "devices": devices(),
+        "sandbox": wall_report(),
     }
 
 
@@ -373,6 +422,10 @@ def _lines(
             f"{gib(device['memory_free'])} of {gib(device['memory_total'])} GiB free, "
             f"computes in {', '.join(['float32', *kinds])}"
         )
+    if "sandbox" in facts:
+        from grpo_nb.environments.sandbox import wall_lines
+
+        lines += ["", "Sandbox", *wall_lines(facts["sandbox"])]
     for title, wanted in (("Required", False), ("Optional", True)):
         lines += ["", title]
         for row in facts["packages"]:
@@ -581,7 +634,13 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in --out, from its last checkpoint",
+        help="go on with the run in --out, from its newest checkpoint that is whole",
+    )
+    one.add_argument(
+        "--save-steps",
+        type=_integer(1, 10**6, "a checkpoint is written after 1 step at the least"),
+        metavar="N",
+        help="steps from one checkpoint to the next (default: 50, and one at the end)",
     )
     one.add_argument(
         "--quiet", action="store_true", help="no progress bar and no results on the screen"
@@ -600,7 +659,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(
     arguments: list[str] | None = None,  # the words after `grpo-nb`; None: those of this process
-) -> int:  # exit status: 0 done, 1 something missing or not fitting, 2 a bad value, 130 Ctrl-C
+    # exit status: 0 done, 1 an error, something missing or not fitting, 2 a bad value, 130 after
+    # Ctrl-C, 143 after SIGTERM
+) -> int:
     "Parse the arguments and run a subcommand of `grpo-nb`."
     parser = _parser()
     args, unknown = parser.parse_known_args(arguments)

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['MAX_TOKENS', 'PROMPTS', 'ANSWERS', 'greedy_answers', 'greedy_accuracy', 'demo_config', 'HeldOutAccuracy',
-           'warmed_up_model', 'one_thread', 'write_json', 'state_before', 'write_results', 'run_demo']
+           'FirstCheckpoint', 'held_out_curve', 'MinuteLines', 'warmed_up_model', 'one_thread', 'state_before',
+           'read_before', 'write_results', 'checkpoint_to_resume', 'starting_point', 'run_demo']
 
 # %% ../nbs/90_demo.ipynb #e2f55bd2
 import json
-import os
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +20,14 @@ from transformers import TrainerCallback
 
 from .environments.arithmetic import addition_problems, exact_answer_reward
 from .environments.verifiers import exact_match
+from .model.files import write_json
 from .model.tiny import tiny_gpt_oss
 from .rollout.engine import RolloutEngine
 from .rollout.sampling import SamplingParams
-from .training.checkpoint import checkpoints
+from .training.checkpoint import newest_whole_checkpoint
 from .training.config import GRPOConfig
 from .training.fine_tuning import fine_tune
-from .training.reporting import run_figure
+from .training.reporting import clock, run_figure
 from .training.trainer import GRPOTrainer
 
 # %% ../nbs/90_demo.ipynb #9f177c64
@@ -93,22 +95,63 @@ def demo_config(
 
 # %% ../nbs/90_demo.ipynb #2b14ca08
 class HeldOutAccuracy(TrainerCallback):
-    "Measures greedy accuracy on held-out sums every few updates."
+    "Measures greedy accuracy on held-out sums every few updates, as one more number of the log."
 
     def __init__(
         self,
         rows: list[dict],  # never trained on
         every: int = 25,  # updates
     ):
-        self.rows, self.every, self.accuracy, self.trainer = rows, every, {}, None
+        self.rows, self.every, self.trainer = rows, every, None
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         "Measure every `every` updates and at the end, and show the result in the bar."
         if state.global_step % self.every and state.global_step != state.max_steps:
             return
-        self.accuracy[state.global_step] = greedy_accuracy(model, processing_class, self.rows)
-        if self.trainer:
-            self.trainer.notes["held-out accuracy"] = f"{self.accuracy[state.global_step]:.3f}"
+        accuracy = greedy_accuracy(model, processing_class, self.rows)
+        self.trainer.metrics.add({"held_out_accuracy": accuracy})
+        self.trainer.notes["held-out accuracy"] = f"{accuracy:.3f}"
+
+
+class FirstCheckpoint(TrainerCallback):
+    "Writes a checkpoint before the first update."
+
+    trainer = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        "Save the model that training begins with; that of a resumed run has been saved."
+        if not state.global_step:
+            self.trainer.save_checkpoint()
+
+
+def held_out_curve(
+    history: list[dict[str, Any]],  # records of the log
+) -> dict[int, float]:  # step -> accuracy
+    "The held-out accuracies that a log holds."
+    name = "held_out_accuracy"
+    return {record["step"]: record[name] for record in history if name in record}
+
+# %% ../nbs/90_demo.ipynb #5c1e07ab
+class MinuteLines(TrainerCallback):
+    "Prints how far a run is: at its first record, then once in `every` seconds, and at its end."
+
+    def __init__(
+        self,
+        every: float = 60.0,  # seconds
+        out: Any = None,  # a file; None: standard error, as the bar
+    ):
+        self.every, self.out, self.last, self.accuracy = every, out, None, ""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        "Print a line if one is due."
+        if "held_out_accuracy" in logs:
+            self.accuracy = f", held-out accuracy {logs['held_out_accuracy']:.3f}"
+        now, done = time.monotonic(), state.global_step == state.max_steps
+        if self.last is not None and now - self.last < self.every and not done:
+            return
+        self.last, left = now, "" if done else f", {clock(logs['seconds_left'])} left"
+        line = f"step {state.global_step} of {state.max_steps}: reward {logs['reward']:.3f}"
+        print(f"{line}{self.accuracy}{left}", file=self.out or sys.stderr, flush=True)
 
 # %% ../nbs/90_demo.ipynb #5e5d39f4
 def warmed_up_model(
@@ -144,13 +187,6 @@ def one_thread():
         torch.set_num_threads(before)
 
 
-def write_json(path: Path, value: Any) -> None:
-    "Write indented JSON atomically: to a hidden file, which is then renamed."
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(partial, path)
-
-
 def state_before(
     folder: Path,  # of the run
     model,
@@ -168,12 +204,23 @@ def state_before(
     return before
 
 
+def read_before(
+    folder: Path,  # of the run
+) -> dict[str, Any] | None:  # None: it is not there, or damaged
+    "What `state_before` saved."
+    try:
+        before = json.loads((folder / "before.json").read_text(encoding="utf-8"))
+        float(before["accuracy"]), float(before["seconds"]), list(map(str.strip, before["answers"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return before
+
+
 def write_results(
     folder: Path,  # of the run
     trainer: GRPOTrainer,  # at the end of its run
     rows: list[dict],  # held-out sums
     before: dict[str, Any],  # of `state_before`
-    watch: HeldOutAccuracy,
 ) -> dict[str, Any]:  # what summary.json holds
     "Measure again, and save the model, sample answers, a picture and the summary."
     model, tokenizer = trainer.model, trainer.tokenizer
@@ -191,11 +238,44 @@ def write_results(
         {**row, "before": b, "after": a} for row, b, a in zip(rows, before["answers"], answers)
     ]
     write_json(folder / "samples.json", samples)
-    run_figure(trainer.log_history, {0: before["accuracy"], **watch.accuracy}).savefig(
-        folder / "curves.png", dpi=120
-    )
+    curve = {0: before["accuracy"], **held_out_curve(trainer.log_history)}
+    run_figure(trainer.log_history, curve).savefig(folder / "curves.png", dpi=120)
+    trainer.log.rewrite(trainer.log_history)  # a file that something else cut off is whole again
     write_json(folder / "summary.json", summary)
     return summary
+
+# %% ../nbs/90_demo.ipynb #5c1e07ae
+def checkpoint_to_resume(
+    folder: Path,  # of the run
+) -> Path | None:  # None: there is none that is whole
+    "The newest whole checkpoint of a run; prints which newer ones it passed over, and why."
+    checkpoint, passed_over = newest_whole_checkpoint(folder)
+    for path, reason in passed_over:
+        print(f"{path} is damaged and was passed over: {reason}", flush=True)
+    if checkpoint is None:
+        print(f"there is no whole checkpoint in {folder}, so the run begins anew", flush=True)
+    return checkpoint
+
+
+def starting_point(
+    folder: Path,  # of the run
+    checkpoint: Path | None,  # of `checkpoint_to_resume`; None: a new run
+    train: list[dict],  # sums with answers
+    held_out: list[dict],  # others
+    seed: int,
+    quiet: bool,
+    bars: bool,  # show a progress bar; False: a line, unless quiet
+):  # model, tokenizer, and what `state_before` measures
+    "The model that training begins with; that of a resumed run gets its weights by the trainer."
+    began, before = time.perf_counter(), read_before(folder) if checkpoint else None
+    if before is not None:
+        return *tiny_gpt_oss(seed), before
+    if checkpoint:
+        print(f"{folder / 'before.json'} is damaged or gone: its numbers are measured once more")
+    if not (bars or quiet):
+        print("warming up on worked sums", file=sys.stderr, flush=True)
+    model, tokenizer = warmed_up_model(seed, train, progress=bars)
+    return model, tokenizer, state_before(folder, model, tokenizer, held_out, began)
 
 # %% ../nbs/90_demo.ipynb #6ef5998a
 @one_thread()
@@ -204,37 +284,45 @@ def run_demo(
     seed: int = 0,  # of everything
     out: str | Path = "runs/demo",  # folder, made if need be
     resume: bool = False,  # go on with an interrupted run in that folder
-    quiet: bool = False,  # no progress bar and no table
+    quiet: bool = False,  # no progress bar and no results on the screen
+    save_steps: int | None = None,  # updates from one checkpoint to the next; None: 50
+    bars: bool = True,  # False: a line a minute in place of progress bars
     # accuracy_before, accuracy_after, seconds, seed, steps: what summary.json holds
 ) -> dict[str, Any]:
     "Warm up, train with GRPO, test on sums never seen, and leave everything in `out`."
-    began, folder = time.perf_counter(), Path(out)
+    folder, bars = Path(out), bars and not quiet
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = addition_problems(seed)
-    config = demo_config(steps or 400, seed, folder, disable_tqdm=quiet)
-    go_on = resume and bool(checkpoints(folder)) and (folder / "before.json").exists()
-    if resume and not go_on and not quiet:
-        print("the run was stopped before its first checkpoint, so it begins anew")
-    if go_on:
-        model, tokenizer = tiny_gpt_oss(seed)
-        before = json.loads((folder / "before.json").read_text())
-    else:
-        model, tokenizer = warmed_up_model(seed, train, progress=not quiet)
-        before = state_before(folder, model, tokenizer, held_out, began)
-    if not quiet:
-        print(f"held-out accuracy before: {before['accuracy']:.3f}")
-
-    watch = HeldOutAccuracy(held_out)
-    trainer = watch.trainer = GRPOTrainer(
-        model, exact_answer_reward, config, train, processing_class=tokenizer, callbacks=[watch]
+    checkpoint = checkpoint_to_resume(folder) if resume else None
+    model, tokenizer, before = starting_point(
+        folder, checkpoint, train, held_out, seed, quiet, bars
     )
+    if not quiet:
+        print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
+
+    config = demo_config(
+        steps or 400, seed, folder, disable_tqdm=not bars, save_steps=save_steps or 50
+    )
+    watch = [HeldOutAccuracy(held_out), FirstCheckpoint()]
+    lines = [] if bars or quiet else [MinuteLines()]
+    trainer = GRPOTrainer(
+        model,
+        exact_answer_reward,
+        config,
+        train,
+        processing_class=tokenizer,
+        callbacks=[*watch, *lines],
+    )
+    for callback in watch:
+        callback.trainer = trainer
     trainer.log.show = False  # the bar shows enough
-    trainer.train(resume_from_checkpoint=go_on)
-    summary = write_results(folder, trainer, held_out, before, watch)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    summary = write_results(folder, trainer, held_out, before)
     if not quiet:
         print(
             f"held-out accuracy after:  {summary['accuracy_after']:.3f}   "
             f"({summary['seconds']:.0f} s; model, "
-            f"log, samples and curves are in {folder})"
+            f"log, samples and curves are in {folder})",
+            flush=True,
         )
     return summary

@@ -38,6 +38,15 @@ def signature(kernel, kinds, constants):
 FLOATS = {"alpha", "limit", "largest", "scale", "eps", "inverse_temperature", "SA", "SB", "SC"}
 
 
+def multiples_of_16(types):
+    "Triton's word for the pointers and sizes of which it may assume that."
+    return {
+        (n,): [["tt.divisibility", 16]]
+        for n, (name, kind) in enumerate(types.items())
+        if kind[0] == "*" or name in ALIGNED and kind != "constexpr"
+    }
+
+
 def cases(half):
     """(name, kernel, pointers, constants, warps, stages) at gpt-oss-20b's sizes; `half` is the
     card's 16-bit format."""
@@ -252,11 +261,7 @@ def compile_packed(capability):
     names = list(inspect.signature(kernel.fn).parameters)
     for name, pointers, constants in packed_cases():
         types = signature(kernel, pointers, constants)
-        aligned = {
-            (n,): [["tt.divisibility", 16]]
-            for n, (key, kind) in enumerate(types.items())
-            if kind[0] == "*" or key in ALIGNED
-        }
+        aligned = multiples_of_16(types)
         try:
             source = GluonASTSource(
                 kernel,
@@ -284,11 +289,7 @@ def main():
             "fp16" if capability < 80 else "bf16"
         ):
             types = signature(kernel, pointers, constants)
-            aligned = {
-                (n,): [["tt.divisibility", 16]]
-                for n, (key, kind) in enumerate(types.items())
-                if kind[0] == "*" or key in ALIGNED
-            }
+            aligned = multiples_of_16(types)
             try:
                 compiled = triton.compile(
                     ASTSource(kernel, types, constants, aligned),

@@ -1,15 +1,18 @@
 """What each process of a distributed run does; started by test_distributed.py through torchrun, and
 imported by it for the same run in one process.
 
-torchrun --nproc_per_node 2 distributed_child.py OUT equal|fails
+torchrun --nproc_per_node 2 distributed_child.py OUT equal|fails|preempted [JSON]
 """
 
+import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from peft import LoraConfig
+from run_child import pause_at
 from small_runs import digits, drawn, small_model, small_trainer, weights_of
 
 from grpo_nb import GRPOTrainer
@@ -170,9 +173,27 @@ def fails(out, rank):
     trainer.train()
 
 
-if __name__ == "__main__":
-    import os
+def preempted(out, rank):
+    "A run that pauses in one process, for the test to send signals; `resume` goes on with it."
+    options = json.loads(sys.argv[3])
+    (Path(out) / f"pid{rank}").write_text(str(os.getpid()))
+    trainer = small_trainer(
+        out,
+        max_steps=4,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        save_strategy="steps",
+        save_steps=options.get("save_steps", 100),
+    )
+    if rank == options.get("rank", 0) and "pause" in options:
+        pause_at(trainer, **options["pause"])
+    trainer.preemption.grace_s = options.get("grace_s", 20)
+    trainer.train(resume_from_checkpoint=options.get("resume"))
+    final = dict(history=trainer.log_history, weights=weights_of(trainer.model))
+    torch.save(final, Path(out) / f"final{rank}.pt")
 
+
+if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[sys.argv[2]](sys.argv[1], int(os.environ["RANK"]))
     torch.distributed.destroy_process_group()

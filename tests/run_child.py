@@ -9,14 +9,16 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
-from small_runs import ROWS, small_trainer, weights_of
+from small_runs import ROWS, digits, small_trainer, weights_of
 
 from grpo_nb.training import checkpoint
+from grpo_nb.training.trainer import Preempted
 
 
 def die_at(moment: str) -> None:
@@ -45,19 +47,57 @@ def die_at(moment: str) -> None:
     setattr(module, name, deadly)
 
 
-def run(folder, resume=False, threads=1, adapter=None, evaluate=False, die=None, **settings):
-    "One training; what it ends with is in final.pt."
+def pause_at(trainer, at, step, seconds, grace_s=20, folder=None, swallow=False):
+    """Sleep once, in a certain place of the loop after `step` updates; a file `paused` says that it
+    has begun."""
+    part, name = {
+        "collect": (trainer.collector, "collect"),
+        "accumulate": (trainer.policy_update, "accumulate"),
+        "reduce": (trainer.policy_update, "reduce"),
+        "step": (trainer.policy_update, "step"),
+        "save": (trainer.checkpointer, "save_model"),
+        "evaluate": (trainer.evaluator, "evaluate"),
+    }[at]
+    original = getattr(part, name)
+    marker = Path(folder or trainer.config.output_dir) / "paused"
+    trainer.preemption.grace_s = grace_s
+
+    def slow(*arguments, **others):
+        if trainer.state.global_step == step and not marker.exists():
+            marker.touch()
+            try:
+                end = time.monotonic() + seconds
+                while time.monotonic() < end:
+                    time.sleep(0.02)
+            except KeyboardInterrupt:
+                if not swallow:
+                    raise
+        return original(*arguments, **others)
+
+    setattr(part, name, slow)
+
+
+def build(folder, threads=1, adapter=None, evaluate=False, reward=digits, **settings):
+    "The trainer of one training."
     torch.set_num_threads(threads)
     arguments = dict(peft_config=LoraConfig(**adapter)) if adapter else {}
     if evaluate:
         arguments["eval_dataset"] = ROWS[:3]
-    trainer = small_trainer(folder, arguments=arguments, **settings)
+    trainer = small_trainer(folder, reward, arguments=arguments, **settings)
     if trainer.precision.scaler.is_enabled():
         trainer.precision.scaler = torch.amp.GradScaler(
             "cpu", init_scale=2.0**10, growth_interval=2
         )  # so that the scale moves
+    return trainer
+
+
+def run(folder, resume=False, die=None, pause=None, **settings):
+    "One training; what it ends with is in final.pt."
+    trainer = build(folder, **settings)
     if die:
         die_at(die)
+    if pause:
+        pause_at(trainer, **pause)
     trainer.train(resume_from_checkpoint=resume and bool(checkpoint.checkpoints(folder)))
     torch.save(
         {
@@ -80,6 +120,8 @@ def main():
                 code = run(**json.loads(line)) or 0
             except KeyboardInterrupt:
                 code = 130
+            except Preempted as stopped:
+                code = stopped.code
             except BaseException:
                 traceback.print_exc()
             finally:

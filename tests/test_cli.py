@@ -1,5 +1,6 @@
 "The command `grpo-nb`: what it refuses, what it says, and what it leaves behind."
 
+import errno
 import inspect
 import json
 import signal
@@ -7,10 +8,13 @@ import subprocess
 import sys
 import types
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from grpo_nb import cli
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def call(*arguments):
@@ -55,6 +59,7 @@ def runs(monkeypatch):
         (("demo", "--out", "/dev/null/inside"), "cannot be written"),
         (("demo", "--out", "/proc/grpo"), "cannot be written"),
         (("demo", "--resume", "--out", "/tmp/there-is-no-such-run"), "no run to resume"),
+        (("demo", "--save-steps", "0"), "at the least"),
         (("doctor", "--jsno"), "--jsno"),
         (("plan", "gpt-5"), "nothing is looked up"),
         (("plan", "Llama-3.1-8B", "--format", "mxfp4"), "has no experts"),
@@ -89,7 +94,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
             ("plan", "--help"),
             ("--card", "--context", "--lora-r", "--offload", "--json", "Exit status 0"),
         ),
-        (("demo", "--help"), ("--steps", "--seed", "--out", "--resume")),
+        (("demo", "--help"), ("--steps", "--seed", "--out", "--resume", "--save-steps")),
         (("doctor", "--help"), ("--json",)),
         (("--version",), (version("grpo_nb"),)),
     ],
@@ -99,51 +104,62 @@ def test_help_needs_nothing_heavy(arguments, words):
     assert done.returncode == 0 and all(word in done.stdout for word in words)
 
 
+DEFAULTS = dict(steps=None, seed=0, save_steps=None, out="runs/demo", resume=False, quiet=False)
+
+
 def test_arguments_reach_the_demo(runs, tmp_path):
-    assert (
-        cli.main(
-            [
-                "demo",
-                "--steps",
-                "7",
-                "--seed",
-                "3",
-                "--out",
-                str(tmp_path / "new" / "run"),
-                "--quiet",
-            ]
-        )
-        == 0
-    )
-    assert runs == [
-        dict(steps=7, seed=3, out=str(tmp_path / "new" / "run"), resume=False, quiet=True)
-    ]
+    out = str(tmp_path / "new" / "run")
+    flags = dict(steps=7, seed=3, save_steps=2, out=out)
+    words = [word for name, x in flags.items() for word in (f"--{name.replace('_', '-')}", str(x))]
+    assert cli.main(["demo", *words, "--quiet"]) == 0
+    assert runs == [flags | dict(resume=False, quiet=True, bars=False)]
 
 
 def test_the_demo_takes_what_it_is_given():
     from grpo_nb.demo import run_demo
 
-    inspect.signature(run_demo).bind(steps=None, seed=0, out="runs/demo", resume=False, quiet=False)
+    inspect.signature(run_demo).bind(**DEFAULTS, bars=True)
 
 
 def test_defaults(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert cli.main(["demo"]) == 0
-    assert runs == [dict(steps=None, seed=0, out="runs/demo", resume=False, quiet=False)]
+    assert runs == [DEFAULTS | dict(bars=True)]
 
 
-def test_resume_keeps_the_seed_of_the_run(runs, tmp_path, capsys):
+def test_resume_keeps_the_settings_of_the_run(runs, tmp_path, capsys):
     out = ["--out", str(tmp_path / "run")]
-    cli.main(["demo", "--seed", "3", "--steps", "5", *out])
+    cli.main(["demo", "--seed", "3", "--steps", "5", "--save-steps", "2", *out])
     assert cli.main(["demo", "--resume", *out]) == 0
-    assert cli.main(["demo", "--resume", "--steps", "9", *out]) == 0
+    assert cli.main(["demo", "--resume", "--steps", "9", "--save-steps", "4", *out]) == 0
     assert cli.main(["demo", "--resume", "--seed", "4", *out]) == 2
     assert "--seed 3" in capsys.readouterr().err
-    assert [(r["seed"], r["steps"], r["resume"]) for r in runs] == [
-        (3, 5, False),
-        (3, 5, True),
-        (3, 9, True),
+    assert [(r["seed"], r["steps"], r["save_steps"], r["resume"]) for r in runs] == [
+        (3, 5, 2, False),
+        (3, 5, 2, True),
+        (3, 9, 4, True),
     ]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"seed": "0"}', b'{"seed": 1.5}', b'{"seed": null}', b"\xff"]
+)
+def test_a_damaged_marker_asks_for_the_seed(runs, content, tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "demo.json").write_bytes(content)
+    assert cli.main(["demo", "--resume", "--out", str(out)]) == 2
+    assert "is damaged, so the seed" in capsys.readouterr().err
+    assert (out / "demo.json").read_bytes() == content and not runs
+    assert cli.main(["demo", "--resume", "--seed", "3", "--out", str(out)]) == 0
+    assert runs[0]["seed"] == 3 and json.loads((out / "demo.json").read_text())["seed"] == 3
+
+
+def test_a_marker_of_an_earlier_version(runs, tmp_path):
+    (tmp_path / "demo.json").write_text('{"seed": 2, "steps": 9}')
+    assert cli.main(["demo", "--resume", "--out", str(tmp_path)]) == 0
+    assert (runs[0]["seed"], runs[0]["steps"], runs[0]["save_steps"]) == (2, 9, None)
 
 
 def test_a_second_run_moves_the_first_aside(runs, tmp_path, capsys):
@@ -155,35 +171,62 @@ def test_a_second_run_moves_the_first_aside(runs, tmp_path, capsys):
     assert str(tmp_path / "run-2") in capsys.readouterr().out
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, capsys):
-    def interrupted(**_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "grpo_nb.demo", types.SimpleNamespace(run_demo=interrupted))
-    assert cli.main(["demo", "--out", str(tmp_path / "my run")]) == 130
-    assert f"grpo-nb demo --resume --out '{tmp_path}/my run'" in capsys.readouterr().err
+FULL = "OSError: [Errno 28] No space left on device"
 
 
-def test_ctrl_c_in_a_real_run(tmp_path):
+@pytest.mark.parametrize(
+    "error, status, words",
+    [
+        (KeyboardInterrupt(), 130, "Stopped. To go on with what was saved: "),
+        (SystemExit(143), 143, "Stopped. To go on with what was saved: "),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "the disk is full: "),
+        (RuntimeError(f"Error while serializing: {FULL}"), 1, "the disk is full: "),
+        (PermissionError(errno.EACCES, "Permission denied"), 1, "Permission denied. Then go on: "),
+    ],
+)
+def test_the_last_line_says_how_to_go_on(error, status, words, monkeypatch, tmp_path, capsys):
+    def stopped(**_):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "grpo_nb.demo", types.SimpleNamespace(run_demo=stopped))
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["demo", "--out", str(tmp_path / "my run")]) == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert words in last and last.endswith(f"grpo-nb demo --resume --out '{tmp_path}/my run'")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_value_that_cannot_be_used_is_no_traceback(monkeypatch, tmp_path, capsys):
+    def refuses(**_):
+        raise ValueError("the data has 3 rows, and had 4")
+
+    monkeypatch.setitem(sys.modules, "grpo_nb.demo", types.SimpleNamespace(run_demo=refuses))
+    assert cli.main(["demo", "--out", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err == "grpo-nb demo: the data has 3 rows, and had 4\n"
+
+
+def test_the_last_line_of_a_run_says_what_to_look_at(runs, tmp_path, capsys):
+    cli.main(["demo", "--out", str(tmp_path / "run")])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"Next: look at {tmp_path / 'run' / 'curves.png'}")
+    lesson = last.split("/blob/main/")[1]
+    assert (ROOT / lesson).exists()
+    cli.main(["demo", "--quiet", "--out", str(tmp_path / "other")])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_in_a_real_warm_up(name, status, tmp_path):
     out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from grpo_nb.cli import main; sys.exit(main())",
-        "demo",
-        "--steps",
-        "2",
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, "-m", "grpo_nb", "demo", "--steps", "2", "--out", str(out)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     said = ""
-    while "loss=" not in said and (more := process.stderr.read(1)):
-        said += more  # the bar of the warm-up: the work has begun
-    process.send_signal(signal.SIGINT)
+    while "warming up" not in said and (more := process.stderr.read(1)):
+        said += more  # the work has begun
+    process.send_signal(getattr(signal, name))
     said = process.communicate(timeout=60)[1]
     assert (
-        process.returncode == 130
+        process.returncode == status
         and f"grpo-nb demo --resume --out {out}" in said
         and "Traceback" not in said
     )
@@ -226,6 +269,20 @@ def test_doctor_fails_and_says_what_to_type_when_a_requirement_is_too_old(monkey
     }
     assert "needs >=0.17" in lines["peft"] and "pip install 'peft>=0.17'" in lines["peft"]
     assert "missing" in lines["datasets"] and "missing" not in lines["torch"]
+
+
+def test_doctor_names_packages_that_an_index_has(monkeypatch):
+    monkeypatch.setattr(cli, "_version", lambda name: None)
+    hints = {row["name"]: row["hint"] for row in cli.packages()}
+    assert hints["bitsandbytes"] == "pip install 'bitsandbytes>=0.48'"
+    assert len(hints) == 10 and not [hint for hint in hints.values() if "grpo_nb" in hint]
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "grpo_nb", "--version"], capture_output=True)
+    assert done.stdout.decode().strip() == f"grpo-nb {version('grpo_nb')}"
+    wrong = subprocess.run([sys.executable, "-m", "grpo_nb", "dmeo"], capture_output=True)
+    assert wrong.returncode == 2 and wrong.stderr.startswith(b"grpo-nb: ")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -337,6 +338,22 @@ def test_links_of_the_readme_lead_somewhere():
     assert targets and not [target for target in targets if not (ROOT / target).exists()]
 
 
+def test_what_an_index_shows_has_no_relative_links(monkeypatch):
+    given = {}
+    monkeypatch.setattr("setuptools.setup", lambda **settings: given.update(settings))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    links = re.findall(r"\]\(([^)\s]+)", given["long_description"])
+    relative = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / "README.md").read_text())
+    assert relative and all(re.match(r"https?://|#", link) for link in links)
+    web = SETTINGS["git_url"] % {"user": SETTINGS["user"], "repo": SETTINGS["repo"]}
+    ours = re.findall(rf"{web}/(?:blob|raw)/main/([^)#\s]+)", given["long_description"])
+    assert set(relative) <= set(ours)
+    pictures = re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", given["long_description"])
+    assert any("/raw/main/docs/images/" in picture for picture in pictures)
+    assert not [picture for picture in pictures if "/blob/" in picture]
+
+
 def paths_of(page):
     "Every path in a page, from the root: of its links, and in the commands that it gives."
     text = page.read_text()
@@ -364,6 +381,8 @@ def test_notebook_reads_well_without_running(notebook):
     outputs = [output for cell in stored["cells"] for output in cell.get("outputs", [])]
     assert outputs, "no stored output: run python tools/notebooks.py run on it"
     assert not [o for o in outputs if o["output_type"] == "error"], "a stored traceback"
+    folders = re.findall(r"/(?:tmp|T)/tmp[a-z0-9_]{8}\b", json.dumps(outputs))
+    assert not folders, f"temporary folders: run python tools/notebooks.py shorten {notebook}"
     assert "widgets" not in stored["metadata"], "stored widget state, which GitHub refuses to draw"
     assert not [
         o for o in outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})

@@ -7,6 +7,8 @@
         print it as text, for an editor
     python tools/notebooks.py build lesson.txt nbs/algorithm/03_batching.ipynb
         make the notebook from that text
+    python tools/notebooks.py shorten nbs/algorithm/03_batching.ipynb ...
+        take temporary folders out of the stored outputs, as `run` does
 
 In the text form a line `%%md` opens a markdown cell and a line `%%code` a code cell. Cell ids
 survive a round trip.
@@ -24,6 +26,8 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
+# a folder of `tempfile`, which has another name in every run, on Linux and macOS
+TEMPORARY = re.compile(r"(?:/private)?/(?:tmp|var/folders/\w+/\w+/T)/tmp[a-z0-9_]{8}\b")
 MARKS = {"%%md": "markdown", "%%code": "code"}
 
 
@@ -75,6 +79,26 @@ def skipped(cell, flags):
     return any(re.fullmatch(r"eval: *false", mark) or mark.split()[0] in flags for mark in marks)
 
 
+def without_temporary_paths(value):
+    "An output, or a part of one, with `...` in place of temporary folders."
+    if isinstance(value, str):
+        return TEMPORARY.sub("...", value)
+    if isinstance(value, list):
+        return [without_temporary_paths(part) for part in value]
+    if isinstance(value, dict):
+        return type(value)((key, without_temporary_paths(part)) for key, part in value.items())
+    return value
+
+
+def shorten(notebook):
+    "Take temporary folders out of all stored outputs."
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [
+                nbformat.from_dict(without_temporary_paths(output)) for output in cell.outputs
+            ]
+
+
 def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
     """Execute a notebook where it stands and store its outputs, without widget state and without
     execution counts; skipped cells keep what they have."""
@@ -97,6 +121,7 @@ def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
                 if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
             ]
     notebook.metadata.pop("widgets", None)
+    shorten(notebook)
     nbformat.write(notebook, path)
     subprocess.run(
         [
@@ -120,6 +145,7 @@ def main():
         "--flags", nargs="*", default=[], metavar="FLAG", help="run the cells with these flags too"
     )
     commands.add_parser("text").add_argument("notebook", type=Path)
+    commands.add_parser("shorten").add_argument("notebooks", nargs="+", type=Path)
     make = commands.add_parser("build")
     make.add_argument("text", type=Path)
     make.add_argument("notebook", type=Path)
@@ -132,6 +158,11 @@ def main():
         for path in args.notebooks:
             print(path, flush=True)
             run(path, {"notest", "slow", "cuda"} - set(args.flags))
+    elif args.command == "shorten":
+        for path in args.notebooks:
+            notebook = nbformat.read(path, 4)
+            shorten(notebook)
+            nbformat.write(notebook, path)
     elif args.command == "text":
         print(to_text(nbformat.read(args.notebook, 4)))
     else:

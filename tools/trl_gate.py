@@ -2,10 +2,11 @@
 
     python tools/trl_gate.py PATH/test_grpo_trainer.py --out gate [-k EXPRESSION] [-n 2]
 
-PATH is a file of TRL's public repository, which is not kept here. The tiny models and data sets that the tests take from the Hugging Face hub are built on disk under the
-same names (the models of images are not), the line that imports the trainer is swapped, and every
-test runs once for each library. OUT/gate.json holds each test's outcome for both, with versions and
-date; the table that is printed counts them.
+PATH is a file of TRL's public repository, which is not kept here. The tiny models and data sets
+that the tests take from the Hugging Face hub are built on disk under the same names (the models
+of images are not), the line that imports the trainer is swapped, and every test runs once for
+each library. OUT/gate.json holds each test's outcome for both, with versions and date; the table
+that is printed counts them.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MOVES', 'Board', 'CORNER', 'WORKS', 'HONEST', 'GAME_ENDS', 'PROMPT', 'slide', 'shift', 'Game2048', 'StrategyFault',
            'GameRecord', 'play', 'random_policy', 'trusted', 'random_level', 'progress', 'Player', 'play_program',
-           'StrategyReport', 'checked_program', 'judge_strategy', 'game_points', 'success_points', 'OnceABatch',
-           'StrategyRewards', 'game2048_problems']
+           'StrategyReport', 'checked_program', 'judge_strategy', 'report_of', 'game_points', 'success_points',
+           'OnceABatch', 'StrategyRewards', 'game2048_problems']
 
 # %% ../../nbs/environments/12_game2048.ipynb #0abc919e
 import functools
@@ -19,7 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .sandbox import SandboxPool, Session, check_only_stdlib_imports
+from grpo_nb.environments.sandbox import (
+    SandboxPool,
+    Session,
+    check_only_stdlib_imports,
+    deadline,
+    time_is_up,
+)
+from .supervisor import ALLOWED_MODULES
 from grpo_nb.environments.verifiers import (
     Explanation,
     Program,
@@ -315,7 +322,7 @@ class StrategyReport:
     "How far a completion has come: its program, its stage, the reason, and its games."
 
     program: Program
-    stage: str  # no code, truncated, syntax, cheats, fails, plays
+    stage: str  # no code, truncated, syntax, cheats, unavailable, fails, plays
     why: str  # in a sentence
     games: tuple[GameRecord, ...] = ()
 
@@ -329,9 +336,9 @@ def checked_program(
     if program.code is None:
         return "no code", "there is no fenced block of Python"
     allowed, info = check_only_stdlib_imports(program.code)
-    if info["error"]:
+    if "error" in info:
         return "syntax", info["error"]
-    outside = [*info["non_stdlib"], *info["relative"], *info["dynamic"]]
+    outside = [*info["non_stdlib"], *info.get("dynamic", ())]
     return (
         None
         if allowed
@@ -343,6 +350,8 @@ def judge_strategy(
     completion: str | list[dict],  # a string, or chat messages
     pool: SandboxPool,
     seeds: tuple[int, ...] = (0, 1, 2, 3),  # one game each
+    *,
+    deadline_s: float | None = None,  # for all games together; None: `game_s` for each
     **settings,  # target, size, move_s, game_s, memory_mb: as for `play_program`
 ) -> StrategyReport:
     """Plays one game for each seed with the program of a completion. A first game without a move, a
@@ -351,32 +360,43 @@ def judge_strategy(
     if fault := checked_program(program):
         return StrategyReport(program, *fault)
     games: list[GameRecord] = []
-    for seed in seeds:
-        games.append(play_program(program.code, pool, seed, **settings))
-        if not games[0].moves or games[-1].end in ("timeout", "forbidden"):
-            break
+    limit = deadline_s or len(seeds) * settings.get("game_s", 5.0)
+    with deadline(limit):
+        for seed in seeds:
+            games.append(play_program(program.code, pool, seed, **settings))
+            if not games[0].moves or games[-1].end in ("timeout", "forbidden"):
+                break
+        late = time_is_up()
+    why = f"timeout: all games together may take {limit:g} s" if late else None
+    return report_of(program, tuple(games), why)
+
+
+def report_of(
+    program: Program,
+    games: tuple[GameRecord, ...],
+    why: str | None,  # None: what the games say
+) -> StrategyReport:
+    "The stage of a program that was run, from its games."
     last = games[-1]
     if last.end == "forbidden":
-        return StrategyReport(program, "cheats", last.error, tuple(games))
-    if not games[0].moves:
-        return StrategyReport(
-            program,
-            "syntax" if last.end == "syntax" else "fails",
-            f"{last.end}: {last.error}",
-            tuple(games),
-        )
-    return StrategyReport(
-        program, "plays", ", ".join(f"{g.best} ({g.end})" for g in games), tuple(games)
-    )
+        return StrategyReport(program, "cheats", last.error, games)
+    if games[0].moves:
+        ends = ", ".join(f"{game.best} ({game.end})" for game in games)
+        return StrategyReport(program, "plays", f"{ends}; {why}" if why else ends, games)
+    stage = last.end if last.end in ("syntax", "unavailable") else "fails"
+    return StrategyReport(program, stage, why or f"{last.end}: {last.error}", games)
 
 # %% ../../nbs/environments/12_game2048.ipynb #469fec2e
 WORKS = {
-    "plain": {"plays": 1.0, "fails": 0.0, "cheats": 0.0, "syntax": 0.0, "no code": 0.0},
-    "published": {"plays": 1.0, "fails": -0.5, "cheats": -0.5, "syntax": -2.0, "no code": -2.0},
+    "plain": dict(plays=1.0, unavailable=0.25, fails=0.0, cheats=0.0, syntax=0.0)
+    | {"no code": 0.0},
+    "published": dict(plays=1.0, unavailable=-0.5, fails=-0.5, cheats=-0.5, syntax=-2.0)
+    | {"no code": -2.0},
 }
 HONEST = {
-    "plain": {"plays": 1.0, "fails": 0.0, "cheats": 0.0, "syntax": 0.0, "no code": 0.0},
-    "published": {"plays": 1.0, "fails": 1.0, "cheats": -20.0, "syntax": -1.0, "no code": -1.0},
+    "plain": dict(plays=1.0, unavailable=1.0, fails=0.0, cheats=0.0, syntax=0.0) | {"no code": 0.0},
+    "published": dict(plays=1.0, unavailable=1.0, fails=1.0, cheats=-20.0, syntax=-1.0)
+    | {"no code": -1.0},
 }
 GAME_ENDS = {
     "won": 20.0,
@@ -462,17 +482,17 @@ class StrategyRewards:
         # other games at each step, the same for all processes
         seed: int | None = None,
         workers: int = 2,  # completions at the same time
-        **settings,  # target, size, move_s, game_s, memory_mb: as for `play_program`
+        **settings,  # target, size, move_s, game_s, memory_mb, deadline_s: as for `judge_strategy`
     ):
         if scale not in WORKS:
             raise ValueError(f"scale is {scale!r}, and it must be one of {', '.join(WORKS)}")
         if games < 1 or workers < 1:
             raise ValueError(f"games and workers must be at least 1, not {games} and {workers}")
-        unknown = set(settings) - {"target", "size", "move_s", "game_s", "memory_mb"}
-        if unknown:
+        known = {"target", "size", "move_s", "game_s", "memory_mb", "deadline_s"}
+        if unknown := set(settings) - known:
             raise TypeError(
                 f"no settings of these names: {', '.join(sorted(unknown))}; there are "
-                "target, size, move_s, game_s and memory_mb"
+                "target, size, move_s, game_s, memory_mb and deadline_s"
             )
         if scale == "plain":
             progress(
@@ -571,9 +591,9 @@ a Python function `strategy(board)`.
 square. Return one string: "W" (up), "A" (left), "S" (down) or "D" (right).
 A push that moves no tile changes nothing, and you are asked again with the same board. \
 The game is won with a tile of {target}.
-Use plain Python and the computing parts of its standard library (math, random, itertools, \
-collections, ...). Global variables keep their values during one game. \
-A game may take {game_s:g} seconds in all.
+Use plain Python and what computes in its standard library, without files, processes, threads or \
+network. These modules exist: {modules}.
+Global variables keep their values during one game. A game may take {game_s:g} seconds in all.
 
 Answer with the complete program in one block:
 ```python
@@ -590,11 +610,6 @@ def game2048_problems(
     game_s: float = 5.0,
 ) -> list[dict]:  # {"prompt": chat messages}
     "Rows to train on: each has the same prompt, and no answer."
-    return [
-        {
-            "prompt": [
-                {"role": "user", "content": PROMPT.format(target=target, size=size, game_s=game_s)}
-            ]
-        }
-        for _ in range(count)
-    ]
+    modules = " ".join(ALLOWED_MODULES)
+    prompt = PROMPT.format(target=target, size=size, game_s=game_s, modules=modules)
+    return [{"prompt": [{"role": "user", "content": prompt}]} for _ in range(count)]

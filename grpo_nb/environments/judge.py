@@ -28,7 +28,8 @@ from .verifiers import completion_text
 
 # %% ../../nbs/environments/06_judge.ipynb #35829633
 SCORE_LINE = re.compile(
-    r"(?:^[ \t>*_`\"'{#-]*(?:\w+ ){0,2}|[{,]\s*[\"'])score(?: ?\([^)\n]*\))?[ \t*_`\"']*[:=](.*)$",
+    r"(?:^[ \t>*_`\"'{#-]*+(?:\w++ ){0,2}|[{,]\s*+[\"'])score(?: ?\([^)\n]{0,100}\))?"
+    r"[ \t*_`\"']*+[:=](.*)$",
     re.I | re.M,
 )
 SCORE = re.compile(

@@ -253,7 +253,7 @@ def final_channel(
     return text[slice(*place)] if place else None
 
 # %% ../../nbs/environments/01_verifiers.ipynb #0a5bdbb2
-OPENING = re.compile(r"\s*(`{3,}|~{3,})[ \t]*([\w+-]*)\s*$")
+OPENING = re.compile(r"\s*+(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)\s*+$")
 
 
 @dataclass(frozen=True)

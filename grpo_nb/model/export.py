@@ -31,20 +31,26 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .experts_lora import expert_weights
+from .files import NO_ROOM, naming_a_full_disk
 from .loading import choose_dtype
 from .lora import read_lora
-from .mxfp4 import BLOCK, dequantize, e2m1_values, quantize
+from .mxfp4 import BLOCK, dequantize, e2m1_values, has_float64, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
 from .stored_weights import DTYPES, read_checkpoint
 
 # %% ../../nbs/model/23_export.ipynb #f2a132c0
 def _sync(path):
     "Wait until a file or a folder would survive a power cut."
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folder; its own journal keeps renames
+    # and Windows flushes only what is open for writing
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:
-        pass  # some network drives cannot; the rename is still atomic
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise  # some network drives say so only now
+        # others cannot wait at all; the rename is still atomic
     finally:
         os.close(descriptor)
 
@@ -103,9 +109,10 @@ def new_folder(
     check_disk_space(path, nbytes)
     partial.mkdir(parents=True)
     try:
-        yield partial
-        for file in [*partial.rglob("*"), partial]:
-            _sync(file)
+        with naming_a_full_disk(partial):
+            yield partial
+            for file in [*partial.rglob("*"), partial]:
+                _sync(file)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -534,6 +541,8 @@ def quantize_closely(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`mxfp4.quantize` with the better of two exponents for each block: the standard's or the next
     higher. Weights that are on the grid stay there."""
+    if not has_float64(weight.device):
+        return tuple(x.to(weight.device) for x in quantize_closely(weight.cpu()))
     magnitudes, parts = e2m1_values(weight.device)[:8].float(), []
     for x in weight.split(1024):
         x = x.float().contiguous()

@@ -4,14 +4,17 @@
 
 # %% auto #0
 __all__ = ['check_filters', 'check_counts', 'check_stop', 'SamplingParams', 'apply_temperature', 'keep_top_k', 'keep_top_p',
-           'keep_min_p', 'apply_repetition_penalty', 'processed_log_probs', 'draw', 'sample_tokens']
+           'keep_min_p', 'apply_repetition_penalty', 'processed_log_probs', 'uniform_numbers', 'draw', 'sample_tokens']
 
 # %% ../../nbs/rollout/01_sampling.ipynb #3d6caef3
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ..model.mxfp4 import has_float64
 
 # %% ../../nbs/rollout/01_sampling.ipynb #587b4398
 def _require(ok, name, value, rule):
@@ -25,7 +28,10 @@ def _is_int(x):
 
 
 def _is_number(x):
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    "A number that a float can hold: 10**400 is an int, and none."
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        return False
+    return abs(x) <= sys.float_info.max  # NaN is not
 
 
 def check_filters(params) -> None:  # ValueError
@@ -197,16 +203,28 @@ def processed_log_probs(
         logits = keep_min_p(logits, params.min_p)
     return logits.log_softmax(-1)
 
-# %% ../../nbs/rollout/01_sampling.ipynb #7bb201b9
+# %% ../../nbs/rollout/01_sampling.ipynb #0ddd3b20
+def uniform_numbers(
+    count: int,
+    device: torch.device,  # whose generator draws
+    generator: torch.Generator | None = None,  # on that device; None is torch's global one
+) -> torch.Tensor:  # (count, 1) float64 in [0, 1): there, or on the CPU if it has no float64
+    "Random numbers that are fine enough to find any token."
+    if has_float64(device):
+        return torch.rand(count, 1, dtype=torch.float64, device=device, generator=generator)
+    coarse = torch.rand(count, 2, device=device, generator=generator).cpu().double()
+    return coarse[:, :1] + 2**-24 * coarse[:, 1:]
+
+
 def draw(
     logprobs: torch.Tensor,  # (N, V), each row a distribution
     generator: torch.Generator | None = None,  # on the same device; None is torch's global one
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (N,) int64 and their log-probs (N,)
     "Draw one token of each row, with one random number a row."
-    ends = logprobs.exp().cumsum(-1, dtype=torch.float64)  # (N, V)
-    uniform = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device, generator=generator)
+    uniform = uniform_numbers(len(logprobs), logprobs.device, generator)  # (N, 1)
+    ends = logprobs.to(uniform.device).exp().cumsum(-1, dtype=torch.float64)  # (N, V)
     tokens = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)  # (N, 1)
-    tokens = tokens.clamp(max=ends.shape[-1] - 1)  # for rows of NaN
+    tokens = tokens.clamp(max=ends.shape[-1] - 1).to(logprobs.device)  # clamped for rows of NaN
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 # %% ../../nbs/rollout/01_sampling.ipynb #98a46f0e

@@ -26,9 +26,9 @@ from grpo_nb.training.data import (
     reward_columns,
 )
 from .policy_logprobs import TrainingBatch
-from .reporting import Metrics, completion_metrics, reward_metrics
+from .reporting import Metrics, check_logged, completion_metrics, reward_metrics
 from .rewards import score_completions
-from .samples import sample_rows
+from .samples import check_column, sample_rows
 from .state import TrainState
 
 # %% ../../nbs/training/11_collect.ipynb #e721128a
@@ -108,6 +108,15 @@ class CompletionSource:
         ]
         lengths = rollout.lengths.tolist()
         extra: dict[str, list] = {}
+
+        def log_metric(name, value):
+            check_logged(name, value)
+            metrics.add({name: value})
+
+        def log_extra(name, values):
+            check_column(name, values, len(rows))
+            extra[name] = list(values)
+
         scores = score_completions(
             self.reward_funcs,
             [row["prompt"] for row in rows],
@@ -116,8 +125,8 @@ class CompletionSource:
             reward_timeout_s=self.config.reward_timeout_s,
             completion_ids=[ids[:n] for ids, n in zip(rollout.completion_ids.tolist(), lengths)],
             trainer_state=self.state,
-            log_metric=lambda name, value: metrics.add({name: value}),
-            log_extra=extra.__setitem__,
+            log_metric=log_metric,
+            log_extra=log_extra,
             data={**reward_columns(rows), **rollout.columns},
         )
         return completions, scores, extra

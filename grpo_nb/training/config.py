@@ -423,8 +423,10 @@ class RewardSettings(Settings):
     multi_objective_aggregation: str = setting(
         "sum_then_normalize", ("sum_then_normalize", "normalize_then_sum")
     )
-    # seconds a reward function of this process may take; then it is left behind in its thread and
-    # scored None. None: no limit, called as TRL does
+    # seconds a reward function may take; then it is killed and scored None. It runs in a copy of
+    # this process: what it changes there is lost, and it has no GPU. An object with a state gets a
+    # thread, which cannot be killed. None: no limit, called as TRL does, and one that hangs holds
+    # the run
     reward_timeout_s: float | None = setting(None, "(0, inf)")
 
     def check(self):

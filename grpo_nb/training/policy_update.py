@@ -34,7 +34,14 @@ from grpo_nb.training.micro_batches import (
     slice_sizes,
     split,
 )
-from .optimizer import make_schedule, waits_for_metric
+from grpo_nb.training.optimizer import (
+    Inspector,
+    check_like,
+    check_optimizer_state,
+    check_schedule_state,
+    make_schedule,
+    waits_for_metric,
+)
 from .policy_logprobs import TrainingBatch, completion_logps, rollout_gap
 from .policy_model import recompute_layers
 from .precision import Precision
@@ -74,6 +81,13 @@ class EntropyBonus:
     def state_dict(self) -> dict[str, float | None]:
         "The weight, and the entropy of the last update, which decides whether it applies."
         return {"coef": self.coef, "last": self.last}
+
+    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
+        "Refuse what is no weight and no entropy."
+        check.keys(saved, ("coef", "last"), "the entropy bonus")
+        check.number(saved["coef"], "the weight of the entropy bonus")
+        if saved["last"] is not None:
+            check.number(saved["last"], "the last entropy")
 
     def load_state_dict(self, saved: dict[str, float | None]) -> None:
         "Put the weight and the last entropy back."
@@ -224,6 +238,7 @@ class PolicyUpdate:
         metrics: Metrics,  # each micro-batch and update adds its numbers
         *,
         reference: Reference | None = None,
+        schedule: Any = None,  # of the learning rate, if it was given to the trainer
         corrects: bool = False,  # completions are weighed by trainer / sampler probability
         tell: Callable[[str], None] = lambda event: None,  # called around the optimizer's step
     ):
@@ -235,7 +250,7 @@ class PolicyUpdate:
         self.store = HostStore() if config.offload_activations else None
         self.fitter = MicroBatchFitter(config, model, reference, self.device, precision.dtype)
         self.entropy_bonus, self.window = EntropyBonus(config), Window(self.device)
-        self.schedule, self.learning_rate = None, config.learning_rate
+        self.schedule, self.learning_rate = schedule, config.learning_rate
         self.arrange()
 
     def arrange(self) -> None:
@@ -441,8 +456,7 @@ class PolicyUpdate:
         self,
         number: int,  # of this update, the first is 1
     ) -> None:
-        "Move the weights by the window's gradients, divided by what it really held."
-        self.reduce()
+        "Move the weights by the reduced gradients, divided by what the window really held."
         factor = self.window.factor(self.config.loss_type, self.layout.gradient_accumulation_steps)
         norm = self.clip(factor)
         self.read_rate()
@@ -461,7 +475,7 @@ class PolicyUpdate:
         self.window = Window(self.device)
 
     def reduce(self) -> None:
-        "Sum the gradients and the window's counts over all processes, in place."
+        "Sum the gradients and the window's counts over all processes; no weight moves yet."
         if self.accelerator.num_processes == 1:
             return
         for p in self.parameters:
@@ -497,8 +511,10 @@ class PolicyUpdate:
         "What a checkpoint has to hold beside the weights."
         reference, moves = self.reference, self.config.sync_ref_model
         keeps = reference and (moves or reference.model is None)
+        optimizer = self.optimizer.state_dict()
         return dict(
-            optimizer=self.optimizer.state_dict(),
+            optimizer=optimizer,
+            trained=len(optimizer["state"]),
             schedule=self.schedule.state_dict(),
             scaler=self.precision.scaler.state_dict(),
             entropy_bonus=self.entropy_bonus.state_dict(),
@@ -508,28 +524,47 @@ class PolicyUpdate:
 
     def check_state_dict(
         self,
-        saved: dict[str, Any],
-        whose: str,  # the checkpoint, for messages
+        saved: Any,  # from a checkpoint
+        check: Inspector,
     ) -> None:  # ValueError
-        "Refuse the state of another optimizer, or of a run with another reference."
+        "Refuse the state of another optimizer or of a run with another reference; nothing changes."
+        names = ("optimizer", "schedule", "scaler", "entropy_bonus", "reference", "reference_norms")
+        check.keys(saved, names, "the update", optional=("trained",))
+        check_optimizer_state(self.optimizer, saved["optimizer"], check)
+        groups, state = (saved["optimizer"][name] for name in ("param_groups", "state"))
+        if saved.get("trained", len(state)) != len(state):
+            wanted = f"of {saved['trained']}, as was stored"
+            check.refuse("the optimizer's state", f"of {len(state)} parameters", wanted)
+        check_schedule_state(self.schedule or self.pattern(), saved["schedule"], groups, check)
+        if self.precision.scaler.is_enabled():
+            check_like(self.precision.scaler.state_dict(), saved["scaler"], "the scaler", check)
+            check.number(saved["scaler"]["scale"], "scale of the scaler", least=1e-300)
+        self.entropy_bonus.check_state_dict(saved["entropy_bonus"], check)
+        self.check_reference(saved["reference"], saved["reference_norms"], check)
+
+    def pattern(self) -> Any:
+        "A schedule like that of the settings, on an optimizer that moves nothing."
+        groups = [{"params": [torch.zeros(1)]} for _ in self.optimizer.param_groups]
+        return make_schedule(self.config, torch.optim.SGD(groups, lr=1.0), 10**6)
+
+    def check_reference(self, saved: Any, then: Any, check: Inspector) -> None:  # ValueError
+        "Refuse weights of a reference that has others, and a run that began with another one."
         now = self.reference.norms() if self.reference else []
-        then = saved.get("reference_norms") or []
+        for norm in then or []:
+            check.number(norm, "a norm of the reference", least=0)
+        if self.reference and (saved is not None or then == []):  # an adapter's, which is stored
+            own = self.reference.weights()
+            check.keys(dict(enumerate(saved or [])), range(len(own)), "the reference")
+            for weight, here in zip(saved, own):
+                check.tensor(weight, "a weight of the reference", here.shape, (here.dtype,))
         if now and then:
             far = len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then)
             if far:
                 raise ValueError(
                     "the reference policy is the model that the trainer was given, and the run of "
-                    f"{whose} began with another one: give the model that it began with, its "
+                    f"{check} began with another one: give the model that it began with, its "
                     "weights come from the checkpoint"
                 )
-        groups = [self.optimizer.param_groups, saved["optimizer"]["param_groups"]]
-        here, there = ([len(group["params"]) for group in side] for side in groups)
-        if here != there:
-            raise ValueError(
-                f"the optimizer's state in {whose} does not fit this run (it has groups of {there} "
-                f"parameters there and of {here} here): set weight_decay and what trains back to "
-                "what they were, or begin anew"
-            )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         "Load optimizer, schedule, scaler and entropy bonus, and a reference that was saved."

@@ -72,6 +72,7 @@ class Reference:
         model,  # the policy as it is now
     ):  # yields the model that computes the reference's log-probs
         "The reference policy; with an adapter, its first weights are in the model inside `with`."
+        self.restore()  # after a Ctrl-C on the way out of the last `with`
         self.aside = [(p, p.data) for p, _ in self.start]
         try:
             for p, kept in self.start:

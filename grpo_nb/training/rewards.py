@@ -4,25 +4,44 @@
 
 # %% auto #0
 __all__ = ['EVENT_LOOPS', 'KEYWORDS', 'RewardError', 'reward_name', 'reward_names', 'as_scores', 'TooLate', 'EventLoop',
-           'run_coroutines', 'CallThread', 'call_within', 'answers_of', 'keywords_given', 'asks_for_others',
-           'checked_scores', 'scores_of_late', 'check_judged', 'score_completions', 'loading', 'load_classifier',
-           'check_classifier', 'ModelReward', 'reward_functions']
+           'run_coroutines', 'CallThread', 'call_within', 'can_be_copied', 'sendable', 'answer_and_exit', 'CallProcess',
+           'answers_of', 'in_this_process', 'warn_of_thread', 'keywords_given', 'asks_for_others', 'checked_scores',
+           'scores_of_late', 'check_judged', 'score_completions', 'loading', 'load_classifier', 'check_classifier',
+           'ModelReward', 'reward_functions']
 
 # %% ../../nbs/training/03_rewards.ipynb #90ccbcee
 import asyncio
+import functools
 import inspect
 import math
+import os
+import pickle
+import signal
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..environments.isolated_rewards import IsolatedReward, NotScored, plain_scores
+from grpo_nb.environments.isolated_rewards import (
+    LOG_FUNCTIONS,
+    SET_PDEATHSIG,
+    ConnectionClosed,
+    DeadlinePassed,
+    IsolatedReward,
+    NotScored,
+    describe,
+    exchange,
+    plain_scores,
+    prctl,
+    send,
+)
 
 # %% ../../nbs/training/03_rewards.ipynb #900a178b
 class RewardError(RuntimeError):
@@ -146,11 +165,12 @@ def call_within(
     function: Callable,
     given: dict[str, Any],  # its arguments
 ) -> Any:  # what it returned, or the exception that it raised, `TooLate` if it was not done
-    "Call a reward function with a time limit; not at all if an earlier call is still running."
+    """Call a reward function with a time limit, in a thread; not at all if an earlier call is still
+    running."""
     if timeout_s is None:
         try:
             return function(**given)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return error
     if any(
         isinstance(thread, CallThread) and thread.function is function
@@ -161,31 +181,164 @@ def call_within(
     call.join(timeout_s)
     return call.answer
 
+# %% ../../nbs/training/03_rewards.ipynb #e1a4472c
+def can_be_copied(
+    function: Callable,
+) -> bool:  # False for an object with a state, and on a system without fork
+    "Whether a function can be called in a copy of this process without losing what it keeps."
+    while isinstance(function, functools.partial):
+        function = function.func
+    return hasattr(os, "fork") and inspect.isfunction(function)
+
+
+def sendable(
+    answer: Any,  # what a reward function returned or raised
+) -> Any:  # the same, or for what pickle cannot take or give back an error that says so
+    "An answer that another process can read."
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
+    try:
+        pickle.loads(pickle.dumps(answer))
+    except Exception as error:
+        return RuntimeError(describe(answer if isinstance(answer, BaseException) else error))
+    return answer
+
+
+def answer_and_exit(
+    function: Callable,
+    given: dict[str, Any],  # its arguments
+    line: int,  # a pipe to the process that was copied
+) -> None:  # never returns
+    "In the copy: call the function, send what came of it, and end without Python's clean-up."
+    try:
+        os.setsid()
+        prctl(SET_PDEATHSIG, signal.SIGKILL)
+        torch.set_num_threads(1)  # the threads that torch computes with were not copied
+        EVENT_LOOPS.clear()
+        told = []
+        logs = {
+            name: lambda *values, name=name: told.append((name, values))
+            for name in LOG_FUNCTIONS
+            if given.get(name)
+        }
+        answer = call_within(None, function, given | logs)
+        if inspect.isawaitable(answer):
+            answer = run_coroutines([answer])[0]
+        sys.stdout.flush()
+        send(line, pickle.dumps((sendable(answer), sendable(told))))
+    finally:
+        os._exit(0)
+
+# %% ../../nbs/training/03_rewards.ipynb #90c7d3fb
+class CallProcess:
+    "One call of a reward function in a copy of this process, which is killed at the deadline."
+
+    def __init__(
+        self,
+        function: Callable,
+        given: dict[str, Any],  # its arguments
+        timeout_s: float,
+    ):
+        self.given, self.deadline = given, time.monotonic() + timeout_s
+        self.line, line = os.pipe()
+        sys.stdout.flush()  # or the copy prints it once more
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads that hold a lock: a copy that waits for one is killed
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process = os.fork()
+        if self.process == 0:
+            answer_and_exit(function, given, line)
+        os.close(line)
+
+    def answer(self) -> Any:  # what the function returned or raised; `TooLate` if it was not done
+        "Wait for the copy, end it, and pass on what the function logged."
+        try:
+            answer, told = pickle.loads(exchange(None, -1, self.line, self.deadline))
+            for name, values in told:
+                self.given[name](*values)
+            return answer
+        except DeadlinePassed:
+            return TooLate()
+        except ConnectionClosed:
+            return RuntimeError(f"its process ended with status {self.close()} and no answer")
+        except Exception as error:
+            return error  # of log_metric or log_extra
+        finally:
+            self.close()
+
+    def close(self) -> int | None:  # the exit status, minus the signal that ended it; None: closed
+        "Kill the copy and what it started."
+        process, self.process = self.process, None
+        if process is None:
+            return None
+        os.close(self.line)
+        ended, status = os.waitpid(process, os.WNOHANG)
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(process, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(status if ended else os.waitpid(process, 0)[1])
+
 # %% ../../nbs/training/03_rewards.ipynb #d99f3a29
 def answers_of(
     functions: list[Callable],  # plain, async or isolated
     given: dict[str, Any],  # their arguments
     timeout_s: float | None,  # for those of this process
 ) -> list[Any]:  # what each returned or raised; `TooLate` for one that was not done
-    "Call every function: isolated ones at once, plain ones in turn, async ones together."
+    """Call every function: isolated ones and copies at once, plain ones in turn, async ones
+    together."""
     isolated = {
         k: CallThread(function, given)
         for k, function in enumerate(functions)
         if isinstance(function, IsolatedReward)
     }
-    answers = {
-        k: call_within(timeout_s, function, given)
+    copies = {
+        k: CallProcess(function, given, timeout_s)
         for k, function in enumerate(functions)
-        if k not in isolated
+        if timeout_s is not None and k not in isolated and can_be_copied(function)
     }
-    waiting = [k for k, answer in answers.items() if inspect.isawaitable(answer)]
-    if waiting:
-        results = run_coroutines([answers[k] for k in waiting], timeout_s)
-        answers.update(zip(waiting, results))
+    try:
+        answers = in_this_process(functions, given, timeout_s, {*isolated, *copies})
+        answers |= {k: call.answer() for k, call in copies.items()}
+    finally:
+        for call in copies.values():
+            call.close()
     for k, call in isolated.items():
         call.join()
         answers[k] = call.answer
     return [answers[k] for k in range(len(functions))]
+
+
+def in_this_process(
+    functions: list[Callable],
+    given: dict[str, Any],  # their arguments
+    timeout_s: float | None,
+    elsewhere: set[int],  # the numbers of those that are called in other processes
+) -> dict[int, Any]:  # number of a function -> what it returned or raised
+    "Call the functions that are left: plain ones in turn, async ones together."
+    answers = {}
+    for k, function in enumerate(functions):
+        if k in elsewhere:
+            continue
+        if timeout_s is not None:
+            warn_of_thread(function)
+        answers[k] = call_within(timeout_s, function, given)
+    waiting = [k for k, answer in answers.items() if inspect.isawaitable(answer)]
+    if waiting:
+        results = run_coroutines([answers[k] for k in waiting], timeout_s)
+        answers.update(zip(waiting, results))
+    return answers
+
+
+def warn_of_thread(
+    function: Callable,  # one that cannot be copied
+) -> None:
+    "Say what reward_timeout_s cannot do for an object with a state."
+    why = "is an object with a state" if hasattr(os, "fork") else "cannot be copied on this system"
+    warnings.warn(
+        f"reward function {reward_name(function)!r} {why}, so reward_timeout_s leaves it behind in "
+        "a thread that nobody can stop, and a call that hangs in C holds the run; isolated(...) "
+        "gives a function a process that is killed",
+        stacklevel=4,
+    )
 
 # %% ../../nbs/training/03_rewards.ipynb #41b895a5
 # what a reward function is called with beside the data's columns
@@ -240,15 +393,17 @@ def checked_scores(answer: Any, given: dict[str, Any], name: str, step: int) -> 
 # %% ../../nbs/training/03_rewards.ipynb #c82bb4e4
 def scores_of_late(function: Callable, count: int, step: int, timeout_s: float) -> NotScored:
     "The missing scores of a function that was not done in time, and a warning that names it."
-    reason = (
-        f"it was not done after {timeout_s:g} s (reward_timeout_s), and goes on in a thread "
-        "that nobody can stop"
-    )
-    advice = (
-        "give it a process of its own, which can be killed: "
-        f"grpo_nb.environments.isolated_rewards.isolated('module:{reward_name(function)}', "
-        f"timeout_s={timeout_s:g})"
-    )
+    reason = f"it was not done after {timeout_s:g} s (reward_timeout_s), and "
+    if can_be_copied(function):
+        reason += "the copy of this process that called it was killed"
+        advice = "raise reward_timeout_s, or make the function faster"
+    else:
+        reason += "goes on in a thread that nobody can stop"
+        advice = (
+            "give it a process of its own, which can be killed: "
+            f"grpo_nb.environments.isolated_rewards.isolated('module:{reward_name(function)}', "
+            f"timeout_s={timeout_s:g})"
+        )
     warnings.warn(
         f"reward function {reward_name(function)!r} gave no score to {count} of {count} "
         f"completions at step {step}: {reason}; {advice}",

@@ -15,6 +15,7 @@ from typing import Any
 from ..environments import arithmetic, countdown, email_replies, gsm8k, procedural
 from ..environments.game2048 import CORNER, StrategyRewards, game2048_problems
 from ..environments.matmul import NAIVE, MatmulRewards, matmul_problems
+from ..environments.sandbox import SandboxPool
 from ..training.rewards import reward_functions
 
 # %% ../../nbs/widgets/08_reward_tasks.ipynb #18f777f6
@@ -157,14 +158,16 @@ def fenced(code: str) -> str:
     return f"```python\n{code.strip()}\n```"
 
 
-def game2048_task() -> RewardTask:
+def game2048_task(
+    pool: SandboxPool | None = None,  # where programs run; None: one of its own
+) -> RewardTask:
     "A strategy for 2048."
 
     def strategy(answer):
         return fenced(f"def strategy(board):\n    {answer}")
 
     return RewardTask(
-        StrategyRewards(games=2, game_s=3.0, seed=0).functions(),
+        StrategyRewards(pool, games=2, game_s=3.0, seed=0).functions(),
         game2048_problems(1, game_s=3.0)[0]["prompt"],
         {},
         {
@@ -184,7 +187,9 @@ def game2048_task() -> RewardTask:
     )
 
 # %% ../../nbs/widgets/08_reward_tasks.ipynb #3256105b
-def matmul_task() -> RewardTask:
+def matmul_task(
+    pool: SandboxPool | None = None,  # where programs run; None: one of its own
+) -> RewardTask:
     "A fast product of matrices."
     fast = (
         "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    "
@@ -195,7 +200,7 @@ def matmul_task() -> RewardTask:
         " return [Row([0.0] * len(B[0])) for _ in A]"
     )
     return RewardTask(
-        MatmulRewards(seed=0, size=32, trials=3).functions(),
+        MatmulRewards(pool, seed=0, size=32, trials=3).functions(),
         matmul_problems(1, size=32)[0]["prompt"],
         {},
         {

@@ -288,26 +288,36 @@ def test_chunked_is_what_transformers_models_compute(family):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_bf16_is_as_exact_as_all_logits_at_once(trained):
-    h, W, index, _, weights = inputs(2, 64, 32, 500, dtype=torch.bfloat16, trained=trained)
-    exact = [x.detach().double().requires_grad_(x.requires_grad) for x in (h, W)]
-    leaves = [i for i, x in enumerate((h, W)) if x.requires_grad]
+    "In the root mean square of several draws: one is noise."
+    leaves = [0, 1] if trained else [0]
 
-    def grads(function, h, W):
+    def grads(function, h, W, weights):
         logps = function(h, W)
         return [logps.detach().double()] + [
             g.double()
             for g in torch.autograd.grad((logps * weights).sum(), [(h, W)[i] for i in leaves])
         ]
 
-    truth = grads(lambda h, W: reference(h, W, index)[0], *exact)
-    plain = grads(lambda h, W: reference(h, W, index)[0], h, W)
+    def errors(seed, chunks):
+        "Squared: of ours and of the plain way in each tensor, and its size."
+        h, W, index, _, weights = inputs(
+            2, 64, 32, 500, dtype=torch.bfloat16, trained=trained, seed=seed
+        )
+        exact = [x.detach().double().requires_grad_(x.requires_grad) for x in (h, W)]
+        truth = grads(lambda h, W: reference(h, W, index)[0], *exact, weights)
+        plain = grads(lambda h, W: reference(h, W, index)[0], h, W, weights)
+        ours = grads(
+            lambda h, W: chunked(h, W, index, logit_chunk_multiplier=chunks), h, W, weights
+        )
+        return [
+            [float(y.square().sum()) for y in (mine - right, other - right, right)]
+            for mine, other, right in zip(ours, plain, truth, strict=True)
+        ]
+
     for chunks in (1, 64):
-        for mine, other, right in zip(
-            grads(lambda h, W: chunked(h, W, index, logit_chunk_multiplier=chunks), h, W),
-            plain,
-            truth,
-        ):
-            assert (mine - right).norm() <= 1.2 * (other - right).norm() + 1e-6 * right.norm()
+        summed = torch.tensor([errors(seed, chunks) for seed in range(7)]).sum(0).sqrt()
+        for mine, other, size in summed.tolist():
+            assert mine <= 1.2 * other + 1e-6 * size
 
 
 def test_gradient_of_a_sure_token_keeps_its_digits_in_bf16():

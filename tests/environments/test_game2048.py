@@ -1,6 +1,7 @@
 """environments.game2048: the rules against a second implementation, what random play reaches,
 programs that play and programs that cheat, both scales of rewards."""
 
+import contextlib
 import math
 import random
 import re
@@ -57,6 +58,7 @@ def program(answer, before=""):
 
 
 ALWAYS_UP = program("return 'W'")
+MISSING = program("return 'W'", "import subprocess")
 
 
 @pytest.fixture(scope="module")
@@ -493,7 +495,10 @@ def test_memory_lasts_for_one_game(pool):
         (program("return 'W'", "1 / 0"), "exception"),
         (program("raise SystemExit"), "exception"),
         (program("return 'W' * 10**10"), "memory"),
-        (program("return 'W'", "import numpy"), "forbidden"),
+        (program("return 'W'", "import numpy"), "unavailable"),
+        (program("return 'W'", "import asyncio"), "unavailable"),
+        (program("import os; return os.fork()"), "unavailable"),
+        (program("raise PermissionError(13, 'no')"), "exception"),
         (program("open('/etc/passwd')"), "forbidden"),
         (program("yield 'W'"), "output"),
         ("def strategy(board) return 1", "syntax"),
@@ -504,7 +509,8 @@ def test_memory_lasts_for_one_game(pool):
         ("async def strategy(board): return 'W'", "output"),
         ("", "exception"),
         ("def strategy(): return 'W'", "exception"),
-        (program("import os; os._exit(0)"), "forbidden"),
+        (program("import random; random._os.fork()"), "forbidden"),
+        (program("import os; os._exit(0)"), "exception"),
         (program("print('x' * 10**9)"), "output"),
         (program("return strategy(board)"), "exception"),
     ],
@@ -515,10 +521,9 @@ def test_faults(pool, source, end):
     ends = {end, "memory"} if "10**9" in source else {end}
     assert record.end in ends and record.faulty and record.moves == "" and record.error
     report = judge_strategy(fenced(source), pool, move_s=move_s, game_s=30)
-    assert (
-        report.stage in {"syntax": ("syntax",), "forbidden": ("cheats",)}.get(end, ("fails",))
-        and len(report.games) <= 1
-    )
+    stages = {"syntax": "syntax", "forbidden": "cheats", "unavailable": "unavailable"}
+    stage = "cheats" if "numpy" in source else stages.get(end, "fails")
+    assert report.stage == stage and len(report.games) <= 1
 
 
 def test_a_whole_game_has_a_time_limit(pool):
@@ -536,6 +541,51 @@ def test_a_whole_game_has_a_time_limit(pool):
         and len(report.games) == 1
         and success_points(report, "plain") == -1.0
     )  # the other games are not played
+
+
+def test_a_batch_takes_no_longer_than_its_deadlines():
+    """Strategies that sleep or compute in each move or while they are loaded, endless ones, and
+    honest ones among them, on two workers."""
+    spin = "end = time.time() + 0.05\n    while time.time() < end: pass\n    return 'WASD'[n() % 4]"
+    counts = "import itertools, time\nn = itertools.count().__next__"
+    sources = {
+        "sleeps": program("time.sleep(0.05); return 'WASD'[n() % 4]", counts),
+        "spins": program(spin, counts),
+        "sleeps at its load": program("return 'WASD'[n() % 4]", counts + "\ntime.sleep(0.5)"),
+        "endless": program("while True: pass"),
+        "endless at its load": program("return 'W'", "while True: pass"),
+        "sleeps for ever": program("time.sleep(99)", "import time"),
+        "honest": CORNER,
+        "bad": ALWAYS_UP,
+        "wrong": program("return 5"),
+    }
+    begin = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with SandboxPool(workers=2) as pool:
+            start = time.monotonic() - begin
+            limits = dict(move_s=60, game_s=60, deadline_s=1.5)
+            rewards = StrategyRewards(pool, games=4, seed=0, size=3, target=256, **limits)
+            begin = time.monotonic()
+            reports = rewards.judge([fenced(source) for source in sources.values()])
+            spent = time.monotonic() - begin
+    found = dict(zip(sources, reports))
+    assert {name for name, report in found.items() if "may take 1.5 s" in report.why} == {
+        name for name in sources if name not in ("honest", "bad", "wrong")
+    }
+    assert found["honest"].stage == "plays" and len(found["honest"].games) == 4
+    assert all(len(report.games) <= 4 for report in reports)
+    assert spent <= math.ceil(len(sources) / 2) * 1.5 + start
+
+
+def test_a_deadline_follows_from_the_games(pool, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        game2048, "deadline", lambda seconds: seen.append(seconds) or contextlib.nullcontext()
+    )
+    judge_strategy(fenced(ALWAYS_UP), pool, (0, 1), game_s=3.0)
+    judge_strategy(fenced(ALWAYS_UP), pool, (0, 1), deadline_s=9)
+    assert seen == [6.0, 9]
 
 
 SUBCLASSES = "[].__class__.__base__.__subclasses__()"
@@ -592,6 +642,7 @@ def judged_once(pool):
         fenced(source)
         for source in (
             ALWAYS_UP,
+            MISSING,
             program("return random.choice('WASD')", "import random\nrandom.seed(0)"),
             CORNER,
             *ATTACKS.values(),
@@ -609,11 +660,14 @@ def test_no_attack_earns_more_than_an_honest_failure(judged_once, scale):
         sum(points)
         for points in zip(*(reward(completions=texts) for reward in rewards.functions()))
     ]
-    bar, chance, corner, *attacks = totals
-    assert dict(zip(ATTACKS, attacks)) == {
-        name: min(total, bar) for name, total in zip(ATTACKS, attacks)
+    bar, missing, chance, corner, *attacks = totals
+    stages = [report.stage for report in rewards.reports(texts, {})[4:]]
+    most = {
+        name: missing if stage == "unavailable" else min(total, bar)
+        for name, stage, total in zip(ATTACKS, stages, attacks)
     }
-    assert bar < chance and (corner > chance or scale == "published")
+    assert dict(zip(ATTACKS, attacks)) == most and stages.count("unavailable") < 4
+    assert bar < chance and missing < chance and (corner > chance or scale == "published")
 
 
 # rewards
@@ -630,6 +684,7 @@ def test_the_published_scale(pool):
         fails=fenced(program("1 / 0")),
         endless=fenced(program("while True: pass")),
         numpy=fenced("import numpy\n" + ALWAYS_UP),
+        missing=fenced(MISSING),
         syntax=fenced("def strategy(board) return 1"),
         nothing="Push.",
         cut=fenced(CORNER)[:50],
@@ -655,6 +710,7 @@ def test_the_published_scale(pool):
         fails=-0.5,
         endless=-0.5,
         numpy=-0.5,
+        missing=-0.5,
         syntax=-2.0,
         nothing=-2.0,
         cut=0.0,
@@ -666,6 +722,7 @@ def test_the_published_scale(pool):
         fails=1.0,
         endless=1.0,
         numpy=-20.0,
+        missing=1.0,
         syntax=-1.0,
         nothing=-1.0,
         cut=0.0,
@@ -677,11 +734,15 @@ def test_the_published_scale(pool):
         fails=-3.0,
         endless=-1.0,
         numpy=0.0,
+        missing=0.0,
         syntax=0.0,
         nothing=0.0,
         cut=0.0,
         illegal=-3.0,
     )
+    totals = {name: sum(points[name] for points in by_name.values()) for name in texts}
+    assert max(totals["fails"], totals["illegal"]) < totals["missing"] < totals["won"]
+    assert totals["missing"] not in [totals[name] for name in texts if name != "missing"]
     lost = GameRecord(0, "W", 4, 4, "lost")
     assert [
         game_points(GameRecord(0, "W", 4, 4, end), "published")
@@ -702,17 +763,19 @@ def test_the_plain_scale(pool):
         "Push.",
         fenced(CORNER)[:50],
         fenced(CORNER),
+        fenced(MISSING),
     ]
     rewards = StrategyRewards(pool, seed=3, games=2, game_s=30)
     works, honest, success = (f(completions=texts) for f in rewards.functions())
-    assert works == honest == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert works[:7] == honest[:7] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert (works[7], honest[7], success[7]) == (0.25, 1.0, 0.0)
     seeds = [game.seed for game in rewards.reports(texts, {})[0].games]
     expected, up = (
         statistics.mean(progress(play(trusted(source), seed).score) for seed in seeds)
         for source in (CORNER, ALWAYS_UP)
     )
     assert (
-        success == pytest.approx([expected, up, 0.0, 0.0, 0.0, 0.0, expected])
+        success == pytest.approx([expected, up, 0.0, 0.0, 0.0, 0.0, expected, 0.0])
         and up < -0.9
         and len(set(seeds)) == 2
     )

@@ -695,7 +695,7 @@ def test_over_the_limit_in_the_training_process(function):
         len(told) == 1
         and f"'{function.__name__}'" in told[0]
         and "step 7" in told[0]
-        and "isolated(" in told[0]
+        and "killed" in told[0]
     )
     assert metrics == {"length/failed": 0.0, f"{function.__name__}/failed": 1.0}
 
@@ -703,11 +703,17 @@ def test_over_the_limit_in_the_training_process(function):
 def test_a_function_that_is_still_busy_is_not_called_again():
     calls = []
 
-    def slow(completions, **_):
-        calls.append(1)
-        time.sleep(1)
-        return [1.0] * len(completions)
+    class Slow:
+        "An object with a state is not copied: it is called in a thread."
 
+        __name__ = "slow"
+
+        def __call__(self, completions, **_):
+            calls.append(1)
+            time.sleep(1)
+            return [1.0] * len(completions)
+
+    slow = Slow()
     began = time.monotonic()
     for _ in range(3):
         assert table([length, slow], reward_timeout_s=0.2)[0][:, 1].isnan().all()
@@ -717,14 +723,17 @@ def test_a_function_that_is_still_busy_is_not_called_again():
     assert table([slow], reward_timeout_s=30)[0].tolist() == [[1.0], [1.0]]
 
 
-def test_without_a_limit_it_is_called_in_the_thread_that_trains():
+def test_without_a_limit_it_is_called_in_the_thread_that_trains_and_with_one_in_a_copy():
     seen = []
 
     def where(completions, **_):
-        return [float(seen.append(threading.get_ident()) is None)] * len(completions)
+        seen.append((threading.get_ident(), os.getpid()))
+        return [float(os.getpid())] * len(completions)
 
-    table([where]), table([where], reward_timeout_s=30)
-    assert seen[0] == threading.get_ident() != seen[1]
+    table([where])
+    assert seen == [(threading.get_ident(), os.getpid())]
+    scores, _, _ = table([where], reward_timeout_s=30)
+    assert len(seen) == 1 and scores[0, 0] != torch.tensor(float(os.getpid()))
 
 
 def test_an_exception_is_still_an_error_with_a_limit():

@@ -3,6 +3,7 @@ wrong, fast and crooked, both scales of rewards."""
 
 import math
 import random
+import time
 import types
 import warnings
 
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from grpo_nb.environments import matmul
 from grpo_nb.environments.game2048 import Program, trusted
 from grpo_nb.environments.matmul import (
-    ECHO,
     NAIVE,
     MatmulReport,
     MatmulRewards,
@@ -23,6 +23,7 @@ from grpo_nb.environments.matmul import (
     answer_fault,
     clock_of,
     correct_points,
+    counted_ms,
     fast_points,
     honest_points,
     judge_matmul,
@@ -33,9 +34,10 @@ from grpo_nb.environments.matmul import (
     random_matrix,
     speed_steps,
     time_program,
+    timing_of,
     works_points,
 )
-from grpo_nb.environments.sandbox import SandboxPool
+from grpo_nb.environments.sandbox import SandboxPool, SandboxResult
 from grpo_nb.training.rewards import score_completions
 
 FAST = (
@@ -48,6 +50,8 @@ SLOW = NAIVE.replace(
     "def naive(A, B):\n",
 )
 WRONG = "def matmul(A, B): return [[0.0] * len(B[0]) for _ in A]\n"
+RETURNS_AN_INPUT = "def matmul(A, B): return A\n"
+MISSING = "import subprocess\n" + NAIVE
 
 
 def fenced(code):
@@ -242,14 +246,27 @@ def test_cases_have_many_shapes_and_new_numbers():
         ("def matmul(A, B) return A", "syntax", "SyntaxError"),
         ("def multiply(A, B): return A", "fails", "defines no function"),
         ("import numpy\n" + NAIVE, "cheats", "numpy"),
-        (program("import os\nos.fork()"), "cheats", "forbidden"),
+        (program("import random\nrandom._os.fork()"), "cheats", "forbidden"),
+        (program("import os\nos.fork()"), "unavailable", "os.fork is not available"),
+        (MISSING, "unavailable", "no module 'subprocess' here; there are"),
+        (program("from math import no_such\nreturn A"), "unavailable", "no_such"),
+        ("import importlib\n" + NAIVE, "unavailable", "importlib"),
+        (program("raise PermissionError(13, 'squares only')"), "fails", "squares only"),
+        (program("exit()"), "fails", "SystemExit"),
+        (
+            "import os, io, types, warnings, timeit, threading, inspect, csv, zlib, pprint\n"
+            + NAIVE,
+            "right",
+            "times as fast",
+        ),
+        (f"exec({NAIVE!r})\nnaive = matmul\n" + program("return naive(A, B)"), "right", "fast"),
         (program("while True: pass"), "fails", "timeout"),
         (program("return [[0.0] * 10**9]"), "fails", "memory"),
         ("return 1", "syntax", "outside function"),
         (program("for row in A: yield row"), "fails", "generator"),
         (program("return A, B"), "wrong", "no list of lists"),
         (program("return 'x' * 5_000_000"), "fails", "output"),
-        ("from . import x\n" + NAIVE, "cheats", "imports"),
+        ("from . import x\n" + NAIVE, "unavailable", "no module '.'"),
     ],
 )
 def test_how_far_a_program_comes(pool, source, stage, words):
@@ -395,9 +412,9 @@ RAISES = program("raise ValueError")
 
 @pytest.fixture(scope="module")
 def judged_once(pool):
-    "Two honest failures, an honest success and all attacks."
+    "Three honest failures, an honest success and all attacks."
     return MatmulRewards(pool, size=24, trials=1), [
-        fenced(source) for source in (WRONG, RAISES, NAIVE, *ATTACKS.values())
+        fenced(source) for source in (WRONG, RAISES, MISSING, NAIVE, *ATTACKS.values())
     ]
 
 
@@ -406,19 +423,18 @@ def test_no_attack_earns_more_than_an_honest_failure(judged_once, scale):
     once, texts = judged_once
     rewards = MatmulRewards(scale=scale)
     rewards.reports = once.reports
-    wrong, raises, honest, *attacks = [
+    wrong, raises, missing, honest, *attacks = [
         sum(points)
         for points in zip(*(reward(completions=texts) for reward in rewards.functions()))
     ]
-    bar = max(wrong, raises)
-    assert (
-        dict(zip(ATTACKS, attacks))
-        == {name: min(total, bar) for name, total in zip(ATTACKS, attacks)}
-        and honest > bar
-    )
-    assert len(ATTACKS) > 45 and not {report.stage for report in rewards.reports(texts, {})[3:]} & {
-        "right"
+    bar, stages = max(wrong, raises), [report.stage for report in rewards.reports(texts, {})[4:]]
+    assert wrong < missing < honest and missing not in (wrong, raises)
+    most = {
+        name: missing if stage == "unavailable" else min(total, bar)
+        for name, stage, total in zip(ATTACKS, stages, attacks)
     }
+    assert dict(zip(ATTACKS, attacks)) == most
+    assert len(ATTACKS) > 45 and "right" not in stages and stages.count("unavailable") < 12
 
 
 def test_an_attack_that_is_right_has_what_it_deserves(pool):
@@ -454,7 +470,6 @@ def test_fast_and_slow_are_told_apart(pool):
     assert (
         fast.program_ms < fast.naive_ms
         and slow.program_ms > slow.naive_ms
-        and fast.echo_ms < fast.naive_ms
         and fast.fault is None
         and len(fast.answers) == 3
     )
@@ -468,12 +483,68 @@ def test_fast_and_slow_are_told_apart(pool):
 def test_speed_has_a_ceiling_and_a_floor(pool):
     rng = random.Random(0)
     inputs = [(random_matrix(32, 32, rng), random_matrix(32, 32, rng))] * 2
-    assert (
-        2 < time_program(ECHO, pool, inputs).speed <= 51
-    )  # nothing is faster than the way there and back
+    # nothing is faster than the way there and back, which is not subtracted
+    assert 2 < time_program(RETURNS_AN_INPUT, pool, inputs).speed < 20
     failed = time_program(program("raise ValueError('no')"), pool, inputs)
-    assert failed.speed == 0.0 and "no" in failed.fault and failed.answers == [None, None]
+    assert failed.speed == 0.0 and "no" in failed.fault and failed.answers == [None]
     assert "timeout" in time_program(program("while True: pass"), pool, inputs, timeout_s=0.2).fault
+
+
+def test_nothing_is_subtracted_and_waiting_counts():
+    """So a program that shortens its own way there and back gains what it saves, and not twice."""
+
+    def call(ms, wall_ms=None):
+        return SandboxResult(True, [[1.0]], None, "ok", (wall_ms or ms) / 1e3, ms / 1e3)
+
+    def speed(**ms):
+        return timing_of([{"naive": call(10.0), "program": call(**ms)}], "processor").speed
+
+    assert speed(ms=2.5) == pytest.approx(4.0)
+    assert speed(ms=1.7) / speed(ms=2.5) == pytest.approx(2.5 / 1.7)
+    assert counted_ms(call(2.0, wall_ms=7.0), "processor") == pytest.approx(2.0)  # a busy machine
+    assert counted_ms(call(2.0, wall_ms=102.0), "processor") == pytest.approx(10.2)  # it slept
+    assert counted_ms(call(2.0, wall_ms=7.0), "wall") == pytest.approx(7.0)
+    late = SandboxResult(False, None, "no answer", "timeout", 1.0)
+    for calls in ({"naive": late, "program": call(1.0)}, {"naive": call(1.0), "program": late}):
+        timing = timing_of([calls], "processor")
+        assert timing.speed == 0.0 and timing.fault == "timeout: no answer"
+
+
+def slow(line):
+    return NAIVE.replace("    rows,", f"    {line}\n    rows,", 1)
+
+
+SLEEPS = "import time\n" + slow("time.sleep(0.4)")
+SPINS = "import time\n" + slow("end = time.time() + 0.4\n    while time.time() < end: pass")
+
+
+def test_a_batch_takes_no_longer_than_its_deadlines():
+    """Right programs that sleep or compute a little in each of their eleven calls, or while they
+    are loaded, among endless ones and honest ones; one after the other."""
+    sources = {
+        "sleeps": (SLEEPS, "fails"),
+        "spins": (SPINS, "fails"),
+        "sleeps at its load": ("import time\ntime.sleep(0.4)\n" + NAIVE, "fails"),
+        "sleeps on large ones": (
+            slow("len(A) == 16 == len(B) and __import__('time').sleep(9)"),
+            "fails",
+        ),
+        "endless": (program("while True: pass"), "fails"),
+        "wrong": (WRONG, "wrong"),
+        "right": (NAIVE, "right"),
+    }
+    begin = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with SandboxPool(workers=1) as pool:
+            start = time.monotonic() - begin
+            rewards = MatmulRewards(pool, size=16, trials=5, deadline_s=1.5, timeout_s=60)
+            begin = time.monotonic()
+            reports = rewards.judge([fenced(source) for source, _ in sources.values()])
+            spent = time.monotonic() - begin
+    assert [r.stage for r in reports] == [stage for _, stage in sources.values()]
+    assert all("timeout: all calls may take 1.5 s" == r.why for r in reports[:5])
+    assert spent <= len(sources) * 1.5 + start
 
 
 def test_waiting_is_not_working_and_the_other_clock_sees_it():
@@ -532,7 +603,7 @@ def report(stage, error=math.inf, squared=math.inf, share=0.0, speed=None):
         error,
         squared,
         share,
-        Timing(speed, 1.0, 1.0, 0.0, "wall", []) if speed else None,
+        Timing(speed, 1.0, 1.0, "wall", []) if speed else None,
     )
 
 
@@ -557,7 +628,7 @@ def test_the_ladder(error, points):
     assert ladder_points(error) == points
 
 
-STAGES = ["no code", "syntax", "cheats", "fails", "wrong", "right"]
+STAGES = ["no code", "syntax", "cheats", "unavailable", "fails", "wrong", "right"]
 
 
 def test_the_published_scale():
@@ -567,10 +638,10 @@ def test_the_published_scale():
         )
         for stage in STAGES
     ]
-    assert [works_points(r, "published") for r in reports] == [-2.0, -2.0, -0.5, -0.5, 1.0, 1.0]
-    assert [honest_points(r, "published") for r in reports] == [0.0, 0.0, -20.0, 1.0, 1.0, 1.0]
-    assert [correct_points(r, "published") for r in reports] == [0.0, 0.0, 0.0, -2.0, -4.5, 6.0]
-    assert [fast_points(r, "published") for r in reports] == [0.0] * 5 + [2.5]
+    assert [works_points(r, "published") for r in reports] == [-2, -2, -0.5, -0.5, -0.5, 1, 1]
+    assert [honest_points(r, "published") for r in reports] == [0, 0, -20, 1, 1, 1, 1]
+    assert [correct_points(r, "published") for r in reports] == [0, 0, 0, 0, -2, -4.5, 6]
+    assert [fast_points(r, "published") for r in reports] == [0.0] * 6 + [2.5]
     assert [
         fast_points(report("right", 0, 0, 1.0, speed), "published")
         for speed in (1.0, 0.5, 0.01, 1e-9, 1e9)
@@ -584,10 +655,10 @@ def test_the_plain_scale():
         for stage in STAGES
     ]
     for count, expected in (
-        (works_points, [0, 0, 0, 0, 1, 1]),
-        (honest_points, [0, 0, 0, 0, 1, 1]),
-        (correct_points, [0, 0, 0, 0, 0, 1]),
-        (fast_points, [0, 0, 0, 0, 0, 2]),
+        (works_points, [0, 0, 0, 1, 0, 1, 1]),
+        (honest_points, [0, 0, 0, 1, 0, 1, 1]),
+        (correct_points, [0, 0, 0, 0.25, 0, 0, 1]),
+        (fast_points, [0, 0, 0, 0, 0, 0, 2]),
     ):
         assert [count(r, "plain") for r in reports] == expected
 
@@ -670,7 +741,12 @@ def test_settings_that_cannot_be():
 
 def test_the_problems(pool):
     rows = matmul_problems(2, size=40)
-    assert len(rows) == 2 and "40 rows" in rows[0]["prompt"][0]["content"]
+    text = rows[0]["prompt"][0]["content"]
+    assert len(rows) == 2 and "40 rows" in text
+    listed = text.partition("These modules exist: ")[2].partition(".\n")[0].split()
+    assert {"math", "os", "operator", "zlib"} <= set(listed)
+    for name in listed:
+        assert pool.run(f"import {name}\ndef f(): return 1", entry="f").value == 1, name
     assert (
         judge_matmul(rows[0]["prompt"], pool, random.Random(0)).stage == "fails"
     )  # the example in the prompt is a gap to be filled

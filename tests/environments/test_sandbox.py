@@ -1,32 +1,40 @@
 """environments.sandbox: deadlines, limits, walls that are missing, sessions, lost supervisors, and
 the documents' four names."""
 
+import ast
 import contextlib
 import gc
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 
+from grpo_nb import cli
 from grpo_nb.environments import sandbox, supervisor
 from grpo_nb.environments.sandbox import (
     Benchmarker,
+    MemoryGroup,
     SandboxError,
     SandboxPool,
     SandboxResult,
     SandboxTimeout,
+    WallsMissing,
     check_only_stdlib_imports,
     create_locked_down_function,
     execute_with_time_limit,
@@ -194,6 +202,79 @@ def test_honest_code_runs(pool, body):
     assert got.value == 10, got
 
 
+# what programs asked for that were called cheats: 36 modules, of which 10 could be had
+ASKED = """
+    os types io warnings timeit threading inspect csv zlib pprint base64 binascii ast contextvars
+    difflib dis gc getopt gzip hmac logging pickle queue secrets traceback weakref unittest argparse
+    math random itertools functools operator array collections time
+""".split()
+
+
+def test_the_standard_library_is_there_or_unavailable(pool):
+    "No module is an attack: each can be had, or is said to be missing."
+    kinds = {
+        name: result(pool, f"import {name}\ndef f(): return 1").kind
+        for name in sorted(sys.stdlib_module_names)
+        if name not in ("antigravity", "this")
+    }
+    assert set(kinds.values()) == {"ok", "unavailable"}
+    there = {name for name, kind in kinds.items() if kind == "ok"}
+    assert set(ASKED) <= there and len(ASKED) == 36 and len(there) > 80
+    assert not there & {"subprocess", "ctypes", "socket", "multiprocessing", "asyncio", "signal"}
+
+
+@pytest.mark.parametrize(
+    "source, kind",
+    [
+        ("from math import no_such_function\ndef f(): return 1", "unavailable"),
+        ("import os\ndef f(): return os.fork()", "unavailable"),
+        ("from os import fork\ndef f(): return 1", "unavailable"),
+        ("def f(): return input()", "unavailable"),
+        ("def f():\n    try: import numpy\n    except ImportError: return 1", "ok"),
+        ("def f(): exec('x = 1', names := {}); return names['x']", "ok"),
+        ("def f(): return eval('1', {'__builtins__': {}})", "ok"),
+        ("def f():\n    exec(compile('x = 1', 'g', 'exec'), n := {})\n    return n['x']", "ok"),
+        ("def f(): exec('import numpy')", "unavailable"),
+        ("def f(): exec('open(1)')", "forbidden"),
+        ("def f(): raise PermissionError(13, 'squares only')", "exception"),
+        ("def f(): exit()", "exception"),
+        ("import sys\ndef f(): sys.exit(1)", "exception"),
+        ("import random\ndef f(): return random._os.listdir('/')", "forbidden"),
+    ],
+)
+def test_what_is_missing_is_not_what_is_forbidden(pool, source, kind):
+    got = result(pool, source)
+    assert got.kind == kind and (not got.ok or got.value == 1), got
+
+
+def test_one_deadline_for_many_calls(pool):
+    sleeps = "import time\ndef f(): time.sleep(0.15)"
+    begin, kinds = time.monotonic(), []
+    with sandbox.deadline(0.5):
+        while not sandbox.time_is_up():
+            kinds.append(result(pool, sleeps, timeout_s=5).kind)
+        late = result(pool, LOOP, timeout_s=5)
+    assert kinds[0] == "ok" and late.kind == "timeout" and time.monotonic() - begin < 1.5
+    assert result(pool, "import time\ndef f(): return time.sleep(0.6)", timeout_s=5).ok
+    with sandbox.deadline(0.3), pool.open(LOOP, "f", timeout_s=60) as session:
+        spins = session.call()
+    assert spins.kind == "timeout" and spins.seconds < 1 and spins.cpu_seconds <= 0.35
+    with sandbox.deadline(0.2), sandbox.deadline(60):
+        assert result(pool, LOOP, timeout_s=5).seconds < 1  # the nearest one holds
+    with pytest.raises(ValueError, match="positive"):
+        with sandbox.deadline(0):
+            pass
+
+
+def test_waiting_for_a_supervisor_is_part_of_the_deadline():
+    with SandboxPool(workers=1) as narrow:
+        thread, _ = in_background(lambda: result(narrow, LOOP, timeout_s=0.6))
+        assert eventually(lambda: narrow._idle.empty())
+        with sandbox.deadline(0.5):
+            assert result(narrow, LOOP, timeout_s=5).seconds < 0.4
+        thread.join()
+
+
 def test_each_program_has_numbers_of_its_own(pool):
     drawn = [result(pool, "import random\ndef f(): return random.random()").value for _ in range(4)]
     assert len(set(drawn)) == 4
@@ -244,14 +325,10 @@ def test_a_source_without_end_is_a_syntax_error(pool):
 def test_deadline(pool):
     for seconds in (0.1, 0.4):
         before = set(descendants())
-        late = min(
-            (result(pool, LOOP, timeout_s=seconds) for _ in range(5)), key=lambda r: r.seconds
-        )
-        assert (
-            late.kind == "timeout"
-            and seconds <= late.seconds < seconds + 0.3
-            and late.cpu_seconds > seconds / 4
-        )
+        runs = [result(pool, LOOP, timeout_s=seconds) for _ in range(5)]
+        assert {late.kind for late in runs} == {"timeout"}
+        assert seconds <= min(late.seconds for late in runs) < seconds + 0.3
+        assert max(late.cpu_seconds for late in runs) > seconds / 20  # the machine may be busy
         assert eventually(lambda: set(descendants()) <= before)
 
 
@@ -585,7 +662,7 @@ programs = {
     '"f") as session: calls = [session.call(i).value for i in range(4)]\n'
     'print(json.dumps({"uid": os.geteuid(), "missing": {p.name: '
     'p.missing for p in pool.protections if not p.on}, "warnings": '
-    '[str(w.message) for w in seen if "sandbox" in str(w.message)], "kinds": kinds, '
+    '[str(w.message) for w in seen], "stopped": [t.stopped for t in pool.trials], "kinds": kinds, '
     '"calls": calls}))\n'
 )
 
@@ -621,9 +698,7 @@ def test_as_an_unprivileged_user():
         and "files" not in said["missing"]
         and "processes" not in said["missing"]
     )
-    assert len(said["warnings"]) == 1 and all(
-        name in said["warnings"][0] for name in said["missing"]
-    )
+    assert said["stopped"] == [True] * 9 and said["warnings"] == []
     assert said["kinds"] == {
         "ok": "ok",
         "timeout": "timeout",
@@ -638,21 +713,419 @@ def test_as_an_unprivileged_user():
     } and said["calls"] == [0, 1, 3, 6]
 
 
-def test_a_pool_warns_of_what_the_system_refuses_and_not_of_what_was_asked_for():
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with SandboxPool(workers=1, without=("syscalls", "network", "pids", "user")) as bare:
-            assert {p.name for p in bare.protections if not p.on} >= {
-                "syscalls",
-                "network",
-                "pids",
-                "user",
-            }
-    assert not any("syscalls" in str(w.message) for w in seen)
+# the walls are tried
+WEAK = {  # trial -> walls that have to be left off until it gets through
+    "read": ("syscalls", "files"),
+    "write": ("syscalls", "files"),
+    "unlink": ("syscalls",),
+    "rename": ("syscalls",),
+    "symlink": ("syscalls",),
+    "kill": ("syscalls", "pids", "user"),
+    "socket": ("syscalls", "files"),
+    "fork": ("syscalls", "processes"),
+    "memory": ("memory",),
+}
+PROGRAMS = {  # trial -> what an attacker would write
+    "read": "return os.read(os.open(folder + '/a', 0), 9)[:0].decode() + 'done'",
+    "write": "return 'done' * (os.open(folder + '/a', os.O_WRONLY) > 0)",
+    "unlink": "return os.unlink(folder + '/a') or 'done'",
+    "rename": "return os.rename(folder + '/a', folder + '/b') or 'done'",
+    "symlink": "return os.symlink('/', folder + '/c') or 'done'",
+    "kill": "return os.kill(pid, 9) or 'done'",
+    "socket": "return os.sys.modules['_socket'].socket() and 'done'",
+    "fork": "return 'done' if os.fork() else os._exit(0)",
+    "memory": "return len(bytes(2**30)) and 'done'",
+}
+
+
+def quietly(**options):
+    "A pool that may be weak, without its warning."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return SandboxPool(workers=1, allow_weak=True, **options)
+
+
+def test_every_trial_has_a_program_that_does_the_same():
+    assert set(WEAK) == set(PROGRAMS) == set(supervisor.Trials.HARM)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    "A folder that anyone may write to, and a process to lose."
+    folder = tmp_path / "open"
+    folder.mkdir()
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == os.geteuid() and path.stat().st_mode & 0o111 != 0o111:
+            path.chmod(path.stat().st_mode | 0o111)
+    (folder / "a").write_text("alive")
+    folder.chmod(0o777), (folder / "a").chmod(0o666)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield folder, process
+    process.kill(), process.wait()
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_a_pool_starts_only_if_programs_are_stopped(name, pool, machine):
+    """With all walls a program fails to do it. With the walls left off that stop it, the trial says
+    so, the pool refuses to start, and a program of a weak pool does what the trial says."""
+    folder, process = machine
+    source = OS + f"def f(folder, pid):\n    {PROGRAMS[name]}"
+    args = (str(folder), process.pid)
+
+    def untouched():
+        names = sorted(path.name for path in folder.iterdir())
+        return names == ["a"] and process.poll() is None
+
+    assert result(pool, source, *args).kind in ("forbidden", "memory") and untouched()
+    with pytest.raises(WallsMissing, match=f"{name}: done.*{WEAK[name][0]}") as refused:
+        SandboxPool(workers=1, without=WEAK[name])
+    assert supervisor.Trials.HARM[name] in str(refused.value)
+    with quietly(without=WEAK[name]) as weak:
+        assert name in [trial.name for trial in weak.trials if not trial.stopped]
+        assert result(weak, source, *args, memory_mb=256).value == "done"
+    if name in ("unlink", "rename", "symlink"):
+        assert not untouched()
+    if name == "kill":
+        assert process.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("wall", Protections.NAMES)
+def test_a_missing_wall_refuses_the_start_only_if_nothing_stands_behind_it(wall):
+    "Nothing stands behind these three; without `privileges` the kernel takes no filter."
+    if wall in ("syscalls", "memory", "privileges"):
+        with pytest.raises(WallsMissing, match=rf"{wall} \(left off on request\)"):
+            SandboxPool(workers=1, without=(wall,))
+    else:
+        with SandboxPool(workers=1, without=(wall,)) as pool:
+            assert all(trial.stopped for trial in pool.trials)
+            assert [p.name for p in pool.protections if p.missing == "left off on request"] == [
+                wall
+            ]
+
+
+def test_a_weak_pool_warns_of_what_its_programs_can_do(recwarn):
+    with SandboxPool(workers=1, allow_weak=True) as strong:
+        assert all(trial.stopped for trial in strong.trials) and not recwarn.list
+    with SandboxPool(workers=1, without=("syscalls",), allow_weak=True):
+        (warned,) = recwarn.list
+    assert warned.category is RuntimeWarning and all(
+        word in str(warned.message) for word in ("delete files", "rename files", "syscalls")
+    )
+
+
+STRICT = r"""
+import json, sys, warnings
+from grpo_nb.environments import sandbox
+from grpo_nb.environments.game2048 import StrategyRewards
+from grpo_nb.environments.matmul import MatmulRewards
+from grpo_nb.environments.sandbox import SandboxPool, create_locked_down_function, run_python
+
+answer = [{"role": "assistant", "content": "```python\ndef strategy(board): return 'W'\n```"}]
+product = [{"role": "assistant", "content": "```python\ndef matmul(A, B): return A\n```"}]
+starts = {
+    "pool": lambda: SandboxPool(workers=1),
+    "run_python": lambda: run_python("def f(): pass", entry="f"),
+    "function": lambda: create_locked_down_function("def f(): pass"),
+    "2048": lambda: StrategyRewards(games=1).functions()[0]([answer]),
+    "matmul": lambda: MatmulRewards().functions()[0]([product]),
+}
+said = {}
+for name, start in starts.items():
+    try:
+        start()
+        said[name] = "started"
+    except sandbox.WallsMissing as error:
+        said[name] = str(error)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    pool = SandboxPool(workers=1, allow_weak=True)
+said["warned"] = [str(w.message) for w in seen]
+said["weak"] = [
+    run_python("def f(): return 5", entry="f", allow_weak=True).value,
+    create_locked_down_function("def f(): return 6", pool=pool)(),
+]
+said["value"] = pool.run("def f(x): return 2 * x", entry="f", args=(4,)).value
+delete = "import random\ndef f(path): return random._os.unlink(path)"
+said["deleted"] = pool.run(delete, entry="f", args=(sys.argv[1],)).ok
+print(json.dumps(said))
+"""
+
+
+def test_a_container_that_refuses_seccomp_is_refused(machine):
+    "A real one: the kernel answers EPERM to a filter and to a namespace."
+    folder, _ = machine
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests/no_seccomp.py"),
+            sys.executable,
+            "-c",
+            STRICT,
+            str(folder / "a"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    for name in ("pool", "run_python", "function", "2048", "matmul"):
+        assert "does not start" in said[name] and "delete files (unlink: done)" in said[name], name
+        assert "syscalls (Operation not permitted)" in said[name], name
+    assert len(said["warned"]) == 1 and "delete files" in said["warned"][0]
+    assert (
+        said["weak"] == [5, 6]
+        and said["value"] == 8
+        and said["deleted"]
+        and not (folder / "a").exists()
+    )
+
+
+def test_doctor_says_what_was_tried(capsys):
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    (stopped,) = [line for line in said.splitlines() if "tried and stopped" in line]
+    assert all(name in stopped for name in supervisor.Trials.HARM) and "does not start" not in said
+
+
+def test_doctor_says_why_the_sandbox_is_refused():
+    command = [sys.executable, "-c", "from grpo_nb.cli import main; main(['doctor'])"]
+    said = subprocess.run(
+        [sys.executable, str(ROOT / "tests/no_seccomp.py"), *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "tried, and it worked  unlink, rename, symlink" in said
+    assert "does not start" in said and "syscalls (Operation not permitted)" in said
+
+
+def test_the_readme_says_where_the_walls_were_tried():
+    "As long as no aarch64 machine has run them, it says so; the workflow has a job for one."
+    (line,) = [
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("| Linux on aarch64")
+    ]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    arms = [job for job in workflow["jobs"].values() if "arm" in str(job["runs-on"])]
+    runs = " ".join(step.get("run", "") for job in arms for step in job["steps"])
+    assert "tests/environments/test_sandbox.py" in runs and "attacks" in runs
+    assert "no aarch64 machine has run it yet" in line
+
+
+PAGES = [
+    "environments/07_sandbox",
+    "environments/12_game2048",
+    "environments/13_matmul",
+    "tutorials/05_laboratory",
+    "tutorials/06_game2048_gpt_oss",
+    "tutorials/07_matmul_gpt_oss",
+    "widgets/08_reward_tasks",
+    "widgets/09_rewards",
+]
+
+
+def pools_of(page):
+    "Every call of `SandboxPool` in a page that is not in a module's cell."
+    for cell in json.loads(page.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not re.search(r"^#\|\s*export|^\s*%", source, re.M):
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "SandboxPool":
+                    yield ast.unparse(node)
+
+
+def test_pages_say_in_one_cell_what_they_give_up():
+    "All pages that make a pool, and in each the one cell, its words before it, and every pool."
+    pages = {path: list(pools_of(path)) for path in (ROOT / "nbs").rglob("*.ipynb")}
+    assert {str(p.relative_to(ROOT / "nbs"))[:-6] for p, pools in pages.items() if pools} == set(
+        PAGES
+    )
+    for page, pools in pages.items():
+        cells = ["".join(c["source"]) for c in json.loads(page.read_text())["cells"]]
+        switches = [i for i, cell in enumerate(cells) if cell.startswith("ALLOW_WEAK = ")]
+        assert len(switches) == bool(pools), page
+        for i in switches:
+            assert cells[i - 1].startswith("**What is given up where a wall is missing.**"), page
+        for pool in pools:
+            assert "allow_weak=" in pool or pool.endswith("without=('syscalls',))"), (page, pool)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PAGES)
+def test_notebooks_run_where_seccomp_is_refused(name, tmp_path):
+    page = shutil.copy(ROOT / f"nbs/{name}.ipynb", tmp_path)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests/no_seccomp.py"),
+            sys.executable,
+            str(ROOT / "tools/notebooks.py"),
+            "run",
+            page,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_system_without_fork_is_refused(monkeypatch):
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(WallsMissing, match="no os.fork.*delete files.*WSL.*allow_weak=True"):
+        SandboxPool()
+    report = sandbox.wall_report()
+    assert not any(trial["stopped"] for trial in report["trials"].values())
+    assert "no os.fork" in "\n".join(sandbox.wall_lines(report))
+
+
+def test_a_weak_pool_without_fork_runs_programs(monkeypatch, recwarn):
+    monkeypatch.delattr(os, "fork")
+    programs = {
+        "ok": "def f(): return [1, {'two': None}]",
+        "syntax": "def f(",
+        "exception": "def f(): 1 / 0",
+        "timeout": "def f():\n    while True: pass",
+        "memory": "def f(): return [0] * 10**15",
+        "forbidden": "def f(): open('x')",
+        "output": "def f():\n    while True: print('x' * 1000)",
+        "crash": OS + "def f(): os._exit(3)",
+    }
+    before = set(descendants())
+    with SandboxPool(workers=2, allow_weak=True) as bare:
+        assert "Walls that are missing: all (this system has no os.fork)" in str(recwarn[0].message)
+        for kind, source in programs.items():
+            assert result(bare, source, timeout_s=1.0).kind == kind
+        assert result(bare, "def f(x): return x", [0.5] * 1000).value == [0.5] * 1000
+        assert result(bare, OS + "def f(): return os.write(3, b'?' * 9)").kind == "crash"
+        remember = (
+            "seen = []\ndef f(x):\n    seen.append(x)\n    while x == 3: pass\n    return seen"
+        )
+        with bare.open(remember, "f", timeout_s=0.5) as session, bare.open(DOUBLE, "f") as other:
+            assert [session.call(x).value for x in (1, 2)] == [[1], [1, 2]]
+            assert [session.call(3).kind for _ in range(2)] == ["timeout", "timeout"]
+            assert other.call(4).value == 8
+        assert bare.open("def f(", "f").loaded.kind == "syntax"
+        slow = result(bare, "import time\ndef f(): time.sleep(0.05)")
+        assert slow.cpu_seconds == slow.seconds > 0.05 and "nothing limits it" in bare.memory_bound
+    assert eventually(lambda: set(descendants()) <= before)
+
+
+def test_a_processor_without_a_table_has_no_filter(monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine="riscv64"))
+    walls = Protections()
+    walls.build("syscalls", walls.prepare_filter)
+    assert "riscv64" in walls.missing["syscalls"]
+
+
+def test_a_supervisor_that_is_replaced_is_tried_again():
+    with SandboxPool(workers=1) as pool:
+        (line,) = pool._supervisors.values()
+        pool._without = ("syscalls",)  # as if the system had changed meanwhile
+        os.kill(line.process.pid, signal.SIGKILL)
+        assert result(pool, DOUBLE, 1).kind == "crash"
+        with pytest.raises(WallsMissing, match="delete files"):
+            result(pool, DOUBLE, 1)
+
+
+def test_trials_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with quietly() as pool:
+        (line,) = pool._supervisors.values()
+        assert list(tmp_path.iterdir()) == [] and descendants(line.process.pid) == []
+    with quietly(without=tuple(Protections.NAMES)) as pool:
+        (line,) = pool._supervisors.values()
+        assert list(tmp_path.iterdir()) == [] and descendants(line.process.pid) == []
+
+
+@pytest.mark.parametrize(
+    "said, status, stopped",
+    [
+        (b"ready:srefused: no memory", 0, True),
+        (b"ready:tdone", 0, False),
+        (b"ready:fNo such file or directory", 0, False),
+        (b"ready:", signal.SIGSYS, True),
+        (b"ready:", signal.SIGSEGV, False),
+        (b"ready:", 0, False),
+        (b"", signal.SIGSYS, False),
+        (b"", 0, False),
+    ],
+)
+def test_only_a_refusal_of_the_kernel_counts_as_stopped(said, status, stopped):
+    words, found = supervisor.Trials.verdict(said, status)
+    assert found is stopped and words
+
+
+# one limit for all programs
+def a_group(limit_mb=256):
+    try:
+        return MemoryGroup(limit_mb)
+    except OSError as error:
+        pytest.skip(f"no cgroup may be made here: {error}")
+
+
+def test_all_programs_together_have_one_limit():
+    a_group().close()
+    hold = "import time\ndef f():\n    x = bytearray(200 << 20)\n    time.sleep(0.5)\n    return 1"
+    with SandboxPool(workers=2, total_mb=300) as pool:
+        assert "300 MB" in pool.memory_bound
+        assert result(pool, hold).value == 1
+        pairs = [in_background(lambda: result(pool, hold)) for _ in range(2)]
+        for thread, _ in pairs:
+            thread.join()
+        assert sorted(box[0].kind for _, box in pairs) in (["memory", "ok"], ["memory", "memory"])
+        assert result(pool, DOUBLE, 3).value == 6
+        folder = pool._group.folder
+        assert folder.exists()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "listing, parents, limit_file",
+    [
+        ("9:cpu:/a\n4:memory:/a/b\n0::/", ["memory/a/b"], "memory.limit_in_bytes"),
+        ("0::/user/shell", ["user/shell", "user"], "memory.max"),
+        ("0::/", ["."], "memory.max"),
+        ("3:cpu,cpuacct:/", [], None),
+    ],
+)
+def test_places_for_a_group(tmp_path, listing, parents, limit_file):
+    (tmp_path / "listing").write_text(listing)
+    if limit_file == "memory.max":  # the second version has this file, and a mixture has not
+        (tmp_path / "cgroup.controllers").touch()
+    found = list(MemoryGroup.places(tmp_path / "listing", tmp_path))
+    assert [place.relative_to(tmp_path) for place, _ in found] == [Path(p) for p in parents]
+    assert {name for _, name in found} <= {limit_file}
+
+
+def test_without_a_group_the_bound_is_stated(tmp_path, monkeypatch):
+    (tmp_path / "listing").write_text("0::/"), (tmp_path / "cgroup.controllers").touch()
+    with pytest.raises(OSError, match="No such file"):  # a folder that is no cgroup has no limit
+        MemoryGroup(100, str(tmp_path / "listing"), str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(OSError, match="no cgroups"):
+        MemoryGroup(100, str(tmp_path / "nothing"), str(tmp_path))
+    monkeypatch.setattr(sandbox, "MemoryGroup", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with SandboxPool(workers=1) as pool:
+        assert "memory_mb for each of 1 programs" in pool.memory_bound
+        assert result(pool, DOUBLE, 3).value == 6
+
+
+def test_a_group_of_a_process_that_was_killed_is_removed():
+    group = a_group()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = group.folder.with_name(f"grpo_nb-{ended.pid}-00000000")
+    left.mkdir()
+    group.close(), a_group().close()
+    assert not left.exists() and not group.folder.exists()
 
 
 def test_everything_works_without_walls():
-    with SandboxPool(workers=1, without=tuple(Protections.NAMES)) as bare:
+    with quietly(without=tuple(Protections.NAMES)) as bare:
         kinds = [
             result(bare, source, timeout_s=0.3).kind
             for source in (
@@ -685,7 +1158,7 @@ def test_whatever_a_program_started_ends_with_it(without):
         "os.setsid()\n            if os.fork() == 0:\n                while True: pass\n "
         "           os._exit(0)\n    while wait: pass\n    return 'started'"
     )
-    with SandboxPool(workers=1, without=without) as bare:
+    with quietly(without=without) as bare:
         (line,) = bare._supervisors.values()
         for wait, kind in ((False, "ok"), (True, "timeout")):
             thread, box = in_background(lambda: result(bare, escape, wait, timeout_s=1.0))
@@ -772,7 +1245,7 @@ def test_a_dead_session_says_so(pool, source, first, then):
         ("1 / 0", "exception"),
         ("x = 1", "exception"),
         ("while True: pass", "timeout"),
-        ("import numpy", "forbidden"),
+        ("import numpy", "unavailable"),
     ],
 )
 def test_a_session_that_does_not_open(pool, source, kind):
@@ -845,28 +1318,31 @@ def test_large_arguments_and_answers_of_a_session(pool):
 @pytest.mark.parametrize(
     "source, ok, found",
     [
-        ("import math\nimport os.path, sys", True, {"stdlib": ["math", "os.path", "sys"]}),
-        ("from numpy.linalg import norm", False, {"non_stdlib": ["numpy.linalg"]}),
+        ("import math\nimport os.path, sys", True, {"stdlib": ["math", "os", "sys"]}),
+        ("from numpy.linalg import norm", False, {"non_stdlib": ["numpy"]}),
         (
             "def f():\n    import torch as t\n    from collections import deque",
             False,
             {"non_stdlib": ["torch"], "stdlib": ["collections"]},
         ),
-        ("from . import x\nfrom ..y import z", False, {"relative": [".", "..y"]}),
-        ("m = __import__('numpy')", False, {"dynamic": ["__import__"]}),
+        ("from . import x\nfrom ..y import z", True, {"relative_imports": 2}),
+        ("m = __import__('numpy')", False, {"non_stdlib": ["numpy"]}),
+        ("m = __import__('math')", True, {"stdlib": ["math"]}),
+        ("m = __import__('num' + 'py')", False, {"dynamic": ["__import__"]}),
         (
             "import importlib\nnp = importlib.import_module('numpy')",
             False,
-            {"dynamic": ["import_module"], "stdlib": ["importlib"]},
+            {"non_stdlib": ["numpy"], "stdlib": ["importlib"]},
         ),
-        ("getattr(x, '__builtins__')", False, {"dynamic": ["__builtins__"]}),
+        ("getattr(x, '__import__')('numpy')", False, {"dynamic": ["__import__"]}),
+        ("exec(code, {'__builtins__': {}})", True, {}),
         ("", True, {}),
     ],
 )
 def test_check_only_stdlib_imports(source, ok, found):
     assert check_only_stdlib_imports(source) == (
         ok,
-        {"stdlib": [], "non_stdlib": [], "relative": [], "dynamic": [], "error": None, **found},
+        {"stdlib": [], "non_stdlib": [], "relative_imports": 0, **found},
     )
 
 
@@ -885,9 +1361,7 @@ def test_check_only_stdlib_imports(source, ok, found):
 )
 def test_check_of_a_source_that_cannot_be_read(source):
     ok, info = check_only_stdlib_imports(source)
-    assert (ok, bool(info["error"])) in ((False, True), (True, False)) and (
-        info["error"] or source.startswith("-")
-    )
+    assert ok is not ("error" in info) and (info.get("error") or source.startswith("-"))
 
 
 def test_locked_down_function(pool):
@@ -973,7 +1447,8 @@ def test_time_limit_reaches_into_the_sandbox(pool):
     before = set(descendants())
     with pytest.raises(TimeoutError):
         execute_with_time_limit(0.2)(lambda: function(True))()
-    assert eventually(lambda: set(descendants()) <= before)  # killed, and not after its own 60 s
+    # killed, and not after its own 60 s
+    assert eventually(lambda: set(filter(alive, descendants())) <= before)
     assert function(False) == 3
 
 
@@ -1003,14 +1478,10 @@ def test_benchmark_keys_and_kinds(pool):
         (4,),
     )
     assert late["timeouts"] == 2 and late["median_ns"] == math.inf
-    assert (
-        len(
-            Benchmarker(trials=1, flush_mb=1).benchmark(
-                create_locked_down_function("1 / 0\ndef f(): pass", pool=pool), ()
-            )["exceptions"]
-        )
-        == 1
-    )
+    broken = sandbox.LockedDownFunction("1 / 0\ndef f(): pass", "f", pool)
+    assert len(Benchmarker(trials=1, flush_mb=1).benchmark(broken, ())["exceptions"]) == 1
+    with pytest.raises(SandboxError, match="ZeroDivisionError"):
+        create_locked_down_function(broken.source, pool=pool)
 
 
 def test_benchmark_arguments(pool):
@@ -1045,6 +1516,19 @@ def test_benchmark_of_a_trusted_function():
         raise KeyError("x")
 
     assert Benchmarker(trials=1, flush_mb=1).benchmark(fails, ())["exceptions"] == ["KeyError: 'x'"]
+
+
+def test_benchmark_with_a_time_limit(pool):
+    marks = Benchmarker(1, 1, 0.2, flush_mb=1)
+    slow = create_locked_down_function("import time\ndef f(): time.sleep(2)", pool=pool)
+    for function in (slow, lambda: time.sleep(2)):
+        report = marks.benchmark(function, [()])
+        assert report["timeouts"] == 1 and report["median_ns"] == math.inf
+    assert gc.isenabled()
+    quick = marks.benchmark(sorted, [([2, 1],)])
+    assert type(quick["median_ns"]) is int and quick["results"] == [[1, 2]]
+    with pytest.raises(ValueError, match="timeout must be"):
+        Benchmarker(timeout=0)
 
 
 def test_benchmark_measures_work(pool):

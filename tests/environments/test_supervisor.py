@@ -2,7 +2,10 @@
 what it makes of a process's answer."""
 
 import ast
+import errno
 import os
+import re
+import resource
 import struct
 import subprocess
 import sys
@@ -191,6 +194,121 @@ def test_tables_of_system_calls_do_not_overlap():
         supervisor.syscall_filter("riscv64")
 
 
+SYSTEM_CALLS = [
+    line.split()
+    for line in (Path(__file__).parents[1] / "data/system_calls.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+KERNEL = {  # machine -> number -> name, from the kernel's headers and not from our tables
+    machine: {int(row[column]): row[0] for row in SYSTEM_CALLS if row[column] != "-"}
+    for machine, column in (("x86_64", 1), ("aarch64", 2))
+}
+REACHES_OUT = re.compile(  # parts of the names of calls that reach files, processes or the network
+    "open|creat|link|rename|mk|rmdir|chmod|chown|truncate|xattr|utime|access|stat(?!$)|getdents|"
+    "mount|chroot|sock|connect|accept|bind|listen|send|recv|splice|copy_file|kill|sigqueue|fork|"
+    "clone|exec|ptrace|process_|pidfd|io_|bpf|perf|shm|msg|sem|mq_|set[ug]id|setre|setgroups|"
+    "limit|ioctl|fcntl|dup|pipe|eventfd|signalfd|timerfd|epoll|memfd|userfault|inotify|fanotify|"
+    "seccomp|prctl|unshare|setns|landlock|key|module|kexec|reboot|personality|sync|chdir|quota|"
+    "swap|acct|capset|sched_set|setprior|mlock|name_to_handle|pkey|mmap|mprotect"
+)
+
+
+def run_filter(program, machine, number, code=None, protection=0):
+    "What the kernel's filter machine does with a call."
+    words = {0: number, 4: supervisor.MACHINES[machine][0] if code is None else code}
+    words[32] = protection  # the low word of the third argument; nothing else may be read
+    at, register = 0, None
+    while True:
+        operation, on_true, on_false, k = program[at]
+        at += 1
+        if operation == 0x06:
+            return k
+        if operation == 0x20:
+            register = words[k]
+        elif operation == 0x15:
+            at += on_true if register == k else on_false
+        elif operation == 0x35:
+            at += on_true if register >= k else on_false
+        else:
+            assert operation == 0x45
+            at += on_true if register & k else on_false
+
+
+def instructions(machine):
+    "The filter program as plain numbers."
+    return [
+        (line.code, line.jump_true, line.jump_false, line.k)
+        for line in supervisor.syscall_filter(machine)
+    ]
+
+
+ALLOWED, REFUSED, KILLED = 0x7FFF0000, 0x00050001, 0x80000000  # as in linux/seccomp.h; EPERM is 1
+
+
+@pytest.mark.parametrize("machine", KERNEL)
+def test_the_filter_program_on_every_system_call(machine):
+    """Each number that the program compares with, and its neighbours, stands for all between two of
+    them: so these are all 2**32 numbers. Names are those of the kernel's headers."""
+    program, names = instructions(machine), KERNEL[machine]
+    edges = {n for *_, k in program for n in (k - 1, k, k + 1)}
+    numbers = {*range(1024), *edges, *(2**k for k in range(32)), 2**32 - 1}
+    seen = {}
+    for number in sorted(n for n in numbers if 0 <= n < 2**32):
+        name = names.get(number)
+        verdicts = {run_filter(program, machine, number, protection=p) for p in (0, 3, 7)}
+        if machine == "x86_64" and number & 0x40000000 or number >= 0x80000000:
+            assert verdicts <= ({KILLED} if machine == "x86_64" else {REFUSED}), number
+        elif name in ("mmap", "mprotect"):
+            for protection in range(16):  # 4 is PROT_EXEC
+                wanted = REFUSED if protection & 4 else ALLOWED
+                assert run_filter(program, machine, number, protection=protection) == wanted
+        else:
+            (verdict,) = verdicts
+            seen[name] = verdict
+            if verdict == ALLOWED:
+                assert name in supervisor.COMPUTING and not REACHES_OUT.search(name), name
+            if verdict == KILLED:
+                assert name in supervisor.DEADLY
+    there = set(names.values())
+    assert {n for n, v in seen.items() if v == ALLOWED} == set(supervisor.COMPUTING) & there
+    assert {n for n, v in seen.items() if v == KILLED} == set(supervisor.DEADLY) & there
+    assert seen[None] == REFUSED  # numbers that no kernel of today knows
+
+
+@pytest.mark.parametrize("machine", KERNEL)
+def test_the_filter_ends_every_other_table_of_system_calls(machine):
+    "Other machines' codes (linux/audit.h), 32 bits beside 64, and the x32 table of x86-64."
+    program, own = instructions(machine), supervisor.MACHINES[machine][0]
+    for elf_machine in range(300):
+        for flags in range(0, 16, 2):  # 64 bits, little-endian, N32
+            code = elf_machine | flags << 28
+            if code != own:
+                for number in (0, 1, 9, 57, 63, 220, 222, 0x40000000):
+                    assert run_filter(program, machine, number, code) == KILLED
+    if machine == "x86_64":
+        for number in range(1024):
+            assert run_filter(program, machine, 0x40000000 | number) == KILLED
+
+
+@pytest.mark.parametrize("machine", KERNEL)
+def test_the_kernel_would_take_the_filter(machine):
+    "At most 4,096 instructions, known ones, jumps that stay inside, and a verdict at the end."
+    program = instructions(machine)
+    assert len(program) <= 4096 and program[-1][0] == 0x06
+    for at, (operation, on_true, on_false, k) in enumerate(program):
+        assert operation in (0x06, 0x20, 0x15, 0x35, 0x45)
+        assert operation != 0x20 or k % 4 == 0 and k < 64
+        assert operation == 0x06 or at + 1 + max(on_true, on_false) < len(program)
+
+
+@pytest.mark.parametrize("machine, column", [("x86_64", 0), ("aarch64", 1)])
+def test_numbers_are_those_of_the_kernel(machine, column):
+    names = {name: number for number, name in KERNEL[machine].items()}
+    for table in (supervisor.COMPUTING, supervisor.UNLESS_EXECUTABLE, supervisor.DEADLY):
+        for name, numbers in table.items():
+            assert numbers[column] == names.get(name), name
+
+
 def test_a_table_is_names_and_two_numbers():
     assert call_table("read 0 63  fork 57 -") == {"read": (0, 63), "fork": (57, None)}
     for wrong in ("read 0", "read 0 x", "fork - 57"):
@@ -255,6 +373,67 @@ def test_outcomes():
     assert outcome(lambda: [0] * 2**62) == (b"m", b"out of memory")
     modules = supervisor.load_modules()
     builtins = supervisor.locked_builtins(modules, lambda text: None)
-    assert outcome(lambda: builtins["__import__"]("numpy"))[0] == b"f"
+    assert outcome(lambda: builtins["__import__"]("numpy"))[0] == b"u"
+    assert outcome(lambda: builtins["input"]())[0] == b"u"
     assert outcome(lambda: builtins["open"]("x"))[0] == b"f"
+    assert outcome(lambda: builtins["exit"](3)) == (b"x", b"SystemExit: 3")
     assert builtins["__import__"]("math") is modules["math"]
+
+
+@pytest.mark.parametrize("number", supervisor.REFUSALS)
+def test_a_refusal_of_its_own_is_an_exception(number):
+    def refuses():
+        raise PermissionError(number, "only squares")
+
+    def hands_on():
+        try:
+            refuses()
+        except OSError as error:
+            raise error
+
+    assert outcome(refuses)[0] == outcome(hands_on)[0] == b"x"
+
+
+def test_a_refusal_of_the_system_is_told_from_a_raise():
+    "Raised again or from inside the library: what counts is where it began."
+
+    def refused():
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            os.open(os.devnull, os.O_RDONLY)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    def again():
+        try:
+            refused()
+        except OSError as error:
+            raise error
+
+    def another():
+        try:
+            refused()
+        except OSError:
+            raise PermissionError(errno.EPERM, "mine") from None
+
+    assert [outcome(action)[0] for action in (refused, again, another)] == [b"f", b"f", b"x"]
+
+
+def test_parts_of_modules():
+    modules = supervisor.load_modules()
+    assert set(supervisor.ALLOWED_MODULES) - {"bz2", "lzma", "zlib"} <= set(modules)
+    assert modules["os"].cpu_count() == 1 and modules["os"].environ == {}
+    assert modules["io"].StringIO("x").read() == "x"
+    for module, name in (
+        ("os", "fork"),
+        ("io", "open"),
+        ("threading", "Thread"),
+        ("sys", "modules"),
+    ):
+        assert not hasattr(modules[module], name)
+        with pytest.raises(supervisor.Unavailable, match=f"{module}.{name} is not available"):
+            getattr(modules[module], name)
+    with pytest.raises(AttributeError) as private:
+        getattr(modules["sys"], "_getframe")  # noqa: B009
+    assert not isinstance(private.value, supervisor.Unavailable)

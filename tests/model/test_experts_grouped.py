@@ -68,9 +68,17 @@ def test_equals_transformers(T, H, inner, E, data, routing, dtype, seed):
 @pytest.mark.parametrize("way", ["few", "many", "slices"])
 @pytest.mark.parametrize("sizes", [(32, 24), (20, 12)], ids=["grouped", "loop"])
 def test_bf16_is_as_near_the_truth_as_eager(way, sizes):
+    "In the median of several draws: one is noise."
+    draws = torch.tensor([errors_in_bf16(way, sizes, seed) for seed in range(7)])  # (7, 2, tensors)
+    for ours, theirs in draws.median(0).values.T.tolist():
+        assert ours < max(1.15 * theirs, 0.004)
+
+
+def errors_in_bf16(way, sizes, seed):
+    "(ours, eager's) of the result and of each gradient."
     module, (hidden, indices, weights) = (
-        experts_module(*sizes, 8, torch.bfloat16, spread=1),
-        inputs(64, sizes[0], 8, 4, dtype=torch.bfloat16),
+        experts_module(*sizes, 8, torch.bfloat16, seed=seed, spread=1),
+        inputs(64, sizes[0], 8, 4, dtype=torch.bfloat16, seed=seed),
     )
     exact, (hidden64, weights64) = (
         copy.deepcopy(module).double(),
@@ -90,8 +98,7 @@ def test_bf16_is_as_near_the_truth_as_eager(way, sizes):
     ours = value_and_gradients(
         lambda: routed_experts(hidden, indices, weights, expert_weights(module), **options), leaves
     )
-    for a, b, exact_value in zip(ours, theirs, truth):
-        assert error(a, exact_value) < max(1.15 * error(b, exact_value), 0.004)
+    return tuple([error(a, b) for a, b in zip(results, truth)] for results in (ours, theirs))
 
 
 @pytest.mark.parametrize("way", ["few", "many", "slices"])
@@ -191,20 +198,22 @@ def test_a_float32_residual_beside_float16_weights_keeps_large_answers(way):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", ["few", "many", "slices"])
 def test_autocast_is_honoured(way, dtype):
-    module, (hidden, indices, weights) = (
-        experts_module(32, 24, 8, torch.float32, spread=1),
-        inputs(40, 32, 8, 4, dtype=torch.float32),
-    )
-    leaves = [hidden, weights, *module.parameters()]
-    truth = value_and_gradients(lambda: module(hidden, indices, weights), leaves)
-    with torch.autocast("cpu", dtype):
-        eager, ours = (
-            module(hidden, indices, weights),
-            routed_experts(hidden, indices, weights, expert_weights(module), **WAYS[way]),
+    ratios = []
+    for seed in range(7):  # one draw is noise
+        module, (hidden, indices, weights) = (
+            experts_module(32, 24, 8, torch.float32, seed=seed, spread=1),
+            inputs(40, 32, 8, 4, dtype=torch.float32, seed=seed),
         )
-    assert ours.dtype == torch.float32 and error(eager, truth[0]) / 3 < error(
-        ours, truth[0]
-    ) < 1.5 * error(eager, truth[0])
+        leaves = [hidden, weights, *module.parameters()]
+        truth = value_and_gradients(lambda: module(hidden, indices, weights), leaves)
+        with torch.autocast("cpu", dtype):
+            eager, ours = (
+                module(hidden, indices, weights),
+                routed_experts(hidden, indices, weights, expert_weights(module), **WAYS[way]),
+            )
+        assert ours.dtype == torch.float32
+        ratios.append(error(ours, truth[0]) / error(eager, truth[0]))
+    assert 1 / 3 < sorted(ratios)[3] < 1.5
     gradient = torch.randn(
         ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     ).float()

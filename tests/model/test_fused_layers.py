@@ -1,6 +1,7 @@
 """Norms and rotations in one pass: against transformers', against the formula, in a model with
 adapters and a cache."""
 
+import statistics
 import weakref
 
 import pytest
@@ -261,21 +262,27 @@ def test_adapters_under_autocast_are_no_less_exact(frozen, adapters, x_dtype):
     _, exact = three(dtype=frozen, adapters=adapters)
     for linear in exact:
         linear.double()
-    x = torch.randn(64, 16, device=DEVICE).to(x_dtype).requires_grad_()
-    truth = outcome(
-        lambda x: [linear(x) for linear in exact], x.detach().double().requires_grad_(), exact
-    )
-    with torch.autocast(DEVICE, torch.bfloat16):
-        assert is_ours(x, linears)
-        ours, theirs = (
-            outcome(lambda x: project(x, *linears), x, linears),
-            outcome(lambda x: [linear(x) for linear in linears], x, linears),
+    errors = []  # of each draw: (ours, theirs, size) of each tensor, squared
+    for _ in range(9):
+        x = torch.randn(64, 16, device=DEVICE).to(x_dtype).requires_grad_()
+        truth = outcome(
+            lambda x: [linear(x) for linear in exact], x.detach().double().requires_grad_(), exact
         )
-    for a, b, c in zip(ours, theirs, truth, strict=True):
-        assert (
-            a.dtype == b.dtype
-            and (a.double() - c).norm() <= 1.3 * (b.double() - c).norm() + 1e-3 * c.norm()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert is_ours(x, linears)
+            ours, theirs = (
+                outcome(lambda x: project(x, *linears), x, linears),
+                outcome(lambda x: [linear(x) for linear in linears], x, linears),
+            )
+        assert [a.dtype for a in ours] == [b.dtype for b in theirs]
+        errors.append(
+            [
+                [float(y.double().square().sum()) for y in (a.double() - c, b.double() - c, c)]
+                for a, b, c in zip(ours, theirs, truth, strict=True)
+            ]
         )
+    for ours, theirs, size in torch.tensor(errors).sum(0).sqrt().tolist():
+        assert ours <= 1.3 * theirs + 1e-3 * size
 
 
 @pytest.mark.parametrize(
@@ -443,11 +450,9 @@ def test_prompts_that_are_read_once_by_heads(together):
 
 
 def test_heads_under_autocast_beside_a_float32_residual(together):
-    "As on a card without bfloat16; compared with the same layer in float64."
+    """As on a card without bfloat16; compared with the same layer in float64, in the median of
+    several batches (one is noise)."""
     model = by_heads()
-    ids = torch.randint(2, 64, (2, 30), device=DEVICE)
-    together(4)
-    right = trained(model, ids)
     half = by_heads(dtype=torch.float16)
     for name, p in half.named_parameters():
         if "lora_" in name:
@@ -456,15 +461,20 @@ def test_heads_under_autocast_beside_a_float32_residual(together):
         p.data.copy_(q.data)
     wide_residual(half.get_base_model())
 
-    def error(results):
+    def error(ids, heads):
+        taken = together(heads)
+        right = trained(model, ids)
+        with torch.autocast(DEVICE, torch.float16):
+            results = trained(half, ids)
+        assert taken or heads == 4
         return max(
             float((a.double() - b).norm() / b.norm()) for a, b in zip(results, right, strict=True)
         )
 
-    with torch.autocast(DEVICE, torch.float16):
-        at_once, taken = error(trained(half, ids)), together(1)
-        in_parts = error(trained(half, ids))
-    assert taken and in_parts < 1.5 * at_once and in_parts < 0.05
+    batches = [torch.randint(2, 64, (2, 30), device=DEVICE) for _ in range(9)]
+    in_parts, at_once = ([error(ids, heads) for ids in batches] for heads in (1, 4))
+    assert statistics.median(a / b for a, b in zip(in_parts, at_once)) < 1.5
+    assert statistics.median(in_parts) < 0.05
 
 
 @pytest.mark.parametrize("why", ["trained sinks", "a cache", "no adapters", "another kernel"])

@@ -253,3 +253,10 @@ def test_a_penalty_without_the_tokens_seen_is_refused():
     for t in (0, 1.0):
         with pytest.raises(ValueError, match="seen is None"):
             sample_tokens(torch.zeros(1, 3), SamplingParams(temperature=t, repetition_penalty=1.2))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf")])
+def test_a_number_that_no_float_holds_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} is "):
+        SamplingParams(**{name: value})

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,9 +32,11 @@ from grpo_nb.training.checkpoint import (
     checkpoints,
     find_checkpoint,
     load_weights,
+    newest_whole_checkpoint,
     remove_old_checkpoints,
     set_aside,
     truncate_log,
+    write_manifest,
 )
 from grpo_nb.training.rewards import RewardError
 
@@ -279,6 +282,7 @@ def test_the_number_of_processes_is_checked(tmp_path):
         {**state, "processes": state["processes"] * 2},
         tmp_path / "checkpoint-2" / "training_state.pt",
     )
+    write_manifest(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match="written by 2 processes and this run has 1"):
         small_trainer(tmp_path).train(resume_from_checkpoint=True)
 
@@ -348,7 +352,8 @@ def test_which_checkpoint_is_meant(tmp_path):
     with pytest.raises(ValueError, match="there is no checkpoint .* save_only_model"):
         find_checkpoint(True, tmp_path)  # folders of models alone, or of another library
     assert find_checkpoint("auto", tmp_path) is None
-    (tmp_path / "checkpoint-10" / "training_state.pt").touch()
+    torch.save({}, tmp_path / "checkpoint-10" / "training_state.pt")
+    write_manifest(tmp_path / "checkpoint-10")
     assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
     assert (
         find_checkpoint(True, tmp_path)
@@ -539,20 +544,25 @@ def test_numbers_of_a_callback_do_not_spoil_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1 / 2])
-def test_a_damaged_state_says_which_file_and_what_else_there_is(tmp_path, size):
+def test_a_damaged_state_is_passed_over_and_named(tmp_path, size):
     small_trainer(tmp_path / "run", save_strategy="steps", save_steps=1).train()
-    path = tmp_path / "run" / "checkpoint-2" / "training_state.pt"
+    newest, older = (tmp_path / "run" / f"checkpoint-{n}" for n in (2, 1))
+    path = newest / "training_state.pt"
     path.write_bytes(path.read_bytes()[: int(size * path.stat().st_size)])
-    with pytest.raises(
-        ValueError, match=r"checkpoint-2/training_state.pt' cannot be read.*\['checkpoint-1'\]"
-    ):
-        small_trainer(tmp_path / "run", max_steps=3).train(resume_from_checkpoint=True)
-    assert (
-        small_trainer(tmp_path / "run", max_steps=3)
-        .train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
-        .global_step
-        == 3
-    )
+    found, passed_over = newest_whole_checkpoint(tmp_path / "run")
+    assert found == older and [path for path, _ in passed_over] == [newest]
+    with pytest.raises(ValueError, match=r"checkpoint-2' is damaged: training_state.pt has .*"):
+        small_trainer(tmp_path / "run").train(resume_from_checkpoint=newest)
+    trainer = small_trainer(tmp_path / "run", max_steps=3)
+    with pytest.warns(UserWarning, match=r"going on from checkpoint-1.*checkpoint-2 \(training_st"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+    assert (tmp_path / "run" / "earlier-run-1" / "checkpoint-2").is_dir()
+    shutil.rmtree(tmp_path / "run" / "earlier-run-1")
+    (older / "config.json").unlink()
+    for resume in (True, "auto"):
+        with pytest.raises(ValueError, match=r"is whole: checkpoint-1 \(config.json is gone\)"):
+            small_trainer(tmp_path / "run").train(resume_from_checkpoint=resume)
 
 
 @pytest.mark.parametrize("place", ["/proc/nobody/run", "file"])
@@ -920,11 +930,13 @@ def test_damaged_weights_say_which_file(tmp_path, damage):
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(
-        ValueError,
-        match="the weights in .*checkpoint-2.* cannot be read, they are damaged, cut off or gone",
-    ):
-        small_trainer(tmp_path, model=adapted()).train(resume_from_checkpoint=True)
+    for resume in (True, tmp_path / "checkpoint-2"):
+        with pytest.raises(
+            ValueError, match="checkpoint-2.*adapter_model.safetensors (has|is gone)"
+        ):
+            small_trainer(tmp_path, model=adapted()).train(resume_from_checkpoint=resume)
+    with pytest.raises(ValueError, match="the weights in .* are damaged, cut off or gone"):
+        load_weights(adapted(), tmp_path / "checkpoint-2")
 
 
 def test_a_checkpoint_beyond_max_steps_says_so(tmp_path, capsys):

@@ -11,6 +11,7 @@ from grpo_nb.rollout.rollout import Rollout
 from grpo_nb.rollout.sampler import Sampler
 from grpo_nb.training.collect import CompletionSource, RolloutCollector
 from grpo_nb.training.reporting import Metrics
+from grpo_nb.training.rewards import RewardError
 from grpo_nb.training.state import TrainState
 
 TOKENIZER = tiny_tokenizer()
@@ -136,3 +137,55 @@ def test_a_prompt_without_room_is_refused_by_its_row():
     with pytest.raises(ValueError, match="80 tokens"):
         source.draw([rows[-1]], [6])
     assert not source.sampler.asked and state.tokens == 0
+
+
+def scored(reward):
+    "The metrics after one call of a reward function."
+    _, source, collector, _ = parts()
+    source.use(reward_funcs=[reward])
+    rows = [ROWS[0]] * 3
+    metrics = Metrics()
+    source.score(rows, source.draw(rows), metrics)
+    return metrics.take()
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("loss", 77, "log_metric\\('loss', ...\\): the trainer logs a number of that name itself"),
+        ("rewards/length/mean", 1.0, "take another, for example 'my_reward/rewards/length/mean'"),
+        ("completions/mean_length", 1.0, "itself"),
+        (3, 1.0, "itself"),
+        ("mine", "many", "'many'\\): the value has to be one number"),
+        ("mine", 10**400, "one number that a float can hold"),
+        ("mine", torch.ones(2), "one number"),
+    ],
+)
+def test_a_reward_cannot_write_over_the_trainers_numbers(name, value, said):
+    def reward(completions, log_metric, **columns):
+        log_metric(name, value)
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match=said):
+        scored(reward)
+
+
+def test_a_reward_logs_its_own_numbers():
+    def reward(completions, log_metric, **columns):
+        for name in ("mine", "reward/mine", "train", "length/loss", "ratio_of_words"):
+            log_metric(name, torch.tensor(2))
+        return [1.0] * len(completions)
+
+    assert set(scored(reward).values()) == {2.0}
+
+
+@pytest.mark.parametrize("values", [[1, 2], [1] * 4, "abc", 5, {1: 1, 2: 2, 3: 3}, None])
+def test_a_column_of_another_length_is_a_sentence(values):
+    def reward(completions, log_extra, **columns):
+        log_extra("seen", values)
+        return [1.0] * len(completions)
+
+    with pytest.raises(
+        RewardError, match="log_extra\\('seen', ...\\) was given .* for 3 completions"
+    ):
+        scored(reward)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_child import CASES, scripted
-from small_runs import CLOCKS, drawn, weights_of
+from small_runs import CLOCKS, drawn, weights_of, without_clocks
+
+from grpo_nb.training.checkpoint import checkpoints
 
 HERE = Path(__file__).parents[1]
 
 
-def torchrun(*arguments, timeout):
-    "Both processes, started as a user starts them."
+def launch(*arguments):
+    "torchrun with two processes, as a user starts it: a Popen."
     environment = {
         **os.environ,
         "ACCELERATE_USE_CPU": "true",
@@ -34,7 +37,25 @@ def torchrun(*arguments, timeout):
         str(HERE / "distributed_child.py"),
         *map(str, arguments),
     ]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def end(process):
+    "End a launcher that is still there, by the signal on which it ends its processes too."
+    if process.poll() is None:
+        process.terminate()
+        process.wait(60)
+
+
+def torchrun(*arguments, timeout):
+    "Both processes from their start to their end: exit status, what they printed."
+    process = launch(*arguments)
+    try:
+        said = process.communicate(timeout=timeout)
+    finally:
+        end(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +145,93 @@ def test_a_failure_in_one_process_ends_both(tmp_path):
     done = torchrun(tmp_path, "fails", timeout=120)
     assert done.returncode != 0 and time.monotonic() - began < 60
     assert "reward function 'reward' raised KeyError: 'only here' at step 1" in done.stderr
+
+
+# SIGTERM, in real processes
+
+
+def preempted(folder, send, **options):
+    """A run of which one process pauses, and then `send(the launcher, the ranks' ids)`: the steps
+    of its checkpoints, the seconds from there to its end, what it printed, its exit status."""
+    process = launch(folder, "preempted", json.dumps(options))
+    try:
+        while not (folder / "paused").exists():
+            assert process.poll() is None, process.communicate()[1][-3000:]
+            time.sleep(0.02)
+        began = time.monotonic()
+        send(process, [int((folder / f"pid{rank}").read_text()) for rank in (0, 1)])
+        said = "".join(process.communicate(timeout=100))
+    finally:
+        end(process)
+    steps = [int(path.name.split("-")[1]) for path in checkpoints(folder)]
+    return steps, time.monotonic() - began, said, process.returncode
+
+
+def stop_all(launcher, ranks):
+    "As a scheduler does: the launcher hands the signal on to every rank."
+    launcher.terminate()
+
+
+def stop_one(launcher, ranks):
+    "As if one of several machines were taken away."
+    os.kill(ranks[1], signal.SIGTERM)
+
+
+def die(launcher, ranks):
+    "One rank is gone without a word; the launcher notices, and stops the others."
+    os.kill(ranks[1], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    "What both ranks ended with when nobody disturbed them."
+    out = tmp_path_factory.mktemp("whole")
+    assert torchrun(out, "preempted", "{}", timeout=240).returncode == 0
+    return [torch.load(out / f"final{rank}.pt") for rank in (0, 1)]
+
+
+def goes_on(folder, whole_run):
+    "Resume, and compare every bit."
+    assert torchrun(folder, "preempted", '{"resume": true}', timeout=240).returncode == 0
+    for rank, expected in enumerate(whole_run):
+        final = torch.load(folder / f"final{rank}.pt")
+        assert without_clocks(final["history"]) == without_clocks(expected["history"])
+        for name, weight in expected["weights"].items():
+            assert torch.equal(final["weights"][name], weight), name
+
+
+# which rank pauses where, who gets the signal, and the update of the checkpoint; the other rank
+# waits in a collective call for the one that pauses
+STOPPED = {
+    "one draws, one waits": (dict(at="collect", step=2, seconds=90), 1, stop_all, 2),
+    "the first one draws": (dict(at="collect", step=2, seconds=90), 0, stop_all, 2),
+    "an update that ends": (dict(at="accumulate", step=2, seconds=1), 1, stop_all, 3),
+    "an update that does not": (dict(at="accumulate", step=2, seconds=90), 0, stop_all, 2),
+    "before the gradients are added": (dict(at="reduce", step=2, seconds=1.5), 1, stop_all, 3),
+    "one machine alone": (dict(at="accumulate", step=2, seconds=1), 1, stop_one, 3),
+}
+
+
+SHORT = ("one draws, one waits", "an update that does not")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in STOPPED]
+)
+def test_all_ranks_leave_with_a_checkpoint_of_one_step(case, whole_run, tmp_path):
+    pause, rank, send, step = STOPPED[case]
+    grace_s = 2 if case == "an update that does not" else 20
+    pause["grace_s"] = grace_s
+    options = dict(pause=pause, rank=rank, grace_s=grace_s)
+    steps, seconds, said, status = preempted(tmp_path, send, **options)
+    assert steps == [step] and status == 1 and seconds < 40, said[-3000:]
+    goes_on(tmp_path, whole_run)
+
+
+def test_where_a_rank_died_the_others_leave(whole_run, tmp_path):
+    pause = dict(at="collect", step=3, seconds=90)
+    options = dict(pause=pause, rank=0, save_steps=2)
+    steps, seconds, said, status = preempted(tmp_path, die, **options)
+    assert steps == [2] and status == 1 and seconds < 40, said[-3000:]
+    assert "the last periodic checkpoint is the one to resume from" in said
+    goes_on(tmp_path, whole_run)

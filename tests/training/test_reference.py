@@ -1,5 +1,7 @@
 "The policy that a run began with: whole models and adapters, what a checkpoint needs of it."
 
+import sys
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -71,3 +73,40 @@ def test_norms_stand_for_a_copy_alone():
     full, adapted = Reference(policy("full")), Reference(policy("trained"))
     expected = [w.norm().item() for w in full.weights()]
     assert full.norms() == pytest.approx(expected) and adapted.norms() == []
+
+
+class Interrupt:
+    "Raises KeyboardInterrupt at the n-th line that Reference.policy and restore run."
+
+    def __init__(self, n):
+        self.left = n
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_name not in ("policy", "restore"):
+            return None
+        if event == "line":
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("kind", ["full", "trained"])
+def test_ctrl_c_at_any_line_of_the_swap_loses_no_weight(kind):
+    model = policy(kind)
+    reference, before = Reference(model), logits(model)
+    train(model)
+    now, interrupted = logits(model), 0
+    for n in range(1, 60):
+        sys.settrace(Interrupt(n))
+        try:
+            with reference.policy(model):
+                pass
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        with reference.policy(model) as start:  # used once more, as if nothing had been
+            assert torch.equal(logits(start), before), n
+        assert torch.equal(logits(model), now), n
+    assert interrupted > 5

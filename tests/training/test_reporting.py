@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import TrainerCallback, TrainerState
 
 from grpo_nb import GRPOConfig
 from grpo_nb.training.reporting import (
+    OWN,
     Callbacks,
     HintWriter,
     Log,
@@ -179,3 +181,43 @@ def test_numbers_for_a_script(tmp_path):
 @pytest.mark.parametrize("records", [[], [{"step": 1, "reward": 0.5}]])
 def test_a_short_run_has_a_figure_too(records):
     assert len(run_figure(records).axes) == 3
+
+
+def test_a_log_that_is_a_folder_is_refused_before_the_run(tmp_path):
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(ValueError, match="log.jsonl is a folder.*give another output_dir"):
+        Log(tmp_path / "log.jsonl")
+
+
+def test_every_name_of_a_record_is_the_trainers_own(tmp_path):
+    "What a run logs by itself cannot be logged by a reward function."
+    from small_runs import small_trainer
+
+    trainer = small_trainer(tmp_path, beta=0.1, max_steps=1, logging_steps=1)
+    trainer.train()
+    own = set().union(*trainer.log_history)
+    assert "kl" in own and len(own) > 20
+    assert not [name for name in own if not OWN.fullmatch(name)]
+
+
+def test_the_axes_of_the_figure_end_where_the_numbers_do():
+    "The legend is beside the curves and not in room made for it: a share never seems to pass 1."
+    records = [{"step": n, "reward": n / 50, "reward_std": 0.3} for n in range(51)]
+    axes = run_figure(records, {0: 0.0, 50: 1.0}).axes[0]
+    assert -0.06 < axes.get_ylim()[0] and axes.get_ylim()[1] < 1.06
+    FigureCanvasAgg(axes.figure).draw()
+    legend, panel = axes.get_legend().get_window_extent(), axes.get_window_extent()
+    assert legend.y1 <= panel.y0 and legend.y0 >= 0  # under the panel, inside the picture
+
+
+def test_results_are_written_all_at_once(tmp_path, monkeypatch):
+    write_metrics(tmp_path, "train", {"a": 1})
+
+    def killed(*names):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grpo_nb.model.files.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_metrics(tmp_path, "train", {"a": 2})
+    assert json.loads((tmp_path / "train_results.json").read_text()) == {"a": 1}
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]

@@ -4,9 +4,16 @@ import asyncio
 import functools
 import inspect
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -14,6 +21,7 @@ import pytest
 import torch
 import trl
 
+from grpo_nb.environments.isolated_rewards import descendants
 from grpo_nb.training.rewards import (
     RewardError,
     TooLate,
@@ -423,3 +431,125 @@ def test_columns_may_have_any_name():
         4,
         data=dict(step=[1, 2, 3], functions=[10] * 3, reward_timeout_s=[100] * 3),
     )[:, 0].tolist() == [111, 112, 113]
+
+
+def stuck_in_c(completions, **columns):
+    "Half a minute inside one regular expression, which holds Python's lock."
+    re.match(r"(a|a)*$", "a" * 28 + "b")
+    return [0.0] * len(completions)
+
+
+def in_time(completions, log_metric=None, log_extra=None, **columns):
+    if log_metric:
+        log_metric("seen", len(completions))
+        log_extra("text", list(completions))
+    return torch.tensor([1.0] * len(completions))
+
+
+async def waits(completions, **columns):
+    await asyncio.sleep(0.05)
+    return [2.0] * len(completions)
+
+
+def processes():
+    "The processes that this one has started and not collected."
+    return descendants(os.getpid())
+
+
+def test_a_reward_that_hangs_in_c_holds_the_trainer_no_longer_than_its_deadline():
+    before, metrics, extra = processes(), {}, {}
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="stuck_in_c.*at step 4.*3 s.*was killed"):
+        scores = score_completions(
+            [stuck_in_c, in_time, waits, stuck_in_c],
+            ["p", "p"],
+            ["a", "b"],
+            step=4,
+            reward_timeout_s=3,
+            log_metric=metrics.__setitem__,
+            log_extra=extra.__setitem__,
+        )
+    assert time.monotonic() - began < 9, "two that hang, and each of them would take minutes"
+    assert scores[:, [0, 3]].isnan().all() and scores[:, [1, 2]].tolist() == [[1, 2], [1, 2]]
+    assert metrics["seen"] == 2 and extra == {"text": ["a", "b"]}
+    assert metrics["stuck_in_c/failed"] == 1 and metrics["in_time/failed"] == 0
+    assert processes() == before, "every copy was ended and collected"
+
+
+def test_what_a_copy_started_ends_with_it():
+    def leaves_a_child(completions, folder, **columns):
+        child = subprocess.Popen(["sleep", "60"])
+        (Path(folder[0]) / "pid").write_text(str(child.pid))
+        time.sleep(60)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.warns(UserWarning, match="was killed"):
+        answered = dict(folder=[folder], reward_timeout_s=1.0)
+        score_completions([leaves_a_child, in_time], ["p"], ["a"], **answered)
+        pid = (Path(folder) / "pid").read_text()
+    ended = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < ended:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":  # killed, and not collected by whoever adopted it
+            break
+        time.sleep(0.01)
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+class Odd(Exception):
+    "An exception that cannot be read back."
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def fails_oddly(completions, **columns):
+    raise Odd("of its own kind", 2)
+
+
+def leaves(completions, **columns):
+    sys.exit(3)
+
+
+def dies(completions, **columns):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def returns_a_lock(completions, **columns):
+    return [threading.Lock()] * len(completions)
+
+
+@pytest.mark.parametrize(
+    "function, limit, said",
+    [
+        (leaves, None, "'leaves' raised SystemExit: 3 at step 5"),
+        (leaves, 30, "'leaves' raised SystemExit: 3 at step 5"),
+        (fails_oddly, 30, "of its own kind"),
+        (dies, 30, "ended with status -11"),
+        (returns_a_lock, 30, "cannot pickle"),
+    ],
+)
+def test_what_a_reward_does_to_its_process_is_a_sentence(function, limit, said):
+    with pytest.raises(RewardError, match=said):
+        score_completions([function], ["p"], ["a"], step=5, reward_timeout_s=limit)
+
+
+def test_a_limit_says_what_it_cannot_do_for_an_object_with_a_state():
+    class Judge:
+        calls = 0
+
+        def __call__(self, completions, **columns):
+            self.calls += 1
+            return [float(self.calls)] * len(completions)
+
+    judge = Judge()
+    with pytest.warns(UserWarning, match="'Judge' is an object with a state.*holds the run"):
+        for calls in (1, 2):
+            scores = score_completions([judge], ["p"], ["a"], reward_timeout_s=5)
+            assert scores.tolist() == [[calls]]
+
+
+def test_without_fork_a_function_gets_a_thread_and_a_warning(monkeypatch):
+    monkeypatch.delattr(os, "fork")
+    with pytest.warns(UserWarning, match="cannot be copied on this system"):
+        assert score_completions([in_time], ["p"], ["a"], reward_timeout_s=5).tolist() == [[1]]

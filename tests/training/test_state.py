@@ -158,3 +158,29 @@ def test_all_generators_are_put_back():
     set_random_state(kept)
     second = torch.rand(4), random.random(), numpy.random.rand()
     assert torch.equal(first[0], second[0]) and first[1:] == second[1:]
+
+
+def test_the_random_state_of_apple_silicon_is_kept_too(monkeypatch):
+    "With the device's two functions replaced by a generator of the CPU's."
+    device = torch.Generator().manual_seed(3)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda *_: device.get_state())
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, *_: device.set_state(state))
+    kept = random_state()
+    drawn = torch.rand(4, generator=device)
+    set_random_state(kept)
+    assert torch.equal(torch.rand(4, generator=device), drawn)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    set_random_state(kept)  # a checkpoint of a Mac goes on elsewhere
+    del kept["mps"]
+    set_random_state(kept)  # one that was written before it was kept
+    assert random_state()["mps"] is None
+
+
+def test_the_random_state_can_be_read_without_running_code(tmp_path):
+    random.gauss(0, 1), numpy.random.randn(1)  # both keep a second number for later
+    torch.save(random_state(), tmp_path / "random.pt")
+    kept = torch.load(tmp_path / "random.pt", weights_only=True)
+    drawn = random.gauss(0, 1), numpy.random.randn(3).tolist(), torch.rand(3).tolist()
+    set_random_state(kept)
+    assert drawn == (random.gauss(0, 1), numpy.random.randn(3).tolist(), torch.rand(3).tolist())

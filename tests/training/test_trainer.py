@@ -1273,18 +1273,23 @@ def test_a_new_run_in_the_same_folder_begins_anew(tmp_path):
 def test_switches_are_put_back(tmp_path):
     import signal
 
-    handler = signal.getsignal(signal.SIGINT)
-    small_trainer(tmp_path).train()
-    assert (
-        not torch.are_deterministic_algorithms_enabled()
-        and signal.getsignal(signal.SIGINT) is handler
-    )
-    with pytest.raises(RewardError):
-        small_trainer(tmp_path, Fails("raises", 0)).train()
-    assert (
-        not torch.are_deterministic_algorithms_enabled()
-        and signal.getsignal(signal.SIGINT) is handler
-    )
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.getsignal(number) for number in numbers]
+    seen = []
+
+    def looks(completions, **_):
+        seen.append([signal.getsignal(number) for number in numbers])
+        return digits(completions)
+
+    for reward in (looks, Fails("raises", 0)):
+        if reward is looks:
+            small_trainer(tmp_path, reward).train()
+        else:
+            with pytest.raises(RewardError):
+                small_trainer(tmp_path, reward).train()
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert [signal.getsignal(number) for number in numbers] == handlers
+    assert all(during != before for during, before in zip(seen[0], handlers))
 
 
 def test_the_seed_decides_everything(tmp_path):

@@ -215,9 +215,9 @@ def test_leaving_python_in_a_reward_function_is_a_failure_too(dashboard, tmp_pat
         sys.exit(3)
 
     dashboard.run(small_trainer(tmp_path, leaves))
-    with pytest.raises(SystemExit):
+    with pytest.raises(RewardError, match="'leaves' raised SystemExit: 3"):
         dashboard.wait()
-    assert dashboard.status == "failed: SystemExit: 3"
+    assert dashboard.status.startswith("failed: RewardError: reward function 'leaves' raised")
 
 
 def test_two_runs_at_once_are_refused(dashboard, tmp_path, monkeypatch):
@@ -295,8 +295,8 @@ def test_an_interrupt_leaves_a_run_to_go_on_with_and_so_does_the_end_of_the_proc
             if len(steps) < 3:
                 time.sleep(0.3)
                 child.send_signal(signal.SIGINT)
-        if line.startswith("stopped at step"):
-            stopped.append(int(line.split()[-1]))
+        if match := re.fullmatch(r"stopped at step (\d+)\n", line):
+            stopped.append(int(match[1]))
     assert child.wait(30) == 0, child.stderr.read()
     child.stdout.close(), child.stderr.close()
     kept = [int(p.name.split("-")[1]) for p in checkpoints(tmp_path)]

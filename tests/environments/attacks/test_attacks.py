@@ -19,7 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_nb.environments.sandbox import Benchmarker, SandboxPool, create_locked_down_function
+from grpo_nb.environments.sandbox import (
+    Benchmarker,
+    LockedDownFunction,
+    SandboxPool,
+    create_locked_down_function,
+)
+from grpo_nb.environments.supervisor import ALLOWED_MODULES
 
 FOLDER = Path(__file__).parent / "programs"
 NUMBERS = [float(i * i % 17) for i in range(300)]
@@ -180,7 +186,7 @@ def test_there_are_enough_and_each_has_a_name_of_its_own():
     assert len(ATTACKS) >= 80 and len({(family, name) for family, name, _, _ in ATTACKS}) == len(
         ATTACKS
     )
-    kinds = {"ok", "syntax", "exception", "timeout", "memory", "forbidden", "output", "crash"}
+    kinds = set("ok syntax exception unavailable timeout memory forbidden output crash".split())
     assert {kind for _, _, allowed, _ in ATTACKS for kind in allowed} == kinds
 
 
@@ -229,9 +235,7 @@ def test_attack(family, name, kinds, source, pool, surroundings):
 def test_attack_on_the_time(family, name, kinds, source, pool, surroundings, honest_cpu):
     """Whoever gives right answers has done the work for each of them, in the time that the sandbox
     counts."""
-    function = create_locked_down_function(
-        SLOW + surroundings.source(source), entry="total", pool=pool, timeout_s=2.0
-    )
+    function = LockedDownFunction(SLOW + surroundings.source(source), "total", pool, timeout_s=2.0)
     report = Benchmarker(trials=3, flush_mb=1).benchmark(function, (NUMBERS,))
     results = [function.run(NUMBERS) for _ in range(2)]
     assert {result.kind for result in results} <= set(kinds), results
@@ -239,4 +243,50 @@ def test_attack_on_the_time(family, name, kinds, source, pool, surroundings, hon
         assert report["cpu_ns"] > 0.4 * honest_cpu and report["median_ns"] > 0.4 * honest_cpu
     else:
         assert not any(score(result, sum(NUMBERS)) for result in results)
+    assert surroundings.state() == surroundings.before
+
+
+ROUTES = """
+import sys, types
+REAL = {"os", "posix", "io", "_io", "builtins", "nt"}
+TRIES = {
+    "read": lambda m: m.open("{canary}", 0 if m.__name__ in ("os", "posix") else "r"),
+    "write": lambda m: m.open("{canary}", 1 if m.__name__ in ("os", "posix") else "w"),
+    "unlink": lambda m: m.unlink("{canary}"),
+    "rename": lambda m: m.rename("{canary}", "{canary}.gone"),
+    "link": lambda m: m.symlink("/etc/passwd", "{folder}/link"),
+    "list": lambda m: m.listdir("/"),
+    "pipe": lambda m: m.pipe(),
+}
+
+def modules_below(path, module, depth, seen):
+    for name in sorted(vars(module)):
+        found = vars(module)[name]
+        if isinstance(found, types.ModuleType) and id(found) not in seen:
+            seen.add(id(found))
+            yield f"{path}.{name}", found
+            if depth: yield from modules_below(f"{path}.{name}", found, depth - 1, seen)
+
+def total(names):
+    routes, open_ways = 0, []
+    for start in names:
+        module = __import__(start, fromlist=["*"])
+        for path, found in modules_below(start, module, 2, set()):
+            if type(found) is not types.ModuleType or found.__name__ not in REAL: continue
+            routes += 1
+            for name, action in TRIES.items():
+                try: action(found)
+                except (OSError, AttributeError): continue
+                open_ways.append(f"{path}: {name}")
+    return [routes, open_ways]
+"""
+
+
+def test_no_route_from_a_module_gets_past_the_walls(pool, surroundings):
+    "Each module leads to `os` or the builtins sooner or later; there the walls stand."
+    names = [[name for name in ALLOWED_MODULES if name != "bz2"]]
+    result = pool.run(surroundings.source(ROUTES), entry="total", args=tuple(names), timeout_s=30)
+    assert result.ok, result
+    routes, open_ways = result.value
+    assert open_ways == [] and routes > 50
     assert surroundings.state() == surroundings.before

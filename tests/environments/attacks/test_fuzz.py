@@ -153,7 +153,7 @@ def program(sources, weights, rng):
     tries = rng.choice([1, 10, 10, 10])
     for _ in range(tries):
         source = mutated(rng.choices(sources, weights)[0], sources, rng)
-        if check_only_stdlib_imports(source)[1]["error"] is None:
+        if check_only_stdlib_imports(source)[1].get("error") is None:
             break
     return source
 

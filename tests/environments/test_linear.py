@@ -1,0 +1,313 @@
+"""Whatever reads a completion takes time in proportion to its length, on hostile texts too.
+
+A model writes the text, and rewards run inside the training process: a regular expression that
+tries every way to share n spaces holds the run. The functions are collected from the modules
+themselves, so that a new one is timed without being named here; a pattern is timed where it is
+used, by the functions that use it."""
+
+import gc
+import importlib
+import inspect
+import itertools
+import pkgutil
+import re
+import time
+from contextlib import suppress
+from random import Random
+
+import pytest
+
+import grpo_nb.environments as environments
+from grpo_nb.environments.countdown import judge_rules, points_of
+from grpo_nb.environments.email_replies import MailCheck, judge_keywords, reply_problems
+from grpo_nb.environments.game2048 import StrategyRewards
+from grpo_nb.environments.judge import Judge, judge_messages
+from grpo_nb.environments.matmul import MatmulRewards
+from grpo_nb.environments.procedural import (
+    EVALUATES_FORMULAS,
+    EVALUATES_LISTS,
+    explain_task,
+    harmless,
+)
+from grpo_nb.environments.rubric import Rubric, length_penalty
+from grpo_nb.environments.sandbox import SandboxResult
+from grpo_nb.environments.verifiers import fenced_blocks
+
+# parameters that hold what a model wrote
+READS = ("text", "texts", "completion", "completions")
+# parameters that hold what the author of a run or the data wrote, or what was read from a text
+OURS = set(
+    "answer api_key base_url clock config entry header instruction instructions keywords "
+    "location log_metric message model move name names no numeral operations options param path "
+    "phrase prepare prompt question reason recipient reply scale signature solution source split "
+    "status system_prompt tags target task tasks things value wanted ways what why worked "
+    "yes".split()
+)
+# the modules of which no function is called with a completion: programs are text to them, which
+# a process of its own reads under a deadline
+ELSEWHERE = {"supervisor", "isolated_rewards"}
+# read by math-verify, which is another's library, in a process of its own with a deadline
+ISOLATED = {"procedural.math_points", "procedural.procedural_reward"}
+
+ROW = reply_problems(1)[0] | {
+    "answer": "46",
+    "numbers": [2, 3, 5, 7],
+    "target": 10,
+    "use_all": False,
+    "task": "countdown",
+    "wanted": ["Ann", "7"],
+    "met": True,
+    "yes": "{}",
+    "no": "{}",
+    "name": "mark",
+    "phrase": "3 working days",
+    "place": 5,
+    "start": 0,
+    "end": 1 << 30,
+    "seeds": (1,),
+    "rng": Random(0),
+}
+
+
+class NoSandbox:
+    "A pool whose programs all fail, so that the time is that of the training process."
+
+    protections = ()
+    failed = loaded = SandboxResult(False, None, "no program is run here", "exception", 0.0)
+
+    def run(self, *args, **settings):
+        return self.failed
+
+    def open(self, *args, **settings):
+        return self
+
+    call = run
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    close = __exit__
+
+
+POOL = NoSandbox()
+OBJECTS = {  # of the classes whose methods read completions; made for each call: some keep reports
+    "Rubric": lambda: Rubric({"fenced": (lambda text: bool(fenced_blocks(text)), 1.0)}),
+    "StrategyRewards": lambda: StrategyRewards(POOL, scale="published", seed=0),
+    "MatmulRewards": lambda: MatmulRewards(POOL, seed=0),
+    "OnceABatch": lambda: StrategyRewards(POOL, scale="published", seed=0).reports,
+    "MailCheck": lambda: MailCheck("keywords", judge_keywords),
+    "Judge": lambda: Judge(*"umikcl", 1, (0, 1), 1.0, 1.0, {}, "judge"),
+}
+MADE = {  # what is made by a call, or takes a completion under another name
+    "rubric.length_penalty()": lambda text: length_penalty(10, 20)(completion_ids=[text]),
+    "judge.judge_messages": lambda text: judge_messages("question", text, "instructions"),
+    "procedural.harmless lists": lambda text: harmless(EVALUATES_LISTS[0], text),
+    "procedural.harmless formulas": lambda text: harmless(EVALUATES_FORMULAS[0], text),
+    "countdown.points_of": lambda text: points_of(judge_rules, [text], numbers=[[2, 3]]),
+    "procedural.explain_task": lambda text: explain_task(text, task=EVALUATES_FORMULAS[0]),
+}
+
+
+def reads_completions(function):
+    return any(name in READS for name in inspect.signature(function).parameters)
+
+
+def caller(function, make=lambda function: function):
+    "A function of one text that calls `function` with it, and with the row's columns by name."
+    parameters = inspect.signature(function).parameters
+    many = "completions" in parameters
+    several = many or function.__qualname__.endswith("Rewards.judge")
+    given = {"pool": POOL} if "pool" in parameters else {}
+    if many and "columns" in parameters and not varied(parameters["columns"]):
+        given["columns"] = {}
+    for name, parameter in parameters.items():
+        if name in ROW and name not in READS and parameter.default in (parameter.empty, None):
+            given[name] = [ROW[name]] if many else ROW[name]
+    return lambda text: make(function)([text] if several else text, **given)
+
+
+def varied(parameter):
+    "Whether it takes any keyword."
+    return parameter.kind == parameter.VAR_KEYWORD
+
+
+def public(module):
+    "(name, object) of what a module defines: functions, and objects that are called."
+    for name in module.__all__:
+        found = getattr(module, name)
+        ours = callable(found) and type(found).__module__.startswith("grpo_nb")
+        if inspect.isfunction(found) or ours:
+            yield name, found
+
+
+def methods(module):
+    "(class, method, function) of each method that reads a completion."
+    for name in module.__all__:
+        kind = getattr(module, name)
+        members = inspect.getmembers(kind, inspect.isfunction) if inspect.isclass(kind) else ()
+        for method, function in members:
+            if not re.match("_(?!_call__)", method) and reads_completions(function):
+                assert name in OBJECTS, f"{name}.{method} reads completions: add it to OBJECTS"
+                yield name, method, getattr(OBJECTS[name](), method)
+
+
+def rooms():
+    "Every module in which something reads a completion."
+    for info in pkgutil.iter_modules(environments.__path__):
+        if info.name not in ELSEWHERE:
+            yield info.name, importlib.import_module(f"{environments.__name__}.{info.name}")
+
+
+def collected():
+    "name -> function of one text, for everything that reads a completion."
+    found = dict(MADE)
+    for room, module in rooms():
+        for name, thing in public(module):
+            name = f"{room}.{name}"
+            if name not in ISOLATED and name not in MADE and reads_completions(thing):
+                found[name] = caller(thing) if inspect.isfunction(thing) else with_row(thing)
+        for kind, method, bound in methods(module):
+            found[f"{room}.{kind}.{method}"] = caller(
+                bound, lambda _, kind=kind, method=method: getattr(OBJECTS[kind](), method)
+            )
+    return found
+
+
+def with_row(check):
+    "A check of a mail, which finds its column in the row."
+    return lambda text: check(text, **ROW)
+
+
+READERS = collected()
+
+# fmt: off
+PIECES = [  # repeated to the length that is asked for
+    " ", "\t", "\n", "a", "a ", "a\n", "_", "1", "1 ", ".", "1.", ",111", "1/", "-", "e1", "$",
+    "`", "```\n", "```python\n", "~~~", "{", "}", "(", "[", "\\", "\\boxed{", "\\boxed ",
+    "\\frac{1", "\\frac{1}{2}", "1\\times ", "10^", "{,}", "<", "<answer>", "</answer>",
+    "<reasoning>", "</SOLUTION>", "<|channel|>", "<|channel|>final", "<|end|>", "analysis",
+    "assistantfinal", "score", "score: 1\n", '{"score', '{"score(', ", ", "> ", "= ", "1+",
+    "3 working ", "\u0301", "\u0316\u0301", "\u0f73",
+]
+AROUND = [
+    ("```", "?"), ("1", "x"), ("\\boxed{", "1"), ("<answer>", "\n"), ('{"score"', "?"), ("_", "!"),
+]
+# fmt: on
+TEXTS = {repr(piece): (("", piece, "")) for piece in PIECES} | {
+    f"{before!r}, {piece!r}, {after!r}": (before, piece, after)
+    for (before, after), piece in itertools.product(AROUND, (" ", "_", "1", "(", "`", "a "))
+}
+LEAST_S = 0.005  # of processor time: below that it is noise
+SHORT = 1 << 13  # characters
+LONGEST = 1 << 17  # characters; what is done in 5 ms at that length holds nobody
+
+
+def written(kind, length):
+    "A hostile text of some characters."
+    before, piece, after = TEXTS[kind]
+    middle = piece * (length // len(piece) + 1)
+    return before + middle[: length - len(before) - len(after)] + after
+
+
+def seconds(function, text, tries):
+    "Processor time, the least of some tries."
+    times = []
+    for _ in range(tries):
+        began = time.process_time()
+        with suppress(ValueError, RecursionError, MemoryError):
+            function(text)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def growth(function, make, longest=LONGEST, tries=5):
+    """How much longer twice the text takes: the least of `tries`; where that is over 2.5, the least
+    of five, there and at twice the length. 0.0 for what is done in 5 ms at every length."""
+    length = 512
+    while seconds(function, make(length), 1) < LEAST_S:
+        length *= 2
+        if length > longest:
+            return 0.0
+    for n, least_of in ((length, tries), (length, 5), (2 * length, 5)):
+        ratio = seconds(function, make(2 * n), least_of) / seconds(function, make(n), least_of)
+        if ratio <= 2.5:
+            break
+    return ratio
+
+
+def too_slow(name, longest):
+    "kind -> growth, of the texts that take this reader more than linear time."
+    grows = {}
+    for kind in TEXTS:
+        ratio = growth(READERS[name], lambda length: written(kind, length), longest)
+        if ratio > 2.5:
+            grows[kind] = round(ratio, 1)
+    return grows
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection():
+    "Its passes come when they like, and count as processor time."
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", READERS)
+def test_twice_the_text_takes_no_more_than_two_and_a_half_times_as_long(name):
+    assert not too_slow(name, LONGEST)
+
+
+@pytest.mark.parametrize("room", sorted({name.split(".")[0] for name in READERS}))
+def test_what_a_completion_may_hold_takes_linear_time(room):
+    "The same in seconds: only what takes 5 ms at all, at a length of 2,000 tokens."
+    names = [name for name in READERS if name.split(".")[0] == room]
+    slow = {}
+    for name, kind in itertools.product(names, TEXTS):
+        if seconds(READERS[name], written(kind, SHORT), 1) >= LEAST_S:
+            ratio = growth(READERS[name], lambda length, kind=kind: written(kind, length), SHORT, 1)
+            if ratio > 2.5:
+                slow[f"{name} on {kind}"] = round(ratio, 1)
+    assert not slow
+
+
+def test_a_pattern_that_gives_back_is_found_out():
+    "The clock sees what it is there to see: two patterns as they were, and a run of marks."
+    import unicodedata
+
+    opening = re.compile(r"\s*(`{3,}|~{3,})[ \t]*([\w+-]*)\s*$")
+    score = re.compile(r"^[ \t>*_`-]*(?:\w+ ){0,2}score", re.M)
+    assert growth(opening.match, lambda n: written("'```', ' ', '?'", n)) > 2.5
+    assert growth(score.search, lambda n: written("'_'", n)) > 2.5
+    marks = lambda text: unicodedata.normalize("NFC", text)  # noqa: E731
+    assert growth(marks, lambda n: written(repr("\u0316\u0301"), n)) > 2.5
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_is_called_and_answers(name):
+    "What raises at once would be timed at nothing."
+    if name == "procedural.from_json":
+        return
+    with suppress(*(() if name.split(".")[0] != "countdown" else (ValueError,))):
+        READERS[name]("Dear Ann, 20 - 5 = 15. <answer>\n15\n</answer>\n```python\nx = 1\n```")
+
+
+def test_no_reader_is_forgotten():
+    "A parameter that holds a text is known: what a model wrote, or what somebody else did."
+    unknown = []
+    for room, module in rooms():
+        for name, thing in public(module) if room != "sandbox" else ():
+            if not inspect.isfunction(thing):
+                continue
+            for parameter in inspect.signature(thing).parameters.values():
+                kind = getattr(parameter.annotation, "__name__", str(parameter.annotation))
+                known = parameter.name in READS or parameter.name in OURS or parameter.name in ROW
+                if "str" in re.findall(r"\w+", kind) and not known:
+                    unknown.append(f"{room}.{name}({parameter.name})")
+    assert not unknown, f"who writes these texts? Add the parameters to READS or OURS: {unknown}"
+    rewards = [name for name in READERS if "reward" in name.lower()]
+    assert len(READERS) > 100 and len(rewards) > 20
