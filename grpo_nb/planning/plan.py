@@ -48,7 +48,8 @@ def completions_drawn(
     config: GRPOConfig,
 ) -> int:  # on one device
     "How many completions a rollout draws."
-    return config.layout().generation_batch_size
+    steps = config.steps_per_generation or config.accumulation()
+    return config.generation_batch_size or config.per_device_train_batch_size * steps
 
 
 @dataclass(frozen=True)
