@@ -812,7 +812,6 @@ class Checkpointer:
             changed = check_same_run(self.config, saved, rows, processes, whose)
             copy_weights = read_weights(self.model, folder)  # later, if all else fits too
             self.check_parts(saved, check)
-            self.check_log()
             return SavedRun(folder, saved, copy_weights, changed)
 
     def check_parts(self, saved: dict[str, Any], check: Inspector) -> None:  # ValueError
@@ -830,12 +829,6 @@ class Checkpointer:
         check.keys(saved["shared"], self.shared, "the shared parts")
         check_entries(self.shared, saved["shared"], check)
         check_history(saved["history"], check)
-
-    def check_log(self) -> None:  # ValueError
-        "Refuse a log that is no file, which could not be restored."
-        path = self.log.path
-        if path and path.exists() and not path.is_file():
-            raise ValueError(f"{str(path)!r} is no file, and the log belongs there: move it away")
 
     def load(
         self,
