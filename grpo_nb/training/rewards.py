@@ -248,11 +248,19 @@ class CallProcess:
         if self.process == 0:
             answer_and_exit(function, given, line)
         os.close(line)
+        self.reading = CallThread(self.read, {})
+
+    def read(self) -> bytes:  # what the copy sends; raises DeadlinePassed and ConnectionClosed
+        "Read while others are waited for: who is in time must not lose by who is not."
+        return exchange(None, -1, self.line, self.deadline)
 
     def answer(self) -> Any:  # what the function returned or raised; `TooLate` if it was not done
         "Wait for the copy, end it, and pass on what the function logged."
         try:
-            answer, told = pickle.loads(exchange(None, -1, self.line, self.deadline))
+            self.reading.join()
+            if isinstance(self.reading.answer, BaseException):
+                raise self.reading.answer
+            answer, told = pickle.loads(self.reading.answer)
             for name, values in told:
                 self.given[name](*values)
             return answer
@@ -270,11 +278,12 @@ class CallProcess:
         process, self.process = self.process, None
         if process is None:
             return None
-        os.close(self.line)
         ended, status = os.waitpid(process, os.WNOHANG)
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
                 kill(process, signal.SIGKILL)
+        self.reading.join()  # it ends with the copy; the line's number may then go to another file
+        os.close(self.line)
         return os.waitstatus_to_exitcode(status if ended else os.waitpid(process, 0)[1])
 
 # %% ../../nbs/training/03_rewards.ipynb #d99f3a29

@@ -476,6 +476,22 @@ def test_a_reward_that_hangs_in_c_holds_the_trainer_no_longer_than_its_deadline(
     assert processes() == before, "every copy was ended and collected"
 
 
+def test_an_answer_in_time_is_kept_behind_one_that_is_late():
+    def hangs(completions, **columns):
+        time.sleep(60)
+
+    def long_answer(completions, log_extra, **columns):  # more than a pipe holds
+        log_extra("text", ["x" * 1_000_000] * len(completions))
+        return [1.0] * len(completions)
+
+    extra = {}
+    given = dict(reward_timeout_s=1.5, log_extra=extra.__setitem__)
+    with pytest.warns(UserWarning, match="hangs.*was killed"):
+        scores = score_completions([hangs, long_answer, hangs, in_time], ["p"], ["a"], **given)
+    assert scores.isnan().tolist() == [[True, False, True, False]]
+    assert len(extra["text"][0]) == 1_000_000
+
+
 def test_what_a_copy_started_ends_with_it():
     def leaves_a_child(completions, folder, **columns):
         child = subprocess.Popen(["sleep", "60"])
