@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['GiB', 'MODELS', 'FORMATS', 'STATES', 'TARGETS', 'QUERIES', 'SINK_KEY', 'SINK_KEY_REPEATED', 'PEFT_SUMS', 'NORM_ROWS',
            'BUFFERS', 'ModelShape', 'longest_sequence', 'check_config', 'read_shape', 'weight_bits', 'weight_bytes',
-           'lora_parameters', 'kv_bytes', 'Computation', 'attention_work', 'attention_kept', 'attention_peak',
-           'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'keeps_results', 'attention_results',
-           'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'unpack_bytes']
+           'state_bytes', 'lora_parameters', 'kv_bytes', 'Computation', 'attention_work', 'attention_kept',
+           'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'keeps_results',
+           'attention_results', 'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'unpack_bytes']
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #0c7d0708
 import json
@@ -366,18 +366,28 @@ def weight_bytes(
     return {kind: int(count * bits[kind] / 8) for kind, count in shape.parameters.items()}
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #832dc124
-# optimizer, by its name in GRPOConfig.optim -> bytes of state for each trained number. Not counted:
-# block scales of the 8-bit ones (0.06 bytes), and Adafactor's rows and columns (nearly nothing)
+# a part of an optimizer's name -> bytes of state for each trained number; the first that fits. Not
+# counted: block scales of the 8-bit ones (0.06 bytes), Adafactor's rows and columns (very little)
 STATES = {
-    "adamw_torch_fused": 8,
-    "adamw_torch": 8,
-    "adamw_8bit": 2,
-    "adamw_bnb_8bit": 2,
-    "paged_adamw_8bit": 2,
+    "ademamix_8bit": 3,
+    "lion_8bit": 1,
+    "8bit": 2,
+    "4bit": 1,
+    "ademamix": 12,
+    "lion": 4,
+    "rmsprop": 4,
+    "adagrad": 4,
     "adafactor": 0,
     "sgd": 0,
 }
 TARGETS = ("attention", "mlp")  # query, key, value, output; gate, up, down (of experts too)
+
+
+def state_bytes(
+    optim: str,  # a name of GRPOConfig.optim
+) -> int:  # for each number that trains
+    "What an optimizer remembers; 8 for Adam's mean and square in float32, and where nothing fits."
+    return next((size for part, size in STATES.items() if part in optim), 8)
 
 
 def lora_parameters(

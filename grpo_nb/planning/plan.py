@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from ..model import memory_fit
-from ..model.memory_bytes import STATES, TARGETS, GiB, ModelShape, read_shape
+from ..model.memory_bytes import TARGETS, GiB, ModelShape, read_shape, state_bytes
 from grpo_nb.model.memory_fit import (
     ALL,
     CARDS,
@@ -48,7 +48,7 @@ def completions_drawn(
     config: GRPOConfig,
 ) -> int:  # on one device
     "How many completions a rollout draws."
-    steps = config.steps_per_generation or config.gradient_accumulation_steps
+    steps = config.steps_per_generation or config.accumulation()
     return config.generation_batch_size or config.per_device_train_batch_size * steps
 
 
@@ -86,7 +86,7 @@ class Setup:
             shape=self.model,
             capability=self.card.capability,
             prompt_length=prompt,
-            optimizer_bytes=STATES[config.optim],
+            optimizer_bytes=state_bytes(config.optim),
             generation_batch_size=completions_drawn(config),
             mini_batch=config.mini_batch or 1,
             **{name: getattr(self, name) for name in shared},
@@ -463,7 +463,7 @@ def _slower(s: Setup) -> Iterator[Switch]:
 
 def _dear(s: Setup) -> Iterator[Switch]:
     "Yield switches that change what is learnt."
-    if STATES[s.config.optim] == STATES["adamw_torch"]:
+    if state_bytes(s.config.optim) >= state_bytes("adamw_torch"):
         yield dict(optim="adamw_8bit"), "The optimizer's states in 8 bits, by bitsandbytes."
     if s.weights in ("bf16", "fp16", "fp32") or s.weights == "nf4" and s.model.sinks:
         cost = "Weights rounded to 4 bits, and unpacked in every step."

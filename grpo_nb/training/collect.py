@@ -65,7 +65,13 @@ class CompletionSource:
         for rows in data.values() if isinstance(data, dict) else [data]:
             limits = self.config.max_completion_length, self.max_positions
             try:
-                check_long_prompts(rows, self.tokenizer, *limits, self.config.chat_template_kwargs)
+                check_long_prompts(
+                    rows,
+                    self.tokenizer,
+                    *limits,
+                    self.config.chat_template_kwargs,
+                    self.config.max_prompt_length,
+                )
             except ValueError as error:
                 raise ValueError(f"{whose}{error}") from None
 
@@ -85,7 +91,7 @@ class CompletionSource:
                 prompts, self.tokenizer, self.config.chat_template_kwargs
             )
             limits = self.config.max_completion_length, self.max_positions
-            check_prompt_lengths(prompts, *limits, numbers)
+            check_prompt_lengths(prompts, *limits, numbers, self.config.max_prompt_length)
         return self.sampler.generate(prompts, self.params)
 
     def score(

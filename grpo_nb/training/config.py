@@ -4,27 +4,29 @@
 
 # %% auto #0
 __all__ = ['FITS', 'OTHER_NAMES', 'LOSS_TYPES', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON', 'IGNORED_BY_REASON',
-           'REFUSED', 'IGNORED', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
-           'types_of', 'Setting', 'unknown', 'Settings', 'BatchSettings', 'SamplingSettings', 'RewardSettings',
-           'LossSettings', 'CorrectionSettings', 'OptimizerSettings', 'MemorySettings', 'RunSettings', 'refuse',
-           'translated', 'takes_trl_keywords', 'plain_json', 'GRPOConfig']
+           'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'SAMPLING', 'HINTS', 'OtherNames',
+           'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside', 'types_of', 'Setting', 'unknown', 'warn',
+           'Settings', 'BatchSettings', 'SamplingSettings', 'RewardSettings', 'LossSettings', 'CorrectionSettings',
+           'OptimizerSettings', 'MemorySettings', 'RunSettings', 'refuse', 'sampling_settings', 'translated',
+           'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig', 'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
-import functools
 import inspect
 import json
 import math
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from enum import Enum
 from numbers import Real
-from types import MappingProxyType, NoneType, UnionType
+from types import GenericAlias, MappingProxyType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 if TYPE_CHECKING:
+    import transformers
+
     import grpo_nb.algorithm.batching
     import grpo_nb.rollout.sampling
 
@@ -36,11 +38,13 @@ def setting(
     *,
     same: dict | None = None,  # other ways to write a value, e.g. {True: "group"}
     use: str | None = None,  # the setting whose value is used where this one is None
+    share: bool = False,  # a number below 1 is a share of the run, any other one is whole
     why: str = "",  # a sentence added to the error: the reason for the range
 ):  # a dataclass field that carries all of it to `Settings`
     "A dataclass field with a default, its range, and what an error should add."
     return field(
-        default=default, metadata={"allowed": allowed, "same": same or {}, "use": use, "why": why}
+        default=default,
+        metadata={"allowed": allowed, "same": same or {}, "use": use, "share": share, "why": why},
     )
 
 
@@ -86,12 +90,15 @@ class Setting:
     allowed: str | tuple | None  # this and the rest: see `setting`
     same: dict
     use: str | None
+    share: bool
     why: str
 
     def in_words(self) -> str:  # e.g. "a number in (0, 1] or None"
         "The accepted values in words, for an error."
         words = {
-            float: f"a number in {self.allowed}",
+            float: f"a whole number in {self.allowed}, or below 1 a share of the run"
+            if self.share
+            else f"a number in {self.allowed}",
             int: f"a whole number in {self.allowed}",
             str: "a string",
             bool: "True or False",
@@ -134,7 +141,11 @@ class Setting:
         "Check a value; ValueError with a sentence if it does not fit."
         plain = self.plain(value)
         for kind in self.types:
-            if FITS[kind](plain, self.allowed):
+            if self.share and kind is float and FITS[int](plain, "[1, inf)"):
+                return int(plain)
+            if FITS[kind](plain, self.allowed) and not (
+                self.share and kind is float and plain >= 1
+            ):
                 return None if plain is None else kind(plain)
         raise ValueError(
             f"{self.name} is {value!r}, but it has to be {self.in_words()}.{self.nearest(plain)} "
@@ -191,6 +202,17 @@ def unknown(
     )
 
 # %% ../../nbs/training/01_config.ipynb #40354d7d
+def warn(
+    sentence: str,
+) -> None:
+    "A warning at the line of the caller's code, however many functions of ours lie between."
+    ours = (warn.__code__.co_filename, "<string>")  # a dataclass's __init__ is a string
+    frame, level = inspect.currentframe(), 1
+    while frame.f_back and frame.f_code.co_filename in ours:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(sentence, stacklevel=level)
+
+
 @dataclass(kw_only=True)
 class Settings:
     "The base of every group: checks each value as it is set, and all of them together."
@@ -221,7 +243,7 @@ class Settings:
             if "check" in vars(group):
                 group.check(self)
         for sentence in self.cautions():
-            warnings.warn(sentence, stacklevel=4)
+            warn(sentence)
 
     def cautions(self) -> list[str]:  # one sentence each; empty when all is well
         "Warnings about values that are legal but probably a mistake."
@@ -274,6 +296,24 @@ class BatchSettings(Settings):
                 "processes x steps_per_generation): give one of them."
             )
 
+    def accumulation(
+        self,
+        num_processes: int = 1,  # devices that train side by side
+    ) -> int:  # micro-batches before one update
+        """gradient_accumulation_steps; where batches of that many would cut a group, and nothing
+        else says how many completions are drawn, as many micro-batches as give each of them G
+        completions instead of its own, rounded up to whole groups."""
+        batch, steps, group = (
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            self.num_generations,
+        )
+        at_once = batch * num_processes
+        if self.generation_batch_size or self.steps_per_generation or at_once * steps % group == 0:
+            return steps
+        whole = group // math.gcd(at_once, group)  # micro-batches that hold whole groups
+        return whole * math.ceil(steps * group / (batch * whole))
+
     def layout(
         self,
         num_processes: int = 1,  # devices that train side by side
@@ -284,7 +324,7 @@ class BatchSettings(Settings):
         from grpo_nb.algorithm.batching import BatchLayout
 
         others = dict(
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            gradient_accumulation_steps=self.accumulation(num_processes),
             num_iterations=self.num_iterations,
             num_processes=num_processes,
         )
@@ -304,6 +344,9 @@ class SamplingSettings(Settings):
 
     # longest completion, tokens; it is cut there. Raise it when many completions are cut
     max_completion_length: int = setting(512, "[1, inf)")
+    # longest prompt, tokens; prompts are never cut, a longer one is refused at the start with its
+    # row. None: what the model leaves beside max_completion_length
+    max_prompt_length: int | None = setting(None, "[1, inf)")
     # above 1 bolder, below 1 safer
     temperature: float = setting(
         1.0,
@@ -312,8 +355,8 @@ class SamplingSettings(Settings):
     )
     # keep the likeliest tokens that together have this probability; 1.0 keeps all
     top_p: float = setting(1.0, "(0, 1]")
-    # keep this many of the likeliest tokens; None (or 0) keeps all
-    top_k: int | None = setting(None, "[1, inf)", same={0: None})
+    # keep this many of the likeliest tokens; 0 keeps all
+    top_k: int = setting(0, "[0, inf)", same={None: 0, -1: 0})
     # keep tokens at least this likely, relative to the likeliest; 0.01 to 0.2 where it is used at
     # all
     min_p: float | None = setting(None, "[0, 1]")
@@ -358,6 +401,7 @@ class SamplingSettings(Settings):
             **{
                 "max_tokens": self.max_completion_length,
                 **{name: getattr(self, name) for name in names},
+                "top_k": self.top_k or None,
                 **changes,
             }
         )
@@ -425,7 +469,7 @@ class LossSettings(Settings):
     # weight of the KL term that holds the policy near its start; 0: no reference model, less memory
     beta: float = setting(0.0, "[0, inf)")
     # multiply the KL term by the ratio (DeepSeek-V3.2); matters only where beta > 0
-    use_bias_correction_kl: bool = setting(False)
+    use_bias_correction_kl: bool = setting(True)
     # let the reference follow the policy, for long runs with beta > 0
     sync_ref_model: bool = setting(False)
     ref_model_sync_steps: int = setting(512, "[1, inf)")  # every so many updates
@@ -519,7 +563,7 @@ class CorrectionSettings(Settings):
             )
 
 # %% ../../nbs/training/01_config.ipynb #48d42c0d
-SCHEDULES = (
+SCHEDULES = (  # transformers' names
     "linear",
     "cosine",
     "cosine_with_restarts",
@@ -530,16 +574,19 @@ SCHEDULES = (
     "cosine_with_min_lr",
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
-)  # transformers' names, without those that need a metric
-OPTIMIZERS = (
-    "adamw_torch",
-    "adamw_torch_fused",
-    "sgd",
-    "adafactor",
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "paged_adamw_8bit",
-)  # the 8-bit ones need bitsandbytes
+    "reduce_lr_on_plateau",
+    "greedy",
+)
+OPTIMIZERS = tuple(  # transformers' names, without those that need the model or a mode of their own
+    """
+    adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adafactor
+    adamw_anyprecision adamw_torch_4bit adamw_torch_8bit ademamix sgd adagrad
+    adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit lion_32bit paged_adamw_32bit
+    paged_adamw_8bit paged_ademamix_32bit paged_ademamix_8bit paged_lion_32bit
+    paged_lion_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit
+    grokadamw stable_adamw
+    """.split()
+)
 
 
 @dataclass(kw_only=True)
@@ -563,6 +610,8 @@ class OptimizerSettings(Settings):
     warmup_ratio: float = setting(0.0, "[0, 1]")
     # 8-bit states take a quarter of the memory; paged ones move to the host when it is short
     optim: str = setting("adamw_torch_fused", OPTIMIZERS)
+    # what the optimizer takes besides, as "name=value, name=value"
+    optim_args: str | None = setting(None)
     # pull of the weights towards 0; 0.1 in many LoRA recipes
     weight_decay: float = setting(0.0, "[0, inf)")
     adam_beta1: float = setting(0.9, "[0, 1)")  # memory of the gradient's mean
@@ -677,7 +726,7 @@ class RunSettings(Settings):
     output_dir: str = setting("trainer_output", same={None: "trainer_output"})
     seed: int = setting(42, "[0, inf)")  # of the order of the prompts and of the sampling
     run_name: str | None = setting(None)  # the run's name in a tracker
-    project: str = setting("grpo_nb")  # the project in a tracker that its runs are filed under
+    project: str = setting("huggingface")  # the project in a tracker that its runs are filed under
     # trackers, e.g. "wandb" or ["tensorboard"]; "all": every one that is installed; "none"
     report_to: None | str | list[str] = setting("none")
     disable_tqdm: bool | None = setting(None)  # True: no progress bar; None and False show it
@@ -685,35 +734,26 @@ class RunSettings(Settings):
     logging_strategy: str = setting("steps", ("no", "steps", "epoch"))
     # updates between two lines of the log, with logging_strategy="steps"; 1 is readable for short
     # runs
-    logging_steps: int = setting(
-        10, "[1, inf)", why="A share of the run is not understood here: give a number of updates. "
-    )
+    logging_steps: float = setting(10, "(0, inf)", share=True)
     logging_first_step: bool = setting(False)  # log the first update as well
     # print, store and send to trackers the last completions with their rewards: the quickest way to
     # see what is learnt
     log_completions: bool = setting(False)
-    # how many of them are printed; None: all of the batch
-    num_completions_to_print: int | None = setting(None, "[1, inf)")
+    # how many of them are printed; 0: none, None: all of the batch
+    num_completions_to_print: int | None = setting(None, "[0, inf)")
     log_unique_prompts: bool = setting(False)  # only one completion of each prompt
     # when a checkpoint is written; "best": when an evaluation is the best so far
     save_strategy: str = setting("steps", ("no", "steps", "epoch", "best"))
     # leave out what is needed to go on: smaller checkpoints that cannot be resumed from
     save_only_model: bool = setting(False)
     # updates between two checkpoints, with save_strategy="steps"
-    save_steps: int = setting(
-        500, "[1, inf)", why="A share of the run is not understood here: give a number of updates. "
-    )
+    save_steps: float = setting(500, "(0, inf)", share=True)
     # checkpoints that are kept, older ones are deleted; None: all
     save_total_limit: int | None = setting(None, "[1, inf)")
     # when the evaluation data are sampled and scored
     eval_strategy: str = setting("no", ("no", "steps", "epoch"))
     # updates between two evaluations, with eval_strategy="steps"
-    eval_steps: int | None = setting(
-        None,
-        "[1, inf)",
-        use="logging_steps",
-        why="A share of the run is not understood here: give a number of updates. ",
-    )
+    eval_steps: float | None = setting(None, "(0, inf)", use="logging_steps", share=True)
     # completions sampled together on one device in an evaluation
     per_device_eval_batch_size: int = setting(8, "[1, inf)")
     # completions of one prompt in an evaluation; 1 is enough for an average
@@ -724,14 +764,17 @@ class RunSettings(Settings):
     # end with the weights of the checkpoint whose evaluation was best
     load_best_model_at_end: bool = setting(False)
     # what "best" means: a name of the log, with or without "eval_"
-    metric_for_best_model: str = setting("reward", same={None: "reward"})
-    # False for a metric that should fall
-    greater_is_better: bool = setting(True, same={None: True})
+    # None: "reward"
+    metric_for_best_model: str | None = setting(None)
+    # False for a metric that should fall; None: True, except for a name that ends in "loss"
+    greater_is_better: bool | None = setting(None)
 
     def check(self):
         self.trackers()
         judged = (
-            "load_best_model_at_end=True"
+            f"lr_scheduler_type={getattr(self, 'lr_scheduler_type', '')!r}"
+            if getattr(self, "lr_scheduler_type", "") in ("reduce_lr_on_plateau", "greedy")
+            else "load_best_model_at_end=True"
             if self.load_best_model_at_end
             else "save_strategy='best'"
             if self.save_strategy == "best"
@@ -739,7 +782,7 @@ class RunSettings(Settings):
         )
         if judged and self.eval_strategy == "no":
             raise ValueError(
-                f"{judged} needs evaluations to tell which model is best, and eval_strategy "
+                f"{judged} needs evaluations to tell how good the model is, and eval_strategy "
                 "is 'no': set it to 'steps' or 'epoch'."
             )
         if not self.load_best_model_at_end or self.save_strategy == "best":
@@ -757,6 +800,12 @@ class RunSettings(Settings):
                 "save_strategy='best', or the same strategy and save_steps to a multiple of "
                 "eval_steps."
             )
+
+    def best_is(self) -> tuple[str, bool]:  # e.g. ("eval_reward", True)
+        'What "best" means: the name in the log, and whether more of it is better.'
+        name = (self.metric_for_best_model or "reward").removeprefix("eval_")
+        greater = self.greater_is_better
+        return f"eval_{name}", not name.endswith("loss") if greater is None else greater
 
     def doubts(self):
         if self.eval_steps is not None and self.eval_strategy != "steps":
@@ -781,14 +830,7 @@ class RunSettings(Settings):
         return ["all"] if "all" in given else [name for name in given if name != "none"]
 
 # %% ../../nbs/training/01_config.ipynb #fd03895f
-REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default})
-    (
-        (
-            "prompts are never cut; one that leaves no room for max_completion_length is refused "
-            "with its row number. Filter the dataset by length instead."
-        ),
-        {"max_prompt_length": None},
-    ),
+REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None the type})
     (
         (
             "reward functions receive every column of the dataset; drop columns with "
@@ -808,15 +850,15 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default})
             "completions are drawn by this library's own sampler; its settings are temperature, "
             "top_p, top_k, min_p, repetition_penalty and max_completion_length."
         ),
-        {"vllm_structured_outputs_regex": None, "cache_implementation": None},
+        {"vllm_structured_outputs_regex": str, "cache_implementation": str},
     ),
-    ("there are no tool calls in a rollout.", {"max_tool_calling_iterations": None}),
+    ("there are no tool calls in a rollout.", {"max_tool_calling_iterations": int}),
     (
         (
             "no load-balancing loss of the router is added, for it is not part of GRPO's "
             "objective; 0.0 says the same."
         ),
-        {"router_aux_loss_coef": None},
+        {"router_aux_loss_coef": float},
     ),
     (
         (
@@ -827,10 +869,10 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default})
     ),
     (
         (
-            "the optimizer is one of optim's names; for another pass optimizers=(optimizer, "
-            "scheduler) to GRPOTrainer."
+            "optimizers that project the gradients of chosen modules are not made here; pass "
+            "optimizers=(optimizer, scheduler) to GRPOTrainer."
         ),
-        {"optim_args": None, "optim_target_modules": None},
+        {"optim_target_modules": None | str | list[str]},
     ),
     (
         (
@@ -844,13 +886,13 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default})
             "evaluation computes in the precision of the training (bf16, fp16); matrix products "
             "in TF32 are torch.set_float32_matmul_precision's business."
         ),
-        {"bf16_full_eval": False, "fp16_full_eval": False, "tf32": None},
+        {"bf16_full_eval": False, "fp16_full_eval": False, "tf32": bool},
     ),
     (
         "it belongs to training on labelled data, and GRPO has none.",
         {
             "label_smoothing_factor": 0.0,
-            "neftune_noise_alpha": None,
+            "neftune_noise_alpha": float,
             "train_sampling_strategy": "random",
             "average_tokens_across_devices": True,
         },
@@ -862,15 +904,15 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default})
             "`accelerate launch --multi_gpu`; sharding is not supported."
         ),
         {
-            "accelerator_config": None,
-            "parallelism_config": None,
-            "fsdp": None,
-            "fsdp_config": None,
-            "deepspeed": None,
+            "accelerator_config": dict | str | None,
+            "parallelism_config": dict,
+            "fsdp": str,
+            "fsdp_config": dict | str | None,
+            "deepspeed": dict | str | None,
             "ds3_gather_for_generation": True,
         },
     ),
-    ("completions are stored beside the log, in output_dir.", {"log_completions_hub_repo": None}),
+    ("completions are stored beside the log, in output_dir.", {"log_completions_hub_repo": str}),
     (
         "a checkpoint is written by the process that leads, with the state of all of them.",
         {
@@ -881,7 +923,7 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default})
     ),
     (
         "training starts with trainer.train(), which also takes resume_from_checkpoint.",
-        {"resume_from_checkpoint": None},
+        {"resume_from_checkpoint": str},
     ),
     (
         "nothing is uploaded; save the model and push it with huggingface_hub.",
@@ -895,8 +937,8 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default})
         {"full_determinism": False},
     ),
 ]
-# (reason, {keyword: TRL's default}): the run is the same with any value, so another one than the
-# default gives a warning and no error
+# the same; the run is the same with any value, so another one than the default gives a warning and
+# no error
 IGNORED_BY_REASON = [
     (
         "use_vllm is False, so there is no vLLM to set up",
@@ -904,13 +946,13 @@ IGNORED_BY_REASON = [
             "vllm_mode": "colocate",
             "vllm_model_impl": "vllm",
             "vllm_enable_sleep_mode": False,
-            "vllm_server_base_url": None,
+            "vllm_server_base_url": str,
             "vllm_server_host": "0.0.0.0",
             "vllm_server_port": 8000,
             "vllm_server_timeout": 240.0,
             "vllm_group_port": 51216,
             "vllm_gpu_memory_utilization": 0.3,
-            "vllm_max_model_length": None,
+            "vllm_max_model_length": int,
             "vllm_tensor_parallel_size": 1,
         },
     ),
@@ -919,7 +961,7 @@ IGNORED_BY_REASON = [
         {
             "use_cache": False,
             "use_transformers_continuous_batching": False,
-            "transformers_continuous_batching_config": None,
+            "transformers_continuous_batching_config": dict | str | None,
             "use_transformers_paged": False,
         },
     ),
@@ -928,14 +970,14 @@ IGNORED_BY_REASON = [
             "log-probs are computed from chunks of the hidden states anyway; mini_batch and "
             "logit_chunk_multiplier set the chunks"
         ),
-        {"use_liger_kernel": False, "liger_kernel_config": None},
+        {"use_liger_kernel": False, "liger_kernel_config": dict},
     ),
     (
         (
             "the model is not compiled as a whole, because completions have another length at "
             "every step"
         ),
-        {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None},
+        {"torch_compile": False, "torch_compile_backend": str, "torch_compile_mode": str},
     ),
     (
         (
@@ -947,8 +989,8 @@ IGNORED_BY_REASON = [
             "dataloader_num_workers": 0,
             "dataloader_pin_memory": True,
             "dataloader_persistent_workers": False,
-            "dataloader_prefetch_factor": None,
-            "dataloader_multiprocessing_context": None,
+            "dataloader_prefetch_factor": int,
+            "dataloader_multiprocessing_context": str,
             "dataloader_in_order": True,
             "pad_to_multiple_of": "auto",
             "length_column_name": "length",
@@ -958,24 +1000,24 @@ IGNORED_BY_REASON = [
         "gradients are summed once an update, without DistributedDataParallel",
         {
             "local_rank": -1,
-            "ddp_find_unused_parameters": None,
-            "ddp_bucket_cap_mb": None,
-            "ddp_broadcast_buffers": None,
-            "ddp_static_graph": None,
-            "ddp_backend": None,
+            "ddp_find_unused_parameters": bool,
+            "ddp_bucket_cap_mb": int,
+            "ddp_broadcast_buffers": bool,
+            "ddp_static_graph": bool,
+            "ddp_backend": str,
             "ddp_timeout": 1800,
         },
     ),
     (
         "an evaluation samples and scores: there are no labels and no losses to gather",
         {
-            "label_names": None,
+            "label_names": list[str],
             "prediction_loss_only": False,
             "include_for_metrics": [],
             "batch_eval_metrics": False,
             "eval_do_concat_batches": True,
             "eval_use_gather_object": False,
-            "eval_accumulation_steps": None,
+            "eval_accumulation_steps": int,
         },
     ),
     (
@@ -995,27 +1037,35 @@ IGNORED_BY_REASON = [
             "include_num_input_tokens_seen": "no",
             "skip_memory_metrics": True,
             "debug": "",
-            "logging_dir": None,
+            "logging_dir": str,
             "log_multimodal": True,
-            "trackio_space_id": None,
-            "trackio_bucket_id": None,
-            "trackio_static_space_id": None,
+            "trackio_space_id": str,
+            "trackio_bucket_id": str,
+            "trackio_static_space_id": str,
         },
     ),
     (
         "push_to_hub is False, so nothing is uploaded",
         {
-            "hub_token": None,
-            "hub_private_repo": None,
-            "hub_model_id": None,
+            "hub_token": str,
+            "hub_private_repo": bool,
+            "hub_model_id": str,
             "hub_strategy": "every_save",
             "hub_always_push": False,
-            "hub_revision": None,
+            "hub_revision": str,
         },
     ),
     (
+        "what an earlier run left in output_dir is set aside",
+        {"overwrite_output_dir": False},
+    ),
+    (
+        "weights are always written as safetensors",
+        {"save_safetensors": True},
+    ),
+    (
         "memory that torch has cached counts as free where the size of the chunks is chosen",
-        {"torch_empty_cache_steps": None},
+        {"torch_empty_cache_steps": int},
     ),
 ]
 REFUSED: dict[str, str] = {
@@ -1024,16 +1074,22 @@ REFUSED: dict[str, str] = {
 IGNORED: dict[str, str] = {
     name: reason for reason, names in IGNORED_BY_REASON for name in names
 }  # keyword -> why it changes nothing
-NEUTRAL: dict[str, Any] = {
-    name: default
+HELD = {
+    name: value
     for _, names in REFUSED_BY_REASON + IGNORED_BY_REASON
-    for name, default in names.items()
+    for name, value in names.items()
+}  # keyword -> its default, or where that is None the type
+NEUTRAL: dict[str, Any] = {
+    name: None if isinstance(value, (type, GenericAlias, UnionType)) else value
+    for name, value in HELD.items()
 }  # keyword -> its neutral value, which is accepted without a message
 ALSO_NEUTRAL = {  # keyword -> another value that describes what happens anyway
     "router_aux_loss_coef": 0.0,
     "pad_to_multiple_of": None,
     "logging_nan_inf_filter": False,
     "dataloader_drop_last": True,
+    "remove_unused_columns": None,
+    "overwrite_output_dir": True,
 }
 
 # %% ../../nbs/training/01_config.ipynb #ced24b1c
@@ -1056,53 +1112,107 @@ def refuse(
         return
     if name in REFUSED:
         raise ValueError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
-    warnings.warn(f"{name}={value!r} changes nothing here: {IGNORED[name]}", stacklevel=4)
+    warn(f"{name}={value!r} changes nothing here: {IGNORED[name]}")
+
+
+SAMPLING = {  # attribute of a SamplingParams, vLLM's or ours -> setting
+    "max_tokens": "max_completion_length",
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+}
+
+
+def sampling_settings(
+    params: Any,  # an object with such attributes; its class gives the defaults
+) -> dict[str, Any]:  # the settings that it was made to change
+    "What `vllm_sampling_params` asks for, as settings."
+    usual = type(params)()
+    if isinstance(getattr(params, "stop", None) or None, (str, list)):
+        warn(
+            f"vllm_sampling_params has stop={params.stop!r}: a completion ends at the tokenizer's "
+            "end-of-turn tokens; give others as generation_kwargs={'eos_token_id': [...]}."
+        )
+    return {
+        ours: getattr(params, name)
+        for name, ours in SAMPLING.items()
+        if hasattr(params, name) and getattr(params, name) != getattr(usual, name)
+    }
 
 
 def translated(
     given: dict[str, Any],  # keywords as a script writes them
-    names,  # the settings that exist
-    error: type[Exception] = TypeError,  # what an unknown name raises
-) -> dict[str, Any]:  # settings that exist, with their values
-    "Keywords under our names, without those that ask for nothing."
-    ours = {}
-    for name, value in given.items():
-        real = ALIASES.get(name, name)
-        if name in ALIASES and value is None:
+    defaults: dict[str, Any],  # of all keywords that exist
+) -> dict[str, Any]:  # keywords without aliases
+    "Keywords under our names; a TypeError names the nearest of an unknown one."
+    for name in given:
+        if name not in defaults:
+            raise TypeError(unknown(name, defaults))
+    ours = {name: value for name, value in given.items() if name not in ALIASES}
+    if ours.get("vllm_sampling_params") is not None:
+        ours |= sampling_settings(ours.pop("vllm_sampling_params"))
+    for name in given.keys() & ALIASES:
+        real, value = ALIASES[name], given[name]
+        if value is None:
             continue
-        if real in NEUTRAL:
-            refuse(real, value)
-        elif real not in names:
-            raise error(unknown(name, [*names, *ALIASES]))
-        elif real in ours and ours[real] != value:
+        if ours.get(real, defaults[real]) not in (defaults[real], value):
             raise ValueError(
-                f"{', '.join(other for other in given if ALIASES.get(other, other) == real)} "
-                "are names of one setting, "
-                f"and they were given the values {ours[real]!r} and {value!r}: give one of them."
+                f"{name} and {real} are names of one setting, "
+                f"and they were given the values {value!r} and {ours[real]!r}: give one of them."
             )
-        else:
-            ours[real] = value
+        ours[real] = value
     return ours
 
-# %% ../../nbs/training/01_config.ipynb #19886e23
-def takes_trl_keywords(
-    cls: type,  # a dataclass of settings
-) -> type:  # the same class; its __init__ understands aliases and refuses the rest with a reason
-    "Let a settings class be created with TRL's keywords."
-    generated = cls.__init__
 
-    @functools.wraps(generated)
-    def __init__(self, *output_dir, **given):
+def held_field(
+    name: str,  # of a keyword without a meaning here
+) -> tuple[str, Any, Field]:  # what `make_dataclass` takes
+    "A keyword that scripts for TRL carry, with TRL's type and default."
+    kind, default = HELD[name], NEUTRAL[name]
+    hint = kind if isinstance(kind, UnionType) else kind | None if default is None else type(kind)
+    hint = list[str] if hint is list else hint
+    filled = {"default_factory": list} if default == [] else {"default": default}
+    effect = f"not here: {REFUSED[name]}" if name in REFUSED else f"no effect: {IGNORED[name]}"
+    return name, hint, field(**filled, metadata={"help": effect})
+
+
+def default_of(
+    one: Field,  # of a dataclass
+):
+    "The default of a field, whichever way it is written."
+    return one.default if one.default is not MISSING else one.default_factory()
+
+
+HINTS = {one.name: one.type for group in Settings.__subclasses__() for one in fields(group)}
+OtherNames = make_dataclass(
+    "OtherNames",
+    [(name, HINTS[real] | None, field(default=None)) for name, real in ALIASES.items()]
+    + [("vllm_sampling_params", str | None, field(default=None))],
+    bases=(Settings,),
+    kw_only=True,
+)
+HeldSettings = make_dataclass(
+    "HeldSettings", [held_field(name) for name in HELD], bases=(Settings,), kw_only=True
+)
+
+# %% ../../nbs/training/01_config.ipynb #19886e23
+class Keywords(type):
+    """Lets a config, and every dataclass made from it, be created with the keywords of a script:
+    other names become ours before `__init__` sees them."""
+
+    def __call__(cls, *output_dir, **given):
         if len(output_dir) + ("output_dir" in given) > 1:
             raise TypeError(
                 "settings are given by name; only output_dir may stand without one, once, "
                 f"and there are {output_dir!r}"
             )
-        given = dict(zip(["output_dir"], output_dir)) | given  # it may stand first, unnamed
-        generated(self, **translated(given, cls.__dataclass_fields__))
+        given |= zip(["output_dir"], output_dir)  # it may stand first, unnamed
+        return super().__call__(**translated(given, {f.name: f.default for f in fields(cls)}))
 
-    cls.__init__ = __init__
-    return cls
+    @property
+    def __signature__(cls):
+        "What an editor shows: the settings, and not the keywords that mean nothing here."
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        hidden = {"self", *HELD, *ALIASES}
+        return inspect.Signature([p for p in parameters if p.name not in hidden])
 
 
 def plain_json(
@@ -1112,9 +1222,10 @@ def plain_json(
     return str(value).removeprefix("torch.")
 
 
-@takes_trl_keywords
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class GRPOConfig(
+    HeldSettings,
+    OtherNames,
     RunSettings,
     MemorySettings,
     OptimizerSettings,
@@ -1123,23 +1234,28 @@ class GRPOConfig(
     RewardSettings,
     SamplingSettings,
     BatchSettings,
+    metaclass=Keywords,
 ):
     """The settings of a GRPO run; TRL's names and meanings. (A dataclass collects its bases from
     the last to the first.)"""
 
     def __setattr__(self, name: str, value):
         "Set one value by any of its names, after checking it."
-        for real, kept in translated(
-            {name: value}, self.__dataclass_fields__, AttributeError
-        ).items():
-            super().__setattr__(real, kept)
+        if name in ALIASES:
+            if value is not None:
+                super().__setattr__(ALIASES[name], value)
+            return
+        if name in HELD:
+            refuse(name, value)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str):
-        "Another name of a setting, or the value that a refused one is held at."
-        if name in ALIASES:
-            return getattr(self, ALIASES[name])
-        if name in NEUTRAL:
-            return NEUTRAL[name]
+        "What transformers' TrainingArguments derive: device, n_gpu, get_process_log_level(), ..."
+        if not name.startswith("_"):
+            from transformers import TrainingArguments
+
+            if hasattr(TrainingArguments, name):
+                return getattr(self.training_arguments(), name)
         raise AttributeError(unknown(name, self.__dataclass_fields__))
 
     def __repr__(self) -> str:  # only what differs from the defaults
@@ -1147,7 +1263,7 @@ class GRPOConfig(
         changed = (
             f"{one.name}={getattr(self, one.name)!r}"
             for one in fields(self)
-            if getattr(self, one.name) != one.default
+            if one.name not in ALIASES and getattr(self, one.name) != default_of(one)
         )
         return f"{type(self).__name__}({', '.join(changed)})"
 
@@ -1176,6 +1292,9 @@ class GRPOConfig(
             for name, spec in self.specs.items()
             if getattr(self, name) is None and spec.use
         ]
+        if layout.gradient_accumulation_steps != self.gradient_accumulation_steps:
+            whole = "num_generations: groups stay whole"
+            rows.append(("gradient_accumulation_steps", layout.gradient_accumulation_steps, whole))
         if self.steps_per_generation is None:
             rows.append(
                 (
@@ -1205,9 +1324,21 @@ class GRPOConfig(
             for row in self.derived(num_processes)
         )
 
-    def to_dict(self) -> dict[str, Any]:  # every setting as it was given
-        "The settings by name; `from_dict` reads it back."
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+    def training_arguments(self) -> "transformers.TrainingArguments":
+        """transformers' own, with these settings. Making them finds the device, and joins the other
+        processes where a launcher started several, so it is done when one asks for it."""
+        from transformers import TrainingArguments
+
+        names = TrainingArguments.__dataclass_fields__.keys()
+        values = {name: self.used(name) for name in names & self.specs.keys()}
+        for new in names & ALIASES.keys():  # transformers 5.23 gave some settings another name
+            values[new] = values.pop(ALIASES[new])
+        return TrainingArguments(**values)
+
+    def to_dict(self) -> dict[str, Any]:  # every keyword as it was given
+        "The settings by name; `from_dict` reads it back. A token stays out of files and logs."
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in given.items() if name not in (*ALIASES, "hub_token")}
 
     def to_json(self) -> str:  # what a checkpoint stores
         "The settings as JSON."
@@ -1224,21 +1355,6 @@ class GRPOConfig(
             for name, value in json.loads(self.to_json()).items()
         }
 
-    @property
-    def world_size(self) -> int:
-        "How many processes train side by side, as the launcher says."
-        return int(os.environ.get("WORLD_SIZE", 1))
-
-    @property
-    def process_index(self) -> int:
-        "Which of them this one is."
-        return int(os.environ.get("RANK", 0))
-
-    @property
-    def should_save(self) -> bool:
-        "Whether this process is the one that writes files."
-        return self.process_index == 0
-
     @classmethod
     def from_dict(
         cls,
@@ -1254,7 +1370,11 @@ class GRPOConfig(
     ) -> dict[str, tuple]:
         "The settings in which two configs differ."
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
-        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+        return {
+            name: (mine[name], theirs[name])
+            for name in mine.keys() - HELD.keys()
+            if mine[name] != theirs[name]
+        }
 
 # %% ../../nbs/training/01_config.ipynb #d8e8b52b
 DIFFERENT_FROM_TRL = {  # setting -> (our default, TRL 1.16's, why)
@@ -1268,22 +1388,21 @@ DIFFERENT_FROM_TRL = {  # setting -> (our default, TRL 1.16's, why)
         3.0,
         "the bound C of truncated importance sampling as the documents give it",
     ),
-    "use_bias_correction_kl": (
-        False,
-        True,
-        "the KL term of the formula above; True multiplies it by the ratio",
-    ),
-    "top_k": (None, 0, "no limit, written as None; 0 is understood and means the same"),
     "output_dir": (
         "trainer_output",
         None,
         "the folder that transformers falls back to, said where it can be seen",
     ),
-    "metric_for_best_model": (
-        "reward",
-        None,
-        "there is no loss on evaluation data; None is understood and means the same",
-    ),
-    "greater_is_better": (True, None, "of rewards, it is; None is understood and means the same"),
-    "project": ("grpo_nb", "huggingface", "runs of this library are filed under its own name"),
 }
+
+
+def unlike_trl(
+    config: GRPOConfig,
+) -> str:  # empty where nothing differs
+    "The settings left at a default that is not TRL's, in a line for the start of a run."
+    differing = (
+        f"{name}={ours!r} (there {theirs!r})"
+        for name, (ours, theirs, _) in DIFFERENT_FROM_TRL.items()
+        if theirs is not None and getattr(config, name) == ours
+    )
+    return ", ".join(differing)

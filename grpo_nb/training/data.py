@@ -90,9 +90,15 @@ def check_prompt_lengths(
     max_completion_length: int,  # tokens that a completion may have
     max_positions: int | None,  # longest sequence of the model, tokens; None: no limit
     rows: Iterable[int] | None = None,  # the row number of each prompt; None: 0, 1, 2, ...
+    max_prompt_length: int | None = None,  # tokens that a prompt may have; None: what is left
 ) -> None:  # ValueError for the first prompt that is too long
     "Make sure that every prompt leaves room for its completion."
     for place, ids in zip(rows if rows is not None else count(), prompt_ids):
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            raise ValueError(
+                f"The prompt of row {place} has {len(ids)} tokens, and max_prompt_length is "
+                f"{max_prompt_length}. Prompts are not cut: leave the row out, or raise the limit."
+            )
         if max_positions is not None and len(ids) + max_completion_length > max_positions:
             room = max_positions - len(ids)
             change = f"lower max_completion_length to {room} or less, or " if room > 0 else ""
@@ -141,10 +147,12 @@ def check_long_prompts(
     max_completion_length: int,  # tokens that a completion may have
     max_positions: int | None,  # longest sequence of the model, tokens; None: no limit
     chat_template_kwargs: Mapping[str, Any] | None = None,  # extra variables for the template
+    max_prompt_length: int | None = None,  # tokens that a prompt may have; None: what is left
 ) -> int:  # rows tokenized; ValueError for the first prompt too long or impossible to tokenize
     """Make sure that every prompt of a dataset leaves room for its completion, and that the
     tokenizer takes prompts of its kinds."""
     room = math.inf if max_positions is None else max_positions - max_completion_length
+    room = min(room, math.inf if max_prompt_length is None else max_prompt_length)
     kinds, doubtful = set(), []
     for number, prompt in enumerate(prompts_of(dataset)):
         if (kind := kind_of_prompt(prompt)) not in kinds or most_tokens(prompt) > room:
@@ -157,7 +165,9 @@ def check_long_prompts(
             raise ValueError(
                 f"The prompt of row {number} cannot be tokenized ({type(error).__name__}): {error}"
             ) from error
-        check_prompt_lengths([ids], max_completion_length, max_positions, [number])
+        check_prompt_lengths(
+            [ids], max_completion_length, max_positions, [number], max_prompt_length
+        )
     return len(doubtful)
 
 # %% ../../nbs/training/02_data.ipynb #b561abb5

@@ -30,9 +30,9 @@ class RunHistory:
         self.fp16 = (precision or ("fp16" if config.fp16 else "no")) == "fp16"
         # completions in a record, of one process
         completions = (
-            config.logging_steps
+            max(config.logging_steps, 1)
             * config.per_device_train_batch_size
-            * config.gradient_accumulation_steps
+            * config.accumulation()
         )
         groups = max(completions / config.num_generations, 1)
         self.patience = max(MIN_RECORDS, math.ceil(MIN_GROUPS / groups))  # records
@@ -329,7 +329,7 @@ def sampler_gap(history: RunHistory) -> str | None:
             f"{name}={getattr(config, name):g}"
             for name, off in (
                 ("top_p", 1.0),
-                ("top_k", None),
+                ("top_k", 0),
                 ("min_p", None),
                 ("repetition_penalty", 1.0),
             )
@@ -364,7 +364,7 @@ def too_off_policy(history: RunHistory) -> str | None:
             "records: the policy has moved on before the batch is used up, and most of the "
             "batch teaches nothing. Draw more often "
             f"(num_iterations is {config.num_iterations}, steps_per_generation "
-            f"{config.used('steps_per_generation') or config.gradient_accumulation_steps}) "
+            f"{config.layout().steps_per_generation}) "
             f"or lower learning_rate (now {config.learning_rate:g})."
         )
 

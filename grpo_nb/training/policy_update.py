@@ -40,6 +40,7 @@ from grpo_nb.training.optimizer import (
     check_optimizer_state,
     check_schedule_state,
     make_schedule,
+    waits_for_metric,
 )
 from .policy_logprobs import TrainingBatch, completion_logps, rollout_gap
 from .policy_model import recompute_layers
@@ -190,11 +191,15 @@ class Window:
         self.micro_batches = float(summed.pop("micro_batches"))
         self.sums = summed
 
-    def factor(self, config: GRPOConfig) -> float:
+    def factor(
+        self,
+        loss_type: str,
+        steps: int,  # micro-batches that a window should hold
+    ) -> float:
         "What the gradients have to be multiplied by: expected over actual."
-        if config.loss_type in WINDOW_TOKEN_LOSSES:
+        if loss_type in WINDOW_TOKEN_LOSSES:
             return self.expected_tokens / max(float(self.sums["tokens"]), 1.0)
-        return config.gradient_accumulation_steps / float(self.micro_batches)
+        return steps / float(self.micro_batches)
 
     def mean_entropy(self) -> float:
         "The mean entropy of the tokens that are trained on, in nats."
@@ -268,6 +273,14 @@ class PolicyUpdate:
         if self.accelerator.num_processes > 1:
             for p in self.parameters:
                 torch.distributed.broadcast(p.data, 0)
+
+    def judge(
+        self,
+        value: float | None,  # of the metric that says which model is best; None: not measured
+    ) -> None:
+        "Tell a schedule that waits for evaluations how the last one went."
+        if value is not None and waits_for_metric(self.schedule):
+            self.schedule.step(value)
 
     def read_rate(self) -> None:
         "Store the optimizer's present learning rate, for the log."
@@ -358,7 +371,7 @@ class PolicyUpdate:
         """The number of trained tokens that a window of one process should hold, estimated from the
         present cycle; the same number in every process."""
         tokens = float(self.accelerator.reduce(whole.loss_mask.sum().float(), "mean"))
-        windows = self.layout.steps_per_generation / self.config.gradient_accumulation_steps
+        windows = self.layout.steps_per_generation / self.layout.gradient_accumulation_steps
         return max(tokens, 1.0) / windows
 
     def accumulate_piece(
@@ -374,7 +387,7 @@ class PolicyUpdate:
         chosen = self.entropy_mask(entropies, batch.loss_mask)
         output = self.loss_of(batch, logps, entropies, chosen)
         whole_window = self.config.loss_type in WINDOW_TOKEN_LOSSES
-        steps = 1 if whole_window else self.config.gradient_accumulation_steps
+        steps = 1 if whole_window else self.layout.gradient_accumulation_steps
         loss = share * (output.loss / steps)
         self.precision.scaler.scale(loss).backward()
         counted = batch.loss_mask if chosen is None else batch.loss_mask & chosen.bool()
@@ -444,14 +457,15 @@ class PolicyUpdate:
         number: int,  # of this update, the first is 1
     ) -> None:
         "Move the weights by the reduced gradients, divided by what the window really held."
-        factor = self.window.factor(self.config)
+        factor = self.window.factor(self.config.loss_type, self.layout.gradient_accumulation_steps)
         norm = self.clip(factor)
         self.read_rate()
         if math.isfinite(norm):
             self.tell("on_pre_optimizer_step")
             self.precision.scaler.step(self.optimizer)
             self.tell("on_optimizer_step")
-            self.schedule.step()
+            if not waits_for_metric(self.schedule):
+                self.schedule.step()
         self.precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.note_step(factor, norm)

@@ -569,7 +569,7 @@ class SampleWriter(TrainerCallback):
         "Write them to the terminal, to a file, and to trackers that take tables."
         config = self.config
         count, unique = config.num_completions_to_print, config.log_unique_prompts
-        if self.log.show:
+        if self.log.show and count != 0:
             say(samples_text(samples, count, unique))
         write_samples(samples, Path(config.output_dir) / "completions", step)
         for tracker in self.accelerator.trackers if config.trackers() else []:

@@ -172,8 +172,9 @@ class TrainState(TrainerState):
         epochs = math.ceil(config.num_train_epochs * updates)
         self.max_steps = config.max_steps if config.max_steps > 0 else epochs
         self.num_train_epochs = -(-self.max_steps // updates)
-        self.logging_steps, self.save_steps = config.logging_steps, config.save_steps
-        self.eval_steps = config.used("eval_steps")
+        for name in ("logging_steps", "save_steps", "eval_steps"):
+            steps = config.used(name)
+            setattr(self, name, math.ceil(steps * self.max_steps) if steps < 1 else steps)
         self.is_world_process_zero = first_process
         self.global_step = self.cycle = self.micro_step = self.tokens = 0
         self.epoch, self.seconds_before, self.batch = 0.0, 0.0, None

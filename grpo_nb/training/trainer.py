@@ -46,7 +46,7 @@ from grpo_nb.training.checkpoint import (
     set_aside,
 )
 from .collect import CompletionSource, RolloutCollector
-from .config import GRPOConfig
+from .config import GRPOConfig, unlike_trl
 from .data import check_dataset, check_evaluation_data
 from .evaluation import Evaluator
 from .optimizer import make_optimizer
@@ -150,7 +150,7 @@ def check_evaluation(
         )
     if not (config.load_best_model_at_end or config.save_strategy == "best"):
         return
-    name = config.metric_for_best_model.removeprefix("eval_")
+    name = config.best_is()[0].removeprefix("eval_")
     if name == "loss":
         raise ValueError(
             "metric_for_best_model is 'loss', and completions that are drawn have none: take "
@@ -864,14 +864,15 @@ class GRPOTrainer:
     def take_best(self, record: dict[str, float]) -> bool:
         "Keep an evaluation if it is the best so far; True if it is."
         config = self.config
-        name = f"eval_{config.metric_for_best_model.removeprefix('eval_')}"
+        name, greater = config.best_is()
         judged = config.load_best_model_at_end or config.save_strategy == "best"
         if judged and name not in record:
             raise ValueError(
                 f"metric_for_best_model names {name!r}, which no evaluation has: it has "
                 f"{', '.join(sorted(record))}"
             )
-        return self.state.is_best(record.get(name), config.greater_is_better)
+        self.policy_update.judge(record.get(name))
+        return self.state.is_best(record.get(name), greater)
 
     # before and after the loop
 
@@ -944,9 +945,11 @@ class GRPOTrainer:
             "probability"
         )
         name = self.precision.name if self.precision.dtype else "full"
+        unlike = unlike_trl(self.config)
         return (
             f"{describe_trainable(self.model)}; {name} precision on {self.device}\n"
             f"{self.config.describe(self.accelerator.num_processes)}"
+            + f"\nunlike TRL 1.16: {unlike}" * bool(unlike)
             + f"\n{LEFT_ALONE}" * self.left_alone
             + corrected * self.corrects
         )

@@ -9,6 +9,8 @@ import math
 import pickle
 import subprocess
 import sys
+import types
+import typing
 import warnings
 
 import numpy
@@ -43,12 +45,17 @@ from grpo_nb.training.config import (
     REFUSED,
     GRPOConfig,
 )
+from grpo_nb.training.state import TrainState
 
 OURS = GRPOConfig.specs
+UNIONS = (typing.Union, types.UnionType)
 OLDER = {
     "max_prompt_length",
     "logging_dir",
-}  # dropped by TRL and transformers, still in many scripts
+    "overwrite_output_dir",
+    "save_safetensors",
+    "vllm_sampling_params",
+}  # dropped by TRL and transformers, or Unsloth's: still in many scripts
 NOT_IN_TRL = {
     "reward_timeout_s",
     "offload_activations",
@@ -82,9 +89,25 @@ def outcome(function, *args, **given):
 
 
 def test_every_keyword_of_trl_is_a_setting_an_alias_refused_or_without_effect():
-    assert set(TRL) == (
-        set(OURS) | set(ALIASES) | set(REFUSED) | set(IGNORED)
-    ) - OLDER - NOT_IN_TRL - {"unsloth_grpo_mini_batch", "unsloth_logit_chunk_multiplier"}
+    here = set(OURS) | set(ALIASES) | set(REFUSED) | set(IGNORED)
+    assert here | {"vllm_sampling_params"} == set(GRPOConfig.__dataclass_fields__)
+    assert set(TRL) == here - OLDER - NOT_IN_TRL - {
+        "unsloth_grpo_mini_batch",
+        "unsloth_logit_chunk_multiplier",
+    }
+
+
+def test_every_field_has_trls_type():
+    def plain(hint):
+        "Kinds alone: int for int | None, str for an enum that may be given as a string."
+        parts = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+        return {typing.get_origin(part) or part for part in parts} - {type(None)}
+
+    theirs, ours = (
+        {f.name: f.type for f in dataclasses.fields(c)} for c in (trl.GRPOConfig, GRPOConfig)
+    )
+    differing = {name for name in theirs if not plain(ours[name]) <= plain(theirs[name])}
+    assert differing == {"parallelism_config"}  # a class of accelerate's, which has no text
 
 
 def test_no_keyword_has_two_meanings():
@@ -127,19 +150,15 @@ def test_all_defaults_of_trl_at_once_are_accepted():
         in (
             "vllm_importance_sampling_mode",
             "vllm_importance_sampling_clip_max",
-            "use_bias_correction_kl",
-            "project",
         )
     }
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused(name):
-    assert (
-        GRPOConfig(**{name: NEUTRAL[name]})
-        == GRPOConfig(**{name: ALSO_NEUTRAL.get(name, NEUTRAL[name])})
-        == GRPOConfig()
-    )
+    assert GRPOConfig(**{name: NEUTRAL[name]}) == GRPOConfig()
+    also = ALSO_NEUTRAL.get(name, NEUTRAL[name])
+    assert getattr(GRPOConfig(**{name: also}), name) == also
     asked = "something else"
     for attempt in (
         lambda: GRPOConfig(**{name: asked}),
@@ -163,7 +182,9 @@ def test_without_effect(name):
         lambda: setattr(GRPOConfig(), name, "something else"),
     ):
         with pytest.warns(UserWarning) as caught:
-            assert attempt() in (None, GRPOConfig())
+            config = attempt()
+        assert config is None or getattr(config, name) == "something else"
+        assert config is None or config.differences(GRPOConfig()) == {}
         assert (
             len(caught) == 1
             and f"{name}='something else' changes nothing here: {IGNORED[name]}"
@@ -267,11 +288,13 @@ def test_an_unknown_keyword_names_the_nearest(given, nearest):
 
 
 def test_words_are_those_of_transformers_and_accelerate():
-    assert set(room.SCHEDULES) == {kind.value for kind in SchedulerType} - {
-        "reduce_lr_on_plateau",
-        "greedy",
-    }
-    assert set(room.OPTIMIZERS) <= {name.value for name in OptimizerNames}
+    assert set(room.SCHEDULES) == {kind.value for kind in SchedulerType}
+    theirs = {name.value for name in OptimizerNames}
+    assert all(
+        any(word in name for word in ("galore", "apollo", "lomo", "schedule_free"))
+        for name in theirs - set(room.OPTIMIZERS)
+    )
+    assert set(room.OPTIMIZERS) <= theirs
     assert set(room.TRACKERS) == {name.value for name in LoggerType} - {"all"}
     assert {
         GRPOConfig(**choice).precision(True) for choice in ({}, {"bf16": False}, {"fp16": True})
@@ -288,20 +311,48 @@ def test_alias(other, name):
         "activation_checkpointing_kwargs": {"use_reentrant": False},
     }.get(other, 4)
     config = GRPOConfig(**{other: value})
-    assert getattr(config, name) == getattr(config, other) == value and config == GRPOConfig(
-        **{name: value}
-    )
+    assert getattr(config, name) == value and config == GRPOConfig(**{name: value})
     assert (
         GRPOConfig(**{other: value, name: value}) == config
         and GRPOConfig(**{other: None}) == GRPOConfig()
-    )
-    clash = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {}}.get(other, 5)
-    for order in ({other: value, name: clash}, {name: clash, other: value}):
-        error = outcome(GRPOConfig, **order)
-        assert type(error) is ValueError and other in str(error) and name in str(error)
+        and GRPOConfig(**{other: value, name: OURS[name].default}) == config
+    ), "a parser gives every field, most of them at their defaults"
+    if other != "activation_checkpointing":
+        clash = {"activation_checkpointing_kwargs": {"a": 1}}.get(other, 5)
+        for order in ({other: value, name: clash}, {name: clash, other: value}):
+            error = outcome(GRPOConfig, **order)
+            assert type(error) is ValueError and other in str(error) and name in str(error)
     later = GRPOConfig()
     setattr(later, other, value)
     assert later == config
+    changed = dataclasses.replace(config, **{name: OURS[name].default})
+    assert changed == GRPOConfig()
+
+
+def test_sampling_params_of_vllm():
+    "As published notebooks pass them, and as objects of our own."
+    given = SamplingParams(min_p=0.1, top_p=0.9, top_k=20, temperature=0.7, max_tokens=99)
+    config = GRPOConfig(vllm_sampling_params=given)
+    assert config == GRPOConfig(
+        min_p=0.1, top_p=0.9, top_k=20, temperature=0.7, max_completion_length=99
+    )
+
+    @dataclasses.dataclass
+    class Theirs:  # the attributes of vLLM's
+        temperature: float = 1.0
+        top_k: int = 0
+        min_p: float = 0.0
+        seed: int | None = None
+        stop: str | list[str] | None = None
+        max_tokens: int | None = 16
+
+    config = GRPOConfig(
+        vllm_sampling_params=Theirs(top_k=-1, min_p=0.1, seed=3407), temperature=0.5
+    )
+    assert (config.top_k, config.min_p, config.temperature) == (0, 0.1, 0.5)
+    assert config.max_completion_length == 512
+    with pytest.warns(UserWarning, match="stop=.*a completion ends at the tokenizer's"):
+        GRPOConfig(vllm_sampling_params=Theirs(stop=["</s>"]))
 
 
 # single values
@@ -315,7 +366,15 @@ def test_nonsense_is_refused_with_what_is_possible(name):
     nonsense = [math.nan, math.inf, -math.inf, object(), {1}]
     if list not in OURS[name].types:
         nonsense.append([])
-    if name not in ("output_dir", "run_name", "report_to", "project", "metric_for_best_model"):
+    words = (
+        "output_dir",
+        "run_name",
+        "report_to",
+        "project",
+        "metric_for_best_model",
+        "optim_args",
+    )
+    if name not in words:
         nonsense.append("1e-6")
     for value in nonsense:
         error = outcome(GRPOConfig, **{name: value})
@@ -330,10 +389,12 @@ def test_nonsense_is_refused_with_what_is_possible(name):
 @pytest.mark.parametrize("name", sorted(NUMBERS))
 def test_the_ends_of_every_interval(name):
     low, high = (float(end) for end in NUMBERS[name][1:-1].split(","))
-    whole = float not in OURS[name].types
+    whole = float not in OURS[name].types or OURS[name].share
     step = 1 if whole else 1e-9
     others = {"max_steps": {-1: -1, 0: 1}}.get(name, {})
     inner = others.get(low, low) if NUMBERS[name][0] == "[" else low + step
+    if OURS[name].share:
+        assert getattr(outcome(GRPOConfig, **{name: 0.25}), name) == 0.25
     alone = {"vllm_importance_sampling_clip_max": {"vllm_importance_sampling_clip_min": None}}.get(
         name, {}
     )
@@ -357,6 +418,22 @@ def test_the_ends_of_every_interval(name):
         assert isinstance(outcome(GRPOConfig, **{name: max(low, 1) + 0.5}), ValueError)
 
 
+@settings(max_examples=30, deadline=None)
+@given(share=st.floats(1e-3, 0.999), total=st.integers(1, 3000))
+def test_shares_of_a_run_are_as_many_updates_as_in_transformers(share, total):
+    from transformers.trainer_callback import TrainerState
+
+    theirs = TrainerState()
+    names = {"logging_steps": share, "save_steps": share, "eval_steps": share}
+    theirs.compute_steps(TrainingArguments(use_cpu=True, **names), total)
+    config = GRPOConfig(max_steps=total, **names)
+    ours = TrainState(layout=config.layout())
+    ours.begin(config, rows=64)
+    assert {name: getattr(ours, name) for name in names} == {
+        name: getattr(theirs, name) for name in names
+    }
+
+
 @pytest.mark.parametrize(
     "name",
     [name for name, field in OURS.items() if bool in field.types and name != "scale_rewards"],
@@ -369,8 +446,8 @@ def test_a_switch_takes_true_and_false_alone(name, value):
 @pytest.mark.parametrize("name", sorted(WORDS))
 def test_words(name):
     others = (
-        {"eval_strategy": "steps"} if name == "save_strategy" else {}
-    )  # "best" needs evaluations
+        {"eval_strategy": "steps"} if name in ("save_strategy", "lr_scheduler_type") else {}
+    )  # some need evaluations
     for word in WORDS[name]:
         assert getattr(outcome(GRPOConfig, **{name: word}, **others), name) == word
     error = outcome(GRPOConfig, **{name: WORDS[name][0] + "x"})
@@ -380,10 +457,10 @@ def test_words(name):
 @pytest.mark.parametrize(
     "given, words",
     [
-        (dict(top_k=-1), None),
+        (dict(top_k=-2), None),
         (dict(temperature=0), None),
         (dict(learning_rate=-1), None),
-        (dict(save_steps=0.5), "A share of the run is not understood here"),
+        (dict(save_steps=1.5), "a whole number in (0, inf), or below 1 a share of the run"),
         (dict(model="x"), "none is spelt nearly so"),
         (dict(stop="x"), "none is spelt nearly so"),
         (dict(optim="adamw"), None),
@@ -448,7 +525,6 @@ def test_values_of_other_libraries_become_plain_ones(tmp_path):
         "output_dir": str(tmp_path),
         "logging_steps": 5,
         "reward_weights": [1.0, 2],
-        "top_k": None,
         "scale_rewards": "none",
     }
 
@@ -541,6 +617,14 @@ def test_batches_are_derived_and_refused_as_in_trl(
     }
     theirs = outcome(trl.GRPOConfig, use_cpu=True, bf16=False, **given)
     ours = outcome(lambda: GRPOConfig(**given).layout())
+    at_once = batch * accumulation
+    if steps is None and size is None and group > 1 and at_once % group:
+        raised = ours.gradient_accumulation_steps
+        assert isinstance(theirs, ValueError) and not ours.generation_batch_size % group
+        wanted = accumulation * group / batch  # so many micro-batches give each G completions
+        assert wanted <= raised < wanted + group / math.gcd(batch, group)
+        assert "groups stay whole" in GRPOConfig(**given).describe()
+        return
     assert isinstance(ours, ValueError) == isinstance(theirs, ValueError)
     if not isinstance(ours, ValueError):
         assert (ours.steps_per_generation, ours.generation_batch_size) == (
@@ -829,7 +913,8 @@ def test_copied_pickled_and_replaced():
 
 
 def test_the_signature_shows_every_setting():
-    assert list(inspect.signature(GRPOConfig).parameters) == list(OURS)
+    names = list(inspect.signature(GRPOConfig).parameters)
+    assert names == [*OURS, "vllm_sampling_params"]
 
 
 def test_importing_the_config_loads_no_library():
@@ -870,12 +955,84 @@ def test_a_subclass_has_fields_of_its_own():
         Mine(beta=-1)
 
 
-def test_what_callbacks_of_transformers_ask_of_the_settings(monkeypatch):
+def test_what_scripts_and_callbacks_of_transformers_ask_of_the_settings():
     config = GRPOConfig(output_dir="run")
     assert json.loads(config.to_json_string()) == json.loads(config.to_json()) and all(
         isinstance(value, (bool, int, float, str)) for value in config.to_sanitized_dict().values()
     )
     assert (config.world_size, config.process_index, config.should_save) == (1, 0, True)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "2")
-    assert (config.world_size, config.process_index, config.should_save) == (4, 2, False)
+    theirs = TrainingArguments(output_dir="run")
+    for name in ("device", "n_gpu", "local_process_index", "train_batch_size", "should_log"):
+        assert getattr(config, name) == getattr(theirs, name), name
+    assert config.get_process_log_level() == theirs.get_process_log_level()
+    with config.main_process_first():
+        pass
+
+
+def test_a_recipe_in_the_shape_of_open_r1s(tmp_path):
+    "A dataclass with fields and defaults of its own, and a YAML file with keywords of many kinds."
+
+    @dataclasses.dataclass
+    class Recipe(GRPOConfig):
+        benchmarks: list[str] = dataclasses.field(default_factory=list, metadata={"help": "after"})
+        chat_template: str | None = None
+        num_completions_to_print: int = 0
+        overwrite_hub_revision: bool = False
+        system_prompt: str | None = None
+        wandb_log_unique_prompts: bool = True
+
+    recipe = """
+bf16: true
+do_eval: false
+gradient_accumulation_steps: 4
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+hub_strategy: every_save
+learning_rate: 2.0e-05
+log_completions: true
+log_level: info
+logging_first_step: true
+logging_strategy: steps
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs:
+  min_lr_rate: 0.1
+max_prompt_length: 512
+max_completion_length: 2048
+max_steps: -1
+num_generations: 16
+num_train_epochs: 1
+output_dir: data
+overwrite_output_dir: true
+per_device_eval_batch_size: 16
+per_device_train_batch_size: 16
+push_to_hub: false
+report_to:
+- wandb
+reward_weights:
+- 1.0
+- 0.5
+save_strategy: "epoch"
+save_total_limit: 1
+seed: 42
+system_prompt: "Think first."
+use_vllm: false
+warmup_ratio: 0.1
+"""
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    parser = trl.TrlParser((trl.ScriptArguments, Recipe, trl.ModelConfig))
+    line = ["--config", str(tmp_path / "recipe.yaml"), "--dataset_name", "x"]
+    _, config, _ = parser.parse_args_and_config(line)
+    assert config.max_prompt_length == 512 and config.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert config.num_completions_to_print == 0 and config.system_prompt == "Think first."
+    for copied in (pickle.loads(pickle.dumps(GRPOConfig(log_level="info"))), copy.copy(config)):
+        assert copied.log_level == "info"
+    for asked, told in (("use_vllm", "own sampler"), ("push_to_hub", "nothing is uploaded")):
+        (tmp_path / "recipe.yaml").write_text(recipe.replace(f"{asked}: false", f"{asked}: true"))
+        error = outcome(parser.parse_args_and_config, line)
+        assert type(error) is ValueError and asked in str(error) and told in str(error)
+        for route in (
+            lambda: dataclasses.replace(config, **{asked: True}),
+            lambda: Recipe(**{asked: True}),
+        ):
+            assert told in str(outcome(route))

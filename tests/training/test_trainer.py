@@ -137,6 +137,7 @@ def test_the_default_optimizer_and_a_kl_term(adapter, tmp_path):
         gradient_accumulation_steps=2,
         num_iterations=2,
         beta=0.3,
+        use_bias_correction_kl=False,
         learning_rate=0.02,
         arguments=dict(peft_config=LoraConfig(**LORA)) if adapter else {},
     )
@@ -725,7 +726,7 @@ def test_mistakes_that_need_the_whole_call(tmp_path):
     with pytest.raises(ValueError, match="2 numbers and there are 1"):
         small_trainer(tmp_path, reward_weights=[1, 2])
     with pytest.raises(ValueError, match="not a multiple of"):
-        small_trainer(tmp_path, per_device_train_batch_size=6)
+        small_trainer(tmp_path, per_device_train_batch_size=6, steps_per_generation=1)
     with pytest.raises(ValueError, match="pass processing_class"):
         GRPOTrainer(model, digits, small_config(tmp_path), ROWS)
     for nothing in (None, 3, torch.nn.Linear(1, 1)):

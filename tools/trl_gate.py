@@ -1,0 +1,287 @@
+"""TRL's own tests of its GRPO trainer, run for this library and for TRL, side by side.
+
+    python tools/trl_gate.py PATH/test_grpo_trainer.py --out gate [-k EXPRESSION] [-n 2]
+
+PATH is a file of TRL's public repository, which is not kept here. The tiny models and data sets
+that the tests take from the Hugging Face hub are built on disk under the same names (the models
+of images are not), the line that imports the trainer is swapped, and every test runs once for
+each library. OUT/gate.json holds each test's outcome for both, with versions and date; the table
+that is printed counts them.
+"""
+
+import argparse
+import collections
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+HUB = "trl-internal-testing/"
+LIBRARIES = {"grpo_nb": "from grpo_nb import GRPOConfig, GRPOTrainer", "trl": None}
+IMPORT = "from trl import GRPOConfig, GRPOTrainer"
+CAUSAL = {  # name on the hub -> class of its config, and what it needs besides
+    "tiny-Qwen2ForCausalLM-2.5": ("Qwen2Config", {}),
+    "tiny-Qwen3ForCausalLM": ("Qwen3Config", {"head_dim": 4}),
+    "tiny-Qwen3MoeForCausalLM": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4},
+    ),
+    "tiny-LlamaForCausalLM-3.2": ("LlamaConfig", {}),
+    "tiny-MistralForCausalLM-0.2": ("MistralConfig", {}),
+    "tiny-Gemma2ForCausalLM": ("Gemma2Config", {"head_dim": 4}),
+    "tiny-Cohere2ForCausalLM": ("Cohere2Config", {}),
+    "tiny-GptOssForCausalLM": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},
+    ),
+}
+JUDGES = {
+    "tiny-Qwen2ForSequenceClassification-2.5": "Qwen2Config",
+    "tiny-Qwen3ForSequenceClassification": "Qwen3Config",
+    "tiny-LlamaForSequenceClassification-3.2": "LlamaConfig",
+}
+SIZES = {  # of every tiny model
+    "hidden_size": 8,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,
+}
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SENTENCES = """The shortest path is the one you know
+A test that cannot fail says nothing
+Numbers before words
+One idea in a cell
+Show the failure before the cure
+A group of one has nothing to be compared with
+What is not measured is not known
+The mean of means is not the mean
+Errors are sentences
+A guard that cannot stand refuses to start
+Small steps in the dark
+Every seed is a different world
+Count the tokens twice
+The reward is what you asked for
+It is rarely what you wanted
+Read the completions
+Then read them again
+Stop when the curve is flat
+Begin again with a smaller model""".splitlines()
+TESTING_UTILS = """
+import importlib.util
+
+import pytest
+
+
+class TrlTestCase:
+    @pytest.fixture(autouse=True)
+    def set_tmp_dir(self, tmp_path):
+        self.tmp_dir = str(tmp_path)
+
+
+def is_ampere_or_newer(device_index=0):
+    return False
+
+
+def __getattr__(name):
+    if not name.startswith("require_"):
+        raise AttributeError(name)
+    package = name.removeprefix("require_")
+    package = {"vision": "PIL", "torch_accelerator": "none"}.get(package, package)
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"needs {package}")
+"""  # in place of TRL's own, which asks for names of the version that it belongs to
+
+
+def tokenizer():
+    "A byte-level tokenizer with a chat template of the common form."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+    )
+
+
+def build_models(
+    folder: Path,  # gets one folder for each model
+) -> None:
+    "Tiny random models under the names that the tests use."
+    import torch
+    import transformers
+
+    words = tokenizer()
+    ids = {
+        "vocab_size": len(words),
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+        "bos_token_id": None,
+    }
+    for name, (kind, others) in CAUSAL.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, kind)(**SIZES, **ids, **others)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
+    for name, kind in JUDGES.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, kind)(**SIZES, **ids, num_labels=1)
+        judge = transformers.AutoModelForSequenceClassification.from_config(config)
+        judge.save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
+
+
+def build_data(
+    folder: Path,  # gets the data set, in the layout that `load_dataset` reads from a folder
+) -> None:
+    "Seventeen prompts for training and two for tests, as strings and as conversations."
+    heads = [" ".join(sentence.split()[:3]) for sentence in SENTENCES]
+    shapes = {
+        "standard_prompt_only": heads,
+        "conversational_prompt_only": [[{"role": "user", "content": head}] for head in heads],
+    }
+    card = ["---", "configs:"]
+    for name, prompts in shapes.items():
+        (folder / name).mkdir(parents=True)
+        card += [f"- config_name: {name}", "  data_files:"]
+        for split, chosen in (("train", prompts[:17]), ("test", prompts[17:])):
+            lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in chosen)
+            (folder / name / f"{split}.jsonl").write_text(lines)
+            card += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
+    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
+
+
+def prepare(
+    tests: Path,  # TRL's file
+    library: str,  # one of LIBRARIES
+    hub: Path,  # folder of the models and data
+    folder: Path,  # gets a package with the tests
+) -> None:
+    "The tests with the hub's names replaced by folders, and the import line of one library."
+    folder.mkdir(parents=True)
+    text = tests.read_text()
+    if text.count(IMPORT) != 1:
+        raise SystemExit(f"{tests} does not hold the line {IMPORT!r} once: is it TRL's file?")
+    text = text.replace(IMPORT, LIBRARIES[library] or IMPORT).replace(HUB, f"{hub}/")
+    (folder / "__init__.py").touch()
+    (folder / tests.name).write_text(text)
+    (folder / "testing_utils.py").write_text(TESTING_UTILS)
+
+
+def outcomes(
+    report: Path,  # pytest's junit file
+) -> dict[str, tuple[str, str]]:  # test -> ("passed", "failed" or "skipped", its message)
+    "What came of each test."
+    found = {}
+    for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname').split('.')[-1]}::{case.get('name')}"
+        kinds = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        kind = (
+            {"failure": "failed", "error": "failed"}.get(kinds[0].tag, "skipped") if kinds else ""
+        )
+        message = (kinds[0].get("message") or "") if kinds else ""
+        found[name] = (kind or "passed", message[:600])
+    return found
+
+
+def run(
+    library: str,
+    tests: Path,
+    out: Path,
+    arguments: list[str],  # more of them, for pytest
+) -> dict[str, tuple[str, str]]:
+    "Run the tests for one library."
+    folder, report = out / library / "tests", out / library / "report.xml"
+    prepare(tests, library, out / "hub", folder)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["--rootdir", str(folder.parent), "-c", os.devnull, f"--junitxml={report}"]
+    with (out / library / "log.txt").open("w") as log:
+        subprocess.run(
+            [*command, *arguments, str(folder / tests.name)],
+            cwd=folder.parent,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    return outcomes(report)
+
+
+def kind_of(
+    ours: tuple[str, str],
+    theirs: tuple[str, str],
+) -> str:  # what a test shows
+    "Passed, not passing in TRL either, refused with a sentence, private, or different."
+    state, message = ours
+    if theirs[0] != "passed":
+        return f"{theirs[0]} in TRL too"
+    if state == "passed":
+        return "passed"
+    refused = (
+        r"(cannot be honoured|not supported|not here|changes nothing here|There is no setting)"
+    )
+    if re.search(refused, message):
+        return "refused"
+    if re.search(
+        r"AttributeError: .*has no attribute '_|object has no attribute|does not have the", message
+    ):
+        return "private"
+    return "different"
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tests", type=Path, help="TRL's tests/test_grpo_trainer.py")
+    parser.add_argument("--out", type=Path, default=Path("gate"), help="a folder that is made new")
+    parser.add_argument("--only", choices=list(LIBRARIES), help="one library alone")
+    args, rest = parser.parse_known_args()
+    out = args.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    build_models(out / "hub")
+    build_data(out / "hub" / "zen")
+    found = {
+        library: run(library, args.tests.resolve(), out, rest)
+        for library in LIBRARIES
+        if args.only in (None, library)
+    }
+    versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers", "torch")}
+    record = {"date": str(datetime.date.today()), "versions": versions, "tests": {}}
+    none = ("missing", "")
+    for name in sorted(set().union(*found.values())):
+        ours, theirs = (found.get(library, {}).get(name, none) for library in LIBRARIES)
+        kind = kind_of(ours, theirs)
+        record["tests"][name] = {"kind": kind, "here": ours, "trl": theirs}
+    (out / "gate.json").write_text(json.dumps(record, indent=1))
+    counts = collections.Counter(one["kind"] for one in record["tests"].values())
+    print(f"{record['date']}, {versions}")
+    for kind, count in counts.most_common():
+        print(f"{count:4} {kind}")
+
+
+if __name__ == "__main__":
+    main()
