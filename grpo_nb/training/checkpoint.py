@@ -369,8 +369,8 @@ def truncate_log(
     step: int,  # lines of later steps are dropped, and a last line that was cut off
     history: list[dict] | None = None,  # the records that a checkpoint holds
 ) -> bool:  # whether records were missing or changed in the file, and were put back
-    """Remove the lines of steps that will be run again; the file is replaced all at once. If it
-    lacks a record of the history, it becomes the history."""
+    """Remove the lines of steps that will be run again; the file is replaced all at once, and with
+    a history it becomes the history."""
     path, kept = Path(path), []
     if not path.exists() and not history:
         return False
@@ -383,7 +383,7 @@ def truncate_log(
             continue
     known, there = [json.dumps(record) for record in history or []], iter(kept)
     damaged = not all(line in there for line in known)  # in this order; others may stand between
-    kept = known if damaged else kept
+    kept = kept if history is None else known  # what was logged after the checkpoint comes again
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(partial, path)

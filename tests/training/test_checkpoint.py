@@ -397,6 +397,18 @@ def test_the_log_forgets_later_steps_and_half_lines(tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
+def test_what_was_logged_after_the_checkpoint_stands_there_once(tmp_path):
+    "A run that is killed between an evaluation and the next checkpoint evaluates again."
+    settings = dict(save_strategy="steps", save_steps=2)
+    small_trainer(tmp_path, max_steps=2, **settings).train()
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 2, "eval_reward": 0.5}\n')
+    again = small_trainer(tmp_path, max_steps=3, **settings)
+    again.train(resume_from_checkpoint=True)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines == again.log_history and "eval_reward" not in str(lines)
+
+
 # What an earlier run left, and ways out
 
 
