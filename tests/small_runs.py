@@ -9,6 +9,7 @@ import torch
 
 from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.training.reporting import PARTS
 
 CLOCKS = (
     "seconds",
@@ -16,6 +17,10 @@ CLOCKS = (
     "step_time",
     "tokens_per_second",
     "peak_memory_gib",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    *(f"seconds/{part}" for part in PARTS),
 )  # the only numbers of a record that may differ between equal runs
 ROWS = [
     {"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (7, 12, 345) for b in (1, 20, 6, 99)

@@ -466,6 +466,7 @@ class LossOutput:
     # name -> finite 0-d tensor without gradient, on the device of the loss (reading it there would
     # make the GPU wait)
     metrics: dict[str, Tensor]
+    policy_loss: Tensor | None = None  # 0-d, without gradient and without the entropy bonus
 
 
 # per-token loss -> (low, high, high where A < 0): the ratios beyond which it no longer follows the
@@ -497,11 +498,16 @@ def ratio_metrics(
         "delta": (ratio > delta) & (advantages < 0),
     }
     cut["region"] = cut["low"] | cut["high"]
-    shares = {f"clip_ratio/{name}": masked_mean(x.to(ratio.dtype), mask) for name, x in cut.items()}
+    shares = {
+        f"clip_ratio/{name}_mean": masked_mean(x.to(ratio.dtype), mask) for name, x in cut.items()
+    }
+    rows = {name: (x & mask).sum(1) / mask.sum(1).clamp(min=1) for name, x in cut.items()}  # (B,)
     return {
         "ratio/mean": masked_mean(ratio, mask),
         "ratio/max": torch.where(mask, ratio, 0.0).max(),
         **shares,
+        "clip_ratio/low_min": torch.where(mask.any(1) | ~mask.any(), rows["low"], 1.0).min(),
+        "clip_ratio/high_max": rows["high"].max(),
     }
 
 # %% ../../nbs/algorithm/02_losses.ipynb #6b03603e
@@ -564,6 +570,9 @@ def grpo_loss(
     vespo_lambda_pos: float = 3.0,
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
+    # part of the window's bonus that is in this batch; None: for `WINDOW_TOKEN_LOSSES` its part of
+    # the window's tokens, else 1
+    entropy_share: float | Tensor | None = None,
     cautions: bool = True,  # warn of doubtful settings; False where a GRPOConfig has warned before
 ) -> LossOutput:  # metrics: ratio/*, clip_ratio/*, kl with a reference, entropy if given
     "The loss of one micro-batch of GRPO, in any of its eight forms."
@@ -652,9 +661,11 @@ def grpo_loss(
 
     # entropy bonus: the mean over tokens whatever the reduction; of a window, this batch's share of
     # it
+    policy_loss = loss.detach()
+    if entropy_share is None:
+        entropy_share = tokens / num_items if reduction is window_token_mean else 1.0
     if entropy_coef:
-        share = tokens / num_items if reduction is window_token_mean else 1.0
-        loss = loss - entropy_coef * masked_mean(entropies, kept) * share
+        loss = loss - entropy_coef * masked_mean(entropies, kept) * entropy_share
     if entropies is not None:
         metrics["entropy"] = masked_mean(entropies.detach(), mask)
-    return LossOutput(loss, metrics)
+    return LossOutput(loss, metrics, policy_loss)

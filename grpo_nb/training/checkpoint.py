@@ -605,7 +605,8 @@ def saved_config(
 
 LOGGED = re.compile(  # names of numbers that hints and charts read in a log
     r"step|epoch|loss|kl|entropy|grad_norm|learning_rate|num_tokens|skipped_updates|"
-    r"reward|reward_std|frac_reward_zero_std|(rewards|completions|sampling|ratio|clip_ratio)/.*"
+    r"reward|reward_std|reward_group_std|frac_reward_zero_std|policy_loss|"
+    r"(rewards|completions|sampling|ratio|clip_ratio|seconds)/.*"
 )
 
 

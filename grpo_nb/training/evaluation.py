@@ -6,14 +6,18 @@
 __all__ = ['Evaluator']
 
 # %% ../../nbs/training/14_evaluation.ipynb #917974ae
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ..algorithm.advantages import group_advantages
+from ..rollout.rollout import Rollout
 from .collect import CompletionSource
 from .config import GRPOConfig
+from .policy_logprobs import TrainingBatch
 from .reporting import Metrics, completion_metrics, reward_metrics
 from .state import random_state, set_random_state
 
@@ -27,23 +31,32 @@ class Evaluator:
         accelerator: Accelerator,
         source: CompletionSource,
         reward_names: list[str],
+        # from a batch of completions to its loss, which is then reported; None: no loss
+        loss_of: Callable[[TrainingBatch], float] | None = None,
     ):
         self.config, self.accelerator = config, accelerator
-        self.source, self.reward_names = source, reward_names
+        self.source, self.reward_names, self.loss_of = source, reward_names, loss_of
 
     def evaluate(
         self,
         rows: Any,  # a data set
-    ) -> dict[str, float]:  # reward, rewards/NAME/mean, completions/..., what rewards logged
+    ) -> dict[str, float]:  # loss, reward, rewards/NAME/mean, completions/..., what rewards logged
         "Mean scores and lengths over the rows, each answered `num_generations_eval` times."
         self.source.check_room(rows, "evaluation data: ")
         before, metrics = random_state(), Metrics()
         try:
-            scores, lengths, cut = self.answers(self.mine(rows), metrics)
+            rollouts, own = self.answers(self.mine(rows), metrics)
+            scores = torch.tensor(gather_object(own))  # (N, K) of all processes
+            loss = self.loss(rollouts, len(own), scores) if self.loss_of else {}
         finally:
             set_random_state(before)
+        lengths, cut = (
+            torch.tensor(gather_object([x for r in rollouts for x in getattr(r, name).tolist()]))
+            for name in ("lengths", "truncated")
+        )
         groups = self.config.used("num_generations_eval")
         return {
+            **loss,
             **metrics.take(),
             **reward_metrics(scores, self.reward_names, self.config.reward_weights, groups),
             **completion_metrics(lengths, cut),
@@ -55,13 +68,38 @@ class Evaluator:
         times = range(self.config.used("num_generations_eval"))
         return [rows[i] for i in range(first, len(rows), step) for _ in times]
 
-    def answers(self, rows: list[dict], metrics: Metrics) -> list[torch.Tensor]:
-        "Scores (N, K), lengths (N,) and whether they were cut (N,), of all processes' completions."
-        scores, lengths, cut = [], [], []
+    def answers(self, rows: list[dict], metrics: Metrics) -> tuple[list[Rollout], list]:
+        "This process's completions, a batch at a time, and their scores (N, K)."
+        rollouts, scores = [], []
         size = self.config.per_device_eval_batch_size
         for i in range(0, len(rows), size):
-            rollout = self.source.draw(part := rows[i : i + size])
-            scores += self.source.score(part, rollout, metrics)[1].tolist()
-            lengths += rollout.lengths.tolist()
-            cut += rollout.truncated.tolist()
-        return [torch.tensor(gather_object(values)) for values in (scores, lengths, cut)]
+            rollouts.append(self.source.draw(part := rows[i : i + size]))
+            scores += self.source.score(part, rollouts[-1], metrics)[1].tolist()
+        return rollouts, scores
+
+    def loss(
+        self,
+        rollouts: list[Rollout],  # of this process, each a batch
+        count: int,  # of their completions
+        scores: torch.Tensor,  # (N, K) of all processes
+    ) -> dict[str, float]:  # {"loss": the mean over the batches of all processes, by completions}
+        "The loss of the answers, each compared with the others to its prompt."
+        config, first = self.config, sum(gather_object([count])[: self.accelerator.process_index])
+        groups, summed = config.used("num_generations_eval"), 0.0
+        values = (
+            group_advantages(
+                scores,
+                groups,
+                weights=config.reward_weights,
+                scale=config.scale_rewards,
+                aggregation=config.multi_objective_aggregation,
+            ).values
+            if groups > 1
+            else torch.zeros(len(scores))  # one answer has none to be compared with
+        )
+        for rollout in rollouts:
+            size = len(rollout.lengths)
+            advantages = values[first : first + size].to(rollout.mask.device)
+            summed += size * self.loss_of(self.source.batch_of(rollout, advantages))
+            first += size
+        return {"loss": sum(gather_object([summed])) / len(scores)}

@@ -355,7 +355,7 @@ def sampler_gap(history: RunHistory) -> str | None:
 def too_off_policy(history: RunHistory) -> str | None:
     "The clip holds back a large part of the tokens."
     share, config = (
-        history.mean_now("clip_ratio/region", times=4),
+        history.mean_now("clip_ratio/region_mean", times=4),
         history.config,
     )  # the first pass over a batch clips nothing, the last one most
     if share >= 0.3:
@@ -386,7 +386,7 @@ def standing_still(history: RunHistory) -> str | None:
         steps[-1] - steps[0] >= 100
         and len(steps) >= 4 * history.patience
         and history.mean_now("frac_reward_zero_std") < 0.9
-        and abs(reward) < 0.1 * history.mean_now("reward_std")
+        and abs(reward) < 0.1 * history.mean_now("reward_group_std")
         and abs(entropy) < 0.03 * history.mean_at_start("entropy")
     ):
         return (

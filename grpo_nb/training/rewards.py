@@ -427,17 +427,19 @@ def check_judged(
     completions: list,  # at least one
     step: int,
 ) -> None:
-    "Warn of functions that judged nothing; RewardError if that is true of every function."
+    "Warn of functions that judged nothing, and say so if that is true of every function."
     where = (
         f"(None or NaN for all {len(completions)}) at step {step}; the first completion is "
         f"{completions[0]!r}"
     )
     if silent and len(silent) == len(names):
-        raise RewardError(
+        warnings.warn(
             f"no reward function judged any completion: {', '.join(map(repr, names))} "
-            f"{where}. If that may happen, give 0 in place of None, or draw more prompts at "
-            "a time"
+            f"{where}. Nothing can be learnt from them. If that may happen, give 0 in place of "
+            "None, or draw more prompts at a time",
+            stacklevel=3,
         )
+        return
     for name in silent:
         warnings.warn(f"reward function {name!r} judged no completion {where}", stacklevel=3)
 

@@ -151,11 +151,6 @@ def check_evaluation(
     if not (config.load_best_model_at_end or config.save_strategy == "best"):
         return
     name = config.best_is()[0].removeprefix("eval_")
-    if name == "loss":
-        raise ValueError(
-            "metric_for_best_model is 'loss', and completions that are drawn have none: take "
-            "'reward', the default, or 'rewards/NAME/mean' of one function"
-        )
     several = isinstance(eval_dataset, dict)
     if several and not any(name.startswith(f"{part}_") for part in eval_dataset):
         raise ValueError(
@@ -725,7 +720,6 @@ class GRPOTrainer:
         )
         scored = accelerator, self.source, self.reward_names
         self.collector = self.collector_class(config, self.layout, *scored, self.metrics)
-        self.evaluator = self.evaluator_class(config, *scored)
         self.policy_update = self.update_class(
             config,
             self.layout,
@@ -738,6 +732,9 @@ class GRPOTrainer:
             schedule=self.given_schedule,
             corrects=self.corrects,
             tell=self.tell,
+        )
+        self.evaluator = self.evaluator_class(
+            config, *scored, self.policy_update.loss_without_update
         )
 
     def make_reports(self, callbacks: list) -> None:
@@ -792,7 +789,7 @@ class GRPOTrainer:
             while not self.finished():
                 if state.batch is None:  # sample, score, compare inside the groups
                     self.preemption.interruptible()
-                    self.source.publish(self.model, state.global_step)
+                    self.publish()
                     state.hold(update.prepare(self.collector.collect(state)))
                 self.tell_beginnings()
                 self.preemption.begin_update()
@@ -801,6 +798,11 @@ class GRPOTrainer:
                     self.move_weights()  # clip, step, schedule
                     self.after_update()  # log, evaluate, save
         return self.end()
+
+    def publish(self) -> None:
+        "Hand the sampler the present weights."
+        with self.metrics.timed("publish"):
+            self.source.publish(self.model, self.state.global_step)
 
     def finished(self) -> bool:
         "Whether all updates are made, or a callback has set `should_training_stop`."
@@ -1033,18 +1035,21 @@ class GRPOTrainer:
         metrics = self.run_metrics()
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
             load_weights(self.model, Path(self.state.best_model_checkpoint))
+        last = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
+        self.callbacks.tell_record({**metrics, **last})
         self.callbacks.tell("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def run_metrics(self) -> dict[str, float]:
-        """The last record of the run, how fast its updates were, and the mean loss of its
-        records."""
+        """The last numbers of the run but its tokens, how fast its updates were, and the mean loss
+        of its records."""
         state, records = self.state, of_updates(self.log.history)
         seconds = time.perf_counter() - state.started
         updates = state.global_step - state.first_step
         losses = [record["loss"] for record in records]
+        last = records[-1] if records else {}
         return {
-            **(records[-1] if records else {}),
+            **{name: value for name, value in last.items() if name != "num_tokens"},
             "train_runtime": round(seconds, 4),
             "train_samples_per_second": round(
                 updates * self.layout.effective_batch_size / seconds, 3
@@ -1072,7 +1077,7 @@ class GRPOTrainer:
                 self.evaluate(data, f"{metric_key_prefix}_{part}") for part, data in rows.items()
             ]
             return {name: value for record in several for name, value in record.items()}
-        self.source.publish(self.model, self.state.global_step)
+        self.source.publish(self.model, self.state.global_step)  # not a part of any update
         found = self.evaluator.evaluate(rows)
         named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         record = {"step": self.state.global_step, **named}

@@ -55,7 +55,7 @@ def running_mean(
 # %% ../../nbs/widgets/11_dashboard.ipynb #43ab5ec8
 PANELS = {  # title -> name in the log
     "reward": "reward",
-    "spread in a group": "reward_std",
+    "spread in a group": "reward_group_std",
     "entropy, nats a token": "entropy",
     "length, tokens": "completions/mean_length",
 }

@@ -385,17 +385,21 @@ def test_metrics_are_trls(loss_type):
     names = {
         "kl": "kl",
         "entropy": "entropy",
-        "clip_ratio/low_mean": "clip_ratio/low",
-        "clip_ratio/high_mean": "clip_ratio/high",
-        "clip_ratio/region_mean": "clip_ratio/region",
-        "cispo_clip_ratio": "clip_ratio/high",
+        "clip_ratio/low_mean": "clip_ratio/low_mean",
+        "clip_ratio/low_min": "clip_ratio/low_min",
+        "clip_ratio/high_max": "clip_ratio/high_max",
+        "clip_ratio/high_mean": "clip_ratio/high_mean",
+        "clip_ratio/region_mean": "clip_ratio/region_mean",
+        "cispo_clip_ratio": "clip_ratio/high_mean",
     }
     shared = {theirs_: name for theirs_, name in names.items() if theirs_ in theirs}
     assert len(shared) >= (5 if LOSSES[loss_type][0] is clipped_loss else 2)
     for their_name, name in shared.items():
         assert output.metrics[name].item() == pytest.approx(theirs[their_name], abs=1e-7), name
     if LOSSES[loss_type][0] is clipped_loss:
-        assert output.metrics["clip_ratio/low"] > 0 and output.metrics["clip_ratio/high"] > 0
+        assert (
+            output.metrics["clip_ratio/low_mean"] > 0 and output.metrics["clip_ratio/high_mean"] > 0
+        )
 
 
 # ---- where TRL differs, on purpose
@@ -655,7 +659,7 @@ def test_clip_metrics_count_the_tokens_without_a_gradient(seed, epsilon, extra):
     (gradient,) = gradients(output.loss, batch, "logps")
     silent = ((gradient == 0) & batch["mask"]).sum() / batch["mask"].sum()
     assert (
-        output.metrics["clip_ratio/region"] + output.metrics["clip_ratio/delta"]
+        output.metrics["clip_ratio/region_mean"] + output.metrics["clip_ratio/delta_mean"]
     ).item() == pytest.approx(silent.item())
 
 

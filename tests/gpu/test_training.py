@@ -151,4 +151,4 @@ def test_a_reward_model_on_the_gpu(tmp_path):
     )
     run.log.show = False
     run.train()
-    assert next(judge.parameters()).is_cuda and run.log_history[-1]["reward_std"] > 0
+    assert next(judge.parameters()).is_cuda and run.log_history[-1]["reward_group_std"] > 0

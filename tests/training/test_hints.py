@@ -40,11 +40,11 @@ WELL = {
     "rewards/right/mean": line(0.3, 0.95),
     "rewards/right/std": line(0.46, 0.22),
     "reward": line(0.3, 0.95),
-    "reward_std": line(0.4, 0.15),
+    "reward_group_std": line(0.4, 0.15),
     "sampling/gap_mean": 2e-7,
     "ratio/mean": 1.0,
     "ratio/max": 1.0,
-    "clip_ratio/region": 0.0,
+    "clip_ratio/region_mean": 0.0,
     "entropy": fade(0.6, 0.08),
     "kl": line(0.0, 0.3),
     "loss": 0.001,
@@ -55,12 +55,12 @@ FLAT = {
     "reward": 0.2,
     "rewards/right/mean": 0.2,
     "rewards/right/std": 0.4,
-    "reward_std": 0.3,
+    "reward_group_std": 0.3,
     "entropy": 0.5,
     "frac_reward_zero_std": 0.4,
 }
 UNEVEN = {"completions/min_length": 1.0, "completions/max_length": 4.0}
-ALIKE = {"frac_reward_zero_std": 1.0, "reward_std": 0.0}
+ALIKE = {"frac_reward_zero_std": 1.0, "reward_group_std": 0.0}
 SICK = {  # hint -> [(settings, what differs from a good run, what the sentence has to mention)]
     "loss prints 0": [
         ({}, {}, ["0.0010", "1"]),
@@ -160,7 +160,7 @@ SICK = {  # hint -> [(settings, what differs from a good run, what the sentence 
         ({"top_p": 0.8, "min_p": 0.1}, {"sampling/gap_mean": 0.3}, ["top_p=0.8", "min_p=0.1"]),
     ],
     "mostly clipped": [
-        ({"num_iterations": 8}, {"clip_ratio/region": 0.5}, ["50%", "num_iterations is 8"])
+        ({"num_iterations": 8}, {"clip_ratio/region_mean": 0.5}, ["50%", "num_iterations is 8"])
     ],
     "nothing moves": [
         ({"learning_rate": 1e-9}, FLAT, ["learning_rate (now 1e-09)", "0.200"]),

@@ -230,7 +230,7 @@ def test_windows_add_up_and_count():
     [
         ({}, True),
         ({"top_entropy_quantile": 0.5}, False),
-        ({"loss_type": "grpo", "entropy_coef": 0.1}, False),
+        ({"loss_type": "grpo", "entropy_coef": 0.1}, True),
         ({"entropy_coef": 0.1}, True),
         ({"loss_type": "grpo"}, True),
     ],

@@ -126,7 +126,13 @@ def test_the_log_hears_of_records_and_evaluations(tmp_path):
 
 def test_hints_are_said_once_and_not_again_after_a_resume():
     stuck = [
-        {"step": s, "num_tokens": s, "reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+        {
+            "step": s,
+            "num_tokens": s,
+            "reward": 0.0,
+            "reward_group_std": 0.0,
+            "frac_reward_zero_std": 1.0,
+        }
         for s in range(1, 30)
     ]
     log = Log(None, show=False)
@@ -202,7 +208,7 @@ def test_every_name_of_a_record_is_the_trainers_own(tmp_path):
 
 def test_the_axes_of_the_figure_end_where_the_numbers_do():
     "The legend is beside the curves and not in room made for it: a share never seems to pass 1."
-    records = [{"step": n, "reward": n / 50, "reward_std": 0.3} for n in range(51)]
+    records = [{"step": n, "reward": n / 50, "reward_group_std": 0.3} for n in range(51)]
     axes = run_figure(records, {0: 0.0, 50: 1.0}).axes[0]
     assert -0.06 < axes.get_ylim()[0] and axes.get_ylim()[1] < 1.06
     FigureCanvasAgg(axes.figure).draw()

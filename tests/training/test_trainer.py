@@ -544,8 +544,9 @@ def test_settings_reach_the_advantages(changes, tmp_path):
     )
     record = trainer.log_history[0]
     assert record["reward"] == pytest.approx(statistics.mean(total), abs=1e-5) and record[
-        "reward_std"
+        "reward_group_std"
     ] == pytest.approx(statistics.mean(map(statistics.stdev, in_groups(total))), abs=1e-5)
+    assert record["reward_std"] == pytest.approx(statistics.stdev(total), abs=1e-5)
     for name, values in (("length", a), ("digits", b)):
         assert record[f"rewards/{name}/mean"] == pytest.approx(statistics.mean(values)) and record[
             f"rewards/{name}/std"
@@ -840,7 +841,7 @@ def test_evaluation_means_what_it_says(tmp_path):
         row["prompt"] for row in ROWS[:4] for _ in range(3)
     ]
     assert record["eval_reward"] == pytest.approx(statistics.mean(rewards)) and record[
-        "eval_reward_std"
+        "eval_reward_group_std"
     ] == pytest.approx(statistics.mean(map(statistics.stdev, in_groups(rewards, 3))), abs=1e-5)
     lengths = [n for _, rollout in seen for n in rollout.lengths.tolist()]
     assert record["eval_completions/mean_length"] == pytest.approx(
@@ -1122,10 +1123,18 @@ DOCUMENTED = {  # what every record of a run holds
     "entropy",
     "ratio/mean",
     "ratio/max",
-    "clip_ratio/low",
-    "clip_ratio/high",
-    "clip_ratio/delta",
-    "clip_ratio/region",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/delta_mean",
+    "clip_ratio/region_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_max",
+    "reward_group_std",
+    "seconds/sample",
+    "seconds/score",
+    "seconds/publish",
+    "seconds/train",
+    "seconds/update",
     "sampling/gap_mean",
     "sampling/gap_max",
     "sampling/gap_kl",

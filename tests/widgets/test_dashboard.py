@@ -516,7 +516,7 @@ def test_the_figure_shows_the_log():
         {
             "step": s,
             "reward": s / 2,
-            "reward_std": 1.0,
+            "reward_group_std": 1.0,
             "entropy": 2.0,
             "completions/mean_length": 3.0,
         }
