@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from demo_child import SHORTER
 from safetensors.torch import load_file
+from small_runs import without_clocks
 
 import grpo_nb.demo
 from grpo_nb import cli
@@ -56,8 +57,7 @@ def curve(out):
 
 def learned(out):
     "What two runs have in common if they are the same, to the bit."
-    clocks = {"seconds", "seconds_left", "step_time", "tokens_per_second", "peak_memory_gib"}
-    numbers = [{k: v for k, v in r.items() if k not in clocks} for r in records(out)]
+    numbers = without_clocks(records(out))
     weights = load_file(out / "model" / "model.safetensors")
     return numbers, {name: x.tolist() for name, x in weights.items()}, curve(out)
 

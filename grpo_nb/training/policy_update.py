@@ -505,9 +505,7 @@ class PolicyUpdate:
                     part = float(piece.loss_mask.sum()) / tokens
                     self.window.entropy_share = part / (1.0 if whole_window else share or 1.0)
                     mask = piece.loss_mask
-                    chosen = (
-                        high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
-                    )
+                    chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
                     total += share * self.loss_of(piece, logps, entropies, chosen).loss.item()
         finally:
             self.window = kept

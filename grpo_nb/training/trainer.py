@@ -832,9 +832,11 @@ class GRPOTrainer:
         self.callbacks.tell("on_step_end")
         if self.state.closed_epoch:
             self.callbacks.tell("on_epoch_end")
-        if self.callbacks.control.should_log or self.finished():
+        due = self.callbacks.control.should_log
+        if due or self.finished():
             record = self.recorder.record(self.policy_update.learning_rate)
             self.callbacks.tell_record(record)
+            self.left_over = {} if due else record
         self.checkpointer.mark()
         self.ctrl_c.end_update()
         self.preemption.interruptible()
@@ -898,6 +900,7 @@ class GRPOTrainer:
             self.go_on_from(saved)
         else:
             self.start_anew()
+        self.left_over: dict[str, Any] = {}  # numbers of a record that was not due
         self.state.start_clock()
         self.recorder.begin()
         self.policy_update.read_rate()
@@ -1035,21 +1038,31 @@ class GRPOTrainer:
         metrics = self.run_metrics()
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
             load_weights(self.model, Path(self.state.best_model_checkpoint))
-        last = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
-        self.callbacks.tell_record({**metrics, **last})
+        self.callbacks.tell_record(self.summary(metrics))
         self.callbacks.tell("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
+    def summary(
+        self,
+        metrics: dict[str, float],  # of the run
+    ) -> dict[str, float]:
+        """The last record of a run, as in TRL: `train_loss`, `train_runtime` and two speeds, beside
+        the numbers of updates after which no record was due."""
+        of_run = {name: value for name, value in metrics.items() if name.startswith("train_")}
+        alone = ("loss", "grad_norm", "learning_rate", "num_tokens")  # of an update
+        rest = {name: value for name, value in self.left_over.items() if name not in alone}
+        epoch = round(self.state.epoch or 0.0, 4)
+        return {**rest, **of_run, "step": self.state.global_step, "epoch": epoch}
+
     def run_metrics(self) -> dict[str, float]:
-        """The last numbers of the run but its tokens, how fast its updates were, and the mean loss
-        of its records."""
+        """The last record of the run, how fast its updates were, and the mean loss of its
+        records."""
         state, records = self.state, of_updates(self.log.history)
         seconds = time.perf_counter() - state.started
         updates = state.global_step - state.first_step
         losses = [record["loss"] for record in records]
-        last = records[-1] if records else {}
         return {
-            **{name: value for name, value in last.items() if name != "num_tokens"},
+            **(records[-1] if records else {}),
             "train_runtime": round(seconds, 4),
             "train_samples_per_second": round(
                 updates * self.layout.effective_batch_size / seconds, 3
@@ -1150,8 +1163,8 @@ class GRPOTrainer:
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
-        "Every record of the run, oldest first."
-        return self.log.history
+        "Every record of the run, oldest first; `state.log_history` ends with a summary, too."
+        return [record for record in self.log.history if "train_runtime" not in record]
 
     @property
     def sampler(self) -> Sampler:

@@ -644,8 +644,6 @@ class Fails:
         ("async", "KeyError: 'missing'"),
         ("short", "1 rewards for 16"),
         ("one number", "returned 1.0"),
-        ("all None", "for all 16"),
-        ("all NaN", "for all 16"),
         ("text", "'good'"),
         ("infinite", "inf"),
     ],
@@ -664,6 +662,26 @@ def test_a_reward_function_that_fails(how, words, tmp_path):
     assert without_clocks(again.log_history) == without_clocks(whole.log_history)
     assert all(
         torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters())
+    )
+
+
+@pytest.mark.parametrize("answer", [None, math.nan])
+def test_a_cycle_that_nobody_judged_is_a_warning_and_three_in_a_row_are_the_end(answer, tmp_path):
+    judged = iter([True, False, False, True, False, False, False])
+
+    def judge(completions, **_):
+        return digits(completions) if next(judged) else [answer] * len(completions)
+
+    trainer = small_trainer(tmp_path, judge, max_steps=20, logging_steps=1)
+    with (
+        pytest.warns(UserWarning, match="'judge'.*for all 16.*Nothing can be learnt.*give 0"),
+        pytest.raises(RewardError, match="3 generations in a row.*'judge'.*give 0 in place"),
+    ):
+        trainer.train()
+    assert [record["step"] for record in trainer.log_history if "reward" in record] == [1, 4]
+    still = [r["step"] for r in trainer.log_history if r["frac_reward_zero_std"] == 1]
+    assert still == [2, 3, 5, 6] and all(
+        r["loss"] == r["grad_norm"] == 0 for r in trainer.log_history if r["step"] in still
     )
 
 
@@ -850,7 +868,7 @@ def test_evaluation_means_what_it_says(tmp_path):
     assert (
         record["step"] == 0
         and trainer.log_history == [record]
-        and trainer.state.log_history is trainer.log_history
+        and trainer.state.log_history == trainer.log_history
     )
 
 
@@ -932,13 +950,9 @@ def test_callbacks_watch_save_and_stop(tmp_path):
         and result.global_step == 5
         and trainer.state.epoch == pytest.approx(5 / 3)
     )
-    assert watching.logs == trainer.log_history and [r["step"] for r in watching.logs] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    assert watching.logs == trainer.state.log_history
+    assert [r["step"] for r in watching.logs] == [1, 2, 3, 4, 5, 5]
+    assert watching.logs[-1]["train_loss"] == result.training_loss
     assert (
         result.training_loss
         == pytest.approx(statistics.mean(r["loss"] for r in trainer.log_history))
@@ -1072,8 +1086,8 @@ def test_records_reach_a_tracker(tmp_path, monkeypatch):
         for step, values in (k for k in FakeTracker.kept if isinstance(k, tuple))
         if isinstance(step, int)
     ]
-    assert [step for step, _ in steps] == [1, 2, 2] and [values for _, values in steps] == [
-        rewrite_logs(record) for record in trainer.log_history
+    assert [step for step, _ in steps] == [1, 2, 2, 2] and [values for _, values in steps] == [
+        rewrite_logs(record) for record in trainer.state.log_history
     ]
     assert (
         dict(k for k in FakeTracker.kept if isinstance(k, tuple) and k[0] == "config")["config"][
@@ -1237,7 +1251,20 @@ def test_the_log(tmp_path):
     batches = remember_batches(trainer)
     trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert lines == trainer.log_history and [line["step"] for line in lines] == [2, 4, 5]
+    assert lines == trainer.state.log_history and lines[:-1] == trainer.log_history
+    assert [line["step"] for line in lines] == [2, 4, 5, 5]
+    summary = lines.pop()
+    of_run = {"train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+    assert set(summary) == of_run | DOCUMENTED - {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "num_tokens",
+    }
+    assert summary["train_loss"] == pytest.approx(statistics.mean(line["loss"] for line in lines))
+    assert summary["reward"] == lines[2]["reward"], "no record was due after update 5"
+    parts = [sum(v for k, v in line.items() if k.startswith("seconds/")) for line in lines]
+    assert all(0 < part <= line["step_time"] + 1e-3 for part, line in zip(parts, lines))
     for line in lines:
         assert set(line) == DOCUMENTED and all(
             isinstance(v, (int, float)) and math.isfinite(v) for v in line.values()
@@ -1271,7 +1298,7 @@ def test_a_new_run_in_the_same_folder_begins_anew(tmp_path):
     assert [p.name for p in checkpoints(tmp_path)] == [
         "checkpoint-2"
     ]  # not one of the first run, which would be resumed by mistake
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2 and earlier in [
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3 and earlier in [
         p.read_text() for p in tmp_path.rglob("log.jsonl")
     ]
     assert {p.name for p in tmp_path.rglob("checkpoint-*")} == {
@@ -1514,9 +1541,15 @@ SAME_NAMES = {
     "completions/min_length",
     "completions/max_length",
     "completions/clipped_ratio",
+    "clip_ratio/low_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_mean",
+    "clip_ratio/high_max",
+    "clip_ratio/region_mean",
     "entropy",
     "kl",
     "num_tokens",
+    "step_time",
     "learning_rate",
     "loss",
     "grad_norm",
@@ -1547,6 +1580,8 @@ def test_a_script_for_trl_runs_with_its_import_changed(form, tmp_path, monkeypat
     records = [[r for r in trainer.state.log_history if "loss" in r] for trainer in (theirs, ours)]
     assert len(records[0]) == len(records[1]) == 4 == runs["grpo_nb"]["result"].global_step
     assert SAME_NAMES <= set(records[0][0]) and SAME_NAMES <= set(records[1][0])
+    last = [trainer.state.log_history[-1] for trainer in (theirs, ours)]
+    assert set(last[0]) - set(last[1]) <= {"total_flos"}
     assert [r["learning_rate"] for r in records[1]] == pytest.approx(
         [r["learning_rate"] for r in records[0]]
     )
@@ -1568,15 +1603,17 @@ def test_a_second_run_is_a_run_of_its_own_and_the_optimizer_goes_on(tmp_path):
     trainer = small_trainer(tmp_path / "run", optim="adamw_torch", save_strategy="steps")
     trainer.train()
     first = [dict(record) for record in trainer.log_history]
-    history, state = trainer.log_history, trainer.state
+    history, state = trainer.state.log_history, trainer.state
     trainer.train()
     second = trainer.log_history
-    assert second is history and trainer.state is state and state.global_step == 2
+    assert (
+        trainer.state.log_history is history and trainer.state is state and state.global_step == 2
+    )
     for name in ("step", "epoch", "learning_rate", "num_tokens"):
         assert [r[name] for r in second] == pytest.approx([r[name] for r in first], rel=0.2)
     assert [r["step"] for r in second] == [1, 2]
     assert {int(s["step"]) for s in trainer.optimizer.state.values()} == {4}
     aside = tmp_path / "run" / "earlier-run-1"
     kept = [json.loads(line) for line in (aside / "log.jsonl").read_text().splitlines()]
-    assert [r["loss"] for r in kept] == [r["loss"] for r in first]
+    assert [r["loss"] for r in kept[:-1]] == [r["loss"] for r in first]
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 2
