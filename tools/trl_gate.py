@@ -22,6 +22,8 @@ import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
+import torch
+
 HUB = "trl-internal-testing/"
 LIBRARIES = {"grpo_nb": "from grpo_nb import GRPOConfig, GRPOTrainer", "trl": None}
 IMPORT = "from trl import GRPOConfig, GRPOTrainer"
@@ -131,7 +133,6 @@ def build_models(
     folder: Path,  # gets one folder for each model
 ) -> None:
     "Tiny random models under the names that the tests use."
-    import torch
     import transformers
 
     words = tokenizer()
@@ -217,6 +218,8 @@ def run(
     folder, report = out / library / "tests", out / library / "report.xml"
     prepare(tests, library, out / "hub", folder)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not torch.cuda.is_available():
+        environment["ACCELERATE_USE_CPU"] = "true"  # TRL asks for it where it computes in bfloat16
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(folder.parent), "-c", os.devnull, f"--junitxml={report}"]
     with (out / library / "log.txt").open("w") as log:

@@ -303,13 +303,16 @@ class Log(TrainerCallback):
         self,
         record: dict[str, Any],  # plain numbers and strings, with a "step"
     ) -> None:
-        "Add one record to the list, the file and, if it has a reward, the table."
+        """Add one record to the list, the file and, if it has a reward, the table; the summary at
+        the end of a run is for the list alone."""
         self.history.append(record)
+        if "train_runtime" in record:
+            return
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a") as file:
                 file.write(json.dumps(record) + "\n")
-        if self.show and "reward" in record and "train_runtime" not in record:
+        if self.show and "reward" in record:
             lines = [table_row(None)] if self.printed % 20 == 0 else []
             for line in [*lines, table_row(record)]:
                 say(line, self.out)

@@ -442,7 +442,7 @@ def test_a_checkpoint_holds_this_run_whatever_lies_in_the_folder(tmp_path, befor
         )
         assert [
             json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()
-        ] == json.loads(json.dumps(trainer.log.history))
+        ] == json.loads(json.dumps(trainer.log_history))
     aside = sorted(path.name for path in folder.glob("earlier-run-*"))
     assert aside == [f"earlier-run-{n + 1}" for n in range(3 if before == "train" else 1)] and all(
         len(checkpoints(folder / name)) == 2 for name in aside
@@ -551,7 +551,7 @@ def test_numbers_of_a_callback_do_not_spoil_a_checkpoint(tmp_path):
     more = run(max_steps=3)
     more.train(resume_from_checkpoint=True)
     assert [
-        (record["mine"], record["pair"], record["tensor"]) for record in more.log.history
+        (record["mine"], record["pair"], record["tensor"]) for record in more.log_history
     ] == 3 * [(1.5, [1.0, 1.0], 2)]
 
 
