@@ -176,8 +176,8 @@ def prompt_order(
     "The rows that a generation cycle draws."
     check_whole("cycle", cycle, 0)
     epoch, place = divmod(cycle, cycles_in_epoch(num_rows, prompts_per_generation))
-    order = random_order(num_rows, epoch, seed) if shuffle else list(range(num_rows))
-    return order[place * prompts_per_generation : (place + 1) * prompts_per_generation]
+    order = random_order(num_rows, epoch, seed) if shuffle else range(num_rows)
+    return list(order[place * prompts_per_generation : (place + 1) * prompts_per_generation])
 
 # %% ../../nbs/algorithm/03_batching.ipynb #8cea25d9
 def completion_order(

@@ -19,6 +19,7 @@ from ..rollout.sampler import Sampler
 from ..rollout.sampling import SamplingParams
 from .config import GRPOConfig
 from grpo_nb.training.data import (
+    StreamedRows,
     check_long_prompts,
     check_prompt_lengths,
     completion_as_given,
@@ -60,8 +61,8 @@ class CompletionSource:
         whose: str = "",  # begins the message, "evaluation data: " for instance
     ) -> None:  # ValueError with the row's number
         "Refuse prompts after which a completion would exceed the model's positions."
-        if not self.sampler.takes_token_ids or data is None:
-            return
+        if not self.sampler.takes_token_ids or data is None or isinstance(data, StreamedRows):
+            return  # the prompts of a stream are measured as they come
         for rows in data.values() if isinstance(data, dict) else [data]:
             limits = self.config.max_completion_length, self.max_positions
             try:
@@ -199,7 +200,7 @@ class RolloutCollector:
             len(self.rows),
             self.layout.prompts_per_generation,
             cycle,
-            config.shuffle_dataset,
+            config.shuffle_dataset and not isinstance(self.rows, StreamedRows),
             config.used("data_seed"),
         )
         repeated = [number for number in numbers for _ in range(config.num_generations)]

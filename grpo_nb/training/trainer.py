@@ -47,7 +47,7 @@ from grpo_nb.training.checkpoint import (
 )
 from .collect import CompletionSource, RolloutCollector
 from .config import GRPOConfig, unlike_trl
-from .data import check_dataset, check_evaluation_data
+from .data import StreamedRows, check_dataset, check_evaluation_data
 from .evaluation import Evaluator
 from .optimizer import make_optimizer
 from .policy_model import check_model, describe_trainable, load_policy
@@ -639,6 +639,11 @@ class GRPOTrainer:
         self.eval_dataset = (
             check_evaluation_data(eval_dataset) if eval_dataset is not None else None
         )
+        if isinstance(self.train_dataset, StreamedRows) and self.config.max_steps < 1:
+            raise ValueError(
+                "train_dataset is a stream, whose end is not known, so the run needs one: set "
+                "max_steps in GRPOConfig"
+            )
         check_evaluation(self.config, self.eval_dataset)
 
     def take_launch(self, model: Any) -> None:

@@ -274,9 +274,10 @@ def test_datasets_and_lists_are_taken_as_they_are(rows):
         ),
         ({"prompt": ["1"]}, "Dataset.from_dict"),
         (
-            datasets.Dataset.from_list(GOOD).to_iterable_dataset(),
-            "IterableDataset.*cannot be counted",
+            datasets.Dataset.from_list([{"question": "1"}]).to_iterable_dataset(),
+            "no column 'prompt'.*'question'",
         ),
+        (datasets.IterableDataset.from_generator(lambda: iter([])), "stream without rows"),
         ((row for row in GOOD), "generator.*cannot be counted"),
         ("gsm8k", "str.*cannot be counted"),
         ([GOOD[0], "2+2="], "Row 1 .* is a str"),
@@ -295,6 +296,44 @@ def test_datasets_and_lists_are_taken_as_they_are(rows):
 def test_mistakes_are_named(dataset, words):
     with pytest.raises(ValueError, match=words):
         check_dataset(dataset)
+
+
+def stream_of(rows):
+    "A stream, and a list that receives what is read of it."
+    read = []
+
+    def rows_of():
+        for row in rows:
+            read.append(row["prompt"])
+            yield row
+
+    return datasets.IterableDataset.from_generator(rows_of), read
+
+
+def test_a_stream_is_read_once_and_begins_again_when_it_ends():
+    stream, read = stream_of([{"prompt": str(n)} for n in range(5)])
+    rows = check_dataset(stream)
+    assert [rows[n]["prompt"] for n in (0, 3, 1, 2, 4, 5, 6, 3)] == list("03124013")
+    assert read == list("0123401")  # 3, asked for again, was kept
+    assert check_evaluation_data({"a": stream})["a"] == [{"prompt": str(n)} for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"prompt": "2", "more": 1}, "Row 1 of the stream is .*'more'.*the same columns"),
+        ("2", "Row 1 of the stream is '2'"),
+        ({"prompt": [{"role": "user", "content": "2"}]}, "Row 1 of the stream.*conversations"),
+    ],
+)
+def test_a_row_of_a_stream_that_differs_is_named(row, words):
+    class Stream:
+        def __iter__(self):
+            yield from ({"prompt": "1"}, row)
+
+    rows = check_dataset(Stream())
+    with pytest.raises(ValueError, match=words):
+        rows[1]
 
 
 @pytest.mark.parametrize("limit", [None, 10_000])

@@ -685,6 +685,28 @@ def test_a_cycle_that_nobody_judged_is_a_warning_and_three_in_a_row_are_the_end(
     )
 
 
+def test_a_run_on_a_stream_is_one_on_its_rows_in_their_order(tmp_path):
+    class Stream:
+        def __iter__(self):
+            return iter(ROWS)
+
+    def run(name, rows, max_steps=4, **changes):
+        return small_trainer(tmp_path / name, rows=rows, max_steps=max_steps, **changes)
+
+    with pytest.raises(ValueError, match="train_dataset is a stream.*max_steps"):
+        run("none", Stream(), max_steps=-1)
+    whole = run("list", ROWS, shuffle_dataset=False)
+    streamed = run("stream", Stream(), save_strategy="steps", save_steps=2)
+    batches = [remember_batches(trainer) for trainer in (whole, streamed)]
+    for trainer in (whole, streamed):
+        trainer.train()
+    prompts = [[{str(p) for p, _ in ids_of(b)} for b in of_run] for of_run in batches]
+    assert prompts[0] == prompts[1] and len(prompts[0]) == 4
+    again = run("stream", Stream())
+    again.train(resume_from_checkpoint=tmp_path / "stream" / "checkpoint-2")
+    assert without_clocks(again.log_history) == without_clocks(streamed.log_history)
+
+
 def test_a_function_may_leave_completions_unscored(tmp_path):
     trainer = small_trainer(
         tmp_path,
