@@ -207,10 +207,6 @@ NOT_HERE = {  # of transformers' trainer -> what to do instead
         "policy_update.step(number) moves the weights"
     ),
     "model_wrapped": "nothing but PEFT wraps the model, which is trainer.model",
-    "ref_model": (
-        "the reference policy is trainer.reference, which lends itself: with "
-        "trainer.reference.policy(trainer.model) as model: ..."
-    ),
     "data_collator": (
         "there are no data loaders; a TrainingBatch is put together by collector.collect(state)"
     ),
@@ -1193,6 +1189,21 @@ class GRPOTrainer:
     @reward_funcs.setter
     def reward_funcs(self, functions: list[Callable]) -> None:
         self.source.use(reward_funcs=functions)
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        "The tokenizer of each reward function; None for those that are no reward models."
+        return [getattr(function, "tokenizer", None) for function in self.reward_funcs]
+
+    @property
+    def ref_model(self) -> Any:
+        "The reference policy; None without `beta`, or where it is the model without its adapter."
+        return self.reference and self.reference.model
+
+    @property
+    def entropy_coef(self) -> float:
+        "The weight of the entropy bonus as it is now."
+        return self.policy_update.entropy_bonus.coef
 
     @property
     def rollout_func(self) -> Callable | None:
