@@ -3,6 +3,8 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from small_runs import ROWS as SUMS
+from small_runs import digits, small_trainer
 from test_collect import ROWS, parts
 
 from grpo_nb.training.evaluation import Evaluator
@@ -58,3 +60,27 @@ def test_metrics_of_rewards_are_the_evaluations_own():
     metrics = Metrics()
     made.answers(ROWS[:3], metrics)
     assert metrics.take() == {"digits": 6.0}
+
+
+def test_the_loss_of_an_evaluation_is_that_of_its_completions(tmp_path):
+    settings = dict(num_generations_eval=3, loss_type="dapo", scale_rewards="none")
+    losses, drawn = {}, []
+    for size in (12, 5):  # all at once; in batches that cut groups
+        trainer = small_trainer(tmp_path, per_device_eval_batch_size=size, **settings)
+        generate = trainer.engine.generate
+        trainer.engine.generate = lambda *a, **k: drawn.append(generate(*a, **k)) or drawn[-1]
+        torch.manual_seed(0)
+        losses[size] = trainer.evaluate(SUMS[:4])["eval_loss"]
+        assert all(p.grad is None for p in trainer.model.parameters())
+        assert trainer.policy_update.window_is_empty
+    parts = [(r.texts(trainer.tokenizer), r.lengths) for r in drawn]
+    rewards = torch.tensor(digits([t for texts, _ in parts[:1] for t in texts])).view(4, 3)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    lengths = parts[0][1].float()
+    expected = -(advantages * lengths).sum() / lengths.sum()
+    assert losses[12] == pytest.approx(expected.item(), abs=1e-5)
+    assert abs(losses[12]) > 1e-3
+    rewards = torch.tensor(digits([t for texts, _ in parts[1:] for t in texts])).view(4, 3)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().split([5, 5, 2])
+    each = [-(a * n).sum() / n.sum() * len(n) for a, (_, n) in zip(advantages, parts[1:])]
+    assert losses[5] == pytest.approx(sum(each).item() / 12, abs=1e-5)
