@@ -159,14 +159,24 @@ class Window:
     def __init__(self, device: torch.device | str):
         names = ("loss", "policy_loss", "tokens", "entropy", "entropy_tokens")
         self.sums = {name: torch.zeros((), device=device) for name in names}
-        self.micro_batches, self.expected_tokens, self.entropy_share = 0, 1.0, 1.0
+        self.micro_batches, self.expected_tokens = 0, 1.0
+        self.steps, self.part, self.share = 1, 1.0, 1.0  # of the piece in hand: see `begin_piece`
 
     def expect(
         self,
         tokens: float,  # to be trained on by one process, estimated from the cycle's average
+        steps: int = 1,  # micro-batches
     ) -> None:
         "Set the number of tokens that the losses of this window are divided by."
-        self.expected_tokens = tokens
+        self.expected_tokens, self.steps = tokens, steps
+
+    def begin_piece(
+        self,
+        part: float,  # of its micro-batch's tokens
+        share: float,  # factor of its loss
+    ) -> None:
+        "Note what the next piece is a part of."
+        self.part, self.share = part, share
 
     def add(self, **numbers: torch.Tensor) -> None:
         "Add 0-d tensors to the sums of their names, without reading them from the device."
@@ -376,10 +386,11 @@ class PolicyUpdate:
         "Add the gradient of one micro-batch, piece by piece, and count it in the window."
         self.model.train()
         if self.window_is_empty:
-            self.window.expect(self.expected_tokens(whole))
+            steps = self.layout.gradient_accumulation_steps
+            self.window.expect(self.expected_tokens(whole), steps)
         for piece in self.fitter.pieces(batch):
             share = share_of(piece, batch, self.config.loss_type)
-            self.window.entropy_share = self.entropy_share(piece, batch, share)
+            self.window.begin_piece(self.part_of(piece, batch), share)
             with self.precision.adapters(self.model):
                 self.accumulate_piece(piece, share, first_pass)
         self.window.close_micro_batch()
@@ -391,17 +402,13 @@ class PolicyUpdate:
         windows = self.layout.steps_per_generation / self.layout.gradient_accumulation_steps
         return max(tokens, 1.0) / windows
 
-    def entropy_share(
+    def part_of(
         self,
         piece: TrainingBatch,
         batch: TrainingBatch,  # the whole micro-batch
-        share: float,  # the factor of the piece's loss
     ) -> float:
-        """The part of the entropy bonus that a piece carries. The bonus of an update is the mean of
-        its micro-batches', and a micro-batch's is a mean over tokens, as in TRL."""
-        tokens = float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
-        whole_window = self.config.loss_type in WINDOW_TOKEN_LOSSES
-        return tokens / (self.layout.gradient_accumulation_steps if whole_window else share or 1.0)
+        "The part of a micro-batch's trained tokens that a piece holds."
+        return float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
 
     def accumulate_piece(
         self,
@@ -428,7 +435,7 @@ class PolicyUpdate:
             entropy=entropies.detach()[counted].sum(),
             entropy_tokens=counted.sum(),
         )
-        self.metrics.add(output.metrics, weight=batch.loss_mask.sum().item())
+        self.metrics.add(output.metrics, weight=self.window.part)  # micro-batches count alike
 
     def loss_of(
         self,
@@ -453,12 +460,18 @@ class PolicyUpdate:
             entropies=entropies,
             entropy_mask=chosen,
             entropy_coef=self.entropy_bonus.weight(),
-            entropy_share=self.window.entropy_share,
+            entropy_share=self.entropy_share(),
             num_items=self.window.expected_tokens,
             epsilon_high=config.used("epsilon_high"),
             cautions=False,  # they were given when the settings were made
             **{name: getattr(config, name) for name in LOSS_SETTINGS},
         )
+
+    def entropy_share(self) -> float:
+        """The part of the entropy bonus that the piece in hand carries. The bonus of an update is
+        the mean of its micro-batches', and a micro-batch's is a mean over tokens, as in TRL."""
+        window, whole_window = self.window, self.config.loss_type in WINDOW_TOKEN_LOSSES
+        return window.part / (window.steps if whole_window else window.share or 1.0)
 
     def measure_gap(self, logps: torch.Tensor, batch: TrainingBatch) -> None:
         "How far the sampler's log-probs are from the trainer's."
@@ -492,18 +505,15 @@ class PolicyUpdate:
         """The loss that an evaluation reports (TRL's `eval_loss`): that of `loss_of`, as if the
         batch were a window of its own. Nothing is logged, and no other process is asked."""
         kept, self.window = self.window, Window(self.device)
-        whole_window = self.config.loss_type in WINDOW_TOKEN_LOSSES
         quantile, total = self.config.top_entropy_quantile, 0.0
-        tokens = max(float(batch.loss_mask.sum()), 1.0)
         try:
-            self.window.expect(tokens)
+            self.window.expect(max(float(batch.loss_mask.sum()), 1.0))
             batch = self.prepare(batch)
             with evaluating(self.model):
                 for piece in self.fitter.pieces(batch):
                     logps, entropies = self.completion_logps(self.model, piece, entropy=True)
                     share = share_of(piece, batch, self.config.loss_type)
-                    part = float(piece.loss_mask.sum()) / tokens
-                    self.window.entropy_share = part / (1.0 if whole_window else share or 1.0)
+                    self.window.begin_piece(self.part_of(piece, batch), share)
                     mask = piece.loss_mask
                     chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
                     total += share * self.loss_of(piece, logps, entropies, chosen).loss.item()
