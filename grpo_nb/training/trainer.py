@@ -46,7 +46,7 @@ from grpo_nb.training.checkpoint import (
     set_aside,
 )
 from .collect import CompletionSource, RolloutCollector
-from .config import GRPOConfig, unlike_trl
+from .config import GRPOConfig, unlike_trl, warn
 from .data import check_dataset, check_evaluation_data
 from .evaluation import Evaluator
 from .optimizer import make_optimizer
@@ -600,7 +600,7 @@ class GRPOTrainer:
         peft_config: Any = None,  # a PeftConfig: train an adapter
         tools: Any = None,  # not supported
         # draws the completions in place of the engine: called with the prompts, one for each
-        # completion, and the trainer; see `drawn_elsewhere`
+        # completion, and the trainer; see `FunctionSampler` and `drawn_elsewhere`
         rollout_func: Callable | None = None,
         environment_factory: Any = None,  # not supported
     ):
@@ -624,6 +624,8 @@ class GRPOTrainer:
         self.make_log()
         self.make_parts(self.make_sampler(rollout_func), functions)
         self.make_reports(callbacks)
+        for sentence in self.source.doubts(self.train_dataset, self.eval_dataset):
+            warn(sentence)
         self.callbacks.tell("on_init_end")
 
     def __init_subclass__(cls, **settings):
