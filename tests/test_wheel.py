@@ -130,5 +130,10 @@ def test_the_first_cell_of_a_page_installs_the_wheel_beside_it(wheel, tmp_path):
     )
     said = done.stderr.strip().splitlines()[-1]
     assert said.startswith("ImportError: grpo_nb needs what is not here; run: %pip install torch")
-    found = run(tmp_path / "venv/bin/python", "-c", "import grpo_nb; print(grpo_nb.__file__)")
+    found = run(
+        tmp_path / "venv/bin/python",
+        "-c",
+        "import grpo_nb; print(grpo_nb.__file__)",
+        cwd=tmp_path,
+    )
     assert found.startswith(str(tmp_path / "venv"))

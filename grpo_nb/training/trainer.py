@@ -46,7 +46,7 @@ from grpo_nb.training.checkpoint import (
     set_aside,
 )
 from .collect import CompletionSource, RolloutCollector
-from .config import GRPOConfig, unlike_trl, warn
+from .config import FROM_TRL, GRPOConfig, unlike_trl, warn
 from .data import check_dataset, check_evaluation_data
 from .evaluation import Evaluator
 from .optimizer import make_optimizer
@@ -110,7 +110,7 @@ def check_arguments(
         if value is not None:
             raise ValueError(
                 f"GRPOTrainer got {name}={value!r}, which it cannot honour: "
-                f"{NOT_SUPPORTED[name]}. Leave it out"
+                f"{NOT_SUPPORTED[name]}. Leave it out; see {FROM_TRL}"
             )
     weights = config.reward_weights
     if weights is not None and len(weights) != len(functions):
@@ -634,7 +634,7 @@ class GRPOTrainer:
             if hasattr(cls, name):
                 raise TypeError(
                     f"{cls.__name__} defines {name}, which this trainer never calls: define "
-                    f"{instead}"
+                    f"{instead}; see {FROM_TRL}"
                 )
         super().__init_subclass__(**settings)
 
@@ -1209,5 +1209,7 @@ class GRPOTrainer:
         if name == "reward_func_names":
             return self.reward_names
         if name in NOT_HERE:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}: {NOT_HERE[name]}")
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}: {NOT_HERE[name]}; see {FROM_TRL}"
+            )
         return self.__getattribute__(name)  # which raises Python's own error
