@@ -24,7 +24,7 @@ from numbers import Real
 from types import GenericAlias, MappingProxyType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from .. import __web__
+import grpo_nb
 
 if TYPE_CHECKING:
     import transformers
@@ -1104,7 +1104,7 @@ ALIASES = {  # other name -> ours
 }
 
 
-FROM_TRL = f"{__web__}/docs/from_trl.md"  # the page that a refusal names
+FROM_TRL = f"{grpo_nb.__web__}/docs/from_trl.md"  # the page that a refusal names
 
 
 def refuse(
