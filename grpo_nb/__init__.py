@@ -11,6 +11,8 @@ import importlib
 # %% ../nbs/00_front.ipynb #80367011
 # nbdev_export writes the version of settings.ini here
 __version__ = "0.1.0"
+# the repository's pages, by the addresses of settings.ini, for messages that name one
+__web__ = "https://github.com/grpo-nb/grpo_nb/blob/main"
 
 _rooms = {  # public name -> the module that holds it
     "BatchLayout": "algorithm.batching",

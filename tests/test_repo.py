@@ -201,6 +201,13 @@ def test_version_is_written_once():
     assert grpo_nb.__version__ == SETTINGS["version"] == written[1]
 
 
+def test_addresses_are_written_once():
+    address = SETTINGS["git_url"] % {"user": SETTINGS["user"], "repo": SETTINGS["repo"]}
+    assert grpo_nb.__web__ == f"{address}/blob/{SETTINGS['branch']}"
+    by_hand = [ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "tools").glob("*.py")]
+    assert not [path for path in by_hand if address in path.read_text()]
+
+
 # Made from the notebooks
 
 

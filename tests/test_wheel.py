@@ -114,3 +114,26 @@ def test_demo_runs(installed, tmp_path):
 def test_doctor_finds_nothing_missing(installed, tmp_path):
     facts = json.loads(run(installed / "grpo-nb", "doctor", "--json", cwd=tmp_path))
     assert all(row["ok"] for row in facts["packages"] if not row["optional"])
+
+
+def test_the_first_cell_of_a_page_installs_the_wheel_beside_it(wheel, tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    shutil.copy(wheel, tmp_path)
+    page = json.loads((ROOT / "nbs/00_front.ipynb").read_text())
+    cell = "".join(page["cells"][1]["source"])
+    done = subprocess.run(
+        [tmp_path / "venv/bin/python", "-c", cell],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+    )
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("ImportError: grpo_nb needs what is not here; run: %pip install torch")
+    found = run(
+        tmp_path / "venv/bin/python",
+        "-c",
+        "import grpo_nb; print(grpo_nb.__file__)",
+        cwd=tmp_path,
+    )
+    assert found.startswith(str(tmp_path / "venv"))

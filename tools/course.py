@@ -8,7 +8,8 @@ the course. Inside each folder the numbers of the notebooks rise in that order.
 To add a notebook, add a row `| [](nbs/PART/NN_topic.ipynb) | |` where it belongs and run this tool:
 it fills in the title and the line under it. In every notebook it maintains the lines between
 `<!-- course -->` and `<!-- /course -->` in the first cell, and the second cell, which fetches the
-library on Colab. Cell ids and outputs stay as they are.
+library where it is missing (first_cell.py, folded) with the addresses of settings.ini. Cell ids
+and outputs stay as they are.
 """
 
 import argparse
@@ -18,17 +19,12 @@ import re
 import sys
 from configparser import ConfigParser
 from pathlib import Path
+from string import Template
 
 ROW = re.compile(r"^\| *\[[^\]]*\]\(([^)\s]+\.ipynb)\) *\|.*$", re.M)
 BLOCK = re.compile(r"\n*<!-- course -->.*?<!-- /course -->\n*", re.S)
-INSTALL = """#| hide
-#| eval: false
-# Colab has what the library needs, but not the library: fetch it if missing, upgrade nothing
-import importlib.util
-
-if importlib.util.find_spec("{lib_name}") is None:
-    %pip install -qq --no-deps "{lib_name} @ git+{git_url}@{branch}"
-"""
+FIRST_CELL = Path(__file__).with_name("first_cell.py")
+FOLDED = {"cellView": "form", "jupyter": {"source_hidden": True}}  # in Colab, and in Jupyter
 
 
 def load(path):
@@ -106,6 +102,13 @@ def with_navigation(source, lines):
     return "\n\n".join([title, quote, lines, *(part.strip("\n") for part in rest)])
 
 
+def install_cell(settings):
+    "The source of the cell that fetches the library, with the addresses of `settings`."
+    needs = " ".join(re.match(r"\w+", each)[0] for each in settings["requirements"].split())
+    text = FIRST_CELL.read_text(encoding="utf-8")
+    return Template(text).substitute(settings, needs=needs)
+
+
 def with_install_cell(cells, source):
     "The cells with the install cell second; an older one is rewritten in place of being doubled."
 
@@ -121,11 +124,10 @@ def with_install_cell(cells, source):
         "cell_type": "code",
         "execution_count": None,
         "id": "colab-install",
-        "metadata": {},
         "outputs": [],
     }
     first, *rest = [cell for cell in cells if cell is not old]
-    return [first, {**new, "source": source.rstrip("\n")}, *rest]
+    return [first, {**new, "metadata": FOLDED, "source": source.rstrip("\n")}, *rest]
 
 
 def with_titles(source, headings):
@@ -197,9 +199,7 @@ def plan(root):
                 if cell["cell_type"] == "markdown":
                     cell["source"] = with_titles(cell["source"], headings)
         cells[0]["source"] = with_navigation(cells[0]["source"], navigation(path, titles, settings))
-        wanted[path] = dump(
-            {**notebook, "cells": with_install_cell(cells, INSTALL.format(**settings))}
-        )
+        wanted[path] = dump({**notebook, "cells": with_install_cell(cells, install_cell(settings))})
     return [], wanted
 
 

@@ -113,7 +113,7 @@ def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
         store_widget_state=False,
     ).execute()
     for cell in notebook.cells:
-        cell.metadata.clear()
+        cell.metadata.pop("tags", None)  # nbdev_clean keeps what settings.ini allows
         if cell.cell_type == "code":
             cell.outputs = [
                 o

@@ -7,8 +7,9 @@ __all__ = ['REQUIRED', 'Sampler', 'as_lists', 'check_keys', 'check_completion', 
            'drawn_elsewhere', 'FunctionSampler']
 
 # %% ../../nbs/rollout/04_sampler.ipynb #be636eac
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -177,24 +178,38 @@ class FunctionSampler:
 
     def __init__(
         self,
-        function: Callable,  # `function(prompts, caller)`, one prompt for each completion
+        # `function(prompts, caller)`, one prompt for each completion; an argument
+        # `chat_template_kwargs` of it gets the variables of each prompt
+        function: Callable,
         caller: Any,  # the trainer, which TRL's contract hands to the function
         stop_token_ids: Sequence[int],  # a completion that does not end with one of them was cut
         device: torch.device | str = "cpu",  # of the rollouts
     ):
         self.function, self.caller = function, caller
         self.stop_token_ids, self.device = stop_token_ids, device
+        self.takes_template_kwargs = (
+            "chat_template_kwargs" in inspect.signature(function).parameters
+        )
         self.version = 0  # of the weights, as published
 
     def generate(
         self,
         prompts: Sequence,  # as the data has them
         params: SamplingParams,  # `n` counts; the function draws by settings of its own
+        # the chat template's variables for each prompt; None: there are none
+        chat_template_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> Rollout:  # len(prompts) * params.n completions
         "Call the function, check what it returns, and make a rollout of it."
         wanted = [prompt for prompt in prompts for _ in range(params.n)]
+        given = {}
+        if self.takes_template_kwargs:
+            each = chat_template_kwargs or [{}] * len(prompts)
+            given["chat_template_kwargs"] = [one for one in each for _ in range(params.n)]
         rollout = drawn_elsewhere(
-            self.function(wanted, self.caller), len(wanted), self.stop_token_ids, self.device
+            self.function(wanted, self.caller, **given),
+            len(wanted),
+            self.stop_token_ids,
+            self.device,
         )
         rollout.versions = torch.full((len(wanted),), self.version, device=self.device)
         return rollout

@@ -25,6 +25,10 @@ from grpo_nb.training.data import (
     completion_as_given,
     many_prompt_token_ids,
     reward_columns,
+    row_variables,
+    template_kwargs,
+    unread_settings,
+    unread_variables,
 )
 from .policy_logprobs import TrainingBatch
 from .reporting import Metrics, check_logged, completion_metrics, reward_metrics
@@ -76,6 +80,34 @@ class CompletionSource:
             except ValueError as error:
                 raise ValueError(f"{whose}{error}") from None
 
+    def doubts(
+        self,
+        *data: Any,  # of each: rows, a dict of several data sets, or None
+    ) -> list[str]:  # a sentence for each, once
+        "Columns that look as if they changed how completions are drawn, and do not."
+        sentences = [
+            sentence
+            for one in data
+            for rows in (one.values() if isinstance(one, dict) else [one])
+            if rows is not None
+            for rows in ([[rows.first]] if isinstance(rows, StreamedRows) else [rows])
+            for sentence in unread_settings(rows, self.reward_funcs) + self.unread(rows)
+        ]
+        return list(dict.fromkeys(sentences))
+
+    def unread(self, rows: Any) -> list[str]:
+        "Variables of the rows that reach no chat template."
+        if self.sampler.takes_token_ids:
+            return unread_variables(rows, self.tokenizer.chat_template)
+        names = row_variables(rows)
+        if not names or getattr(self.sampler, "takes_template_kwargs", False):
+            return []
+        return [
+            f"Rows of the dataset set {', '.join(names)} for the chat template, and the function "
+            "that draws is given prompts alone: give rollout_func an argument "
+            "chat_template_kwargs, which gets a dict for each prompt."
+        ]
+
     def publish(self, model: Any, version: int) -> None:
         "Hand the sampler the present weights, for the completions that it draws next."
         self.sampler.publish(model, version)
@@ -87,12 +119,13 @@ class CompletionSource:
     ) -> Rollout:
         "One completion for each row; a row that stands there G times gets G."
         prompts = [row["prompt"] for row in rows]
+        variables = [template_kwargs(row, self.config.chat_template_kwargs) for row in rows]
         if self.sampler.takes_token_ids:
-            prompts = many_prompt_token_ids(
-                prompts, self.tokenizer, self.config.chat_template_kwargs
-            )
+            prompts = many_prompt_token_ids(prompts, self.tokenizer, variables)
             limits = self.config.max_completion_length, self.max_positions
             check_prompt_lengths(prompts, *limits, numbers, self.config.max_prompt_length)
+        elif getattr(self.sampler, "takes_template_kwargs", False):
+            return self.sampler.generate(prompts, self.params, variables)
         return self.sampler.generate(prompts, self.params)
 
     def score(

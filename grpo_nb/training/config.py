@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['FITS', 'OTHER_NAMES', 'LOSS_TYPES', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON', 'IGNORED_BY_REASON',
-           'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'SAMPLING', 'HINTS', 'OtherNames',
-           'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside', 'types_of', 'Setting', 'unknown', 'warn',
-           'Settings', 'BatchSettings', 'SamplingSettings', 'RewardSettings', 'LossSettings', 'CorrectionSettings',
-           'OptimizerSettings', 'MemorySettings', 'RunSettings', 'refuse', 'sampling_settings', 'translated',
-           'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig', 'unlike_trl']
+           'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL', 'SAMPLING', 'HINTS',
+           'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside', 'types_of', 'Setting', 'unknown',
+           'warn', 'Settings', 'BatchSettings', 'SamplingSettings', 'RewardSettings', 'LossSettings',
+           'CorrectionSettings', 'OptimizerSettings', 'MemorySettings', 'RunSettings', 'refuse', 'sampling_settings',
+           'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig', 'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
@@ -23,6 +23,8 @@ from enum import Enum
 from numbers import Real
 from types import GenericAlias, MappingProxyType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+import grpo_nb
 
 if TYPE_CHECKING:
     import transformers
@@ -1102,6 +1104,9 @@ ALIASES = {  # other name -> ours
 }
 
 
+FROM_TRL = f"{grpo_nb.__web__}/docs/from_trl.md"  # the page that a refusal names
+
+
 def refuse(
     name: str,  # a keyword of `REFUSED` or `IGNORED`
     value,
@@ -1111,7 +1116,7 @@ def refuse(
     if plain == NEUTRAL[name] or plain == ALSO_NEUTRAL.get(name, NEUTRAL[name]):
         return
     if name in REFUSED:
-        raise ValueError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
+        raise ValueError(f"{name}={value!r} cannot be honoured: {REFUSED[name]} See {FROM_TRL}")
     warn(f"{name}={value!r} changes nothing here: {IGNORED[name]}")
 
 

@@ -46,7 +46,7 @@ from grpo_nb.training.checkpoint import (
     set_aside,
 )
 from .collect import CompletionSource, RolloutCollector
-from .config import GRPOConfig, unlike_trl
+from .config import FROM_TRL, GRPOConfig, unlike_trl, warn
 from .data import StreamedRows, check_dataset, check_evaluation_data
 from .evaluation import Evaluator
 from .optimizer import make_optimizer
@@ -110,7 +110,7 @@ def check_arguments(
         if value is not None:
             raise ValueError(
                 f"GRPOTrainer got {name}={value!r}, which it cannot honour: "
-                f"{NOT_SUPPORTED[name]}. Leave it out"
+                f"{NOT_SUPPORTED[name]}. Leave it out; see {FROM_TRL}"
             )
     weights = config.reward_weights
     if weights is not None and len(weights) != len(functions):
@@ -591,7 +591,7 @@ class GRPOTrainer:
         peft_config: Any = None,  # a PeftConfig: train an adapter
         tools: Any = None,  # not supported
         # draws the completions in place of the engine: called with the prompts, one for each
-        # completion, and the trainer; see `drawn_elsewhere`
+        # completion, and the trainer; see `FunctionSampler` and `drawn_elsewhere`
         rollout_func: Callable | None = None,
         environment_factory: Any = None,  # not supported
     ):
@@ -615,6 +615,8 @@ class GRPOTrainer:
         self.make_log()
         self.make_parts(self.make_sampler(rollout_func), functions)
         self.make_reports(callbacks)
+        for sentence in self.source.doubts(self.train_dataset, self.eval_dataset):
+            warn(sentence)
         self.callbacks.tell("on_init_end")
 
     def __init_subclass__(cls, **settings):
@@ -623,7 +625,7 @@ class GRPOTrainer:
             if hasattr(cls, name):
                 raise TypeError(
                     f"{cls.__name__} defines {name}, which this trainer never calls: define "
-                    f"{instead}"
+                    f"{instead}; see {FROM_TRL}"
                 )
         super().__init_subclass__(**settings)
 
@@ -1241,5 +1243,7 @@ class GRPOTrainer:
         if name == "reward_func_names":
             return self.reward_names
         if name in NOT_HERE:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}: {NOT_HERE[name]}")
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}: {NOT_HERE[name]}; see {FROM_TRL}"
+            )
         return self.__getattribute__(name)  # which raises Python's own error

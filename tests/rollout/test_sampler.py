@@ -85,6 +85,18 @@ def test_a_function_gets_a_prompt_for_each_completion_and_its_caller():
     assert rollout.finish_reasons == ["stop"] * 6 and rollout.written is None
 
 
+@pytest.mark.parametrize("variables", [[{"effort": "low"}, {}], None])
+def test_a_function_that_asks_for_it_gets_the_templates_variables_too(variables):
+    def writing(prompts, caller, chat_template_kwargs):
+        return {**constant(prompts, caller), "variables": chat_template_kwargs}
+
+    sampler = FunctionSampler(writing, 7, [1], "cpu")
+    params = SamplingParams(max_tokens=2, n=2)
+    rollout = sampler.generate(["1+1=", "2"], params, variables)
+    first, second = variables or [{}, {}]
+    assert rollout.columns["variables"] == [first, first, second, second]
+
+
 def test_rows_of_unlike_lengths_become_a_rollout():
     rollout = drawn_elsewhere(
         {

@@ -120,6 +120,27 @@ def test_a_sampler_that_reads_text_gets_the_datas_own_prompts():
     assert set(sampler.asked[0]) <= {row["prompt"] for row in ROWS}
 
 
+def test_a_sampler_may_be_given_the_variables_of_each_row():
+    class Writing(Text):
+        takes_template_kwargs = True
+
+        def generate(self, prompts, params, variables):
+            self.variables = variables
+            return super().generate(prompts, params)
+
+    of_run = {"reasoning_effort": "high", "date": "1"}
+    sampler, source, *_ = parts(Writing(), chat_template_kwargs=of_run)
+    rows = [{**ROWS[0], "reasoning_effort": effort} for effort in ("low", None)]
+    source.draw(rows)
+    assert sampler.variables == [{"reasoning_effort": "low", "date": "1"}, of_run]
+    assert not source.doubts(rows)
+    source.use(sampler=Text())
+    source.draw(rows)  # with two arguments, as the protocol has it
+    (said,) = source.doubts({"a": rows})
+    assert "reasoning_effort" in said and "argument chat_template_kwargs" in said
+    assert not source.doubts(ROWS) and not source.doubts(None)
+
+
 def test_publishing_is_the_samplers():
     sampler, source, _, _ = parts()
     source.publish(None, 7)

@@ -20,8 +20,12 @@ from grpo_nb.training.data import (
     check_prompt_lengths,
     completion_as_given,
     is_conversational,
+    many_prompt_token_ids,
     prompt_token_ids,
     reward_columns,
+    template_kwargs,
+    unread_settings,
+    unread_variables,
 )
 
 CHATML = (
@@ -105,6 +109,134 @@ def test_variables_reach_the_template():
     assert ids == list(trl_prompt_ids([prompt], tokenizer, effort="low")[0]) and tokenizer.decode(
         ids
     ).endswith("assistant=low")
+
+
+@pytest.mark.parametrize(
+    "row, run, same_as",  # the last: what TRL's helper is given for the same text
+    [
+        ({"chat_template_kwargs": {"effort": "low"}}, None, {"effort": "low"}),
+        ({"chat_template_kwargs": {"effort": "low"}}, {"effort": "high"}, {"effort": "low"}),
+        ({"chat_template_kwargs": {}}, {"effort": "high"}, {"effort": "high"}),
+        ({"chat_template_kwargs": {"effort": None}}, {"effort": "high"}, {"effort": "high"}),
+        ({"chat_template_kwargs": None}, {"effort": "high"}, {"effort": "high"}),
+        ({"chat_template_kwargs": {"other": 1}}, {"effort": "high"}, {"effort": "high"}),
+        ({}, {"effort": "high"}, {"effort": "high"}),
+    ],
+)
+def test_a_row_is_rendered_as_by_trls_helper(row, run, same_as):
+    tokenizer, prompt = TOKENIZERS["chatml"], [{"role": "user", "content": "1"}]
+    text = apply_chat_template({"prompt": prompt, "chat_template_kwargs": same_as}, tokenizer)
+    ids = prompt_token_ids(prompt, tokenizer, template_kwargs({"prompt": prompt, **row}, run))
+    assert ids == tokenizer(text["prompt"], add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids).endswith(f"assistant={same_as['effort']}")
+
+
+@pytest.mark.parametrize(
+    "row, run, effort",
+    [
+        ({"reasoning_effort": "low"}, None, "low"),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "high"}, "low"),
+        ({"reasoning_effort": None}, {"reasoning_effort": "high"}, "high"),
+        (
+            {"reasoning_effort": None, "chat_template_kwargs": {"reasoning_effort": "low"}},
+            {"reasoning_effort": "high"},
+            "low",
+        ),
+    ],
+)
+def test_reasoning_effort_is_one_variable(row, run, effort):
+    assert template_kwargs(row, run) == {"reasoning_effort": effort}
+
+
+def test_arrow_fills_the_dicts_of_a_column_with_none():
+    chat = [{"role": "user", "content": "1"}]
+    given = [{"effort": "low"}, {"other": "x"}, None]
+    rows = [{"prompt": chat, "chat_template_kwargs": kwargs} for kwargs in given]
+    table = check_dataset(datasets.Dataset.from_list(rows))
+    assert table[0]["chat_template_kwargs"] == {"effort": "low", "other": None}
+    assert [template_kwargs(row) for row in table] == [{"effort": "low"}, {"other": "x"}, {}]
+
+
+def test_equal_prompts_of_unlike_rows_are_not_taken_for_one():
+    chat, tokenizer = [{"role": "user", "content": "1"}], TOKENIZERS["chatml"]
+    variables = [{"effort": effort} for effort in ("low", "low", "high")]
+    ids = many_prompt_token_ids([chat] * 3, tokenizer, variables)
+    assert ids == [prompt_token_ids(chat, tokenizer, each) for each in variables]
+    assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.parametrize("make", [list, datasets.Dataset.from_list])
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("reasoning_effort", 3, "reasoning_effort is 3, but it has to be a string, or None"),
+        ("chat_template_kwargs", "low", "chat_template_kwargs is 'low', but it has to be a dict"),
+        ("chat_template_kwargs", ["low"], "chat_template_kwargs is .* it has to be a dict"),
+    ],
+)
+def test_a_row_setting_of_the_wrong_kind_is_named_with_its_row(make, name, value, words):
+    chat = [{"role": "user", "content": "1"}]
+    rows = make([{"prompt": chat, name: None}, {"prompt": chat, name: value}])
+    with pytest.raises(ValueError, match=f"Row 1 of the dataset: {words}"):
+        check_dataset(rows)
+
+
+def test_a_row_that_says_two_things():
+    row = {"prompt": "1", "chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert check_dataset([{**row, "reasoning_effort": "low"}, {**row, "reasoning_effort": None}])
+    with pytest.raises(ValueError, match="Row 0 .* is 'high', and .* holds 'low': give one"):
+        check_dataset([{**row, "reasoning_effort": "high"}])
+
+
+def test_a_template_is_tried_with_every_effort_before_a_run():
+    tokenizer, chat = tiny_tokenizer(), [{"role": "user", "content": "1"}]
+    tokenizer.chat_template = "{{ {'low': 1, 'high': 3}[reasoning_effort] + 0 }}"
+    rows = [{"prompt": chat, "reasoning_effort": effort} for effort in ["low"] * 3 + ["high"]]
+    assert check_long_prompts(check_dataset(rows), tokenizer, 4, None) == 2
+    with pytest.raises(ValueError, match="row 4 cannot be tokenized .*extreme"):
+        check_long_prompts([*rows, {**rows[0], "reasoning_effort": "extreme"}], tokenizer, 4, None)
+
+
+def test_what_a_row_adds_to_its_prompt_counts_as_length():
+    tokenizer, chat = tiny_tokenizer(), [{"role": "user", "content": "1"}]
+    tokenizer.chat_template = "{{ more }}" + CHAT_TEMPLATE
+    rows = [{"prompt": chat, "chat_template_kwargs": {"more": "1" * n}} for n in (1, 9, 5000)]
+    with pytest.raises(ValueError, match="row 2 has 5008 tokens"):
+        check_long_prompts(check_dataset(rows), tokenizer, 4, 4096)
+
+
+def reads_seed(completions, seed, **columns):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    "column, advice",
+    [
+        ("temperature", "set temperature in"),
+        ("max_tokens", "set max_completion_length in"),
+        ("lr", "set learning_rate in"),
+        ("top_p", "set top_p in"),
+        ("answer", None),
+        ("seed", None),  # the reward function has an argument of that name
+        ("reasoning_effort", None),
+        ("chat_template_kwargs", None),
+    ],
+)
+def test_a_column_that_looks_like_a_setting(column, advice):
+    sentences = unread_settings([{"prompt": "1", column: None}], [reads_seed])
+    assert len(sentences) == (advice is not None)
+    assert all(repr(column) in said and advice in said for said in sentences)
+
+
+def test_variables_that_no_template_reads():
+    chat, template = [{"role": "user", "content": "1"}], TOKENIZERS["chatml"].chat_template
+    row = {"prompt": chat, "chat_template_kwargs": {"effort": "low", "thinking": True}}
+    (said,) = unread_variables([row], template)
+    assert "'thinking'" in said and "no such variable" in said
+    assert not unread_variables([{**row, "chat_template_kwargs": {"effort": "low"}}], template)
+    assert not unread_variables([{**row, "chat_template_kwargs": None}], template)
+    (said,) = unread_variables([{**row, "prompt": "1"}], template)
+    assert "effort, thinking" in said and "are strings" in said
 
 
 @settings(max_examples=60, deadline=None)

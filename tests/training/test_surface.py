@@ -278,6 +278,95 @@ def test_reasoning_effort_reaches_the_template(tmp_path):
         assert all(prompt.startswith(start) and prompt.endswith("=") for prompt in prompts)
 
 
+EFFORTS = {"low": "1", "high": "999", "medium": "55"}
+
+
+def speaking(tmp_path, **others):
+    "A trainer whose rows ask for an effort each, one for none; the texts to prompt with."
+    model, tokenizer = small_model()
+    tokenizer.chat_template = (
+        "{{ " + repr(EFFORTS) + "[reasoning_effort] }}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}="}], "reasoning_effort": effort}
+        for i, effort in enumerate(["low", "high", None, "low"])
+    ]
+    seen = []
+
+    def reward(prompts, completions, reasoning_effort, **columns):
+        seen.extend((prompt[0]["content"], e) for prompt, e in zip(prompts, reasoning_effort))
+        return digits(completions)
+
+    trainer = small_trainer(
+        tmp_path,
+        reward,
+        rows=rows,
+        model=model,
+        tokenizer=tokenizer,
+        chat_template_kwargs={"reasoning_effort": "medium"},
+        max_steps=1,
+        **others,
+    )
+    wanted = {
+        EFFORTS[row["reasoning_effort"] or "medium"] + row["prompt"][0]["content"] for row in rows
+    }
+    columns = {(row["prompt"][0]["content"], row["reasoning_effort"]) for row in rows}
+    return trainer, wanted, lambda: set(seen) == columns
+
+
+@pytest.mark.parametrize("route", ["train", "evaluate"])
+def test_each_row_reaches_the_engine_with_its_own_effort(tmp_path, route):
+    trainer, wanted, scored = speaking(tmp_path)
+    asked, generate = set(), trainer.engine.generate
+
+    def remember(prompts, *args, **others):
+        asked.update(map(trainer.tokenizer.decode, prompts))
+        return generate(prompts, *args, **others)
+
+    trainer.engine.generate = remember
+    trainer.train() if route == "train" else trainer.evaluate(trainer.train_dataset)
+    assert asked == wanted and scored()
+
+
+def test_a_rollout_function_is_given_each_rows_variables(tmp_path):
+    asked = set()
+
+    def draw(prompts, trainer, chat_template_kwargs):
+        tokenizer = trainer.processing_class
+        ids = [
+            tokenizer.apply_chat_template(prompt, **variables, return_dict=False)
+            for prompt, variables in zip(prompts, chat_template_kwargs, strict=True)
+        ]
+        asked.update(map(tokenizer.decode, ids))
+        rollout = trainer.engine.generate(ids, trainer.sampling, progress=False)
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [x[m].tolist() for x, m in zip(rollout.completion_ids, rollout.mask)],
+            "logprobs": [x[m].tolist() for x, m in zip(rollout.logps, rollout.mask)],
+        }
+
+    trainer, wanted, scored = speaking(tmp_path, arguments={"rollout_func": draw})
+    trainer.train()
+    assert asked == wanted and scored()
+    asked.clear()
+    trainer.evaluate(trainer.train_dataset)
+    assert asked == wanted
+
+
+def test_a_rollout_function_without_that_argument_is_named_once(tmp_path):
+    with pytest.warns(UserWarning, match="reasoning_effort .*argument chat_template_kwargs") as met:
+        speaking(tmp_path, arguments={"rollout_func": lambda prompts, trainer: {}})
+    assert len(met) == 1
+
+
+def test_a_column_that_looks_like_a_setting_is_named_once(tmp_path):
+    rows = [{**row, "temperature": 0.1} for row in ROWS]
+    with pytest.warns(UserWarning, match="column 'temperature' has the name of a setting") as met:
+        small_trainer(tmp_path, rows=rows, arguments={"eval_dataset": rows}, max_steps=1).train()
+    assert len(met) == 1
+
+
 def test_a_prompt_that_is_too_long_is_found_before_the_first_update(tmp_path):
     rows = [*ROWS, {"prompt": "1+" * 300 + "1=", "answer": "301"}]
     trainer = small_trainer(tmp_path, rows=rows, max_steps=1)

@@ -1,0 +1,134 @@
+"docs/from_trl.md: every line of the column *here*, and every block, on a tiny model."
+
+import os
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.training.config import DIFFERENT_FROM_TRL, FROM_TRL, HELD
+from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE, NOT_SUPPORTED, GRPOTrainer
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/from_trl.md").read_text()
+HAND_WRITTEN = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", PAGE, flags=re.S)
+PARTS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", HAND_WRITTEN, re.M | re.S))
+NOT_RUN = ("the same, with a network", "nothing")
+
+
+def lines_of(part):
+    "The Python of a part of the page, in its order: blocks, and the column *here* of its tables."
+    for block, row in re.findall(r"^```python\n(.*?)^```$|^\| (`[^\n]+) \|$", part, re.M | re.S):
+        theirs, ours = re.split(r" \| ?", row)[:2] if row else ("", "")
+        if block:
+            yield block
+        elif ours not in NOT_RUN and not ours.startswith("`grpo-nb"):
+            yield (theirs if ours == "the same" else ours).strip("`")
+
+
+def folder_with_a_model(folder):
+    model, tokenizer = tiny_gpt_oss(hidden_size=64, num_attention_heads=4, head_dim=16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    "What the lines of the page find: a model in a folder, and what a reader brings along."
+    home, before = tmp_path_factory.mktemp("page"), os.getcwd()
+    folder_with_a_model(home / "path/to/a/model")
+    given = {}
+    exec("from peft import LoraConfig\nfrom transformers import PrinterCallback", given)
+    exec("from trl import TrlParser", given)
+    given["length"] = lambda completions, **columns: [float(len(text)) for text in completions]
+    given["draw"] = lambda prompts, trainer: {}
+    os.chdir(home)
+    yield given
+    os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    "part", ["A script", "Calls of TRL", "Subclasses and attributes", "Calls of Unsloth"]
+)
+def test_lines_of_the_page_run(names, part):
+    if part == "Calls of Unsloth" and not find_spec("grpo_nb.model.fast"):
+        pytest.skip("grpo_nb.model.fast is not there")
+    lines = list(lines_of(PARTS[part]))
+    assert lines
+    for line in lines:
+        try:
+            exec(line, names)
+        except Exception as error:
+            raise AssertionError(f"{part}: {line!r} raised {error!r}") from error
+
+
+def test_every_row_of_a_table_of_calls_is_run_or_says_why_not():
+    rows = re.findall(r"^\| (`.+`) \| (.+?) \| .*\|$", HAND_WRITTEN, re.M)
+    assert len(rows) > 25
+    for theirs, ours in rows:
+        assert ours == "the same" or ours in NOT_RUN or re.fullmatch(r"`[^`]+`", ours), theirs
+
+
+def test_the_command_of_the_page_is_there():
+    from grpo_nb import cli
+
+    (line,) = re.findall(r"`(grpo-nb [^`]+)`", PARTS["Calls of TRL"])
+    if not hasattr(cli, "train"):
+        pytest.skip("grpo-nb train is not there")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([line.split()[1], "--help"])
+    assert ended.value.code == 0
+
+
+@pytest.fixture
+def tool(monkeypatch, tmp_path):
+    """The tool at work on a page with this text: call it with its options, get (exit status, the
+    page)."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import from_trl
+
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(from_trl, "PAGE", page)
+
+    def call(text, *options):
+        page.write_text(text)
+        monkeypatch.setattr(sys, "argv", ["from_trl.py", *options])
+        return from_trl.main(), page.read_text()
+
+    return call
+
+
+def test_the_tables_are_the_librarys(tool):
+    assert tool(PAGE, "--check") == (0, PAGE), "run python tools/from_trl.py"
+    for name in (*DIFFERENT_FROM_TRL, *HELD, *NOT_CALLED, *NOT_HERE, *NOT_SUPPORTED):
+        assert f"`{name}`" in PAGE, name
+
+
+def test_a_table_that_is_out_of_date_is_found_and_renewed(tool):
+    old = PAGE.replace("`sequence_mask`", "`token_mask`")
+    assert tool(old, "--check") == (1, old) and tool(old) == (0, PAGE)
+    with pytest.raises(SystemExit, match="0 places for the table 'hooks'"):
+        tool(PAGE.replace("<!-- hooks -->", ""))
+
+
+def test_what_is_refused_names_the_page(names):
+    assert FROM_TRL.endswith("/docs/from_trl.md") and (ROOT / "docs/from_trl.md").exists()
+    exec(PARTS["A script"].split("```python\n")[1].split("trainer = ")[0], names)
+    config, model = names["GRPOConfig"], "path/to/a/model"
+    given = model, names["correct"], names["args"], names["rows"]
+    with pytest.raises(ValueError, match=f"use_vllm=True .*{FROM_TRL}"):
+        config(use_vllm=True)
+    with pytest.raises(TypeError, match=f"Mine defines compute_loss.*{FROM_TRL}"):
+        type("Mine", (GRPOTrainer,), {"compute_loss": lambda self: None})
+    with pytest.raises(ValueError, match=f"tools=.*{FROM_TRL}"):
+        GRPOTrainer(*given, tools=[len])
+    with pytest.raises(AttributeError, match=f"has no 'predict'.*{FROM_TRL}"):
+        GRPOTrainer(*given).predict(names["rows"])
+
+
+@pytest.mark.parametrize("page", ["README.md", "index.ipynb"])
+def test_the_front_page_links_to_it(page):
+    assert "](docs/from_trl.md)" in (ROOT / page).read_text()
