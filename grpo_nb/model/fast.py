@@ -424,7 +424,7 @@ def save_pretrained_gguf(
         "GGUF files are written by llama.cpp's own converter: call "
         f"model.save_pretrained_merged({str(save_directory)!r}, tokenizer, "
         f"save_method={method!r}), then run `python llama.cpp/convert_hf_to_gguf.py "
-        f"{save_directory}`. nbs/model/26_gguf.ipynb shows it, quantisation and Ollama included"
+        f"{save_directory}`. nbs/lessons/05_gguf.ipynb shows it, quantisation and Ollama included"
     )
 
 
