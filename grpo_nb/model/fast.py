@@ -8,7 +8,7 @@ __all__ = ['SAMPLER', 'MEMORY', 'PLACE', 'WITHOUT_EFFECT', 'REFUSED', 'NOT_SAMPL
            'bind', 'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text', 'request_outputs',
            'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing', 'fast_generate', 'load_lora',
            'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf', 'push_to_hub_gguf',
-           'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel']
+           'adapter_folder', 'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel']
 
 # %% ../../nbs/model/25_fast.ipynb #dbaa36ee
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,7 +137,7 @@ class CompletionOutput:
     "One completion of a prompt."
 
     index: int  # which of the `n` completions
-    text: str  # without special tokens, cut at a stop text
+    text: str  # cut at a stop text
     token_ids: list[int]
     finish_reason: str  # "stop" or "length"
 
@@ -169,9 +169,10 @@ def request_outputs(
     rollout: Rollout,  # `params.n` completions of each
     params: SamplingParams,
     tokenizer: Any,  # of transformers
+    skip_special_tokens: bool = True,  # in the texts
 ) -> list[RequestOutput]:  # one for each prompt
     "A rollout as records of prompts."
-    texts = rollout.texts(tokenizer)
+    texts = rollout.texts(tokenizer, skip_special_tokens)
     rows = [
         CompletionOutput(
             i % params.n,
@@ -307,7 +308,8 @@ def fast_generate(
     params = our_params(sampling_params, room, default_stop_token_ids(model, tokenizer))
     with wearing(model, lora_request):
         rollout = model.engine.generate(ids, params, progress=None if use_tqdm else False)
-    return request_outputs(prompts, rollout, params, tokenizer)
+    skip = getattr(sampling_params, "skip_special_tokens", True)
+    return request_outputs(prompts, rollout, params, tokenizer, skip)
 
 
 def load_lora(
@@ -451,8 +453,19 @@ BOUND = (
 )
 
 
+def adapter_folder(
+    model_name: Any,  # as for from_pretrained
+) -> str | None:  # None: it is no folder with an adapter alone
+    "The folder of a saved adapter."
+    if not isinstance(model_name, (str, Path)):
+        return None
+    folder = Path(model_name).expanduser()
+    alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    return str(folder) if alone else None
+
+
 def from_pretrained(
-    model_name: Any,  # a folder, a name on the hub, or a config for random weights
+    model_name: Any,  # a folder (of a model or an adapter), a name on the hub, or a config
     max_seq_length: int = 2048,  # longest sequence in use, tokens
     dtype: torch.dtype | str | None = None,  # None: what the device computes fast
     load_in_4bit: bool = True,  # gpt-oss: experts in MXFP4; others: linear layers in NF4
@@ -466,11 +479,12 @@ def from_pretrained(
     quiet: bool = False,  # print nothing
     **others: Any,  # of `WITHOUT_EFFECT`
 ):  # (model, tokenizer)
-    "Load a model, and bind the functions to it."
+    "Load a model, or an adapter with its model, and bind the functions to it."
     known = set(from_pretrained.__kwdefaults__) | {"model_name", "max_seq_length", "dtype"}
     note = check_others(others, known | {"load_in_4bit"}, WITHOUT_EFFECT, REFUSED)
+    adapter = adapter_folder(model_name)
     model, tokenizer = load_model(
-        model_name,
+        PeftConfig.from_pretrained(adapter).base_model_name_or_path if adapter else model_name,
         max_seq_length=max_seq_length,
         load_in_4bit=load_in_4bit and not full_finetuning,
         dtype=dtype or torch_dtype or "auto",
@@ -480,6 +494,10 @@ def from_pretrained(
         revision=revision,
         quiet=quiet,
     )
+    if adapter:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        if has_sinks(model.config):
+            select_experts(model, model.config._experts_implementation)
     if note and not quiet:
         print(note)
     return bind(model, tokenizer, BOUND), tokenizer

@@ -264,6 +264,9 @@ def test_parameters_of_vllm_mean_what_they_mean_there(oss):
     assert set(params.stop_token_ids) == {end, 9} and params.top_k is None
     assert (params.n, params.seed, params.max_tokens, params.stop) == (2, 3, 8, ("=",))
     assert [len(o.outputs) for o in model.fast_generate(PROMPTS, theirs)] == [2, 2, 2]
+    theirs.skip_special_tokens = False
+    special = [one.text for o in model.fast_generate(PROMPTS, theirs) for one in o.outputs]
+    assert any("<|" in text for text in special)
     theirs.ignore_eos, theirs.max_tokens = True, None
     params = fast.our_params(theirs, 100, (end,))
     assert params.stop_token_ids == (9,) and params.max_tokens == 100
@@ -397,6 +400,18 @@ def test_a_merged_model_is_uploaded(oss, tmp_path, monkeypatch):
     assert address == "https://hub/me/model" and sent[0] == "hf_x"
     assert sent[1] == ("me/model", {"private": True, "exist_ok": True})
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(sent[2])
+
+
+@pytest.mark.parametrize("folder", ["oss", "qwen"])
+def test_an_adapter_is_loaded_with_its_model(folder, request, tmp_path):
+    given = dict(load_in_4bit=folder == "oss")
+    model = shake(adapt(load(request.getfixturevalue(folder), **given)[0]))
+    saved = model.load_lora(model.save_lora(tmp_path / "lora"))
+    again, tokenizer = load(str(tmp_path / "lora"), **given)
+    assert same(factors(again), factors(model)) and again.fast_generate.__self__ is again
+    assert all(p.requires_grad == (".lora_" in name) for name, p in again.named_parameters())
+    drawn = again.engine.generate(PROMPTS, GREEDY).texts(tokenizer)
+    assert drawn == texts(model, saved) != texts(again) == texts(model)
 
 
 # ---- training in between
