@@ -24,6 +24,7 @@ _rooms = {  # public name -> the module that holds it
     "tiny_gpt_oss": "model.tiny",
     "sink_attention": "model.attention",
     "load_model": "model.loading",
+    "FastLanguageModel": "model.fast",
     "SamplingParams": "rollout.sampling",
     "RolloutEngine": "rollout.engine",
     "GRPOConfig": "training.config",

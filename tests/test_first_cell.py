@@ -128,7 +128,7 @@ def test_what_the_library_needs_is_named_with_the_command(bare):
     assert said == "ImportError: grpo_nb needs what is not here; run: %pip install peft datasets"
 
 
-@pytest.mark.parametrize("name", ["user", "repo", "branch", "version"])
+@pytest.mark.parametrize("name", ["user", "repo", "branch"])
 def test_the_addresses_of_every_page_are_those_of_settings_ini(tmp_path, name):
     (tmp_path / "nbs").symlink_to(ROOT / "nbs")
     (tmp_path / "index.ipynb").symlink_to(ROOT / "index.ipynb")

@@ -93,7 +93,7 @@ def adapter_bytes(
     return sum(4 * parameters(shapes.get(name, shapes.get(f"{name}.weight"))) for name in targets)
 
 # %% ../../nbs/model/21_adapters.ipynb #85552714
-def _lora_config(model, r, targets, alpha):
+def _lora_config(model, r, targets, alpha, options):
     "PEFT's configuration for exactly these targets."
     from peft import LoraConfig
 
@@ -118,6 +118,7 @@ def _lora_config(model, r, targets, alpha):
         target_parameters=sorted(parameters) or None,
         exclude_modules=others or None,
         task_type="CAUSAL_LM",
+        **options,
     )
 
 
@@ -127,11 +128,12 @@ def add_adapters(
     targets: list[str],  # full names, from resolve_targets
     alpha: float | None = None,  # the adapter is scaled by alpha / r; None: 2 r
     seed: int = 0,  # of the first factor; the second is 0, so that nothing changes at first
+    **options,  # other fields of PEFT's LoraConfig, such as use_rslora
 ):  # a PeftModel, its adapters in float32
     "Put LoRA adapters on exactly these weights, with a reproducible start."
     from peft import get_peft_model
 
-    config = _lora_config(model, r, targets, alpha)
+    config = _lora_config(model, r, targets, alpha, options)
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         torch.manual_seed(seed)

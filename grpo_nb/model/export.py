@@ -152,6 +152,16 @@ def _targets_embeddings(config):
     )
 
 
+def _use_older_names(file):
+    "Give a tokenizer's settings the names that transformers 4 knows, and 5 reads as well."
+    settings = json.loads(file.read_text())
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
 def _save_tokenizer(tokenizer, folder):
     "Save a tokenizer with its original length limit, not the limit of the run."
     if tokenizer is None:
@@ -160,6 +170,7 @@ def _save_tokenizer(tokenizer, folder):
     limit = tokenizer.init_kwargs.get("model_max_length")
     tokenizer.model_max_length = int(1e30) if limit is None else limit
     tokenizer.save_pretrained(folder)
+    _use_older_names(folder / "tokenizer_config.json")
 
 
 def save_adapter(

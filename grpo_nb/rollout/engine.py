@@ -30,6 +30,7 @@ from grpo_nb.rollout.rollout import (
     Rollout,
     concatenate,
     default_stop_token_ids,
+    end_at_text,
     finish,
     pad_left,
 )
@@ -514,12 +515,11 @@ class RolloutEngine:
 
     def encode(
         self,
-        # texts, tokenized as `tokenizer(text)`, or token ids
-        prompts: Sequence[str | Sequence[int]],
+        # a text or texts, tokenized as `tokenizer(text)`, or token ids of several prompts
+        prompts: str | Sequence[str | Sequence[int]],
     ) -> list[list[int]]:  # token ids of each, without padding
         "Prompts as token ids."
-        if isinstance(prompts, str):
-            raise ValueError("prompts is one string, and a list is needed: write [prompt]")
+        prompts = [prompts] if isinstance(prompts, str) else prompts
 
         def as_list(ids):
             return ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
@@ -577,11 +577,12 @@ class RolloutEngine:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],  # texts or token ids; equal ones are read once
+        # a text, texts or lists of token ids; equal ones are read once
+        prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | None = None,  # how to draw; None is SamplingParams()
         *,
         progress: bool | None = None,  # in place of the engine's own
-    ) -> Rollout:  # len(prompts) * params.n completions, on the model's device
+    ) -> Rollout:  # params.n completions of each prompt, on the model's device
         "Continue each prompt `params.n` times."
         params = params or SamplingParams()
         progress = self.progress if progress is None else progress
@@ -610,6 +611,8 @@ class RolloutEngine:
         finally:
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
         rollout = concatenate(rollouts, drawing["pad_token_id"])
+        if params.stop:
+            rollout = end_at_text(rollout, self.tokenizer, params.stop, drawing["pad_token_id"])
         rollout.versions = torch.full((len(rows),), self.version, device=self.model.device)
         return rollout
 

@@ -369,16 +369,17 @@ class SamplingSettings(Settings):
     repetition_penalty: float = setting(1.0, "(0, inf)")
     # extra variables of the chat template, e.g. {"reasoning_effort": "low"} for gpt-oss
     chat_template_kwargs: dict[str, Any] | str | None = setting(None)
-    # only {"eos_token_id": 7} or a list of ids: the tokens that end a completion
+    # {"eos_token_id": 7} or a list of ids, the tokens that end a completion; {"stop_strings":
+    # ["\n\n"]}, texts that end one as well and stay in it
     generation_kwargs: dict[str, Any] | str | None = setting(None)
 
     def check(self):
-        others = sorted(set(self.generation_kwargs or {}) - {"eos_token_id"})
+        others = sorted(set(self.generation_kwargs or {}) - {"eos_token_id", "stop_strings"})
         if others:
             raise ValueError(
                 f"generation_kwargs holds {others[0]!r}, which cannot be honoured: "
                 "completions are drawn by this library's own sampler. It takes "
-                "'eos_token_id' here; "
+                "'eos_token_id' and 'stop_strings' here; "
                 "its other settings are temperature, top_p, top_k, min_p, repetition_penalty "
                 "and max_completion_length."
             )
@@ -393,7 +394,8 @@ class SamplingSettings(Settings):
         from grpo_nb.rollout.sampling import SamplingParams
 
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        ends = (self.generation_kwargs or {}).get("eos_token_id")
+        named = self.generation_kwargs or {}
+        ends = named.get("eos_token_id")
         if ends is not None:
             changes = {
                 "stop_token_ids": (ends,) if isinstance(ends, int) else tuple(ends),
@@ -401,6 +403,7 @@ class SamplingSettings(Settings):
             }
         return SamplingParams(
             **{
+                "stop": named.get("stop_strings"),
                 "max_tokens": self.max_completion_length,
                 **{name: getattr(self, name) for name in names},
                 "top_k": self.top_k or None,
@@ -1131,12 +1134,9 @@ def sampling_settings(
 ) -> dict[str, Any]:  # the settings that it was made to change
     "What `vllm_sampling_params` asks for, as settings."
     usual = type(params)()
-    if isinstance(getattr(params, "stop", None) or None, (str, list)):
-        warn(
-            f"vllm_sampling_params has stop={params.stop!r}: a completion ends at the tokenizer's "
-            "end-of-turn tokens; give others as generation_kwargs={'eos_token_id': [...]}."
-        )
-    return {
+    stop = getattr(params, "stop", None)
+    texts = [stop] if isinstance(stop, str) else list(stop or ())
+    return ({"generation_kwargs": {"stop_strings": texts}} if texts else {}) | {
         ours: getattr(params, name)
         for name, ours in SAMPLING.items()
         if hasattr(params, name) and getattr(params, name) != getattr(usual, name)
@@ -1153,7 +1153,13 @@ def translated(
             raise TypeError(unknown(name, defaults))
     ours = {name: value for name, value in given.items() if name not in ALIASES}
     if ours.get("vllm_sampling_params") is not None:
-        ours |= sampling_settings(ours.pop("vllm_sampling_params"))
+        asked = sampling_settings(ours.pop("vllm_sampling_params"))
+        if "generation_kwargs" in asked and ours.get("generation_kwargs"):
+            raise ValueError(
+                "vllm_sampling_params has stop texts, and generation_kwargs is given too: give "
+                "the texts there, as 'stop_strings'."
+            )
+        ours |= asked
     for name in given.keys() & ALIASES:
         real, value = ALIASES[name], given[name]
         if value is None:

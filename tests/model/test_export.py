@@ -28,6 +28,7 @@ from grpo_nb.model.export import (
 from grpo_nb.model.loading import load_model
 from grpo_nb.model.mxfp4 import dequantize, quantize
 from grpo_nb.model.packed import PackedWeight, pack_experts
+from grpo_nb.model.stored_weights import read_checkpoint
 from grpo_nb.model.tiny import tiny_gpt_oss
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -96,6 +97,54 @@ def same_state(a, b):
     return a.keys() == b.keys() and all(
         torch.equal(x[0], b[name][0]) and x[1:] == b[name][1:] for name, x in a.items()
     )
+
+
+# ---- what other programs read in a folder
+
+# by llama.cpp's converter, for the header of a GGUF file
+READ_BY_LLAMA_CPP = (
+    "architectures vocab_size num_hidden_layers hidden_size intermediate_size head_dim "
+    "num_attention_heads num_key_value_heads num_local_experts num_experts_per_tok "
+    "max_position_embeddings sliding_window rms_norm_eps rope_parameters"
+).split()
+
+
+@pytest.mark.parametrize("shard_size", [2**30, 30_000])
+@pytest.mark.parametrize("save", [save_merged, save_mxfp4])
+def test_a_folder_has_what_llama_cpp_reads(save, shard_size, tmp_path):
+    tokenizer = tiny_gpt_oss()[1]
+    save(policy("all"), tmp_path / "m", tokenizer=tokenizer, shard_size=shard_size, quiet=True)
+    files = {file.name for file in (tmp_path / "m").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= files
+    settings = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert set(READ_BY_LLAMA_CPP) <= set(settings)
+    assert settings["architectures"] == ["GptOssForCausalLM"]
+    method = settings.get("quantization_config", {}).get("quant_method")
+    assert method == ("mxfp4" if save is save_mxfp4 else None)
+    parts = {name for name in files if name.startswith("model") and name.endswith(".safetensors")}
+    if shard_size < 2**30:
+        index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == parts and len(parts) > 4
+    else:
+        assert parts == {"model.safetensors"}
+    stored = sorted(read_checkpoint(tmp_path / "m").values(), key=lambda t: (t.file, t.begin))
+    experts = [t.name for t in stored if t.name.endswith(("_blocks", "_scales"))]
+    assert len(experts) == (8 if save is save_mxfp4 else 0)
+    for blocks, scales in zip(experts[::2], experts[1::2]):  # it joins what comes in turn
+        assert blocks.removesuffix("_blocks") == scales.removesuffix("_scales")
+
+
+def test_a_tokenizer_has_names_that_transformers_4_knows(tmp_path):
+    tokenizer = tiny_gpt_oss()[1]
+    save_merged(policy("none"), tmp_path / "m", tokenizer=tokenizer, quiet=True)
+    settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(settings.get("extra_special_tokens"), list)
+    again = AutoTokenizer.from_pretrained(tmp_path / "m")
+    text = "<|start|>u<|message|>1+2=<|end|><|return|>"
+    assert again(text).input_ids == tokenizer(text).input_ids
+    assert again.all_special_ids == tokenizer.all_special_ids
+    assert again.chat_template == tokenizer.chat_template
 
 
 # ---- merges

@@ -410,11 +410,39 @@ def test_strings_and_ids_are_the_same_prompts():
     ]
 
 
+def test_one_string_is_one_prompt():
+    engine = RolloutEngine(*tiny_gpt_oss(0))
+    params = SamplingParams(max_tokens=6, seed=0)
+    one, listed = engine.generate("1+2=", params), engine.generate(["1+2="], params)
+    assert one.prompt_ids == listed.prompt_ids and len(one.prompt_ids) == 1
+    assert torch.equal(one.completion_ids, listed.completion_ids)
+
+
+@pytest.mark.parametrize("through_modules", [False, True])
+def test_a_row_ends_with_the_token_that_completes_a_stop_text(through_modules):
+    model, tokenizer = tiny_gpt_oss(0)
+    engine = RolloutEngine(model, tokenizer, through_modules=through_modules)
+    params = dict(max_tokens=30, n=16, seed=0, stop_token_ids=())
+    free, stop = engine.generate(TEXTS, SamplingParams(**params)), ("12", "=")
+    cut = engine.generate(TEXTS, SamplingParams(**params, stop=stop))
+    texts = zip(free.texts(tokenizer, False), cut.texts(tokenizer, False), cut.finish_reasons)
+    found = []
+    for whole, kept, reason in texts:
+        ends = [whole.find(text) + len(text) for text in stop if text in whole]
+        assert kept == whole[: min(ends, default=len(whole))]
+        assert reason == ("stop" if ends else "length")
+        found.append(bool(ends))
+    assert any(found) and not all(found)
+    T = cut.completion_ids.shape[1]
+    assert torch.equal(cut.completion_ids, free.completion_ids[:, :T].masked_fill(~cut.mask, 0))
+    assert torch.equal(cut.logps, free.logps[:, :T].masked_fill(~cut.mask, 0.0))
+    assert cut.versions.tolist() == free.versions.tolist()
+
+
 @pytest.mark.parametrize(
     "prompts, max_tokens, sentence",
     [
         ([], 4, "prompts is empty"),
-        ("1+2=", 4, "one string"),
         (["1+2=", ""], 4, "prompt 1 has no tokens"),
         ([[7], []], 4, "prompt 1 has no tokens"),
         ([[7], [7, 24]], 4, "prompt 1 holds token ids from 7 to 24"),

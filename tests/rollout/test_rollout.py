@@ -10,6 +10,7 @@ from grpo_nb.rollout.rollout import (
     Rollout,
     concatenate,
     default_stop_token_ids,
+    end_at_text,
     finish,
     pad_left,
 )
@@ -115,3 +116,21 @@ def test_stop_tokens_are_named_in_three_places():
     assert default_stop_token_ids(model, None) == (1, 5, 9)
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token = None
     assert default_stop_token_ids(model, tokenizer) == ()
+
+
+@given(
+    st.lists(st.text("12=", min_size=1, max_size=12), min_size=1, max_size=5),
+    st.lists(st.text("12=", min_size=1, max_size=3), min_size=1, max_size=3),
+)
+def test_rows_end_where_the_first_stop_text_is_complete(texts, stop):
+    _, tokenizer = tiny_gpt_oss(0)
+    rows = tokenizer(texts)["input_ids"]
+    ids, mask = (x.flip(-1) for x in pad_left([row[::-1] for row in rows]))
+    rollout = Rollout([[5]] * len(rows), ids, mask, -mask.float(), ["length"] * len(rows))
+    ended = end_at_text(rollout, tokenizer, stop)
+    for whole, kept, reason in zip(texts, ended.texts(tokenizer), ended.finish_reasons):
+        ends = [t for t in range(len(whole)) if any(whole[: t + 1].endswith(end) for end in stop)]
+        assert kept == (whole[: ends[0] + 1] if ends else whole)
+        assert reason == ("stop" if ends else "length")
+    assert torch.equal(ended.logps, -ended.mask.float())
+    assert not ended.completion_ids[~ended.mask].any()

@@ -213,7 +213,7 @@ def test_greedy_takes_the_largest_penalised_logit_and_reports_the_plain_log_prob
         ("top_p", 0),
         ("top_p", 1.2),
         ("top_p", math.nan),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 2.5),
         ("top_k", True),
         ("min_p", -0.1),
@@ -228,6 +228,8 @@ def test_greedy_takes_the_largest_penalised_logit_and_reports_the_plain_log_prob
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", "ab"),
+        ("stop", [""]),
+        ("stop", [7]),
     ],
 )
 def test_senseless_settings_are_refused_by_name(name, value):

@@ -351,8 +351,12 @@ def test_sampling_params_of_vllm():
     )
     assert (config.top_k, config.min_p, config.temperature) == (0, 0.1, 0.5)
     assert config.max_completion_length == 512
-    with pytest.warns(UserWarning, match="stop=.*a completion ends at the tokenizer's"):
-        GRPOConfig(vllm_sampling_params=Theirs(stop=["</s>"]))
+    for stop in ("</s>", ["</s>"], ("</s>",)):
+        config = GRPOConfig(vllm_sampling_params=Theirs(stop=stop))
+        assert config.sampling_params().stop == ("</s>",)
+    assert config.generation_kwargs == {"stop_strings": ["</s>"]}
+    with pytest.raises(ValueError, match="give the texts there, as 'stop_strings'"):
+        GRPOConfig(vllm_sampling_params=Theirs(stop="x"), generation_kwargs={"eos_token_id": 7})
 
 
 # single values

@@ -395,6 +395,19 @@ def test_tokens_that_end_a_completion(tmp_path):
     )
 
 
+def test_texts_that_end_a_completion(tmp_path):
+    trainer = small_trainer(
+        tmp_path,
+        generation_kwargs={"stop_strings": ["5", "12"]},
+        max_steps=1,
+        max_completion_length=12,
+    )
+    trainer.train()
+    texts = [sample["completion"] for sample in trainer.samples]
+    assert any(text.endswith(("5", "12")) for text in texts)
+    assert not any(end in text[:-1] for text in texts for end in ("5", "12"))
+
+
 def test_the_order_of_the_prompts_has_its_own_seed(tmp_path):
     def prompts(**settings):
         trainer = small_trainer(tmp_path, **settings, max_steps=1)
