@@ -131,17 +131,22 @@ def versions() -> str:
 
 
 def sections(
-    name: str,
+    name: str,  # of the repository
     adapter: bool,
+    on_hub: bool,  # whether the base model is there
     history: list[dict[str, Any]],
     settings: dict[str, Any],
 ) -> list[str]:
     "The parts of a card below its table; a part without content is left out."
     curve = f"## The run\n\n![rewards, what there is to learn from, how the policy moves]({CURVE})"
+    elsewhere = (
+        "\n\nIts base model is not on the hub: load that as `base`, and the adapter with "
+        f'`PeftModel.from_pretrained(base, "{name}")`.'
+    ) * (adapter and not on_hub)
     changed = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     return [
         *[curve] * bool(of_updates(history)),
-        f"## How to load it\n\n```python\n{loading_lines(name, adapter)}\n```",
+        f"## How to load it\n\n```python\n{loading_lines(name, adapter)}\n```{elsewhere}",
         *[
             "## Settings\n\nThose of `GRPOConfig` that differ from the defaults:\n\n"
             f"```yaml\n{changed}```"
@@ -177,7 +182,8 @@ def model_card(
         tags=["grpo", "grpo_nb", *["lora"] * adapter, *([tags] if isinstance(tags, str) else tags)],
     )
     link = f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{Path(base).name}`"
-    origin = link if base else f"a {type(model).__name__} that is not on the hub"
+    own = model.get_base_model() if adapter else model
+    origin = link if base else f"a {type(own).__name__} made by the script"
     kind = "An adapter for" if adapter else "A model that began as"
     table = {**(facts or {}), **({"data": f"`{dataset_name}`"} if dataset_name else {})}
     rows = "\n".join(f"| {what} | {value} |" for what, value in table.items())
@@ -187,7 +193,7 @@ def model_card(
             f"{kind} {origin}, trained by reinforcement learning with "
             f"[GRPO](https://arxiv.org/abs/2402.03300) in [grpo_nb]({HOME}).",
             *[f"| | |\n|---|---|\n{rows}"] * bool(rows),
-            *sections(name, adapter, history, settings or {}),
+            *sections(name, adapter, on_hub, history, settings or {}),
         ]
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
