@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HOME', 'CURVE', 'NOT_UPLOADED', 'NOT_SHOWN', 'check_token', 'base_of', 'dataset_of', 'run_facts', 'loading_lines',
-           'versions', 'sections', 'model_card', 'write_card', 'one_line', 'UploadError', 'Repository', 'link', 'stage',
-           'shown_settings', 'open_repository', 'HubWriter']
+           'versions', 'sections', 'model_card', 'write_card', 'one_line', 'no_bars', 'UploadError', 'Repository',
+           'link', 'stage', 'shown_settings', 'open_repository', 'HubWriter']
 
 # %% ../../nbs/training/21_hub.ipynb #0aee2e1e
 import json
@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,13 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData, get_token
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils import (
+    HFValidationError,
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    validate_repo_id,
+)
 from transformers import TrainerCallback
 
 import grpo_nb
@@ -220,6 +227,19 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+@contextmanager
+def no_bars(quiet: bool = True):
+    "`with no_bars():` keeps huggingface_hub from showing progress bars."
+    hides = quiet and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hides:
+            enable_progress_bars()
+
+
 class UploadError(RuntimeError):
     "What was to be uploaded is on disk, and is not on the hub."
 
@@ -263,7 +283,7 @@ class Repository:
             revision=self.revision,
             ignore_patterns=list(ignore),
         )
-        future = self.api.run_as_future(self.api.upload_folder, **call)
+        future = self.api.run_as_future(self.send, not blocking, **call)
         if not blocking:
             future.add_done_callback(lambda done: self.warn(done, message))
             return future
@@ -274,6 +294,11 @@ class Repository:
                 f"{folder} could not be uploaded to {self.name} ({one_line(error)}). It is whole, "
                 f"and this command uploads it: {self.by_hand(folder, ignore)}"
             ) from error
+
+    def send(self, quiet: bool, **call: Any) -> CommitInfo:
+        "Upload now; an upload in the background shows no progress bars."
+        with no_bars(quiet):
+            return self.api.upload_folder(**call)
 
     def by_hand(self, folder: str | Path, ignore: Iterable[str]) -> str:
         "The command that uploads a folder."
@@ -354,6 +379,7 @@ class HubWriter(TrainerCallback):
         self.config, self.repository, self.model = config, repository, model
         self.rewards, self.rows = rewards, rows
         self.completions, self.history = completions, history
+        self.name = repository.name if repository else config.hub_model_id
         self.last: Future | None = None
         for left in Path(config.output_dir).glob(".upload-*"):  # by a process that was killed
             shutil.rmtree(left)
@@ -368,7 +394,7 @@ class HubWriter(TrainerCallback):
     ) -> None:
         "Write the card of the run, and its curve, into a folder."
         card = model_card(
-            self.repository.name if self.repository else self.config.hub_model_id or folder.name,
+            self.name or Path(self.config.output_dir).absolute().name,
             self.model,
             run_facts(self.model, self.rewards, self.completions, self.history),
             history=self.history,
@@ -392,10 +418,13 @@ class HubWriter(TrainerCallback):
     ) -> CommitInfo | Future:  # UploadError
         "Write the card into a folder, and upload it without checkpoints and completions."
         given = dict(token=token, revision=revision, private=private)
-        if self.repository is None or set(given.values()) != {None}:
-            self.repository = open_repository(self.config, **given)
+        if any(value is not None for value in given.values()):
+            repository = open_repository(self.config, **given)
+        else:
+            repository = self.repository = self.repository or open_repository(self.config)
+        self.name = repository.name
         self.write_card(folder, **card)
-        return self.repository.upload(folder, message, NOT_UPLOADED, blocking)
+        return repository.upload(folder, message, NOT_UPLOADED, blocking)
 
     def on_save(self, args, state, control, **kwargs) -> None:
         "Upload the newest checkpoint, unless the one before is still on its way."
