@@ -16,7 +16,7 @@ import pytest
 import torch
 import trl
 from huggingface_hub import HfApi, ModelCard, constants
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from small_runs import ROWS, digits, small_model, small_trainer, weights_of
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerCallback
 from transformers.trainer_utils import HubStrategy
@@ -24,7 +24,14 @@ from transformers.trainer_utils import HubStrategy
 from grpo_nb import GRPOConfig
 from grpo_nb.training import hub as room
 from grpo_nb.training.checkpoint import MANIFEST, STATE, checkpoints, file_fault
-from grpo_nb.training.hub import Repository, UploadError, check_token, dataset_of, model_card
+from grpo_nb.training.hub import (
+    Repository,
+    UploadError,
+    check_token,
+    dataset_of,
+    model_card,
+    upload_model,
+)
 from grpo_nb.training.local_hub import LocalHub
 
 ROOT = Path(__file__).parents[2]
@@ -362,9 +369,10 @@ def test_where_there_are_no_hard_links_files_are_copied(hub, tmp_path, monkeypat
 
 
 def test_what_a_killed_process_left_is_removed(hub, tmp_path):
-    (tmp_path / "run/.upload-abc").mkdir(parents=True)
+    for left in (".upload-0-abc", f".upload-{os.getpid()}-abc"):  # the second is being uploaded
+        (tmp_path / "run" / left).mkdir(parents=True)
     uploading(tmp_path / "run")
-    assert not (tmp_path / "run/.upload-abc").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [left]
 
 
 # what scripts call
@@ -475,6 +483,19 @@ def test_the_base_model_is_named_only_where_the_hub_knows_it(tmp_path):
         card = model_card("me/x", model)
         assert card.data.base_model is None and str(tmp_path) not in card.content
         assert "`my-model`" in card.text
+    card = model_card("me/x", model, dataset_name=str(tmp_path / "rows"))
+    assert card.data.datasets is None and "data | `rows` |" in card.text
+
+
+def test_a_merged_model_is_uploaded_with_a_card_for_transformers(hub, tmp_path):
+    model = get_peft_model(small_model()[0], LORA)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for folder, library in (("adapter", "peft"), ("merged", "transformers")):
+        upload_model(tmp_path / folder, f"me/{folder}", model, token=TOKEN, license="mit")
+        data = ModelCard.load(hub.folder / f"me/{folder}/main/README.md").data
+        assert (data.library_name, data.license) == (library, "mit")
+        assert arrived(hub, f"me/{folder}") == contents(tmp_path / folder)
 
 
 def test_the_data_sets_name_comes_from_its_files():
