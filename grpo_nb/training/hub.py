@@ -23,10 +23,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 import yaml
-from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import (
     HFValidationError,
     are_progress_bars_disabled,
@@ -47,7 +48,7 @@ def check_token(
     token: str | None,  # hub_token; None or empty: that of HF_TOKEN or of a login
 ) -> str:  # ValueError if there is none
     "The token to upload with."
-    token = (token or "").strip() or get_token()
+    token = (token or "").strip() or huggingface_hub.get_token()
     if not token:
         raise ValueError(
             "there is no token to upload with: run `hf auth login`, set HF_TOKEN or pass "
