@@ -483,6 +483,10 @@ def test_the_base_model_is_named_only_where_the_hub_knows_it(tmp_path):
         card = model_card("me/x", model)
         assert card.data.base_model is None and str(tmp_path) not in card.content
         assert "`my-model`" in card.text
+    (tmp_path / "my-model/README.md").write_text("---\nlicense: mit\n---\n\nA card.\n")
+    model.config._name_or_path = str(tmp_path / "my-model")
+    assert model_card("me/x", model).data.license == "mit"
+    assert model_card("me/x", model, license="apache-2.0").data.license == "apache-2.0"
     card = model_card("me/x", model, dataset_name=str(tmp_path / "rows"))
     assert card.data.datasets is None and "data | `rows` |" in card.text
 
