@@ -7,8 +7,9 @@ __all__ = ['FITS', 'OTHER_NAMES', 'LOSS_TYPES', 'SCHEDULES', 'OPTIMIZERS', 'TRAC
            'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL', 'SAMPLING', 'HINTS',
            'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside', 'types_of', 'Setting', 'unknown',
            'warn', 'Settings', 'BatchSettings', 'SamplingSettings', 'RewardSettings', 'LossSettings',
-           'CorrectionSettings', 'OptimizerSettings', 'MemorySettings', 'RunSettings', 'refuse', 'sampling_settings',
-           'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig', 'unlike_trl']
+           'CorrectionSettings', 'OptimizerSettings', 'MemorySettings', 'RunSettings', 'HubSettings', 'refuse',
+           'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig',
+           'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
@@ -149,8 +150,9 @@ class Setting:
                 self.share and kind is float and plain >= 1
             ):
                 return None if plain is None else kind(plain)
+        shown = f"a {type(value).__name__}" if self.name == "hub_token" else repr(value)
         raise ValueError(
-            f"{self.name} is {value!r}, but it has to be {self.in_words()}.{self.nearest(plain)} "
+            f"{self.name} is {shown}, but it has to be {self.in_words()}.{self.nearest(plain)} "
             f"{self.why}The default is {self.default!r}."
         )
 
@@ -834,6 +836,30 @@ class RunSettings(Settings):
                 )
         return ["all"] if "all" in given else [name for name in given if name != "none"]
 
+# %% ../../nbs/training/01_config.ipynb #2e6099b6
+@dataclass(kw_only=True)
+class HubSettings(Settings):
+    "Whether and where a run uploads what it saves."
+
+    # upload to the Hugging Face Hub; a repository is made when the trainer is
+    push_to_hub: bool = setting(False)
+    # the repository, "name" or "owner/name"; None: the name of output_dir
+    hub_model_id: str | None = setting(None)
+    # "every_save": the model, with each checkpoint and at the end; "checkpoint": and the newest
+    # checkpoint, in last-checkpoint; "all_checkpoints": and all of them; "end": only what
+    # save_model() and push_to_hub() are called for
+    hub_strategy: str = setting(
+        "every_save", ("end", "every_save", "checkpoint", "all_checkpoints")
+    )
+    # for writing; None: that of HF_TOKEN or of `hf auth login`. It is never printed or stored
+    hub_token: str | None = setting(None)
+    # whether a new repository is private; None: as its owner has set it
+    hub_private_repo: bool | None = setting(None)
+    # the branch that is written, made if it is not there; None: main
+    hub_revision: str | None = setting(None)
+    # upload a checkpoint although the one before is still on its way
+    hub_always_push: bool = setting(False)
+
 # %% ../../nbs/training/01_config.ipynb #fd03895f
 REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None the type})
     (
@@ -929,10 +955,6 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None
     (
         "training starts with trainer.train(), which also takes resume_from_checkpoint.",
         {"resume_from_checkpoint": str},
-    ),
-    (
-        "nothing is uploaded; save the model and push it with huggingface_hub.",
-        {"push_to_hub": False},
     ),
     (
         (
@@ -1047,17 +1069,6 @@ IGNORED_BY_REASON = [
             "trackio_space_id": str,
             "trackio_bucket_id": str,
             "trackio_static_space_id": str,
-        },
-    ),
-    (
-        "push_to_hub is False, so nothing is uploaded",
-        {
-            "hub_token": str,
-            "hub_private_repo": bool,
-            "hub_model_id": str,
-            "hub_strategy": "every_save",
-            "hub_always_push": False,
-            "hub_revision": str,
         },
     ),
     (
@@ -1237,6 +1248,7 @@ def plain_json(
 class GRPOConfig(
     HeldSettings,
     OtherNames,
+    HubSettings,
     RunSettings,
     MemorySettings,
     OptimizerSettings,
@@ -1271,12 +1283,13 @@ class GRPOConfig(
 
     def __repr__(self) -> str:  # only what differs from the defaults
         "GRPOConfig(epsilon_high=0.28), say."
-        changed = (
-            f"{one.name}={getattr(self, one.name)!r}"
-            for one in fields(self)
-            if one.name not in ALIASES and getattr(self, one.name) != default_of(one)
-        )
+        changed = (f"{name}={value!r}" for name, value in self.changed().items())
         return f"{type(self).__name__}({', '.join(changed)})"
+
+    def changed(self) -> dict[str, Any]:  # name -> value, without tokens
+        "The settings that differ from their defaults."
+        defaults = {one.name: default_of(one) for one in fields(self)}
+        return {n: value for n, value in self.to_dict().items() if value != defaults[n]}
 
     def check(self):
         mode = self.vllm_importance_sampling_mode
@@ -1349,6 +1362,9 @@ class GRPOConfig(
     def to_dict(self) -> dict[str, Any]:  # every keyword as it was given
         "The settings by name; `from_dict` reads it back. A token stays out of files and logs."
         given = {one.name: getattr(self, one.name) for one in fields(self)}
+        if isinstance(given["model_init_kwargs"], dict):
+            kept = {n: value for n, value in given["model_init_kwargs"].items() if n != "token"}
+            given["model_init_kwargs"] = kept
         return {name: value for name, value in given.items() if name not in (*ALIASES, "hub_token")}
 
     def to_json(self) -> str:  # what a checkpoint stores

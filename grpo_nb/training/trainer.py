@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
+from huggingface_hub import CommitInfo
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import TrainOutput
@@ -49,6 +51,7 @@ from .collect import CompletionSource, RolloutCollector
 from .config import FROM_TRL, GRPOConfig, unlike_trl, warn
 from .data import StreamedRows, check_dataset, check_evaluation_data
 from .evaluation import Evaluator
+from .hub import HubWriter, open_repository
 from .optimizer import make_optimizer
 from .policy_model import check_model, describe_trainable, load_policy
 from .policy_update import PolicyUpdate
@@ -178,13 +181,6 @@ def check_callbacks(
 
 # %% ../../nbs/training/19_trainer.ipynb #8ff18da9
 NOT_HERE = {  # of transformers' trainer -> what to do instead
-    "push_to_hub": (
-        "nothing is uploaded; save_model(folder), then "
-        "huggingface_hub.upload_folder(folder_path=folder, repo_id=...)"
-    ),
-    "create_model_card": (
-        "no model card is written; save_model(folder), then write folder/README.md"
-    ),
     "predict": (
         "evaluate(rows) samples and scores rows, engine.generate(prompts, sampling) gives the "
         "completions alone"
@@ -607,6 +603,8 @@ class GRPOTrainer:
         check_arguments(functions, unsupported, self.config)
         self.processing_class = processing_class or tokenizer_of(model)
         self.tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        uploads = self.config.push_to_hub and self.accelerator.is_main_process
+        self.repository = open_repository(self.config) if uploads else None
         set_seed(self.config.seed)  # an adapter begins with random weights
         self.model = load_policy(model, self.config, peft_config, quantization_config)
         if not hasattr(self.model, "hf_device_map"):
@@ -750,7 +748,17 @@ class GRPOTrainer:
         samples = SampleWriter(config, accelerator, self.collector, self.log)
         trackers = Trackers(config, accelerator)
         ours = [self.log, trackers, samples, self.hint_writer, self.bar]
-        handler = make_handler([*ours, *callbacks], self.model, self.tokenizer, self.optimizer)
+        self.hub = HubWriter(
+            config,
+            self.repository,
+            self.model,
+            self.reward_names,
+            self.train_dataset,
+            self.layout.effective_batch_size,
+            self.log.history,
+        )
+        every = [*ours, *callbacks, self.hub]
+        handler = make_handler(every, self.model, self.tokenizer, self.optimizer)
         self.callbacks = Callbacks(config, self.state, handler)
         self.ctrl_c = CtrlC()
         self.agreement = Agreement(accelerator.process_index, accelerator.num_processes)
@@ -1043,6 +1051,8 @@ class GRPOTrainer:
             load_weights(self.model, Path(self.state.best_model_checkpoint))
         self.callbacks.tell_record(self.summary(metrics))
         self.callbacks.tell("on_train_end")
+        if self.config.push_to_hub and self.config.hub_strategy != "end":
+            self.push_to_hub()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def summary(
@@ -1106,8 +1116,37 @@ class GRPOTrainer:
         **others: Any,  # passed on to the model's own save_pretrained
     ) -> None:
         """Save the model (of an adapter, the adapter alone) and the tokenizer in the formats of
-        transformers and PEFT."""
-        self.checkpointer.save_model(Path(path or self.config.output_dir), **others)
+        transformers and PEFT; with `push_to_hub=True` upload them."""
+        folder = Path(path or self.config.output_dir)
+        self.checkpointer.save_model(folder, **others)
+        if self.repository:
+            self.hub.push(folder, "Model save")
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,  # False: upload in the background
+        **others: Any,  # token, revision and private, and what `create_model_card` takes
+    ) -> CommitInfo | Future | None:  # None: not the first process
+        "Save the model in output_dir, and upload it with its card."
+        self.callbacks.tell("on_push_begin")
+        folder = Path(self.config.output_dir)
+        self.checkpointer.save_model(folder)
+        if not self.is_world_process_zero():
+            return None
+        return self.hub.push(folder, commit_message, blocking, **others)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,  # the heading; None: the repository's name
+        dataset_name: str | None = None,  # on the hub; None: where the rows come from, if known
+        tags: str | list[str] | None = None,  # besides our own
+        **others: Any,  # license="apache-2.0", language="en"
+    ) -> None:
+        "Write README.md, the card of the run, and its curve to output_dir."
+        if self.is_world_process_zero():
+            folder = Path(self.config.output_dir)
+            self.hub.write_card(folder, model_name, dataset_name, tags, **others)
 
     def add_record(self, numbers: dict[str, Any]) -> None:
         """What `trainer.log(numbers)` does: one more record, with step and epoch, for the log, the
