@@ -322,7 +322,7 @@ def add_flags(
     shown = set()
     for group in groups_of_settings():
         part, said = parser.add_argument_group(group.__doc__.rstrip(".")), comments(group)
-        for name in [name for name in said if name in group.specs and name not in shown]:
+        for name in [name for name in said if name in group.specs and name not in NOT_HERE]:
             add_flag(part, FIELDS[name], flag_help(group.specs[name], said[name]))
             shown.add(name)
     for name in FIELDS.keys() - shown:
@@ -483,7 +483,7 @@ def setup_of_recipe(
         prompt_length=config.max_prompt_length,
         share_prompt=attention in TRANSFORMERS_NAMES or shape.sinks and attention == "auto",
         offload_embedding=model.offload_embedding,
-        offload_hidden=config.offload_activations,
+        offload_hidden=config.offload_activations and bool(config.mini_batch),
         reference=bool(config.beta) and not adapter.use_peft,
         attention=attention if attention in TRANSFORMERS_NAMES else asked_kernel(attention),
     )
@@ -533,7 +533,8 @@ def with_lines(
     there = {key.value: value for key, value in yaml.compose(text, yaml.SafeLoader).value}
     new = [f"{name}: {in_yaml(value)}\n" for name, value in lines.items() if name not in there]
     for name in reversed([name for name in there if name in lines]):  # the last one first
-        begin, end = there[name].start_mark.index, end_of(there[name])
+        begin = there[name].start_mark.index
+        end = begin + len(text[begin : end_of(there[name])].rstrip())
         space = " " * (text[begin - 1] == ":")  # behind a name without a value
         text = text[:begin] + space + in_yaml(lines[name]) + text[end:]
     return text.rstrip("\n") + "\n" + "".join(new)

@@ -13,6 +13,7 @@ from grpo_nb.model.loading import load_model
 from grpo_nb.model.memory_bytes import MODELS, GiB, weight_bytes
 from grpo_nb.model.memory_fit import ALL, CARDS, CUDA_CONTEXT, Card
 from grpo_nb.planning.plan import (
+    NO_SETTING,
     Setup,
     advice_text,
     advise,
@@ -358,8 +359,8 @@ def test_a_context_is_kept_to_the_token(context):
 
 
 def test_advice_speaks_the_words_of_config_and_loader():
-    known = {*vars(GRPOConfig()), *inspect.signature(load_model).parameters, "use_vllm"}
-    others = {"training with GRPOTrainer", "no second model"}
+    known = {*vars(GRPOConfig()), *inspect.signature(load_model).parameters}
+    others = {*NO_SETTING.values()}
     for model in MODELS:
         for start in (
             dict(sampler="vllm", reference=True, attention="eager", slice_tokens=8192),
