@@ -817,6 +817,8 @@ def _unrecognised(
     unknown: list[str],  # words
 ) -> str:  # for an error
     "What is said about words that no command knows; `train` names the nearest setting."
+    if args.run is train and unknown[0].endswith((".yaml", ".yml")):
+        return f"the recipe is given by its flag: --config {unknown[0]}"
     if args.run is train and unknown[0].startswith("--"):
         from grpo_nb.recipe import NAMES
         from grpo_nb.training.config import unknown as no_setting

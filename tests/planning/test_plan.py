@@ -406,13 +406,13 @@ def test_advice_knows_the_format_of_the_experts_and_cards_that_need_no_advice():
         for a in advise(plan("gpt-oss-20b", "L4", weights="nf4", double_quant=True, context=4096))
     ] == ["load_in_4bit=True"]
     text = advice_text(
-        plan("gpt-oss-20b", "L4", context=131_072, offload_embedding=True, offload_activations=True)
+        plan("gpt-oss-20b", "L4", context=240_000, offload_embedding=True, offload_activations=True)
     )
     assert (
         "a card like the A100-40, which takes it as it was asked for" in text
     )  # a compute capability below the L4's, and enough memory
     assert plan(
-        "gpt-oss-20b", "A100-40", context=131_072, offload_embedding=True, offload_activations=True
+        "gpt-oss-20b", "A100-40", context=240_000, offload_embedding=True, offload_activations=True
     ).fits
 
 
