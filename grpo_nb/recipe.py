@@ -44,8 +44,9 @@ class ModelSettings(Settings):
     model_name_or_path: str | None = setting(None)
     # a branch, tag or commit of the model on the hub
     model_revision: str = setting("main")
-    # of weights that are not packed in 4 bits; auto: what suits the device
-    dtype: str = setting("float32", ("auto", "bfloat16", "float16", "float32"))
+    # of weights that are not packed in 4 bits; auto: what suits the device; None: auto with
+    # load_in_4bit, else float32
+    dtype: str | None = setting(None, ("auto", "bfloat16", "float16", "float32"))
     # the kernel; None: sink for gpt-oss, and transformers' choice for others
     attn_implementation: str | None = setting(None)
     # gpt-oss: experts in MXFP4; others: linear layers in NF4 (needs bitsandbytes)
@@ -56,6 +57,10 @@ class ModelSettings(Settings):
     offload_embedding: bool = setting(False)
     # the card that the run is meant for; only `grpo-nb plan` reads it
     card: str = setting("T4")
+
+    def number_format(self) -> str:
+        "The dtype that a model is loaded in."
+        return self.dtype or ("auto" if self.load_in_4bit else "float32")
 
 
 @dataclass(kw_only=True)
@@ -442,13 +447,19 @@ def stored_as(
     model: ModelSettings,
     shape: ModelShape,
     card: Card,
-) -> str:  # one of FORMATS
+) -> str:  # one of FORMATS; ValueError for a mixture that it does not have
     "The format of the weights on the card."
     if model.load_in_4bit:
+        if model.dtype == "float32":
+            raise ValueError(
+                "dtype='float32' beside load_in_4bit is not planned: set dtype: auto, which keeps "
+                "what is not packed in 16 bits."
+            )
         packed = "mxfp4+nf4" if model.attention_4bit else "mxfp4"
         return packed if shape.sinks else "nf4"
     half = "fp16" if is_old(card.capability) else "bf16"
-    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "auto": half}[model.dtype]
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "auto": half}
+    return names[model.number_format()]
 
 
 def adapted_parts(
@@ -499,6 +510,8 @@ def lines_of(
         lines["lora_target_modules"] = lines.pop("lora_targets")
         if recipe.adapter.lora_target_parameters:
             lines["lora_target_parameters"] = None
+    if "load_in_4bit" in lines and recipe.model.dtype == "float32":
+        lines["dtype"] = "auto"  # of what is not packed
     if "lora_r" in lines:  # the scale of the adapter stays what it was
         lines["lora_alpha"] = recipe.adapter.lora_alpha * lines["lora_r"] / recipe.adapter.lora_r
     return lines

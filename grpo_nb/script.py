@@ -126,7 +126,7 @@ def named_model(
         model.model_name_or_path,
         max_seq_length=longest_sequence(found.get_text_config()) or room,
         revision=model.model_revision,
-        dtype=model.dtype,
+        dtype=model.number_format(),
         attn_implementation=model.attn_implementation or "auto",
         load_in_4bit=model.load_in_4bit,
         attention_4bit=model.attention_4bit,

@@ -52,14 +52,36 @@ def test_the_names_and_defaults_of_trl(theirs):
         default = trl_default(one)
         if one.name in NOT_HERE:
             assert default in NOT_HERE[one.name][0], one.name
-        else:
+        elif one.name != "dtype":
             assert FIELDS[one.name].default == default, one.name
+
+
+@pytest.mark.parametrize(
+    "given, loaded, planned",
+    [
+        ({}, trl.ModelConfig().dtype, "fp32"),
+        ({"dtype": "bfloat16"}, "bfloat16", "bf16"),
+        ({"load_in_4bit": True}, "auto", "mxfp4"),
+        ({"load_in_4bit": True, "dtype": "float16"}, "float16", "mxfp4"),
+    ],
+)
+def test_the_number_format_is_trl_s_but_for_what_is_left_beside_4_bits(given, loaded, planned):
+    recipe = recipe_of(given | dict(model_name_or_path="gpt-oss-20b"))
+    assert recipe.model.number_format() == loaded
+    assert setup_of_recipe(recipe).weights == planned
+
+
+def test_float32_beside_4_bits_is_not_planned():
+    recipe = recipe_of(dict(model_name_or_path="Phi-4", load_in_4bit=True, dtype="float32"))
+    with pytest.raises(ValueError, match="set dtype: auto"):
+        setup_of_recipe(recipe)
 
 
 def trl_default(one):
     return one.default_factory() if one.default is dataclasses.MISSING else one.default
 
 
+@pytest.mark.filterwarnings("ignore:log_level")
 def test_a_recipe_of_trl_s_own_parser(tmp_path):
     text = """
 model_name_or_path: Qwen/Qwen3-4B
@@ -79,7 +101,8 @@ log_level: info
     recipe = read_recipe(tmp_path / "run.yaml")
     assert recipe.config == config
     for ours, theirs in ((recipe.model, model), (recipe.adapter, model), (recipe.data, data)):
-        for name in ours.specs.keys() & {one.name for one in dataclasses.fields(theirs)}:
+        shared = ours.specs.keys() & {one.name for one in dataclasses.fields(theirs)} - {"dtype"}
+        for name in shared:
             assert getattr(ours, name) == getattr(theirs, name), name
 
 
@@ -209,6 +232,7 @@ TIGHT = [  # model, card, lines
     ("Qwen/Qwen3-8B", "L4", CARDLESS.format("[q_proj, v_proj]", 16_384) + "dtype: bfloat16\n"),
     ("meta-llama/Llama-3.1-8B", "L4", CARDLESS.format("all", 8192) + "lora_r: 64\n"),
     ("openai/gpt-oss-20b", "T4", CARDLESS.format("attention", 8192) + "load_in_4bit: true\n"),
+    ("Phi-4", "A10G", CARDLESS.format("all", 2048) + "dtype: float32\n"),
     ("Phi-4", "L4", CARDLESS.format("all", 2048) + "steps_per_generation: 4\n"),
     ("Phi-4", "A100-40", CARDLESS.format("all", 9000) + "per_device_train_batch_size: 16\n"),
 ]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -247,3 +248,24 @@ def test_accelerate_launches_a_recipe(tmp_path):
     done = launched(*launcher, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(records(tmp_path / "run")) == 2
+
+
+@pytest.mark.full
+def test_sigterm_leaves_a_checkpoint_to_resume_from(tmp_path):
+    out, log = tmp_path / "run", tmp_path / "run" / "log.jsonl"
+    words = ["-m", "grpo_nb", "train", "--config", TINY, "--output_dir", out, *SMALL]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words), "--max_steps", "10000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not (log.exists() and len(records(out)) > 2):
+        time.sleep(0.1)
+    process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "--max_steps 10000 --resume" in said, said
+    (checkpoint,) = out.glob("checkpoint-*")
+    step = int(checkpoint.name.split("-")[1])
+    done = launched(*words, "--max_steps", step + 1, "--resume", cwd=tmp_path)
+    assert done.returncode == 0 and records(out)[-1]["step"] == step + 1, done.stderr
