@@ -17,10 +17,11 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from .model.kernel_choice import TRANSFORMERS_NAMES, asked_kernel, is_old
 from .model.memory_bytes import ModelShape, read_shape
@@ -153,7 +154,8 @@ def from_words(
 
     kinds = types_of(one.type) if one else ()
     if isinstance(words, list):
-        values = [word if "str" in str(one.type) else as_number(word) for word in words]
+        text = list[str] in (one.type, *get_args(one.type))
+        values = [word if text else as_number(word) for word in words]
         return values[0] if len(values) == 1 and str in kinds else values
     switch = bool in kinds and words.lower() in ("true", "false")
     if str in kinds and not switch:
@@ -197,7 +199,7 @@ def mapping_in(
         if name in names[:place]:
             line = root.value[place][0].start_mark.line + 1
             raise ValueError(f"{source}, line {line}: {name} stands there twice, keep one")
-    return given
+    return {str(name): value for name, value in given.items()}
 
 # %% ../nbs/88_recipe.ipynb #c0991a08
 @dataclass(frozen=True)
@@ -260,7 +262,8 @@ def read_recipe(
         for name, value in mapping_in(read_text(path), path).items():
             given[name] = from_yaml(value, FIELDS[name]) if name in FIELDS else value
         try:
-            recipe_of(given)
+            with warnings.catch_warnings(action="ignore"):  # they come below
+                recipe_of(given)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     flags = {name: from_words(word, FIELDS.get(name)) for name, word in (words or {}).items()}

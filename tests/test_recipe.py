@@ -111,6 +111,7 @@ log_level: info
     [
         ("learning_rte: 1e-5", "the nearest is 'learning_rate'"),
         ("model: x", "There is no setting 'model'"),
+        ("7: x", "There is no setting '7'"),
         ("learning_rate: fast", "learning_rate is 'fast', but it has to be a number"),
         ("num_generations: 1", "nothing to be compared with"),
         ("loss_type: drgrpo", "The nearest is 'dr_grpo'"),
@@ -145,6 +146,15 @@ def test_flags_lie_on_top_of_a_file(tmp_path):
         recipe = read_recipe(tmp_path / "run.yaml", words)
     expected = GRPOConfig(beta=0.1, bf16=False, reward_weights=[1.0, 0.1], run_name="7")
     assert recipe.config == expected and recipe.adapter.lora_r == 4
+
+
+def test_a_doubt_is_said_once(tmp_path):
+    (tmp_path / "run.yaml").write_text("model_name_or_path: Qwen3-4B\nlora_r: 8\ndtype: auto\n")
+    done = light("plan", tmp_path / "run.yaml", "--card", "H100")
+    expected = (
+        "grpo-nb plan: lora_r is set and use_peft is not, so there is no adapter to set up.\n"
+    )
+    assert done.returncode == 0 and done.stderr == expected
 
 
 def test_a_flag_for_every_field_with_hyphens_too():
