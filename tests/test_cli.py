@@ -71,6 +71,16 @@ def runs(monkeypatch):
         (("plan", "--context", "512", "--prompt", "512"), "leave room for a completion"),
         (("plan", "Qwen3-4B", "--offload", "embedding"), "cannot be offloaded"),
         (("plan", "--no-checkpointing", "--offload", "layer-inputs"), "leave it on"),
+        (("plan", "--sampler", "vllm"), "--sampler"),
+        (("plan", "gpt-oss-20b", "--write", "fits.yaml"), "is for a recipe"),
+        (("plan", "no_such.yaml"), "no_such.yaml cannot be read"),
+        (("train",), "model_name_or_path is missing"),
+        (("train", "--config", "no_such.yaml"), "no_such.yaml cannot be read"),
+        (("train", "--learning_rte", "1"), "the nearest is 'learning_rate'"),
+        (("train", "--learning-rate"), "expected one argument"),
+        (("train", "--learning_rat", "1e-5"), "the nearest is 'learning_rate'"),
+        (("train", "--beta", "much"), "beta is 'much', but it has to be a number in [0, inf)"),
+        (("train", "--use_vllm"), "use_vllm=True cannot be honoured"),
     ],
 )
 def test_refused_with_a_sentence_before_any_work(arguments, sentence):
@@ -96,6 +106,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
         ),
         (("demo", "--help"), ("--steps", "--seed", "--out", "--resume", "--save-steps")),
         (("doctor", "--help"), ("--json",)),
+        (("train", "--help"), ("--config", "--resume", "--lora_r", "--learning_rate", "adapter")),
         (("--version",), (version("grpo_nb"),)),
     ],
 )
@@ -250,7 +261,6 @@ def test_doctor_reports_what_is_here():
         "ipywidgets",
         "matplotlib",
         "bitsandbytes",
-        "vllm",
         "nbdev",
     } == set(found)
     assert found["torch"] == version("torch") and facts["devices"][0]["type"] == "cpu"
@@ -275,7 +285,7 @@ def test_doctor_names_packages_that_an_index_has(monkeypatch):
     monkeypatch.setattr(cli, "_version", lambda name: None)
     hints = {row["name"]: row["hint"] for row in cli.packages()}
     assert hints["bitsandbytes"] == "pip install 'bitsandbytes>=0.48'"
-    assert len(hints) == 10 and not [hint for hint in hints.values() if "grpo_nb" in hint]
+    assert len(hints) == 9 and not [hint for hint in hints.values() if "grpo_nb" in hint]
 
 
 def test_as_a_module():

@@ -93,7 +93,7 @@ def adapter_bytes(
     return sum(4 * parameters(shapes.get(name, shapes.get(f"{name}.weight"))) for name in targets)
 
 # %% ../../nbs/model/21_adapters.ipynb #85552714
-def _lora_config(model, r, targets, alpha, options):
+def _lora_config(model, r, targets, alpha, others):
     "PEFT's configuration for exactly these targets."
     from peft import LoraConfig
 
@@ -104,7 +104,7 @@ def _lora_config(model, r, targets, alpha, options):
     partly = {short_name(name) for name in matrices if name not in experts}
     parameters = {name if short_name(name) in partly else short_name(name) for name in experts}
     ends = {name.rsplit(".", 1)[-1] for name in modules}
-    others = [
+    excluded = [
         name
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
@@ -116,9 +116,9 @@ def _lora_config(model, r, targets, alpha, options):
         lora_alpha=2 * r if alpha is None else alpha,
         target_modules=sorted(ends),
         target_parameters=sorted(parameters) or None,
-        exclude_modules=others or None,
+        exclude_modules=excluded or None,
         task_type="CAUSAL_LM",
-        **options,
+        **others,
     )
 
 
@@ -128,12 +128,12 @@ def add_adapters(
     targets: list[str],  # full names, from resolve_targets
     alpha: float | None = None,  # the adapter is scaled by alpha / r; None: 2 r
     seed: int = 0,  # of the first factor; the second is 0, so that nothing changes at first
-    **options,  # other fields of PEFT's LoraConfig, such as use_rslora
+    **others,  # further fields of peft.LoraConfig, such as lora_dropout
 ):  # a PeftModel, its adapters in float32
     "Put LoRA adapters on exactly these weights, with a reproducible start."
     from peft import get_peft_model
 
-    config = _lora_config(model, r, targets, alpha, options)
+    config = _lora_config(model, r, targets, alpha, others)
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         torch.manual_seed(seed)

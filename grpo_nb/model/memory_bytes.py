@@ -101,6 +101,9 @@ _oss = dict(
     mlp_bias=True,
     max_positions=131_072,
 )
+_tied_llama = dict(tied=True, max_positions=131_072)
+_qwen3 = dict(qk_norm=True, max_positions=40_960)
+_qwen2 = dict(qkv_bias=True, max_positions=32_768)
 MODELS = {
     shape.name: shape
     for shape in (
@@ -108,36 +111,45 @@ MODELS = {
         ModelShape("gpt-oss-120b", 36, experts=128, windows=(128, None) * 18, **_oss),
         ModelShape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256, max_positions=131_072),
         ModelShape("Llama-3.3-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, max_positions=131_072),
+        ModelShape("Llama-3.2-1B", 16, 2048, 8192, 32, 8, 64, 128_256, **_tied_llama),
+        ModelShape("Llama-3.2-3B", 28, 3072, 8192, 24, 8, 128, 128_256, **_tied_llama),
+        ModelShape("Mistral-7B-v0.3", 32, 4096, 14_336, 32, 8, 128, 32_768, max_positions=32_768),
+        ModelShape("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 128, 151_936, tied=True, **_qwen3),
+        ModelShape("Qwen3-1.7B", 28, 2048, 6144, 16, 8, 128, 151_936, tied=True, **_qwen3),
+        ModelShape("Qwen3-4B", 36, 2560, 9728, 32, 8, 128, 151_936, tied=True, **_qwen3),
+        ModelShape("Qwen3-8B", 36, 4096, 12_288, 32, 8, 128, 151_936, **_qwen3),
+        ModelShape("Qwen3-14B", 40, 5120, 17_408, 40, 8, 128, 151_936, **_qwen3),
         ModelShape(
-            "Qwen3-8B", 36, 4096, 12_288, 32, 8, 128, 151_936, qk_norm=True, max_positions=40_960
-        ),
-        ModelShape(
-            "Qwen3-4B",
+            "DeepSeek-R1-0528-Qwen3-8B",
             36,
-            2560,
-            9728,
+            4096,
+            12_288,
             32,
             8,
             128,
             151_936,
-            tied=True,
             qk_norm=True,
-            max_positions=40_960,
+            max_positions=131_072,
         ),
         ModelShape(
             "Phi-4", 40, 5120, 17_920, 40, 10, 128, 100_352, joined=True, max_positions=16_384
         ),
+        ModelShape("Qwen2.5-1.5B", 28, 1536, 8960, 12, 2, 128, 151_936, tied=True, **_qwen2),
+        ModelShape("Qwen2.5-3B", 36, 2048, 11_008, 16, 2, 128, 151_936, tied=True, **_qwen2),
+        ModelShape("Qwen2.5-7B", 28, 3584, 18_944, 28, 4, 128, 152_064, **_qwen2),
         ModelShape(
-            "Qwen2.5-1.5B",
-            28,
-            1536,
-            8960,
-            12,
-            2,
-            128,
-            151_936,
+            "Gemma-3-1B",
+            26,
+            1152,
+            6912,
+            4,
+            1,
+            256,
+            262_144,
+            windows=((512,) * 5 + (None,)) * 4 + (512,) * 2,
             tied=True,
-            qkv_bias=True,
+            qk_norm=True,
+            norms=4,
             max_positions=32_768,
         ),
     )
@@ -263,7 +275,8 @@ def _windows(config, layers):
 # %% ../../nbs/model/18_memory_bytes.ipynb #04dd0b02
 def _known(name):
     "The shape in MODELS for a name, upper or lower case; None if there is none."
-    plain = re.sub("-(instruct|base|bf16)$", "", name.lower().rsplit("/", 1)[-1])
+    plain = name.lower().rsplit("/", 1)[-1]
+    plain = re.sub("-(instruct|it|base|bf16|unsloth|bnb-4bit)(?=-|$)", "", plain)
     return next((shape for known, shape in MODELS.items() if known.lower() == plain), None)
 
 

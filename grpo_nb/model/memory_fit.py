@@ -52,10 +52,16 @@ CARDS = {
     card.name: card
     for card in (
         Card("T4", 14.74, (7, 5)),
+        Card("V100-16", 15.77, (7, 0)),
+        Card("A10G", 21.98, (8, 6)),
         Card("L4", 22.16, (8, 9)),
+        Card("RTX 3090", 23.68, (8, 6)),
+        Card("RTX 4090", 23.64, (8, 9)),
+        Card("RTX 5090", 31.36, (12, 0)),
         Card("A100-40", 39.56, (8, 0)),
         Card("A100-80", 79.15, (8, 0)),
         Card("L40S", 44.39, (8, 9)),
+        Card("RTX A6000", 47.4, (8, 6)),
         Card("H100", 79.18, (9, 0)),
         Card("H200", 139.8, (9, 0)),
         Card("B200", 178.35, (10, 0)),
@@ -95,6 +101,7 @@ PARTS = {  # part -> its label in tables
 }
 
 # %% ../../nbs/model/19_memory_fit.ipynb #8f6bb702
+# the trainer draws with its engine; the others are what it is compared with
 SAMPLERS = ("engine", "vllm", "vllm_sleep")
 ALL = 2**40  # tokens of a slice: more than any batch has, so all are computed at once
 

@@ -900,10 +900,10 @@ class GRPOTrainer:
                 "there is no train_dataset: pass a datasets.Dataset, or a list of {'prompt': ...}"
             )
         checkpoint = find_checkpoint(resume, self.config.output_dir)
-        make_folder(self.config.output_dir)
         self.source.check_room(self.train_dataset)
         if self.config.eval_strategy != "no":
             self.source.check_room(self.eval_dataset, "evaluation data: ")
+        make_folder(self.config.output_dir)
         rows = len(self.train_dataset)
         saved = self.checkpointer.read(checkpoint, rows) if checkpoint else None
         self.begin_parts()

@@ -151,6 +151,16 @@ def test_parameters_of_a_family(kind):
         ("Qwen3-4B", 4.022468096),
         ("Phi-4", 14.659507200),
         ("Qwen2.5-1.5B", 1.543714304),
+        ("Qwen2.5-3B", 3.085938688),
+        ("Qwen2.5-7B", 7.615616512),
+        ("Qwen3-0.6B", 0.596049920),
+        ("Qwen3-1.7B", 1.720574976),
+        ("Qwen3-14B", 14.768307200),
+        ("DeepSeek-R1-0528-Qwen3-8B", 8.190735360),
+        ("Llama-3.2-1B", 1.235814400),
+        ("Llama-3.2-3B", 3.212749824),
+        ("Mistral-7B-v0.3", 7.248023552),
+        ("Gemma-3-1B", 0.999885952),
     ],
 )
 def test_parameters_of_the_models_that_are_known(name, billions):
@@ -172,6 +182,8 @@ def test_full_size_gpt_oss_has_these_weights(name):
 def test_names(name):
     assert read_shape(name) is MODELS["gpt-oss-20b"]
     assert read_shape("meta-llama/Llama-3.1-8B-Instruct") is MODELS["Llama-3.1-8B"]
+    assert read_shape("mistralai/Mistral-7B-Instruct-v0.3") is MODELS["Mistral-7B-v0.3"]
+    assert read_shape("unsloth/gemma-3-1b-it-bnb-4bit") is MODELS["Gemma-3-1B"]
 
 
 def test_a_folder_and_a_nested_configuration(tmp_path):

@@ -13,6 +13,7 @@ from grpo_nb.model.loading import load_model
 from grpo_nb.model.memory_bytes import MODELS, GiB, weight_bytes
 from grpo_nb.model.memory_fit import ALL, CARDS, CUDA_CONTEXT, Card
 from grpo_nb.planning.plan import (
+    NO_SETTING,
     Setup,
     advice_text,
     advise,
@@ -358,8 +359,8 @@ def test_a_context_is_kept_to_the_token(context):
 
 
 def test_advice_speaks_the_words_of_config_and_loader():
-    known = {*vars(GRPOConfig()), *inspect.signature(load_model).parameters, "use_vllm"}
-    others = {"training with GRPOTrainer", "no second model"}
+    known = {*vars(GRPOConfig()), *inspect.signature(load_model).parameters}
+    others = {*NO_SETTING.values()}
     for model in MODELS:
         for start in (
             dict(sampler="vllm", reference=True, attention="eager", slice_tokens=8192),
@@ -405,13 +406,13 @@ def test_advice_knows_the_format_of_the_experts_and_cards_that_need_no_advice():
         for a in advise(plan("gpt-oss-20b", "L4", weights="nf4", double_quant=True, context=4096))
     ] == ["load_in_4bit=True"]
     text = advice_text(
-        plan("gpt-oss-20b", "L4", context=131_072, offload_embedding=True, offload_activations=True)
+        plan("gpt-oss-20b", "L4", context=240_000, offload_embedding=True, offload_activations=True)
     )
     assert (
         "a card like the A100-40, which takes it as it was asked for" in text
     )  # a compute capability below the L4's, and enough memory
     assert plan(
-        "gpt-oss-20b", "A100-40", context=131_072, offload_embedding=True, offload_activations=True
+        "gpt-oss-20b", "A100-40", context=240_000, offload_embedding=True, offload_activations=True
     ).fits
 
 

@@ -1,0 +1,271 @@
+"`grpo-nb train`: a recipe becomes a trained model, and a bad start writes nothing."
+
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import CLOCKS, one_thread  # noqa: F401
+from transformers import AutoModelForCausalLM
+
+from grpo_nb import cli
+from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.recipe import DataSettings, recipe_of
+from grpo_nb.script import load_rows, model_of, rewards_of, trainer_of
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "recipes" / "tiny_arithmetic.yaml"
+SMALL = "--per_device_train_batch_size 16 --logging_steps 1 --warmup_steps 0".split()
+
+
+def train(out, *words):
+    "`grpo-nb train` with the tiny recipe and flags on top; the exit status."
+    return cli.main(["train", "--config", str(TINY), "--output_dir", str(out), *map(str, words)])
+
+
+def records(out):
+    "The log of a run, without its clocks."
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    "A tiny model and its tokenizer, saved as transformers does."
+    path = tmp_path_factory.mktemp("model")
+    for part in tiny_gpt_oss():
+        part.save_pretrained(path)
+    return path
+
+
+def test_the_first_recipe_learns(tmp_path):
+    words = "--max_steps 36 --logging_steps 1 --warmup_steps 0 --learning_rate 3e-3".split()
+    assert train(tmp_path / "run", *words, "--per_device_train_batch_size", 128) == 0
+    rewards = [record["reward"] for record in records(tmp_path / "run")]
+    assert len(rewards) == 36 and sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    start, _ = tiny_gpt_oss()
+    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
+
+
+def test_resume_goes_on_with_a_run_and_begins_one_where_there_is_none(tmp_path, capsys):
+    words = [*SMALL, "--lr_scheduler_type", "constant", "--save_steps", 2]
+    for name, steps in (("whole", [4]), ("parts", [2, 4])):
+        for last in steps:
+            assert train(tmp_path / name, *words, "--max_steps", last, "--resume") == 0
+    whole, parts = ((tmp_path / name) for name in ("whole", "parts"))
+    assert [r["reward"] for r in records(whole)] == [r["reward"] for r in records(parts)]
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+    assert not list(parts.glob("earlier-run-*"))
+    assert train(parts, *words, "--max_steps", 4, "--resume") == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert train(parts, *words, "--max_steps", 2) == 0 and list(parts.glob("earlier-run-*"))
+
+
+BAD = [
+    (["--reward_funcs", "exact_anser_reward"], 2, "the nearest is 'exact_answer_reward'"),
+    (["--reward_funcs", "nowhere:score"], 2, "nowhere cannot be read"),
+    (["--dataset_name", "no_such.jsonl"], 2, "dataset_name='no_such.jsonl' has no rows"),
+    (["--dataset_name", "grpo_nb.demo:greedy_answers"], 2, "cannot be called as it is"),
+    (["--model_name_or_path", "no/such/model"], 2, "no folder 'no/such/model'"),
+    (["--model_name_or_path", "grpo_nb.model.tiny:tiny_gpt"], 2, "nearest is 'tiny_gpt_oss'"),
+    (["--load_in_4bit"], 2, "load_in_4bit=True is for a model that is loaded by its name"),
+    (["--use_peft"], 2, "lora_target_modules is missing"),
+    (["--use_peft", "--lora_target_modules", "q"], 2, "lora_target_modules names 'q'"),
+    (["--use_peft", "--lora_target_modules", "experts"], 2, "set lora_dropout: 0"),
+    (["--reward_weights", "1", "2"], 2, "give one weight each"),
+    (["--generation_batch_size", "12"], 2, "12"),
+    (["--max_prompt_length", "5"], 1, "The prompt of row 0 has 6 tokens"),
+    (["--resume_from_checkpoint"], 1, "no checkpoint in"),
+]
+
+
+@pytest.mark.parametrize("words, status, sentence", BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_start_is_a_sentence_and_writes_nothing(words, status, sentence, tmp_path, capsys):
+    assert train(tmp_path / "out", *words) == status
+    said = capsys.readouterr().err.splitlines()
+    assert sentence in said[-1] and said[-1].startswith("grpo-nb train: "), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_files_folders_and_functions(tmp_path, monkeypatch):
+    from datasets import Dataset, DatasetDict
+
+    rows = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(4)]
+    data = Dataset.from_list(rows)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    data.to_csv(tmp_path / "rows.csv")
+    data.to_parquet(tmp_path / "rows.parquet")
+    data.save_to_disk(tmp_path / "one")
+    DatasetDict(train=data, test=data.select([0])).save_to_disk(tmp_path / "two")
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "train.jsonl").write_text(lines)
+    (tmp_path / "splits" / "test.jsonl").write_text(lines[: lines.index("\n") + 1])
+    (tmp_path / "mine.py").write_text(
+        f"ROWS = {rows}\n"
+        "def rows(): return ROWS\n"
+        "def parts(split): return ROWS[:1] if split == 'test' else ROWS\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    names = "rows.jsonl rows.json rows.csv rows.parquet one two splits mine.py:rows mine.py:parts"
+    for name in names.split():
+        found = load_rows(DataSettings(dataset_name=name), "train")
+        assert [dict(row) for row in found] == rows, name
+    for name in ("two", "splits", "mine.py:parts"):
+        found = load_rows(DataSettings(dataset_name=name), "test")
+        assert [dict(row) for row in found] == rows[:1], name
+    for name in ("two", "splits"):
+        with pytest.raises(ValueError, match=f"dataset_name='{name}' has no rows 'held_out'"):
+            load_rows(DataSettings(dataset_name=name), "held_out")
+
+
+def test_evaluation_takes_the_second_part_and_a_reward_of_a_file(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, **kw): return [1.0] * len(completions)"
+    )
+    words = ["--eval_strategy", "steps", "--eval_steps", 2, "--num_generations_eval", 1]
+    rewards = ["--reward_funcs", f"{tmp_path}/mine.py:score", "exact_answer_reward"]
+    assert train(tmp_path / "run", *SMALL, *words, *rewards, "--max_steps", 2) == 0
+    last = records(tmp_path / "run")[-1]
+    assert last["eval_rewards/score/mean"] == 1 and "eval_rewards/exact_answer_reward/mean" in last
+    model = DataSettings(reward_funcs="proximity_reward", reward_model_name_or_path="judge")
+    assert [getattr(one, "__name__", one) for one in rewards_of(model)] == [
+        "judge",
+        "proximity_reward",
+    ]
+
+
+def test_an_adapter_on_a_model_in_4_bits(folder, tmp_path):
+    from peft import PeftModel
+
+    lora = "--use_peft --lora_r 4 --lora_alpha 4 --lora_dropout 0 --lora_target_modules all".split()
+    words = [*SMALL, "--model_name_or_path", folder, "--load_in_4bit", "--offload_embedding", *lora]
+    assert train(tmp_path / "run", *words, "--max_steps", 2) == 0
+    settings = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 4, 0)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "run"
+    )
+    moved = [p.abs().max() for name, p in loaded.named_parameters() if "lora_B" in name]
+    assert len(moved) > 4 and all(moved)
+
+
+def test_settings_of_loading_and_of_the_adapter_are_honoured(folder):
+    given = dict(
+        model_name_or_path=str(folder),
+        dtype="bfloat16",
+        attn_implementation="eager",
+        use_peft=True,
+        lora_target_modules="all-linear",
+        lora_modules_to_save=["lm_head"],
+        use_rslora=True,
+        use_cpu=True,
+        seed=3,
+    )
+    model, tokenizer = model_of(recipe_of(given))
+    assert model.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager" and tokenizer is not None
+    settings = model.peft_config["default"]
+    assert (settings.r, settings.lora_alpha, settings.lora_dropout) == (16, 32, 0.05)
+    assert settings.use_rslora and settings.modules_to_save == ["lm_head"]
+    trained = {
+        name.split(".lora_")[0].split(".")[-1]
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} < trained and "experts" not in str(trained)
+
+
+def test_the_last_line_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    from grpo_nb import script
+
+    def stopped(trainer, recipe):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "trainer_of", lambda recipe: types.SimpleNamespace())
+    monkeypatch.setattr(script, "train_and_save", stopped)
+    assert train(tmp_path / "my run", "--max-steps", 3, "--resume") == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"Stopped. To go on with what was saved: grpo-nb train --config {TINY}")
+    assert last.endswith(f"--output_dir '{tmp_path}/my run' --max_steps 3 --resume")
+
+
+def test_a_trainer_of_a_recipe_has_written_nothing(tmp_path):
+    given = dict(
+        model_name_or_path="grpo_nb.model.tiny:tiny_gpt_oss",
+        dataset_name="grpo_nb.environments.arithmetic:addition_problems",
+        reward_funcs="proximity_reward",
+        output_dir=str(tmp_path / "out"),
+        use_cpu=True,
+    )
+    trainer = trainer_of(recipe_of(given))
+    assert len(trainer.train_dataset) == 7600 and trainer.eval_dataset is None
+    assert not (tmp_path / "out").exists()
+
+
+def launched(*words, cwd):
+    "A command of this Python on the CPU, with a launcher: exit status, and what it printed."
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        cwd=cwd,
+    )
+
+
+@pytest.mark.full
+def test_two_processes_of_torchrun_train_one_model(tmp_path):
+    words = ["--config", TINY, "--output_dir", "run", *SMALL, "--save_steps", "2"]
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m grpo_nb train".split()
+    done = launched(*launcher, *words, "--max_steps", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("The model is in run") == 1
+    assert "generation_batch_size = 32" in done.stdout  # 2 x 16
+    done = launched(*launcher, *words, "--max_steps", "3", "--resume", cwd=tmp_path)
+    assert done.returncode == 0 and len(records(tmp_path / "run")) == 3
+
+
+@pytest.mark.full
+def test_accelerate_launches_a_recipe(tmp_path):
+    launcher = "-m accelerate.commands.launch --cpu --num_processes 1 -m grpo_nb train".split()
+    words = ["--config", TINY, "--output_dir", "run", *SMALL, "--max_steps", "2"]
+    done = launched(*launcher, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(records(tmp_path / "run")) == 2
+
+
+@pytest.mark.full
+def test_sigterm_leaves_a_checkpoint_to_resume_from(tmp_path):
+    out, log = tmp_path / "run", tmp_path / "run" / "log.jsonl"
+    words = ["-m", "grpo_nb", "train", "--config", TINY, "--output_dir", out, *SMALL]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words), "--max_steps", "10000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not (log.exists() and len(records(out)) > 2):
+        time.sleep(0.1)
+    process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "--max_steps 10000 --resume" in said, said
+    (checkpoint,) = out.glob("checkpoint-*")
+    step = int(checkpoint.name.split("-")[1])
+    done = launched(*words, "--max_steps", step + 1, "--resume", cwd=tmp_path)
+    assert done.returncode == 0 and records(out)[-1]["step"] == step + 1, done.stderr
