@@ -121,6 +121,8 @@ def test_rows_of_files_folders_and_functions(tmp_path, monkeypatch):
     for name in ("two", "splits", "mine.py:parts"):
         found = load_rows(DataSettings(dataset_name=name), "test")
         assert [dict(row) for row in found] == rows[:1], name
+    stream = load_rows(DataSettings(dataset_name="splits", dataset_streaming=True), "train")
+    assert not hasattr(stream, "__len__") and list(stream) == rows
     for name in ("two", "splits"):
         with pytest.raises(ValueError, match=f"dataset_name='{name}' has no rows 'held_out'"):
             load_rows(DataSettings(dataset_name=name), "held_out")
