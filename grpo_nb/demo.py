@@ -143,7 +143,9 @@ class MinuteLines(TrainerCallback):
         self.every, self.out, self.last, self.accuracy = every, out, None, ""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        "Print a line if one is due."
+        "Print a line if one is due; the summary at the end of a run is not one."
+        if "train_runtime" in logs:
+            return
         if "held_out_accuracy" in logs:
             self.accuracy = f", held-out accuracy {logs['held_out_accuracy']:.3f}"
         now, done = time.monotonic(), state.global_step == state.max_steps

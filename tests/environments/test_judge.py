@@ -363,9 +363,9 @@ def test_nobody_listens():
             assert ask(make(url), ["a", "b"]) == [None, None]
         with (
             pytest.warns(UserWarning, match="ConnectError"),
-            pytest.raises(RewardError, match="no reward function judged any completion: 'judge'"),
+            pytest.warns(UserWarning, match="no reward function judged any completion: 'judge'"),
         ):
-            score_completions([make(url)], ["p"], ["a"])
+            assert score_completions([make(url)], ["p"], ["a"]).isnan().all()
 
 
 def test_a_name_that_nobody_knows():
