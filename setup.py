@@ -36,7 +36,7 @@ setup(
     long_description_content_type="text/markdown",
     author=cfg["author"],
     author_email=cfg["author_email"],
-    project_urls={"Repository": cfg["git_url"]},
+    url=cfg["git_url"],
     keywords=cfg["keywords"].split(),
     license="Apache-2.0",
     classifiers=[

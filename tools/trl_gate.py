@@ -6,7 +6,7 @@ PATH is a file of TRL's public repository, which is not kept here. The tiny mode
 that the tests take from the Hugging Face hub are built on disk under the same names (the models
 of images are not), the line that imports the trainer is swapped, and every test runs once for
 each library. OUT/gate.json holds each test's outcome for both, with versions and date; the table
-that is printed counts them.
+that is printed counts them. docs/trl_gate.json is what --record wrote last.
 """
 
 import argparse
@@ -262,6 +262,7 @@ def main():
     parser.add_argument("tests", type=Path, help="TRL's tests/test_grpo_trainer.py")
     parser.add_argument("--out", type=Path, default=Path("gate"), help="a folder that is made new")
     parser.add_argument("--only", choices=list(LIBRARIES), help="one library alone")
+    parser.add_argument("--record", type=Path, help="a file for the counts and each test's kind")
     args, rest = parser.parse_known_args()
     out = args.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
@@ -281,6 +282,11 @@ def main():
         record["tests"][name] = {"kind": kind, "here": ours, "trl": theirs}
     (out / "gate.json").write_text(json.dumps(record, indent=1))
     counts = collections.Counter(one["kind"] for one in record["tests"].values())
+    if args.record:
+        folder = f"{out / 'hub'}/"
+        kinds = {name.replace(folder, ""): one["kind"] for name, one in record["tests"].items()}
+        short = {**record, "counts": dict(counts.most_common()), "tests": kinds}
+        args.record.write_text(json.dumps(short, indent=1) + "\n")
     print(f"{record['date']}, {versions}")
     for kind, count in counts.most_common():
         print(f"{count:4} {kind}")

@@ -792,6 +792,9 @@ class RunSettings(Settings):
                 f"{judged} needs evaluations to tell how good the model is, and eval_strategy "
                 "is 'no': set it to 'steps' or 'epoch'."
             )
+        if judged or self.metric_for_best_model:  # EarlyStoppingCallback reads both
+            name, self.greater_is_better = self.best_is()
+            self.metric_for_best_model = self.metric_for_best_model or name.removeprefix("eval_")
         if not self.load_best_model_at_end or self.save_strategy == "best":
             return
         if (

@@ -956,10 +956,12 @@ class GRPOTrainer:
 
     def description(self) -> str:
         "Lines to print as a run begins: what trains, the number format, the batch sizes."
-        corrected = (
-            "\nsampling is truncated or penalised, so tokens are weighed by trainer / sampler "
-            "probability"
+        why = (
+            "sampling is truncated or penalised"
+            if self.rollout_func is None
+            else "completions come from rollout_func (TRL does this with use_vllm alone)"
         )
+        corrected = f"\n{why}, so tokens are weighed by trainer / sampler probability"
         name = self.precision.name if self.precision.dtype else "full"
         unlike = unlike_trl(self.config)
         return (

@@ -643,7 +643,9 @@ def test_every_checkpoint_but_the_best_gives_way(tmp_path):
     assert (again.state.best_metric, again.state.best_global_step) == (pytest.approx(0.1), 5)
 
 
-def test_transformers_early_stopping(tmp_path):
+@pytest.mark.parametrize("given", [{"metric_for_best_model": "reward"}, {}])
+def test_transformers_early_stopping(given, tmp_path):
+    "The callback reads both settings of the config, which follow from what is given."
     settings = dict(
         eval_strategy="steps",
         eval_steps=1,
@@ -651,8 +653,7 @@ def test_transformers_early_stopping(tmp_path):
         max_steps=9,
         load_best_model_at_end=True,
         save_strategy="best",
-        metric_for_best_model="reward",
-        greater_is_better=True,
+        **given,
     )
     trainer = small_trainer(
         tmp_path,
