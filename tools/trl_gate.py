@@ -104,6 +104,13 @@ def __getattr__(name):
     return pytest.mark.skipif(missing, reason=f"needs {package}")
 """  # in place of TRL's own, which asks for names of the version that it belongs to
 
+CPU_IN_BFLOAT16 = """
+from transformers import training_args
+
+# TRL's default is bfloat16, which transformers looks for on a GPU alone; a CPU has it too
+training_args.is_torch_bf16_gpu_available = lambda: True
+"""
+
 
 def tokenizer():
     "A byte-level tokenizer with a chat template of the common form."
@@ -188,6 +195,8 @@ def prepare(
         raise SystemExit(f"{tests} does not hold the line {IMPORT!r} once: is it TRL's file?")
     text = text.replace(IMPORT, LIBRARIES[library] or IMPORT).replace(HUB, f"{hub}/")
     (folder / "__init__.py").touch()
+    if not torch.cuda.is_available():
+        (folder / "conftest.py").write_text(CPU_IN_BFLOAT16)
     (folder / tests.name).write_text(text)
     (folder / "testing_utils.py").write_text(TESTING_UTILS)
 
@@ -219,7 +228,7 @@ def run(
     prepare(tests, library, out / "hub", folder)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not torch.cuda.is_available():
-        environment["ACCELERATE_USE_CPU"] = "true"  # TRL asks for it where it computes in bfloat16
+        environment["ACCELERATE_USE_CPU"] = "true"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(folder.parent), "-c", os.devnull, f"--junitxml={report}"]
     with (out / library / "log.txt").open("w") as log:
