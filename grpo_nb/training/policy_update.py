@@ -505,6 +505,7 @@ class PolicyUpdate:
         """The loss that an evaluation reports (TRL's `eval_loss`): that of `loss_of`, as if the
         batch were a window of its own. Nothing is logged, and no other process is asked."""
         kept, self.window = self.window, Window(self.device)
+        seconds = dict(self.metrics.seconds)  # an evaluation is no part of an update
         quantile, total = self.config.top_entropy_quantile, 0.0
         try:
             self.window.expect(max(float(batch.loss_mask.sum()), 1.0))
@@ -518,7 +519,7 @@ class PolicyUpdate:
                     chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
                     total += share * self.loss_of(piece, logps, entropies, chosen).loss.item()
         finally:
-            self.window = kept
+            self.window, self.metrics.seconds = kept, seconds
         return total
 
     # the step

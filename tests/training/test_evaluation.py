@@ -1,5 +1,7 @@
 "An evaluation answers every row as often as asked, and leaves no trace."
 
+import math
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -84,3 +86,10 @@ def test_the_loss_of_an_evaluation_is_that_of_its_completions(tmp_path):
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().split([5, 5, 2])
     each = [-(a * n).sum() / n.sum() * len(n) for a, (_, n) in zip(advantages, parts[1:])]
     assert losses[5] == pytest.approx(sum(each).item() / 12, abs=1e-5)
+
+
+def test_an_evaluation_takes_no_seconds_of_an_update(tmp_path):
+    trainer = small_trainer(tmp_path, beta=0.1, num_generations_eval=2)
+    trainer.metrics.seconds = {"train": 1.5}
+    assert math.isfinite(trainer.evaluate(SUMS[:2])["eval_loss"])
+    assert trainer.metrics.seconds == {"train": 1.5}
