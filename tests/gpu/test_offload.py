@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -32,9 +33,8 @@ LAYERS, H = 8, 512
 def exact_products():
     "The same kernels, summing in the same order, on every run."
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in another order each time
-    yield
-    torch.backends.cuda.enable_cudnn_sdp(True)
+    with sdpa_kernel(SDPBackend.MATH):  # the others' backward adds in another order each time
+        yield
     torch.use_deterministic_algorithms(False)
 
 
