@@ -230,13 +230,14 @@ def seconds(function, text, tries):
 
 def growth(function, make, longest=LONGEST, tries=5):
     """How much longer twice the text takes: the least of `tries`; where that is over 2.5, the least
-    of five, there and at twice the length. 0.0 for what is done in 5 ms at every length."""
+    of five, there and at two and four times the length, since a text that outgrows a cache takes a
+    single step. 0.0 for what is done in 5 ms at every length."""
     length = 512
     while seconds(function, make(length), 1) < LEAST_S:
         length *= 2
         if length > longest:
             return 0.0
-    for n, least_of in ((length, tries), (length, 5), (2 * length, 5)):
+    for n, least_of in ((length, tries), (length, 5), (2 * length, 5), (4 * length, 5)):
         ratio = seconds(function, make(2 * n), least_of) / seconds(function, make(n), least_of)
         if ratio <= 2.5:
             break
