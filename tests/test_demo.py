@@ -1,6 +1,6 @@
-"""The demo as its user runs it, at its full length: interrupted, resumed, and what it reaches in
-the end; with every seed under the marker `full`. A short one is killed, damaged and put on a disk
-that is too small."""
+"""The demo as its user runs it: a short one is killed, damaged and put on a disk that is too small.
+Under the marker `full` it has its whole length: interrupted, resumed, and what it reaches in the
+end, with every seed."""
 
 import json
 import os
@@ -62,6 +62,7 @@ def learned(out):
     return numbers, {name: x.tolist() for name, x in weights.items()}, curve(out)
 
 
+@pytest.mark.full
 def test_interrupted_and_resumed_it_learns_what_it_promises(tmp_path):
     out = tmp_path / "run"
     first = demo("--out", out)
