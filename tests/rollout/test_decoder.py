@@ -212,25 +212,30 @@ def test_rows_that_end_are_dropped_and_change_nothing():
         assert state.counts[i] == length and state.ids[i, :length].tolist() == row[:length]
 
 
-def test_under_autocast():
-    model, tokenizer = tiny_gpt_oss(0)
-    rollout = RolloutEngine(model, tokenizer, autocast_dtype=torch.bfloat16).generate(
-        TEXTS, SamplingParams(max_tokens=5, seed=0, stop_token_ids=())
-    )
-    for prompt, ids, logps in zip(
-        rollout.prompt_ids, rollout.completion_ids.tolist(), rollout.logps
-    ):
-        with torch.no_grad():
-            full = (
-                model(input_ids=torch.tensor([prompt + ids]))
-                .logits[0, len(prompt) - 1 : -1]
-                .log_softmax(-1)
-            )
-        torch.testing.assert_close(logps, full[range(5), ids], atol=0.05, rtol=0)
-    exact = RolloutEngine(model, tokenizer).generate(
-        TEXTS, SamplingParams(max_tokens=5, seed=0, stop_token_ids=())
-    )
-    assert not torch.equal(exact.logps, rollout.logps)  # it was computed in bfloat16
+def test_under_autocast_it_errs_no_more_than_the_modules():
+    """Over five seeds, by the median: rounding that sends a token to another expert, on either
+    side, says nothing of the sampler."""
+    ours, theirs = [], []
+    for seed in range(5):
+        model, tokenizer = tiny_gpt_oss(seed)
+        rollout = RolloutEngine(model, tokenizer, autocast_dtype=torch.bfloat16).generate(
+            TEXTS, SamplingParams(max_tokens=5, seed=seed, stop_token_ids=())
+        )
+        for prompt, ids, logps in zip(
+            rollout.prompt_ids, rollout.completion_ids.tolist(), rollout.logps
+        ):
+
+            def by_modules(bfloat16, prompt=prompt, ids=ids, model=model):
+                whole = torch.tensor([prompt + ids])
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                    logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1]
+                return logits.float().log_softmax(-1)[range(5), ids]
+
+            exact = by_modules(False)
+            ours.append(logps - exact)
+            theirs.append(by_modules(True) - exact)
+    ours, theirs = torch.cat(ours).abs().median(), torch.cat(theirs).abs().median()
+    assert 0 < ours < 1.5 * theirs  # not 0: it was computed in bfloat16
 
 
 def test_the_training_state_is_left_alone():
