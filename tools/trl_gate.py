@@ -5,8 +5,11 @@
 PATH is a file of TRL's public repository, which is not kept here. The tiny models and data sets
 that the tests take from the Hugging Face hub are built on disk under the same names (the models
 of images are not), the line that imports the trainer is swapped, and every test runs once for
-each library. OUT/gate.json holds each test's outcome for both, with versions and date; the table
-that is printed counts them. docs/trl_gate.json is what --record wrote last.
+each library. OUT/gate.json holds each test's outcome for both, with versions and date. What is
+printed counts them, and names each test that TRL passes and this library does not, with its
+reason. docs/trl_gate.json is what --record wrote last; docs/from_trl.md has a section made of it.
+
+Half an hour on two cores. `--only grpo_nb` runs one half, and takes the other from OUT.
 """
 
 import argparse
@@ -15,7 +18,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +40,16 @@ CAUSAL = {  # name on the hub -> class of its config, and what it needs besides
     "tiny-MistralForCausalLM-0.2": ("MistralConfig", {}),
     "tiny-Gemma2ForCausalLM": ("Gemma2Config", {"head_dim": 4}),
     "tiny-Cohere2ForCausalLM": ("Cohere2Config", {}),
+    "tiny-Glm4MoeForCausalLM": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 4,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "tiny-GptOssForCausalLM": (
         "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},
@@ -56,6 +68,9 @@ SIZES = {  # of every tiny model
     "num_key_value_heads": 2,
     "initializer_range": 0.5,
 }
+VOCABULARY = (
+    20_000  # so large that a completion hardly ever ends by chance, as with released models
+)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -112,6 +127,20 @@ training_args.is_torch_bf16_gpu_available = lambda: True
 """
 
 
+PACKAGES = ("trl", "transformers", "torch")
+KINDS = {
+    "passed": "pass with both libraries",
+    "refused": "are refused here with a sentence that says what to write instead",
+    "different": "show a difference that is meant",
+    "worded": "want TRL's words: here the same mistake gives another sentence",
+    "private": "look at parts of TRL that are not its interface",
+    "fixture": "do not pass with TRL either, on the models and data built here",
+    "skipped": "are skipped with both: they need a GPU or a package that is not here",
+    "unexplained": "differ without a reason",
+}
+REASONS = []  # (kind, reason, tests)
+
+
 def tokenizer():
     "A byte-level tokenizer with a chat template of the common form."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -128,8 +157,11 @@ def tokenizer():
         show_progress=False,
     )
     made.train_from_iterator(SENTENCES, trainer)
+    learnt = json.loads(made.to_str())
+    words = learnt["model"]["vocab"]
+    words |= {f"word{i}": i for i in range(len(words), VOCABULARY)}  # which no merge leads to
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=Tokenizer.from_str(json.dumps(learnt)),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
@@ -242,26 +274,48 @@ def run(
     return outcomes(report)
 
 
-def kind_of(
+def verdict(
+    name: str,  # of a test
     ours: tuple[str, str],
     theirs: tuple[str, str],
-) -> str:  # what a test shows
-    "Passed, not passing in TRL either, refused with a sentence, private, or different."
-    state, message = ours
-    if theirs[0] != "passed":
-        return f"{theirs[0]} in TRL too"
-    if state == "passed":
-        return "passed"
-    refused = (
-        r"(cannot be honoured|not supported|not here|changes nothing here|There is no setting)"
-    )
-    if re.search(refused, message):
-        return "refused"
-    if re.search(
-        r"AttributeError: .*has no attribute '_|object has no attribute|does not have the", message
-    ):
-        return "private"
-    return "different"
+) -> tuple[str, str]:  # one of KINDS and the reason, which is empty where it passed
+    "What a test shows."
+    if theirs[0] == "passed" == ours[0]:
+        return "passed", ""
+    for kind, reason, tests in REASONS:
+        if (kind == "fixture") == (theirs[0] != "passed") and test_of(name) in tests:
+            return kind, reason
+    if theirs[0] == "skipped":
+        return "skipped", theirs[1]
+    return ("unexplained", theirs[1]) if theirs[0] != "passed" else ("unexplained", ours[1])
+
+
+def test_of(name: str) -> str:  # Class::test[parameters]
+    "The function of a test."
+    return name.split("::")[1].split("[")[0]
+
+
+def summary(record: dict) -> str:  # several lines
+    "The counts, and the reason of each test that TRL passes and this library does not."
+    lines = [f"{record['date']}, {record['versions']}"]
+    lines += [f"{record['counts'].get(kind, 0):4} {words}" for kind, words in KINDS.items()]
+    for name, (kind, reason) in record["tests"].items():
+        if kind not in ("passed", "skipped", "fixture"):
+            lines.append(f"{kind}: {name.split('::')[1]}: {reason}")
+    return "\n".join(lines)
+
+
+def found_of(
+    library: str,
+    args: argparse.Namespace,
+    rest: list[str],  # for pytest
+) -> dict[str, tuple[str, str]]:
+    "The outcomes of one library: run now, or those of the last time where `--only` says so."
+    if args.only in (None, library):
+        shutil.rmtree(args.out / library, ignore_errors=True)
+        return run(library, args.tests.resolve(), args.out, rest)
+    report = args.out / library / "report.xml"
+    return outcomes(report) if report.exists() else {}
 
 
 def main():
@@ -269,37 +323,31 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tests", type=Path, help="TRL's tests/test_grpo_trainer.py")
-    parser.add_argument("--out", type=Path, default=Path("gate"), help="a folder that is made new")
-    parser.add_argument("--only", choices=list(LIBRARIES), help="one library alone")
+    parser.add_argument("--out", type=Path, default=Path("gate"), help="a folder for all of it")
+    parser.add_argument("--only", choices=list(LIBRARIES), help="run one library alone")
     parser.add_argument("--record", type=Path, help="a file for the counts and each test's kind")
     args, rest = parser.parse_known_args()
-    out = args.out.resolve()
-    shutil.rmtree(out, ignore_errors=True)
-    build_models(out / "hub")
-    build_data(out / "hub" / "zen")
-    found = {
-        library: run(library, args.tests.resolve(), out, rest)
-        for library in LIBRARIES
-        if args.only in (None, library)
-    }
-    versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers", "torch")}
-    record = {"date": str(datetime.date.today()), "versions": versions, "tests": {}}
-    none = ("missing", "")
+    args.out = args.out.resolve()
+    if args.only is None or not (args.out / "hub").exists():
+        shutil.rmtree(args.out, ignore_errors=True)
+        build_models(args.out / "hub")
+        build_data(args.out / "hub" / "zen")
+    found = {library: found_of(library, args, rest) for library in LIBRARIES}
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    tests, hub = {}, f"{args.out / 'hub'}/"
     for name in sorted(set().union(*found.values())):
-        ours, theirs = (found.get(library, {}).get(name, none) for library in LIBRARIES)
-        kind = kind_of(ours, theirs)
-        record["tests"][name] = {"kind": kind, "here": ours, "trl": theirs}
-    (out / "gate.json").write_text(json.dumps(record, indent=1))
-    counts = collections.Counter(one["kind"] for one in record["tests"].values())
+        both = [found[library].get(name, ("missing", "")) for library in LIBRARIES]
+        kind, reason = verdict(name, *both)
+        tests[name.replace(hub, "")] = (kind, reason.replace(hub, ""))
+    counts = dict(collections.Counter(kind for kind, _ in tests.values()).most_common())
+    date = str(datetime.date.today())
+    record = {"date": date, "versions": versions, "counts": counts, "tests": tests}
+    (args.out / "gate.json").write_text(json.dumps({**record, "outcomes": found}, indent=1))
     if args.record:
-        folder = f"{out / 'hub'}/"
-        kinds = {name.replace(folder, ""): one["kind"] for name, one in record["tests"].items()}
-        short = {**record, "counts": dict(counts.most_common()), "tests": kinds}
-        args.record.write_text(json.dumps(short, indent=1) + "\n")
-    print(f"{record['date']}, {versions}")
-    for kind, count in counts.most_common():
-        print(f"{count:4} {kind}")
+        args.record.write_text(json.dumps(record, indent=1) + "\n")
+    print(summary(record))
+    return int(bool(counts.get("unexplained")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -101,7 +101,7 @@ def load_balance_loss(
     chosen: int,  # experts of a token
     mask: torch.Tensor,  # (B, L) bool, True = a real token
 ) -> torch.Tensor:  # 0-d, with gradient; `chosen` where all experts are used alike
-    "E times the sum over experts of (share of the tokens) x (mean probability), all layers at once."
+    "E times the sum over experts of (share of the tokens) x (mean probability), over all layers."
     rows = torch.cat([logits[mask.flatten()] for logits in routers]).float()  # (n, E)
     probabilities = rows.softmax(-1)
     picked = torch.zeros_like(rows).scatter_(1, probabilities.topk(chosen).indices, 1.0)
