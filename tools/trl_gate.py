@@ -9,7 +9,8 @@ each library. OUT/gate.json holds each test's outcome for both, with versions an
 printed counts them, and names each test that TRL passes and this library does not, with its
 reason. docs/trl_gate.json is what --record wrote last; docs/from_trl.md has a section made of it.
 
-Half an hour on two cores. `--only grpo_nb` runs one half, and takes the other from OUT.
+Half an hour on two cores. `--only grpo_nb` runs one half and takes the other from OUT, `--only
+none` counts again.
 """
 
 import argparse
@@ -324,7 +325,11 @@ def main():
     )
     parser.add_argument("tests", type=Path, help="TRL's tests/test_grpo_trainer.py")
     parser.add_argument("--out", type=Path, default=Path("gate"), help="a folder for all of it")
-    parser.add_argument("--only", choices=list(LIBRARIES), help="run one library alone")
+    parser.add_argument(
+        "--only",
+        choices=[*LIBRARIES, "none"],
+        help="run one library alone, or none; the rest is taken from OUT",
+    )
     parser.add_argument("--record", type=Path, help="a file for the counts and each test's kind")
     args, rest = parser.parse_known_args()
     args.out = args.out.resolve()

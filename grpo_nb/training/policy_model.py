@@ -64,8 +64,8 @@ def check_adapters(
     for config in model.peft_config.values():
         if config.is_prompt_learning:
             raise ValueError(
-                f"the adapter is of the kind {config.peft_type.value}, which writes tokens "
-                "of its own before a prompt, and the sampler has none of these: take an "
+                f"the adapter is of the prompt-learning kind {config.peft_type.value}, which "
+                "writes tokens of its own before a prompt, and the sampler has none of these: take an "
                 "adapter inside the layers, such as peft.LoraConfig"
             )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

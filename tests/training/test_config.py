@@ -357,7 +357,7 @@ def test_generation_kwargs_that_ask_for_this_sampler():
     same = {"temperature": 0.7, "max_new_tokens": 9, "top_k": None, "eos_token_id": 5}
     config = GRPOConfig(generation_kwargs=same, temperature=0.7, max_completion_length=9)
     assert config.sampling_params().stop_token_ids == (5,) and not config.sampling_params().top_k
-    for given, words in (
+    for asked, words in (
         ({"do_sample": False}, "'do_sample': False"),
         ({"num_beams": 2}, "token by token"),
         ({"suppress_tokens": [5]}, "'suppress_tokens'"),
@@ -366,7 +366,7 @@ def test_generation_kwargs_that_ask_for_this_sampler():
         ({"max_new_tokens": 9}, "set max_completion_length"),
     ):
         with pytest.raises(ValueError, match=words):
-            GRPOConfig(generation_kwargs=given)
+            GRPOConfig(generation_kwargs=asked)
 
 
 # single values
