@@ -139,7 +139,93 @@ KINDS = {
     "skipped": "are skipped with both: they need a GPU or a package that is not here",
     "unexplained": "differ without a reason",
 }
-REASONS = []  # (kind, reason, tests)
+REASONS = [  # (kind, reason, tests)
+    (
+        "refused",
+        "beam search draws a completion from no distribution that the loss could know",
+        ["test_train_with_generation_kwargs"],
+    ),
+    (
+        "refused",
+        "there are no tools and environments in a rollout yet; a rollout_func may play them",
+        [
+            "test_train_with_unknown_environment_raises",
+            "test_environment_owned_data_requires_max_steps",
+            "test_multiple_environments_without_dataset_raises",
+        ],
+    ),
+    (
+        "different",
+        "three generations in a row that no reward function judged end the run; one is a warning",
+        ["test_warning_raised_all_rewards_none"],
+    ),
+    (
+        "different",
+        "a trainer without train_dataset may evaluate; train() asks for one",
+        ["test_dataset_required_without_environment"],
+    ),
+    (
+        "different",
+        "a stream of evaluation data is read once, and kept as a list",
+        ["test_init_with_eval_dataset"],
+    ),
+    (
+        "different",
+        "use_liger_kernel changes nothing, and a warning says so",
+        [
+            "test_liger_kernel_with_peft_lm_head_raises",
+            "test_liger_kernel_with_peft_non_lm_head_target_allowed",
+            "test_liger_kernel_with_peft_modules_to_save_lm_head_allowed",
+        ],
+    ),
+    (
+        "worded",
+        "the ValueError says that there is no reward function",
+        ["test_no_reward_source_raises"],
+    ),
+    (
+        "worded",
+        "it is a warning of Python's, given where the settings are made, and no line of TRL's log",
+        ["test_warning_raised_sequence_level_with_token_summed_loss"],
+    ),
+    (
+        "private",
+        "static methods of TRL's trainer; grpo_nb.algorithm.losses has high_entropy_mask and "
+        "off_policy_mask",
+        [
+            "test_compute_entropy_mask_0",
+            "test_compute_entropy_mask_1",
+            "test_compute_entropy_mask_lower_threshold",
+            "test_compute_entropy_threshold_0",
+            "test_compute_entropy_threshold_1",
+            "test_compute_entropy_all_masked",
+            "test_get_off_policy_mask",
+            "test_get_off_policy_mask_padding",
+        ],
+    ),
+    (
+        "private",
+        "a trainer made without its constructor, and methods whose names begin with an underscore",
+        [
+            "test_generate_prefers_rollout_func",
+            "test_generate_rollout_func_syncs_vllm_weights_when_needed",
+            "test_generate_rollout_func_raises_when_required_keys_are_missing",
+            "test_entropy_bonus_flows_gradients",
+            "test_train_reward_func_with_log_extra",
+        ],
+    ),
+    (
+        "private",
+        "data loaders and their settings; here rows are looked up by number, and streams train too",
+        [
+            "test_iterable_dataset_requires_dispatch_batches_false",
+            "test_iterable_dataset_forces_num_workers_zero",
+            "test_iterable_eval_keeps_map_style_train_workers",
+            "test_train_with_iterable_dataset",
+            "test_prepare_input_called_with_correct_data",
+        ],
+    ),
+]
 
 
 def tokenizer():
@@ -331,6 +417,7 @@ def main():
         help="run one library alone, or none; the rest is taken from OUT",
     )
     parser.add_argument("--record", type=Path, help="a file for the counts and each test's kind")
+    parser.add_argument("--source", default="TRL's", help="where PATH comes from, for the record")
     args, rest = parser.parse_known_args()
     args.out = args.out.resolve()
     if args.only is None or not (args.out / "hub").exists():
@@ -346,7 +433,8 @@ def main():
         tests[name.replace(hub, "")] = (kind, reason.replace(hub, ""))
     counts = dict(collections.Counter(kind for kind, _ in tests.values()).most_common())
     date = str(datetime.date.today())
-    record = {"date": date, "versions": versions, "counts": counts, "tests": tests}
+    record = {"date": date, "source": args.source, "versions": versions}
+    record |= {"counts": counts, "tests": tests}
     (args.out / "gate.json").write_text(json.dumps({**record, "outcomes": found}, indent=1))
     if args.record:
         args.record.write_text(json.dumps(record, indent=1) + "\n")

@@ -65,7 +65,7 @@ def check_adapters(
         if config.is_prompt_learning:
             raise ValueError(
                 f"the adapter is of the prompt-learning kind {config.peft_type.value}, which "
-                "writes tokens of its own before a prompt, and the sampler has none of these: take an "
+                "writes tokens of its own before a prompt, and the sampler has none: take an "
                 "adapter inside the layers, such as peft.LoraConfig"
             )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
