@@ -115,8 +115,9 @@ def __getattr__(name):
     if not name.startswith("require_"):
         raise AttributeError(name)
     package = name.removeprefix("require_")
-    package = {"vision": "PIL", "torch_accelerator": "none"}.get(package, package)
-    missing = importlib.util.find_spec(package) is None
+    if package == "torch_accelerator":
+        return pytest.mark.skip(reason="needs a GPU")
+    missing = importlib.util.find_spec({"vision": "PIL"}.get(package, package)) is None
     return pytest.mark.skipif(missing, reason=f"needs {package}")
 """  # in place of TRL's own, which asks for names of the version that it belongs to
 
@@ -136,7 +137,7 @@ KINDS = {
     "worded": "want TRL's words: here the same mistake gives another sentence",
     "private": "look at parts of TRL that are not its interface",
     "fixture": "do not pass with TRL either, on the models and data built here",
-    "skipped": "are skipped with both: they need a GPU or a package that is not here",
+    "skipped": "are skipped with both: they need a GPU, or a package that is not installed",
     "unexplained": "differ without a reason",
 }
 REASONS = [  # (kind, reason, tests)
@@ -144,15 +145,6 @@ REASONS = [  # (kind, reason, tests)
         "refused",
         "beam search draws a completion from no distribution that the loss could know",
         ["test_train_with_generation_kwargs"],
-    ),
-    (
-        "refused",
-        "there are no tools and environments in a rollout yet; a rollout_func may play them",
-        [
-            "test_train_with_unknown_environment_raises",
-            "test_environment_owned_data_requires_max_steps",
-            "test_multiple_environments_without_dataset_raises",
-        ],
     ),
     (
         "different",
@@ -172,11 +164,7 @@ REASONS = [  # (kind, reason, tests)
     (
         "different",
         "use_liger_kernel changes nothing, and a warning says so",
-        [
-            "test_liger_kernel_with_peft_lm_head_raises",
-            "test_liger_kernel_with_peft_non_lm_head_target_allowed",
-            "test_liger_kernel_with_peft_modules_to_save_lm_head_allowed",
-        ],
+        ["test_liger_kernel_with_peft_lm_head_raises"],
     ),
     (
         "worded",
@@ -205,12 +193,9 @@ REASONS = [  # (kind, reason, tests)
     ),
     (
         "private",
-        "a trainer made without its constructor, and methods whose names begin with an underscore",
+        "a trainer made without its constructor, and methods and attributes with an underscore",
         [
-            "test_generate_prefers_rollout_func",
-            "test_generate_rollout_func_syncs_vllm_weights_when_needed",
             "test_generate_rollout_func_raises_when_required_keys_are_missing",
-            "test_entropy_bonus_flows_gradients",
             "test_train_reward_func_with_log_extra",
         ],
     ),
@@ -222,7 +207,64 @@ REASONS = [  # (kind, reason, tests)
             "test_iterable_dataset_forces_num_workers_zero",
             "test_iterable_eval_keeps_map_style_train_workers",
             "test_train_with_iterable_dataset",
+        ],
+    ),
+    (
+        "fixture",
+        "images: no models and data of them are built here, and this library trains without them",
+        [
+            "test_train_vlm",
+            "test_train_vlm_and_importance_sampling",
+            "test_train_vlm_beta_non_zero",
+            "test_train_vlm_log_multimodal_false",
+            "test_train_vlm_multi_image",
+            "test_train_vlm_peft",
+            "test_train_vlm_with_pad_to_multiple_of",
+            "test_train_with_tools_multimodal_response",
+        ],
+    ),
+    (
+        "fixture",
+        "tools and environments: the chat template built here cannot render them, and this library "
+        "refuses both",
+        [
+            "test_environment_owned_data_requires_max_steps",
+            "test_environment_owned_reward_coexists_with_reward_funcs",
+            "test_environment_owned_reward_mixed_environments",
+            "test_multiple_environments_without_dataset_raises",
+            "test_train_with_environment_factory",
+            "test_train_with_environment_owned_data",
+            "test_train_with_environment_owned_reward",
+            "test_train_with_malformed_tool_calls",
+            "test_train_with_multiple_environments",
+            "test_train_with_tools",
+            "test_train_with_unknown_environment_raises",
+        ],
+    ),
+    (
+        "fixture",
+        "a model of this kind is not built here",
+        ["test_train", "test_trust_remote_code"],
+    ),
+    (
+        "fixture",
+        "token ids of a released tokenizer, or rows of a released data set",
+        [
             "test_prepare_input_called_with_correct_data",
+            "test_train_with_mask_truncated_completions",
+        ],
+    ),
+    (
+        "fixture",
+        "written for another version of TRL, of Liger or of PEFT than those installed",
+        [
+            "test_entropy_bonus_flows_gradients",
+            "test_generate_prefers_rollout_func",
+            "test_generate_rollout_func_syncs_vllm_weights_when_needed",
+            "test_liger_kernel_with_peft_modules_to_save_lm_head_allowed",
+            "test_liger_kernel_with_peft_non_lm_head_target_allowed",
+            "test_liger_kernel_with_peft_prompt_learning_raises",
+            "test_train_moe_peft_model",
         ],
     ),
 ]
@@ -369,12 +411,12 @@ def verdict(
     "What a test shows."
     if theirs[0] == "passed" == ours[0]:
         return "passed", ""
+    if theirs[0] == "skipped":
+        return "skipped", theirs[1]
     for kind, reason, tests in REASONS:
         if (kind == "fixture") == (theirs[0] != "passed") and test_of(name) in tests:
             return kind, reason
-    if theirs[0] == "skipped":
-        return "skipped", theirs[1]
-    return ("unexplained", theirs[1]) if theirs[0] != "passed" else ("unexplained", ours[1])
+    return "unexplained", theirs[1] or ours[1]
 
 
 def test_of(name: str) -> str:  # Class::test[parameters]
