@@ -1,5 +1,7 @@
 "docs/from_trl.md: every line of the column *here*, and every block, on a tiny model."
 
+import collections
+import json
 import os
 import re
 import sys
@@ -127,3 +129,26 @@ def test_what_is_refused_names_the_page(names):
 @pytest.mark.parametrize("page", ["README.md", "index.ipynb"])
 def test_the_front_page_links_to_it(page):
     assert "](docs/from_trl.md)" in (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "index.ipynb"])
+def test_the_front_page_says_what_the_gate_found(page, tool):
+    import from_trl
+
+    record = json.loads(from_trl.GATE.read_text())
+    assert from_trl.gate_sentence(record) in (ROOT / page).read_text()
+    kinds = collections.Counter(kind for kind, _ in record["tests"].values())
+    assert kinds == record["counts"] and "unexplained" not in kinds
+    assert all(bool(reason) == (kind != "passed") for kind, reason in record["tests"].values())
+
+
+def test_the_gate_names_what_differs_without_a_reason(tool):
+    from trl_gate import REASONS, verdict
+
+    kind, reason, (test, *_) = next(one for one in REASONS if one[0] == "private")
+    named, fine, wrong = f"TestGRPOTrainer::{test}[x]", ("passed", ""), ("failed", "it differs")
+    assert verdict(named, fine, fine) == ("passed", "")
+    assert verdict(named, wrong, fine) == (kind, reason)
+    assert verdict("T::test_other", wrong, fine) == ("unexplained", "it differs")
+    assert verdict(named, wrong, wrong)[0] == "unexplained"
+    assert verdict(named, fine, ("skipped", "needs a GPU")) == ("skipped", "needs a GPU")

@@ -4,10 +4,12 @@
     python tools/from_trl.py --check   change nothing; exit 1 when the page is out of date
 
 Each stands between `<!-- NAME -->` and `<!-- /NAME -->`, with a name of TABLES; the rest of the
-page is written by hand.
+page is written by hand. The table `gate` comes from docs/trl_gate.json, which tools/trl_gate.py
+writes.
 """
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -22,8 +24,10 @@ from grpo_nb.training.config import (  # noqa: E402
     REFUSED_BY_REASON,
 )
 from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE, NOT_SUPPORTED  # noqa: E402
+from tools.trl_gate import KINDS  # noqa: E402
 
 PAGE = ROOT / "docs/from_trl.md"
+GATE = ROOT / "docs/trl_gate.json"
 
 
 def table(heads, rows):
@@ -39,6 +43,49 @@ def code(*names):
 def reasons(by_reason):
     "Rows of names that have one reason."
     return [(code(*names), reason) for reason, names in by_reason]
+
+
+def gate_sentence(record):
+    "What README says of TRL's own tests."
+    counts, trl = record["counts"], record["versions"]["trl"]
+    passing = sum(counts.get(kind, 0) for kind in OF_TRL)
+    return (
+        f"Of TRL's own tests of that trainer TRL {trl} passes {passing} on tiny models built for "
+        f"them; with the import line changed, {counts['passed']} of those pass here, and "
+        "[each other one has its reason](docs/from_trl.md#what-trls-own-tests-say)."
+    )
+
+
+OF_TRL = ("passed", "refused", "different", "worded", "private")  # kinds that TRL passes
+
+
+def gate(record):
+    "The section on TRL's own tests: how they were run, counts, and the reason of each other test."
+    names = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    counts = record["counts"]
+    kinds = [(str(counts[kind]), words) for kind, words in KINDS.items() if kind in counts]
+    reasons = {}
+    for name, (kind, reason) in record["tests"].items():
+        if kind != "passed":
+            test = re.sub(r"\[.*", "", name.split("::")[1])
+            reasons.setdefault((kind, reason), {}).setdefault(test, []).append(name)
+    order = list(KINDS)
+    rows = [
+        (sum(map(len, tests.values())), code(*tests) if kind in OF_TRL else "", kind, reason)
+        for (kind, reason), tests in sorted(reasons.items(), key=lambda r: order.index(r[0][0]))
+    ]
+    theirs = [(f"{n}: {tests}", reason) for n, tests, kind, reason in rows if kind in OF_TRL]
+    neither = [(str(n), reason) for n, _, kind, reason in rows if kind not in OF_TRL]
+    return "\n\n".join(
+        [
+            f"Run on {record['date']} with {names}; the file is {record['source']}.",
+            table(("tests", "that"), kinds),
+            "Those that TRL passes and this library does not:",
+            table(("tests", "why"), theirs),
+            "Those that do not pass with TRL either, or are skipped:",
+            table(("tests", "why"), neither),
+        ]
+    )
 
 
 TABLES = {
@@ -67,6 +114,7 @@ TABLES = {
         ("of the trainer", "instead"),
         [(code(name), instead) for name, instead in NOT_HERE.items()],
     ),
+    "gate": gate(json.loads(GATE.read_text())),
 }
 
 

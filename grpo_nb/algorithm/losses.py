@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LEVELS', 'LOG_W_RANGE', 'LOSSES', 'WINDOW_TOKEN_LOSSES', 'CORRECTION_MODES', 'AT_LEAST_0', 'ABOVE_0', 'LOSS_DEFAULTS',
            'BORDERS', 'sequence_mean', 'clipped_loss', 'masked_mean', 'mean_of_means', 'batch_token_mean',
-           'constant_mean', 'window_token_mean', 'mean_of_sums', 'cispo_loss', 'by_sign', 'sapo_loss', 'vespo_loss',
-           'k3', 'one_of', 'rollout_correction', 'off_policy_mask', 'high_entropy_mask', 'check_ranges',
+           'constant_mean', 'window_token_mean', 'mean_of_sums', 'cispo_loss', 'by_sign', 'sapo_loss', 'vespo_weight',
+           'vespo_loss', 'k3', 'one_of', 'rollout_correction', 'off_policy_mask', 'high_entropy_mask', 'check_ranges',
            'settings_read', 'doubtful_combinations', 'given_settings', 'check_loss_settings', 'check_inputs',
            'LossOutput', 'ratio_metrics', 'cleaned', 'warn_of', 'grpo_loss']
 
@@ -126,9 +126,8 @@ def sapo_loss(
 LOG_W_RANGE = (math.log(1e-8), 20.0)  # log w is kept in this range, so that exp stays finite
 
 
-def vespo_loss(
+def vespo_weight(
     *,
-    logps: Tensor,  # (B, T)
     log_ratio: Tensor,  # (B, T)
     advantages: Tensor,  # (B, 1)
     mask: Tensor,  # (B, T) bool
@@ -138,15 +137,25 @@ def vespo_loss(
     vespo_k_neg: float = 3.0,  # k where A < 0
     vespo_lambda_neg: float = 2.0,  # lambda where A < 0
     **_,
-) -> Tensor:  # (B, T)
-    "-stopgrad(phi) A logps with log phi = lambda + k log w - lambda w (VESPO, arXiv 2602.10693)."
+) -> Tensor:  # (B, 1), without gradient
+    "phi with log phi = lambda + k log w - lambda w, w the ratio of the whole completion."
     log_w = (log_ratio.detach().clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)  # (B, 1)
     if rollout_weights is not None:
         log_w = log_w + (rollout_weights.log().clamp(*LOG_W_RANGE) * mask).sum(-1, keepdim=True)
     log_w = log_w.clamp(*LOG_W_RANGE)
     k = by_sign(advantages >= 0, vespo_k_pos, vespo_k_neg, like=advantages)
     lam = by_sign(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg, like=advantages)
-    return -(lam + k * log_w - lam * log_w.exp()).exp() * advantages * logps
+    return (lam + k * log_w - lam * log_w.exp()).exp()
+
+
+def vespo_loss(
+    *,
+    logps: Tensor,  # (B, T)
+    advantages: Tensor,  # (B, 1)
+    **others,  # what `vespo_weight` takes
+) -> Tensor:  # (B, T)
+    "-stopgrad(phi) A logps (VESPO, arXiv 2602.10693)."
+    return -vespo_weight(advantages=advantages, **others) * advantages * logps
 
 # %% ../../nbs/algorithm/02_losses.ipynb #cbd361b7
 LOSSES: dict[str, tuple[Callable, Callable]] = {  # loss_type -> (per token, reduction)
@@ -303,7 +312,8 @@ def settings_read(
     loss_type: str,  # one of `LOSSES`
 ) -> frozenset[str]:
     "The settings in the formula of a token's loss: the arguments that have a default."
-    parameters = inspect.signature(LOSSES[loss_type][0]).parameters.values()
+    formula = vespo_weight if loss_type == "vespo" else LOSSES[loss_type][0]
+    parameters = inspect.signature(formula).parameters.values()
     return frozenset(p.name for p in parameters if p.default is not p.empty) - {"rollout_weights"}
 
 # %% ../../nbs/algorithm/02_losses.ipynb #9a7e083a
@@ -574,7 +584,9 @@ def grpo_loss(
     # the window's tokens, else 1
     entropy_share: float | Tensor | None = None,
     cautions: bool = True,  # warn of doubtful settings; False where a GRPOConfig has warned before
-) -> LossOutput:  # metrics: ratio/*, clip_ratio/*, kl with a reference, entropy if given
+) -> (
+    LossOutput
+):  # metrics: ratio/*, clip_ratio/*, kl with a reference, entropy if given, vespo/phi_seq_mean
     "The loss of one micro-batch of GRPO, in any of its eight forms."
     settings = {name: value for name, value in locals().items() if name in LOSS_DEFAULTS}
     doubts = check_loss_settings(**settings)
@@ -626,6 +638,15 @@ def grpo_loss(
         **settings,
     )
     metrics = ratio_metrics(ratio, A, mask, BORDERS[loss_of_tokens](**settings))
+    if loss_of_tokens is vespo_loss:
+        phi = vespo_weight(
+            log_ratio=log_ratio,
+            advantages=A,
+            mask=mask,
+            rollout_weights=rollout_weights,
+            **settings,
+        )
+        metrics["vespo/phi_seq_mean"] = masked_mean(phi, mask)
 
     # masks and weights
     if off_policy_mask_threshold is not None:

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['OTHER_STEPS', 'OTHER_MEANING', 'TrainingBatch', 'positions', 'plain_completion_logps', 'Head', 'base_causal_model',
-           'find_head', 'pieces_that_fit', 'reads_a_row', 'predicting_states', 'completion_logps', 'rollout_gap']
+           'find_head', 'pieces_that_fit', 'reads_a_row', 'asked_of_routers', 'note_routers', 'predicting_states',
+           'wide', 'completion_logps', 'rollout_gap']
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #db4e06ee
 from contextlib import nullcontext
@@ -197,16 +198,30 @@ def reads_a_row(
     )
 
 
+def asked_of_routers(routers: list | None) -> dict[str, bool]:
+    "What a model of experts is called with, for it to return its router logits."
+    return {} if routers is None else {"output_router_logits": True}
+
+
+def note_routers(output, routers: list | None) -> None:
+    "Append the router logits of a model's output to the list."
+    if routers is not None:
+        routers.extend(output.router_logits)
+
+
 def predicting_states(
     model,  # a causal language model, PEFT-wrapped or not
     batch: TrainingBatch,  # B completions
+    # gets each layer's router logits (B x (P+T), E); no prompt is shared then, so that each of its
+    # tokens counts as often as in the batch
+    routers: list | None = None,
     # states (b, t, H), tokens (b, t), places
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The final hidden states that predict the completions' tokens, the token that each predicts,
     and its place in the batch (B, T) flattened; None: (b, t) is (B, T)."""
     decoder, drawn = base_causal_model(model).base_model, batch.completion_mask
     if (
-        len(batch) > 1 and reads_a_row(model) and drawn.any()
+        routers is None and len(batch) > 1 and reads_a_row(model) and drawn.any()
     ):  # one completion alone has nothing to share
         sharing = share(batch.prompt_ids, batch.prompt_mask, batch.completion_ids, drawn)
         hidden = decoder(
@@ -223,15 +238,23 @@ def predicting_states(
             places,
         )
     mask = torch.cat([batch.prompt_mask, drawn], 1)
-    hidden = decoder(
+    output = decoder(
         input_ids=torch.cat([batch.prompt_ids, batch.completion_ids], 1),
         attention_mask=mask.long(),
         position_ids=positions(mask),
         use_cache=False,
-    ).last_hidden_state  # (B, P+T, H)
+        **asked_of_routers(routers),
+    )
+    note_routers(output, routers)
+    hidden = output.last_hidden_state  # (B, P+T, H)
     return hidden[:, batch.prompt_ids.shape[1] - 1 : -1], batch.completion_ids, None
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #62590799
+def wide(x: torch.Tensor | None) -> torch.Tensor | None:
+    "In float32, or wider if it is."
+    return None if x is None else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def completion_logps(
     model,  # a causal language model, PEFT-wrapped or not
     batch: TrainingBatch,  # B completions
@@ -244,6 +267,9 @@ def completion_logps(
     # memory that the log-probs may take; None: what is free on the device
     free_bytes: int | None = None,
     return_entropy: bool = False,  # also the entropy of each token's distribution
+    # compute the head's product in float32, also under autocast
+    float32_head: bool = False,
+    routers: list | None = None,  # gets router logits: see `predicting_states`
     # where hidden states wait for the backward pass, with activations on the host
     store: HostStore | None = None,
     # log-probs (B, T) and entropies (B, T) or None, float32 or wider; 0 where nothing was drawn
@@ -251,13 +277,15 @@ def completion_logps(
     "Log-probs of completions from the final hidden states, a chunk of logits at a time."
     head, drawn = find_head(model), batch.completion_mask
     if head is None:
-        return _through_logits(model, batch, temperature, return_entropy)
+        return _through_logits(model, batch, temperature, return_entropy, routers)
 
     def parked():
         return nullcontext() if store is None else offload_hidden(model, store)
 
     with parked():
-        hidden, targets, places = predicting_states(model, batch)
+        hidden, targets, places = predicting_states(model, batch, routers)
+    if float32_head:
+        hidden, head = wide(hidden), replace(head, weight=wide(head.weight), bias=wide(head.bias))
     whole, row = (mini_batch, logit_chunk_multiplier), places is not None
     if row:
         whole = (
@@ -270,7 +298,8 @@ def completion_logps(
         free_memory(hidden.device) if free_bytes is None else free_bytes,
         *whole,
     )
-    with parked():
+    exact = torch.autocast(hidden.device.type, enabled=False) if float32_head else nullcontext()
+    with parked(), exact:
         result = chunked_hidden_states_selective_log_softmax(
             hidden,
             head.weight,
@@ -295,13 +324,19 @@ def completion_logps(
     return back(logps), back(entropy) if return_entropy else None
 
 
-def _through_logits(model, batch, temperature, return_entropy):
+def _through_logits(model, batch, temperature, return_entropy, routers):
     "Log-probs and entropies from whole logits (B, T, V), for a head that is more than a matrix."
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
-    logits = model(
-        input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False
-    ).logits[:, batch.prompt_ids.shape[1] - 1 : -1]  # (B, T, V)
+    output = model(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        position_ids=positions(mask),
+        use_cache=False,
+        **asked_of_routers(routers),
+    )
+    note_routers(output, routers)
+    logits = output.logits[:, batch.prompt_ids.shape[1] - 1 : -1]  # (B, T, V)
     logps = (
         selective_log_softmax(logits, batch.completion_ids, temperature=temperature)
         * batch.completion_mask

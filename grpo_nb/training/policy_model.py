@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'checkpoint_layers', 'recompute_layers', 'check_adapters', 'check_model', 'loading_arguments', 'load_named',
-           'check_loaded', 'with_adapter', 'check_trainable', 'load_policy', 'describe_trainable']
+           'check_loaded', 'with_adapter', 'check_trainable', 'check_wide_head', 'load_policy', 'describe_trainable']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 from typing import Any
@@ -17,7 +17,7 @@ from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import PackedWeight
 from .config import GRPOConfig
-from .policy_logprobs import base_causal_model
+from .policy_logprobs import base_causal_model, find_head
 from .rewards import loading
 
 # %% ../../nbs/training/06_policy_model.ipynb #15806536
@@ -64,8 +64,8 @@ def check_adapters(
     for config in model.peft_config.values():
         if config.is_prompt_learning:
             raise ValueError(
-                f"the adapter is of the kind {config.peft_type.value}, which writes tokens "
-                "of its own before a prompt, and the sampler has none of these: take an "
+                f"the adapter is of the prompt-learning kind {config.peft_type.value}, which "
+                "writes tokens of its own before a prompt, and the sampler has none: take an "
                 "adapter inside the layers, such as peft.LoraConfig"
             )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -204,6 +204,19 @@ def check_trainable(
         )
 
 
+def check_wide_head(
+    model,  # with its adapter
+    config: GRPOConfig,
+) -> None:  # ValueError
+    "Refuse to compute a head in float32 that is more than one linear layer."
+    if config.cast_lm_head_to_fp32 and find_head(model) is None:
+        raise ValueError(
+            "cast_lm_head_to_fp32=True needs a head that is one linear layer, and this model's "
+            "has an adapter (lm_head in target_modules?) or steps of its own: leave the adapter "
+            "or the setting out"
+        )
+
+
 def load_policy(
     # a causal model of transformers, one wrapped by PEFT, or the name or folder of one
     model: Any,
@@ -223,6 +236,7 @@ def load_policy(
     check_capped_scores(model)
     model = with_adapter(model, peft_config)
     check_trainable(model)
+    check_wide_head(model, config)
     if config.disable_dropout:
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):

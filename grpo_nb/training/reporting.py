@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 OWN = re.compile(
     "(step|epoch|learning_rate|loss|grad_norm|skipped_updates|entropy|entropy_coef|kl|reward"
     "|reward_std|reward_group_std|frac_reward_zero_std|num_tokens|tokens_per_second|step_time"
-    "|seconds|seconds_left|peak_memory_gib|policy_loss)"
-    "|(rewards|completions|clip_ratio|ratio|sampling|seconds)/.*|(eval|train)_.*"
+    "|seconds|seconds_left|peak_memory_gib|policy_loss|aux_loss)"
+    "|(rewards|completions|clip_ratio|ratio|sampling|seconds|vespo)/.*|(eval|train)_.*"
 )
 
 

@@ -645,7 +645,8 @@ def reward_functions(
     if len(tokenizers) != len(functions):
         raise ValueError(
             f"reward_processing_classes has {len(tokenizers)} entries and there are "
-            f"{len(functions)} reward functions: give one for each, None for plain functions"
+            f"{len(functions)} reward functions; the numbers must match: give one for each, None "
+            "for plain functions"
         )
     for k, function in enumerate(functions):
         if isinstance(function, (str, torch.nn.Module)):

@@ -54,7 +54,7 @@ from .evaluation import Evaluator
 from .hub import HubWriter, open_repository
 from .optimizer import make_optimizer
 from .policy_model import check_model, describe_trainable, load_policy
-from .policy_update import PolicyUpdate
+from .policy_update import PolicyUpdate, own_balance_weight
 from .precision import Precision, frozen_dtype
 from .reference import Reference
 from grpo_nb.training.reporting import (
@@ -963,7 +963,7 @@ class GRPOTrainer:
         )
         corrected = f"\n{why}, so tokens are weighed by trainer / sampler probability"
         name = self.precision.name if self.precision.dtype else "full"
-        unlike = unlike_trl(self.config)
+        unlike = unlike_trl(self.config, bool(own_balance_weight(self.model.config)))
         return (
             f"{describe_trainable(self.model)}; {name} precision on {self.device}\n"
             f"{self.config.describe(self.accelerator.num_processes)}"
@@ -1242,6 +1242,11 @@ class GRPOTrainer:
     def ref_model(self) -> Any:
         "The reference policy; None without `beta`, or where it is the model without its adapter."
         return self.reference and self.reference.model
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        "Whether a model of experts has its router balanced: see `router_aux_loss_coef`."
+        return bool(self.policy_update.balance)
 
     @property
     def entropy_coef(self) -> float:

@@ -379,7 +379,8 @@ def test_any_mixture_is_trls(
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_metrics_are_trls(loss_type):
     output, theirs = assert_same_as_trl(
-        make_batch(6, spread=0.6),
+        # TRL counts an empty completion in phi's mean, and here it counts in none
+        make_batch(6, spread=0.6, lengths=(7, 4, 1, 3 if loss_type == "vespo" else 0, 5)),
         dict(loss_type=loss_type, beta=0.1, epsilon_high=0.9 if loss_type == "cispo" else 0.28),
     )
     names = {
@@ -391,7 +392,9 @@ def test_metrics_are_trls(loss_type):
         "clip_ratio/high_mean": "clip_ratio/high_mean",
         "clip_ratio/region_mean": "clip_ratio/region_mean",
         "cispo_clip_ratio": "clip_ratio/high_mean",
+        "vespo/phi_seq_mean": "vespo/phi_seq_mean",
     }
+    assert ("vespo/phi_seq_mean" in output.metrics) == (loss_type == "vespo")
     shared = {theirs_: name for theirs_, name in names.items() if theirs_ in theirs}
     assert len(shared) >= (5 if LOSSES[loss_type][0] is clipped_loss else 2)
     for their_name, name in shared.items():

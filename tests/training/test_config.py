@@ -143,15 +143,7 @@ def test_refused_keywords_are_held_at_trls_default():
 
 def test_all_defaults_of_trl_at_once_are_accepted():
     config = GRPOConfig(**TRL)
-    assert set(config.differences(GRPOConfig())) == {
-        name
-        for name, (ours, theirs, _) in DIFFERENT_FROM_TRL.items()
-        if name
-        in (
-            "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_max",
-        )
-    }
+    assert set(config.differences(GRPOConfig())) == set(DIFFERENT_FROM_TRL) - {"output_dir"}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -355,6 +347,26 @@ def test_sampling_params_of_vllm():
     assert config.generation_kwargs == {"stop_strings": ["</s>"]}
     with pytest.raises(ValueError, match="give the texts there, as 'stop_strings'"):
         GRPOConfig(vllm_sampling_params=Theirs(stop="x"), generation_kwargs={"eos_token_id": 7})
+
+
+def test_generation_kwargs_that_ask_for_this_sampler():
+    asked = {"do_sample": True, "num_beams": 1, "pad_token_id": 3, "length_penalty": -0.1}
+    config = GRPOConfig(generation_kwargs=asked | {"top_k": 50, "min_p": 0.1}, top_k=10, top_p=0.9)
+    drawn = config.sampling_params()
+    assert (drawn.top_k, drawn.min_p, drawn.top_p) == (50, 0.1, 0.9)  # theirs win, as in TRL
+    same = {"temperature": 0.7, "max_new_tokens": 9, "top_k": None, "eos_token_id": 5}
+    config = GRPOConfig(generation_kwargs=same, temperature=0.7, max_completion_length=9)
+    assert config.sampling_params().stop_token_ids == (5,) and not config.sampling_params().top_k
+    for asked, words in (
+        ({"do_sample": False}, "'do_sample': False"),
+        ({"num_beams": 2}, "token by token"),
+        ({"suppress_tokens": [5]}, "'suppress_tokens'"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"temperature": 0.7}, "set temperature"),
+        ({"max_new_tokens": 9}, "set max_completion_length"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            GRPOConfig(generation_kwargs=asked)
 
 
 # single values

@@ -31,6 +31,7 @@ from grpo_nb.training.policy_logprobs import (
     find_head,
     plain_completion_logps,
     positions,
+    predicting_states,
     rollout_gap,
 )
 
@@ -257,6 +258,20 @@ def test_under_autocast_the_result_is_float32(dtype, tolerance):
     assert torch.allclose(logps, expected, atol=tolerance) and not torch.allclose(
         logps, expected, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_head_in_float32(autocast):
+    model, batch = small_model()[0].bfloat16(), make_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        rough = completion_logps(model, batch)[0]
+        fine = completion_logps(model, batch, float32_head=True)[0]
+        hidden, _, _ = predicting_states(model, batch)
+    logits = hidden.float() @ model.lm_head.weight.float().T
+    exact = selective_log_softmax(logits, batch.completion_ids) * batch.completion_mask
+    assert torch.allclose(fine, exact, atol=1e-5) and not torch.allclose(rough, exact, atol=1e-4)
+    fine.sum().backward()
+    assert model.lm_head.weight.grad.dtype == torch.bfloat16 and model.lm_head.weight.grad.any()
 
 
 def test_rows_keeps_everything_together():

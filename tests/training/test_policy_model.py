@@ -79,3 +79,10 @@ def test_what_would_not_train_or_not_be_saved_is_refused():
         load_policy(get_peft_model(small_model()[0], LORA), PLAIN, LORA)
     with pytest.raises(ValueError, match="model_init_kwargs is for a model given by name"):
         load_policy(small_model()[0], GRPOConfig(model_init_kwargs={"dtype": "bfloat16"}))
+
+
+def test_a_head_in_float32_is_one_linear_layer():
+    wide = GRPOConfig(gradient_checkpointing=False, cast_lm_head_to_fp32=True)
+    load_policy(small_model()[0], wide, LORA)
+    with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True needs a head"):
+        load_policy(small_model()[0], wide, LoraConfig(r=2, target_modules=["lm_head"]))

@@ -8,12 +8,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 from small_runs import small_model, weights_of
+from transformers import GptOssConfig, Qwen2Config
+from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_func
 
 from grpo_nb import GRPOConfig
 from grpo_nb.training.optimizer import Inspector, make_optimizer
 from grpo_nb.training.policy_logprobs import TrainingBatch
 from grpo_nb.training.policy_model import load_policy
-from grpo_nb.training.policy_update import EntropyBonus, PolicyUpdate, Window, may_be_cut
+from grpo_nb.training.policy_update import (
+    EntropyBonus,
+    PolicyUpdate,
+    Window,
+    balance_weight,
+    load_balance_loss,
+    may_be_cut,
+)
 from grpo_nb.training.precision import Precision
 from grpo_nb.training.reference import Reference
 from grpo_nb.training.reporting import Metrics
@@ -164,6 +173,74 @@ def test_completions_from_elsewhere_are_weighed():
     assert torch.allclose(weights[inside], torch.tensor(math.exp(0.5)), atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_the_weights_of_the_correction_stand_under_trls_names(mode):
+    update, batch = update_of(
+        corrects=True, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=9.0
+    )
+    gap = torch.rand(batch.rollout_logps.shape, generator=torch.Generator().manual_seed(0))
+    drawn, gap = batch.completion_mask, gap * batch.completion_mask
+    batch.rollout_logps = batch.rollout_logps - gap
+    update.accumulate(update.prepare(batch), batch)
+    wanted = gap[drawn].exp() if mode == "token_truncate" else gap.sum(1).exp().clamp(max=9.0)
+    found = update.metrics.take()
+    for name in ("min", "mean", "max"):
+        value = found[f"sampling/importance_sampling_ratio/{name}"]
+        assert value == pytest.approx(getattr(wanted, name)().item(), rel=1e-4)
+    for name in ("mean", "max"):
+        value = found[f"sampling/sampling_logp_difference/{name}"]
+        assert value == pytest.approx(getattr(gap[drawn], name)().item(), rel=1e-4)
+    plain, batch = update_of()
+    plain.accumulate(batch, batch)
+    assert not [name for name in plain.metrics.take() if "importance" in name]
+
+
+# experts
+
+
+def test_the_balancing_loss_is_transformers_own():
+    g = torch.Generator().manual_seed(0)
+    routers = [torch.randn(10, 4, generator=g) for _ in range(3)]
+    mask = torch.arange(5) >= torch.tensor([[2], [0]])
+    theirs = load_balancing_loss_func(tuple(routers), 4, 2, mask)
+    assert load_balance_loss(routers, 2, mask).item() == pytest.approx(theirs.item(), rel=1e-6)
+    one_expert = torch.tensor([[9.0, 0, 0, 0]]).expand(10, 4)
+    assert load_balance_loss([one_expert], 1, mask) == pytest.approx(4.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sink"])
+def test_experts_are_balanced_where_it_is_asked(attention):
+    found = []
+    for weight in (0.0, 0.25):
+        update, batch = update_of(router_aux_loss_coef=weight)
+        update.model.set_attn_implementation(attention)
+        update.accumulate(batch, batch)
+        found.append((gradients(update), update.metrics.take(), update.loss_without_update(batch)))
+    (without, plain, plain_loss), (balanced, numbers, loss) = found
+    model = update.model
+    model.zero_grad()
+    asked = dict(
+        input_ids=torch.cat([batch.prompt_ids, batch.completion_ids], 1),
+        attention_mask=torch.cat([batch.prompt_mask, batch.completion_mask], 1).long(),
+    )
+    theirs = model(**asked, output_router_logits=True).aux_loss
+    theirs.backward()
+    added = {n: without[n] + 0.25 * gradients(update).get(n, torch.tensor(0.0)) for n in without}
+    assert close(balanced, added) and not close(balanced, without, 1e-4)
+    assert "aux_loss" not in plain and numbers["aux_loss"] == pytest.approx(theirs.item(), rel=1e-5)
+    assert loss - plain_loss == pytest.approx(0.25 * theirs.item(), rel=1e-4)
+
+
+def test_the_weight_of_the_balancing_loss():
+    gpt_oss, dense = GptOssConfig(router_aux_loss_coef=0.9), Qwen2Config()
+    assert balance_weight(GRPOConfig(), gpt_oss) == 0.0
+    assert balance_weight(GRPOConfig(router_aux_loss_coef=None), gpt_oss) == 0.9
+    assert balance_weight(GRPOConfig(router_aux_loss_coef=0.1), gpt_oss) == 0.1
+    assert balance_weight(GRPOConfig(router_aux_loss_coef=None), dense) == 0.0
+    with pytest.raises(ValueError, match="no router whose logits it returns"):
+        balance_weight(GRPOConfig(router_aux_loss_coef=0.1), dense)
+
+
 def test_a_state_goes_there_and_back():
     first, batch = update_of(optim="adamw_torch", use_adaptive_entropy=True, entropy_coef=0.1)
     for number in (1, 2):
@@ -237,6 +314,7 @@ def test_windows_add_up_and_count():
 )
 def test_what_may_be_cut(settings, cut):
     assert may_be_cut(GRPOConfig(**settings)) is cut
+    assert may_be_cut(GRPOConfig(**settings), balance=0.1) is False
 
 
 def test_the_entropy_bonus_stays_inside_its_borders():

@@ -25,18 +25,22 @@ SETTINGS = {
     "sequence ratios": dict(
         loss_type="luspo", importance_sampling_level="sequence", steps_per_generation=2
     ),
+    "balanced experts, accumulated": dict(
+        loss_type="grpo", router_aux_loss_coef=0.5, gradient_accumulation_steps=2
+    ),
 }
 SHARED = (
     "loss policy_loss grad_norm learning_rate reward reward_std frac_reward_zero_std entropy kl"
     " completions/mean_length clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean"
+    " aux_loss"
 ).split()
 
 
-def dense_model():
-    "A Qwen2 with 10,000 parameters; experts would add TRL's auxiliary loss."
+def fresh_model(settings):
+    "A Qwen with 10,000 parameters; one of experts where the settings are about them."
     torch.manual_seed(0)
     tokenizer = small_model()[1]
-    config = transformers.Qwen2Config(
+    sizes = dict(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
@@ -47,14 +51,18 @@ def dense_model():
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    return transformers.Qwen2ForCausalLM(config), tokenizer
+    if "router_aux_loss_coef" not in settings:
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)), tokenizer
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+    config = transformers.Qwen3MoeConfig(**sizes, **experts)
+    return transformers.Qwen3MoeForCausalLM(config), tokenizer
 
 
-def loaded(folder):
+def loaded(folder, settings):
     "The model from a folder: TRL loads its reference from where the model came from."
-    model, tokenizer = dense_model()
+    model, tokenizer = fresh_model(settings)
     model.save_pretrained(folder)
-    return transformers.Qwen2ForCausalLM.from_pretrained(folder), tokenizer
+    return type(model).from_pretrained(folder), tokenizer
 
 
 def written_before():
@@ -77,7 +85,7 @@ def written_before():
 
 def trained(library, folder, **settings):
     "Weights after 20 updates, and the records of the updates."
-    model, tokenizer = loaded(folder / "model")
+    model, tokenizer = loaded(folder / "model", settings)
     usual = dict(
         per_device_train_batch_size=8,
         num_generations=4,
@@ -120,7 +128,7 @@ def test_the_same_rollouts_give_the_same_weights(name, tmp_path, monkeypatch):
     monkeypatch.setattr(trl.trainer.grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
     theirs, their_log = trained(trl, tmp_path / "trl", **SETTINGS[name])
     ours, our_log = trained(grpo_nb, tmp_path / "grpo_nb", **SETTINGS[name])
-    began = weights_of(dense_model()[0])
+    began = weights_of(fresh_model(SETTINGS[name])[0])
     assert ours.keys() == theirs.keys() and len(our_log) == len(their_log) == 20
     for weight in ours:
         torch.testing.assert_close(ours[weight], theirs[weight], rtol=0, atol=1e-5, msg=weight)
