@@ -358,7 +358,7 @@ def test_what_an_index_shows_has_no_relative_links(monkeypatch):
     ours = re.findall(rf"{web}/(?:blob|raw)/main/([^)#\s]+)", given["long_description"])
     assert set(relative) <= set(ours)
     pictures = re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", given["long_description"])
-    assert any("/raw/main/docs/images/" in picture for picture in pictures)
+    assert any("/raw/main/docs/diagrams/" in picture for picture in pictures)
     assert not [picture for picture in pictures if "/blob/" in picture]
 
 

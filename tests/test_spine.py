@@ -194,7 +194,7 @@ def test_a_lesson_says_how_long_it_takes_and_what_one_can_do_then(lesson):
 
 # The glossary and the bibliography
 
-PAGES = ("glossary", "bibliography")
+PAGES = ("glossary", "bibliography", "how_fast", "where_it_runs", "library")
 
 
 def rows_of(page):
@@ -205,11 +205,10 @@ def rows_of(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_of_a_page_of_words_or_papers_lead_somewhere(page):
+def test_links_of_a_page_lead_somewhere(page):
     text = (ROOT / f"docs/{page}.md").read_text()
     links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
-    assert len(links) > 30
-    assert not [link for link in links if not (ROOT / "docs" / link).exists()]
+    assert links and not [link for link in links if not (ROOT / "docs" / link).exists()]
 
 
 def test_each_symbol_and_word_stands_once_with_its_lesson():

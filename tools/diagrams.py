@@ -9,10 +9,14 @@ computed (advantages, masks, softmaxes, curves) is computed here and not drawn b
 
 import argparse
 import math
+import re
 import statistics
 import sys
+from configparser import ConfigParser
 from html import escape
 from pathlib import Path
+
+from course import ROW, heading, load
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/diagrams"
@@ -48,8 +52,9 @@ STYLE = (
 )
 
 
-def diagram(height, title, words):
-    "Register a function that yields the parts of a drawing; `words` say what it shows."
+def diagram(height, title, words, shown=575):
+    """Register a function that yields the parts of a drawing; `words` say what it shows, and it is
+    `shown` pixels wide where there is room."""
 
     def register(draw):
         def whole():
@@ -65,7 +70,7 @@ def diagram(height, title, words):
             return "\n".join(
                 [
                     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-                    f'width="{round(1.25 * WIDTH)}" height="{round(1.25 * height)}" role="img">',
+                    f'width="{shown}" height="{round(shown / WIDTH * height)}" role="img">',
                     f"<title>{escape(title)}</title><desc>{escape(words)}</desc>",
                     f"<style>{STYLE}</style><defs>{heads}</defs>",
                     card,
@@ -126,26 +131,26 @@ def softmax(scores):
 
 
 @diagram(
-    292,
+    360,
     "The loop of GRPO",
     "Prompts become groups of completions, completions get rewards, rewards become advantages, "
     "advantages a loss, the loss moves the weights, and the next completions are drawn with them.",
+    shown=412,
 )
 def loop():
     rows = [(("prompts", "12+34="), ("completions", "46  47  46  ?"), ("rewards", "1  0  1  0"))]
     rows += [(("weights", "move a little"), ("loss", "one number"), ("advantages", "+  −  +  −"))]
     for row, cells in enumerate(rows):
         for column, (name, example) in enumerate(cells):
-            colour = "orange" if name == "weights" else "green" if column == 1 else "blue"
-            colour = "blue" if name == "loss" else colour
-            yield box(20 + 148 * column, 56 + 128 * row, 124, 56, name, example, cls=colour)
-    yield arrow(146, 84, 165, 84) + arrow(294, 84, 313, 84)
-    yield arrow(378, 114, 378, 181)
-    yield arrow(314, 212, 295, 212) + arrow(166, 212, 147, 212)
-    yield path("M82 183C82 140 190 165 206 116", "orange-line", 2, "orange-full")
-    yield text(222, 148, "drawn with", "orange-text", anchor="start")
-    yield text(222, 165, "the new weights", "orange-text", anchor="start")
-    yield text(WIDTH / 2, 272, "And again, some hundred times.", "soft")
+            colour = {"weights": "orange", "completions": "green"}.get(name, "blue")
+            yield box(20 + 148 * column, 66 + 160 * row, 124, 64, name, example, cls=colour)
+    yield arrow(146, 98, 165, 98) + arrow(294, 98, 313, 98)
+    yield arrow(378, 132, 378, 222)
+    yield arrow(314, 258, 295, 258) + arrow(166, 258, 147, 258)
+    yield path("M82 224C82 160 195 205 208 134", "orange-line", 2, "orange-full")
+    yield text(222, 172, "drawn with", "orange-text", anchor="start")
+    yield text(222, 190, "the new weights", "orange-text", anchor="start")
+    yield text(WIDTH / 2, 330, "And again, some hundred times.", "soft")
 
 
 @diagram(
@@ -472,6 +477,68 @@ def turns():
         WIDTH / 2, 200, "One reward for the whole conversation moves all tokens that", "soft"
     )
     yield text(WIDTH / 2, 218, "the model wrote; the words of the tool teach it nothing.", "soft")
+
+
+MINUTES = re.compile(r"^\*\*(\d+) minutes\*\*", re.M)
+
+
+def the_map():
+    "(stops: title, address, minutes; branches: name, address, how many) as index.ipynb lists them."
+    settings = ConfigParser(delimiters=["="])
+    settings.read(ROOT / "settings.ini", encoding="utf-8")
+    settings = settings["DEFAULT"]
+    web = settings["git_url"] % {"user": settings["user"], "repo": settings["repo"]}
+    web += f"/blob/{settings['branch']}/"
+    cells = load(ROOT / "index.ipynb")["cells"]
+    (text,) = [c["source"] for c in cells if "<b>Eight lessons</b>" in c["source"]]
+    first, *folded = text.split("<details>")[1:]
+    stops = []
+    for page in ROW.findall(first):
+        notebook = load(ROOT / page)
+        minutes = MINUTES.search(notebook["cells"][0]["source"])
+        stops.append((heading(notebook)[0], web + page, int(minutes[1])))
+    branches = [
+        (re.search(r"<b>(.+?)</b>", part)[1], web + ROW.findall(part)[0], len(ROW.findall(part)))
+        for part in folded
+    ]
+    return stops, branches
+
+
+def linked(address, *parts):
+    return f'<a href="{escape(address)}">{"".join(parts)}</a>'
+
+
+@diagram(
+    360,
+    "The map: eight lessons, and branches",
+    "Eight lessons in a column, from what RL is to gpt-oss-20b on a free T4, with the minutes of "
+    "each. Beside them the branches, each with its number of notebooks. The table below has links.",
+    shown=412,
+)
+def course_map():
+    stops, branches = the_map()
+    yield path(f"M34 62V{24 + 38 * len(stops)}", "blue-line", 3)
+    for i, (title, address, minutes) in enumerate(stops):
+        y = 62 + 38 * i
+        name = title if len(title) < 23 else title.replace("on a free ", "on a ")
+        name = name.replace("when the reward does not rise", "when it does not rise")
+        yield linked(
+            address,
+            f'<circle cx="34" cy="{y}" r="13" class="blue"/>',
+            text(34, y + 5, str(i + 1), weight=600),
+            text(56, y + 1, name, anchor="start", weight=600),
+            text(56, y + 16, f"{minutes} minutes", "soft", 12, "start"),
+        )
+    yield path(f"M246 50V{48 + 38 * len(stops)}", "grey-line", 1, dash="3 3")
+    step = 38 * len(stops) / len(branches)
+    for i, (name, address, count) in enumerate(branches):
+        y = 46 + step * i
+        yield linked(
+            address,
+            rect(258, y, 188, step - 8, "grey", 6),
+            text(266, y + step / 2 + 1, name, size=13, anchor="start", weight=600),
+            text(440, y + step / 2 + 1, str(count), "soft", 13, "end"),
+        )
 
 
 def main():
