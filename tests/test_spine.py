@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib.pyplot
 import pytest
@@ -246,3 +247,32 @@ def test_every_paper_that_the_library_names_is_listed():
     assert len(named) > 15
     listed = set(number.findall((ROOT / "docs/bibliography.md").read_text()))
     assert not named - listed
+
+
+# The diagrams
+
+DIAGRAMS = sorted((ROOT / "docs/diagrams").glob("*.svg"))
+
+
+def test_diagrams_stand_in_lessons_with_words_for_those_who_do_not_see_them():
+    picture = re.compile(r"!\[([^\]]*)\]\(([^)]*docs/diagrams/[^)]*)\)")
+    pages = [ROOT / "index.ipynb", *NBS.rglob("*.ipynb")]
+    found = [
+        (p, *each) for p in pages if not p.is_symlink() for each in picture.findall(p.read_text())
+    ]
+    assert len(found) > 8 and all(len(words) > 60 for _, words, _ in found)
+    assert not [target for p, _, target in found if not (p.parent / target).exists()]
+
+
+@pytest.mark.parametrize("drawing", DIAGRAMS, ids=lambda p: p.stem)
+def test_a_diagram_is_legible_and_stays_in_its_card(drawing):
+    "Text is 12 units high or more, of 460; at .53 of its height a letter, no line leaves the card."
+    root = ElementTree.fromstring(drawing.read_text())
+    width, height = (float(x) for x in root.get("viewBox").split()[2:])
+    assert width == 460 and root.find("{*}title").text and root.find("{*}desc").text
+    for each in root.iter("{http://www.w3.org/2000/svg}text"):
+        size, x, y = (float(each.get(name)) for name in ("font-size", "x", "y"))
+        wide = 0.53 * size * len(each.text)
+        left = x - wide * {"start": 0, "middle": 0.5, "end": 1}[each.get("text-anchor")]
+        assert size >= 12 and 0 < y < height, each.text
+        assert each.get("transform") or (0 < left and left + wide < width), each.text
