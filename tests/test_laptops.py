@@ -74,7 +74,7 @@ def test_windows_runs_the_eight_lessons(notebook):
 
 def test_the_eight_lessons_are_those_of_the_map():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition("**Eight lessons**")[2].partition("\n**")[0]
+    table = text.partition("<b>Eight lessons</b>")[2].partition("</details>")[0]
     assert [part.partition(".ipynb")[0] for part in table.split("](nbs/")[1:]] == SPINE
 
 

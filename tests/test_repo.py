@@ -212,7 +212,7 @@ def test_addresses_are_written_once():
 # Made from the notebooks
 
 
-@pytest.mark.parametrize("tool", ["readme.py", "course.py"])
+@pytest.mark.parametrize("tool", ["readme.py", "course.py", "diagrams.py"])
 def test_made_files_are_in_step(tool):
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True
@@ -358,7 +358,7 @@ def test_what_an_index_shows_has_no_relative_links(monkeypatch):
     ours = re.findall(rf"{web}/(?:blob|raw)/main/([^)#\s]+)", given["long_description"])
     assert set(relative) <= set(ours)
     pictures = re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", given["long_description"])
-    assert any("/raw/main/docs/images/" in picture for picture in pictures)
+    assert any("/raw/main/docs/diagrams/" in picture for picture in pictures)
     assert not [picture for picture in pictures if "/blob/" in picture]
 
 

@@ -1,0 +1,278 @@
+"""The eight lessons of the spine: their heads, their exercises and the solutions of these."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib.pyplot
+import pytest
+
+from grpo_nb.algorithm.losses import LOSSES
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS = ROOT / "nbs"
+SPINE = [
+    "lessons/01_what_rl_is",
+    "algorithm/01_advantages",
+    "algorithm/02_losses",
+    "algorithm/03_batching",
+    "tutorials/01_first_run",
+    "lessons/02_when_the_reward_does_not_rise",
+    "planning/01_plan",
+    "tutorials/02_gpt_oss_20b_t4",
+]
+EXERCISE = re.compile(r"^### Exercise: (.+) \((\d+) minutes\)$", re.M)
+
+
+def cells_of(lesson):
+    cells = json.loads((NBS / f"{lesson}.ipynb").read_text())["cells"]
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+
+
+def exercises(lesson):
+    "title -> (place of its stub among the cells, minutes, what is said about it)."
+    cells = cells_of(lesson)
+    for i, (kind, source) in enumerate(cells):
+        if kind == "markdown" and (found := EXERCISE.search(source)):
+            yield found[1], (i + 2, int(found[2]), source)
+
+
+def solutions(lesson):
+    "title -> the blocks of code in its section: the solution, and what may be tried with it."
+    page = NBS / "solutions" / f"{Path(lesson).name[3:]}.md"
+    for section in page.read_text().split("\n## ")[1:]:
+        title, _, rest = section.partition("\n")
+        yield title, re.findall(r"```python\n(.+?)```", rest, re.S)
+
+
+ALL = [
+    pytest.param(lesson, title, id=f"{Path(lesson).name[3:]}: {title}")
+    for lesson in SPINE
+    for title, _ in exercises(lesson)
+]
+
+
+# Which cells an exercise needs
+
+
+class Names(ast.NodeVisitor):
+    "What a cell reads from the cells above it, and what it leaves to the cells below."
+
+    def __init__(self, tree):
+        self.reads, self.leaves, self.later = set(), set(), set()
+        self.visit(tree)
+        self.reads |= self.later - self.leaves
+
+    def visit_Name(self, node):
+        if isinstance(node.ctx, ast.Load):
+            self.reads |= {node.id} - self.leaves
+        else:
+            self.leaves.add(node.id)
+
+    def visit_Assign(self, node):
+        self.visit(node.value)
+        for target in node.targets:
+            self.visit(target)
+
+    def visit_For(self, node):
+        for part in (node.iter, node.target, *node.body, *node.orelse):
+            self.visit(part)
+
+    def visit_comprehension_of(self, node):
+        inner = {n.id for g in node.generators for n in ast.walk(g.target) if hasattr(n, "id")}
+        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - inner
+        self.reads |= names - self.leaves
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_comprehension_of
+
+    def visit_Import(self, node):
+        self.leaves |= {(a.asname or a.name).split(".")[0] for a in node.names}
+
+    visit_ImportFrom = visit_Import
+
+    def visit_function(self, node):
+        for part in (*getattr(node, "decorator_list", ()), *getattr(node, "bases", ())):
+            self.visit(part)
+        own, read = {"_"}, set()
+        for n in ast.walk(node):
+            if isinstance(n, ast.Name):
+                (read if isinstance(n.ctx, ast.Load) else own).add(n.id)
+            own |= {getattr(n, "arg", None), getattr(n, "name", None)}
+        self.later |= read - own
+        if hasattr(node, "name"):
+            self.leaves.add(node.name)
+
+    visit_FunctionDef = visit_ClassDef = visit_Lambda = visit_function
+
+
+def parsed(source):
+    source = re.sub(r"^[%!].*$", "", source, flags=re.M)
+    top_level_await = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    return compile(source, "a cell", "exec", top_level_await)
+
+
+def needed(cells, last, solution):
+    "The code cells on which cell `last` and its solution depend, in order, and that cell."
+    wanted = Names(parsed(cells[last][1])).reads | Names(parsed(solution)).reads
+    chosen = [last]
+    for i in range(last - 1, -1, -1):
+        if cells[i][0] != "code" or "#| eval: false" in cells[i][1]:
+            continue
+        names = Names(parsed(cells[i][1]))
+        if names.leaves & wanted:
+            wanted = (wanted - names.leaves) | names.reads
+            chosen.append(i)
+    return chosen[::-1]
+
+
+def run_stub(lesson, title, solution):
+    "The names that the stub of an exercise leaves, and the call of its check."
+    matplotlib.use("Agg")
+    cells, names = cells_of(lesson), {"display": lambda *_: None}
+    *before, last = needed(cells, dict(exercises(lesson))[title][0], solution)
+    assert cells[last][1].startswith("# your turn")
+    for i in before:
+        exec(compile(parsed(cells[i][1]), f"{lesson}, cell {i}", "exec"), names)
+    tree = parsed(cells[last][1])
+    call = ast.Expression(tree.body.pop().value)
+    exec(compile(tree, "the stub", "exec"), names)
+    return names, compile(call, "the check", "eval")
+
+
+@pytest.mark.parametrize("lesson, title", ALL)
+def test_a_stub_fails_its_check_and_the_solution_passes(lesson, title):
+    solution = dict(solutions(lesson))[title][0]
+    names, check = run_stub(lesson, title, solution)
+    assert eval(check, names) is False
+    exec(solution, names)
+    assert eval(check, names) is True
+    matplotlib.pyplot.close("all")
+
+
+@pytest.mark.full
+def test_a_graded_reward_gets_as_far_as_its_solution_says():
+    title, (solution, run) = next(iter(solutions(SPINE[5])))
+    names, _ = run_stub(SPINE[5], title, solution + run)
+    exec(solution + run, names)
+    before, after = (names["chance"](m) for m in (names["untrained"], names["graded"].model))
+    assert 0.6 < names["late"](names["graded"], "reward") < 0.9 and 500 * before < after < 0.2
+
+
+# What stands where
+
+
+@pytest.mark.parametrize("lesson", SPINE)
+def test_no_solution_stands_in_its_lesson(lesson):
+    found = dict(exercises(lesson))
+    assert found and found.keys() == dict(solutions(lesson)).keys()
+    page = f"](../solutions/{Path(lesson).name[3:]}.md)"
+    for _, _, words in found.values():
+        assert "<summary>Hint</summary>" in words and page in words
+    text = "\n".join(source for _, source in cells_of(lesson))
+    for solution, *_ in dict(solutions(lesson)).values():
+        body = [line for line in solution.splitlines()[1:] if len(line.strip()) > 30]
+        assert not [line for line in body if line in text]
+    assert "<summary>Solution</summary>" not in text
+
+
+def head_of(lesson):
+    "(minutes, its promises) as the first cell gives them."
+    source = cells_of(lesson)[0][1].partition("<!-- /course -->")[2]
+    minutes = re.search(r"^\*\*(\d+) minutes\*\*, .+\*\*Needs:\*\* .+glossary\.md", source, re.M)
+    promises = re.search(r"After this lesson you can\n\n((?:- .+\n?)+)", source)[1]
+    return int(minutes[1]), promises.strip().splitlines()
+
+
+def estimate(lesson):
+    "Minutes: 200 words and 60 lines of open code in one, the first exercise, and three to run it."
+    cells = json.loads((NBS / f"{lesson}.ipynb").read_text())["cells"]
+    folded = [cell for cell in cells if cell["metadata"].get("cellView") == "form"]
+    words, lines = 0, 0
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            words += len(re.sub(r"\S*://\S*", "", source).split())
+        elif cell not in folded:
+            lines += source.count("\n") + 1
+    first = next(iter(dict(exercises(lesson)).values()))
+    return words / 200 + lines / 60 + first[1] + 3
+
+
+@pytest.mark.parametrize("lesson", SPINE)
+def test_a_lesson_says_how_long_it_takes_and_what_one_can_do_then(lesson):
+    minutes, promises = head_of(lesson)
+    assert abs(minutes / estimate(lesson) - 1) < 0.15
+    assert len(promises) == 3 and all(len(p) > 40 for p in promises)
+
+
+# The glossary and the bibliography
+
+PAGES = ("glossary", "bibliography", "how_fast", "where_it_runs", "library")
+
+
+def rows_of(page):
+    "The cells of each row of the tables of a page."
+    text = (ROOT / f"docs/{page}.md").read_text().replace("\\|", "")
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
+    assert links and not [link for link in links if not (ROOT / "docs" / link).exists()]
+
+
+def test_each_symbol_and_word_stands_once_with_its_lesson():
+    rows = [row for row in rows_of("glossary") if row[0] not in ("symbol", "word")]
+    names = [name for row in rows for name in row[0].split(", ")]
+    assert len(names) > 60 and sorted(set(names)) == sorted(names)
+    assert all("](../nbs/" in row[-1] for row in rows)
+
+
+def test_every_loss_has_its_paper():
+    named = {row[0]: row[1] for row in rows_of("bibliography")}
+    assert all(f"`{loss}`" in named for loss in LOSSES)
+    assert [loss for loss in LOSSES if "arXiv" not in named[f"`{loss}`"]] == ["bnpo"]
+
+
+def test_every_paper_that_the_library_names_is_listed():
+    number = re.compile(r"(?:arXiv|arxiv\.org/abs/)\s*\n?\s*#?\s*(\d{4}\.\d{5})")
+    sources = [p.read_text() for p in (ROOT / "grpo_nb").rglob("*.py")]
+    sources += [p.read_text() for p in NBS.rglob("*.ipynb")]
+    named = {n for text in sources for n in number.findall(text)}
+    assert len(named) > 15
+    listed = set(number.findall((ROOT / "docs/bibliography.md").read_text()))
+    assert not named - listed
+
+
+# The diagrams
+
+DIAGRAMS = sorted((ROOT / "docs/diagrams").glob("*.svg"))
+
+
+def test_diagrams_stand_in_lessons_with_words_for_those_who_do_not_see_them():
+    picture = re.compile(r"!\[([^\]]*)\]\(([^)]*docs/diagrams/[^)]*)\)")
+    pages = [ROOT / "index.ipynb", *NBS.rglob("*.ipynb")]
+    found = [
+        (p, *each) for p in pages if not p.is_symlink() for each in picture.findall(p.read_text())
+    ]
+    assert len(found) > 8 and all(len(words) > 60 for _, words, _ in found)
+    assert not [target for p, _, target in found if not (p.parent / target).exists()]
+
+
+@pytest.mark.parametrize("drawing", DIAGRAMS, ids=lambda p: p.stem)
+def test_a_diagram_is_legible_and_stays_in_its_card(drawing):
+    "Text is 12 units high or more, of 460; at .53 of its height a letter, no line leaves the card."
+    root = ElementTree.fromstring(drawing.read_text())
+    width, height = (float(x) for x in root.get("viewBox").split()[2:])
+    assert width == 460 and root.find("{*}title").text and root.find("{*}desc").text
+    for each in root.iter("{http://www.w3.org/2000/svg}text"):
+        size, x, y = (float(each.get(name)) for name in ("font-size", "x", "y"))
+        wide = 0.53 * size * len(each.text)
+        left = x - wide * {"start": 0, "middle": 0.5, "end": 1}[each.get("text-anchor")]
+        assert size >= 12 and 0 < y < height, each.text
+        assert each.get("transform") or (0 < left and left + wide < width), each.text

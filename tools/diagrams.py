@@ -1,0 +1,570 @@
+"""Draw the diagrams of the course: docs/diagrams/*.svg.
+
+    python tools/diagrams.py           write them
+    python tools/diagrams.py --check   change nothing; exit 1 when one is out of date
+
+Each is a card that is legible from 360 pixels on, with colours for light and for dark. What can be
+computed (advantages, masks, softmaxes, curves) is computed here and not drawn by eye.
+"""
+
+import argparse
+import math
+import re
+import statistics
+import sys
+from configparser import ConfigParser
+from html import escape
+from pathlib import Path
+
+from course import ROW, heading, load
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs/diagrams"
+WIDTH = 460  # of every drawing, in its own units; text is 14 of them high
+DIAGRAMS = {}  # name -> the function that draws it
+
+COLOURS = {  # class -> (fill, line) in light, (fill, line) in dark
+    "blue": (("#dcebf7", "#0072b2"), ("#12344d", "#56b4e9")),
+    "orange": (("#fde6d3", "#b84d00"), ("#4a2712", "#f0955a")),
+    "green": (("#d9f0e6", "#00694d"), ("#123c30", "#3ecf9f")),
+    "grey": (("#eceae4", "#77726a"), ("#2c323a", "#8b949e")),
+    "card": (("#fdfcf9", "#d8d4ca"), ("#1b2027", "#3d444d")),
+}
+INK = {"ink": ("#22272e", "#e8e8e8"), "soft": ("#57606a", "#b1bac4")}
+
+
+def rules(dark):
+    "The style of all classes, for a light page or a dark one."
+    for name, both in COLOURS.items():
+        fill, line = both[dark]
+        yield f".{name}{{fill:{fill};stroke:{line}}}.{name}-line{{stroke:{line};fill:none}}"
+        yield f".{name}-text{{fill:{line}}}.{name}-full{{fill:{line}}}"
+    for name, both in INK.items():
+        yield f".{name}{{fill:{both[dark]}}}.{name}-line{{stroke:{both[dark]};fill:none}}"
+
+
+STYLE = (
+    "text{font-family:system-ui,'Segoe UI',Helvetica,Arial,sans-serif}"
+    + "".join(rules(False))
+    + "@media (prefers-color-scheme:dark){"
+    + "".join(rules(True))
+    + "}"
+)
+
+
+def diagram(height, title, words, shown=575):
+    """Register a function that yields the parts of a drawing; `words` say what it shows, and it is
+    `shown` pixels wide where there is room."""
+
+    def register(draw):
+        def whole():
+            heads = "".join(
+                f'<marker id="{c}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+                f'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" class="{c}"/></marker>'
+                for c in ("soft", "orange-full", "blue-full", "green-full")
+            )
+            card = (
+                f'<rect x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="10" '
+                'class="card"/>'
+            )
+            return "\n".join(
+                [
+                    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+                    f'width="{shown}" height="{round(shown / WIDTH * height)}" role="img">',
+                    f"<title>{escape(title)}</title><desc>{escape(words)}</desc>",
+                    f"<style>{STYLE}</style><defs>{heads}</defs>",
+                    card,
+                    text(WIDTH / 2, 25, title, weight=600, size=15),
+                    *draw(),
+                    "</svg>\n",
+                ]
+            )
+
+        whole.words = words
+        DIAGRAMS[draw.__name__] = whole
+        return whole
+
+    return register
+
+
+def number(x):
+    return f"{x:.1f}".rstrip("0").rstrip(".")
+
+
+def text(x, y, words, cls="ink", size=14, anchor="middle", weight=400):
+    return (
+        f'<text x="{number(x)}" y="{number(y)}" class="{cls}" font-size="{size}" '
+        f'text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'
+    )
+
+
+def rect(x, y, w, h, cls="grey", rx=3):
+    return (
+        f'<rect x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}" '
+        f'rx="{rx}" class="{cls}"/>'
+    )
+
+
+def box(x, y, w, h, *lines, cls="blue", size=14):
+    "A box with lines of text in its middle, the first of them bold."
+    first = y + h / 2 + 5 - 8.5 * (len(lines) - 1)
+    return rect(x, y, w, h, cls, 6) + "".join(
+        text(x + w / 2, first + 17 * i, line, size=size, weight=600 if i == 0 else 400)
+        for i, line in enumerate(lines)
+    )
+
+
+def path(d, cls="soft-line", width=1.6, head=None, dash=None):
+    extra = f' marker-end="url(#{head})"' if head else ""
+    extra += f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path d="{d}" class="{cls}" stroke-width="{width}"{extra}/>'
+
+
+def arrow(x1, y1, x2, y2, colour=None):
+    cls, head = (f"{colour}-line", f"{colour}-full") if colour else ("soft-line", "soft")
+    return path(f"M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}", cls, 1.8, head)
+
+
+def softmax(scores):
+    top = [math.exp(score) for score in scores]
+    return [each / sum(top) for each in top]
+
+
+@diagram(
+    360,
+    "The loop of GRPO",
+    "Prompts become groups of completions, completions get rewards, rewards become advantages, "
+    "advantages a loss, the loss moves the weights, and the next completions are drawn with them.",
+    shown=412,
+)
+def loop():
+    rows = [(("prompts", "12+34="), ("completions", "46  47  46  ?"), ("rewards", "1  0  1  0"))]
+    rows += [(("weights", "move a little"), ("loss", "one number"), ("advantages", "+  −  +  −"))]
+    for row, cells in enumerate(rows):
+        for column, (name, example) in enumerate(cells):
+            colour = {"weights": "orange", "completions": "green"}.get(name, "blue")
+            yield box(20 + 148 * column, 66 + 160 * row, 124, 64, name, example, cls=colour)
+    yield arrow(146, 98, 165, 98) + arrow(294, 98, 313, 98)
+    yield arrow(378, 132, 378, 222)
+    yield arrow(314, 258, 295, 258) + arrow(166, 258, 147, 258)
+    yield path("M82 224C82 160 195 205 208 134", "orange-line", 2, "orange-full")
+    yield text(222, 172, "drawn with", "orange-text", anchor="start")
+    yield text(222, 190, "the new weights", "orange-text", anchor="start")
+    yield text(WIDTH / 2, 330, "And again, some hundred times.", "soft")
+
+
+@diagram(
+    270,
+    "A group: one prompt, compared with itself",
+    "Four completions of one prompt with rewards 1, 0, 0, 0. Their mean is 0.25. The right one has "
+    "the advantage +1.5 and is pushed up, the three others have -0.5 and are pushed down.",
+)
+def group():
+    answers, rewards = ("46", "47", "64", "?"), (1, 0, 0, 0)
+    mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
+    yield box(16, 116, 84, 46, "12+34=", cls="grey", size=14)
+    for x, words in ((178, "completion"), (262, "reward"), (372, "advantage")):
+        yield text(x, 54, words, "soft")
+    yield path("M372 62L372 222", "soft-line", 1, dash="3 3")
+    for i, (answer, reward) in enumerate(zip(answers, rewards)):
+        y, advantage = 84 + 38 * i, (reward - mean) / deviation
+        colour = "green" if advantage > 0 else "orange"
+        yield arrow(102, 139, 135, y)
+        yield box(140, y - 14, 76, 28, answer, cls="blue", size=14)
+        yield text(262, y + 5, str(reward), size=15)
+        end = 372 + 46 * advantage
+        yield path(f"M372 {y}L{number(end)} {y}", f"{colour}-line", 5, None)
+        sign = "+" if advantage > 0 else "−"
+        beside = (366, "end") if advantage > 0 else (378, "start")
+        yield text(beside[0], y + 5, f"{sign}{abs(advantage):.1f}", f"{colour}-text", 14,
+                   beside[1], 600)  # fmt: skip
+    yield text(16, 246, f"mean {mean:g}, standard deviation {deviation:g}", "soft", anchor="start")
+    yield text(446, 246, "likelier →", "green-text", anchor="end")
+    yield text(336, 246, "← rarer", "orange-text", anchor="end")
+
+
+@diagram(
+    268,
+    "The clip: how far a token may go",
+    "The objective of one token against its ratio. With a positive advantage it rises until the "
+    "ratio is 1.2 and is flat above. With a negative one it is flat below 0.8 and falls above.",
+)
+def clip():
+    for left, advantage, colour in ((18, 1, "green"), (244, -1, "orange")):
+
+        def place(c):
+            score = min(c * advantage, min(max(c, 0.8), 1.2) * advantage)
+            return left + 8 + 94 * c, 140 - 46 * score  # noqa: B023
+
+        points = [place(c / 50) for c in range(100)]
+        line = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
+        sign = "+" if advantage > 0 else "−"
+        name = "a good token" if advantage > 0 else "a bad token"
+        yield text(left + 102, 54, f"{name}, A = {sign}1", f"{colour}-text", 14, weight=600)
+        yield path(f"M{left + 8} 140L{left + 200} 140", width=1)
+        for c in (0.8, 1, 1.2):
+            x, edge = left + 8 + 94 * c, c != 1
+            yield path(
+                f"M{number(x)} 66L{number(x)} 222", "grey-line", 1, dash="3 3" if edge else None
+            )
+        yield text(left + 8 + 94 * 0.74, 238, "0.8", "soft")
+        yield text(left + 8 + 94, 238, "1", "soft")
+        yield text(left + 8 + 94 * 1.26, 238, "1.2", "soft")
+        yield path(line, f"{colour}-line", 4)
+        x, y = (left + 172, 104) if advantage > 0 else (left + 40, 196)
+        yield text(x, y, "flat: it has", "soft", 12) + text(x, y + 15, "moved far", "soft", 12)
+    yield text(WIDTH / 2, 258, "ratio: probability now / when it was drawn", "soft")
+
+
+def grid(left, top, cell, size, seen):
+    for query in range(size):
+        for key in range(size):
+            cls = "blue-full" if seen(query, key) else "grey"
+            yield rect(left + cell * key, top + cell * query, cell - 1.5, cell - 1.5, cls, 1.5)
+
+
+@diagram(
+    212,
+    "Masks: who may look at whom",
+    "Three grids of queries and keys, joined by and: the key is no padding, it is not in the "
+    "future, it is in the window of three. The fourth grid is what remains.",
+)
+def masks():
+    rules_of = {
+        "no padding": lambda q, k: k >= 2,
+        "no future": lambda q, k: k <= q,
+        "window of 3": lambda q, k: q - k < 3,
+    }
+    both = {**rules_of, "may look": lambda q, k: all(rule(q, k) for rule in rules_of.values())}
+    for i, (name, rule) in enumerate(both.items()):
+        left = 32 + 109 * i
+        yield from grid(left, 52, 14.5, 6, rule)
+        yield text(left + 43, 160, name, size=14, weight=600 if i == 3 else 400)
+        if i:
+            yield text(left - 11.5, 101, "=" if i == 3 else "&", "soft", 17)
+    yield text(16, 100, "query", "soft", 12).replace(
+        "<text ", '<text transform="rotate(-90 16 100)" '
+    )
+    yield text(75, 45, "key →", "soft", 12)
+    yield text(WIDTH / 2, 184, "The first two places are padding: their rows see nothing,", "soft")
+    yield text(WIDTH / 2, 201, "and nothing is read from them.", "soft")
+
+
+@diagram(
+    226,
+    "A sink: attention that may look away",
+    "The weights of four keys add up to one. With a sink, a fifth score joins the softmax and "
+    "takes a part of the weight, and nothing is read for it: the keys share what is left.",
+)
+def sinks():
+    scores, sink = (1.2, 0.4, 0.1, -0.4), 1.6
+    bars = {"softmax": softmax(scores), "with a sink": softmax((*scores, sink))}
+    for row, (name, weights) in enumerate(bars.items()):
+        y, x = 62 + 74 * row, 20
+        yield text(20, y - 8, name, anchor="start", size=14, weight=600)
+        for i, weight in enumerate(weights):
+            width = 420 * weight
+            yield rect(x, y, width - 2, 34, "grey" if i == 4 else "blue", 4)
+            label = (
+                f"sink {weight:.2f}".replace("0.", ".") if i == 4 else f"{weight:.2f}".lstrip("0")
+            )
+            yield text(x + width / 2 - 1, y + 22, label, size=13)
+            x += width
+    kept = 1 - bars["with a sink"][4]
+    yield text(20 + 210 * kept, 188, f"{kept:.2f} is read".replace("0.", "."), "blue-text", 14)
+    yield text(20 + 420 * (kept + 1) / 2, 188, "nothing is read", "soft", 14)
+    yield text(WIDTH / 2, 212, "The sink is one learnt number for each head.", "soft")
+
+
+@diagram(
+    296,
+    "Packed experts: 4 bits kept, 16 for a moment",
+    "A block of MXFP4 has 32 numbers of four bits and one shared exponent, 17 bytes. The experts "
+    "stay packed on the card; one part at a time is unpacked, multiplied and thrown away.",
+)
+def experts():
+    for i in range(32):
+        yield rect(20 + 12.6 * (i % 32) * 0.86, 52, 10, 24, "blue", 2)
+    yield rect(374, 52, 26, 24, "orange", 3)
+    yield text(190, 94, "32 numbers of 4 bits", "blue-text")
+    yield text(390, 94, "exponent, 8 bits", "orange-text")
+    yield text(440, 70, "17 B", "soft", 13)
+    yield text(70, 124, "on the card", "soft")
+    for i in range(4):
+        for j in range(3):
+            chosen = (i, j) == (1, 1)
+            yield rect(22 + 26 * i, 134 + 34 * j, 22, 28, "orange" if chosen else "blue", 3)
+    yield text(70, 254, "all experts, packed", size=13)
+    yield arrow(126, 184, 160, 184)
+    yield box(166, 150, 124, 68, "one part", "unpacked to", "16 bits", cls="orange")
+    yield arrow(294, 184, 322, 184)
+    yield box(328, 158, 112, 52, "times", "its tokens", cls="green")
+    yield path("M228 222C228 262 170 270 150 258", "soft-line", 1.6, "soft")
+    yield text(236, 252, "then thrown away", "soft", anchor="start")
+    yield text(WIDTH / 2, 282, "Backward unpacks it again: time is paid, memory is not.", "soft")
+
+
+@diagram(
+    316,
+    "Pages of the cache, and a ring",
+    "Two sequences keep lists of pages of four tokens each, in any order, so that a finished one "
+    "leaves whole pages behind. A layer with a window of four keeps a ring: token 5 replaces 1.",
+)
+def pages():
+    yield text(20, 54, "Layers that keep every token: pages", anchor="start", weight=600)
+    sequences = {"A": ("blue", 7, [0, 3]), "B": ("green", 5, [4, 1])}
+    owner = {
+        page: (name, i) for name, (_, _, pages) in sequences.items() for i, page in enumerate(pages)
+    }
+    for page in range(6):
+        x = 20 + 71 * page
+        name, part = owner.get(page, (None, 0))
+        for token in range(4):
+            used = name and 4 * part + token < sequences[name][1]
+            yield rect(x + 16 * token, 122, 15, 26, sequences[name][0] if used else "grey", 2)
+            if used:
+                yield text(x + 16 * token + 7.5, 140, str(4 * part + token + 1), size=12)
+        yield text(x + 31, 166, f"page {page}" if name else "free", "soft", 12)
+    for i, (name, (colour, tokens, held)) in enumerate(sequences.items()):
+        y = 68
+        yield box(
+            20 + 230 * i,
+            y,
+            190,
+            26,
+            f"{name}, {tokens} tokens: pages {held[0]}, {held[1]}",
+            cls=colour,
+        )
+        for page in held:
+            yield path(
+                f"M{115 + 230 * i} {y + 27}L{51 + 71 * page} 119", f"{colour}-line", 1.4,
+                f"{colour}-full",
+            )  # fmt: skip
+    yield text(20, 202, "Layers with a window: a ring", anchor="start", weight=600)
+    for state, x, held in (
+        ("after 4 tokens", 30, (1, 2, 3, 4)),
+        ("after 5", 186, (5, 2, 3, 4)),
+        ("after 6", 342, (5, 6, 3, 4)),
+    ):
+        for i, token in enumerate(held):
+            yield rect(x + 24 * i, 216, 22, 30, "orange" if token > 4 else "blue", 3)
+            yield text(x + 24 * i + 11, 236, str(token), size=13)
+        yield text(x + 47, 266, state, "soft", 12)
+    yield arrow(134, 231, 178, 231) + arrow(290, 231, 334, 231)
+    yield text(WIDTH / 2, 298, "A page is handed back whole; a ring never grows.", "soft")
+
+
+@diagram(
+    330,
+    "Where memory goes in a step",
+    "Weights, adapter and optimizer are there all the time. Drawing adds the cache, the head adds "
+    "the logits of a chunk, a layer adds its own work and the inputs of all layers.",
+)
+def memory():
+    top, base = 62, 226
+    columns = {
+        "drawing": [("cache", 58, "green"), ("logits", 18, "orange")],
+        "the head": [("inputs", 46, "green"), ("logits", 62, "orange")],
+        "a layer": [("inputs", 46, "green"), ("its work", 40, "orange")],
+    }
+    for i, (name, parts) in enumerate(columns.items()):
+        x, y = 92 + 122 * i, base
+        for part, height, colour in parts:
+            y -= height
+            yield rect(x, y, 104, height - 2, colour, 4)
+            yield text(x + 52, y + height / 2 + 4, part)
+        yield text(x + 52, 290, name, weight=600)
+    yield rect(92, base, 348, 40, "blue", 4)
+    yield text(266, base + 25, "weights, adapter, optimizer: always")
+    yield path(f"M78 {top + 12}L448 {top + 12}", "soft-line", 1.8, None, "6 4")
+    yield text(446, top + 4, "what the card has", "soft", anchor="end")
+    yield arrow(70, 266, 70, 72)
+    yield text(44, 160, "bytes", "soft")
+    yield text(WIDTH / 2, 314, "Only the highest column has to fit. (Not to scale.)", "soft")
+
+
+@diagram(
+    344,
+    "Who holds which weights",
+    "Usually trainer, sampler and reference each hold a set of weights, and the trained ones are "
+    "copied to the sampler after every update. With one set of weights all three read the same "
+    "tensors, and the reference is the model with its adapter switched off.",
+)
+def weights():
+    yield text(20, 54, "The usual way: three sets", anchor="start", weight=600)
+    for i, (name, colour) in enumerate(
+        (("trainer", "orange"), ("sampler", "blue"), ("reference", "grey"))
+    ):
+        yield box(20 + 150 * i, 66, 120, 62, name, "all weights", cls=colour)
+    yield path("M80 130C90 162 220 162 230 132", "orange-line", 2, "orange-full")
+    yield text(155, 172, "copied after every update", "orange-text")
+    yield text(380, 146, "never moves", "soft")
+    yield text(20, 204, "Here, with an adapter: one set", anchor="start", weight=600)
+    yield box(20, 254, 258, 40, "frozen weights, once", cls="blue")
+    yield box(290, 254, 150, 40, "adapter", cls="orange")
+    yield text(WIDTH / 2, 228, "sampler and trainer read both", "ink")
+    yield path("M20 248V240H440V248", "soft-line", 1.6)
+    yield path("M20 300V308H278V300", "soft-line", 1.6)
+    yield text(149, 326, "the reference reads this alone", "ink")
+
+
+def lane(x, y, spans, colour, height=26):
+    for start, width, label in spans:
+        yield rect(x + start, y, width - 2, height, colour, 4)
+        yield text(x + start + width / 2 - 1, y + 18, label, size=13)
+
+
+@diagram(
+    292,
+    "Batches in flight",
+    "Synchronous: sampler and trainer take turns, and one of them always waits. In flight: the "
+    "sampler draws the next batch with weights one version old while the trainer trains.",
+)
+def in_flight():
+    yield text(20, 54, "One after the other: somebody always waits", anchor="start", weight=600)
+    yield text(20, 84, "sampler", "soft", anchor="start") + text(
+        20, 116, "trainer", "soft", anchor="start"
+    )
+    yield from lane(84, 66, ((0, 90, "with v0"), (150, 90, "with v1"), (300, 60, "v2")), "blue")
+    yield from lane(84, 98, ((90, 60, "→ v1"), (240, 60, "→ v2")), "orange")
+    yield text(
+        20, 160, "In flight: both work, the data is one version old", anchor="start", weight=600
+    )
+    yield text(20, 190, "sampler", "soft", anchor="start") + text(
+        20, 222, "trainer", "soft", anchor="start"
+    )
+    spans = ((0, 90, "with v0"), (90, 90, "with v0"), (180, 90, "with v1"), (270, 90, "with v2"))
+    yield from lane(84, 172, spans, "blue")
+    yield from lane(84, 204, ((90, 60, "→ v1"), (180, 60, "→ v2"), (270, 60, "→ v3")), "orange")
+    yield arrow(84, 246, 444, 246) + text(440, 264, "time", "soft", anchor="end")
+    yield text(84, 264, "The ratio corrects for the age.", "soft", anchor="start")
+
+
+@diagram(
+    248,
+    "Turns: what is trained, and what is only read",
+    "A conversation in one row of tokens: prompt, a call that the model writes, the result that "
+    "the tool writes, the model's answer. The mask is 1 where the model wrote.",
+)
+def turns():
+    spans = (
+        ("prompt", 74, "grey", 0),
+        ("calls a tool", 104, "green", 1),
+        ("its result", 94, "grey", 0),
+        ("answer", 86, "green", 1),
+    )
+    x, places = 20, []
+    for name, width, colour, trained in spans:
+        yield rect(x, 96, width - 3, 40, colour, 5)
+        yield text(x + width / 2 - 1, 121, name)
+        yield text(
+            x + width / 2 - 1,
+            164,
+            str(trained),
+            "green-text" if trained else "soft",
+            16,
+            weight=600,
+        )
+        places.append(x + width / 2)
+        x += width
+    yield text(446, 121, "reward", "orange-text", anchor="end", weight=600)
+    yield text(446, 164, "mask", "soft", anchor="end")
+    for a, who in ((0, "you"), (1, "model"), (2, "tool"), (3, "model")):
+        yield text(places[a], 87, who, "soft")
+    yield path(f"M420 106V54H{number(places[1])}V68", "orange-line", 2, "orange-full")
+    yield path(f"M{number(places[3])} 54V68", "orange-line", 2, "orange-full")
+    yield text(
+        WIDTH / 2, 200, "One reward for the whole conversation moves all tokens that", "soft"
+    )
+    yield text(WIDTH / 2, 218, "the model wrote; the words of the tool teach it nothing.", "soft")
+
+
+MINUTES = re.compile(r"^\*\*(\d+) minutes\*\*", re.M)
+
+
+def the_map():
+    "(stops: title, address, minutes; branches: name, address, how many) as index.ipynb lists them."
+    settings = ConfigParser(delimiters=["="])
+    settings.read(ROOT / "settings.ini", encoding="utf-8")
+    settings = settings["DEFAULT"]
+    web = settings["git_url"] % {"user": settings["user"], "repo": settings["repo"]}
+    web += f"/blob/{settings['branch']}/"
+    cells = load(ROOT / "index.ipynb")["cells"]
+    (text,) = [c["source"] for c in cells if "<b>Eight lessons</b>" in c["source"]]
+    first, *folded = text.split("<details>")[1:]
+    stops = []
+    for page in ROW.findall(first):
+        notebook = load(ROOT / page)
+        minutes = MINUTES.search(notebook["cells"][0]["source"])
+        stops.append((heading(notebook)[0], web + page, int(minutes[1])))
+    branches = [
+        (re.search(r"<b>(.+?)</b>", part)[1], web + ROW.findall(part)[0], len(ROW.findall(part)))
+        for part in folded
+    ]
+    return stops, branches
+
+
+def linked(address, *parts):
+    return f'<a href="{escape(address)}">{"".join(parts)}</a>'
+
+
+@diagram(
+    360,
+    "The map: eight lessons, and branches",
+    "Eight lessons in a column, from what RL is to gpt-oss-20b on a free T4, with the minutes of "
+    "each. Beside them the branches, each with its number of notebooks. The table below has links.",
+    shown=412,
+)
+def course_map():
+    stops, branches = the_map()
+    yield path(f"M34 62V{24 + 38 * len(stops)}", "blue-line", 3)
+    for i, (title, address, minutes) in enumerate(stops):
+        y = 62 + 38 * i
+        name = title if len(title) < 23 else title.replace("on a free ", "on a ")
+        name = name.replace("when the reward does not rise", "when it does not rise")
+        yield linked(
+            address,
+            f'<circle cx="34" cy="{y}" r="13" class="blue"/>',
+            text(34, y + 5, str(i + 1), weight=600),
+            text(56, y + 1, name, anchor="start", weight=600),
+            text(56, y + 16, f"{minutes} minutes", "soft", 12, "start"),
+        )
+    yield path(f"M246 50V{48 + 38 * len(stops)}", "grey-line", 1, dash="3 3")
+    step = 38 * len(stops) / len(branches)
+    for i, (name, address, count) in enumerate(branches):
+        y = 46 + step * i
+        yield linked(
+            address,
+            rect(258, y, 188, step - 8, "grey", 6),
+            text(266, y + step / 2 + 1, name, size=13, anchor="start", weight=600),
+            text(440, y + step / 2 + 1, str(count), "soft", 13, "end"),
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if anything is out of date"
+    )
+    check = parser.parse_args().check
+    wanted = {FOLDER / f"{name}.svg": draw() for name, draw in DIAGRAMS.items()}
+    stale = [p for p, made in wanted.items() if not p.exists() or p.read_text("utf-8") != made]
+    left = [p for p in FOLDER.glob("*.svg") if p not in wanted]
+    if check:
+        names = " ".join(p.name for p in (*stale, *left))
+        if names:
+            print(f"out of date: {names}; run python tools/diagrams.py", file=sys.stderr)
+        return 1 if names else 0
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for p in stale:
+        p.write_text(wanted[p], "utf-8")
+        print("wrote", p.relative_to(ROOT))
+    for p in left:
+        p.unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
