@@ -94,7 +94,7 @@ def of_function(node, notes):
     for stars, argument, default in arguments(node.args):
         end = (default or argument).end_lineno
         said = beside(notes, argument.lineno, end) if end > node.lineno else ""
-        lines.append(item(stars + argument.arg, argument.annotation, said))
+        lines.append(item(stars + argument.arg, argument.annotation, said, default))
     body = node.body[0].lineno
     taken = end + 1 if end > node.lineno else node.lineno
     said = " ".join(notes[n][0] for n in range(taken, body) if n in notes and not notes[n][1])
@@ -132,7 +132,7 @@ def entry(node, notes, where):
     about = escaped(ast.get_docstring(node) or "")
     body = of_class(node, notes) if is_class else of_function(node, notes)
     return [
-        f"### {escaped(node.name)}",
+        f"### `{node.name}`",
         "",
         f"```python\n{shown}\n```",
         "",
@@ -161,7 +161,8 @@ def constants(tree, names):
     lines = []
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets:
+        named = [part for target in targets if target for part in ast.walk(target)]
+        for target in named:
             if isinstance(target, ast.Name) and target.id in names:
                 lines.append(f"- `{target.id} = {short(node.value)}`")
     return ["Values:", "", *lines, ""] if lines else []
@@ -191,7 +192,7 @@ def of_module(root, path, source_url):
     lesson = NOTEBOOK.search(text)
     link = [f"Made by [its notebook](../{lesson[1]}).", ""] if lesson else []
     about = escaped(ast.get_docstring(tree) or "")
-    return [f"## {escaped(dotted)}", "", about, "", *link, *parts]
+    return [f"## `{dotted}`", "", about, "", *link, *parts]
 
 
 def pages(

@@ -36,6 +36,18 @@ import course
 from readme import directives
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from grpo_nb.planning.plan import setup_of  # noqa: E402
+
+PLANNED = {  # model -> how its weights are held, and what waits on the host
+    "gpt-oss-20b": {"weights": "mxfp4", "offload_embedding": True},
+    "Qwen3-4B": {"weights": "nf4"},
+    "Qwen3-8B": {"weights": "nf4"},
+    "Llama-3.1-8B": {"weights": "nf4"},
+    "Phi-4": {"weights": "nf4"},
+}
+PLANNED_CARDS = ("T4", "L4", "A100-40", "A100-80", "H200")
 TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks
 BRANCH = re.compile(r"\*\*([^*\n]+)\*\*")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.S | re.M)
@@ -128,7 +140,7 @@ def names_of(source):
 
 def all_imports(source):
     try:
-        body = ast.parse(source).body
+        body = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
     except SyntaxError:
         return False
     return bool(body) and all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
@@ -191,6 +203,23 @@ def has_picture(cell):
     )
 
 
+def memory_table():
+    "The longest contexts that fit, where `memory_widget` would let one move the sliders."
+    rows = [["model, weights", *PLANNED_CARDS], ["---", *["--:"] * len(PLANNED_CARDS)]]
+    for model, held in PLANNED.items():
+        setups = (setup_of(model, card, offload_activations=True, **held) for card in PLANNED_CARDS)
+        longest = [f"{setup.longest_context():,}" for setup in setups]
+        rows.append([f"{model}, {held['weights']}", *longest])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return (
+        "The widget needs Python; here is what the planner says ahead. The longest prompt and "
+        "completion together, in tokens, that one training step takes on each card: adapters of "
+        "rank 32, one sequence at a time, layer inputs on the host (gpt-oss: its embedding too). "
+        f"Memory only: models have limits of their own.\n\n{table}\n\n"
+        "Any other setting: `grpo-nb plan MODEL --card CARD`, which needs no GPU."
+    )
+
+
 def mounted(source, path, live):
     """The place of a widget that a cell shows, as widgets/js/mount.js looks for it, or nothing.
     `live`: the widgets that have a module."""
@@ -200,6 +229,8 @@ def mounted(source, path, live):
         return None
     called = getattr(getattr(last, "value", None), "func", None)
     name = getattr(called, "id", "").removesuffix("_widget")
+    if name == "memory" and isinstance(last, ast.Expr):
+        return memory_table()
     if name not in live or not isinstance(last, ast.Expr):
         return None
     values = {k.arg: ast.literal_eval(k.value) for k in last.value.keywords}
@@ -232,6 +263,10 @@ def code_cell(cell, before):
 # Pages
 
 
+def markdown(name, source):
+    return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}
+
+
 def page_of(notebook, path, context):
     "A notebook as the site shows it."
     cells, before = [], ""
@@ -244,7 +279,7 @@ def page_of(notebook, path, context):
             made = code_cell(cell, before)
             cells += [made] if made else []
             if place := mounted(cell["source"], path, context["live"]):
-                cells.append({"cell_type": "markdown", "id": cell["id"], "source": place})
+                cells.append(markdown(f"{cell['id']}-shown", place))
     return course.dump({**notebook, "cells": cells})
 
 
@@ -293,8 +328,7 @@ def sources(root, problems):
     parts += [("Library", list(reference)), ("Project", texts)]
     notebooks = {path: course.load(root / path) for path in order} | {"index.ipynb": index}
     titles = {path: course.heading(notebook)[0] for path, notebook in notebooks.items()}
-    table = {"cell_type": "markdown", "id": "contents", "source": contents(parts, titles)}
-    index["cells"].append(table)
+    index["cells"].append(markdown("contents", contents(parts, titles)))
     made = {path: page_of(notebook, path, context) for path, notebook in notebooks.items()}
     for path in texts:
         made[path] = relinked((root / path).read_text(encoding="utf-8"), path, **links)
