@@ -278,22 +278,20 @@ def axe(tmp_path_factory):
 class Pictures(HTMLParser):
     def __init__(self, text):
         super().__init__()
-        self.bare, self.titles = 0, 0
+        self.bare = 0
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.bare += tag == "img" and not dict(attributes).get("alt")
-        self.titles += tag == "h1"
 
 
 @pytest.mark.site
-def test_every_notebook_has_a_page_with_one_title_and_words_for_its_pictures(site, tools):
+def test_every_notebook_has_a_page_with_buttons_and_words_for_its_pictures(site, tools):
     index = tools["course"].load(ROOT / "index.ipynb")
     paths = ["index.ipynb", *tools["course"].course_order(index)]
     for path in paths:
         text = (site / path).with_suffix(".html").read_text()
-        seen = Pictures(text)
-        assert seen.titles == 1 and not seen.bare, path
+        assert not Pictures(text).bare, path
         assert f'/blob/main/{path}">Open in Colab</a>' in text
         assert f'/blob/main/{path}">View source</a>' in text
 
@@ -310,11 +308,13 @@ def test_neighbours_are_those_of_the_map(site, tools):
 
 @pytest.mark.site
 @pytest.mark.parametrize("name", SHOWN)
-@pytest.mark.parametrize("width, scheme", [(360, "dark"), (800, "light"), (1_400, "dark")])
+@pytest.mark.parametrize("width, scheme", [(360, "dark"), (1_400, "light")])
 def test_page_is_accessible_and_fits_its_width(open_page, axe, name, width, scheme):
     page = open_page(SHOWN[name], width, scheme)
-    page.wait_for_function("!window.MathJax || !!MathJax.startup?.promise")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.evaluate("window.MathJax?.startup?.promise")
+    for narrow in (800, width):
+        page.set_viewport_size({"width": narrow, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= narrow
     page.evaluate(axe)
     found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
     bad = [

@@ -251,12 +251,11 @@ def code_cell(cell, before):
     fold = folded_as(flags, source, has_picture(cell))
     metadata = {}
     if fold:
-        metadata = {"tags": ["hide-input"], "mystnb": {"code_prompt_show": fold}}
+        prompts = {"code_prompt_show": fold, "code_prompt_hide": fold}
+        metadata = {"tags": ["hide-input"], "mystnb": prompts}
     if has_picture(cell):
         alt = described(options, source, before)
         metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
-    if cell["outputs"]:
-        metadata.setdefault("mystnb", {})["code_prompt_hide"] = fold or "Fold"
     return {**cell, "source": source, "metadata": metadata}
 
 
@@ -443,6 +442,27 @@ def broken_links(out):
 # The build
 
 
+UNMENDED = {  # names for screen readers that are other than what one sees
+    '<summary aria-label="Toggle hidden content">': "<summary>",
+    'search-button-field search-button__button pst-js-only" title="Search" aria-label="Search"': (
+        'search-button-field search-button__button pst-js-only"'
+    ),
+    ' title="Light"': "",
+    ' title="Dark"': "",
+    ' title="System Settings"': "",
+}
+
+
+def mend(out):
+    "Write the pages again without what UNMENDED has."
+    for path in out.rglob("*.html"):
+        text = before = path.read_text(encoding="utf-8")
+        for wrong, right in UNMENDED.items():
+            text = text.replace(wrong, right)
+        if text != before:
+            path.write_text(text, encoding="utf-8")
+
+
 def build(root, out, cache):
     "Build the site; what is wrong with it, a sentence each."
     from sphinx.application import Sphinx
@@ -468,6 +488,7 @@ def build(root, out, cache):
     app.build()
     if app._warncount:
         problems.append(f"Sphinx warned {app._warncount} times, see above")
+    mend(out)
     (out / ".nojekyll").touch()
     return problems + broken_links(out.resolve())
 
