@@ -13,6 +13,7 @@ import sys
 import tarfile
 import threading
 from configparser import ConfigParser
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -145,6 +146,20 @@ def test_pictures_have_words(tools):
     assert words("#| fig-alt: four bars\nplot()") == "four bars"
     assert words("axes.set(title='Loss', xlabel=f'step {n}')") == "Figure: Loss; step"
     assert words("plot()") == "Figure for: The last line"
+
+
+def test_a_widget_is_mounted_with_the_values_of_its_cell(tools):
+    def mounted(source):
+        return tools["mounted"](source, "nbs/algorithm/01_a.ipynb", {"batch"})
+
+    plain = mounted("%matplotlib inline\nbatch_widget()")
+    assert '<div class="widget" data-widget="batch">' in plain
+    assert 'src="../../_static/widgets/mount.js"' in plain
+    given = mounted("box = batch_widget(num_generations=6)\nbox.num_processes = 2\nbox")
+    values = re.search("data-values='(.*?)'", given)[1]
+    assert json.loads(unescape(values)) == {"num_generations": 6, "num_processes": 2}
+    assert mounted("batch_widget().value") is None and mounted("board_widget()") is None
+    assert "| gpt-oss-20b, mxfp4 |" in mounted("memory_widget()")
 
 
 def test_links_fit_the_site_and_a_broken_one_is_told(tools):

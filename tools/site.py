@@ -124,12 +124,17 @@ def bar(path, settings):
 # Code
 
 
-def names_of(source):
-    "What a cell defines, in its order, private names left out unless there are no others."
+def parsed(source):
+    "The statements of a cell, its magics left out; none where it is no Python."
     try:
-        body = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
+        return ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
     except SyntaxError:
         return []
+
+
+def names_of(source):
+    "What a cell defines, in its order, private names left out unless there are no others."
+    body = parsed(source)
     names = [node.name for node in body if hasattr(node, "name")]
     for node in body:
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
@@ -139,10 +144,7 @@ def names_of(source):
 
 
 def all_imports(source):
-    try:
-        body = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
-    except SyntaxError:
-        return False
+    body = parsed(source)
     return bool(body) and all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
 
 
@@ -167,12 +169,8 @@ def folded_as(options, source, has_picture):
 
 def words_of_figure(source):
     "The titles and axes that the code of a figure names."
-    try:
-        tree = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
-    except SyntaxError:
-        return []
     found = []
-    for node in ast.walk(tree):
+    for node in (part for statement in parsed(source) for part in ast.walk(statement)):
         if not isinstance(node, ast.Call):
             continue
         called = getattr(node.func, "attr", "")
@@ -220,20 +218,43 @@ def memory_table():
     )
 
 
+def literals(pairs):
+    "name -> value, for the pairs of a name and a node that is a plain value."
+    found = {}
+    for name, node in pairs:
+        try:
+            found[name] = ast.literal_eval(node)
+        except ValueError:
+            pass
+    return found
+
+
+def widget_of(source):
+    """(name, values) of the widget that a cell ends with, `NAME_widget(...)` or a variable that it
+    put one in and set attributes of; (None, {}) for another cell."""
+    body = parsed(source)
+    last = body[-1].value if body and isinstance(body[-1], ast.Expr) else None
+    sets = [(n.targets[0], n.value) for n in body if isinstance(n, ast.Assign)]
+    values = {}
+    if isinstance(last, ast.Name):
+        own = [(t.attr, v) for t, v in sets if ast.unparse(t).startswith(f"{last.id}.")]
+        values = literals(own)
+        last = next((v for t, v in sets if getattr(t, "id", "") == last.id), None)
+    name = getattr(getattr(last, "func", None), "id", "")
+    if not name.endswith("_widget"):
+        return None, {}
+    given = literals((k.arg, k.value) for k in last.keywords)
+    return name.removesuffix("_widget"), given | values
+
+
 def mounted(source, path, live):
     """The place of a widget that a cell shows, as widgets/js/mount.js looks for it, or nothing.
     `live`: the widgets that have a module."""
-    try:
-        last = ast.parse(source).body[-1]
-    except (SyntaxError, IndexError):
-        return None
-    called = getattr(getattr(last, "value", None), "func", None)
-    name = getattr(called, "id", "").removesuffix("_widget")
-    if name == "memory" and isinstance(last, ast.Expr):
+    name, values = widget_of(source)
+    if name == "memory":
         return memory_table()
-    if name not in live or not isinstance(last, ast.Expr):
+    if name not in live:
         return None
-    values = {k.arg: ast.literal_eval(k.value) for k in last.value.keywords}
     given = f" data-values='{html.escape(json.dumps(values))}'" if values else ""
     folder = posixpath.relpath("_static/widgets", posixpath.dirname(path) or ".")
     return (

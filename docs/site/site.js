@@ -1,3 +1,12 @@
+// What is wider than its column scrolls by itself: the keyboard has to reach it.
+const WIDE = ".bd-article table, .bd-article div.math, .bd-article .cell_output";
+const reach = () => document.querySelectorAll(WIDE).forEach((box) => {
+  if (box.scrollWidth > box.clientWidth + 1) box.tabIndex = 0;
+  else box.removeAttribute("tabindex");
+});
+addEventListener("load", reach);
+addEventListener("resize", reach);
+
 // One button on a page with folded code: open all folds, or close them again.
 document.addEventListener("DOMContentLoaded", () => {
   const folds = [...document.querySelectorAll("div.cell details.hide")];
