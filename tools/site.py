@@ -237,8 +237,8 @@ def widget_of(source):
     sets = [(n.targets[0], n.value) for n in body if isinstance(n, ast.Assign)]
     values = {}
     if isinstance(last, ast.Name):
-        own = [(t.attr, v) for t, v in sets if ast.unparse(t).startswith(f"{last.id}.")]
-        values = literals(own)
+        attributes = [(t, v) for t, v in sets if isinstance(t, ast.Attribute)]
+        values = literals((t.attr, v) for t, v in attributes if ast.unparse(t.value) == last.id)
         last = next((v for t, v in sets if getattr(t, "id", "") == last.id), None)
     name = getattr(getattr(last, "func", None), "id", "")
     if not name.endswith("_widget"):
