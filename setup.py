@@ -66,7 +66,6 @@ setup(
     ],
     packages=find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]),
     package_data={cfg["lib_path"]: ["py.typed"]},
-    cmdclass={"build_py": WithCourse},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
@@ -74,5 +73,6 @@ setup(
         "console_scripts": cfg["console_scripts"].split(),
         "nbdev": [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"],
     },
+    cmdclass={"build_py": WithCourse},
     zip_safe=False,
 )
