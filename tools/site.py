@@ -509,6 +509,8 @@ def build(root, out, cache):
     app.build()
     if app._warncount:
         problems.append(f"Sphinx warned {app._warncount} times, see above")
+    # Sphinx copies these only where it has written a page
+    shutil.copytree(stage / "_static", out / "_static", dirs_exist_ok=True)
     mend(out)
     (out / ".nojekyll").touch()
     return problems + broken_links(out.resolve())
