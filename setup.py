@@ -1,10 +1,12 @@
 "Packaging: everything that setuptools must know is read from settings.ini."
 
 import re
+import shutil
 from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 parser = ConfigParser(delimiters=["="])
 parser.read(Path(__file__).parent / "settings.ini", encoding="utf-8")
@@ -22,6 +24,22 @@ def on_the_web(text):
     pictures = f"{cfg['git_url']}/raw/{cfg['branch']}/"
     text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\g<1>{pictures}", text)
     return re.sub(r"(\]\()(?!https?:|#|mailto:)", rf"\g<1>{files}", text)
+
+
+class WithCourse(build_py):
+    "The library, and in a wheel the notebooks, which `grpo-nb lessons` copies out."
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        course = Path(self.build_lib) / cfg["lib_path"] / "course"
+        shutil.rmtree(course, ignore_errors=True)
+        course.mkdir(parents=True)
+        shutil.copy("index.ipynb", course)
+        for folder in (cfg["nbs_path"], "docs", "recipes"):
+            left = shutil.ignore_patterns("index.ipynb", ".ipynb_checkpoints", "site")
+            shutil.copytree(folder, course / folder, ignore=left)
 
 
 minors = range(int(cfg["min_python"].split(".")[1]), 14)
@@ -55,5 +73,6 @@ setup(
         "console_scripts": cfg["console_scripts"].split(),
         "nbdev": [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"],
     },
+    cmdclass={"build_py": WithCourse},
     zip_safe=False,
 )

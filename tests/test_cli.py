@@ -391,3 +391,25 @@ def test_a_reader_that_has_read_enough():
         and "BrokenPipe" not in result.stderr
         and "Traceback" not in result.stderr
     )
+
+
+def test_lessons_are_copied_and_nothing_is_written_over(tmp_path, capsys):
+    folder = tmp_path / "course"
+    assert cli.main(["lessons", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"{len(list(folder.rglob('*.ipynb')))} notebooks." in said
+    assert (folder / "nbs/lessons/01_what_rl_is.ipynb").read_bytes() == (
+        ROOT / "nbs/lessons/01_what_rl_is.ipynb"
+    ).read_bytes()
+    (folder / "index.ipynb").write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["lessons", str(folder)])
+    assert stop.value.code == 2 and "is not empty" in capsys.readouterr().err
+    assert (folder / "index.ipynb").read_text() == "mine"
+
+
+def test_lessons_say_where_they_are_when_they_are_not_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli.importlib.resources, "files", lambda name: tmp_path / "grpo_nb")
+    assert cli.main(["lessons", str(tmp_path / "course")]) == 1
+    assert "git clone https://github.com/grpo-nb/grpo_nb" in capsys.readouterr().err
+    assert not (tmp_path / "course").exists()

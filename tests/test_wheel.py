@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,20 @@ def wheel(tmp_path_factory):
     return made
 
 
+def course():
+    "The files that `grpo-nb lessons` copies out of a clone, as it names them."
+    from grpo_nb.cli import _course
+
+    paths = [ROOT / "index.ipynb", *(p for name in _course for p in (ROOT / name).rglob("*"))]
+    return {
+        str(p.relative_to(ROOT))
+        for p in paths
+        if p.is_file()
+        and not p.is_symlink()
+        and not {".ipynb_checkpoints", "site"} & set(p.relative_to(ROOT).parts)
+    }
+
+
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
     """The folder of commands of an environment that has the wheel and, in the versions that are
@@ -61,13 +76,34 @@ def installed(wheel, tmp_path_factory):
     return make_once(shared(tmp_path_factory, "empty"), make) / "bin"
 
 
-def test_wheel_holds_the_library_and_nothing_else(wheel):
+def test_wheel_holds_the_library_the_course_and_nothing_else(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert inside == {
+    library = {
         str(p.relative_to(ROOT))
         for p in (ROOT / "grpo_nb").rglob("*")
         if p.is_file() and "__pycache__" not in p.parts
     }
+    assert inside == library | {f"grpo_nb/course/{name}" for name in course()}
+
+
+def test_an_index_would_take_the_files(wheel):
+    "twine reads the metadata, and draws the README as the index does."
+    done = run(sys.executable, "-m", "twine", "check", "--strict", *wheel.parent.glob("grpo_nb-*"))
+    assert done.count("PASSED") == 2
+
+
+def test_links_and_pictures_of_the_description_lead_to_the_repository(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = [n for n in opened.namelist() if n.endswith("/METADATA")]
+        description = opened.read(name).decode().partition("\n\n")[2]
+    targets = re.findall(r"\]\(([^()\s]+)\)", re.sub(r"```.*?```", "", description, flags=re.S))
+    assert len(targets) > 20 and all(re.match("https:|#|mailto:", to) for to in targets)
+
+
+def test_lessons_are_copied_out_of_the_wheel(installed, tmp_path):
+    said = run(installed / "grpo-nb", "lessons", "course", cwd=tmp_path)
+    copied = {str(p.relative_to(tmp_path / "course")) for p in (tmp_path / "course").rglob("*.*")}
+    assert course() <= copied and said.endswith("jupyter lab course/index.ipynb\n")
 
 
 IMPORT_EVERYTHING = (

@@ -1,0 +1,537 @@
+"""Build the site: the course as pages with search, and the reference of the library.
+
+    python tools/site.py OUT             build it into the folder OUT
+    python tools/site.py OUT --cache DIR keep what Sphinx has read in DIR, so that only what
+                                         changed is built again
+
+Needs the packages of the extra `docs` (settings.ini) and no network; nothing is run, the pages show
+the outputs that the notebooks store. The order is the map of index.ipynb. Exit status 1, with a
+sentence for each problem, when a link leads nowhere or a page would load something from elsewhere.
+
+- The library's own cells (`#| export`), cells that draw and the cell that fetches the library are
+  folded. `#| fig-alt: words` describes a picture; without it the titles and axes that a cell names.
+- A cell that shows a widget with a module in grpo_nb/widgets/js has it below, alive without Python.
+- A link to a file that is no page leads to the file on GitHub.
+- docs/site holds the style sheet and what the pages run.
+"""
+
+import argparse
+import ast
+import html
+import json
+import os
+import posixpath
+import re
+import shutil
+import sys
+import tempfile
+from configparser import ConfigParser
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import api
+import course
+from readme import directives
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from grpo_nb.planning.plan import setup_of  # noqa: E402
+
+PLANNED = {  # model -> how its weights are held, and what waits on the host
+    "gpt-oss-20b": {"weights": "mxfp4", "offload_embedding": True},
+    "Qwen3-4B": {"weights": "nf4"},
+    "Qwen3-8B": {"weights": "nf4"},
+    "Llama-3.1-8B": {"weights": "nf4"},
+    "Phi-4": {"weights": "nf4"},
+}
+PLANNED_CARDS = ("T4", "L4", "A100-40", "A100-80", "H200")
+TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks
+BRANCH = re.compile(r"\*\*([^*\n]+)\*\*")
+FENCE = re.compile(r"(^ *```.*?^ *```)", re.S | re.M)
+LINK = re.compile(  # or a piece of code, which is passed over
+    r"`[^`\n]+`|(!?)\[((?:`[^`\n]+`|[^\[\]`]|\[[^\]]*\])*)\]\(([^()\s]+)\)"
+)
+
+
+# What there is
+
+
+def project(root):
+    "The settings of settings.ini."
+    parser = ConfigParser(delimiters=["="])
+    parser.read(root / "settings.ini", encoding="utf-8")
+    return parser["DEFAULT"]
+
+
+def branches(index):
+    "[(caption, paths of its notebooks)] in the order of the map in index.ipynb."
+    found = []
+    for cell in index["cells"]:
+        if cell["cell_type"] != "markdown":
+            continue
+        captions = [(m.start(), m[1]) for m in BRANCH.finditer(cell["source"])]
+        for row in course.ROW.finditer(cell["source"]):
+            above = [name for at, name in captions if at < row.start()]
+            caption = above[-1] if above else "Lessons"
+            if not found or found[-1][0] != caption:
+                found.append((caption, []))
+            found[-1][1].append(row[1])
+    return found
+
+
+# Markdown
+
+
+def slug(anchor):
+    "The id that a heading has on the site, from the one that it has in Jupyter."
+    return re.sub(r"[^\w\- ]", "", unquote(anchor).lower()).replace(" ", "-")
+
+
+def relinked(text, page, pages, root, source_url, problems):
+    "Markdown of `page` whose links fit the site; one that leads nowhere is added to `problems`."
+
+    def link(found):
+        picture, label, target = found.groups()
+        if not target or re.match(r"[a-z]+:", target):
+            return found[0]
+        path, _, anchor = target.partition("#")
+        to = posixpath.normpath(posixpath.join(posixpath.dirname(page), unquote(path)))
+        if not path:
+            return f"[{label}](#{slug(anchor)})"
+        if not (root / to).exists() and to not in pages:
+            problems.append(f"{page} links to {target}, which does not exist")
+        elif to not in pages and not picture:
+            kind = "tree" if (root / to).is_dir() else "blob"
+            return f"[{label}]({source_url.replace('/blob/', f'/{kind}/')}/{to})"
+        return f"{picture}[{label}]({path}{'#' + slug(anchor) if anchor else ''})"
+
+    parts = FENCE.split(text)
+    return "".join(part if i % 2 else LINK.sub(link, part) for i, part in enumerate(parts))
+
+
+def bar(path, settings):
+    "The line under a title: where the notebook can be run, and where its source is."
+    files = f"{settings['user']}/{settings['repo']}/blob/{settings['branch']}/{path}"
+    return (
+        '<p class="run-it"><a href="https://colab.research.google.com/github/'
+        f'{files}">Open in Colab</a> <a href="https://github.com/{files}">View source</a></p>'
+    )
+
+
+# Code
+
+
+def parsed(source):
+    "The statements of a cell, its magics left out; none where it is no Python."
+    try:
+        return ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
+    except SyntaxError:
+        return []
+
+
+def names_of(source):
+    "What a cell defines, in its order, private names left out unless there are no others."
+    body = parsed(source)
+    names = [node.name for node in body if hasattr(node, "name")]
+    for node in body:
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Name):
+                names.append(target.id)
+    return [name for name in names if not name.startswith("_")] or names
+
+
+def all_imports(source):
+    body = parsed(source)
+    return bool(body) and all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
+
+
+def folded_as(options, source, has_picture):
+    "The words on the fold of a cell, or nothing for one that stays open."
+    count = source.count("\n") + 1
+    lines = f"{count} lines" if count > 1 else "1 line"
+    if "export" in options or "exporti" in options:
+        names = names_of(source)
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        return f"In the library: {shown or 'imports'} ({lines})"
+    if "find_spec(" in source and options.get("eval") == "false":
+        return "Set-up: fetches the library where it is missing"
+    if "hide" in options:
+        return f"Set-up ({lines})"
+    if all_imports(source):
+        return f"Imports ({lines})"
+    if options.get("echo") == "false" or (has_picture and count > 4):
+        return f"The code of this figure ({lines})"
+    return ""
+
+
+def words_of_figure(source):
+    "The titles and axes that the code of a figure names."
+    found = []
+    for node in (part for statement in parsed(source) for part in ast.walk(statement)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = getattr(node.func, "attr", "")
+        named = [k.value for k in node.keywords if k.arg in ("title", "xlabel", "ylabel")]
+        if called in ("set_title", "title", "suptitle", "set_xlabel", "set_ylabel"):
+            named += node.args[:1]
+        for value in named:
+            for part in ast.walk(value):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    found.append(" ".join(part.value.split()))
+    return list(dict.fromkeys(word for word in found if len(word) > 2))
+
+
+def described(options, source, before):
+    "Words for those who cannot see a cell's picture."
+    if "fig-alt" in options:
+        return options["fig-alt"]
+    words = words_of_figure(source)
+    if words:
+        return "Figure: " + "; ".join(words[:8])
+    last = re.sub(r"[*`$\[\]]|\(\S*\)", "", before.strip().split("\n\n")[-1]).strip()
+    return f"Figure for: {last}" if last else "The figure that the cell above draws"
+
+
+def has_picture(cell):
+    return any(
+        kind.startswith("image/") for output in cell["outputs"] for kind in output.get("data", {})
+    )
+
+
+def memory_table():
+    "The longest contexts that fit, where `memory_widget` would let one move the sliders."
+    rows = [["model, weights", *PLANNED_CARDS], ["---", *["--:"] * len(PLANNED_CARDS)]]
+    for model, held in PLANNED.items():
+        setups = (setup_of(model, card, offload_activations=True, **held) for card in PLANNED_CARDS)
+        longest = [f"{setup.longest_context():,}" for setup in setups]
+        rows.append([f"{model}, {held['weights']}", *longest])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return (
+        "The widget needs Python; here is what the planner says ahead. The longest prompt and "
+        "completion together, in tokens, that one training step takes on each card: adapters of "
+        "rank 32, one sequence at a time, layer inputs on the host (gpt-oss: its embedding too). "
+        f"Memory only: models have limits of their own.\n\n{table}\n\n"
+        "Any other setting: `grpo-nb plan MODEL --card CARD`, which needs no GPU."
+    )
+
+
+def literals(pairs):
+    "name -> value, for the pairs of a name and a node that is a plain value."
+    found = {}
+    for name, node in pairs:
+        try:
+            found[name] = ast.literal_eval(node)
+        except ValueError:
+            pass
+    return found
+
+
+def widget_of(source):
+    """(name, values) of the widget that a cell ends with, `NAME_widget(...)` or a variable that it
+    put one in and set attributes of; (None, {}) for another cell."""
+    body = parsed(source)
+    last = body[-1].value if body and isinstance(body[-1], ast.Expr) else None
+    sets = [(n.targets[0], n.value) for n in body if isinstance(n, ast.Assign)]
+    values = {}
+    if isinstance(last, ast.Name):
+        attributes = [(t, v) for t, v in sets if isinstance(t, ast.Attribute)]
+        values = literals((t.attr, v) for t, v in attributes if ast.unparse(t.value) == last.id)
+        last = next((v for t, v in sets if getattr(t, "id", "") == last.id), None)
+    name = getattr(getattr(last, "func", None), "id", "")
+    if not name.endswith("_widget"):
+        return None, {}
+    given = literals((k.arg, k.value) for k in last.keywords)
+    return name.removesuffix("_widget"), given | values
+
+
+def mounted(source, path, live):
+    """The place of a widget that a cell shows, as widgets/js/mount.js looks for it, or nothing.
+    `live`: the widgets that have a module."""
+    name, values = widget_of(source)
+    if name == "memory":
+        return memory_table()
+    if name not in live:
+        return None
+    given = f" data-values='{html.escape(json.dumps(values))}'" if values else ""
+    folder = posixpath.relpath("_static/widgets", posixpath.dirname(path) or ".")
+    return (
+        f'<div class="widget" data-widget="{name}"{given}><p>A drawing to move, where a browser '
+        f'runs scripts.</p></div>\n<script type="module" src="{folder}/mount.js"></script>'
+    )
+
+
+def code_cell(cell, before):
+    "A code cell as the site shows it, or None for one with nothing to show."
+    options, source = directives(cell["source"])
+    if not source and not cell["outputs"]:
+        return None
+    flags = {name.split()[0]: value for name, value in options.items()}
+    fold = folded_as(flags, source, has_picture(cell))
+    metadata = {}
+    if fold:
+        prompts = {"code_prompt_show": fold, "code_prompt_hide": fold}
+        metadata = {"tags": ["hide-input"], "mystnb": prompts}
+    if has_picture(cell):
+        alt = described(options, source, before)
+        metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
+    return {**cell, "source": source, "metadata": metadata}
+
+
+# Pages
+
+
+def markdown(name, source):
+    return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}
+
+
+def page_of(notebook, path, context):
+    "A notebook as the site shows it."
+    cells, before = [], ""
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            text = course.BLOCK.sub(f"\n\n{bar(path, context['settings'])}\n\n", cell["source"])
+            before = relinked(text, path, **context["links"])
+            cells.append({**cell, "metadata": {}, "source": before})
+        elif cell["cell_type"] == "code":
+            made = code_cell(cell, before)
+            cells += [made] if made else []
+            if place := mounted(cell["source"], path, context["live"]):
+                cells.append(markdown(f"{cell['id']}-shown", place))
+    return course.dump({**notebook, "cells": cells})
+
+
+def contents(parts, titles):
+    """The tables of contents: what the theme makes its list and the links to neighbours of. A page
+    whose title an earlier one has is listed with its folder. `titles`: path -> title."""
+    tables, taken = [], set()
+    for caption, paths in parts:
+        table = ["```{toctree}", ":hidden:", f":caption: {caption}", ""]
+        for path in paths:
+            title = titles.get(path)
+            again = title in taken
+            taken.add(title)
+            folder = posixpath.basename(posixpath.dirname(path))
+            table.append(f"{title} ({folder}) <{path}>" if title and again else path)
+        tables.append("\n".join([*table, "```"]))
+    return "\n\n".join(tables)
+
+
+def write(path, content):
+    "Write a file unless it has this content: Sphinx reads again what is newer."
+    content = content.encode() if isinstance(content, str) else content
+    if not path.exists() or path.read_bytes() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def sources(root, problems):
+    "file name -> content of all that Sphinx is given, from a checkout."
+    settings = project(root)
+    source_url = f"{settings['git_url']}/blob/{settings['branch']}"
+    index = course.load(root / "index.ipynb")
+    parts = branches(index)
+    texts = sorted({p.relative_to(root).as_posix() for glob in TEXTS for p in root.glob(glob)})
+    reference = {f"api/{name}": text for name, text in api.pages(root, source_url).items()}
+    order = ["index.ipynb", *(path for _, paths in parts for path in paths)]
+    links = {
+        "pages": {*order, *texts, *reference},
+        "root": root,
+        "source_url": source_url,
+        "problems": problems,
+    }
+    scripts = sorted((root / "grpo_nb/widgets/js").glob("*"))
+    live = {p.stem for p in scripts if p.suffix == ".js"}
+    context = {"settings": settings, "links": links, "live": live}
+    parts += [("Library", list(reference)), ("Project", texts)]
+    notebooks = {path: course.load(root / path) for path in order} | {"index.ipynb": index}
+    titles = {path: course.heading(notebook)[0] for path, notebook in notebooks.items()}
+    index["cells"].append(markdown("contents", contents(parts, titles)))
+    made = {path: page_of(notebook, path, context) for path, notebook in notebooks.items()}
+    for path in texts:
+        made[path] = relinked((root / path).read_text(encoding="utf-8"), path, **links)
+    for path, text in reference.items():
+        made[path] = relinked(text, path, **links)
+    for path in (root / "docs/images").iterdir():
+        made[path.relative_to(root).as_posix()] = path.read_bytes()
+    for path in (root / "docs/site").iterdir():
+        made[f"_static/{path.name}"] = path.read_bytes()
+    made |= {f"_static/widgets/{path.name}": path.read_bytes() for path in scripts}
+    made["_static/mathjax.js"] = mathjax()
+    return made
+
+
+def mathjax():
+    "MathJax in one file, with every extension, from the package that carries it."
+    package = Path(find_spec("sphinx-mathjax-offline").origin).parent
+    return (package / "static/mathjax/tex-svg-full.js").read_bytes()
+
+
+def options(settings):
+    "The settings of Sphinx, its theme and the reader of notebooks."
+    return {
+        "project": settings["title"],
+        "author": settings["author"],
+        "copyright": settings["copyright"],
+        "version": settings["version"],
+        "language": "en",
+        "extensions": ["myst_nb", "sphinx_copybutton", "sphinx.ext.mathjax"],
+        "exclude_patterns": ["**.ipynb_checkpoints"],
+        "myst_enable_extensions": ["dollarmath", "amsmath"],
+        "myst_heading_anchors": 4,
+        "myst_links_external_new_tab": False,
+        "suppress_warnings": ["myst.header", "mystnb.unknown_mime_type"],
+        "nb_execution_mode": "off",
+        "nb_merge_streams": True,
+        "nb_ipywidgets_js": {},
+        "mathjax_path": "mathjax.js",
+        "html_theme": "sphinx_book_theme",
+        "html_title": settings["title"],
+        "html_favicon": "_static/icon.svg",
+        "html_context": {"default_mode": "auto"},
+        "html_static_path": ["_static"],
+        "html_css_files": ["site.css"],
+        "html_js_files": ["site.js"],
+        "html_copy_source": False,
+        "html_show_sphinx": False,
+        "html_baseurl": f"https://{settings['user']}.github.io/{settings['repo']}/",
+        "copybutton_selector": "div.cell_input div.highlight pre, div.highlight-sh pre",
+        "html_theme_options": {
+            "repository_url": settings["git_url"],
+            "use_repository_button": True,
+            "use_download_button": False,
+            "use_fullscreen_button": False,
+            "home_page_in_toc": True,
+            "navbar_persistent": [],  # the search stands above the list of pages
+            "show_navbar_depth": 1,
+            "show_toc_level": 2,
+        },
+    }
+
+
+# Links of what was built
+
+
+class Page(HTMLParser):
+    "The ids of a page, where it leads, and what it loads."
+
+    LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links, self.loads = set(), [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.ids |= {given.get("id"), given.get("name")} - {None}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        if tag in self.LOADS and given.get(self.LOADS[tag]):
+            self.loads.append(given[self.LOADS[tag]])
+        if tag == "link" and given.get("rel") in ("stylesheet", "preload", "icon"):
+            self.loads.append(given["href"])
+
+
+def is_elsewhere(address):
+    return bool(urlsplit(address).scheme or urlsplit(address).netloc)
+
+
+def broken_links(out):
+    "A sentence for each link or picture of a built site that leads nowhere, or to another host."
+    static = out / "_static"  # has templates of the theme among its files
+    pages = sorted(path for path in out.rglob("*.html") if static not in path.parents)
+    read = {path: Page(path.read_text(encoding="utf-8")) for path in pages}
+    problems = []
+    for path, page in read.items():
+        name = path.relative_to(out).as_posix()
+        for address in page.loads:
+            if is_elsewhere(address) and not address.startswith("data:"):
+                problems.append(f"{name} loads {address}: nothing may come from another host")
+        for address in {a for a in (*page.links, *page.loads) if not is_elsewhere(a)}:
+            parts = urlsplit(address)
+            to = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if not to.is_file():
+                problems.append(f"{name} leads to {address}, which is not there")
+            elif parts.fragment and to in read and unquote(parts.fragment) not in read[to].ids:
+                problems.append(f"{name} leads to {address}, and that page has no such heading")
+    return problems
+
+
+# The build
+
+
+UNMENDED = {  # names for screen readers that are other than what one sees
+    '<summary aria-label="Toggle hidden content">': "<summary>",
+    'search-button-field search-button__button pst-js-only" title="Search" aria-label="Search"': (
+        'search-button-field search-button__button pst-js-only"'
+    ),
+    ' title="Light"': "",
+    ' title="Dark"': "",
+    ' title="System Settings"': "",
+}
+
+
+def mend(out):
+    "Write the pages again without what UNMENDED has."
+    for path in out.rglob("*.html"):
+        text = before = path.read_text(encoding="utf-8")
+        for wrong, right in UNMENDED.items():
+            text = text.replace(wrong, right)
+        if text != before:
+            path.write_text(text, encoding="utf-8")
+
+
+def build(root, out, cache):
+    "Build the site; what is wrong with it, a sentence each."
+    from sphinx.application import Sphinx
+
+    problems, stage = [], cache / "source"
+    wanted = sources(root, problems)
+    for path in [p for p in stage.rglob("*") if p.is_file()]:
+        if path.relative_to(stage).as_posix() not in wanted:
+            path.unlink()
+    for name, content in wanted.items():
+        write(stage / name, content)
+    app = Sphinx(
+        srcdir=stage,
+        confdir=None,
+        outdir=out,
+        doctreedir=cache / "doctrees",
+        buildername="html",
+        confoverrides=options(project(root)),
+        warningiserror=False,
+        status=None,
+        parallel=os.cpu_count() or 1,
+    )
+    app.build()
+    if app._warncount:
+        problems.append(f"Sphinx warned {app._warncount} times, see above")
+    # Sphinx copies these only where it has written a page
+    shutil.copytree(stage / "_static", out / "_static", dirs_exist_ok=True)
+    mend(out)
+    (out / ".nojekyll").touch()
+    return problems + broken_links(out.resolve())
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--cache", type=Path, help="a folder to keep (default: one for this call)")
+    args = parser.parse_args()
+    cache = args.cache or Path(tempfile.mkdtemp())
+    try:
+        problems = build(ROOT, args.out, cache.resolve())
+    finally:
+        if not args.cache:
+            shutil.rmtree(cache, ignore_errors=True)
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
