@@ -28,7 +28,7 @@ def clipping_curves(
         logps=logps,
         log_ratio=logps,
         ratio=logps.exp(),
-        advantages=torch.full((len(ratio), 1), advantage),
+        advantages=torch.full((len(ratio), 1), advantage, dtype=ratio.dtype),
         mask=torch.ones(len(ratio), 1, dtype=torch.bool),
         **settings,
     )
