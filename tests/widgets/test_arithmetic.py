@@ -91,7 +91,7 @@ def cuts(count=600):
 
 @pytest.fixture(scope="module")
 def browser_says():
-    "A function: name of a function of arithmetic.js and its arguments -> what it returns; one call."
+    "A function: [name in arithmetic.js, its arguments] of many calls -> what they return."
     node = shutil.which("node")
     if not node:
         problem = "no node on this machine, so the widgets' arithmetic is not compared"
