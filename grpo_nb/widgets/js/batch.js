@@ -35,8 +35,10 @@ const COLOURS = ["#56B4E9", "#E69F00", "#7FCDBB", "#F0E442"].concat([
 
 /** A reward that a completion could have had: 0 or 1, the same whenever it is asked for. */
 function rewardOf(cycle, place) {
-  const mixed = Math.imul((cycle + 1) * 7919 + place * 104729 + 13, 2654435761) >>> 0;
-  return +(mixed / 2 ** 32 < 0.45);
+  let mixed = Math.imul(cycle + 1, 0x9e3779b9) ^ Math.imul(place + 7, 0x85ebca6b);
+  mixed = Math.imul(mixed ^ (mixed >>> 15), 0x2c1b3c6d);
+  mixed = Math.imul(mixed ^ (mixed >>> 12), 0x297a2d39);
+  return +(((mixed ^ (mixed >>> 15)) >>> 0) / 2 ** 32 < 0.45);
 }
 
 /** Everything that the picture knows of a setting: columns of squares, one for each step. */
@@ -110,20 +112,27 @@ export default {
     const xOf = (column) => LEFT + (column % grid.perLine) * grid.side;
     const topOf = (column) => TOP + Math.floor(column / grid.perLine) * grid.blockHeight;
 
-    function square(column, row, { prompt }, later) {
-      const [x, y] = [xOf(column), topOf(column) + row * grid.high];
-      const shapes = [
-        rect(x + 0.5, y + 0.5, grid.side - 1, grid.high - 1, {
-          fill: COLOURS[prompt % COLOURS.length],
-          class: later ? "pale" : "",
-          rx: 2,
-        }),
-      ];
-      if (grid.side >= 15) {
+    /** All squares of one colour as one shape, and their numbers while there is room for them. */
+    function squares() {
+      const paths = new Map();
+      const numbers = [];
+      const few = laid.columns.length * laid.rows <= 400 && grid.side >= 15;
+      laid.columns.forEach((column, c) => {
+        const later = playing !== null && c >= playing;
         const words = { "text-anchor": "middle", class: later ? "small quiet" : "small on-colour" };
-        shapes.push(text(x + grid.side / 2, y + grid.high / 2 + 4, prompt, words));
-      }
-      return shapes;
+        column.squares.forEach(({ prompt }, row) => {
+          const [x, y] = [xOf(c), topOf(c) + row * grid.high];
+          const colour = `${COLOURS[prompt % COLOURS.length]} ${later ? "pale" : ""}`;
+          const box = `M${x + 0.5},${y + 0.5}h${grid.side - 1}v${grid.high - 1}h${1 - grid.side}z`;
+          paths.set(colour, (paths.get(colour) ?? "") + box);
+          if (few) numbers.push(text(x + grid.side / 2, y + grid.high / 2 + 4, prompt, words));
+        });
+      });
+      const shapes = [...paths].map(([colour, d]) => {
+        const [fill, pale] = colour.split(" ");
+        return node("svg:path", { d, fill, class: `square ${pale}` });
+      });
+      return [shapes, numbers];
     }
 
     /** A step's number, and a line and a triangle where the weights move after it. */
@@ -196,9 +205,7 @@ export default {
       if (playing !== null) playing = Math.min(playing, laid.columns.length);
       const lines = Math.ceil(laid.columns.length / grid.perLine);
       const shapes = [
-        laid.columns.map((column, c) => [
-          column.squares.map((one, row) => square(c, row, one, playing !== null && c >= playing)),
-        ]),
+        squares(),
         range(lines).map((l) => processes(l * grid.perLine, values)),
         range(CYCLES).map(cycleName),
         laid.columns.map((column, c) => step(c, column)),

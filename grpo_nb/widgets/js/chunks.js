@@ -64,13 +64,12 @@ export default {
     let places = []; // of the chunks: {piece, chunk, x, y, width, height}
     let view = null;
 
-    /** A bracket of one colour at each side of a box. */
-    function brackets(x, y, width, height, kind) {
+    /** A bracket at each side of a box, as a path. */
+    function brackets(x, y, width, height) {
       const tip = 5;
       const side = (at, inward) =>
         `M${at + inward * tip},${y} H${at} V${y + height} H${at + inward * tip}`;
-      const d = `${side(x, 1)} ${side(x + width, -1)}`;
-      return node("svg:path", { d, class: `bracket ${kind}` });
+      return `${side(x, 1)} ${side(x + width, -1)}`;
     }
 
     function piece(p, x, width, tallest, { length }) {
@@ -82,7 +81,7 @@ export default {
           class: (first + s) % 2 ? "sequence odd" : "sequence",
         }),
       );
-      chunks.forEach(([start, stop], c) => {
+      const red = chunks.map(([start, stop], c) => {
         const [y, height] = [yOf(start), yOf(stop) - yOf(start)];
         places.push({ piece: p, chunk: c, x, y, width, height });
         const at = pointed ?? { piece: 0, chunk: 0 };
@@ -90,10 +89,14 @@ export default {
           shapes.push(rect(x, y, width, height, { class: "red chosen" }));
         }
         const gap = Math.min(1.5, height / 4);
-        shapes.push(brackets(x + 4, y + gap, width - 8, height - 2 * gap, "red"));
+        return brackets(x + 4, y + gap, width - 8, height - 2 * gap);
       });
-      shapes.push(brackets(x - 3, TOP - 3, width + 6, (last - first) * perSequence + 6, "solid"));
-      return shapes;
+      const black = brackets(x - 3, TOP - 3, width + 6, (last - first) * perSequence + 6);
+      return [
+        shapes,
+        node("svg:path", { d: red.join(" "), class: "bracket" }),
+        node("svg:path", { d: black, class: "bracket solid" }),
+      ];
     }
 
     function bars(values, width, top) {

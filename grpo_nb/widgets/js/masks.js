@@ -8,7 +8,7 @@ export const defaults = { prompt_a: 8, prompt_b: 5, step: 2, window: 0 };
 
 const PROMPT = "9+12+34="; // its last letters are the prompts
 const ANSWER = "abcdef"; // what is decoded
-const LEFT = 22; // of a matrix: the queries' tokens stand there
+const LEFT = 18; // of a matrix: the queries' tokens stand there
 const TOP = 44; // of a matrix: its title and the keys' tokens stand there
 
 /** The four matrices of a setting: prompt A and B, each right and naive. */
@@ -108,13 +108,12 @@ export default {
         line(left + n * cell, top, left + n * cell, top + side, { class: "hair" }),
         line(left, top + n * cell, left + side, top + n * cell, { class: "hair" }),
       ]);
-      const bad = wrong(one);
-      const verdict = one.name === "right" ? "" : bad ? `: ${bad} wrong` : ": all right";
+      const verdict = one.name === "naive" && cell >= 13 ? `: ${wrong(one)} wrong` : "";
       const title = `${one.name}, prompt ${"AB"[one.sequence]}${verdict}`;
       const now = [left, top + one.first * cell, side, (one.size - one.first) * cell];
       const query = range(one.size).find((n) => isAt(one, n));
       return [
-        text(left - LEFT + 4, top - 24, title, { class: grid.cell < 13 ? "small bold" : "title" }),
+        text(left - LEFT + 4, top - 24, title, { class: "title" }),
         grids,
         squares(i, one),
         rect(...now, { class: "mark" }),
@@ -128,7 +127,7 @@ export default {
     function draw(values, width) {
       all = matrices(values);
       const half = Math.floor(width / 2);
-      const cell = clamp(Math.floor((half - LEFT - 6) / all[0].size), 8, 22);
+      const cell = clamp(Math.floor((half - LEFT - 4) / all[0].size), 8, 22);
       grid = { cell, width: Math.min(half, LEFT + 14 * 22 + 30), height: TOP + all[0].size * cell };
       grid.height += 16;
       if (pointed && pointed.query >= all[0].size) pointed = null;
