@@ -488,42 +488,36 @@ def move_every_slider(page, name):
     assert moved, f"no slider of {name}_widget changes the picture"
 
 
-def test_every_widget_follows_its_sliders(run_notebook):
-    "All of them in one notebook, as in a lesson that shows several."
-    cells = [
-        nbformat.v4.new_code_cell(
-            f"from grpo_nb.widgets.{name} import {name}_widget\n{name}_widget()"
-        )
-        for name in WIDGETS
-    ]
-    page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
-    assert {"advantages", "batch", "board", "chunks", "clipping", "masks", "memory"} <= set(WIDGETS)
-    for name in set(WIDGETS) - set(COMPONENTS):
-        move_every_slider(page, name)
+IN_PYTHON = """async code => {
+  const kernel = jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+  const future = kernel.requestExecute({ code });
+  let told = "";
+  future.onIOPub = message => { told += message.content.text ?? ""; };
+  await future.done;
+  return told.trim();
+}"""
 
 
-def test_components_and_python_have_the_same_values(run_notebook):
+def test_every_widget_follows_its_reader(run_notebook):
+    """All of them in one notebook, as in a lesson that shows several; components and Python have
+    the same values."""
     cells = [
         f"from grpo_nb.widgets.{name} import {name}_widget\n{name} = {name}_widget()\n{name}"
-        for name in COMPONENTS
+        for name in WIDGETS
     ]
-    cells.append("clipping.epsilon_high = 0.5\nadvantages.rewards = [0.5, 0.5, 0.5]")
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=KERNEL
-    )
-    page = run_notebook(notebook)
+    cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
+    assert {*COMPONENTS, "board", "memory"} <= set(WIDGETS)
+    for name in COMPONENTS:
+        page.locator(f".grpo-{name}-viz svg").first.wait_for()
+    page.evaluate(IN_PYTHON, "clipping.epsilon_high = 0.5; advantages.rewards = [0.5, 0.5, 0.5]")
     page.locator(".grpo-clipping-viz", has_text="is silent above 1.50").wait_for()
     page.locator(".grpo-advantages-viz", has_text="there is nothing to learn").wait_for()
-    for name in COMPONENTS:
-        assert page.locator(f".grpo-{name}-viz svg").count()
     page.locator(".grpo-batch-viz [data-control=num_iterations]").press("ArrowRight")
     page.locator(".grpo-batch-viz", has_text="4 × 2 / 4 = 2").wait_for()
-    page.evaluate(
-        """async () => {
-          const kernel = jupyterapp.shell.currentWidget.sessionContext.session.kernel;
-          await kernel.requestExecute({ code: "import sys; print(batch.num_iterations)" }).done;
-        }"""
-    )
+    assert page.evaluate(IN_PYTHON, "print(batch.num_iterations)") == "2"
+    for name in set(WIDGETS) - set(COMPONENTS):
+        move_every_slider(page, name)
 
 
 def test_memory_widget_follows_its_lists_and_switches(run_notebook):
