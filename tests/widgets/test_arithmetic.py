@@ -1,17 +1,15 @@
-"""What the widgets compute in the browser, beside the library: thousands of random settings, in one
-call of node."""
+"""What the widgets compute in the browser, beside the library: thousands of random settings, in a
+few calls of node."""
 
 import json
 import math
-import os
 import random
-import shutil
-import subprocess
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from node import run_module
 
 from grpo_nb.algorithm.advantages import SCALES, group_advantages
 from grpo_nb.algorithm.batching import BatchLayout, random_order
@@ -89,32 +87,16 @@ def cuts(count=600):
         )
 
 
-@pytest.fixture(scope="module")
-def browser_says():
-    "A function: [name in arithmetic.js, its arguments] of many calls -> what they return."
-    node = shutil.which("node")
-    if not node:
-        problem = "no node on this machine, so the widgets' arithmetic is not compared"
-        pytest.fail(problem) if os.environ.get("CI") else pytest.skip(problem)
-
-    def ask(calls):
-        done = subprocess.run(
-            [node, "-e", RUN, str(ARITHMETIC)],
-            input=json.dumps(calls),
-            capture_output=True,
-            text=True,
-        )
-        assert not done.returncode, done.stderr
-        return json.loads(done.stdout)
-
-    return ask
+def browser_says(calls):
+    "What functions of arithmetic.js return, for many calls: [name, arguments]."
+    return json.loads(run_module(RUN, ARITHMETIC, json.dumps(calls)))
 
 
 def near(a, b):
     return a == pytest.approx(b, rel=1e-9, abs=1e-9)
 
 
-def test_advantages(browser_says):
+def test_advantages():
     cases = list(groups())
     told = browser_says([["groupAdvantages", case] for case in cases])
     for (rewards, G, scale), said in zip(cases, told):
@@ -124,7 +106,7 @@ def test_advantages(browser_says):
         assert near(said["std"], ours.group_std.tolist())
 
 
-def test_clipping(browser_says):
+def test_clipping():
     cases = list(losses())
     told = browser_says([["clippingPoint", case] for case in cases])
     for (ratio, A, loss_type, settings), said in zip(cases, told):
@@ -136,7 +118,7 @@ def test_clipping(browser_says):
         assert near(said[0], ours[0]) and (on_edge or near(said[1], ours[1])), (ratio, settings)
 
 
-def test_what_is_said_of_clipping(browser_says):
+def test_what_is_said_of_clipping():
     cases = [(loss_type, settings) for _, _, loss_type, settings in islice(losses(), 1000)]
     borders, doubts, read = (
         browser_says([[name, case] for case in cases])
@@ -152,7 +134,7 @@ def test_what_is_said_of_clipping(browser_says):
         assert [doubt["sentence"] for doubt in said] == kept
 
 
-def test_batches(browser_says):
+def test_batches():
     cases = list(layouts())
     told = browser_says([["batchProblem", [settings]] for settings in cases])
     legal = []
@@ -179,13 +161,13 @@ def test_batches(browser_says):
         assert said == {name: pytest.approx(getattr(layout, name)) for name in said}
 
 
-def test_random_order_is_torchs(browser_says):
+def test_random_order_is_torchs():
     cases = [(random.randint(1, 700), random.randint(0, 3), random.randint(0, 99)) for _ in "1234"]
     told = browser_says([["randomOrder", case] for case in cases])
     assert told == [random_order(*case) for case in cases]
 
 
-def test_masks(browser_says):
+def test_masks():
     cases = list(batches())
     told = browser_says([["masks", [case]] for case in cases])
     rows = []
@@ -205,7 +187,7 @@ def test_masks(browser_says):
     assert words == [keys_read(torch.tensor(row)) for row in rows]
 
 
-def test_chunks(browser_says):
+def test_chunks():
     cases = list(cuts())
     names = ("batch", "length", "mini_batch", "logit_chunk_multiplier")
     arguments = [[case[name] for name in names] for case in cases]

@@ -1,8 +1,6 @@
 "A matplotlib figure as SVG, and the box that redraws it."
 
 import json
-import shutil
-import subprocess
 from xml.etree import ElementTree
 
 import ipywidgets
@@ -10,6 +8,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
+from node import run_module
 
 from grpo_nb.widgets.advantages import AdvantagesWidget
 from grpo_nb.widgets.batch import BatchWidget
@@ -69,12 +68,11 @@ def test_the_drawing_follows_its_controls_and_shows_errors():
     assert box.children == (box.controls["size"], box.controls["name"], box.drawing)
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node on this machine")
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_a_component_is_one_module_with_the_values_of_its_class(name, tmp_path):
     module = tmp_path / "module.mjs"
     module.write_text(component(name)[0])
-    told = subprocess.run(["node", "-e", TELL, module], capture_output=True, text=True)
-    assert not told.returncode, told.stderr
     own = COMPONENTS[name].class_own_traits(sync=True)
-    assert json.loads(told.stdout) == {key: trait.default() for key, trait in own.items()}
+    assert json.loads(run_module(TELL, module)) == {
+        key: trait.default() for key, trait in own.items()
+    }

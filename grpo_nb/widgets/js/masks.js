@@ -1,7 +1,7 @@
 // The mask of a padded batch through prefill and decode, beside the naive one.
 
 import { keysRead, masks, range } from "./arithmetic.js";
-import { button, change, clamp, frame, line, node, player, plural } from "./kit.js";
+import { button, change, clamp, frame, node, player, plural } from "./kit.js";
 import { rect, slider, text } from "./kit.js";
 
 export const defaults = { prompt_a: 8, prompt_b: 5, step: 2, window: 0 };
@@ -81,40 +81,44 @@ export default {
       });
     }
 
-    /** A square for each key that is read or should be. */
+    /** Squares for the keys that are read or should be: a shape for each kind, and the signs. */
     function squares(i, { allowed, right, size, first }) {
       const { cell } = grid;
-      return range(size * size).map((n) => {
+      const paths = {};
+      const add = (kind, d) => (paths[kind] = (paths[kind] ?? "") + d);
+      for (const n of range(size * size)) {
         const [query, key] = [Math.floor(n / size), n % size];
         const [is, should] = [allowed[query][key], right[query][key]];
-        if (!is && !should) return null;
+        if (!is && !should) continue;
         const kind = is && should ? "up" : is ? "down" : "missed";
-        const place = [leftOf(i) + key * cell + 0.5, topOf(i) + query * cell + 0.5];
-        const pale = query < first ? "pale" : "";
-        const square = rect(...place, cell - 1, cell - 1, { class: `${kind} ${pale}` });
-        if (kind === "up" || query < first) return square;
+        const [x, y] = [leftOf(i) + key * cell + 0.5, topOf(i) + query * cell + 0.5];
+        const side = cell - 1;
+        add(query < first ? `${kind} pale` : kind, `M${x},${y}h${side}v${side}h${-side}z`);
+        if (kind === "up" || query < first) continue;
         // red and orange have a sign of their own, for eyes that see no difference
-        const [x, y] = [place[0] + (cell - 1) / 2, place[1] + (cell - 1) / 2];
-        const sign = kind === "down" ? [line(x - 3, y - 3, x + 3, y + 3, { class: "sign" })] : [];
-        return [square, sign, line(x - 3, y + 3, x + 3, y - 3, { class: "sign" })];
-      });
+        const [left, top] = [x + side / 2 - 3, y + side / 2 - 3];
+        add("sign", `M${left},${top + 6}l6,-6`);
+        if (kind === "down") add("sign", `M${left},${top}l6,6`);
+      }
+      const { sign, ...kinds } = paths;
+      const shapes = Object.entries(kinds).map(([kind, d]) => node("svg:path", { d, class: kind }));
+      return [shapes, sign ? node("svg:path", { d: sign, class: "sign" }) : null];
     }
 
     function matrix(i, one) {
       const { cell } = grid;
       const side = one.size * cell;
       const [left, top] = [leftOf(i), topOf(i)];
-      const grids = range(one.size + 1).map((n) => [
-        line(left + n * cell, top, left + n * cell, top + side, { class: "hair" }),
-        line(left, top + n * cell, left + side, top + n * cell, { class: "hair" }),
-      ]);
+      const grids = range(one.size + 1).map(
+        (n) => `M${left + n * cell},${top}v${side}M${left},${top + n * cell}h${side}`,
+      );
       const verdict = one.name === "naive" && cell >= 13 ? `: ${wrong(one)} wrong` : "";
       const title = `${one.name}, prompt ${"AB"[one.sequence]}${verdict}`;
       const now = [left, top + one.first * cell, side, (one.size - one.first) * cell];
       const query = range(one.size).find((n) => isAt(one, n));
       return [
         text(left - LEFT + 4, top - 24, title, { class: "title" }),
-        grids,
+        node("svg:path", { d: grids.join(""), class: "hair" }),
         squares(i, one),
         rect(...now, { class: "mark" }),
         query === undefined
