@@ -139,7 +139,7 @@ export default {
     function step(column, { step: number, update }) {
       const bottom = topOf(column) + laid.rows * grid.high;
       const middle = { "text-anchor": "middle", class: "small quiet" };
-      const every = grid.side >= 15 ? 1 : 4;
+      const every = grid.side >= 20 ? 1 : grid.side >= 14 ? 2 : 4;
       const shapes = [];
       if (number % every === 0) {
         shapes.push(text(xOf(column) + grid.side / 2, bottom + 26, number, middle));
@@ -183,19 +183,18 @@ export default {
       const { squares, cycle } = laid.columns[pointed.column];
       const group = (place) => Math.floor(place / num_generations);
       const { place } = squares[pointed.row];
-      const around = (column, row, attributes) =>
+      const around = (column, row, kind) =>
         rect(xOf(column) + 1, topOf(column) + row * grid.high + 1, grid.side - 2, grid.high - 2, {
-          class: "mark",
-          ...attributes,
+          class: `mark ${kind}`,
         });
       const mates = laid.columns.flatMap((column, c) =>
         column.squares.map((other, row) =>
           column.cycle === cycle && group(other.place) === group(place)
-            ? around(c, row, { "stroke-width": 1 })
+            ? around(c, row, "thin")
             : null,
         ),
       );
-      return [mates, around(pointed.column, pointed.row, { "stroke-width": 4 })];
+      return [mates, around(pointed.column, pointed.row, "thick")];
     }
 
     function draw(values, width) {
