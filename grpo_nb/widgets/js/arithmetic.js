@@ -1,7 +1,7 @@
 // What the five widgets compute, without a page: pure functions of plain values, in the words of
 // grpo_nb/algorithm and grpo_nb/model, and held to them by tests/widgets/test_arithmetic.py.
 
-export const sum = (values) => values.reduce((total, value) => total + value, 0);
+const sum = (values) => values.reduce((total, value) => total + value, 0);
 export const range = (count) => Array.from({ length: count }, (_, i) => i);
 
 // ---------------------------------------------------------------- advantages
@@ -92,7 +92,7 @@ function tenth(x) {
   return half ? Math.round(5 * x) / 5 : Number(x.toFixed(1));
 }
 
-/** What is legal and probably a mistake: [{sentence, changes}], as `check_loss_settings` says it. */
+/** What is legal and a doubt, as `check_loss_settings` says it: [{sentence, changes}]. */
 export function clippingDoubts(lossType, { epsilon, epsilon_high, delta }) {
   const doubts = [];
   const clips = CLIPPED.includes(lossType);

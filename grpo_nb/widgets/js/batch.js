@@ -2,7 +2,7 @@
 
 import { batchProblem, batchSizes, groupAdvantages, range, schedule } from "./arithmetic.js";
 import { button, clamp, frame, line, node, player, plural } from "./kit.js";
-import { rect, signed, slider, text, thousands, tick } from "./kit.js";
+import { rect, signed, slider, text, tick } from "./kit.js";
 
 export const defaults = {
   per_device_train_batch_size: 3,
@@ -26,12 +26,7 @@ const CYCLES = 2;
 const LEFT = 26; // of the squares: the processes' names stand there
 const TOP = 24; // of the squares in a block: the cycle's name stands there
 // eight colours for the prompts in turn, which colour-blind readers can tell apart
-const COLOURS = ["#56B4E9", "#E69F00", "#7FCDBB", "#F0E442"].concat([
-  "#CC79A7",
-  "#BBBBBB",
-  "#D98B5F",
-  "#8DA0CB",
-]);
+const COLOURS = "#56B4E9 #E69F00 #7FCDBB #F0E442 #CC79A7 #BBBBBB #D98B5F #8DA0CB".split(" ");
 
 /** A reward that a completion could have had: 0 or 1, the same whenever it is asked for. */
 function rewardOf(cycle, place) {
@@ -292,7 +287,7 @@ export default {
 
     view = frame(model, el, {
       name: "batch",
-      label: "Two generation cycles: a square is a completion, a column a step, a dark line an update",
+      label: "Two generation cycles: squares are completions, columns steps, dark lines updates",
       defaults,
       controls: [
         ...Object.entries(RANGES).map(([name, [min, max]]) => slider(model, name, { min, max })),

@@ -225,7 +225,8 @@ export default {
 
     /** A slider that is pale where the loss does not read its setting. */
     function borderSlider(name, options) {
-      const control = slider(model, name, { ...ends(name), format: (x) => x.toFixed(2), ...options });
+      const format = (x) => x.toFixed(2);
+      const control = slider(model, name, { ...ends(name), format, ...options });
       const { follow } = control;
       control.follow = (values) => {
         control.input.max = ends(name, values.loss_type).max;

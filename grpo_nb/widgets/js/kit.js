@@ -136,17 +136,16 @@ function showProblem(box, model, problem) {
     const words = Object.entries(changes).map(([name, value]) => `${name} = ${value ?? "None"}`);
     return button(words.join(", "), () => change(model, changes), { class: "chip" });
   });
-  box.replaceChildren(node("p", {}, asked), node("div", { class: "row" }, chips));
+  box.replaceChildren(node("p", {}, asked), node("div", { class: "buttons" }, chips));
 }
 
 /** Put new shapes into a picture; the one that had the focus has it again. */
 function repaint(picture, shapes, width, height) {
-  const focused = picture.contains(document.activeElement) && document.activeElement.dataset.key;
-  const inShadow = picture.getRootNode().activeElement?.dataset?.key;
+  const active = picture.getRootNode().activeElement;
+  const key = active && picture.contains(active) && active.dataset.key;
   picture.setAttribute("width", width);
   picture.setAttribute("height", height);
   picture.replaceChildren(...shapes.flat(Infinity).filter(Boolean));
-  const key = focused || (picture.contains(picture.getRootNode().activeElement) && inShadow);
   if (key) picture.querySelector(`[data-key="${key}"]`)?.focus({ preventScroll: true });
 }
 
@@ -190,7 +189,7 @@ export function frame(model, el, spec) {
     "section",
     { class: `grpo-widget grpo-${spec.name}-viz`, "aria-label": spec.label },
     node("div", { class: "controls" }, spec.controls.map((control) => control.element)),
-    spec.extra ? node("div", { class: "row" }, spec.extra) : null,
+    spec.extra ? node("div", { class: "buttons" }, spec.extra) : null,
     box,
     spec.legend ? legend(spec.legend) : null,
     problem,
