@@ -1,5 +1,6 @@
-"""The widgets in a real JupyterLab in a real Chromium: each is shown, moved with the keyboard, and
-draws something else; a run is steered by its dashboard."""
+"""The widgets in a real Chromium. Those that need no kernel stand on a page without one: every
+control moves the picture, at every width. In a real JupyterLab each is shown, moved with the
+keyboard, and draws something else; a run is steered by its dashboard."""
 
 import json
 import os
@@ -8,8 +9,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import nbformat
@@ -21,6 +25,7 @@ WIDGETS = sorted(
     for p in (ROOT / "grpo_nb/widgets").glob("[a-z]*.py")
     if f"def {p.stem}_widget" in p.read_text()
 )
+COMPONENTS = ["advantages", "batch", "chunks", "clipping", "masks"]  # they need no kernel
 LESSONS = [
     p
     for p in sorted((ROOT / "nbs").rglob("[0-9]*.ipynb"))
@@ -126,6 +131,297 @@ def lab(chromium, tmp_path_factory):
         log.close()
 
 
+@pytest.fixture(scope="module")
+def site(chromium, tmp_path_factory):
+    """A page without a kernel that shows the five components, as any site can: (page, its
+    complaints)."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "grpo_nb/widgets/js", folder / "js")
+    places = "".join(f'<div data-widget="{name}">{name}</div>' for name in COMPONENTS)
+    (folder / "index.html").write_text(
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>widgets</title>{places}'
+        '<script type="module" src="js/mount.js"></script>'
+    )
+    (folder / "favicon.ico").touch()
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page, complaints = chromium.new_page(), []
+    page.set_default_timeout(10_000)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text))
+    address = f"http://127.0.0.1:{server.server_port}/"
+    page.on("request", lambda r: r.url.startswith(address) or complaints.append(r.url))
+    page.goto(address)
+    page.wait_for_function(
+        f"document.querySelectorAll('[data-mounted]').length === {len(COMPONENTS)}"
+    )
+    yield page
+    page.close()
+    server.shutdown()
+    assert not complaints
+
+
+@pytest.fixture
+def widget(site):
+    "A function: name -> its root, begun anew."
+
+    def begin(name, **values):
+        site.set_viewport_size({"width": 800, "height": 900})
+        site.evaluate(
+            """async ([name, values]) => {
+              const { mount } = await import('/js/mount.js');
+              const place = document.querySelector(`[data-widget=${name}]`);
+              window.model = await mount(place, name, values);
+            }""",
+            [name, values],
+        )
+        return site.locator(f".grpo-{name}-viz")
+
+    return begin
+
+
+def settled(root):
+    "What a reader sees, once all that was changed is drawn."
+    return root.evaluate(
+        """async root => {
+          const frame = () => new Promise(requestAnimationFrame);
+          await frame(); await frame();
+          return root.querySelector('.picture').innerHTML + root.innerText;
+        }"""
+    )
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_every_control_moves_a_component(widget, name):
+    root = widget(name, **({"delta": 2.0} if name == "clipping" else {}))
+    moved, start = 0, settled(root)
+    for control in root.locator("input, select, [role=slider]").all():
+        kind = control.evaluate("e => e.type || e.getAttribute('role')")
+        if kind == "checkbox":
+            control.click()
+        elif kind == "select-one":
+            control.select_option(index=1)
+        else:
+            control.focus()
+            before = float(control.get_attribute("aria-valuenow") or control.input_value())
+            most = float(control.get_attribute("aria-valuemax") or control.get_attribute("max"))
+            control.press("ArrowLeft" if before >= most else "ArrowRight")
+        seen = settled(root)
+        assert seen != start, control.evaluate("e => e.outerHTML")
+        assert root.locator("svg :is(rect, path, polyline)").count() > 4
+        root, moved = widget(name, **({"delta": 2.0} if name == "clipping" else {})), moved + 1
+        assert settled(root) == start
+    assert moved >= {"advantages": 6, "batch": 7, "chunks": 7, "clipping": 11, "masks": 4}[name]
+
+
+def test_rewards_are_dragged(widget, site):
+    root = widget("advantages", rewards=[1, 0, 0, 0])
+    grip = root.get_by_role("slider", name="reward of completion 2")
+    root.scroll_into_view_if_needed()
+    box = grip.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    site.mouse.move(x, y)
+    site.mouse.down()
+    site.mouse.move(x, y - 70)  # half of the picture's height
+    site.mouse.up()
+    settled(root)
+    assert site.evaluate("model.get('rewards')") == [1, 0, 0.5, 0]
+    assert "Completion 2: reward 0.50, +0.13 from the mean" in root.locator(".detail").inner_text()
+    root.get_by_role("button", name="All are equal").click()
+    settled(root)
+    assert "nothing to learn" in root.locator(".caption").inner_text()
+
+
+def test_a_border_is_dragged_and_a_doubt_is_mended(widget, site):
+    root = widget("clipping", delta=2.0)
+    grip = root.get_by_role("slider", name="border δ").first
+    root.scroll_into_view_if_needed()
+    box = grip.locator("circle").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    site.mouse.move(x, y)
+    site.mouse.down()
+    site.mouse.move(x - 84, y)
+    site.mouse.up()
+    settled(root)
+    delta = site.evaluate("model.get('delta')")
+    assert 1.0 <= delta < 1.28
+    assert f"delta is {delta:g}, not above 1 + epsilon" in root.get_by_role("alert").inner_text()
+    root.get_by_role("button", name="delta = None").click()
+    settled(root)
+    assert site.evaluate("model.get('delta')") is None and root.get_by_role("alert").count() == 0
+    site.mouse.move(x, y - 100)
+    settled(root)
+    assert re.search(r"At ratio \d\.\d\d: A = \+1: objective", root.inner_text())
+
+
+def test_an_illegal_batch_keeps_its_picture_and_is_mended_by_a_chip(widget, site):
+    root = widget("batch")
+    settled(root)
+    picture = root.locator(".picture").inner_html()
+    root.locator("[data-control=num_generations]").press("ArrowRight")
+    settled(root)
+    assert root.locator(".picture").inner_html() == picture
+    assert "refused" in root.get_attribute("class")
+    assert "which is not a multiple of num_generations 5" in root.get_by_role("alert").inner_text()
+    root.get_by_role("button", name="num_generations = 6").click()
+    settled(root)
+    assert "refused" not in root.get_attribute("class")
+    assert root.locator(".picture").inner_html() != picture
+
+
+def test_a_square_is_pointed_at_and_the_micro_batches_are_played(widget, site):
+    root = widget("batch")
+    picture = root.get_by_role("application")
+    picture.focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        picture.press(key)
+    settled(root)
+    said = root.locator(".detail").inner_text()
+    pattern = r"Completion 0 of prompt 1: reward [01], advantage [+−][\d.]+\. Process 0, cycle 0"
+    assert re.match(pattern, said) and "step 1; it counts in update 1" in said
+    picture.scroll_into_view_if_needed()
+    box = picture.bounding_box()
+    site.mouse.move(box["x"] + 40, box["y"] + 36)
+    settled(root)
+    assert root.locator(".detail").inner_text().startswith("Completion 0 of prompt 0")
+    picture.press("Escape")
+    step = root.get_by_role("button", name="Step")
+    said = []
+    for _ in range(4):
+        step.click()
+        settled(root)
+        said.append(root.locator(".detail").inner_text())
+    assert "1 of 4 micro-batches" in said[0] and "moved 0 times" in said[2]
+    assert "the weights move (1 time by now)" in said[3]
+    root.get_by_role("button", name="Play").click()
+    assert root.get_by_role("button", name="Pause").count() == 1
+    site.wait_for_function(
+        "document.querySelector('.grpo-batch-viz .detail').innerText.includes('Cycle 1, step 1')"
+    )
+    root.get_by_role("button", name="Show all").click()
+    assert root.get_by_role("button", name="Play").count() == 1
+
+
+def test_a_query_tells_its_keys_and_a_chunk_its_bytes(widget, site):
+    root = widget("masks")
+    picture = root.get_by_role("application")
+    picture.press("ArrowUp")
+    settled(root)
+    assert "Prompt B, query 8 (“a”) reads keys 3 to 8 (6); the naive mask reads key 0 alone." == (
+        root.locator(".detail").inner_text()
+    )
+    root.get_by_role("button", name="Play").click()
+    site.wait_for_function("model.get('step') === 3")
+    root.get_by_role("button", name="Pause").click()
+    root = widget("chunks")
+    root.get_by_role("application").press("ArrowDown")
+    root.get_by_role("application").press("ArrowDown")
+    settled(root)
+    said = root.locator(".detail").inner_text()
+    assert said.startswith("Chunk 1 of piece 0: rows 2,048 to 4,095 (sequence 0), 2,048 tokens")
+
+
+LARGEST = {
+    "advantages": {"rewards": [0.5, 1.0] * 6, "scale": "batch"},
+    "batch": dict(
+        per_device_train_batch_size=8,
+        num_generations=8,
+        gradient_accumulation_steps=4,
+        steps_per_generation=8,
+        num_iterations=2,
+        num_processes=4,
+        shuffle=True,
+    ),
+    "chunks": {"batch": 16, "mini_batch": 16, "logit_chunk_multiplier": 32},
+    "clipping": {"delta": 1.1},
+    "masks": {"step": 6, "window": 5},
+}
+SIZES = """root => {
+  const texts = [...root.querySelectorAll('*')].filter(e => e.checkVisibility()
+    && [...e.childNodes].some(child => child.nodeType === 3 && child.textContent.trim()));
+  return texts.map(e => parseFloat(getComputedStyle(e).fontSize));
+}"""
+
+OUTSIDE = """root => {
+  const box = root.getBoundingClientRect();
+  return [...root.querySelectorAll('svg text')].filter(e => {
+    const { left, right, bottom } = e.getBoundingClientRect();
+    return left < box.left || right > box.right || bottom > box.bottom;
+  }).map(e => e.textContent);
+}"""
+
+
+@pytest.mark.parametrize("width", [360, 800, 1400])
+def test_components_are_legible_at_every_width(widget, site, width):
+    for name, values in LARGEST.items():
+        for root in (widget(name, **values), widget(name)):
+            site.set_viewport_size({"width": width, "height": 900})
+            settled(root)
+            sizes = root.evaluate(SIZES)
+            assert len(sizes) > 10 and 11 <= min(sizes) and max(sizes) <= 16, name
+            assert root.evaluate(OUTSIDE) == [], f"{name} at {width} px"
+    assert site.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_component_answers_at_once(widget, name):
+    """From a new value to the picture, its layout included, in the largest setting; the fastest of
+    nine, for others use the machine too."""
+    root = widget(name, **LARGEST[name])
+    times = root.evaluate(
+        """async root => {
+          const input = root.querySelector('input[type=range]');
+          const times = [];
+          for (let i = 0; i < 9; i++) {
+            await new Promise(requestAnimationFrame);
+            const start = performance.now();
+            input.value = +input.value + (i % 2 ? 1 : -1);
+            input.dispatchEvent(new Event('input'));
+            await new Promise(requestAnimationFrame);  // the widget's own is called before this one
+            root.getBoundingClientRect();
+            times.push(performance.now() - start);
+          }
+          return times.sort((a, b) => a - b);
+        }"""
+    )
+    assert times[0] < 50, times
+
+
+def test_components_say_what_they_are(widget, site):
+    "A name for everything that can be reached with Tab, and a sentence for every picture."
+    for name in COMPONENTS:
+        root = widget(name)
+        settled(root)
+        names = root.evaluate(
+            """root => [...root.querySelectorAll('input, select, button, [tabindex]')].map(e =>
+              e.getAttribute('aria-label') || e.labels?.[0]?.innerText || e.innerText || '')"""
+        )
+        assert len(names) > 5 and all(names)
+        assert len(root.get_by_role("status").inner_text()) > 30
+        assert root.get_attribute("aria-label")
+        live = root.locator("[aria-live=polite]").count()
+        assert live >= 1
+
+
+def test_components_follow_the_theme(widget, site):
+    root = widget("clipping")
+    paper = "root => getComputedStyle(root).backgroundColor"
+    site.emulate_media(color_scheme="dark")
+    assert root.evaluate(paper) == "rgb(22, 25, 29)"
+    site.evaluate("document.documentElement.dataset.theme = 'light'")
+    assert root.evaluate(paper) == "rgb(255, 255, 255)"
+    site.emulate_media(color_scheme="light")
+    site.evaluate("delete document.documentElement.dataset.theme")
+    site.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    assert root.evaluate(paper) == "rgb(22, 25, 29)"
+    site.evaluate("delete document.body.dataset.jpThemeLight")
+
+
 def assert_no_error(page):
     failed = page.locator("[data-mime-type='application/vnd.jupyter.error']")
     assert failed.count() == 0, failed.first.inner_text()
@@ -192,17 +488,35 @@ def move_every_slider(page, name):
     assert moved, f"no slider of {name}_widget changes the picture"
 
 
-def test_every_widget_follows_its_sliders(run_notebook):
-    "All of them in one notebook, as in a lesson that shows several."
+IN_PYTHON = """async code => {
+  const kernel = jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+  const future = kernel.requestExecute({ code });
+  let told = "";
+  future.onIOPub = message => { told += message.content.text ?? ""; };
+  await future.done;
+  return told.trim();
+}"""
+
+
+def test_every_widget_follows_its_reader(run_notebook):
+    """All of them in one notebook, as in a lesson that shows several; components and Python have
+    the same values."""
     cells = [
-        nbformat.v4.new_code_cell(
-            f"from grpo_nb.widgets.{name} import {name}_widget\n{name}_widget()"
-        )
+        f"from grpo_nb.widgets.{name} import {name}_widget\n{name} = {name}_widget()\n{name}"
         for name in WIDGETS
     ]
+    cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
-    assert {"advantages", "batch", "board", "chunks", "clipping", "masks", "memory"} <= set(WIDGETS)
-    for name in WIDGETS:
+    assert {*COMPONENTS, "board", "memory"} <= set(WIDGETS)
+    for name in COMPONENTS:
+        page.locator(f".grpo-{name}-viz svg").first.wait_for()
+    page.evaluate(IN_PYTHON, "clipping.epsilon_high = 0.5; advantages.rewards = [0.5, 0.5, 0.5]")
+    page.locator(".grpo-clipping-viz", has_text="is silent above 1.50").wait_for()
+    page.locator(".grpo-advantages-viz", has_text="there is nothing to learn").wait_for()
+    page.locator(".grpo-batch-viz [data-control=num_iterations]").press("ArrowRight")
+    page.locator(".grpo-batch-viz", has_text="4 × 2 / 4 = 2").wait_for()
+    assert page.evaluate(IN_PYTHON, "print(batch.num_iterations)") == "2"
+    for name in set(WIDGETS) - set(COMPONENTS):
         move_every_slider(page, name)
 
 

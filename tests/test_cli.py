@@ -259,6 +259,7 @@ def test_doctor_reports_what_is_here():
         "datasets",
         "accelerate",
         "ipywidgets",
+        "anywidget",
         "matplotlib",
         "bitsandbytes",
         "nbdev",

@@ -32,5 +32,6 @@ if missing("$lib_name"):
         "beside the page, and pip could not fetch it. With a network (on Kaggle: Settings, "
         "Internet on) run: %pip install --no-deps git+$git_url@$branch"
     )
-if absent := missing(*"$needs".split()):
+needs = "$needs"
+if absent := missing(*needs.split()):
     raise ImportError(f"$lib_name needs what is not here; run: %pip install {' '.join(absent)}")

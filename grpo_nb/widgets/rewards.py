@@ -264,9 +264,10 @@ class RewardsPanel:
         self.sliders = ipywidgets.VBox()
 
     def choose(self, change=None) -> None:
-        "Another task."
+        "Another task; while it is made, nothing of the last one is shown."
+        name = self.name.value
+        self.clear(f"loading {name} …")
         try:
-            name = self.name.value
             self.task = self.made[name] = self.made.get(name) or self.tasks[name]()
         except (ImportError, RuntimeError, ValueError) as error:
             return self.say(str(error))
@@ -289,6 +290,15 @@ class RewardsPanel:
             self.completion.value = ""
         self.quiet = False
         self.take_example()
+
+    def clear(self, sentence: str) -> None:
+        "No task, and a sentence in its place."
+        self.task, self.judged, self.texts = None, [], []
+        self.quiet = True
+        self.prompt.value = self.row.value = self.completion.value = ""
+        self.sliders.children = self.example.options = ()
+        self.quiet = False
+        self.drawing.value = f"<p>{html.escape(sentence)}</p>"
 
     def slider(self, function: Callable, weight: float) -> ipywidgets.FloatSlider:
         "A weight."
@@ -319,7 +329,7 @@ class RewardsPanel:
 
     def judge(self, change=None) -> None:
         "Ask every function about what stands in the box."
-        if self.quiet:
+        if self.quiet or self.task is None:
             return
         try:
             row = read_row(self.row.value)

@@ -1,26 +1,18 @@
 "The drawing of a group's rewards and advantages."
 
 import pytest
+from traitlets import TraitError
 
 from grpo_nb.algorithm.advantages import group_advantages
 from grpo_nb.widgets.advantages import DOWN, NEUTRAL, UP, advantages_figure, advantages_widget
 
 
-def test_widget_follows_every_control():
-    box = advantages_widget([1.0, 0.0, 0.0, 0.0, 0.5])
-    assert "grpo-advantages-viz" in box._dom_classes and len(box.controls) == 6
-    seen = {box.drawing.value}
-    for name, value in [
-        ("reward_0", 0.5),
-        ("reward_4", 0.0),
-        ("scale", "batch"),
-        ("scale", "none"),
-        ("reward_0", 0.0),
-    ]:
-        box.controls[name].value = value
-        assert box.drawing.value not in seen
-        seen.add(box.drawing.value)
-    assert "nothing to learn" in box.drawing.value
+def test_the_widget_refuses_what_has_no_advantage():
+    assert advantages_widget([1.0, 0.0], "none").rewards == [1.0, 0.0]
+    with pytest.raises(TraitError):
+        advantages_widget([1.0])
+    with pytest.raises(TraitError):
+        advantages_widget(scale="all")
 
 
 def bars(axes):

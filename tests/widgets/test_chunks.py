@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_nb.algorithm.logprobs import hidden_state_bytes, logit_bytes
-from grpo_nb.widgets.chunks import chunks_figure, chunks_widget
+from grpo_nb.widgets.chunks import chunks_figure
 
 
 def test_the_bars_are_the_equations():
@@ -33,20 +33,3 @@ def test_the_bars_are_the_equations():
 def test_the_title_counts_pieces_and_chunks(cut, title):
     pieces = chunks_figure(4, 2048, mini_batch=cut[0], logit_chunk_multiplier=cut[1]).axes[0]
     assert pieces.get_title() == title
-
-
-def test_the_widget_follows_every_control():
-    box = chunks_widget()
-    assert "grpo-chunks-viz" in box._dom_classes and "<svg" in box.drawing.value
-    for name, value in [
-        ("batch", 8),
-        ("length", 16_384),
-        ("vocab", 32_000),
-        ("hidden", 1024),
-        ("mini_batch", 2),
-        ("logit_chunk_multiplier", 16),
-        ("element_bytes", 2),
-    ]:
-        before = box.drawing.value
-        box.controls[name].value = value
-        assert "<svg" in box.drawing.value and box.drawing.value != before

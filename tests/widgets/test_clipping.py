@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from traitlets import TraitError
 
 from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.widgets.clipping import clipping_curves, clipping_figure, clipping_widget
@@ -46,19 +47,10 @@ def test_the_borders_are_named_where_they_are():
     assert {text.get_text() for text in capped.texts} == {"cap"}
 
 
-def test_the_widget_follows_every_control():
-    box = clipping_widget()
-    assert "grpo-clipping-viz" in box._dom_classes
-    for name, value in [
-        ("epsilon", 0.4),
-        ("epsilon_high", 0.6),
-        ("use_delta", True),
-        ("delta", 2.6),
-        ("loss_type", "sapo"),
-    ]:
-        before = box.drawing.value
-        box.controls[name].value = value
-        assert "<svg" in box.drawing.value and box.drawing.value != before
+def test_the_widget_begins_with_what_it_is_given():
+    assert clipping_widget("cispo", delta=2.0).delta == 2.0
+    with pytest.raises(TraitError):
+        clipping_widget("ppo")
 
 
 def test_an_unknown_loss_is_named():

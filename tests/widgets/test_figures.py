@@ -1,13 +1,30 @@
 "A matplotlib figure as SVG, and the box that redraws it."
 
+import json
 from xml.etree import ElementTree
 
 import ipywidgets
 import matplotlib
 import matplotlib.pyplot as plt
+import pytest
 from matplotlib.figure import Figure
+from node import run_module
 
-from grpo_nb.widgets.figures import figure_svg, interactive_figure
+from grpo_nb.widgets.advantages import AdvantagesWidget
+from grpo_nb.widgets.batch import BatchWidget
+from grpo_nb.widgets.chunks import ChunksWidget
+from grpo_nb.widgets.clipping import ClippingWidget
+from grpo_nb.widgets.figures import component, figure_svg, interactive_figure
+from grpo_nb.widgets.masks import MasksWidget
+
+COMPONENTS = {
+    "advantages": AdvantagesWidget,
+    "batch": BatchWidget,
+    "chunks": ChunksWidget,
+    "clipping": ClippingWidget,
+    "masks": MasksWidget,
+}
+TELL = "import(process.argv[1]).then((m) => console.log(JSON.stringify(m.defaults)))"
 
 
 def titled(text):
@@ -49,3 +66,13 @@ def test_the_drawing_follows_its_controls_and_shows_errors():
     box.controls["size"].value = 3
     assert "b 3" in box.drawing.value
     assert box.children == (box.controls["size"], box.controls["name"], box.drawing)
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_component_is_one_module_with_the_values_of_its_class(name, tmp_path):
+    module = tmp_path / "module.mjs"
+    module.write_text(component(name)[0])
+    own = COMPONENTS[name].class_own_traits(sync=True)
+    assert json.loads(run_module(TELL, module)) == {
+        key: trait.default() for key, trait in own.items()
+    }

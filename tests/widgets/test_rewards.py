@@ -695,3 +695,27 @@ def test_pasted_groups():
         for name in ("sums", "GSM8K", "countdown", "e-mail")
         for text in TASKS[name]().examples.values()
     )
+
+
+def test_a_task_that_loads_or_fails_shows_nothing_of_the_last_one(monkeypatch):
+    "Neither its row nor its judgement, nor does Judge ask it."
+    shown = []
+
+    def parts():
+        row, completion = box.controls["row"].value, box.controls["completion"].value
+        return box.drawing.value, row, completion, len(box.sliders.children)
+
+    def slow():
+        shown.append(parts())
+        raise ImportError("it is not installed")
+
+    monkeypatch.setitem(room.TASKS, "slow", slow)
+    box = rewards_widget("sums")
+    assert parts()[1] and parts()[3]
+    box.controls["task"].value = "slow"
+    assert shown == [("<p>loading slow …</p>", "", "", 0)]
+    assert "it is not installed" in box.drawing.value and parts()[1:] == ("", "", 0)
+    box.controls["completion"].value = "46"
+    assert "it is not installed" in box.drawing.value
+    box.controls["task"].value = "sums"
+    assert "the last number is 7" in box.drawing.value and parts()[3]

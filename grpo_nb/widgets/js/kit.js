@@ -1,0 +1,298 @@
+// What the five widgets share: elements, controls that follow a model, and a frame that redraws.
+// A model has get, set, save_changes, on and off: anywidget's in a notebook, mount.js's on a page.
+
+/** An element and what is in it; "svg:rect" is one of a picture, {onclick: f} a listener. */
+export function node(name, attributes = {}, ...children) {
+  const inPicture = name.startsWith("svg:");
+  const element = inPicture
+    ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
+    : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+export const rect = (x, y, width, height, attributes) =>
+  node("svg:rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), ...attributes });
+export const line = (x1, y1, x2, y2, attributes) =>
+  node("svg:line", { x1, y1, x2, y2, ...attributes });
+export const text = (x, y, words, attributes) => node("svg:text", { x, y, ...attributes }, words);
+
+export const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+export const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(2);
+export const thousands = (value) => value.toLocaleString("en-US");
+export const plural = (count, word) => `${thousands(count)} ${word}${count === 1 ? "" : "s"}`;
+
+/** Give the model new values, and tell the kernel if there is one. */
+export function change(model, values) {
+  for (const [name, value] of Object.entries(values)) model.set(name, value);
+  model.save_changes();
+}
+
+// ---------------------------------------------------------------- controls
+// Each is {element, follow}: follow(values) shows what the model holds.
+
+const head = (label, output = null) =>
+  node("div", { class: "head" }, node("span", { class: "name" }, label), output);
+
+/** A slider of numbers from min to max, or of a list of values. */
+export function slider(model, name, options) {
+  const { label = name, min, max, step = 1, values, format = String } = options;
+  const { read = (all) => all[name], write = (value) => ({ [name]: value }) } = options;
+  const output = node("output", { "aria-hidden": "true" });
+  const input = node("input", {
+    type: "range",
+    min: values ? 0 : min,
+    max: values ? values.length - 1 : max,
+    step: values ? 1 : step,
+    "aria-label": label,
+    "data-control": name,
+    oninput: () => change(model, write(values ? values[+input.value] : +input.value)),
+  });
+  const element = node("label", { class: "control" }, head(label, output), input);
+  function follow(all) {
+    const value = read(all);
+    input.value = values ? values.indexOf(value) : value;
+    output.textContent = format(value);
+    input.setAttribute("aria-valuetext", format(value));
+  }
+  return { element, input, follow };
+}
+
+/** A list to choose from: [[value, words], ...]. */
+export function menu(model, name, { label = name, options }) {
+  const input = node(
+    "select",
+    {
+      "aria-label": label,
+      "data-control": name,
+      onchange: () => change(model, { [name]: options[input.selectedIndex][0] }),
+    },
+    options.map(([value, words]) => node("option", { value }, words)),
+  );
+  const element = node("label", { class: "control" }, head(label), input);
+  const follow = (all) => {
+    input.selectedIndex = options.findIndex(([value]) => value === all[name]);
+  };
+  return { element, input, follow };
+}
+
+/** A box to tick. */
+export function tick(model, name, options) {
+  const { label = name } = options;
+  const { read = (all) => all[name], write = (on) => ({ [name]: on }) } = options;
+  const input = node("input", {
+    type: "checkbox",
+    "data-control": name,
+    onchange: () => change(model, write(input.checked)),
+  });
+  const element = node("label", { class: "control tick" }, input, label);
+  const follow = (all) => {
+    input.checked = read(all);
+  };
+  return { element, input, follow };
+}
+
+export const button = (words, press, attributes) =>
+  node("button", { type: "button", onclick: press, ...attributes }, words);
+
+/** A button that calls advance once a beat until it is pressed again or advance returns false. */
+export function player(words, advance, beat = 700) {
+  let timer = null;
+  function stop() {
+    clearInterval(timer);
+    timer = null;
+    element.textContent = words;
+    element.setAttribute("aria-pressed", "false");
+  }
+  function beatOnce() {
+    if (advance() === false) stop();
+  }
+  function press() {
+    if (timer !== null) return stop();
+    element.textContent = "Pause";
+    element.setAttribute("aria-pressed", "true");
+    timer = setInterval(beatOnce, beat);
+    beatOnce();
+  }
+  const element = button(words, press, { "aria-pressed": "false", class: "play" });
+  return { element, stop };
+}
+
+// ---------------------------------------------------------------- the frame
+
+/** Why a setting is refused or doubtful, and a chip for each change that mends it. */
+function showProblem(box, model, problem) {
+  box.hidden = !problem;
+  const asked = problem ? problem.sentence : "";
+  if (box.dataset.sentence === asked) return;
+  box.dataset.sentence = asked;
+  if (!problem) return box.replaceChildren();
+  const chips = problem.changes.map((changes) => {
+    const words = Object.entries(changes).map(([name, value]) => `${name} = ${value ?? "None"}`);
+    return button(words.join(", "), () => change(model, changes), { class: "chip" });
+  });
+  box.replaceChildren(node("p", {}, asked), node("div", { class: "buttons" }, chips));
+}
+
+/** Put new shapes into a picture; the one that had the focus has it again. */
+function repaint(picture, shapes, width, height) {
+  const active = picture.getRootNode().activeElement;
+  const key = active && picture.contains(active) && active.dataset.key;
+  picture.setAttribute("width", width);
+  picture.setAttribute("height", height);
+  picture.replaceChildren(...shapes.flat(Infinity).filter(Boolean));
+  if (key) picture.querySelector(`[data-key="${key}"]`)?.focus({ preventScroll: true });
+}
+
+const legend = (entries) =>
+  node("ul", { class: "legend" }, entries.map(([kind, words]) => {
+    const patch = node("svg:svg", { width: 13, height: 13, "aria-hidden": "true" });
+    patch.append(rect(0, 0, 13, 13, { class: kind }));
+    return node("li", {}, patch, words);
+  }));
+
+/**
+ * Controls above, a picture below, drawn again for every change and every width.
+ *
+ * name      "batch": the class is `grpo-batch-viz`
+ * label     what the picture is, for those who do not see it
+ * defaults  names of the model's values
+ * controls  from slider, menu and tick
+ * extra     more elements under the controls
+ * check     values -> null or {sentence, changes, refused}: refused keeps the last picture, greyed
+ * draw      (values, width) -> {shapes, height, caption}: the picture, and what it says in words
+ * hint      what can be done with the picture
+ * move      (x, y) -> whether something else is pointed at now; x is null where nothing is
+ * press     (x, y) -> null, or a function of (x, y) that is called while the pointer is held
+ * key       event -> whether the key said something
+ * detail    values -> the words for what is pointed at, or null
+ * legend    [[class, words], ...] of the picture's colours
+ * facts     values -> rows of a table under the picture
+ */
+export function frame(model, el, spec) {
+  const picture = node("svg:svg", {
+    role: spec.key ? "application" : "group",
+    "aria-label": spec.label,
+    tabindex: spec.key ? 0 : null,
+  });
+  const problem = node("div", { class: "problem", role: "alert", hidden: true });
+  const caption = node("p", { class: "caption", role: "status", "aria-live": "polite" });
+  const detail = node("p", { class: "detail", "aria-live": spec.key ? "polite" : null });
+  const facts = node("table", { class: "facts" });
+  const box = node("div", { class: "picture" }, picture);
+  const root = node(
+    "section",
+    { class: `grpo-widget grpo-${spec.name}-viz`, "aria-label": spec.label },
+    node("div", { class: "controls" }, spec.controls.map((control) => control.element)),
+    spec.extra ? node("div", { class: "buttons" }, spec.extra) : null,
+    box,
+    spec.legend ? legend(spec.legend) : null,
+    problem,
+    caption,
+    detail,
+    spec.facts ? facts : null,
+  );
+  el.append(root);
+
+  const names = Object.keys(spec.defaults);
+  const valuesNow = () => Object.fromEntries(names.map((name) => [name, model.get(name)]));
+
+  function draw() {
+    const values = valuesNow();
+    const trouble = spec.check?.(values) ?? null;
+    spec.controls.forEach((control) => control.follow(values));
+    root.classList.toggle("refused", Boolean(trouble?.refused));
+    showProblem(problem, model, trouble);
+    if (trouble?.refused) return;
+    const width = Math.floor(clamp(box.clientWidth || 600, 280, 976));
+    const drawn = spec.draw(values, width);
+    repaint(picture, drawn.shapes, width, drawn.height);
+    if (caption.textContent !== drawn.caption) caption.textContent = drawn.caption;
+    const words = spec.detail?.(values) ?? spec.hint;
+    if (detail.textContent !== words) detail.textContent = words;
+    const rows = spec.facts?.(values) ?? [];
+    facts.replaceChildren(
+      ...rows.map(([name, ...cells]) =>
+        node("tr", {}, node("th", { scope: "row" }, name), cells.map((c) => node("td", {}, c))),
+      ),
+    );
+  }
+
+  let waiting = 0; // one drawing a frame, however many values have changed
+  function redraw() {
+    cancelAnimationFrame(waiting);
+    waiting = requestAnimationFrame(draw);
+  }
+
+  let drag = null;
+  const place = (event) => {
+    const { left, top } = picture.getBoundingClientRect();
+    return [event.clientX - left, event.clientY - top];
+  };
+  picture.addEventListener("pointerdown", (event) => {
+    drag = spec.press?.(...place(event)) ?? null;
+    if (drag) {
+      picture.setPointerCapture(event.pointerId);
+      drag(...place(event));
+    }
+    if (spec.move?.(...place(event))) redraw();
+  });
+  picture.addEventListener("pointermove", (event) => {
+    if (drag) drag(...place(event));
+    if (spec.move?.(...place(event))) redraw();
+  });
+  for (const end of ["pointerup", "pointercancel"]) {
+    picture.addEventListener(end, () => {
+      drag = null;
+    });
+  }
+  picture.addEventListener("pointerleave", (event) => {
+    if (event.pointerType === "mouse" && !drag && spec.move?.(null, null)) redraw();
+  });
+  picture.addEventListener("keydown", (event) => {
+    if (!spec.key?.(event)) return;
+    event.preventDefault();
+    event.stopPropagation(); // a notebook has meanings of its own for arrows
+    redraw();
+  });
+  root.addEventListener("keydown", (event) => {
+    if (event.target.matches("input, select, button")) event.stopPropagation();
+  });
+
+  const watch = new ResizeObserver(redraw);
+  watch.observe(box);
+  names.forEach((name) => model.on(`change:${name}`, redraw));
+  draw();
+  const leave = () => {
+    watch.disconnect();
+    names.forEach((name) => model.off(`change:${name}`, redraw));
+  };
+  return { redraw, leave };
+}
+
+/** What arrow keys make of a number; null for any other key. */
+export function keyed(event, value, { min, max, step, page = 5 * step }) {
+  const moves = {
+    ArrowRight: value + step,
+    ArrowUp: value + step,
+    ArrowLeft: value - step,
+    ArrowDown: value - step,
+    PageUp: value + page,
+    PageDown: value - page,
+    Home: min,
+    End: max,
+  };
+  if (!(event.key in moves)) return null;
+  return snap(moves[event.key], { min, max, step });
+}
+
+/** The nearest legal place of a slider. */
+export function snap(value, { min, max, step }) {
+  const steps = Math.round((clamp(value, min, max) - min) / step);
+  return clamp(Number((min + steps * step).toFixed(6)), min, max);
+}
