@@ -32,7 +32,7 @@ NUMBERS = dict(rtol=0, atol=1e-6)
 def run_page(**settings):
     "The names of the page after a run of all its cells, with other settings and a short warm-up."
     matplotlib.use("Agg")
-    source = "\n".join(CELLS).replace("steps=300", "steps=3").replace("n=500", "n=20")
+    source = "\n".join(CELLS).replace("steps=300", "steps=3").replace("n=300", "n=20")
     for name, value in {**SMALL, **settings}.items():
         source, found = re.subn(rf"(?m)^{name} = [^#\n]*", f"{name} = {value}  ", source)
         assert found == 1, f"the page sets {name} {found} times"
