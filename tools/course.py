@@ -8,8 +8,9 @@ the course. Inside each folder the numbers of the notebooks rise in that order.
 To add a notebook, add a row `| [](nbs/PART/NN_topic.ipynb) | |` where it belongs and run this tool:
 it fills in the title and the line under it. In every notebook it maintains the lines between
 `<!-- course -->` and `<!-- /course -->` in the first cell, and the second cell, which fetches the
-library where it is missing (first_cell.py, folded) with the addresses of settings.ini. Cell ids
-and outputs stay as they are.
+library where it is missing (first_cell.py, folded) with the addresses of settings.ini. A page
+whose first cell says `<!-- needs no library -->` has no such cell. Cell ids and outputs stay as
+they are.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from string import Template
 ROW = re.compile(r"^\| *\[[^\]]*\]\(([^)\s]+\.ipynb)\) *\|.*$", re.M)
 BLOCK = re.compile(r"\n*<!-- course -->.*?<!-- /course -->\n*", re.S)
 FIRST_CELL = Path(__file__).with_name("first_cell.py")
+ALONE = "<!-- needs no library -->"  # in the first cell of a page that imports nothing of ours
 FOLDED = {"cellView": "form", "jupyter": {"source_hidden": True}}  # in Colab, and in Jupyter
 
 
@@ -110,7 +112,8 @@ def install_cell(settings):
 
 
 def with_install_cell(cells, source):
-    "The cells with the install cell second; an older one is rewritten in place of being doubled."
+    """The cells with the install cell second, unless the page needs none; an older one is rewritten
+    in place of being doubled."""
 
     def is_install(cell):
         return (
@@ -127,6 +130,8 @@ def with_install_cell(cells, source):
         "outputs": [],
     }
     first, *rest = [cell for cell in cells if cell is not old]
+    if ALONE in first["source"]:
+        return [first, *rest]
     return [first, {**new, "metadata": FOLDED, "source": source.rstrip("\n")}, *rest]
 
 
