@@ -16,7 +16,7 @@ a mean over seeds (Student's t); the last line compares the two runs of each see
 is the mean reward of a run's last 20 updates; its seconds hold the measurements.
 
 One setting is not TRL's default: `router_aux_loss_coef` is 0, as it always is here; TRL would add
-0.9 times the router's load-balancing loss to a gpt-oss' loss. Results are kept in
+0.001 times the router's load-balancing loss to a gpt-oss' loss. Results are kept in
 benchmarks/results/learns_like_trl.json.
 """
 
