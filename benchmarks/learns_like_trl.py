@@ -15,9 +15,9 @@ greedily before, between and after, by the same code for both. An interval is th
 a mean over seeds (Student's t); the last line compares the two runs of each seed. "Last rewards"
 is the mean reward of a run's last 20 updates; its seconds hold the measurements.
 
-One setting is not TRL's default: `router_aux_loss_coef` is 0, as it always is here; TRL would add
+One setting is not TRL's default: `router_aux_loss_coef` is 0, as it is here; TRL would add
 0.001 times the router's load-balancing loss to a gpt-oss' loss. Results are kept in
-benchmarks/results/learns_like_trl.json.
+benchmarks/results/learns_like_trl.json; those that stand there were made by a process for each run.
 """
 
 import argparse
@@ -248,14 +248,14 @@ def arguments(about, seeds, updates, out):
     )
     parser.add_argument("--seeds", type=int, default=seeds, help="runs of each kind")
     parser.add_argument("--updates", type=int, default=updates, help="of a run")
-    parser.add_argument("--every", type=int, default=15, help="updates between two measurements")
+    parser.add_argument("--every", type=int, default=20, help="updates between two measurements")
     parser.add_argument("--warm-up", type=int, default=1000, help="steps of it at most")
     parser.add_argument("--out", type=Path, default=out, help="a JSON file")
     return parser
 
 
 def main():
-    parser = arguments(__doc__, 12, 150, RESULTS)
+    parser = arguments(__doc__, 12, 400, RESULTS)
     parser.add_argument("--show", action="store_true", help="print what is stored, run nothing")
     args = parser.parse_args()
     if args.show:
