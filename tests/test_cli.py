@@ -286,7 +286,7 @@ def test_doctor_names_packages_that_an_index_has(monkeypatch):
     monkeypatch.setattr(cli, "_version", lambda name: None)
     hints = {row["name"]: row["hint"] for row in cli.packages()}
     assert hints["bitsandbytes"] == "pip install 'bitsandbytes>=0.48'"
-    assert len(hints) == 9 and not [hint for hint in hints.values() if "grpo_nb" in hint]
+    assert len(hints) == 10 and not [hint for hint in hints.values() if "grpo_nb" in hint]
 
 
 def test_as_a_module():
