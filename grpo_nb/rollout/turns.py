@@ -6,8 +6,8 @@
 __all__ = ['MESSAGE_ENDS', 'Parser', 'NOT_TOOLS', 'as_call', 'as_message', 'parse_hermes', 'parse_llama', 'harmony_messages',
            'parse_harmony', 'on_text', 'described_by', 'choose_parser', 'rendered', 'short_call', 'turn_end',
            'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne', 'run_calls', 'TurnRollout',
-           'Transcript', 'drawn_together', 'check_template', 'TurnSampler', 'methods_of', 'reward_of', 'Environments',
-           'Beginning', 'appended', 'begin']
+           'tool_metrics', 'Transcript', 'drawn_together', 'check_template', 'TurnSampler', 'methods_of', 'reward_of',
+           'Environments', 'Beginning', 'appended', 'begin']
 
 # %% ../../nbs/rollout/11_turns.ipynb #382bfec9
 import asyncio
@@ -348,6 +348,19 @@ class TurnRollout(Rollout):
     late: list[bool] = field(default_factory=list)  # whether a call is still running
     # the prompts as environments completed them, for reward functions; None: as the data has them
     prompts: list | None = None
+
+
+def tool_metrics(
+    rollout: Rollout,  # a TurnRollout, or one without tools
+) -> dict[str, float]:  # under TRL's names; empty without tools
+    "Calls of a completion, and the share of the calls that were answered with an error."
+    if not isinstance(rollout, TurnRollout):
+        return {}
+    calls, failures = sum(rollout.calls), sum(rollout.failures)
+    return {
+        "tools/call_frequency": calls / len(rollout.calls),
+        "tools/failure_frequency": failures / calls if calls else 0.0,
+    }
 
 
 @dataclass

@@ -374,6 +374,11 @@ class SamplingSettings(Settings):
     # {"eos_token_id": 7} or a list of ids, the tokens that end a completion; {"stop_strings":
     # ["\n\n"]}, texts that end one as well and stay in it
     generation_kwargs: dict[str, Any] | str | None = setting(None)
+    # turns of a completion that may call tools; what a later one calls is not run. None: any number
+    max_tool_calling_iterations: int | None = setting(None, "[0, inf)")
+    # seconds the calls of a turn may take; the model reads an error in place of a late answer.
+    # None: no limit, and a tool that hangs holds the run
+    tool_timeout_s: float | None = setting(60.0, "(0, inf)")
 
     def check(self):
         others = sorted(set(self.generation_kwargs or {}) - {"eos_token_id", "stop_strings"})
@@ -886,7 +891,6 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None
         ),
         {"vllm_structured_outputs_regex": str, "cache_implementation": str},
     ),
-    ("there are no tool calls in a rollout.", {"max_tool_calling_iterations": int}),
     (
         (
             "no load-balancing loss of the router is added, for it is not part of GRPO's "

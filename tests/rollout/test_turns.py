@@ -11,7 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_runs import one_thread, small_model  # noqa: F401
+from small_runs import (
+    one_thread,  # noqa: F401
+    remember_batches,
+    small_model,
+    small_trainer,
+    weights_of,
+)
 
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout import turns
@@ -641,3 +647,149 @@ def test_calls_reach_the_environment_of_their_own_row():
     rollout = sampler.generate(prompts, SamplingParams(max_tokens=400), started.tools)
     assert [m[1]["content"] for m in rollout.messages] == ["True", "False", "True"]
     assert environments.rewards()[0](environments=started.environments) == [1.0, 0.0, 1.0]
+
+
+# in a run
+
+
+def question(text, **columns):
+    return {"prompt": [{"role": "user", "content": text}], **columns}
+
+
+def agent(folder, reward_funcs=None, *, arguments, rows=None, **changes):
+    "A small trainer whose model calls a tool in every turn that begins with an odd token."
+    model, _ = small_model(0)
+    tokenizer = letters()
+    model.resize_token_embeddings(len(tokenizer))
+    rows = [question(str(n), key=str(n % 2)) for n in range(8)] if rows is None else rows
+    config = dict(
+        generation_kwargs={"eos_token_id": list(range(10, 60))},
+        max_completion_length=60,
+        max_tool_calling_iterations=2,
+        **changes,
+    )
+    trainer = small_trainer(
+        folder,
+        reward_funcs,
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows or None,
+        arguments=arguments,
+        **config,
+    )
+    name = "turn" if "environment_factory" in arguments else "times"
+    given_ = {"key": "1"} if name == "turn" else {"a": 6, "b": 7}
+
+    def parse(ids, *_):
+        calls = [as_call(name, given_)] if ids[0] % 2 else []
+        return {"content": tokenizer.decode(ids), "tool_calls": calls}
+
+    trainer.sampler.parser = parse
+    return trainer
+
+
+def length(completions, **columns):
+    "The number of the answer's characters, a tenth each."
+    return [len(messages[-1]["content"]) / 10 for messages in completions]
+
+
+def test_a_run_with_tools_learns_from_the_models_own_tokens(tmp_path):
+    seen = []
+
+    def reward(completions, completion_ids, key, **columns):
+        seen.append((completions, completion_ids, key))
+        return length(completions)
+
+    trainer = agent(tmp_path, reward, arguments=dict(tools=[times]), max_steps=1)
+    assert isinstance(trainer.sampler, TurnSampler) and trainer.tools == [times]
+    batches = remember_batches(trainer)
+    trainer.train()
+    (batch,), (record,) = batches, trainer.log_history
+    completions, ids, keys = seen[0]
+    called = [messages for messages in completions if len(messages) > 1]
+    assert called and len(keys) == 16
+    for messages in called:
+        assert messages[0]["tool_calls"] == [as_call("times", {"a": 6, "b": 7})]
+        assert messages[1] == {"role": "tool", "name": "times", "content": "42"}
+    frame = len(suffix_ids([{"role": "tool", "name": "times", "content": "42"}], letters()))
+    replies = sorted(frame * sum(m["role"] == "tool" for m in messages) for messages in completions)
+    assert replies == sorted((batch.completion_mask & ~batch.loss_mask).sum(-1).tolist())
+    assert sorted(map(len, ids)) == sorted(batch.completion_mask.sum(-1).tolist())
+    calls = sum(m["role"] == "tool" for messages in completions for m in messages)
+    assert record["tools/call_frequency"] >= calls / 16 > 0
+    assert record["tools/failure_frequency"] == 0 and record["sampling/gap_mean"] < 1e-5
+    assert record["grad_norm"] > 0 and "times(" in str(trainer.samples)
+    found = trainer.evaluate([question("1", key="0")])
+    assert found["eval_tools/call_frequency"] >= 0 and "eval_reward" in found
+
+
+def test_a_run_with_tools_goes_on_with_the_same_bits(tmp_path):
+    def run(folder, resume=None, **changes):
+        trainer = agent(folder, length, arguments=dict(tools=[times]), save_steps=1, **changes)
+        trainer.train(resume_from_checkpoint=resume)
+        return weights_of(trainer.model)
+
+    settings = dict(save_strategy="steps", gradient_accumulation_steps=1, steps_per_generation=2)
+    whole = run(tmp_path / "a", max_steps=3, **settings)
+    run(tmp_path / "b", max_steps=3, **settings)
+    resumed = run(tmp_path / "b", str(tmp_path / "b/checkpoint-1"), max_steps=3, **settings)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_run_in_an_environment(tmp_path):
+    Door.made.clear(), Door.closed.clear()
+    seen = []
+
+    def bonus(prompts, environments, **columns):
+        seen.append((prompts, environments))
+        return [0.1] * len(environments)
+
+    trainer = agent(
+        tmp_path,
+        bonus,
+        arguments=dict(environment_factory=Door, tools=[times]),
+        max_steps=2,
+        reward_weights=[2.0],
+    )
+    assert trainer.reward_names == ["bonus", "Door"] and trainer.config.reward_weights == [2.0, 1.0]
+    trainer.train()
+    prompts, environments = seen[0]
+    assert len(set(map(id, environments))) == 16 == len(Door.made) == len(Door.closed)
+    assert all(
+        p[-1]["content"].endswith(f" The key is {e.key}.") for p, e in zip(prompts, environments)
+    )
+    record = trainer.log_history[-1]
+    assert 0 < record["rewards/Door/mean"] < 1 and record["tools/call_frequency"] > 0
+    assert record["reward"] == pytest.approx(0.2 + record["rewards/Door/mean"])
+    trainer.evaluate([question("1", key="1")])
+    assert len(Door.closed) == len(Door.made) == 16 + trainer.config.used("num_generations_eval")
+
+
+def test_environments_are_closed_when_a_run_fails(tmp_path):
+    Door.made.clear(), Door.closed.clear()
+
+    def fails(**columns):
+        raise OSError("full")
+
+    trainer = agent(tmp_path, fails, arguments=dict(environment_factory=Door))
+    with pytest.raises(Exception, match="full"):
+        trainer.train()
+    assert len(Door.made) == len(Door.closed) == 16
+
+
+def test_an_environment_may_own_the_data_and_the_reward(tmp_path):
+    class Own(Door):
+        def reset(self, **row):
+            super().reset(key="1")
+            return "Open the door."
+
+    trainer = agent(tmp_path, arguments=dict(environment_factory=Own), rows=[], max_steps=1)
+    trainer.train()
+    assert trainer.reward_names == ["Own"] and trainer.log_history[0]["rewards/Own/mean"] > 0
+    assert trainer.samples[0]["prompt"] == "user: "
+
+
+def test_string_prompts_are_refused_with_tools(tmp_path):
+    trainer = agent(tmp_path, length, arguments=dict(tools=[times]), rows=[{"prompt": "1+1="}] * 4)
+    with pytest.raises(ValueError, match="prompt is the string '1\\+1='"):
+        trainer.train()
