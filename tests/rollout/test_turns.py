@@ -1,6 +1,7 @@
 """Several turns in one completion: parsers, the template, the loop, tools, environments."""
 
 import asyncio
+import json
 import threading
 import time
 from contextlib import suppress
@@ -385,10 +386,14 @@ def test_a_transcript_is_what_was_drawn_and_what_the_template_adds(
     """Over random templates, answers of tools (None: the tool fails) and stop points: tokens and
     owners of a row are those of a replay by hand, whatever the tokens spell."""
     before, middle, after = frame
+    # as expressions, since Jinja drops a line's end behind a tag
+    s, h, m, e, a = (
+        "{{ " + json.dumps(text) + " }}" for text in (start, before, middle, end, after)
+    )
     template = (
-        "{% for m in messages %}" + start + before + "{{ m.role[0] }}" + middle + "{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}CALL{% endfor %}" + end + after + "{% endfor %}"
-        "{% if add_generation_prompt %}" + start + before + "a" + middle + "{% endif %}"
+        "{% for m in messages %}" + s + h + "{{ m.role[0] }}" + m + "{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}CALL{% endfor %}" + e + a + "{% endfor %}"
+        "{% if add_generation_prompt %}" + s + h + "a" + m + "{% endif %}"
     )
     tokenizer = letters(template)
     (stop,) = tokenizer(end).input_ids
