@@ -11,7 +11,7 @@ import pytest
 
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.config import DIFFERENT_FROM_TRL, FROM_TRL, HELD
-from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE, NOT_SUPPORTED, GRPOTrainer
+from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE, GRPOTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/from_trl.md").read_text()
@@ -100,7 +100,7 @@ def tool(monkeypatch, tmp_path):
 
 def test_the_tables_are_the_librarys(tool):
     assert tool(PAGE, "--check") == (0, PAGE), "run python tools/from_trl.py"
-    for name in (*DIFFERENT_FROM_TRL, *HELD, *NOT_CALLED, *NOT_HERE, *NOT_SUPPORTED):
+    for name in (*DIFFERENT_FROM_TRL, *HELD, *NOT_CALLED, *NOT_HERE):
         assert f"`{name}`" in PAGE, name
 
 
@@ -120,8 +120,6 @@ def test_what_is_refused_names_the_page(names):
         config(use_vllm=True)
     with pytest.raises(TypeError, match=f"Mine defines compute_loss.*{FROM_TRL}"):
         type("Mine", (GRPOTrainer,), {"compute_loss": lambda self: None})
-    with pytest.raises(ValueError, match=f"tools=.*{FROM_TRL}"):
-        GRPOTrainer(*given, tools=[len])
     with pytest.raises(AttributeError, match=f"has no 'predict'.*{FROM_TRL}"):
         GRPOTrainer(*given).predict(names["rows"])
 

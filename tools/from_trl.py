@@ -23,7 +23,7 @@ from grpo_nb.training.config import (  # noqa: E402
     IGNORED_BY_REASON,
     REFUSED_BY_REASON,
 )
-from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE, NOT_SUPPORTED  # noqa: E402
+from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE  # noqa: E402
 from tools.trl_gate import KINDS  # noqa: E402
 
 PAGE = ROOT / "docs/from_trl.md"
@@ -98,10 +98,6 @@ TABLES = {
     ),
     "refused": table(("setting", "why, and what to write"), reasons(REFUSED_BY_REASON)),
     "ignored": table(("setting", "why it changes nothing"), reasons(IGNORED_BY_REASON)),
-    "arguments": table(
-        ("argument of GRPOTrainer", "why it is refused, and what to write"),
-        [(code(name), why) for name, why in NOT_SUPPORTED.items()],
-    ),
     "aliases": table(
         ("name there", "name here"),
         [(code(name), code(ours)) for name, ours in ALIASES.items()],

@@ -17,6 +17,7 @@ from ..algorithm.batching import BatchLayout, completion_order, prompt_order
 from ..rollout.rollout import Rollout, pad_left
 from ..rollout.sampler import Sampler
 from ..rollout.sampling import SamplingParams
+from ..rollout.turns import TurnRollout, TurnSampler, begin, tool_metrics
 from .config import GRPOConfig
 from grpo_nb.training.data import (
     StreamedRows,
@@ -74,11 +75,16 @@ class CompletionSource:
                     rows,
                     self.tokenizer,
                     *limits,
-                    self.config.chat_template_kwargs,
+                    {**(self.config.chat_template_kwargs or {}), **self.tools_shown()},
                     self.config.max_prompt_length,
                 )
             except ValueError as error:
                 raise ValueError(f"{whose}{error}") from None
+
+    def tools_shown(self) -> dict[str, list]:
+        "What the chat template is told of the tools that every prompt has."
+        tools = self.sampler.tools.schemas if isinstance(self.sampler, TurnSampler) else None
+        return {"tools": tools} if tools else {}
 
     def doubts(
         self,
@@ -118,6 +124,8 @@ class CompletionSource:
         numbers: list[int] | None = None,  # of the rows in the data, for messages
     ) -> Rollout:
         "One completion for each row; a row that stands there G times gets G."
+        if isinstance(self.sampler, TurnSampler):
+            return self.draw_turns(rows, numbers)
         prompts = [row["prompt"] for row in rows]
         variables = [template_kwargs(row, self.config.chat_template_kwargs) for row in rows]
         if self.sampler.takes_token_ids:
@@ -128,6 +136,34 @@ class CompletionSource:
             return self.sampler.generate(prompts, self.params, variables)
         return self.sampler.generate(prompts, self.params)
 
+    def draw_turns(self, rows: list[dict], numbers: list[int] | None) -> TurnRollout:
+        "`draw` with tools: environments are reset, and each prompt shows its own tools."
+        environments = self.sampler.environments
+        started = begin(rows, self.sampler.tools, environments)
+        variables = [
+            {**template_kwargs(row, self.config.chat_template_kwargs), "tools": its.schemas or None}
+            for row, its in zip(rows, started.tools)
+        ]
+        prompts = many_prompt_token_ids(started.prompts, self.tokenizer, variables)
+        limits = self.config.max_completion_length, self.max_positions
+        check_prompt_lengths(prompts, *limits, numbers, self.config.max_prompt_length)
+        rollout = self.sampler.generate(prompts, self.params, started.tools)
+        rollout.prompts = started.prompts
+        if environments is not None:
+            rollout.columns["environments"] = started.environments
+            for one, late in zip(started.environments, rollout.late):
+                if late:
+                    environments.drop(one)
+        return rollout
+
+    def told(self, rows: list[dict], rollout: Rollout) -> tuple[list, list]:
+        "Prompts and completions in the data's form (strings or messages)."
+        if isinstance(rollout, TurnRollout):
+            return rollout.prompts, rollout.messages
+        prompts = [row["prompt"] for row in rows]
+        texts = rollout.texts(self.tokenizer)
+        return prompts, [completion_as_given(*pair) for pair in zip(prompts, texts)]
+
     def score(
         self,
         rows: list[dict],
@@ -136,10 +172,8 @@ class CompletionSource:
     ) -> tuple[list, torch.Tensor, dict[str, list]]:
         """The completions in the data's form (strings or messages), their scores (N, K), and the
         columns that reward functions passed to log_extra."""
-        completions = [
-            completion_as_given(row["prompt"], text)
-            for row, text in zip(rows, rollout.texts(self.tokenizer))
-        ]
+        prompts, completions = self.told(rows, rollout)
+        metrics.add(tool_metrics(rollout))
         lengths = rollout.lengths.tolist()
         extra: dict[str, list] = {}
 
@@ -153,7 +187,7 @@ class CompletionSource:
 
         scores = score_completions(
             self.reward_funcs,
-            [row["prompt"] for row in rows],
+            prompts,
             completions,
             self.state.global_step,
             reward_timeout_s=self.config.reward_timeout_s,

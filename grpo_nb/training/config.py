@@ -420,6 +420,11 @@ class SamplingSettings(Settings):
     # ["\n\n"]}, texts that end one as well and stay in it; top_p, top_k, min_p and
     # repetition_penalty, in place of the settings of these names
     generation_kwargs: dict[str, Any] | str | None = setting(None)
+    # turns of a completion that may call tools; what a later one calls is not run. None: any number
+    max_tool_calling_iterations: int | None = setting(None, "[0, inf)")
+    # seconds the calls of a turn may take; the model reads an error in place of a late answer.
+    # None: no limit, and a tool that hangs holds the run
+    tool_timeout_s: float | None = setting(60.0, "(0, inf)")
 
     def check(self):
         check_generation(self)
@@ -932,7 +937,6 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None
         ),
         {"vllm_structured_outputs_regex": str, "cache_implementation": str},
     ),
-    ("there are no tool calls in a rollout.", {"max_tool_calling_iterations": int}),
     (
         (
             "optimizers that project the gradients of chosen modules are not made here; pass "

@@ -125,6 +125,8 @@ def check_batch(
             per_row = (count,) if name == "advantages" else (count, 1)
             some = name in ("advantages", "rollout_weights") and value.shape == per_row
             floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+            if name == "rollout_logps" and isinstance(value, torch.Tensor):
+                value = value.masked_fill(value.isnan(), 0.0)  # NaN: nobody drew the token
             check.tensor(value, what, per_row if some else wanted, floats)
     check_padding(batch, check)
 

@@ -58,6 +58,7 @@ OLDER = {
 }  # dropped by TRL and transformers, or Unsloth's: still in many scripts
 NOT_IN_TRL = {
     "reward_timeout_s",
+    "tool_timeout_s",
     "offload_activations",
     "mini_batch",
     "logit_chunk_multiplier",

@@ -729,8 +729,9 @@ def test_a_function_may_leave_completions_unscored(tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (dict(tools=[print]), "tools=.*no tool calls"),
-        (dict(environment_factory=print), "environment_factory"),
+        (dict(tools=[len]), "tools holds len, which cannot be described"),
+        (dict(environment_factory=dict), "made dict, which has no method reset"),
+        (dict(tools=[len], rollout_func=print), "rollout_func draws whole completions"),
         (dict(peft_config={"r": 4}), "give peft.LoraConfig\\(\\*\\*{'r': 4}\\)"),
         (dict(peft_config=4), "give one of PEFT's configs"),
         (dict(callbacks=[object()]), "callbacks holds <object .*no TrainerCallback"),
