@@ -225,8 +225,7 @@ REASONS = [  # (kind, reason, tests)
     ),
     (
         "fixture",
-        "tools and environments: the chat template built here cannot render them, and this library "
-        "refuses both",
+        "tools and environments: the chat template built here cannot render them",
         [
             "test_environment_owned_data_requires_max_steps",
             "test_environment_owned_reward_coexists_with_reward_funcs",
