@@ -75,6 +75,7 @@ def server():
     return context
 
 
+@pytest.mark.notebooks
 @pytest.mark.parametrize(
     "notebook",  # test_one_page.py runs the page that is left out, with fewer steps
     [
