@@ -583,11 +583,11 @@ class PolicyUpdate:
         """The loss that an evaluation reports (TRL's `eval_loss`): that of `loss_of`, as if the
         batch were a window of its own. Nothing is logged, and no other process is asked."""
         kept, self.window = self.window, Window(self.device)
-        seconds = dict(self.metrics.seconds)  # an evaluation is no part of an update
         quantile, total = self.config.top_entropy_quantile, 0.0
         try:
             self.window.expect(max(float(batch.loss_mask.sum()), 1.0))
-            batch = self.prepare(batch)
+            with self.metrics.untimed():
+                batch = self.prepare(batch)
             with evaluating(self.model):
                 for piece in self.fitter.pieces(batch):
                     logps, entropies, balance = self.with_balance(piece)
@@ -598,7 +598,7 @@ class PolicyUpdate:
                     total += share * self.loss_of(piece, logps, entropies, chosen).loss.item()
                     total += 0.0 if balance is None else self.balance * balance.item()
         finally:
-            self.window, self.metrics.seconds = kept, seconds
+            self.window = kept
         return total
 
     # the step

@@ -90,6 +90,15 @@ class Metrics:
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
 
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        "What the block takes is no part of an update, whatever it calls."
+        kept = dict(self.seconds)
+        try:
+            yield
+        finally:
+            self.seconds = kept
+
     def take_seconds(self) -> dict[str, float]:  # part -> seconds
         "The seconds of each part; afterwards they are 0."
         taken = {part: self.seconds.get(part, 0.0) for part in PARTS}

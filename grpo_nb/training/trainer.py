@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -694,8 +695,8 @@ class GRPOTrainer:
         )
         weights = self.config.reward_weights
         if own and weights is not None and len(weights) == len(functions):
-            self.config = self.args = copy.copy(self.config)  # an environment's weight is 1
-            self.config.reward_weights = [*weights, *[1.0] * len(own)]
+            weights = [*weights, *[1.0] * len(own)]  # an environment's weight is 1
+            self.config = self.args = replace(self.config, reward_weights=weights)
         functions = [*functions, *own]
         self.reward_names = reward_names(functions)
         return functions

@@ -1003,7 +1003,8 @@ def test_an_adapter_that_writes_tokens_of_its_own_is_refused(tmp_path):
     with pytest.raises(
         ValueError,
         match=(
-            "of the kind PROMPT_TUNING, which writes tokens of its own before a prompt.*LoraConfig"
+            "of the prompt-learning kind PROMPT_TUNING, which writes tokens of its own before a "
+            "prompt.*LoraConfig"
         ),
     ):
         small_trainer(
