@@ -527,7 +527,7 @@ class LossSettings(Settings):
     ref_model_sync_steps: int = setting(512, "[1, inf)")  # every so many updates
     ref_model_mixup_alpha: float = setting(0.6, "[0, 1]")  # and by this share of the way
     # models of experts: weight of the loss that has the router use them alike; 0: none, None: the
-    # weight in the model's config, 0.9 in gpt-oss
+    # weight in the model's config, 0.001 in transformers' own of gpt-oss
     router_aux_loss_coef: float | None = setting(0.0, "[0, inf)")
     # leave completions cut at max_completion_length out of the loss (DAPO)
     mask_truncated_completions: bool = setting(False)
@@ -1456,8 +1456,8 @@ DIFFERENT_FROM_TRL = {  # setting -> (our default, TRL 1.16's, why)
     "router_aux_loss_coef": (
         0.0,
         None,
-        "the balancing loss belongs to pretraining, and None is the weight in the model's config, "
-        "0.9 in gpt-oss: far more than the loss of GRPO",
+        "the balancing loss belongs to pretraining and is no part of GRPO's objective; None is the "
+        "weight that the model's config names",
     ),
     "output_dir": (
         "trainer_output",

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch',
-           'check_arguments', 'check_config', 'check_tools', 'rows_without_data', 'check_evaluation', 'check_callbacks',
-           'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement', 'load_tokenizer', 'tokenizer_of',
-           'is_truncated', 'GRPOTrainer']
+           'check_arguments', 'check_config', 'check_tools', 'check_drawn_one_way', 'rows_without_data',
+           'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement',
+           'load_tokenizer', 'tokenizer_of', 'is_truncated', 'GRPOTrainer']
 
 # %% ../../nbs/training/19_trainer.ipynb #d87d65dc
 import copy
@@ -131,7 +131,7 @@ def check_tools(
     environment_factory: Any,
     rollout_func: Any,
 ) -> None:  # ValueError, TypeError
-    "Refuse tools that cannot be called, and tools beside a function that draws by itself."
+    "Refuse tools that cannot be called, and those that would never be."
     several = isinstance(environment_factory, dict)
     factories = environment_factory.values() if several else [environment_factory]
     if not isinstance(tools, list | tuple | None) or not all(map(callable, tools or [])):
@@ -141,7 +141,16 @@ def check_tools(
             f"environment_factory is {environment_factory!r}: give a class or function that makes "
             "an environment, or a dict of several by name"
         )
-    if rollout_func is not None and (tools or environment_factory is not None):
+    check_drawn_one_way(rollout_func, tools, environment_factory)
+
+
+def check_drawn_one_way(
+    rollout_func: Any,
+    tools: Any,
+    environments: Any,  # or what makes them
+) -> None:  # ValueError
+    "Refuse tools beside a function that draws by itself."
+    if rollout_func is not None and (tools or environments is not None):
         raise ValueError(
             "rollout_func draws whole completions, so tools and environment_factory would never "
             "be asked: leave rollout_func out, or call the tools in it"
@@ -1312,6 +1321,7 @@ class GRPOTrainer:
 
     @rollout_func.setter
     def rollout_func(self, function: Callable | None) -> None:
+        check_drawn_one_way(function, self.tools, self.environments)
         self.source.use(sampler=self.sampler_of(function))
 
     @property
