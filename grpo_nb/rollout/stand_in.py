@@ -104,12 +104,13 @@ class Adapters:
         self.folders[name] = folder
 
     def unload(self, name: str) -> None:
-        "Forget an adapter; the active one may be chosen anew."
-        others = [other for other in self.folders if other != name]
-        if others:
-            self.model.set_adapter(others[-1])
-        self.model.delete_adapter(name)
+        "Forget an adapter; with the last one the model is what it was at first."
         del self.folders[name]
+        if not self.folders:
+            self.model = self.model.unload()
+            return
+        self.model.set_adapter(next(iter(self.folders)))
+        self.model.delete_adapter(name)
 
     @contextmanager
     def using(
@@ -362,7 +363,11 @@ class StandIn:
         ]
         for row, one in enumerate(choices):
             one["prompt_logprobs"] = before and before[row // params.n]
-        head = {"id": f"cmpl-{self.count}", "object": "text_completion", "created": int(time.time())}
+        head = {
+            "id": f"cmpl-{self.count}",
+            "object": "text_completion",
+            "created": int(time.time()),
+        }
         return {**head, "model": asked.get("model") or self.name, "choices": choices}
 
     def draw(
