@@ -39,6 +39,8 @@ class Projection:
     a: torch.Tensor | None = None  # (r, K), LoRA's down projection; None: no adapter
     b: torch.Tensor | None = None  # (N, r), LoRA's up projection
     scaling: float = 1.0  # PEFT's lora_alpha / r
+    # called in place of the product, bias included, where the weight is in 4 bits (bitsandbytes)
+    module: torch.nn.Module | None = None
 
 
 def project(
@@ -49,7 +51,8 @@ def project(
     "x W^T + b of each layer, its adapter included; the results stand side by side."
     parts = []
     for p in projections:
-        y = F.linear(x, p.weight.to(x.dtype), None if p.bias is None else p.bias.to(x.dtype))
+        bias = None if p.bias is None else p.bias.to(x.dtype)
+        y = F.linear(x, p.weight.to(x.dtype), bias) if p.module is None else p.module(x)
         if p.a is not None:
             y = (y + p.scaling * F.linear(F.linear(x.to(p.a.dtype), p.a), p.b)).to(x.dtype)
         parts.append(y)
@@ -153,6 +156,7 @@ class LayerWeights:
     router: torch.Tensor  # (E, H)
     router_bias: torch.Tensor  # (E,)
     experts: ExpertWeights
+    turn: int = 0  # which of the model's rotations turns its heads: it has one
 
 
 def moe(

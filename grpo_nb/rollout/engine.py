@@ -23,7 +23,7 @@ from ..model.experts_grouped import can_group
 from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS, ROWS_OF_ONE
 from ..model.memory_bytes import longest_sequence, read_shape
 from ..model.memory_fit import free_memory
-from .decoder import Decoder, complete_rows, open_decoder
+from .decoder import Decoder, DenseDecoder, complete_rows, open_decoder
 from .kv_cache import CacheShape, rows_that_fit
 from .module_decoding import ModuleDecoder, cannot_record, extra_bytes, try_to_record
 from grpo_nb.rollout.rollout import (
@@ -311,13 +311,16 @@ def working_bytes(
 ) -> tuple[int, int]:  # for a row of logits, and for reading prompts
     "Memory beside the cache: of a row while it is drawn, and once for reading prompts."
     c, size = decoder.config, decoder.dtype.itemsize
+    rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
+    if isinstance(decoder, DenseDecoder):  # gate, up and their product
+        mlp = 4 * c.intermediate_size * tokens
+        return logits_bytes(c.vocab_size, size, params), (mlp + rest) * size
     grouped = can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size)
     # pairs of a token and an expert in one layer at a time
     pairs = (
         c.num_experts_per_tok * min(tokens, PREFILL_TOKENS) if grouped else min(tokens, ROWS_OF_ONE)
     )
     experts = (6 * c.intermediate_size + 4 * c.hidden_size) * pairs
-    rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
     return logits_bytes(c.vocab_size, size, params), (experts + rest) * size
 
 # %% ../../nbs/rollout/03_engine.ipynb #3eee1348
@@ -396,15 +399,16 @@ def memory_of_decoder(
     params: SamplingParams,
     free: int,  # bytes; reading prompts may take a quarter of them
 ) -> BatchMemory:
-    "The memory of drawing from a gpt-oss that is decoded on its own tensors."
-    if decoder.device.type != "cuda":
-        return BatchMemory(decoder.shape, 0)
+    "The memory of drawing from a model that is decoded on its own tensors."
     longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
+    shape = decoder.shape_for(longest + params.max_tokens)
+    if decoder.device.type != "cuda":
+        return BatchMemory(shape, 0)
     for tokens in (PREFILL_TOKENS, 8192, 4096, 2048, 1024):
         row, once = working_bytes(decoder, min(whole, max(tokens, longest)), params)
         if once <= free // 4:
             break
-    return BatchMemory(decoder.shape, row, once, tokens)
+    return BatchMemory(shape, row, once, tokens)
 
 
 def split_rows(

@@ -16,7 +16,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .decoder import STRIDE, changed_forward
+from .decoder import STRIDE
+from .read_layers import changed_forward
 from .sampling import SamplingParams, sample_tokens
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #6bdf5783

@@ -1,0 +1,88 @@
+"""The kernels of dense layers against their formulas, in Triton's interpreter where there is no
+GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dense_models import dense_model
+
+from grpo_nb.rollout import dense_kernels, dense_ops
+from grpo_nb.rollout.decode_ops import DecodeState
+from grpo_nb.rollout.decoder import DenseDecoder
+from grpo_nb.rollout.dense_ops import Norm
+from grpo_nb.rollout.kv_cache import KVCache
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Paged(DenseDecoder):
+    "Pages of 16 tokens on any device."
+
+    def shape_for(self, reach):
+        return replace(super().shape_for(reach), page=16)
+
+
+def two_steps(model, kernels):
+    "Logits of two steps of three rows, of lengths 5, 20 and 1."
+    prompts = [[3, 4, 5, 6, 7], list(range(3, 23)), [9]]
+    with torch.inference_mode():
+        decoder = Paged(model, kernels=kernels)
+        lengths = [len(p) for p in prompts]
+        shape = decoder.shape_for(24)
+        cache = KVCache(shape, lengths, [1, 1, 1], 4, DEVICE)
+        state = DecodeState.start([n + 1 for n in lengths], 4, DEVICE)  # the first was drawn
+        scores = [decoder.logits(decoder.prefill(cache, [0, 1, 2], prompts))]
+        for token in (11, 12):
+            state.last[:] = token
+            rows = torch.arange(3, device=DEVICE)
+            scores.append(decoder.logits(decoder.step(cache, state, rows, 24)))
+            state.lengths += 1
+    return torch.stack(scores)
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Phi3", "Gemma3Text"])
+def test_a_step_by_kernels_is_the_step_by_formulas(name):
+    sizes = dict(head_dim=32, hidden_size=48, num_hidden_layers=2)
+    if name == "Gemma3Text":
+        sizes |= dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
+    if name == "Phi3":
+        sizes |= dict(sliding_window=16)
+    model = dense_model(name, lora=True, **sizes).to(DEVICE)
+    formulas, kernels = two_steps(model, False), two_steps(model, True)
+    assert formulas.std() > 0.1
+    torch.testing.assert_close(kernels, formulas, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+def test_norms_round_where_the_formulas_do(first, after):
+    """In 16 bits another place of rounding would change every third number. (Triton's interpreter
+    does not round to bfloat16 as a card does, so these are of float16.)"""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def random(*shape, dtype=torch.float16):
+        return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+    gamma = torch.float16 if first else torch.float32
+    by, other = (Norm(random(48, dtype=gamma), 1e-6, first) for _ in range(2))
+    x, y = random(9, 48), random(9, 48)
+    settings = by, other if after else None, torch.float16
+    for mine, formula in zip(
+        dense_kernels.add_norm(x, y, *settings), dense_ops.add_norm(x, y, *settings)
+    ):
+        assert (mine != formula).float().mean() < 0.02
+    qkv, heads = random(5, 6 * 16), tuple(replace(n, gamma=n.gamma[:16]) for n in (by, other))
+    formula = dense_ops.norm_heads(qkv, heads, 2, 16)
+    mine = dense_kernels.norm_heads(qkv.clone(), heads, 2, 16)
+    assert (mine != formula).float().mean() < 0.02 and not torch.equal(mine, qkv)
+
+
+@pytest.mark.parametrize("name", dense_ops.ACTIVATIONS)
+@pytest.mark.parametrize("together", [True, False])
+def test_the_activation(name, together):
+    both = 3 * torch.randn(3, 2 * 1100, device=DEVICE)
+    gate, up = both.chunk(2, -1) if together else both.view(3, 2, -1).transpose(0, 1).clone()
+    formula = dense_ops.ACTIVATIONS[name](gate) * up
+    mine = dense_kernels.activate(gate, up, name)
+    torch.testing.assert_close(mine, formula, atol=1e-5, rtol=1e-5)
