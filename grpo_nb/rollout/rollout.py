@@ -50,6 +50,9 @@ class Rollout:
     columns: dict[str, list] = field(default_factory=dict)
     # (N,) int64, the version of the weights that drew each completion; None: the sampler has none
     versions: torch.Tensor | None = None
+    # with top_p, top_k or min_p: see `Survivors` in sampling
+    survivors: torch.Tensor | None = None  # (N, T, K) int32
+    log_mass: torch.Tensor | None = None  # (N, T) float32
 
     @property
     def lengths(self) -> torch.Tensor:  # (N,) int64

@@ -212,6 +212,9 @@ class CompletionSource:
             kept,
             advantages,
             rollout.logps,
+            versions=rollout.versions,
+            survivors=rollout.survivors,
+            log_mass=rollout.log_mass,
         )
 
 # %% ../../nbs/training/11_collect.ipynb #479a465c

@@ -579,7 +579,7 @@ class LossSettings(Settings):
 # %% ../../nbs/training/01_config.ipynb #96304320
 @dataclass(kw_only=True)
 class CorrectionSettings(Settings):
-    "How the gap between sampler and trainer is corrected."
+    "How the gap between sampler and trainer is corrected, and when it stops the run."
 
     # correct where sampler and trainer differ in dtype or weights; False: only log the gap
     vllm_importance_sampling_correction: bool = setting(True)
@@ -591,6 +591,13 @@ class CorrectionSettings(Settings):
     vllm_importance_sampling_clip_max: float | None = setting(2.0, "(0, inf)")
     # smallest weight; None: no bound
     vllm_importance_sampling_clip_min: float | None = setting(None, "[0, inf)")
+    # updates between two checks that the sampler draws from the policy that is trained; 0: none
+    guard_every: int = setting(10, "[0, inf)")
+    # mean gap that stops the run, nats a token; None: 0.1 in bfloat16, 0.02 in float16, 0.001 in
+    # float32
+    guard_max_gap: float | None = setting(None, "(0, inf]")
+    # how far from 1 the adapter's effect on the sampler, over that on the trainer, may be
+    guard_slope_margin: float = setting(0.25, "(0, inf]")
 
     def check(self):
         low, high, mode = (

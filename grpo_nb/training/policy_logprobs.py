@@ -46,6 +46,13 @@ class TrainingBatch:
     rollout_weights: torch.Tensor | None = (
         None  # (N, T) or (N, 1) importance weights of the rollout correction
     )
+    # (N,) int64, of the weights that drew each completion; None: the sampler has no versions
+    versions: torch.Tensor | None = None
+    # (N, T, K) int32, the tokens that top_p, top_k or min_p left each one to be drawn from, and -1;
+    # all -1: any token, or more than K of them
+    survivors: torch.Tensor | None = None
+    # (N, T) log-probability that was left where the tokens are more than K, else 0
+    log_mass: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -68,7 +75,7 @@ class TrainingBatch:
             tensor = getattr(part, f.name)
             if (
                 tensor is not None
-                and tensor.ndim == 2
+                and tensor.ndim > 1
                 and not f.name.startswith("prompt")
                 and tensor.shape[1] > 1
             ):

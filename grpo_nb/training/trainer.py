@@ -55,6 +55,7 @@ from .collect import CompletionSource, RolloutCollector
 from .config import FROM_TRL, GRPOConfig, unlike_trl, warn
 from .data import StreamedRows, check_dataset, check_evaluation_data
 from .evaluation import Evaluator
+from .guard import Guard
 from .hub import HubWriter, open_repository
 from .optimizer import make_optimizer
 from .policy_model import check_model, describe_trainable, load_policy
@@ -794,6 +795,7 @@ class GRPOTrainer:
             corrects=self.corrects,
             tell=self.tell,
         )
+        self.guard = Guard(config, self.layout, accelerator, self.policy_update, self.metrics)
         self.evaluator = self.evaluator_class(
             config, *scored, self.policy_update.loss_without_update
         )
@@ -861,7 +863,9 @@ class GRPOTrainer:
                 if state.batch is None:  # sample, score, compare inside the groups
                     self.preemption.interruptible()
                     self.publish()
-                    state.hold(update.prepare(self.collector.collect(state)))
+                    batch = self.collector.collect(state)
+                    self.guard.check(batch, state)  # were they drawn by this policy?
+                    state.hold(update.prepare(batch))
                 self.tell_beginnings()
                 self.preemption.begin_update()
                 update.accumulate(state.micro_batch(), state.batch, state.first_pass)
@@ -986,6 +990,7 @@ class GRPOTrainer:
         self.policy_update.begin(self.state.max_steps, self.given_schedule)
         self.callbacks.begin(self.policy_update.schedule)
         self.collector.begin(self.train_dataset)
+        self.guard.begin()
         self.recorder.new_run()
         self.checkpointer.begin(rows)
 

@@ -409,7 +409,7 @@ def test_the_reference_is_the_model_at_the_start(policy, tmp_path):
     ],
 )
 def test_other_policies_are_asked_only_when_needed(changes, calls, tmp_path):
-    trainer = small_trainer(tmp_path, max_steps=2, **changes)
+    trainer = small_trainer(tmp_path, max_steps=2, guard_every=0, **changes)
     batches, asked, logps_of = remember_batches(trainer), [], trainer.policy_update.logps_of
     trainer.policy_update.logps_of = lambda *arguments: asked.append(1) or logps_of(*arguments)
     trainer.train()

@@ -1,0 +1,154 @@
+"The guard: each way in which a sampler serves another policy stops the run, a healthy one does not."
+
+import statistics
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from small_runs import one_thread, small_model, small_trainer, weights_of, without_clocks
+
+from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.training import guard
+from grpo_nb.training.guard import Comparison, SamplerMismatch, cause_of, slope_is_wrong
+
+__all__ = ["one_thread"]
+LORA = dict(
+    r=4,
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+)
+
+
+class Planted:
+    "The engine, with something wrong."
+
+    takes_token_ids = True
+
+    def __init__(self, trainer):
+        self.trainer, self.engine, self.model = trainer, trainer.engine, trainer.model
+        self.kept = []  # the adapter of every version
+
+    def publish(self, model, version):
+        self.kept.append(weights_of(model))
+        self.engine.publish(model, version)
+
+    @contextmanager
+    def serving(self, change):
+        "The adapter with `change(name, tensor)` in its place."
+        now = weights_of(self.model)
+        parameters = {n: p for n, p in self.model.named_parameters() if n in now}
+        for name, p in parameters.items():
+            p.data = change(name, now[name])
+        yield
+        for name, p in parameters.items():
+            p.data = now[name]
+
+    def generate(self, prompts, params):
+        return self.engine.generate(prompts, params)
+
+    def close(self):
+        pass
+
+
+class Raw(Planted):
+    "Log-probs of the plain softmax, whatever the temperature."
+
+    def generate(self, prompts, params):
+        rollout = self.engine.generate(prompts, params)
+        for row, (prompt, n) in enumerate(zip(rollout.prompt_ids, rollout.lengths.tolist())):
+            ids = rollout.completion_ids[row, :n]
+            with torch.no_grad():
+                logits = self.model(input_ids=torch.cat([torch.tensor(prompt), ids])[None]).logits
+            logps = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            rollout.logps[row, :n] = logps.gather(1, ids[:, None])[:, 0]
+        return rollout
+
+
+class ThreeVersionsAgo(Planted):
+    def generate(self, prompts, params):
+        old = self.kept[-4 if len(self.kept) > 4 else -1]
+        with self.serving(lambda name, now: old[name]):
+            return self.engine.generate(prompts, params)
+
+
+class NoAdapter(Planted):
+    def generate(self, prompts, params):
+        with self.serving(lambda name, now: torch.zeros_like(now)):
+            return self.engine.generate(prompts, params)
+
+
+class NoExperts(Planted):
+    def generate(self, prompts, params):
+        with self.serving(lambda name, now: now * ("experts" not in name)):
+            return self.engine.generate(prompts, params)
+
+
+class ExpertsMixed(Planted):
+    "The experts' adapters in another layout: rows of one factor belong to other columns."
+
+    def generate(self, prompts, params):
+        with self.serving(lambda name, now: now.flip(0) if "experts" in name else now):
+            return self.engine.generate(prompts, params)
+
+
+class OtherBase(Planted):
+    def generate(self, prompts, params):
+        return RolloutEngine(small_model(1)[0], self.engine.tokenizer).generate(prompts, params)
+
+
+class Scrambled(Planted):
+    def generate(self, prompts, params):
+        rollout = self.engine.generate(prompts, params)
+        whole = rollout.mask.all(1)
+        rollout.logps[whole] = rollout.logps[whole].flip(1)
+        return rollout
+
+
+class Placeholders(Planted):
+    def generate(self, prompts, params):
+        rollout = self.engine.generate(prompts, params)
+        return replace(rollout, logps=-1.0 * rollout.mask)
+
+
+def trainer_with(folder, sampler=Planted, seed=0, **settings):
+    "A run of updates large enough for its adapter to be seen, checked at each."
+    config = dict(max_steps=6, guard_every=1, learning_rate=3e-2, seed=seed) | settings
+    made = small_trainer(folder, arguments=dict(peft_config=LoraConfig(**LORA)), **config)
+    made.source.use(sampler=sampler(made))
+    return made
+
+
+PLANTED = {
+    Raw: ("before its temperature", dict(temperature=2.0)),
+    ThreeVersionsAgo: ("older version", {}),
+    NoAdapter: ("serves the base", {}),
+    NoExperts: ("that of the experts is not", {}),
+    ExpertsMixed: ("that of the experts is not", {}),
+    OtherBase: ("No adapter explains it", {}),
+    Scrambled: ("stand at other tokens", {}),
+    Placeholders: ("are all the same", {}),
+}
+
+
+@pytest.mark.parametrize("sampler", PLANTED, ids=lambda kind: kind.__name__)
+def test_a_planted_cause_is_named(tmp_path, sampler):
+    said, settings = PLANTED[sampler]
+    trainer = trainer_with(tmp_path, sampler, **settings)
+    with pytest.raises(SamplerMismatch, match=said) as stopped:
+        trainer.train()
+    assert f"before update {trainer.state.global_step + 1}:" in str(stopped.value)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_healthy_run_is_left_alone(tmp_path, seed, bf16):
+    trainer = trainer_with(tmp_path, seed=seed, bf16=bf16)
+    trainer.train()
+    records = trainer.log_history
+    assert records[0]["guard/effect"] == 0 and "guard/slope" not in records[0]
+    assert all(0 <= r["guard/gap_mean"] <= r["guard/gap_max"] for r in records)
+    assert records[0]["guard/gap_bound"] == (0.1 if bf16 else 0.001)
+    slopes = [r["guard/slope"] for r in records if "guard/slope" in r]
+    assert abs(statistics.median(slopes) - 1) < (0.05 if bf16 else 1e-4)
