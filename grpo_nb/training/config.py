@@ -425,6 +425,9 @@ class SamplingSettings(Settings):
     # seconds the calls of a turn may take; the model reads an error in place of a late answer.
     # None: no limit, and a tool that hangs holds the run
     tool_timeout_s: float | None = setting(60.0, "(0, inf)")
+    # cycles whose completions are drawn ahead, while the weights move; 0: trainer and sampler take
+    # turns. Above 0 it takes a sampler with weights of its own
+    max_staleness: int = setting(0, "[0, inf)")
 
     def check(self):
         check_generation(self)
