@@ -346,8 +346,7 @@ class RolloutStream:
             raise RuntimeError(
                 f"the sampler was asked twice for completions of version {version}, and drew with "
                 f"version {int(rollout.versions.min())}; max_staleness={self.max_staleness} allows "
-                f"{min(self.began.values())} and later: see that it loads what is published, or raise "
-                "max_staleness"
+                f"{min(self.began.values())} and later: see that it loads what is published"
             )
         return rollout
 
