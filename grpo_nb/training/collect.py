@@ -17,6 +17,7 @@ from ..algorithm.batching import BatchLayout, completion_order, prompt_order
 from ..rollout.rollout import Rollout, pad_left
 from ..rollout.sampler import Sampler
 from ..rollout.sampling import SamplingParams
+from ..rollout.stream import RolloutStream, staleness
 from ..rollout.turns import TurnRollout, TurnSampler, begin, tool_metrics
 from .config import GRPOConfig
 from grpo_nb.training.data import (
@@ -126,15 +127,24 @@ class CompletionSource:
         "One completion for each row; a row that stands there G times gets G."
         if isinstance(self.sampler, TurnSampler):
             return self.draw_turns(rows, numbers)
+        prompts, variables = self.prompts_of(rows, numbers)
+        if getattr(self.sampler, "takes_template_kwargs", False):
+            return self.sampler.generate(prompts, self.params, variables)
+        return self.sampler.generate(prompts, self.params)
+
+    def prompts_of(
+        self,
+        rows: list[dict],
+        numbers: list[int] | None = None,  # of the rows in the data, for messages
+    ) -> tuple[list, list[dict]]:  # the prompts as the sampler takes them, the template's variables
+        "What the sampler is asked to continue."
         prompts = [row["prompt"] for row in rows]
         variables = [template_kwargs(row, self.config.chat_template_kwargs) for row in rows]
         if self.sampler.takes_token_ids:
             prompts = many_prompt_token_ids(prompts, self.tokenizer, variables)
             limits = self.config.max_completion_length, self.max_positions
             check_prompt_lengths(prompts, *limits, numbers, self.config.max_prompt_length)
-        elif getattr(self.sampler, "takes_template_kwargs", False):
-            return self.sampler.generate(prompts, self.params, variables)
-        return self.sampler.generate(prompts, self.params)
+        return prompts, variables
 
     def draw_turns(self, rows: list[dict], numbers: list[int] | None) -> TurnRollout:
         "`draw` with tools: environments are reset, and each prompt shows its own tools."
@@ -236,6 +246,7 @@ class RolloutCollector:
         self.config, self.layout, self.accelerator = config, layout, accelerator
         self.source, self.reward_names, self.metrics = source, reward_names, metrics
         self.rows: Any = None
+        self.stream: RolloutStream | None = None  # with `max_staleness`
         self.unjudged = 0  # cycles in a row in which no completion was judged
         self.samples: list[dict[str, Any]] = []  # what was drawn last, with scores and advantages
 
@@ -243,15 +254,20 @@ class RolloutCollector:
         self,
         rows: Any,  # the data of the run
     ) -> None:
-        "Set the rows that the cycles of a run draw from."
-        self.rows = rows
+        "Set the rows that the cycles of a run draw from; nothing is in flight yet."
+        self.rows, config = rows, self.config
+        if config.max_staleness:
+            run = config.max_staleness, config.seed, self.accelerator.process_index
+            self.stream = RolloutStream(self.source.sampler, *run)
 
     def collect(self, state: TrainState) -> TrainingBatch:
         "The completions of this cycle that belong to this process, with their advantages."
-        numbers = self.draw_rows(state.cycle)
-        rows = [self.rows[number] for number in numbers]
+        rows, numbers = self.rows_of(state.cycle)
         with self.metrics.timed("sample"):
-            rollout = self.source.draw(rows, numbers)
+            if self.stream is None:
+                rollout = self.source.draw(rows, numbers)
+            else:
+                rollout = self.from_stream(state)
         state.count(int(rollout.mask.sum()) + sum(map(len, rollout.prompt_ids)))
         with self.metrics.timed("score"):
             completions, own, extra = self.source.score(rows, rollout, self.metrics)
@@ -262,6 +278,27 @@ class RolloutCollector:
         )
         whole = self.source.batch_of(rollout, advantages)
         return whole.rows(self.order(state.cycle, len(rows)))
+
+    def rows_of(self, cycle: int) -> tuple[list[dict], list[int]]:
+        "This process's rows, each once for every completion, and their numbers in the data."
+        numbers = self.draw_rows(cycle)
+        return [self.rows[number] for number in numbers], numbers
+
+    def from_stream(self, state: TrainState) -> Rollout:
+        "This cycle's completions; those of later ones are drawn while this one is trained on."
+        stream, source = self.stream, self.source
+        if stream.sampler is not source.sampler:
+            stream.use(source.sampler)
+        before = stream.dropped
+        rollout = stream.take(
+            state.cycle,
+            state.global_step,
+            state.last_cycle(),
+            lambda cycle: (source.prompts_of(*self.rows_of(cycle))[0], source.params),
+        )
+        self.metrics.add(staleness(rollout, state.global_step))
+        self.metrics.add({"sampling/dropped": stream.dropped - before})
+        return rollout
 
     def draw_rows(self, cycle: int) -> list[int]:
         "The numbers of this process's rows in the data, each once for every completion."

@@ -425,6 +425,9 @@ class SamplingSettings(Settings):
     # seconds the calls of a turn may take; the model reads an error in place of a late answer.
     # None: no limit, and a tool that hangs holds the run
     tool_timeout_s: float | None = setting(60.0, "(0, inf)")
+    # cycles whose completions are drawn ahead, while the weights move; 0: trainer and sampler take
+    # turns. Above 0 it takes a sampler with weights of its own
+    max_staleness: int = setting(0, "[0, inf)")
 
     def check(self):
         check_generation(self)
@@ -545,6 +548,10 @@ class LossSettings(Settings):
     entropy_coef_max: float = setting(1.0, "[0, inf)")
     # drop bad completions whose policy has moved by more than this KL; e.g. 0.5
     off_policy_mask_threshold: float | None = setting(None, "(0, inf)")
+    # leave out tokens whose probability has moved far from the sampler's, and would move on (DPPO);
+    # "tv": by the difference, "kl": by the divergence of both. For completions in flight
+    dppo_divergence: str | None = setting(None, ("tv", "kl"))
+    dppo_threshold: float = setting(0.2, "[0, inf)")  # how far; smaller for "kl", e.g. 0.05
     # sapo only: steepness of the gate where A > 0
     sapo_temperature_pos: float = setting(1.0, "(0, inf)")
     sapo_temperature_neg: float = setting(1.05, "(0, inf)")  # sapo only: where A <= 0

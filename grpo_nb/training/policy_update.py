@@ -273,6 +273,8 @@ def timed(
 LOSS_SETTINGS = (  # handed to grpo_loss as they are
     "beta",
     "delta",
+    "dppo_divergence",
+    "dppo_threshold",
     "epsilon",
     "importance_sampling_level",
     "loss_type",
@@ -509,9 +511,8 @@ class PolicyUpdate:
     ) -> LossOutput:
         "The loss of a piece, with the metrics to log; a subclass may replace it."
         config = self.config
-        sampler_logps = (
-            batch.rollout_logps if config.off_policy_mask_threshold is not None else None
-        )
+        masked = config.off_policy_mask_threshold is not None or config.dppo_divergence is not None
+        sampler_logps = batch.rollout_logps if masked else None
         return grpo_loss(
             logps,
             batch.advantages,

@@ -220,6 +220,18 @@ class TrainState(TrainerState):
         "Whether the last micro-batch was the last of a pass over the data."
         return self.batch is None and self.cycle % self.cycles_per_epoch == 0
 
+    def last_cycle(self) -> int:
+        "The cycle in which the last update is made."
+        a_cycle, window = (
+            self.layout.micro_batches_per_cycle,
+            self.layout.gradient_accumulation_steps,
+        )
+        an_epoch = -(-self.cycles_per_epoch * a_cycle // window)  # its last window may be short
+        epochs, updates = divmod(self.max_steps - 1, an_epoch)
+        return epochs * self.cycles_per_epoch + min(
+            ((updates + 1) * window - 1) // a_cycle, self.cycles_per_epoch - 1
+        )
+
     def hold(self, batch: TrainingBatch) -> None:
         "Keep the completions of this cycle until all of its micro-batches are done."
         self.batch = batch

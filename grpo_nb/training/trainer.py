@@ -40,6 +40,7 @@ from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import default_stop_token_ids
 from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import SamplingParams
+from ..rollout.stream import check_in_flight
 from ..rollout.turns import Environments, TurnSampler
 from grpo_nb.training.checkpoint import (
     Checkpointer,
@@ -612,8 +613,8 @@ class GRPOTrainer:
         # Google's style
         tools: list[Callable] | None = None,
         # draws the completions in place of the engine: called with the prompts, one for each
-        # completion, and the trainer; see `FunctionSampler` and `drawn_elsewhere`
-        rollout_func: Callable | None = None,
+        # completion, and the trainer; see `FunctionSampler` and `drawn_elsewhere`. Or a `Sampler`
+        rollout_func: Callable | Sampler | None = None,
         # makes an object with `reset(**row)` whose public methods are tools, and whose
         # `get_reward()` is a reward; or a dict name -> factory, chosen by the column "environment"
         environment_factory: Any = None,
@@ -720,7 +721,7 @@ class GRPOTrainer:
         self.optimizer = optimizer or make_optimizer(self.config, parameters)
         self.given_schedule = schedule
 
-    def make_sampler(self, rollout_func: Callable | None) -> Sampler:
+    def make_sampler(self, rollout_func: Callable | Sampler | None) -> Sampler:
         "The sampler: the engine, on the tensors that are trained, or `rollout_func`."
         config, quiet = self.config, self.config.disable_tqdm
         self.engine = RolloutEngine(
@@ -732,16 +733,18 @@ class GRPOTrainer:
         )
         differs = rollout_func is not None or is_truncated(config.sampling_params())
         self.corrects = config.vllm_importance_sampling_correction and differs
-        return self.sampler_of(rollout_func)
+        sampler = self.sampler_of(rollout_func)
+        check_in_flight(sampler, config.max_staleness)
+        return sampler
 
-    def sampler_of(self, rollout_func: Callable | None) -> Sampler:
+    def sampler_of(self, rollout_func: Callable | Sampler | None) -> Sampler:
         "A rollout function as a sampler; None: the engine."
         stops = self.config.sampling_params().stop_token_ids
         stops = stops or default_stop_token_ids(self.model, self.tokenizer)
         if rollout_func is None and (self.tools or self.environments):
             return self.turns(stops)
-        if rollout_func is None:
-            return self.engine
+        if rollout_func is None or isinstance(rollout_func, Sampler):
+            return rollout_func or self.engine
         return FunctionSampler(rollout_func, self, stops, self.device)
 
     def turns(self, stops: Sequence[int]) -> TurnSampler:
@@ -1042,7 +1045,8 @@ class GRPOTrainer:
         """Run the loop: the same bits every time on a CPU, a progress bar, and a checkpoint if it
         is left by an exception."""
         self.callbacks.tell("on_train_begin")
-        with self.environments or nullcontext(), self.ctrl_c, self.preemption:
+        stream = self.collector.stream or nullcontext()
+        with self.environments or nullcontext(), stream, self.ctrl_c, self.preemption:
             try:
                 with deterministic(self.device.type == "cpu"):
                     self.evaluate_first()
@@ -1321,8 +1325,9 @@ class GRPOTrainer:
 
     @property
     def rollout_func(self) -> Callable | None:
-        "The function that draws in place of the engine; None: the engine draws."
-        return getattr(self.sampler, "function", None)
+        "The function or sampler that draws in place of the engine; None: the engine draws."
+        own = self.sampler is self.engine or isinstance(self.sampler, TurnSampler)
+        return None if own else getattr(self.sampler, "function", self.sampler)
 
     @rollout_func.setter
     def rollout_func(self, function: Callable | None) -> None:

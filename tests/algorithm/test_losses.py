@@ -19,6 +19,7 @@ from grpo_nb.algorithm.losses import (
     WINDOW_TOKEN_LOSSES,
     check_loss_settings,
     clipped_loss,
+    divergence_mask,
     grpo_loss,
     high_entropy_mask,
     k3,
@@ -464,7 +465,13 @@ def test_bias_correction_is_off_here_and_on_in_trl():
 # ---- what must not change a loss
 
 EVERYTHING = dict(
-    beta=0.1, delta=1.5, off_policy_mask_threshold=0.1, top_entropy_quantile=0.6, entropy_coef=0.02
+    beta=0.1,
+    delta=1.5,
+    off_policy_mask_threshold=0.1,
+    dppo_divergence="kl",
+    dppo_threshold=0.01,
+    top_entropy_quantile=0.6,
+    entropy_coef=0.02,
 )
 
 
@@ -719,6 +726,50 @@ def test_off_policy_mask_is_trls():
                 A, batch["logps"], batch["rollout_logps"], mask.long(), threshold
             ),
         )
+
+
+def plain_divergence(kind, q, p):
+    "Of two coins, by the definitions: half the sum of differences, and the sum of q log(q / p)."
+    pairs = [(q, p), (1 - q, 1 - p)]
+    if kind == "tv":
+        return sum(abs(a - b) for a, b in pairs) / 2
+    return sum(a * math.log(a / b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind, threshold", [("tv", 0.1), ("kl", 0.02)])
+def test_divergence_mask_by_its_definition(kind, threshold):
+    batch = make_batch(19)
+    logps, sampled = (batch[n].detach().clamp(max=-0.01) for n in ("logps", "rollout_logps"))
+    A = batch["advantages"]
+    sampled[0, 2] = float("nan")
+    kept = divergence_mask(logps, sampled, A[:, None], kind, threshold)
+    for i, t in itertools.product(range(5), range(7)):
+        p, q = math.exp(logps[i, t]), math.exp(sampled[i, t])
+        away = A[i] > 0 and p > q or A[i] < 0 and p < q
+        far = (i, t) != (0, 2) and plain_divergence(kind, q, p) > threshold
+        assert bool(kept[i, t]) == (not (away and far))
+    assert kept.any() and not kept.all()
+
+
+def test_masked_tokens_have_no_gradient_and_the_others_that_of_the_loss_without_the_mask():
+    batch = make_batch(20)
+    batch["logps"].requires_grad_()
+    A = batch["advantages"][:, None]
+    kept = divergence_mask(batch["logps"], batch["rollout_logps"], A, "tv", 0.05)
+    settings = [dict(dppo_divergence="tv", dppo_threshold=0.05), {}]
+    outputs = [ours(batch, num_items=10, **one) for one in settings]
+    masked, plain = (torch.autograd.grad(o.loss, batch["logps"])[0] for o in outputs)
+    assert torch.equal(masked, plain * kept) and not torch.equal(masked, plain)
+    share = (~kept & batch["mask"].bool()).sum() / batch["mask"].sum()
+    assert float(outputs[0].metrics["dppo/masked"]) == pytest.approx(float(share))
+
+
+def test_probabilities_of_one_are_no_distance():
+    for kind in ("tv", "kl"):
+        near = torch.tensor([[0.0, -1e-9]]), torch.tensor([[-1e-9, 0.0]])
+        assert divergence_mask(*near, torch.tensor([[1.0, -1.0]]), kind, 0.01).all()
+    with pytest.raises(ValueError, match="dppo_divergence is 'js', and it must be one of"):
+        check_loss_settings(dppo_divergence="js")
 
 
 # ---- rollout weights
