@@ -20,7 +20,8 @@ from course import ROW, heading, load
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/diagrams"
-WIDTH = 460  # of every drawing, in its own units; text is 14 of them high
+WIDTH = 460  # of every drawing, in its own units
+SIZE = 16  # of its text: 11 pixels and more on a telephone, where a drawing is 330 wide
 DIAGRAMS = {}  # name -> the function that draws it
 
 COLOURS = {  # class -> (fill, line) in light, (fill, line) in dark
@@ -74,7 +75,7 @@ def diagram(height, title, words, shown=575):
                     f"<title>{escape(title)}</title><desc>{escape(words)}</desc>",
                     f"<style>{STYLE}</style><defs>{heads}</defs>",
                     card,
-                    text(WIDTH / 2, 25, title, weight=600, size=15),
+                    text(WIDTH / 2, 26, title, weight=600, size=17),
                     *draw(),
                     "</svg>\n",
                 ]
@@ -91,7 +92,7 @@ def number(x):
     return f"{x:.1f}".rstrip("0").rstrip(".")
 
 
-def text(x, y, words, cls="ink", size=14, anchor="middle", weight=400):
+def text(x, y, words, cls="ink", size=SIZE, anchor="middle", weight=400):
     return (
         f'<text x="{number(x)}" y="{number(y)}" class="{cls}" font-size="{size}" '
         f'text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'
@@ -105,7 +106,7 @@ def rect(x, y, w, h, cls="grey", rx=3):
     )
 
 
-def box(x, y, w, h, *lines, cls="blue", size=14):
+def box(x, y, w, h, *lines, cls="blue", size=SIZE):
     "A box with lines of text in its middle, the first of them bold."
     first = y + h / 2 + 5 - 8.5 * (len(lines) - 1)
     return rect(x, y, w, h, cls, 6) + "".join(
@@ -154,7 +155,7 @@ def loop():
 
 
 @diagram(
-    270,
+    280,
     "A group: one prompt, compared with itself",
     "Four completions of one prompt with rewards 1, 0, 0, 0. Their mean is 0.25. The right one has "
     "the advantage +1.5 and is pushed up, the three others have -0.5 and are pushed down.",
@@ -162,7 +163,7 @@ def loop():
 def group():
     answers, rewards = ("46", "47", "64", "?"), (1, 0, 0, 0)
     mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
-    yield box(16, 116, 84, 46, "12+34=", cls="grey", size=14)
+    yield box(16, 116, 84, 46, "12+34=", cls="grey")
     for x, words in ((178, "completion"), (262, "reward"), (372, "advantage")):
         yield text(x, 54, words, "soft")
     yield path("M372 62L372 222", "soft-line", 1, dash="3 3")
@@ -170,17 +171,17 @@ def group():
         y, advantage = 84 + 38 * i, (reward - mean) / deviation
         colour = "green" if advantage > 0 else "orange"
         yield arrow(102, 139, 135, y)
-        yield box(140, y - 14, 76, 28, answer, cls="blue", size=14)
-        yield text(262, y + 5, str(reward), size=15)
+        yield box(140, y - 14, 76, 28, answer, cls="blue")
+        yield text(262, y + 5, str(reward))
         end = 372 + 46 * advantage
         yield path(f"M372 {y}L{number(end)} {y}", f"{colour}-line", 5, None)
         sign = "+" if advantage > 0 else "−"
         beside = (366, "end") if advantage > 0 else (378, "start")
-        yield text(beside[0], y + 5, f"{sign}{abs(advantage):.1f}", f"{colour}-text", 14,
+        yield text(beside[0], y + 5, f"{sign}{abs(advantage):.1f}", f"{colour}-text", SIZE,
                    beside[1], 600)  # fmt: skip
-    yield text(16, 246, f"mean {mean:g}, standard deviation {deviation:g}", "soft", anchor="start")
-    yield text(446, 246, "likelier →", "green-text", anchor="end")
-    yield text(336, 246, "← rarer", "orange-text", anchor="end")
+    yield text(16, 264, f"mean {mean:g}, standard deviation {deviation:g}", "soft", anchor="start")
+    yield text(446, 238, "likelier →", "green-text", anchor="end")
+    yield text(346, 238, "← rarer", "orange-text", anchor="end")
 
 
 @diagram(
@@ -200,7 +201,7 @@ def clip():
         line = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
         sign = "+" if advantage > 0 else "−"
         name = "a good token" if advantage > 0 else "a bad token"
-        yield text(left + 102, 54, f"{name}, A = {sign}1", f"{colour}-text", 14, weight=600)
+        yield text(left + 102, 54, f"{name}, A = {sign}1", f"{colour}-text", weight=600)
         yield path(f"M{left + 8} 140L{left + 200} 140", width=1)
         for c in (0.8, 1, 1.2):
             x, edge = left + 8 + 94 * c, c != 1
@@ -211,8 +212,8 @@ def clip():
         yield text(left + 8 + 94, 238, "1", "soft")
         yield text(left + 8 + 94 * 1.26, 238, "1.2", "soft")
         yield path(line, f"{colour}-line", 4)
-        x, y = (left + 172, 104) if advantage > 0 else (left + 40, 196)
-        yield text(x, y, "flat: it has", "soft", 12) + text(x, y + 15, "moved far", "soft", 12)
+        x, y = (left + 172, 104) if advantage > 0 else (left + 38, 194)
+        yield text(x, y, "flat: it has", "soft") + text(x, y + 17, "moved far", "soft")
     yield text(WIDTH / 2, 258, "ratio: probability now / when it was drawn", "soft")
 
 
@@ -239,15 +240,13 @@ def masks():
     for i, (name, rule) in enumerate(both.items()):
         left = 32 + 109 * i
         yield from grid(left, 52, 14.5, 6, rule)
-        yield text(left + 43, 160, name, size=14, weight=600 if i == 3 else 400)
+        yield text(left + 43, 160, name, weight=600 if i == 3 else 400)
         if i:
             yield text(left - 11.5, 101, "=" if i == 3 else "&", "soft", 17)
-    yield text(16, 100, "query", "soft", 12).replace(
-        "<text ", '<text transform="rotate(-90 16 100)" '
-    )
-    yield text(75, 45, "key →", "soft", 12)
-    yield text(WIDTH / 2, 184, "The first two places are padding: their rows see nothing,", "soft")
-    yield text(WIDTH / 2, 201, "and nothing is read from them.", "soft")
+    yield text(16, 100, "query", "soft").replace("<text ", '<text transform="rotate(-90 16 100)" ')
+    yield text(75, 45, "key →", "soft")
+    yield text(WIDTH / 2, 184, "The first two places are padding: their rows", "soft")
+    yield text(WIDTH / 2, 201, "see nothing, and nothing is read from them.", "soft")
 
 
 @diagram(
@@ -257,22 +256,22 @@ def masks():
     "takes a part of the weight, and nothing is read for it: the keys share what is left.",
 )
 def sinks():
-    scores, sink = (1.2, 0.4, 0.1, -0.4), 1.6
+    scores, sink = (1.2, 0.5, 0.2, 0), 1.5
     bars = {"softmax": softmax(scores), "with a sink": softmax((*scores, sink))}
     for row, (name, weights) in enumerate(bars.items()):
         y, x = 62 + 74 * row, 20
-        yield text(20, y - 8, name, anchor="start", size=14, weight=600)
+        yield text(20, y - 8, name, anchor="start", weight=600)
         for i, weight in enumerate(weights):
             width = 420 * weight
             yield rect(x, y, width - 2, 34, "grey" if i == 4 else "blue", 4)
             label = (
                 f"sink {weight:.2f}".replace("0.", ".") if i == 4 else f"{weight:.2f}".lstrip("0")
             )
-            yield text(x + width / 2 - 1, y + 22, label, size=13)
+            yield text(x + width / 2 - 1, y + 22, label)
             x += width
     kept = 1 - bars["with a sink"][4]
-    yield text(20 + 210 * kept, 188, f"{kept:.2f} is read".replace("0.", "."), "blue-text", 14)
-    yield text(20 + 420 * (kept + 1) / 2, 188, "nothing is read", "soft", 14)
+    yield text(20 + 210 * kept, 188, f"{kept:.2f} is read".replace("0.", "."), "blue-text")
+    yield text(20 + 420 * (kept + 1) / 2, 188, "nothing is read", "soft")
     yield text(WIDTH / 2, 212, "The sink is one learnt number for each head.", "soft")
 
 
@@ -287,21 +286,21 @@ def experts():
         yield rect(20 + 12.6 * (i % 32) * 0.86, 52, 10, 24, "blue", 2)
     yield rect(374, 52, 26, 24, "orange", 3)
     yield text(190, 94, "32 numbers of 4 bits", "blue-text")
-    yield text(390, 94, "exponent, 8 bits", "orange-text")
-    yield text(440, 70, "17 B", "soft", 13)
+    yield text(449, 94, "exponent, 8 bits", "orange-text", anchor="end")
+    yield text(448, 70, "17 B", "soft", anchor="end")
     yield text(70, 124, "on the card", "soft")
     for i in range(4):
         for j in range(3):
             chosen = (i, j) == (1, 1)
             yield rect(22 + 26 * i, 134 + 34 * j, 22, 28, "orange" if chosen else "blue", 3)
-    yield text(70, 254, "all experts, packed", size=13)
+    yield text(70, 254, "all, packed")
     yield arrow(126, 184, 160, 184)
     yield box(166, 150, 124, 68, "one part", "unpacked to", "16 bits", cls="orange")
     yield arrow(294, 184, 322, 184)
     yield box(328, 158, 112, 52, "times", "its tokens", cls="green")
     yield path("M228 222C228 262 170 270 150 258", "soft-line", 1.6, "soft")
     yield text(236, 252, "then thrown away", "soft", anchor="start")
-    yield text(WIDTH / 2, 282, "Backward unpacks it again: time is paid, memory is not.", "soft")
+    yield text(WIDTH / 2, 282, "Backward unpacks it again: time for memory.", "soft")
 
 
 @diagram(
@@ -323,8 +322,8 @@ def pages():
             used = name and 4 * part + token < sequences[name][1]
             yield rect(x + 16 * token, 122, 15, 26, sequences[name][0] if used else "grey", 2)
             if used:
-                yield text(x + 16 * token + 7.5, 140, str(4 * part + token + 1), size=12)
-        yield text(x + 31, 166, f"page {page}" if name else "free", "soft", 12)
+                yield text(x + 16 * token + 7.5, 140, str(4 * part + token + 1))
+        yield text(x + 31, 166, f"page {page}" if name else "free", "soft")
     for i, (name, (colour, tokens, held)) in enumerate(sequences.items()):
         y = 68
         yield box(
@@ -332,7 +331,7 @@ def pages():
             y,
             190,
             26,
-            f"{name}, {tokens} tokens: pages {held[0]}, {held[1]}",
+            f"{name}, {tokens} tokens",
             cls=colour,
         )
         for page in held:
@@ -348,8 +347,8 @@ def pages():
     ):
         for i, token in enumerate(held):
             yield rect(x + 24 * i, 216, 22, 30, "orange" if token > 4 else "blue", 3)
-            yield text(x + 24 * i + 11, 236, str(token), size=13)
-        yield text(x + 47, 266, state, "soft", 12)
+            yield text(x + 24 * i + 11, 236, str(token))
+        yield text(x + 47, 266, state, "soft")
     yield arrow(134, 231, 178, 231) + arrow(290, 231, 334, 231)
     yield text(WIDTH / 2, 298, "A page is handed back whole; a ring never grows.", "soft")
 
@@ -363,7 +362,7 @@ def pages():
 def memory():
     top, base = 62, 226
     columns = {
-        "drawing": [("cache", 58, "green"), ("logits", 18, "orange")],
+        "drawing": [("cache", 52, "green"), ("logits", 26, "orange")],
         "the head": [("inputs", 46, "green"), ("logits", 62, "orange")],
         "a layer": [("inputs", 46, "green"), ("its work", 40, "orange")],
     }
@@ -372,7 +371,7 @@ def memory():
         for part, height, colour in parts:
             y -= height
             yield rect(x, y, 104, height - 2, colour, 4)
-            yield text(x + 52, y + height / 2 + 4, part)
+            yield text(x + 52, y + height / 2 + 5, part)
         yield text(x + 52, 290, name, weight=600)
     yield rect(92, base, 348, 40, "blue", 4)
     yield text(266, base + 25, "weights, adapter, optimizer: always")
@@ -411,7 +410,7 @@ def weights():
 def lane(x, y, spans, colour, height=26):
     for start, width, label in spans:
         yield rect(x + start, y, width - 2, height, colour, 4)
-        yield text(x + start + width / 2 - 1, y + 18, label, size=13)
+        yield text(x + start + width / 2 - 1, y + 18, label)
 
 
 @diagram(
@@ -425,8 +424,8 @@ def in_flight():
     yield text(20, 84, "sampler", "soft", anchor="start") + text(
         20, 116, "trainer", "soft", anchor="start"
     )
-    yield from lane(84, 66, ((0, 90, "with v0"), (150, 90, "with v1"), (300, 60, "v2")), "blue")
-    yield from lane(84, 98, ((90, 60, "→ v1"), (240, 60, "→ v2")), "orange")
+    yield from lane(94, 66, ((0, 90, "with v0"), (150, 90, "with v1"), (300, 60, "v2")), "blue")
+    yield from lane(94, 98, ((90, 60, "→ v1"), (240, 60, "→ v2")), "orange")
     yield text(
         20, 160, "In flight: both work, the data is one version old", anchor="start", weight=600
     )
@@ -434,10 +433,10 @@ def in_flight():
         20, 222, "trainer", "soft", anchor="start"
     )
     spans = ((0, 90, "with v0"), (90, 90, "with v0"), (180, 90, "with v1"), (270, 90, "with v2"))
-    yield from lane(84, 172, spans, "blue")
-    yield from lane(84, 204, ((90, 60, "→ v1"), (180, 60, "→ v2"), (270, 60, "→ v3")), "orange")
-    yield arrow(84, 246, 444, 246) + text(440, 264, "time", "soft", anchor="end")
-    yield text(84, 264, "The ratio corrects for the age.", "soft", anchor="start")
+    yield from lane(94, 172, spans, "blue")
+    yield from lane(94, 204, ((90, 60, "→ v1"), (180, 60, "→ v2"), (270, 60, "→ v3")), "orange")
+    yield arrow(94, 246, 450, 246) + text(440, 264, "time", "soft", anchor="end")
+    yield text(94, 264, "The ratio corrects for the age.", "soft", anchor="start")
 
 
 @diagram(
@@ -473,10 +472,8 @@ def turns():
         yield text(places[a], 87, who, "soft")
     yield path(f"M420 106V54H{number(places[1])}V68", "orange-line", 2, "orange-full")
     yield path(f"M{number(places[3])} 54V68", "orange-line", 2, "orange-full")
-    yield text(
-        WIDTH / 2, 200, "One reward for the whole conversation moves all tokens that", "soft"
-    )
-    yield text(WIDTH / 2, 218, "the model wrote; the words of the tool teach it nothing.", "soft")
+    yield text(WIDTH / 2, 200, "One reward at the end moves all that the model", "soft")
+    yield text(WIDTH / 2, 218, "wrote; the words of the tool teach it nothing.", "soft")
 
 
 MINUTES = re.compile(r"^\*\*(\d+) minutes\*\*", re.M)
@@ -509,7 +506,7 @@ def linked(address, *parts):
 
 
 @diagram(
-    360,
+    424,
     "The map: eight lessons, and branches",
     "Eight lessons in a column, from what RL is to gpt-oss-20b on a free T4, with the minutes of "
     "each. Beside them the branches, each with its number of notebooks. The table below has links.",
@@ -517,27 +514,27 @@ def linked(address, *parts):
 )
 def course_map():
     stops, branches = the_map()
-    yield path(f"M34 62V{24 + 38 * len(stops)}", "blue-line", 3)
+    yield path(f"M34 62V{20 + 46 * len(stops)}", "blue-line", 3)
     for i, (title, address, minutes) in enumerate(stops):
-        y = 62 + 38 * i
+        y = 62 + 46 * i
         name = title if len(title) < 23 else title.replace("on a free ", "on a ")
         name = name.replace("when the reward does not rise", "when it does not rise")
         yield linked(
             address,
             f'<circle cx="34" cy="{y}" r="13" class="blue"/>',
             text(34, y + 5, str(i + 1), weight=600),
-            text(56, y + 1, name, anchor="start", weight=600),
-            text(56, y + 16, f"{minutes} minutes", "soft", 12, "start"),
+            text(56, y, name, anchor="start", weight=600),
+            text(56, y + 18, f"{minutes} minutes", "soft", SIZE, "start"),
         )
-    yield path(f"M246 50V{48 + 38 * len(stops)}", "grey-line", 1, dash="3 3")
-    step = 38 * len(stops) / len(branches)
+    yield path(f"M250 50V{44 + 46 * len(stops)}", "grey-line", 1, dash="3 3")
+    step = 46 * len(stops) / len(branches)
     for i, (name, address, count) in enumerate(branches):
         y = 46 + step * i
         yield linked(
             address,
-            rect(258, y, 188, step - 8, "grey", 6),
-            text(266, y + step / 2 + 1, name, size=13, anchor="start", weight=600),
-            text(440, y + step / 2 + 1, str(count), "soft", 13, "end"),
+            rect(256, y, 194, step - 8, "grey", 6),
+            text(263, y + step / 2 + 1, name, anchor="start"),
+            text(443, y + step / 2 + 1, str(count), "soft", SIZE, "end"),
         )
 
 

@@ -354,7 +354,7 @@ def sources(root, problems):
         made[path] = relinked((root / path).read_text(encoding="utf-8"), path, **links)
     for path, text in reference.items():
         made[path] = relinked(text, path, **links)
-    for path in (root / "docs/images").iterdir():
+    for path in (p for name in ("images", "diagrams") for p in (root / "docs" / name).iterdir()):
         made[path.relative_to(root).as_posix()] = path.read_bytes()
     for path in (root / "docs/site").iterdir():
         made[f"_static/{path.name}"] = path.read_bytes()
