@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import BatchLayout, completion_order, prompt_order
@@ -33,6 +34,15 @@ from grpo_nb.training.data import (
     unread_variables,
 )
 from .policy_logprobs import TrainingBatch
+from grpo_nb.training.prompt_choice import (
+    Curriculum,
+    Drawn,
+    check_choice,
+    idle_groups,
+    random_numbers,
+    refill_metrics,
+    spare_rows,
+)
 from .reporting import Metrics, check_logged, completion_metrics, reward_metrics
 from .rewards import RewardError, score_completions
 from .samples import check_column, sample_rows
@@ -249,20 +259,45 @@ class RolloutCollector:
         self.stream: RolloutStream | None = None  # with `max_staleness`
         self.unjudged = 0  # cycles in a row in which no completion was judged
         self.samples: list[dict[str, Any]] = []  # what was drawn last, with scores and advantages
+        self.curriculum = Curriculum(config.used("data_seed")) if config.curriculum else None
+        check_choice(config, layout, reward_names)
 
     def begin(
         self,
         rows: Any,  # the data of the run
     ) -> None:
         "Set the rows that the cycles of a run draw from; nothing is in flight yet."
-        self.rows, config = rows, self.config
+        config = self.config
+        check_choice(config, self.layout, self.reward_names, rows)
+        self.rows = rows
+        if self.curriculum:
+            self.curriculum.load_state_dict({"rates": {}})
         if config.max_staleness:
             run = config.max_staleness, config.seed, self.accelerator.process_index
             self.stream = RolloutStream(self.source.sampler, *run)
 
     def collect(self, state: TrainState) -> TrainingBatch:
         "The completions of this cycle that belong to this process, with their advantages."
-        rows, numbers = self.rows_of(state.cycle)
+        drawn = self.drawn(state, self.draw_rows(state.cycle))
+        rounds = [drawn]
+        if self.config.dynamic_sampling:
+            drawn = self.refilled(state, rounds)
+        if self.curriculum:
+            self.curriculum.record(self.passed(rounds))
+        advantages = self.compare(drawn.scores, drawn.rollout)
+        step = state.global_step + 1
+        told = drawn.completions, self.reward_names, drawn.scores, advantages, drawn.extra
+        self.samples = sample_rows(step, drawn.rows, *told)
+        whole = self.source.batch_of(drawn.rollout, advantages)
+        return whole.rows(self.order(state.cycle, len(drawn.rows)))
+
+    def drawn(
+        self,
+        state: TrainState,
+        numbers: list[int],  # of rows, each once for every completion
+    ) -> Drawn:
+        "Completions of rows, with their scores."
+        rows = [self.rows[number] for number in numbers]
         with self.metrics.timed("sample"):
             if self.stream is None:
                 rollout = self.source.draw(rows, numbers)
@@ -270,14 +305,15 @@ class RolloutCollector:
                 rollout = self.from_stream(state)
         state.count(int(rollout.mask.sum()) + sum(map(len, rollout.prompt_ids)))
         with self.metrics.timed("score"):
-            completions, own, extra = self.source.score(rows, rollout, self.metrics)
-        advantages = self.compare(own, rollout)
-        step = state.global_step + 1
-        self.samples = sample_rows(
-            step, rows, completions, self.reward_names, own, advantages, extra
-        )
-        whole = self.source.batch_of(rollout, advantages)
-        return whole.rows(self.order(state.cycle, len(rows)))
+            return Drawn(numbers, rows, rollout, *self.source.score(rows, rollout, self.metrics))
+
+    def prompts(self, cycle: int) -> list[int]:
+        "The numbers of all processes' rows in the data, each once."
+        config, count = self.config, self.layout.prompts_per_generation
+        if self.curriculum:
+            return self.curriculum.order(len(self.rows), cycle)[:count]
+        shuffled = config.shuffle_dataset and not isinstance(self.rows, StreamedRows)
+        return prompt_order(len(self.rows), count, cycle, shuffled, config.used("data_seed"))
 
     def rows_of(self, cycle: int) -> tuple[list[dict], list[int]]:
         "This process's rows, each once for every completion, and their numbers in the data."
@@ -302,16 +338,52 @@ class RolloutCollector:
 
     def draw_rows(self, cycle: int) -> list[int]:
         "The numbers of this process's rows in the data, each once for every completion."
-        config = self.config
-        numbers = prompt_order(
-            len(self.rows),
-            self.layout.prompts_per_generation,
-            cycle,
-            config.shuffle_dataset and not isinstance(self.rows, StreamedRows),
-            config.used("data_seed"),
-        )
-        repeated = [number for number in numbers for _ in range(config.num_generations)]
-        return repeated[self.mine()]
+        return self.repeated(self.prompts(cycle))[self.mine()]
+
+    def repeated(self, numbers: list[int]) -> list[int]:
+        "Each number once for every completion."
+        return [number for number in numbers for _ in range(self.config.num_generations)]
+
+    def refilled(
+        self,
+        state: TrainState,
+        rounds: list[Drawn],  # what was drawn; gets what is drawn besides
+    ) -> Drawn:
+        "What was drawn, with other prompts in place of idle groups as far as the rounds reach."
+        config, drawn = self.config, rounds[0]
+        outcome, group = self.reward_names.index(config.dynamic_sampling), config.num_generations
+        idle, spare = idle_groups(drawn.scores[:, outcome], group), self.spare(state.cycle)
+        idle_at_first = len(idle)
+        while idle and spare and len(rounds) <= config.dynamic_sampling_rounds:
+            picked, spare = spare[: len(idle)], spare[len(idle) :]
+            other = self.drawn(state, self.repeated(picked))
+            still = idle_groups(other.scores[:, outcome], group)
+            alive = [i for i in range(len(picked)) if i not in still]
+            drawn = drawn.with_groups(idle[: len(alive)], other, alive, group)
+            idle = idle[len(alive) :]
+            rounds.append(other)
+        self.metrics.add(refill_metrics(rounds, outcome, group, idle_at_first, len(idle)))
+        return drawn
+
+    def spare(self, cycle: int) -> list[int]:
+        "The rows that this process may draw besides those of the cycle, in their order."
+        seed, accelerator = self.config.used("data_seed"), self.accelerator
+        if self.curriculum:
+            order = self.curriculum.order(len(self.rows), cycle)
+        else:
+            order = random_numbers(len(self.rows), seed, cycle).argsort().tolist()
+        place = accelerator.process_index, accelerator.num_processes
+        return spare_rows(order, self.prompts(cycle), *place)
+
+    def passed(self, rounds: list[Drawn]) -> list[tuple[int, float, int]]:
+        "Row, sum of the outcome and completions judged, of the groups of all processes."
+        outcome = self.reward_names.index(self.config.curriculum)
+        pairs = [(n, s) for each in rounds for n, s in each.judged(outcome)]
+        return gather_object([(number, score, 1) for number, score in pairs])
+
+    def parts(self) -> dict[str, Curriculum]:
+        "What a checkpoint has to hold of this object, by name; the same in all processes."
+        return {"curriculum": self.curriculum} if self.curriculum else {}
 
     def mine(self) -> slice:
         "Which of all processes' completions belong to this one."

@@ -291,6 +291,14 @@ class BatchSettings(Settings):
     shuffle_dataset: bool = setting(True)
     # seed of the order of the prompts only; None: seed
     data_seed: int | None = setting(None, "[0, inf)", use="seed")
+    # a reward function by its name: where all completions of a prompt score alike in it, another
+    # prompt is drawn in its place (DAPO); None: nothing is drawn again
+    dynamic_sampling: str | None = setting(None)
+    # how often at most in a generation; then the rest stays as it is
+    dynamic_sampling_rounds: int = setting(3, "[1, inf)")
+    # a reward function by its name, between 0 and 1: prompts that are neither always nor never
+    # solved are drawn more often; None: each prompt once an epoch
+    curriculum: str | None = setting(None)
 
     def check(self):
         if self.steps_per_generation is not None and self.generation_batch_size is not None:

@@ -42,7 +42,7 @@ OWN = re.compile(
     "(step|epoch|learning_rate|loss|grad_norm|skipped_updates|entropy|entropy_coef|kl|reward"
     "|reward_std|reward_group_std|frac_reward_zero_std|num_tokens|tokens_per_second|step_time"
     "|seconds|seconds_left|peak_memory_gib|policy_loss|aux_loss)"
-    "|(rewards|completions|clip_ratio|ratio|sampling|seconds|vespo)/.*|(eval|train)_.*"
+    "|(rewards|completions|clip_ratio|ratio|sampling|seconds|vespo|dynamic_sampling)/.*|(eval|train)_.*"
 )
 
 
@@ -561,7 +561,8 @@ class HintWriter(TrainerCallback):
         log: Log,  # hints are printed where its table is
     ):
         self.settings, self.log = (config, precision), log
-        self.replay([])
+        self.path = log.path and log.path.with_name("hints.jsonl")
+        self.hints, self.given = Hints(*self.settings), []
 
     def replay(
         self,
@@ -569,15 +570,30 @@ class HintWriter(TrainerCallback):
     ) -> None:
         "Begin again; hints that these records have given are not printed a second time."
         self.hints, self.given = Hints(*self.settings), []
+        if self.path:
+            self.path.unlink(missing_ok=True)
         for record in records:
-            self.given += self.hints.look(record)
+            self.note(record)
+
+    def note(
+        self,
+        record: dict[str, Any],  # of an update
+    ) -> list[str]:  # the hints that it gives
+        "Keep the new hints of a record, in memory and in hints.jsonl."
+        found = self.hints.look(record)
+        self.given += found
+        if found and self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a") as file:
+                for hint in found:
+                    file.write(json.dumps({"step": record["step"], "hint": hint}) + "\n")
+        return found
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         "Check a record of training, and print its new hints."
         if "num_tokens" not in logs:
             return
-        for sentence in self.hints.look(logs):
-            self.given.append(sentence)
+        for sentence in self.note(logs):
             if self.log.show:
                 say(f"hint: {sentence}")
 

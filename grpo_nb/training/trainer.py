@@ -839,6 +839,7 @@ class GRPOTrainer:
                 "metrics": self.metrics,
                 "recorder": self.recorder,
                 "callbacks": self.callbacks,
+                **self.collector.parts(),
             },
             shared={"update": self.policy_update},
             log=self.log,

@@ -12,6 +12,8 @@ from trl.rewards import get_soft_overlong_punishment
 from grpo_nb.environments.rubric import (
     Rubric,
     length_penalty,
+    mastered_length_penalty,
+    pass_rates,
     readability_faults,
     readability_penalty,
 )
@@ -154,3 +156,30 @@ def test_long_texts_are_quick():
         start = time.thread_time()
         readability_faults(text)
         assert time.thread_time() - start < 5
+
+
+def test_the_pass_rate_of_a_prompt_scales_its_price_for_length():
+    chat = [{"role": "user", "content": "b"}]
+    prompts, right = ["a", "a", "a", "a", chat, chat, "c"], [1, 1, 1, 0, None, 0.0, None]
+    assert pass_rates(prompts, right) == [0.75] * 4 + [0, 0, 0]
+    asked = []
+
+    def outcome(prompts, completions, answer, **columns):
+        asked.append(columns.keys())
+        return right
+
+    reward = mastered_length_penalty(outcome, free=10, worst=30, points=2.0)
+    ids = [[0] * n for n in (10, 20, 30, 99, 99, 99, 99)]
+    told = dict(answer=right, trainer_state=None, log_metric=print, log_extra=print)
+    points = reward(prompts, ["x"] * 7, ids, **told)
+    assert points == [0, -0.75, -1.5, -1.5, 0, 0, 0]  # 2 x .75 x ramp
+    assert asked == [{"completion_ids", "trainer_state"}]
+    assert reward_name(reward) == "mastered_length_penalty"
+
+
+def test_a_pass_rate_that_comes_later_is_refused():
+    async def later(completions, **columns):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match="later is async"):
+        mastered_length_penalty(later, 1, 2)

@@ -64,6 +64,9 @@ NOT_IN_TRL = {
     "logit_chunk_multiplier",
     "slice_tokens",
     "max_batch_size",
+    "dynamic_sampling",
+    "dynamic_sampling_rounds",
+    "curriculum",
     "warmup_ratio",
 }
 
@@ -390,6 +393,8 @@ def test_nonsense_is_refused_with_what_is_possible(name):
         "optim_args",
         "hub_model_id",
         "hub_revision",
+        "dynamic_sampling",
+        "curriculum",
     )
     if name not in words:
         nonsense.append("1e-6")

@@ -1,6 +1,9 @@
 "The completions of a cycle: as rows, as lines of text, as a file, as a tracker's table."
 
+import json
+
 import pandas
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -35,6 +38,7 @@ def test_a_row_is_what_was_written_and_what_it_earned(samples):
         "advantage": 1.0,
         "rewards": {"right": 1.0, "form": 0.5},
         "extra": {"length": 1, "note": "a"},
+        "turns": None,
     }
     assert samples[1]["rewards"] == {"right": 0.0, "form": None}
     assert samples[2]["prompt"] == "system: Add.\nuser: 1+1=" and samples[2]["completion"] == "2"
@@ -84,3 +88,20 @@ def test_a_trackers_table(samples):
     table = tracker_table(samples, unique=True)
     assert len(table["data"]) == 2 and all(len(r) == len(table["columns"]) for r in table["data"])
     assert dict(zip(table["columns"], table["data"][0]))["completion"] == "3"
+
+
+def test_a_file_tells_who_said_what(tmp_path):
+    call = {"function": {"name": "times", "arguments": {"a": 6}}}
+    said = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "42"},
+    ]
+    rows = sample_rows(
+        1, [{"prompt": "6*7="}] * 2, [said, "42"], ["r"], torch.ones(2, 1), torch.zeros(2)
+    )
+    table = pyarrow.parquet.read_table(write_samples(rows, tmp_path, 1)).to_pydict()
+    turns = [["assistant", 'times({"a": 6})'], ["tool", "42"], ["assistant", "42"]]
+    assert json.loads(table["turns"][0]) == turns and table["turns"][1] is None
+    write_samples(rows[1:], tmp_path, 2)
+    assert "turns" not in pandas.read_parquet(tmp_path / "completions_00002.parquet")

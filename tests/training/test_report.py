@@ -1,0 +1,108 @@
+"A run as one page: every text escaped, whatever is missing left out."
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+from small_runs import one_thread, small_trainer  # noqa: F401
+
+from grpo_nb.cli import main
+from grpo_nb.training.report import by_reward, read_run, report_html, series, write_report
+from grpo_nb.training.samples import several_turns, write_samples
+
+EVIL = "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)> & \"'"
+
+
+class Page(HTMLParser):
+    "The tags of a page, their attributes, and its text."
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.names, self.text = [], set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.names |= {name for name, _ in attrs}
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def sample(step, reward, completion="4", turns=None):
+    return {
+        "step": step,
+        "prompt": EVIL,
+        "completion": completion,
+        "rewards": {EVIL: reward},
+        "advantage": float("nan") if reward is None else reward,
+        "extra": {"note": EVIL},
+        "turns": turns,
+    }
+
+
+def run_folder(folder, lines, samples=()):
+    folder.mkdir(exist_ok=True)
+    (folder / "log.jsonl").write_text("\n".join(lines))
+    for rows in samples:
+        write_samples(rows, folder / "completions", rows[0]["step"])
+    return folder
+
+
+def test_a_hostile_run_stays_text(tmp_path):
+    records = [{"step": s, "reward": s / 9, f"rewards/{EVIL}/mean": 0.5, EVIL: 1} for s in (1, 2)]
+    turns = several_turns([{"role": "assistant", "content": EVIL}, {"role": EVIL, "content": EVIL}])
+    rows = [sample(2, 0.5, EVIL), sample(2, None, EVIL, turns), sample(2, 0.0)]
+    folder = run_folder(tmp_path / "a <script> b", map(json.dumps, records), [rows])
+    (folder / "hints.jsonl").write_text(json.dumps({"step": EVIL, "hint": EVIL}))
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert not {"script", "img", "link", "iframe", "object", "a"} & set(page.tags)
+    assert not {"src", "href", "onerror", "onclick", "onload"} & page.names
+    assert page.text.count(EVIL) >= 12 and page.tags.count("article") == 3
+    assert "a <script> b" in page.text and "read and not trained on" in page.text
+
+
+def test_what_cannot_be_read_is_left_out_and_counted(tmp_path):
+    lines = [
+        '{"step": 1, "reward": 0.25, "loss": NaN, "kl": Infinity}',
+        '{"reward": 1}',
+        "[3]",
+        '{"step": 2, "reward": 0.75, "note": "text", "flag": true}',
+        '{"step": 3, "rew',
+    ]
+    run = read_run(run_folder(tmp_path / "x", lines))
+    assert run.damaged == 3 and series(run.records) == {"reward": [(1, 0.25), (2, 0.75)]}
+    text = Page(report_html(run)).text
+    assert "reward 0.25 at first, 0.75 at last" in text and "damaged lines left out: 3" in text
+    assert "set log_completions=True" in text and "Hints" not in text
+    empty = Page(report_html(read_run(run_folder(tmp_path / "y", []))))
+    assert "0 updates" in empty.text and "svg" not in empty.tags
+
+
+def test_the_best_and_the_worst_come_first():
+    rows = [{"a": value, "b": None} for value in (0.1, 0.9, 0.5, 0.3, 0.7)]
+    best, worst = by_reward(rows, ["a", "b"], most=2)
+    assert [r["a"] for r in best] == [0.9, 0.7] and [r["a"] for r in worst] == [0.1, 0.3]
+    best, worst = by_reward(rows[:1], ["a"])
+    assert len(best) == 1 and not worst
+
+
+def test_a_page_of_a_real_run(tmp_path, capsys):
+    made = small_trainer(tmp_path / "run", log_completions=True)
+    made.train()
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "new/page.html")]) == 0
+    assert capsys.readouterr().out.startswith("open ")
+    page = Page((tmp_path / "new/page.html").read_text(encoding="utf-8"))
+    assert "2 updates" in page.text and page.text.count("step 2, 16 completions") == 1
+    first = made.hints_given[0]
+    assert first in page.text and "policy" in page.text
+    stored = [json.loads(x)["hint"] for x in open(tmp_path / "run/hints.jsonl")]
+    assert stored == made.hints_given
+
+
+def test_a_folder_without_a_run_is_a_sentence(tmp_path, capsys):
+    with pytest.raises(ValueError, match="there is no log.jsonl in"):
+        write_report(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 2 and "output_dir" in capsys.readouterr().err
