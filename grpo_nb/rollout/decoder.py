@@ -431,14 +431,14 @@ class DenseDecoder(Decoder):
 
     def heads(self, ops, normed, layer):
         "Queries, keys and values of a layer, side by side, normed where the family norms them."
-        qkv = self.ops.project(normed, layer.qkv)
+        qkv = self.dense.project(normed, layer.qkv)
         if layer.head_norms is None:
             return qkv
         return self.dense.norm_heads(qkv, layer.head_norms, self.kv_heads, self.head_dim)
 
     def rest(self, ops, x, attended, layer, next_norm):
         "Output, residual, norm, MLP, residual, and the next norm."
-        y = self.ops.project(attended, (layer.output,))
+        y = self.dense.project(attended, (layer.output,))
         x, normed = self.dense.add_norm(x, y, layer.mlp_norm, layer.after_attention, self.dtype)
         y = self.dense.gated_mlp(normed, layer)
         return self.dense.add_norm(x, y, next_norm, layer.after_mlp, self.dtype)
