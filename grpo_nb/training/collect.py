@@ -118,6 +118,11 @@ class CompletionSource:
         "Hand the sampler the present weights, for the completions that it draws next."
         self.sampler.publish(model, version)
 
+    def rest(self) -> None:
+        "Nothing is drawn until the next `publish`; a sampler may give memory back meanwhile."
+        inner = getattr(self.sampler, "sampler", self.sampler)
+        getattr(inner, "rest", lambda: None)()
+
     def draw(
         self,
         rows: list[dict],
@@ -249,6 +254,7 @@ class RolloutCollector:
         rows = [self.rows[number] for number in numbers]
         with self.metrics.timed("sample"):
             rollout = self.source.draw(rows, numbers)
+        self.source.rest()
         state.count(int(rollout.mask.sum()) + sum(map(len, rollout.prompt_ids)))
         with self.metrics.timed("score"):
             completions, own, extra = self.source.score(rows, rollout, self.metrics)
