@@ -90,6 +90,9 @@ class Address:
         held.add(connection)
         try:
             method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
+            connection.connect()
+            if together is not None and together.dropped.is_set():
+                raise ConnectionAbortedError("dropped")
             connection.request(method, self.path + route, data, self.headers)
             response = connection.getresponse()
             return response.status, as_json(response.read())
@@ -731,12 +734,12 @@ class VLLMServer:
         "Ask one server once."
         try:
             status, answer = address.ask("/v1/completions", body, together=together)
+            if status == 404 and body["model"] != self.base:  # restarted, it has no adapters
+                self.load(address, body["model"])
+                status, answer = address.ask("/v1/completions", body, together=together)
         except (OSError, HTTPException) as error:
             address.failed_at = time.monotonic()
             return None, str(error) or type(error).__name__
-        if status == 404 and body["model"] != self.base:  # it was restarted, and has no adapters
-            self.load(address, body["model"])
-            return None, "it did not know the adapter"
         if status in PASSING:
             return None, f"{status}: {reason_of(answer)}"
         if status != 200:
