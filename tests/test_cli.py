@@ -80,7 +80,7 @@ def runs(monkeypatch):
         (("train", "--learning-rate"), "expected one argument"),
         (("train", "--learning_rat", "1e-5"), "the nearest is 'learning_rate'"),
         (("train", "--beta", "much"), "beta is 'much', but it has to be a number in [0, inf)"),
-        (("train", "--use_vllm"), "use_vllm=True cannot be honoured"),
+        (("train", "--ignore_data_skip"), "ignore_data_skip=True cannot be honoured"),
     ],
 )
 def test_refused_with_a_sentence_before_any_work(arguments, sentence):

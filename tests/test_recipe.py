@@ -115,7 +115,7 @@ log_level: info
         ("learning_rate: fast", "learning_rate is 'fast', but it has to be a number"),
         ("num_generations: 1", "nothing to be compared with"),
         ("loss_type: drgrpo", "The nearest is 'dr_grpo'"),
-        ("use_vllm: true", "use_vllm=True cannot be honoured"),
+        ("tf32: true", "tf32=True cannot be honoured"),
         ("load_in_8bit: true", "set load_in_4bit"),
         ("bnb_4bit_quant_type: fp4", "leave it out"),
         ("trust_remote_code: true", "in a script"),
@@ -185,7 +185,7 @@ def test_what_trl_accepts_and_means_nothing_here_is_not_in_the_help():
     said = light("train", "--help").stdout
     shown = {word.strip("[],") for word in said.split() if word.startswith("--")}
     assert {"--beta", "--lora_r", "--dataset_name", "--save_steps"} <= shown
-    assert not shown & {f"--{name}" for name in NOT_HERE} and "--vllm_mode" not in shown
+    assert not shown & {f"--{name}" for name in NOT_HERE} and "--vllm_group_port" not in shown
 
 
 def test_the_short_names_are_reward_functions():

@@ -90,6 +90,9 @@ class Address:
         held.add(connection)
         try:
             method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
+            connection.connect()
+            if together is not None and together.dropped.is_set():
+                raise ConnectionAbortedError("dropped")
             connection.request(method, self.path + route, data, self.headers)
             response = connection.getresponse()
             return response.status, as_json(response.read())
@@ -222,9 +225,10 @@ def side_by_side(
     function: Callable[[int, Any, Together], Any],  # of number, item, and the requests together
     items: Sequence[Any],
     threads: int,
+    together: Together | None = None,  # what the items' requests belong to
 ) -> list[Any]:  # one result for each item
     "Call a function for every item in threads; the first error, or Ctrl-C, drops the rest."
-    together, lock = Together(), threading.Lock()
+    together, lock = together or Together(), threading.Lock()
     results, errors, queue = [None] * len(items), [], iter(enumerate(items))
 
     def work():
@@ -247,6 +251,8 @@ def side_by_side(
                 worker.join(0.2)
         if errors:
             raise errors[0]
+        if together.dropped.is_set():
+            raise ServerError("the requests were dropped")
     except BaseException:
         together.drop()
         raise
@@ -363,6 +369,7 @@ class VLLMServer:
     "A sampler that asks vLLM servers, one or several, for completions."
 
     takes_token_ids = True
+    holds_weights = True  # completions can be drawn while the trainer's weights move
 
     def __init__(
         self,
@@ -395,6 +402,7 @@ class VLLMServer:
         self.users: Counter = Counter()  # name -> calls of `generate` that draw with it
         self.token, self.served, self.gone = secrets.token_hex(3), {}, []
         self.names_given, self.published = set(), None
+        self.under_way: set[Together] = set()  # for `interrupt`
         self.base, self.current = None, (None, 0)  # the name that is drawn with, and its version
         self.connect()
 
@@ -517,9 +525,9 @@ class VLLMServer:
             if said is not None:
                 raise error or ServerError(said)
             with self.lock:
+                self.served[name] = version
                 self.current = name, version
-            if self.leads:
-                self.forget()
+            self.forget()
 
     def release(self, model: Any, version: int) -> str:
         "A version's name, under which every server has its adapter."
@@ -539,7 +547,7 @@ class VLLMServer:
         except BaseException:
             self.gone.append(name)
             raise
-        self.served[name], self.published = version, (version, moved)
+        self.published = version, moved
         return name
 
     def check_settings(self, model: Any, rank: int) -> None:  # ServerError
@@ -613,10 +621,10 @@ class VLLMServer:
             kept = [] if all_of_them else list(self.served)[-max(self.max_loras - 1, 1) :]
             old = [n for n in self.served if n not in kept and (all_of_them or not self.users[n])]
         for name in old:
-            for address in self.addresses:
+            for address in self.addresses if self.leads else []:
                 self.unload(address, name)
             del self.served[name]
-        if old or all_of_them:
+        if self.leads and (old or all_of_them):
             for name in [*self.gone, *(old if all_of_them else [])]:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
             self.gone = [] if all_of_them else old
@@ -624,10 +632,13 @@ class VLLMServer:
     # completions
 
     @contextmanager
-    def drawing(self):
+    def drawing(
+        self,
+        version: int | None = None,  # None: the newest
+    ):
         "The name and version to draw with, which is not unloaded inside the block."
         with self.lock:
-            name, version = self.current
+            name, version = self.named(version)
             self.users[name] += 1
         try:
             yield name, version
@@ -635,10 +646,24 @@ class VLLMServer:
             with self.lock:
                 self.users[name] -= 1
 
+    def named(self, version: int | None) -> tuple[str, int]:
+        "The name of a version that has been published; ValueError if it is no longer held."
+        if version is None or version == self.current[1]:
+            return self.current
+        names = [name for name, one in self.served.items() if one == version]
+        if not names:
+            raise ValueError(
+                f"version {version} is no longer on the servers, which hold "
+                f"{', '.join(map(str, self.served.values())) or 'none'}: start them, and this "
+                "sampler, with more max_loras"
+            )
+        return names[-1], version
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],  # token ids; equal ones share a request
         params: SamplingParams,
+        version: int | None = None,  # of the weights, one that was published; None: the newest
     ) -> Rollout:  # len(prompts) * params.n completions
         "Continue each prompt `params.n` times."
         rows = [list(ids) for ids in prompts]
@@ -646,12 +671,12 @@ class VLLMServer:
             raise ValueError("a prompt has no tokens, or there is none: give at least one token")
         unique, index = share_prompts(rows)
         counts, seeds = Counter(index), request_seeds(params.seed, len(unique))
-        with self.drawing() as (name, version):
+        with self.drawing(version) as (name, version):
             bodies = [
                 request_body(name, ids, params, params.n * counts[u], seed, self.stop_token_ids)
                 for u, (ids, seed) in enumerate(zip(unique, seeds))
             ]
-            answers = side_by_side(self.complete, bodies, threads=32 * len(self.addresses))
+            answers = self.answers(bodies)
         if not params.temperature:
             answers = [one * params.n * counts[u] for u, one in enumerate(answers)]
         left = [iter(one) for one in answers]
@@ -661,6 +686,20 @@ class VLLMServer:
         if params.stop and self.tokenizer is not None:
             rollout = end_at_text(rollout, self.tokenizer, params.stop)
         return rollout
+
+    def answers(self, bodies: list[dict]) -> list[list[dict]]:
+        "The completions of every request."
+        together = Together()
+        self.under_way.add(together)
+        try:
+            return side_by_side(self.complete, bodies, 32 * len(self.addresses), together)
+        finally:
+            self.under_way.discard(together)
+
+    def interrupt(self) -> None:
+        "Cut the requests that are under way, in whichever thread."
+        for together in list(self.under_way):
+            together.drop()
 
     def pause(self, attempt: int) -> float:  # seconds
         "How long to wait before asking again."
@@ -680,9 +719,9 @@ class VLLMServer:
             choices, why = self.attempt(address, body, together)
             if choices is not None:
                 return choices
-            self.check_alive()
             if together.dropped.is_set():
-                break
+                raise ServerError("the requests were dropped")
+            self.check_alive()
             if attempt < self.retries:
                 together.dropped.wait(self.pause(attempt))
         raise ServerError(
@@ -695,12 +734,12 @@ class VLLMServer:
         "Ask one server once."
         try:
             status, answer = address.ask("/v1/completions", body, together=together)
+            if status == 404 and body["model"] != self.base:  # restarted, it has no adapters
+                self.load(address, body["model"])
+                status, answer = address.ask("/v1/completions", body, together=together)
         except (OSError, HTTPException) as error:
             address.failed_at = time.monotonic()
             return None, str(error) or type(error).__name__
-        if status == 404 and body["model"] != self.base:  # it was restarted, and has no adapters
-            self.load(address, body["model"])
-            return None, "it did not know the adapter"
         if status in PASSING:
             return None, f"{status}: {reason_of(answer)}"
         if status != 200:
@@ -713,6 +752,5 @@ class VLLMServer:
     def close(self) -> None:
         "Unload what this run has loaded, and delete its files; `publish` begins anew."
         with self.publishing:
-            if self.leads:
-                self.forget(all_of_them=True)
+            self.forget(all_of_them=True)
             self.current, self.published = (self.base, 0), None

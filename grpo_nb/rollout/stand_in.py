@@ -13,7 +13,6 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
@@ -406,19 +405,19 @@ def check_listening(
         )
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #05c9f2a3
-GET = {
-    "/health": StandIn.health,
-    "/version": StandIn.version,
-    "/v1/models": StandIn.models,
-    "/server_info": StandIn.server_info,
-    "/is_sleeping": StandIn.is_sleeping,
+GET = {  # route -> method of StandIn
+    "/health": "health",
+    "/version": "version",
+    "/v1/models": "models",
+    "/server_info": "server_info",
+    "/is_sleeping": "is_sleeping",
 }
 POST = {
-    "/v1/completions": StandIn.completions,
-    "/v1/load_lora_adapter": StandIn.load_lora_adapter,
-    "/v1/unload_lora_adapter": StandIn.unload_lora_adapter,
-    "/sleep": StandIn.sleep,
-    "/wake_up": StandIn.wake_up,
+    "/v1/completions": "completions",
+    "/v1/load_lora_adapter": "load_lora_adapter",
+    "/v1/unload_lora_adapter": "unload_lora_adapter",
+    "/sleep": "sleep",
+    "/wake_up": "wake_up",
 }
 MOST_BYTES = 2**26  # of a request
 
@@ -465,7 +464,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(400, "the body is no JSON object.")
         return asked
 
-    def answer(self, routes: dict[str, Callable]) -> None:
+    def answer(self, routes: dict[str, str]) -> None:
         "Do what is asked, and send what comes of it."
         url = urlsplit(self.path)
         try:
@@ -475,7 +474,7 @@ class Handler(BaseHTTPRequestHandler):
             if url.path not in routes:
                 raise Refusal(404, f"{self.command} {url.path} is no route of this server.")
             asked = {name: values[-1] for name, values in parse_qs(url.query).items()} | body
-            status, said = 200, routes[url.path](self.stand_in, asked)
+            status, said = 200, getattr(self.stand_in, routes[url.path])(asked)
         except Refusal as refusal:
             status, said = refusal.status, refusal.answer
         except Exception as error:

@@ -129,6 +129,11 @@ class CompletionSource:
         "Hand the sampler the present weights, for the completions that it draws next."
         self.sampler.publish(model, version)
 
+    def rest(self) -> None:
+        "Nothing is drawn until the next `publish`; a sampler may give memory back meanwhile."
+        inner = getattr(self.sampler, "sampler", self.sampler)
+        getattr(inner, "rest", lambda: None)()
+
     def draw(
         self,
         rows: list[dict],
@@ -282,6 +287,7 @@ class RolloutCollector:
         rounds = [drawn]
         if self.config.dynamic_sampling:
             drawn = self.refilled(state, rounds)
+        self.source.rest()
         if self.curriculum:
             self.curriculum.record(self.passed(rounds))
         advantages = self.compare(drawn.scores, drawn.rollout)

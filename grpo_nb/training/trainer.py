@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch',
-           'check_arguments', 'check_config', 'check_tools', 'check_drawn_one_way', 'rows_without_data',
-           'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement',
-           'load_tokenizer', 'tokenizer_of', 'is_truncated', 'GRPOTrainer']
+           'check_arguments', 'check_config', 'check_tools', 'check_drawn_one_way', 'check_one_vllm',
+           'rows_without_data', 'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption',
+           'Agreement', 'load_tokenizer', 'tokenizer_of', 'is_truncated', 'GRPOTrainer']
 
 # %% ../../nbs/training/19_trainer.ipynb #d87d65dc
 import copy
@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 from huggingface_hub import CommitInfo
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl
@@ -36,10 +37,12 @@ from ..algorithm.batching import BatchLayout
 from ..model.attention import check_attention
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
 from ..model.memory_bytes import longest_sequence
+from ..rollout.colocated import ColocatedVLLM, check_vllm, vllm_command
 from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import default_stop_token_ids
 from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import SamplingParams
+from ..rollout.server import VLLMServer, served_config
 from ..rollout.stream import check_in_flight
 from ..rollout.turns import Environments, TurnSampler
 from grpo_nb.training.checkpoint import (
@@ -156,6 +159,29 @@ def check_drawn_one_way(
         raise ValueError(
             "rollout_func draws whole completions, so tools and environment_factory would never "
             "be asked: leave rollout_func out, or call the tools in it"
+        )
+
+
+def check_one_vllm(
+    config: GRPOConfig,  # with use_vllm
+    rollout_func: Any,
+    num_processes: int,
+) -> None:  # ValueError
+    "Refuse vLLM beside a function that draws, and settings that contradict each other."
+    if rollout_func is not None:
+        raise ValueError(
+            "rollout_func draws the completions, so use_vllm=True would start a vLLM that nobody "
+            "asks: leave use_vllm out, or rollout_func"
+        )
+    if config.vllm_mode == "colocate" and num_processes > 1:
+        raise ValueError(
+            f"vllm_mode='colocate' starts one vLLM for one process, and the run has "
+            f"{num_processes}: start servers and set vllm_mode='server'"
+        )
+    if config.vllm_enable_sleep_mode and config.max_staleness:
+        raise ValueError(
+            "vllm_enable_sleep_mode has vLLM sleep while the trainer trains, and max_staleness "
+            "has it draw then: leave one of them out"
         )
 
 
@@ -731,7 +757,9 @@ class GRPOTrainer:
             autocast_dtype=self.precision.dtype,
             progress=False if quiet or not self.accelerator.is_main_process else None,
         )
-        differs = rollout_func is not None or is_truncated(config.sampling_params())
+        self.vllm = self.make_vllm(rollout_func) if config.use_vllm else None
+        elsewhere = rollout_func is not None or self.vllm is not None
+        differs = elsewhere or is_truncated(config.sampling_params())
         self.corrects = config.vllm_importance_sampling_correction and differs
         sampler = self.sampler_of(rollout_func)
         check_in_flight(sampler, config.max_staleness)
@@ -743,14 +771,78 @@ class GRPOTrainer:
         stops = stops or default_stop_token_ids(self.model, self.tokenizer)
         if rollout_func is None and (self.tools or self.environments):
             return self.turns(stops)
-        if rollout_func is None or isinstance(rollout_func, Sampler):
-            return rollout_func or self.engine
+        if isinstance(rollout_func, Sampler):
+            return rollout_func
+        if rollout_func is None:
+            return self.vllm or self.engine
         return FunctionSampler(rollout_func, self, stops, self.device)
 
+    def make_vllm(self, rollout_func: Callable | None) -> VLLMServer:
+        "The servers of `use_vllm`: those that run already, or one that is started here."
+        config, lora = self.config, served_config(self.model)
+        check_one_vllm(config, rollout_func, self.accelerator.num_processes)
+        stops = config.sampling_params().stop_token_ids
+        staleness = config.max_staleness
+        others = dict(
+            folder=Path(config.output_dir) / ".vllm_adapters",
+            max_loras=staleness + 2,
+            timeout_s=config.vllm_request_timeout,
+            wait_s=config.vllm_server_timeout,
+            tokenizer=self.tokenizer,
+            stop_token_ids=stops or default_stop_token_ids(self.model, self.tokenizer),
+            device=self.device,
+        )
+        if config.vllm_mode == "server":
+            return VLLMServer(
+                config.server_urls(),
+                api_key=config.vllm_server_api_key,
+                leads=self.accelerator.is_main_process,
+                share=self.from_first,
+                **others,
+            )
+        return ColocatedVLLM(
+            partial(self.vllm_words, lora.r, others["max_loras"]),
+            log=Path(config.output_dir) / "vllm.log",
+            sleeps=config.vllm_enable_sleep_mode,
+            same_python=config.vllm_python is None,
+            **others,
+        )
+
+    def vllm_words(self, rank: int, max_loras: int, port: int) -> list[str]:
+        "The command that starts a vLLM for this run."
+        config = self.config
+        check_vllm(config.vllm_python)
+        name = self.model.get_base_model().config._name_or_path
+        if not name:
+            raise ValueError(
+                "the model came from no folder and no name, so vLLM cannot load it: save it with "
+                "save_pretrained and load it from there, or start a server and set "
+                "vllm_mode='server'"
+            )
+        return vllm_command(
+            name,
+            port,
+            python=config.vllm_python,
+            rank=rank,
+            max_loras=max_loras,
+            memory_share=config.vllm_gpu_memory_utilization,
+            max_length=config.vllm_max_model_length,
+            gpus=config.vllm_tensor_parallel_size,
+            model_impl=config.vllm_model_impl,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            sleeps=config.vllm_enable_sleep_mode,
+        )
+
+    def from_first(self, value: Any) -> Any:
+        "What the first process has, in all of them."
+        if self.accelerator.num_processes == 1:
+            return value
+        return broadcast_object_list([value], from_process=0)[0]
+
     def turns(self, stops: Sequence[int]) -> TurnSampler:
-        "The engine with tools between its turns."
+        "The engine, or vLLM, with tools between its turns."
         return TurnSampler(
-            self.engine,
+            self.vllm or self.engine,
             self.tokenizer,
             self.tools,
             max_tool_calling_iterations=self.config.max_tool_calling_iterations,
@@ -1030,6 +1122,11 @@ class GRPOTrainer:
             if self.rollout_func is None
             else "completions come from rollout_func (TRL does this with use_vllm alone)"
         )
+        why = (
+            f"completions come from vLLM at {', '.join(one.url for one in self.vllm.addresses)}"
+            if self.vllm
+            else why
+        )
         corrected = f"\n{why}, so tokens are weighed by trainer / sampler probability"
         name = self.precision.name if self.precision.dtype else "full"
         unlike = unlike_trl(self.config, bool(own_balance_weight(self.model.config)))
@@ -1066,6 +1163,8 @@ class GRPOTrainer:
                 self.preemption.leave()
                 self.bar.close()
                 self.policy_update.end()
+                if self.vllm:
+                    self.vllm.close()
 
     def evaluate_first(self) -> None:
         "Do what was due when the run was stopped, or the evaluation before the first update."
@@ -1178,6 +1277,7 @@ class GRPOTrainer:
         self.source.publish(self.model, self.state.global_step)  # not a part of any update
         with self.environments or nullcontext():
             found = self.evaluator.evaluate(rows)
+        self.source.rest()
         named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         record = {"step": self.state.global_step, **named}
         self.callbacks.tell("on_evaluate", record)

@@ -43,6 +43,7 @@ from grpo_nb.training.config import (
     LOSS_TYPES,
     NEUTRAL,
     REFUSED,
+    SECRETS,
     GRPOConfig,
 )
 from grpo_nb.training.state import TrainState
@@ -67,6 +68,9 @@ NOT_IN_TRL = {
     "dynamic_sampling",
     "dynamic_sampling_rounds",
     "curriculum",
+    "vllm_python",
+    "vllm_request_timeout",
+    "vllm_server_api_key",
     "warmup_ratio",
 }
 
@@ -254,8 +258,8 @@ def test_a_config_can_be_extended():
 
 
 def test_a_switch_that_is_off_may_be_given_as_enum_or_bool():
-    GRPOConfig(logging_strategy=IntervalStrategy.STEPS, use_vllm=False, tf32=None, deepspeed=None)
-    assert "use_vllm=True" in str(outcome(GRPOConfig, use_vllm=True))
+    GRPOConfig(logging_strategy=IntervalStrategy.STEPS, tf32=None, deepspeed=None)
+    assert "tf32=True" in str(outcome(GRPOConfig, tf32=True))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +383,7 @@ NUMBERS = {name: spec.allowed for name, spec in OURS.items() if isinstance(spec.
 WORDS = {name: spec.allowed for name, spec in OURS.items() if isinstance(spec.allowed, tuple)}
 
 
-@pytest.mark.parametrize("name", sorted(OURS.keys() - {"hub_token"}))  # which is never shown
+@pytest.mark.parametrize("name", sorted(OURS.keys() - {*SECRETS}))  # which are never shown
 def test_nonsense_is_refused_with_what_is_possible(name):
     nonsense = [math.nan, math.inf, -math.inf, object(), {1}]
     if list not in OURS[name].types:
@@ -1038,7 +1042,7 @@ save_strategy: "epoch"
 save_total_limit: 1
 seed: 42
 system_prompt: "Think first."
-use_vllm: false
+ignore_data_skip: false
 warmup_ratio: 0.1
 """
     (tmp_path / "recipe.yaml").write_text(recipe)
@@ -1049,7 +1053,10 @@ warmup_ratio: 0.1
     assert config.num_completions_to_print == 0 and config.system_prompt == "Think first."
     for copied in (pickle.loads(pickle.dumps(GRPOConfig(log_level="info"))), copy.copy(config)):
         assert copied.log_level == "info"
-    for asked, told in (("use_vllm", "own sampler"), ("auto_find_batch_size", "whole groups")):
+    for asked, told in (
+        ("ignore_data_skip", "stood in the data"),
+        ("auto_find_batch_size", "whole groups"),
+    ):
         wish = recipe.replace(f"{asked}: false", "") + f"{asked}: true\n"
         (tmp_path / "recipe.yaml").write_text(wish)
         error = outcome(parser.parse_args_and_config, line)
