@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig
-from small_runs import one_thread, small_model, small_trainer, weights_of, without_clocks
+from small_runs import one_thread, small_model, small_trainer, weights_of
 
 from grpo_nb.rollout.engine import RolloutEngine
-from grpo_nb.training import guard
-from grpo_nb.training.guard import Comparison, SamplerMismatch, cause_of, slope_is_wrong
+from grpo_nb.training.guard import SamplerMismatch
 
 __all__ = ["one_thread"]
 LORA = dict(
