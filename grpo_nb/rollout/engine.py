@@ -213,13 +213,13 @@ def complete(
         torch.zeros_like(batch.rows),
     )
     alive = torch.ones_like(batch.rows, dtype=torch.bool)  # (B,)
-    left = SurvivorRecord.start(len(prompt_ids), params, stop.device)
+    record = SurvivorRecord.start(len(prompt_ids), params, stop.device)
     for t in range(params.max_tokens):
-        if left is None:
+        if record is None:
             tokens, step_logps = sample_tokens(logits, params, batch.seen, generator)  # (B,) each
         else:
             tokens, step_logps, kept = sample_recorded(logits, params, batch.seen, generator)
-            left.put(batch.rows, t, kept)
+            record.put(batch.rows, t, kept)
         completion_ids[batch.rows, t], logps[batch.rows, t] = tokens, step_logps
         lengths[batch.rows] += alive
         alive = alive & (tokens[:, None] != stop).all(-1)
@@ -232,7 +232,7 @@ def complete(
             batch.select(keep)
             tokens, alive = tokens[keep], alive[keep]
         logits = decode(model, batch, tokens)
-    return finish(prompt_ids, completion_ids, logps, lengths, stop, pad_token_id, left)
+    return finish(prompt_ids, completion_ids, logps, lengths, stop, pad_token_id, record)
 
 # %% ../../nbs/rollout/03_engine.ipynb #efe55919
 def complete_directly(

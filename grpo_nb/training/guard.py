@@ -202,7 +202,9 @@ def raw(found, bound, under):
 
 def other_order(found, bound, under):
     "The right numbers at the wrong tokens."
-    if fits(found, found.trainer[found.trainer.argsort()][found.sampler.argsort().argsort()], bound):
+    if fits(
+        found, found.trainer[found.trainer.argsort()][found.sampler.argsort().argsort()], bound
+    ):
         return (
             "The same numbers stand at other tokens: the sampler's log-probs and tokens are not in "
             "one order. Look at how they are put together"

@@ -1,4 +1,4 @@
-"The guard: each way in which a sampler serves another policy stops the run, a healthy one does not."
+"The guard: a sampler that serves another policy stops the run, a healthy one does not."
 
 import statistics
 from contextlib import contextmanager
