@@ -202,9 +202,7 @@ def raw(found, bound, under):
 
 def other_order(found, bound, under):
     "The right numbers at the wrong tokens."
-    if fits(
-        found, found.trainer[found.trainer.argsort()][found.sampler.argsort().argsort()], bound
-    ):
+    if fits(found, found.trainer[found.trainer.argsort()][found.sampler.argsort().argsort()], bound):
         return (
             "The same numbers stand at other tokens: the sampler's log-probs and tokens are not in "
             "one order. Look at how they are put together"
@@ -446,8 +444,7 @@ class Guard:
             with zeroed(factors):
                 return self.tokens(rows, [rows.rollout_logps, self.logps(rows)])[1]
         temperature = 1.0 if name == "raw" else self.config.temperature
-        same = temperature == self.config.temperature
-        if same and rows.survivors is None:
+        if self.config.temperature == 1 if name == "raw" else rows.survivors is None:
             return None
         rows = rows.rows(slice(None))
         rows.survivors = rows.log_mass = None
