@@ -20,6 +20,7 @@ from grpo_nb.rollout.rollout import Rollout
 from grpo_nb.training.collect import CompletionSource
 
 SETTINGS = dict(
+    guard_every=0,  # the completions are scripted
     num_generations=4,
     max_completion_length=7,
     shuffle_dataset=False,

@@ -17,6 +17,7 @@ from ..model.experts import ExpertWeights
 from ..model.experts_grouped import routed_experts
 from ..model.limits import PREFILL_TOKENS
 from .kv_cache import AlignedLayer, LayerCache
+from .sampling import SurvivorRecord, Survivors
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #69c0b41c
 def norm(
@@ -192,6 +193,17 @@ class DecodeState:
     alive: torch.Tensor  # (N+1,) bool
     # (N+1, V) bool, tokens of the prompt and the completion; kept for a repetition penalty
     seen: torch.Tensor | None = None
+    left: SurvivorRecord | None = None  # (N+1, T), kept where top_k, top_p or min_p cut
+
+    def keep(
+        self,
+        rows: torch.Tensor | slice,  # (B,) which completion each row is
+        survivors: Survivors,  # of the B tokens that are appended next
+    ) -> None:
+        "Record what was left to draw from; of rows that have ended in the spare one."
+        numbers = torch.arange(len(self.alive), device=self.alive.device)[rows]
+        at = self.counts[rows].long().clamp(max=self.ids.shape[1] - 1)
+        self.left.put(torch.where(self.alive[rows], numbers, len(self.alive) - 1), at, survivors)
 
     @classmethod
     def start(

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['SMALL', 'SIZES', 'STRIDE', 'read_layer', 'check_readable', 'large_weights', 'check_weights', 'kernels_run',
            'GptOssTensors', 'packed_positions', 'Decoder', 'DenseDecoder', 'is_small', 'SmallDecoder', 'open_decoder',
-           'draw_tokens', 'RecordedSteps', 'batches_of_prompts', 'prompt_tokens', 'read_prompts', 'complete_rows']
+           'draw_tokens', 'draw_recorded', 'RecordedSteps', 'batches_of_prompts', 'prompt_tokens', 'read_prompts',
+           'complete_rows']
 
 # %% ../../nbs/rollout/07_decoder.ipynb #b80e0f40
 import importlib.util
@@ -35,7 +36,13 @@ from grpo_nb.rollout.read_layers import (
     read_norm,
     read_projection,
 )
-from .sampling import SamplingParams, processed_log_probs, sample_tokens
+from grpo_nb.rollout.sampling import (
+    SamplingParams,
+    SurvivorRecord,
+    processed_log_probs,
+    sample_recorded,
+    sample_tokens,
+)
 
 # %% ../../nbs/rollout/07_decoder.ipynb #1306b3cf
 def read_layer(
@@ -580,6 +587,25 @@ def draw_tokens(
         return decoder.ops.draw(processed_log_probs(logits, params, seen), uniform)
     return decoder.ops.draw(logits, uniform, params.temperature)
 
+
+def draw_recorded(
+    decoder: Decoder,
+    logits: torch.Tensor,  # (B, V)
+    params: SamplingParams,  # with top_k, top_p or min_p
+    seen: torch.Tensor | None,  # (B, V), with a repetition penalty
+    generator: torch.Generator | None,
+) -> tuple:  # tokens (B,), their log-probs (B,), and what was left to draw from
+    "`draw_tokens`, and what was left to draw from."
+
+    def by_kernel(logprobs, generator):
+        uniform = torch.rand(
+            len(logprobs), dtype=torch.float64, device=logprobs.device, generator=generator
+        )
+        return decoder.ops.draw(logprobs, uniform)
+
+    how = {} if decoder.ops is decode_ops else {"draw": by_kernel}
+    return sample_recorded(logits, params, seen, generator, **how)
+
 # %% ../../nbs/rollout/07_decoder.ipynb #99e20884
 class RecordedSteps:
     "A step for each round batch size, recorded when it is first needed."
@@ -727,6 +753,7 @@ def complete_rows(
     cache = decoder.cache(lengths, groups, params.max_tokens)
     rows = owner.tolist()
     state = DecodeState.start([lengths[u] for u in rows], params.max_tokens, decoder.device)
+    state.left = SurvivorRecord.start(len(rows) + 1, params, decoder.device)
     if params.repetition_penalty != 1:
         state.seen = prompt_tokens(prompts, rows, len(decoder.head.weight), decoder.device)
     _complete(
@@ -745,7 +772,11 @@ def _complete(
 
     def draw(rows, normed, column):
         seen = None if state.seen is None else state.seen[rows]
-        drawn = draw_tokens(decoder, decoder.logits(normed), params, seen, generator)
+        if state.left is None:
+            drawn = draw_tokens(decoder, decoder.logits(normed), params, seen, generator)
+        else:
+            *drawn, kept = draw_recorded(decoder, decoder.logits(normed), params, seen, generator)
+            state.keep(rows, kept)
         if decoder.ops is decode_ops:
             decode_ops.append_column(rows, column, *drawn, stop, state)
         else:

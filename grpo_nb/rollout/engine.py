@@ -34,7 +34,13 @@ from grpo_nb.rollout.rollout import (
     finish,
     pad_left,
 )
-from .sampling import SamplingParams, sample_tokens
+from grpo_nb.rollout.sampling import (
+    SamplingParams,
+    SurvivorRecord,
+    room_for_survivors,
+    sample_recorded,
+    sample_tokens,
+)
 
 # %% ../../nbs/rollout/03_engine.ipynb #492e1739
 def share_prompts(
@@ -207,8 +213,13 @@ def complete(
         torch.zeros_like(batch.rows),
     )
     alive = torch.ones_like(batch.rows, dtype=torch.bool)  # (B,)
+    record = SurvivorRecord.start(len(prompt_ids), params, stop.device)
     for t in range(params.max_tokens):
-        tokens, step_logps = sample_tokens(logits, params, batch.seen, generator)  # (B,) each
+        if record is None:
+            tokens, step_logps = sample_tokens(logits, params, batch.seen, generator)  # (B,) each
+        else:
+            tokens, step_logps, kept = sample_recorded(logits, params, batch.seen, generator)
+            record.put(batch.rows, t, kept)
         completion_ids[batch.rows, t], logps[batch.rows, t] = tokens, step_logps
         lengths[batch.rows] += alive
         alive = alive & (tokens[:, None] != stop).all(-1)
@@ -221,7 +232,7 @@ def complete(
             batch.select(keep)
             tokens, alive = tokens[keep], alive[keep]
         logits = decode(model, batch, tokens)
-    return finish(prompt_ids, completion_ids, logps, lengths, stop, pad_token_id)
+    return finish(prompt_ids, completion_ids, logps, lengths, stop, pad_token_id, record)
 
 # %% ../../nbs/rollout/03_engine.ipynb #efe55919
 def complete_directly(
@@ -247,7 +258,8 @@ def complete_directly(
     order = torch.tensor(sorted(range(len(index)), key=index.__getitem__), device=stop.device)
     back = order.argsort()
     ids, logps, lengths = state.ids[back], state.logps[back], state.counts[back].long()
-    return finish(prompt_ids, ids, logps, lengths, stop, pad_token_id)
+    left = state.left and state.left.select(back)
+    return finish(prompt_ids, ids, logps, lengths, stop, pad_token_id, left)
 
 # %% ../../nbs/rollout/03_engine.ipynb #c9dc29cb
 def complete_in_place(
@@ -285,7 +297,7 @@ def complete_in_place(
         )
     rows = ModuleDecoder(model, batch.cache, batch.mask, params, stop, batch.seen, generator)
     rows.run(logits, on_tokens)
-    return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id)
+    return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id, rows.left)
 
 # %% ../../nbs/rollout/03_engine.ipynb #97bae132
 def logits_bytes(
@@ -301,7 +313,9 @@ def logits_bytes(
         or params.repetition_penalty != 1
         or params.temperature == 0
     )
-    return vocab_size * (size + (32 if filters else 8))
+    room = room_for_survivors(params)
+    kept = 4 * (room + 1) * params.max_tokens if room else 0
+    return vocab_size * (size + (32 if filters else 8)) + kept
 
 
 def working_bytes(

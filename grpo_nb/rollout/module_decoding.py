@@ -18,7 +18,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .decoder import STRIDE
 from .read_layers import changed_forward
-from .sampling import SamplingParams, sample_tokens
+from grpo_nb.rollout.sampling import (
+    SamplingParams,
+    SurvivorRecord,
+    sample_recorded,
+    sample_tokens,
+)
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #6bdf5783
 class PreallocatedLayer(DynamicLayer):
@@ -184,14 +189,19 @@ class ModuleDecoder:
         self.alive = torch.ones(B, dtype=torch.bool, device=device)
         self.ids = zeros(B, params.max_tokens)
         self.logps = zeros(B, params.max_tokens, dtype=torch.float32)
+        self.left = SurvivorRecord.start(B, params, device)
 
     def draw(
         self,
         logits: torch.Tensor,  # (B, V)
     ) -> None:
         "Draw a token for each row and append it to those that go on."
-        tokens, logps = sample_tokens(logits, self.params, self.seen, self.generator)
-        at = self.drawn.expand_as(self.rows)
+        at, drawing = self.drawn.expand_as(self.rows), (self.params, self.seen, self.generator)
+        if self.left is None:
+            tokens, logps = sample_tokens(logits, *drawing)
+        else:
+            tokens, logps, left = sample_recorded(logits, *drawing)
+            self.left.put(self.rows, at, left)
         self.ids.index_put_((self.rows, at), tokens)
         self.logps.index_put_((self.rows, at), logps)
         self.lengths.index_add_(0, self.rows, self.alive.long())

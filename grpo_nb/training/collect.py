@@ -17,10 +17,10 @@ from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import BatchLayout, completion_order, prompt_order
 from ..rollout.rollout import Rollout, pad_left
 from ..rollout.sampler import Sampler
-from ..rollout.sampling import SamplingParams
+from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams
 from ..rollout.stream import RolloutStream, staleness
 from ..rollout.turns import TurnRollout, TurnSampler, begin, tool_metrics
-from .config import GRPOConfig
+from .config import GRPOConfig, warn
 from grpo_nb.training.data import (
     StreamedRows,
     check_long_prompts,
@@ -65,6 +65,7 @@ class CompletionSource:
         self.config, self.sampler, self.params = config, sampler, params
         self.tokenizer, self.reward_funcs = tokenizer, reward_funcs
         self.state, self.max_positions = state, max_positions
+        self.told_of_many_left = False
 
     def use(self, **others: Any) -> None:
         "Another `sampler`, other `params` or `reward_funcs` from now on."
@@ -230,6 +231,7 @@ class CompletionSource:
         if rollout.written is not None:
             kept &= rollout.written
         pad = self.tokenizer.pad_token_id or 0
+        self.tell_of_many_left(rollout)
         return TrainingBatch(
             *pad_left(rollout.prompt_ids, pad, rollout.mask.device),
             rollout.completion_ids,
@@ -240,6 +242,19 @@ class CompletionSource:
             versions=rollout.versions,
             survivors=rollout.survivors,
             log_mass=rollout.log_mass,
+        )
+
+    def tell_of_many_left(self, rollout: Rollout) -> None:
+        "Say once that top_p or min_p leave more tokens than are kept."
+        if self.told_of_many_left or rollout.log_mass is None or not rollout.log_mass.any():
+            return
+        self.told_of_many_left = True
+        share = (rollout.log_mass[rollout.mask] != 0).float().mean().item()
+        warn(
+            f"For {share:.1%} of the tokens top_k, top_p or min_p left more than "
+            f"{MOST_SURVIVORS} to draw from, too many to keep. Their log-probs are right, and "
+            "their gradient takes what was left out as constant. A smaller top_p, or top_k="
+            f"{MOST_SURVIVORS - TIES}, leaves fewer."
         )
 
 # %% ../../nbs/training/11_collect.ipynb #479a465c

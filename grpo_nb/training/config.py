@@ -413,7 +413,8 @@ class SamplingSettings(Settings):
         "[1e-5, inf)",
         why="Log-probs are divided by it, and greedy completions are all alike. ",
     )
-    # keep the likeliest tokens that together have this probability; 1.0 keeps all
+    # keep the likeliest tokens that together have this probability; 1.0 keeps all. Of top_p, top_k
+    # and min_p the trainer's log-probs are over the same tokens, as far as the sampler says which
     top_p: float = setting(1.0, "(0, 1]")
     # keep this many of the likeliest tokens; 0 keeps all
     top_k: int = setting(0, "[0, inf)", same={None: 0, -1: 0})
@@ -423,7 +424,8 @@ class SamplingSettings(Settings):
     # completions that are decoded at the same time, a bound on memory; None: as many as fit
     # (gpt-oss), or all
     max_batch_size: int | None = setting(None, "[1, inf)")
-    # above 1 avoids tokens seen before, below 1 favours them; 1.0 leaves the policy as it is
+    # above 1 avoids tokens seen before, below 1 favours them; 1.0 leaves the policy as it is, and
+    # any other value draws from a policy that is not trained
     repetition_penalty: float = setting(1.0, "(0, inf)")
     # extra variables of the chat template, e.g. {"reasoning_effort": "low"} for gpt-oss
     chat_template_kwargs: dict[str, Any] | str | None = setting(None)

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['GAP_BOUNDS', 'STALE_GAP', 'LEAST_EFFECT', 'LEAST_TOKENS', 'CAUSES', 'MOST_ROWS', 'Comparison', 'computing_format',
            'gap_bound', 'is_read', 'gap_is_wrong', 'slope_is_wrong', 'without_adapter', 'expert_factors', 'zeroed',
-           'fits', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere', 'base_served', 'experts_left_out',
-           'other_adapter', 'other_base', 'cause_of', 'SamplerMismatch', 'chosen_rows', 'needs_more', 'Guard']
+           'fits', 'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere', 'base_served',
+           'experts_left_out', 'other_adapter', 'other_base', 'cause_of', 'SamplerMismatch', 'chosen_rows',
+           'needs_more', 'Guard']
 
 # %% ../../nbs/training/22_guard.ipynb #cac73cbf
 import math
@@ -172,10 +173,15 @@ def fits(
     return gap <= max(bound, 0.1 * found.gap_mean) and gap < 0.5 * found.gap_mean
 
 
+def are_placeholders(logps: torch.Tensor) -> bool:  # (n,)
+    "Numbers that no sampler computed: above 0, or all the same."
+    return bool(logps.max() > 1e-3 or len(logps) > 1 and logps.min() == logps.max())
+
+
 def no_logprobs(found, bound, under):
     "Numbers that no sampler computed."
     s = found.sampler
-    if s.max() > 1e-3 or len(s) > 1 and s.min() == s.max():
+    if are_placeholders(s):
         what = "are all the same" if s.min() == s.max() else f"go up to {s.max().item():.3g}"
         return (
             f"They {what}, so they are no log-probs of tokens. Return those that the tokens were "
@@ -317,9 +323,13 @@ def needs_more(
     batch: TrainingBatch,
 ) -> str | None:  # None: it can be compared
     "What is missing for log-probs of sampler and trainer to be comparable."
-    drawn = config.sampling_params()
-    if batch.rollout_logps is None or batch.rollout_logps.isnan().all():
+    drawn, given = config.sampling_params(), batch.rollout_logps
+    given = given if given is None else given[batch.completion_mask & ~given.isnan()]
+    if given is None or not len(given):
         return "the sampler gives no log-probs"
+    unread = not config.vllm_importance_sampling_correction
+    if unread and config.off_policy_mask_threshold is None and are_placeholders(given):
+        return "what the sampler gives are no log-probs (and nothing else reads them)"
     if drawn.repetition_penalty != 1:
         return "repetition_penalty changes what is drawn, and not what is trained"
     if (drawn.top_p < 1 or drawn.top_k or drawn.min_p) and batch.survivors is None:
@@ -362,9 +372,11 @@ class Guard:
         rows, current = chosen_rows(batch, state.global_step)
         with self.metrics.timed("train"):
             found = self.compare(rows)
+        if not len(found.gap):  # some completions have log-probs, these have none
+            return
         bound = gap_bound(self.config, self.dtype)
         bound = bound if current else max(bound, STALE_GAP)
-        if due and len(found.gap):  # else only a resumed run has it: its log stays the same
+        if due:  # else only a resumed run has it: its log stays the same
             self.metrics.add(self.numbers(found, bound, current))
         self.judge(rows, found, bound, current, state.global_step)
 
@@ -434,8 +446,7 @@ class Guard:
             with zeroed(factors):
                 return self.tokens(rows, [rows.rollout_logps, self.logps(rows)])[1]
         temperature = 1.0 if name == "raw" else self.config.temperature
-        same = temperature == self.config.temperature
-        if same and rows.survivors is None:
+        if self.config.temperature == 1 if name == "raw" else rows.survivors is None:
             return None
         rows = rows.rows(slice(None))
         rows.survivors = rows.log_mass = None

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MIN_RECORDS', 'MIN_GROUPS', 'PER_TOKEN', 'SHIFTED', 'HINTS', 'RunHistory', 'loss_is_zero', 'no_spread', 'truncated',
            'format_only', 'collapse', 'kl_runs_away', 'gradient_explodes', 'no_gradient', 'updates_skipped',
-           'sampler_gap', 'too_off_policy', 'standing_still', 'Hints']
+           'sampler_gap', 'guard_is_near', 'too_off_policy', 'standing_still', 'Hints']
 
 # %% ../../nbs/training/17_hints.ipynb #39910ea0
 import math
@@ -336,7 +336,8 @@ def sampler_gap(history: RunHistory) -> str | None:
             if getattr(config, name) not in (off, 0.0)
         ]
         why = (
-            f"Part of it is {', '.join(cut)}, which changes what is sampled"
+            f"Part of it may be {', '.join(cut)}: a penalty is never part of what is trained, and "
+            "what a cut leaves only where the sampler says it (Rollout.survivors)"
             if cut
             else (
                 "Most often the two run in different number formats or with different "
@@ -349,6 +350,18 @@ def sampler_gap(history: RunHistory) -> str | None:
             f"not the one that answers. {why}. "
             "Keep vllm_importance_sampling_correction=True (now "
             f"{config.vllm_importance_sampling_correction}), and bring the two closer."
+        )
+
+
+def guard_is_near(history: RunHistory) -> str | None:
+    "What the guard measured was close to its bound, again and again."
+    gap, bound = history.newest("guard/gap_mean"), history.newest("guard/gap_bound")
+    if min(history.columns.get("guard/gap_mean", [0.0])[-3:]) > 0.5 * bound:
+        return (
+            f"The guard found sampler and trainer {gap:.2g} nats a token apart three times, and "
+            f"at {bound:g} it stops the run. If that is the price of a number format (a "
+            "sampler with weights in fewer bits), raise guard_max_gap now; if not, look for what "
+            "differs before it grows."
         )
 
 
@@ -413,6 +426,7 @@ HINTS: dict[str, Callable[[RunHistory], str | None]] = {
     "no gradient": no_gradient,
     "updates skipped": updates_skipped,
     "sampler and trainer differ": sampler_gap,
+    "the guard is near its bound": guard_is_near,
     "mostly clipped": too_off_policy,
     "nothing moves": standing_still,
 }

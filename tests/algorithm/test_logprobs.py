@@ -685,3 +685,51 @@ def test_on_a_gpu(trained, softcap):
             mine, torch.autograd.grad(truth, [wide[i] for i in leaves], retain_graph=True)
         ):
             assert (a.double() - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_only_some_tokens_could_be_drawn(softcap, trained, entropy):
+    h, W, index, b, weights = inputs(3, 7, 5, 11, trained=trained, bias=True)
+    others = torch.rand(3, 7, 11).argsort(-1)[..., :3]
+    left = torch.cat([index[..., None], others], -1)
+    left[0, :, 2:] = -1  # two are left, in the first row
+    left[1, 3:] = -1  # nothing is known of these
+    kept = torch.zeros(3, 7, 11, dtype=torch.bool)
+    for i, t, k in (left >= 0).nonzero().tolist():
+        kept[i, t, left[i, t, k]] = True
+    kept[1, 3:] = True
+
+    z = h @ W.T + b
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    logp = (z / 0.7).masked_fill(~kept, -math.inf).log_softmax(-1)
+    plain = logp.gather(-1, index[..., None])[..., 0]
+    ours = chunked(
+        h,
+        W,
+        index,
+        bias=b,
+        temperature=0.7,
+        logit_softcapping=softcap,
+        survivors=left,
+        mini_batch=2,
+        return_entropy=entropy,
+    )
+    total, other = (weights * plain).sum(), weights * (ours[0] if entropy else ours)
+    if entropy:
+        uncertain = -(logp.exp() * logp.masked_fill(~kept, 0)).sum(-1)
+        torch.testing.assert_close(ours[1], uncertain)
+        total, other = (
+            total + (weights.flip(1) * uncertain).sum(),
+            other + weights.flip(1) * ours[1],
+        )
+    torch.testing.assert_close(ours[0] if entropy else ours, plain)
+    if softcap is None:
+        of_logits = selective_log_softmax(h @ W.T + b, index, temperature=0.7, survivors=left)
+        torch.testing.assert_close(of_logits, plain)
+    leaves = [h, W, b] if trained else [h]
+    for mine, its in zip(
+        torch.autograd.grad(other.sum(), leaves), torch.autograd.grad(total, leaves)
+    ):
+        torch.testing.assert_close(mine, its)

@@ -26,7 +26,8 @@ from transformers import (
 
 from grpo_nb.model.memory_bytes import kv_bytes, read_shape
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout.engine import RolloutEngine, growing_shape
+from grpo_nb.rollout import sampling
+from grpo_nb.rollout.engine import RolloutEngine, complete_in_place, growing_shape
 from grpo_nb.rollout.sampling import SamplingParams
 
 torch.set_num_threads(1)
@@ -738,3 +739,44 @@ def test_memory_is_given_back_after_an_error_too(monkeypatch):
         engine.generate(TEXTS, SamplingParams(max_tokens=2))
     hook.remove()
     assert given == [1, 1]
+
+
+FILTERS = {"top_k": (4, TopKLogitsWarper), "top_p": (0.6, TopPLogitsWarper)}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("way", ["direct", "modules", "in place"])
+def test_what_was_left_to_draw_from_is_recorded(name, way):
+    model, tokenizer = tiny_gpt_oss(initializer_range=0.2)
+    value, warper = FILTERS[name]
+    params = SamplingParams(max_tokens=7, seed=3, temperature=0.9, **{name: value})
+    prompts = [[8, 9, 10], [11], [8, 9, 10], [12, 13]]
+    if way == "in place":
+        stop = torch.tensor([tokenizer.eos_token_id])
+        with torch.no_grad():
+            drawn = complete_in_place(model.eval(), prompts, params, stop)
+    else:
+        engine = RolloutEngine(model, tokenizer, through_modules=way == "modules", max_batch_size=3)
+        drawn = engine.generate(prompts, params)
+    assert drawn.survivors.shape[:2] == drawn.log_mass.shape == drawn.mask.shape
+    assert (drawn.survivors[~drawn.mask] == -1).all() and (drawn.log_mass == 0).all()
+    for i, (prompt, n) in enumerate(zip(drawn.prompt_ids, drawn.lengths.tolist())):
+        ids = drawn.completion_ids[i, :n]
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([torch.tensor(prompt), ids])[None]).logits[0]
+        kept = warper(value)(None, logits[len(prompt) - 1 : -1] / 0.9).isfinite()
+        for t in range(n):
+            left = drawn.survivors[i, t]
+            assert sorted(left[left >= 0].tolist()) == kept[t].nonzero()[:, 0].tolist()
+            assert ids[t] in left
+
+
+def test_of_a_flat_distribution_only_its_mass_is_kept(monkeypatch):
+    monkeypatch.setattr(sampling, "MOST_SURVIVORS", 2)
+    logits = torch.tensor([[5.0, 4.0, -9.0, -9.0], [0.3, 0.2, 0.1, 0.0]])
+    params = SamplingParams(top_p=0.9)
+    _, logps, left = sampling.sample_recorded(logits, params)
+    assert sorted(left.ids[0].tolist()) == [0, 1] and left.ids[1].tolist() == [-1, -1]
+    kept = sampling.processed_log_probs(logits, params).isfinite()
+    mass = (logits.softmax(-1) * kept).sum(-1).log()
+    torch.testing.assert_close(left.log_mass, torch.tensor([0.0, mass[1]]))

@@ -171,6 +171,7 @@ def test_tokens_from_outside_are_read_and_not_learnt(tmp_path):
         reward,
         arguments=dict(rollout_func=with_replies),
         max_steps=1,
+        guard_every=0,  # the engine had not seen the replies when it drew what follows them
         shuffle_dataset=False,
     )
     batches = remember_batches(trainer)

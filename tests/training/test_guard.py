@@ -1,4 +1,4 @@
-"The guard: each way in which a sampler serves another policy stops the run, a healthy one does not."
+"The guard: a sampler that serves another policy stops the run, a healthy one does not."
 
 import statistics
 from contextlib import contextmanager
@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig
-from small_runs import one_thread, small_model, small_trainer, weights_of, without_clocks
+from small_runs import one_thread, small_model, small_trainer, weights_of
 
 from grpo_nb.rollout.engine import RolloutEngine
-from grpo_nb.training import guard
-from grpo_nb.training.guard import Comparison, SamplerMismatch, cause_of, slope_is_wrong
+from grpo_nb.training.guard import SamplerMismatch
 
 __all__ = ["one_thread"]
 LORA = dict(
@@ -120,7 +119,43 @@ def trainer_with(folder, sampler=Planted, seed=0, **settings):
     return made
 
 
+class WithoutTheCut(Planted):
+    "Log-probs over the whole vocabulary, although top_k left few tokens to draw from."
+
+    def generate(self, prompts, params):
+        rollout = Raw.generate(self, prompts, params)
+        assert rollout.survivors is not None
+        return rollout
+
+
+class CutElsewhere(Planted):
+    "A top_k that the config does not name."
+
+    def generate(self, prompts, params):
+        rollout = self.engine.generate(prompts, replace(params, top_k=3))
+        return replace(rollout, survivors=None, log_mass=None)
+
+
+class ScaledOtherwise(Planted):
+    def generate(self, prompts, params):
+        with self.serving(lambda name, now: now * (1.5 if "lora_B" in name else 1)):
+            return self.engine.generate(prompts, params)
+
+
+class BehindOnPurpose(Planted):
+    "Two versions behind, and says so."
+
+    def generate(self, prompts, params):
+        version = max(len(self.kept) - 3, 0)
+        with self.serving(lambda name, now: self.kept[version][name]):
+            rollout = self.engine.generate(prompts, params)
+        return replace(rollout, versions=torch.full_like(rollout.versions, version))
+
+
 PLANTED = {
+    WithoutTheCut: ("before its truncation", dict(top_k=4)),
+    CutElsewhere: ("does not name", {}),
+    ScaledOtherwise: ("scaled otherwise", {}),
     Raw: ("before its temperature", dict(temperature=2.0)),
     ThreeVersionsAgo: ("older version", {}),
     NoAdapter: ("serves the base", {}),
@@ -152,3 +187,44 @@ def test_a_healthy_run_is_left_alone(tmp_path, seed, bf16):
     assert records[0]["guard/gap_bound"] == (0.1 if bf16 else 0.001)
     slopes = [r["guard/slope"] for r in records if "guard/slope" in r]
     assert abs(statistics.median(slopes) - 1) < (0.05 if bf16 else 1e-4)
+
+
+def test_nothing_is_drawn_and_a_resumed_run_logs_the_same(tmp_path):
+    saving = dict(save_strategy="steps", save_steps=1, save_only_model=False, guard_every=3)
+    whole = trainer_with(tmp_path / "whole", max_steps=4, **saving)
+    whole.train()
+    again = trainer_with(tmp_path / "whole", max_steps=4, **saving)
+    checked, check = [], again.guard.judge
+    again.guard.judge = lambda *found: checked.append(found[-1]) or check(*found)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert checked == [2, 3]  # the first batch after a start, and the third one
+    assert without_clocks(again.log_history) == without_clocks(whole.log_history)
+    assert [r["step"] for r in whole.log_history if "guard/gap_mean" in r] == [1, 4]
+    without = trainer_with(tmp_path / "without", max_steps=4, guard_every=0)
+    without.train()
+    for name, weight in weights_of(whole.model).items():
+        assert torch.equal(weight, weights_of(again.model)[name])
+        assert torch.equal(weight, weights_of(without.model)[name])
+    assert not any("guard/gap_mean" in record for record in without.log_history)
+
+
+def test_rollouts_that_are_behind_on_purpose(tmp_path):
+    trainer = trainer_with(tmp_path, BehindOnPurpose, learning_rate=3e-3)
+    trainer.train()
+    later = trainer.log_history[2:]
+    assert all(0.001 < r["guard/gap_mean"] < 0.3 == r["guard/gap_bound"] for r in later)
+    assert not any("guard/slope" in record for record in later)
+
+
+def test_what_cannot_be_compared_is_told_once(tmp_path):
+    def without(prompts, trainer):
+        drawn = trainer.engine.generate([trainer.tokenizer(p).input_ids for p in prompts])
+        ids = [row[m].tolist() for row, m in zip(drawn.completion_ids, drawn.mask)]
+        return {"prompt_ids": drawn.prompt_ids, "completion_ids": ids, "logprobs": None}
+
+    trainer = small_trainer(
+        tmp_path, arguments=dict(rollout_func=without), max_steps=2, guard_every=1
+    )
+    with pytest.warns(UserWarning, match="the sampler gives no log-probs") as said:
+        trainer.train()
+    assert sum("guard" in str(one.message) for one in said) == 1

@@ -159,6 +159,13 @@ SICK = {  # hint -> [(settings, what differs from a good run, what the sentence 
         ({}, {"sampling/gap_mean": 0.3}, ["0.3 nats", "vllm_importance_sampling_correction"]),
         ({"top_p": 0.8, "min_p": 0.1}, {"sampling/gap_mean": 0.3}, ["top_p=0.8", "min_p=0.1"]),
     ],
+    "the guard is near its bound": [
+        (
+            {},
+            {"guard/gap_mean": 0.07, "guard/gap_bound": 0.1},
+            ["0.07 nats", "guard_max_gap"],
+        )
+    ],
     "mostly clipped": [
         ({"num_iterations": 8}, {"clip_ratio/region_mean": 0.5}, ["50%", "num_iterations is 8"])
     ],

@@ -29,11 +29,12 @@ from small_runs import (
     weights_of,
     without_clocks,
 )
-from transformers import TopPLogitsWarper, TrainerCallback
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TrainerCallback
 from transformers.integrations.integration_utils import rewrite_logs
 
 from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.algorithm.losses import LOSSES
+from grpo_nb.rollout import sampling
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.rewards import RewardError
 
@@ -402,10 +403,11 @@ def test_the_reference_is_the_model_at_the_start(policy, tmp_path):
         ),
         (dict(num_iterations=2), 1),
         (dict(per_device_train_batch_size=8, steps_per_generation=2), 1),
-        (dict(top_p=0.9), 1),
+        (dict(top_p=0.9), 0),
+        (dict(repetition_penalty=1.1), 1),
         (dict(beta=0.1), 1),
         (dict(beta=0.1, num_iterations=2), 2),
-        (dict(top_p=0.9, vllm_importance_sampling_correction=False), 0),
+        (dict(repetition_penalty=1.1, vllm_importance_sampling_correction=False), 0),
     ],
 )
 def test_other_policies_are_asked_only_when_needed(changes, calls, tmp_path):
@@ -442,42 +444,57 @@ def test_old_log_probs_do_not_depend_on_dropout_or_mode(tmp_path):
         )
 
 
+FILTERS = {
+    "top_p": TopPLogitsWarper(0.7),
+    "top_k": TopKLogitsWarper(5),
+    "min_p": MinPLogitsWarper(0.2),
+}
+
+
+def logps_drawn_from(model, prompt, completion, name):
+    "Log-probs at temperature 0.8 over what transformers' filter leaves."
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8
+    if name in FILTERS:
+        left_out = FILTERS[name](None, logits.detach()).isinf()
+        logits = logits.masked_fill(left_out, -math.inf)
+    return logits.log_softmax(-1)[range(len(completion)), completion]
+
+
+@pytest.mark.parametrize("room", [128, 2])  # with room for 2, most sets are not kept
 @pytest.mark.parametrize(
     "changes",
     [dict(top_p=0.7), dict(top_k=5), dict(min_p=0.2), dict(repetition_penalty=1.5)],
     ids=str,
 )
-def test_truncated_sampling_is_corrected(changes, tmp_path):
+def test_what_is_not_drawn_from_the_policy(changes, room, tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "MOST_SURVIVORS", room)
+    (name,) = changes
     trainer = small_trainer(
         tmp_path, temperature=0.8, max_steps=1, loss_type="grpo", optim="sgd", **changes
     )
     plain, batches = copy.deepcopy(trainer.model).eval(), remember_batches(trainer)
     trainer.train()
     batch, loss, weights = batches[0], 0.0, []
+    exact = name in FILTERS and room == 128
     for i, (prompt, completion) in enumerate(ids_of(batch)):
-        logps = plain_logps(plain, prompt, completion, 0.8)
-        weight = (logps.detach() - batch.rollout_logps[i, : len(completion)]).exp().clamp(max=2.0)
-        assert torch.allclose(weight, batch.rollout_weights[i, : len(completion)], atol=1e-4)
-        if "top_p" in changes:  # the weight is the probability of what top_p left
-            logits = (
-                plain(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].detach()
-                / 0.8
-            )
-            kept = TopPLogitsWarper(0.7)(None, logits).isfinite()
-            assert torch.allclose(weight, (logits.softmax(-1) * kept).sum(-1), atol=1e-4)
+        drawn = batch.rollout_logps[i, : len(completion)]
+        logps = logps_drawn_from(plain, prompt, completion, name)
+        if name in FILTERS:
+            assert torch.allclose(logps, drawn, atol=1e-5)
+        weight = (logps.detach() - drawn).exp().clamp(max=2.0)
         loss = loss - (weight * (logps - logps.detach()).exp()).mean() * batch.advantages[i] / 16
         weights.append(weight)
-    assert (torch.cat(weights) - 1).abs().max() > 0.05
-    norm = torch.stack(
-        [
-            g.norm()
-            for g in torch.autograd.grad(loss, list(plain.parameters()), allow_unused=True)
-            if g is not None
-        ]
-    ).norm()
-    assert trainer.log_history[0]["grad_norm"] == pytest.approx(
-        norm.item(), rel=1e-3
-    ) and trainer.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    record = trainer.log_history[0]
+    assert ((torch.cat(weights) - 1).abs().max() < 1e-4) == (name in FILTERS)
+    assert trainer.corrects == (name not in FILTERS)
+    assert record["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    if name in FILTERS:
+        assert record["sampling/gap_mean"] < 1e-6
+        assert (batch.log_mass < 0).any() == (not exact)
+    gradients = torch.autograd.grad(loss, list(plain.parameters()), allow_unused=True)
+    norm = torch.stack([g.norm() for g in gradients if g is not None]).norm().item()
+    same = record["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert same == (exact or name not in FILTERS)
 
 
 # rewards and advantages
@@ -1181,6 +1198,10 @@ DOCUMENTED = {  # what every record of a run holds
     "clip_ratio/region_mean",
     "clip_ratio/low_min",
     "clip_ratio/high_max",
+    "guard/gap_mean",
+    "guard/gap_max",
+    "guard/gap_bound",
+    "guard/effect",
     "reward_group_std",
     "seconds/sample",
     "seconds/score",
@@ -1282,6 +1303,7 @@ def test_the_log(tmp_path):
         tmp_path,
         max_steps=5,
         logging_steps=2,
+        guard_every=2,
         beta=0.1,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
