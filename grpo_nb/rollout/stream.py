@@ -293,6 +293,7 @@ class RolloutStream:
         self.dropped = 0  # completions, in the whole run
         self.queue: SimpleQueue = SimpleQueue()
         self.thread: threading.Thread | None = None
+        self.drawing = False
 
     def use(self, sampler: Sampler) -> None:
         "Draw with another sampler from the next request on."
@@ -311,7 +312,8 @@ class RolloutStream:
     def work(self) -> None:
         "The background thread: one request after the other."
         while (request := self.queue.get()) is not None:
-            if not request.future.set_running_or_notify_cancel():
+            self.drawing = request.future.set_running_or_notify_cancel()
+            if not self.drawing:
                 continue
             try:
                 rollout = self.sampler.generate(
@@ -321,6 +323,7 @@ class RolloutStream:
                 request.future.set_exception(error)
             else:
                 request.future.set_result(rollout)
+            self.drawing = False
 
     def take(
         self,
@@ -380,7 +383,7 @@ class RolloutStream:
             request.future.cancel()
         self.asked.clear()
         self.queue.put(None)
-        if thread.is_alive():
+        if self.drawing:
             getattr(self.sampler, "interrupt", lambda: None)()
         thread.join(CLOSE_S)
         if thread.is_alive():
