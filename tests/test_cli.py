@@ -73,6 +73,8 @@ def runs(monkeypatch):
         (("plan", "--no-checkpointing", "--offload", "layer-inputs"), "leave it on"),
         (("plan", "--sampler", "vllm"), "--sampler"),
         (("plan", "gpt-oss-20b", "--write", "fits.yaml"), "is for a recipe"),
+        (("plan", "--cards", "0"), "at least one card trains"),
+        (("plan", "--cards", "3", "--prompts", "1"), "nearest legal value is 24"),
         (("plan", "no_such.yaml"), "no_such.yaml cannot be read"),
         (("train",), "model_name_or_path is missing"),
         (("train", "--config", "no_such.yaml"), "no_such.yaml cannot be read"),
@@ -226,7 +228,13 @@ def test_the_last_line_of_a_run_says_what_to_look_at(runs, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(
+    "name, status",
+    [
+        ("SIGINT", 130),
+        pytest.param("SIGTERM", 143, marks=pytest.mark.full),
+    ],  # by default in training
+)
 def test_a_signal_in_a_real_warm_up(name, status, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "grpo_nb", "demo", "--steps", "2", "--out", str(out)]
