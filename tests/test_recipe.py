@@ -315,4 +315,4 @@ def test_the_launch_of_several_cards_is_the_first_line_once(tmp_path, capsys):
     assert fits.read_text().startswith("# mine\n")
     run.write_text(f"{run.read_text()}generation_batch_size: 8\n")
     assert cli.main(["plan", str(run), "--cards", "3"]) == 2
-    assert "The nearest legal value is 24" in capsys.readouterr().err
+    assert "Set generation_batch_size=24" in capsys.readouterr().err

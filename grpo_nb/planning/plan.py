@@ -9,6 +9,7 @@ __all__ = ['CONFIGURED', 'Switch', 'NO_SETTING', 'DTYPES', 'LEAST_SAVING', 'comp
 
 # %% ../../nbs/planning/01_plan.ipynb #33802729
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
@@ -56,15 +57,17 @@ def completions_drawn(
     cards: int = 1,  # that share the rollout
 ) -> int:  # ValueError where they cannot share it
     "How many completions a rollout draws on one card."
-    if cards != 1:
-        try:
-            return config.layout(cards).completions_per_process
-        except ValueError as error:
-            raise ValueError(
-                f"{cards} cards are as many processes, and this batch is not for them: {error}"
-            ) from None
-    steps = config.steps_per_generation or config.accumulation()
-    return config.generation_batch_size or config.per_device_train_batch_size * steps
+    batch, group = config.per_device_train_batch_size, config.num_generations
+    steps = config.steps_per_generation or config.accumulation(cards)
+    drawn = config.generation_batch_size or batch * cards * steps
+    unit = math.lcm(batch * cards, group)
+    if cards > 1 and drawn % unit:
+        raise ValueError(
+            f"{cards} cards cannot share {drawn} completions: it has to be a multiple of "
+            f"per_device_train_batch_size x cards = {batch * cards} and of num_generations = "
+            f"{group}. Set generation_batch_size={-(-drawn // unit) * unit}, which is the next"
+        )
+    return drawn // cards
 
 
 @dataclass(frozen=True)
@@ -364,13 +367,13 @@ def _host(plan):
 # %% ../../nbs/planning/01_plan.ipynb #31ddf9e8
 def _shared(s):
     "What several cards do together, in two sentences."
-    layout = s.config.layout(s.cards)
+    drawn = completions_drawn(s.config, s.cards) * s.cards
+    batch = s.config.per_device_train_batch_size * s.config.accumulation(s.cards) * s.cards
     gradients = 4 * lora_parameters(s.model, s.lora_r, s.lora_targets) / 2**20
     summed = f"the adapters' gradients, {gradients:,.0f} MiB" if s.lora_r else "all gradients"
     return (
-        f"{s.cards} cards, and these are one card's bytes: together they draw "
-        f"{layout.generation_batch_size} completions and learn from {layout.effective_batch_size} "
-        f"in an update. Each update sums {summed}, over all cards."
+        f"{s.cards} cards, and these are one card's bytes: together they draw {drawn} completions "
+        f"and learn from {batch} in an update. Each update sums {summed}, over all cards."
     )
 
 

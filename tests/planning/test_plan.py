@@ -487,7 +487,7 @@ def test_several_cards_share_the_batch_and_not_the_model():
 
 
 def test_a_batch_that_the_cards_cannot_share_is_refused_with_one_that_they_can():
-    wanted = "3 cards are as many processes, .* The nearest legal value is 24"
+    wanted = "3 cards cannot share 8 completions.*Set generation_batch_size=24"
     with pytest.raises(ValueError, match=wanted):
         plan("Qwen3-4B", "L4", cards=3, generation_batch_size=8)
     assert (
