@@ -186,6 +186,17 @@ def _to_resume(
     return f"grpo-nb {shlex.join([word for word in words if word != '--resume'])} --resume"
 
 
+_counts = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # torch, MPI
+
+
+def _started_alone(
+    environment: dict,  # of this process
+) -> bool:
+    "Whether `accelerate launch` was asked for several processes and has started one."
+    asked = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environment.keys()
+    return asked and environment.keys().isdisjoint(_counts)
+
+
 def _ready(
     args: argparse.Namespace,  # config, resume, words, and the flags that were given
 ):  # the trainer and its recipe; ValueError and the like with what is wrong
@@ -195,6 +206,12 @@ def _ready(
     given = {name: value for name, value in vars(args).items() if name in NAMES}
     if args.resume:
         given["resume_from_checkpoint"] = "auto"
+    if _started_alone(os.environ):
+        print(
+            "grpo-nb train: accelerate launch has started one process, though several were asked "
+            "for: with --cpu it starts no more. torchrun --nproc-per-node N -m grpo_nb train does.",
+            file=sys.stderr,
+        )
     with _plain_warnings("grpo-nb train"):
         recipe = read_recipe(args.config, given)
         check_complete(recipe)
@@ -367,9 +384,10 @@ def _settings(
     "The arguments under the planner's names; those not given are left out."
     named = ("weights", "context", "lora_r", "attention", "mini_batch")
     given = {name: getattr(args, name) for name in (*named, "logit_chunk_multiplier")} | {
+        "cards": args.cards,
         "prompt_length": args.prompt,
         "num_generations": args.completions,
-        "generation_batch_size": (args.prompts or 1) * (args.completions or 8),
+        "generation_batch_size": (args.prompts or args.cards) * (args.completions or 8),
         "per_device_train_batch_size": args.batch,
         "optim": _OPTIMIZERS.get(args.optimizer),
         "slice_tokens": ALL if args.tile == 0 else args.tile,
@@ -398,7 +416,7 @@ def _plain_warnings(
         print(f"{command}: {warning.message}", file=sys.stderr)
 
 
-_OF_RECIPES = ("model", "card", "memory", "json", "write")  # what `plan run.yaml` takes
+_OF_RECIPES = ("model", "card", "cards", "memory", "json", "write")  # what `plan run.yaml` takes
 
 
 def _plan_made(
@@ -422,7 +440,7 @@ def _plan_made(
             )
     recipe = recipes.read_recipe(args.model)
     card = _card(args.card or recipe.model.card, args.memory)
-    return planner.plan_of(recipes.setup_of_recipe(recipe, card)), recipe
+    return planner.plan_of(recipes.setup_of_recipe(recipe, card, args.cards)), recipe
 
 
 def _print_plan(
@@ -465,13 +483,14 @@ def plan(
         fits = made.fits or bool(advice) and advice[-1].plan.fits
         if args.write and fits:
             text = recipes.with_lines(recipes.read_text(args.model), lines)
+            text = recipes.with_launch(text, recipes.launch_line(args.write, args.cards))
             args.write.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"grpo-nb plan: {error}", file=sys.stderr)
         return 2
     _print_plan(args, made, advice, lines)
     if args.write:
-        run = f"what fits is in it: grpo-nb train --config {shlex.quote(str(args.write))}"
+        run = f"what fits is in it: {recipes.launch_line(args.write, args.cards)}"
         print(
             f"{args.write}: {run if fits else 'not written, since nothing fits'}", file=sys.stderr
         )
@@ -718,6 +737,13 @@ def _add_plan(commands) -> None:
         help=f"{', '.join(CARDS)} (default: the recipe's, or T4)",
     )
     p.add_argument(
+        "--cards",
+        type=count(1, "at least one card trains"),
+        default=1,
+        metavar="N",
+        help="so many of them, each with the whole model and a share of the batch (default: 1)",
+    )
+    p.add_argument(
         "--memory", type=float, metavar="GIB", help="so much memory instead of the card's own"
     )
     p.add_argument(
@@ -753,7 +779,7 @@ def _add_plan(commands) -> None:
         "--prompts",
         type=count(1, "a rollout has at least one prompt"),
         metavar="N",
-        help="of a rollout (default: 1)",
+        help="of a rollout, for all cards (default: 1 for each card)",
     )
     p.add_argument(
         "--batch",
@@ -832,11 +858,17 @@ def _add_train(
         "data, reward functions and every setting of GRPOConfig, under the names of TRL. Exit "
         "status 0: trained; 1: an error in the run; 2: a bad start, and nothing was written."
     )
+    several = (
+        "Several processes, on GPUs or CPUs: torchrun --nproc-per-node 2 -m grpo_nb train --config "
+        "FILE. On GPUs also: accelerate launch --multi_gpu --num_processes 2 -m grpo_nb train "
+        "--config FILE (its --cpu starts one process, whatever --num_processes says)."
+    )
     p = commands.add_parser(
         "train",
         help="train a model as a recipe says",
         usage="grpo-nb train [--config FILE] [--resume] [--SETTING VALUE ...]",
         description=about,
+        epilog=several,
         allow_abbrev=False,
     )
     p.add_argument("--config", type=Path, metavar="FILE", help="the recipe")

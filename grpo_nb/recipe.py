@@ -7,7 +7,8 @@ __all__ = ['NOT_HERE', 'GROUPS', 'FIELDS', 'NAMES', 'LIBRARY', 'SHORT', 'ModelSe
            'as_number', 'from_yaml', 'from_words', 'read_text', 'mapping_in', 'Recipe', 'check_names', 'recipe_of',
            'check_complete', 'read_recipe', 'comments', 'flag_help', 'add_flag', 'groups_of_settings', 'add_flags',
            'underscored', 'is_function', 'module_of', 'named_object', 'made_by', 'shape_of', 'stored_as',
-           'adapted_parts', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of', 'with_lines']
+           'adapted_parts', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of', 'with_lines', 'launch_line',
+           'with_launch']
 
 # %% ../nbs/88_recipe.ipynb #b1af4714
 import argparse
@@ -16,6 +17,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable
@@ -480,6 +482,7 @@ def adapted_parts(
 def setup_of_recipe(
     recipe: Recipe,
     card: str | Card | None = None,  # None: the recipe's own
+    cards: int = 1,  # that share its batch
 ) -> Setup:  # ValueError for a model that is not known here
     "What the planner is asked about a recipe."
     model, adapter, config = recipe.model, recipe.adapter, recipe.config
@@ -492,6 +495,7 @@ def setup_of_recipe(
         card,
         config,
         weights=stored_as(model, shape, card),
+        cards=cards,
         double_quant=model.load_in_4bit and not shape.sinks,
         lora_r=adapter.lora_r if adapter.use_peft else 0,
         lora_targets=adapted_parts(adapter),
@@ -555,3 +559,22 @@ def with_lines(
         space = " " * (text[begin - 1] == ":")  # behind a name without a value
         text = text[:begin] + space + in_yaml(lines[name]) + text[end:]
     return text.rstrip("\n") + "\n" + "".join(new)
+
+
+def launch_line(
+    path: str | Path,  # of a recipe
+    cards: int = 1,
+) -> str:
+    "The command that trains a recipe, one process for each card."
+    start = f"torchrun --nproc-per-node {cards} -m grpo_nb" if cards > 1 else "grpo-nb"
+    return f"{start} train --config {shlex.quote(str(path))}"
+
+
+def with_launch(
+    text: str,  # of a recipe
+    line: str,  # the command
+) -> str:
+    "The text below a comment with its command, in place of an earlier one."
+    there = text.splitlines(keepends=True)
+    left = [line for line in there if not line.startswith("# torchrun ")]
+    return "".join([f"# {line}\n" * line.startswith("torchrun "), *left])

@@ -1,5 +1,6 @@
 """Compiles the Triton kernels for cards that are not here (compute capabilities on the command
-line), and prints a line for each: name, shared memory, or the error."""
+line), and prints a line for each: name, shared memory, or the error. Of a kernel in several tiles
+only the smallest and the largest in use, unless the first word is `all`."""
 
 import inspect
 import re
@@ -47,9 +48,9 @@ def multiples_of_16(types):
     }
 
 
-def cases(half):
+def cases(half, every):
     """(name, kernel, pointers, constants, warps, stages) at gpt-oss-20b's sizes; `half` is the
-    card's 16-bit format."""
+    card's 16-bit format; `every`: experts in the tiles between, too."""
     p, f, i, long = f"*{half}", "*fp32", "*i32", "*i64"
     yield (
         "unpack",
@@ -86,6 +87,8 @@ def cases(half):
                 if packed
                 else ((16, 64, 64, 4), (32, 128, 64, 4), (64, 128, 64, 4))
             ):
+                if BM == 32 and not every:
+                    continue
                 pointers = dict(
                     x=p,
                     token_of=i,
@@ -124,8 +127,8 @@ def cases(half):
                 )
 
 
-def steps(half):
-    """The launches of a decoding step of gpt-oss-20b: (kernel, types, constants, what is a multiple
+def steps(half, batches):
+    """The launches of decoding steps of gpt-oss-20b: (kernel, types, constants, what is a multiple
     of 16, options), from tensors without memory. In float16 the residual stream is float32."""
     dtype, wide = (
         (torch.float16, torch.float32) if half == "fp16" else (torch.bfloat16, torch.bfloat16)
@@ -217,7 +220,7 @@ def steps(half):
         LayerCache(t(33, 8, 128, 64), t(33, 8, 128, 64), 128, None),
     ]
     with mock.patch.object(triton.runtime.jit.JITFunction, "run", note):
-        for B in (1, 8, 32):
+        for B in batches:
             x, lengths, rows = t(B, H, dtype=wide), t(33, dtype=torch.int32), t(B, dtype=torch.long)
             qkv = decode_kernels.project(t(B, H), (layer.query, layer.key, layer.value))
             for cache in caches:
@@ -284,9 +287,11 @@ def compile_packed(capability):
 
 
 def main():
-    for capability in map(int, sys.argv[1:]):
+    every = sys.argv[1] == "all"
+    batches = (1, 8, 32) if every else (1, 32)
+    for capability in map(int, sys.argv[1 + every :]):
         for name, kernel, pointers, constants, warps, stages in cases(
-            "fp16" if capability < 80 else "bf16"
+            "fp16" if capability < 80 else "bf16", every
         ):
             types = signature(kernel, pointers, constants)
             aligned = multiples_of_16(types)
@@ -299,7 +304,8 @@ def main():
                 print(f"{capability} {name}: {compiled.metadata.shared} bytes", flush=True)
             except Exception as error:
                 print(f"{capability} {name}: FAILED {error!r}"[:500], flush=True)
-        for kernel, types, constants, aligned, options in steps("fp16") if capability < 80 else ():
+        decoding = steps("fp16", batches) if capability < 80 else ()
+        for kernel, types, constants, aligned, options in decoding:
             try:
                 compiled = triton.compile(
                     ASTSource(kernel, types, constants, aligned),

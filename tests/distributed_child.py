@@ -1,7 +1,7 @@
 """What each process of a distributed run does; started by test_distributed.py through torchrun, and
 imported by it for the same run in one process.
 
-torchrun --nproc_per_node 2 distributed_child.py OUT equal|fails|preempted [JSON]
+torchrun --nproc_per_node 2 distributed_child.py OUT equal|fails|preempted|resumed [JSON]
 """
 
 import json
@@ -174,24 +174,36 @@ def fails(out, rank):
     trainer.train()
 
 
-def preempted(out, rank):
-    "A run that pauses in one process, for the test to send signals; `resume` goes on with it."
-    options = json.loads(sys.argv[3])
-    (Path(out) / f"pid{rank}").write_text(str(os.getpid()))
-    trainer = small_trainer(
+def four_updates(out, save_steps=100):
+    "The trainer of the runs that are stopped and resumed."
+    return small_trainer(
         out,
         max_steps=4,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
         save_strategy="steps",
-        save_steps=options.get("save_steps", 100),
+        save_steps=save_steps,
     )
+
+
+def preempted(out, rank):
+    "A run that pauses in one process, for the test to send signals."
+    options = json.loads(sys.argv[3])
+    (Path(out) / f"pid{rank}").write_text(str(os.getpid()))
+    trainer = four_updates(out, options.get("save_steps", 100))
     if rank == options.get("rank", 0) and "pause" in options:
         pause_at(trainer, **options["pause"])
     trainer.preemption.grace_s = options.get("grace_s", 20)
-    trainer.train(resume_from_checkpoint=options.get("resume"))
-    final = dict(history=trainer.log_history, weights=weights_of(trainer.model))
-    torch.save(final, Path(out) / f"final{rank}.pt")
+    trainer.train()
+
+
+def resumed(out, rank):
+    "An undisturbed run in `out`, and then each of the runs in other folders to its end."
+    for folder in [out, *json.loads(sys.argv[3])]:
+        trainer = four_updates(folder)
+        trainer.train(resume_from_checkpoint=folder != out)
+        final = dict(history=trainer.log_history, weights=weights_of(trainer.model))
+        torch.save(final, Path(folder) / f"final{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Systems that are not here to try, pretended in a process of its own: `python laptop_child.py
-windows|apple ACTION ...`. Started by test_laptops.py.
+windows|apple ACTION [PATH] ACTION [PATH] ...`. Started by test_laptops.py.
 
 windows: grpo_nb and the cells of a notebook do without what Windows lacks. Modules, functions of
 `os`, signals and kinds of sockets are gone; a folder cannot be opened as a file; nothing can be
@@ -12,6 +12,7 @@ accelerate takes by itself. What it cannot show is whether mps has each operatio
 
 import builtins
 import errno
+import inspect
 import json
 import os
 import pkgutil
@@ -375,7 +376,11 @@ ACTIONS = {
 }
 
 if __name__ == "__main__":
-    system, action, *arguments = sys.argv[1:]
+    system, *words = sys.argv[1:]
+    results = {}
     with {"windows": become_windows, "apple": become_apple}[system]():
-        result = ACTIONS[action](*arguments)
-    print("\nRESULT", json.dumps(result))
+        while words:
+            name = words.pop(0)
+            takes = len(inspect.signature(ACTIONS[name]).parameters)
+            results[name] = ACTIONS[name](*(words.pop(0) for _ in range(takes)))
+    print("\nRESULT", json.dumps(results))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("train_step", "grpo_step", "context", "at_size", "decode_modules")
+NAMES = ("train_step", "grpo_step", "context", "at_size", "decode_modules", "vllm_reads")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -705,22 +705,12 @@ def test_a_whole_run(tmp_path):
     assert json.loads(run.stdout.splitlines()[-1])["rows"][0]["tokens"] == 32
 
 
-def run_vllm_reads(*arguments):
-    return subprocess.run(
-        [sys.executable, FOLDER / "vllm_reads.py", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-
-
-def test_what_vllm_is_to_read_is_what_transformers_reads():
-    done = run_vllm_reads("--cpu")
-    assert (
-        done.returncode == 0 and "the adapter's file has the layout that vLLM reads" in done.stdout
-    )
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+def test_what_vllm_is_to_read_is_what_transformers_reads(scripts, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vllm_reads.py", "--cpu"])
+    assert scripts["vllm_reads"].main() == 0
+    said = capsys.readouterr().out
+    assert "the adapter's file has the layout that vLLM reads" in said
+    rows = json.loads(said.splitlines()[-1])["rows"]
     assert len(rows) == 5 and all(
         row["error"] == "vLLM was not asked"
         and max(row["floor_ours"], row["floor_transformers"]) < 0.002
@@ -731,6 +721,8 @@ def test_what_vllm_is_to_read_is_what_transformers_reads():
     )
 
 
-def test_vllm_needs_a_card():
-    done = run_vllm_reads()
-    assert done.returncode == 1 and "--cpu" in done.stderr
+def test_vllm_needs_a_card(scripts, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vllm_reads.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--cpu"):
+        scripts["vllm_reads"].main()

@@ -31,6 +31,40 @@ def call(*arguments):
     )
 
 
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+sys.modules.update(dict.fromkeys(["torch", "transformers", "grpo_nb.demo"]))
+from grpo_nb.cli import main
+told = []
+for words in json.load(sys.stdin):
+    out, error, sys.argv = io.StringIO(), io.StringIO(), ["grpo-nb", *words]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            status = main()
+        except SystemExit as stop:
+            status = stop.code or 0
+    told.append((status, out.getvalue(), error.getvalue()))
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """(exit status, output, errors) of a command; one process, that may not import anything heavy,
+    has run all of REFUSED and HELP."""
+    commands = [[*map(str, arguments)] for arguments, _ in (*REFUSED, *HELP)]
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    return lambda arguments: told[commands.index([*map(str, arguments)])]
+
+
 @pytest.fixture
 def runs(monkeypatch):
     "The calls that reached `run_demo`, which here only remembers them."
@@ -43,50 +77,52 @@ def runs(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        ((), "COMMAND"),
-        (("dmeo",), "invalid choice"),
-        (("demo", "--steps", "0"), "at least 1 step"),
-        (("demo", "--steps", "-3"), "at least 1 step"),
-        (("demo", "--steps", "ten"), "'ten' is not a whole number"),
-        (("demo", "--steps", "2.5"), "'2.5' is not a whole number"),
-        (("demo", "--seed", "-1"), "seeds go from 0"),
-        (("demo", "--seed", 2**32), "seeds go from 0"),
-        (("demo", "--seed", "nan"), "'nan' is not a whole number"),
-        (("demo", "--out", "/dev/null"), "is a file"),
-        (("demo", "--out", "/dev/null/inside"), "cannot be written"),
-        (("demo", "--out", "/proc/grpo"), "cannot be written"),
-        (("demo", "--resume", "--out", "/tmp/there-is-no-such-run"), "no run to resume"),
-        (("demo", "--save-steps", "0"), "at the least"),
-        (("doctor", "--jsno"), "--jsno"),
-        (("plan", "gpt-5"), "nothing is looked up"),
-        (("plan", "Llama-3.1-8B", "--format", "mxfp4"), "has no experts"),
-        (("plan", "--format", "int3"), "invalid choice"),
-        (("plan", "--card", "H300"), "give one of T4"),
-        (("plan", "--memory", "-1"), "more than 0"),
-        (("plan", "--memory", "nan"), "more than 0"),
-        (("plan", "--context", "0"), "at least 2 tokens"),
-        (("plan", "--context", "512", "--prompt", "512"), "leave room for a completion"),
-        (("plan", "Qwen3-4B", "--offload", "embedding"), "cannot be offloaded"),
-        (("plan", "--no-checkpointing", "--offload", "layer-inputs"), "leave it on"),
-        (("plan", "--sampler", "vllm"), "--sampler"),
-        (("plan", "gpt-oss-20b", "--write", "fits.yaml"), "is for a recipe"),
-        (("plan", "no_such.yaml"), "no_such.yaml cannot be read"),
-        (("train",), "model_name_or_path is missing"),
-        (("train", "--config", "no_such.yaml"), "no_such.yaml cannot be read"),
-        (("train", "--learning_rte", "1"), "the nearest is 'learning_rate'"),
-        (("train", "--learning-rate"), "expected one argument"),
-        (("train", "--learning_rat", "1e-5"), "the nearest is 'learning_rate'"),
-        (("train", "--beta", "much"), "beta is 'much', but it has to be a number in [0, inf)"),
-        (("train", "--ignore_data_skip"), "ignore_data_skip=True cannot be honoured"),
-    ],
-)
-def test_refused_with_a_sentence_before_any_work(arguments, sentence):
-    done = call(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert sentence in done.stderr and "Traceback" not in done.stderr and not done.stdout
+REFUSED = [
+    ((), "COMMAND"),
+    (("dmeo",), "invalid choice"),
+    (("demo", "--steps", "0"), "at least 1 step"),
+    (("demo", "--steps", "-3"), "at least 1 step"),
+    (("demo", "--steps", "ten"), "'ten' is not a whole number"),
+    (("demo", "--steps", "2.5"), "'2.5' is not a whole number"),
+    (("demo", "--seed", "-1"), "seeds go from 0"),
+    (("demo", "--seed", 2**32), "seeds go from 0"),
+    (("demo", "--seed", "nan"), "'nan' is not a whole number"),
+    (("demo", "--out", "/dev/null"), "is a file"),
+    (("demo", "--out", "/dev/null/inside"), "cannot be written"),
+    (("demo", "--out", "/proc/grpo"), "cannot be written"),
+    (("demo", "--resume", "--out", "/tmp/there-is-no-such-run"), "no run to resume"),
+    (("demo", "--save-steps", "0"), "at the least"),
+    (("doctor", "--jsno"), "--jsno"),
+    (("plan", "gpt-5"), "nothing is looked up"),
+    (("plan", "Llama-3.1-8B", "--format", "mxfp4"), "has no experts"),
+    (("plan", "--format", "int3"), "invalid choice"),
+    (("plan", "--card", "H300"), "give one of T4"),
+    (("plan", "--memory", "-1"), "more than 0"),
+    (("plan", "--memory", "nan"), "more than 0"),
+    (("plan", "--context", "0"), "at least 2 tokens"),
+    (("plan", "--context", "512", "--prompt", "512"), "leave room for a completion"),
+    (("plan", "Qwen3-4B", "--offload", "embedding"), "cannot be offloaded"),
+    (("plan", "--no-checkpointing", "--offload", "layer-inputs"), "leave it on"),
+    (("plan", "--sampler", "vllm"), "--sampler"),
+    (("plan", "gpt-oss-20b", "--write", "fits.yaml"), "is for a recipe"),
+    (("plan", "--cards", "0"), "at least one card trains"),
+    (("plan", "--cards", "3", "--prompts", "1"), "Set generation_batch_size=24"),
+    (("plan", "no_such.yaml"), "no_such.yaml cannot be read"),
+    (("train",), "model_name_or_path is missing"),
+    (("train", "--config", "no_such.yaml"), "no_such.yaml cannot be read"),
+    (("train", "--learning_rte", "1"), "the nearest is 'learning_rate'"),
+    (("train", "--learning-rate"), "expected one argument"),
+    (("train", "--learning_rat", "1e-5"), "the nearest is 'learning_rate'"),
+    (("train", "--beta", "much"), "beta is 'much', but it has to be a number in [0, inf)"),
+    (("train", "--ignore_data_skip"), "ignore_data_skip=True cannot be honoured"),
+]
+
+
+@pytest.mark.parametrize("arguments, sentence", REFUSED)
+def test_refused_with_a_sentence_before_any_work(arguments, sentence, said):
+    status, out, error = said(arguments)
+    assert status == 2, error
+    assert sentence in error and "Traceback" not in error and not out
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
@@ -96,23 +132,23 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (("--help",), ("demo", "plan", "doctor")),
-        (
-            ("plan", "--help"),
-            ("--card", "--context", "--lora-r", "--offload", "--json", "Exit status 0"),
-        ),
-        (("demo", "--help"), ("--steps", "--seed", "--out", "--resume", "--save-steps")),
-        (("doctor", "--help"), ("--json",)),
-        (("train", "--help"), ("--config", "--resume", "--lora_r", "--learning_rate", "adapter")),
-        (("--version",), (version("grpo_nb"),)),
-    ],
-)
-def test_help_needs_nothing_heavy(arguments, words):
-    done = call(*arguments)
-    assert done.returncode == 0 and all(word in done.stdout for word in words)
+HELP = [
+    (("--help",), ("demo", "plan", "doctor")),
+    (
+        ("plan", "--help"),
+        ("--card", "--context", "--lora-r", "--offload", "--json", "Exit status 0"),
+    ),
+    (("demo", "--help"), ("--steps", "--seed", "--out", "--resume", "--save-steps")),
+    (("doctor", "--help"), ("--json",)),
+    (("train", "--help"), ("--config", "--resume", "--lora_r", "--learning_rate", "adapter")),
+    (("--version",), (version("grpo_nb"),)),
+]
+
+
+@pytest.mark.parametrize("arguments, words", HELP)
+def test_help_needs_nothing_heavy(arguments, words, said):
+    status, out, _ = said(arguments)
+    assert status == 0 and all(word in out for word in words)
 
 
 DEFAULTS = dict(steps=None, seed=0, save_steps=None, out="runs/demo", resume=False, quiet=False)
@@ -226,7 +262,13 @@ def test_the_last_line_of_a_run_says_what_to_look_at(runs, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(
+    "name, status",
+    [
+        ("SIGINT", 130),
+        pytest.param("SIGTERM", 143, marks=pytest.mark.full),
+    ],  # by default in training
+)
 def test_a_signal_in_a_real_warm_up(name, status, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "grpo_nb", "demo", "--steps", "2", "--out", str(out)]

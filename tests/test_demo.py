@@ -169,7 +169,7 @@ def wait_for(path, process, seconds=300):
         time.sleep(0.01)
 
 
-def test_killed_after_its_warm_up_and_ended_in_its_training(undisturbed, tmp_path):
+def test_killed_after_its_warm_up_and_ended_in_its_training(undisturbed, shorter, tmp_path, capsys):
     out = tmp_path / "run"
     first = demo("--steps", STEPS, "--save-steps", 100, "--out", out, program=SHORT)
     wait_for(out / "checkpoint-0", first)
@@ -184,9 +184,8 @@ def test_killed_after_its_warm_up_and_ended_in_its_training(undisturbed, tmp_pat
     assert "going on from" in printed and "checkpoint-0" in printed
     assert printed.splitlines()[-1].endswith(f"grpo-nb demo --resume --out {out}")
 
-    third = demo("--resume", "--out", out, program=SHORT)
-    printed = third.communicate(timeout=300)[0]
-    assert third.returncode == 0 and "a warm-up is made" not in printed, printed
+    status, printed = resume(out, capsys)
+    assert status == 0 and "a warm-up is made" not in printed, printed
     assert learned(out) == learned(undisturbed)
 
 

@@ -38,6 +38,13 @@ SPINE = [
 ]
 
 
+QUICK = "algorithm/01_advantages"
+
+
+def notebook(name):
+    return ROOT / "nbs" / f"{name}.ipynb"
+
+
 def pretend(system, *arguments):
     "What a process on a pretended system found; text files are in ASCII there, output in cp1252."
     narrow = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
@@ -52,24 +59,33 @@ def pretend(system, *arguments):
     return json.loads(printed.rpartition("RESULT")[2])
 
 
-def test_windows_imports_everything_but_kernels():
-    failed = pretend("windows", "import")
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    "What one process found that imports all modules, runs the demo and then a lesson."
+    words = ["import", "demo", tmp_path_factory.mktemp("windows") / "run"]
+    return pretend("windows", *words, "lesson", notebook(QUICK))
+
+
+def test_windows_imports_everything_but_kernels(windows):
+    failed = windows["import"]
     assert failed.keys() <= KERNELS
     assert all("pip install triton" in sentence for sentence in failed.values())
 
 
-def test_windows_runs_the_demo_and_resumes_it(tmp_path):
+def test_windows_runs_the_demo_and_resumes_it(windows):
     "Checkpoints are written, renamed, deleted and read with nothing of theirs still open."
-    found = pretend("windows", "demo", tmp_path / "run")
+    found = windows["demo"]
     assert found["same"] and found["first"]["accuracy_after"] == found["second"]["accuracy_after"]
 
 
-@pytest.mark.parametrize(
-    "notebook",
-    [pytest.param(n, marks=[] if "advantages" in n else pytest.mark.full) for n in SPINE],
-)
-def test_windows_runs_the_eight_lessons(notebook):
-    assert pretend("windows", "lesson", ROOT / "nbs" / f"{notebook}.ipynb") > 3
+def test_windows_runs_a_lesson(windows):
+    assert windows["lesson"] > 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SPINE)
+def test_windows_runs_the_eight_lessons(name):
+    assert pretend("windows", "lesson", notebook(name))["lesson"] > 3
 
 
 def test_the_eight_lessons_are_those_of_the_map():
@@ -78,9 +94,15 @@ def test_the_eight_lessons_are_those_of_the_map():
     assert [part.partition(".ipynb")[0] for part in table.split("](nbs/")[1:]] == SPINE
 
 
-def test_a_device_without_float64_computes_the_same_numbers():
+@pytest.fixture(scope="module")
+def apple(tmp_path_factory):
+    "What one process found that computes and then trains."
+    return pretend("apple", "numbers", "train", tmp_path_factory.mktemp("apple"))
+
+
+def test_a_device_without_float64_computes_the_same_numbers(apple):
     "Tokens, packed weights and tables are those of the CPU, where the float64 is."
-    found = pretend("apple", "numbers")
+    found = dict(apple["numbers"])
     assert found.pop("float64") is False
     dtype, low, high, mean = found.pop("uniform")
     assert dtype == "torch.float64" and 0 <= low < 1e-3 and 0.999 < high < 1
@@ -89,8 +111,8 @@ def test_a_device_without_float64_computes_the_same_numbers():
     assert all(found.values()), found
 
 
-def test_a_run_uses_apples_gpu_only_where_it_is_asked_to(tmp_path):
-    found = pretend("apple", "train", tmp_path)
+def test_a_run_uses_apples_gpu_only_where_it_is_asked_to(apple):
+    found = apple["train"]
     assert found["here"]["device"] == "cpu" and loading.LEFT_ALONE in found["here"]["says"]
     there = found["there"]
     assert there["device"] == "apple" and loading.LEFT_ALONE not in there["says"]

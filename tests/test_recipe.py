@@ -250,14 +250,14 @@ TIGHT = [  # model, card, lines
 
 
 @pytest.mark.parametrize("model, card, lines", TIGHT)
-def test_what_is_written_fits_and_makes_the_same_updates(model, card, lines, tmp_path):
+def test_what_is_written_fits_and_makes_the_same_updates(model, card, lines, tmp_path, capsys):
     text = f"model_name_or_path: {model}\ncard: {card}\n{lines}"
     (tmp_path / "run.yaml").write_text(text)
-    asked = light("plan", tmp_path / "run.yaml")
-    assert asked.returncode == 1 and "As lines of" in asked.stdout, asked.stderr
-    done = light("plan", tmp_path / "run.yaml", "--write", tmp_path / "fits.yaml")
-    assert done.returncode == 0 and f"--config {tmp_path}/fits.yaml" in done.stderr
-    pasted = asked.stdout.split("As lines of")[1].split("\n", 2)[2]
+    run, fits = str(tmp_path / "run.yaml"), str(tmp_path / "fits.yaml")
+    assert cli.main(["plan", run]) == 1
+    pasted = capsys.readouterr().out.split("As lines of")[1].split("\n", 2)[2]
+    assert cli.main(["plan", run, "--write", fits]) == 0
+    assert f"--config {fits}" in capsys.readouterr().err
     before, after = (read_recipe(tmp_path / f"{name}.yaml") for name in ("run", "fits"))
     given = yaml.safe_load(text) | yaml.safe_load(pasted)
     assert after == recipe_of(given | {"learning_rate": 1e-6})
@@ -268,7 +268,7 @@ def test_what_is_written_fits_and_makes_the_same_updates(model, card, lines, tmp
         assert getattr(layouts[0], name) == getattr(layouts[1], name)
     scales = [r.adapter.lora_alpha / r.adapter.lora_r for r in (before, after)]
     assert scales[0] == scales[1]
-    assert light("plan", tmp_path / "fits.yaml").returncode == 0
+    assert cli.main(["plan", fits]) == 0
 
 
 def test_a_recipe_that_cannot_be_made_to_fit_is_not_written(tmp_path):
@@ -298,3 +298,21 @@ def test_the_planner_s_words_for_a_recipe():
     }
     assert {*lines_of(dict(weights="bf16", share_prompt=True), recipe)} <= {*FIELDS}
     assert len(GROUPS) == 4
+
+
+def test_the_launch_of_several_cards_is_the_first_line_once(tmp_path, capsys):
+    run, fits = tmp_path / "run.yaml", tmp_path / "fits.yaml"
+    run.write_text(f"# mine\nmodel_name_or_path: Qwen3-4B\n{CARDLESS.format('all-linear', 4096)}")
+    assert cli.main(["plan", str(run), "--cards", "4", "--write", str(fits)]) == 0
+    line = f"torchrun --nproc-per-node 4 -m grpo_nb train --config {fits}"
+    assert (
+        fits.read_text().startswith(f"# {line}\n# mine\nmodel_name")
+        and line in capsys.readouterr().err
+    )
+    assert cli.main(["plan", str(fits), "--cards", "2", "--write", str(fits)]) == 0
+    assert fits.read_text().count("torchrun") == 1 and "--nproc-per-node 2" in fits.read_text()
+    assert cli.main(["plan", str(fits), "--write", str(fits)]) == 0
+    assert fits.read_text().startswith("# mine\n")
+    run.write_text(f"{run.read_text()}generation_batch_size: 8\n")
+    assert cli.main(["plan", str(run), "--cards", "3"]) == 2
+    assert "Set generation_batch_size=24" in capsys.readouterr().err

@@ -243,13 +243,36 @@ def test_two_processes_of_torchrun_train_one_model(tmp_path):
     assert done.returncode == 0 and len(records(tmp_path / "run")) == 3
 
 
+@pytest.mark.parametrize(
+    "names, alone",
+    [
+        ("ACCELERATE_MIXED_PRECISION MASTER_PORT", True),
+        ("ACCELERATE_MIXED_PRECISION MASTER_PORT WORLD_SIZE", False),  # --multi_gpu
+        ("ACCELERATE_MIXED_PRECISION MASTER_PORT PMI_SIZE", False),  # MPI
+        ("ACCELERATE_MIXED_PRECISION", False),  # one process was asked for
+        ("MASTER_PORT WORLD_SIZE", False),  # torchrun
+    ],
+)
+def test_a_process_that_was_to_be_one_of_several_says_so(names, alone, monkeypatch, capsys):
+    for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT", *cli._counts):
+        monkeypatch.delenv(name, raising=False)
+    for name in names.split():
+        monkeypatch.setenv(name, "1")
+    assert cli.main(["train", "--config", "no_such.yaml"]) == 2
+    assert ("has started one process" in capsys.readouterr().err) == alone
+
+
 @pytest.mark.full
-def test_accelerate_launches_a_recipe(tmp_path):
-    launcher = "-m accelerate.commands.launch --cpu --num_processes 1 -m grpo_nb train".split()
+@pytest.mark.parametrize("options, processes", [("--cpu", 1), ("--multi_gpu", 2)])
+def test_accelerate_launches_a_recipe(options, processes, tmp_path):
+    "Two processes are asked for; accelerate's --cpu starts one, and the other meets on the CPU."
+    launcher = f"-m accelerate.commands.launch {options} --num_processes 2 -m grpo_nb train".split()
     words = ["--config", TINY, "--output_dir", "run", *SMALL, "--max_steps", "2"]
     done = launched(*launcher, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(records(tmp_path / "run")) == 2
+    assert f"generation_batch_size = {16 * processes}" in done.stdout
+    assert ("has started one process" in done.stderr) == (processes == 1)
 
 
 @pytest.mark.full

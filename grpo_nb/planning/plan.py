@@ -9,13 +9,21 @@ __all__ = ['CONFIGURED', 'Switch', 'NO_SETTING', 'DTYPES', 'LEAST_SAVING', 'comp
 
 # %% ../../nbs/planning/01_plan.ipynb #33802729
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
 from ..model import memory_fit
-from ..model.memory_bytes import TARGETS, GiB, ModelShape, read_shape, state_bytes
+from grpo_nb.model.memory_bytes import (
+    TARGETS,
+    GiB,
+    ModelShape,
+    lora_parameters,
+    read_shape,
+    state_bytes,
+)
 from grpo_nb.model.memory_fit import (
     ALL,
     CARDS,
@@ -46,10 +54,20 @@ CONFIGURED = (
 
 def completions_drawn(
     config: GRPOConfig,
-) -> int:  # on one device
-    "How many completions a rollout draws."
-    steps = config.steps_per_generation or config.accumulation()
-    return config.generation_batch_size or config.per_device_train_batch_size * steps
+    cards: int = 1,  # that share the rollout
+) -> int:  # ValueError where they cannot share it
+    "How many completions a rollout draws on one card."
+    batch, group = config.per_device_train_batch_size, config.num_generations
+    steps = config.steps_per_generation or config.accumulation(cards)
+    drawn = config.generation_batch_size or batch * cards * steps
+    unit = math.lcm(batch * cards, group)
+    if cards > 1 and drawn % unit:
+        raise ValueError(
+            f"{cards} cards cannot share {drawn} completions: it has to be a multiple of "
+            f"per_device_train_batch_size x cards = {batch * cards} and of num_generations = "
+            f"{group}. Set generation_batch_size={-(-drawn // unit) * unit}, which is the next"
+        )
+    return drawn // cards
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,7 @@ class Setup:
     card: Card
     config: GRPOConfig
     weights: str  # one of FORMATS
+    cards: int = 1  # each with the whole model and a share of the batch
     double_quant: bool = False  # NF4's scales quantised too
     lora_r: int = 32  # 0: no adapters
     lora_targets: tuple[str, ...] = TARGETS  # "attention", "mlp"
@@ -78,7 +97,7 @@ class Setup:
 
     @property
     def step(self) -> Step:
-        "The setup as plain numbers, for the functions of memory_fit."
+        "The setup as plain numbers of one card, for the functions of memory_fit."
         config, completion = self.config, self.config.max_completion_length
         prompt = usual_prompt(2 * completion) if self.prompt_length is None else self.prompt_length
         shared = {f.name for f in fields(Step)} & {f.name for f in fields(self)} - {"prompt_length"}
@@ -87,7 +106,7 @@ class Setup:
             capability=self.card.capability,
             prompt_length=prompt,
             optimizer_bytes=state_bytes(config.optim),
-            generation_batch_size=completions_drawn(config),
+            generation_batch_size=completions_drawn(config, self.cards),
             mini_batch=config.mini_batch or 1,
             **{name: getattr(self, name) for name in shared},
             **{
@@ -124,7 +143,7 @@ class Setup:
     def to_dict(self) -> dict:  # ready for json.dumps
         "All fields; of the configuration, only the settings that memory depends on."
         config = {name: getattr(self.config, name) for name in CONFIGURED}
-        config["generation_batch_size"] = completions_drawn(self.config)
+        config["generation_batch_size"] = completions_drawn(self.config, self.cards) * self.cards
         return {
             **{f.name: getattr(self, f.name) for f in fields(self)},
             "model": asdict(self.model),
@@ -166,10 +185,12 @@ def lengths_of(
 
 def config_of(
     settings: dict,  # of GRPOConfig
+    cards: int = 1,
 ) -> GRPOConfig:
-    "A GRPOConfig; by default it trains one sequence at a time and draws one group."
+    "A GRPOConfig; by default a card trains one sequence at a time and draws one group."
     if not settings.keys() & {"generation_batch_size", "steps_per_generation"}:
-        settings = {"generation_batch_size": settings.get("num_generations", 8), **settings}
+        drawn = settings.get("num_generations", 8) * cards
+        settings = {"generation_batch_size": drawn, **settings}
     return GRPOConfig(**{"per_device_train_batch_size": 1, **settings})
 
 
@@ -198,7 +219,7 @@ def setup_of(
     targets = given["lora_targets"]
     given["lora_targets"] = (targets,) if isinstance(targets, str) else tuple(targets)
     if config is None:
-        return Setup(shape, card, config_of(settings), **given)
+        return Setup(shape, card, config_of(settings, given.get("cards", 1)), **given)
     return Setup(shape, card, config, **given).changed(**settings)
 
 # %% ../../nbs/planning/01_plan.ipynb #d25dc36e
@@ -305,7 +326,8 @@ def _question(plan):
     together = plan.rows if plan.totals["rollout"] <= plan.room else "not one"
     return [
         f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) "
-        f"in {s.weights} on {s.card.name} ({s.card.usable:g} GiB usable)",
+        f"in {s.weights} on {f'each of {s.cards} ' if s.cards > 1 else ''}{s.card.name} "
+        f"({s.card.usable:g} GiB usable)",
         f"{step.context:,} tokens, {step.prompt_length:,} of them prompt; "
         f"{step.generation_batch_size} completions, {together} drawn together; "
         f"{step.per_device_train_batch_size} trained at a time; {targets}",
@@ -338,12 +360,28 @@ def _bars(plan, width):
 def _host(plan):
     "One line: what is kept in host memory, in GiB."
     kept = [f"{name} {size / GiB:.1f}" for name, size in plan.host.items() if size]
-    return f"Host memory: {sum(plan.host.values()) / GiB:.1f} GiB ({', '.join(kept)})."
+    size, cards = sum(plan.host.values()) / GiB, plan.setup.cards
+    several = f", and as much for each card: {cards * size:.1f} GiB in all" if cards > 1 else ""
+    return f"Host memory: {size:.1f} GiB ({', '.join(kept)}){several}."
 
 # %% ../../nbs/planning/01_plan.ipynb #31ddf9e8
+def _shared(s):
+    "What several cards do together, in two sentences."
+    drawn = completions_drawn(s.config, s.cards) * s.cards
+    batch = s.config.per_device_train_batch_size * s.config.accumulation(s.cards) * s.cards
+    gradients = 4 * lora_parameters(s.model, s.lora_r, s.lora_targets) / 2**20
+    summed = f"the adapters' gradients, {gradients:,.0f} MiB" if s.lora_r else "all gradients"
+    return (
+        f"{s.cards} cards, and these are one card's bytes: together they draw {drawn} completions "
+        f"and learn from {batch} in an update. Each update sums {summed}, over all cards."
+    )
+
+
 def _remarks(plan):
     "Yield sentences about settings without effect, or that the plan does not cover."
     s, step = plan.setup, plan.setup.step
+    if s.cards > 1:
+        yield _shared(s)
     if s.offload_hidden and step.mini_batch == 1:
         yield (
             "Final hidden states wait on the host while another piece of the batch is "
@@ -382,7 +420,7 @@ def _in_pieces(plan):
     if plan.fits or s.implementation != "ours":
         return
     for n in range(2, batch + 1):
-        after = plan_of(s.changed(per_device_train_batch_size=-(-batch // n)))
+        after = fit(replace(s.step, per_device_train_batch_size=-(-batch // n)), plan.room)
         if after.fits:
             yield (
                 "But the trainer cuts a micro-batch by itself, each piece forward and backward "
@@ -433,13 +471,14 @@ def _nearly_free(s: Setup) -> Iterator[Switch]:
 
 def one_at_a_time(
     config: GRPOConfig,
+    cards: int = 1,
 ) -> dict[str, int]:  # settings
     "Micro-batches of one sequence, and as many more of them: the same update."
     batch, steps = config.per_device_train_batch_size, config.steps_per_generation
     more = {"steps_per_generation": steps * batch} if steps else {}
     return {
         "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": config.accumulation() * batch,
+        "gradient_accumulation_steps": config.accumulation(cards) * batch,
         **more,
     }
 
@@ -465,7 +504,7 @@ def _slower(s: Setup) -> Iterator[Switch]:
         )
     if batch > 1:
         yield (
-            one_at_a_time(s.config),
+            one_at_a_time(s.config, s.cards),
             "More and smaller passes for the same update; the trainer does it by itself, a "
             "piece of a micro-batch after the other, as many as fit.",
         )
@@ -650,11 +689,11 @@ def larger_card(
 
 
 def _what_is_left(asked, last):
-    "The options if no switch is enough: a shorter context, a larger card, several cards."
+    "The options if no switch is enough: a shorter context, a larger card, a smaller model."
     longest, larger = last.setup.longest_context(), larger_card(last)
     rest = [f"a context of {longest:,} tokens"] if longest else []
     if larger is None:
-        return [*rest, "several cards"]
+        return [*rest, "a smaller model"]
     as_asked = ", which takes it as it was asked for" if larger == larger_card(asked) else ""
     return [*rest, f"a card like the {larger.name}{as_asked}"]
 

@@ -24,17 +24,22 @@ def test_the_module_imports_nothing():
     assert {name.split(".")[0] for name in loaded.split()} <= {"grpo_nb", "importlib", "warnings"}
 
 
-@pytest.mark.parametrize("name", limits.every_limit())
-def test_no_other_module_defines_it(name):
-    allowed = {"algorithm/logprobs.py"} if name == "ROWS_PER_CHUNK" else set()
-    homes = set()
+@pytest.fixture(scope="module")
+def homes():
+    "name -> the modules that assign it."
+    found = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and name in {
-                target.id for target in node.targets if isinstance(target, ast.Name)
-            }:
-                homes.add(str(path.relative_to(PACKAGE)))
-    assert homes - allowed == {"model/limits.py"}
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, set()).add(str(path.relative_to(PACKAGE)))
+    return found
+
+
+@pytest.mark.parametrize("name", limits.every_limit())
+def test_no_other_module_defines_it(name, homes):
+    allowed = {"algorithm/logprobs.py"} if name == "ROWS_PER_CHUNK" else set()
+    assert homes[name] - allowed == {"model/limits.py"}
 
 
 def test_algorithm_which_imports_nothing_of_ours_has_the_same_rows():

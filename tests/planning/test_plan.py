@@ -470,3 +470,40 @@ def test_offloading_hidden_states_of_a_single_piece_is_told_to_be_idle():
     assert "offload_hidden changes nothing" in describe(one) and "offload_hidden" not in describe(
         two
     )
+
+
+def test_several_cards_share_the_batch_and_not_the_model():
+    one, four = (plan("gpt-oss-20b", "H100", context=4096, cards=n) for n in (1, 4))
+    assert four.moments == one.moments and four.peak == one.peak and four.host == one.host
+    told = four.to_dict()["setup"]
+    assert told["cards"] == 4 and told["config"]["generation_batch_size"] == 32
+    words = describe(four)
+    assert "on each of 4 H100" in words and "together they draw 32 completions" in words
+    assert f"{4 * sum(four.host.values()) / GiB:.1f} GiB in all" in words
+    assert "cards" not in describe(one)
+    shared = plan("gpt-oss-20b", "H100", context=4096, cards=4, generation_batch_size=32)
+    alone = plan("gpt-oss-20b", "H100", context=4096, generation_batch_size=32)
+    assert shared.totals["rollout"] < alone.totals["rollout"]  # a card draws 8 of them
+
+
+def test_a_batch_that_the_cards_cannot_share_is_refused_with_one_that_they_can():
+    wanted = "3 cards cannot share 8 completions.*Set generation_batch_size=24"
+    with pytest.raises(ValueError, match=wanted):
+        plan("Qwen3-4B", "L4", cards=3, generation_batch_size=8)
+    assert (
+        plan("Qwen3-4B", "L4", cards=3, generation_batch_size=24).setup.step.generation_batch_size
+        == 8
+    )
+    config = GRPOConfig(per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    for cards in (1, 2, 4):  # each card draws as many, and the update is of so many more
+        setup = setup_of("Qwen3-4B", "L4", config, cards=cards)
+        assert setup.step.generation_batch_size == 8
+        assert f"learn from {8 * cards}" in describe(plan_of(setup)) or cards == 1
+
+
+def test_advice_for_several_cards_is_the_same_update():
+    made = plan("Llama-3.1-8B", "L4", context=20_480, per_device_train_batch_size=8, cards=4)
+    after = advise(made)[-1].plan.setup
+    assert not made.fits and plan_of(after).fits
+    for name in ("generation_batch_size", "effective_batch_size"):
+        assert getattr(after.config.layout(4), name) == getattr(made.setup.config.layout(4), name)

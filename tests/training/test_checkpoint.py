@@ -158,14 +158,15 @@ def whole(runner, tmp_path_factory):
     return of
 
 
+@pytest.mark.parametrize("most", [2, pytest.param(5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_at_random_moments(name, runner, whole, tmp_path):
+def test_killed_at_random_moments(name, most, runner, whole, tmp_path):
     (expected, seconds), chance, kills = whole(name), random.Random(name), 0
     for attempt in range(60):
         if not kills:
             folder = tmp_path / str(attempt)
         pid = runner.start(folder=str(folder), resume=True, **SCENARIOS[name])
-        if kills < 5:
+        if kills < most:
             time.sleep(chance.uniform(0.1, 0.8) * seconds)
             try:
                 os.kill(pid, signal.SIGKILL)
