@@ -23,7 +23,7 @@ from ..model.attention import TRANSFORMERS_NAMES
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_hidden
 from ..model.shared_prefix import share
-from ..rollout.decoder import changed_forward
+from ..rollout.read_layers import changed_forward
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #c72ba891
 @dataclass
