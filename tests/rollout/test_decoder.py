@@ -262,10 +262,10 @@ def test_numbers_that_are_none_are_reported():
 
 
 def test_what_cannot_be_read_goes_through_the_modules():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import OlmoConfig, OlmoForCausalLM
 
-    llama = LlamaForCausalLM(
-        LlamaConfig(
+    olmo = OlmoForCausalLM(
+        OlmoConfig(
             vocab_size=24,
             hidden_size=16,
             intermediate_size=16,
@@ -283,14 +283,14 @@ def test_what_cannot_be_read_goes_through_the_modules():
     mixed = tiny_gpt_oss()[0]
     mixed.lm_head.to(torch.bfloat16)
     for model, reason in (
-        (llama, "LlamaForCausalLM"),
+        (olmo, "OlmoForCausalLM"),
         (dora, "DoRA"),
         (head, "the head is a ModulesToSaveWrapper"),
         (mixed, "several kinds"),
     ):
         decoder, why = open_decoder(model)
         assert decoder is None and reason in why
-    rollout = RolloutEngine(llama, None).generate(
+    rollout = RolloutEngine(olmo, None).generate(
         [[3, 4], [5]], SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
     )
     assert rollout.lengths.tolist() == [4, 4]

@@ -1,0 +1,143 @@
+"""Dense families read from their own tensors, beside their modules."""
+
+import pytest
+import torch
+import transformers
+from dense_models import FAMILIES, dense_model
+from peft import LoraConfig, get_peft_model
+
+from grpo_nb.rollout.decoder import open_decoder
+from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.sampling import SamplingParams
+
+PROMPTS = [list(range(3, 16)), [5, 6], [7], [5, 6], [9, 3, 12, 11]]  # two of them equal
+GREEDY = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(20, 21))
+
+
+def both_ways(model, params=GREEDY, prompts=PROMPTS, **options):
+    direct = RolloutEngine(model, None, **options)
+    assert direct.way == "directly: plain tensors"
+    modules = RolloutEngine(model, None, through_modules=True, **options)
+    return direct.generate(prompts, params), modules.generate(prompts, params)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_draws_what_its_modules_draw(name, lora):
+    "In float64 bit for bit (the log-probs are float32), in float32 to the order of the sums."
+    for dtype, bound in ((torch.float64, 0), (torch.float32, 1e-5)):
+        mine, theirs = both_ways(dense_model(name, dtype, lora))
+        assert torch.equal(mine.completion_ids, theirs.completion_ids)
+        assert mine.finish_reasons == theirs.finish_reasons
+        torch.testing.assert_close(mine.logps, theirs.logps, atol=bound, rtol=0)
+    assert 0 < theirs.lengths.min() and theirs.lengths.max() > 20
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3Text"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sixteen_bits_err_as_the_modules_do(name, autocast):
+    "The distance of both ways from float64, over the same completions."
+    exact, model = dense_model(name, torch.float64), dense_model(name)
+    options = dict(autocast_dtype=torch.bfloat16) if autocast else {}
+    model = model if autocast else model.bfloat16()
+    engine = RolloutEngine(model, None, **options)
+    rollout = engine.generate(PROMPTS, SamplingParams(max_tokens=20, stop_token_ids=(), seed=0))
+    ours, theirs = [], []
+    for prompt, ids, logps in zip(
+        rollout.prompt_ids, rollout.completion_ids.tolist(), rollout.logps
+    ):
+        whole = torch.tensor([prompt + ids])
+
+        def by(model, autocast=False, whole=whole, prompt=prompt, ids=ids):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1]
+            return logits.double().log_softmax(-1)[range(len(ids)), ids]
+
+        ours.append(logps - by(exact))
+        theirs.append(by(model, autocast) - by(exact))
+    ours, theirs = (torch.cat(gaps).square().mean().sqrt() for gaps in (ours, theirs))
+    assert 1e-4 < ours < 1.3 * theirs
+
+
+def test_what_is_drawn_with_filters_and_a_seed():
+    model = dense_model("Qwen2", lora=True)
+    for filters in (dict(n=3, top_p=0.8, seed=1), dict(repetition_penalty=1.3, top_k=9, seed=2)):
+        params = SamplingParams(max_tokens=12, stop_token_ids=(20,), **filters)
+        mine, theirs = both_ways(model, params, PROMPTS[:3])  # all different
+        assert torch.equal(mine.completion_ids, theirs.completion_ids)
+        torch.testing.assert_close(mine.logps, theirs.logps, atol=1e-4, rtol=0)
+
+
+def test_adapters_that_are_switched_off_merged_or_changed():
+    model = dense_model("Llama", lora=True)
+    engine = RolloutEngine(model, None)
+    before = engine.generate(PROMPTS, GREEDY).logps
+    with model.disable_adapter():
+        mine, theirs = both_ways(model)
+    assert torch.equal(mine.completion_ids, theirs.completion_ids)
+    assert not torch.allclose(mine.logps[:, 0], before[:, 0])
+    with torch.no_grad():
+        layer = model.get_base_model().model.layers[1]
+        layer.mlp.down_proj.lora_B["default"].weight.mul_(-2)
+    assert not torch.allclose(engine.generate(PROMPTS, GREEDY).logps[:, 0], before[:, 0])
+    mine, _ = both_ways(model)
+    model.merge_adapter()
+    merged, _ = both_ways(model)
+    torch.testing.assert_close(mine.logps, merged.logps, atol=1e-3, rtol=0)
+
+
+def test_models_that_compute_something_else_are_refused():
+    class Mine(transformers.models.llama.modeling_llama.LlamaMLP):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    own, hooked, set_on, replaced, dora = (dense_model("Llama") for _ in range(5))
+    own.model.layers[0].mlp.__class__ = Mine
+    hooked.model.layers[1].mlp.register_forward_hook(lambda module, given, out: 2 * out)
+    set_on.model.layers[1].mlp.forward = lambda x: x
+    replaced.model.layers[1].mlp = dense_model("Mistral").model.layers[1].mlp
+    dora = get_peft_model(dora, LoraConfig(r=2, use_dora=True, target_modules=["up_proj"]))
+    dynamic = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    part = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+    for model, reason in (
+        (own, "model.layers.0.mlp has the forward pass of Mine"),
+        (hooked, "model.layers.1.mlp has a forward hook"),
+        (set_on, "a module has a forward pass of its own"),
+        (replaced, "a MistralMLP stands where a LlamaMLP is expected"),
+        (dora, "DoRA"),
+        (dense_model("Llama", hidden_act="gelu"), "its activation is 'gelu'"),
+        (dense_model("Llama", rope_parameters=dynamic), "changes with the length"),
+        (dense_model("Phi3", rope_parameters=part), "turns a part of each head"),
+        (dense_model("Gemma3Text", use_bidirectional_attention=True), "attend to later ones"),
+    ):
+        decoder, why = open_decoder(model)
+        assert decoder is None and reason in why
+
+
+def test_a_window_that_no_row_outgrows_takes_no_ring():
+    decoder = open_decoder(dense_model("Mistral", sliding_window=64))[0]
+    assert decoder.shape_for(64).windows == (None, None)
+    assert decoder.shape_for(65).windows == (64, 64)
+
+
+def test_weights_in_four_bits_go_through_their_own_product():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = dense_model("Llama", hidden_size=128, intermediate_size=128, head_dim=32)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    packed = bitsandbytes.nn.Linear4bit(
+                        linear.in_features, linear.out_features, bias=False, quant_type="nf4"
+                    )
+                    packed.load_state_dict(linear.state_dict())
+                    setattr(part, name, packed.to("cpu"))
+    exact = dense_model("Llama", hidden_size=128, intermediate_size=128, head_dim=32)
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    ).eval()
+    mine, theirs = both_ways(model)
+    assert torch.equal(mine.completion_ids, theirs.completion_ids)
+    # on some processors the product rounds to bfloat16
+    assert ((mine.logps - theirs.logps).abs() < 1e-3).float().mean() > 0.9
+    assert not torch.allclose(mine.logps[:, 0], both_ways(exact)[0].logps[:, 0], atol=1e-3)
