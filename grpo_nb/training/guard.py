@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GAP_BOUNDS', 'STALE_GAP', 'LEAST_EFFECT', 'LEAST_TOKENS', 'CAUSES', 'MOST_ROWS', 'Comparison', 'computing_format',
            'gap_bound', 'is_read', 'gap_is_wrong', 'slope_is_wrong', 'without_adapter', 'expert_factors', 'zeroed',
-           'fits', 'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere', 'base_served',
+           'fits', 'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere', 'explains', 'base_served',
            'experts_left_out', 'other_adapter', 'other_base', 'cause_of', 'SamplerMismatch', 'chosen_rows',
            'needs_more', 'Guard']
 
@@ -55,11 +55,19 @@ class Comparison:
         x = 0 * self.trainer if self.base is None else self.trainer - self.base
         return x.square().mean().sqrt().item()
 
-    def slope(self) -> tuple[float, float]:  # and its standard error; only where there is an effect
+    def slope(self) -> float:  # NaN without an effect
         "The adapter's effect on the sampler over that on the trainer."
         x, y = self.trainer - self.base, self.sampler - self.base
-        slope = (x * y).sum() / x.square().sum()
-        return slope.item(), self.spread(x * (y - slope * x)) / x.square().sum().item()
+        return ((x * y).sum() / x.square().sum()).item()
+
+    def rest(self) -> torch.Tensor:  # (n,)
+        "What the slope leaves unexplained: rounding, or another policy."
+        return self.sampler - self.base - self.slope() * (self.trainer - self.base)
+
+    def slope_error(self) -> float:
+        "Standard error of the slope."
+        x = self.trainer - self.base
+        return self.spread(x * self.rest()) / x.square().sum().item()
 
     def spread(self, values: torch.Tensor) -> float:
         "Standard error of the sum of n values whose mean is 0, those of a completion taken as one."
@@ -77,7 +85,7 @@ GAP_BOUNDS = {  # mean gap that is taken for rounding, nats a token
 }
 # of a policy that has moved on since: three updates behind, a tiny model differs by .02 to .03
 STALE_GAP = 0.3
-LEAST_EFFECT = 1.5  # times the gap's bound, for the slope to say something
+LEAST_EFFECT = 1.5  # times what is left unexplained, for the slope to say something
 LEAST_TOKENS = 16  # likewise
 
 
@@ -102,7 +110,9 @@ def is_read(
     bound: float,  # of the gap
 ) -> bool:
     "Whether the adapter's effect is large enough for the slope to say something."
-    return found.effect >= LEAST_EFFECT * bound and len(found.gap) >= LEAST_TOKENS
+    if found.effect < bound / 100 or len(found.gap) < LEAST_TOKENS:
+        return False
+    return found.effect >= LEAST_EFFECT * found.rest().square().mean().sqrt().item()
 
 # %% ../../nbs/training/22_guard.ipynb #0c1a1b47
 def gap_is_wrong(found: Comparison, bound: float) -> bool:
@@ -119,8 +129,7 @@ def slope_is_wrong(
     "Whether the slope says something, is beyond its margin, and not by chance."
     if not is_read(found, bound):
         return False
-    slope, error = found.slope()
-    return not abs(slope - 1) <= margin + 3 * error
+    return not abs(found.slope() - 1) <= margin + 3 * found.slope_error()
 
 # %% ../../nbs/training/22_guard.ipynb #a59768f3
 @contextmanager
@@ -170,7 +179,7 @@ def fits(
     if logps is None:
         return False
     gap = (found.sampler - logps).abs().mean().item()
-    return gap <= max(bound, 0.1 * found.gap_mean) and gap < 0.5 * found.gap_mean
+    return gap < 0.5 * found.gap_mean and gap <= max(bound, 0.1 * found.gap_mean)
 
 
 def are_placeholders(logps: torch.Tensor) -> bool:  # (n,)
@@ -220,9 +229,14 @@ def cut_elsewhere(found, bound, under):
         )
 
 
+def explains(found: Comparison) -> bool:
+    "Whether the adapter changes enough for a wrong one to explain the gap."
+    return found.effect >= 0.5 * found.gap_mean
+
+
 def base_served(found, bound, under):
     "The sampler has no adapter."
-    if is_read(found, bound) and fits(found, found.base, bound):
+    if explains(found) and fits(found, found.base, bound):
         return (
             "They are those of the model without its adapter: the sampler serves the base. Look at "
             "whether the adapter was loaded, and under which name completions were asked for"
@@ -232,10 +246,10 @@ def base_served(found, bound, under):
 def experts_left_out(found, bound, under):
     "The adapters of attention are served, those of experts are not, or in another layout."
     attention = under("no experts")
-    if attention is None or not is_read(found, bound):
+    if attention is None or not explains(found):
         return None
     parts = torch.stack([attention - found.base, found.trainer - attention], 1)  # (n, 2)
-    if parts[:, 1].square().mean().sqrt() < bound:
+    if parts[:, 1].square().mean().sqrt() < 0.5 * found.gap_mean:  # too small to be the cause
         return None
     shares = torch.linalg.lstsq(parts, (found.sampler - found.base)[:, None]).solution[:, 0]
     if abs(shares[0] - 1) < 0.3 and shares[1] < 0.5:
@@ -248,11 +262,9 @@ def experts_left_out(found, bound, under):
 
 def other_adapter(found, bound, under):
     "The base model is right, the adapter is not."
-    if not is_read(found, bound):
+    if not explains(found) or found.rest().square().mean().sqrt() > found.effect:
         return None
-    slope, _ = found.slope()
-    x, y = found.trainer - found.base, found.sampler - found.base
-    if (y - slope * x).square().mean().sqrt() > found.effect or slope < 0.05:
+    if (slope := found.slope()) < 0.05:
         return None
     if slope > 1:
         return (
@@ -421,7 +433,7 @@ class Guard:
         numbers = dict(gap_mean=found.gap_mean, gap_max=found.gap.abs().max().item())
         numbers |= dict(gap_bound=bound, effect=found.effect)
         if current and is_read(found, bound):
-            numbers["slope"] = found.slope()[0]
+            numbers["slope"] = found.slope()
         return {f"guard/{name}": value for name, value in numbers.items()}
 
     def judge(self, rows, found: Comparison, bound: float, current: bool, step: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig
-from small_runs import one_thread, small_model, small_trainer, weights_of
+from small_runs import one_thread, small_model, small_trainer, weights_of, without_clocks
 
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.training.guard import SamplerMismatch
