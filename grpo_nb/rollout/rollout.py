@@ -63,6 +63,11 @@ class Rollout:
         return self.mask.sum(-1)
 
     @property
+    def drawn(self) -> torch.Tensor:  # (N,) int64
+        "Tokens of each completion that the policy chose, without those of tools."
+        return self.lengths if self.written is None else (self.written & self.mask).sum(-1)
+
+    @property
     def truncated(self) -> torch.Tensor:  # (N,) bool
         "Which completions ended because max_tokens were drawn."
         return torch.tensor(

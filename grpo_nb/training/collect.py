@@ -423,7 +423,7 @@ class RolloutCollector:
             scale=config.scale_rewards,
             aggregation=config.multi_objective_aggregation,
         )
-        lengths, truncated = self.accelerator.gather((rollout.lengths, rollout.truncated))
+        lengths, truncated = self.accelerator.gather((rollout.drawn, rollout.truncated))
         self.metrics.add({"frac_reward_zero_std": advantages.zero_std_fraction})
         self.metrics.add(completion_metrics(lengths, truncated))
         self.metrics.add(reward_metrics(scores, self.reward_names, config.reward_weights, groups))

@@ -52,7 +52,7 @@ class Evaluator:
             set_random_state(before)
         lengths, cut = (
             torch.tensor(gather_object([x for r in rollouts for x in getattr(r, name).tolist()]))
-            for name in ("lengths", "truncated")
+            for name in ("drawn", "truncated")
         )
         groups = self.config.used("num_generations_eval")
         return {

@@ -134,3 +134,16 @@ def test_rows_end_where_the_first_stop_text_is_complete(texts, stop):
         assert reason == ("stop" if ends else "length")
     assert torch.equal(ended.logps, -ended.mask.float())
     assert not ended.completion_ids[~ended.mask].any()
+
+
+def test_parts_keep_everything_and_rows_can_be_taken_out():
+    one, two = drawn([2, 4], stops=[0]), drawn([3], stops=[])
+    one.columns, two.columns = {"a": [1, 2]}, {"a": [3]}
+    two.written = torch.tensor([[True, False, True]])
+    both = concatenate([one, two])
+    assert both.columns == {"a": [1, 2, 3]} and both.drawn.tolist() == [2, 4, 2]
+    some = both.rows([2, 0])
+    assert some.prompt_ids == [two.prompt_ids[0], one.prompt_ids[0]]
+    assert some.columns == {"a": [3, 1]} and some.lengths.tolist() == [3, 2]
+    assert some.written[0].tolist() == [True, False, True, False] and some.versions is None
+    assert one.written is None and one.drawn.tolist() == [2, 4]  # the parts are as they were
