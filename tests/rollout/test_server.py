@@ -1,6 +1,8 @@
 """The sampler over HTTP against the stand-in, and what it does when a server misbehaves."""
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -12,8 +14,9 @@ from peft import LoraConfig
 from rollout.test_stand_in import moved
 from small_runs import ROWS, digits, one_thread, small_config, small_model, without_clocks  # noqa: F401
 
-from grpo_nb import GRPOTrainer
+from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.model.adapters import add_adapters, resolve_targets
+from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampler import Sampler
 from grpo_nb.rollout.sampling import SamplingParams
@@ -334,3 +337,39 @@ def test_settings_that_contradict_use_vllm_are_refused(tmp_path):
         GRPOTrainer(
             moved(model), digits, config, ROWS, processing_class=tokenizer, rollout_func=print
         )
+
+
+def test_a_users_script_against_a_server_in_another_process(tmp_path):
+    command = [sys.executable, "-m", "grpo_nb", "serve", "tiny", "--port", "0"]
+    server = subprocess.Popen(
+        [*command, "--lora-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        url = re.search(r"http://\S+:\d+", server.stdout.readline())[0]
+        model, tokenizer = tiny_gpt_oss()
+        config = GRPOConfig(
+            output_dir=str(tmp_path / "out"),
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=url,
+            max_steps=3,
+            learning_rate=1e-2,
+            logging_steps=1,
+            max_completion_length=6,
+            gradient_checkpointing=False,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+        trainer = GRPOTrainer(
+            model, digits, config, ROWS, processing_class=tokenizer, peft_config=adapter
+        )
+        trainer.train()
+        records = trainer.log_history
+        assert [record["step"] for record in records] == [1, 2, 3]
+        assert all(record["sampling/gap_mean"] < 1e-6 for record in records)
+        assert all(record["grad_norm"] > 0 for record in records)
+    finally:
+        server.terminate()
+        assert server.wait(20) == 143
+        server.stdout.close()

@@ -1,0 +1,166 @@
+"""The server that a trainer starts: it dies with its parent, and a run ends it on every way out."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from peft import LoraConfig
+from small_runs import ROWS, digits, one_thread, small_config  # noqa: F401
+
+from grpo_nb import GRPOTrainer
+from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout.colocated import (
+    KEEPER,
+    ColocatedVLLM,
+    check_vllm,
+    vllm_command,
+    vllm_environment,
+)
+from grpo_nb.rollout.server import ServerError
+from grpo_nb.training import trainer as trainer_module
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="vLLM runs on Linux and macOS")
+PARENT = """
+import os, subprocess, sys
+keeper, child = sys.argv[1:3]
+kept = subprocess.Popen(
+    [sys.executable, "-c", keeper, str(os.getpid()), sys.executable, "-c", child],
+    start_new_session=True,
+)
+print(kept.pid, flush=True)
+kept.wait()
+"""
+CHILD = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN) if {deaf} else None
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpid(), engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def lives(pid):
+    "Whether a process runs; a zombie does not."
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(state.stdout.strip()) and not state.stdout.strip().startswith("Z")
+
+
+def gone(*pids, within=20):
+    late = time.monotonic() + within
+    while any(map(lives, pids)) and time.monotonic() < late:
+        time.sleep(0.05)
+    return not any(map(lives, pids))
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_and_what_it_started_die_with_the_parent(end):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, KEEPER, CHILD.format(deaf=False)], stdout=subprocess.PIPE
+    )
+    pids = [int(word) for _ in range(2) for word in parent.stdout.readline().split()]
+    assert len(pids) == 3 and all(map(lives, pids))
+    parent.send_signal(end)
+    parent.wait(10)
+    assert gone(*pids)
+    parent.stdout.close()
+
+
+def test_a_keeper_that_is_killed_takes_the_server_with_it():
+    if sys.platform != "linux":
+        pytest.skip("PR_SET_PDEATHSIG is Linux's")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, KEEPER, CHILD.format(deaf=True)], stdout=subprocess.PIPE
+    )
+    pids = [int(word) for _ in range(2) for word in parent.stdout.readline().split()]
+    os.kill(pids[0], signal.SIGKILL)
+    assert gone(pids[1])
+    os.kill(pids[2], signal.SIGKILL)
+    parent.wait(10)
+    parent.stdout.close()
+
+
+def test_the_command_says_what_a_run_needs(monkeypatch):
+    command = vllm_command("a/b", 7, python="p", rank=20, max_loras=3, max_length=99, sleeps=True)
+    assert command[:5] == ["p", "-m", "vllm.entrypoints.cli.main", "serve", "a/b"]
+    flags = " ".join(command)
+    for flag in (
+        "--enable-lora",
+        "--enable-sleep-mode",
+        "--host 127.0.0.1 --port 7",
+        "--max-lora-rank 32 --max-loras 3",
+        "--logprobs-mode processed_logprobs",
+        "--max-model-len 99",
+    ):
+        assert flag in flags
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    own = vllm_environment("secret", same_python=False)
+    assert own["VLLM_API_KEY"] == "secret" and own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "RANK" not in own and "PYTHONPATH" not in own and "secret" not in flags
+
+
+def test_without_vllm_the_run_does_not_begin(tmp_path):
+    with pytest.raises(
+        ImportError, match="this/python has none. .*vllm_python.*vllm_mode='server'"
+    ):
+        check_vllm("this/python")
+    model, tokenizer = tiny_gpt_oss()
+    config = small_config(tmp_path, use_vllm=True, vllm_python="this/python")
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(ImportError, match="use_vllm=True starts a vLLM"):
+        GRPOTrainer(model, digits, config, ROWS, processing_class=tokenizer, peft_config=adapter)
+
+
+def test_a_server_that_fails_is_named_with_the_end_of_its_log(tmp_path):
+    words = [sys.executable, "-c", "print('CUDA out of memory'); raise SystemExit(1)"]
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="has ended. .*CUDA out of memory"):
+        ColocatedVLLM(lambda port: words, log=tmp_path / "vllm.log", folder=tmp_path)
+    assert time.monotonic() - start < 60
+
+
+def served(folder):
+    "The command of the stand-in in place of vLLM's."
+
+    def words(self, rank, max_loras, port):
+        given = ["--port", str(port), "--lora-dir", str(folder), "--max-loras", str(max_loras)]
+        return [sys.executable, "-m", "grpo_nb", "serve", "tiny", *given]
+
+    return words
+
+
+def test_a_run_starts_its_server_lets_it_sleep_and_ends_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module.GRPOTrainer, "vllm_words", served(tmp_path))
+    model, tokenizer = tiny_gpt_oss()
+    config = small_config(
+        tmp_path, use_vllm=True, vllm_enable_sleep_mode=True, max_steps=3, logging_first_step=True
+    )
+    adapter = LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    trainer = GRPOTrainer(
+        model, digits, config, ROWS, processing_class=tokenizer, peft_config=adapter
+    )
+    keeper, seen = trainer.vllm.keeper, []
+    told = trainer.policy_update.prepare
+
+    def prepare(batch):
+        seen.append(trainer.vllm.tell(trainer.vllm.addresses[0], "/is_sleeping")["is_sleeping"])
+        return told(batch)
+
+    trainer.policy_update.prepare = prepare
+    trainer.train()
+    gaps = [record["sampling/gap_mean"] for record in trainer.log_history]
+    assert len(gaps) == 3 and max(gaps) < 1e-6 and seen == [True] * 3
+    assert keeper.poll() is not None and trainer.vllm.keeper is None
+    assert "tiny at http://127.0.0.1" in (tmp_path / "vllm.log").read_text()
+    assert not list((tmp_path / ".vllm_adapters").iterdir())
