@@ -38,6 +38,14 @@ def tools():
     sys.path[:] = before
 
 
+def test_the_parts_of_the_site_are_those_of_the_map(tools):
+    index = tools["course"].load(ROOT / "index.ipynb")
+    words = "\n".join(cell["source"] for cell in index["cells"])
+    parts = tools["branches"](index)
+    assert [name for name, _ in parts] == ["One page", *re.findall("<summary><b>(.+?)</b>", words)]
+    assert len(dict(parts)["Eight lessons"]) == 8
+
+
 # The reference, from source
 
 

@@ -49,7 +49,7 @@ PLANNED = {  # model -> how its weights are held, and what waits on the host
 }
 PLANNED_CARDS = ("T4", "L4", "A100-40", "A100-80", "H200")
 TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks
-BRANCH = re.compile(r"\*\*([^*\n]+)\*\*")
+BRANCH = re.compile(r"\*\*([^*\n]+)\*\*|<summary><b>([^<\n]+)</b>")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.S | re.M)
 LINK = re.compile(  # or a piece of code, which is passed over
     r"`[^`\n]+`|(!?)\[((?:`[^`\n]+`|[^\[\]`]|\[[^\]]*\])*)\]\(([^()\s]+)\)"
@@ -72,7 +72,7 @@ def branches(index):
     for cell in index["cells"]:
         if cell["cell_type"] != "markdown":
             continue
-        captions = [(m.start(), m[1]) for m in BRANCH.finditer(cell["source"])]
+        captions = [(m.start(), m[1] or m[2]) for m in BRANCH.finditer(cell["source"])]
         for row in course.ROW.finditer(cell["source"]):
             above = [name for at, name in captions if at < row.start()]
             caption = above[-1] if above else "Lessons"
