@@ -24,6 +24,7 @@ KERNELS = {
     "grpo_nb.algorithm.softmax_kernel",
     "grpo_nb.model.training_kernels",
     "grpo_nb.rollout.decode_kernels",
+    "grpo_nb.rollout.dense_kernels",
     "grpo_nb.rollout.expert_kernel",
 }
 SPINE = [

@@ -205,7 +205,7 @@ ONE_LOAD = 4096  # columns of a matrix that the kernel for one row loads at once
 
 
 def _tiles(M, N):
-    "Tile sizes for a product of M rows and N columns; few columns, as of an adapter, are cut small."
+    "Tile sizes for a product of M rows and N columns; small for few columns, as of an adapter."
     if N > 50_000:
         return (
             dict(BM=16, BN=64, BK=128, num_warps=4, num_stages=4)

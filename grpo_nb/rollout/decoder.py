@@ -429,7 +429,7 @@ class DenseDecoder(Decoder):
 
     def attend_prompts(self, number, q, k, v):
         "`Decoder.attend_prompts` without sinks."
-        (U, Hq, L, _), Hk, window = q.shape, k.shape[1], self.windows[number]
+        (_, Hq, L, _), Hk, window = q.shape, k.shape[1], self.windows[number]
         k, v = (t.repeat_interleave(Hq // Hk, 1) for t in (k, v))
         if window is None or L <= window:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)

@@ -225,17 +225,17 @@ def project(
 
 # %% ../../nbs/rollout/17_dense_kernels.ipynb #0991cccb
 @triton.jit
-def _activate_kernel(gate, up, out, I, SG, SU, GELU: tl.constexpr, BI: tl.constexpr):
+def _activate_kernel(gate, up, out, N, SG, SU, GELU: tl.constexpr, BI: tl.constexpr):
     "A stretch of one row: the activation of the gate, times the other half."
     b, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BI + tl.arange(0, BI)
-    g = tl.load(gate + b * SG + i, mask=i < I, other=0.0).to(tl.float32)
-    u = tl.load(up + b * SU + i, mask=i < I, other=0.0).to(tl.float32)
+    g = tl.load(gate + b * SG + i, mask=i < N, other=0.0).to(tl.float32)
+    u = tl.load(up + b * SU + i, mask=i < N, other=0.0).to(tl.float32)
     z = g
     if GELU:
         z = 1.5957691216057308 * (g + 0.044715 * g * g * g)  # 2 sqrt(2 / pi)
     dtype = out.dtype.element_ty
     y = (g / (1 + tl.exp(-z))).to(dtype).to(tl.float32)
-    tl.store(out + b * I + i, (y * u).to(dtype), mask=i < I)
+    tl.store(out + b * N + i, (y * u).to(dtype), mask=i < N)
 
 
 def activate(
