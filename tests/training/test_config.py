@@ -394,6 +394,9 @@ def test_nonsense_is_refused_with_what_is_possible(name):
         "optim_args",
         "hub_model_id",
         "hub_revision",
+        "vllm_python",
+        "vllm_server_base_url",
+        "vllm_server_host",
     )
     if name not in words:
         nonsense.append("1e-6")
