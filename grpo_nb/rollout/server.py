@@ -599,7 +599,7 @@ class VLLMServer:
             why = reason_of(answer)
             if status == 200 or "already been loaded" in why:
                 return
-            if status not in PASSING:
+            if status not in PASSING or status == 500:  # 500: the engine has refused the adapter
                 break
             self.check_alive()
             if attempt < self.retries:

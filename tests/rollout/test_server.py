@@ -373,3 +373,25 @@ def test_a_users_script_against_a_server_in_another_process(tmp_path):
         server.terminate()
         assert server.wait(20) == 143
         server.stdout.close()
+
+
+def test_only_the_first_process_writes_and_all_draw_with_its_version(start, tmp_path):
+    stand_in, url = start(max_loras=3)
+    said, model = [], moved(small_model()[0])
+
+    def tell(value):
+        said.append(value)
+        return value
+
+    first = sampler_of(url, tmp_path, share=tell)
+    other = sampler_of(url, tmp_path, leads=False, share=lambda value: said[-1])
+    for version in (0, 1, 2):
+        for one in (first, other):
+            one.publish(model, version)
+        assert other.generate([[7]], PARAMS).versions.tolist() == [version] * 2
+    assert other.current == first.current and list(stand_in.adapters.folders) == [first.current[0]]
+    said.append((None, "the disk is full"))
+    with pytest.raises(ServerError, match="the disk is full"):
+        other.publish(model, 3)
+    other.close()
+    assert stand_in.adapters.folders and first.generate([[7]], PARAMS).versions[0] == 2

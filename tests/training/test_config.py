@@ -402,6 +402,9 @@ def test_nonsense_is_refused_with_what_is_possible(name):
         "hub_revision",
         "dynamic_sampling",
         "curriculum",
+        "vllm_python",
+        "vllm_server_base_url",
+        "vllm_server_host",
     )
     if name not in words:
         nonsense.append("1e-6")
