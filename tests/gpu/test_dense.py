@@ -1,0 +1,74 @@
+"""Dense families on a GPU: kernels and recorded steps beside the modules. (pytest -m gpu)"""
+
+import pytest
+import torch
+from dense_models import dense_model
+
+from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.rollout import pad_left
+from grpo_nb.rollout.sampling import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# what the kernels take: heads of at least 32, windows of at least 16
+SIZES = dict(head_dim=64, hidden_size=96, max_position_embeddings=512)
+WINDOWS = {"Qwen2 windows": 16, "Mistral": 32, "Phi3": 16, "Gemma3Text": 16}
+
+
+def by_modules(model, rollout):
+    "Log-probs of a rollout in one pass over whole sequences, (N, T)."
+    ids, mask = pad_left(rollout.prompt_ids, device="cuda")
+    ids, mask = torch.cat([ids, rollout.completion_ids], 1), torch.cat([mask, rollout.mask], 1)
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+        ).logits
+    start = ids.shape[1] - rollout.completion_ids.shape[1]
+    logps = logits[:, start - 1 : -1].float().log_softmax(-1)
+    return logps.gather(-1, rollout.completion_ids[..., None])[..., 0] * rollout.mask
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40, 100])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Qwen2", "Qwen2 windows", "Qwen3", "Mistral", "Phi3", "Gemma3Text"]
+)
+def test_float32_equals_the_modules(name, lora, rows):
+    windows = dict(sliding_window=WINDOWS[name]) if name in WINDOWS else {}
+    model = dense_model(name, lora=lora, **SIZES, **windows).to("cuda")
+    engine = RolloutEngine(model, None)
+    assert "Triton" in engine.way
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(3, 40, (1 + 37 * i % 300,), generator=generator).tolist() for i in range(rows)
+    ]
+    rollout = engine.generate(prompts, SamplingParams(max_tokens=30, stop_token_ids=(7,), seed=0))
+    torch.testing.assert_close(by_modules(model, rollout), rollout.logps, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+def test_weights_in_nf4_with_adapters(rows, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    dense_model("Qwen3", torch.bfloat16, **SIZES).save_pretrained(tmp_path)
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=four_bits, dtype=torch.bfloat16, device_map={"": 0}
+    ).eval()
+    engine = RolloutEngine(model, None)
+    if "accelerate" in engine.way:
+        pytest.skip("accelerate keeps hooks on the model")
+    assert "Triton" in engine.way
+    rollout = engine.generate(
+        [[3 + i % 30, 5, 9] for i in range(rows)],
+        SamplingParams(max_tokens=20, stop_token_ids=(), seed=0),
+    )
+    assert (by_modules(model, rollout) - rollout.logps).abs().mean() < 0.05
