@@ -150,3 +150,17 @@ def test_the_gate_names_what_differs_without_a_reason(tool):
     assert verdict("T::test_other", wrong, fine) == ("unexplained", "it differs")
     assert verdict(named, wrong, wrong)[0] == "unexplained"
     assert verdict(named, fine, ("skipped", "needs a GPU")) == ("skipped", "needs a GPU")
+
+
+def test_tests_that_are_run_again_replace_their_entries(tool):
+    from trl_gate import counted_again
+
+    before = {
+        "date": "2026-01-01",
+        "counts": {"passed": 1, "private": 1},
+        "tests": {"T::a": ["passed", ""], "T::b": ["private", "why"]},
+    }
+    now = {"date": "2026-01-02", "tests": {"T::b": ("passed", "")}}
+    after = counted_again(now, before)
+    assert after["date"] == "2026-01-01" and after["again"] == {"2026-01-02": 1}
+    assert after["counts"] == {"passed": 2} and list(after["tests"]) == ["T::a", "T::b"]

@@ -62,6 +62,10 @@ OF_TRL = ("passed", "refused", "different", "worded", "private")  # kinds that T
 def gate(record):
     "The section on TRL's own tests: how they were run, counts, and the reason of each other test."
     names = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    later = [
+        f"{tests} of the tests again on {day}" for day, tests in record.get("again", {}).items()
+    ]
+    again = f" Run {', and '.join(later)}." if later else ""
     counts = record["counts"]
     kinds = [(str(counts[kind]), words) for kind, words in KINDS.items() if kind in counts]
     reasons = {}
@@ -78,7 +82,7 @@ def gate(record):
     neither = [(str(n), reason) for n, _, kind, reason in rows if kind not in OF_TRL]
     return "\n\n".join(
         [
-            f"Run on {record['date']} with {names}; the file is {record['source']}.",
+            f"Run on {record['date']} with {names}; the file is {record['source']}.{again}",
             table(("tests", "that"), kinds),
             "Those that TRL passes and this library does not:",
             table(("tests", "why"), theirs),
