@@ -597,9 +597,9 @@ class CorrectionSettings(Settings):
     guard_every: int = setting(10, "[0, inf)")
     # mean gap that stops the run, nats a token; None: 0.1 in bfloat16, 0.02 in float16, 0.001 in
     # float32
-    guard_max_gap: float | None = setting(None, "(0, inf]")
+    guard_max_gap: float | None = setting(None, "(0, inf)")
     # how far from 1 the adapter's effect on the sampler, over that on the trainer, may be
-    guard_slope_margin: float = setting(0.25, "(0, inf]")
+    guard_slope_margin: float = setting(0.25, "(0, inf)")
 
     def check(self):
         low, high, mode = (

@@ -13,7 +13,7 @@ __all__ = ['GAP_BOUNDS', 'STALE_GAP', 'LEAST_EFFECT', 'LEAST_TOKENS', 'CAUSES', 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -249,8 +249,10 @@ def experts_left_out(found, bound, under):
     parts = torch.stack([attention - found.base, found.trainer - attention], 1)  # (n, 2)
     if parts[:, 1].square().mean().sqrt() < 0.5 * found.gap_mean:  # too small to be the cause
         return None
-    shares = torch.linalg.lstsq(parts, (found.sampler - found.base)[:, None]).solution[:, 0]
-    if abs(shares[0] - 1) < 0.3 and shares[1] < 0.5:
+    y = found.sampler - found.base
+    shares = torch.linalg.lstsq(parts, y[:, None]).solution[:, 0]  # of attention, of experts
+    better = (y - parts @ shares).norm() < 0.85 * found.rest().norm()
+    if better and abs(shares[0] - 1) < 0.18 and shares[1] < 0.35:
         return (
             f"The adapter of attention is served ({shares[0]:.2f} of its effect), that of the "
             f"experts is not ({shares[1]:.2f}): its tensors may lie in a layout that the sampler "
@@ -458,8 +460,7 @@ class Guard:
         temperature = 1.0 if name == "raw" else self.config.temperature
         if self.config.temperature == 1 if name == "raw" else rows.survivors is None:
             return None
-        rows = rows.rows(slice(None))
-        rows.survivors = rows.log_mass = None
+        rows = replace(rows, survivors=None, log_mass=None)
         with evaluating(self.model), self.update.precision.autocast():
             logps, _ = completion_logps(self.model, rows, temperature=temperature)
         return self.tokens(rows, [rows.rollout_logps, logps])[1]

@@ -356,10 +356,11 @@ def sampler_gap(history: RunHistory) -> str | None:
 def guard_is_near(history: RunHistory) -> str | None:
     "What the guard measured was close to its bound, again and again."
     gap, bound = history.newest("guard/gap_mean"), history.newest("guard/gap_bound")
-    if min(history.columns.get("guard/gap_mean", [0.0])[-3:]) > 0.5 * bound:
+    checks = history.columns.get("guard/gap_mean", [])[-MIN_RECORDS:]
+    if len(checks) == MIN_RECORDS and min(checks) > 0.5 * bound:
         return (
-            f"The guard found sampler and trainer {gap:.2g} nats a token apart three times, and "
-            f"at {bound:g} it stops the run. If that is the price of a number format (a "
+            f"The guard found sampler and trainer {gap:.2g} nats a token apart, not much less in "
+            f"{MIN_RECORDS} checks, and at {bound:g} it stops the run. If that is the price of a number format (a "
             "sampler with weights in fewer bits), raise guard_max_gap now; if not, look for what "
             "differs before it grows."
         )

@@ -57,6 +57,9 @@ OLDER = {
     "vllm_sampling_params",
 }  # dropped by TRL and transformers, or Unsloth's: still in many scripts
 NOT_IN_TRL = {
+    "guard_every",
+    "guard_max_gap",
+    "guard_slope_margin",
     "reward_timeout_s",
     "tool_timeout_s",
     "offload_activations",
