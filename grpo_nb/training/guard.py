@@ -85,7 +85,7 @@ GAP_BOUNDS = {  # mean gap that is taken for rounding, nats a token
 }
 # of a policy that has moved on since: three updates behind, a tiny model differs by .02 to .03
 STALE_GAP = 0.3
-LEAST_EFFECT = 1.5  # times what is left unexplained, for the slope to say something
+LEAST_EFFECT = 2  # times what is left unexplained, for the slope to say something
 LEAST_TOKENS = 16  # likewise
 
 

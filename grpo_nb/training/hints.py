@@ -360,9 +360,9 @@ def guard_is_near(history: RunHistory) -> str | None:
     if len(checks) == MIN_RECORDS and min(checks) > 0.5 * bound:
         return (
             f"The guard found sampler and trainer {gap:.2g} nats a token apart, not much less in "
-            f"{MIN_RECORDS} checks, and at {bound:g} it stops the run. If that is the price of a number format (a "
-            "sampler with weights in fewer bits), raise guard_max_gap now; if not, look for what "
-            "differs before it grows."
+            f"{MIN_RECORDS} checks, and at {bound:g} it stops the run. If that is the price of a "
+            "number format (a sampler with weights in fewer bits), raise guard_max_gap now; if "
+            "not, look for what differs before it grows."
         )
 
 
