@@ -211,7 +211,9 @@ def raw(found, bound, under):
 
 def other_order(found, bound, under):
     "The right numbers at the wrong tokens."
-    if fits(found, found.trainer[found.trainer.argsort()][found.sampler.argsort().argsort()], bound):
+    if fits(
+        found, found.trainer[found.trainer.argsort()][found.sampler.argsort().argsort()], bound
+    ):
         return (
             "The same numbers stand at other tokens: the sampler's log-probs and tokens are not in "
             "one order. Look at how they are put together"
@@ -284,8 +286,8 @@ def other_base(found, bound, under):
     off = (found.sampler - off).abs().mean().item()
     without = "" if found.base is None else f" With the adapter off they differ by {off:.3g}."
     return (
-        f"An older adapter does not explain it.{without} The sampler has another base model, or the same one in "
-        "another number format, or it reads the prompts as other tokens"
+        f"An older adapter does not explain it.{without} The sampler has another base model, or "
+        "the same one in another number format, or it reads the prompts as other tokens"
     )
 
 
