@@ -286,8 +286,8 @@ def other_base(found, bound, under):
     off = (found.sampler - off).abs().mean().item()
     without = "" if found.base is None else f" With the adapter off they differ by {off:.3g}."
     return (
-        f"No adapter explains it.{without} The sampler has another base model, or the same one in "
-        "another number format, or it reads the prompts as other tokens"
+        f"An older adapter does not explain it.{without} The sampler has another base model, or "
+        "the same one in another number format, or it reads the prompts as other tokens"
     )
 
 

@@ -161,7 +161,7 @@ PLANTED = {
     NoAdapter: ("serves the base", {}),
     NoExperts: ("that of the experts is not", {}),
     ExpertsMixed: ("that of the experts is not", {}),
-    OtherBase: ("No adapter explains it", {}),
+    OtherBase: ("An older adapter does not explain it", {}),
     Scrambled: ("stand at other tokens", {}),
     Placeholders: ("are all the same", {}),
 }
