@@ -1,5 +1,10 @@
 "Groups without a difference are drawn again elsewhere; a curriculum prefers what is half known."
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -152,3 +157,16 @@ def test_what_cannot_be_chosen_is_a_sentence(tmp_path):
     halves = BatchLayout(2, 4, gradient_accumulation_steps=3, num_processes=2)
     with pytest.raises(ValueError, match="draws 6 completions, which cut groups of 4"):
         RolloutCollector(config, halves, None, None, ["right"], SimpleNamespace())
+
+
+@pytest.mark.full
+def test_two_processes_refill_their_own_groups(tmp_path):
+    child = Path(__file__).parents[1] / "prompt_choice_child.py"
+    begun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([*begun, str(child), str(tmp_path)], env=environment, check=True, timeout=500)
+    one, two = (json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1))
+    assert one["rates"] == two["rates"] and {rate for _, rate in one["rates"]} == {0.0, 0.5}
+    assert one["idle"] == [0, 0, 0] and any(one["rounds"])
+    prompts = one["prompts"] + two["prompts"]
+    assert len(set(prompts)) == 4 and all(prompts.count(p) == 4 for p in prompts)
