@@ -59,6 +59,9 @@ OLDER = {
 NOT_IN_TRL = {
     "reward_timeout_s",
     "tool_timeout_s",
+    "max_staleness",
+    "dppo_divergence",
+    "dppo_threshold",
     "offload_activations",
     "mini_batch",
     "logit_chunk_multiplier",
