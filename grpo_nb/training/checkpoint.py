@@ -330,7 +330,7 @@ def set_aside(
     if after is None:
         there += [
             path
-            for name in ("log.jsonl", "completions")
+            for name in ("log.jsonl", "hints.jsonl", "completions")
             if (path := Path(output_dir) / name).exists()
         ]
     if not there:

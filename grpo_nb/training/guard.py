@@ -12,7 +12,7 @@ __all__ = ['GAP_BOUNDS', 'STALE_GAP', 'LEAST_EFFECT', 'LEAST_TOKENS', 'CAUSES', 
 # %% ../../nbs/training/24_guard.ipynb #cac73cbf
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,14 +134,19 @@ def slope_is_wrong(
 # %% ../../nbs/training/24_guard.ipynb #a59768f3
 @contextmanager
 def without_adapter(
-    model: Any,  # wrapped by PEFT
+    model: Any,  # wrapped by PEFT, or of transformers with an adapter
 ) -> Iterator[None]:
-    "The adapter switched off; PEFT's switch sets `requires_grad`, which is put back."
+    "The adapter switched off; the switch sets `requires_grad`, which is put back."
     trained = [(p, p.requires_grad) for p in model.parameters()]
+    wrapped = hasattr(model, "disable_adapter")
     try:
-        with model.disable_adapter():
+        with model.disable_adapter() if wrapped else nullcontext():
+            if not wrapped:
+                model.disable_adapters()
             yield
     finally:
+        if not wrapped:
+            model.enable_adapters()
         for p, trains in trained:
             p.requires_grad_(trains)
 

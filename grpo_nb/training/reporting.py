@@ -42,7 +42,7 @@ OWN = re.compile(
     "(step|epoch|learning_rate|loss|grad_norm|skipped_updates|entropy|entropy_coef|kl|reward"
     "|reward_std|reward_group_std|frac_reward_zero_std|num_tokens|tokens_per_second|step_time"
     "|seconds|seconds_left|peak_memory_gib|policy_loss|aux_loss)"
-    "|(rewards|completions|clip_ratio|ratio|sampling|seconds|vespo|dynamic_sampling)/.*|(eval|train)_.*"
+    "|(rewards|completions|clip_ratio|ratio|sampling|seconds|vespo|dynamic_sampling|guard|dppo|tools)/.*|(eval|train)_.*"
 )
 
 

@@ -919,6 +919,7 @@ PAGES = [
     "environments/07_sandbox",
     "environments/12_game2048",
     "environments/13_matmul",
+    "environments/14_played",
     "tutorials/05_laboratory",
     "tutorials/06_game2048_gpt_oss",
     "tutorials/07_matmul_gpt_oss",

@@ -698,6 +698,13 @@ def length(completions, **columns):
     return [len(messages[-1]["content"]) / 10 for messages in completions]
 
 
+def test_a_function_that_draws_cannot_come_later_beside_tools(tmp_path):
+    trainer = agent(tmp_path, length, arguments=dict(tools=[times]), max_steps=1)
+    with pytest.raises(ValueError, match="rollout_func draws whole completions"):
+        trainer.rollout_func = print
+    assert trainer.rollout_func is None
+
+
 def test_a_run_with_tools_learns_from_the_models_own_tokens(tmp_path):
     seen = []
 

@@ -766,21 +766,6 @@ def test_arguments_that_cannot_be_honoured(arguments, words, tmp_path):
         small_trainer(tmp_path, arguments=arguments)
 
 
-def test_a_function_that_draws_cannot_come_later_beside_tools(tmp_path):
-    def twice(n: int) -> int:
-        """Twice a number.
-
-        Args:
-            n: any whole number
-        """
-        return 2 * n
-
-    trainer = small_trainer(tmp_path, arguments=dict(tools=[twice]))
-    with pytest.raises(ValueError, match="rollout_func draws whole completions"):
-        trainer.rollout_func = print
-    assert trainer.rollout_func is None
-
-
 @pytest.mark.parametrize(
     "rewards, words",
     [
