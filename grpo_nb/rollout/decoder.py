@@ -380,10 +380,9 @@ class DenseDecoder(Decoder):
 
     def _read_layers(self):
         layers, config, device = self.inner.layers, self.config, self.device
-        kinds = [
-            None if "rope_type" in config.rope_parameters else layer.self_attn.layer_type
-            for layer in layers
-        ]
+        names = [getattr(layer.self_attn, "layer_type", None) for layer in layers]
+        several = [hasattr(self.inner.rotary_emb, f"{name}_inv_freq") for name in names]
+        kinds = [name if has else None for name, has in zip(names, several)]
         self.rotary_kinds = tuple(dict.fromkeys(kinds))
         sinks = torch.full((config.num_attention_heads,), -torch.inf, device=device)
         self.layers = [
