@@ -120,8 +120,11 @@ def test_a_window_that_no_row_outgrows_takes_no_ring():
     assert decoder.shape_for(65).windows == (64, 64)
 
 
+@pytest.mark.full  # with the extra [gpu], whose bitsandbytes computes on a CPU too
 def test_weights_in_four_bits_go_through_their_own_product():
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = pytest.importorskip(
+        "bitsandbytes", reason="needs bitsandbytes: pip install grpo_nb[gpu]"
+    )
     model = dense_model("Llama", hidden_size=128, intermediate_size=128, head_dim=32)
     for layer in model.model.layers:
         for part in (layer.self_attn, layer.mlp):
