@@ -142,5 +142,5 @@ def test_weights_in_four_bits_go_through_their_own_product():
     mine, theirs = both_ways(model)
     assert torch.equal(mine.completion_ids, theirs.completion_ids)
     # on some processors the product rounds to bfloat16
-    assert ((mine.logps - theirs.logps).abs() < 1e-3).float().mean() > 0.9
+    assert (mine.logps - theirs.logps).abs().mean() < 5e-3
     assert not torch.allclose(mine.logps[:, 0], both_ways(exact)[0].logps[:, 0], atol=1e-3)
