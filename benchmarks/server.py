@@ -209,7 +209,7 @@ def main():
     parser.add_argument(
         "--max-gap",
         type=float,
-        default=float("inf"),
+        default=1e3,
         help="nats a token at which the guard stops a run; a random model turns rounding into "
         "other experts, so its gap is far above a trained one's (default: %(default)s)",
     )
@@ -224,7 +224,7 @@ def main():
     sizes = SMALL if args.cpu else FULL
     write_base(args, sizes)
     tell(base=args.checkpoint, device=str(device_of(args)), **versions())
-    results = {}
+    results, failed = {}, False
     for run in args.only:
         process, url = None, args.url
         try:
@@ -234,6 +234,7 @@ def main():
             results[run] = train(args, sizes, run, url)
             table(run, results[run])
         except Exception as error:
+            failed = True
             tell(run=run, error=f"{type(error).__name__}: {str(error)[:600]}")
         finally:
             if process is not None:
@@ -241,6 +242,7 @@ def main():
                 process.wait(30)
         clear()
     print(json.dumps(results))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
