@@ -12,6 +12,11 @@ if not torch.cuda.is_available():
         # test does
         "1"
     )
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # a core for each process, and for those that it starts: two with two threads each wait for one
+    # another for many times as long as they compute
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(
         signal.SIGINT, signal.default_int_handler

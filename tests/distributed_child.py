@@ -1,7 +1,7 @@
 """What each process of a distributed run does; started by test_distributed.py through torchrun, and
 imported by it for the same run in one process.
 
-torchrun --nproc_per_node 2 distributed_child.py OUT equal|fails|preempted|resumed [JSON]
+torchrun --nproc_per_node 2 distributed_child.py OUT equal,resumed,fails|preempted [JSON]
 """
 
 import json
@@ -161,7 +161,8 @@ def equal(out, rank):
 
 
 def fails(out, rank):
-    "A reward function that raises in one process."
+    "A reward function that raises in one process; a file says that it has come to this."
+    Path(out, "failing").touch()
 
     def reward(completions, trainer_state, **_):
         if rank == 1 and trainer_state.global_step == 1:
@@ -169,7 +170,7 @@ def fails(out, rank):
         return digits(completions)
 
     trainer = small_trainer(
-        out, reward, per_device_train_batch_size=8, num_generations=4, max_steps=4
+        Path(out) / "fails", reward, per_device_train_batch_size=8, num_generations=4, max_steps=4
     )
     trainer.train()
 
@@ -198,15 +199,17 @@ def preempted(out, rank):
 
 
 def resumed(out, rank):
-    "An undisturbed run in `out`, and then each of the runs in other folders to its end."
-    for folder in [out, *json.loads(sys.argv[3])]:
+    "An undisturbed run in `out/whole`, and then each of the runs in other folders to its end."
+    whole = str(Path(out) / "whole")
+    for folder in [whole, *json.loads(sys.argv[3])]:
         trainer = four_updates(folder)
-        trainer.train(resume_from_checkpoint=folder != out)
+        trainer.train(resume_from_checkpoint=folder != whole)
         final = dict(history=trainer.log_history, weights=weights_of(trainer.model))
         torch.save(final, Path(folder) / f"final{rank}.pt")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    globals()[sys.argv[2]](sys.argv[1], int(os.environ["RANK"]))
+    for name in sys.argv[2].split(","):
+        globals()[name](sys.argv[1], int(os.environ["RANK"]))
     torch.distributed.destroy_process_group()

@@ -1,8 +1,9 @@
 """Runs trainings in processes of their own: each line of JSON on standard input is one run, in a
-fork of this process (which has imported everything and computed nothing).
+fork of this process (which has imported everything and computed nothing: what a run imports at its
+first need is named here, so that no fork imports it again).
 
 It answers with the process id when a run begins, and with the exit status when it has ended.
-Started by test_resume.py.
+Started by test_checkpoint.py.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+import datasets.packaged_modules  # noqa: F401
 import torch
 from peft import LoraConfig
 from small_runs import ROWS, digits, small_trainer, weights_of

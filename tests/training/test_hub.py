@@ -15,6 +15,7 @@ import datasets
 import pytest
 import torch
 import trl
+from accelerate import PartialState
 from huggingface_hub import HfApi, ModelCard, constants
 from peft import LoraConfig, get_peft_model
 from small_runs import ROWS, digits, small_model, small_trainer, weights_of
@@ -23,6 +24,7 @@ from transformers.trainer_utils import HubStrategy
 
 from grpo_nb import GRPOConfig
 from grpo_nb.training import hub as room
+from grpo_nb.training import trainer as trainer_module
 from grpo_nb.training.checkpoint import MANIFEST, STATE, checkpoints, file_fault
 from grpo_nb.training.hub import (
     Repository,
@@ -546,6 +548,17 @@ def test_the_address_is_that_of_the_settings():
 # several processes, with the environment alone
 
 
+def test_a_later_process_uploads_nothing(hub, tmp_path, monkeypatch):
+    "As one of several sees itself; real processes are tried below."
+    monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
+    monkeypatch.setattr(trainer_module.GRPOTrainer, "is_world_process_zero", lambda self: False)
+    trainer = uploading(tmp_path / "run", max_steps=1)
+    trainer.train()
+    assert trainer.push_to_hub(tags="both") is None
+    assert trainer.repository is None and hub.requests == []
+
+
+@pytest.mark.full  # half a minute of a core: a launcher, and two processes that import everything
 def test_only_the_first_process_uploads(hub, tmp_path):
     script = tmp_path / "run.py"
     script.write_text(
