@@ -5,6 +5,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -671,6 +672,16 @@ def test_the_scripts_say_what_they_do(scripts, monkeypatch, capsys, name):
     with pytest.raises(SystemExit) as ended:
         scripts[name].main()
     assert ended.value.code == 0 and f"benchmarks/{name}.py" in capsys.readouterr().out
+
+
+def test_one_script_makes_every_table_of_the_page():
+    listed = subprocess.run(
+        [sys.executable, str(FOLDER / "how_fast.py"), "--list"], capture_output=True, text=True
+    ).stdout
+    found = dict(re.findall(r"(\w+): python benchmarks/(\w+\.py)", listed))
+    assert all((FOLDER / script).exists() for script in found.values()), found
+    page = (FOLDER.parent / "docs/how_fast.md").read_text()
+    assert set(re.findall(r"images/fast_(\w+)\.svg", page)) <= found.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)

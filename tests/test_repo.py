@@ -220,7 +220,7 @@ def test_addresses_are_written_once():
 # Made from the notebooks
 
 
-@pytest.mark.parametrize("tool", ["readme.py", "course.py", "diagrams.py"])
+@pytest.mark.parametrize("tool", ["readme.py", "course.py", "diagrams.py", "bars.py"])
 def test_made_files_are_in_step(tool):
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True

@@ -242,6 +242,7 @@ REASONS = [  # (kind, reason, tests)
         "a script in place of the model's generate, which this library's sampler does not call",
         [
             "test_train_with_environment_factory",
+            "test_train_with_environment_owned_reward",
             "test_train_with_multiple_environments",
             "test_train_with_tools",
         ],

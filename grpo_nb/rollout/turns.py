@@ -649,8 +649,9 @@ class Environments:
         name = row.get("environment") if self.several else None
         if name not in self.factories:
             raise ValueError(
-                f"a row has environment={name!r}, and environment_factory has "
-                f"{', '.join(map(repr, self.factories))}: set the column to one of these"
+                f"a row has environment={name!r}, which is not among the environments in "
+                "environment_factory: set the column to one of "
+                f"{', '.join(map(repr, self.factories))}"
             )
         return name
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch',
            'check_arguments', 'check_config', 'check_tools', 'check_drawn_one_way', 'check_one_vllm',
-           'rows_without_data', 'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption',
-           'Agreement', 'load_tokenizer', 'tokenizer_of', 'is_unlike_policy', 'GRPOTrainer']
+           'rows_for_environments', 'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher',
+           'Preemption', 'Agreement', 'load_tokenizer', 'tokenizer_of', 'is_unlike_policy', 'GRPOTrainer']
 
 # %% ../../nbs/training/19_trainer.ipynb #d87d65dc
 import copy
@@ -57,7 +57,13 @@ from grpo_nb.training.checkpoint import (
 )
 from .collect import CompletionSource, RolloutCollector
 from .config import FROM_TRL, GRPOConfig, unlike_trl, warn
-from .data import StreamedRows, check_dataset, check_evaluation_data
+from grpo_nb.training.data import (
+    StreamedRows,
+    check_dataset,
+    check_evaluation_data,
+    column_names,
+    is_stream,
+)
 from .evaluation import Evaluator
 from .guard import Guard
 from .hub import HubWriter, open_repository
@@ -185,10 +191,29 @@ def check_one_vllm(
         )
 
 
-def rows_without_data(layout: BatchLayout, environments: Environments) -> list[dict] | None:
-    "Empty prompts, which the environments' `reset` completes; None: a column has to choose."
-    row = {"prompt": [{"role": "user", "content": ""}]}
-    return None if environments.several else [row] * layout.prompts_per_generation
+def rows_for_environments(
+    rows: Any,  # train_dataset; None: the environments bring all of their data
+    environments: Environments,
+    config: GRPOConfig,
+    layout: BatchLayout,
+) -> Any:  # ValueError where environments alone are no data
+    "Rows with a prompt each: an empty one, which `reset` completes, where the data has none."
+    empty = {"prompt": [{"role": "user", "content": ""}]}
+    if rows is None and environments.several:
+        raise ValueError(
+            "environment_factory is a dict, and each row's column 'environment' chooses one of it, "
+            "so it requires a `train_dataset` that has this column"
+        )
+    if rows is None and config.max_steps < 1:
+        raise ValueError(
+            "environments that bring their own prompts have no end, so the run needs one: set "
+            "max_steps in GRPOConfig, or give a train_dataset"
+        )
+    if rows is None:
+        return [empty] * layout.prompts_per_generation
+    if is_stream(rows) or not len(rows) or "prompt" in column_names(rows):
+        return rows
+    return [empty | row for row in rows]
 
 
 def check_evaluation(
@@ -270,7 +295,6 @@ FROM_CONFIG = (  # that TRL's trainer has itself, too, and rollout functions rea
     "num_iterations",
     "loss_type",
     "scale_rewards",
-    "reward_weights",
     "importance_sampling_level",
     "epsilon_high",
     "mask_truncated_completions",
@@ -690,8 +714,10 @@ class GRPOTrainer:
 
     def take_data(self, train_dataset: Any, eval_dataset: Any) -> None:
         "Check the rows for training and evaluation, and store them."
-        if train_dataset is None and self.environments and self.config.max_steps > 0:
-            train_dataset = rows_without_data(self.layout, self.environments)
+        if self.environments and (train_dataset is not None or eval_dataset is None):
+            train_dataset = rows_for_environments(
+                train_dataset, self.environments, self.config, self.layout
+            )
         self.train_dataset = check_dataset(train_dataset) if train_dataset is not None else None
         self.eval_dataset = (
             check_evaluation_data(eval_dataset) if eval_dataset is not None else None
@@ -1461,6 +1487,8 @@ class GRPOTrainer:
             return self.config.used(name)
         if name == "reward_func_names":
             return self.reward_names
+        if name == "reward_weights":  # a tensor there
+            return torch.tensor(self.config.reward_weights or [1.0] * len(self.reward_names))
         if name in NOT_HERE:
             raise AttributeError(
                 f"{type(self).__name__} has no {name!r}: {NOT_HERE[name]}; see {FROM_TRL}"

@@ -632,7 +632,9 @@ def test_a_column_chooses_the_environment():
         0.0,
         None,
     ]
-    with pytest.raises(ValueError, match="environment='none', and environment_factory has 'door'"):
+    with pytest.raises(
+        ValueError, match="environment='none', which is not among the environments.*'door'"
+    ):
         environments.take([{"environment": "none"}])
     with pytest.raises(ValueError, match="made int, which has no method reset"):
         Environments(int)
@@ -799,6 +801,20 @@ def test_an_environment_may_own_the_data_and_the_reward(tmp_path):
     trainer.train()
     assert trainer.reward_names == ["Own"] and trainer.log_history[0]["rewards/Own/mean"] > 0
     assert trainer.samples[0]["prompt"] == "user: "
+    assert trainer.reward_weights.tolist() == [1.0]
+    with pytest.raises(ValueError, match="have no end.*set max_steps"):
+        agent(tmp_path, arguments=dict(environment_factory=Own), rows=[], max_steps=-1)
+    with pytest.raises(ValueError, match="requires a `train_dataset` that has this column"):
+        agent(tmp_path, arguments=dict(environment_factory={"own": Own}), rows=[], max_steps=1)
+
+
+def test_rows_may_only_choose_the_environment(tmp_path):
+    rows = [{"environment": name} for name in ("door", "door", "quiet", "quiet")]
+    kinds = dict(environment_factory={"door": Door, "quiet": Quiet})
+    trainer = agent(tmp_path, length, arguments=kinds, rows=rows, reward_weights=[0.5])
+    assert trainer.train_dataset[0]["prompt"] == [{"role": "user", "content": ""}]
+    assert trainer.reward_func_names == ["length", "Door"]
+    assert trainer.reward_weights.tolist() == [0.5, 1.0]
 
 
 def test_string_prompts_are_refused_with_tools(tmp_path):
