@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEEPER', 'LAUNCHERS', 'HAS_VLLM', 'start_kept', 'end_kept', 'check_vllm', 'vllm_command', 'vllm_environment',
-           'free_port', 'ColocatedVLLM']
+           'doubt_of_weights', 'free_port', 'ColocatedVLLM']
 
 # %% ../../nbs/rollout/18_colocated.ipynb #ae898514
 import gc
@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 
-from .server import ServerError, VLLMServer, rank_flag
+from ..model.memory_fit import rank_flag
+from .read_layers import in_four_bits
+from .server import ServerError, VLLMServer
 
 # %% ../../nbs/rollout/18_colocated.ipynb #b3a44826
 KEEPER = """
@@ -157,6 +159,20 @@ def vllm_environment(
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     return {**kept, **own, "VLLM_API_KEY": api_key}
+
+# %% ../../nbs/rollout/18_colocated.ipynb #7e44aa02
+def doubt_of_weights(
+    model: Any,  # that is trained
+) -> str | None:  # a sentence; None: vLLM loads what is trained
+    "Whether vLLM's copy of a model would have other weights than the trainer's."
+    if not any(in_four_bits(module) for module in model.modules()):
+        return None
+    return (
+        "The trainer has the base model in NF4, and the vLLM that it starts loads it in 16 bits: "
+        "that takes about four times the memory, and log-probs differ as the weights do, so tokens "
+        "are weighed. Load the model in 16 bits (load_in_4bit=False) to train what is drawn from, "
+        "or leave use_vllm out: the library's own engine draws on the weights that are trained"
+    )
 
 # %% ../../nbs/rollout/18_colocated.ipynb #0c96849d
 def free_port() -> int:
