@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.colocated import (
     KEEPER,
+    TRIED,
     ColocatedVLLM,
     check_vllm,
     doubt_of_weights,
@@ -180,3 +182,8 @@ def test_a_base_in_nf4_is_not_what_vllm_loads(tmp_path, monkeypatch):
     model = add_adapters(model, 2, resolve_targets(model, ["k_proj"]))
     with pytest.warns(UserWarning, match="base model in NF4, and the vLLM .* in 16 bits"):
         GRPOTrainer(model, digits, config, ROWS, processing_class=tokenizer)
+
+
+def test_the_version_that_is_named_is_the_extra_s():
+    settings = (Path(__file__).parents[2] / "settings.ini").read_text()
+    assert f"\nvllm_requirements = vllm=={TRIED}\n" in settings

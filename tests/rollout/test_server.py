@@ -326,6 +326,14 @@ def test_one_that_is_busy_for_a_while_is_not_waited_for(start, tmp_path):
     assert busy.count > asked
 
 
+def test_one_that_hangs_is_asked_for_so_long_and_then_another(start, tmp_path):
+    (stuck, a), (_, b) = start(), start()
+    sampler = sampler_of([a, b], tmp_path)
+    wanted, sampler.addresses[0].timeout_s = sampler.generate(PROMPTS, PARAMS), 0.3
+    with stuck.lock, pytest.warns(UserWarning, match=f"{a} is left aside: .*timed out"):
+        assert torch.equal(sampler.generate(PROMPTS, PARAMS).logps, wanted.logps)
+
+
 def test_requests_can_be_cut_from_another_thread(start, tmp_path):
     stand_in, url = start()
     sampler, errors = sampler_of(url, tmp_path), []
