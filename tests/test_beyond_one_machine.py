@@ -111,7 +111,11 @@ def test_what_the_page_says_to_type_can_be_typed():
         for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S)
         for line in block.replace("\\\n", " ").splitlines()
     ]
-    commands = [shlex.split(re.sub(r"^\w+=\S+ ", "", line)) for line in lines if line.strip()]
+    commands = [
+        shlex.split(re.sub(r"^(\w+=\S+ +)+", "", line), comments=True)
+        for line in lines
+        if line.strip()
+    ]
     ours = [words[1:] for words in commands if words[0] == "grpo-nb"]
     ours += [words[words.index("grpo_nb") + 1 :] for words in commands if words[0] == "torchrun"]
     assert len(ours) > 4
