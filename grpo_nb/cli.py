@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['demo', 'train', 'serve', 'plan', 'report_of_run', 'course_folder', 'lessons', 'packages', 'devices', 'report',
-           'doctor', 'main']
+           'vllm_report', 'doctor', 'main']
 
 # %% ../nbs/91_cli.ipynb #413eb6b1
 import argparse
@@ -16,6 +16,7 @@ import platform
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -385,6 +386,7 @@ def _settings(
     named = ("weights", "context", "lora_r", "attention", "mini_batch")
     given = {name: getattr(args, name) for name in (*named, "logit_chunk_multiplier")} | {
         "cards": args.cards,
+        "samplers": args.samplers,
         "prompt_length": args.prompt,
         "num_generations": args.completions,
         "generation_batch_size": (args.prompts or args.cards) * (args.completions or 8),
@@ -416,7 +418,8 @@ def _plain_warnings(
         print(f"{command}: {warning.message}", file=sys.stderr)
 
 
-_OF_RECIPES = ("model", "card", "cards", "memory", "json", "write")  # what `plan run.yaml` takes
+# what `plan run.yaml` takes
+_OF_RECIPES = ("model", "card", "cards", "samplers", "memory", "json", "write")
 
 
 def _plan_made(
@@ -440,7 +443,21 @@ def _plan_made(
             )
     recipe = recipes.read_recipe(args.model)
     card = _card(args.card or recipe.model.card, args.memory)
-    return planner.plan_of(recipes.setup_of_recipe(recipe, card, args.cards)), recipe
+    setup = recipes.setup_of_recipe(recipe, card, args.cards, args.samplers)
+    return planner.plan_of(setup), recipe
+
+
+def _starts(
+    made,  # the Plan
+    recipe,  # that it is of, or None
+    model: str,  # as typed, where there is no recipe
+    run: str,  # the recipe's path
+) -> list[str]:  # the trainer's last
+    "The commands that start a run, on the cards of one machine."
+    from grpo_nb.planning import plan as planner
+
+    name = recipe.model.model_name_or_path if recipe else model
+    return [*planner.server_lines(made.setup, name), planner.launch_line(made.setup, run)]
 
 
 def _print_plan(
@@ -448,6 +465,7 @@ def _print_plan(
     made,  # the Plan
     advice: list,  # of the planner
     lines: dict,  # of a recipe, that the advice changes
+    starts: list[str],  # commands
 ) -> None:
     "Print a plan with its advice: as lines of a recipe, or as flags of this command."
     from grpo_nb.planning import plan as planner
@@ -456,6 +474,7 @@ def _print_plan(
     if args.json:
         steps = [{"change": a.change, "cost": a.cost, "saves": a.saves} for a in advice]
         more = {"usual": planner.standard(made.setup).peak, "advice": steps, "lines": lines}
+        more["start"] = starts
         print(json.dumps({**made.to_dict(), **more}, indent=2))
         return
     print(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
@@ -464,6 +483,8 @@ def _print_plan(
         print("\n".join(f"{name}: {in_yaml(value)}" for name, value in lines.items()))
     elif advice:
         print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
+    if made.setup.samplers:
+        print("\nOn one machine it is started with\n", *starts, sep="\n")
 
 
 def plan(
@@ -480,17 +501,21 @@ def plan(
         advice = planner.advise(made)
         changes = {name: value for a in advice for name, value in a.changes.items()}
         lines = recipes.lines_of(changes, recipe) if recipe else {}
+        if recipe:
+            lines |= recipes.lines_of_servers(made.setup, recipe.config)
+        run = str(args.write or (args.model if recipe else "run.yaml"))
+        starts = _starts(made, recipe, args.model, run)
         fits = made.fits or bool(advice) and advice[-1].plan.fits
         if args.write and fits:
             text = recipes.with_lines(recipes.read_text(args.model), lines)
-            text = recipes.with_launch(text, recipes.launch_line(args.write, args.cards))
+            text = recipes.with_launch(text, starts)
             args.write.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"grpo-nb plan: {error}", file=sys.stderr)
         return 2
-    _print_plan(args, made, advice, lines)
+    _print_plan(args, made, advice, lines, starts)
     if args.write:
-        run = f"what fits is in it: {recipes.launch_line(args.write, args.cards)}"
+        run = f"what fits is in it: {starts[-1]}"
         print(
             f"{args.write}: {run if fits else 'not written, since nothing fits'}", file=sys.stderr
         )
@@ -550,6 +575,7 @@ def lessons(
 # %% ../nbs/91_cli.ipynb #03a49b53
 _optional = {  # package of an extra -> what it is for
     "bitsandbytes": "weights in 4 bits (NF4) and 8-bit optimizers, on a GPU",
+    "vllm": "vllm_mode='colocate' in this environment; it pins torch, so one of its own is better",
     "nbdev": "exporting the notebooks and running the tests",
 }
 
@@ -653,6 +679,50 @@ def report() -> (
     }
 
 
+_VLLM = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
+
+
+def vllm_report(
+    server: str | None,  # addresses with commas between; None: none is asked
+    api_key: str | None,  # that it wants
+    python: str | None,  # vllm_python; None: none
+) -> dict:  # {"server", "python"}, each {"ok", "said"}, of those that were asked for
+    "Whether a run could draw with these."
+    found = {}
+    if server:
+        from grpo_nb.rollout.server import ServerError, probe
+
+        try:
+            told = probe(server, api_key)
+            said = [_one_server(told["model"], one) for one in told["servers"]]
+            ok = not any(one["faults"] for one in told["servers"])
+        except (ServerError, ValueError, OSError) as error:
+            said, ok = [str(error)], False
+        found["server"] = {"ok": ok, "said": said}
+    if python:
+        said, ok = _vllm_of(python)
+        found["python"] = {"ok": ok, "said": [f"{python}: {said}"]}
+    return found
+
+
+def _one_server(model: str, told: dict) -> str:
+    "A server in a line."
+    held = [f"{name} {value}" for name, value in told["adapters"].items() if value]
+    about = ", ".join([f"version {told['version']}", model, *held])
+    return f"{told['url']}: {about}; {'; '.join(told['faults']) or 'a run can use it'}"
+
+
+def _vllm_of(python: str) -> tuple[str, bool]:
+    "The version of vLLM in another environment, and whether there is one."
+    try:
+        done = subprocess.run([python, "-c", _VLLM], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"cannot be run ({error})", False
+    if done.returncode:
+        return f"has no vllm: uv pip install --python {shlex.quote(python)} vllm", False
+    return f"vllm {done.stdout.strip()}", True
+
+
 def _lines(
     facts: dict,  # what `report` returned
 ) -> list[str]:  # to be printed one under the other
@@ -679,6 +749,12 @@ def _lines(
         from grpo_nb.environments.sandbox import wall_lines
 
         lines += ["", "Sandbox", *wall_lines(facts["sandbox"])]
+    if facts.get("vllm"):
+        lines += [
+            "",
+            "vLLM",
+            *(f"  {said}" for one in facts["vllm"].values() for said in one["said"]),
+        ]
     for title, wanted in (("Required", False), ("Optional", True)):
         lines += ["", title]
         for row in facts["packages"]:
@@ -698,15 +774,19 @@ def _lines(
 
 
 def doctor(
-    args: argparse.Namespace,  # json: print the report as JSON
-) -> int:  # exit status: 0, or 1 if something that is required is missing or too old
+    args: argparse.Namespace,  # json: print the report as JSON; server, api_key, vllm_python
+    # exit status: 0, or 1 if something that is required is missing or too old, or a server that was
+    # asked for cannot be used
+) -> int:
     "Show versions and devices, and what to install for what is missing."
     if _version("torch") is None:
         print("torch is not installed: pip install torch", file=sys.stderr)
         return 1
     facts = report()
+    facts["vllm"] = vllm_report(args.server, args.api_key, args.vllm_python)
     print(json.dumps(facts, indent=2) if args.json else "\n".join(_lines(facts)))
-    return 0 if all(row["ok"] or row["optional"] for row in facts["packages"]) else 1
+    asked = all(one["ok"] for one in facts["vllm"].values())
+    return 0 if asked and all(row["ok"] or row["optional"] for row in facts["packages"]) else 1
 
 # %% ../nbs/91_cli.ipynb #563af803
 def _add_plan(commands) -> None:
@@ -742,6 +822,13 @@ def _add_plan(commands) -> None:
         default=1,
         metavar="N",
         help="so many of them, each with the whole model and a share of the batch (default: 1)",
+    )
+    p.add_argument(
+        "--samplers",
+        type=count(0, "cards are counted from 0"),
+        default=0,
+        metavar="K",
+        help="so many more that only draw, each with a vLLM server (default: 0)",
     )
     p.add_argument(
         "--memory", type=float, metavar="GIB", help="so much memory instead of the card's own"
@@ -1012,6 +1099,11 @@ def _parser(
         "doctor", help="show versions, devices and what is missing", description=doctor.__doc__
     )
     two.add_argument("--json", action="store_true", help="as JSON, for programs and bug reports")
+    two.add_argument(
+        "--server", metavar="URL", help="look at a vLLM server as a run would, or at several: a,b"
+    )
+    two.add_argument("--api-key", metavar="TOKEN", help="that the server asks for")
+    two.add_argument("--vllm-python", metavar="PATH", help="look for vLLM in that environment")
     two.set_defaults(run=doctor, parser=two)
     return parser
 

@@ -11,8 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from small_runs import small_model
 
 from grpo_nb import cli
+from grpo_nb.rollout.stand_in import StandIn, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -304,6 +306,7 @@ def test_doctor_reports_what_is_here():
         "anywidget",
         "matplotlib",
         "bitsandbytes",
+        "vllm",
         "nbdev",
     } == set(found)
     assert found["torch"] == version("torch") and facts["devices"][0]["type"] == "cpu"
@@ -328,7 +331,35 @@ def test_doctor_names_packages_that_an_index_has(monkeypatch):
     monkeypatch.setattr(cli, "_version", lambda name: None)
     hints = {row["name"]: row["hint"] for row in cli.packages()}
     assert hints["bitsandbytes"] == "pip install 'bitsandbytes>=0.48'"
-    assert len(hints) == 10 and not [hint for hint in hints.values() if "grpo_nb" in hint]
+    assert hints["vllm"] == "pip install vllm==0.25.1"  # the version that was tried
+    assert len(hints) == 11 and not [hint for hint in hints.values() if "grpo_nb" in hint]
+
+
+def test_doctor_looks_at_servers_and_at_another_environment(tmp_path, capsys):
+    def said(*words):
+        status = cli.main(["doctor", *words])
+        return status, capsys.readouterr().out.split("\nvLLM\n")[1].split("\n\n")[0]
+
+    def stand_in(**settings):
+        return serving(StandIn(*small_model(), name="small", **settings))
+
+    with stand_in(lora_dir=tmp_path, api_key="secret", max_loras=3) as one, stand_in() as two:
+        status, line = said("--server", one, "--api-key", "secret")
+        assert status == 0 and f"{one}: version grpo_nb" in line and "max_loras 3" in line
+        assert "a run can use it" in line and not list(tmp_path.iterdir())
+        status, line = said("--server", two)
+        assert status == 1 and "--enable-lora" in line
+        assert said("--server", one)[0] == 1  # without its token
+    status, line = said("--server", one)
+    assert status == 1 and "no server answers" in line
+    status, line = said("--vllm-python", str(tmp_path / "python"))
+    assert status == 1 and "cannot be run" in line
+    made = tmp_path / "python"
+    for does, status, words in (("echo 0.25.1", 0, "vllm 0.25.1"), ("exit 1", 1, "has no vllm")):
+        made.write_text(f"#!/bin/sh\n{does}\n")
+        made.chmod(0o755)
+        found, line = said("--vllm-python", str(made))
+        assert found == status and words in line
 
 
 def test_as_a_module():

@@ -316,3 +316,38 @@ def test_the_launch_of_several_cards_is_the_first_line_once(tmp_path, capsys):
     run.write_text(f"{run.read_text()}generation_batch_size: 8\n")
     assert cli.main(["plan", str(run), "--cards", "3"]) == 2
     assert "Set generation_batch_size=24" in capsys.readouterr().err
+
+
+def test_cards_that_only_draw_are_written_into_the_recipe(tmp_path, capsys):
+    run, fits = tmp_path / "run.yaml", tmp_path / "fits.yaml"
+    run.write_text(f"# mine\nmodel_name_or_path: Qwen3-4B\n{CARDLESS.format('all-linear', 4096)}")
+    words = ["--card", "A100-80", "--write", str(fits)]
+    assert cli.main(["plan", str(run), "--cards", "2", "--samplers", "2", *words]) == 0
+    said = capsys.readouterr().out
+    config = read_recipe(fits).config
+    assert config.use_vllm and config.vllm_mode == "server" and len(config.server_urls()) == 2
+    begins = fits.read_text().splitlines()[:4]
+    assert [line.split()[1] for line in begins[:3]] == [
+        f"CUDA_VISIBLE_DEVICES={cards}" for cards in ("0", "1", "2,3")
+    ] and begins[3] == "# mine"
+    assert all(
+        line[2:] in said and url[-5:] in said for line, url in zip(begins, config.server_urls())
+    )
+    own = fits.read_text().replace("127.0.0.1:8000", "node-1:8000")
+    fits.write_text(own)  # addresses of one's own stay, if there are as many
+    assert cli.main(["plan", str(fits), "--cards", "2", "--samplers", "2", *words]) == 0
+    assert fits.read_text() == own
+    assert cli.main(["plan", str(fits), "--card", "A100-80"]) == 0
+    assert "drawn elsewhere" in capsys.readouterr().out
+
+
+def test_vllm_of_a_recipe_is_planned_and_left_out_where_it_does_not_fit(tmp_path, capsys):
+    run, fits = tmp_path / "run.yaml", tmp_path / "fits.yaml"
+    lines = "dtype: bfloat16\nuse_vllm: true\nvllm_gpu_memory_utilization: 0.6\n"
+    run.write_text(f"model_name_or_path: Qwen3-4B\n{lines}{CARDLESS.format('all-linear', 4096)}")
+    assert cli.main(["plan", str(run), "--card", "H100"]) == 0
+    assert "vLLM takes 60% of the card: 7.5 GiB of weights" in capsys.readouterr().out
+    assert cli.main(["plan", str(run), "--card", "L4", "--write", str(fits)]) == 0
+    assert "use_vllm: false" in fits.read_text()
+    with pytest.warns(UserWarning, match="use_vllm is False"):
+        assert plan_of(setup_of_recipe(read_recipe(fits), "L4")).fits

@@ -119,6 +119,7 @@ MODELS = {
         ModelShape("Qwen3-4B", 36, 2560, 9728, 32, 8, 128, 151_936, tied=True, **_qwen3),
         ModelShape("Qwen3-8B", 36, 4096, 12_288, 32, 8, 128, 151_936, **_qwen3),
         ModelShape("Qwen3-14B", 40, 5120, 17_408, 40, 8, 128, 151_936, **_qwen3),
+        ModelShape("Qwen3-32B", 64, 5120, 25_600, 64, 8, 128, 151_936, **_qwen3),
         ModelShape(
             "DeepSeek-R1-0528-Qwen3-8B",
             36,

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'PARTS', 'SAMPLERS', 'ALL',
-           'Card', 'find_card', 'Step', 'check_counts', 'check_words', 'check_switches', 'Held', 'held', 'drawing',
-           'computation', 'training', 'hidden_on_host', 'inputs_on_host', 'Fit', 'with_rest', 'rollout_that_fits',
-           'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'with_context', 'longest_context', 'free_memory']
+           'RANKS', 'VLLM_SHARE', 'Card', 'find_card', 'Step', 'check_counts', 'check_words', 'check_switches', 'Held',
+           'vllm_weights', 'held', 'drawing', 'computation', 'training', 'hidden_on_host', 'inputs_on_host', 'Fit',
+           'with_rest', 'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'with_context',
+           'longest_context', 'rank_flag', 'serving', 'served_together', 'free_memory']
 
 # %% ../../nbs/model/19_memory_fit.ipynb #3a6e9f79
 from dataclasses import dataclass, replace
@@ -102,7 +103,7 @@ PARTS = {  # part -> its label in tables
 
 # %% ../../nbs/model/19_memory_fit.ipynb #8f6bb702
 # the trainer draws with its engine; the others are what it is compared with
-SAMPLERS = ("engine", "vllm", "vllm_sleep")
+SAMPLERS = ("engine", "vllm", "vllm_sleep", "server")
 ALL = 2**40  # tokens of a slice: more than any batch has, so all are computed at once
 
 
@@ -136,8 +137,11 @@ class Step:
     # without them
     reference: bool = False
     # "engine": ours, on the trained weights; "vllm": a process with weights of its own;
-    # "vllm_sleep": the same, but its memory is freed between rollouts
+    # "vllm_sleep": the same, but its memory is freed between rollouts; "server": on other cards
     sampler: str = "engine"
+    # of this card that "vllm" and "vllm_sleep" take in all; 0: their weights, and a cache for the
+    # rollout
+    vllm_bytes: int = 0
     # a kernel's name for choose_kernel; "auto": chosen by model and card
     attention: str = "auto"
     implementation: str = "ours"  # or "transformers": all logits, experts by autograd
@@ -196,7 +200,7 @@ class Step:
 def check_counts(step):
     "Refuse counts that are not whole numbers, or are below their minimum."
     optional = ("logit_chunk_multiplier", "slice_tokens")
-    least = dict(lora_r=0, prompt_length=0, optimizer_bytes=0)
+    least = dict(lora_r=0, prompt_length=0, optimizer_bytes=0, vllm_bytes=0)
     for name in (
         *least,
         *optional,
@@ -234,6 +238,12 @@ def check_words(step):
 
 def check_switches(step):
     "Refuse switches that exclude each other."
+    if step.vllm_bytes and step.vllm_bytes < (least := vllm_weights(step) + VLLM_GRAPHS):
+        raise ValueError(
+            f"vLLM gets {step.vllm_bytes / GiB:.1f} GiB of the card, and {step.shape.name} takes "
+            f"{least / GiB:.1f} there without a cache: raise vllm_gpu_memory_utilization, or leave "
+            "use_vllm out, so that completions are drawn on the weights that are trained"
+        )
     if step.offload_embedding and step.shape.tied:
         raise ValueError(
             f"the head of {step.shape.name} is its embedding, which every step "
@@ -262,16 +272,21 @@ class Held:
     asleep: int  # bytes of a sampler's weights in host memory, while it sleeps
 
 
+def vllm_weights(
+    step: Step,
+) -> int:  # bytes
+    "vLLM's own copy of the model: gpt-oss as it was released, and others in 16 bits."
+    packed = "mxfp4" in step.weights
+    return sum(weight_bytes(step.shape, "mxfp4" if packed else "bf16").values())
+
+
 def held(
     step: Step,
 ) -> Held:
     "Bytes of the weights of every model in the step: policy, reference, sampler."
     weights = weight_bytes(step.shape, step.weights, step.double_quant)
     reference = sum(weights.values()) if step.reference else 0
-    sampler = 0
-    if step.sampler != "engine":
-        own = step.weights if "mxfp4" in step.weights else "bf16"
-        sampler = sum(weight_bytes(step.shape, own).values())
+    sampler = vllm_weights(step) if step.sampler.startswith("vllm") else 0
     asleep = sampler if step.sampler == "vllm_sleep" else 0
     embedding = weights["embedding"] if step.offload_embedding else 0
     return Held(
@@ -289,7 +304,11 @@ def drawing(
 ) -> dict[str, int]:  # part -> bytes
     "Bytes that drawing `rows` completions adds, by part."
     shape, context, prompt = step.shape, step.context, step.prompt_length
+    if step.sampler == "server":
+        return {}
     if step.sampler != "engine":
+        if step.vllm_bytes:
+            return {"kv": step.vllm_bytes - vllm_weights(step)}
         kv = kv_bytes(shape, rows, context, 2, prompt=prompt, group=step.num_generations)
         return {"kv": kv, "logits": VLLM_GRAPHS}
     parts = rollout_bytes(shape, rows, context, prompt, step.num_generations, step.element)
@@ -532,6 +551,44 @@ def longest_context(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return 64 * low if 64 * low > prompt and fits(low) else 0
+
+# %% ../../nbs/model/19_memory_fit.ipynb #5b0c7e12
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
+VLLM_SHARE = 0.9  # of a card that vLLM takes where it is alone: its own default
+
+
+def rank_flag(
+    rank: int,  # of an adapter
+) -> int:  # the smallest value of --max-lora-rank that serves it; ValueError
+    "Where an adapter's rank is between two of vLLM's, the larger one serves it."
+    if rank > RANKS[-1]:
+        raise ValueError(f"the adapter has rank {rank}, and vLLM serves up to {RANKS[-1]}")
+    return next(one for one in RANKS if one >= rank)
+
+
+def serving(
+    step: Step,
+    room: float,  # bytes that vLLM may take
+    adapters: int = 2,  # that it holds at once: 2, and 1 for each of max_staleness
+) -> dict[str, int]:  # part -> bytes; of "kv" fewer than 0 if the rest is too much
+    "What vLLM does with its share of a card."
+    slot = 2 * lora_parameters(step.shape, rank_flag(max(step.lora_r, 1)), TARGETS)
+    parts = {"weights": vllm_weights(step), "adapters": adapters * slot, "graphs": VLLM_GRAPHS}
+    return {**parts, "kv": int(room) - sum(parts.values())}
+
+
+def served_together(
+    step: Step,
+    kv: int,  # bytes for keys and values
+) -> int:  # completions
+    "How many completions of the full length vLLM can draw at once."
+    lengths = dict(prompt=step.prompt_length, group=step.num_generations)
+    low, high = 0, 2**20
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = kv_bytes(step.shape, middle, step.context, 2, **lengths) <= kv
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
 
 # %% ../../nbs/model/19_memory_fit.ipynb #40d7bf19
 def free_memory(

@@ -37,7 +37,12 @@ from ..algorithm.batching import BatchLayout
 from ..model.attention import check_attention
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
 from ..model.memory_bytes import longest_sequence
-from ..rollout.colocated import ColocatedVLLM, check_vllm, vllm_command
+from grpo_nb.rollout.colocated import (
+    ColocatedVLLM,
+    check_vllm,
+    doubt_of_weights,
+    vllm_command,
+)
 from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import default_stop_token_ids
 from ..rollout.sampler import FunctionSampler, Sampler
@@ -822,10 +827,12 @@ class GRPOTrainer:
             return VLLMServer(
                 config.server_urls(),
                 api_key=config.vllm_server_api_key,
-                leads=self.accelerator.is_main_process,
+                process=self.accelerator.process_index,
                 share=self.from_first,
                 **others,
             )
+        if doubt := doubt_of_weights(self.model):
+            warn(doubt)
         return ColocatedVLLM(
             partial(self.vllm_words, lora.r, others["max_loras"]),
             log=Path(config.output_dir) / "vllm.log",

@@ -2,24 +2,29 @@
 
 import inspect
 import json
+import shlex
 from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_nb.cli import _parser
 from grpo_nb.model.limits import SLICES
 from grpo_nb.model.loading import load_model
-from grpo_nb.model.memory_bytes import MODELS, GiB, weight_bytes
-from grpo_nb.model.memory_fit import ALL, CARDS, CUDA_CONTEXT, Card
+from grpo_nb.model.memory_bytes import MODELS, GiB, kv_bytes, weight_bytes
+from grpo_nb.model.memory_fit import ALL, CARDS, CUDA_CONTEXT, VLLM_SHARE, Card
 from grpo_nb.planning.plan import (
     NO_SETTING,
     Setup,
     advice_text,
     advise,
     describe,
+    launch_line,
     plan,
     plan_of,
+    server_lines,
+    server_urls,
     setup_of,
     standard,
 )
@@ -507,3 +512,62 @@ def test_advice_for_several_cards_is_the_same_update():
     assert not made.fits and plan_of(after).fits
     for name in ("generation_batch_size", "effective_batch_size"):
         assert getattr(after.config.layout(4), name) == getattr(made.setup.config.layout(4), name)
+
+
+def test_cards_that_only_draw_hold_what_those_that_train_do_not():
+    settings = dict(context=4096, cards=2, generation_batch_size=32)
+    made = plan("gpt-oss-20b", "H100", samplers=2, **settings)
+    alone, parts = plan("gpt-oss-20b", "H100", **settings), made.setup.on_vllm()
+    assert made.moments["rollout"]["kv"] == 0 < alone.moments["rollout"]["kv"]
+    assert made.totals["layer"] == alone.totals["layer"] and made.weights == alone.weights
+    assert sum(parts.values()) == int(VLLM_SHARE * CARDS["H100"].room)
+    step, rows = made.setup.step, made.setup.served()
+    lengths = dict(prompt=step.prompt_length, group=step.num_generations)
+    held, more = (kv_bytes(step.shape, n, step.context, 2, **lengths) for n in (rows, rows + 1))
+    assert held <= parts["kv"] < more
+    assert "2 more H100 only draw, 16 of 32 completions each" in describe(made)
+    assert made.to_dict()["card_that_draws"] == parts and alone.to_dict()["card_that_draws"] is None
+    stale = plan("gpt-oss-20b", "H100", samplers=2, max_staleness=2, **settings).setup.on_vllm()
+    assert stale["adapters"] == 2 * parts["adapters"]  # four versions for two
+    assert standard(made.setup).setup.samplers == 0
+    with pytest.raises(ValueError, match="L4 does not hold gpt-oss-120b under vLLM"):
+        plan("gpt-oss-120b", "L4", samplers=1)
+
+
+def test_the_commands_name_each_card_once():
+    setup = setup_of("gpt-oss-20b", "H100", cards=3, samplers=2, lora_r=20, context=4096)
+    lines = [*server_lines(setup, "openai/gpt-oss-20b"), launch_line(setup, "my run.yaml")]
+    cards = [line.split()[0].removeprefix("CUDA_VISIBLE_DEVICES=") for line in lines]
+    assert cards == ["0", "1", "2,3,4"]
+    for line, url in zip(lines, server_urls(setup)):
+        port = line.split("--port ")[1].split()[0]
+        assert url.endswith(f":{port}") and "--max-lora-rank 32 " in line and " 4096" in line
+    words = shlex.split(lines[-1])[1:]
+    assert words[:4] == ["torchrun", "--nproc-per-node", "3", "-m"] and words[-1] == "my run.yaml"
+    own = server_lines(setup, "my_models:small")[1]
+    args = _parser([]).parse_args(shlex.split(own)[1:])
+    assert (args.model, args.port, args.max_lora_rank) == ("my_models:small", 8001, 32)
+
+
+def test_vllm_beside_the_trainer_takes_its_share():
+    def made(**settings):
+        return plan("Qwen3-4B", "A100-80", context=2048, **settings)
+
+    awake = made(sampler="vllm", vllm_share=0.3)
+    asleep = made(sampler="vllm_sleep", vllm_share=0.3)
+    share = int(0.3 * CARDS["A100-80"].room)
+    for one, moment, held in (
+        (awake, "rollout", share),
+        (awake, "layer", share),
+        (asleep, "rollout", share),
+        (asleep, "layer", 0),
+    ):
+        assert one.moments[moment]["copies"] + one.moments[moment]["kv"] == held
+    assert "vLLM takes 30% of the card: 7.5 GiB of weights" in describe(awake)
+    assert "gives it back while the trainer trains" in describe(asleep)
+    with pytest.raises(ValueError, match="raise vllm_gpu_memory_utilization, or leave use_vllm"):
+        made(sampler="vllm", vllm_share=0.1)
+    packed = made(sampler="vllm", vllm_share=0.3, weights="nf4")
+    assert "different policies" in describe(packed)
+    tight = plan("Qwen3-4B", "L4", context=8192, sampler="vllm", vllm_share=0.6)
+    assert "use_vllm=False" in advice_text(tight)

@@ -5,17 +5,22 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig
 from small_runs import ROWS, digits, one_thread, small_config  # noqa: F401
 
 from grpo_nb import GRPOTrainer
+from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.colocated import (
     KEEPER,
+    TRIED,
     ColocatedVLLM,
     check_vllm,
+    doubt_of_weights,
     vllm_command,
     vllm_environment,
 )
@@ -164,3 +169,21 @@ def test_a_run_starts_its_server_lets_it_sleep_and_ends_it(tmp_path, monkeypatch
     assert keeper.poll() is not None and trainer.vllm.keeper is None
     assert "tiny at http://127.0.0.1" in (tmp_path / "vllm.log").read_text()
     assert not list((tmp_path / ".vllm_adapters").iterdir())
+
+
+def test_a_base_in_nf4_is_not_what_vllm_loads(tmp_path, monkeypatch):
+    model, tokenizer = tiny_gpt_oss()
+    assert doubt_of_weights(model) is None
+    packed = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.__class__ = packed
+    monkeypatch.setattr(trainer_module, "ColocatedVLLM", lambda *given, **others: None)
+    config = small_config(tmp_path, use_vllm=True, vllm_python="no/such/python")
+    model = add_adapters(model, 2, resolve_targets(model, ["k_proj"]))
+    with pytest.warns(UserWarning, match="base model in NF4, and the vLLM .* in 16 bits"):
+        GRPOTrainer(model, digits, config, ROWS, processing_class=tokenizer)
+
+
+def test_the_version_that_is_named_is_the_extra_s():
+    settings = (Path(__file__).parents[2] / "settings.ini").read_text()
+    assert f"\nvllm_requirements = vllm=={TRIED}\n" in settings

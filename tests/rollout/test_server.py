@@ -196,33 +196,142 @@ def test_an_answer_that_is_not_what_was_asked_ends_the_run(start, tmp_path, chan
         sampler.generate([[7]], PARAMS)
 
 
-def test_a_server_that_dies_is_replaced_by_another_or_named(tmp_path):
-    first, second = (
-        StandIn(*small_model(), name="small", lora_dir=tmp_path, max_loras=3) for _ in range(2)
+class Cut(dict):
+    "An answer in whose middle the connection ends."
+
+    def items(self):
+        raise TimeoutError  # upon which http.server closes the connection
+
+
+class Mortal(StandIn):
+    "A stand-in that remembers what it is asked, and breaks off in the middle of an answer."
+
+    dies_after = None  # completions
+
+    def __init__(self, *given, **settings):
+        super().__init__(*given, **settings)
+        self.calls = []
+
+    def load_lora_adapter(self, asked):
+        self.calls.append("load")
+        return super().load_lora_adapter(asked)
+
+    def completions(self, asked):
+        self.calls.append("completions")
+        answer = super().completions(asked)
+        if self.dies_after is not None and self.count > self.dies_after:
+            return Cut(answer)
+        return answer
+
+
+def mortal(folder, **settings):
+    return Mortal(
+        *small_model(), **{"name": "small", "lora_dir": folder, "max_loras": 2, **settings}
     )
-    model = moved(small_model()[0])
+
+
+MANY = [[7 + n % 5, 8 + n % 3, 9 + n] for n in range(12)]
+
+
+def test_three_servers_share_the_tokens_and_one_dies_while_it_answers(start, tmp_path):
+    (first, a), (second, b), (third, c) = (start(Mortal, max_loras=2) for _ in range(3))
+    sampler, model = sampler_of([a, b, c], tmp_path), moved(small_model()[0])
+    sampler.publish(model, 1)
+    assert all(one.adapters.folders for one in (first, second, third))
+    drawn = sampler.generate(MANY, PARAMS)
+    alone = sampler_of(a, tmp_path / "alone")
+    alone.publish(model, 1)
+    assert torch.equal(alone.generate(MANY, PARAMS).logps, drawn.logps)  # in float32
+    alone.close()
+    shares = [one.calls.count("completions") for one in (second, third)]
+    assert min(shares) > 3 and all(one.asked == 0 for one in sampler.addresses)
+    second.dies_after = second.count + 1
+    with pytest.warns(
+        UserWarning, match=f"{b} is left aside: it gave no answer .*other servers go on"
+    ):
+        again = sampler.generate(MANY, PARAMS)
+    assert torch.equal(again.completion_ids, drawn.completion_ids)
+    assert torch.equal(again.logps, drawn.logps)
+    began, asked = time.monotonic(), len(second.calls)
+    sampler.publish(moved(small_model()[0], 2), 2)  # without the second, and without waiting for it
+    assert sampler.generate(MANY, PARAMS).versions.tolist() == [2] * 24
+    assert time.monotonic() - began < 5 and len(second.calls) == asked
+
+
+def test_a_longer_request_counts_for_more():
+    sampler = object.__new__(VLLMServer)
+    sampler.addresses, sampler.lock = [Address("a"), Address("b")], threading.Lock()
+    with sampler.picked(1000) as long, sampler.picked(10) as short, sampler.picked(10) as other:
+        assert (long.host, short.host, other.host) == ("a", "b", "b")
+        with sampler.picked(10, before=other) as elsewhere:
+            assert elsewhere.host == "a"
+        long.failed_at, long.aside_s = time.monotonic(), 9
+        with sampler.picked(10, before=other) as last:
+            assert last.host == "b"
+
+
+def test_a_server_that_comes_back_has_the_present_version_before_it_is_asked(tmp_path):
+    first, second, model = mortal(tmp_path), mortal(tmp_path), moved(small_model()[0])
     with serving(first) as url:
         with serving(second) as gone:
             sampler = sampler_of(f"{url}, {gone}", tmp_path)
             sampler.publish(model, 1)
             before = sampler.generate(PROMPTS, PARAMS)
             assert second.count > 1
-        after = sampler.generate(PROMPTS, PARAMS)
-        assert torch.equal(before.completion_ids, after.completion_ids)
-        sampler.retries = 1
-        with pytest.warns(UserWarning, match=f"{gone} .*other servers go on"):
-            sampler.publish(model, 2)
-        assert sampler.generate(PROMPTS, PARAMS).versions.tolist() == [2] * 8
-        port = int(gone.rsplit(":", 1)[1])
-        back = StandIn(*small_model(), name="small", lora_dir=tmp_path, max_loras=3)
-        with serving(back, port=port):  # restarted, without adapters
-            sampler.addresses[1].failed_at = float("-inf")
-            again = sampler.generate(PROMPTS, PARAMS)
-            assert again.versions.tolist() == [2] * 8 and back.adapters.folders and back.count
-    with pytest.raises(ServerError, match=r"127.0.0.1:\d+ gave no completions in 2 attempts"):
+        with pytest.warns(UserWarning, match=f"{gone} is left aside"):
+            assert torch.equal(
+                sampler.generate(PROMPTS, PARAMS).completion_ids, before.completion_ids
+            )
+        sampler.publish(moved(small_model()[0], 2), 2)
+        wanted, port = sampler.generate(PROMPTS, PARAMS), int(gone.rsplit(":", 1)[1])
+
+        def returned(stand_in):
+            "What it is asked when the time comes to try it again."
+            stand_in.calls.clear()
+            with serving(stand_in, port=port):
+                sampler.addresses[1].aside_s = 0.0
+                drawn = sampler.generate(PROMPTS, PARAMS)
+            sampler.addresses[1].ready = False
+            assert torch.equal(drawn.completion_ids, wanted.completion_ids)
+            return stand_in.calls[2:]  # after two questions about its log-probs
+
+        # restarted: without adapters; cut off: with one that has left the window meanwhile
+        assert returned(mortal(tmp_path))[:2] == ["load", "completions"]
+        assert returned(second)[:2] == ["load", "completions"]
+        assert list(second.adapters.folders) == [sampler.current[0]]
+        # restarted by mistake, with another model or other log-probs: it is not asked
+        with pytest.warns(UserWarning, match="is left aside: .*it has the model 'other' now"):
+            assert not returned(mortal(tmp_path, name="other"))
+        assert not returned(mortal(tmp_path, logprobs_mode="raw_logprobs"))
+    sampler.retries = 1
+    with pytest.raises(ServerError, match=r"127.0.0.1:\d+ gave no completions in 3 attempts"):
         sampler.generate(PROMPTS, PARAMS)
-    with pytest.raises(ServerError, match="did not load the adapter|in 2 attempts"):
+    with pytest.raises(ServerError, match="did not load the adapter"):
         sampler.publish(model, 3)
+
+
+def test_one_that_is_busy_for_a_while_is_not_waited_for(start, tmp_path):
+    (busy, a), (_, b) = start(Faulty), start()
+    sampler = sampler_of([a, b], tmp_path)
+    wanted, busy.faults = sampler.generate(MANY, PARAMS), [refusing(503)] * 99
+    sampler.pause_s, began = 60.0, time.monotonic()
+    assert torch.equal(sampler.generate(MANY, PARAMS).completion_ids, wanted.completion_ids)
+    left = len(busy.faults)
+    assert time.monotonic() - began < 30 and 99 - left <= len(MANY)
+    sampler.generate(MANY, PARAMS)
+    assert len(busy.faults) == left  # left alone for some seconds
+    busy.faults, sampler.addresses[0].aside_s = [], 0.0
+    asked = busy.count
+    sampler.generate(MANY, PARAMS)
+    assert busy.count > asked
+
+
+def test_one_that_hangs_is_asked_for_so_long_and_then_another(start, tmp_path):
+    (stuck, a), (_, b) = start(), start()
+    sampler = sampler_of([a, b], tmp_path)
+    wanted, sampler.addresses[0].timeout_s = sampler.generate(PROMPTS, PARAMS), 0.3
+    with stuck.lock, pytest.warns(UserWarning, match=f"{a} is left aside: .*timed out"):
+        assert torch.equal(sampler.generate(PROMPTS, PARAMS).logps, wanted.logps)
 
 
 def test_requests_can_be_cut_from_another_thread(start, tmp_path):
@@ -384,7 +493,7 @@ def test_only_the_first_process_writes_and_all_draw_with_its_version(start, tmp_
         return value
 
     first = sampler_of(url, tmp_path, share=tell)
-    other = sampler_of(url, tmp_path, leads=False, share=lambda value: said[-1])
+    other = sampler_of(url, tmp_path, process=1, share=lambda value: said[-1])
     for version in (0, 1, 2):
         for one in (first, other):
             one.publish(model, version)
