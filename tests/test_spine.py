@@ -1,4 +1,4 @@
-"""The eight lessons of the spine: their heads; their exercises and solutions, and those of others."""
+"""The eight lessons of the spine: their heads, exercises and solutions, and those of others."""
 
 import ast
 import json
