@@ -121,7 +121,8 @@ def start_server(args):
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        env={**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"},
+        env={**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+        | ({"OMP_NUM_THREADS": "1"} if args.cpu else {}),
     )
     return process, f"http://127.0.0.1:{args.port}"
 
@@ -209,7 +210,7 @@ def main():
     parser.add_argument(
         "--max-gap",
         type=float,
-        default=1e3,
+        default=1e9,
         help="nats a token at which the guard stops a run; a random model turns rounding into "
         "other experts, so its gap is far above a trained one's (default: %(default)s)",
     )
@@ -222,6 +223,8 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     sizes = SMALL if args.cpu else FULL
+    if args.cpu:  # the server has the other cores
+        torch.set_num_threads(1)
     write_base(args, sizes)
     tell(base=args.checkpoint, device=str(device_of(args)), **versions())
     results, failed = {}, False

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['CONNECT_S', 'PASSING', 'AVOIDED_S', 'PAUSED_S', 'AT_ONCE', 'LOOK', 'SERVED_AS_IT_IS', 'ServerError', 'Together',
            'Address', 'notice_silence', 'as_json', 'reason_of', 'request_seeds', 'most_tokens', 'request_body',
-           'what_is_wrong', 'choices_of', 'rollout_of', 'side_by_side', 'kind_of_logprobs', 'settings_of', 'faults',
-           'served_config', 'check_both_expert_matrices', 'VLLMServer', 'told_by', 'probe']
+           'has_few_survivors', 'addressed', 'as_completion', 'what_is_wrong', 'choices_of', 'rollout_of', 'padded',
+           'side_by_side', 'kind_of_logprobs', 'settings_of', 'faults', 'served_config', 'check_both_expert_matrices',
+           'VLLMServer', 'told_by', 'probe']
 
 # %% ../../nbs/rollout/12_server.ipynb #8f162d12
 import json
@@ -19,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
@@ -34,7 +36,7 @@ from ..model.memory_fit import rank_flag
 from .engine import share_prompts
 from .rollout import Rollout, end_at_text
 from .sampler import pad_right
-from .sampling import SamplingParams
+from .sampling import MOST_SURVIVORS, TIES, SamplingParams
 
 # %% ../../nbs/rollout/12_server.ipynb #8534b2b2
 class ServerError(RuntimeError):
@@ -194,6 +196,38 @@ def request_body(
         body["include_stop_str_in_output"] = True
     return body
 
+# %% ../../nbs/rollout/12_server.ipynb #aebea858
+def has_few_survivors(
+    params: SamplingParams,
+) -> bool:
+    "Whether top_k leaves so few tokens that an answer can name them all, and they can be kept."
+    return params.temperature > 0 and 0 < (params.top_k or 0) <= MOST_SURVIVORS - TIES
+
+
+def addressed(
+    body: dict[str, Any],  # from `request_body`; with "sampling_mask" what is left is asked for
+) -> tuple[str, dict[str, Any]]:  # a route, and what is sent there
+    "Where a request goes."
+    if "sampling_mask" not in body:
+        return "/v1/completions", body
+    left_out = ("model", "prompt", "return_token_ids", "sampling_mask")
+    params = {name: value for name, value in body.items() if name not in left_out}
+    return "/inference/v1/generate", {
+        "model": body["model"],
+        "token_ids": body["prompt"][0],
+        "sampling_params": {**params, "output_kind": 2},  # all at the end, and nothing before
+    }
+
+
+def as_completion(
+    one: dict[str, Any],  # a choice, of either route
+) -> dict[str, Any]:
+    "A choice in the form of the completions."
+    tokens = (one.get("logprobs") or {}).get("content")
+    if tokens is None:
+        return one
+    return {**one, "logprobs": {"token_logprobs": [token["logprob"] for token in tokens]}}
+
 # %% ../../nbs/rollout/12_server.ipynb #e29112d9
 def what_is_wrong(
     one: Any,  # a choice of an answer
@@ -208,6 +242,9 @@ def what_is_wrong(
         return f"it drew {len(tokens)} tokens and gave {len(values)} log-probs"
     if any(value is None or value < -9000 for value in values):  # -9999 stands for minus infinity
         return "it gave a log-prob of minus infinity for a token that it drew"
+    left = one.get("sampling_mask")
+    if left is not None and [t in few for t, few in zip(tokens, left)] != [True] * len(tokens):
+        return "it drew a token that, as it says, a cut had not left"
     if one.get("prompt_token_ids") not in (None, list(ids)):
         return "it continued another prompt than it was given"
     return None
@@ -218,7 +255,7 @@ def choices_of(
     body: dict[str, Any],  # the request
 ) -> list[dict] | None:  # None: broken off, ask again; ServerError
     "The completions of an answer."
-    choices = sorted(answer["choices"], key=lambda one: one["index"])
+    choices = sorted(map(as_completion, answer["choices"]), key=lambda one: one["index"])
     if len(choices) != body["n"] or any(one["finish_reason"] == "abort" for one in choices):
         return None
     for one in choices:
@@ -239,7 +276,7 @@ def rollout_of(
     ids = pad_right([one["token_ids"] for one in choices], torch.long, device)  # (N, T)
     values = [one["logprobs"]["token_logprobs"] for one in choices]
     lengths = torch.tensor([len(row) for row in values], device=device)[:, None]  # (N, 1)
-    return Rollout(
+    rollout = Rollout(
         [list(prompt) for prompt in prompts],
         ids,
         torch.arange(ids.shape[1], device=device) < lengths,
@@ -247,6 +284,22 @@ def rollout_of(
         [one["finish_reason"] for one in choices],
         versions=torch.full((len(choices),), version, device=device),
     )
+    left = [one.get("sampling_mask") for one in choices]
+    if any(one is None for one in left):
+        return rollout
+    mass = torch.zeros_like(rollout.logps)  # all that are left are there
+    return replace(rollout, survivors=padded(left, device), log_mass=mass)
+
+
+def padded(
+    left: Sequence[Sequence[Sequence[int]]],  # of N completions, of each token: ids
+    device: torch.device | str,  # of the result
+) -> torch.Tensor:  # (N, T, K) int32, and -1
+    "The ids that were left, as a block."
+    width = max(len(few) for row in left for few in row)
+    rows = [torch.tensor([[*few, *[-1] * (width - len(few))] for few in row]) for row in left]
+    block = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return block.to(device, torch.int32)
 
 # %% ../../nbs/rollout/12_server.ipynb #f3ee4194
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which asking again may help
@@ -448,6 +501,7 @@ class VLLMServer:
             self.check_logprobs(address)
             self.clear(address)
             address.ready, address.failed_at = True, float("-inf")
+        self.says_what_is_left = all(map(self.names_survivors, self.addresses))
 
     def await_start(
         self,
@@ -522,6 +576,16 @@ class VLLMServer:
                 f"{address.url} gives log-probs before top_p, top_k and min_p: leave these out",
                 stacklevel=2,
             )
+
+    def names_survivors(self, address: Address) -> bool:
+        "Whether a server says what a cut has left to draw from."
+        params = SamplingParams(top_k=2, max_tokens=1, stop_token_ids=())
+        body = {**request_body(self.base, [1, 2, 3], params, 1, 0), "sampling_mask": True}
+        try:
+            choices = choices_of(self.tell(address, *addressed(body)), body)
+            return choices[0]["sampling_mask"] is not None
+        except (ServerError, KeyError, TypeError):
+            return False
 
     def clear(self, address: Address) -> None:
         "Unload and delete what an earlier run with this folder has left, which was killed."
@@ -761,6 +825,8 @@ class VLLMServer:
                 request_body(name, ids, params, params.n * counts[u], seed, self.stop_token_ids)
                 for u, (ids, seed) in enumerate(zip(unique, seeds))
             ]
+            if self.says_what_is_left and has_few_survivors(params):
+                bodies = [{**body, "sampling_mask": True} for body in bodies]
             answers = self.answers(bodies)
         if not params.temperature:
             answers = [one * params.n * counts[u] for u, one in enumerate(answers)]
@@ -854,11 +920,11 @@ class VLLMServer:
         "Ask a server for completions; one that was away, or restarted, gets the adapters first."
         if not address.ready:
             self.bring_up_to_date(address)
-        status, answer = address.ask("/v1/completions", body, together=together)
+        status, answer = address.ask(*addressed(body), together=together)
         if status == 404 and body["model"] != self.base:  # restarted, and nobody has noticed
             address.ready = False
             self.bring_up_to_date(address)
-            status, answer = address.ask("/v1/completions", body, together=together)
+            status, answer = address.ask(*addressed(body), together=together)
         return status, answer
 
     def close(self) -> None:

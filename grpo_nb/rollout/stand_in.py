@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KINDS', 'ADAPTER_FILES', 'NEUTRAL', 'GET', 'POST', 'MOST_BYTES', 'Refusal', 'check_adapter_folder', 'check_adapter',
            'Adapters', 'check_done_here', 'stops_of', 'sampling_of', 'prompts_of', 'raw_logps', 'make_raw', 'choice',
-           'prompt_logprobs', 'StandIn', 'is_loopback', 'check_listening', 'Handler', 'Server', 'open_server',
-           'serving']
+           'tokens_choice', 'prompt_logprobs', 'StandIn', 'is_loopback', 'check_listening', 'Handler', 'Server',
+           'open_server', 'serving']
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #605f53b2
 import hmac
@@ -231,6 +231,26 @@ def choice(
     return one
 
 
+def tokens_choice(
+    rollout: Rollout,
+    row: int,
+) -> dict[str, Any]:
+    "One completion in the form of the route that says what a cut has left."
+    size = int(rollout.lengths[row])
+    ids, logps = rollout.completion_ids[row, :size].tolist(), rollout.logps[row, :size].tolist()
+    content = [{"token_id": i, "logprob": value} for i, value in zip(ids, logps)]
+    left = None
+    if rollout.survivors is not None:
+        left = [[i for i in few if i >= 0] for few in rollout.survivors[row, :size].tolist()]
+    return {
+        "index": row,
+        "finish_reason": rollout.finish_reasons[row],
+        "token_ids": ids,
+        "logprobs": {"content": content},
+        "sampling_mask": left,
+    }
+
+
 def prompt_logprobs(
     model: Any,
     ids: list[int],  # of a prompt
@@ -348,6 +368,31 @@ class StandIn:
 
     def completions(self, asked: dict) -> dict:
         "Draw."
+        rollout, before, each = self.drawn(asked)
+        choices = [
+            choice(rollout, row, self.tokenizer, asked) for row in range(len(rollout.prompt_ids))
+        ]
+        for row, one in enumerate(choices):
+            one["prompt_logprobs"] = before and before[row // each]
+        head = {
+            "id": f"cmpl-{self.count}",
+            "object": "text_completion",
+            "created": int(time.time()),
+        }
+        return {**head, "model": asked.get("model") or self.name, "choices": choices}
+
+    def generate(self, asked: dict) -> dict:
+        "Draw, and say of each token what it was drawn from; one prompt, and top_k is needed."
+        params = asked.get("sampling_params") or {}
+        if not params.get("top_k"):
+            raise Refusal(400, "what is left to draw from is said of requests with top_k.")
+        whole = {**params, "prompt": [asked.get("token_ids")], "model": asked.get("model")}
+        rollout, _, _ = self.drawn(whole)
+        choices = [tokens_choice(rollout, row) for row in range(len(rollout.prompt_ids))]
+        return {"request_id": f"generate-{self.count}", "choices": choices}
+
+    def drawn(self, asked: dict) -> tuple[Rollout, list | None, int]:
+        "Completions, log-probs of the prompts if they are asked for, and completions of a prompt."
         prompts = prompts_of(asked.get("prompt"), self.tokenizer)
         own = default_stop_token_ids(self.adapters.model, self.tokenizer)
         params = sampling_of(asked, own)
@@ -357,17 +402,7 @@ class StandIn:
             with self.adapters.using(self.adapter_of(asked)) as model:
                 rollout, before = self.draw(model, prompts, params, asked)
             self.count += 1
-        choices = [
-            choice(rollout, row, self.tokenizer, asked) for row in range(len(rollout.prompt_ids))
-        ]
-        for row, one in enumerate(choices):
-            one["prompt_logprobs"] = before and before[row // params.n]
-        head = {
-            "id": f"cmpl-{self.count}",
-            "object": "text_completion",
-            "created": int(time.time()),
-        }
-        return {**head, "model": asked.get("model") or self.name, "choices": choices}
+        return rollout, before, params.n
 
     def draw(
         self, model: Any, prompts: list[list[int]], params: SamplingParams, asked: dict
@@ -414,6 +449,7 @@ GET = {  # route -> method of StandIn
 }
 POST = {
     "/v1/completions": "completions",
+    "/inference/v1/generate": "generate",
     "/v1/load_lora_adapter": "load_lora_adapter",
     "/v1/unload_lora_adapter": "unload_lora_adapter",
     "/sleep": "sleep",

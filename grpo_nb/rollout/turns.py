@@ -6,8 +6,8 @@
 __all__ = ['MESSAGE_ENDS', 'Parser', 'NOT_TOOLS', 'as_call', 'as_message', 'parse_hermes', 'parse_llama', 'harmony_messages',
            'parse_harmony', 'on_text', 'described_by', 'choose_parser', 'rendered', 'short_call', 'turn_end',
            'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne', 'run_calls', 'TurnRollout',
-           'tool_metrics', 'Transcript', 'drawn_together', 'check_template', 'TurnSampler', 'methods_of', 'reward_of',
-           'Environments', 'Beginning', 'appended', 'begin']
+           'tool_metrics', 'Transcript', 'what_was_left', 'drawn_together', 'check_template', 'TurnSampler',
+           'methods_of', 'reward_of', 'Environments', 'Beginning', 'appended', 'begin']
 
 # %% ../../nbs/rollout/11_turns.ipynb #382bfec9
 import asyncio
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from transformers.utils import get_json_schema
 
-from .rollout import Rollout, default_stop_token_ids
+from .rollout import Rollout, default_stop_token_ids, joined
 from .sampler import Sampler, drawn_elsewhere
-from .sampling import SamplingParams
+from .sampling import SamplingParams, Survivors
 
 # %% ../../nbs/rollout/11_turns.ipynb #9f9fadad
 def as_call(
@@ -379,16 +379,35 @@ class Transcript:
     late: bool = False
     reason: str = "length"  # why it ended
     versions: list[int] = field(default_factory=list)  # of the weights that drew each turn
+    # of each turn and each reply, what was left to draw from; a None among them: it is not known
+    left: list[Survivors | None] = field(default_factory=list)
 
     def add(
         self,
         ids: list[int],
         logps: list[float] | None = None,  # None: the template wrote them
+        left: Survivors | None = None,  # of those that were drawn
     ) -> None:
         "Append tokens, drawn or not."
+        if logps is None and self.left[-1] is not None:  # a reply: nothing was left out
+            ids_left, log_mass = self.left[-1]
+            size = len(ids)
+            left = Survivors(ids_left.new_full((size, 1), -1), log_mass.new_zeros(size))
+        self.left.append(left)
         self.ids += ids
         self.logps += [None] * len(ids) if logps is None else logps
         self.written += [logps is not None] * len(ids)
+
+
+def what_was_left(
+    rows: Sequence[Transcript],  # N
+) -> tuple[torch.Tensor, torch.Tensor] | None:  # (N, T, K) int32 and (N, T); None: not known
+    "What was left to draw each token of several turns from."
+    if any(one is None for row in rows for one in row.left):
+        return None
+    whole = [[joined(parts, -1)[None] for parts in zip(*row.left)] for row in rows]
+    ids, log_mass = zip(*whole)
+    return joined(ids, -1), joined(log_mass, 0.0)
 
 # %% ../../nbs/rollout/11_turns.ipynb #95bc50b1
 def drawn_together(
@@ -507,7 +526,9 @@ class TurnSampler:
         "Add row `i` of what was drawn to a transcript, and read the calls in it."
         size = min(int(drawn.lengths[i]), params.max_tokens - len(row.ids))
         ids, before = drawn.completion_ids[i, :size].tolist(), row.prompt + row.ids
-        row.add(ids, drawn.logps[i, :size].tolist())
+        left = drawn.survivors
+        left = left if left is None else Survivors(left[i, :size], drawn.log_mass[i, :size])
+        row.add(ids, drawn.logps[i, :size].tolist(), left)
         row.messages.append(self.read(ids, before, row.tools.schemas))
         row.reason = drawn.finish_reasons[i] if size == int(drawn.lengths[i]) else "length"
         calls = row.messages[-1].get("tool_calls", [])
@@ -562,6 +583,8 @@ class TurnSampler:
             for name in ("messages", "calls", "failures", "late")
         }
         rollout.finish_reasons = [row.reason for row in rows]
+        if (left := what_was_left(rows)) is not None:
+            rollout.survivors, rollout.log_mass = left
         return TurnRollout(**vars(rollout), **of_rows)
 
     def publish(

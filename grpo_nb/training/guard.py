@@ -21,6 +21,7 @@ from accelerate import Accelerator
 
 from ..algorithm.batching import BatchLayout
 from ..rollout.engine import evaluating
+from ..rollout.sampling import MOST_SURVIVORS, TIES
 from .config import GRPOConfig, warn
 from .policy_logprobs import TrainingBatch, completion_logps
 from .policy_update import PolicyUpdate
@@ -36,7 +37,7 @@ class Comparison:
     sampler: torch.Tensor  # (n,)
     trainer: torch.Tensor  # (n,)
     base: torch.Tensor | None = None  # (n,) by the trainer without its adapter; None: it has none
-    # (n,) int64, the number of each token's completion; None: each token is one of its own
+    # (n,), the number of each token's completion; None: each token is one of its own
     completion: torch.Tensor | None = None
 
     @property
@@ -50,30 +51,43 @@ class Comparison:
         return self.gap.abs().mean().item()
 
     @property
+    def effects(self) -> tuple[torch.Tensor, torch.Tensor]:  # x and y, (n,) each
+        "What the adapter changes on the trainer, and on the sampler."
+        base = self.trainer if self.base is None else self.base
+        return self.trainer - base, self.sampler - base
+
+    @property
     def effect(self) -> float:  # nats a token; 0 without an adapter, or with a new one
-        "Root mean square of what the adapter changes."
-        x = 0 * self.trainer if self.base is None else self.trainer - self.base
-        return x.square().mean().sqrt().item()
+        "Root mean square of what the adapter changes on the trainer."
+        return self.effects[0].square().mean().sqrt().item()
 
     def slope(self) -> float:  # NaN without an effect
         "The adapter's effect on the sampler over that on the trainer."
-        x, y = self.trainer - self.base, self.sampler - self.base
+        x, y = self.effects
         return ((x * y).sum() / x.square().sum()).item()
 
-    def rest(self) -> torch.Tensor:  # (n,)
-        "What the slope leaves unexplained: rounding, or another policy."
-        return self.sampler - self.base - self.slope() * (self.trainer - self.base)
+    def usual_slope(self) -> float:  # with an effect
+        "The slope of most tokens, which a few that are far off the line do not move."
+        x, y = (effect[self.effects[0] != 0] for effect in self.effects)
+        ratios, order = (y / x).sort()
+        weights = x.abs()[order].cumsum(0)
+        return ratios[(weights >= weights[-1] / 2).nonzero()[0, 0]].item()
+
+    def rest(self, slope: float | None = None) -> torch.Tensor:  # (n,)
+        "What a slope leaves unexplained: rounding, or another policy."
+        x, y = self.effects
+        return y - (self.slope() if slope is None else slope) * x
 
     def slope_error(self) -> float:
         "Standard error of the slope."
-        x = self.trainer - self.base
+        x, _ = self.effects
         return self.spread(x * self.rest()) / x.square().sum().item()
 
     def spread(self, values: torch.Tensor) -> float:
         "Standard error of the sum of n values whose mean is 0, those of a completion taken as one."
         if self.completion is not None:
-            values = values.new_zeros(len(values)).index_add(0, self.completion, values)
-            values = values[self.completion.unique()]
+            numbers, of = self.completion.unique(return_inverse=True)
+            values = values.new_zeros(len(numbers)).index_add(0, of, values)
         return (values.square().sum() * len(values) / max(len(values) - 1, 1)).sqrt().item()
 
 # %% ../../nbs/training/24_guard.ipynb #a7d1a223
@@ -256,7 +270,7 @@ def experts_left_out(found, bound, under):
     parts = torch.stack([attention - found.base, found.trainer - attention], 1)  # (n, 2)
     if parts[:, 1].square().mean().sqrt() < 0.5 * found.gap_mean:  # too small to be the cause
         return None
-    y = found.sampler - found.base
+    _, y = found.effects
     shares = torch.linalg.lstsq(parts, y[:, None]).solution[:, 0]  # of attention, of experts
     better = (y - parts @ shares).norm() < 0.85 * found.rest().norm()
     if better and abs(shares[0] - 1) < 0.18 and shares[1] < 0.35:
@@ -269,9 +283,9 @@ def experts_left_out(found, bound, under):
 
 def other_adapter(found, bound, under):
     "The base model is right, the adapter is not."
-    if not explains(found) or found.rest().square().mean().sqrt() > found.effect:
+    if not explains(found) or (slope := found.usual_slope()) < 0.05:
         return None
-    if (slope := found.slope()) < 0.05:
+    if found.rest(slope).abs().mean() > found.effects[0].abs().mean():
         return None
     if slope > 1:
         return (
@@ -280,8 +294,8 @@ def other_adapter(found, bound, under):
         )
     return (
         f"The adapter's effect on the sampler is {slope:.2f} of that on the trainer: the sampler "
-        "serves an older version. Look at whether each version is loaded under a name of its own, "
-        "and before completions are asked for"
+        "serves an older version, or scales it down. Look at whether each version is loaded under "
+        "a name of its own, and before completions are asked for"
     )
 
 
@@ -352,7 +366,11 @@ def needs_more(
     if drawn.repetition_penalty != 1:
         return "repetition_penalty changes what is drawn, and not what is trained"
     if (drawn.top_p < 1 or drawn.top_k or drawn.min_p) and batch.survivors is None:
-        return "top_p, top_k or min_p leave tokens out, and the sampler does not say which"
+        return (
+            "top_p, top_k or min_p leave tokens out, and the sampler does not say which (vLLM "
+            "says it with --return-sampling-mask and --enable-scale-out, for a top_k up to "
+            f"{MOST_SURVIVORS - TIES})"
+        )
 
 # %% ../../nbs/training/24_guard.ipynb #6e8cfe65
 class Guard:
@@ -407,20 +425,15 @@ class Guard:
 
     def compare(self, rows: TrainingBatch) -> Comparison:
         "The log-probs of these completions and of those of the other processes."
-        columns = [rows.rollout_logps, self.logps(rows)]
+        first = MOST_ROWS * self.accelerator.process_index
+        number = torch.arange(first, first + len(rows), device=rows.rollout_logps.device)
+        columns = [rows.rollout_logps, number[:, None].expand_as(rows.rollout_logps)]
+        columns.append(self.logps(rows))
         if hasattr(self.model, "peft_config"):
             with without_adapter(self.model):
                 columns.append(self.logps(rows))
-        sampler, trainer, *base = self.tokens(rows, columns)
-        return Comparison(sampler, trainer, *(base or [None]), self.completions(rows))
-
-    def completions(self, rows: TrainingBatch) -> torch.Tensor:  # (n,) int64
-        "To which completion each token belongs, those of all processes counted through."
-        first = MOST_ROWS * self.accelerator.process_index
-        numbers = torch.arange(first, first + len(rows), device=rows.rollout_logps.device)
-        each = numbers[:, None].expand_as(rows.rollout_logps)
-        number = self.tokens(rows, [rows.rollout_logps, each])[1].long()
-        return number.unique(return_inverse=True)[1]
+        sampler, completion, trainer, *base = self.tokens(rows, columns)
+        return Comparison(sampler, trainer, *(base or [None]), completion)
 
     def logps(self, rows: TrainingBatch) -> torch.Tensor:  # (B, T)
         "The trainer's log-probs under the model as it is now."

@@ -6,7 +6,7 @@
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch',
            'check_arguments', 'check_config', 'check_tools', 'check_drawn_one_way', 'check_one_vllm',
            'rows_for_environments', 'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher',
-           'Preemption', 'Agreement', 'load_tokenizer', 'tokenizer_of', 'is_unlike_policy', 'GRPOTrainer']
+           'Preemption', 'Agreement', 'load_tokenizer', 'tokenizer_of', 'GRPOTrainer']
 
 # %% ../../nbs/training/19_trainer.ipynb #d87d65dc
 import copy
@@ -625,15 +625,6 @@ def tokenizer_of(
     )
     return load_tokenizer(name, given)
 
-
-def is_unlike_policy(
-    params: SamplingParams,
-    recorded: bool = True,  # what top_p, top_k and min_p left, so that the trainer allows for it
-) -> bool:
-    "Whether completions are drawn from another distribution than the one that is trained."
-    cut = params.top_p < 1 or bool(params.top_k) or bool(params.min_p)
-    return params.repetition_penalty != 1 or cut and not recorded
-
 # %% ../../nbs/training/19_trainer.ipynb #2aaa2f00
 class GRPOTrainer:
     """Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300) of a causal language
@@ -789,8 +780,8 @@ class GRPOTrainer:
         )
         self.vllm = self.make_vllm(rollout_func) if config.use_vllm else None
         elsewhere = rollout_func is not None or self.vllm is not None
-        recorded = not (self.tools or self.environments)  # several turns are not
-        differs = elsewhere or is_unlike_policy(config.sampling_params(), recorded)
+        # what top_p, top_k or min_p leave is recorded, so the trainer allows for it
+        differs = elsewhere or config.sampling_params().repetition_penalty != 1
         self.corrects = config.vllm_importance_sampling_correction and differs
         sampler = self.sampler_of(rollout_func)
         check_in_flight(sampler, config.max_staleness)

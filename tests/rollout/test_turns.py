@@ -20,6 +20,7 @@ from small_runs import (
     weights_of,
 )
 
+from grpo_nb.algorithm.logprobs import selective_log_softmax
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout import turns
 from grpo_nb.rollout.engine import RolloutEngine
@@ -312,8 +313,8 @@ def always(name, **arguments):
     return lambda *_: {"role": "assistant", "content": "", "tool_calls": [as_call(name, arguments)]}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_log_probs_of_three_turns_are_those_of_one_pass(seed):
+@pytest.mark.parametrize("seed, cut", [(0, {}), (1, {}), (2, {}), (3, dict(top_k=4, top_p=0.9))])
+def test_log_probs_of_three_turns_are_those_of_one_pass(seed, cut):
     model, _ = small_model(seed, characters="".join(map(chr, range(32, 127))) + "\n")
     tokenizer = letters()
     model.resize_token_embeddings(len(tokenizer))
@@ -326,15 +327,19 @@ def test_log_probs_of_three_turns_are_those_of_one_pass(seed):
         stop_token_ids=list(range(10, 60)),
     )
     prompts = [tokenizer(text).input_ids for text in ("12", "1+2+3=", "7")]
-    rollout = sampler.generate(prompts, SamplingParams(max_tokens=80, n=4, seed=seed))
+    rollout = sampler.generate(prompts, SamplingParams(max_tokens=80, n=4, seed=seed, **cut))
+    assert (rollout.survivors is not None) == bool(cut)
     assert isinstance(sampler, Sampler) and set(rollout.calls) == {2}
     assert rollout.versions.tolist() == [0] * 12
     for row in range(12):
         ids = rollout.prompt_ids[row] + completion(rollout, row)
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            logits = model(input_ids=torch.tensor([ids])).logits
         size, own = len(rollout.prompt_ids[row]), rollout.written[row][rollout.mask[row]]
-        one_pass = logits[size - 1 : -1].gather(-1, torch.tensor(ids[size:])[:, None])[:, 0]
+        left = rollout.survivors[row][rollout.mask[row]] if cut else None
+        one_pass = selective_log_softmax(
+            logits[0, size - 1 : -1], torch.tensor(ids[size:]), survivors=left
+        )
         kept = rollout.logps[row][rollout.mask[row]]
         torch.testing.assert_close(kept[own], one_pass[own], rtol=0, atol=1e-5)
         assert kept[~own].isnan().all() and 0 < own.sum() < len(own)
@@ -707,14 +712,15 @@ def test_a_function_that_draws_cannot_come_later_beside_tools(tmp_path):
     assert trainer.rollout_func is None
 
 
-def test_a_run_with_tools_learns_from_the_models_own_tokens(tmp_path):
+@pytest.mark.parametrize("cut", [{}, dict(top_k=5)], ids=str)
+def test_a_run_with_tools_learns_from_the_models_own_tokens(tmp_path, cut):
     seen = []
 
     def reward(completions, completion_ids, key, **columns):
         seen.append((completions, completion_ids, key))
         return length(completions)
 
-    trainer = agent(tmp_path, reward, arguments=dict(tools=[times]), max_steps=1)
+    trainer = agent(tmp_path, reward, arguments=dict(tools=[times]), max_steps=1, **cut)
     assert isinstance(trainer.sampler, TurnSampler) and trainer.tools == [times]
     batches = remember_batches(trainer)
     trainer.train()
