@@ -90,6 +90,8 @@ def scripted(out, name, processes, trainer=Scripted, **changes):
         else {}
     )
     model, tokenizer = small_model()
+    model, tokenizer = changes.pop("model", model), changes.pop("tokenizer", tokenizer)
+    arguments |= changes.pop("arguments", {})
     size = dict(per_device_train_batch_size=6)
     if processes == 1:
         size = (
@@ -103,7 +105,7 @@ def scripted(out, name, processes, trainer=Scripted, **changes):
         tokenizer=tokenizer,
         trainer=trainer,
         arguments=arguments,
-        **{**size, **SETTINGS, **CASES[name], **changes},
+        **{**size, **SETTINGS, **CASES.get(name, {}), **changes},
     )
 
 

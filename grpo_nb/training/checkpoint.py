@@ -37,6 +37,7 @@ from ..model.export import new_folder
 from .config import GRPOConfig
 from .optimizer import Inspector, is_finite
 from .reporting import Log
+from .sharding import WholeWeights
 from .state import BEST, TrainState
 
 # %% ../../nbs/training/13_checkpoint.ipynb #070a4a62
@@ -505,6 +506,7 @@ def read_own_weights(
 def read_weights(
     model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
     folder: str | Path,  # where its save_pretrained wrote
+    weights: WholeWeights | None = None,  # how the model's weights are held; None: whole
 ) -> Callable[[], None]:  # copies them; ValueError, and the model as it was, where they do not fit
     "Read saved weights, or a saved adapter, and check that they fit; nothing is copied yet."
     folder = Path(folder)
@@ -522,14 +524,20 @@ def read_weights(
             "the peft_config, that was saved, or begin anew"
         )
 
+    like = (weights or WholeWeights()).like
+
     def copy():
         if not adapted:
-            model.load_state_dict(saved, strict=False)
+            own = model.state_dict()
+            cut = {key: like(own[key], x) for key, x in saved.items()}
+            model.load_state_dict(cut, strict=False)
             return
-        from peft import set_peft_model_state_dict
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-        for name, weights in saved.items():
-            set_peft_model_state_dict(model, weights, adapter_name=name)
+        for name, tensors in saved.items():
+            own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+            cut = {key: like(own.get(key), x) for key, x in tensors.items()}
+            set_peft_model_state_dict(model, cut, adapter_name=name)
 
     return copy
 
@@ -537,6 +545,7 @@ def read_weights(
 def load_weights(
     model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
     folder: str | Path,  # where its save_pretrained wrote
+    weights: WholeWeights | None = None,  # how the model's weights are held; None: whole
 ) -> None:
     "Copy saved weights, or a saved adapter, into a model in place; a checkpoint's are checked."
     files = read_manifest(Path(folder))
@@ -545,7 +554,7 @@ def load_weights(
             f"the weights in {str(folder)!r} are damaged, cut off or gone: {fault}. Load another "
             "checkpoint by its name"
         )
-    read_weights(model, folder)()
+    read_weights(model, folder, weights)()
 
 # %% ../../nbs/training/13_checkpoint.ipynb #f35225c1
 @contextmanager
@@ -714,7 +723,9 @@ class Checkpointer:
         shared: dict[str, Any],  # name -> part; the same in all processes
         log: Log,
         tell: Callable[[str], None] = lambda event: None,  # called with "on_save"
+        weights: WholeWeights | None = None,  # how the model's weights are held; None: whole
     ):
+        self.weights = weights or WholeWeights()
         self.config, self.accelerator, self.tell = config, accelerator, tell
         self.model, self.tokenizer = model, tokenizer
         self.state, self.own, self.shared, self.log = state, own, shared, log
@@ -747,17 +758,30 @@ class Checkpointer:
         **others: Any,  # passed on to the model's own save_pretrained
     ) -> None:
         "Save the tokenizer and the model; if an adapter trains, only the adapter."
-        if not self.accelerator.is_main_process:
-            return
-        with no_file_bars():
-            self.model.save_pretrained(path, **others)
-        self.tokenizer.save_pretrained(path)
+        with self.weights.shown(self.model), no_file_bars():
+            if self.accelerator.is_main_process:
+                self.model.save_pretrained(path, **others)
+                self.tokenizer.save_pretrained(path)
 
     def part(self) -> dict[str, Any]:
         "What this process adds to a checkpoint of the last update."
         # a checkpoint is no longer due: this is it
         due = {**self.boundary["callbacks"], "should_save": False}
         return on_cpu({**self.boundary, "callbacks": due})
+
+    def shared_state(self) -> dict[str, Any]:
+        "What is the same in all processes; with shards, a collective call."
+        return {name: part.state_dict() for name, part in self.shared.items()}
+
+    def handed_over(self) -> dict[str, Any] | None:  # None: it is too large to hand over
+        "`part`, with this process's share of the weights where they are sharded."
+
+        def visit():
+            with self.weights.shown(self.model):
+                self.shared_state()
+
+        shares = self.weights.shares(visit)
+        return None if shares is None else {**self.part(), **shares}
 
     def save(
         self,
@@ -767,8 +791,16 @@ class Checkpointer:
         processes = parts or [self.part()]
         if not parts and self.accelerator.num_processes > 1:
             processes = gather_object(processes)
-        if not self.accelerator.is_main_process:
-            return None
+        with self.weights.joined(processes), self.weights.shown(self.model):
+            shared = self.shared_state()
+            return self.write(processes, shared) if self.accelerator.is_main_process else None
+
+    def write(
+        self,
+        processes: list[dict],  # what each one adds
+        shared: dict[str, Any],  # with whole tensors, as the model has them now
+    ) -> Path:  # the checkpoint
+        "Write the folder, and remove those that are older than `save_total_limit` keeps."
         folder = Path(self.config.output_dir) / f"checkpoint-{self.step}"
         if folder.exists():
             return folder  # written at this very update
@@ -777,14 +809,14 @@ class Checkpointer:
         with new_folder(folder, overwrite=True) as partial:
             self.save_model(partial, save_original_format=False)  # the model's own weight names
             if not self.config.save_only_model:
-                torch.save(self.contents(processes), partial / STATE)
+                torch.save(self.contents(processes, shared), partial / STATE)
             write_manifest(partial)
         limit, best = self.config.save_total_limit, self.state.best_model_checkpoint
         remove_old_checkpoints(self.config.output_dir, limit, best)
         self.tell("on_save")
         return folder
 
-    def contents(self, processes: list[dict]) -> dict[str, Any]:
+    def contents(self, processes: list[dict], shared: dict[str, Any]) -> dict[str, Any]:
         "What a checkpoint holds beside the model."
         # an evaluation may have come after the boundary
         best = {name: getattr(self.state, name) for name in BEST}
@@ -792,7 +824,7 @@ class Checkpointer:
             entry["state"].update(best)
         return {
             "processes": processes,
-            "shared": {name: part.state_dict() for name, part in self.shared.items()},
+            "shared": shared,
             "history": [record for record in self.log.history if record["step"] <= self.step],
             "config": self.config.to_json(),
             "rows": self.rows,
@@ -811,7 +843,9 @@ class Checkpointer:
             check.keys(saved, names, "the state of the run")
             processes = self.accelerator.num_processes
             changed = check_same_run(self.config, saved, rows, processes, whose)
-            copy_weights = read_weights(self.model, folder)  # later, if all else fits too
+            copy_weights = read_weights(
+                self.model, folder, self.weights
+            )  # later, if all else fits too
             self.check_parts(saved, check)
             return SavedRun(folder, saved, copy_weights, changed)
 
