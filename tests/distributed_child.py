@@ -176,7 +176,7 @@ def fails(out, rank):
     trainer.train()
 
 
-def four_updates(out, save_steps=100):
+def four_updates(out, save_steps=100, **settings):
     "The trainer of the runs that are stopped and resumed."
     return small_trainer(
         out,
@@ -185,6 +185,7 @@ def four_updates(out, save_steps=100):
         gradient_accumulation_steps=2,
         save_strategy="steps",
         save_steps=save_steps,
+        **settings,
     )
 
 
@@ -192,7 +193,7 @@ def preempted(out, rank):
     "A run that pauses in one process, for the test to send signals."
     options = json.loads(sys.argv[3])
     (Path(out) / f"pid{rank}").write_text(str(os.getpid()))
-    trainer = four_updates(out, options.get("save_steps", 100))
+    trainer = four_updates(out, options.get("save_steps", 100), **options.get("settings", {}))
     if rank == options.get("rank", 0) and "pause" in options:
         pause_at(trainer, **options["pause"])
     trainer.preemption.grace_s = options.get("grace_s", 20)
@@ -202,7 +203,7 @@ def preempted(out, rank):
 def resumed(out, rank):
     "An undisturbed run in `out`, and then each of the runs in other folders to its end."
     for folder in [out, *json.loads(sys.argv[3])]:
-        trainer = four_updates(folder)
+        trainer = four_updates(folder, **json.loads((sys.argv[4:] or ["{}"])[0]))
         trainer.train(resume_from_checkpoint=folder != out)
         final = dict(history=trainer.log_history, weights=weights_of(trainer.model))
         torch.save(final, Path(folder) / f"final{rank}.pt")

@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from distributed_child import CASES, ScriptedSource, scripted
 from peft import LoraConfig
-from small_runs import small_model, weights_of
+from small_runs import small_model, small_trainer, weights_of
 
 from grpo_nb import GRPOTrainer
 from grpo_nb.model.adapters import add_adapters, resolve_targets
@@ -103,12 +103,6 @@ def run_of(out, name, processes, **changes):
     return scripted(out, name, processes, **others, **case)
 
 
-def whole_weights(trainer):
-    "The trained weights by name, whole in every process."
-    found = weights_of(trainer.model)
-    return {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in found.items()}
-
-
 def equal(out, rank):
     "The cases that are named, one after the other."
     results = {}
@@ -120,10 +114,45 @@ def equal(out, rank):
         trainer.train()
         results[name] = dict(
             history=trainer.log_history,
-            weights=whole_weights(trainer),
+            weights=weights_of(trainer.model),
             held=sum(p.to_local().numel() for p in trainer.policy_update.parameters),
         )
     torch.save(results, Path(out) / f"rank{rank}.pt")
+
+
+def sampled(out, folder, resume=None, **changes):
+    "A run that draws for itself, with an adapter; with it an evaluation."
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    settings = dict(
+        per_device_train_batch_size=8,
+        optim="adamw_torch",
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        beta=0.1,
+        fsdp=True,
+    )
+    trainer = small_trainer(
+        Path(out) / folder, arguments=dict(peft_config=lora), **{**settings, **changes}
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    print(trainer.engine.way)
+    return trainer
+
+
+def resumed_alike(out, rank):
+    "A run, and the same from its middle on; its end, saved."
+    results = {}
+    for name in ("whole", "again"):
+        resume = str(Path(out) / "sampled" / "checkpoint-2") if results else None
+        trainer = sampled(out, "sampled", resume)
+        results[name] = dict(
+            history=trainer.log_history,
+            weights=weights_of(trainer.model),
+            evaluation=trainer.evaluate([{"prompt": "1+1="}] * 3),
+        )
+    trainer.save_model(Path(out) / "saved")
+    torch.save(results, Path(out) / f"resumed{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def changed_forward(
     kinds = [
         kind
         for kind in type(module).__mro__
-        if "forward" in vars(kind) and not kind.__module__.startswith("grpo_nb.")
+        if "forward" in vars(kind)
+        and not kind.__module__.startswith(("grpo_nb.", "torch.distributed.fsdp."))
     ]  # ours compute the same (`fuse_layers`, `SlicedMLP`)
     if (
         len(kinds) > 1

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -301,6 +300,8 @@ class ShardedWeights(WholeWeights):
         self.spare_bytes = gathered_bytes(models[0])
         mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
         self.roots = {id(model): shard(model, mesh, sharding) for model in models}
+        for root in self.roots.values():
+            root(lambda model: None)  # torch takes what runs first for the outermost unit
         self.units = units(self.roots[id(models[0])])
         root, keeps = self.units[0], sharding.reshard_after_forward
         self.reshards = {unit: keeps or unit is root for unit in self.units}
