@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -71,9 +71,8 @@ def settings_of(
 # %% ../../nbs/training/25_sharding.ipynb #085d5d0d
 def asked_in_config(config: GRPOConfig) -> Sharding | None:  # None: not asked for; ValueError
     "What `fsdp` and `fsdp_config` of the settings ask for."
-    words = config.fsdp or ""
-    words = words.split() if isinstance(words, str) else words
-    words = ["full_shard"] if words is True else [word for word in words if word != "auto_wrap"]
+    given = "full_shard" if config.fsdp is True else config.fsdp or ""
+    words = [word for word in given.split() if word != "auto_wrap"]
     if not words:
         return None
     if len(words) != 1 or words[0] not in WORDS:
@@ -95,7 +94,7 @@ def asked_by_launcher() -> Sharding | None:  # None: not asked for; ValueError
         {
             "version": plugin.fsdp_version,
             "reshard_after_forward": plugin.reshard_after_forward,
-            "cpu_offload": bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+            "cpu_offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
             "cpu_ram_efficient_loading": bool(plugin.cpu_ram_efficient_loading),
             "activation_checkpointing": bool(plugin.activation_checkpointing),
             "state_dict_type": getattr(kind, "name", kind),
