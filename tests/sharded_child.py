@@ -1,5 +1,5 @@
-"""What each process of a sharded run does; started by test_sharding.py through torchrun, and imported
-by it for the same run in one process.
+"""What each process of a sharded run does; started by test_sharding.py through torchrun, and
+imported by it for the same run in one process.
 
 torchrun --nproc_per_node 2 sharded_child.py OUT FUNCTION [JSON]
 """
@@ -136,8 +136,21 @@ def sampled(out, folder, resume=None, **changes):
         Path(out) / folder, arguments=dict(peft_config=lora), **{**settings, **changes}
     )
     trainer.train(resume_from_checkpoint=resume)
-    print(trainer.engine.way)
     return trainer
+
+
+def way_of(trainer):
+    "How the engine draws while the weights are gathered."
+    trainer.weights.gather()
+    way = trainer.engine.way
+    trainer.weights.release()
+    return way
+
+
+def all_of_it(out, rank):
+    "`equal` and `resumed_alike` in one launch."
+    equal(out, rank)
+    resumed_alike(out, rank)
 
 
 def resumed_alike(out, rank):
@@ -149,6 +162,7 @@ def resumed_alike(out, rank):
         results[name] = dict(
             history=trainer.log_history,
             weights=weights_of(trainer.model),
+            way=way_of(trainer),
             evaluation=trainer.evaluate([{"prompt": "1+1="}] * 3),
         )
     trainer.save_model(Path(out) / "saved")
