@@ -130,7 +130,7 @@ def sampled(out, folder, resume=None, **changes):
         save_strategy="steps",
         save_steps=2,
         beta=0.1,
-        fsdp=True,
+        fsdp="full_shard",
     )
     trainer = small_trainer(
         Path(out) / folder, arguments=dict(peft_config=lora), **{**settings, **changes}

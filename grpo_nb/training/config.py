@@ -828,7 +828,9 @@ class MemorySettings(Settings):
     slice_tokens: int | None = setting(None, "[1, inf)")
     # with several processes, leave each a share of the weights (torch's FSDP2): "full_shard", or
     # "shard_grad_op", which keeps a layer's weights from its forward to its backward pass
-    fsdp: bool | str | None = setting(None)
+    fsdp: str | None = setting(
+        None, ("full_shard", "shard_grad_op", "full_shard auto_wrap", "shard_grad_op auto_wrap")
+    )
     # what transformers' setting of this name has, as far as it is honoured
     fsdp_config: dict[str, Any] | str | None = setting(None)
 

@@ -71,15 +71,9 @@ def settings_of(
 # %% ../../nbs/training/25_sharding.ipynb #085d5d0d
 def asked_in_config(config: GRPOConfig) -> Sharding | None:  # None: not asked for; ValueError
     "What `fsdp` and `fsdp_config` of the settings ask for."
-    given = "full_shard" if config.fsdp is True else config.fsdp or ""
-    words = [word for word in given.split() if word != "auto_wrap"]
+    words = [word for word in (config.fsdp or "").split() if word != "auto_wrap"]
     if not words:
         return None
-    if len(words) != 1 or words[0] not in WORDS:
-        raise ValueError(
-            f"fsdp is {config.fsdp!r}: give 'full_shard', or 'shard_grad_op', which keeps a "
-            "layer's weights from its forward to its backward pass"
-        )
     given = {"reshard_after_forward": WORDS[words[0]], **(config.fsdp_config or {})}
     return settings_of(given, "fsdp_config")
 
@@ -238,6 +232,10 @@ class WholeWeights:
     sharded = False
     spare_bytes = 0  # that gathered weights take besides, while a layer computes
 
+    def description(self, draws: bool) -> str:
+        "A line to print as a run begins, if there is anything to say."
+        return ""
+
     def call(self, policy: torch.nn.Module, function: Callable) -> Any:
         "A function of the policy, with its weights there."
         return function(policy)
@@ -313,7 +311,7 @@ class ShardedWeights(WholeWeights):
     def description(self, draws: bool) -> str:
         "A line to print as a run begins."
         whole = "; the whole model is gathered in each while completions are drawn" * draws
-        return f"each of {self.accelerator.num_processes} processes holds a share of it{whole}"
+        return f"\neach of {self.accelerator.num_processes} processes holds a share of it{whole}"
 
     # one tensor
 

@@ -1174,7 +1174,7 @@ class GRPOTrainer:
             + f"\nunlike TRL 1.16: {unlike}" * bool(unlike)
             + f"\n{LEFT_ALONE}" * self.left_alone
             + corrected * self.corrects
-            + f"\n{self.weights.description(self.vllm is None)}" * self.weights.sharded
+            + self.weights.description(self.vllm is None)
         )
 
     @contextmanager

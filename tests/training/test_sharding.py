@@ -111,14 +111,14 @@ def test_what_is_asked_for_and_what_is_refused(monkeypatch):
     assert asked_in_config(GRPOConfig(fsdp="full_shard auto_wrap")).reshard_after_forward
     assert not asked_in_config(GRPOConfig(fsdp="shard_grad_op")).reshard_after_forward
     for given, said in (
-        (dict(fsdp="hybrid_shard"), "give 'full_shard'"),
-        (dict(fsdp=True, fsdp_config={"fsdp_version": 1}), "version 1 is not supported"),
-        (dict(fsdp=True, fsdp_config={"forward_prefetch": True}), "leave it out"),
+        (dict(fsdp="hybrid_shard"), "full_shard"),
+        (dict(fsdp="full_shard", fsdp_config={"fsdp_version": 1}), "version 1 is not supported"),
+        (dict(fsdp="full_shard", fsdp_config={"forward_prefetch": True}), "leave it out"),
     ):
         with pytest.raises(ValueError, match=said):
             asked_in_config(GRPOConfig(**given))
     with pytest.raises(ValueError, match="one process"):
-        sharding_of(GRPOConfig(fsdp=True), 1)
+        sharding_of(GRPOConfig(fsdp="full_shard"), 1)
     for name, value in dict(USE_FSDP="true").items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     told = dict(VERSION="2", STATE_DICT_TYPE="FULL_STATE_DICT", RESHARD_AFTER_FORWARD="false")
