@@ -90,6 +90,8 @@ def scripted(out, name, processes, trainer=Scripted, **changes):
         else {}
     )
     model, tokenizer = small_model()
+    model, tokenizer = changes.pop("model", model), changes.pop("tokenizer", tokenizer)
+    arguments |= changes.pop("arguments", {})
     size = dict(per_device_train_batch_size=6)
     if processes == 1:
         size = (
@@ -103,7 +105,7 @@ def scripted(out, name, processes, trainer=Scripted, **changes):
         tokenizer=tokenizer,
         trainer=trainer,
         arguments=arguments,
-        **{**size, **SETTINGS, **CASES[name], **changes},
+        **{**size, **SETTINGS, **CASES.get(name, {}), **changes},
     )
 
 
@@ -175,7 +177,7 @@ def fails(out, rank):
     trainer.train()
 
 
-def four_updates(out, save_steps=100):
+def four_updates(out, save_steps=100, **settings):
     "The trainer of the runs that are stopped and resumed."
     return small_trainer(
         out,
@@ -184,6 +186,7 @@ def four_updates(out, save_steps=100):
         gradient_accumulation_steps=2,
         save_strategy="steps",
         save_steps=save_steps,
+        **settings,
     )
 
 
@@ -191,7 +194,7 @@ def preempted(out, rank):
     "A run that pauses in one process, for the test to send signals."
     options = json.loads(sys.argv[3])
     (Path(out) / f"pid{rank}").write_text(str(os.getpid()))
-    trainer = four_updates(out, options.get("save_steps", 100))
+    trainer = four_updates(out, options.get("save_steps", 100), **options.get("settings", {}))
     if rank == options.get("rank", 0) and "pause" in options:
         pause_at(trainer, **options["pause"])
     trainer.preemption.grace_s = options.get("grace_s", 20)
@@ -202,7 +205,7 @@ def resumed(out, rank):
     "An undisturbed run in `out/whole`, and then each of the runs in other folders to its end."
     whole = str(Path(out) / "whole")
     for folder in [whole, *json.loads(sys.argv[3])]:
-        trainer = four_updates(folder)
+        trainer = four_updates(folder, **json.loads((sys.argv[4:] or ["{}"])[0]))
         trainer.train(resume_from_checkpoint=folder != whole)
         final = dict(history=trainer.log_history, weights=weights_of(trainer.model))
         torch.save(final, Path(folder) / f"final{rank}.pt")

@@ -110,8 +110,11 @@ def small_trainer(
 
 
 def weights_of(model):
-    "The parameters that train, by name, copied."
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    "The parameters that train, by name, copied; whole where each process has a share."
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        n: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for n, p in trained.items()
+    }
 
 
 def without_clocks(history):

@@ -826,6 +826,13 @@ class MemorySettings(Settings):
     # tokens that experts (or a dense model's MLPs) work on at a time, their inside computed again
     # in backward; None: chosen likewise, anew for every length
     slice_tokens: int | None = setting(None, "[1, inf)")
+    # with several processes, leave each a share of the weights (torch's FSDP2): "full_shard", or
+    # "shard_grad_op", which keeps a layer's weights from its forward to its backward pass
+    fsdp: str | None = setting(
+        None, ("full_shard", "shard_grad_op", "full_shard auto_wrap", "shard_grad_op auto_wrap")
+    )
+    # what transformers' setting of this name has, as far as it is honoured
+    fsdp_config: dict[str, Any] | str | None = setting(None)
 
     def check(self):
         if self.bf16 and self.fp16:
@@ -1061,14 +1068,12 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None
     ("a run goes on where it stood in the data.", {"ignore_data_skip": False}),
     (
         (
-            "every process holds the whole model and sums its gradients: `torchrun` or "
-            "`accelerate launch --multi_gpu`; sharding is not supported."
+            "processes share rows and, with `fsdp`, weights: `torchrun` or `accelerate launch`; "
+            "there is no other way of splitting a model."
         ),
         {
             "accelerator_config": dict | str | None,
             "parallelism_config": dict,
-            "fsdp": str,
-            "fsdp_config": dict | str | None,
             "deepspeed": dict | str | None,
             "ds3_gather_for_generation": True,
         },

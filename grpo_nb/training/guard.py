@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .policy_logprobs import TrainingBatch, completion_logps
 from .policy_update import PolicyUpdate
 from .precision import frozen_dtype
 from .reporting import Metrics
+from .sharding import held, put
 from .state import TrainState
 
 # %% ../../nbs/training/24_guard.ipynb #9f141bc7
@@ -179,14 +181,14 @@ def zeroed(
     parameters: list[torch.nn.Parameter],
 ) -> Iterator[None]:
     "These parameters are 0 inside `with`."
-    kept = [(p, p.data) for p in parameters]
+    kept = [(p, held(p)) for p in parameters]
     try:
         for p, data in kept:
-            p.data = torch.zeros_like(data)
+            put(p, torch.zeros_like(data))
         yield
     finally:
         for p, data in kept:
-            p.data = data
+            put(p, data)
 
 # %% ../../nbs/training/24_guard.ipynb #86577b23
 def fits(
@@ -482,5 +484,6 @@ class Guard:
             return None
         rows = replace(rows, survivors=None, log_mass=None)
         with evaluating(self.model), self.update.precision.autocast():
-            logps, _ = completion_logps(self.model, rows, temperature=temperature)
+            at = partial(completion_logps, batch=rows, temperature=temperature)
+            logps, _ = self.update.weights.call(self.model, at)
         return self.tokens(rows, [rows.rollout_logps, logps])[1]

@@ -49,6 +49,7 @@ from .policy_model import recompute_layers
 from .precision import Precision
 from .reference import Reference
 from .reporting import Metrics
+from .sharding import WholeWeights
 
 # %% ../../nbs/training/12_policy_update.ipynb #06dd169a
 class EntropyBonus:
@@ -143,8 +144,10 @@ class MicroBatchFitter:
         device: torch.device,
         autocast: torch.dtype | None,  # the format of products; None: that of the weights
         balance: float = 0.0,  # weight of the balancing loss
+        weights: WholeWeights | None = None,  # how the models' weights are held; None: whole
     ):
         self.config, self.model, self.device = config, model, device
+        self.weights = weights or WholeWeights()
         self.models = [m for m in (model, reference and reference.model) if m is not None]
         self.shape, self.slices = known_shape(model), slice_sizes(model, config)
         self.residual = residual_bytes(model, autocast)
@@ -161,14 +164,14 @@ class MicroBatchFitter:
             self.model,
             batch,
             self.config,
-            free_memory(self.device),
+            free_memory(self.device) - self.weights.spare_bytes,
             self.shape,
             self.slices,
             self.residual,
             most=len(batch) if self.cuts else 1,
         )
         self.slice(tokens)
-        return split(batch, count)
+        return split(batch, self.weights.agreed(count))
 
     def slice(
         self,
@@ -307,7 +310,9 @@ class PolicyUpdate:
         schedule: Any = None,  # of the learning rate, if it was given to the trainer
         corrects: bool = False,  # completions are weighed by trainer / sampler probability
         tell: Callable[[str], None] = lambda event: None,  # called around the optimizer's step
+        weights: WholeWeights | None = None,  # how the model's weights are held; None: whole
     ):
+        self.weights = weights or WholeWeights()
         self.config, self.layout, self.accelerator = config, layout, accelerator
         self.model, self.optimizer, self.precision = model, optimizer, precision
         self.reference, self.metrics, self.corrects = reference, metrics, corrects
@@ -316,7 +321,7 @@ class PolicyUpdate:
         self.store = HostStore() if config.offload_activations else None
         self.balance = balance_weight(config, model.config)
         self.fitter = MicroBatchFitter(
-            config, model, reference, self.device, precision.dtype, self.balance
+            config, model, reference, self.device, precision.dtype, self.balance, self.weights
         )
         self.entropy_bonus, self.window = EntropyBonus(config), Window(self.device)
         self.schedule, self.learning_rate = schedule, config.learning_rate
@@ -339,7 +344,7 @@ class PolicyUpdate:
         self.schedule = schedule or make_schedule(self.config, self.optimizer, total_steps)
         self.entropy_bonus, self.window = EntropyBonus(self.config), Window(self.device)
         self.read_rate()
-        if self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1 and not self.weights.sharded:
             for p in self.parameters:
                 torch.distributed.broadcast(p.data, 0)
 
@@ -392,7 +397,9 @@ class PolicyUpdate:
     def logps_of(self, policy, batch: TrainingBatch) -> torch.Tensor:
         "Log-probs of a whole cycle's completions, a micro-batch at a time, (N, T)."
         result, size = None, self.config.per_device_train_batch_size
-        for i in range(0, len(batch), size):
+        starts = [*range(0, len(batch), size)]
+        for number in range(self.weights.agreed(len(starts))):
+            i = starts[min(number, len(starts) - 1)]  # the last one again, where others have more
             for piece in self.fitter.pieces(batch.rows(slice(i, i + size))):
                 logps, _ = self.completion_logps(policy, piece)
                 if result is None:
@@ -405,18 +412,19 @@ class PolicyUpdate:
         self, policy, batch: TrainingBatch, entropy: bool = False, routers: list | None = None
     ):
         "Log-probs and entropies (or None) of completions, (N, T), in the run's number format."
+        compute = functools.partial(
+            completion_logps,
+            batch=batch,
+            temperature=self.config.temperature,
+            mini_batch=None if self.fitter.cuts else self.config.mini_batch,
+            logit_chunk_multiplier=self.config.logit_chunk_multiplier,
+            return_entropy=entropy,
+            float32_head=self.config.cast_lm_head_to_fp32,
+            routers=routers,
+            store=self.store,
+        )
         with self.precision.autocast():
-            return completion_logps(
-                policy,
-                batch,
-                temperature=self.config.temperature,
-                mini_batch=None if self.fitter.cuts else self.config.mini_batch,
-                logit_chunk_multiplier=self.config.logit_chunk_multiplier,
-                return_entropy=entropy,
-                float32_head=self.config.cast_lm_head_to_fp32,
-                routers=routers,
-                store=self.store,
-            )
+            return self.weights.call(policy, compute)
 
     # gradients
 
@@ -632,7 +640,7 @@ class PolicyUpdate:
         "Sum the gradients and the window's counts over all processes; no weight moves yet."
         if self.accelerator.num_processes == 1:
             return
-        for p in self.parameters:
+        for p in [] if self.weights.sharded else self.parameters:  # torch has summed shards
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = self.accelerator.reduce(grad, "sum")
         self.window.reduce(self.accelerator, self.device)
@@ -647,7 +655,8 @@ class PolicyUpdate:
             if p.grad is not None:
                 p.grad.mul_(factor)
         limit = self.config.max_grad_norm or float("inf")
-        return torch.nn.utils.clip_grad_norm_(self.parameters, limit).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        return self.weights.number(norm)
 
     def note_step(self, factor: float, norm: float) -> None:
         "Add the numbers of an update to the metrics, and regulate the entropy bonus."
@@ -669,14 +678,14 @@ class PolicyUpdate:
         "What a checkpoint has to hold beside the weights."
         reference, moves = self.reference, self.config.sync_ref_model
         keeps = reference and (moves or reference.model is None)
-        optimizer = self.optimizer.state_dict()
+        optimizer = self.weights.whole(self.optimizer.state_dict())
         return dict(
             optimizer=optimizer,
             trained=len(optimizer["state"]),
             schedule=self.schedule.state_dict(),
             scaler=self.precision.scaler.state_dict(),
             entropy_bonus=self.entropy_bonus.state_dict(),
-            reference=reference.weights() if keeps else None,
+            reference=self.weights.whole(reference.weights()) if keeps else None,
             reference_norms=reference.norms() if reference and not moves else None,
         )
 
@@ -726,11 +735,23 @@ class PolicyUpdate:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         "Load optimizer, schedule, scaler and entropy bonus, and a reference that was saved."
-        self.optimizer.load_state_dict(saved["optimizer"])
+        self.load_optimizer(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         self.precision.scaler.load_state_dict(saved["scaler"])
         self.entropy_bonus.load_state_dict(saved["entropy_bonus"])
         if saved["reference"] and self.reference:
             for kept, weight in zip(self.reference.weights(), saved["reference"]):
-                kept.data.copy_(weight)
+                kept.data.copy_(self.weights.like(kept, weight))
         self.read_rate()
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        "Load the optimizer's state, of each moment this process's share."
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {
+            number: {
+                name: self.weights.like(parameters[number], value)
+                for name, value in entries.items()
+            }
+            for number, entries in saved["state"].items()
+        }
+        self.optimizer.load_state_dict({**saved, "state": state})

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from .sharding import held, put
+
 # %% ../../nbs/training/09_reference.ipynb #6212c852
 class Reference:
     "The policy that a run started from, for the KL term."
@@ -21,12 +23,18 @@ class Reference:
     ):
         adapted = hasattr(model, "peft_config")
         self.model = None if adapted else copy.deepcopy(model).eval().requires_grad_(False)
-        self.start = (
-            [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
-            if adapted
-            else []
-        )
+        self.start = []  # an adapter's parameters, and their first weights
+        self.known_norms = None  # set before a copy is sharded
         self.aside = []  # the policy's weights while `start` replaces them
+        self.keep(model if adapted else None)
+
+    def keep(
+        self,
+        model,  # with an adapter; again once it is sharded. None: the copy is all there is
+    ) -> None:
+        "Store the weights that an adapter begins with."
+        trained = [p for p in model.parameters() if p.requires_grad] if model else []
+        self.start = [(p, p.detach().clone()) for p in trained]
 
     def weights(self) -> list[torch.Tensor]:  # of the copy, or the adapter's that are kept
         "The reference's weights; a checkpoint holds them if they move or belong to an adapter."
@@ -42,17 +50,13 @@ class Reference:
         # one for each weight of a copy; empty for an adapter, which a checkpoint holds itself
     ) -> list[float]:
         "Norms by which a checkpoint recognises a copy, whose weights are too large to store."
-        return (
-            [
-                torch.linalg.vector_norm(
-                    p, dtype=torch.promote_types(p.dtype, torch.float32)
-                ).item()
-                for p in self.weights()
-                if p.is_floating_point()
-            ]
-            if self.model is not None
-            else []
-        )
+        if self.model is None or self.known_norms is not None:
+            return self.known_norms or []
+        return [
+            torch.linalg.vector_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)).item()
+            for p in self.weights()
+            if p.is_floating_point()
+        ]
 
     @torch.no_grad()
     def sync(
@@ -73,10 +77,10 @@ class Reference:
     ):  # yields the model that computes the reference's log-probs
         "The reference policy; with an adapter, its first weights are in the model inside `with`."
         self.restore()  # after a Ctrl-C on the way out of the last `with`
-        self.aside = [(p, p.data) for p, _ in self.start]
+        self.aside = [(p, held(p)) for p, _ in self.start]
         try:
             for p, kept in self.start:
-                p.data = kept
+                put(p, kept)
             yield model if self.model is None else self.model
         finally:
             self.restore()
@@ -84,5 +88,5 @@ class Reference:
     def restore(self) -> None:
         "Put the policy's weights back; after an interruption too, when only some were replaced."
         for p, data in self.aside:
-            p.data = data
+            put(p, data)
         self.aside = []

@@ -93,16 +93,25 @@ from grpo_nb.training.reporting import (
     write_metrics,
 )
 from .rewards import loading, reward_functions, reward_names
+from grpo_nb.training.sharding import (
+    GatheredEngine,
+    ShardedWeights,
+    WholeWeights,
+    check_optimizer,
+    check_shardable,
+    sharding_of,
+)
 from .state import TrainState
 
 # %% ../../nbs/training/19_trainer.ipynb #0614d86a
 def check_launch(accelerator: Accelerator) -> None:
-    "Refuse sharding, and a number format that is set in the launcher and not in the config."
+    "Refuse other launches, and a number format that is set in the launcher and not in the config."
     kind = accelerator.distributed_type.value
-    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
         raise ValueError(
-            f"the run was launched as {kind}, and this trainer knows one process, or several that "
-            "each hold the whole model (torchrun, accelerate launch --multi_gpu)"
+            f"the run was launched as {kind}, and this trainer knows one process, several that "
+            "each hold the whole model (torchrun, accelerate launch --multi_gpu), or a share of "
+            "it (FSDP2, fsdp in GRPOConfig)"
         )
     if accelerator.mixed_precision != "no":
         raise ValueError(
@@ -680,8 +689,8 @@ class GRPOTrainer:
         self.repository = open_repository(self.config) if uploads else None
         set_seed(self.config.seed)  # an adapter begins with random weights
         self.model = load_policy(model, self.config, peft_config, quantization_config)
-        if not hasattr(self.model, "hf_device_map"):
-            self.model.to(self.device)
+        self.trainable = describe_trainable(self.model)
+        self.place_weights(optimizers[0])
         self.make_optimizer(*optimizers)
         self.make_log()
         self.make_parts(self.make_sampler(rollout_func), functions)
@@ -734,6 +743,7 @@ class GRPOTrainer:
             cpu=config.use_cpu or self.left_alone, log_with=trackers or None, project_dir=folder
         )
         check_launch(self.accelerator)
+        self.sharding = sharding_of(config, self.accelerator.num_processes)
         self.device = self.accelerator.device
         self.layout = config.layout(self.accelerator.num_processes)
 
@@ -759,19 +769,38 @@ class GRPOTrainer:
         self.reward_names = reward_names(functions)
         return functions
 
-    def make_optimizer(self, optimizer: Any, schedule: Any) -> None:
-        "Make the number format, the reference policy (with beta) and the optimizer."
-        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+    def place_weights(self, optimizer: Any) -> None:
+        "Put the model, and its reference (with beta), on the device, whole or as shares."
+        if self.sharding:
+            check_shardable(self.model, self.config, optimizer)
+        elif not hasattr(self.model, "hf_device_map"):
+            self.model.to(self.device)
         self.reference = Reference(self.model) if self.config.beta else None
+        self.weights = WholeWeights()
+        if self.sharding:
+            models = [self.model]
+            if self.reference:
+                self.reference.known_norms = self.reference.norms()
+                models += [self.reference.model] * (self.reference.model is not None)
+            self.weights = ShardedWeights(models, self.sharding, self.accelerator)
+            if len(models) == 1 and self.reference:
+                self.reference.keep(self.model)
+
+    def make_optimizer(self, optimizer: Any, schedule: Any) -> None:
+        "Make the number format and the optimizer."
+        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.precision = Precision(self.config, self.device, frozen_dtype(self.model))
         self.precision.check(list(parameters.values()))
         self.optimizer = optimizer or make_optimizer(self.config, parameters)
+        if self.sharding:
+            check_optimizer(self.optimizer)
         self.given_schedule = schedule
 
     def make_sampler(self, rollout_func: Callable | Sampler | None) -> Sampler:
         "The sampler: the engine, on the tensors that are trained, or `rollout_func`."
         config, quiet = self.config, self.config.disable_tqdm
-        self.engine = RolloutEngine(
+        engine = partial(GatheredEngine, weights=self.weights) if self.sharding else RolloutEngine
+        self.engine = engine(
             self.model,
             self.tokenizer,
             max_batch_size=config.max_batch_size,
@@ -913,11 +942,12 @@ class GRPOTrainer:
             schedule=self.given_schedule,
             corrects=self.corrects,
             tell=self.tell,
+            weights=self.weights,
         )
         self.guard = Guard(config, self.layout, accelerator, self.policy_update, self.metrics)
-        self.evaluator = self.evaluator_class(
-            config, *scored, self.policy_update.loss_without_update
-        )
+        # shards are gathered by all processes at once, and their rows may be unequally many
+        loss_of = None if self.sharding else self.policy_update.loss_without_update
+        self.evaluator = self.evaluator_class(config, *scored, loss_of)
 
     def make_reports(self, callbacks: list) -> None:
         "Make the callbacks, ours before those of the user, and the checkpointer."
@@ -960,6 +990,7 @@ class GRPOTrainer:
             shared={"update": self.policy_update},
             log=self.log,
             tell=self.tell,
+            weights=self.weights,
         )
 
     def tell(self, event: str) -> None:
@@ -996,8 +1027,15 @@ class GRPOTrainer:
 
     def publish(self) -> None:
         "Hand the sampler the present weights."
-        with self.metrics.timed("publish"):
+        with self.metrics.timed("publish"), self.shown_to_sampler():
             self.source.publish(self.model, self.state.global_step)
+
+    def shown_to_sampler(self):  # a context manager
+        "Whole adapters where they are sharded; the engine gathers the model itself."
+        sends = self.vllm is not None or isinstance(self.source.sampler, Sampler)
+        adapted = hasattr(self.model, "peft_config")
+        own = getattr(self.source.sampler, "sampler", self.source.sampler) is self.engine
+        return self.weights.shown(self.model) if sends and adapted and not own else nullcontext()
 
     def finished(self) -> bool:
         "Whether all updates are made, or a callback has set `should_training_stop`."
@@ -1155,11 +1193,12 @@ class GRPOTrainer:
         name = self.precision.name if self.precision.dtype else "full"
         unlike = unlike_trl(self.config, bool(own_balance_weight(self.model.config)))
         return (
-            f"{describe_trainable(self.model)}; {name} precision on {self.device}\n"
+            f"{self.trainable}; {name} precision on {self.device}\n"
             f"{self.config.describe(self.accelerator.num_processes)}"
             + f"\nunlike TRL 1.16: {unlike}" * bool(unlike)
             + f"\n{LEFT_ALONE}" * self.left_alone
             + corrected * self.corrects
+            + self.weights.description(self.vllm is None)
         )
 
     @contextmanager
@@ -1208,7 +1247,8 @@ class GRPOTrainer:
 
     def save_together(self, step: int | None) -> None:
         "Bring the parts of all processes together, and write the checkpoint in the first one."
-        part = None if step is None else self.checkpointer.part()
+        part = None if step is None else self.checkpointer.handed_over()
+        step = None if part is None else step
         parts = self.agreement.meet(step, part)
         if parts is None:
             tqdm.write(
@@ -1243,7 +1283,8 @@ class GRPOTrainer:
         "Finish a run: load the best model if the config says so, call `on_train_end`."
         metrics = self.run_metrics()
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
-            load_weights(self.model, Path(self.state.best_model_checkpoint))
+            best = Path(self.state.best_model_checkpoint)
+            load_weights(self.model, best, self.weights)
         self.callbacks.tell_record(self.summary(metrics))
         self.callbacks.tell("on_train_end")
         if self.config.push_to_hub and self.config.hub_strategy != "end":
@@ -1298,7 +1339,8 @@ class GRPOTrainer:
                 self.evaluate(data, f"{metric_key_prefix}_{part}") for part, data in rows.items()
             ]
             return {name: value for record in several for name, value in record.items()}
-        self.source.publish(self.model, self.state.global_step)  # not a part of any update
+        with self.shown_to_sampler():
+            self.source.publish(self.model, self.state.global_step)  # not a part of any update
         with self.environments or nullcontext():
             found = self.evaluator.evaluate(rows)
         self.source.rest()

@@ -18,7 +18,7 @@ from grpo_nb.training.checkpoint import checkpoints
 HERE = Path(__file__).parents[1]
 
 
-def launch(*arguments):
+def launch(*arguments, child="distributed_child.py"):
     "torchrun with two processes, as a user starts it: a Popen."
     environment = {
         **os.environ,
@@ -34,7 +34,7 @@ def launch(*arguments):
         "--standalone",
         "--nproc_per_node",
         "2",
-        str(HERE / "distributed_child.py"),
+        str(HERE / child),
         *map(str, arguments),
     ]
     pipe = subprocess.PIPE
@@ -48,9 +48,9 @@ def end(process):
         process.wait(60)
 
 
-def torchrun(*arguments, timeout):
+def torchrun(*arguments, timeout, child="distributed_child.py"):
     "Both processes from their start to their end: exit status, what they printed."
-    process = launch(*arguments)
+    process = launch(*arguments, child=child)
     try:
         said = process.communicate(timeout=timeout)
     finally:

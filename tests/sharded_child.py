@@ -1,0 +1,175 @@
+"""What each process of a sharded run does; started by test_sharding.py through torchrun, and
+imported by it for the same run in one process.
+
+torchrun --nproc_per_node 2 sharded_child.py OUT FUNCTION [JSON]
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from distributed_child import CASES, ScriptedSource, scripted
+from peft import LoraConfig
+from small_runs import small_model, small_trainer, weights_of
+
+from grpo_nb import GRPOTrainer
+from grpo_nb.model.adapters import add_adapters, resolve_targets
+from grpo_nb.model.packed import pack_experts
+
+STEPS = 5
+EXTREME = dict(cispo=dict(epsilon_high=5.0), luspo=dict(importance_sampling_level="sequence"))
+# name -> settings; beside the cases of whole weights on two processes
+SHARDED = {
+    **CASES,
+    **{
+        kind: dict(loss_type=kind, num_iterations=2, **EXTREME.get(kind, {}))
+        for kind in ("cispo", "luspo", "sapo", "vespo")
+    },
+    "adapter and kl": dict(loss_type="dapo", learning_rate=1.0, beta=0.2, num_iterations=2),
+    "moving reference": dict(
+        loss_type="dapo", beta=0.2, sync_ref_model=True, ref_model_sync_steps=2
+    ),
+    "balanced experts": dict(loss_type="dapo", router_aux_loss_coef=0.1),
+    "packed experts": dict(loss_type="dapo", learning_rate=1.0, num_iterations=2),
+    "tied dense": dict(loss_type="dapo", num_iterations=2),
+    "one idle": dict(loss_type="dapo", mask_truncated_completions=True),
+    "recomputed": dict(loss_type="dapo", gradient_checkpointing=True),
+    "kept": dict(loss_type="dapo", fsdp="shard_grad_op"),
+    "adamw": dict(loss_type="dapo", optim="adamw_torch", learning_rate=0.01, weight_decay=0.1),
+    "unequal pieces": dict(loss_type="dapo", num_iterations=2),
+}
+
+
+class IdleSource(ScriptedSource):
+    "The same completions, all of the second half of a generation cut off."
+
+    def draw(self, rows, numbers=None):
+        rollout = super().draw(rows, numbers)
+        first = PartialState().process_index * len(numbers)
+        idle = [first + i >= 6 for i in range(len(numbers))]
+        rollout.finish_reasons = ["length" if one else "stop" for one in idle]
+        return rollout
+
+
+class Idle(GRPOTrainer):
+    source_class = IdleSource
+
+
+def model_of(name):
+    "Another model than that of `distributed_child`, or None."
+    if name == "tied dense":
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(0)
+        tokenizer = small_model()[1]
+        config = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            initializer_range=0.25,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        return Qwen3ForCausalLM(config), tokenizer
+    if name == "packed experts":
+        model, tokenizer = small_model(hidden_size=32, intermediate_size=32)
+        pack_experts(model)
+        torch.manual_seed(0)
+        return add_adapters(model, 4, resolve_targets(model, "all")), tokenizer
+    if name == "adapter and kl":
+        return small_model()
+    return None
+
+
+def run_of(out, name, processes, **changes):
+    "A trainer of one case."
+    case = {"fsdp": "full_shard", **SHARDED[name], "max_steps": STEPS, **changes}
+    if processes == 1:
+        case["fsdp"] = None
+    others = dict(zip(("model", "tokenizer"), model_of(name) or ()))
+    if name == "one idle":
+        others["trainer"] = Idle
+    if name == "adapter and kl":
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+        others["arguments"] = dict(peft_config=lora)
+    return scripted(out, name, processes, **others, **case)
+
+
+def equal(out, rank):
+    "The cases that are named, one after the other."
+    results = {}
+    for name in json.loads(sys.argv[3]):
+        trainer = run_of(out, name, 2)
+        if name == "unequal pieces":  # one process would take one piece, the other two
+            own, agreed = trainer.weights, trainer.weights.agreed
+            own.agreed = lambda count, agreed=agreed: agreed(count + rank)
+        trainer.train()
+        results[name] = dict(
+            history=trainer.log_history,
+            weights=weights_of(trainer.model),
+            held=sum(p.to_local().numel() for p in trainer.policy_update.parameters),
+        )
+    torch.save(results, Path(out) / f"rank{rank}.pt")
+
+
+def sampled(out, folder, resume=None, **changes):
+    "A run that draws for itself, with an adapter; with it an evaluation."
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    settings = dict(
+        per_device_train_batch_size=8,
+        optim="adamw_torch",
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        beta=0.1,
+        fsdp="full_shard",
+    )
+    trainer = small_trainer(
+        Path(out) / folder, arguments=dict(peft_config=lora), **{**settings, **changes}
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def way_of(trainer):
+    "How the engine draws while the weights are gathered."
+    trainer.weights.gather()
+    way = trainer.engine.way
+    trainer.weights.release()
+    return way
+
+
+def all_of_it(out, rank):
+    "`equal` and `resumed_alike` in one launch."
+    equal(out, rank)
+    resumed_alike(out, rank)
+
+
+def resumed_alike(out, rank):
+    "A run, and the same from its middle on; its end, saved."
+    results = {}
+    for name in ("whole", "again"):
+        resume = str(Path(out) / "sampled" / "checkpoint-2") if results else None
+        trainer = sampled(out, "sampled", resume)
+        results[name] = dict(
+            history=trainer.log_history,
+            weights=weights_of(trainer.model),
+            way=way_of(trainer),
+            evaluation=trainer.evaluate([{"prompt": "1+1="}] * 3),
+        )
+    trainer.save_model(Path(out) / "saved")
+    torch.save(results, Path(out) / f"resumed{rank}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[2]](sys.argv[1], int(os.environ["RANK"]))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,142 @@
+"Processes that each hold a share of the weights (FSDP2, gloo) make the updates of one."
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sharded_child import SHARDED, run_of, sampled
+from small_runs import CLOCKS, small_model, weights_of, without_clocks
+from test_distributed import STOPPED, goes_on, preempted, torchrun
+
+from grpo_nb import GRPOConfig
+from grpo_nb.training.sharding import (
+    asked_by_launcher,
+    asked_in_config,
+    check_shardable,
+    settings_of,
+    sharding_of,
+)
+
+QUICK = ("dapo", "packed experts", "adapter and kl", "unequal pieces")
+
+
+def started(*arguments, timeout=400):
+    "Two processes of sharded_child.py."
+    done = torchrun(*arguments, timeout=timeout, child="sharded_child.py")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def ranks(request, tmp_path_factory):
+    "What both processes ended with, of the cases that are asked for: one launch."
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    cases = [one["name"] for one in params if "name" in one]
+    out = tmp_path_factory.mktemp("sharded")
+    started(out, "all_of_it", json.dumps([name for name in SHARDED if name in cases]))
+    return [torch.load(out / f"rank{rank}.pt") for rank in (0, 1)], out
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in SHARDED]
+)
+def test_shards_make_the_updates_of_whole_weights(name, ranks, tmp_path):
+    first, second = (rank[name] for rank in ranks[0])
+    trainer = run_of(tmp_path, name, 1)
+    start = weights_of(trainer.model)
+    trainer.train()
+    for key, weight in weights_of(trainer.model).items():
+        assert torch.equal(first["weights"][key], second["weights"][key])
+        far = float((first["weights"][key] - weight).abs().max())
+        assert far < (2e-3 if name == "float16" else 1e-5), (key, far)
+    moved = [float((w - start[n]).abs().max()) for n, w in weights_of(trainer.model).items()]
+    assert max(moved) > 1e-2
+    total = sum(w.numel() for w in start.values())
+    assert first["held"] + second["held"] == total and second["held"] > 0.4 * total
+    for one, two in zip(trainer.log_history, first["history"], strict=True):
+        for key in (
+            {"loss", "grad_norm", "reward"} if name == "quantile" else set(one) - set(CLOCKS)
+        ):
+            close = dict(rel=0.05, abs=0.02) if name == "float16" else dict(rel=1e-3, abs=1e-4)
+            assert two[key] == pytest.approx(one[key], **close), (one["step"], key)
+
+
+def test_a_sharded_run_draws_and_resumes_bit_for_bit(ranks):
+    for rank in (0, 1):
+        whole, again = torch.load(ranks[1] / f"resumed{rank}.pt").values()
+        assert without_clocks(whole["history"]) == without_clocks(again["history"])
+        assert whole["evaluation"] == again["evaluation"]
+        assert whole["way"].startswith("directly")  # on the gathered tensors
+        assert max(record["sampling/gap_max"] for record in whole["history"]) < 1e-4
+        for name, weight in whole["weights"].items():
+            assert torch.equal(weight, again["weights"][name]), name
+
+
+def test_a_checkpoint_of_two_processes_goes_on_with_one(ranks, tmp_path):
+    folder, one = ranks[1] / "sampled" / "checkpoint-2", dict(fsdp=None, max_steps=3)
+    saved = load_file(folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="written by 2 processes and this run has 1: they draw 8"):
+        sampled(tmp_path, "other", folder, **one)
+    trainer = sampled(tmp_path, "one", folder, gradient_accumulation_steps=2, **one)
+    then, now = trainer.log_history[-2:]
+    assert (then["step"], now["step"]) == (2, 3) and now["num_tokens"] > then["num_tokens"]
+    moved = weights_of(trainer.model)
+    far = [
+        float((moved[n.replace(".weight", ".default.weight")] - w).abs().max())
+        for n, w in saved.items()
+    ]
+    assert 0 < max(far) < 0.05  # one update of AdamW away
+    ends = load_file(ranks[1] / "saved" / "adapter_model.safetensors")
+    assert {n: w.shape for n, w in ends.items()} == {n: w.shape for n, w in saved.items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["one draws, one waits", "an update that ends", "a rank dies"])
+def test_shards_are_in_the_checkpoint_after_a_signal(case, tmp_path):
+    pause, rank, send, step = STOPPED[case]
+    shards = dict(fsdp="full_shard", optim="adamw_torch")
+    options = dict(rank=rank, save_steps=2 if case == "a rank dies" else 100, settings=shards)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    for folder in (stopped, whole):
+        folder.mkdir()
+    steps, seconds, said, status = preempted(stopped, send, pause=pause, **options)
+    assert steps == [step] and status == 1 and seconds < 40, said[-3000:]
+    done = torchrun(whole, "resumed", json.dumps([str(stopped)]), json.dumps(shards), timeout=240)
+    goes_on(stopped, whole, done)
+
+
+def test_what_is_asked_for_and_what_is_refused(monkeypatch):
+    assert asked_in_config(GRPOConfig()) is None
+    assert asked_in_config(GRPOConfig(fsdp="full_shard auto_wrap")).reshard_after_forward
+    assert not asked_in_config(GRPOConfig(fsdp="shard_grad_op")).reshard_after_forward
+    for given, said in (
+        (dict(fsdp="hybrid_shard"), "full_shard"),
+        (dict(fsdp="full_shard", fsdp_config={"fsdp_version": 1}), "version 1 is not supported"),
+        (dict(fsdp="full_shard", fsdp_config={"forward_prefetch": True}), "leave it out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            asked_in_config(GRPOConfig(**given))
+    with pytest.raises(ValueError, match="one process"):
+        sharding_of(GRPOConfig(fsdp="full_shard"), 1)
+    for name, value in dict(USE_FSDP="true").items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    told = dict(VERSION="2", STATE_DICT_TYPE="FULL_STATE_DICT", RESHARD_AFTER_FORWARD="false")
+    for name, value in told.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    assert asked_by_launcher() == settings_of({"reshard_after_forward": False}, "a file")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    with pytest.raises(ValueError, match="shards stay on the card"):
+        asked_by_launcher()
+
+
+def test_what_cannot_be_sharded_is_refused():
+    model, config = small_model()[0], GRPOConfig()
+    check_shardable(model, config)
+    with pytest.raises(ValueError, match="name one in optim"):
+        check_shardable(model, config, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="offload_activations=True"):
+        check_shardable(model, GRPOConfig(offload_activations=True))
+    model.lm_head.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="is bfloat16 and float32"):
+        check_shardable(model, config)
