@@ -1,5 +1,6 @@
 "docs/from_trl.md: every line of the column *here*, and every block, on a tiny model."
 
+import ast
 import collections
 import json
 import os
@@ -164,3 +165,29 @@ def test_tests_that_are_run_again_replace_their_entries(tool):
     after = counted_again(now, before)
     assert after["date"] == "2026-01-01" and after["again"] == {"2026-01-02": 1}
     assert after["counts"] == {"passed": 2} and list(after["tests"]) == ["T::a", "T::b"]
+
+
+WANTS = json.loads((ROOT / "tests/data/trl_wants.json").read_text())
+PINNED = ("passed", "worded", "different", "refused")  # kinds with a want that is ours, too
+
+
+def functions_of(path):
+    "The names of a file's functions, read without running it."
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_what_trls_tests_want_is_held_by_tests_of_ours():
+    record = json.loads((ROOT / "docs/trl_gate.json").read_text())["tests"]
+    kinds = {}
+    for name, (kind, _) in record.items():
+        kinds.setdefault(name.split("[")[0], set()).add(kind)
+    wanted = {name for name, of_it in kinds.items() if of_it & {*PINNED}}
+    assert wanted <= WANTS.keys() <= kinds.keys(), "tests/data/trl_wants.json lacks or invents some"
+    entries = [
+        one for said in WANTS.values() for one in ([said] if isinstance(said, str) else said)
+    ]
+    nodes = [entry.split("::") for entry in entries if entry.startswith("tests/")]
+    assert len(nodes) > 60 and all(len(entry.split()) > 5 for entry in entries if "::" not in entry)
+    there = {path: functions_of(path) for path in {path for path, _ in nodes}}
+    assert [f"{path}::{name}" for path, name in nodes if name not in there[path]] == []
