@@ -90,7 +90,7 @@ def transcript_of(
     return {"title": title or f"completion {row}", "advantage": float(advantage), "tokens": tokens}
 
 # %% ../../nbs/widgets/13_transcript.ipynb #d1a55ecd
-MOST = 2000  # tokens of a completion that are drawn
+MOST = 1000  # tokens of a completion that are drawn
 
 
 def check_token(token: Sequence) -> None:  # ValueError

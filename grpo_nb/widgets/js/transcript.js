@@ -6,7 +6,8 @@ import { signed, slider, text } from "./kit.js";
 
 // tokens: [text, owner, log-prob under the policy, log-prob under the sampler]; null: there is none
 const ASKED = ["<|channel|>", "<|start|>", "u", "<|message|>", ..."25*60", "<|end|>"];
-const PROMPT = [...ASKED, "<|start|>", "a", "<|message|>"].map((text) => [text, "prompt", null, null]);
+const asked = (text) => [text, "prompt", null, null];
+const PROMPT = [...ASKED, "<|start|>", "a", "<|message|>"].map(asked);
 const RIGHT = [
   ["c", "policy", -0.834, -1.225],
   ["2", "policy", -0.003, -0.005],
@@ -64,18 +65,24 @@ const BOX = 24; // height of a token
 const LINE = BOX + 6;
 const LABEL = 20; // above the tokens of a stretch
 
-let pen = null; // measures text
 /** A token's text with its white space in sight. */
 const seen = (words) => words.replace(/ /g, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥");
 
-/** A text that fits, its end left out. */
-function fitted(words, width) {
-  pen ??= document.createElement("canvas").getContext("2d");
+/** A function: (words, width) -> what fits of them, its end left out, and its width. */
+function measure() {
+  const pen = document.createElement("canvas").getContext("2d");
   pen.font = FONT;
-  while (words.length > 1 && pen.measureText(words).width > width) {
-    words = `${words.slice(0, -2)}…`;
-  }
-  return [words, Math.ceil(pen.measureText(words).width)];
+  const known = new Map();
+  const size = (words) => {
+    if (!known.has(words)) known.set(words, Math.ceil(pen.measureText(words).width));
+    return known.get(words);
+  };
+  return (words, width) => {
+    let end = words.length;
+    let kept = words;
+    while (end > 1 && size(kept) > width) kept = `${words.slice(0, --end)}…`;
+    return [kept, size(kept)];
+  };
 }
 
 /** The tokens of a completion with all that is known of each. */
@@ -84,7 +91,8 @@ function tokensOf({ completions, completion, epsilon, epsilon_high }) {
   return tokens.map(([words, owner, policy, sampler], index) => {
     const terms = tokenTerms(policy, sampler, advantage, { epsilon, epsilon_high });
     const clipped = terms !== null && advantage !== 0 && terms.pull === 0;
-    return { words, owner, policy, sampler, index, advantage, drawn: terms !== null, clipped, ...terms };
+    const known = { words, owner, policy, sampler, index, advantage };
+    return { ...known, ...terms, drawn: terms !== null, clipped };
   });
 }
 
@@ -139,8 +147,9 @@ function inWords({ completions, completion }, tokens) {
 function tokenInWords(token, count) {
   const name = `Token ${token.index + 1} of ${count}, “${seen(token.words)}”, by ${token.owner}`;
   if (!token.drawn) {
-    const would = token.policy === null ? "" : ` The policy's log-prob of it: ${number(token.policy)}.`;
-    return `${name}: nobody drew it, so it has no ratio and is not in the loss.${would}`;
+    const alone = `${name}: nobody drew it, so it has no ratio and is not in the loss.`;
+    if (token.policy === null) return alone;
+    return `${alone} The policy's log-prob of it: ${number(token.policy)}.`;
   }
   const end = token.clipped ? "the clip leaves no pull" : `pull ${signed(token.pull)}`;
   return (
@@ -157,6 +166,7 @@ export default {
     let tokens = [];
     let boxes = []; // where the tokens stand: {x, y, width, token}
     let view = null;
+    const fitted = measure();
 
     function place(stretches, width) {
       boxes = [];
@@ -176,17 +186,24 @@ export default {
       });
     }
 
-    function drawBox({ x, y, width, words, token }, colour) {
-      const [kind, strength] = paint(token, colour);
-      const gone = colour === "pull" && token.clipped;
-      const style = { class: `token ${kind}`, opacity: strength, rx: 3 };
-      return [
-        rect(x, y, width, BOX, style),
-        gone ? line(x, y + BOX, x + width, y, { class: "axis" }) : null,
-        line(x, y + BOX, x + width, y + BOX, { class: token.drawn ? "wrote" : "wrote not" }),
-        token.index === pointed ? rect(x - 1, y - 1, width + 2, BOX + 2, { class: "reader" }) : null,
-        text(x + 4, y + 17, words, { class: "mono" }),
-      ];
+    /** All boxes, a shape for each colour; lines under them, and strokes through the clipped. */
+    function paper(colour) {
+      const paths = new Map();
+      const add = (kind, d) => paths.set(kind, (paths.get(kind) ?? "") + d);
+      for (const { x, y, width, token } of boxes) {
+        const [kind, strength] = paint(token, colour);
+        add(`token ${kind}|${strength.toFixed(3)}`, `M${x},${y}h${width}v${BOX}h${-width}z`);
+        add(token.drawn ? "wrote|1" : "wrote not|1", `M${x},${y + BOX}h${width}`);
+        if (colour === "pull" && token.clipped) add("axis|1", `M${x},${y + BOX}l${width},${-BOX}`);
+      }
+      return [...paths].map(([kind, d]) => {
+        const [name, opacity] = kind.split("|");
+        return node("svg:path", { d, class: name, opacity });
+      });
+    }
+
+    function reader({ x, y, width }) {
+      return rect(x - 1, y - 1, width + 2, BOX + 2, { class: "reader" });
     }
 
     function draw(values, width) {
@@ -197,7 +214,11 @@ export default {
         text(LEFT, top + 13, labelOf(stretch, values.colour), { class: "quiet" }),
         line(2, top + 4, 2, bottom, { class: stretch[0].drawn ? "owner own" : "owner not" }),
       ]);
-      shapes.push(boxes.map((box) => drawBox(box, values.colour)));
+      shapes.push(
+        paper(values.colour),
+        boxes.filter(({ token }) => token.index === pointed).map(reader),
+        boxes.map(({ x, y, words }) => text(x + 4, y + 17, words, { class: "mono" })),
+      );
       return { shapes, height: spans.at(-1).bottom + 4, caption: inWords(values, tokens) };
     }
 
