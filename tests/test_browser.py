@@ -25,7 +25,14 @@ WIDGETS = sorted(
     for p in (ROOT / "grpo_nb/widgets").glob("[a-z]*.py")
     if f"def {p.stem}_widget" in p.read_text()
 )
-COMPONENTS = ["advantages", "batch", "chunks", "clipping", "masks"]  # they need no kernel
+COMPONENTS = [
+    "advantages",
+    "batch",
+    "chunks",
+    "clipping",
+    "masks",
+    "transcript",
+]  # they need no kernel
 LESSONS = [
     p
     for p in sorted((ROOT / "nbs").rglob("[0-9]*.ipynb"))
@@ -133,7 +140,7 @@ def lab(chromium, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(chromium, tmp_path_factory):
-    """A page without a kernel that shows the five components, as any site can: (page, its
+    """A page without a kernel that shows the six components, as any site can: (page, its
     complaints)."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "grpo_nb/widgets/js", folder / "js")
@@ -196,6 +203,9 @@ def settled(root):
     )
 
 
+MOVED = dict(advantages=6, batch=7, chunks=7, clipping=11, masks=4, transcript=4)
+
+
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_every_control_moves_a_component(widget, name):
     root = widget(name, **({"delta": 2.0} if name == "clipping" else {}))
@@ -213,10 +223,10 @@ def test_every_control_moves_a_component(widget, name):
             control.press("ArrowLeft" if before >= most else "ArrowRight")
         seen = settled(root)
         assert seen != start, control.evaluate("e => e.outerHTML")
-        assert root.locator("svg :is(rect, path, polyline)").count() > 4
+        assert root.locator("svg :is(rect, path, polyline, line)").count() > 4
         root, moved = widget(name, **({"delta": 2.0} if name == "clipping" else {})), moved + 1
         assert settled(root) == start
-    assert moved >= {"advantages": 6, "batch": 7, "chunks": 7, "clipping": 11, "masks": 4}[name]
+    assert moved >= MOVED[name]
 
 
 def test_rewards_are_dragged(widget, site):
@@ -326,6 +336,36 @@ def test_a_query_tells_its_keys_and_a_chunk_its_bytes(widget, site):
     assert said.startswith("Chunk 1 of piece 0: rows 2,048 to 4,095 (sequence 0), 2,048 tokens")
 
 
+def test_a_token_tells_its_owner_and_its_ratio(widget, site):
+    root = widget("transcript")
+    picture = root.get_by_role("application")
+
+    def detail():
+        settled(root)
+        return root.locator(".detail").inner_text()
+
+    picture.press("ArrowDown")
+    assert detail().startswith("Token 1 of 36, “<|channel|>”, by prompt: nobody drew it")
+    picture.press("ArrowDown")
+    said = detail()
+    assert said.startswith("Token 14 of 36, “c”, by policy: log-prob −0.83 under the policy")
+    assert "ratio 1.48" in said and said.endswith("the clip leaves no pull.")
+    assert "The clip silences 1." in root.locator(".caption").inner_text()
+    root.locator("[data-control=epsilon_high]").fill("0.6")
+    assert detail().endswith("Advantage +1.21, pull +1.78.")
+    picture.scroll_into_view_if_needed()
+    tool = picture.get_by_text("t", exact=True)  # behind <|start|>
+    tool.hover()
+    assert "by calculator: nobody drew it" in detail()
+    for colour, words in (("loss", "not in the loss"), ("pull", "pull +1.21 to +1.78")):
+        root.locator("select").select_option(colour)
+        settled(root)
+        assert words in " ".join(picture.locator("text.quiet").all_text_contents())
+    picture.press("Escape")
+    assert detail().startswith("Point at a token")
+
+
+LONG = [[text, "policy", -1.0, -1.5] for text in "abc<|end|>"] + [["\n", "a tool", -9.0, None]]
 LARGEST = {
     "advantages": {"rewards": [0.5, 1.0] * 6, "scale": "batch"},
     "batch": dict(
@@ -340,6 +380,16 @@ LARGEST = {
     "chunks": {"batch": 16, "mini_batch": 16, "logit_chunk_multiplier": 32},
     "clipping": {"delta": 1.1},
     "masks": {"step": 6, "window": 5},
+    "transcript": {
+        "completions": [
+            {
+                "title": title,
+                "advantage": 1.0,
+                "tokens": [["x" * 200, "prompt", None, None], *LONG * 35],
+            }
+            for title in "ab"
+        ]
+    },
 }
 SIZES = """root => {
   const texts = [...root.querySelectorAll('*')].filter(e => e.checkVisibility()
@@ -401,7 +451,7 @@ def test_components_say_what_they_are(widget, site):
             """root => [...root.querySelectorAll('input, select, button, [tabindex]')].map(e =>
               e.getAttribute('aria-label') || e.labels?.[0]?.innerText || e.innerText || '')"""
         )
-        assert len(names) > 5 and all(names)
+        assert len(names) >= 5 and all(names)
         assert len(root.get_by_role("status").inner_text()) > 30
         assert root.get_attribute("aria-label")
         live = root.locator("[aria-live=polite]").count()

@@ -166,6 +166,9 @@ def test_a_widget_is_mounted_with_the_values_of_its_cell(tools):
     given = mounted("box = batch_widget(num_generations=6)\nbox.num_processes = 2\nbox")
     values = re.search("data-values='(.*?)'", given)[1]
     assert json.loads(unescape(values)) == {"num_generations": 6, "num_processes": 2}
+    stored = [{"data": {"text/html": ['<div data-widget="batch" data-values="{}"></div>']}}]
+    script = tools["mounted"]("batch_widget(n)", "index.ipynb", {"batch"}, stored)
+    assert script == '<script type="module" src="_static/widgets/mount.js"></script>'
     assert mounted("batch_widget().value") is None and mounted("board_widget()") is None
     assert "| gpt-oss-20b, mxfp4 |" in mounted("memory_widget()")
 

@@ -99,6 +99,12 @@ def shorten(notebook):
             ]
 
 
+def stays_without_kernel(output):
+    "Whether an output is to be stored. A widget goes, but for the page that it brings along."
+    data = output.get("data", {})
+    return data.pop("application/vnd.jupyter.widget-view+json", None) is None or "text/html" in data
+
+
 def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
     """Execute a notebook where it stands and store its outputs, without widget state and without
     execution counts; skipped cells keep what they have."""
@@ -115,11 +121,7 @@ def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
     for cell in notebook.cells:
         cell.metadata.pop("tags", None)  # nbdev_clean keeps what settings.ini allows
         if cell.cell_type == "code":
-            cell.outputs = [
-                o
-                for o in cell.outputs
-                if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
-            ]
+            cell.outputs = [o for o in cell.outputs if stays_without_kernel(o)]
     notebook.metadata.pop("widgets", None)
     shorten(notebook)
     nbformat.write(notebook, path)

@@ -247,9 +247,9 @@ def widget_of(source):
     return name.removesuffix("_widget"), given | values
 
 
-def mounted(source, path, live):
+def mounted(source, path, live, outputs=()):
     """The place of a widget that a cell shows, as widgets/js/mount.js looks for it, or nothing.
-    `live`: the widgets that have a module."""
+    `live`: the widgets that have a module. A stored output may hold the place and its values."""
     name, values = widget_of(source)
     if name == "memory":
         return memory_table()
@@ -257,9 +257,13 @@ def mounted(source, path, live):
         return None
     given = f" data-values='{html.escape(json.dumps(values))}'" if values else ""
     folder = posixpath.relpath("_static/widgets", posixpath.dirname(path) or ".")
+    script = f'<script type="module" src="{folder}/mount.js"></script>'
+    pages = ["".join(output.get("data", {}).get("text/html", "")) for output in outputs]
+    if any(f'data-widget="{name}"' in page for page in pages):
+        return script
     return (
         f'<div class="widget" data-widget="{name}"{given}><p>A drawing to move, where a browser '
-        f'runs scripts.</p></div>\n<script type="module" src="{folder}/mount.js"></script>'
+        f"runs scripts.</p></div>\n{script}"
     )
 
 
@@ -298,7 +302,7 @@ def page_of(notebook, path, context):
         elif cell["cell_type"] == "code":
             made = code_cell(cell, before)
             cells += [made] if made else []
-            if place := mounted(cell["source"], path, context["live"]):
+            if place := mounted(cell["source"], path, context["live"], cell["outputs"]):
                 cells.append(markdown(f"{cell['id']}-shown", place))
     return course.dump({**notebook, "cells": cells})
 

@@ -60,6 +60,7 @@ def test_a_hostile_run_stays_text(tmp_path):
     assert not {"src", "href", "onerror", "onclick", "onload"} & page.names
     assert page.text.count(EVIL) >= 12 and page.tags.count("article") == 3
     assert "a <script> b" in page.text and "read and not trained on" in page.text
+    assert "The colours go by message" in page.text
 
 
 def test_what_cannot_be_read_is_left_out_and_counted(tmp_path):

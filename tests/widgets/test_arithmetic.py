@@ -14,7 +14,13 @@ from node import run_module
 from grpo_nb.algorithm.advantages import SCALES, group_advantages
 from grpo_nb.algorithm.batching import BatchLayout, random_order
 from grpo_nb.algorithm.logprobs import chunk_rows, hidden_state_bytes, logit_bytes
-from grpo_nb.algorithm.losses import BORDERS, LOSSES, check_loss_settings, settings_read
+from grpo_nb.algorithm.losses import (
+    BORDERS,
+    LOSSES,
+    check_loss_settings,
+    grpo_loss,
+    settings_read,
+)
 from grpo_nb.model.masks import attention_mask
 from grpo_nb.widgets.clipping import clipping_curves
 from grpo_nb.widgets.masks import keys_read, naive_mask
@@ -132,6 +138,29 @@ def test_what_is_said_of_clipping():
         ours = check_loss_settings(loss_type, max_completion_length=1, **settings)
         kept = [s for s in ours if not ("has no effect" in s or "importance_sampling" in s)]
         assert [doubt["sentence"] for doubt in said] == kept
+
+
+def test_tokens_of_a_transcript():
+    cases = [case for case in losses() if case[3]["epsilon"] < 1]
+    rows = [(random.uniform(-12, -4), ratio, A * random.random(), s) for ratio, A, _, s in cases]
+    settings = [{"epsilon": s["epsilon"], "epsilon_high": s["epsilon_high"]} for *_, s in cases]
+    calls = [
+        ["tokenTerms", [sampler + math.log(ratio), sampler, advantage, borders]]
+        for (sampler, ratio, advantage, _), borders in zip(rows, settings)
+    ]
+    for (sampler, ratio, advantage, _), borders, said in zip(rows, settings, browser_says(calls)):
+        old = torch.tensor([[sampler]], dtype=torch.float64)
+        new = (old + math.log(ratio)).requires_grad_()
+        mask = torch.ones(1, 1, dtype=torch.bool)
+        at = torch.tensor([advantage], dtype=torch.float64)
+        loss = grpo_loss(new, at, mask, old_logps=old, loss_type="dapo", **borders).loss
+        loss.backward()
+        assert near(said["ratio"], (new - old).exp().item())
+        assert near(said["objective"], -loss.item())
+        edges = [1 - borders["epsilon"], 1 + borders["epsilon_high"]]
+        on_edge = any(abs(ratio - edge) < 1e-9 for edge in edges)
+        assert on_edge or near(said["pull"], -new.grad.item())
+    assert browser_says([["tokenTerms", [-1.0, None, 1.0, {"epsilon": 0.2}]]]) == [None]
 
 
 def test_batches():

@@ -16,6 +16,7 @@ from grpo_nb.widgets.chunks import ChunksWidget
 from grpo_nb.widgets.clipping import ClippingWidget
 from grpo_nb.widgets.figures import component, figure_svg, interactive_figure
 from grpo_nb.widgets.masks import MasksWidget
+from grpo_nb.widgets.transcript import TranscriptWidget
 
 COMPONENTS = {
     "advantages": AdvantagesWidget,
@@ -23,6 +24,7 @@ COMPONENTS = {
     "chunks": ChunksWidget,
     "clipping": ClippingWidget,
     "masks": MasksWidget,
+    "transcript": TranscriptWidget,
 }
 TELL = "import(process.argv[1]).then((m) => console.log(JSON.stringify(m.defaults)))"
 

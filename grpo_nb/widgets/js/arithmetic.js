@@ -1,4 +1,4 @@
-// What the five widgets compute, without a page: pure functions of plain values, in the words of
+// What the six widgets compute, without a page: pure functions of plain values, in the words of
 // grpo_nb/algorithm and grpo_nb/model, and held to them by tests/widgets/test_arithmetic.py.
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
@@ -307,4 +307,16 @@ export function chunkBytes(s) {
     all_states: states(1),
     piece_states: states(s.mini_batch),
   };
+}
+
+// ---------------------------------------------------------------- transcripts
+
+/** What a token adds to the clipped objective: its ratio, minus its loss and its pull; null for a
+ * token that nobody drew, which has no sampler's log-prob. */
+export function tokenTerms(policy, sampler, advantage, { epsilon, epsilon_high }) {
+  if (sampler === null) return null;
+  const ratio = Math.exp(policy - sampler);
+  const borders = { epsilon, epsilon_high, delta: null };
+  const [objective, pull] = clippingPoint(ratio, advantage, "dapo", borders);
+  return { ratio, objective, pull };
 }
