@@ -1,9 +1,15 @@
-"""Pieces of the tutorials that train nothing: a reward for a language, and the values of NF4."""
+"""Pieces of the tutorials that train nothing: a grammar, a reward for a language, the values of
+NF4, and the script that runs the page on 2048 for several seeds."""
 
+import ast
+import importlib
 import json
+import random
 import re
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +29,32 @@ def names_of(page, marks, **names):
         assert len(found) == 1, (mark, len(found))
         exec(compile(found[0], f"{page}, {mark}", "exec"), names)
     return names
+
+
+@pytest.fixture(scope="module")
+def grammar():
+    page = "06_game2048_gpt_oss.ipynb"
+    return names_of(page, ["def random_program("], random=random, SEED=0, TINY=True)
+
+
+def test_programs_of_the_grammar_are_python_and_made_of_its_words(grammar):
+    words = sorted(map(re.escape, grammar["WORDS"]), key=len, reverse=True)
+    for code in grammar["SHOWN"]:
+        ast.parse(code)
+        assert re.fullmatch("|".join(words).join(["(?:", ")+"]), code)
+    assert len(set(grammar["SHOWN"])) > 300  # the short ones come more than once
+
+
+def test_the_five_tests_say_what_the_table_says(grammar):
+    board = [[2, 2, 0], [0, 4, 0], [8, 0, 0]]
+    told = grammar["TESTS"] + "    return {f.__name__: [m for m in 'WASD' if f(m)] for f in "
+    names = {}
+    exec(told + "(can, joins, keeps, pairs, tidies)}", names)
+    found = names["strategy"](board)
+    assert found["can"] == list("WASD")
+    assert found["joins"] == ["A", "D"]  # the two 2s
+    assert found["keeps"] == ["A", "S"]  # the 8 stays in the lower left corner
+    assert "A" in found["pairs"]  # 4 above 4
 
 
 def test_the_cured_language_reward_pays_nothing_for_silence():
@@ -54,3 +86,17 @@ def test_nf4_has_the_published_values():
     torch.testing.assert_close(
         levels, torch.tensor([*map(float, published.split())]), atol=1e-3, rtol=0
     )
+
+
+def test_the_script_finds_what_it_changes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("written_programs")
+    before = list(script.sources())
+    after = [script.changed(source, seed=7, updates=1) for source in before]
+    text = "\n".join(filter(None, after))
+    assert text.count("SEED = 7\n") == 1 and text.count("max_steps=1,") == 1
+    assert text.count("output = trainer.train()") == 1 and "await " not in text
+    assert script.LAST in before[-1]
+    sys.modules.pop("written_programs")
+    row = dict(seed=0, best_shown=0.4, gain=0.1, error=0.02, drawn_before=1, drawn_after=2)
+    assert script.table([row, row | {"gain": 0.3}])[-1].startswith("mean gain +0.20 +- 1.27")
