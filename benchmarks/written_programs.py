@@ -1,7 +1,7 @@
 """Does the tiny model of the page on 2048 write better programs than it was shown? The page's own
 cells, for several seeds.
 
-    python benchmarks/written_programs.py --seeds 0 1 2 3 4     two or three minutes each, on one core
+    python benchmarks/written_programs.py --seeds 0 1 2 3 4     some minutes each, on one core
     python benchmarks/written_programs.py --updates 1           to try it out
 
 Each seed has its own programs at random, of which the worse half is shown, its own model, training
