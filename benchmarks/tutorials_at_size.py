@@ -296,6 +296,7 @@ def measure(page, args, sizes, loaded, folder):
         "T4": False,
         "SEED": 0,
         "ALLOW_WEAK": False,
+        "IN_SANDBOX": True,
         "OUT": folder / page,
         "GRPOTrainer": timed_trainer(),
     }
