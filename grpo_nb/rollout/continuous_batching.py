@@ -18,7 +18,7 @@ from .decoder import STRIDE, Decoder, RecordedSteps, draw_tokens, read_prompts
 from .kv_cache import SlotCache
 from .sampling import SamplingParams, SurvivorRecord
 
-# %% ../../nbs/rollout/19_continuous_batching.ipynb #29cc056f
+# %% ../../nbs/rollout/19_continuous_batching.ipynb #1fdf9794
 REFILL = 8  # waiting completions start once a row in so many has ended
 DRAWN_AT_ONCE = 128  # first tokens on a GPU: logits of a large vocabulary are large
 
@@ -56,6 +56,12 @@ class RowsInTurn:
         self.device, self.reach = decoder.device, max(map(len, prompts)) + params.max_tokens
         shape = decoder.shape_for(self.reach)
         self.cache = SlotCache(shape, rows, pages, self.reach, self.device)
+        longest = self.reach - params.max_tokens
+        if not self.cache.room(longest, params.max_tokens):
+            raise MemoryError(
+                f"{pages} pages do not hold a completion of up to {params.max_tokens:,} tokens "
+                f"after a prompt of {longest:,}: give more pages, or ask for fewer tokens"
+            )
         self.state = start_state(rows, params, self.device)
         if params.repetition_penalty != 1:
             sizes = rows + 1, len(decoder.head.weight)

@@ -244,7 +244,7 @@ class SlotCache(KVCache):
             width = -(-(reach // shape.page + 1) // 16) * 16
             table = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         self.table = table
-        self._allocate(rows + 1, pages, reach, table)
+        self._allocate(rows + 1, pages, reach - 1, table)  # the last token is never read
 
     def room(
         self,
