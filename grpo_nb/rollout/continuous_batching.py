@@ -18,7 +18,7 @@ from .decoder import STRIDE, Decoder, RecordedSteps, draw_tokens, read_prompts
 from .kv_cache import SlotCache
 from .sampling import SamplingParams, SurvivorRecord
 
-# %% ../../nbs/rollout/19_continuous_batching.ipynb #1fdf9794
+# %% ../../nbs/rollout/19_continuous_batching.ipynb #0762b7eb
 REFILL = 8  # waiting completions start once a row in so many has ended
 DRAWN_AT_ONCE = 128  # first tokens on a GPU: logits of a large vocabulary are large
 
@@ -35,7 +35,7 @@ def start_state(
     state.keys = torch.zeros(rows + 1, dtype=torch.long, device=device)
     return state
 
-
+# %% ../../nbs/rollout/19_continuous_batching.ipynb #a1090d06
 class RowsInTurn:
     "R rows that decode together. Where one ends, a completion that waits takes its place."
 
@@ -215,7 +215,7 @@ class RowsInTurn:
             before = look
         return self.done
 
-
+# %% ../../nbs/rollout/19_continuous_batching.ipynb #e2fa3abb
 def complete_in_turn(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],  # U distinct prompts, the token ids of each
