@@ -75,7 +75,7 @@ class RowsInTurn:
         self.rows, self.steps, self.ended = [], 0, 0
         self.recorded = None
         if decoder.ops is not decode_ops:
-            self.recorded = RecordedSteps(self.advance, rows, self.device)
+            self.recorded = RecordedSteps(rows, self.device)
 
     def send(self, values, dtype=torch.long):
         "A list of numbers on the device; a GPU is not waited for."
@@ -198,7 +198,7 @@ class RowsInTurn:
             return
         self.rows = sorted(self.owner)
         if self.recorded and self.params.max_tokens > 1:
-            self.graph = self.recorded.prepare(self.send(self.rows))
+            self.graph = self.recorded.prepare(self.send(self.rows), self.advance)
 
     def run(
         self,

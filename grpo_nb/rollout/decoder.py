@@ -594,37 +594,38 @@ class RecordedSteps:
 
     def __init__(
         self,
-        advance: Callable[[torch.Tensor], None],  # one step for rows (B,)
         spare: int,  # the row that fills up
         device: torch.device,
     ):
-        self.advance, self.spare, self.device = advance, spare, device
+        self.spare, self.device = spare, device
         self.graphs, self.pool = {}, torch.cuda.graph_pool_handle()
 
     def prepare(
         self,
         rows: torch.Tensor,  # (B,)
+        # one step for rows (B,); not kept, as what keeps it would keep the cache
+        advance: Callable[[torch.Tensor], None],
     ) -> torch.cuda.CUDAGraph:  # replay it to advance these rows
         "The recording for the next round size, set to these rows and the spare one."
         size = next(s for s in SIZES if s >= len(rows))
         if size not in self.graphs:
-            self.graphs[size] = self._record(size)
+            self.graphs[size] = self._record(size, advance)
         graph, static = self.graphs[size]
         static.fill_(self.spare)
         static[: len(rows)].copy_(rows)
         return graph
 
-    def _record(self, size):
+    def _record(self, size, advance):
         static = torch.full((size,), self.spare, device=self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             # once for real, on the spare row: kernels are compiled, libraries set up
-            self.advance(static)
+            advance(static)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            self.advance(static)
+            advance(static)
         return graph, static
 
 # %% ../../nbs/rollout/07_decoder.ipynb #b071ccab

@@ -1,17 +1,19 @@
 """Rows that come and go: every completion is what it is alone, whoever is drawn beside it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from dense_models import dense_model
 
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout import continuous_batching
+from grpo_nb.rollout import continuous_batching, decode_ops
 from grpo_nb.rollout import engine as engine_module
 from grpo_nb.rollout.continuous_batching import RowsInTurn, complete_in_turn
-from grpo_nb.rollout.decoder import Decoder, DenseDecoder
+from grpo_nb.rollout.decoder import Decoder, DenseDecoder, RecordedSteps
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.kv_cache import CacheShape, SlotCache, slots_that_fit
-from grpo_nb.rollout.sampling import SamplingParams, stream_keys, stream_numbers
+from grpo_nb.rollout.sampling import SamplingParams, sample_tokens, stream_keys, stream_numbers
 
 PAGE = 4
 
@@ -175,3 +177,40 @@ def test_rows_and_pages_stay_within_what_is_free(page):
     assert rows == 12
     with pytest.raises(MemoryError, match="a prompt of 17"):
         slots_that_fit(shape, lengths, groups, 6, least - 1, 12, 50, 100)
+
+
+def test_recorded_steps_read_flags_late_and_hold_nothing_back(monkeypatch):
+    "A stand-in for recordings, so that rows that have ended are fed on; then the cache is gone."
+
+    class Steps:
+        def __init__(self, spare, device):
+            self.spare = spare
+
+        def prepare(self, rows, advance):
+            spare = torch.full((3,), self.spare)  # fills up, as in a rounded batch
+            return SimpleNamespace(replay=lambda: advance(torch.cat([rows, spare])))
+
+    def look(turns):
+        return turns.state.alive.clone(), dict(turns.owner), None
+
+    def draw(decoder, logits, params, seen, uniform):
+        return *sample_tokens(logits, params, seen, uniform=uniform), None
+
+    model = tiny_gpt_oss(0, num_hidden_layers=2)[0]
+    prompts, params = prompts_of(10), SamplingParams(max_tokens=20)
+    plain = complete(paged(model), prompts, [4] * 10, params, rows=12, pages=60)
+    monkeypatch.setattr(continuous_batching, "RecordedSteps", Steps)
+    monkeypatch.setattr(continuous_batching, "draw_tokens", draw)
+    monkeypatch.setattr(RowsInTurn, "look", look)
+    decoder = paged(model)
+    decoder.ops = SimpleNamespace(**vars(decode_ops))
+    turns = RowsInTurn(
+        decoder, prompts, [4] * 10, params, torch.tensor([8, 9]), stream_keys(40, 0), 12, 60
+    )
+    with torch.inference_mode():
+        late = turns.run()
+    assert torch.equal(late.counts[:40], plain.counts[:40])
+    drawn = torch.arange(20) < plain.counts[:40, None]
+    assert torch.equal(late.ids[:40][drawn], plain.ids[:40][drawn])
+    recordings = RecordedSteps.prepare.__code__.co_names + RecordedSteps._record.__code__.co_names
+    assert "advance" not in recordings  # kept as an attribute it would keep the cache, too
