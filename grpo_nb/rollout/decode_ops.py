@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ..model.experts import ExpertWeights
 from ..model.experts_grouped import routed_experts
 from ..model.limits import PREFILL_TOKENS
-from .kv_cache import AlignedLayer, LayerCache
 from . import sampling
+from .kv_cache import AlignedLayer, LayerCache
 from .sampling import SurvivorRecord, Survivors
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #69c0b41c

@@ -42,7 +42,19 @@ def _number(i, DROP: tl.constexpr):
 
 # %% ../../nbs/rollout/20_filter_kernels.ipynb #fbbac736
 @triton.jit
-def _narrow(parts, low, target, b, number, shift, wanted, share, BLOCKS, COUNT: tl.constexpr, BP: tl.constexpr):
+def _narrow(
+    parts,
+    low,
+    target,
+    b,
+    number,
+    shift,
+    wanted,
+    share,
+    BLOCKS,
+    COUNT: tl.constexpr,
+    BP: tl.constexpr,
+):
     "From a pass over all blocks: where the sixteenth begins in which a row's threshold lies."
     c, d = tl.arange(0, BP), tl.arange(0, 16)
     at = parts + (b * BLOCKS + c[:, None]) * 16 + d[None, :]
@@ -215,9 +227,7 @@ def _count_kernel(logits, least, counts, V, BLOCKS, BV: tl.constexpr):
 
 
 @triton.jit
-def _ids_kernel(
-    logits, least, counts, ids, V, BLOCKS, ROOM, BP: tl.constexpr, BV: tl.constexpr
-):
+def _ids_kernel(logits, least, counts, ids, V, BLOCKS, ROOM, BP: tl.constexpr, BV: tl.constexpr):
     "The ids of a block that are kept, behind those of the blocks before."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, BP)

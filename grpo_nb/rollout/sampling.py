@@ -165,7 +165,9 @@ def keep_top_p(
     """Keep the smallest set of likeliest tokens with probability at least p (Holtzman et al. 2019,
     section 3.1)."""
     ascending = logits.sort(-1).values  # (N, V)
-    tail = (ascending.softmax(-1).cumsum(-1) <= 1 - p).sum(-1, keepdim=True)  # together at most 1 - p
+    tail = (ascending.softmax(-1).cumsum(-1) <= 1 - p).sum(
+        -1, keepdim=True
+    )  # together at most 1 - p
     last = ascending.gather(-1, tail.clamp(max=logits.shape[-1] - 1))  # (N, 1), the least one kept
     return logits.masked_fill(logits < last, -torch.inf)
 
