@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MANY_ROWS', 'ONE_LOAD', 'TYPES', 'low_rank', 'project', 'attend', 'Schedule', 'schedule', 'expert_product', 'moe',
-           'draw', 'append_tokens', 'works']
+           'block_sums', 'block_of', 'draw', 'stream_numbers', 'append_tokens', 'works']
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #1af77ed5
 import sys
@@ -17,7 +17,7 @@ import torch
 
 from ..model.experts import ExpertWeights
 from ..model.packed import PackedWeight
-from . import decode_ops
+from . import decode_ops, sampling
 from .decode_ops import DecodeState, LayerWeights, Projection
 from .kv_cache import LayerCache
 
@@ -1019,14 +1019,30 @@ def moe(
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #34743b0b
 @triton.jit
-def _block_sums_kernel(logits, block_m, block_s, V, inverse_temperature, BLOCKS, BV: tl.constexpr):
+def _load_kept(logits, least, b, i, V, CUT: tl.constexpr):
+    "Logits of one row; with CUT -inf for those below `least`."
+    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+    if CUT:
+        z = tl.where(z >= tl.load(least + b), z, -float("inf"))
+    return z
+
+
+@triton.jit
+def _block_sums_kernel(
+    logits,
+    least,
+    block_m,
+    block_s,
+    V,
+    inverse_temperature,
+    BLOCKS,
+    CUT: tl.constexpr,
+    BV: tl.constexpr,
+):
     "The largest logit of a block, and the sum of exp(logit - largest)."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = c * BV + tl.arange(0, BV)
-    z = (
-        tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-        * inverse_temperature
-    )
+    z = _load_kept(logits, least, b, i, V, CUT) * inverse_temperature
     m = tl.max(z, 0)
     safe = tl.where(m == -float("inf"), 0.0, m)
     tl.store(block_m + b * BLOCKS + c, m)
@@ -1036,6 +1052,7 @@ def _block_sums_kernel(logits, block_m, block_s, V, inverse_temperature, BLOCKS,
 @triton.jit
 def _pick_token_kernel(
     logits,
+    least,
     block_m,
     block_s,
     uniform,
@@ -1044,6 +1061,7 @@ def _pick_token_kernel(
     V,
     inverse_temperature,
     BLOCKS,
+    CUT: tl.constexpr,
     BP: tl.constexpr,
     BV: tl.constexpr,
 ):
@@ -1062,10 +1080,7 @@ def _pick_token_kernel(
     first = tl.where(first == BP, tl.max(tl.where(mass > 0, c, 0), 0), first)
     before = tl.sum(tl.where(c < first, mass, 0.0), 0)
     i = first * BV + tl.arange(0, BV)
-    z = (
-        tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-        * inverse_temperature
-    )
+    z = _load_kept(logits, least, b, i, V, CUT) * inverse_temperature
     p = tl.exp(z - top).to(tl.float64)
     inner = tl.cumsum(p, 0)
     n = tl.arange(0, BV)
@@ -1076,25 +1091,53 @@ def _pick_token_kernel(
     tl.store(logps + b, chosen - top - tl.log(total.to(tl.float32)))
 
 
+def block_sums(
+    logits: torch.Tensor,  # (B, V)
+    temperature: float = 1.0,  # logits are divided by it
+    least: torch.Tensor | None = None,  # (B,) float32, smaller logits are left out
+) -> tuple[torch.Tensor, torch.Tensor]:  # (B, blocks) float32 each
+    "Of each block of a row the largest logit, and the sum of exp(logit - largest)."
+    B, V = logits.shape
+    size = block_of(V)
+    blocks = triton.cdiv(V, size)
+    largest, total = torch.empty(2, B, blocks, dtype=torch.float32, device=logits.device)
+    _block_sums_kernel[(B, blocks)](
+        logits,
+        logits if least is None else least,
+        largest,
+        total,
+        V,
+        1 / temperature,
+        blocks,
+        CUT=least is not None,
+        BV=size,
+        num_warps=8,
+    )
+    return largest, total
+
+
+def block_of(V):
+    "Columns of a block."
+    return min(4096, triton.next_power_of_2(V))
+
+
 def draw(
     logits: torch.Tensor,  # (B, V), or log-probs; -inf for what must not be drawn
     uniform: torch.Tensor,  # (B,) float64, in [0, 1)
     temperature: float = 1.0,  # logits are divided by it
+    least: torch.Tensor | None = None,  # (B,) float32, smaller logits are not drawn
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) int64 and their log-probs (B,) float32
     "One token of each row, with one random number a row."
     B, V = logits.shape
-    size = min(4096, triton.next_power_of_2(V))
-    blocks = triton.cdiv(V, size)
-    largest, total = torch.empty(2, B, blocks, dtype=torch.float32, device=logits.device)
+    largest, total = block_sums(logits, temperature, least)
+    blocks = largest.shape[1]
     tokens, logps = (
         torch.empty(B, dtype=torch.long, device=logits.device),
         torch.empty(B, dtype=torch.float32, device=logits.device),
     )
-    _block_sums_kernel[(B, blocks)](
-        logits, largest, total, V, 1 / temperature, blocks, BV=size, num_warps=8
-    )
     _pick_token_kernel[(B,)](
         logits,
+        logits if least is None else least,
         largest,
         total,
         uniform,
@@ -1103,11 +1146,40 @@ def draw(
         V,
         1 / temperature,
         blocks,
+        CUT=least is not None,
         BP=triton.next_power_of_2(blocks),
-        BV=size,
+        BV=block_of(V),
         num_warps=8,
     )
     return tokens, logps
+
+# %% ../../nbs/rollout/08_decode_kernels.ipynb #f798928f
+_GOLDEN, _MIX_A, _MIX_B = (
+    tl.constexpr(n) for n in (sampling.GOLDEN, *(factor for _, factor in sampling.MIX))
+)
+
+
+@triton.jit
+def _stream_kernel(rows, keys, counts, uniform):
+    "The next number of one row's stream."
+    b = tl.program_id(0)
+    row = tl.load(rows + b).to(tl.int64)
+    x = tl.load(keys + row) + (tl.load(counts + row).to(tl.int64) + 1) * _GOLDEN
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_A  # >> fills up with the sign
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_B
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    bits = (x >> 11) & ((1 << 53) - 1)
+    tl.store(uniform + b, bits.to(tl.float64) * 1.1102230246251565e-16)  # 2 ** -53
+
+
+def stream_numbers(
+    rows: torch.Tensor,  # (B,) which completion each row is
+    state: DecodeState,  # with `keys`
+) -> torch.Tensor:  # (B,) float64 in [0, 1)
+    "`decode_ops.stream_numbers` by a kernel."
+    uniform = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
+    _stream_kernel[(len(rows),)](rows, state.keys, state.counts, uniform, num_warps=1)
+    return uniform
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #555bf6ac
 @triton.jit

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['norm', 'Projection', 'project', 'rotate', 'find_slots', 'read_cache', 'attend', 'LayerWeights', 'moe', 'DecodeState',
-           'append_tokens', 'append_column', 'SmallLayer', 'merged_linear', 'complex_pairs', 'small_layer', 'normalize',
-           'small_heads', 'small_attend', 'small_moe']
+           'stream_numbers', 'append_tokens', 'append_column', 'SmallLayer', 'merged_linear', 'complex_pairs',
+           'small_layer', 'normalize', 'small_heads', 'small_attend', 'small_moe']
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #ba166d54
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..model.experts import ExpertWeights
 from ..model.experts_grouped import routed_experts
 from ..model.limits import PREFILL_TOKENS
+from . import sampling
 from .kv_cache import AlignedLayer, LayerCache
 from .sampling import SurvivorRecord, Survivors
 
@@ -194,6 +195,7 @@ class DecodeState:
     # (N+1, V) bool, tokens of the prompt and the completion; kept for a repetition penalty
     seen: torch.Tensor | None = None
     left: SurvivorRecord | None = None  # (N+1, T), kept where top_k, top_p or min_p cut
+    keys: torch.Tensor | None = None  # (N+1,) int64, of each row's stream of random numbers
 
     def keep(
         self,
@@ -229,6 +231,14 @@ class DecodeState:
             zeros(torch.int32),
             alive,
         )
+
+
+def stream_numbers(
+    rows: torch.Tensor | slice,  # (B,) which completion each row is
+    state: DecodeState,  # with `keys`
+) -> torch.Tensor:  # (B,) float64 in [0, 1)
+    "The random number for each row's next token."
+    return sampling.stream_numbers(state.keys[rows], state.counts[rows])
 
 
 def append_tokens(

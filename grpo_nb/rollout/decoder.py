@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['SMALL', 'SIZES', 'STRIDE', 'read_layer', 'check_readable', 'large_weights', 'check_weights', 'kernels_run',
            'GptOssTensors', 'packed_positions', 'Decoder', 'DenseDecoder', 'is_small', 'SmallDecoder', 'open_decoder',
-           'draw_tokens', 'draw_recorded', 'RecordedSteps', 'batches_of_prompts', 'prompt_tokens', 'read_prompts',
-           'complete_rows']
+           'draw_tokens', 'RecordedSteps', 'batches_of_prompts', 'prompt_tokens', 'read_prompts', 'complete_rows']
 
 # %% ../../nbs/rollout/07_decoder.ipynb #b80e0f40
 import importlib.util
@@ -39,7 +38,8 @@ from grpo_nb.rollout.read_layers import (
 from grpo_nb.rollout.sampling import (
     SamplingParams,
     SurvivorRecord,
-    processed_log_probs,
+    apply_repetition_penalty,
+    room_for_survivors,
     sample_recorded,
     sample_tokens,
 )
@@ -573,37 +573,20 @@ def draw_tokens(
     logits: torch.Tensor,  # (B, V)
     params: SamplingParams,
     seen: torch.Tensor | None,  # (B, V), with a repetition penalty
-    generator: torch.Generator | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) and their log-probs (B,)
-    "The next token of each row; on a GPU by a kernel, from one random number a row."
+    uniform: torch.Tensor | None,  # (B,) float64 in [0, 1); None: greedy
+) -> tuple:  # tokens (B,), their log-probs (B,), and what was left, where a filter cuts
+    "The next token of each row; on a GPU by kernels."
     if decoder.ops is decode_ops or params.temperature == 0:
-        return sample_tokens(logits, params, seen, generator)
-    uniform = torch.rand(
-        len(logits), dtype=torch.float64, device=logits.device, generator=generator
-    )
-    filtered = params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1
-    if filtered:
-        return decoder.ops.draw(processed_log_probs(logits, params, seen), uniform)
-    return decoder.ops.draw(logits, uniform, params.temperature)
+        if room_for_survivors(params):
+            return sample_recorded(logits, params, seen, uniform=uniform)
+        return *sample_tokens(logits, params, seen, uniform=uniform), None
+    if params.repetition_penalty != 1:
+        logits = apply_repetition_penalty(logits.float(), seen, params.repetition_penalty)
+    if not room_for_survivors(params):
+        return *decoder.ops.draw(logits, uniform, params.temperature), None
+    from grpo_nb.rollout import filter_kernels
 
-
-def draw_recorded(
-    decoder: Decoder,
-    logits: torch.Tensor,  # (B, V)
-    params: SamplingParams,  # with top_k, top_p or min_p
-    seen: torch.Tensor | None,  # (B, V), with a repetition penalty
-    generator: torch.Generator | None,
-) -> tuple:  # tokens (B,), their log-probs (B,), and what was left to draw from
-    "`draw_tokens`, and what was left to draw from."
-
-    def by_kernel(logprobs, generator):
-        uniform = torch.rand(
-            len(logprobs), dtype=torch.float64, device=logprobs.device, generator=generator
-        )
-        return decoder.ops.draw(logprobs, uniform)
-
-    how = {} if decoder.ops is decode_ops else {"draw": by_kernel}
-    return sample_recorded(logits, params, seen, generator, **how)
+    return filter_kernels.draw(logits, params, uniform)
 
 # %% ../../nbs/rollout/07_decoder.ipynb #99e20884
 class RecordedSteps:
@@ -611,40 +594,38 @@ class RecordedSteps:
 
     def __init__(
         self,
-        advance: Callable[[torch.Tensor], None],  # one step for rows (B,)
         spare: int,  # the row that fills up
         device: torch.device,
-        generator: torch.Generator | None,  # its numbers go on from replay to replay
     ):
-        self.advance, self.spare, self.device, self.generator = advance, spare, device, generator
+        self.spare, self.device = spare, device
         self.graphs, self.pool = {}, torch.cuda.graph_pool_handle()
 
     def prepare(
         self,
         rows: torch.Tensor,  # (B,)
+        # one step for rows (B,); not kept, as what keeps it would keep the cache
+        advance: Callable[[torch.Tensor], None],
     ) -> torch.cuda.CUDAGraph:  # replay it to advance these rows
         "The recording for the next round size, set to these rows and the spare one."
         size = next(s for s in SIZES if s >= len(rows))
         if size not in self.graphs:
-            self.graphs[size] = self._record(size)
+            self.graphs[size] = self._record(size, advance)
         graph, static = self.graphs[size]
         static.fill_(self.spare)
         static[: len(rows)].copy_(rows)
         return graph
 
-    def _record(self, size):
+    def _record(self, size, advance):
         static = torch.full((size,), self.spare, device=self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             # once for real, on the spare row: kernels are compiled, libraries set up
-            self.advance(static)
+            advance(static)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        if self.generator is not None:
-            graph.register_generator_state(self.generator)
         with torch.cuda.graph(graph, pool=self.pool):
-            self.advance(static)
+            advance(static)
         return graph, static
 
 # %% ../../nbs/rollout/07_decoder.ipynb #b071ccab
@@ -664,7 +645,7 @@ def batches_of_prompts(
     return batches
 
 # %% ../../nbs/rollout/07_decoder.ipynb #7161be1e
-def _decode_in_lockstep(advance, state, max_tokens, device, generator, on_tokens):
+def _decode_in_lockstep(advance, state, max_tokens, device, on_tokens):
     "One step after the other; rows are dropped when half of them have ended."
     rows = slice(0, len(state.alive) - 1)
     for drawn in range(1, max_tokens):
@@ -676,33 +657,6 @@ def _decode_in_lockstep(advance, state, max_tokens, device, generator, on_tokens
             rows = torch.arange(len(state.alive), device=device)[rows][alive]
         advance(rows, drawn)
         on_tokens(1)
-
-
-def _decode_replayed(advance, state, max_tokens, device, generator, on_tokens):
-    "Replay recorded steps; the flags that end the loop are read `STRIDE` steps late."
-    N = len(state.alive) - 1
-    recorded = RecordedSteps(lambda rows: advance(rows, max_tokens), N, device, generator)
-    rows, pending, drawn = torch.arange(N, device=device), None, 1
-    graph = recorded.prepare(rows) if max_tokens > 1 else None
-    while drawn < max_tokens:
-        count = min(STRIDE, max_tokens - drawn)
-        for _ in range(count):
-            graph.replay()
-        drawn += count
-        flags, copied = torch.empty(N, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-        flags.copy_(state.alive[:N], non_blocking=True)
-        copied.record()
-        if pending is not None:
-            pending[1].synchronize()
-            alive = pending[0].nonzero()[:, 0]
-            if not len(alive):
-                break
-            if len(alive) <= len(rows) * 3 // 4:
-                rows = alive.to(device)
-                graph = recorded.prepare(rows)
-            on_tokens(STRIDE)
-        pending = flags, copied
-    torch.cuda.current_stream(device).synchronize()
 
 # %% ../../nbs/rollout/07_decoder.ipynb #073ee103
 def prompt_tokens(
@@ -735,7 +689,7 @@ def read_prompts(
 
 
 def complete_rows(
-    decoder: Decoder,
+    decoder: Decoder,  # of plain tensors
     prompts: Sequence[Sequence[int]],  # U distinct prompts, the token ids of each
     groups: Sequence[int],  # completions of each, N in all
     params: SamplingParams,  # how to draw
@@ -746,7 +700,7 @@ def complete_rows(
     # tokens of prompts that are read at a time; a longer prompt is read alone
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> DecodeState:  # N completions, those of a prompt side by side
-    "Continue every prompt until it stops or has max_tokens."
+    "Continue every prompt until it stops or has max_tokens, all in lockstep."
     lengths = [len(p) for p in prompts]
     owner = torch.arange(len(prompts)).repeat_interleave(torch.tensor(groups))  # (N,)
     cache = decoder.cache(lengths, groups, params.max_tokens)
@@ -772,21 +726,16 @@ def _complete(
     def draw(rows, normed, column):
         seen = None if state.seen is None else state.seen[rows]
         if state.left is None:
-            drawn = draw_tokens(decoder, decoder.logits(normed), params, seen, generator)
+            drawn = sample_tokens(decoder.logits(normed), params, seen, generator)
         else:
-            *drawn, kept = draw_recorded(decoder, decoder.logits(normed), params, seen, generator)
+            *drawn, kept = sample_recorded(decoder.logits(normed), params, seen, generator)
             state.keep(rows, kept)
-        if decoder.ops is decode_ops:
-            decode_ops.append_column(rows, column, *drawn, stop, state)
-        else:
-            decoder.ops.append_tokens(rows, *drawn, stop, state)
+        decode_ops.append_column(rows, column, *drawn, stop, state)
 
     def advance(rows, drawn):
         draw(rows, decoder.step(cache, state, rows, longest + drawn), drawn)
 
     hidden = read_prompts(decoder, cache, prompts, prefill_tokens)[owner.to(device)]
-    for rows in torch.arange(N, device=device).split(N if device.type == "cpu" else 128):
-        draw(rows, hidden[rows], 0)  # logits of a large vocabulary are large
+    draw(torch.arange(N, device=device), hidden, 0)
     on_tokens(1)
-    loop = _decode_in_lockstep if decoder.ops is decode_ops else _decode_replayed
-    loop(advance, state, params.max_tokens, device, generator, on_tokens)
+    _decode_in_lockstep(advance, state, params.max_tokens, device, on_tokens)

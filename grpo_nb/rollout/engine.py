@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', 'evaluating', 'check_prompts', 'complete',
-           'complete_directly', 'complete_in_place', 'logits_bytes', 'working_bytes', 'GrowingShape', 'growing_shape',
-           'BatchMemory', 'memory_through_modules', 'memory_of_decoder', 'split_rows', 'RolloutEngine']
+           'in_groups', 'complete_directly', 'rollout_of', 'complete_in_place', 'logits_bytes', 'result_bytes',
+           'working_bytes', 'GrowingShape', 'growing_shape', 'BatchMemory', 'memory_through_modules',
+           'memory_of_decoder', 'split_rows', 'RolloutEngine']
 
 # %% ../../nbs/rollout/03_engine.ipynb #2766139d
 from collections import Counter
@@ -23,8 +24,10 @@ from ..model.experts_grouped import can_group
 from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS, ROWS_OF_ONE
 from ..model.memory_bytes import longest_sequence, read_shape
 from ..model.memory_fit import free_memory
-from .decoder import Decoder, DenseDecoder, complete_rows, open_decoder
-from .kv_cache import CacheShape, rows_that_fit
+from .continuous_batching import complete_in_turn
+from .decode_ops import DecodeState
+from .decoder import Decoder, DenseDecoder, SmallDecoder, complete_rows, open_decoder
+from .kv_cache import CacheShape, rows_that_fit, slots_that_fit
 from .module_decoding import ModuleDecoder, cannot_record, extra_bytes, try_to_record
 from grpo_nb.rollout.rollout import (
     Rollout,
@@ -40,6 +43,7 @@ from grpo_nb.rollout.sampling import (
     room_for_survivors,
     sample_recorded,
     sample_tokens,
+    stream_keys,
 )
 
 # %% ../../nbs/rollout/03_engine.ipynb #492e1739
@@ -235,8 +239,19 @@ def complete(
     return finish(prompt_ids, completion_ids, logps, lengths, stop, pad_token_id, record)
 
 # %% ../../nbs/rollout/03_engine.ipynb #efe55919
+def in_groups(
+    prompt_ids: list[list[int]],  # B prompts, some of them equal
+    # the U distinct prompts, completions of each, and the place of each of the B among them
+) -> tuple[list[Sequence[int]], list[int], torch.Tensor]:
+    "Completions sorted by prompt."
+    unique, index = share_prompts(prompt_ids)
+    count = Counter(index)
+    order = torch.tensor(sorted(range(len(index)), key=index.__getitem__))
+    return unique, [count[u] for u in range(len(unique))], order.argsort()
+
+
 def complete_directly(
-    decoder: Decoder,  # the model's tensors
+    decoder: SmallDecoder,
     prompt_ids: list[list[int]],  # B prompts
     params: SamplingParams,  # how to draw; `n` and `seed` are the caller's business
     stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
@@ -247,16 +262,23 @@ def complete_directly(
     on_tokens: Callable[[int], object] = lambda count: None,
     prefill_tokens: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
 ) -> Rollout:  # B completions
-    "`complete` on the model's own tensors."
-    unique, index = share_prompts(prompt_ids)
-    count = Counter(index)
-    groups = [count[u] for u in range(len(unique))]
+    "`complete` on copies of a small model's tensors."
+    unique, groups, back = in_groups(prompt_ids)
     state = complete_rows(
         decoder, unique, groups, params, stop, generator, on_tokens, prefill_tokens
     )
-    # the decoder's rows stand by prompt: the prompts' own order again
-    order = torch.tensor(sorted(range(len(index)), key=index.__getitem__), device=stop.device)
-    back = order.argsort()
+    return rollout_of(state, prompt_ids, back, stop, pad_token_id)
+
+
+def rollout_of(
+    state: DecodeState,  # of completions that have ended, sorted by prompt
+    prompt_ids: list[list[int]],  # B prompts
+    back: torch.Tensor,  # (B,) the place of each among the sorted ones
+    stop: torch.Tensor,  # (S,) ids that end a completion
+    pad_token_id: int,  # any legal id
+) -> Rollout:  # B completions
+    "What a decoder drew, in the order of the prompts."
+    back = back.to(stop.device)
     ids, logps, lengths = state.ids[back], state.logps[back], state.counts[back].long()
     left = state.left and state.left.select(back)
     return finish(prompt_ids, ids, logps, lengths, stop, pad_token_id, left)
@@ -316,6 +338,14 @@ def logits_bytes(
     room = room_for_survivors(params)
     kept = 4 * (room + 1) * params.max_tokens if room else 0
     return vocab_size * (size + (32 if filters else 8)) + kept
+
+
+def result_bytes(
+    params: SamplingParams,
+) -> int:
+    "Memory of a completion that has ended: ids, log-probs, and what was left to draw from."
+    room = room_for_survivors(params)
+    return (12 + (4 * (room + 1) if room else 0)) * params.max_tokens
 
 
 def working_bytes(
@@ -560,7 +590,6 @@ class RolloutEngine:
         if decoder is not None:
             free = free_memory(decoder.device)
             memory = memory_of_decoder(decoder, rows, params, free)
-            most = min(most, MOST_DRAWN_TOGETHER) if decoder.device.type == "cuda" else most
         else:
             free = free_memory(self.model.device)
             config = self.model.config.get_text_config()
@@ -569,6 +598,38 @@ class RolloutEngine:
             # an eighth for one layer's keys and values, repeated for heads that share them
             free = free * 7 // 8 if in_place else free
         return split_rows(rows, memory, params.max_tokens, free, most), memory.prefill_tokens
+
+    def _in_turn(self, decoder, rows, params, drawing, bar):
+        "A rollout in which the rows that end make room for those that wait."
+        unique, groups, back = in_groups(rows)
+        most, free = self.max_batch_size or len(rows), free_memory(decoder.device)
+        if decoder.device.type == "cuda":
+            most = min(most, MOST_DRAWN_TOGETHER)
+        memory = memory_of_decoder(decoder, rows, params, free)
+        sizes = slots_that_fit(
+            memory.shape,
+            list(map(len, unique)),
+            groups,
+            params.max_tokens,
+            free,
+            most,
+            memory.row_bytes,
+            memory.fixed_bytes + len(rows) * result_bytes(params),
+        )
+        # a completion keeps its number, and so its random numbers, in any order and company
+        keys = stream_keys(len(rows), params.seed)[back.argsort()].to(decoder.device)
+        state = complete_in_turn(
+            decoder,
+            unique,
+            groups,
+            params,
+            drawing["stop"],
+            keys,
+            *sizes,
+            memory.prefill_tokens,
+            bar.update,
+        )
+        return rollout_of(state, rows, back, drawing["stop"], drawing["pad_token_id"])
 
     def _batches_that_fit(self, rows, params, decoder):
         "`batches`, and whether the cache has its full size from the start."
@@ -608,15 +669,19 @@ class RolloutEngine:
         check_prompts(prompt_ids, params.max_tokens, config.vocab_size, longest_sequence(config))
         drawing, (decoder, _) = self._drawing(params), self._open()
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
-        batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
+        in_turn = decoder is not None and not isinstance(decoder, SmallDecoder)
+        if not in_turn:
+            batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
         bar = tqdm(
-            total=len(batches) * params.max_tokens,
+            total=len(rows) if in_turn else len(batches) * params.max_tokens,
             delay=0 if progress else 2,
             disable=progress is False,
-            desc="tokens",
+            desc="completions" if in_turn else "tokens",
             leave=False,
         )
-        if decoder is not None:
+        if in_turn:
+            draw = partial(self._in_turn, decoder, params=params, drawing=drawing, bar=bar)
+        elif decoder is not None:
             drawing |= dict(on_tokens=bar.update, prefill_tokens=prefill_tokens)
             draw = partial(complete_directly, decoder, **drawing)
         elif in_place:
@@ -625,7 +690,7 @@ class RolloutEngine:
             draw = partial(complete, self.model, on_token=bar.update, **drawing)
         try:
             with bar, evaluating(self.model) if decoder is not None else self._running():
-                rollouts = [draw(batch) for batch in batches]
+                rollouts = [draw(batch) for batch in ([rows] if in_turn else batches)]
         finally:
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
         rollout = concatenate(rollouts, drawing["pad_token_id"])

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_nb.rollout.decoder import open_decoder
 from grpo_nb.rollout.engine import RolloutEngine
-from grpo_nb.rollout.sampling import SamplingParams
+from grpo_nb.rollout.sampling import SamplingParams, sample_tokens, stream_keys, stream_numbers
 
 PROMPTS = [list(range(3, 16)), [5, 6], [7], [5, 6], [9, 3, 12, 11]]  # two of them equal
 GREEDY = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(20, 21))
@@ -60,12 +60,23 @@ def test_sixteen_bits_err_as_the_modules_do(name, autocast):
 
 
 def test_what_is_drawn_with_filters_and_a_seed():
+    "Each token is the one that its stream's number picks from the modules' distribution."
     model = dense_model("Qwen2", lora=True)
     for filters in (dict(n=3, top_p=0.8, seed=1), dict(repetition_penalty=1.3, top_k=9, seed=2)):
         params = SamplingParams(max_tokens=12, stop_token_ids=(20,), **filters)
-        mine, theirs = both_ways(model, params, PROMPTS[:3])  # all different
-        assert torch.equal(mine.completion_ids, theirs.completion_ids)
-        torch.testing.assert_close(mine.logps, theirs.logps, atol=1e-4, rtol=0)
+        rollout = RolloutEngine(model, None).generate(PROMPTS[:3], params)
+        keys = stream_keys(len(rollout.mask), params.seed)
+        for i, (prompt, n) in enumerate(zip(rollout.prompt_ids, rollout.lengths.tolist())):
+            whole = torch.tensor([[*prompt, *rollout.completion_ids[i, :n].tolist()]])
+            with torch.no_grad():
+                logits = model(whole).logits[0, len(prompt) - 1 : -1]
+            seen = torch.zeros(n, logits.shape[-1], dtype=torch.bool)
+            for t in range(n):
+                seen[t, whole[0, : len(prompt) + t]] = True
+            uniform = stream_numbers(keys[i].expand(n), torch.arange(n))
+            tokens, logps = sample_tokens(logits, params, seen, uniform=uniform)
+            assert torch.equal(tokens, rollout.completion_ids[i, :n])
+            torch.testing.assert_close(logps, rollout.logps[i, :n], atol=1e-4, rtol=0)
 
 
 def test_adapters_that_are_switched_off_merged_or_changed():

@@ -1,0 +1,72 @@
+"""Thresholds beside the sorting form, in Triton's interpreter (on a GPU: on the card)."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from grpo_nb.rollout import decode_kernels, decode_ops, filter_kernels  # noqa: E402
+from grpo_nb.rollout.sampling import (  # noqa: E402
+    SamplingParams,
+    processed_log_probs,
+    sample_recorded,
+    stream_keys,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+SOME = [
+    (torch.bfloat16, dict(top_k=7)),
+    (torch.bfloat16, dict(top_p=0.9)),
+    (torch.bfloat16, dict(top_k=20, top_p=0.8, min_p=0.02, temperature=1.3)),
+    (torch.float32, dict(top_k=9, top_p=0.95)),
+]
+MORE = [(dtype, chosen) for dtype in (torch.float32, torch.float16) for _, chosen in SOME[:3]]
+
+
+@pytest.mark.parametrize(
+    "dtype, chosen, block",
+    [
+        *((*some, 32) for some in SOME),
+        *(pytest.param(*more, 1024, marks=pytest.mark.full) for more in MORE),
+    ],
+    ids=str,
+)
+def test_as_by_sorting(dtype, chosen, block, monkeypatch):
+    "A flat row, one with tokens that cannot be drawn, one with ties; three blocks."
+    if DEVICE == "cpu":  # a small block, as the interpreter is slow
+        monkeypatch.setattr(decode_kernels, "block_of", lambda columns: block)
+    else:
+        block = 4096
+    size, generator = 2 * block + 11, torch.Generator().manual_seed(0)
+    params = SamplingParams(**chosen)
+    logits = (4 * torch.randn(3, size, generator=generator)).to(dtype)
+    logits[0], logits[1, ::3] = torch.linspace(-1, 1, size).to(dtype), -torch.inf
+    logits[2, 10:30] = logits[2].max()
+    uniform = torch.rand(3, dtype=torch.float64, generator=generator)
+    logits, uniform = logits.to(DEVICE), uniform.to(DEVICE)
+    tokens, logps, left = filter_kernels.draw(logits, params, uniform)
+    expected = sample_recorded(logits, params, uniform=uniform)
+    least = filter_kernels.least_kept(
+        logits, params, decode_kernels.block_sums(logits, params.temperature)[0]
+    )
+    kept = processed_log_probs(logits, params).isfinite()
+    assert torch.equal((logits >= least[:, None]) & logits.isfinite(), kept)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(logps, expected[1], atol=1e-5, rtol=0)
+    for mine, plain in zip(left.ids.tolist(), expected[2].ids.tolist()):
+        assert sorted(i for i in mine if i >= 0) == sorted(i for i in plain if i >= 0)
+    torch.testing.assert_close(left.log_mass, expected[2].log_mass, atol=1e-5, rtol=0)
+
+
+def test_random_numbers_of_a_stream_are_those_of_the_formula():
+    state = decode_ops.DecodeState.start([5, 3, 4], max_tokens=2, device=DEVICE)
+    state.keys, rows = stream_keys(4, -9, DEVICE), torch.tensor([2, 0, 1], device=DEVICE)
+    state.counts.copy_(torch.tensor([3, 0, 4095, 1]))
+    numbers = decode_kernels.stream_numbers(rows, state)
+    assert torch.equal(numbers, decode_ops.stream_numbers(rows, state))
