@@ -122,6 +122,7 @@ def test_evaluation_data_in_every_form(form, untrained, tmp_path):
     found = untrained.evaluate(eval_dataset=data)
     if "Dict" in form or "dict" in form:
         assert list(kept) == ["easy", "hard"]
+        assert all(len(part) == 2 and list(part) == ROWS[:2] for part in kept.values())
         names = ["eval_easy_loss", "eval_hard_loss"]
     else:
         assert kept is data or (form == "stream" and kept == ROWS[:2])

@@ -142,7 +142,7 @@ export default {
           },
         },
         rect(x - 16, y - 16, 32, 32, { fill: "transparent" }),
-        line(x, panel.top, x, y, { class: "border" }),
+        line(x, panel.top + 17 + 15 * row, x, y, { class: "border" }),
         node("svg:circle", { cx: x, cy: y, r: 7, class: "knob" }),
         text(x, panel.top + 12 + 15 * row, cap, { "text-anchor": sides, class: "small halo" }),
       );
