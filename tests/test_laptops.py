@@ -26,6 +26,7 @@ KERNELS = {
     "grpo_nb.rollout.decode_kernels",
     "grpo_nb.rollout.dense_kernels",
     "grpo_nb.rollout.expert_kernel",
+    "grpo_nb.rollout.filter_kernels",
 }
 SPINE = [
     "lessons/01_what_rl_is",

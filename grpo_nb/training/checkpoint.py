@@ -890,6 +890,8 @@ class Checkpointer:
             check = Inspector(whose, rows=rows)
             names = ("processes", "shared", "history", "config", "rows")
             check.keys(saved, names, "the state of the run")
+            if not (isinstance(saved["processes"], list) and saved["processes"]):
+                check.refuse("processes", repr(saved["processes"])[:40], "a list, one entry each")
             processes = self.accelerator.num_processes
             changed = check_same_run(self.config, saved, rows, processes, whose)
             copy_weights = read_weights(

@@ -24,7 +24,7 @@ class Reference:
         adapted = hasattr(model, "peft_config")
         self.model = None if adapted else copy.deepcopy(model).eval().requires_grad_(False)
         self.start = []  # an adapter's parameters, and their first weights
-        self.known_norms = None  # set before a copy is sharded
+        self.known_norms = None  # by `keep_norms`
         self.aside = []  # the policy's weights while `start` replaces them
         self.keep(model if adapted else None)
 
@@ -57,6 +57,10 @@ class Reference:
             for p in self.weights()
             if p.is_floating_point()
         ]
+
+    def keep_norms(self) -> None:
+        "Take the norms once, before a copy is sharded."
+        self.known_norms = self.norms()
 
     @torch.no_grad()
     def sync(

@@ -161,10 +161,10 @@ class PackedViews:
     def __init__(self, layer: torch.nn.Module):
         self.owners = [m for m in layer.modules() if has_experts(m)]
         self.views = [
-            (owner, name, owner._parameters[name])
+            (owner, name, getattr(owner, name))
             for owner in self.owners
             for name in EXPERTS
-            if isinstance(owner._parameters[name], PackedWeight)
+            if isinstance(getattr(owner, name), PackedWeight)
         ]
         for owner, name, weight in self.views:
             for part in ("blocks", "scales"):
@@ -176,23 +176,23 @@ class PackedViews:
 
     def ignored(self) -> set[torch.nn.Parameter]:
         "The views, which have nothing of their own to cut."
-        return {owner._parameters[name] for owner, name, _ in self.views}
+        return {getattr(owner, name) for owner, name, _ in self.views}
 
     def show(self, *_) -> None:
         "Put views of the bytes, as they are now, under the weights' names."
         for i, (owner, name, weight) in enumerate(self.views):
             blocks, scales = (getattr(owner, f"{name}_{part}") for part in ("blocks", "scales"))
             view = PackedWeight(blocks.data, scales.data, weight.dtype, weight.turned)
-            owner._parameters[name] = torch.nn.Parameter(view, requires_grad=False)
-            self.views[i] = (owner, name, owner._parameters[name])
+            setattr(owner, name, torch.nn.Parameter(view, requires_grad=False))
+            self.views[i] = (owner, name, getattr(owner, name))
 
 # %% ../../nbs/training/25_sharding.ipynb #18fa047c
 class Around(torch.nn.Module):
     "A module whose forward pass is a function of a model, so that torch gathers around it."
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, packed: dict[torch.nn.Module, PackedViews]):
         super().__init__()
-        self.model = model
+        self.model, self.packed = model, packed
 
     def forward(self, function: Callable) -> Any:
         "What the function returns."
@@ -206,15 +206,18 @@ def shard(
 ) -> Around:  # call it with a function of the model
     "Leave a share of each weight in each process; moves a layer at a time to the device."
     unit = dict(mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
+    packed = {}
     for layer in layers_of(model):
-        packed = PackedViews(layer)
-        fully_shard(layer, **unit, ignored_params=packed.ignored())
-        if packed.views:
-            packed.show()
-            layer.register_forward_pre_hook(packed.show)
-            layer.packed_views = packed
+        here = PackedViews(layer)
+        fully_shard(layer, **unit, ignored_params=here.ignored())
+        if here.views:
+            here.show()
+            layer.register_forward_pre_hook(here.show)
+            packed[layer] = here
     views = {p for p in model.parameters() if isinstance(p, PackedWeight)}
-    root = fully_shard(Around(model), mesh=mesh, reshard_after_forward=True, ignored_params=views)
+    root = fully_shard(
+        Around(model, packed), mesh=mesh, reshard_after_forward=True, ignored_params=views
+    )
     for module in units(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -277,8 +280,8 @@ class WholeWeights:
 MOST_HANDED_OVER = 2**28  # bytes of a process's share, through torch's store
 
 
-class ShardedWeights(WholeWeights):
-    "Each process holds a share of every weight."
+class ShardedWeights:
+    "Each process holds a share of every weight; every answer of `WholeWeights`, made whole."
 
     sharded = True
 
@@ -301,6 +304,7 @@ class ShardedWeights(WholeWeights):
             root(lambda model: None)  # torch takes what runs first for the outermost unit
         self.units = units(self.roots[id(models[0])])
         root, keeps = self.units[0], sharding.reshard_after_forward
+        self.packed = root.packed
         self.reshards = {unit: keeps or unit is root for unit in self.units}
         self.join, self.is_gathered = self.in_full, False
 
@@ -351,7 +355,7 @@ class ShardedWeights(WholeWeights):
         places = [
             (module, name, p)
             for module in model.modules()
-            for name, p in module._parameters.items()
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
             if isinstance(p, DTensor) and (p.requires_grad or not adapted)
         ]
         for _, _, p in places:
@@ -359,11 +363,11 @@ class ShardedWeights(WholeWeights):
                 made[id(p)] = torch.nn.Parameter(self.join(p.detach()), p.requires_grad)
         try:
             for module, name, p in places:
-                module._parameters[name] = made[id(p)]
+                setattr(module, name, made[id(p)])
             yield
         finally:
             for module, name, p in places:
-                module._parameters[name] = p
+                setattr(module, name, p)
 
     def shares(self, visit: Callable[[], None]) -> dict[str, list] | None:
         """The local parts of all tensors that `visit` asks for, in its order; None: too many bytes
@@ -402,8 +406,8 @@ class ShardedWeights(WholeWeights):
         for unit in self.units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
-            if packed := getattr(unit, "packed_views", None):
-                packed.show()
+            if unit in self.packed:
+                self.packed[unit].show()
 
     def release(self) -> None:
         "Leave each process its share, also after a step that was left by an exception."

@@ -780,7 +780,7 @@ class GRPOTrainer:
         if self.sharding:
             models = [self.model]
             if self.reference:
-                self.reference.known_norms = self.reference.norms()
+                self.reference.keep_norms()
                 models += [self.reference.model] * (self.reference.model is not None)
             self.weights = ShardedWeights(models, self.sharding, self.accelerator)
             if len(models) == 1 and self.reference:

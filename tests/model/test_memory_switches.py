@@ -31,7 +31,6 @@ from grpo_nb.model.offload import offload_embedding, offload_layers
 from grpo_nb.model.packed import EXPERTS, experts_of, pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.model.token_slices import slice_layers, slice_tokens_of
-from grpo_nb.rollout import decoder as decoder_module
 from grpo_nb.training import policy_update as update_module
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.micro_batches import LARGE, SMALL
