@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MANY_ROWS', 'ONE_LOAD', 'TYPES', 'low_rank', 'project', 'attend', 'Schedule', 'schedule', 'expert_product', 'moe',
-           'block_sums', 'block_of', 'draw', 'stream_numbers', 'append_tokens', 'works']
+           'BlockSums', 'block_sums', 'block_of', 'draw', 'pick', 'stream_numbers', 'append_tokens', 'works']
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #1af77ed5
 import sys
@@ -12,6 +12,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -1033,13 +1034,14 @@ def _block_sums_kernel(
     least,
     block_m,
     block_s,
+    counts,
     V,
     inverse_temperature,
     BLOCKS,
     CUT: tl.constexpr,
     BV: tl.constexpr,
 ):
-    "The largest logit of a block, and the sum of exp(logit - largest)."
+    "The largest logit of a block, and the sum of exp(logit - largest); with CUT how many are kept."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = c * BV + tl.arange(0, BV)
     z = _load_kept(logits, least, b, i, V, CUT) * inverse_temperature
@@ -1047,6 +1049,8 @@ def _block_sums_kernel(
     safe = tl.where(m == -float("inf"), 0.0, m)
     tl.store(block_m + b * BLOCKS + c, m)
     tl.store(block_s + b * BLOCKS + c, tl.sum(tl.exp(z - safe), 0))
+    if CUT:
+        tl.store(counts + b * BLOCKS + c, tl.sum((z > -float("inf")).to(tl.int32), 0))
 
 
 @triton.jit
@@ -1091,21 +1095,31 @@ def _pick_token_kernel(
     tl.store(logps + b, chosen - top - tl.log(total.to(tl.float32)))
 
 
+class BlockSums(NamedTuple):
+    "What each block of a row's logits comes to: (B, blocks) each."
+
+    largest: torch.Tensor  # logit, float32
+    total: torch.Tensor  # sum of exp(logit - largest), float32
+    count: torch.Tensor  # of the logits that are kept, int32; meaningless where all are
+
+
 def block_sums(
     logits: torch.Tensor,  # (B, V)
     temperature: float = 1.0,  # logits are divided by it
     least: torch.Tensor | None = None,  # (B,) float32, smaller logits are left out
-) -> tuple[torch.Tensor, torch.Tensor]:  # (B, blocks) float32 each
-    "Of each block of a row the largest logit, and the sum of exp(logit - largest)."
+) -> BlockSums:
+    "One pass over all rows, each cut into blocks."
     B, V = logits.shape
     size = block_of(V)
     blocks = triton.cdiv(V, size)
     largest, total = torch.empty(2, B, blocks, dtype=torch.float32, device=logits.device)
+    count = torch.empty(B, blocks, dtype=torch.int32, device=logits.device)
     _block_sums_kernel[(B, blocks)](
         logits,
         logits if least is None else least,
         largest,
         total,
+        count,
         V,
         1 / temperature,
         blocks,
@@ -1113,7 +1127,7 @@ def block_sums(
         BV=size,
         num_warps=8,
     )
-    return largest, total
+    return BlockSums(largest, total, count)
 
 
 def block_of(V):
@@ -1125,12 +1139,21 @@ def draw(
     logits: torch.Tensor,  # (B, V), or log-probs; -inf for what must not be drawn
     uniform: torch.Tensor,  # (B,) float64, in [0, 1)
     temperature: float = 1.0,  # logits are divided by it
-    least: torch.Tensor | None = None,  # (B,) float32, smaller logits are not drawn
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) int64 and their log-probs (B,) float32
     "One token of each row, with one random number a row."
+    return pick(logits, uniform, block_sums(logits, temperature), temperature)
+
+
+def pick(
+    logits: torch.Tensor,  # (B, V)
+    uniform: torch.Tensor,  # (B,) float64, in [0, 1)
+    sums: BlockSums,
+    temperature: float = 1.0,  # of `sums`
+    least: torch.Tensor | None = None,  # (B,) float32, of `sums`
+) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) int64 and their log-probs (B,) float32
+    "The token at which the running sum of probability passes a random number."
     B, V = logits.shape
-    largest, total = block_sums(logits, temperature, least)
-    blocks = largest.shape[1]
+    blocks = sums.largest.shape[1]
     tokens, logps = (
         torch.empty(B, dtype=torch.long, device=logits.device),
         torch.empty(B, dtype=torch.float32, device=logits.device),
@@ -1138,8 +1161,8 @@ def draw(
     _pick_token_kernel[(B,)](
         logits,
         logits if least is None else least,
-        largest,
-        total,
+        sums.largest,
+        sums.total,
         uniform,
         tokens,
         logps,

@@ -20,6 +20,7 @@ except ImportError as error:
     ) from error
 
 from . import decode_kernels
+from .decode_kernels import BlockSums, block_sums, pick
 from .sampling import SamplingParams, Survivors, room_for_survivors
 
 # %% ../../nbs/rollout/20_filter_kernels.ipynb #57d14555
@@ -27,10 +28,7 @@ from .sampling import SamplingParams, Survivors, room_for_survivors
 def _order(z, DROP: tl.constexpr):
     "Integers in the order of the numbers; DROP low bits, which are all zero, are left out."
     i = z.to(tl.int32, bitcast=True)
-    i = tl.where(i >= 0, i, i ^ 0x7FFFFFFF) >> DROP
-    if DROP == 0:  # the difference of two may need 33 bits
-        i = i.to(tl.int64)
-    return i
+    return tl.where(i >= 0, i, i ^ 0x7FFFFFFF) >> DROP
 
 
 @triton.jit
@@ -102,24 +100,29 @@ def _search_kernel(
     if number > 0:
         start = _narrow(before, low, target, b, number, shift + 4, wanted, share, BLOCKS, COUNT, BP)
     tl.store(found + b, start)
+    start = start.to(tl.int32)
     top = 0.0
     if not COUNT:
         n = tl.arange(0, BP)
         m = tl.load(largest + b * BLOCKS + n, mask=n < BLOCKS, other=-float("inf"))
         top = tl.max(m, 0)
-    sums, d = tl.zeros((16,), tl.float32), tl.arange(0, 16)
+    sums, d = tl.zeros((16, BC), tl.float32), tl.arange(0, 16)[:, None]
     for k in tl.static_range(BV // BC):
         i = c * BV + k * BC + tl.arange(0, BC)
         z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
         order = _order(z, DROP)
-        share_of = tl.where(i < V, 1.0, 0.0)
+        inside = (i < V) & (order >= start)
+        if CUT:
+            inside &= z >= tl.load(least + b)
+        share_of = tl.full((BC,), 1.0, tl.float32)
         if not COUNT:
             share_of = tl.exp(z * inverse_temperature - top)
-            if CUT:
-                share_of = tl.where(z >= tl.load(least + b), share_of, 0.0)
-        place = tl.minimum((order - start.to(order.dtype)) >> shift, 15)
-        sums += tl.sum(tl.where(place[:, None] == d[None, :], share_of[:, None], 0.0), 0)
-    tl.store(after + (b * BLOCKS + c) * 16 + d, sums)
+        share_of = tl.where(inside, share_of, 0.0)
+        far = (order - start).to(tl.uint32, bitcast=True)  # which hold every difference
+        place = tl.minimum(far >> shift.to(tl.uint32), 15).to(tl.int32)[None, :]
+        sums = tl.where(place == d, sums + share_of[None, :], sums)
+    at = after + (b * BLOCKS + c) * 16 + tl.arange(0, 16)
+    tl.store(at, tl.sum(sums, 1))
 
 
 @triton.jit(do_not_specialize=["number", "wanted"])
@@ -217,24 +220,43 @@ def least_kept(
 
 # %% ../../nbs/rollout/20_filter_kernels.ipynb #eca59c83
 @triton.jit
-def _count_kernel(logits, least, counts, V, BLOCKS, BV: tl.constexpr):
-    "How many logits of a block are kept."
-    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = c * BV + tl.arange(0, BV)
-    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-    kept = (z >= tl.load(least + b)) & (z > -float("inf"))
-    tl.store(counts + b * BLOCKS + c, tl.sum(kept.to(tl.int32), 0))
+def _log_mass(largest, total, at, inside):
+    "The log of a row's sum of exp(logit), from its blocks'."
+    m = tl.load(largest + at, mask=inside, other=-float("inf"))
+    top = tl.max(m, 0)
+    return top + tl.log(tl.sum(tl.load(total + at, mask=inside, other=0.0) * tl.exp(m - top), 0))
 
 
 @triton.jit
-def _ids_kernel(logits, least, counts, ids, V, BLOCKS, ROOM, BP: tl.constexpr, BV: tl.constexpr):
-    "The ids of a block that are kept, behind those of the blocks before."
+def _ids_kernel(
+    logits,
+    least,
+    largest,
+    total,  # of all logits
+    kept_largest,
+    kept_total,
+    counts,  # of those that are kept
+    ids,
+    log_mass,
+    V,
+    BLOCKS,
+    ROOM,
+    BP: tl.constexpr,
+    BV: tl.constexpr,
+):
+    "The ids of a block that are kept, behind those of the blocks before; the row's lost mass."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, BP)
-    count = tl.load(counts + b * BLOCKS + n, mask=n < BLOCKS, other=0)
+    at, inside = b * BLOCKS + n, n < BLOCKS
+    count = tl.load(counts + at, mask=inside, other=0)
     before = tl.sum(tl.where(n < c, count, 0), 0)
     here = tl.sum(tl.where(n == c, count, 0), 0)
-    if (tl.sum(count, 0) <= ROOM) & (here > 0):
+    fits = tl.sum(count, 0) <= ROOM
+    if c == 0:
+        kept_mass = _log_mass(kept_largest, kept_total, at, inside)
+        lost = kept_mass - _log_mass(largest, total, at, inside)
+        tl.store(log_mass + b, tl.where(fits, 0.0, lost))
+    if fits & (here > 0):
         i = c * BV + tl.arange(0, BV)
         z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
         kept = (z >= tl.load(least + b)) & (z > -float("inf"))
@@ -245,18 +267,31 @@ def _ids_kernel(logits, least, counts, ids, V, BLOCKS, ROOM, BP: tl.constexpr, B
 def kept_ids(
     logits: torch.Tensor,  # (B, V)
     least: torch.Tensor,  # (B,) float32
+    sums: BlockSums,  # of all logits
+    kept: BlockSums,  # of those from `least` on
     room: int,  # K
-) -> tuple[torch.Tensor, torch.Tensor]:  # ids (B, K) int32, and -1; whether there are more (B,)
-    "Which tokens are kept, ascending; none of a row that keeps more than K."
+) -> Survivors:  # ids (B, K), ascending; all -1 in a row that keeps more than K
+    "Which tokens are kept, or how probable they are together."
     (B, V), device = logits.shape, logits.device
-    size = decode_kernels.block_of(V)
-    blocks = triton.cdiv(V, size)
-    counts = torch.empty(B, blocks, dtype=torch.int32, device=device)
+    size, blocks = decode_kernels.block_of(V), sums.largest.shape[1]
     ids = torch.full((B, room), -1, dtype=torch.int32, device=device)
-    _count_kernel[(B, blocks)](logits, least, counts, V, blocks, BV=size, num_warps=4)
-    options = dict(BP=triton.next_power_of_2(blocks), BV=size, num_warps=4)
-    _ids_kernel[(B, blocks)](logits, least, counts, ids, V, blocks, room, **options)
-    return ids, counts.sum(-1) > room
+    log_mass = torch.empty(B, dtype=torch.float32, device=device)
+    _ids_kernel[(B, blocks)](
+        logits,
+        least,
+        sums.largest,
+        sums.total,
+        *kept,
+        ids,
+        log_mass,
+        V,
+        blocks,
+        room,
+        BP=triton.next_power_of_2(blocks),
+        BV=size,
+        num_warps=4,
+    )
+    return Survivors(ids, log_mass)
 
 # %% ../../nbs/rollout/20_filter_kernels.ipynb #cb1ebc4e
 def draw(
@@ -265,10 +300,9 @@ def draw(
     uniform: torch.Tensor,  # (B,) float64, in [0, 1)
 ) -> tuple[torch.Tensor, torch.Tensor, Survivors]:  # tokens (B,), logps (B,), and what was left
     "`sampling.sample_recorded` by kernels."
-    largest, total = decode_kernels.block_sums(logits, params.temperature)
-    least = least_kept(logits, params, largest)
-    tokens, logps = decode_kernels.draw(logits, uniform, params.temperature, least)
-    ids, many = kept_ids(logits, least, room_for_survivors(params))
-    chosen = logits.gather(-1, tokens[:, None])[:, 0].float() / params.temperature
-    before = chosen - (largest + total.log()).logsumexp(-1)
-    return tokens, logps, Survivors(ids, (before - logps).masked_fill(~many, 0.0))
+    temperature = params.temperature
+    sums = block_sums(logits, temperature)
+    least = least_kept(logits, params, sums.largest)
+    kept = block_sums(logits, temperature, least)
+    tokens, logps = pick(logits, uniform, kept, temperature, least)
+    return tokens, logps, kept_ids(logits, least, sums, kept, room_for_survivors(params))
