@@ -15,7 +15,9 @@ Ours: GRPOTrainer on a model from load_model, LoRA r=8 on q, k, v and o; the fir
 kernels are compiled, is not counted, the second one is, and its parts: "sample" draws the
 completions, "score" is the rewards (a count of letters, nothing to speak of), "train" is log-probs,
 loss and backward of all micro-batches, "update" the optimizer. Completions end only at their full
-length (a random model hardly ever draws its end token). "peak" is torch's, "driver" what the driver
+length (a random model hardly ever draws its end token). "compiled" is what torch.compile (frames)
+and Triton (kernels) spent on the first step; a second run on the machine finds the kernels in their
+caches. "peak" is torch's, "driver" what the driver
 has given away. Unsloth: its GRPOTrainer with the same settings, sampling by its own generate. The
 last line is JSON.
 """
@@ -108,6 +110,40 @@ def timed_trainer():
     return Timed
 
 
+def watch_compilers():
+    "A function that tells what torch.compile and Triton have compiled since, and how long it took."
+    from torch._dynamo.utils import compilation_time_metrics
+
+    kernels, cached = {}, []
+
+    def heard(*, src, times, cache_hit, **_):
+        if cache_hit:
+            cached.append(src.name)
+        else:
+            kernels[src.name] = kernels.get(src.name, 0) + times.total / 1e6
+
+    try:
+        from triton import knobs
+
+        knobs.compilation.listener = heard
+    except ImportError:
+        pass  # no Triton, or one before 3.4, which tells nobody
+
+    def told():
+        frames = compilation_time_metrics.get("_compile.compile_inner", [])
+        slowest = sorted(kernels.items(), key=lambda item: -item[1])[:8]
+        return {
+            "frames": len(frames),
+            "frames_s": round(sum(frames), 2),
+            "kernels": len(kernels),
+            "kernels_s": round(sum(kernels.values()), 2),
+            "slowest": {name: round(seconds, 2) for name, seconds in slowest},
+            "cached": len(cached),
+        }
+
+    return told
+
+
 def grpo_step(
     model,
     tokenizer,
@@ -149,6 +185,7 @@ def grpo_step(
         trainer = timed_trainer()(model, letters_reward, config, rows, processing_class=tokenizer)
         trainer.log.show, trainer.engine.max_batch_size = False, max_batch_size
         clear()
+        compiled = watch_compilers()
         trainer.train()
         last = trainer.log_history[-1] if trainer.log_history else {}
     return dict(
@@ -157,6 +194,7 @@ def grpo_step(
         ],
         **peaks(),
         way=str(getattr(trainer.engine, "way", ""))[:200],
+        compiled=compiled(),
         log={
             name: last[name]
             for name in ("loss", "grad_norm", "sampling/gap_mean", "skipped_updates", "reward")
@@ -318,6 +356,12 @@ def main():
             )
         if record.get("log"):
             print(f"    {record['log']}; {record.get('way')}", flush=True)
+        if "compiled" in record:
+            first = record["first"]
+            parts = ", ".join(
+                f"{name} {first[name]:.2f}" for name in ("sample", "train") if name in first
+            )
+            print(f"    first step: {parts}; compiled {record['compiled']}", flush=True)
 
     print(
         f"{args.prompts} prompts of {args.prompt} tokens x {args.completions} completions of "
