@@ -23,19 +23,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     )  # a shell ignores Ctrl-C for what it starts with `&`, and children inherit that
 
 
-LONG = [
-    ["test_demo.py", "test_colab.py", "test_wheel.py"],
-    ["test_repo.py", "test_browser.py"],
-]  # two shares that take about the same time
+# the files that take longest, the longest first: at their end no process is left with one alone
+LONG = """test_distributed test_preemption test_laptops test_checkpoint test_sandbox test_trainer
+test_demo test_sharding test_benchmarks_memory test_dashboard test_isolated_rewards test_judge
+test_procedural test_hub test_repo test_script test_game2048 test_export test_server
+test_benchmarks_decode test_attention test_damaged_checkpoints""".split()
 
 
 @pytest.hookimpl(trylast=True)  # when the tests that are not asked for have gone
 def pytest_collection_modifyitems(items):
-    """With two processes (-n 2 --dist worksteal) each is given half of the list: both begin with
-    long tests, so that short ones are what is left to share out in the end."""
-    first, second = (
-        [item for name in share for item in items if item.path.name == name] for share in LONG
-    )
-    short = [item for item in items if item.path.name not in sum(LONG, [])]
-    middle = max(len(items) // 2 - len(first), 0)
-    items[:] = [*first, *short[:middle], *second, *short[middle:]]
+    "With -n, whole files are given out in the order of this list (--dist loadfile)."
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))

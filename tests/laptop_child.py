@@ -254,10 +254,14 @@ def import_all():
 
 
 def run_demo(folder):
-    "The demo, its warm-up cut off after a few updates; then once more from its second checkpoint."
+    """The demo with few sums in a step and a warm-up of a few updates; then once more from its
+    second checkpoint."""
     from grpo_nb import demo
 
     demo.warmed_up_model = partial(demo.warmed_up_model, target=0.0)
+    demo.fine_tune = partial(demo.fine_tune, batch_size=64)
+    demo.addition_problems = partial(demo.addition_problems, held_out=100)
+    demo.PROMPTS = 8
     folder = Path(folder)
     first = demo.run_demo(steps=6, out=folder, save_steps=2)
     assert {p.name for p in folder.glob("*checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}

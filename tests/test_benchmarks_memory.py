@@ -692,28 +692,14 @@ def test_without_a_card_there_is_a_sentence(scripts, monkeypatch, name):
         scripts[name].main()
 
 
-def test_a_whole_run(tmp_path):
-    run = subprocess.run(
-        [
-            sys.executable,
-            str(FOLDER / "train_step.py"),
-            "--cpu",
-            "--only",
-            "bf16",
-            "--lengths",
-            "32",
-            "--offload",
-            "off",
-            "--repeats",
-            "1",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert json.loads(run.stdout.splitlines()[-1])["rows"][0]["tokens"] == 32
+def test_a_whole_run(train_step, monkeypatch, capsys):
+    "The script in this process, and the child that it starts."
+    words = "--cpu --only bf16 --lengths 32 --offload off --repeats 1".split()
+    monkeypatch.setattr(sys, "argv", ["train_step.py", *words])
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert not train_step.main()
+    said = capsys.readouterr().out
+    assert json.loads(said.splitlines()[-1])["rows"][0]["tokens"] == 32, said
 
 
 def test_what_vllm_is_to_read_is_what_transformers_reads(scripts, monkeypatch, capsys):

@@ -24,14 +24,14 @@ WHOLE = [str(Path(sys.executable).with_name("grpo-nb"))]
 SHORT = [sys.executable, str(Path(__file__).with_name("demo_child.py"))]
 
 
-def demo(*args, program=WHOLE):
+def demo(*args, program=WHOLE, **environment):
     command = [*program, "demo", *map(str, args)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "COLUMNS": "160"},
+        env={**os.environ, "COLUMNS": "160", **environment},
     )
 
 
@@ -171,12 +171,12 @@ def wait_for(path, process, seconds=300):
 
 def test_killed_after_its_warm_up_and_ended_in_its_training(undisturbed, shorter, tmp_path, capsys):
     out = tmp_path / "run"
-    first = demo("--steps", STEPS, "--save-steps", 100, "--out", out, program=SHORT)
+    first = demo("--steps", STEPS, "--save-steps", 100, "--out", out, program=SHORT, PAUSE="1")
     wait_for(out / "checkpoint-0", first)
     first.kill()
     assert "a warm-up is made" in first.communicate(timeout=60)[0]
 
-    second = demo("--resume", "--save-steps", 2, "--out", out, program=SHORT)
+    second = demo("--resume", "--save-steps", 2, "--out", out, program=SHORT, PAUSE="1")
     wait_for(out / "checkpoint-2", second)
     second.terminate()
     printed = second.communicate(timeout=60)[0]

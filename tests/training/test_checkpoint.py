@@ -96,7 +96,12 @@ class Runner:
     def __init__(self):
         script = Path(__file__).parents[1] / "run_child.py"
         self.process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # of two threads, one that waits for the other leaves the core to it
+            env={**os.environ, "OMP_WAIT_POLICY": "passive"},
         )
         assert self.process.stdout.readline() == "ready\n"
 

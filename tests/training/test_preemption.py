@@ -309,29 +309,37 @@ trainer.train()
 """
 
 
-@pytest.mark.parametrize(
-    "number, raised", [("SIGTERM", "Preempted"), ("SIGINT", "KeyboardInterrupt")]
-)
-def test_in_a_notebook_the_cell_ends_and_the_kernel_goes_on(number, raised, tmp_path):
+def raised_in_a_cell(number, manager, client, folder):
+    "The name of what a cell that trains raises when its kernel gets a signal."
+    paths = [str(HERE), str(HERE.parent)]
+    asked = client.execute(IN_A_CELL.format(path=paths, folder=str(folder), settings=UPDATES))
+    until((folder / "paused").exists, 180)
+    manager.signal_kernel(number)
+    while (reply := client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != asked:
+        pass
+    return reply["content"]["ename"]
+
+
+def test_in_a_notebook_the_cell_ends_and_the_kernel_goes_on(tmp_path):
     from jupyter_client.manager import start_new_kernel
 
     manager, client = start_new_kernel(startup_timeout=180)
     try:
-        code = IN_A_CELL.format(
-            path=[str(HERE), str(HERE.parent)], folder=str(tmp_path), settings=UPDATES
-        )
-        asked = client.execute(code)
-        until((tmp_path / "paused").exists, 180)
-        manager.signal_kernel(getattr(signal, number))
-        while (reply := client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != asked:
-            pass
-        assert reply["content"]["ename"] == raised and steps_of(tmp_path) == [1]
-        for _ in range(20):  # right after an error a kernel turns away what was sent meanwhile
-            after = client.execute_interactive("assert 1 + 1 == 2", timeout=60)
-            if after["content"]["status"] != "aborted":
-                break
-            time.sleep(0.5)
-        assert after["content"]["status"] == "ok" and manager.is_alive()
+        for number, raised in (
+            (signal.SIGTERM, "Preempted"),
+            (signal.SIGINT, "KeyboardInterrupt"),
+            (signal.SIGTERM, "Preempted"),
+        ):
+            folder = tmp_path / str(time.monotonic())
+            folder.mkdir()
+            assert raised_in_a_cell(number, manager, client, folder) == raised
+            assert steps_of(folder) == [1]
+            for _ in range(20):  # right after an error a kernel turns away what was sent meanwhile
+                after = client.execute_interactive("assert 1 + 1 == 2", timeout=60)
+                if after["content"]["status"] != "aborted":
+                    break
+                time.sleep(0.5)
+            assert after["content"]["status"] == "ok" and manager.is_alive()
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
