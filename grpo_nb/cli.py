@@ -298,7 +298,8 @@ def serve(
     try:
         with _ending_at_sigterm():
             server = _listening(args)
-            adapters = f", adapters from {args.lora_dir.resolve()}" if args.lora_dir else ""
+            folder = args.lora_dir and args.lora_dir.resolve()
+            adapters = f", adapters from {folder}" if folder else ", no adapters (--lora-dir)"
             host = f"[{args.host}]" if ":" in args.host else args.host
             print(f"{args.model} at http://{host}:{server.server_address[1]}{adapters}", flush=True)
             with server:
@@ -996,7 +997,7 @@ def _add_serve(commands) -> None:
         "--lora-dir",
         type=Path,
         metavar="FOLDER",
-        help="adapters are loaded from below it (default: none are)",
+        help="adapters are loaded from below it; the run's output_dir (default: none are)",
     )
     count = _integer(1, 10**4, "at least 1")
     p.add_argument(

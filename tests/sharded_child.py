@@ -169,6 +169,31 @@ def resumed_alike(out, rank):
     torch.save(results, Path(out) / f"resumed{rank}.pt")
 
 
+def served(out, rank):
+    "Runs whose completions a server draws: on shards, and with the whole model in each process."
+    lora = dict(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    server = dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=sys.argv[3])
+    shape = dict(per_device_train_batch_size=8, max_steps=4, max_staleness=1, guard_every=1)
+    results = {}
+    for name, fsdp in (("shards", "full_shard"), ("whole", None)):
+        model, tokenizer = small_model()
+        model.set_attn_implementation("sink")  # which reads a batch in one row
+        trainer = small_trainer(
+            Path(out) / name,
+            model=model,
+            tokenizer=tokenizer,
+            arguments=dict(peft_config=LoraConfig(**lora)),
+            **dict(fsdp=fsdp, optim="adamw_torch", **shape, **server),
+        )
+        trainer.train()
+        results[name] = dict(history=trainer.log_history, weights=weights_of(trainer.model))
+    torch.save(results, Path(out) / f"served{rank}.pt")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[sys.argv[2]](sys.argv[1], int(os.environ["RANK"]))

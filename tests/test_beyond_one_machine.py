@@ -117,14 +117,14 @@ def test_what_the_page_says_to_type_can_be_typed():
         if line.strip()
     ]
     ours = [words[1:] for words in commands if words[0] == "grpo-nb"]
-    ours += [words[words.index("grpo_nb") + 1 :] for words in commands if words[0] == "torchrun"]
-    assert len(ours) > 4
+    ours += [words[words.index("grpo_nb") + 1 :] for words in commands if "grpo_nb" in words]
+    assert len(ours) > 7
     for words in ours:
         cli._parser(words).parse_args(words)
     for words in commands:
         if words[0] == "torchrun":
             get_args_parser().parse_args(words[1:])
-    for path in re.findall(r"\brecipes/[\w.]+", PAGE):
+    for path in re.findall(r"\brecipes/[\w./]+\w", PAGE):
         assert (ROOT / path).exists(), path
 
 

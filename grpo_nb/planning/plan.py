@@ -446,6 +446,11 @@ def _remarks(plan):
     s, step = plan.setup, plan.setup.step
     if s.cards > 1:
         yield _shared(s)
+    if s.config.fsdp:
+        yield (
+            "fsdp leaves each card a share of the weights, gradients and moments, which is not "
+            "planned here: the table is for a card that holds all of them."
+        )
     yield from _drawn_by_vllm(s)
     if s.offload_hidden and step.mini_batch == 1:
         yield (

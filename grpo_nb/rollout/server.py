@@ -377,7 +377,7 @@ def faults(
     lora, _, parallel = settings
     flags = f"--enable-lora --max-lora-rank {rank_flag(rank)} --max-loras {max_loras}"
     if not lora:
-        return [f"it serves no adapters: start it with {flags}"]
+        return [f"it serves no adapters: start it with {flags} (grpo-nb serve: --lora-dir FOLDER)"]
     found = []
     if int(lora.get("max_lora_rank") or rank) < rank:
         found.append(
@@ -520,8 +520,9 @@ class VLLMServer:
                 why = str(error) or type(error).__name__
             self.check_alive()
             if time.monotonic() > end:
+                within = f" within {self.wait_s:g} seconds" * (self.wait_s > 0)
                 raise ServerError(
-                    f"no server answers at {address.url} ({why}) within {self.wait_s:g} seconds. "
+                    f"no server answers at {address.url} ({why}){within}. "
                     f"Start one, `vllm serve MODEL {self.flags()}`, or give its address"
                 )
             if not said and self.leads:

@@ -336,11 +336,9 @@ def completion_logps(
         )
 
     def back(x):
-        return (
-            x * drawn
-            if places is None
-            else x.new_zeros(drawn.numel()).index_copy(0, places, x[0]).view(drawn.shape)
-        )
+        if places is not None:
+            x = x.new_zeros(drawn.numel()).index_copy(0, places, x[0]).view(drawn.shape)
+        return x * drawn  # no view of another tensor: torch's shards warn of these
 
     logps, entropy = result if return_entropy else (result, None)
     return before_the_cut(back(logps), batch), back(entropy) if return_entropy else None

@@ -250,9 +250,9 @@ def describe_trainable(
 ) -> str:  # one line
     "How many parameters train, and in which modules."
     trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    kinds = sorted(
-        {name.split(".lora_")[0].split(".")[-1] for name in trainable if ".lora_" in name}
-    )
+    places = [name.split(".lora_")[0].split(".") for name in trainable if ".lora_" in name]
+    # PEFT's second wrapper around experts is the first one's "base_layer"
+    kinds = sorted({[part for part in place if part != "base_layer"][-1] for place in places})
     total = sum(p.numel() for p in model.parameters())
     adapters = f", adapters on {', '.join(kinds)}" if kinds else ""
     return f"{sum(trainable.values()):,} of {total:,} parameters train{adapters}"

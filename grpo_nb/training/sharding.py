@@ -314,8 +314,8 @@ class ShardedWeights:
 
     def description(self, draws: bool) -> str:
         "A line to print as a run begins."
-        whole = "; the whole model is gathered in each while completions are drawn" * draws
-        return f"\neach of {self.accelerator.num_processes} processes holds a share of it{whole}"
+        count, drawn = self.accelerator.num_processes, ", which is gathered in each to draw" * draws
+        return f"\neach of {count} processes holds a share of the model{drawn}"
 
     # one tensor
 

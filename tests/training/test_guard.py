@@ -10,7 +10,7 @@ from peft import LoraConfig
 from small_runs import one_thread, small_model, small_trainer, weights_of, without_clocks
 
 from grpo_nb.rollout.engine import RolloutEngine
-from grpo_nb.training.guard import SamplerMismatch
+from grpo_nb.training.guard import Comparison, SamplerMismatch, cause_of
 
 __all__ = ["one_thread"]
 LORA = dict(
@@ -174,6 +174,18 @@ def test_a_planted_cause_is_named(tmp_path, sampler):
     with pytest.raises(SamplerMismatch, match=said) as stopped:
         trainer.train()
     assert f"before update {trainer.state.global_step + 1}:" in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    "share, said", [(0.5, "older version"), (0.0, "serves the base"), (1.6, "scaled otherwise")]
+)
+def test_among_many_tokens_an_adapter_is_not_taken_for_another_order(share, said):
+    "Sorted, thousands of log-probs are alike whichever adapter they come from."
+    g = torch.Generator().manual_seed(0)
+    base, effect = -1 - 4 * torch.rand(4000, generator=g), 0.2 * torch.randn(4000, generator=g)
+    noise = 0.01 * torch.randn(4000, generator=g)
+    found = Comparison(base + share * effect + noise, base + effect, base)
+    assert said in cause_of(found, 0.1, lambda name: None)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,6 +10,7 @@ from small_runs import CLOCKS, small_model, weights_of, without_clocks
 from test_distributed import STOPPED, goes_on, preempted, torchrun
 
 from grpo_nb import GRPOConfig
+from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.training.sharding import (
     asked_by_launcher,
     asked_in_config,
@@ -22,9 +23,10 @@ QUICK = ("dapo", "packed experts", "adapter and kl", "unequal pieces")
 
 
 def started(*arguments, timeout=400):
-    "Two processes of sharded_child.py."
+    "Two processes of sharded_child.py; what they print to stderr."
     done = torchrun(*arguments, timeout=timeout, child="sharded_child.py")
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,25 @@ def test_shards_are_in_the_checkpoint_after_a_signal(case, tmp_path):
     assert steps == [step] and status == 1 and seconds < 40, said[-3000:]
     done = torchrun(whole, "resumed", json.dumps([str(stopped)]), json.dumps(shards), timeout=240)
     goes_on(stopped, whole, done)
+
+
+@pytest.mark.full
+def test_shards_and_a_server_make_the_updates_of_whole_models_and_that_server(tmp_path):
+    stand_in = StandIn(*small_model(), name="small", lora_dir=tmp_path, max_loras=3)
+    with serving(stand_in) as url:
+        said = started(tmp_path, "served", url)
+    assert "view tensor" not in said  # torch's warning that gradients may be wrong
+    for rank in (0, 1):
+        shards, whole = torch.load(tmp_path / f"served{rank}.pt").values()
+        for name, weight in whole["weights"].items():
+            assert float((shards["weights"][name] - weight).abs().max()) < 1e-5, name
+        for one, two in zip(shards["history"], whole["history"], strict=True):
+            for key in ("reward", "num_tokens", "sampling/staleness_mean"):
+                assert one[key] == two[key]
+            assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+        assert [one["sampling/staleness_max"] for one in shards["history"]] == [0, 1, 1, 1]
+        assert max(w.abs().max() for n, w in whole["weights"].items() if "lora_B" in n) > 1e-2
+    assert not stand_in.adapters.folders
 
 
 def test_what_is_asked_for_and_what_is_refused(monkeypatch):
