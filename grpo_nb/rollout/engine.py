@@ -678,10 +678,6 @@ class RolloutEngine:
         check_prompts(prompt_ids, params.max_tokens, config.vocab_size, longest_sequence(config))
         drawing, (decoder, _) = self._drawing(params), self._open()
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
-        kept = None
-        if prefixes is not None:
-            kept = Prefixes(prefixes, rows, free_memory(self.model.device) // 2)
-            prefixes[:] = [None] * len(rows)
         in_turn = decoder is not None and not isinstance(decoder, SmallDecoder)
         if not in_turn:
             batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
@@ -692,6 +688,10 @@ class RolloutEngine:
             desc="completions" if in_turn else "tokens",
             leave=False,
         )
+        kept = None
+        if prefixes is not None:
+            kept = Prefixes(prefixes, rows, free_memory(self.model.device) // 2)
+            prefixes[:] = [None] * len(rows)
         if in_turn:
             of_all = dict(params=params, drawing=drawing, bar=bar, prefixes=kept)
             draw = partial(self._in_turn, decoder, **of_all)
@@ -705,10 +705,12 @@ class RolloutEngine:
         try:
             with bar, evaluating(self.model) if decoder is not None else self._running():
                 rollouts = [draw(batch) for batch in ([rows] if in_turn else batches)]
+            if kept is not None and decoder is not None:
+                prefixes[:] = kept.ended
         finally:
+            if kept is not None:
+                kept.clear()
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        if kept is not None and decoder is not None:
-            prefixes[:] = kept.ended
         rollout = concatenate(rollouts, drawing["pad_token_id"])
         if params.stop:
             rollout = end_at_text(rollout, self.tokenizer, params.stop, drawing["pad_token_id"])

@@ -71,12 +71,16 @@ class Prefixes:
         numbers: Sequence[int],  # B, of each among the rows
     ) -> None:
         "Add the prefix of each completion to `ended`, or None."
+        drawn, lengths = rollout.completion_ids.tolist(), rollout.lengths.tolist()
         for i, number in enumerate(numbers):
-            drawn = rollout.completion_ids[i, : int(rollout.lengths[i])].tolist()
             layers = self.held.pop(number, None)
             # the last token was drawn and not read
-            ids = (*rollout.prompt_ids[i], *drawn[:-1])
+            ids = (*rollout.prompt_ids[i], *drawn[i][: lengths[i] - 1])
             self.ended.append(layers and Prefix(ids, layers))
+
+    def clear(self) -> None:
+        "Let everything go; an error's traceback may hold this object for long."
+        self.known, self.held, self.ended = {}, {}, []
 
 # %% ../../nbs/rollout/21_prefixes.ipynb #a21f0030
 class BehindPrefixes:

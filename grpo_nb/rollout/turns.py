@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from transformers.utils import get_json_schema
 
-from .prefixes import Prefix
 from .rollout import Rollout, default_stop_token_ids, joined
 from .sampler import Sampler, drawn_elsewhere
 from .sampling import SamplingParams, Survivors
@@ -382,7 +381,7 @@ class Transcript:
     versions: list[int] = field(default_factory=list)  # of the weights that drew each turn
     # of each turn and each reply, what was left to draw from; a None among them: it is not known
     left: list[Survivors | None] = field(default_factory=list)
-    prefix: Prefix | None = None  # keys and values that the next turn can go on from
+    prefix: Any = None  # what the sampler has of it: keys and values, or the server that has them
 
     def add(
         self,
@@ -512,7 +511,7 @@ class TurnSampler:
                     break
         finally:
             for row in rows:
-                row.prefix = None  # an error keeps its frames, and these their rows
+                row.prefix = None
         return self.record(rows, params.stop_token_ids)
 
     def draw(self, rows: list[Transcript], params: SamplingParams, turn: int) -> None:
@@ -524,11 +523,14 @@ class TurnSampler:
             prefixes = [row.prefix for row in part]
             for row in part:
                 row.prefix = None  # the sampler alone has it, and lets it go once it is read
-            drawn = self.sampler.generate(
-                [row.prompt + row.ids for row in part],
-                replace(params, n=1, max_tokens=most, seed=seed),
-                **({"prefixes": prefixes} if self.keeps else {}),
-            )
+            given = {"prefixes": prefixes} if self.keeps else {}
+            prompts = [row.prompt + row.ids for row in part]
+            one = replace(params, n=1, max_tokens=most, seed=seed)
+            try:
+                drawn = self.sampler.generate(prompts, one, **given)
+            except BaseException:
+                prefixes.clear()  # an error keeps this frame
+                raise
             self.device = drawn.mask.device
             for i, row in enumerate(part):
                 self.take(row, i, drawn, params)
