@@ -16,6 +16,7 @@ from . import decode_ops
 from .decode_ops import DecodeState
 from .decoder import STRIDE, Decoder, RecordedSteps, draw_tokens, read_prompts
 from .kv_cache import SlotCache
+from .prefixes import Prefixes
 from .sampling import SamplingParams, SurvivorRecord
 
 # %% ../../nbs/rollout/19_continuous_batching.ipynb #0762b7eb
@@ -50,9 +51,10 @@ class RowsInTurn:
         rows: int,  # R, completions at a time
         pages: int,  # that they share, the spare one included
         prefill_tokens: int = PREFILL_TOKENS,  # of prompts that are read at a time
+        prefixes: Prefixes | None = None,  # to begin with, and to keep; None: neither
     ):
         self.decoder, self.prompts, self.params = decoder, prompts, params
-        self.stop, self.keys, self.prefill_tokens = stop, keys, prefill_tokens
+        self.stop, self.keys, self.reading = stop, keys, (prefill_tokens, prefixes)
         self.device, self.reach = decoder.device, max(map(len, prompts)) + params.max_tokens
         shape = decoder.shape_for(self.reach)
         self.cache = SlotCache(shape, rows, pages, self.reach, self.device)
@@ -132,7 +134,7 @@ class RowsInTurn:
             state.seen[at] = False
             for row, i in zip(rows, which):
                 state.seen[row, self.send(list(prompts[i]))] = True
-        hidden = read_prompts(self.decoder, self.cache, prompts, self.prefill_tokens)
+        hidden = read_prompts(self.decoder, self.cache, prompts, *self.reading)
         size = DRAWN_AT_ONCE if self.device.type == "cuda" else len(rows)
         for some, prompt in zip(at.split(size), self.send(which).split(size)):
             self.draw(some, hidden[prompt])
@@ -174,12 +176,15 @@ class RowsInTurn:
         ]
         if not ended:
             return 0
-        rows, numbers = self.send(ended), self.send([self.owner.pop(row) for row in ended])
+        whose = [self.owner.pop(row) for row in ended]
+        rows, numbers = self.send(ended), self.send(whose)
         held = [(self.done, self.state, name) for name in ("ids", "logps", "counts")]
         if self.done.left is not None:
             held += [(self.done.left, self.state.left, name) for name in ("ids", "log_mass")]
         for to, of, name in held:
             getattr(to, name)[numbers] = getattr(of, name)[rows]
+        if (prefixes := self.reading[1]) is not None:
+            prefixes.keep(self.cache, ended, self.state.lengths[rows].tolist(), whose)
         for row in ended:
             self.cache.give(row)
             del self.full[row]
@@ -228,8 +233,11 @@ def complete_in_turn(
     prefill_tokens: int = PREFILL_TOKENS,  # of prompts that are read at a time
     # called with how many completions have ended since the last call
     on_done: Callable[[int], object] = lambda count: None,
+    prefixes: Prefixes | None = None,  # to begin with, and to keep; None: neither
 ) -> DecodeState:  # N completions, those of a prompt side by side, and a spare row
     "Continue every prompt until it stops or has max_tokens, a number of rows at a time."
-    turns = RowsInTurn(decoder, prompts, groups, params, stop, keys, rows, pages, prefill_tokens)
+    turns = RowsInTurn(
+        decoder, prompts, groups, params, stop, keys, rows, pages, prefill_tokens, prefixes
+    )
     with torch.inference_mode():  # the result was made before, so it may be used in training
         return turns.run(on_done)

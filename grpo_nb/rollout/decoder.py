@@ -24,6 +24,7 @@ from . import decode_ops, dense_ops
 from .decode_ops import DecodeState, LayerWeights, Projection
 from .dense_ops import Norm
 from .kv_cache import AlignedCache, CacheShape, KVCache
+from .prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.read_layers import (
     FAMILIES,
     ROTATIONS,
@@ -261,29 +262,38 @@ class Decoder(GptOssTensors):
         cache: KVCache,  # the prompts' keys and values are written to it
         numbers: Sequence[int],  # of the prompts in the cache
         prompts: Sequence[Sequence[int]],  # U prompts, the token ids of each
+        known: Sequence[Prefix | None] | None = None,  # with which each begins; None: none
     ) -> torch.Tensor:  # (U, H), the normed hidden state of each prompt's last token
         "Read the prompts in one packed pass, and store their keys and values."
-        U, L, slots = len(prompts), max(map(len, prompts)), cache.slots(numbers)
-        positions, square, ends = (x.to(self.device) for x in packed_positions(prompts))
-        x = self.embed(torch.tensor([i for p in prompts for i in p], device=self.device))  # (T, H)
+        slots, known = cache.slots(numbers), BehindPrefixes(prompts, known, self.device)
+        new = known.new
+        U, L = len(new), max(map(len, new))
+        positions, square, ends = (x.to(self.device) for x in packed_positions(new))
+        x = self.embed(torch.tensor([i for p in new for i in p], device=self.device))  # (T, H)
 
         def rectangle(t):  # (T, heads, D) -> (U, heads, L, D)
             padded = t.new_zeros(U * L, *t.shape[1:]).index_copy_(0, square, t)
             return padded.view(U, L, -1, self.head_dim).transpose(1, 2)
 
         def attend(number, q, k, v):
+            kv, pad_lens = torch.stack([rectangle(k), rectangle(v)]), None
+            if known.known is not None:
+                kv, k, v, pad_lens = known.join(number, kv)
             cache.store(number, k, v, slots)
-            out = self.attend_prompts(number, rectangle(q), rectangle(k), rectangle(v))
+            out = self.attend_prompts(number, rectangle(q), *kv, pad_lens)
             return out.transpose(1, 2).reshape(U * L, -1)[square]
 
+        if known.known is not None:
+            positions = positions + known.shift
         return self.run_layers(x, self.rotation(positions), attend)[ends]
 
     def attend_prompts(
         self,
         number: int,  # of the layer
         q: torch.Tensor,  # (U, Hq, L, D)
-        k: torch.Tensor,  # (U, Hk, L, D)
-        v: torch.Tensor,  # (U, Hk, L, D)
+        k: torch.Tensor,  # (U, Hk, P + L, D), behind P that are known
+        v: torch.Tensor,  # (U, Hk, P + L, D)
+        pad_lens: torch.Tensor | None = None,  # (U,) of the P that are padding; None: none
     ) -> torch.Tensor:  # (U, Hq, L, D)
         "Causal attention of prompts that are padded on the right."
         return sink_attention(
@@ -291,6 +301,8 @@ class Decoder(GptOssTensors):
             k,
             v,
             self.layers[number].sinks.to(self.dtype),
+            pad_lens=pad_lens,
+            offset=k.shape[2] - q.shape[2],
             window=self.windows[number],
             scale=self.scale,
             backend="sdpa",
@@ -426,14 +438,14 @@ class DenseDecoder(Decoder):
         "`dense_ops.norm` in this model's format."
         return dense_ops.norm(x, by, self.dtype)
 
-    def attend_prompts(self, number, q, k, v):
+    def attend_prompts(self, number, q, k, v, pad_lens=None):
         "`Decoder.attend_prompts` without sinks."
-        (_, Hq, L, _), Hk, window = q.shape, k.shape[1], self.windows[number]
+        (_, Hq, L, _), (_, Hk, S, _), window = q.shape, k.shape, self.windows[number]
         k, v = (t.repeat_interleave(Hq // Hk, 1) for t in (k, v))
-        if window is None or L <= window:
+        if S == L and (window is None or L <= window):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        mask = attention_mask(None, L, L, window=window, device=q.device)  # (1, L, L)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        mask = attention_mask(pad_lens, L, S, offset=S - L, window=window, device=q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=self.scale)
 
     def heads(self, ops, normed, layer):
         "Queries, keys and values of a layer, side by side, normed where the family norms them."
@@ -677,6 +689,7 @@ def read_prompts(
     cache: KVCache,  # written to
     prompts: Sequence[Sequence[int]],  # U prompts
     prefill_tokens: int,  # tokens that are read at a time
+    prefixes: Prefixes | None = None,  # what is known of some prompts
 ) -> torch.Tensor:  # (U, H)
     "The normed hidden state of each prompt's last token."
     hidden = decoder.head.weight.new_empty(
@@ -684,7 +697,9 @@ def read_prompts(
     )
     for batch in batches_of_prompts([len(p) for p in prompts], prefill_tokens):
         numbers = torch.tensor(batch, device=decoder.device)
-        hidden[numbers] = decoder.prefill(cache, batch, [prompts[u] for u in batch])
+        some = [prompts[u] for u in batch]
+        known = prefixes and prefixes.of(some)
+        hidden[numbers] = decoder.prefill(cache, batch, some, known)
     return hidden
 
 
@@ -699,6 +714,7 @@ def complete_rows(
     on_tokens: Callable[[int], object] = lambda count: None,
     # tokens of prompts that are read at a time; a longer prompt is read alone
     prefill_tokens: int = PREFILL_TOKENS,
+    prefixes: Prefixes | None = None,  # to begin with, and to keep; None: neither
 ) -> DecodeState:  # N completions, those of a prompt side by side
     "Continue every prompt until it stops or has max_tokens, all in lockstep."
     lengths = [len(p) for p in prompts]
@@ -709,21 +725,20 @@ def complete_rows(
     state.left = SurvivorRecord.start(len(rows) + 1, params, decoder.device)
     if params.repetition_penalty != 1:
         state.seen = prompt_tokens(prompts, rows, len(decoder.head.weight), decoder.device)
-    _complete(
-        decoder, cache, state, prompts, owner, params, stop, generator, on_tokens, prefill_tokens
-    )
+    reading = (prefill_tokens, prefixes)
+    _complete(decoder, cache, state, prompts, owner, params, stop, generator, on_tokens, reading)
     return state
 
 
 # `state` was made before, so its tensors may be used in training
 @torch.inference_mode()
-def _complete(
-    decoder, cache, state, prompts, owner, params, stop, generator, on_tokens, prefill_tokens
-):
+def _complete(decoder, cache, state, prompts, owner, params, stop, generator, on_tokens, reading):
     "Read the prompts, draw each first token, then decode until all rows of `state` have ended."
     N, device, longest = len(owner), decoder.device, max(map(len, prompts))
+    numbers, prefixes = torch.arange(N, device=device), reading[1]
 
     def draw(rows, normed, column):
+        before = None if prefixes is None else state.alive[rows].clone()
         seen = None if state.seen is None else state.seen[rows]
         if state.left is None:
             drawn = sample_tokens(decoder.logits(normed), params, seen, generator)
@@ -731,11 +746,14 @@ def _complete(
             *drawn, kept = sample_recorded(decoder.logits(normed), params, seen, generator)
             state.keep(rows, kept)
         decode_ops.append_column(rows, column, *drawn, stop, state)
+        if prefixes is not None:
+            ended = numbers[rows][before & ~state.alive[rows]]
+            prefixes.keep(cache, ended.tolist(), state.lengths[ended].tolist())
 
     def advance(rows, drawn):
         draw(rows, decoder.step(cache, state, rows, longest + drawn), drawn)
 
-    hidden = read_prompts(decoder, cache, prompts, prefill_tokens)[owner.to(device)]
-    draw(torch.arange(N, device=device), hidden, 0)
+    hidden = read_prompts(decoder, cache, prompts, *reading)[owner.to(device)]
+    draw(numbers, hidden, 0)
     on_tokens(1)
     _decode_in_lockstep(advance, state, params.max_tokens, device, on_tokens)

@@ -29,6 +29,7 @@ from .decode_ops import DecodeState
 from .decoder import Decoder, DenseDecoder, SmallDecoder, complete_rows, open_decoder
 from .kv_cache import CacheShape, rows_that_fit, slots_that_fit
 from .module_decoding import ModuleDecoder, cannot_record, extra_bytes, try_to_record
+from .prefixes import Prefix, Prefixes
 from grpo_nb.rollout.rollout import (
     Rollout,
     concatenate,
@@ -261,13 +262,14 @@ def complete_directly(
     # called with the steps done since the last call
     on_tokens: Callable[[int], object] = lambda count: None,
     prefill_tokens: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
+    prefixes: Prefixes | None = None,  # to begin with, and to keep; None: neither
 ) -> Rollout:  # B completions
     "`complete` on copies of a small model's tensors."
     unique, groups, back = in_groups(prompt_ids)
     state = complete_rows(
-        decoder, unique, groups, params, stop, generator, on_tokens, prefill_tokens
+        decoder, unique, groups, params, stop, generator, on_tokens, prefill_tokens, prefixes
     )
-    return rollout_of(state, prompt_ids, back, stop, pad_token_id)
+    return rollout_of(state, prompt_ids, back, stop, pad_token_id, prefixes)
 
 
 def rollout_of(
@@ -276,12 +278,16 @@ def rollout_of(
     back: torch.Tensor,  # (B,) the place of each among the sorted ones
     stop: torch.Tensor,  # (S,) ids that end a completion
     pad_token_id: int,  # any legal id
+    prefixes: Prefixes | None = None,  # kept of the completions
 ) -> Rollout:  # B completions
     "What a decoder drew, in the order of the prompts."
     back = back.to(stop.device)
     ids, logps, lengths = state.ids[back], state.logps[back], state.counts[back].long()
     left = state.left and state.left.select(back)
-    return finish(prompt_ids, ids, logps, lengths, stop, pad_token_id, left)
+    rollout = finish(prompt_ids, ids, logps, lengths, stop, pad_token_id, left)
+    if prefixes is not None:
+        prefixes.collect(rollout, back.tolist())
+    return rollout
 
 # %% ../../nbs/rollout/03_engine.ipynb #c9dc29cb
 def complete_in_place(
@@ -599,23 +605,22 @@ class RolloutEngine:
             free = free * 7 // 8 if in_place else free
         return split_rows(rows, memory, params.max_tokens, free, most), memory.prefill_tokens
 
-    def _in_turn(self, decoder, rows, params, drawing, bar):
+    def _in_turn(self, decoder, rows, params, drawing, bar, prefixes):
         "A rollout in which the rows that end make room for those that wait."
         unique, groups, back = in_groups(rows)
         most, free = self.max_batch_size or len(rows), free_memory(decoder.device)
         if decoder.device.type == "cuda":
             most = min(most, MOST_DRAWN_TOGETHER)
         memory = memory_of_decoder(decoder, rows, params, free)
-        sizes = slots_that_fit(
-            memory.shape,
+        lengths, once = (
             list(map(len, unique)),
-            groups,
-            params.max_tokens,
-            free,
-            most,
-            memory.row_bytes,
             memory.fixed_bytes + len(rows) * result_bytes(params),
         )
+        each, max_tokens = memory.row_bytes, params.max_tokens
+        sizes = slots_that_fit(memory.shape, lengths, groups, max_tokens, free, most, each, once)
+        if prefixes is not None:  # they get what is left beside the cache
+            taken = memory.shape.size(*sizes, max(lengths) + max_tokens - 1)
+            prefixes.room = min(prefixes.room, free - taken - sizes[0] * each - once)
         # a completion keeps its number, and so its random numbers, in any order and company
         keys = stream_keys(len(rows), params.seed)[back.argsort()].to(decoder.device)
         state = complete_in_turn(
@@ -628,8 +633,9 @@ class RolloutEngine:
             *sizes,
             memory.prefill_tokens,
             bar.update,
+            prefixes,
         )
-        return rollout_of(state, rows, back, drawing["stop"], drawing["pad_token_id"])
+        return rollout_of(state, rows, back, drawing["stop"], drawing["pad_token_id"], prefixes)
 
     def _batches_that_fit(self, rows, params, decoder):
         "`batches`, and whether the cache has its full size from the start."
@@ -661,6 +667,9 @@ class RolloutEngine:
         params: SamplingParams | None = None,  # how to draw; None is SamplingParams()
         *,
         progress: bool | None = None,  # in place of the engine's own
+        # what each completion begins with, if it is known; in its place each gets what can be gone
+        # on from, or None. A model that is decoded through its modules leaves None everywhere
+        prefixes: list[Prefix | None] | None = None,
     ) -> Rollout:  # params.n completions of each prompt, on the model's device
         "Continue each prompt `params.n` times."
         params = params or SamplingParams()
@@ -679,11 +688,16 @@ class RolloutEngine:
             desc="completions" if in_turn else "tokens",
             leave=False,
         )
+        kept = None
+        if prefixes is not None:
+            kept = Prefixes(prefixes, rows, free_memory(self.model.device) // 2)
+            prefixes[:] = [None] * len(rows)
         if in_turn:
-            draw = partial(self._in_turn, decoder, params=params, drawing=drawing, bar=bar)
+            of_all = dict(params=params, drawing=drawing, bar=bar, prefixes=kept)
+            draw = partial(self._in_turn, decoder, **of_all)
         elif decoder is not None:
             drawing |= dict(on_tokens=bar.update, prefill_tokens=prefill_tokens)
-            draw = partial(complete_directly, decoder, **drawing)
+            draw = partial(complete_directly, decoder, prefixes=kept, **drawing)
         elif in_place:
             draw = partial(complete_in_place, self.model, on_tokens=bar.update, **drawing)
         else:
@@ -691,7 +705,11 @@ class RolloutEngine:
         try:
             with bar, evaluating(self.model) if decoder is not None else self._running():
                 rollouts = [draw(batch) for batch in ([rows] if in_turn else batches)]
+            if kept is not None and decoder is not None:
+                prefixes[:] = kept.ended
         finally:
+            if kept is not None:
+                kept.clear()
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
         rollout = concatenate(rollouts, drawing["pad_token_id"])
         if params.stop:

@@ -67,6 +67,14 @@ class CacheShape:
         pages = self.pages(lengths, groups, max_tokens)
         return self.size(sum(groups), pages, max(lengths) + max_tokens - 1)
 
+    def prefix_bytes(
+        self,
+        length: int,  # of a sequence's first tokens
+    ) -> int:
+        "The size of their keys and values by themselves, of a ring what a window reaches."
+        token = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return token * sum(min(window or length, length) for window in self.windows)
+
     def size(
         self,
         rows: int,  # completions at a time
@@ -158,6 +166,7 @@ class KVCache:
             stores[window] = torch.zeros(
                 shape.windows.count(window), 2, *size, dtype=shape.dtype, device=self.device
             )
+        self.stores = stores
         self.layers = [
             LayerCache(
                 *stores[window][shape.windows[:number].count(window)],
@@ -222,6 +231,22 @@ class KVCache:
         token, where, slot = slots.rings[cache.window] if cache.window else slots.pages
         cache.keys[where, :, slot] = keys[token]
         cache.values[where, :, slot] = values[token]
+
+    def prefix(
+        self,
+        row: int,  # of a completion
+        length: int,  # its tokens that are stored
+    ) -> list[torch.Tensor]:  # of each layer (P, 2, Hk, D); P: tokens, of a ring those it holds
+        "A copy of a row's keys and values, in the order of its tokens."
+        copies = {}
+        for window, store in self.stores.items():
+            size, first = store.shape[4], max(0, length - (window or length))
+            at = torch.arange(first, length, device=self.device)
+            where = torch.full_like(at, row)
+            if window is None:
+                where = torch.tensor(self.tables[row], device=self.device)[at // size]
+            copies[window] = iter(store[:, :, where, :, at % size].unbind(1))
+        return [next(copies[window]) for window in self.shape.windows]
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #12090429
 class SlotCache(KVCache):
@@ -344,7 +369,7 @@ class AlignedCache:
         max_tokens: int,  # of a completion
         sinks: Sequence[torch.Tensor],  # (Hq,) of each layer
     ):
-        self.lengths, self.longest = list(lengths), max(lengths)
+        self.shape, self.lengths, self.longest = shape, list(lengths), max(lengths)
         # (N,) the prompt of each completion
         self.owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(groups))
         self.rows = None  # which completions the rows are; None: the prompts
@@ -382,6 +407,21 @@ class AlignedCache:
         layer.kv[0][row, :, 1 + slot] = keys[token]
         layer.kv[1][row, :, 1 + slot] = values[token]
         layer.mask[row, :, :, 1 + slot] = 0
+
+    def prefix(
+        self,
+        row: int,  # of a completion whose newest token is the newest of all
+        length: int,  # its tokens that are stored
+    ) -> list[torch.Tensor]:  # of each layer (P, 2, Hk, D)
+        "`KVCache.prefix`."
+        owner = int(self.owner[row])
+        index = owner if self.rows is None else int(torch.searchsorted(self.rows, row))
+        first, copies = self.longest - self.lengths[owner], []
+        for layer in self.layers:
+            at = torch.arange(max(0, length - layer.slots), length)
+            slots = 1 + (first + at) % layer.slots
+            copies.append(layer.kv[:, torch.full_like(at, index), :, slots])
+        return copies
 
     def select(
         self,

@@ -814,6 +814,9 @@ class VLLMServer:
         prompts: Sequence[Sequence[int]],  # token ids; equal ones share a request
         params: SamplingParams,
         version: int | None = None,  # of the weights, one that was published; None: the newest
+        # of each completion the server that has read what it begins with, or None; in its place it
+        # gets the one that drew it, whose own prefix cache has it now
+        prefixes: list[Address | None] | None = None,
     ) -> Rollout:  # len(prompts) * params.n completions
         "Continue each prompt `params.n` times."
         rows = [list(ids) for ids in prompts]
@@ -821,6 +824,9 @@ class VLLMServer:
             raise ValueError("a prompt has no tokens, or there is none: give at least one token")
         unique, index = share_prompts(rows)
         counts, seeds = Counter(index), request_seeds(params.seed, len(unique))
+        places, readers = [u for u in index for _ in range(params.n)], [None] * len(unique)
+        for u, reader in zip(places, prefixes or []):
+            readers[u] = readers[u] or reader
         with self.drawing(version) as (name, version):
             bodies = [
                 request_body(name, ids, params, params.n * counts[u], seed, self.stop_token_ids)
@@ -828,23 +834,30 @@ class VLLMServer:
             ]
             if self.says_what_is_left and has_few_survivors(params):
                 bodies = [{**body, "sampling_mask": True} for body in bodies]
-            answers = self.answers(bodies)
+            answers = self.answers(bodies, readers)
+        if prefixes is not None:
+            prefixes[:] = [readers[u] for u in places]
         if not params.temperature:
             answers = [one * params.n * counts[u] for u, one in enumerate(answers)]
         left = [iter(one) for one in answers]
-        choices = [next(left[u]) for u in index for _ in range(params.n)]
+        choices = [next(left[u]) for u in places]
         repeated = [ids for ids in rows for _ in range(params.n)]
         rollout = rollout_of(repeated, choices, version, self.device)
         if params.stop and self.tokenizer is not None:
             rollout = end_at_text(rollout, self.tokenizer, params.stop)
         return rollout
 
-    def answers(self, bodies: list[dict]) -> list[list[dict]]:
+    def answers(
+        self,
+        bodies: list[dict],
+        readers: list[Address | None],  # to be asked first; the servers that answered take places
+    ) -> list[list[dict]]:
         "The completions of every request."
         together = Together()
         self.under_way.add(together)
         try:
-            return side_by_side(self.complete, bodies, AT_ONCE * len(self.addresses), together)
+            task = partial(self.complete, readers)
+            return side_by_side(task, bodies, AT_ONCE * len(self.addresses), together)
         finally:
             self.under_way.discard(together)
 
@@ -862,10 +875,15 @@ class VLLMServer:
         self,
         size: int,  # tokens that the request may take
         before: Address | None = None,  # that has just failed with it
+        reader: Address | None = None,  # that has read its beginning
     ):
-        "The server for a request: one that is not aside, and has least to do."
+        "The server for a request: one that is not aside, has read its beginning, has least to do."
+
+        def rank(one):
+            return one.aside, one is before, one is not reader, one.asked
+
         with self.lock:
-            address = min(self.addresses, key=lambda one: (one.aside, one is before, one.asked))
+            address = min(self.addresses, key=rank)
             address.asked += size
         try:
             yield address
@@ -873,13 +891,16 @@ class VLLMServer:
             with self.lock:
                 address.asked -= size
 
-    def complete(self, number: int, body: dict[str, Any], together: Together) -> list[dict]:
+    def complete(
+        self, readers: list, number: int, body: dict[str, Any], together: Together
+    ) -> list[dict]:
         "The completions of one prompt; asked again with a bound, elsewhere if possible."
         address, pauses, attempts = None, 0, self.retries + len(self.addresses)
         for attempt in range(1, attempts + 1):
-            with self.picked(most_tokens(body), address) as address:
+            with self.picked(most_tokens(body), address, readers[number]) as address:
                 choices, why = self.attempt(address, body, together)
             if choices is not None:
+                readers[number] = address
                 return choices
             if together.dropped.is_set():
                 raise ServerError("the requests were dropped")

@@ -381,6 +381,7 @@ class Transcript:
     versions: list[int] = field(default_factory=list)  # of the weights that drew each turn
     # of each turn and each reply, what was left to draw from; a None among them: it is not known
     left: list[Survivors | None] = field(default_factory=list)
+    prefix: Any = None  # what the sampler has of it: keys and values, or the server that has them
 
     def add(
         self,
@@ -485,6 +486,7 @@ class TurnSampler:
         self.end = turn_end(tokenizer, next(iter(self.tools.functions), "tool"), self.variables)[0]
         self.stop_token_ids = stop_token_ids
         self.environments = environments
+        self.keeps = "prefixes" in inspect.signature(sampler.generate).parameters
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def generate(
@@ -499,13 +501,17 @@ class TurnSampler:
         each = zip(prompts, tools or [self.tools] * len(prompts), strict=True)
         rows = [Transcript(list(ids), its) for ids, its in each for _ in range(params.n)]
         going = rows
-        for turn in count():
-            self.draw(going, params, turn)
-            asking = [row for row in going if row.pending]
-            if self.limit is not None and turn >= self.limit:
-                break
-            if not (going := self.answer(asking, params.max_tokens)):
-                break
+        try:
+            for turn in count():
+                self.draw(going, params, turn)
+                asking = [row for row in going if row.pending]
+                if self.limit is not None and turn >= self.limit:
+                    break
+                if not (going := self.answer(asking, params.max_tokens)):
+                    break
+        finally:
+            for row in rows:
+                row.prefix = None
         return self.record(rows, params.stop_token_ids)
 
     def draw(self, rows: list[Transcript], params: SamplingParams, turn: int) -> None:
@@ -514,13 +520,21 @@ class TurnSampler:
         for number, (part, most) in enumerate(batches):
             if seed is not None:
                 seed = params.seed + 1_000_003 * turn + 7_919 * number
-            drawn = self.sampler.generate(
-                [row.prompt + row.ids for row in part],
-                replace(params, n=1, max_tokens=most, seed=seed),
-            )
+            prefixes = [row.prefix for row in part]
+            for row in part:
+                row.prefix = None  # the sampler alone has it, and lets it go once it is read
+            given = {"prefixes": prefixes} if self.keeps else {}
+            prompts = [row.prompt + row.ids for row in part]
+            one = replace(params, n=1, max_tokens=most, seed=seed)
+            try:
+                drawn = self.sampler.generate(prompts, one, **given)
+            except BaseException:
+                prefixes.clear()  # an error keeps this frame
+                raise
             self.device = drawn.mask.device
             for i, row in enumerate(part):
                 self.take(row, i, drawn, params)
+                row.prefix = prefixes[i] if row.pending else None
 
     def take(self, row: Transcript, i: int, drawn: Rollout, params: SamplingParams) -> None:
         "Add row `i` of what was drawn to a transcript, and read the calls in it."

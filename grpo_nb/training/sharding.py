@@ -463,12 +463,12 @@ class GatheredEngine(RolloutEngine):
         "Throw away all but this process's share; every process has to call it."
         self.weights.release()
 
-    def generate(self, *given: Any, **others: Any) -> Any:
+    def generate(self, *given: Any, prefixes: list | None = None, **others: Any) -> Any:
         "Draw; without `publish` before it, the weights are gathered for this call."
         if self.weights.is_gathered:
-            return super().generate(*given, **others)
+            return super().generate(*given, prefixes=prefixes, **others)
         self.weights.gather()
         try:
-            return super().generate(*given, **others)
+            return super().generate(*given, prefixes=prefixes, **others)
         finally:
             self.weights.release()

@@ -101,6 +101,22 @@ def test_float32_equals_the_modules(rows, adapters):
     ).float().mean() > 0.95  # a near tie may turn out differently
 
 
+@pytest.mark.parametrize("rows", [3, 100])
+def test_turns_behind_their_prefixes_equal_one_pass(rows):
+    model, tokenizer = small(initializer_range=0.2)
+    engine, prompts = RolloutEngine(model, tokenizer), prompts_of([5 + i % 40 for i in range(rows)])
+    prefixes = [None] * rows
+    for turn in range(3):
+        params = SamplingParams(max_tokens=40, seed=turn, stop_token_ids=tuple(range(16, 20)))
+        rollout = engine.generate(prompts, params, prefixes=prefixes)
+        expected = trainer_logps(model, rollout)
+        torch.testing.assert_close(rollout.logps, expected, rtol=0, atol=2e-3)
+        for i, (row, one) in enumerate(zip(prompts, prefixes)):
+            ids = row + rollout.completion_ids[i, : rollout.lengths[i]].tolist()
+            assert one.ids == tuple(ids[:-1])
+            prompts[i] = ids + [7 + i % 9] * (1 + i % 30)
+
+
 @pytest.mark.parametrize(
     "params",
     [
