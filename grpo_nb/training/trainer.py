@@ -49,7 +49,7 @@ from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import SamplingParams
 from ..rollout.server import VLLMServer, served_config
 from ..rollout.stream import check_in_flight
-from ..rollout.turns import Environments, TurnSampler
+from ..rollout.turns import NO_PROMPT, Environments, TurnSampler
 from grpo_nb.training.checkpoint import (
     Checkpointer,
     SavedRun,
@@ -212,7 +212,7 @@ def rows_for_environments(
     layout: BatchLayout,
 ) -> Any:  # ValueError where environments alone are no data
     "Rows with a prompt each: an empty one, which `reset` completes, where the data has none."
-    empty = {"prompt": [{"role": "user", "content": ""}]}
+    empty = {"prompt": NO_PROMPT}
     if rows is None and environments.several:
         raise ValueError(
             "environment_factory is a dict, and each row's column 'environment' chooses one of it, "
@@ -716,6 +716,8 @@ class GRPOTrainer:
         check_tools(tools, factory, rollout_func)
         self.tools = list(tools or [])
         self.environments = None if factory is None else Environments(factory, self.tools)
+        if self.environments:
+            self.tools += self.environments.methods()  # which TRL's trainer lists here, too
 
     def take_data(self, train_dataset: Any, eval_dataset: Any) -> None:
         "Check the rows for training and evaluation, and store them."
@@ -897,7 +899,7 @@ class GRPOTrainer:
         return TurnSampler(
             self.vllm or self.engine,
             self.tokenizer,
-            self.tools,
+            self.environments.tools if self.environments else self.tools,
             max_tool_calling_iterations=self.config.max_tool_calling_iterations,
             timeout_s=self.config.tool_timeout_s,
             stop_token_ids=stops,

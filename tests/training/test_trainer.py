@@ -769,8 +769,8 @@ def test_arguments_that_cannot_be_honoured(arguments, words, tmp_path):
 @pytest.mark.parametrize(
     "rewards, words",
     [
-        (None, "no reward function"),
-        ([], "no reward function"),
+        (None, "No reward source provided.*reward_funcs=.*get_reward"),
+        ([], "No reward source provided"),
         (torch.nn.Linear(1, 1), "call it inside a function"),
         (3, "no function, no reward model"),
     ],
