@@ -12,6 +12,7 @@ __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'NOT_CALLED', 'GRAC
 import copy
 import io
 import json
+import math
 import os
 import signal
 import threading
@@ -31,7 +32,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from huggingface_hub import CommitInfo
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from ..algorithm.batching import BatchLayout
 from ..model.attention import check_attention
@@ -1341,13 +1342,18 @@ class GRPOTrainer:
                 self.evaluate(data, f"{metric_key_prefix}_{part}") for part, data in rows.items()
             ]
             return {name: value for record in several for name, value in record.items()}
+        started = time.time()
         with self.shown_to_sampler():
             self.source.publish(self.model, self.state.global_step)  # not a part of any update
         with self.environments or nullcontext():
             found = self.evaluator.evaluate(rows)
         self.source.rest()
         named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
-        record = {"step": self.state.global_step, **named}
+        where = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
+        at_once = self.config.per_device_eval_batch_size * self.accelerator.num_processes
+        batches = math.ceil(len(rows) * self.config.used("num_generations_eval") / at_once)
+        speed = speed_metrics(metric_key_prefix, started, len(rows), batches)
+        record = {**where, **named, **speed}
         self.callbacks.tell("on_evaluate", record)
         return record
 

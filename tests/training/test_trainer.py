@@ -875,6 +875,10 @@ def test_evaluation_changes_nothing_but_the_log(tmp_path):
         "eval_rewards/digits/mean",
         "eval_completions/mean_length",
         "eval_completions/clipped_ratio",
+        "epoch",
+        "eval_runtime",
+        "eval_samples_per_second",
+        "eval_steps_per_second",
     }
 
 
