@@ -405,7 +405,8 @@ def named_object(
         raise ValueError(
             f"{of} names {name!r}, which is no function of this library"
             + (f"; the nearest is {close[0]!r}. " if close else f" ({', '.join(SHORT)}). ")
-            + "Your own are written module:function or file.py:function."
+            + "Your own are written module:function or file.py:function, TRL's "
+            "trl.rewards.accuracy_reward, for instance."
         )
     try:
         module = module_of(place)

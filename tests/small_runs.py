@@ -20,6 +20,9 @@ CLOCKS = (
     "train_runtime",
     "train_samples_per_second",
     "train_steps_per_second",
+    "eval_runtime",
+    "eval_samples_per_second",
+    "eval_steps_per_second",
     *(f"seconds/{part}" for part in PARTS),
 )  # the only numbers of a record that may differ between equal runs
 ROWS = [

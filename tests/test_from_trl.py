@@ -90,6 +90,9 @@ def tool(monkeypatch, tmp_path):
 
     page = tmp_path / "page.md"
     monkeypatch.setattr(from_trl, "PAGE", page)
+    front = tmp_path / "index.ipynb"
+    front.write_text(from_trl.FRONT.read_text())
+    monkeypatch.setattr(from_trl, "FRONT", front)
 
     def call(text, *options):
         page.write_text(text)
@@ -163,7 +166,7 @@ def test_tests_that_are_run_again_replace_their_entries(tool):
     }
     now = {"date": "2026-01-02", "tests": {"T::b": ("passed", "")}}
     after = counted_again(now, before)
-    assert after["date"] == "2026-01-01" and after["again"] == {"2026-01-02": 1}
+    assert after["date"] == "2026-01-01" and after["again"] == {"T::b": "2026-01-02"}
     assert after["counts"] == {"passed": 2} and list(after["tests"]) == ["T::a", "T::b"]
 
 

@@ -5,10 +5,11 @@
 
 Each stands between `<!-- NAME -->` and `<!-- /NAME -->`, with a name of TABLES; the rest of the
 page is written by hand. The table `gate` comes from docs/trl_gate.json, which tools/trl_gate.py
-writes.
+writes; so does the sentence in index.ipynb with its counts (then run tools/readme.py).
 """
 
 import argparse
+import collections
 import json
 import re
 import sys
@@ -28,6 +29,7 @@ from tools.trl_gate import KINDS  # noqa: E402
 
 PAGE = ROOT / "docs/from_trl.md"
 GATE = ROOT / "docs/trl_gate.json"
+FRONT = ROOT / "index.ipynb"
 
 
 def table(heads, rows):
@@ -62,9 +64,8 @@ OF_TRL = ("passed", "refused", "different", "worded", "private")  # kinds that T
 def gate(record):
     "The section on TRL's own tests: how they were run, counts, and the reason of each other test."
     names = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    later = [
-        f"{tests} of the tests again on {day}" for day, tests in record.get("again", {}).items()
-    ]
+    days = sorted(collections.Counter(record.get("again", {}).values()).items())
+    later = [f"{tests} of the tests again on {day}" for day, tests in days]
     again = f" Run {', and '.join(later)}." if later else ""
     counts = record["counts"]
     kinds = [(str(counts[kind]), words) for kind, words in KINDS.items() if kind in counts]
@@ -130,19 +131,31 @@ def renewed(text):
     return text
 
 
+def counted(text):
+    "The front page with what the gate's record says."
+    sentence = gate_sentence(json.loads(GATE.read_text()))
+    ends = r"Of TRL's own tests of that trainer .*?#what-trls-own-tests-say\)\."
+    text, count = re.subn(ends, lambda _: sentence, text)
+    if count != 1:
+        raise SystemExit(f"{FRONT.name} has {count} sentences on TRL's own tests, not one")
+    return text
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit 1 if out of date"
     )
-    present = PAGE.read_text(encoding="utf-8")
-    wanted = renewed(present)
-    if not parser.parse_args().check:
-        PAGE.write_text(wanted, encoding="utf-8")
-    elif present != wanted:
-        print("docs/from_trl.md is out of date: run python tools/from_trl.py", file=sys.stderr)
-        return 1
-    return 0
+    check, status = parser.parse_args().check, 0
+    for path, made in ((PAGE, renewed), (FRONT, counted)):
+        present = path.read_text(encoding="utf-8")
+        wanted = made(present)
+        if not check:
+            path.write_text(wanted, encoding="utf-8")
+        elif present != wanted:
+            print(f"{path.name} is out of date: run python tools/from_trl.py", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

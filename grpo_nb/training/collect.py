@@ -326,7 +326,10 @@ class RolloutCollector:
                 rollout = self.from_stream(state)
         state.count(int(rollout.mask.sum()) + sum(map(len, rollout.prompt_ids)))
         with self.metrics.timed("score"):
-            return Drawn(numbers, rows, rollout, *self.source.score(rows, rollout, self.metrics))
+            scored = self.source.score(rows, rollout, self.metrics)
+        if isinstance(rollout, TurnRollout):  # samples show what environments wrote
+            rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, rollout.prompts)]
+        return Drawn(numbers, rows, rollout, *scored)
 
     def prompts(self, cycle: int) -> list[int]:
         "The numbers of all processes' rows in the data, each once."

@@ -6,8 +6,8 @@
 __all__ = ['FITS', 'SECRETS', 'OTHER_NAMES', 'ENDINGS', 'OVERRIDING', 'SAME_IN_GENERATION', 'AS_IT_IS', 'WITHOUT_EFFECT',
            'LOSS_TYPES', 'ONLY_SERVER', 'ONLY_COLOCATE', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON',
            'IGNORED_BY_REASON', 'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL',
-           'SAMPLING', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside', 'types_of',
-           'Setting', 'unknown', 'warn', 'Settings', 'BatchSettings', 'not_generated', 'check_generation',
+           'SAMPLING', 'NOT_SAMPLED', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
+           'types_of', 'Setting', 'unknown', 'warn', 'Settings', 'BatchSettings', 'not_generated', 'check_generation',
            'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings',
            'OptimizerSettings', 'MemorySettings', 'RunSettings', 'HubSettings', 'refuse', 'sampling_settings',
            'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig', 'unlike_trl']
@@ -193,6 +193,9 @@ OTHER_NAMES = {  # of settings, in other libraries -> here
     "entropy_coefficient": "entropy_coef",
     "grad_clip": "max_grad_norm",
     "reward_scaling": "scale_rewards",
+    "torch_dtype": "dtype",
+    "datasets": "dataset_name",
+    "streaming": "dataset_streaming",
 }
 
 
@@ -1072,7 +1075,6 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None
             "there is no other way of splitting a model."
         ),
         {
-            "accelerator_config": dict | str | None,
             "parallelism_config": dict,
             "deepspeed": dict | str | None,
             "ds3_gather_for_generation": True,
@@ -1135,6 +1137,7 @@ IGNORED_BY_REASON = [
             "without worker processes"
         ),
         {
+            "accelerator_config": dict | str | None,
             "dataloader_drop_last": False,
             "dataloader_num_workers": 0,
             "dataloader_pin_memory": True,
@@ -1262,10 +1265,30 @@ SAMPLING = {  # attribute of a SamplingParams, vLLM's or ours -> setting
 }
 
 
+NOT_SAMPLED = (  # attributes that ask for another sampler
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "logit_bias",
+    "bad_words",
+    "logits_processors",
+    "structured_outputs",
+    "guided_decoding",
+    "prompt_logprobs",
+)
+
+
 def sampling_settings(
     params: Any,  # an object with such attributes; its class gives the defaults
-) -> dict[str, Any]:  # the settings that it was made to change
-    "What `vllm_sampling_params` asks for, as settings."
+) -> dict[str, Any]:  # the settings that it was made to change; ValueError for NOT_SAMPLED
+    "What `vllm_sampling_params` asks for, as settings; `seed` and `n` are GRPOConfig's own."
+    for name in (*NOT_SAMPLED, "stop_token_ids", "ignore_eos"):
+        if value := getattr(params, name, None):
+            raise ValueError(
+                f"vllm_sampling_params has {name}={value!r}, which cannot be honoured: what is "
+                f"read of it is stop, {', '.join(SAMPLING)}; generation_kwargs={{'eos_token_id': "
+                "[...]} sets the tokens that end a completion."
+            )
     usual = type(params)()
     stop = getattr(params, "stop", None)
     texts = [stop] if isinstance(stop, str) else list(stop or ())
@@ -1320,9 +1343,10 @@ def held_field(
 
 def default_of(
     one: Field,  # of a dataclass
-):
+):  # MISSING where a value has to be given
     "The default of a field, whichever way it is written."
-    return one.default if one.default is not MISSING else one.default_factory()
+    made = one.default is MISSING and one.default_factory is not MISSING
+    return one.default_factory() if made else one.default
 
 
 HINTS = {one.name: one.type for group in Settings.__subclasses__() for one in fields(group)}
@@ -1384,6 +1408,11 @@ class GRPOConfig(
 ):
     """The settings of a GRPO run; TRL's names and meanings. (A dataclass collects its bases from
     the last to the first.)"""
+
+    def __init_subclass__(cls):
+        "Keep the repr: that of `@dataclass` would show every setting, tokens too."
+        super().__init_subclass__()
+        cls.__repr__ = cls.__repr__
 
     def __setattr__(self, name: str, value):
         "Set one value by any of its names, after checking it."

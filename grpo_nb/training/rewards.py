@@ -634,8 +634,9 @@ def reward_functions(
     )
     if not functions:
         raise ValueError(
-            "there is no reward function, so there is nothing to learn: pass "
-            "reward_funcs=[function, ...]"
+            "No reward source provided, so there is nothing to learn: pass "
+            "reward_funcs=[function, ...], or to GRPOTrainer an environment_factory whose "
+            "environments have get_reward()"
         )
     tokenizers = (
         list(processing_classes)

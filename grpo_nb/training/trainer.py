@@ -12,6 +12,7 @@ __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'NOT_CALLED', 'GRAC
 import copy
 import io
 import json
+import math
 import os
 import signal
 import threading
@@ -31,7 +32,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from huggingface_hub import CommitInfo
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from ..algorithm.batching import BatchLayout
 from ..model.attention import check_attention
@@ -49,7 +50,7 @@ from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import SamplingParams
 from ..rollout.server import VLLMServer, served_config
 from ..rollout.stream import check_in_flight
-from ..rollout.turns import Environments, TurnSampler
+from ..rollout.turns import NO_PROMPT, Environments, TurnSampler
 from grpo_nb.training.checkpoint import (
     Checkpointer,
     SavedRun,
@@ -212,7 +213,7 @@ def rows_for_environments(
     layout: BatchLayout,
 ) -> Any:  # ValueError where environments alone are no data
     "Rows with a prompt each: an empty one, which `reset` completes, where the data has none."
-    empty = {"prompt": [{"role": "user", "content": ""}]}
+    empty = {"prompt": NO_PROMPT}
     if rows is None and environments.several:
         raise ValueError(
             "environment_factory is a dict, and each row's column 'environment' chooses one of it, "
@@ -716,6 +717,8 @@ class GRPOTrainer:
         check_tools(tools, factory, rollout_func)
         self.tools = list(tools or [])
         self.environments = None if factory is None else Environments(factory, self.tools)
+        if self.environments:
+            self.tools += self.environments.methods()  # which TRL's trainer lists here, too
 
     def take_data(self, train_dataset: Any, eval_dataset: Any) -> None:
         "Check the rows for training and evaluation, and store them."
@@ -897,7 +900,7 @@ class GRPOTrainer:
         return TurnSampler(
             self.vllm or self.engine,
             self.tokenizer,
-            self.tools,
+            self.environments.tools if self.environments else self.tools,
             max_tool_calling_iterations=self.config.max_tool_calling_iterations,
             timeout_s=self.config.tool_timeout_s,
             stop_token_ids=stops,
@@ -1339,13 +1342,18 @@ class GRPOTrainer:
                 self.evaluate(data, f"{metric_key_prefix}_{part}") for part, data in rows.items()
             ]
             return {name: value for record in several for name, value in record.items()}
+        started = time.time()
         with self.shown_to_sampler():
             self.source.publish(self.model, self.state.global_step)  # not a part of any update
         with self.environments or nullcontext():
             found = self.evaluator.evaluate(rows)
         self.source.rest()
         named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
-        record = {"step": self.state.global_step, **named}
+        where = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
+        at_once = self.config.per_device_eval_batch_size * self.accelerator.num_processes
+        batches = math.ceil(len(rows) * self.config.used("num_generations_eval") / at_once)
+        speed = speed_metrics(metric_key_prefix, started, len(rows), batches)
+        record = {**where, **named, **speed}
         self.callbacks.tell("on_evaluate", record)
         return record
 

@@ -598,6 +598,11 @@ class Quiet:
         self.row = row
 
 
+class Alone:
+    def reset(self):
+        return "Say something."
+
+
 def test_environments_are_made_once_reset_often_and_closed_on_every_way_out():
     Door.made.clear(), Door.closed.clear()
     rows = [{"prompt": [{"role": "user", "content": "Open."}], "key": k} for k in ("a", "b")]
@@ -623,7 +628,7 @@ def test_environments_are_made_once_reset_often_and_closed_on_every_way_out():
 
 
 def test_a_column_chooses_the_environment():
-    environments = Environments({"door": Door, "quiet": Quiet})
+    environments = Environments({"door": Door, "quiet": Quiet, "another door": Door})
     prompt = [{"role": "user", "content": "Go."}]
     rows = [{"prompt": prompt, "environment": name, "x": 1} for name in ("quiet", "door", "quiet")]
     started = begin(rows, toolset([]), environments)
@@ -806,7 +811,7 @@ def test_an_environment_may_own_the_data_and_the_reward(tmp_path):
     trainer = agent(tmp_path, arguments=dict(environment_factory=Own), rows=[], max_steps=1)
     trainer.train()
     assert trainer.reward_names == ["Own"] and trainer.log_history[0]["rewards/Own/mean"] > 0
-    assert trainer.samples[0]["prompt"] == "user: "
+    assert trainer.samples[0]["prompt"] == "user: Open the door."
     assert trainer.reward_weights.tolist() == [1.0]
     with pytest.raises(ValueError, match="have no end.*set max_steps"):
         agent(tmp_path, arguments=dict(environment_factory=Own), rows=[], max_steps=-1)
@@ -815,12 +820,17 @@ def test_an_environment_may_own_the_data_and_the_reward(tmp_path):
 
 
 def test_rows_may_only_choose_the_environment(tmp_path):
-    rows = [{"environment": name} for name in ("door", "door", "quiet", "quiet")]
-    kinds = dict(environment_factory={"door": Door, "quiet": Quiet})
-    trainer = agent(tmp_path, length, arguments=kinds, rows=rows, reward_weights=[0.5])
+    rows = [{"environment": name} for name in ("door", "alone", "door", "alone")]
+    arguments = dict(environment_factory={"door": Door, "alone": Alone}, tools=[times])
+    trainer = agent(
+        tmp_path, length, arguments=arguments, rows=rows, reward_weights=[0.5], max_steps=1
+    )
     assert trainer.train_dataset[0]["prompt"] == [{"role": "user", "content": ""}]
     assert trainer.reward_func_names == ["length", "Door"]
     assert trainer.reward_weights.tolist() == [0.5, 1.0]
+    assert [tool.__name__ for tool in trainer.tools] == ["times", "turn"]
+    trainer.train()  # `reset` of Alone takes nothing, so it is given no prompt
+    assert {sample["prompt"] for sample in trainer.samples} == {"user: ", "user: Say something."}
 
 
 def test_string_prompts_are_refused_with_tools(tmp_path):

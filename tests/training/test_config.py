@@ -347,6 +347,7 @@ def test_sampling_params_of_vllm():
         top_k: int = 0
         min_p: float = 0.0
         seed: int | None = None
+        presence_penalty: float = 0.0
         stop: str | list[str] | None = None
         max_tokens: int | None = 16
 
@@ -361,6 +362,12 @@ def test_sampling_params_of_vllm():
     assert config.generation_kwargs == {"stop_strings": ["</s>"]}
     with pytest.raises(ValueError, match="give the texts there, as 'stop_strings'"):
         GRPOConfig(vllm_sampling_params=Theirs(stop="x"), generation_kwargs={"eos_token_id": 7})
+    with pytest.raises(ValueError, match="has presence_penalty=0.5, which cannot be honoured"):
+        GRPOConfig(vllm_sampling_params=Theirs(presence_penalty=0.5))
+    with pytest.raises(
+        ValueError, match="stop_token_ids=.7,., .*generation_kwargs={'eos_token_id'"
+    ):
+        GRPOConfig(vllm_sampling_params=SamplingParams(stop_token_ids=[7]))
 
 
 def test_generation_kwargs_that_ask_for_this_sampler():

@@ -1,6 +1,7 @@
 """Uploads to the Hugging Face Hub: to a server on this machine that speaks the plain routes, LFS
 and regular commits. Xet, the other way of the client for large files, is switched off."""
 
+import dataclasses
 import os
 import pickle
 import re
@@ -134,6 +135,13 @@ def test_a_token_is_not_shown():
         with pytest.raises(ValueError, match="hub_token is a ") as error:
             GRPOConfig(hub_token=given)
         shown.append(str(error.value))
+
+    @dataclasses.dataclass
+    class Mine(GRPOConfig):
+        rows: str
+
+    shown.append(repr(Mine(rows="mine", **vars(config))))
+    assert repr(Mine(rows="mine", beta=0.5)) == "Mine(beta=0.5, rows='mine')"
     assert not [text for text in shown if "hf_secret" in text or "hf_own" in text]
     assert config.model_init_kwargs == {"token": "hf_own", "a": 1}
     assert pickle.loads(pickle.dumps(config)).hub_token == "hf_secret"

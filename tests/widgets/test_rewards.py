@@ -680,7 +680,7 @@ def test_a_task_of_ones_own():
         rewards_widget("chess")
     with pytest.raises(ValueError, match="1 weights and 2 reward functions"):
         RewardTask([silent, broken], weights=[1.0])
-    with pytest.raises(ValueError, match="no reward function"):
+    with pytest.raises(ValueError, match="No reward source"):
         RewardTask([])
 
 
