@@ -84,7 +84,8 @@ def test_turns_read_what_is_new_and_draw_the_same(kind, page, temperature, read,
         in_pages(monkeypatch)
     engine = RolloutEngine(KINDS[kind](), small_model()[1], max_batch_size=3)  # fewer than rows
     assert engine.way.startswith("directly")
-    params = SamplingParams(max_tokens=9, temperature=temperature, stop_token_ids=ENDS)
+    cut = dict(top_k=9, repetition_penalty=1.1) if temperature else {}
+    params = SamplingParams(max_tokens=9, temperature=temperature, stop_token_ids=ENDS, **cut)
     again, new = talk(engine, params, None)
     assert sum(read) > 1.7 * new
     read.clear()
