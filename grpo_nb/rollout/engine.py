@@ -690,7 +690,7 @@ class RolloutEngine:
         )
         kept = None
         if prefixes is not None:
-            kept = Prefixes(prefixes, rows, free_memory(self.model.device) // 2)
+            kept = Prefixes(prefixes, rows, free_memory(self.model.device) // 2, self.version)
             prefixes[:] = [None] * len(rows)
         if in_turn:
             of_all = dict(params=params, drawing=drawing, bar=bar, prefixes=kept)

@@ -21,6 +21,7 @@ class Prefix:
     ids: tuple[int, ...]
     # of each layer (P, 2, Hk, D), P: all of the tokens, or the newest, as many as its window
     layers: list[torch.Tensor]
+    version: int = 0  # of the weights that read them
 
     def begins(
         self,
@@ -38,10 +39,15 @@ class Prefixes:
         known: Sequence[Prefix | None],  # N; one that its prompt does not begin with is left out
         prompts: Sequence[Sequence[int]],  # N, the token ids of each
         room: float = float("inf"),  # bytes that may be kept
+        version: int = 0,  # of the weights; a prefix of another version is left out, too
     ):
-        pairs = zip(prompts, known, strict=True)
-        self.known = {tuple(ids): one for ids, one in pairs if one and one.begins(ids)}
-        self.room, self.held = room, {}  # of a completion's number: the layers of its prefix
+        self.known = {
+            tuple(ids): one
+            for ids, one in zip(prompts, known, strict=True)
+            if one and one.version == version and one.begins(ids)
+        }
+        self.room, self.version = room, version
+        self.held: dict[int, list] = {}  # of a completion's number: the layers of its prefix
         self.ended: list[Prefix | None] = []
 
     def of(
@@ -76,7 +82,7 @@ class Prefixes:
             layers = self.held.pop(number, None)
             # the last token was drawn and not read
             ids = (*rollout.prompt_ids[i], *drawn[i][: lengths[i] - 1])
-            self.ended.append(layers and Prefix(ids, layers))
+            self.ended.append(layers and Prefix(ids, layers, self.version))
 
     def clear(self) -> None:
         "Let everything go; an error's traceback may hold this object for long."

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['WIDTH', 'HEIGHT', 'LEFT', 'RIGHT', 'TOP', 'BOTTOM', 'FIRST', 'NOT_DRAWN', 'OWNERS', 'BY_MESSAGE', 'STYLE', 'POLICY',
            'RunFiles', 'read_lines', 'spread', 'read_run', 'number', 'smoothed', 'ends', 'curve_svg', 'is_number',
-           'series', 'importance', 'curves_html', 'turns_of', 'shortened', 'turn_html', 'sample_html', 'by_reward',
-           'samples_html', 'summary_html', 'report_html', 'write_report']
+           'series', 'importance', 'curves_html', 'turns_of', 'shortened', 'turn_html', 'sample_html', 'counted',
+           'by_reward', 'samples_html', 'summary_html', 'report_html', 'write_report']
 
 # %% ../../nbs/training/23_report.ipynb #ea786b14
 import json
@@ -126,16 +126,19 @@ def curve_svg(
         parts.append(
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
         )
-    for step, anchor in dict.fromkeys(((steps[0], "start"), (steps[-1], "end"))):
+    several = len(points) > 1
+    labels = {steps[0]: "start", steps[-1]: "end"} if several else {steps[0]: "middle"}
+    for step, anchor in labels.items():
         x = place(step, values[0])[0]
         parts.append(
             f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{number(step)}</text>'
         )
     parts += [line(values, "raw"), line(smoothed(values, max(1, len(values) // 15)), "mean")]
+    alone = ' class="alone"' if not several else ""
     for (x, y), (step, value) in zip(map(lambda p: place(*p), points), points):
         parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>step {number(step)}: {number(value)}'
-            "</title></circle>"
+            f'<circle{alone} cx="{x:.1f}" cy="{y:.1f}" r="3"><title>step {number(step)}: '
+            f"{number(value)}</title></circle>"
         )
     return (
         f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(title)}, from '
@@ -242,10 +245,21 @@ def sample_html(
     shown = [f"{escape(n)} {number(sample[n])}" for n in names if is_number(sample.get(n))]
     if is_number(sample.get("advantage")):
         shown.append(f"advantage {sample['advantage']:+.2f}")
+    if sample.get("times", 1) > 1:
+        shown.append(f"{sample['times']} times")
     turns = "".join(turn_html(*turn) for turn in turns_of(sample))
     asked = escape(shortened(str(sample["prompt"]), 600))
     prompt = f'<div class="turn prompt"><b>prompt</b><pre>{asked}</pre></div>'
     return f"<article><header>{' · '.join(shown)}</header>{prompt}{turns}</article>"
+
+
+def counted(samples: Iterable[dict]) -> list[dict]:  # with "times", how often each was drawn
+    "Completions of a step, equal ones once."
+    found: dict[str, dict] = {}
+    for sample in samples:
+        one = found.setdefault(repr(sorted(sample.items())), {**sample, "times": 0})
+        one["times"] += 1
+    return list(found.values())
 
 
 def by_reward(
@@ -267,7 +281,7 @@ def samples_html(steps: Sequence[Sequence[dict]], names: Sequence[str]) -> str:
     "The completions of each step that was stored, the last one unfolded."
     parts = []
     for samples in reversed(steps):
-        best, worst = by_reward(samples, names)
+        best, worst = by_reward(counted(samples), names)
         columns = [("most reward", best), ("least reward", worst)]
         inside = "".join(
             f"<section><h3>{title}</h3>{''.join(sample_html(s, names) for s in some)}</section>"
@@ -296,7 +310,8 @@ p,li{max-width:75ch}ul{margin:0;padding-left:1.4em}.faint{color:var(--faint)}
 figure{margin:0;min-width:0}figcaption{font-size:13px;overflow-wrap:anywhere}
 svg{display:block;max-width:100%}svg text{font:11px system-ui,sans-serif;fill:var(--faint)}
 .raw,.mean{fill:none;stroke:var(--curve)}.raw{opacity:.35}.mean{stroke-width:2}
-.grid line{stroke:var(--line)}circle{fill:var(--curve);opacity:0}circle:hover{opacity:1}
+.grid line{stroke:var(--line)}circle{fill:var(--curve);opacity:0}
+circle:hover,circle.alone{opacity:1}
 summary{cursor:pointer;padding:6px 0;font-weight:600}
 .pair{display:grid;grid-template-columns:1fr;gap:0 16px}.pair section{min-width:0}
 @media(min-width:760px){.pair{grid-template-columns:1fr 1fr}}
@@ -317,13 +332,18 @@ def summary_html(run: RunFiles) -> str:
     "A line on how far the run came."
     numbers = series(run.records)
     steps = max((r["step"] for r in run.records if is_number(r["step"])), default=0)
-    parts = [f"{steps} updates"]
+    parts = [f"{steps} update{'s' * (steps != 1)}"]
     for name, words in (("reward", "reward"), ("eval_reward", "evaluation")):
         if name in numbers:
-            first, last = numbers[name][0][1], numbers[name][-1][1]
-            parts.append(f"{words} {number(first)} at first, {number(last)} at last")
+            first, last = (number(numbers[name][place][1]) for place in (0, -1))
+            one = len(numbers[name]) == 1
+            parts.append(f"{words} {first}" if one else f"{words} {first} at first, {last} at last")
     if "seconds" in numbers:
-        parts.append(f"{number(numbers['seconds'][-1][1] / 60)} minutes")
+        seconds = numbers["seconds"][-1][1]
+        short = seconds < 120
+        parts.append(
+            f"{number(seconds if short else seconds / 60)} {'seconds' if short else 'minutes'}"
+        )
     if run.damaged:
         parts.append(f"damaged lines left out: {run.damaged}")
     return f"<p class=faint>{escape('; '.join(parts))}</p>"

@@ -84,7 +84,8 @@ def test_turns_read_what_is_new_and_draw_the_same(kind, page, temperature, read,
         in_pages(monkeypatch)
     engine = RolloutEngine(KINDS[kind](), small_model()[1], max_batch_size=3)  # fewer than rows
     assert engine.way.startswith("directly")
-    params = SamplingParams(max_tokens=9, temperature=temperature, stop_token_ids=ENDS)
+    cut = dict(top_k=9, repetition_penalty=1.1) if temperature else {}
+    params = SamplingParams(max_tokens=9, temperature=temperature, stop_token_ids=ENDS, **cut)
     again, new = talk(engine, params, None)
     assert sum(read) > 1.7 * new
     read.clear()
@@ -108,10 +109,20 @@ def test_what_is_over_the_bound_or_has_no_decoder_is_read_again(read, monkeypatc
     size = RolloutEngine(model, tokenizer)._open()[0].shape.prefix_bytes(12)
     monkeypatch.setattr("grpo_nb.rollout.engine.free_memory", lambda device: 2**40)
     monkeypatch.setattr(
-        "grpo_nb.rollout.engine.Prefixes", lambda known, rows, room: Prefixes(known, rows, size)
+        "grpo_nb.rollout.engine.Prefixes", lambda known, rows, *_: Prefixes(known, rows, size)
     )
     drawn, _ = talk(RolloutEngine(model, tokenizer), params, [None] * 4)
     assert [ids for ids, _ in drawn] == [ids for ids, _ in again] and sum(read) > new
+
+
+def test_a_prefix_of_other_weights_is_not_used(read):
+    engine, prefixes, counts = RolloutEngine(*small_model()), [None], []
+    ids, greedy = [5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=3, stop_token_ids=())
+    for version in (0, 0, 1, 1):
+        engine.publish(engine.model, version)
+        ids = ids + engine.generate([ids], greedy, prefixes=prefixes).completion_ids[0].tolist()
+        counts.append(read[-1])
+    assert counts == [4, 1, 10, 1]
 
 
 def test_a_row_that_is_fed_on_after_its_end_leaves_its_prefix_whole(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from small_runs import one_thread, small_trainer  # noqa: F401
 
 from grpo_nb.cli import main
-from grpo_nb.training.report import by_reward, read_run, report_html, series, write_report
+from grpo_nb.training.report import by_reward, counted, read_run, report_html, series, write_report
 from grpo_nb.training.samples import several_turns, write_samples
 
 EVIL = "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)> & \"'"
@@ -86,6 +86,14 @@ def test_the_best_and_the_worst_come_first():
     assert [r["a"] for r in best] == [0.9, 0.7] and [r["a"] for r in worst] == [0.1, 0.3]
     best, worst = by_reward(rows[:1], ["a"])
     assert len(best) == 1 and not worst
+    assert [r["times"] for r in counted([*rows[:2], dict(rows[0])])] == [2, 1]
+
+
+def test_one_value_is_a_point_and_one_number(tmp_path):
+    lines = ['{"step": 0, "eval_reward": 0.25, "seconds": 10}', '{"step": 1, "reward": 0.5}']
+    page = report_html(read_run(run_folder(tmp_path / "x", lines)))
+    assert "1 update; reward 0.5; evaluation 0.25; 10 seconds" in page
+    assert page.count('class="alone"') == page.count("<svg") and page.count(">0</text>") == 2
 
 
 def test_a_page_of_a_real_run(tmp_path, capsys):
