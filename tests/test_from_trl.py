@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import dataclasses
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
+import trl
 
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.config import DIFFERENT_FROM_TRL, FROM_TRL, HELD
@@ -126,6 +129,15 @@ def test_what_is_refused_names_the_page(names):
         type("Mine", (GRPOTrainer,), {"compute_loss": lambda self: None})
     with pytest.raises(AttributeError, match=f"has no 'predict'.*{FROM_TRL}"):
         GRPOTrainer(*given).predict(names["rows"])
+
+
+def test_the_page_counts_the_settings_of_the_versions_that_it_names():
+    kinds = trl.GRPOConfig, transformers.TrainingArguments
+    theirs, base = ({field.name for field in dataclasses.fields(kind)} for kind in kinds)
+    versions = [".".join(one.__version__.split(".")[:2]) for one in (trl, transformers)]
+    said = f"TRL {versions[0]}, whose {len(theirs)} settings contain the {len(base)} of"
+    if versions == ["1.16", "5.23"]:
+        assert base <= theirs and f"{said} transformers {versions[1]}" in PAGE
 
 
 @pytest.mark.parametrize("page", ["README.md", "index.ipynb"])

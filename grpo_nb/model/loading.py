@@ -554,7 +554,7 @@ def _nf4_config(layout):
     except ImportError as error:
         raise ImportError(
             f"load_in_4bit for {layout.config.model_type} needs bitsandbytes, which is not "
-            "installed: pip install 'grpo_nb[gpu]', or leave load_in_4bit out"
+            "installed: pip install 'bitsandbytes>=0.48', or leave load_in_4bit out"
         ) from error
     return BitsAndBytesConfig(
         load_in_4bit=True,

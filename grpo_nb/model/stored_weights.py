@@ -460,7 +460,7 @@ def nf4(
         from bitsandbytes.nn import Params4bit
     except ImportError as error:
         raise ImportError(
-            "NF4 needs bitsandbytes, which is not installed: pip install 'grpo_nb[gpu]', or "
+            "NF4 needs bitsandbytes, which is not installed: pip install 'bitsandbytes>=0.48', or "
             "leave attention_4bit or load_in_4bit out (the experts of a gpt-oss need no "
             "bitsandbytes)"
         ) from error

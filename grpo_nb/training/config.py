@@ -194,6 +194,11 @@ OTHER_NAMES = {  # of settings, in other libraries -> here
     "grad_clip": "max_grad_norm",
     "reward_scaling": "scale_rewards",
     "torch_dtype": "dtype",
+    "no_cuda": "use_cpu",
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "push_to_hub_token": "hub_token",
+    "push_to_hub_model_id": "hub_model_id",
     "datasets": "dataset_name",
     "streaming": "dataset_streaming",
 }

@@ -47,7 +47,8 @@ def make_optimizer(
     try:
         kind, given = Trainer.get_optimizer_cls_and_kwargs(settings)
     except (ImportError, ValueError) as error:  # a package that it needs is missing
-        advice = "pip install 'grpo_nb[gpu]'" if needs_bitsandbytes(config.optim) else "install it"
+        wanted = "pip install 'bitsandbytes>=0.48'"
+        advice = wanted if needs_bitsandbytes(config.optim) else "install it"
         raise ImportError(
             f"optim={config.optim!r} cannot be made ({error}): {advice}, or choose 'adamw_torch'"
         ) from error

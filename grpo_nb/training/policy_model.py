@@ -123,7 +123,9 @@ def loading_arguments(
     quantization_config: Any = None,  # as for load_policy
 ) -> dict[str, Any]:  # float32 unless model_init_kwargs names a dtype
     "What from_pretrained is given; ValueError if two places ask for a quantization."
-    given = {"dtype": "float32", **(config.model_init_kwargs or {})}
+    given = dict(config.model_init_kwargs or {})
+    older = given.pop("torch_dtype", None)  # the name before transformers 4.56
+    given.setdefault("dtype", older or "float32")
     if config.trust_remote_code:
         given["trust_remote_code"] = True
     if quantization_config is None:

@@ -280,6 +280,7 @@ def test_a_switch_that_is_off_may_be_given_as_enum_or_bool():
         ("lr", "learning_rate"),
         ("num_ppo_epochs", "num_iterations"),
         ("clip_ratio", "epsilon"),
+        ("use_liger_loss", "use_liger_kernel"),
     ],
 )
 def test_an_unknown_keyword_names_the_nearest(given, nearest):

@@ -35,6 +35,7 @@ from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.optimizer import make_optimizer
+from grpo_nb.training.policy_model import loading_arguments
 from grpo_nb.training.rewards import ModelReward
 from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE
 
@@ -233,6 +234,8 @@ def test_what_from_pretrained_is_given(tmp_path, monkeypatch):
         asked == [{"dtype": "float32", "trust_remote_code": True, "quantization_config": wanted}]
         and trainer.device.type == "cpu"
     )
+    older = small_config(tmp_path, model_init_kwargs={"torch_dtype": "bfloat16"})
+    assert loading_arguments(older) == {"dtype": "bfloat16"}
     with pytest.raises(ValueError, match="give it once"):
         GRPOTrainer(
             str(tmp_path / "model"),
