@@ -694,10 +694,11 @@ class VLLMServer:
         path = str(self.folder / name)
         body = {"lora_name": name, "lora_path": path}
         for attempt in range(retries + 1):
+            away = False
             try:
                 status, answer = address.ask("/v1/load_lora_adapter", body)
             except (OSError, HTTPException) as error:
-                status, answer = 503, str(error) or type(error).__name__
+                away, status, answer = True, 503, str(error) or type(error).__name__
             why = reason_of(answer)
             if status == 200 or "already been loaded" in why:
                 return
@@ -706,6 +707,11 @@ class VLLMServer:
             self.check_alive()
             if attempt < retries:
                 time.sleep(self.pause(attempt))
+        if away:
+            raise ServerError(
+                f"{address.url} no longer answers ({why}): its log may say why. Start it again, "
+                "and go on from the last checkpoint"
+            )
         raise ServerError(
             f"{address.url} did not load the adapter in {path} ({status}: {why}). Is it started "
             f"with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {self.flags()}, and can it read that "

@@ -403,6 +403,9 @@ def test_words_near_a_card_s_line_and_without_adapters():
     assert (
         "trains every weight" in describe(plan("Llama-3.1-8B", "H100", lora_r=0))
     ) and "trains every weight" not in describe(plan("Llama-3.1-8B", "H100"))
+    shared = describe(plan("Llama-3.1-8B", "H100", cards=2, fsdp="full_shard"))
+    assert "fsdp leaves each card a share" in shared
+    assert "fsdp" not in describe(plan("Llama-3.1-8B", "H100", cards=2))
 
 
 def test_advice_knows_the_format_of_the_experts_and_cards_that_need_no_advice():

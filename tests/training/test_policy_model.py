@@ -29,6 +29,9 @@ def test_an_adapter_freezes_the_rest():
     count = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert describe_trainable(adapted).startswith(f"{count:,} of ")
     assert describe_trainable(adapted).endswith("adapters on q_proj")
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # the second wraps the first
+    experts = load_policy(small_model()[0], PLAIN, LoraConfig(r=2, target_parameters=both))
+    assert describe_trainable(experts).endswith("adapters on experts")
 
 
 @pytest.mark.parametrize("adapter", [None, LORA])
