@@ -846,7 +846,7 @@ said["weak"] = [
 ]
 said["value"] = pool.run("def f(x): return 2 * x", entry="f", args=(4,)).value
 delete = "import random\ndef f(path): return random._os.unlink(path)"
-said["deleted"] = pool.run(delete, entry="f", args=(sys.argv[1],)).ok
+said["deleted"] = pool.run(delete, entry="f", args=(sys.argv[1],), timeout_s=20).ok
 print(json.dumps(said))
 """
 

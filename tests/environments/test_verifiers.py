@@ -297,8 +297,8 @@ def test_what_was_decided(text, value):
 @pytest.mark.parametrize(
     "ending", ["", "x", *(pytest.param(end, marks=pytest.mark.full) for end in "}1")]
 )
-def test_a_hundred_thousand_characters_take_less_than_a_second(piece, ending):
-    text = (piece * (100_000 // len(piece) + 1))[:100_000] + ending
+def test_fifty_thousand_characters_take_less_than_half_a_second(piece, ending):
+    text = (piece * (50_000 // len(piece) + 1))[:50_000] + ending
     for function in (
         final_number,
         boxed,
@@ -307,7 +307,7 @@ def test_a_hundred_thousand_characters_take_less_than_a_second(piece, ending):
         lambda text: final_number(text + "}" * 15_000),
     ):
         assert any(
-            seconds_of(function, text) < 1 for _ in range(3)
+            seconds_of(function, text) < 0.5 for _ in range(3)
         )  # a garbage collection or a busy neighbour may spoil one
 
 

@@ -18,6 +18,7 @@ import torch
 import trl
 from accelerate import PartialState
 from huggingface_hub import HfApi, ModelCard, constants
+from matplotlib.figure import Figure
 from peft import LoraConfig, get_peft_model
 from small_runs import ROWS, digits, small_model, small_trainer, weights_of
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerCallback
@@ -66,6 +67,13 @@ def hub(tmp_path, monkeypatch):
     with Hub(tmp_path / "hub") as started:
         yield started
         started.gate.set()
+
+
+@pytest.fixture(autouse=True)
+def small_curve(request, monkeypatch):
+    "The curve beside a card takes longer to draw than the run does: it is whole in one test."
+    if request.node.name != test_the_card.__name__:
+        monkeypatch.setattr(room, "run_figure", lambda history: Figure(figsize=(1, 1)))
 
 
 def uploading(folder, reward=digits, **changes):

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from small_runs import digits, small_model, small_trainer, weights_of, without_clocks
 
 from grpo_nb.training.checkpoint import checkpoints
@@ -51,8 +52,9 @@ def at_step(dashboard, step):
 
 
 @pytest.fixture
-def dashboard():
-    "One whose run does not outlive the test."
+def dashboard(monkeypatch):
+    "One that draws little, and whose run does not outlive the test."
+    monkeypatch.setattr(module, "dashboard_figure", lambda history: Figure(figsize=(1, 1)))
     made = Dashboard()
     yield made
     made.gate.set("stop")
@@ -77,7 +79,10 @@ def assert_equal_runs(trainer, whole):
 # orders
 
 
-def test_a_run_under_the_dashboard_is_the_run_without_it(dashboard, whole, tmp_path, capsys):
+def test_a_run_under_the_dashboard_is_the_run_without_it(
+    dashboard, whole, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(module, "dashboard_figure", dashboard_figure)  # all of it is drawn
     trainer = small_trainer(tmp_path, max_steps=8, disable_tqdm=False)
     trainer.log.show = True
     box = dashboard.run(trainer)
