@@ -7,7 +7,8 @@ were shown? The pages' own cells, for several seeds.
 
 Each seed has its own programs at random, of which the worse half is shown, its own model, training
 and sampling. A table has the best shown program, the best that was kept back, the likeliest written
-one and the best of a hundred written ones. On 2048 it is their progress: all play the same four
+one and the best of a hundred written ones (for matrix products, of a hundred before the training
+as well). On 2048 it is their progress: all play the same four
 hundred games, which were used for nothing else. For matrix products it is how many times as fast
 as the naive loops they are: by the count of instructions that the training pays for, and in a
 second table by the clock of the sandbox. Below a table are the mean gains over the seeds with their
@@ -30,6 +31,7 @@ LAST = {  # of each page, the cell that compares; nothing after it is run
     "07_matmul_gpt_oss.ipynb": "def clocked(",
 }
 NAMES = {"2048": "06_game2048_gpt_oss.ipynb", "matmul": "07_matmul_gpt_oss.ipynb"}
+SPEEDS = ("count", "clock")  # by which the page on matrix products measures
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # by number of seeds
 
 
@@ -56,16 +58,13 @@ def changed(source, seed, updates):
     return source
 
 
-COLUMNS = ["best shown", "best kept back", "likeliest", "best of 100"]
-
-
 def compared(names):
-    "What the page's last cell has found: measure -> the four programs' values."
+    "What a page's last cell has found: measure -> program -> value, the two written ones last."
     if "speeds" in names:
-        found = zip(*names["speeds"].values())
-        return {key: dict(zip(COLUMNS, row)) for key, row in zip(("count", "clock"), found)}
-    games = (*names["rivals"].values(), names["likeliest"], names["chosen"])
-    return {"progress": dict(zip(COLUMNS, map(statistics.mean, games)))}
+        pairs = names["speeds"].items()
+        return {key: {name: pair[at] for name, pair in pairs} for at, key in enumerate(SPEEDS)}
+    games = names["rivals"] | {"likeliest": names["likeliest"], "best of 100": names["chosen"]}
+    return {"progress": {name: statistics.mean(each) for name, each in games.items()}}
 
 
 def measure(page, seed, updates=None):
@@ -91,12 +90,13 @@ def measure(page, seed, updates=None):
 
 def table(rows, key):
     "Lines of a table of one measure, and the mean gains."
-    lines = [f"{key:>8s}" + "".join(f"{name:>16s}" for name in COLUMNS)]
+    columns = [*rows[0][key]]
+    lines = [f"{key:8s}" + "".join(f"{name:>24s}" for name in columns)]
     for row in rows:
-        values = "".join(f"{row[key][name]:16.2f}" for name in COLUMNS)
+        values = "".join(f"{row[key][name]:24.2f}" for name in columns)
         lines.append(f"seed {row['seed']:3d}" + values)
-    for one in COLUMNS[2:]:
-        for other in COLUMNS[:2]:
+    for one in columns[-2:]:
+        for other in columns[:-2]:
             gains = [row[key][one] - row[key][other] for row in rows]
             if len(rows) in T95:
                 half = T95[len(rows)] * statistics.stdev(gains) / math.sqrt(len(rows))
@@ -117,7 +117,7 @@ def main():
 
     matplotlib.use("Agg")
     rows = [measure(NAMES[args.page], seed, args.updates) for seed in args.seeds]
-    for key in ("progress", "count", "clock"):
+    for key in ("progress", *SPEEDS):
         if key in rows[0]:
             print(*table(rows, key), "", sep="\n")
     print(json.dumps(rows))

@@ -3,6 +3,7 @@ language, the values of NF4, and the script that runs two pages for several seed
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -25,6 +26,7 @@ PAGES = ROOT / "nbs/tutorials"
 CLOCK = dict(  # what the cell with the clock has from the imports of its page
     cache=functools.cache,
     contextmanager=contextlib.contextmanager,
+    deepcopy=copy.deepcopy,
     replace=dataclasses.replace,
     sys=sys,
     SandboxResult=sandbox.SandboxResult,
@@ -98,8 +100,12 @@ def test_a_program_in_this_process_is_paid_by_its_count(kernels):
     rewards = MatmulRewards(kernels["Here"](), seed=0, size=16, trials=1)
     quick = "from operator import mul\n\ndef matmul(A, B):\n    return [[sum(map(mul, a, t)) "
     texts = [NAIVE, quick + "for t in zip(*B)] for a in A]", "def matmul(A, B): return C"]
+    erases = (
+        "def matmul(A, B):\n    for a in A: a[:] = [0.0 for _ in a]\n"  # zeros are then the product
+    )
+    texts.append(erases + "    return [[0.0 for _ in B[0]] for _ in A]")
     reports = rewards.judge([f"```python\n{text}\n```" for text in texts])
-    assert [report.stage for report in reports] == ["right", "right", "fails"]
+    assert [report.stage for report in reports] == ["right", "right", "fails", "wrong"]
     ratio = kernels["count"](NAIVE, 16) / kernels["count"](reports[1].program.code, 16)
     assert reports[0].timing.speed == 1 and reports[1].timing.speed == pytest.approx(ratio)
 
@@ -166,7 +172,8 @@ def test_the_script_finds_what_it_changes(monkeypatch, page):
     assert text.count("output = trainer.train()") == 1 and "await " not in text
     assert script.LAST[page] in before[-1]
     sys.modules.pop("written_programs")
-    values = dict(zip(script.COLUMNS, (0.2, 0.5, 0.3, 0.4)))
+    names = "best shown", "best kept back", "likeliest", "best of 100"
+    values = dict(zip(names, (0.2, 0.5, 0.3, 0.4)))
     row = dict(seed=0, count=values)
     lines = script.table([row, dict(seed=1, count=values | {"best of 100": 0.6})], "count")
     assert lines[-2].startswith("best of 100 over best shown: +0.30 +- 1.27")
