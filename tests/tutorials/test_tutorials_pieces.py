@@ -1,19 +1,37 @@
-"""Pieces of the tutorials that train nothing: a grammar, a reward for a language, the values of
-NF4, and the script that runs the page on 2048 for several seeds."""
+"""Pieces of the tutorials that train nothing: two grammars, a clock that counts, a reward for a
+language, the values of NF4, and the script that runs two pages for several seeds."""
 
 import ast
+import contextlib
+import copy
+import dataclasses
+import functools
 import importlib
 import json
 import random
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from grpo_nb.environments import sandbox
+from grpo_nb.environments.game2048 import trusted
+from grpo_nb.environments.matmul import NAIVE, MatmulRewards, answer_errors, product, random_matrix
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "nbs/tutorials"
+CLOCK = dict(  # what the cell with the clock has from the imports of its page
+    cache=functools.cache,
+    contextmanager=contextlib.contextmanager,
+    deepcopy=copy.deepcopy,
+    replace=dataclasses.replace,
+    sys=sys,
+    SandboxResult=sandbox.SandboxResult,
+    SimpleNamespace=types.SimpleNamespace,
+)
 
 
 def cells(page):
@@ -37,12 +55,59 @@ def grammar():
     return names_of(page, ["def random_program("], random=random, SEED=0, TINY=True)
 
 
-def test_programs_of_the_grammar_are_python_and_made_of_its_words(grammar):
+@pytest.fixture(scope="module")
+def kernels():
+    names = dict(random=random, SEED=0, TINY=True, allowed={}, trusted=trusted, **CLOCK)
+    return names_of("07_matmul_gpt_oss.ipynb", ["def random_program(", "class Here:"], **names)
+
+
+@pytest.mark.parametrize("name", ["grammar", "kernels"])
+def test_programs_of_the_grammar_are_made_of_its_words(name, request):
+    grammar = request.getfixturevalue(name)
     words = sorted(map(re.escape, grammar["WORDS"]), key=len, reverse=True)
     for code in grammar["WRITTEN"]:
-        ast.parse(code)
         assert re.fullmatch("|".join(words).join(["(?:", ")+"]), code)
     assert len(set(grammar["WRITTEN"])) > 100  # the short ones come more than once
+
+
+def test_strategies_of_the_grammar_are_python(grammar):
+    for code in grammar["WRITTEN"]:
+        ast.parse(code)
+
+
+def test_kernels_without_a_slip_are_right(kernels):
+    rng = random.Random(1)
+    (a, b), words = (random_matrix(3, 10, rng), random_matrix(10, 4, rng)), set()
+    for _ in range(200):
+        written = kernels["random_words"](rng)
+        words |= {*written}
+        found = trusted("".join(written), "matmul")(a, b)
+        assert answer_errors(found, product(a, b))[0] < 1e-12, "".join(written)
+    assert words == {*kernels["WORDS"]} - {kernels["NUMPY"]}  # and each word can be right
+
+
+def test_the_count_is_the_same_each_time_and_ranks_as_the_clock_does(kernels):
+    count, before = kernels["count"].__wrapped__, sys.gettrace()
+    begin = "def matmul(A, B):\n    T = [*zip(*B)]\n    return [["
+    entries = "sum([x * y for x, y in zip(a, t)])", "sum(map(float.__mul__, a, t))"
+    quick = [begin + entry + " for t in T] for a in A]" for entry in entries]
+    counts = [count(code, 8) for code in (NAIVE, *quick)]
+    assert counts == [count(code, 8) for code in (NAIVE, *quick)]
+    assert counts[0] > counts[1] > counts[2] > 15 * 8**3 and sys.gettrace() is before
+
+
+def test_a_program_in_this_process_is_paid_by_its_count(kernels):
+    rewards = MatmulRewards(kernels["Here"](), seed=0, size=16, trials=1)
+    quick = "from operator import mul\n\ndef matmul(A, B):\n    return [[sum(map(mul, a, t)) "
+    texts = [NAIVE, quick + "for t in zip(*B)] for a in A]", "def matmul(A, B): return C"]
+    erases = (
+        "def matmul(A, B):\n    for a in A: a[:] = [0.0 for _ in a]\n"  # zeros are then the product
+    )
+    texts.append(erases + "    return [[0.0 for _ in B[0]] for _ in A]")
+    reports = rewards.judge([f"```python\n{text}\n```" for text in texts])
+    assert [report.stage for report in reports] == ["right", "right", "fails", "wrong"]
+    ratio = kernels["count"](NAIVE, 16) / kernels["count"](reports[1].program.code, 16)
+    assert reports[0].timing.speed == 1 and reports[1].timing.speed == pytest.approx(ratio)
 
 
 def test_the_ten_measures_say_what_the_table_says(grammar):
@@ -96,16 +161,19 @@ def test_nf4_has_the_published_values():
     )
 
 
-def test_the_script_finds_what_it_changes(monkeypatch):
+@pytest.mark.parametrize("page", ["06_game2048_gpt_oss.ipynb", "07_matmul_gpt_oss.ipynb"])
+def test_the_script_finds_what_it_changes(monkeypatch, page):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     script = importlib.import_module("written_programs")
-    before = list(script.sources())
+    before = list(script.sources(page))
     after = [script.changed(source, seed=7, updates=1) for source in before]
     text = "\n".join(filter(None, after))
     assert text.count("SEED = 7\n") == 1 and text.count("max_steps=1,") == 1
     assert text.count("output = trainer.train()") == 1 and "await " not in text
-    assert script.LAST in before[-1]
+    assert script.LAST[page] in before[-1]
     sys.modules.pop("written_programs")
-    row = dict(seed=0, best_shown=0.2, best_kept_back=0.5, likeliest=0.3, chosen=0.4)
-    lines = script.table([row, row | {"chosen": 0.6}])
-    assert lines[-2].startswith("chosen over best_shown: +0.30 +- 1.27")
+    names = "best shown", "best kept back", "likeliest", "best of 100"
+    values = dict(zip(names, (0.2, 0.5, 0.3, 0.4)))
+    row = dict(seed=0, count=values)
+    lines = script.table([row, dict(seed=1, count=values | {"best of 100": 0.6})], "count")
+    assert lines[-2].startswith("best of 100 over best shown: +0.30 +- 1.27")
