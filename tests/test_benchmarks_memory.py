@@ -560,6 +560,17 @@ def test_one_script_makes_every_table_of_the_page():
     assert all((FOLDER / script).exists() for script in found.values()), found
     page = (FOLDER.parent / "docs/how_fast.md").read_text()
     assert set(re.findall(r"images/fast_(\w+)\.svg", page)) <= found.keys()
+    assert not [script for script in found.values() if f"benchmarks/{script}" not in page]
+
+
+def test_every_table_of_the_page_names_machine_versions_and_day():
+    parts = (FOLDER.parent / "docs/how_fast.md").read_text().split("\n\n")
+    pictures = [n for n, part in enumerate(parts) if part.startswith("![")]
+    assert len(pictures) > 5
+    for n in pictures:
+        below = parts[n + 2]  # the picture, the table, its line
+        assert parts[n + 1].startswith("| ") and below.startswith("One H200"), below
+        assert re.search(r"torch 2\.\d+", below) and re.search(r"2026-\d\d-\d\d", below), below
 
 
 @pytest.mark.parametrize("name", NAMES)

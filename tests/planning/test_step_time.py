@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -19,6 +20,11 @@ def training_seconds(shape, *given, targets=("attention",), **more):
     by_heads = shape.sinks and "attention" in targets
     work = training_work(shape, *given, targets=targets, by_heads=by_heads, **more)
     return {part: T4.seconds(*each) for part, each in work.items()}
+
+
+def number(text):
+    "Of a page: 1,294 or .19."
+    return float(text.replace(",", "")) if "." in text else int(text.replace(",", ""))
 
 
 def drawing_seconds(*given):
@@ -182,3 +188,24 @@ def test_no_time_is_said_where_none_is_known():
     elsewhere = plan("gpt-oss-20b", "H200", context=1024, samplers=1)
     assert elsewhere.seconds().keys() == {"training"}
     assert "at least" not in describe(plan("gpt-oss-20b", "RTX 4090", context=1024))
+
+
+def test_the_floors_of_the_page_on_speed():
+    page, shape, h200 = (
+        (ROOT / "docs/how_fast.md").read_text(),
+        MODELS["gpt-oss-20b"],
+        RATES["H200"],
+    )
+    drawn = re.findall(r"^\| (\d+) x ([\d,]+) \|.*\| (\S+) \| \S+ \| (\S+) \|$", page, re.M)
+    assert len(drawn) == 5
+    for rows, prompt, *floors in drawn:
+        rows, prompt = int(rows), number(prompt)
+        for weights, floor in zip(("mxfp4", "bf16"), floors):
+            work = drawing_work(shape, weights, rows, 1, prompt, 256, rows)["drawing"]
+            assert rows * 256 / h200.seconds(*work) == pytest.approx(number(floor), rel=1e-3)
+    trained = re.findall(r"^\| ([\d,]+) \| .* \| (\S+) s \|$", page, re.M)
+    assert len(trained) == 3
+    for tokens, floor in trained:
+        work = training_work(shape, "bf16", [(1, 0, number(tokens))]).values()
+        found = sum(h200.seconds(*each) for each in work)
+        assert found == pytest.approx(number(floor), rel=0.03)
