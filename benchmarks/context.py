@@ -316,111 +316,21 @@ class Limits:
         )
 
 
-T4_FLOPS, T4_BYTES = 65e12, 320e9  # a second: float16, and the memory
+def t4_training(shape, *given, r=8, targets=("attention",), **more):
+    """Roofline estimate of log-probs, loss and gradients on a T4, seconds by part. Nobody ran it
+    there."""
+    from grpo_nb.planning.step_time import RATES, training_work
+
+    by_heads = shape.sinks and "attention" in targets
+    work = training_work(shape, *given, r=r, targets=targets, by_heads=by_heads, **more)
+    return {part: RATES["T4"].seconds(*each) for part, each in work.items()}
 
 
-def roof(flops, bytes_):
-    return max(flops / T4_FLOPS, bytes_ / T4_BYTES)
+def t4_drawing(*given):
+    "Roofline estimate of reading prompts and drawing on a T4, seconds."
+    from grpo_nb.planning.step_time import RATES, drawing_work
 
-
-def pairs(shape, length, before=0):
-    """Pairs of a query and a key that it sees, over all layers: `length` tokens after `before`
-    others."""
-
-    def causal(n):
-        return sum(
-            n * min(w or n, n) - min(w or n, n) ** 2 / 2
-            for w in shape.windows or (None,) * shape.layers
-        )
-
-    return causal(before + length) - causal(before)
-
-
-def t4_training(shape, weights, pieces, *, batches=1, tile=None, r=8, targets=("attention",)):
-    """Roofline estimate of log-probs, loss and gradients on a T4, seconds by part; `pieces`: (how
-    many, tokens before, tokens) of prompts and completions. Nobody ran it there."""
-    from grpo_nb.model.memory_bytes import lora_parameters, weight_bits
-
-    tokens, count, bits = (
-        sum(n * length for n, _, length in pieces),
-        shape.parameters,
-        weight_bits(shape, weights),
-    )
-
-    def cut(size):
-        return max(batches, -(-tokens // size) if size else 1)
-
-    # For each slice 4-bit weights are unpacked; without a call for all experts, one takes its
-    # tokens of a whole batch.
-    slices = batches if shape.experts else cut(tile)
-    # Of the experts, for a token.
-    share = shape.experts_per_token / shape.experts if shape.experts else 1
-    q, k, wide = (
-        shape.heads * shape.head_dim,
-        shape.kv_heads * shape.head_dim,
-        shape.experts_per_token * (3 * shape.intermediate + 2 * shape.hidden),
-    )
-    # More forward passes: attention layers by heads are computed once more, before each head's
-    # gradients.
-    more = int(shape.sinks and "attention" in targets)
-    # Passes: in the second one nobody hears a gpt-oss' experts, and their last product of three is
-    # left out.
-    mlp = 8 / 3 if shape.sinks else 3
-
-    def products(kind, target, passes=3):
-        # Two for each weight: forward, forward again, the gradient of the input; adapters have a
-        # gradient of their own, too.
-        adapter = lora_parameters(shape, r, (target,)) if target in targets else 0
-        return 2 * passes * count[kind] + 2 * (passes + 1) * adapter
-
-    def moved(kind, times, passes=3):
-        # Read; where packed, written in float16 and read again.
-        return passes * times * count[kind] * (bits[kind] / 8 + (4 if bits[kind] < 16 else 0))
-
-    activations = 3 * 2 * 2 * tokens * shape.layers  # three passes, written and read, float16
-    return {
-        "mlp": roof(
-            share * products("mlp", "mlp", mlp) * tokens,
-            moved("mlp", slices, mlp) + activations * wide,
-        ),
-        "projections": roof(
-            products("attention", "attention", 3 + more) * tokens,
-            moved("attention", batches, 3 + more)
-            + activations * (3 + more) / 3 * 2 * (shape.hidden + q + k),
-        ),
-        # Its backward pass is 2.5 forward ones.
-        "attention": roof(
-            (4.5 + more)
-            * 4
-            * q
-            * sum(n * pairs(shape, length, before) for n, before, length in pieces),
-            activations * (3 + more) / 3 * 2 * (q + k),
-        ),
-        # Logits, and the gradient of the hidden states.
-        "head": roof(
-            4 * shape.vocab * shape.hidden * tokens, 2 * cut(1024) * 2 * shape.vocab * shape.hidden
-        ),
-    }
-
-
-def t4_drawing(shape, weights, prompts, completions, prompt, new, together):
-    """Roofline estimate of drawing on a T4, seconds: prompts read once, then the weights (of
-    experts that anyone is routed to) and the keys and values for every token; `together` rows at a
-    time."""
-    from grpo_nb.model.memory_bytes import weight_bytes
-
-    size, count, rows = weight_bytes(shape, weights), shape.parameters, prompts * completions
-    share = shape.experts_per_token / shape.experts if shape.experts else 1
-    active = count["attention"] + share * count["mlp"] + shape.vocab * shape.hidden
-    seconds = roof(2 * active * prompts * prompt, sum(size.values()))
-    for first in range(0, rows, together):
-        B = min(together, rows - first)
-        routed = 1 - (1 - share) ** B  # of the experts, where all are equally likely
-        read = new * (
-            size["attention"] + routed * size["mlp"] + 2 * shape.vocab * shape.hidden
-        ) + B * 4 * shape.kv_heads * shape.head_dim * pairs(shape, new, prompt)
-        seconds += roof(2 * active * B * new, read)
-    return seconds
+    return sum(RATES["T4"].seconds(*work) for work in drawing_work(*given).values())
 
 
 # Models

@@ -1,10 +1,18 @@
-"""Compiles the Triton kernels for cards that are not here (compute capabilities on the command
-line), and prints a line for each: name, shared memory, or the error. Of a kernel in several tiles
-only the smallest and the largest in use, unless the first word is `all`."""
+"""Compiles every Triton kernel of the package for cards that are not here (compute capabilities on
+the command line), and prints a line for each launch: kernel, shared memory, or the error.
+
+Launches are recorded, not written down: the functions that launch are called with tensors without
+memory, at a gpt-oss-20b's and a Qwen3-4B's sizes. A kernel that none of them launches is named as
+missing. Below compute capability 8.0 numbers are float16, and a bfloat16 in the code is an error.
+With the first word `all`, more sizes of batches; without it, of a newer card only the products
+with experts, which are other code there."""
 
 import inspect
+import pkgutil
 import re
 import sys
+from importlib import import_module
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -12,317 +20,298 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
 
-from grpo_nb.model import training_kernels
+import grpo_nb
+from grpo_nb.algorithm import softmax_kernel
+from grpo_nb.model import offload, training_kernels
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
-from grpo_nb.rollout import decode_kernels, expert_kernel
-from grpo_nb.rollout.decode_ops import LayerWeights, Projection
+from grpo_nb.rollout import decode_kernels, dense_kernels, expert_kernel, filter_kernels
+from grpo_nb.rollout.decode_ops import DecodeState, LayerWeights, Projection
+from grpo_nb.rollout.dense_ops import Norm
 from grpo_nb.rollout.kv_cache import LayerCache
+from grpo_nb.rollout.sampling import SamplingParams
 
-ALIGNED = set(
-    "I N K H V count se sk sn ue ur un NA NB NC".split()
-)  # sizes that are multiples of 16 in gpt-oss
-
-
-def signature(kernel, kinds, constants):
-    "A type for each parameter: a pointer where `kinds` names one, else a number."
-    names = inspect.signature(kernel.fn).parameters
-    return {
-        name: "constexpr"
-        if name in constants
-        else kinds.get(name, "fp32" if name in FLOATS else "i32")
-        for name in names
-    }
+SHORT = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
 
 
-FLOATS = {"alpha", "limit", "largest", "scale", "eps", "inverse_temperature", "SA", "SB", "SC"}
+# Which kernels there are
 
 
-def multiples_of_16(types):
-    "Triton's word for the pointers and sizes of which it may assume that."
-    return {
-        (n,): [["tt.divisibility", 16]]
-        for n, (name, kind) in enumerate(types.items())
-        if kind[0] == "*" or name in ALIGNED and kind != "constexpr"
-    }
+def called_by(kernel):
+    "The kernels that a kernel calls by name."
+    names = [kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names]
+    return [found for found in names if isinstance(found, JITFunction)]
 
 
-def cases(half, every):
-    """(name, kernel, pointers, constants, warps, stages) at gpt-oss-20b's sizes; `half` is the
-    card's 16-bit format; `every`: experts in the tiles between, too."""
-    p, f, i, long = f"*{half}", "*fp32", "*i32", "*i64"
-    yield (
-        "unpack",
-        training_kernels._unpack,
-        dict(blocks="*u8", scales="*u8", out=p),
-        dict(BB=128),
-        4,
-        3,
-    )
-    rows = dict(z=p, ids=long, bias=p, out=p)
-    yield "activate", training_kernels._activate, rows, dict(BI=1024), 4, 3
-    yield (
-        "activate_backward",
-        training_kernels._activate_backward,
-        dict(rows, gradient=p, share=f, sums=f),
-        dict(BI=512),
-        4,
-        3,
-    )
-    yield (
-        "combine",
-        training_kernels._combine,
-        dict(y=p, place=long, weights=f, indices=long, bias=p, out=f),
-        dict(K=4, HAS_WEIGHTS=True, HAS_BIAS=True, BN=1024),
-        4,
-        3,
-    )
-    if half == "fp16":
-        return  # `steps` has these for older cards
-    for packed in (False, True):
-        for rank in (0, 8):
-            for BM, BN, BK, stages in (
-                ((16, 64, 256, 4), (32, 128, 128, 4), (64, 128, 128, 4))
-                if packed
-                else ((16, 64, 64, 4), (32, 128, 64, 4), (64, 128, 64, 4))
-            ):
-                if BM == 32 and not every:
-                    continue
-                pointers = dict(
-                    x=p,
-                    token_of=i,
-                    weight_of=f,
-                    w="*u8" if packed else p,
-                    scales="*u8" if packed else p,
-                    bias=p,
-                    t=f if rank else p,
-                    up=p,
-                    out=p,
-                    item_expert=i,
-                    item_start=i,
-                    item_end=i,
-                )
-                constants = dict(
-                    GATHER=True,
-                    GATED=True,
-                    HAS_BIAS=True,
-                    ROUND=True,
-                    R=rank,
-                    RP=16,
-                    PACKED=packed,
-                    PTX=packed,
-                    IEEE=False,
-                    BM=BM,
-                    BN=BN,
-                    BK=BK,
-                )
-                yield (
-                    f"experts {'packed' if packed else 'dense'} rank {rank} tile {BM}x{BN}x{BK}",
-                    decode_kernels._experts_kernel,
-                    pointers,
-                    constants,
-                    4,
-                    stages,
-                )
+def kernels():
+    "Name -> kernel, of every module of the package that holds the decorator."
+    found = {}
+    for module in pkgutil.walk_packages(grpo_nb.__path__, "grpo_nb."):
+        place = module.module_finder.find_spec(module.name).origin
+        decorated = re.findall(r"@\w+\.jit\b.*\n\s*def (\w+)", Path(place).read_text())
+        for name in decorated:  # one inside a function has no such name: an error here
+            found[f"{module.name}.{name}"] = getattr(import_module(module.name), name)
+    return found
 
 
-def steps(half, batches):
-    """The launches of decoding steps of gpt-oss-20b: (kernel, types, constants, what is a multiple
-    of 16, options), from tensors without memory. In float16 the residual stream is float32."""
-    dtype, wide = (
-        (torch.float16, torch.float32) if half == "fp16" else (torch.bfloat16, torch.bfloat16)
-    )
-    short = {
-        torch.float16: "fp16",
-        torch.bfloat16: "bf16",
-        torch.float32: "fp32",
-        torch.float64: "fp64",
-        torch.int32: "i32",
-        torch.int64: "i64",
-        torch.uint8: "u8",
-        torch.bool: "i1",
-    }
-    seen = {}
+def missing(launched, capability):
+    "Names of kernels that are neither launched nor called by one that is."
+    reached, left = set(), list(launched)
+    while left:
+        kernel = left.pop()
+        if kernel not in reached:
+            reached.add(kernel)
+            left += called_by(kernel)
+    return [
+        name
+        for name, kernel in kernels().items()
+        if kernel not in reached and (capability >= 80 or not kernel.is_gluon())
+    ]
 
-    def note(kernel, *args, grid, warmup=False, num_warps=4, num_stages=3, **given):
-        values = dict(zip(inspect.signature(kernel.fn).parameters, args)) | given
-        constants = {
-            name: value
-            for name, value in values.items()
-            if kernel.params[list(values).index(name)].is_constexpr
-        }
-        types = {
-            name: "constexpr"
-            if name in constants
-            else f"*{short[x.dtype]}"
-            if torch.is_tensor(x)
-            else "fp32"
-            if isinstance(x, float)
-            else "i32"
-            for name, x in values.items()
-        }
+
+# What launches them
+
+
+class Recorder:
+    "In place of a launch: its kernel, types, constants, what is a multiple of 16, and options."
+
+    def __init__(self, half):
+        self.half, self.seen = half, {}
+
+    def note(self, kernel, *args, grid, warmup=False, num_warps=4, num_stages=3, **given):
+        values = inspect.signature(kernel.fn).bind(*args, **given).arguments
+        if values.get("PACKED"):  # on a card, which a tensor without memory is not on
+            values["PTX"] = self.half == torch.bfloat16
+        fixed = {p.name for p in kernel.params if p.is_constexpr}
+        free = {p.name for p in kernel.params if not p.do_not_specialize}
+        fixed |= {name for name in free if type(values[name]) is int and values[name] == 1}
+        constants = {name: values[name] for name in values if name in fixed}
+        types = {name: "constexpr" if name in fixed else kind(x) for name, x in values.items()}
         aligned = {
             (n,): [["tt.divisibility", 16]]
             for n, (name, x) in enumerate(values.items())
-            if name not in constants and (torch.is_tensor(x) or isinstance(x, int) and x % 16 == 0)
+            if name not in fixed and (torch.is_tensor(x) or isinstance(x, int) and x % 16 == 0)
         }
-        seen[kernel.fn.__name__, str(types), str(constants)] = (
-            kernel,
-            types,
-            constants,
-            aligned,
-            dict(num_warps=num_warps, num_stages=num_stages),
+        options = dict(num_warps=num_warps, num_stages=num_stages)
+        if kernel.is_gluon():
+            del options["num_stages"]
+        launch = kernel, types, constants, aligned, options
+        self.seen[kernel, str(types), str(constants)] = launch
+
+    def __enter__(self):
+        def note(kernel, *args, **given):  # a function, so that it becomes a method of the kernel
+            self.note(kernel, *args, **given)
+
+        self.patch = mock.patch.object(JITFunction, "run", note)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *error):
+        self.patch.stop()
+
+
+def kind(x):
+    "Triton's word for the type of an argument."
+    if torch.is_tensor(x):
+        return f"*{SHORT[x.dtype]}"
+    return "fp32" if isinstance(x, float) else "i32"
+
+
+class Sizes:
+    "Makes tensors without memory, and layers of them, in a card's 16-bit format."
+
+    def __init__(self, half):
+        self.half = half
+        self.wide = torch.float32 if half == torch.float16 else half  # of a gpt-oss' residual
+
+    def t(self, *shape, dtype=None):
+        return torch.empty(*shape, dtype=dtype or self.half, device="meta")
+
+    def ints(self, *shape):
+        return self.t(*shape, dtype=torch.int32)
+
+    def longs(self, *shape):
+        return self.t(*shape, dtype=torch.int64)
+
+    def floats(self, *shape):
+        return self.t(*shape, dtype=torch.float32)
+
+    def linear(self, n, k, rank=8, bias=True):
+        adapter = (self.t(rank, k), self.t(n, rank), 2.0) if rank else ()
+        return Projection(self.t(n, k), self.t(n) if bias else None, *adapter)
+
+    def experts(self, packed, rank, E=32, H=2880):
+        def matrix(n):
+            if not packed:
+                return self.t(E, H, n)
+            blocks, scales = (E, n, H // 32, 16), (E, n, H // 32)
+            return PackedWeight(
+                *(self.t(*shape, dtype=torch.uint8) for shape in (blocks, scales)), self.half
+            )
+
+        def lora(n):
+            return (LowRank(self.t(E, H, rank), self.t(E, rank, n), 2.0),) if rank else ()
+
+        return ExpertWeights(
+            matrix(2 * H),
+            self.t(E, 2 * H),
+            matrix(H),
+            self.t(E, H),
+            1.702,
+            7.0,
+            lora(2 * H),
+            lora(H),
         )
 
-    def t(*shape, dtype=dtype):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def linear(n, k, rank=8):
-        return (
-            Projection(t(n, k), t(n), t(rank, k), t(n, rank), 2.0)
-            if rank
-            else Projection(t(n, k), t(n))
+    def layer(self, packed, rank, H=2880):
+        return LayerWeights(
+            self.t(H),
+            self.linear(4096, H),
+            self.linear(512, H),
+            self.linear(512, H),
+            self.linear(H, 4096),
+            self.t(64),
+            self.t(H),
+            self.t(32, H),
+            self.t(32),
+            self.experts(packed, rank),
         )
 
-    H = inner = 2880
-    experts = ExpertWeights(
-        PackedWeight(
-            t(32, 2 * inner, H // 32, 16, dtype=torch.uint8),
-            t(32, 2 * inner, H // 32, dtype=torch.uint8),
-            dtype,
-        ),
-        t(32, 2 * inner),
-        PackedWeight(
-            t(32, H, inner // 32, 16, dtype=torch.uint8),
-            t(32, H, inner // 32, dtype=torch.uint8),
-            dtype,
-        ),
-        t(32, H),
-        1.702,
-        7.0,
-        (LowRank(t(32, H, 8), t(32, 8, 2 * inner), 2.0),),
+
+def gpt_oss_step(s, B, packed=True, rank=8, H=2880):
+    "One layer of gpt-oss-20b and its head, for one token of each of B rows."
+    layer, x = s.layer(packed, rank), s.t(B, H, dtype=s.wide)
+    rows, lengths = s.longs(B), s.ints(33)
+    qkv = decode_kernels.project(s.t(B, H), (layer.query, layer.key, layer.value))
+    for cache in (
+        LayerCache(s.t(50, 8, 128, 64), s.t(50, 8, 128, 64), None, s.ints(33, 4)),
+        LayerCache(s.t(33, 8, 128, 64), s.t(33, 8, 128, 64), 128, None),
+    ):
+        turns = s.t(B, 32, dtype=s.wide), s.t(B, 32, dtype=s.wide)
+        inputs = qkv, *turns, cache, rows, lengths, s.t(64)
+        out = decode_kernels.attend(*inputs, kv_heads=8, scale=0.125)
+    decode_kernels.project(out, (layer.output,), residual=x)
+    _, normed = decode_kernels.moe(x, layer, s.t(H), top=4, eps=1e-5, dtype=s.half)
+    logits = decode_kernels.project(normed, (s.linear(201_088, H, 0, bias=False),))
+    decode_kernels.draw(logits, s.t(B, dtype=torch.float64))
+
+
+def dense_step(s, B, residual, H=2560, inner=9728, D=128):
+    "One layer of Qwen3-4B, and the norms and the activation of other families."
+    x, y, eps = s.t(B, H, dtype=residual), s.t(B, H), 1e-6
+    _, normed = dense_kernels.add_norm(x, y, Norm(s.t(H), eps), None, s.half)
+    dense_kernels.add_norm(x, y, *[Norm(s.floats(H), eps, rounds_first=False)] * 2, s.half)
+    heads = [s.linear(n * D, H, bias=False) for n in (32, 8, 8)]
+    dense_kernels.products(normed, heads)
+    qkv = s.t(B, 48 * D)
+    dense_kernels.norm_heads(qkv, (Norm(s.t(D), eps), Norm(s.t(D), eps)), 8, D)
+    cache = LayerCache(s.t(50, 8, 128, D), s.t(50, 8, 128, D), None, s.ints(B + 1, 4))
+    inputs = qkv, s.t(B, D // 2), s.t(B, D // 2), cache, s.longs(B), s.ints(B + 1), s.t(32)
+    out = dense_kernels.project(
+        decode_kernels.attend(*inputs, kv_heads=8, scale=D**-0.5), (s.linear(H, 32 * D),)
     )
-    layer = LayerWeights(
-        t(H),
-        linear(4096, H),
-        linear(512, H),
-        linear(512, H),
-        linear(H, 4096),
-        t(64),
-        t(H),
-        t(32, H),
-        t(32),
-        experts,
-    )
-    caches = [
-        LayerCache(t(50, 8, 128, 64), t(50, 8, 128, 64), None, t(33, 4, dtype=torch.int32)),
-        LayerCache(t(33, 8, 128, 64), t(33, 8, 128, 64), 128, None),
-    ]
-    with mock.patch.object(triton.runtime.jit.JITFunction, "run", note):
-        for B in batches:
-            x, lengths, rows = t(B, H, dtype=wide), t(33, dtype=torch.int32), t(B, dtype=torch.long)
-            qkv = decode_kernels.project(t(B, H), (layer.query, layer.key, layer.value))
-            for cache in caches:
-                out = decode_kernels.attend(
-                    qkv,
-                    t(B, 32, dtype=wide),
-                    t(B, 32, dtype=wide),
-                    cache,
-                    rows,
-                    lengths,
-                    t(64),
-                    kv_heads=8,
-                    scale=0.125,
-                )
-            decode_kernels.project(out, (layer.output,), residual=x)
-            _, normed = decode_kernels.moe(x, layer, t(H), top=4, eps=1e-5, dtype=dtype)
-            logits = decode_kernels.project(normed, (linear(201_088, H, 0),))
-            decode_kernels.draw(logits, t(B, dtype=torch.float64))
-    return seen.values()
+    wide = dense_kernels.products(out, [s.linear(inner, H, bias=False) for _ in range(2)])
+    gate, up = wide if len(wide) == 2 else wide[0].chunk(2, -1)
+    for activation in ("silu", "gelu_pytorch_tanh"):
+        out = dense_kernels.activate(gate, up, activation)
+    dense_kernels.products(out, [s.linear(H, inner, bias=False)])
 
 
-def packed_cases():
-    "(name, pointers, constants) of the kernel in Gluon, at gpt-oss-20b's sizes."
-    short = dict(bfloat16="*bf16", int32="*i32", float32="*fp32", uint8="*u8")
-    for rows, rank, gated in ((8, 0, True), (16, 8, False)):
-        pointers = {name: short[kind] for name, kind in expert_kernel.POINTERS.items()}
-        if rank:
-            pointers["t"] = "*fp32"
-        if not gated:
-            pointers["out"] = "*fp32"
-        yield (
-            f"packed experts rank {rank} tile {rows}",
-            pointers,
-            expert_kernel.constants(2880, 5760 if gated else 2880, rows, rank, gated, gated),
-        )
+def drawing(s, B, V=151_936):
+    "The filters of a draw, a row's stream of numbers, and what is written down."
+    params = SamplingParams(top_k=50, top_p=0.95, min_p=0.05, temperature=0.7)
+    uniform, rows = s.t(B, dtype=torch.float64), s.longs(B)
+    tokens, logps, _ = filter_kernels.draw(s.t(B, V), params, uniform)
+    alive = s.t(B + 1, dtype=torch.bool)
+    kept = s.longs(B + 1, 512), s.floats(B + 1, 512), s.longs(B + 1)
+    state = DecodeState(*kept, s.ints(B + 1), s.ints(B + 1), alive, keys=s.longs(B + 1))
+    decode_kernels.stream_numbers(rows, state)
+    decode_kernels.append_tokens(rows, tokens, logps, s.longs(2), state)
 
 
-def compile_packed(capability):
-    "A line for each, after a look whether warps wait for each other before the sum is done."
-    kernel = expert_kernel._experts_kernel
-    names = list(inspect.signature(kernel.fn).parameters)
-    for name, pointers, constants in packed_cases():
-        types = signature(kernel, pointers, constants)
-        aligned = multiples_of_16(types)
-        try:
-            source = GluonASTSource(
-                kernel,
-                types,
-                {(names.index(key),): value for key, value in constants.items()},
-                aligned,
-            )
-            compiled = triton.compile(
-                source,
-                target=GPUTarget("cuda", capability, 32),
-                options=dict(num_warps=expert_kernel.WARPS),
-            )
-            body = compiled.asm["ptx"]
-            assert not re.search(r"(ld|st)\.shared|bar\.sync", body[: body.rindex("mma.sync")]), (
-                "the loop goes through shared memory"
-            )
-            print(f"{capability} {name}: {compiled.metadata.shared} bytes", flush=True)
-        except Exception as error:
-            print(f"{capability} {name}: FAILED {error!r}"[:500], flush=True)
+def training(s, T=2048, E=32, H=2880):
+    "What training puts between its products."
+    blocks, scales = (s.t(*shape, dtype=torch.uint8) for shape in ((H, 90, 16), (H, 90)))
+    training_kernels.unpack(blocks, scales, s.half)
+    z, ids, bias = s.t(4 * T, 2 * H), s.longs(4 * T), s.t(E, 2 * H)
+    gradient = training_kernels.activate(z, ids, bias, 1.702, 7.0)
+    training_kernels.activate_backward(z, ids, bias, gradient, s.floats(4 * T), 1.702, 7.0, z)
+    y, place = s.t(4 * T, H), s.longs(T, 4)
+    training_kernels.combine(y, place, s.floats(T, 4), place, s.t(E, H))
+    training_kernels.combine(y, place)
+    turns = s.t(1, T, 32), s.t(1, T, 32)
+    training_kernels.rotate(s.t(1, T, 64, 64), *turns)
+    logits = s.t(512, 201_088)
+    softmax_kernel.softmax_chunk(logits, s.longs(512))
+    softmax_kernel.softmax_chunk(logits, s.longs(512), s.floats(512), entropy=True)
+    offload._gather(s.t(201_088, H), s.longs(T), s.half)
+
+
+def launches(capability, every):
+    "What is launched on a card of this compute capability."
+    s = Sizes(torch.float16 if capability < 80 else torch.bfloat16)
+    old = s.half == torch.float16
+    with Recorder(s.half) as recorder:
+        training(s)
+        drawing(s, 8)
+        gpt_oss_step(s, 1, packed=False, rank=0)
+        gpt_oss_step(s, 32)
+        for B in (1, 8, 100) if every else ():
+            gpt_oss_step(s, B)
+        for B in (1, 8, 32, 100) if every else (100,):  # with 100 rows, products are cuBLAS's
+            dense_step(s, B, torch.float32 if old and B == 32 else s.half)
+        if not old:  # a tensor without memory cannot say that it is on a card
+            with mock.patch.object(expert_kernel, "works", lambda device: True):
+                for B, rank in ((8, 0), (32, 8)):
+                    gpt_oss_step(s, B, rank=rank)
+    return recorder.seen.values()
+
+
+# Compiling
+
+
+def compiled(kernel, types, constants, aligned, options, capability):
+    "A launch as the card would get it; an AssertionError where the code is not as it should be."
+    names = list(types)
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, fixed, aligned)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    body = done.asm["ptx"]
+    if kernel.is_gluon():  # warps do not wait for one another before the sum is done
+        loop = body[: body.rindex("mma.sync")]
+        assert not re.search(r"(ld|st)\.shared|bar\.sync", loop), "shared memory in the loop"
+    if capability < 80:
+        for name in ("ttir", "ptx"):
+            assert "bf16" not in done.asm[name], f"bfloat16 in the {name}"
+    return done
 
 
 def main():
     every = sys.argv[1] == "all"
-    batches = (1, 8, 32) if every else (1, 32)
     for capability in map(int, sys.argv[1 + every :]):
-        for name, kernel, pointers, constants, warps, stages in cases(
-            "fp16" if capability < 80 else "bf16", every
-        ):
-            types = signature(kernel, pointers, constants)
-            aligned = multiples_of_16(types)
+        launched = launches(capability, every)
+        for name in missing([kernel for kernel, *_ in launched], capability):
+            print(f"{capability} {name}: MISSING: no launch of it was recorded", flush=True)
+        for kernel, types, constants, aligned, options in launched:
+            if not (every or capability < 80 or kernel.fn.__name__ == "_experts_kernel"):
+                continue
+            name = f"{capability} {kernel.fn.__module__}.{kernel.fn.__name__}"
             try:
-                compiled = triton.compile(
-                    ASTSource(kernel, types, constants, aligned),
-                    target=GPUTarget("cuda", capability, 32),
-                    options=dict(num_warps=warps, num_stages=stages),
-                )
-                print(f"{capability} {name}: {compiled.metadata.shared} bytes", flush=True)
+                done = compiled(kernel, types, constants, aligned, options, capability)
+                print(f"{name}: {done.metadata.shared} bytes", flush=True)
             except Exception as error:
-                print(f"{capability} {name}: FAILED {error!r}"[:500], flush=True)
-        decoding = steps("fp16", batches) if capability < 80 else ()
-        for kernel, types, constants, aligned, options in decoding:
-            try:
-                compiled = triton.compile(
-                    ASTSource(kernel, types, constants, aligned),
-                    target=GPUTarget("cuda", capability, 32),
-                    options=options,
-                )
-                print(
-                    f"{capability} step: {kernel.fn.__name__}: {compiled.metadata.shared} bytes",
-                    flush=True,
-                )
-            except Exception as error:
-                print(
-                    f"{capability} step: {kernel.fn.__name__} {constants}: FAILED {error!r}"[:600],
-                    flush=True,
-                )
-        if capability >= 80:
-            compile_packed(capability)
+                print(f"{name} {types} {constants}: FAILED {error!r}"[:900], flush=True)
 
 
 if __name__ == "__main__":

@@ -303,128 +303,6 @@ def test_where_a_search_begins(context, name, least):
     assert least < training < 2**21 and all_ <= training
 
 
-def test_the_estimate_of_training_on_a_t4(context):
-    from grpo_nb.model.memory_bytes import MODELS
-
-    def seconds(*given, **more):
-        return sum(context.t4_training(*given, **more).values())
-
-    shape = MODELS["gpt-oss-20b"]
-    short, long = (seconds(shape, "bf16", [(1, 0, n)]) for n in (2048, 16_384))
-    floor = 6 * 3.6e9 / 65e12  # seconds a token: three passes through 3.6 billion active parameters
-    assert (
-        0.8 * floor * 2048 < short < 2 * floor * 2048
-        and 0.8 * floor * 16_384 < long < 4 * floor * 16_384
-    )
-    parts = context.t4_training(
-        shape, "mxfp4", [(8, 0, 2048)], r=0
-    )  # long enough for the arithmetic to be what takes time
-    assert parts["mlp"] == pytest.approx(
-        (6 - 2 / 3) * 24 * 4 * 3 * 2880**2 * 16_384 / 65e12
-    ) and parts["projections"] == pytest.approx(
-        8 * 24 * 2 * 2880 * (4096 + 512) * 16_384 / 65e12
-    )  # the last product not in the second pass; by heads once more
-    plain = context.t4_training(shape, "mxfp4", [(8, 0, 2048)], r=0, targets=())
-    assert (
-        plain["projections"] == pytest.approx(0.75 * parts["projections"])
-        and plain["mlp"] == parts["mlp"]
-    )
-    assert parts["head"] == pytest.approx(4 * 201_088 * 2880 * 16_384 / 65e12)
-    one = context.t4_training(shape, "mxfp4", [(1, 0, 1)], r=0)  # a single token: bytes alone
-    assert one["mlp"] == pytest.approx(
-        8 / 3 * 24 * 32 * 3 * 2880**2 * (4.25 / 8 + 4) / 320e9, rel=1e-3
-    )
-    eight, phi = [(1, 0, 8192)], MODELS["Phi-4"]
-    assert (
-        context.t4_training(shape, "mxfp4", eight, batches=8)["mlp"]
-        > 7 * one["mlp"]
-        > context.t4_training(shape, "mxfp4", eight)["mlp"]
-        == context.t4_training(shape, "mxfp4", eight, tile=1024)["mlp"]
-    )
-    assert (
-        context.t4_training(phi, "nf4", eight, tile=1, r=0)["mlp"]
-        > context.t4_training(phi, "nf4", eight, r=0)["mlp"]
-    )  # a dense model's MLP is unpacked for each slice
-    assert seconds(shape, "mxfp4", [(4, 0, 1536), (32, 1536, 512)]) < seconds(
-        shape, "mxfp4", [(32, 0, 2048)]
-    )  # prompts computed once
-    assert (
-        seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], targets=("attention", "mlp"))
-        > seconds(MODELS["Phi-4"], "nf4", [(1, 0, 4096)], r=0)
-        > 6 * 14e9 * 4096 / 65e12
-    )
-
-
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "Qwen3-8B"])
-@pytest.mark.parametrize("before, length", [(0, 300), (200, 100), (1, 1), (50, 20)])
-def test_pairs_of_queries_and_keys(context, name, before, length):
-    from grpo_nb.model.memory_bytes import MODELS
-
-    shape = MODELS[name]
-    counted = sum(
-        min(t + 1, w or t + 1)
-        for w in shape.windows or (None,) * shape.layers
-        for t in range(before, before + length)
-    )
-    assert context.pairs(shape, length, before) == pytest.approx(counted, abs=shape.layers * length)
-
-
-def test_the_estimate_of_drawing_on_a_t4(context):
-    from grpo_nb.model.memory_bytes import MODELS
-
-    shape, qwen = MODELS["gpt-oss-20b"], MODELS["Qwen3-8B"]
-
-    def token(rows, prompt=1):
-        return context.t4_drawing(shape, "mxfp4", 1, rows, prompt, 1000, rows) / 1000
-
-    read = (
-        24 * (4 * 3 * 2880**2 * 4.25 / 8 + 2 * 2 * 2880 * 4608) + 2 * 201_088 * 2880
-    )  # four experts of each layer, attention, the head
-    assert token(1) == pytest.approx(read / 320e9, rel=0.03)
-    assert token(16) - token(1) == pytest.approx(
-        24 * (32 * (1 - (7 / 8) ** 16) - 4) * 3 * 2880**2 * 4.25 / 8 / 320e9, rel=0.03
-    )  # 16 rows: 88 % of the experts
-    assert token(64, 30_000) - token(64) == pytest.approx(
-        64 * 12 * 2 * 2 * 8 * 64 * 30_000 / 320e9, rel=0.05
-    )  # keys and values of the full layers
-    assert context.t4_drawing(shape, "mxfp4", 4, 8, 512, 512, 8) > 2 * context.t4_drawing(
-        shape, "mxfp4", 4, 8, 512, 512, 32
-    )
-    assert context.t4_drawing(qwen, "bf16", 1, 1, 1, 1000, 1) / 1000 == pytest.approx(
-        2 * (8.19e9 - 151_936 * 4096) / 320e9, rel=0.05
-    )
-
-
-def test_the_tutorial_estimates_alike(context):
-    import pandas as pd
-
-    from grpo_nb.model.memory_bytes import MODELS, lora_parameters, weight_bytes
-
-    cells = [
-        "".join(cell["source"])
-        for cell in json.loads(
-            (FOLDER.parent / "nbs/tutorials/02_gpt_oss_20b_t4.ipynb").read_text()
-        )["cells"]
-    ]
-    scope = dict(
-        pd=pd,
-        MODELS=MODELS,
-        lora_parameters=lora_parameters,
-        weight_bytes=weight_bytes,
-        T4=argparse.Namespace(rows=16),
-    )
-    exec(next(cell for cell in cells if cell.startswith("FLOPS, BYTES = ")), scope)
-    trained = context.t4_training(
-        scope["m"], "mxfp4", [(4, 0, 256), (32, 256, 768)], batches=4, r=16
-    )
-    assert scope["table"].loc["training", "s at least"].tolist() == pytest.approx(
-        list(trained.values())
-    )
-    assert scope["seconds"]["drawing"] == pytest.approx(
-        context.t4_drawing(scope["m"], "mxfp4", 4, 8, 256, 768, 16)
-    )
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -682,6 +560,17 @@ def test_one_script_makes_every_table_of_the_page():
     assert all((FOLDER / script).exists() for script in found.values()), found
     page = (FOLDER.parent / "docs/how_fast.md").read_text()
     assert set(re.findall(r"images/fast_(\w+)\.svg", page)) <= found.keys()
+    assert not [script for script in found.values() if f"benchmarks/{script}" not in page]
+
+
+def test_every_table_of_the_page_names_machine_versions_and_day():
+    parts = (FOLDER.parent / "docs/how_fast.md").read_text().split("\n\n")
+    pictures = [n for n, part in enumerate(parts) if part.startswith("![")]
+    assert len(pictures) > 5
+    for n in pictures:
+        below = parts[n + 2]  # the picture, the table, its line
+        assert parts[n + 1].startswith("| ") and below.startswith("One H200"), below
+        assert re.search(r"torch 2\.\d+", below) and re.search(r"2026-\d\d-\d\d", below), below
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -24,7 +24,7 @@ class Chart(NamedTuple):
 
     title: str
     columns: dict[str, str]  # its heading in the table: what the legend says
-    pick: int = -1  # which number of a cell that holds several
+    pick: int | None = None  # which number of a cell that holds several; None: the largest
 
 
 CHARTS = {
@@ -76,7 +76,8 @@ def tables(page):
 def number_of(cell, pick):
     "A number of a cell (None: it has none), and how it is written there."
     found = re.findall(r"(?<![\w.])[\d,]*\.?\d+(?![\w.])", cell)
-    return (float(found[pick].replace(",", "")), found[pick]) if found else None
+    numbers = [(float(text.replace(",", "")), text) for text in found]
+    return None if not numbers else max(numbers) if pick is None else numbers[pick]
 
 
 def called(heading, row):

@@ -41,6 +41,7 @@ from grpo_nb.model.memory_fit import (
     serving,
     usual_prompt,
 )
+from .step_time import RATES, step_seconds
 from ..training.config import GRPOConfig
 
 # %% ../../nbs/planning/01_plan.ipynb #0d592e31
@@ -259,6 +260,13 @@ class Plan(Fit):
 
     setup: Setup
 
+    def seconds(self) -> dict[str, float] | None:  # None: it cannot be said
+        "The least time of a step by part, at the card's own rates."
+        known = self.setup.card.name in RATES and self.setup.implementation == "ours"
+        if not (known and self.fits and self.setup.lora_r):
+            return None
+        return step_seconds(self.setup.step, self, RATES[self.setup.card.name])
+
     def to_dict(self) -> dict:  # ready for json.dumps
         "The setup and all results; sizes are numbers of bytes."
         return {
@@ -270,6 +278,7 @@ class Plan(Fit):
             "rows": self.rows,
             "slice_tokens": self.slice_tokens,
             "peak": self.peak,
+            "least_seconds": self.seconds(),
             "card_bytes": self.room,
             "fits": self.fits,
             "card_that_draws": self.setup.on_vllm() if self.setup.samplers else None,
@@ -398,6 +407,21 @@ def _host(plan):
     several = f", and as much for each card: {cards * size:.1f} GiB in all" if cards > 1 else ""
     return f"Host memory: {size:.1f} GiB ({', '.join(kept)}){several}."
 
+
+def _time(plan):
+    "Yield the least time of a step, and how far from it steps were."
+    if seconds := plan.seconds():
+        card, rates = plan.setup.card.name, RATES[plan.setup.card.name]
+        in_all, *each = (
+            f"{x:,.{1 if x < 10 else 0}f}" for x in (sum(seconds.values()), *seconds.values())
+        )
+        parts = ", ".join(f"{part} {x}" for part, x in zip(seconds, each))
+        yield (
+            f"A step takes at least {in_all} s: {parts}. A roofline, no measurement: all of the "
+            f"{rates.tflops:g} TFLOP/s and {rates.gigabytes:,g} GB/s of a {card} are used."
+        )
+        yield "On an H200 gpt-oss-20b took 1.3 to 2.4 times its roofline, small models far more."
+
 # %% ../../nbs/planning/01_plan.ipynb #31ddf9e8
 def _shared(s):
     "What several cards do together, in two sentences."
@@ -505,7 +529,16 @@ def describe(
     width: int = 60,  # characters of a full bar
 ) -> str:  # a table, a bar for each moment, host memory, the verdict
     "A plan as text to print."
-    lines = [*_question(plan), "", *_table(plan), "", *_bars(plan, width), "", _host(plan)]
+    lines = [
+        *_question(plan),
+        "",
+        *_table(plan),
+        "",
+        *_bars(plan, width),
+        "",
+        _host(plan),
+        *_time(plan),
+    ]
     return "\n".join([*lines, *_remarks(plan), *_verdict(plan), *_in_pieces(plan)])
 
 # %% ../../nbs/planning/01_plan.ipynb #6d3f0a22

@@ -30,19 +30,21 @@ def every():
     return compiled("all", *SHARED)
 
 
-def check(told, capability, kernels):
-    "So many kernels were compiled, and none takes more shared memory than the card has."
-    sizes = re.findall(rf"^{capability} (.*): (\d+) bytes$", told[0], re.M)
-    assert len(sizes) == kernels, "\n".join(told)
-    assert max(int(size) for _, size in sizes) <= SHARED[capability]
+def check(told, capability):
+    """Every kernel was launched and every launch compiled (on an old card without a bfloat16), and
+    none takes more shared memory than the card has."""
+    lines = [line for line in told[0].splitlines() if line.startswith(f"{capability} ")]
+    sizes = [re.fullmatch(r"\d+ [\w.]+: (\d+) bytes", line) for line in lines]
+    assert lines and all(sizes), "\n".join(told)
+    assert max(int(size[1]) for size in sizes) <= SHARED[capability]
 
 
-@pytest.mark.parametrize("capability, kernels", [(75, 31), (90, 14)])
-def test_kernels_compile_for(oldest_and_newest, capability, kernels):
-    check(oldest_and_newest, capability, kernels)
+@pytest.mark.parametrize("capability", [75, 90])
+def test_kernels_compile_for(oldest_and_newest, capability):
+    check(oldest_and_newest, capability)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability, kernels", [(75, 39), (80, 18), (90, 18)])
-def test_kernels_in_every_tile_compile_for(every, capability, kernels):
-    check(every, capability, kernels)
+@pytest.mark.parametrize("capability", SHARED)
+def test_kernels_in_every_tile_compile_for(every, capability):
+    check(every, capability)
