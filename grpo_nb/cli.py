@@ -457,7 +457,8 @@ def _starts(
     "The commands that start a run, on the cards of one machine."
     from grpo_nb.planning import plan as planner
 
-    name = recipe.model.model_name_or_path if recipe else model
+    loads = "/" in model or Path(model).exists()  # other names are the planner's own
+    name = recipe.model.model_name_or_path if recipe else model if loads else "MODEL"
     return [*planner.server_lines(made.setup, name), planner.launch_line(made.setup, run)]
 
 
