@@ -1,5 +1,6 @@
 "What holds for all tests, in every process that runs some."
 
+import atexit
 import gc
 import os
 import signal
@@ -43,3 +44,4 @@ def pytest_collection_finish():
     again, which takes half a second each time."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # modules in C want to be taken apart in the end
