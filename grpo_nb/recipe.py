@@ -276,8 +276,10 @@ def comments(
     group: type,  # a dataclass of settings
 ) -> dict[str, str]:  # name -> the comment above it and beside it
     "What the source says about each setting."
+    source = inspect.getsource(sys.modules[group.__module__])  # of a class alone it takes long
+    (lines,) = re.findall(rf"^class {group.__name__}\b.*?(?=^\S|\Z)", source, re.M | re.S)
     found, above = {}, []
-    for line in inspect.getsource(group).splitlines():
+    for line in lines.splitlines():
         code, _, said = line.strip().partition("# ")
         if name := re.match(r"(\w+): ", code):
             found[name[1]] = " ".join(filter(None, [*above, said]))

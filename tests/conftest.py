@@ -1,5 +1,7 @@
 "What holds for all tests, in every process that runs some."
 
+import atexit
+import gc
 import os
 import signal
 
@@ -24,10 +26,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # the files that take longest, the longest first: at their end no process is left with one alone
-LONG = """test_distributed test_preemption test_laptops test_checkpoint test_sandbox test_trainer
-test_demo test_sharding test_benchmarks_memory test_dashboard test_isolated_rewards test_judge
-test_procedural test_hub test_repo test_script test_game2048 test_export test_server
-test_benchmarks_decode test_attention test_damaged_checkpoints""".split()
+LONG = """test_distributed test_preemption test_sandbox test_trainer test_checkpoint test_laptops
+test_isolated_rewards test_procedural test_demo test_sharding test_dashboard test_repo test_judge
+test_game2048 test_hints test_server test_export test_attention test_loading test_stream
+test_damaged_checkpoints test_cli test_attacks""".split()
 
 
 @pytest.hookimpl(trylast=True)  # when the tests that are not asked for have gone
@@ -35,3 +37,11 @@ def pytest_collection_modifyitems(items):
     "With -n, whole files are given out in the order of this list (--dist loadfile)."
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
+
+def pytest_collection_finish():
+    """What all these modules have imported stays: from here on no garbage collection looks at it
+    again, which takes half a second each time."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # modules in C want to be taken apart in the end

@@ -268,8 +268,12 @@ def test_what_cannot_be_drawn_does_not_end_the_run(dashboard, tmp_path, monkeypa
 CHILD = """
 import asyncio, sys
 import torch
+from grpo_nb.widgets import dashboard as module
 from grpo_nb.widgets.dashboard import Dashboard
+from matplotlib.figure import Figure
 from small_runs import small_trainer
+
+module.dashboard_figure = lambda history: Figure(figsize=(1, 1))
 
 torch.set_num_threads(1)
 for how in ("wait", "ended", None):
@@ -389,7 +393,7 @@ def test_drawing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
     def slow(history):
         drawn.append(len(history))
         time.sleep(0.02)
-        return dashboard_figure([])
+        return Figure(figsize=(1, 1))
 
     monkeypatch.setattr(module, "dashboard_figure", slow)
     board = Dashboard(every=0)
