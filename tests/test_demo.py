@@ -72,7 +72,7 @@ def test_interrupted_and_resumed_it_learns_what_it_promises(tmp_path):
     assert first.returncode == 130, printed
     assert "--resume" in printed
     done = len((out / "log.jsonl").read_text().splitlines())
-    assert 3 <= done < 400 and not (out / "summary.json").exists()
+    assert 3 <= done < grpo_nb.demo.STEPS and not (out / "summary.json").exists()
 
     second = demo("--out", out, "--resume")
     printed, _ = second.communicate(timeout=1200)
@@ -80,7 +80,9 @@ def test_interrupted_and_resumed_it_learns_what_it_promises(tmp_path):
     assert "warming up" not in printed and "\r" not in printed
     assert len(printed.splitlines()) < 30 and printed.splitlines()[-1].startswith("Next: ")
     steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 401)) and sorted(curve(out)) == list(range(25, 401, 25))
+    assert steps == list(range(1, grpo_nb.demo.STEPS + 1)) and sorted(curve(out)) == list(
+        range(25, grpo_nb.demo.STEPS + 1, 25)
+    )
     summary = json.loads((out / "summary.json").read_text())
     assert (
         summary["accuracy_before"] <= 0.65
