@@ -119,6 +119,7 @@ log_level: info
         ("load_in_8bit: true", "set load_in_4bit"),
         ("bnb_4bit_quant_type: fp4", "leave it out"),
         ("trust_remote_code: true", "in a script"),
+        ("torch_dtype: bfloat16\ndtype: float16", "torch_dtype and dtype are names of one setting"),
         ("lora_dropout: 1.0", "lora_dropout is 1.0"),
         ("reward_weights: [1, two]", "one finite number"),
         ("bf16: true\nfp16: true", "exclude each other"),
@@ -192,6 +193,49 @@ def test_the_short_names_are_reward_functions():
     for name in SHORT:
         function = named_object(name, "reward_funcs")
         assert function.__name__ == name and "completions" in function.__code__.co_varnames
+
+
+OPEN_R1S = [  # lines of open-r1's that ask for what is done in another way, and what is said
+    ("benchmarks: [math_500]", "run them on the model"),
+    ("callbacks: [push_to_hub_revision]", "in a script"),
+    ("push_to_hub_revision: true", "hub_revision"),
+    ("wandb_entity: me", "WANDB_ENTITY"),
+    ("dataset_mixture: {datasets: []}", "in dataset_name"),
+    ("cosine_max_len: 1000", "file.py:name"),
+]
+
+
+@pytest.mark.parametrize("line, sentence", OPEN_R1S)
+def test_a_line_of_open_r1s_that_is_written_elsewhere(line, sentence, tmp_path):
+    (tmp_path / "run.yaml").write_text(line)
+    with pytest.raises(ValueError, match=sentence):
+        read_recipe(tmp_path / "run.yaml")
+
+
+def test_older_names_are_todays_in_files_flags_and_written_lines(tmp_path):
+    text = "torch_dtype: float16 # old\nwandb_project: sums\nbenchmarks: []\n"
+    (tmp_path / "run.yaml").write_text(text)
+    recipe = read_recipe(tmp_path / "run.yaml")
+    assert (recipe.model.dtype, recipe.config.project) == ("float16", "sums")
+    for name in ("torch_dtype", "dtype"):
+        assert read_recipe(tmp_path / "run.yaml", {name: "auto"}).model.dtype == "auto"
+    assert with_lines(text, {"dtype": "auto"}) == text.replace("float16", "auto")
+
+
+def test_the_short_names_of_trl_and_of_open_r1(monkeypatch):
+    for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
+        assert named_object(name, "reward_funcs") is getattr(trl.rewards, name)
+    assert named_object("accuracy", "reward_funcs") is trl.rewards.accuracy_reward
+    long = named_object("get_soft_overlong_punishment", "reward_funcs")
+    theirs = trl.rewards.get_soft_overlong_punishment(1280, 256)  # as in trl/scripts/grpo.py
+    lengths = [[0] * n for n in (1, 1024, 1152, 1280, 1281)]
+    assert long(completion_ids=lengths) == theirs(completion_ids=lengths) == [0, 0, -0.5, -1, -1]
+    for name, said in (("cosine", "get_cosine_scaled_reward"), ("tag_cuont", "'tag_count'")):
+        with pytest.raises(ValueError, match=said):
+            named_object(name, "reward_funcs")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"trl is not installed.*math_reward\(\)"):
+        named_object("accuracy_reward", "reward_funcs")
 
 
 def test_a_function_in_a_module_of_the_present_folder(tmp_path, monkeypatch):

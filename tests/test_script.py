@@ -128,6 +128,97 @@ def test_rows_of_files_folders_and_functions(tmp_path, monkeypatch):
             load_rows(DataSettings(dataset_name=name), "held_out")
 
 
+OPEN_R1 = """
+model_name_or_path: {folder}
+model_revision: main
+torch_dtype: bfloat16
+attn_implementation: eager
+chat_template: "{{% for m in messages %}}{{{{ m['content'] }}}}={{% endfor %}}"
+dataset_name: {rows}
+dataset_config: default
+dataset_prompt_column: problem
+system_prompt: "123+"
+bf16: true
+use_vllm: false
+do_eval: false
+gradient_accumulation_steps: 4
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+hub_model_id: Tiny-Open-R1-GRPO
+hub_strategy: every_save
+learning_rate: 2.0e-05
+log_completions: true
+log_level: warning
+logging_first_step: true
+logging_steps: 1
+logging_strategy: steps
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs:
+  min_lr_rate: 0.1
+max_prompt_length: 512
+max_completion_length: 8
+max_steps: -1
+num_completions_to_print: 0
+num_generations: 4
+num_train_epochs: 1
+output_dir: {out}
+overwrite_output_dir: true
+overwrite_hub_revision: false
+per_device_eval_batch_size: 4
+per_device_train_batch_size: 4
+push_to_hub: false
+push_to_hub_revision: false
+report_to:
+- wandb
+reward_funcs:
+- accuracy
+- format
+- tag_count
+reward_weights:
+- 1.0
+- 1.0
+- 0.5
+save_strategy: "epoch"
+save_total_limit: 1
+seed: 42
+temperature: 0.7
+wandb_log_unique_prompts: true
+warmup_ratio: 0.1
+"""
+
+
+@pytest.mark.filterwarnings("ignore:overwrite_output_dir", "ignore:log_level")
+def test_a_recipe_of_open_r1s_shape_trains(folder, tmp_path, monkeypatch):
+    (tmp_path / "rows").mkdir()
+    lines = [json.dumps({"problem": f"{n}+1=", "solution": f"${n + 1}$"}) for n in range(4)]
+    (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
+    text = OPEN_R1.format(folder=folder, rows=tmp_path / "rows", out=tmp_path / "run")
+    (tmp_path / "run.yaml").write_text(text)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert cli.main(["train", "--config", str(tmp_path / "run.yaml"), "--use_cpu"]) == 0
+    (record,) = records(tmp_path / "run")[:1]
+    names = ("accuracy_reward", "think_answer_format_reward", "think_answer_tags_reward")
+    assert all(f"rewards/{name}/mean" in record for name in names)
+    (shown,) = (tmp_path / "run" / "completions").iterdir()
+    import pandas
+
+    assert str(pandas.read_parquet(shown)["prompt"][0]).count("123+") == 1
+
+
+def test_prompts_of_a_column_with_a_system_message(tmp_path):
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "b"}]
+    (tmp_path / "mine.py").write_text(
+        f"def rows(): return [dict(question='a', n=1), dict(question={own}, n=2)]"
+    )
+    asked = dict(dataset_name=f"{tmp_path}/mine.py:rows", system_prompt="S.")
+    rows = load_rows(DataSettings(**asked, dataset_prompt_column="question"), "train")
+    first = [{"role": "system", "content": "S."}, {"role": "user", "content": "a"}]
+    assert [row["prompt"] for row in rows] == [first, own] and rows[1]["n"] == 2
+    with pytest.raises(ValueError, match="is 'prompt', and the columns are question, n"):
+        load_rows(DataSettings(**asked), "train")
+
+
 def test_evaluation_takes_the_second_part_and_a_reward_of_a_file(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "def score(completions, **kw): return [1.0] * len(completions)"
@@ -165,6 +256,7 @@ def test_settings_of_loading_and_of_the_adapter_are_honoured(folder):
         model_name_or_path=str(folder),
         dtype="bfloat16",
         attn_implementation="eager",
+        chat_template="{{ messages }}",
         use_peft=True,
         lora_target_modules="all-linear",
         lora_modules_to_save=["lm_head"],
@@ -174,7 +266,8 @@ def test_settings_of_loading_and_of_the_adapter_are_honoured(folder):
     )
     model, tokenizer = model_of(recipe_of(given))
     assert model.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
-    assert model.config._attn_implementation == "eager" and tokenizer is not None
+    assert model.config._attn_implementation == "eager"
+    assert tokenizer.chat_template == "{{ messages }}"
     settings = model.peft_config["default"]
     assert (settings.r, settings.lora_alpha, settings.lora_dropout) == (16, 32, 0.05)
     assert settings.use_rslora and settings.modules_to_save == ["lm_head"]

@@ -31,8 +31,9 @@ class Evaluator:
         accelerator: Accelerator,
         source: CompletionSource,
         reward_names: list[str],
-        # from a batch of completions to its loss, which is then reported; None: no loss
-        loss_of: Callable[[TrainingBatch], float] | None = None,
+        # from a batch of completions to its loss, which is then reported, and whose numbers are
+        # added to the metrics; None: no loss
+        loss_of: Callable[[TrainingBatch, Metrics], float] | None = None,
     ):
         self.config, self.accelerator = config, accelerator
         self.source, self.reward_names, self.loss_of = source, reward_names, loss_of
@@ -40,14 +41,17 @@ class Evaluator:
     def evaluate(
         self,
         rows: Any,  # a data set
-    ) -> dict[str, float]:  # loss, reward, rewards/NAME/mean, completions/..., what rewards logged
+        # loss, kl, entropy, clip_ratio/..., reward, rewards/NAME/mean, frac_reward_zero_std,
+        # completions/..., what rewards logged
+    ) -> dict[str, float]:
         "Mean scores and lengths over the rows, each answered `num_generations_eval` times."
         self.source.check_room(rows, "evaluation data: ")
         before, metrics = random_state(), Metrics()
         try:
             rollouts, own = self.answers(self.mine(rows), metrics)
             scores = torch.tensor(gather_object(own))  # (N, K) of all processes
-            loss = self.loss(rollouts, len(own), scores) if self.loss_of else {}
+            values, silent = self.advantages(scores)
+            loss = self.loss(rollouts, len(own), values, metrics) if self.loss_of else {}
         finally:
             set_random_state(before)
         lengths, cut = (
@@ -57,7 +61,8 @@ class Evaluator:
         groups = self.config.used("num_generations_eval")
         return {
             **loss,
-            **metrics.take(),
+            **metrics.take_from_all(),
+            "frac_reward_zero_std": silent,
             **reward_metrics(scores, self.reward_names, self.config.reward_weights, groups),
             **completion_metrics(lengths, cut),
         }
@@ -77,29 +82,35 @@ class Evaluator:
             scores += self.source.score(part, rollouts[-1], metrics)[1].tolist()
         return rollouts, scores
 
+    def advantages(
+        self,
+        scores: torch.Tensor,  # (N, K) of all processes
+    ) -> tuple[torch.Tensor, float]:  # (N,), and the share of the prompts where all of them are 0
+        "Each answer compared with the others to its prompt; a single one has none, and gets 0."
+        config, groups = self.config, self.config.used("num_generations_eval")
+        if groups == 1:
+            return torch.zeros(len(scores)), 1.0
+        found = group_advantages(
+            scores,
+            groups,
+            weights=config.reward_weights,
+            scale=config.scale_rewards,
+            aggregation=config.multi_objective_aggregation,
+        )
+        return found.values, found.zero_std_fraction
+
     def loss(
         self,
         rollouts: list[Rollout],  # of this process, each a batch
         count: int,  # of their completions
-        scores: torch.Tensor,  # (N, K) of all processes
+        advantages: torch.Tensor,  # (N,) of all processes
+        metrics: Metrics,  # gets the numbers of each batch's loss; batches count alike, as in TRL
     ) -> dict[str, float]:  # {"loss": the mean over the batches of all processes, by completions}
-        "The loss of the answers, each compared with the others to its prompt."
-        config, first = self.config, sum(gather_object([count])[: self.accelerator.process_index])
-        groups, summed = config.used("num_generations_eval"), 0.0
-        values = (
-            group_advantages(
-                scores,
-                groups,
-                weights=config.reward_weights,
-                scale=config.scale_rewards,
-                aggregation=config.multi_objective_aggregation,
-            ).values
-            if groups > 1
-            else torch.zeros(len(scores))  # one answer has none to be compared with
-        )
+        "The loss of the answers."
+        first, summed = sum(gather_object([count])[: self.accelerator.process_index]), 0.0
         for rollout in rollouts:
             size = len(rollout.lengths)
-            advantages = values[first : first + size].to(rollout.mask.device)
-            summed += size * self.loss_of(self.source.batch_of(rollout, advantages))
+            part = advantages[first : first + size].to(rollout.mask.device)
+            summed += size * self.loss_of(self.source.batch_of(rollout, part), metrics)
             first += size
-        return {"loss": sum(gather_object([summed])) / len(scores)}
+        return {"loss": sum(gather_object([summed])) / len(advantages)}

@@ -588,9 +588,11 @@ class PolicyUpdate:
     def loss_without_update(
         self,
         batch: TrainingBatch,  # completions that the present policy drew
+        metrics: Metrics | None = None,  # gets the numbers of the loss: kl, entropy, clip_ratio/...
     ) -> float:
         """The loss that an evaluation reports (TRL's `eval_loss`): that of `loss_of`, as if the
         batch were a window of its own. Nothing is logged, and no other process is asked."""
+        metrics = Metrics() if metrics is None else metrics
         kept, self.window = self.window, Window(self.device)
         quantile, total = self.config.top_entropy_quantile, 0.0
         try:
@@ -604,8 +606,12 @@ class PolicyUpdate:
                     self.window.begin_piece(self.part_of(piece, batch), share)
                     mask = piece.loss_mask
                     chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
-                    total += share * self.loss_of(piece, logps, entropies, chosen).loss.item()
-                    total += 0.0 if balance is None else self.balance * balance.item()
+                    output = self.loss_of(piece, logps, entropies, chosen)
+                    metrics.add(output.metrics, weight=self.window.part)
+                    total += share * output.loss.item()
+                    if balance is not None:
+                        metrics.add({"aux_loss": balance}, weight=self.window.part)
+                        total += self.balance * balance.item()
         finally:
             self.window = kept
         return total

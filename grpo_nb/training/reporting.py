@@ -133,6 +133,20 @@ class Metrics:
         self.values = {}
         return result
 
+    def take_from_all(self) -> dict[str, float]:
+        "The numbers of all processes; afterwards nothing is collected."
+        together = Metrics()
+        here = {
+            name: [(float(value), weight) for value, weight in pairs]
+            for name, pairs in self.values.items()
+        }
+        for values in gather_object([here]):
+            for name, pairs in values.items():
+                for value, weight in pairs:
+                    together.add({name: value}, weight)
+        self.take()
+        return together.take()
+
     def state_dict(self) -> dict[str, list]:
         "A copy of what was collected so far."
         return {name: list(pairs) for name, pairs in self.values.items()}
@@ -457,19 +471,9 @@ class Recorder:
         "Leave time out of the next record."
         self.since += seconds
 
-    def of_all_processes(self) -> tuple[dict[str, float], int]:
-        "The numbers collected since the last record, and the tokens of the run."
-        here = {
-            name: [(float(value), weight) for value, weight in pairs]
-            for name, pairs in self.metrics.state_dict().items()
-        }
-        together, parts = Metrics(), gather_object([(here, self.state.tokens)])
-        for values, _ in parts:
-            for name, pairs in values.items():
-                for value, weight in pairs:
-                    together.add({name: value}, weight)
-        self.metrics.take()
-        return together.take(), sum(tokens for _, tokens in parts)
+    def tokens(self) -> int:
+        "The tokens of the run so far, of all processes."
+        return sum(gather_object([self.state.tokens]))
 
     def record(
         self,
@@ -477,7 +481,7 @@ class Recorder:
     ) -> dict[str, Any]:
         "The record, a dict with one number for each name; the clock starts again."
         now, state = time.perf_counter(), self.state
-        metrics, tokens = self.of_all_processes()
+        metrics, tokens = self.metrics.take_from_all(), self.tokens()
         parts = self.metrics.take_seconds()
         seconds, updates = now - self.since, max(state.global_step - self.last_step, 1)
         pace = (now - state.started) / (state.global_step - state.first_step)

@@ -1350,6 +1350,7 @@ class GRPOTrainer:
         self.source.rest()
         named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         where = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
+        where[f"{metric_key_prefix}_num_tokens"] = self.recorder.tokens()  # of the run, as in TRL
         at_once = self.config.per_device_eval_batch_size * self.accelerator.num_processes
         batches = math.ceil(len(rows) * self.config.used("num_generations_eval") / at_once)
         speed = speed_metrics(metric_key_prefix, started, len(rows), batches)

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from small_runs import ROWS as SUMS
-from small_runs import digits, small_trainer
+from small_runs import digits, small_model, small_trainer
 from test_collect import ROWS, parts
 
 from grpo_nb.training.evaluation import Evaluator
@@ -93,3 +94,41 @@ def test_an_evaluation_takes_no_seconds_of_an_update(tmp_path):
     trainer.metrics.seconds = {"train": 1.5}
     assert math.isfinite(trainer.evaluate(SUMS[:2])["eval_loss"])
     assert trainer.metrics.seconds == {"train": 1.5}
+
+
+def as_one(completions, **columns):
+    "The same points for every answer: no advantage, and no loss but the reference's."
+    return [1.0 for _ in completions]
+
+
+def test_an_evaluation_logs_what_trl_logs(tmp_path):
+    given = dict(beta=0.1, num_generations_eval=2, router_aux_loss_coef=0.5, loss_type="dapo")
+    trainer = small_trainer(tmp_path, as_one, per_device_eval_batch_size=3, **given)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.zero_()  # every token is as likely as any other
+    trainer.state.tokens = 7
+    found = trainer.evaluate(SUMS[:4])
+    assert found["eval_entropy"] == pytest.approx(math.log(trainer.model.config.vocab_size))
+    assert found["eval_frac_reward_zero_std"] == 1 and found["eval_num_tokens"] == 7
+    assert found["eval_clip_ratio/region_mean"] == 0 and found["eval_kl"] > 1e-3
+    kept = trainer.evaluate(SUMS[:1])  # one batch, whose means are over its tokens alone
+    assert kept["eval_loss"] == pytest.approx(
+        0.1 * kept["eval_kl"] + 0.5 * kept["eval_aux_loss"], rel=1e-4
+    )
+    assert "kl" not in trainer.metrics.take()
+    assert {f"eval_{name}" for name in logged_by_trl(tmp_path, given)} <= found.keys()
+
+
+def logged_by_trl(folder, given):
+    "The names that TRL's trainer collects in an evaluation, of the same model and settings."
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer = small_model()
+    model.save_pretrained(folder / "model")
+    batch = dict(per_device_train_batch_size=2, num_generations=2, per_device_eval_batch_size=2)
+    args = GRPOConfig(
+        str(folder / "trl"), use_cpu=True, bf16=False, report_to="none", **batch, **given
+    )
+    rows = Dataset.from_list(SUMS[:1])
+    theirs = GRPOTrainer(str(folder / "model"), as_one, args, rows, rows, tokenizer)
+    return {name.removeprefix("eval_") for name in theirs.evaluate()} - {"epoch"}
