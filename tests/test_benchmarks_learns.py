@@ -116,3 +116,19 @@ def test_the_lesson_shows_what_is_stored(scripts):
         mine = zip(shown["learnt"][name], shown["half"][name], strict=True)
         want = {update: curve[update] for update in shown["updates"]}
         assert dict(zip(shown["updates"], map(list, mine), strict=True)) == want
+
+
+def test_the_lesson_holds_the_numbers_of_the_card(scripts):
+    "Every row of its table, as the script prints it."
+    folder, learns = ROOT / "benchmarks" / "results", scripts.learns_like_trl
+    runs = json.loads((folder / "learns_on_a_card.json").read_text())["runs"]
+    lesson = (ROOT / "nbs" / "training" / "19_trainer.ipynb").read_text()
+    kinds = list(dict.fromkeys(run["name"] for run in runs))
+    assert kinds == list(scripts.learns_on_a_card.KINDS)
+    for kind in kinds:
+        mine = [run["held_out"].values() for run in runs if run["name"] == kind]
+        first, *_, last = zip(*mine)
+        differ = learns.paired(runs, kind, kinds[0]) if kind != kinds[0] else None
+        cells = [kind, learns.shown(first), learns.shown(last)]
+        cells += [learns.shown(differ, "{:+.3f} ± {:.3f}") + " |" if differ else "|"]
+        assert f"| {' | '.join(cells)}" in lesson, kind
