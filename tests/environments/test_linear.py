@@ -200,6 +200,7 @@ TEXTS = {repr(piece): (("", piece, "")) for piece in PIECES} | {
     f"{before!r}, {piece!r}, {after!r}": (before, piece, after)
     for (before, after), piece in itertools.product(AROUND, (" ", "_", "1", "(", "`", "a "))
 }
+TEXTS["thoughts that never end"] = ("<think>\n", "\n</think>\n<answer>\n", "?")
 FITTING = {  # reader -> a text that it takes, where it refuses any other at once
     "procedural.from_json": "[1, 2]",
     "countdown.tokens": "20 - 5",
