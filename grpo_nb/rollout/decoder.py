@@ -710,6 +710,7 @@ def complete_rows(
     params: SamplingParams,  # how to draw
     stop: torch.Tensor,  # (S,) ids that end a completion
     generator: torch.Generator | None = None,
+    keys: torch.Tensor | None = None,  # (N,) of each one's own random numbers, in its place
     # called with the steps done since the last call
     on_tokens: Callable[[int], object] = lambda count: None,
     # tokens of prompts that are read at a time; a longer prompt is read alone
@@ -725,7 +726,7 @@ def complete_rows(
     state.left = SurvivorRecord.start(len(rows) + 1, params, decoder.device)
     if params.repetition_penalty != 1:
         state.seen = prompt_tokens(prompts, rows, len(decoder.head.weight), decoder.device)
-    reading = (prefill_tokens, prefixes)
+    state.keys, reading = keys, (prefill_tokens, prefixes)
     _complete(decoder, cache, state, prompts, owner, params, stop, generator, on_tokens, reading)
     return state
 
@@ -740,10 +741,12 @@ def _complete(decoder, cache, state, prompts, owner, params, stop, generator, on
     def draw(rows, normed, column):
         before = None if prefixes is None else state.alive[rows].clone()
         seen = None if state.seen is None else state.seen[rows]
+        uniform = None if state.keys is None else decode_ops.stream_numbers(rows, state)
+        drawing = decoder.logits(normed), params, seen, generator, uniform
         if state.left is None:
-            drawn = sample_tokens(decoder.logits(normed), params, seen, generator)
+            drawn = sample_tokens(*drawing)
         else:
-            *drawn, kept = sample_recorded(decoder.logits(normed), params, seen, generator)
+            *drawn, kept = sample_recorded(*drawing)
             state.keep(rows, kept)
         decode_ops.append_column(rows, column, *drawn, stop, state)
         if prefixes is not None:

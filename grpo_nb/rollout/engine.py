@@ -24,6 +24,7 @@ from ..model.experts_grouped import can_group
 from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS, ROWS_OF_ONE
 from ..model.memory_bytes import longest_sequence, read_shape
 from ..model.memory_fit import free_memory
+from .arrivals import Arrivals, in_rounds
 from .continuous_batching import complete_in_turn
 from .decode_ops import DecodeState
 from .decoder import Decoder, DenseDecoder, SmallDecoder, complete_rows, open_decoder
@@ -45,6 +46,7 @@ from grpo_nb.rollout.sampling import (
     sample_recorded,
     sample_tokens,
     stream_keys,
+    stream_numbers,
 )
 
 # %% ../../nbs/rollout/03_engine.ipynb #492e1739
@@ -200,6 +202,7 @@ def complete(
     *,
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
+    keys: torch.Tensor | None = None,  # (B,) of each row's own random numbers, in its place
     on_token: Callable[[], object] = lambda: None,  # called after every step
     # what `prefill` gave; None: it is done here
     started: tuple[DecodeBatch, torch.Tensor] | None = None,
@@ -220,10 +223,13 @@ def complete(
     alive = torch.ones_like(batch.rows, dtype=torch.bool)  # (B,)
     record = SurvivorRecord.start(len(prompt_ids), params, stop.device)
     for t in range(params.max_tokens):
+        at = torch.full_like(batch.rows, t)
+        uniform = None if keys is None else stream_numbers(keys[batch.rows], at)
+        drawing = logits, params, batch.seen, generator, uniform
         if record is None:
-            tokens, step_logps = sample_tokens(logits, params, batch.seen, generator)  # (B,) each
+            tokens, step_logps = sample_tokens(*drawing)  # (B,) each
         else:
-            tokens, step_logps, kept = sample_recorded(logits, params, batch.seen, generator)
+            tokens, step_logps, kept = sample_recorded(*drawing)
             record.put(batch.rows, t, kept)
         completion_ids[batch.rows, t], logps[batch.rows, t] = tokens, step_logps
         lengths[batch.rows] += alive
@@ -259,6 +265,7 @@ def complete_directly(
     *,
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
+    keys: torch.Tensor | None = None,  # (B,) of each row's own random numbers, in its place
     # called with the steps done since the last call
     on_tokens: Callable[[int], object] = lambda count: None,
     prefill_tokens: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
@@ -266,8 +273,9 @@ def complete_directly(
 ) -> Rollout:  # B completions
     "`complete` on copies of a small model's tensors."
     unique, groups, back = in_groups(prompt_ids)
+    keys = keys if keys is None else keys[back.argsort()]
     state = complete_rows(
-        decoder, unique, groups, params, stop, generator, on_tokens, prefill_tokens, prefixes
+        decoder, unique, groups, params, stop, generator, keys, on_tokens, prefill_tokens, prefixes
     )
     return rollout_of(state, prompt_ids, back, stop, pad_token_id, prefixes)
 
@@ -298,6 +306,7 @@ def complete_in_place(
     *,
     pad_token_id: int = 0,  # any legal id
     generator: torch.Generator | None = None,  # None is torch's global one
+    keys: torch.Tensor | None = None,  # (B,) of each row's own random numbers, in its place
     # called with the steps done since the last call
     on_tokens: Callable[[int], object] = lambda count: None,
 ) -> Rollout:  # B completions
@@ -320,10 +329,12 @@ def complete_in_place(
             stop,
             pad_token_id=pad_token_id,
             generator=generator,
+            keys=keys,
             on_token=lambda: on_tokens(1),
             started=(batch, logits),
         )
-    rows = ModuleDecoder(model, batch.cache, batch.mask, params, stop, batch.seen, generator)
+    given = batch.cache, batch.mask, params, stop, batch.seen, generator, keys
+    rows = ModuleDecoder(model, *given)
     rows.run(logits, on_tokens)
     return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id, rows.left)
 
@@ -448,10 +459,12 @@ def memory_of_decoder(
     rows: list[list[int]],  # N prompts, one for each completion
     params: SamplingParams,
     free: int,  # bytes; reading prompts may take a quarter of them
+    growth: int = 0,  # tokens that a prompt has more when its row comes back
 ) -> BatchMemory:
     "The memory of drawing from a model that is decoded on its own tensors."
-    longest, whole = max(map(len, rows)), sum(map(len, set(map(tuple, rows))))
-    shape = decoder.shape_for(longest + params.max_tokens)
+    unique, longest = set(map(tuple, rows)), max(map(len, rows)) + growth
+    whole = sum(map(len, unique)) + growth * len(rows)
+    shape = decoder.shape_for(longest - growth + params.max_tokens)
     if decoder.device.type != "cuda":
         return BatchMemory(shape, 0)
     for tokens in (PREFILL_TOKENS, 8192, 4096, 2048, 1024):
@@ -605,13 +618,15 @@ class RolloutEngine:
             free = free * 7 // 8 if in_place else free
         return split_rows(rows, memory, params.max_tokens, free, most), memory.prefill_tokens
 
-    def _in_turn(self, decoder, rows, params, drawing, bar, prefixes):
-        "A rollout in which the rows that end make room for those that wait."
+    def _in_turn(self, decoder, rows, params, drawing, bar, prefixes, keys, **returns):
+        """A rollout in which the rows that end make room for those that wait; with `returns`, the
+        arguments of `RowsThatReturn`, None, as all is handed over."""
         unique, groups, back = in_groups(rows)
         most, free = self.max_batch_size or len(rows), free_memory(decoder.device)
         if decoder.device.type == "cuda":
             most = min(most, MOST_DRAWN_TOGETHER)
-        memory = memory_of_decoder(decoder, rows, params, free)
+        growth = params.max_tokens - 1 if returns else 0
+        memory = memory_of_decoder(decoder, rows, params, free, growth)
         lengths, once = (
             list(map(len, unique)),
             memory.fixed_bytes + len(rows) * result_bytes(params),
@@ -622,19 +637,25 @@ class RolloutEngine:
             taken = memory.shape.size(*sizes, max(lengths) + max_tokens - 1)
             prefixes.room = min(prefixes.room, free - taken - sizes[0] * each - once)
         # a completion keeps its number, and so its random numbers, in any order and company
-        keys = stream_keys(len(rows), params.seed)[back.argsort()].to(decoder.device)
+        order = back.argsort()
+        keys = (stream_keys(len(rows), params.seed) if keys is None else keys)[order]
+        if returns:
+            returns["asked"] = [returns["asked"][place] for place in order.tolist()]
         state = complete_in_turn(
             decoder,
             unique,
             groups,
             params,
             drawing["stop"],
-            keys,
+            keys.to(decoder.device),
             *sizes,
             memory.prefill_tokens,
             bar.update,
             prefixes,
+            **returns,
         )
+        if returns:
+            return None
         return rollout_of(state, rows, back, drawing["stop"], drawing["pad_token_id"], prefixes)
 
     def _batches_that_fit(self, rows, params, decoder):
@@ -670,6 +691,8 @@ class RolloutEngine:
         # what each completion begins with, if it is known; in its place each gets what can be gone
         # on from, or None. A model that is decoded through its modules leaves None everywhere
         prefixes: list[Prefix | None] | None = None,
+        # int64 of each completion, from `stream_keys`: its own random numbers, in place of a seed
+        keys: Sequence[int] | None = None,
     ) -> Rollout:  # params.n completions of each prompt, on the model's device
         "Continue each prompt `params.n` times."
         params = params or SamplingParams()
@@ -694,7 +717,7 @@ class RolloutEngine:
             prefixes[:] = [None] * len(rows)
         if in_turn:
             of_all = dict(params=params, drawing=drawing, bar=bar, prefixes=kept)
-            draw = partial(self._in_turn, decoder, **of_all)
+            draw, batches = partial(self._in_turn, decoder, **of_all), [rows]
         elif decoder is not None:
             drawing |= dict(on_tokens=bar.update, prefill_tokens=prefill_tokens)
             draw = partial(complete_directly, decoder, prefixes=kept, **drawing)
@@ -702,20 +725,71 @@ class RolloutEngine:
             draw = partial(complete_in_place, self.model, on_tokens=bar.update, **drawing)
         else:
             draw = partial(complete, self.model, on_token=bar.update, **drawing)
+        own = [None] * len(batches)
+        if keys is not None:
+            own = torch.tensor(keys, device=self.model.device).split(list(map(len, batches)))
         try:
             with bar, evaluating(self.model) if decoder is not None else self._running():
-                rollouts = [draw(batch) for batch in ([rows] if in_turn else batches)]
+                rollouts = [draw(batch, keys=each) for batch, each in zip(batches, own)]
             if kept is not None and decoder is not None:
                 prefixes[:] = kept.ended
         finally:
             if kept is not None:
                 kept.clear()
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        rollout = concatenate(rollouts, drawing["pad_token_id"])
+        return self._finished(concatenate(rollouts, drawing["pad_token_id"]), params)
+
+    def _finished(self, rollout, params):
+        "Completions end at the texts that end them, and have a version."
         if params.stop:
-            rollout = end_at_text(rollout, self.tokenizer, params.stop, drawing["pad_token_id"])
-        rollout.versions = torch.full((len(rows),), self.version, device=self.model.device)
+            pad = getattr(self.tokenizer, "pad_token_id", None) or 0
+            rollout = end_at_text(rollout, self.tokenizer, params.stop, pad)
+        rollout.versions = torch.full_like(rollout.lengths, self.version)
         return rollout
+
+    def draw_arrivals(
+        self,
+        arrivals: Arrivals,
+        params: SamplingParams,  # how to draw; `n` is one
+    ) -> torch.device:  # of what was drawn
+        "Draw turns as they are asked for; one that comes back joins those that are being drawn."
+        decoder, _ = self._open()
+        # with a `generate` of its own, a class means every turn to go through it
+        own = type(self).generate is not RolloutEngine.generate
+        if own or decoder is None or isinstance(decoder, SmallDecoder):
+            return in_rounds(self, arrivals, params)
+        config, drawing = self.model.config.get_text_config(), self._drawing(params)
+        stop, pad = drawing["stop"], drawing["pad_token_id"]
+
+        def arrive(wait):
+            asked = arrivals.take(wait=wait)
+            for one in asked:
+                vocab, most = config.vocab_size, longest_sequence(config)
+                check_prompts([one.ids], one.max_tokens, vocab, most)
+            return asked
+
+        def hand_over(turns, numbers):
+            asked, at = [turns.asked[n] for n in numbers], torch.tensor(numbers)
+            rollout = rollout_of(turns.done, [one.ids for one in asked], at, stop, pad, kept)
+            prefixes, kept.ended = kept.ended, []
+            rollout = self._finished(rollout, params)
+            for i, one in enumerate(asked):
+                arrivals.give(one, rollout, i, prefixes[i])
+
+        first = arrive(True)
+        rows, free = [one.ids for one in first], free_memory(decoder.device)
+        kept = Prefixes([None] * len(rows), rows, free // 2, self.version)
+        keys = torch.tensor([one.key for one in first])
+        delay, disable = 0 if self.progress else 2, self.progress is False
+        bar = tqdm(delay=delay, disable=disable, desc="turns", leave=False)
+        returns = dict(asked=first, arrive=arrive, hand_over=hand_over)
+        try:
+            with bar, evaluating(self.model):
+                self._in_turn(decoder, rows, params, drawing, bar, kept, keys, **returns)
+        finally:
+            kept.clear()
+            torch.cuda.empty_cache()
+        return self.model.device
 
     def publish(
         self,

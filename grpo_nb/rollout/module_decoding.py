@@ -23,6 +23,7 @@ from grpo_nb.rollout.sampling import (
     SurvivorRecord,
     sample_recorded,
     sample_tokens,
+    stream_numbers,
 )
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #6bdf5783
@@ -171,10 +172,11 @@ class ModuleDecoder:
         # (B, V) bool, tokens of the prompt; needed with a repetition penalty
         seen: torch.Tensor | None = None,
         generator: torch.Generator | None = None,  # None is torch's global one
+        keys: torch.Tensor | None = None,  # (B,) of each row's own random numbers, in its place
     ):
         (B, L), device, self.config = mask.shape, mask.device, model.config.get_text_config()
         self.model, self.params, self.stop = model, params, stop
-        self.seen, self.generator = seen, generator
+        self.seen, self.generator, self.keys = seen, generator, keys
         # the last token drawn is never read; kernels are faster with multiples of eight
         self.columns, self.room = L, -(-(L + params.max_tokens - 1) // 8) * 8
         self.cache = Cache(
@@ -197,6 +199,8 @@ class ModuleDecoder:
     ) -> None:
         "Draw a token for each row and append it to those that go on."
         at, drawing = self.drawn.expand_as(self.rows), (self.params, self.seen, self.generator)
+        if self.keys is not None:
+            drawing += (stream_numbers(self.keys, at),)
         if self.left is None:
             tokens, logps = sample_tokens(logits, *drawing)
         else:
@@ -252,7 +256,7 @@ class ModuleDecoder:
         "Keep only these rows, in the cache and in the state of each row; their tensors are new."
         for layer in self.cache.layers:
             layer.select(index)
-        for name in ("rows", "first", "last", "alive", "seen"):
+        for name in ("rows", "first", "last", "alive", "seen", "keys"):
             if (held := getattr(self, name)) is not None:
                 setattr(self, name, held[index])
 

@@ -41,21 +41,30 @@ class Prefixes:
         room: float = float("inf"),  # bytes that may be kept
         version: int = 0,  # of the weights; a prefix of another version is left out, too
     ):
-        self.known = {
-            tuple(ids): one
-            for ids, one in zip(prompts, known, strict=True)
-            if one and one.version == version and one.begins(ids)
-        }
         self.room, self.version = room, version
+        self.known: dict[tuple[int, ...], Prefix] = {}  # of a prompt: what it begins with
         self.held: dict[int, list] = {}  # of a completion's number: the layers of its prefix
         self.ended: list[Prefix | None] = []
+        for ids, one in zip(prompts, known, strict=True):
+            self.add(ids, one)
+
+    def add(
+        self,
+        ids: Sequence[int],  # a prompt
+        known: Prefix | None,  # what it may begin with
+    ) -> None:
+        "Remember what a prompt begins with, if that is so."
+        if known and known.version == self.version and known.begins(ids):
+            self.known[tuple(ids)] = known
 
     def of(
         self,
         prompts: Sequence[Sequence[int]],  # that are read now
     ) -> list[Prefix | None]:
         "What these begin with. It is given away: once it has been read, the memory is free."
-        return [self.known.pop(tuple(ids), None) for ids in prompts]
+        given = [self.known.pop(tuple(ids), None) for ids in prompts]
+        self.room += sum(layer.nbytes for one in given if one for layer in one.layers)
+        return given
 
     def keep(
         self,

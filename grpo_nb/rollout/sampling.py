@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GOLDEN', 'MIX', 'MOST_SURVIVORS', 'TIES', 'check_filters', 'check_counts', 'check_stop', 'check_stop_texts',
            'SamplingParams', 'apply_temperature', 'keep_top_k', 'keep_top_p', 'keep_min_p', 'apply_repetition_penalty',
-           'processed_log_probs', 'uniform_numbers', 'draw', 'stream_keys', 'stream_numbers', 'sample_tokens',
+           'processed_log_probs', 'uniform_numbers', 'draw', 'stream_keys', 'behind', 'stream_numbers', 'sample_tokens',
            'Survivors', 'room_for_survivors', 'sample_recorded', 'SurvivorRecord']
 
 # %% ../../nbs/rollout/01_sampling.ipynb #3d6caef3
@@ -272,6 +272,14 @@ def stream_keys(
         seed = int(torch.randint(2**62, ()))
     start = torch.tensor((seed + 2**63) % 2**64 - 2**63)  # what an int64 holds
     return _mixed(_mixed(start) + GOLDEN * torch.arange(1, count + 1)).to(device)
+
+
+def behind(
+    keys: torch.Tensor,  # (B,) int64
+    counts: Sequence[int],  # B
+) -> torch.Tensor:  # (B,) int64
+    "The keys of the same streams without their first numbers, `counts` of them."
+    return keys + GOLDEN * torch.tensor(counts, device=keys.device)
 
 
 def stream_numbers(

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from ..model.export import save_adapter
 from ..model.memory_fit import rank_flag
+from .arrivals import Arrivals, in_rounds
 from .engine import share_prompts
 from .rollout import Rollout, end_at_text
 from .sampler import pad_right
@@ -823,13 +824,19 @@ class VLLMServer:
         # of each completion the server that has read what it begins with, or None; in its place it
         # gets the one that drew it, whose own prefix cache has it now
         prefixes: list[Address | None] | None = None,
+        # of each prompt, from `stream_keys`: its own seed, and a request of its own; n is one
+        keys: Sequence[int] | None = None,
     ) -> Rollout:  # len(prompts) * params.n completions
         "Continue each prompt `params.n` times."
         rows = [list(ids) for ids in prompts]
         if not rows or not all(rows):
             raise ValueError("a prompt has no tokens, or there is none: give at least one token")
-        unique, index = share_prompts(rows)
-        counts, seeds = Counter(index), request_seeds(params.seed, len(unique))
+        if keys is None:
+            unique, index = share_prompts(rows)
+            seeds = request_seeds(params.seed, len(unique))
+        else:
+            unique, index, seeds = rows, range(len(rows)), [key % 2**53 for key in keys]
+        counts = Counter(index)
         places, readers = [u for u in index for _ in range(params.n)], [None] * len(unique)
         for u, reader in zip(places, prefixes or []):
             readers[u] = readers[u] or reader
@@ -852,6 +859,22 @@ class VLLMServer:
         if params.stop and self.tokenizer is not None:
             rollout = end_at_text(rollout, self.tokenizer, params.stop)
         return rollout
+
+    def draw_arrivals(
+        self,
+        arrivals: Arrivals,
+        params: SamplingParams,  # how to draw; `n` is one
+    ) -> torch.device | str:  # of what was drawn
+        "Draw each turn as soon as it is asked for; a server draws together what it is asked for."
+        threads = min(arrivals.rows, AT_ONCE * len(self.addresses))
+        try:
+            side_by_side(
+                lambda *_: in_rounds(self, arrivals, params, most=1), range(threads), threads
+            )
+        except BaseException:
+            self.interrupt()
+            raise
+        return self.device
 
     def answers(
         self,

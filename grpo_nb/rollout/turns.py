@@ -6,13 +6,14 @@
 __all__ = ['MESSAGE_ENDS', 'Parser', 'NOT_TOOLS', 'NO_PROMPT', 'as_call', 'as_message', 'parse_hermes', 'parse_llama',
            'harmony_messages', 'parse_harmony', 'on_text', 'described_by', 'choose_parser', 'rendered', 'short_call',
            'turn_end', 'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne', 'run_calls',
-           'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left', 'drawn_together', 'check_template',
-           'TurnSampler', 'methods_of', 'reward_of', 'Environments', 'Beginning', 'appended', 'begin']
+           'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left', 'check_template', 'asked', 'TurnSampler',
+           'methods_of', 'reward_of', 'Environments', 'Beginning', 'appended', 'begin']
 
 # %% ../../nbs/rollout/11_turns.ipynb #382bfec9
 import asyncio
 import inspect
 import json
+import math
 import threading
 import time
 import warnings
@@ -20,15 +21,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.utils import get_json_schema
 
+from .arrivals import Arrivals, Asked, in_rounds
 from .rollout import Rollout, default_stop_token_ids, joined
 from .sampler import Sampler, drawn_elsewhere
-from .sampling import SamplingParams, Survivors
+from .sampling import SamplingParams, Survivors, behind, stream_keys
 
 # %% ../../nbs/rollout/11_turns.ipynb #9f9fadad
 def as_call(
@@ -266,10 +268,14 @@ class CallsOfOne(threading.Thread):
         calls: list[dict],  # from a message
         tools: Mapping[str, Callable],  # name -> function
         loop: asyncio.AbstractEventLoop,  # for async ones
+        timeout_s: float | None = None,  # for all of them; None: as long as they take
+        wake: Callable[[], object] = lambda: None,  # called when one may have been the last to end
     ):
         super().__init__(name="tool calls", daemon=True)
-        self.calls, self.tools, self.loop = calls, tools, loop
+        self.calls, self.tools, self.loop, self.wake = calls, tools, loop, wake
         self.answers: list = [None] * len(calls)  # a value, an exception, or None: not called yet
+        self.deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self.words = f"no answer after {timeout_s} seconds"
         self.start()
 
     def run(self) -> None:
@@ -279,6 +285,15 @@ class CallsOfOne(threading.Thread):
                 self.answers[i] = ("value", self.begin(**call["function"]))
             except BaseException as error:
                 self.answers[i] = ("error", error)
+        self.wake()
+
+    @property
+    def ended(self) -> bool:
+        "Whether every call has an answer."
+        return all(
+            answer is not None and (not isinstance(answer[1], Future) or answer[1].done())
+            for answer in self.answers
+        )
 
     def begin(self, name: str, arguments: dict) -> Any:  # a value, or the future of one
         "Call one tool."
@@ -291,29 +306,44 @@ class CallsOfOne(threading.Thread):
         async def awaited():
             return await answer
 
-        return asyncio.run_coroutine_threadsafe(awaited(), self.loop)
+        future = asyncio.run_coroutine_threadsafe(awaited(), self.loop)
+        future.add_done_callback(lambda _: self.wake())
+        return future
+
+    def seconds_left(self) -> float | None:  # None: any number
+        "The time to the deadline."
+        if self.deadline == math.inf:
+            return None
+        return max(0.0, self.deadline - time.monotonic())
 
     def answer(
         self,
         i: int,  # number of the call
-        deadline: float,  # on time.monotonic's clock
-        words: str,  # the error of a call that is late
     ) -> tuple[str, bool, bool]:  # the text for the model, whether it is an error, whether late
         "What came of a call, as text."
-        self.join(max(0.0, deadline - time.monotonic()))
-        kind, value = self.answers[i] or ("error", TimeoutError(words))
+        self.join(self.seconds_left())
+        kind, value = self.answers[i] or ("error", TimeoutError(self.words))
         late = self.answers[i] is None
         if isinstance(value, Future):
             try:
-                value = value.result(max(0.0, deadline - time.monotonic()))
+                value = value.result(self.seconds_left())
             except BaseException as error:
                 late = value.cancel()
-                kind, value = "error", TimeoutError(words) if late else error
+                kind, value = "error", TimeoutError(self.words) if late else error
         return (
             (str({"error": str(value)}), True, late)
             if kind == "error"
             else (str(value), False, False)
         )
+
+    def replies(self) -> list[tuple[dict, bool, bool]]:
+        "Of each call a message, whether it is an error, and whether it is late; it waits for them."
+        names = [call["function"]["name"] for call in self.calls]
+        given = [(name, *self.answer(i)) for i, name in enumerate(names)]
+        return [
+            ({"role": "tool", "name": name, "content": text}, failed, late)
+            for name, text, failed, late in given
+        ]
 
 # %% ../../nbs/rollout/11_turns.ipynb #8f2c280c
 def run_calls(
@@ -323,19 +353,9 @@ def run_calls(
     loop: asyncio.AbstractEventLoop,  # for async tools
     # of each completion: (message, whether it is an error, whether it is late) for each call
 ) -> list[list[tuple[dict, bool, bool]]]:
-    "Run the calls of several completions side by side."
-    deadline = time.monotonic() + (threading.TIMEOUT_MAX / 2 if timeout_s is None else timeout_s)
-    words = f"no answer after {timeout_s} seconds"
-    threads = [CallsOfOne(its, names, loop) for its, names in zip(calls, tools, strict=True)]
-    results = []
-    for thread in threads:
-        of_one = []
-        for i, call in enumerate(thread.calls):
-            text, failed, late = thread.answer(i, deadline, words)
-            reply = {"role": "tool", "name": call["function"]["name"], "content": text}
-            of_one.append((reply, failed, late))
-        results.append(of_one)
-    return results
+    "Run the calls of several completions side by side, and wait for all of them."
+    begun = [CallsOfOne(its, named, loop, timeout_s) for its, named in zip(calls, tools)]
+    return [one.replies() for one in begun]
 
 # %% ../../nbs/rollout/11_turns.ipynb #49966768
 @dataclass
@@ -381,7 +401,9 @@ class Transcript:
     versions: list[int] = field(default_factory=list)  # of the weights that drew each turn
     # of each turn and each reply, what was left to draw from; a None among them: it is not known
     left: list[Survivors | None] = field(default_factory=list)
-    prefix: Any = None  # what the sampler has of it: keys and values, or the server that has them
+    key: int = 0  # of its stream of random numbers
+    turns: int = 0  # that were drawn
+    prefix: Any = None  # what the sampler has of it, while its tools run
 
     def add(
         self,
@@ -410,22 +432,6 @@ def what_was_left(
     ids, log_mass = zip(*whole)
     return joined(ids, -1), joined(log_mass, 0.0)
 
-# %% ../../nbs/rollout/11_turns.ipynb #95bc50b1
-def drawn_together(
-    rows: list[Transcript],
-    max_tokens: int,  # of a whole completion
-    max_positions: int | None,  # of the model; None: no limit is known
-) -> Iterator[tuple[list[Transcript], int]]:  # rows, and how many tokens each may draw
-    "Rows in batches, so that no row could exceed the model's positions."
-    while rows:
-        most = max(max_tokens - len(row.ids) for row in rows)
-        room = float("inf") if max_positions is None else max_positions - most
-        fits = [len(row.prompt) + len(row.ids) <= room for row in rows]
-        # if none fits, the first prompts were too long, and the inner sampler says so
-        part = [row for row, fit in zip(rows, fits) if fit] or rows
-        yield part, most
-        rows = [row for row, fit in zip(rows, fits) if not fit and part is not rows]
-
 # %% ../../nbs/rollout/11_turns.ipynb #dab16bd6
 def check_template(
     tokenizer: Any,
@@ -449,6 +455,17 @@ def check_template(
         )
 
 # %% ../../nbs/rollout/11_turns.ipynb #6217a8fe
+def asked(
+    number: int,  # of the row
+    row: Transcript,
+    max_tokens: int,  # of a whole completion
+) -> Asked:
+    "A row's next turn. Its random numbers go on where the last turn's ended."
+    prefix, row.prefix = row.prefix, None  # the sampler alone has it, and lets it go once it is read
+    key = int(behind(torch.tensor([row.key]), [len(row.ids)]))
+    return Asked(number, row.prompt + row.ids, max_tokens - len(row.ids), key, prefix)
+
+
 class TurnSampler:
     "Draws completions of several turns with another sampler, and runs the tools in between."
 
@@ -486,8 +503,8 @@ class TurnSampler:
         self.end = turn_end(tokenizer, next(iter(self.tools.functions), "tool"), self.variables)[0]
         self.stop_token_ids = stop_token_ids
         self.environments = environments
-        self.keeps = "prefixes" in inspect.signature(sampler.generate).parameters
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.lock = threading.Lock()
 
     def generate(
         self,
@@ -500,41 +517,27 @@ class TurnSampler:
         params = replace(params, stop_token_ids=tuple(dict.fromkeys([*stop, self.end])))
         each = zip(prompts, tools or [self.tools] * len(prompts), strict=True)
         rows = [Transcript(list(ids), its) for ids, its in each for _ in range(params.n)]
-        going = rows
+        for row, key in zip(rows, stream_keys(len(rows), params.seed).tolist()):
+            row.key = key
+
+        def read(number, drawn, i, prefix):
+            self.take(rows[number], i, drawn, params)
+            return self.call(rows[number], prefix, arrivals.wake)
+
+        def go_on(number, calls):
+            room = self.answered(rows[number], calls.replies(), params.max_tokens)
+            return asked(number, rows[number], params.max_tokens) if room else None
+
+        first = [asked(number, row, params.max_tokens) for number, row in enumerate(rows)]
+        arrivals = Arrivals(first, read, go_on, self.max_positions)
+        draw = getattr(self.sampler, "draw_arrivals", partial(in_rounds, self.sampler))
         try:
-            for turn in count():
-                self.draw(going, params, turn)
-                asking = [row for row in going if row.pending]
-                if self.limit is not None and turn >= self.limit:
-                    break
-                if not (going := self.answer(asking, params.max_tokens)):
-                    break
+            self.device = draw(arrivals, params)
         finally:
+            arrivals.close()
             for row in rows:
                 row.prefix = None
         return self.record(rows, params.stop_token_ids)
-
-    def draw(self, rows: list[Transcript], params: SamplingParams, turn: int) -> None:
-        "Draw one turn of each row."
-        seed, batches = params.seed, drawn_together(rows, params.max_tokens, self.max_positions)
-        for number, (part, most) in enumerate(batches):
-            if seed is not None:
-                seed = params.seed + 1_000_003 * turn + 7_919 * number
-            prefixes = [row.prefix for row in part]
-            for row in part:
-                row.prefix = None  # the sampler alone has it, and lets it go once it is read
-            given = {"prefixes": prefixes} if self.keeps else {}
-            prompts = [row.prompt + row.ids for row in part]
-            one = replace(params, n=1, max_tokens=most, seed=seed)
-            try:
-                drawn = self.sampler.generate(prompts, one, **given)
-            except BaseException:
-                prefixes.clear()  # an error keeps this frame
-                raise
-            self.device = drawn.mask.device
-            for i, row in enumerate(part):
-                self.take(row, i, drawn, params)
-                row.prefix = prefixes[i] if row.pending else None
 
     def take(self, row: Transcript, i: int, drawn: Rollout, params: SamplingParams) -> None:
         "Add row `i` of what was drawn to a transcript, and read the calls in it."
@@ -547,8 +550,20 @@ class TurnSampler:
         row.reason = drawn.finish_reasons[i] if size == int(drawn.lengths[i]) else "length"
         calls = row.messages[-1].get("tool_calls", [])
         row.pending = calls if row.reason == "stop" else []
+        row.turns += 1
         if drawn.versions is not None:
             row.versions.append(int(drawn.versions[i]))
+
+    def call(
+        self, row: Transcript, prefix: Any, wake: Callable[[], object]
+    ) -> CallsOfOne | None:  # None: there are none to run
+        "Begin the calls of a row's last turn."
+        if not row.pending or (self.limit is not None and row.turns > self.limit):
+            return None
+        with self.lock:
+            self.loop = self.loop or event_loop()
+        row.prefix = prefix
+        return CallsOfOne(row.pending, row.tools.functions, self.loop, self.timeout_s, wake)
 
     def read(self, ids: list[int], before: list[int], schemas: list[dict]) -> dict[str, Any]:
         "A turn as a message; one that holds a broken call is an answer like any other."
@@ -563,24 +578,22 @@ class TurnSampler:
         rest = {name: message[name] for name in message.keys() - {"tool_calls", "content", "role"}}
         return as_message(content, calls, **rest)
 
-    def answer(self, rows: list[Transcript], max_tokens: int) -> list[Transcript]:
-        "Run the calls of the rows and append what they answer; returns the rows that go on."
-        if rows and self.loop is None:
-            self.loop = event_loop()
-        calls, tools = [row.pending for row in rows], [row.tools.functions for row in rows]
-        going = []
-        for row, its in zip(rows, run_calls(calls, tools, self.timeout_s, self.loop)):
-            row.calls, row.failures = row.calls + len(its), row.failures + sum(f for _, f, _ in its)
-            row.late |= any(late for *_, late in its)
-            replies = [reply for reply, *_ in its]
-            suffix = suffix_ids(replies, self.tokenizer, self.variables)
-            room = max_tokens - len(row.ids) - len(suffix)
-            if room >= 0:
-                row.add(suffix)
-                row.messages, row.reason = row.messages + replies, "length"
-            if room > 0:
-                going.append(row)
-        return going
+    def answered(
+        self,
+        row: Transcript,
+        results: list[tuple[dict, bool, bool]],  # of `CallsOfOne.replies`
+        max_tokens: int,  # of the completion
+    ) -> int:  # tokens that it may still draw
+        "Append what its calls have answered."
+        row.calls, row.failures = row.calls + len(results), row.failures + sum(f for _, f, _ in results)
+        row.late |= any(late for *_, late in results)
+        replies = [reply for reply, *_ in results]
+        suffix = suffix_ids(replies, self.tokenizer, self.variables)
+        room = max_tokens - len(row.ids) - len(suffix)
+        if room >= 0:
+            row.add(suffix)
+            row.messages, row.reason = row.messages + replies, "length"
+        return max(room, 0)
 
     def record(self, rows: list[Transcript], stop: Sequence[int]) -> TurnRollout:
         "The rows as a rollout."
