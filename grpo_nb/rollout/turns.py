@@ -321,7 +321,8 @@ class CallsOfOne(threading.Thread):
         i: int,  # number of the call
     ) -> tuple[str, bool, bool]:  # the text for the model, whether it is an error, whether late
         "What came of a call, as text."
-        self.join(self.seconds_left())
+        if self.answers[i] is None:  # else the thread may wait for whoever asks, to wake it
+            self.join(self.seconds_left())
         kind, value = self.answers[i] or ("error", TimeoutError(self.words))
         late = self.answers[i] is None
         if isinstance(value, Future):
@@ -461,7 +462,10 @@ def asked(
     max_tokens: int,  # of a whole completion
 ) -> Asked:
     "A row's next turn. Its random numbers go on where the last turn's ended."
-    prefix, row.prefix = row.prefix, None  # the sampler alone has it, and lets it go once it is read
+    prefix, row.prefix = (
+        row.prefix,
+        None,
+    )  # the sampler alone has it, and lets it go once it is read
     key = int(behind(torch.tensor([row.key]), [len(row.ids)]))
     return Asked(number, row.prompt + row.ids, max_tokens - len(row.ids), key, prefix)
 
@@ -585,7 +589,10 @@ class TurnSampler:
         max_tokens: int,  # of the completion
     ) -> int:  # tokens that it may still draw
         "Append what its calls have answered."
-        row.calls, row.failures = row.calls + len(results), row.failures + sum(f for _, f, _ in results)
+        row.calls, row.failures = (
+            row.calls + len(results),
+            row.failures + sum(f for _, f, _ in results),
+        )
         row.late |= any(late for *_, late in results)
         replies = [reply for reply, *_ in results]
         suffix = suffix_ids(replies, self.tokenizer, self.variables)

@@ -2,20 +2,20 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from dense_models import dense_model
+from small_decoders import as_recorded
 
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout import continuous_batching, decode_ops
+from grpo_nb.rollout import continuous_batching
 from grpo_nb.rollout import engine as engine_module
 from grpo_nb.rollout.continuous_batching import RowsInTurn, complete_in_turn
-from grpo_nb.rollout.decoder import Decoder, DenseDecoder, RecordedSteps
+from grpo_nb.rollout.decoder import Decoder, DenseDecoder
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.kv_cache import CacheShape, SlotCache, slots_that_fit
-from grpo_nb.rollout.sampling import SamplingParams, sample_tokens, stream_keys, stream_numbers
+from grpo_nb.rollout.sampling import SamplingParams, stream_keys, stream_numbers
 
 PAGE = 4
 
@@ -182,28 +182,11 @@ def test_rows_and_pages_stay_within_what_is_free(page):
 
 
 def test_recorded_steps_read_flags_late_and_hold_nothing_back(monkeypatch):
-    "A stand-in for recordings, so that rows that have ended are fed on; then the cache is gone."
-
-    def record(self, size, advance):
-        "In place of a CUDA graph, which holds no function either."
-        static, step = torch.full((size,), self.spare), weakref.WeakMethod(advance)
-        return SimpleNamespace(replay=lambda: step()(static)), static
-
-    def look(turns):
-        return turns.state.alive.clone(), dict(turns.owner), None
-
-    def draw(decoder, logits, params, seen, uniform):
-        return *sample_tokens(logits, params, seen, uniform=uniform), None
-
     model = tiny_gpt_oss(0, num_hidden_layers=2)[0]
     prompts, params = prompts_of(10), SamplingParams(max_tokens=20)
     plain = complete(paged(model), prompts, [4] * 10, params, rows=12, pages=60)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(RecordedSteps, "_record", record)
-    monkeypatch.setattr(continuous_batching, "draw_tokens", draw)
-    monkeypatch.setattr(RowsInTurn, "look", look)
+    as_recorded(monkeypatch)
     decoder = paged(model)
-    decoder.ops = SimpleNamespace(**vars(decode_ops))
     turns = RowsInTurn(
         decoder, prompts, [4] * 10, params, torch.tensor([8, 9]), stream_keys(40, 0), 12, 60
     )

@@ -6,23 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense_models import dense_model
+from small_decoders import ENDS, KINDS, in_pages
 from small_runs import one_thread, small_model  # noqa: F401
 
-from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import decoder as decoders
 from grpo_nb.rollout import engine as engines
 from grpo_nb.rollout.continuous_batching import RowsInTurn
 from grpo_nb.rollout.decoder import Decoder
 from grpo_nb.rollout.engine import RolloutEngine
-from grpo_nb.rollout.kv_cache import AlignedCache, CacheShape
+from grpo_nb.rollout.kv_cache import AlignedCache
 from grpo_nb.rollout.prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.sampling import SamplingParams, stream_keys
 from grpo_nb.rollout.server import VLLMServer
 from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.rollout.turns import TurnSampler
-
-ENDS = tuple(range(12, 18))
 
 
 @pytest.fixture
@@ -37,15 +34,6 @@ def read(monkeypatch):
 
     monkeypatch.setattr(decoders, "BehindPrefixes", Counted)
     return counts
-
-
-def in_pages(monkeypatch):
-    "Give decoders on a CPU pages of four tokens, as on a GPU of 128."
-
-    def shape(self):
-        return CacheShape(self.windows, self.kv_heads, self.head_dim, self.dtype, 4)
-
-    monkeypatch.setattr(Decoder, "shape", property(shape))
 
 
 def talk(engine, params, prefixes):
@@ -68,13 +56,6 @@ def talk(engine, params, prefixes):
             row += drawn[-1][0] + reply
             new.append(1 + len(reply))  # the last token of a turn was drawn, and not read
     return drawn, sum(new[: -len(rows)])
-
-
-KINDS = {
-    "small": lambda: small_model(0, sliding_window=4)[0],
-    "gpt-oss": lambda: tiny_gpt_oss(0, num_experts=8, sliding_window=4, initializer_range=0.25)[0],
-    "Gemma3Text": lambda: dense_model("Gemma3Text"),
-}
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -203,12 +184,12 @@ def test_nothing_is_kept_when_a_rollout_ends_or_fails(fails, monkeypatch):
 
 
 def test_of_several_servers_a_row_goes_back_to_the_one_that_has_read_it(tmp_path):
-    prompts, drawn_by = [[5, 6, 7, 8] * 5, [9], [8]], []
+    prompts, drawn_by = [[5, 6, 7, 8] * 5, [9], [8]], {5: [], 9: [], 8: []}
 
     class Noting(VLLMServer):
-        def generate(self, prompts, params, version=None, prefixes=None):
-            rollout = super().generate(prompts, params, version, prefixes)
-            drawn_by.append([address.url for address in prefixes])
+        def generate(self, prompts, params, version=None, prefixes=None, keys=None):
+            rollout = super().generate(prompts, params, version, prefixes, keys)
+            drawn_by[prompts[0][0]] += [address.url for address in prefixes]
             return rollout
 
     stand_ins = [StandIn(*small_model(), name="small", lora_dir=tmp_path) for _ in "ab"]
@@ -216,5 +197,5 @@ def test_of_several_servers_a_row_goes_back_to_the_one_that_has_read_it(tmp_path
         server = Noting([a, b], folder=tmp_path / "run", stop_token_ids=ENDS)
         turns = conversation(server, small_model()[1], stop_token_ids=ENDS)
         turns.generate(prompts, SamplingParams(max_tokens=150, seed=0))
-    assert len(drawn_by) == 4 and set(drawn_by[0]) == {a, b}
-    assert drawn_by == [drawn_by[0]] * 4
+    assert {row[0] for row in drawn_by.values()} == {a, b}
+    assert all(row == [row[0]] * 4 for row in drawn_by.values())

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -402,7 +403,7 @@ def test_a_transcript_is_what_was_drawn_and_what_the_template_adds(
     )
     tokenizer = letters(template)
     (stop,) = tokenizer(end).input_ids
-    drawn, given_to, replies = [], [], iter(answers * 5)
+    drawn, given_to, replies = [], [], cycle(answers)
 
     def say(ids):
         body, ends, _ = script[len(drawn) % len(script)]

@@ -1,0 +1,60 @@
+"""Tiny models of each way of decoding, and decoders on a CPU that work as on a GPU."""
+
+import weakref
+from types import SimpleNamespace
+
+import torch
+from dense_models import dense_model
+from small_runs import small_model
+
+from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout import continuous_batching, decode_ops
+from grpo_nb.rollout.continuous_batching import RowsInTurn
+from grpo_nb.rollout.decoder import Decoder, RecordedSteps
+from grpo_nb.rollout.kv_cache import CacheShape
+from grpo_nb.rollout.sampling import sample_tokens
+
+ENDS = tuple(range(12, 18))
+
+KINDS = {
+    "small": lambda: small_model(0, sliding_window=4)[0],
+    "gpt-oss": lambda: tiny_gpt_oss(0, num_experts=8, sliding_window=4, initializer_range=0.25)[0],
+    "Gemma3Text": lambda: dense_model("Gemma3Text"),
+}
+
+
+def in_pages(monkeypatch):
+    "Give decoders on a CPU pages of four tokens, as on a GPU of 128."
+
+    def shape(self):
+        return CacheShape(self.windows, self.kv_heads, self.head_dim, self.dtype, 4)
+
+    monkeypatch.setattr(Decoder, "shape", property(shape))
+
+
+def as_recorded(monkeypatch):
+    "A stand-in for recordings, so that rows that have ended are fed on."
+
+    def record(self, size, advance):
+        "In place of a CUDA graph, which holds no function either."
+        static, step = torch.full((size,), self.spare), weakref.WeakMethod(advance)
+        return SimpleNamespace(replay=lambda: step()(static)), static
+
+    def look(turns):
+        turns.looks += 1
+        return turns.state.alive.clone(), turns.looks, None
+
+    def draw(decoder, logits, params, seen, uniform):
+        return *sample_tokens(logits, params, seen, uniform=uniform), None
+
+    make = RowsInTurn.__init__
+
+    def recorded(self, decoder, *given, **others):
+        decoder.ops = SimpleNamespace(**vars(decode_ops))
+        make(self, decoder, *given, **others)
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(RecordedSteps, "_record", record)
+    monkeypatch.setattr(continuous_batching, "draw_tokens", draw)
+    monkeypatch.setattr(RowsInTurn, "look", look)
+    monkeypatch.setattr(RowsInTurn, "__init__", recorded)
