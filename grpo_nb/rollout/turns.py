@@ -6,7 +6,7 @@
 __all__ = ['MESSAGE_ENDS', 'Parser', 'NOT_TOOLS', 'NO_PROMPT', 'as_call', 'as_message', 'parse_hermes', 'parse_llama',
            'harmony_messages', 'parse_harmony', 'on_text', 'described_by', 'choose_parser', 'rendered', 'short_call',
            'turn_end', 'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne', 'run_calls',
-           'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left', 'check_template', 'asked', 'TurnSampler',
+           'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left', 'check_template', 'next_turn', 'TurnSampler',
            'methods_of', 'reward_of', 'Environments', 'Beginning', 'appended', 'begin']
 
 # %% ../../nbs/rollout/11_turns.ipynb #382bfec9
@@ -456,7 +456,7 @@ def check_template(
         )
 
 # %% ../../nbs/rollout/11_turns.ipynb #6217a8fe
-def asked(
+def next_turn(
     number: int,  # of the row
     row: Transcript,
     max_tokens: int,  # of a whole completion
@@ -530,9 +530,9 @@ class TurnSampler:
 
         def go_on(number, calls):
             room = self.answered(rows[number], calls.replies(), params.max_tokens)
-            return asked(number, rows[number], params.max_tokens) if room else None
+            return next_turn(number, rows[number], params.max_tokens) if room else None
 
-        first = [asked(number, row, params.max_tokens) for number, row in enumerate(rows)]
+        first = [next_turn(number, row, params.max_tokens) for number, row in enumerate(rows)]
         arrivals = Arrivals(first, read, go_on, self.max_positions)
         draw = getattr(self.sampler, "draw_arrivals", partial(in_rounds, self.sampler))
         try:

@@ -22,8 +22,9 @@ from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.rollout.turns import CallsOfOne, TurnSampler, event_loop
 
 TEMPLATE = (
-    "{% if tools %}8{% endif %}{% for m in messages %}{{ m.role[0] }}{% for c in m.tool_calls or [] %}7{% endfor %}"
-    "{{ m.content }}<|return|>{% endfor %}{% if add_generation_prompt %}+{% endif %}"
+    "{% if tools %}8{% endif %}{% for m in messages %}{{ m.role[0] }}"
+    "{% for c in m.tool_calls or [] %}7{% endfor %}{{ m.content }}"
+    "<|return|>{% endfor %}{% if add_generation_prompt %}+{% endif %}"
 )
 
 
