@@ -2,6 +2,9 @@
 memory over many rollouts, a full-size model's numbers. (pytest -m gpu -s prints them)"""
 
 import gc
+import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout.arrivals import Arrivals, Asked
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
@@ -115,6 +119,54 @@ def test_turns_behind_their_prefixes_equal_one_pass(rows):
             ids = row + rollout.completion_ids[i, : rollout.lengths[i]].tolist()
             assert one.ids == tuple(ids[:-1])
             prompts[i] = ids + [7 + i % 9] * (1 + i % 30)
+
+
+@pytest.mark.parametrize("rows, most", [(40, None), (100, 24)])
+def test_rows_that_come_back_equal_one_pass(rows, most):
+    "Rows join a batch that is being decoded, after tools of different speed."
+    model, tokenizer = small(initializer_range=0.2)
+    engine = RolloutEngine(model, tokenizer, max_batch_size=most)
+    prompts, turns = prompts_of([5 + i % 40 for i in range(rows)]), [0] * rows
+    whole, drawn = [list(ids) for ids in prompts], []
+
+    def asked(i):
+        room = 90 - len(whole[i]) + len(prompts[i])
+        return Asked(i, list(whole[i]), room, 1 + i + 1000 * turns[i], kept.pop(i, None))
+
+    def read(i, rollout, place, prefix):
+        length = int(rollout.lengths[place])
+        assert length <= asked_for[i].max_tokens
+        ids, logps = rollout.completion_ids[place, :length], rollout.logps[place, :length]
+        drawn.append((list(whole[i]), ids.tolist(), logps.cpu()))
+        whole[i] += ids.tolist() + [7 + i % 9] * (1 + i % 12)
+        turns[i], kept[i] = turns[i] + 1, prefix
+        if turns[i] == 4 or len(whole[i]) - len(prompts[i]) > 80:
+            return None
+        calls = SimpleNamespace(ended=False, deadline=math.inf)
+
+        def end():
+            calls.ended = True
+            arrivals.wake()
+
+        threading.Timer(i % 5 * 0.02, end).start()
+        return calls
+
+    def go_on(i, calls):
+        asked_for[i] = asked(i)
+        return asked_for[i]
+
+    kept: dict = {}
+    asked_for = {i: asked(i) for i in range(rows)}
+    arrivals = Arrivals(asked_for.values(), read, go_on)
+    params = SamplingParams(max_tokens=90, stop_token_ids=tuple(range(16, 20)))
+    assert engine.draw_arrivals(arrivals, params) == model.device
+    assert all(count == 4 or len(ids) > 80 for count, ids in zip(turns, whole))
+    for before, ids, logps in drawn:
+        with torch.no_grad():
+            logits = model(torch.tensor([before + ids], device=model.device)).logits[0]
+        scores = logits[len(before) - 1 : -1].float().log_softmax(-1).cpu()
+        one_pass = scores.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(logps, one_pass, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize(
