@@ -521,6 +521,7 @@ def course_map():
         name = name.replace("when the reward does not rise", "when it does not rise")
         yield linked(
             address,
+            f'<rect x="16" y="{y - 18}" width="232" height="44" fill="transparent"/>',
             f'<circle cx="30" cy="{y}" r="13" class="blue"/>',
             text(30, y + 5, str(i + 1), weight=600),
             text(50, y, name, anchor="start", weight=600),

@@ -52,9 +52,9 @@ def gate_sentence(record):
     counts, trl = record["counts"], record["versions"]["trl"]
     passing = sum(counts.get(kind, 0) for kind in OF_TRL)
     return (
-        f"TRL {trl} passes {passing} of its own tests of its trainer on tiny models; with the import "
-        f"line changed {counts['passed']} of them pass here, and [each other one has its reason]"
-        "(docs/from_trl.md#what-trls-own-tests-say)."
+        f"TRL {trl} passes {passing} of its own tests of its trainer on tiny models; with the "
+        f"import line changed {counts['passed']} of them pass here, and "
+        "[each other one has its reason](docs/from_trl.md#what-trls-own-tests-say)."
     )
 
 

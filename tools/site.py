@@ -50,6 +50,7 @@ PLANNED = {  # model -> how its weights are held, and what waits on the host
 PLANNED_CARDS = ("T4", "L4", "A100-40", "A100-80", "H200")
 TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks
 MAP = re.compile(r"\[!\[([^\]]+)\]\((docs/diagrams/course_map\.svg)\)\]\(\2\)")
+DRAWN_MAP = r'<object type="image/svg+xml" data="_static/course_map.svg" aria-label="\1"></object>'
 BRANCH = re.compile(r"\*\*([^*\n]+)\*\*|<summary><b>([^<\n]+)</b>")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.S | re.M)
 LINK = re.compile(  # or a piece of code, which is passed over
@@ -299,10 +300,7 @@ def page_of(notebook, path, context):
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
             text = course.BLOCK.sub(f"\n\n{bar(path, context['settings'])}\n\n", cell["source"])
-            text = MAP.sub(
-                r'<object type="image/svg+xml" data="_static/course_map.svg" aria-label="\1"></object>',
-                text,
-            )
+            text = MAP.sub(DRAWN_MAP, text)
             before = relinked(text, path, **context["links"])
             cells.append({**cell, "metadata": {}, "source": before})
         elif cell["cell_type"] == "code":
@@ -439,8 +437,9 @@ def options(settings):
 class Page(HTMLParser):
     "The ids of a page, where it leads, and what it loads."
 
-    LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
-    LOADS["object"] = "data"
+    LOADS = dict.fromkeys(("script", "img", "iframe", "source", "video"), "src") | {
+        "object": "data"
+    }
 
     def __init__(self, text):
         super().__init__()
