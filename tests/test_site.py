@@ -46,6 +46,20 @@ def test_the_parts_of_the_site_are_those_of_the_map(tools):
     assert len(dict(parts)["Eight lessons"]) == 8
 
 
+def test_the_map_of_the_site_leads_to_its_pages(tools):
+    source_url = "https://github.com/grpo-nb/grpo_nb/blob/main"
+    drawing = tools["linked_map"](ROOT, source_url)
+    pages = re.findall(r'<a href="\.\./([^"]+)\.html" target="_top">', drawing)
+    assert len(pages) == drawing.count("<a ") == 15 and "https://github" not in drawing
+    assert all((ROOT / f"{page}.ipynb").exists() for page in pages)
+    (front,) = [
+        cell["source"]
+        for cell in tools["course"].load(ROOT / "index.ipynb")["cells"]
+        if "course_map.svg" in cell["source"]
+    ]
+    assert tools["MAP"].search(front)[1].startswith("Eight lessons in a column")
+
+
 # The reference, from source
 
 
@@ -143,6 +157,8 @@ def test_cells_are_folded_and_say_what_is_in_them(tools):
         "The code of this figure (5 lines)"
     )
     assert fold("plot(a)", PICTURE) is None  # short enough to stay
+    assert fold("# @title The check\ndef check():\n    pass") == "The check (3 lines)"
+    assert tools["code_cell"](code("#| hide\nf(1)", PICTURE), "") is None
     assert tools["code_cell"](code("#| default_exp algorithm.made"), "") is None
 
 

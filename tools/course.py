@@ -87,9 +87,10 @@ def navigation(path, titles, settings):
     at = order.index(path)
     links = [link("Previous:", order[at - 1])] if at > 1 else []
     links += [link("Course:", order[0])] if at > 0 else []
-    links += (
-        [link("Next:" if at > 0 else "Begin with", order[at + 1])] if at + 1 < len(order) else []
-    )
+    if at == 0 and len(order) > 2:
+        links = [f"{link('Begin with', order[2])}; if you know some RL, {link('with', order[1])}"]
+    elif at + 1 < len(order):
+        links.append(link("Next:", order[at + 1]))
     user, repo, branch = settings["user"], settings["repo"], settings["branch"]
     badge = (
         "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"

@@ -514,27 +514,28 @@ def linked(address, *parts):
 )
 def course_map():
     stops, branches = the_map()
-    yield path(f"M34 62V{20 + 46 * len(stops)}", "blue-line", 3)
+    yield path(f"M30 62V{20 + 46 * len(stops)}", "blue-line", 3)
     for i, (title, address, minutes) in enumerate(stops):
         y = 62 + 46 * i
         name = title if len(title) < 23 else title.replace("on a free ", "on a ")
         name = name.replace("when the reward does not rise", "when it does not rise")
         yield linked(
             address,
-            f'<circle cx="34" cy="{y}" r="13" class="blue"/>',
-            text(34, y + 5, str(i + 1), weight=600),
-            text(56, y, name, anchor="start", weight=600),
-            text(56, y + 18, f"{minutes} minutes", "soft", SIZE, "start"),
+            f'<rect x="16" y="{y - 18}" width="232" height="44" fill="transparent"/>',
+            f'<circle cx="30" cy="{y}" r="13" class="blue"/>',
+            text(30, y + 5, str(i + 1), weight=600),
+            text(50, y, name, anchor="start", weight=600),
+            text(50, y + 18, f"{minutes} minutes", "soft", SIZE, "start"),
         )
-    yield path(f"M250 50V{44 + 46 * len(stops)}", "grey-line", 1, dash="3 3")
+    yield path(f"M252 50V{44 + 46 * len(stops)}", "grey-line", 1, dash="3 3")
     step = 46 * len(stops) / len(branches)
     for i, (name, address, count) in enumerate(branches):
         y = 46 + step * i
         yield linked(
             address,
-            rect(256, y, 194, step - 8, "grey", 6),
-            text(263, y + step / 2 + 1, name, anchor="start"),
-            text(443, y + step / 2 + 1, str(count), "soft", SIZE, "end"),
+            rect(259, y, 194, step - 8, "grey", 6),
+            text(264, y + step / 2 + 1, name, anchor="start"),
+            text(448, y + step / 2 + 1, str(count), "soft", SIZE, "end"),
         )
 
 

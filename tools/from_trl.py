@@ -52,8 +52,8 @@ def gate_sentence(record):
     counts, trl = record["counts"], record["versions"]["trl"]
     passing = sum(counts.get(kind, 0) for kind in OF_TRL)
     return (
-        f"Of TRL's own tests of that trainer TRL {trl} passes {passing} on tiny models built for "
-        f"them; with the import line changed, {counts['passed']} of those pass here, and "
+        f"TRL {trl} passes {passing} of its own tests of its trainer on tiny models; with the "
+        f"import line changed {counts['passed']} of them pass here, and "
         "[each other one has its reason](docs/from_trl.md#what-trls-own-tests-say)."
     )
 
@@ -134,7 +134,7 @@ def renewed(text):
 def counted(text):
     "The front page with what the gate's record says."
     sentence = gate_sentence(json.loads(GATE.read_text()))
-    ends = r"Of TRL's own tests of that trainer .*?#what-trls-own-tests-say\)\."
+    ends = r"TRL [\d.]+ passes \d+ of its own tests .*?#what-trls-own-tests-say\)\."
     text, count = re.subn(ends, lambda _: sentence, text)
     if count != 1:
         raise SystemExit(f"{FRONT.name} has {count} sentences on TRL's own tests, not one")

@@ -49,6 +49,8 @@ PLANNED = {  # model -> how its weights are held, and what waits on the host
 }
 PLANNED_CARDS = ("T4", "L4", "A100-40", "A100-80", "H200")
 TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks
+MAP = re.compile(r"\[!\[([^\]]+)\]\((docs/diagrams/course_map\.svg)\)\]\(\2\)")
+DRAWN_MAP = r'<object type="image/svg+xml" data="_static/course_map.svg" aria-label="\1"></object>'
 BRANCH = re.compile(r"\*\*([^*\n]+)\*\*|<summary><b>([^<\n]+)</b>")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.S | re.M)
 LINK = re.compile(  # or a piece of code, which is passed over
@@ -158,8 +160,8 @@ def folded_as(options, source, has_picture):
         return f"In the library: {shown or 'imports'} ({lines})"
     if "find_spec(" in source and options.get("eval") == "false":
         return "Set-up: fetches the library where it is missing"
-    if "hide" in options:
-        return f"Set-up ({lines})"
+    if title := re.match(r"# @title (.+)", source):
+        return f"{title[1]} ({lines})"
     if all_imports(source):
         return f"Imports ({lines})"
     if options.get("echo") == "false" or (has_picture and count > 4):
@@ -270,7 +272,8 @@ def mounted(source, path, live, outputs=()):
 def code_cell(cell, before):
     "A code cell as the site shows it, or None for one with nothing to show."
     options, source = directives(cell["source"])
-    if not source and not cell["outputs"]:
+    hidden = "hide" in options and "find_spec(" not in source
+    if hidden or not source and not cell["outputs"]:
         return None
     flags = {name.split()[0]: value for name, value in options.items()}
     fold = folded_as(flags, source, has_picture(cell))
@@ -297,6 +300,7 @@ def page_of(notebook, path, context):
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
             text = course.BLOCK.sub(f"\n\n{bar(path, context['settings'])}\n\n", cell["source"])
+            text = MAP.sub(DRAWN_MAP, text)
             before = relinked(text, path, **context["links"])
             cells.append({**cell, "metadata": {}, "source": before})
         elif cell["cell_type"] == "code":
@@ -363,8 +367,20 @@ def sources(root, problems):
     for path in (root / "docs/site").iterdir():
         made[f"_static/{path.name}"] = path.read_bytes()
     made |= {f"_static/widgets/{path.name}": path.read_bytes() for path in scripts}
+    made["_static/course_map.svg"] = linked_map(root, source_url)
     made["_static/mathjax.js"] = mathjax()
     return made
+
+
+def linked_map(root, source_url):
+    "The map, as large as its place, with links to the pages of the site."
+    drawing = (root / "docs/diagrams/course_map.svg").read_text(encoding="utf-8")
+    drawing = re.sub(r' width="\d+" height="\d+" role="img"', "", drawing, count=1)
+    return re.sub(
+        rf'href="{re.escape(source_url)}/([^"]+)\.ipynb"',
+        r'href="../\1.html" target="_top"',
+        drawing,
+    )
 
 
 def mathjax():
@@ -421,7 +437,9 @@ def options(settings):
 class Page(HTMLParser):
     "The ids of a page, where it leads, and what it loads."
 
-    LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
+    LOADS = dict.fromkeys(("script", "img", "iframe", "source", "video"), "src") | {
+        "object": "data"
+    }
 
     def __init__(self, text):
         super().__init__()

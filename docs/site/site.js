@@ -1,11 +1,23 @@
 // What is wider than its column scrolls by itself: the keyboard has to reach it.
 const WIDE = ".bd-article table, .bd-article div.math, .bd-article .cell_output";
+// A drawing that would shrink to less than 0.6 of its size, words and all, keeps 0.7 and scrolls.
+const legible = () => document.querySelectorAll(".bd-article .cell_output img").forEach((img) => {
+  const room = img.closest(".cell_output").clientWidth;
+  img.style.minWidth = 0.6 * img.naturalWidth > room ? `${0.7 * img.naturalWidth}px` : "";
+});
 const reach = () => document.querySelectorAll(WIDE).forEach((box) => {
   if (box.scrollWidth > box.clientWidth + 1) box.tabIndex = 0;
   else box.removeAttribute("tabindex");
 });
-addEventListener("load", reach);
-addEventListener("resize", reach);
+for (const when of ["load", "resize"]) addEventListener(when, () => { legible(); reach(); });
+
+// Where a page has widgets, a button leads to the first one.
+document.addEventListener("DOMContentLoaded", () => {
+  const [line, widget] = [".run-it", ".bd-article .widget"].map((what) => document.querySelector(what));
+  if (!line || !widget) return;
+  widget.id ||= "widget";
+  line.insertAdjacentHTML("beforeend", `<a href="#${widget.id}">To the widget</a>`);
+});
 
 // One button on a page with folded code: open all folds, or close them again.
 document.addEventListener("DOMContentLoaded", () => {

@@ -65,9 +65,9 @@ def dashboard_figure(
     history: list[dict[str, Any]],  # records of a log
 ) -> Figure:
     "The four curves of the board: the log's numbers faint, their running means strong."
-    figure = Figure(figsize=(11, 2.2))
+    figure = Figure(figsize=(8, 1.9))
     panels = figure.subplots(
-        1, len(PANELS), gridspec_kw=dict(wspace=0.28, left=0.04, right=0.99, top=0.86, bottom=0.2)
+        1, len(PANELS), gridspec_kw=dict(wspace=0.3, left=0.04, right=0.99, top=0.86, bottom=0.24)
     )
     for axes, (title, name) in zip(panels, PANELS.items()):
         points = thinned(

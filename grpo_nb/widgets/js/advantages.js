@@ -110,8 +110,7 @@ export default {
       ];
       if (size >= 26) {
         const y = value < 0 ? zero + length + 14 : up - 5;
-        const short = size < 34 ? 4 : 5;
-        shapes.push(text(x + size / 2, y, signed(value).slice(0, short), words));
+        shapes.push(text(x + size / 2, y, signed(value, size < 34 ? 1 : 2), words));
       }
       if (size >= 18 && own) {
         shapes.push(text(x + size / 2, HEIGHT - 4, i, { ...words, class: "small quiet" }));

@@ -23,7 +23,7 @@ export const line = (x1, y1, x2, y2, attributes) =>
 export const text = (x, y, words, attributes) => node("svg:text", { x, y, ...attributes }, words);
 
 export const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-export const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(2);
+export const signed = (value, digits = 2) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(digits);
 export const thousands = (value) => value.toLocaleString("en-US");
 export const plural = (count, word) => `${thousands(count)} ${word}${count === 1 ? "" : "s"}`;
 
