@@ -1372,7 +1372,9 @@ def trial_passes(
     except Exception as error:  # a compiler's, a launch's, or no memory
         good, why = False, f"{type(error).__name__}: {error}"
     if not good:
-        said = f"the decoding kernels do not work on this device ({why}): {instead}, which is slower"
+        said = (
+            f"the decoding kernels do not work on this device ({why}): {instead}, which is slower"
+        )
         warnings.warn(said, stacklevel=3)
     return good
 
