@@ -350,7 +350,10 @@ def test_flex_is_never_quadratic_in_silence():
     assert compiled_flex() is compiled_flex() and flex_with_sinks.__name__ == "flex_with_sinks"
 
 
-@pytest.mark.parametrize("shared, graphs", [("each", 8), ("windows", 4), ("one", 2)])
+@pytest.mark.parametrize(
+    "shared, graphs",
+    [pytest.param("each", 8, marks=pytest.mark.full), ("windows", 4), ("one", 2)],
+)
 def test_compiled_forms_of_a_first_step(shared, graphs, monkeypatch):
     """Two kinds of layers, with gradients and without, and two lengths: how often torch.compile
     traces, and the same numbers. (FlexAttention refuses gradients on a CPU only because its
