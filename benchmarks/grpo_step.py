@@ -305,7 +305,7 @@ def main():
     )
     parser.add_argument(
         "--attention-graphs",
-        choices=("each", "windows", "one"),
+        choices=("each", "windows", "gradients", "one"),
         help="which calls share a compiled form; without it the module's own choice",
     )
     parser.add_argument("--offload", action="store_true", help="ours: layer inputs on the host")

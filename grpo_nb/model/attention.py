@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as shape_config
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
@@ -68,7 +69,8 @@ def eager(
 # %% ../../nbs/model/03_attention.ipynb #08ad802c
 LONGEST_UNCOMPILED = 2048  # tokens
 # which calls share a compiled form: "each" kind of layer has its own, with gradients and without;
-# "windows": full and sliding layers share one, which reads the window; "one": all calls do
+# "windows": full and sliding layers share one, which reads the window; "gradients": calls without
+# them take the one that has a backward pass; "one": all lengths share it from the first call on
 ATTENTION_GRAPHS = "each"
 
 
@@ -98,12 +100,15 @@ def flex_with_sinks(q, k, v, sinks, block, scale):
 
 
 @functools.cache
-def compiled_flex() -> Callable:  # of the same arguments
-    "`flex_with_sinks`, compiled; a second length makes it compile once more, for all lengths."
-    return torch.compile(flex_with_sinks)
+def compiled_flex(
+    # one form for all lengths; None: a second length makes it compile once more, for all lengths
+    dynamic: bool | None = None,
+) -> Callable:  # of the same arguments
+    "`flex_with_sinks`, compiled."
+    return torch.compile(flex_with_sinks, dynamic=dynamic)
 
 
-def _as_with_gradients(q, k, v, sinks, block, scale):
+def _as_with_gradients(form, q, k, v, sinks, block, scale):
     "The form that has a backward pass, also where no gradient is asked for."
     wanted = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, sinks)
@@ -112,7 +117,7 @@ def _as_with_gradients(q, k, v, sinks, block, scale):
         heads = (
             x if wanted and x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)
         )
-        out = compiled_flex()(*heads, sinks, block, scale)
+        out = form(*heads, sinks, block, scale)
     return out if wanted else out.detach()
 
 
@@ -120,13 +125,18 @@ def run_compiled(
     q, k, v, sinks, mask: Mask, scale: float
 ) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
     "`flex_with_sinks` in a compiled form that `ATTENTION_GRAPHS` allows."
-    block = mask.block(window_as_data=ATTENTION_GRAPHS != "each")
-    with torch._dynamo.config.patch(
-        recompile_limit=64
-    ):  # two kinds of layers, padded or not, with gradients or without, fixed or free lengths
-        if ATTENTION_GRAPHS == "one" and not torch.is_inference_mode_enabled():
-            return _as_with_gradients(q, k, v, sinks, block, scale)
-        return compiled_flex()(q, k, v, sinks, block, scale)
+    given = q, k, v, sinks, mask.block(window_as_data=ATTENTION_GRAPHS != "each"), scale
+    one = ATTENTION_GRAPHS == "one"
+    form = compiled_flex(True if one else None)
+    with (
+        # two kinds of layers, padded or not, with gradients or without, fixed or free lengths
+        torch._dynamo.config.patch(recompile_limit=64),
+        # sizes that happen to be equal in the first call, as rows and blocks, may differ later
+        shape_config.patch(use_duck_shape=False) if one else nullcontext(),
+    ):
+        if ATTENTION_GRAPHS in ("gradients", "one") and not torch.is_inference_mode_enabled():
+            return _as_with_gradients(form, *given)
+        return form(*given)
 
 
 def flex(

@@ -347,12 +347,15 @@ def test_flex_is_never_quadratic_in_silence():
         sink_attention(long, long, long, torch.zeros(1), backend="flex")
     with pytest.raises(ValueError, match="no backward pass on a CPU"):
         sink_attention(long.requires_grad_(), long, long, torch.zeros(1), backend="flex")
-    assert compiled_flex() is compiled_flex() and flex_with_sinks.__name__ == "flex_with_sinks"
+    assert (
+        compiled_flex() is compiled_flex() is not compiled_flex(True)
+        and flex_with_sinks.__name__ == "flex_with_sinks"
+    )
 
 
 @pytest.mark.parametrize(
     "shared, graphs",
-    [pytest.param("each", 8, marks=pytest.mark.full), ("windows", 4), ("one", 2)],
+    [pytest.param("each", 8, marks=pytest.mark.full), ("windows", 4), ("gradients", 2), ("one", 1)],
 )
 def test_compiled_forms_of_a_first_step(shared, graphs, monkeypatch):
     """Two kinds of layers, with gradients and without, and two lengths: how often torch.compile
@@ -363,8 +366,9 @@ def test_compiled_forms_of_a_first_step(shared, graphs, monkeypatch):
     counting = torch.compile(
         flex_with_sinks,
         backend=lambda graph, inputs: traced.append(graph) or graph,
+        dynamic=True if shared == "one" else None,
     )
-    monkeypatch.setattr(attention, "compiled_flex", lambda: counting)
+    monkeypatch.setattr(attention, "compiled_flex", lambda dynamic: counting)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *given: None)
     monkeypatch.setattr(attention, "ATTENTION_GRAPHS", shared)
     sinks, pads = torch.randn(4), torch.tensor([0, 7, 14])
