@@ -8,6 +8,9 @@ completions x 1,024 tokens drawn, rewarded and trained, ours and Unsloth's.
         (45 s)
     python benchmarks/grpo_step.py --only mxfp4 --batch 16
         other micro-batches
+    python benchmarks/grpo_step.py --only mxfp4 --attention-graphs windows
+        fewer compiled forms of attention; set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to empty
+        folders, so that the first step compiles them
     python benchmarks/grpo_step.py --cpu
         the same with a tiny model, to try it out
 
@@ -204,6 +207,10 @@ def grpo_step(
 
 
 def measure_ours(args, sizes, weights):
+    from grpo_nb.model import attention
+
+    if args.attention_graphs:
+        attention.ATTENTION_GRAPHS = args.attention_graphs
     start = time.perf_counter()
     model = gpt_oss(sizes, weights, args.prompt + args.new)
     tell(loaded=weights, seconds=round(time.perf_counter() - start, 1), **peaks(), **versions())
@@ -218,7 +225,8 @@ def measure_ours(args, sizes, weights):
         offload_activations=args.offload,
         **({"mini_batch": args.mini_batch} if args.mini_batch else {}),
     )
-    tell(library=weights, **result["steps"][-1], first=result["steps"][0], **result)
+    first, graphs = result["steps"][0], attention.ATTENTION_GRAPHS
+    tell(library=weights, **result["steps"][-1], first=first, attention_graphs=graphs, **result)
 
 
 def measure_unsloth(args, sizes):
@@ -295,6 +303,11 @@ def main():
     parser.add_argument(
         "--steps", type=int, default=2, help="the last one counts; those between are printed too"
     )
+    parser.add_argument(
+        "--attention-graphs",
+        choices=("each", "windows", "gradients", "one"),
+        help="which calls share a compiled form; without it the module's own choice",
+    )
     parser.add_argument("--offload", action="store_true", help="ours: layer inputs on the host")
     args = parser.parse_args()
     sizes = SMALL if args.cpu else FULL
@@ -361,7 +374,11 @@ def main():
             parts = ", ".join(
                 f"{name} {first[name]:.2f}" for name in ("sample", "train") if name in first
             )
-            print(f"    first step: {parts}; compiled {record['compiled']}", flush=True)
+            print(
+                f"    first step: {parts}; attention's graphs: {record['attention_graphs']}; "
+                f"compiled {record['compiled']}",
+                flush=True,
+            )
 
     print(
         f"{args.prompts} prompts of {args.prompt} tokens x {args.completions} completions of "

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_nb.model import attention
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("train_step", "grpo_step", "context", "at_size", "decode_modules", "vllm_reads")
 
@@ -481,14 +483,15 @@ def test_unsloth_runs_in_a_child_of_its_own_folder(context, capsys, monkeypatch,
 # grpo_step.py and at_size.py
 
 
-def test_a_whole_step_has_its_parts(scripts, capsys):
-    args = settings(
-        prompts=2, completions=2, prompt=6, new=4, batch=2, steps=2, offload=True, mini_batch=None
-    )
+def test_a_whole_step_has_its_parts(scripts, capsys, monkeypatch):
+    sizes = dict(prompts=2, completions=2, prompt=6, new=4, batch=2, steps=2)
+    args = settings(**sizes, offload=True, mini_batch=None, attention_graphs="windows")
+    monkeypatch.setattr(attention, "ATTENTION_GRAPHS", attention.ATTENTION_GRAPHS)
     scripts["grpo_step"].measure_ours(args, scripts["train_step"].SMALL, "mxfp4")
     row = told(capsys)[-1]
     assert (
         row["drawn"] == 16
+        and row["attention_graphs"] == attention.ATTENTION_GRAPHS == "windows"
         and row["seconds"] >= row["sample"] + row["train"]
         and row["log"]["grad_norm"] > 0
     )

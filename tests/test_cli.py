@@ -3,6 +3,7 @@
 import errno
 import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -310,6 +311,25 @@ def test_doctor_reports_what_is_here():
         "nbdev",
     } == set(found)
     assert found["torch"] == version("torch") and facts["devices"][0]["type"] == "cpu"
+
+
+def test_doctor_says_where_compiled_kernels_are_kept(monkeypatch, tmp_path):
+    "As torch and Triton themselves find the folders, by default and by their variables."
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+    for name in (*names, "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    triton = pytest.importorskip("triton.knobs").cache.dir
+    by_default = dict(zip(names, map(os.path.abspath, (default_cache_dir(), triton))))
+    assert cli.kernel_folders() == by_default
+    for name in names:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    (tmp_path / names[0]).mkdir()
+    lines = cli._lines(cli.report())
+    at = lines.index("Compiled kernels are kept in")
+    assert lines[at + 1] == f"  {tmp_path / names[0]} ({names[0]})"
+    assert lines[at + 2] == f"  {tmp_path / names[1]}, which is not there yet ({names[1]})"
 
 
 def test_doctor_fails_and_says_what_to_type_when_a_requirement_is_too_old(monkeypatch, capsys):

@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['MANY_ROWS', 'ONE_LOAD', 'TYPES', 'low_rank', 'project', 'attend', 'Schedule', 'schedule', 'expert_product', 'moe',
-           'BlockSums', 'block_sums', 'block_of', 'draw', 'pick', 'stream_numbers', 'append_tokens', 'works']
+           'BlockSums', 'block_sums', 'block_of', 'draw', 'pick', 'stream_numbers', 'append_tokens', 'is_near',
+           'normal_tensors', 'trial_passes', 'works']
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #1af77ed5
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -1259,11 +1261,20 @@ def append_tokens(
         )  # a plain True would be copied from the host
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #cc92cff8
-def _close(a, b):
-    return bool((a.float() - b.float()).norm() <= 0.02 * b.float().norm())
+def is_near(
+    mine: torch.Tensor,  # by kernels
+    formula: torch.Tensor,  # of the same shape
+) -> bool:
+    "Whether they differ by rounding only: by a fiftieth at most, and not where one has no number."
+    mine, formula = mine.float(), formula.float()
+    return bool((mine - formula).norm() <= 0.02 * formula.norm())
 
 
-def _normal(generator, device, dtype):
+def normal_tensors(
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Callable[..., torch.Tensor]:  # of the sizes, and of the standard deviation `std`
     "A function that draws tensors of any shape."
 
     def random(*shape, std=1.0):
@@ -1274,7 +1285,7 @@ def _normal(generator, device, dtype):
 
 def _trial_layer(generator, device, dtype, H=64, D=32, kv_heads=2):
     "A small layer with random weights, experts in 4 bits and adapters of rank 8 on attention."
-    random = _normal(generator, device, dtype)
+    random = normal_tensors(generator, device, dtype)
 
     def linear(n, k):
         a, b = random(8, k, std=k**-0.5), random(n, 8, std=0.2)
@@ -1326,7 +1337,7 @@ def _trial_step(ops, layer, x, cos, sin, cache, lengths, dtype, kv_heads=2):
 def _kernels_agree(device, dtype, D=32, kv_heads=2):
     "Whether a small layer comes out as by `decode_ops`, for one row and for several."
     generator = torch.Generator(device).manual_seed(0)
-    random, good = _normal(generator, device, dtype), []
+    random, good = normal_tensors(generator, device, dtype), []
     layer = _trial_layer(generator, device, dtype)
     lengths = torch.tensor([20, 5, 9, 0], dtype=torch.int32, device=device)
     for B in (1, 3):
@@ -1343,10 +1354,31 @@ def _kernels_agree(device, dtype, D=32, kv_heads=2):
             )
             for ops in (decode_ops, sys.modules[__name__])
         ]
-        good += [_close(a, b) for a, b in zip(*two)]
+        good += [is_near(a, b) for a, b in zip(*two)]
     return all(good)
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #be768ddc
+def trial_passes(
+    agree: Callable[[], bool],  # computes something both ways on the device
+    device: torch.device,
+    otherwise: str,  # said where they do not agree
+    instead: str,  # said of what is done then
+) -> bool:
+    "Whether kernels work on a device. A warning says why they do not; no error leaves this."
+    try:
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            good = agree()
+        why = otherwise
+    except Exception as error:  # a compiler's, a launch's, or no memory
+        good, why = False, f"{type(error).__name__}: {error}"
+    if not good:
+        said = (
+            f"the decoding kernels do not work on this device ({why}): {instead}, which is slower"
+        )
+        warnings.warn(said, stacklevel=3)
+    return good
+
+
 @cache
 def works(
     device: torch.device,
@@ -1354,16 +1386,5 @@ def works(
 ) -> bool:
     """Whether the kernels compute the same as `decode_ops` here; used below compute capability 8.0,
     for which Triton promises nothing."""
-    try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            good = _kernels_agree(device, dtype)
-        why = "a small layer came out otherwise"
-    except Exception as error:
-        good, why = False, f"{type(error).__name__}: {error}"
-    if not good:
-        warnings.warn(
-            f"the decoding kernels do not work on this device ({why}): gpt-oss is decoded by "
-            "plain tensors, which is slower",
-            stacklevel=2,
-        )
-    return good
+    agree, instead = partial(_kernels_agree, device, dtype), "gpt-oss is decoded by plain tensors"
+    return trial_passes(agree, device, "a small layer came out otherwise", instead)

@@ -3,6 +3,7 @@ whatever makes a tensor in bfloat16 is an error. (pytest -m gpu -s prints the er
 
 import copy
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from dense_models import dense_model
 
 from grpo_nb.environments.arithmetic import addition_problems, exact_answer_reward
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout.decoder import DenseDecoder
+from grpo_nb.rollout import decode_kernels, dense_kernels, filter_kernels
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
@@ -35,12 +36,16 @@ def context():
 
 
 @pytest.fixture
-def t4(context, monkeypatch):
-    """A T4's abilities without its memory, and no bfloat16. Below 8.0 a dense model goes through
-    its modules; here its kernels run too, as they are what is compared."""
-    monkeypatch.setattr(DenseDecoder, "_kernels_run", lambda self: True)
+def t4(context):
+    """A T4's abilities without its memory, and no bfloat16. As on a T4 the kernels are tried before
+    they are used, and no trial's answer is known or kept."""
+    trials = decode_kernels.works, dense_kernels.works, filter_kernels.works
     with context.Limits(None, True), context.NoBFloat16():
+        for works in trials:
+            works.cache_clear()
         yield
+    for works in trials:
+        works.cache_clear()
 
 
 def gpt_oss():
@@ -95,6 +100,58 @@ def test_kernels_in_float16_are_as_near_to_float32_as_the_modules(t4, name, rows
     theirs = (logps_of(model, rollout) - truth).abs().mean().item()
     print(f"\n{name}, {rows} rows: mean error of log-probs {mine:.2e}, modules {theirs:.2e}")
     assert 0 < mine < 2 * theirs  # rounding; what is computed wrongly is off by far more
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_the_trials_pass_in_float16(t4, head_dim):
+    device, start = torch.device("cuda", 0), time.perf_counter()
+    assert dense_kernels.works(device, torch.float16, head_dim)
+    assert filter_kernels.works(device, torch.float16)
+    print(f"\nheads of {head_dim}: {time.perf_counter() - start:.1f} s, compilers included")
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_weights_in_nf4(t4, rows, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    MODELS["Qwen3"]().half().save_pretrained(tmp_path)
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=four_bits, dtype=torch.float16, device_map={"": 0}
+    ).eval()
+    engine = RolloutEngine(model, None)
+    if "accelerate" in engine.way:
+        pytest.skip("accelerate keeps hooks on the model")
+    assert "Triton" in engine.way
+    params = SamplingParams(max_tokens=20, stop_token_ids=(), seed=0)
+    rollout = engine.generate([[3 + i % 30, 5, 9] for i in range(rows)], params)
+    assert (logps_of(model, rollout) - rollout.logps).abs().mean() < 0.05
+
+
+def test_a_wrong_kernel_sends_a_dense_model_through_its_modules(t4, monkeypatch):
+    real = dense_kernels.activate
+    monkeypatch.setattr(dense_kernels, "activate", lambda *given: 1.1 * real(*given))
+    engine = RolloutEngine(MODELS["Qwen3"]().to("cuda").half(), None)
+    with pytest.warns(UserWarning, match="a small layer came out otherwise"):
+        way = engine.way
+    assert way.startswith("through the model's modules")
+    assert "a trial of the decoding kernels failed on this card" in way
+    params = SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
+    assert engine.generate([[3, 5, 9]], params).completion_ids.shape == (1, 4)
+
+
+def test_a_trial_without_memory_leaves_no_error(t4, monkeypatch):
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)  # of the card: less than torch takes at once
+    try:
+        with pytest.warns(UserWarning, match="OutOfMemoryError"):
+            assert not dense_kernels.works(torch.device("cuda", 0), torch.float16, 64)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.ones(2, device="cuda").sum() == 2
 
 
 def test_filters_in_float16_leave_what_they_should(t4):

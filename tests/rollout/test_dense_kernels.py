@@ -7,7 +7,7 @@ import pytest
 import torch
 from dense_models import dense_model
 
-from grpo_nb.rollout import decode_kernels, dense_kernels, dense_ops
+from grpo_nb.rollout import decode_kernels, decoder, dense_kernels, dense_ops, filter_kernels
 from grpo_nb.rollout.decode_ops import DecodeState
 from grpo_nb.rollout.decoder import DenseDecoder
 from grpo_nb.rollout.dense_ops import Norm
@@ -82,3 +82,80 @@ def test_the_activation(name, together):
     formula = dense_ops.ACTIVATIONS[name](gate) * up
     mine = dense_kernels.activate(gate, up, name)
     torch.testing.assert_close(mine, formula, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def untried():
+    "No trial's answer is known before, and none is kept."
+    trials = decode_kernels.works, dense_kernels.works, filter_kernels.works
+    for works in trials:
+        works.cache_clear()
+    yield
+    for works in trials:
+        works.cache_clear()
+
+
+def test_the_trial_passes_and_is_kept(untried, monkeypatch):
+    device = torch.device(DEVICE)
+    assert dense_kernels.works(device, torch.float16, 32)
+    monkeypatch.setattr(dense_kernels, "_kernels_agree", None)
+    assert dense_kernels.works(device, torch.float16, 32)
+
+
+def otherwise(function):
+    "Its result, a tenth too large."
+
+    def changed(*a, **k):
+        result = function(*a, **k)
+        return tuple(1.1 * x for x in result) if isinstance(result, tuple) else 1.1 * result
+
+    return changed
+
+
+WRONG = [(decode_kernels, "attend"), (dense_kernels, "activate")]
+
+
+@pytest.mark.parametrize("module, name", WRONG, ids=[name for _, name in WRONG])
+def test_the_trial_finds_a_wrong_kernel(untried, module, name, monkeypatch):
+    monkeypatch.setattr(module, name, otherwise(getattr(module, name)))
+    with pytest.warns(UserWarning, match="a small layer came out otherwise"):
+        assert not dense_kernels.works(torch.device(DEVICE), torch.float16, 32)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), SyntaxError("line 1")])
+def test_no_error_leaves_the_trial(untried, error, monkeypatch):
+    def broken(*a, **k):
+        raise error
+
+    monkeypatch.setattr(decode_kernels, "_launch_linear", broken)
+    with pytest.warns(UserWarning, match=f"{type(error).__name__}: {error}"):
+        assert not dense_kernels.works(torch.device(DEVICE), torch.float16, 32)
+
+
+def test_an_old_card_is_asked_and_a_new_one_is_not(untried, monkeypatch):
+    """Which trial there is for which model, and what is said of it. (Without a GPU the trials
+    themselves find that there is none.)"""
+    tried, fails, card = [], [], torch.device("cuda", 0)
+    for module in (decode_kernels, dense_kernels, filter_kernels):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(
+            module, "works", lambda *given, n=name: tried.append((n, *given[2:])) or n not in fails
+        )
+
+    def why(capability, experts, head_dim=64):
+        tried.clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return decoder.why_no_kernels(card, torch.float16, head_dim, experts, (None, 128))
+
+    assert why((8, 0), None) is None and not tried
+    assert why((7, 5), None) is None and tried == [("dense_kernels", 64), ("filter_kernels",)]
+    assert why((7, 5), 32) is None and tried == [("decode_kernels",), ("filter_kernels",)]
+    assert "sizes" in why((7, 5), None, head_dim=96) and not tried
+    for fails[:] in (["dense_kernels"], ["filter_kernels"]):
+        assert why((7, 5), None) == "a trial of the decoding kernels failed on this card"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="is about a card that is not there")
+def test_a_card_that_fails_at_once(untried):
+    with pytest.warns(UserWarning, match="do not work on this device"):
+        assert not decoder.passes_trials(torch.device("cuda", 0), torch.float16, 64)

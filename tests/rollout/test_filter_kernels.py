@@ -70,3 +70,19 @@ def test_random_numbers_of_a_stream_are_those_of_the_formula():
     state.counts.copy_(torch.tensor([3, 0, 4095, 1]))
     numbers = decode_kernels.stream_numbers(rows, state)
     assert torch.equal(numbers, decode_ops.stream_numbers(rows, state))
+
+
+def test_the_trial_of_drawing_finds_what_is_drawn_wrongly(monkeypatch):
+    device = torch.device(DEVICE)
+    filter_kernels.works.cache_clear()
+    assert filter_kernels.works(device, torch.float16)
+    real = filter_kernels.least_kept
+    for module, name, wrong in (
+        (filter_kernels, "least_kept", lambda *a: real(*a) + 0.1),  # a few ids less
+        (decode_kernels, "stream_numbers", lambda rows, state: torch.full_like(rows, 0.5).double()),
+    ):
+        filter_kernels.works.cache_clear()
+        with monkeypatch.context() as patch, pytest.warns(UserWarning, match="drawn otherwise"):
+            patch.setattr(module, name, wrong)
+            assert not filter_kernels.works(device, torch.float16)
+    filter_kernels.works.cache_clear()
