@@ -7,17 +7,20 @@ torchrun --nproc_per_node 2 sharded_child.py OUT FUNCTION [JSON]
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from distributed_child import CASES, ScriptedSource, scripted
 from peft import LoraConfig
-from small_runs import small_model, small_trainer, weights_of
+from small_runs import ROWS, small_model, small_trainer, weights_of
 
 from grpo_nb import GRPOTrainer
 from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.packed import pack_experts
+from grpo_nb.rollout.rollout import Rollout
+from grpo_nb.training.collect import CompletionSource
 
 STEPS = 5
 EXTREME = dict(cispo=dict(epsilon_high=5.0), luspo=dict(importance_sampling_level="sequence"))
@@ -56,6 +59,72 @@ class IdleSource(ScriptedSource):
 
 class Idle(GRPOTrainer):
     source_class = IdleSource
+
+
+class AnswersByRow(CompletionSource):
+    "Completions of an evaluation: a function of the row's number and of how often it was answered."
+
+    answered = None
+
+    def draw(self, rows, numbers=None):
+        self.answered = Counter() if self.answered is None else self.answered
+        made = []
+        for row in rows:
+            place = self.answered[row["number"]] % self.config.used("num_generations_eval")
+            self.answered[row["number"]] += 1
+            g = torch.Generator().manual_seed(10 * row["number"] + place)
+            made.append(torch.randint(7, 21, (1 + (row["number"] + place) % 4,), generator=g))
+        mask = torch.arange(4) < torch.tensor(list(map(len, made)))[:, None]
+        ids = torch.nn.utils.rnn.pad_sequence([*made, torch.zeros(4).long()], True)[:-1]
+        prompts = [self.tokenizer(row["prompt"]).input_ids for row in rows]
+        return Rollout(prompts, ids * mask, mask, torch.zeros(mask.shape), ["stop"] * len(rows))
+
+
+class Evaluated(GRPOTrainer):
+    source_class = AnswersByRow
+
+
+EVALUATED = {  # settings of evaluations; the first trains adapters, the others all weights
+    "adapter": dict(beta=0.2, loss_type="dapo", num_iterations=2, mini_batch=2),
+    "reference": dict(beta=0.2, loss_type="grpo", router_aux_loss_coef=0.1),
+    "quantile": dict(loss_type="luspo", importance_sampling_level="sequence", num_iterations=2),
+}
+EVALUATED["quantile"]["top_entropy_quantile"] = 0.5
+
+
+def evaluations(out, name, processes, fsdp):
+    """What `evaluate` returns of one row (so that a second process has none), three and five, with
+    batches of one and of three completions."""
+    found = {}
+    for size in (1, 3):
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+        trainer = small_trainer(
+            Path(out) / f"{name}{size}{fsdp}",
+            trainer=Evaluated,
+            arguments=dict(peft_config=lora) if name == "adapter" else {},
+            per_device_train_batch_size=16 // processes,
+            per_device_eval_batch_size=size,
+            num_generations_eval=2,
+            optim="sgd",
+            fsdp=fsdp,
+            **EVALUATED[name],
+        )
+        with torch.no_grad():
+            for p in trainer.policy_update.parameters:  # away from the reference
+                p.mul_(1.2) if name != "adapter" else p.add_(0.05)
+        for count in (1, 3, 5):
+            rows = [{**row, "number": n} for n, row in enumerate(ROWS[:count])]
+            found[size, count] = trainer.evaluate(rows)
+    return found
+
+
+def evaluated(out, rank):
+    "Every evaluation, of shards and of whole models."
+    results = {
+        name: {fsdp: evaluations(out, name, 2, fsdp) for fsdp in ("full_shard", None)}
+        for name in EVALUATED
+    }
+    torch.save(results, Path(out) / f"evaluated{rank}.pt")
 
 
 def model_of(name):
@@ -148,8 +217,9 @@ def way_of(trainer):
 
 
 def all_of_it(out, rank):
-    "`equal` and `resumed_alike` in one launch."
+    "`equal`, `evaluated` and `resumed_alike` in one launch."
     equal(out, rank)
+    evaluated(out, rank)
     resumed_alike(out, rank)
 
 
@@ -178,6 +248,7 @@ def served(out, rank):
     )
     server = dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=sys.argv[3])
     shape = dict(per_device_train_batch_size=8, max_steps=4, max_staleness=1, guard_every=1)
+    shape |= dict(eval_steps=3, beta=0.1)
     results = {}
     for name, fsdp in (("shards", "full_shard"), ("whole", None)):
         model, tokenizer = small_model()
@@ -186,8 +257,8 @@ def served(out, rank):
             Path(out) / name,
             model=model,
             tokenizer=tokenizer,
-            arguments=dict(peft_config=LoraConfig(**lora)),
-            **dict(fsdp=fsdp, optim="adamw_torch", **shape, **server),
+            arguments=dict(peft_config=LoraConfig(**lora), eval_dataset=ROWS[:1]),
+            **dict(fsdp=fsdp, optim="adamw_torch", eval_strategy="steps", **shape, **server),
         )
         trainer.train()
         results[name] = dict(history=trainer.log_history, weights=weights_of(trainer.model))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_child import SHARDED, run_of, sampled
+from sharded_child import EVALUATED, SHARDED, evaluations, run_of, sampled
 from small_runs import CLOCKS, small_model, weights_of, without_clocks
 from test_distributed import STOPPED, goes_on, preempted, torchrun
 
@@ -64,6 +64,23 @@ def test_shards_make_the_updates_of_whole_weights(name, ranks, tmp_path):
             assert two[key] == pytest.approx(one[key], **close), (one["step"], key)
 
 
+@pytest.mark.parametrize("name", EVALUATED)
+def test_an_evaluation_of_shards_is_that_of_whole_models(name, ranks, tmp_path):
+    one = evaluations(tmp_path, name, 1, None)
+    losses = {"loss", "entropy"} | ({"kl"} if "beta" in EVALUATED[name] else set())
+    for rank in (0, 1):
+        of_rank = torch.load(ranks[1] / f"evaluated{rank}.pt")[name]
+        for (size, count), shards in of_rank["full_shard"].items():
+            whole = of_rank[None][size, count]
+            assert {f"eval_{one}" for one in losses} <= shards.keys() == whole.keys()
+            for key in whole.keys() - {f"eval_{clock}" for clock in CLOCKS} - set(CLOCKS):
+                assert shards[key] == pytest.approx(whole[key], abs=1e-5), (size, count, key)
+                if size == 1:  # then it is all the same which process has which batches
+                    alone = one[size, count][key]
+                    assert shards[key] == pytest.approx(alone, abs=1e-5), (count, key)
+    assert abs(one[1, 5]["eval_loss"]) > 1e-3 and one[1, 5]["eval_loss"] != one[1, 3]["eval_loss"]
+
+
 def test_a_sharded_run_draws_and_resumes_bit_for_bit(ranks):
     for rank in (0, 1):
         whole, again = torch.load(ranks[1] / f"resumed{rank}.pt").values()
@@ -119,11 +136,18 @@ def test_shards_and_a_server_make_the_updates_of_whole_models_and_that_server(tm
         shards, whole = torch.load(tmp_path / f"served{rank}.pt").values()
         for name, weight in whole["weights"].items():
             assert float((shards["weights"][name] - weight).abs().max()) < 1e-5, name
-        for one, two in zip(shards["history"], whole["history"], strict=True):
+        histories = shards["history"], whole["history"]
+        judged = [[r for r in one if "eval_loss" in r] for one in histories]
+        for one, two in zip(*judged, strict=True):
+            for key in ("eval_reward", "eval_loss", "eval_kl", "eval_entropy"):
+                assert one[key] == pytest.approx(two[key], abs=1e-5)
+        updates = [[r for r in one if "loss" in r] for one in histories]
+        for one, two in zip(*updates, strict=True):
             for key in ("reward", "num_tokens", "sampling/staleness_mean"):
                 assert one[key] == two[key]
             assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
-        assert [one["sampling/staleness_max"] for one in shards["history"]] == [0, 1, 1, 1]
+        assert [one["sampling/staleness_max"] for one in updates[0]] == [0, 1, 1, 1]
+        assert len(judged[0]) == 2
         assert max(w.abs().max() for n, w in whole["weights"].items() if "lora_B" in n) > 1e-2
     assert not stand_in.adapters.folders
 
