@@ -40,7 +40,16 @@ SHARDED = {
     "tied dense": dict(loss_type="dapo", num_iterations=2),
     "one idle": dict(loss_type="dapo", mask_truncated_completions=True),
     "recomputed": dict(loss_type="dapo", gradient_checkpointing=True),
-    "kept": dict(loss_type="dapo", fsdp="shard_grad_op"),
+    "kept": dict(
+        loss_type="dapo",
+        fsdp="shard_grad_op",
+        beta=0.2,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+    ),
+    "kept adapter": dict(
+        loss_type="dapo", fsdp="shard_grad_op", learning_rate=1.0, beta=0.2, num_iterations=2
+    ),
     "adamw": dict(loss_type="dapo", optim="adamw_torch", learning_rate=0.01, weight_decay=0.1),
     "unequal pieces": dict(loss_type="dapo", num_iterations=2),
 }
@@ -153,7 +162,7 @@ def model_of(name):
         pack_experts(model)
         torch.manual_seed(0)
         return add_adapters(model, 4, resolve_targets(model, "all")), tokenizer
-    if name == "adapter and kl":
+    if name in ("adapter and kl", "kept adapter"):
         return small_model()
     return None
 
@@ -166,7 +175,7 @@ def run_of(out, name, processes, **changes):
     others = dict(zip(("model", "tokenizer"), model_of(name) or ()))
     if name == "one idle":
         others["trainer"] = Idle
-    if name == "adapter and kl":
+    if name in ("adapter and kl", "kept adapter"):
         lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
         others["arguments"] = dict(peft_config=lora)
     return scripted(out, name, processes, **others, **case)
