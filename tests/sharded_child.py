@@ -15,6 +15,8 @@ from accelerate import PartialState
 from distributed_child import CASES, ScriptedSource, scripted
 from peft import LoraConfig
 from small_runs import ROWS, small_model, small_trainer, weights_of
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_nb import GRPOTrainer
 from grpo_nb.model.adapters import add_adapters, resolve_targets
@@ -198,6 +200,69 @@ def equal(out, rank):
     torch.save(results, Path(out) / f"rank{rank}.pt")
 
 
+class Received(TorchDispatchMode):
+    "Inside `with`: counts the bytes that this process receives, by kind of call."
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation._schema.name
+        if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            whole = args[0] if "gather" in name else args[1]
+            n = torch.distributed.get_world_size()
+            self.bytes[name.split("_")[1]] += whole.nbytes * (n - 1) // n
+        return operation(*args, **(kwargs or {}))
+
+
+PLANNED = {"tied dense": "fp32", "packed experts": "mxfp4"}  # case -> the planner's format
+
+
+def planned(out, name, processes):
+    "A trainer of adapters of rank 3, which two processes cannot halve, on all linear layers."
+    made = model_of(name)
+    if name == "packed experts":
+        model, tokenizer = small_model(hidden_size=32, intermediate_size=32, num_experts=3)
+        pack_experts(model.to(torch.bfloat16))
+    else:
+        model, tokenizer = made
+    model = add_adapters(model, 3, resolve_targets(model, "all"))
+    case = dict(beta=0.2, num_iterations=2, optim="adamw_torch", max_steps=2, loss_type="dapo")
+    fsdp = "full_shard" if processes == 2 else None
+    return scripted(out, name, processes, model=model, tokenizer=tokenizer, fsdp=fsdp, **case)
+
+
+def counted(out, rank):
+    "Bytes that a process holds and receives, of every case of `PLANNED`."
+    results = {}
+    for name in PLANNED:
+        trainer = planned(Path(out) / "counted", name, 2)
+        found, update = Counter(), trainer.policy_update
+        step = update.step
+
+        def count(*given, found=found, update=update, step=step):
+            found["gradients"] = sum(p.grad.to_local().nbytes for p in update.parameters)
+            step(*given)
+
+        update.step = count
+        with Received() as received:
+            trainer.train()
+        for p in trainer.model.parameters():
+            if isinstance(p, DTensor):
+                kind = "adapters" if p.requires_grad else "weights"
+                found[kind] += p.to_local().nbytes
+        found["moments"] = sum(
+            value.to_local().nbytes
+            for state in trainer.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, DTensor)
+        )
+        found["gathered"] = trainer.weights.spare_bytes
+        results[name] = dict(found, received=dict(received.bytes))
+    torch.save(results, Path(out) / f"counted{rank}.pt")
+
+
 def sampled(out, folder, resume=None, **changes):
     "A run that draws for itself, with an adapter; with it an evaluation."
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
@@ -226,9 +291,10 @@ def way_of(trainer):
 
 
 def all_of_it(out, rank):
-    "`equal`, `evaluated` and `resumed_alike` in one launch."
+    "`equal`, `evaluated`, `counted` and `resumed_alike` in one launch."
     equal(out, rank)
     evaluated(out, rank)
+    counted(out, rank)
     resumed_alike(out, rank)
 
 

@@ -18,11 +18,14 @@ from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser
 
 from grpo_nb import GRPOTrainer, cli
+from grpo_nb.model.memory_bytes import TARGETS, GiB
+from grpo_nb.planning.plan import crossing, plan
 from grpo_nb.recipe import read_recipe
 from grpo_nb.script import model_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ROOT / "recipes"
+SHARED = (None, "full_shard")
 PAGE = (ROOT / "docs/beyond_one_machine.md").read_text(encoding="utf-8")
 
 
@@ -126,6 +129,24 @@ def test_what_the_page_says_to_type_can_be_typed():
             get_args_parser().parse_args(words[1:])
     for path in re.findall(r"\brecipes/[\w./]+\w", PAGE):
         assert (ROOT / path).exists(), path
+
+
+def test_the_table_of_shares_is_the_planner_s():
+    rows = re.findall(r"^\| ([\w.-]+) in (\w+), ([\w ]+) \|(.*)\|$", PAGE, re.M)
+    assert len(rows) == 4
+    for name, weights, adapted, numbers in rows:
+        targets = ("attention",) if adapted == "attention" else TARGETS
+        asked = dict(weights=weights.lower(), lora_targets=targets, lora_r=8, context=8192, cards=8)
+        asked |= dict(generation_batch_size=64, gradient_accumulation_steps=8)
+        whole, shared = (plan(name, "H100", sampler="server", fsdp=f, **asked) for f in SHARED)
+        alone = plan(name, "H100", fsdp="full_shard", **asked)
+        parts = shared.moments[shared.worst]
+        kept = [parts[part] for part in ("weights", "adapters", "copies")]
+        active = sum(parts[part] for part in ("kv", "hidden", "attention", "mlp", "logits"))
+        received = sum(crossing(shared.setup).values())
+        told = [whole.peak, *kept, active, parts["context"], shared.peak, alone.totals["rollout"]]
+        expected = [f"{size / GiB:.1f}" for size in told] + [f"{received / GiB:,.0f}"]
+        assert [one.strip() for one in numbers.split("|")] == expected, name
 
 
 RUN = """

@@ -1,15 +1,27 @@
 "Processes that each hold a share of the weights (FSDP2, gloo) make the updates of one."
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_child import EVALUATED, SHARDED, evaluations, run_of, sampled
+from sharded_child import (
+    EVALUATED,
+    PLANNED,
+    SHARDED,
+    evaluations,
+    planned,
+    run_of,
+    sampled,
+)
 from small_runs import CLOCKS, small_model, weights_of, without_clocks
 from test_distributed import STOPPED, goes_on, preempted, torchrun
 
 from grpo_nb import GRPOConfig
+from grpo_nb.model.memory_bytes import lora_parameters, read_shape
+from grpo_nb.model.memory_fit import find_card
+from grpo_nb.planning.plan import Setup, crossing, plan_of
 from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.training.sharding import (
     asked_by_launcher,
@@ -79,6 +91,30 @@ def test_an_evaluation_of_shards_is_that_of_whole_models(name, ranks, tmp_path):
                     alone = one[size, count][key]
                     assert shards[key] == pytest.approx(alone, abs=1e-5), (count, key)
     assert abs(one[1, 5]["eval_loss"]) > 1e-3 and one[1, 5]["eval_loss"] != one[1, 3]["eval_loss"]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_planner_counts_the_bytes_of_two_processes(name, ranks, tmp_path):
+    trainer = planned(tmp_path, name, 1)
+    config = replace(trainer.config, per_device_train_batch_size=6, gradient_accumulation_steps=1)
+    config = replace(config, fsdp="full_shard")
+    model = Setup(
+        read_shape(trainer.model.config), find_card("H100"), config, PLANNED[name], 2, lora_r=3
+    )
+    made, trained = plan_of(model), lora_parameters(model.model, 3, cards=2)
+    received = crossing(model)
+    for rank, of_rank in enumerate(torch.load(ranks[1] / f"counted{n}.pt")[name] for n in (0, 1)):
+        if rank == 0:  # where a tensor's rows cannot be halved, it has one more
+            assert of_rank["weights"] == sum(made.weights.values())
+            assert of_rank["adapters"] == of_rank["gradients"] == 4 * trained
+            assert of_rank["moments"] == 8 * trained
+        assert of_rank["weights"] <= sum(made.weights.values())
+        assert of_rank["gathered"] == made.moments["layer"]["copies"]
+        gathered = sum(size for part, size in received.items() if part != "gradients")
+        assert of_rank["received"] == {
+            "allgather": 2 * gathered,
+            "reduce": 2 * received["gradients"],
+        }
 
 
 def test_a_sharded_run_draws_and_resumes_bit_for_bit(ranks):
