@@ -1254,8 +1254,8 @@ class GRPOTrainer:
         parts = self.agreement.meet(step, part)
         if parts is None:
             tqdm.write(
-                "SIGTERM, and another process is gone or at another step: the last periodic "
-                "checkpoint is the one to resume from"
+                "SIGTERM, and another process is gone or at another step: unless it still writes a "
+                "checkpoint, the last periodic checkpoint is the one to resume from"
             )
         elif step > self.state.first_step:
             if parts:

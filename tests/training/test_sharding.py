@@ -148,7 +148,10 @@ def test_a_checkpoint_of_two_processes_goes_on_with_one(ranks, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["one draws, one waits", "an update that ends", "a rank dies"])
+@pytest.mark.parametrize(
+    "case",
+    ["one draws, one waits", "an update that ends", "one machine alone", "a rank dies"],
+)
 def test_shards_are_in_the_checkpoint_after_a_signal(case, tmp_path):
     pause, rank, send, step = STOPPED[case]
     shards = dict(fsdp="full_shard", optim="adamw_torch")
@@ -159,7 +162,8 @@ def test_shards_are_in_the_checkpoint_after_a_signal(case, tmp_path):
     steps, seconds, said, status = preempted(stopped, send, pause=pause, **options)
     assert steps == [step] and status == 1 and seconds < 40, said[-3000:]
     done = torchrun(whole, "resumed", json.dumps([str(stopped)]), json.dumps(shards), timeout=240)
-    goes_on(stopped, whole, done)
+    assert done.returncode == 0, done.stderr[-3000:]
+    goes_on(stopped, whole)
 
 
 @pytest.mark.full
