@@ -1,13 +1,16 @@
 """Several nodes: the files of recipes/ that start them, run with made-up commands, and as two nodes
 on one machine."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -88,6 +91,31 @@ def test_a_slurm_job_starts_servers_and_trainers_on_every_node(made_up):
     check_two_nodes(made_up())
     text = (FILES / "two_nodes.slurm").read_text()
     assert "#SBATCH --nodes=2\n" in text and "#SBATCH --ntasks-per-node=1\n" in text
+
+
+def test_a_node_ends_after_its_trainers_have_written(tmp_path):
+    "SLURM sends SIGTERM to all processes of a task, and kills what its first one leaves behind."
+    for name, does in {
+        "vllm": "exec sleep 60",
+        "torchrun": "trap 'sleep .5; touch written; exit 1' TERM; touch up; "
+        "for i in {1..600}; do sleep .1; done",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = dict(HOSTS="n0", NODE="0", SERVERS="1", TRAINERS="1", RUN="run.yaml")
+    given |= dict(SERVE="vllm serve", VLLM_API_KEY="secret")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command, environment = ["bash", str(FILES / "node.sh")], {**os.environ, **given, "PATH": path}
+    node = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        while not (tmp_path / "up").exists():
+            assert node.poll() is None
+            time.sleep(0.01)
+        os.killpg(node.pid, signal.SIGTERM)
+        assert node.wait(20) == 1 and (tmp_path / "written").exists()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
 
 
 def test_skypilot_starts_the_same(made_up, tmp_path):
