@@ -263,6 +263,33 @@ def counted(out, rank):
     torch.save(results, Path(out) / f"counted{rank}.pt")
 
 
+def worse_and_worse(completions, trainer_state, **columns):
+    "A reward by which the first evaluation is the best."
+    return [-float(trainer_state.global_step) for _ in completions]
+
+
+def best(out, rank):
+    "A run that ends with the weights of its first checkpoint."
+    trainer = small_trainer(
+        Path(out) / "best",
+        worse_and_worse,
+        arguments=dict(eval_dataset=ROWS[:1]),
+        per_device_train_batch_size=8,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        beta=0.1,
+        optim="adamw_torch",
+        weight_decay=0.5,
+        fsdp="full_shard",
+    )
+    trainer.train()
+    torch.save(weights_of(trainer.model), Path(out) / f"best{rank}.pt")
+
+
 def sampled(out, folder, resume=None, **changes):
     "A run that draws for itself, with an adapter; with it an evaluation."
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
@@ -291,8 +318,9 @@ def way_of(trainer):
 
 
 def all_of_it(out, rank):
-    "`equal`, `evaluated`, `counted` and `resumed_alike` in one launch."
+    "`equal`, `evaluated`, `counted`, `best` and `resumed_alike` in one launch."
     equal(out, rank)
+    best(out, rank)
     evaluated(out, rank)
     counted(out, rank)
     resumed_alike(out, rank)

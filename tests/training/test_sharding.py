@@ -117,6 +117,16 @@ def test_the_planner_counts_the_bytes_of_two_processes(name, ranks, tmp_path):
         }
 
 
+def test_the_best_model_is_loaded_by_every_process_that_has_a_share(ranks):
+    first, last = (
+        load_file(ranks[1] / "best" / f"checkpoint-{n}" / "model.safetensors") for n in (1, 2)
+    )
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    for rank in (0, 1):
+        ended = torch.load(ranks[1] / f"best{rank}.pt")
+        assert all(torch.equal(ended[name], weight) for name, weight in first.items())
+
+
 def test_a_sharded_run_draws_and_resumes_bit_for_bit(ranks):
     for rank in (0, 1):
         whole, again = torch.load(ranks[1] / f"resumed{rank}.pt").values()
