@@ -129,11 +129,11 @@ def evaluations(out, name, processes, fsdp):
     return found
 
 
-def evaluated(out, rank):
-    "Every evaluation, of shards and of whole models."
+def evaluated(out, rank, names):
+    "The evaluations that are named, of shards and of whole models."
     results = {
         name: {fsdp: evaluations(out, name, 2, fsdp) for fsdp in ("full_shard", None)}
-        for name in EVALUATED
+        for name in names
     }
     torch.save(results, Path(out) / f"evaluated{rank}.pt")
 
@@ -183,10 +183,10 @@ def run_of(out, name, processes, **changes):
     return scripted(out, name, processes, **others, **case)
 
 
-def equal(out, rank):
+def equal(out, rank, names):
     "The cases that are named, one after the other."
     results = {}
-    for name in json.loads(sys.argv[3]):
+    for name in names:
         trainer = run_of(out, name, 2)
         if name == "unequal pieces":  # one process would take one piece, the other two
             own, agreed = trainer.weights, trainer.weights.agreed
@@ -233,10 +233,10 @@ def planned(out, name, processes):
     return scripted(out, name, processes, model=model, tokenizer=tokenizer, fsdp=fsdp, **case)
 
 
-def counted(out, rank):
-    "Bytes that a process holds and receives, of every case of `PLANNED`."
+def counted(out, rank, names):
+    "Bytes that a process holds and receives, of the cases of `PLANNED` that are named."
     results = {}
-    for name in PLANNED:
+    for name in names:
         trainer = planned(Path(out) / "counted", name, 2)
         found, update = Counter(), trainer.policy_update
         step = update.step
@@ -319,10 +319,11 @@ def way_of(trainer):
 
 def all_of_it(out, rank):
     "`equal`, `evaluated`, `counted`, `best` and `resumed_alike` in one launch."
-    equal(out, rank)
+    cases, judged, planned_ones = json.loads(sys.argv[3])
+    equal(out, rank, cases)
     best(out, rank)
-    evaluated(out, rank)
-    counted(out, rank)
+    evaluated(out, rank, judged)
+    counted(out, rank, planned_ones)
     resumed_alike(out, rank)
 
 

@@ -31,6 +31,7 @@ from grpo_nb.training.sharding import (
     sharding_of,
 )
 
+OTHERS = [name for name in EVALUATED if name != "adapter"]
 QUICK = ("dapo", "packed experts", "adapter and kl", "unequal pieces")
 
 
@@ -46,9 +47,11 @@ def ranks(request, tmp_path_factory):
     "What both processes ended with, of the cases that are asked for: one launch."
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    cases = [one["name"] for one in params if "name" in one]
+    asked = [
+        [one[kind] for one in params if kind in one] for kind in ("name", "evaluation", "model")
+    ]
     out = tmp_path_factory.mktemp("sharded")
-    started(out, "all_of_it", json.dumps([name for name in SHARDED if name in cases]))
+    started(out, "all_of_it", json.dumps(asked))
     return [torch.load(out / f"rank{rank}.pt") for rank in (0, 1)], out
 
 
@@ -76,12 +79,14 @@ def test_shards_make_the_updates_of_whole_weights(name, ranks, tmp_path):
             assert two[key] == pytest.approx(one[key], **close), (one["step"], key)
 
 
-@pytest.mark.parametrize("name", EVALUATED)
-def test_an_evaluation_of_shards_is_that_of_whole_models(name, ranks, tmp_path):
-    one = evaluations(tmp_path, name, 1, None)
-    losses = {"loss", "entropy"} | ({"kl"} if "beta" in EVALUATED[name] else set())
+@pytest.mark.parametrize(
+    "evaluation", ["adapter", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)]
+)
+def test_an_evaluation_of_shards_is_that_of_whole_models(evaluation, ranks, tmp_path):
+    one = evaluations(tmp_path, evaluation, 1, None)
+    losses = {"loss", "entropy"} | ({"kl"} if "beta" in EVALUATED[evaluation] else set())
     for rank in (0, 1):
-        of_rank = torch.load(ranks[1] / f"evaluated{rank}.pt")[name]
+        of_rank = torch.load(ranks[1] / f"evaluated{rank}.pt")[evaluation]
         for (size, count), shards in of_rank["full_shard"].items():
             whole = of_rank[None][size, count]
             assert {f"eval_{one}" for one in losses} <= shards.keys() == whole.keys()
@@ -93,17 +98,17 @@ def test_an_evaluation_of_shards_is_that_of_whole_models(name, ranks, tmp_path):
     assert abs(one[1, 5]["eval_loss"]) > 1e-3 and one[1, 5]["eval_loss"] != one[1, 3]["eval_loss"]
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_the_planner_counts_the_bytes_of_two_processes(name, ranks, tmp_path):
-    trainer = planned(tmp_path, name, 1)
+@pytest.mark.parametrize("model", PLANNED)
+def test_the_planner_counts_the_bytes_of_two_processes(model, ranks, tmp_path):
+    trainer = planned(tmp_path, model, 1)
     config = replace(trainer.config, per_device_train_batch_size=6, gradient_accumulation_steps=1)
     config = replace(config, fsdp="full_shard")
-    model = Setup(
-        read_shape(trainer.model.config), find_card("H100"), config, PLANNED[name], 2, lora_r=3
+    setup = Setup(
+        read_shape(trainer.model.config), find_card("H100"), config, PLANNED[model], 2, lora_r=3
     )
-    made, trained = plan_of(model), lora_parameters(model.model, 3, cards=2)
-    received = crossing(model)
-    for rank, of_rank in enumerate(torch.load(ranks[1] / f"counted{n}.pt")[name] for n in (0, 1)):
+    made, trained = plan_of(setup), lora_parameters(setup.model, 3, cards=2)
+    received = crossing(setup)
+    for rank, of_rank in enumerate(torch.load(ranks[1] / f"counted{n}.pt")[model] for n in (0, 1)):
         if rank == 0:  # where a tensor's rows cannot be halved, it has one more
             assert of_rank["weights"] == sum(made.weights.values())
             assert of_rank["adapters"] == of_rank["gradients"] == 4 * trained
