@@ -351,6 +351,7 @@ _VALUES = {  # setting -> flag with a value
     "logit_chunk_multiplier": "--logit-chunk-multiplier",
     "slice_tokens": "--tile",
     "optim": "--optimizer",
+    "fsdp": "--fsdp",
 }
 _LEFT_OUT = {  # setting -> flag that the advice removes
     "gradient_checkpointing": "--no-checkpointing",
@@ -396,6 +397,7 @@ def _settings(
         "generation_batch_size": (args.prompts or args.cards) * (args.completions or 8),
         "per_device_train_batch_size": args.batch,
         "optim": _OPTIMIZERS.get(args.optimizer),
+        "fsdp": args.fsdp,
         "slice_tokens": ALL if args.tile == 0 else args.tile,
     }
     if args.lora_targets:
@@ -488,7 +490,7 @@ def _print_plan(
         print("\n".join(f"{name}: {in_yaml(value)}" for name, value in lines.items()))
     elif advice:
         print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
-    if made.setup.samplers:
+    if made.setup.samplers or made.setup.config.fsdp:
         print("\nOn one machine it is started with\n", *starts, sep="\n")
 
 
@@ -843,6 +845,11 @@ def _add_plan(commands) -> None:
         default=1,
         metavar="N",
         help="so many of them, each with the whole model and a share of the batch (default: 1)",
+    )
+    p.add_argument(
+        "--fsdp",
+        choices=("full_shard", "shard_grad_op"),
+        help="they share the weights out too: each holds a part, and gathers a layer to compute it",
     )
     p.add_argument(
         "--samplers",

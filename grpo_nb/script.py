@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FILES', 'rewards_of', 'rows_of_function', 'read_rows', 'conversation', 'with_prompts', 'load_rows', 'device_of',
-           'made_model', 'named_model', 'target_names', 'check_dropout', 'with_adapter', 'model_of', 'trainer_of',
-           'train_and_save']
+           'read_to', 'made_model', 'named_model', 'target_names', 'check_dropout', 'with_adapter', 'model_of',
+           'trainer_of', 'train_and_save']
 
 # %% ../nbs/89_script.ipynb #b45feda9
 import os
@@ -17,7 +17,7 @@ import torch
 from .model.adapters import adaptable, add_adapters, resolve_targets
 from .model.attention import has_sinks
 from .model.experts_lora import route_adapters
-from .model.loading import load_model
+from .model.loading import choose_dtype, load_model
 from .model.memory_bytes import longest_sequence
 from .model.stored_weights import read_config
 from grpo_nb.recipe import (
@@ -30,6 +30,7 @@ from grpo_nb.recipe import (
     named_object,
 )
 from .training.config import GRPOConfig
+from .training.sharding import asked_by_launcher, asked_in_config
 from .training.trainer import GRPOTrainer
 
 # %% ../nbs/89_script.ipynb #3764f840
@@ -133,6 +134,14 @@ def device_of(
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
 
 
+def read_to(
+    config: GRPOConfig,
+) -> str:  # "cpu", "cuda:0", ...
+    "Where a model is read to: the host if processes take shares of it, for no card may hold it."
+    shared = asked_in_config(config) or asked_by_launcher()
+    return "cpu" if shared else device_of(config)
+
+
 def made_model(
     recipe: Recipe,
 ) -> tuple[Any, Any]:  # model, and its tokenizer or None
@@ -159,12 +168,12 @@ def named_model(
         model.model_name_or_path,
         max_seq_length=longest_sequence(found.get_text_config()) or room,
         revision=model.model_revision,
-        dtype=model.number_format(),
+        dtype=choose_dtype(model.number_format(), torch.device(device_of(config))),
         attn_implementation=model.attn_implementation or "auto",
         load_in_4bit=model.load_in_4bit,
         attention_4bit=model.attention_4bit,
         offload_embedding=model.offload_embedding,
-        device=device_of(config),
+        device=read_to(config),
         quiet=True,
     )
     tokenizer.chat_template = model.chat_template or tokenizer.chat_template

@@ -16,6 +16,7 @@ for host in "${hosts[@]}"; do
 done
 
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT  # the servers end with the trainers
+trap : TERM  # which the trainers get as well, and write a checkpoint: this script ends after them
 for ((i = 0; i < SERVERS; i++)); do
   CUDA_VISIBLE_DEVICES=$i $SERVE --host "$here" --port $((${PORT:-8000} + i)) --api-key "$VLLM_API_KEY" &
 done

@@ -1,13 +1,16 @@
 """Several nodes: the files of recipes/ that start them, run with made-up commands, and as two nodes
 on one machine."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,11 +21,14 @@ from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser
 
 from grpo_nb import GRPOTrainer, cli
+from grpo_nb.model.memory_bytes import TARGETS, GiB
+from grpo_nb.planning.plan import crossing, plan
 from grpo_nb.recipe import read_recipe
 from grpo_nb.script import model_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ROOT / "recipes"
+SHARED = (None, "full_shard")
 PAGE = (ROOT / "docs/beyond_one_machine.md").read_text(encoding="utf-8")
 
 
@@ -87,6 +93,31 @@ def test_a_slurm_job_starts_servers_and_trainers_on_every_node(made_up):
     assert "#SBATCH --nodes=2\n" in text and "#SBATCH --ntasks-per-node=1\n" in text
 
 
+def test_a_node_ends_after_its_trainers_have_written(tmp_path):
+    "SLURM sends SIGTERM to all processes of a task, and kills what its first one leaves behind."
+    for name, does in {
+        "vllm": "exec sleep 60",
+        "torchrun": "trap 'sleep .5; touch written; exit 1' TERM; touch up; "
+        "for i in {1..600}; do sleep .1; done",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = dict(HOSTS="n0", NODE="0", SERVERS="1", TRAINERS="1", RUN="run.yaml")
+    given |= dict(SERVE="vllm serve", VLLM_API_KEY="secret")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command, environment = ["bash", str(FILES / "node.sh")], {**os.environ, **given, "PATH": path}
+    node = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        while not (tmp_path / "up").exists():
+            assert node.poll() is None
+            time.sleep(0.01)
+        os.killpg(node.pid, signal.SIGTERM)
+        assert node.wait(20) == 1 and (tmp_path / "written").exists()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+
+
 def test_skypilot_starts_the_same(made_up, tmp_path):
     task = yaml.safe_load((FILES / "two_nodes.yml").read_text())
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"].endswith(":8")
@@ -126,6 +157,24 @@ def test_what_the_page_says_to_type_can_be_typed():
             get_args_parser().parse_args(words[1:])
     for path in re.findall(r"\brecipes/[\w./]+\w", PAGE):
         assert (ROOT / path).exists(), path
+
+
+def test_the_table_of_shares_is_the_planner_s():
+    rows = re.findall(r"^\| ([\w.-]+) in (\w+), ([\w ]+) \|(.*)\|$", PAGE, re.M)
+    assert len(rows) == 4
+    for name, weights, adapted, numbers in rows:
+        targets = ("attention",) if adapted == "attention" else TARGETS
+        asked = dict(weights=weights.lower(), lora_targets=targets, lora_r=8, context=8192, cards=8)
+        asked |= dict(generation_batch_size=64, gradient_accumulation_steps=8)
+        whole, shared = (plan(name, "H100", sampler="server", fsdp=f, **asked) for f in SHARED)
+        alone = plan(name, "H100", fsdp="full_shard", **asked)
+        parts = shared.moments[shared.worst]
+        kept = [parts[part] for part in ("weights", "adapters", "copies")]
+        active = sum(parts[part] for part in ("kv", "hidden", "attention", "mlp", "logits"))
+        received = sum(crossing(shared.setup).values())
+        told = [whole.peak, *kept, active, parts["context"], shared.peak, alone.totals["rollout"]]
+        expected = [f"{size / GiB:.1f}" for size in told] + [f"{received / GiB:,.0f}"]
+        assert [one.strip() for one in numbers.split("|")] == expected, name
 
 
 RUN = """

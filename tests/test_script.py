@@ -13,7 +13,7 @@ import torch
 from small_runs import CLOCKS, one_thread  # noqa: F401
 from transformers import AutoModelForCausalLM
 
-from grpo_nb import cli
+from grpo_nb import cli, script
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.recipe import DataSettings, recipe_of
 from grpo_nb.script import load_rows, model_of, rewards_of, trainer_of
@@ -277,6 +277,24 @@ def test_settings_of_loading_and_of_the_adapter_are_honoured(folder):
         if p.requires_grad
     }
     assert {"q_proj", "k_proj", "v_proj", "o_proj"} < trained and "experts" not in str(trained)
+
+
+def test_a_model_that_is_shared_out_is_read_to_the_host_in_the_card_s_format(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    asked = []
+
+    def load(name, **given):
+        asked.append((str(given["device"]), given["dtype"]))
+        raise InterruptedError
+
+    monkeypatch.setattr(script, "load_model", load)
+    for fsdp in (None, "full_shard"):
+        recipe = recipe_of(dict(model_name_or_path=str(folder), dtype="auto", fsdp=fsdp))
+        with pytest.raises(InterruptedError):
+            script.named_model(recipe)
+    assert asked == [("cuda:3", torch.bfloat16), ("cpu", torch.bfloat16)]
 
 
 def test_the_last_line_says_how_to_go_on(tmp_path, monkeypatch, capsys):

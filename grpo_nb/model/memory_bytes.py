@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['GiB', 'MODELS', 'FORMATS', 'STATES', 'TARGETS', 'QUERIES', 'SINK_KEY', 'SINK_KEY_REPEATED', 'PEFT_SUMS', 'NORM_ROWS',
-           'BUFFERS', 'ModelShape', 'longest_sequence', 'check_config', 'read_shape', 'weight_bits', 'weight_bytes',
-           'state_bytes', 'lora_parameters', 'kv_bytes', 'Computation', 'attention_work', 'attention_kept',
-           'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'keeps_results',
-           'attention_results', 'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'unpack_bytes']
+           'BUFFERS', 'ModelShape', 'numbers_in', 'longest_sequence', 'check_config', 'read_shape', 'weight_bits',
+           'weight_bytes', 'state_bytes', 'lora_parameters', 'gathered_bytes', 'kv_bytes', 'Computation',
+           'attention_work', 'attention_kept', 'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak',
+           'layer_inputs', 'keeps_results', 'attention_results', 'head_bytes', 'row_bytes', 'step_bytes',
+           'rollout_bytes', 'unpack_bytes']
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #0c7d0708
 import json
@@ -60,31 +61,48 @@ class ModelShape:
                 )
 
     @property
-    def parameters(self) -> dict[str, int]:
-        """How many numbers there are of each kind: embedding, head, attention, mlp (all experts),
-        rest (norms, biases, router, sinks)."""
-        H, q, k, E = (
-            self.hidden,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-            self.experts,
-        )
-        small = (
-            self.norms * H
-            + self.qk_norm * 2 * self.head_dim
-            + self.sinks * self.heads
-            + E * H
-            + self.qkv_bias * (q + 2 * k)
-            + self.out_bias * H
-            + self.mlp_bias * (max(E, 1) * (2 * self.intermediate + H) + E)
-        )
-        return {
-            "embedding": self.vocab * H,
-            "head": 0 if self.tied else self.vocab * H,
-            "attention": self.layers * 2 * H * (q + k),
-            "mlp": self.layers * max(E, 1) * 3 * H * self.intermediate,
-            "rest": self.layers * small + H,
+    def tensors(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Of each kind how many tensors there are, their rows, and the numbers in a row: embedding,
+        head, attention, mlp (all experts), rest (norms, biases, router, sinks)."""
+        H, inner, E, n = self.hidden, self.intermediate, self.experts, self.layers
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        projections = [q + 2 * k] if self.joined else [q, k, k]
+        wide = [(2 * inner, H)] if self.joined else [(inner, H)] * 2
+        biases = [(E, 2 * inner), (E, H), (E, 1)] if E else [(inner, 1)] * 2 + [(H, 1)]
+        small = [
+            *[(H, 1)] * self.norms,
+            *[(self.head_dim, 1)] * 2 * self.qk_norm,
+            *[(self.heads, 1)] * self.sinks,
+            *[(E, H)] * bool(E),
+            *[(rows, 1) for rows in projections * self.qkv_bias],
+            *[(H, 1)] * self.out_bias,
+            *biases * self.mlp_bias,
+        ]
+        of_layers = {
+            "attention": [*((rows, H) for rows in projections), (H, q)],
+            "mlp": [(E, 2 * inner * H), (E, H * inner)] if E else [*wide, (H, inner)],
+            "rest": small,
         }
+        found = {kind: [(n, *size) for size in sizes] for kind, sizes in of_layers.items()}
+        vocab = [(1, self.vocab, H)]
+        outside = {"embedding": vocab, "head": [] if self.tied else vocab}
+        return {**outside, **found, "rest": [*found["rest"], (1, H, 1)]}
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        "How many numbers there are of each kind of `tensors`."
+        return numbers_in(self.tensors)
+
+
+def numbers_in(
+    tensors: dict[str, list[tuple[int, int, int]]],  # kind -> (how many, rows, numbers in a row)
+    cards: int = 1,  # that share them
+) -> dict[str, int]:  # kind -> on the card that has most
+    "The numbers in tensors, each cut along its rows for several cards."
+    return {
+        kind: sum(count * -(-rows // cards) * row for count, rows, row in sizes)
+        for kind, sizes in tensors.items()
+    }
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #a61c6f05
 _oss = dict(
@@ -374,10 +392,11 @@ def weight_bytes(
     shape: ModelShape,
     weights: str,  # one of FORMATS
     double_quant: bool = False,  # see weight_bits
+    cards: int = 1,  # that share them; the bytes are those of the card that has most
 ) -> dict[str, int]:  # kind -> bytes
     "Bytes of the weights of each kind in a given format."
-    bits = weight_bits(shape, weights, double_quant)
-    return {kind: int(count * bits[kind] / 8) for kind, count in shape.parameters.items()}
+    bits, counts = weight_bits(shape, weights, double_quant), numbers_in(shape.tensors, cards)
+    return {kind: int(count * bits[kind] / 8) for kind, count in counts.items()}
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #832dc124
 # a part of an optimizer's name -> bytes of state for each trained number; the first that fits. Not
@@ -408,6 +427,7 @@ def lora_parameters(
     shape: ModelShape,
     r: int,  # rank; 0: no adapters
     targets: tuple[str, ...] = TARGETS,  # some of TARGETS
+    cards: int = 1,  # that share them; the count is that of the card that has most
 ) -> int:
     "How many numbers LoRA trains in all layers and experts."
     H, inner, q, k = (
@@ -416,15 +436,33 @@ def lora_parameters(
         shape.heads * shape.head_dim,
         shape.kv_heads * shape.head_dim,
     )
-    attention = (H + q) + 2 * (H + k) + (q + H)
-    mlp = (
-        (H + 2 * inner) + (inner + H) if shape.experts else 2 * (H + inner) + (inner + H)
-    )  # experts: gate and up are one matrix
-    return (
-        r
-        * shape.layers
-        * (("attention" in targets) * attention + ("mlp" in targets) * max(shape.experts, 1) * mlp)
-    )
+    E = max(shape.experts, 1)
+    up = [(H, 2 * inner)] if shape.experts else [(H, inner)] * 2  # of experts one matrix
+    adapted = {  # (rank, from, to)
+        "attention": [(r, H, q), (r, H, k), (r, H, k), (r, q, H)],
+        "mlp": [(r * E, wide, out) for wide, out in (*up, (inner, H))],
+    }
+    pairs = {
+        kind: [(shape.layers, *one) for n, wide, out in sizes for one in ((n, wide), (out, n))]
+        for kind, sizes in adapted.items()
+        if kind in targets
+    }
+    return sum(numbers_in(pairs, cards).values())
+
+# %% ../../nbs/model/18_memory_bytes.ipynb #887de4d7
+def gathered_bytes(
+    shape: ModelShape,
+    weights: str,  # one of FORMATS
+    r: int = 0,  # rank of the adapters, in float32
+    targets: tuple[str, ...] = TARGETS,  # what has them
+    layers: int = 2,  # that are whole: one that computes, and one on its way
+) -> int:
+    "Bytes of weights that are whole on a card beside its share: some layers, and what is in none."
+    held = weight_bytes(shape, weights)
+    last_norm = int(shape.hidden * weight_bits(shape, weights)["rest"] / 8)
+    outside = held["embedding"] + held["head"] + last_norm
+    inside = sum(held.values()) - outside + 4 * lora_parameters(shape, r, targets)
+    return layers * (inside // shape.layers) + outside
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #8a6546f1
 def kv_bytes(

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'PARTS', 'SAMPLERS', 'ALL',
-           'RANKS', 'VLLM_SHARE', 'Card', 'find_card', 'Step', 'check_counts', 'check_words', 'check_switches', 'Held',
-           'vllm_weights', 'held', 'drawing', 'computation', 'training', 'hidden_on_host', 'inputs_on_host', 'Fit',
-           'with_rest', 'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'with_context',
-           'longest_context', 'rank_flag', 'serving', 'served_together', 'free_memory']
+           'RANKS', 'VLLM_SHARE', 'Card', 'find_card', 'Step', 'check_counts', 'check_words', 'check_switches',
+           'check_shares', 'Held', 'vllm_weights', 'held', 'read_whole', 'whole_weights', 'drawing', 'computation',
+           'training', 'hidden_on_host', 'inputs_on_host', 'Fit', 'with_rest', 'rollout_that_fits', 'with_slices',
+           'possible_slices', 'fit', 'usual_prompt', 'with_context', 'longest_context', 'rank_flag', 'serving',
+           'served_together', 'free_memory']
 
 # %% ../../nbs/model/19_memory_fit.ipynb #3a6e9f79
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from grpo_nb.model.memory_bytes import (
     GiB,
     ModelShape,
     attention_results,
+    gathered_bytes,
     head_bytes,
     keeps_results,
     kv_bytes,
@@ -145,6 +147,8 @@ class Step:
     # a kernel's name for choose_kernel; "auto": chosen by model and card
     attention: str = "auto"
     implementation: str = "ours"  # or "transformers": all logits, experts by autograd
+    shards: int = 1  # cards that share the weights, gradients and moments out (FSDP2)
+    keep_gathered: bool = False  # all layers are whole until the backward pass is through them
 
     def __post_init__(self):
         check_counts(self)
@@ -209,6 +213,7 @@ def check_counts(step):
         "generation_batch_size",
         "per_device_train_batch_size",
         "mini_batch",
+        "shards",
     ):
         value = getattr(step, name)
         if value is None and name in optional:
@@ -249,6 +254,8 @@ def check_switches(step):
             f"the head of {step.shape.name} is its embedding, which every step "
             "multiplies with: it cannot be offloaded. Leave offload_embedding out"
         )
+    if step.shards > 1:
+        check_shares(step)
     if step.offload_activations and not step.gradient_checkpointing:
         raise ValueError(
             "offload_activations moves what checkpointing keeps: leave checkpointing "
@@ -258,6 +265,23 @@ def check_switches(step):
         raise ValueError(
             f"attention={step.attention!r} needs compute capability 8.0, and the card has "
             f"{'.'.join(map(str, step.capability))}: choose sdpa"
+        )
+
+
+def check_shares(step):
+    "Refuse what a run refuses whose weights are shared out."
+    moved = [
+        name
+        for name in ("offload_embedding", "offload_activations", "offload_hidden")
+        if getattr(step, name)
+    ]
+    if moved or "nf4" in step.weights:
+        what = (
+            f"{step.weights} is not shared out" if not moved else f"{moved[0]} does not go with it"
+        )
+        raise ValueError(
+            f"{step.shards} cards share the weights (fsdp), and {what}: "
+            f"{'leave it out' if moved else 'take bf16, or mxfp4 of a gpt-oss'}"
         )
 
 # %% ../../nbs/model/19_memory_fit.ipynb #d3e17567
@@ -284,7 +308,7 @@ def held(
     step: Step,
 ) -> Held:
     "Bytes of the weights of every model in the step: policy, reference, sampler."
-    weights = weight_bytes(step.shape, step.weights, step.double_quant)
+    weights = weight_bytes(step.shape, step.weights, step.double_quant, step.shards)
     reference = sum(weights.values()) if step.reference else 0
     sampler = vllm_weights(step) if step.sampler.startswith("vllm") else 0
     asleep = sampler if step.sampler == "vllm_sleep" else 0
@@ -296,6 +320,23 @@ def held(
         reference + sampler - asleep,
         asleep,
     )
+
+
+def read_whole(
+    step: Step,
+) -> int:  # bytes in host memory, of each process
+    "The model before a card's share is cut from it; 0 where nothing is shared out."
+    whole = weight_bytes(step.shape, step.weights, step.double_quant)
+    return sum(whole.values()) * (step.shards > 1)
+
+
+def whole_weights(
+    step: Step,
+    layers: int,  # that are whole at the same time
+) -> int:  # bytes; 0 where nothing is shared out
+    "Bytes of gathered weights beside a card's share."
+    adapters = step.lora_r, step.lora_targets
+    return gathered_bytes(step.shape, step.weights, *adapters, layers) * (step.shards > 1)
 
 
 def drawing(
@@ -460,16 +501,19 @@ def with_slices(
     slice_tokens: int | None,  # that the experts or an MLP work on at a time; None: all
 ) -> Fit:
     "The bytes of a step with slices of `slice_tokens`."
-    there, numbers = held(step), lora_parameters(step.shape, step.lora_r, step.lora_targets)
-    states = step.optimizer_bytes
+    there, states, all_layers = held(step), step.optimizer_bytes, step.shape.layers
+    numbers = lora_parameters(step.shape, step.lora_r, step.lora_targets, step.shards)
+    drawn = all_layers if step.sampler == "engine" else 0  # the engine reads whole weights
     fixed = {
         "weights": sum(there.weights.values()),
         "adapters": numbers * (4 + states),
-        "copies": there.copies,
+        "copies": there.copies + (whole_weights(step, drawn) if drawn else 0),
     }
     rows, rollout = rollout_that_fits(step, room, fixed)
     # training adds gradients, and a sampler that does not sleep keeps its cache
-    fixed |= {"adapters": numbers * (8 + states), "copies": there.copies_in_training}
+    computing = whole_weights(step, all_layers if step.keep_gathered else min(2, all_layers))
+    copies = there.copies_in_training + computing
+    fixed |= {"adapters": numbers * (8 + states), "copies": copies}
     if step.sampler == "vllm":
         fixed |= drawing(step, rows)
     moments = {
@@ -481,6 +525,7 @@ def with_slices(
         "layer inputs": inputs_on_host(step),
         "hidden states": hidden_on_host(step),
         "sleeping weights": there.asleep,
+        "the model until it is cut": read_whole(step),
     }
     return Fit(room, {"rollout": rollout, **moments}, host, there.weights, rows, slice_tokens)
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CONFIGURED', 'FIRST_PORT', 'Switch', 'NO_SETTING', 'DTYPES', 'LEAST_SAVING', 'completions_drawn', 'Setup',
-           'lengths_of', 'config_of', 'setup_of', 'Plan', 'plan_of', 'plan', 'standard', 'describe', 'server_urls',
-           'server_lines', 'launch_line', 'one_at_a_time', 'switches', 'as_settings', 'in_words', 'Advice',
-           'switches_for', 'advise', 'larger_card', 'advice_text']
+           'lengths_of', 'config_of', 'setup_of', 'Plan', 'crossing', 'plan_of', 'plan', 'standard', 'describe',
+           'server_urls', 'server_lines', 'launch_line', 'one_at_a_time', 'switches', 'as_settings', 'in_words',
+           'Advice', 'switches_for', 'advise', 'larger_card', 'advice_text']
 
 # %% ../../nbs/planning/01_plan.ipynb #33802729
 import copy
@@ -25,6 +25,7 @@ from grpo_nb.model.memory_bytes import (
     lora_parameters,
     read_shape,
     state_bytes,
+    weight_bytes,
 )
 from grpo_nb.model.memory_fit import (
     ALL,
@@ -56,6 +57,7 @@ CONFIGURED = (
     "gradient_checkpointing",
     "offload_activations",
     "optim",
+    "fsdp",
 )
 
 
@@ -85,7 +87,7 @@ class Setup:
     card: Card
     config: GRPOConfig
     weights: str  # one of FORMATS
-    cards: int = 1  # each with the whole model and a share of the batch
+    cards: int = 1  # each with a share of the batch, and the whole model or (fsdp) a share of it
     samplers: int = 0  # as many more, each with a vLLM server, that only draw
     double_quant: bool = False  # NF4's scales quantised too
     lora_r: int = 32  # 0: no adapters
@@ -102,12 +104,33 @@ class Setup:
     implementation: str = "ours"  # or "transformers"
 
     def __post_init__(self):
+        self.check_shares()
         _ = self.step  # its constructor checks all values
         if self.samplers and not self.served():
             raise ValueError(
                 f"a {self.card.name} does not hold {self.model.name} under vLLM and one completion "
                 f"of {self.step.context:,} tokens: take a larger card, or a shorter context"
             )
+
+    def check_shares(self) -> None:  # ValueError
+        "Refuse shares of a single card, and an optimizer that has not torch's way with them."
+        if self.config.fsdp and self.cards == 1:
+            raise ValueError(
+                f"fsdp={self.config.fsdp!r} leaves each of several cards a share of the weights, "
+                "and one card would hold all of them: plan for several (--cards 8), or leave it out"
+            )
+        if self.config.fsdp and "bit" in self.config.optim:
+            raise ValueError(
+                f"optim={self.config.optim!r} is not known to work on shares of the weights "
+                "(fsdp): take adamw_torch"
+            )
+
+    @property
+    def keeps_gathered(self) -> bool:
+        "Whether layers stay whole from their forward to their backward pass."
+        words = self.config.fsdp_config or {}
+        stays = [words.get(f"{begin}reshard_after_forward") for begin in ("", "fsdp_")]
+        return "shard_grad_op" in (self.config.fsdp or "") or False in stays
 
     @property
     def adapters(self) -> int:
@@ -137,11 +160,13 @@ class Setup:
             generation_batch_size=completions_drawn(config, self.cards),
             mini_batch=config.mini_batch or 1,
             vllm_bytes=int(self.vllm_share * self.card.room),
+            shards=self.cards if self.config.fsdp else 1,
+            keep_gathered=bool(self.config.fsdp) and self.keeps_gathered,
             **{name: getattr(self, name) for name in shared},
             **{
                 name: getattr(config, name)
                 for name in CONFIGURED
-                if name not in ("mini_batch", "optim")
+                if name not in ("mini_batch", "optim", "fsdp")
             },
         )
 
@@ -263,8 +288,8 @@ class Plan(Fit):
     def seconds(self) -> dict[str, float] | None:  # None: it cannot be said
         "The least time of a step by part, at the card's own rates."
         known = self.setup.card.name in RATES and self.setup.implementation == "ours"
-        if not (known and self.fits and self.setup.lora_r):
-            return None
+        if not (known and self.fits and self.setup.lora_r) or self.setup.config.fsdp:
+            return None  # what crosses between cards that share weights takes time too
         return step_seconds(self.setup.step, self, RATES[self.setup.card.name])
 
     def to_dict(self) -> dict:  # ready for json.dumps
@@ -282,7 +307,36 @@ class Plan(Fit):
             "card_bytes": self.room,
             "fits": self.fits,
             "card_that_draws": self.setup.on_vllm() if self.setup.samplers else None,
+            "received_in_an_update": crossing(self.setup),
         }
+
+
+def crossing(
+    setup: Setup,
+) -> dict[str, int]:  # part of an update -> bytes; empty where each card holds all weights
+    """What a card receives from the others in an update, if they share the weights: in each pass
+    all that it has no share of. (Rows that are rounded up cross too.)"""
+    s, config, others = setup, setup.config, setup.cards - 1
+    if not config.fsdp:
+        return {}
+    layout, adapters = config.layout(s.cards), (s.lora_r, s.lora_targets, s.cards)
+    held = weight_bytes(s.model, s.weights, cards=s.cards)
+    gradients = 4 * lora_parameters(s.model, *adapters)
+    once = sum(held.values()) + gradients
+    outside = held["embedding"] + held["head"]
+    batches, again = layout.gradient_accumulation_steps, config.num_iterations
+    corrects = s.sampler == "server" and config.vllm_importance_sampling_correction
+    old = corrects or not layout.on_policy
+    before = old + (bool(config.beta) or s.reference)
+    cycles = batches / (layout.steps_per_generation * again)
+    passes = {
+        "drawing": once * cycles * (s.sampler == "engine"),
+        "log-probs before": once * before * batches / again,
+        "forward passes": once * batches,
+        "backward passes": (outside if s.keeps_gathered else once) * batches,
+        "gradients": gradients * batches,
+    }
+    return {part: int(others * size) for part, size in passes.items()}
 
 
 def plan_of(
@@ -322,6 +376,7 @@ def standard(
             samplers=0,
             sampler="vllm",
             vllm_share=0.0,
+            fsdp=None,
             attention="eager" if old and setup.model.sinks else "auto",
             implementation="transformers",
         )
@@ -367,10 +422,11 @@ def _question(plan):
         targets += f"; {wide} in slices of {plan.slice_tokens:,}"
     together = plan.rows if plan.totals["rollout"] <= plan.room else "not one"
     together = "drawn elsewhere" if s.sampler == "server" else f"{together} drawn together"
+    where = f"{f'each of {s.cards} ' if s.cards > 1 else ''}{s.card.name}"
+    shares = ", which share the weights out" if s.config.fsdp else ""
     return [
         f"{s.model.name} ({sum(s.model.parameters.values()) / 1e9:.1f} billion parameters) "
-        f"in {s.weights} on {f'each of {s.cards} ' if s.cards > 1 else ''}{s.card.name} "
-        f"({s.card.usable:g} GiB usable)",
+        f"in {s.weights} on {where} ({s.card.usable:g} GiB usable){shares}",
         f"{step.context:,} tokens, {step.prompt_length:,} of them prompt; "
         f"{step.generation_batch_size} completions, {together}; "
         f"{step.per_device_train_batch_size} trained at a time; {targets}",
@@ -435,6 +491,21 @@ def _shared(s):
     )
 
 
+def _crosses(s):
+    "What is gathered on a card that holds a share, and what it receives, in two sentences."
+    sizes = {part: size / GiB for part, size in crossing(s).items() if size}
+    kept = "all layers are whole from their forward to their backward pass"
+    two = "two layers are whole beside it, and what belongs to none"
+    whole = kept if s.keeps_gathered else two
+    drawn = ", and all weights while completions are drawn" * (s.sampler == "engine")
+    each = ", ".join(f"{part} {size:,.1f}" for part, size in sizes.items())
+    return (
+        f"The weights of the table are a card's share; {whole}{drawn} (second copies). In an "
+        f"update a card receives {sum(sizes.values()):,.0f} GiB from the others: {each}. "
+        "Not tried on cards; NCCL's own buffers are not counted."
+    )
+
+
 def _on_vllm(s):
     "What vLLM does with its share of a card, in words."
     parts, slots = s.on_vllm(), f"{s.adapters} adapters of rank {rank_flag(max(s.lora_r, 1))}"
@@ -471,10 +542,7 @@ def _remarks(plan):
     if s.cards > 1:
         yield _shared(s)
     if s.config.fsdp:
-        yield (
-            "fsdp leaves each card a share of the weights, gradients and moments, which is not "
-            "planned here: the table is for a card that holds all of them."
-        )
+        yield _crosses(s)
     yield from _drawn_by_vllm(s)
     if s.offload_hidden and step.mini_batch == 1:
         yield (
@@ -580,7 +648,8 @@ def launch_line(
     start = f"torchrun --nproc-per-node {cards} -m grpo_nb" if cards > 1 else "grpo-nb"
     numbers = ",".join(str(number) for number in range(first, first + cards))
     visible = f"CUDA_VISIBLE_DEVICES={numbers} " if first else ""
-    return f"{visible}{start} train --config {shlex.quote(run)}"
+    shares = f" --fsdp {shlex.quote(setup.config.fsdp)}" if setup.config.fsdp else ""
+    return f"{visible}{start} train --config {shlex.quote(run)}{shares}"
 
 # %% ../../nbs/planning/01_plan.ipynb #f3e729ca
 Switch = tuple[dict, str]  # changes of a Setup, and what they cost
@@ -630,6 +699,9 @@ def one_at_a_time(
 def _slower(s: Setup) -> Iterator[Switch]:
     "Yield switches that cost time or host memory."
     step, batch = s.step, s.step.per_device_train_batch_size
+    if step.keep_gathered:
+        cost = "A layer crosses between the cards a second time, for the backward pass."
+        yield dict(fsdp="full_shard"), cost
     for tokens in (4096, 1024):
         if step.slice_tokens is not None and step.slice_tokens > tokens:
             yield (
@@ -832,10 +904,23 @@ def larger_card(
     return None
 
 
+def _fits_in_shares(plan):
+    "Whether several cards that each hold all weights would do with a share of them."
+    if plan.setup.cards == 1 or plan.setup.config.fsdp:
+        return False
+    shared = _with(plan, ({"fsdp": "full_shard"}, ""))
+    found = advise(shared) if shared else []
+    return shared is not None and (shared.fits or bool(found) and found[-1].plan.fits)
+
+
 def _what_is_left(asked, last):
     "The options if no switch is enough: a shorter context, a larger card, a smaller model."
     longest, larger = last.setup.longest_context(), larger_card(last)
     rest = [f"a context of {longest:,} tokens"] if longest else []
+    if last.worst == "rollout" and last.setup.config.fsdp:
+        rest.append("vLLM servers that draw (samplers)")
+    if _fits_in_shares(asked):
+        rest.append(f"a share of the weights on each of the {asked.setup.cards} cards (fsdp)")
     if larger is None:
         return [*rest, "a smaller model"]
     as_asked = ", which takes it as it was asked for" if larger == larger_card(asked) else ""

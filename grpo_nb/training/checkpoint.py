@@ -801,6 +801,11 @@ class Checkpointer:
         "The update that a checkpoint would belong to; None: an update is being made."
         return self.boundary["state"]["global_step"] if self.boundary else None
 
+    @property
+    def folder(self) -> Path:
+        "Of a checkpoint of the last update."
+        return Path(self.config.output_dir) / f"checkpoint-{self.step}"
+
     def save_model(
         self,
         path: str | Path,
@@ -837,6 +842,8 @@ class Checkpointer:
         parts: list[dict] | None = None,  # of all processes; None: a collective call brings them
     ) -> Path | None:
         "Write `checkpoint-STEP` in output_dir: all that is needed to go on from the last update."
+        if self.state.best_global_step == self.step:
+            self.state.best_is_in(self.folder)  # in every process: each one loads it at the end
         processes = parts or [self.part()]
         if not parts and self.accelerator.num_processes > 1:
             processes = gather_object(processes)
@@ -850,11 +857,9 @@ class Checkpointer:
         shared: dict[str, Any],  # with whole tensors, as the model has them now
     ) -> Path:  # the checkpoint
         "Write the folder, and remove those that are older than `save_total_limit` keeps."
-        folder = Path(self.config.output_dir) / f"checkpoint-{self.step}"
+        folder = self.folder
         if folder.exists():
             return folder  # written at this very update
-        if self.state.best_global_step == self.step:
-            self.state.best_is_in(folder)
         with new_folder(folder, overwrite=True) as partial:
             self.save_model(partial, save_original_format=False)  # the model's own weight names
             if not self.config.save_only_model:

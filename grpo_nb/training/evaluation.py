@@ -31,12 +31,12 @@ class Evaluator:
         accelerator: Accelerator,
         source: CompletionSource,
         reward_names: list[str],
-        # from a batch of completions to its loss, which is then reported, and whose numbers are
-        # added to the metrics; None: no loss
-        loss_of: Callable[[TrainingBatch, Metrics], float] | None = None,
+        # from batches of completions to their losses, whose mean is then reported and whose numbers
+        # are added to the metrics; None: no loss
+        losses_of: Callable[[list[TrainingBatch], Metrics], list[float]] | None = None,
     ):
         self.config, self.accelerator = config, accelerator
-        self.source, self.reward_names, self.loss_of = source, reward_names, loss_of
+        self.source, self.reward_names, self.losses_of = source, reward_names, losses_of
 
     def evaluate(
         self,
@@ -49,9 +49,10 @@ class Evaluator:
         before, metrics = random_state(), Metrics()
         try:
             rollouts, own = self.answers(self.mine(rows), metrics)
+            self.source.rest()
             scores = torch.tensor(gather_object(own))  # (N, K) of all processes
             values, silent = self.advantages(scores)
-            loss = self.loss(rollouts, len(own), values, metrics) if self.loss_of else {}
+            loss = self.loss(rollouts, len(own), values, metrics) if self.losses_of else {}
         finally:
             set_random_state(before)
         lengths, cut = (
@@ -107,10 +108,13 @@ class Evaluator:
         metrics: Metrics,  # gets the numbers of each batch's loss; batches count alike, as in TRL
     ) -> dict[str, float]:  # {"loss": the mean over the batches of all processes, by completions}
         "The loss of the answers."
-        first, summed = sum(gather_object([count])[: self.accelerator.process_index]), 0.0
-        for rollout in rollouts:
-            size = len(rollout.lengths)
-            part = advantages[first : first + size].to(rollout.mask.device)
-            summed += size * self.loss_of(self.source.batch_of(rollout, part), metrics)
-            first += size
+        first = sum(gather_object([count])[: self.accelerator.process_index])
+        sizes = [len(rollout.lengths) for rollout in rollouts]
+        parts = advantages[first : first + count].split(sizes)
+        batches = [
+            self.source.batch_of(rollout, part.to(rollout.mask.device))
+            for rollout, part in zip(rollouts, parts)
+        ]
+        losses = self.losses_of(batches, metrics)
+        summed = sum(size * loss for size, loss in zip(sizes, losses))
         return {"loss": sum(gather_object([summed])) / len(advantages)}

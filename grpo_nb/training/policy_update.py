@@ -9,7 +9,7 @@ __all__ = ['LOSS_SETTINGS', 'EntropyBonus', 'load_balance_loss', 'own_balance_we
 # %% ../../nbs/training/12_policy_update.ipynb #3882269e
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -152,6 +152,7 @@ class MicroBatchFitter:
         self.shape, self.slices = known_shape(model), slice_sizes(model, config)
         self.residual = residual_bytes(model, autocast)
         self.cuts = may_be_cut(config, balance)
+        self.count = 1  # of the last batch's pieces in the process that had the most
 
     def begin(self) -> None:
         "Set `slice_tokens` of the config, if it is given, whatever the model was set to before."
@@ -171,7 +172,8 @@ class MicroBatchFitter:
             most=len(batch) if self.cuts else 1,
         )
         self.slice(tokens)
-        return split(batch, self.weights.agreed(count))
+        self.count = self.weights.agreed(count)
+        return split(batch, self.count)
 
     def slice(
         self,
@@ -400,13 +402,21 @@ class PolicyUpdate:
         starts = [*range(0, len(batch), size)]
         for number in range(self.weights.agreed(len(starts))):
             i = starts[min(number, len(starts) - 1)]  # the last one again, where others have more
-            for piece in self.fitter.pieces(batch.rows(slice(i, i + size))):
+            for piece in self.pieces(policy, batch.rows(slice(i, i + size))):
                 logps, _ = self.completion_logps(policy, piece)
                 if result is None:
                     result = logps.new_zeros(batch.rollout_logps.shape)  # float64 stays float64
                 result[i : i + len(piece), : logps.shape[1]] = logps
                 i += len(piece)
         return result
+
+    def pieces(self, policy, batch: TrainingBatch) -> Iterator[TrainingBatch]:
+        """Yield the pieces of a batch, for passes without a gradient; then compute for nothing,
+        where another process has more pieces."""
+        pieces = self.fitter.pieces(batch)
+        yield from pieces
+        for _ in range(self.fitter.count - len(pieces)):
+            self.completion_logps(policy, pieces[-1])
 
     def completion_logps(
         self, policy, batch: TrainingBatch, entropy: bool = False, routers: list | None = None
@@ -584,6 +594,24 @@ class PolicyUpdate:
 
     # without a gradient
 
+    def losses_without_update(
+        self,
+        batches: list[TrainingBatch],  # of this process; others may have more or fewer
+        metrics: Metrics,  # gets the numbers of each batch's loss
+    ) -> list[float]:
+        "The loss of each batch. Every process that holds a share of the weights has to call it."
+        most = self.weights.agreed(len(batches))
+        losses = [self.loss_without_update(batch, metrics) for batch in batches]
+        for _ in range(most - len(batches)):
+            self.loss_without_update(self.one_token())
+        return losses
+
+    def one_token(self) -> TrainingBatch:
+        "A completion that nothing is learnt from, for a process that has no other to compute."
+        zeros = torch.zeros(1, 1, device=self.device)
+        token, there = zeros.long(), zeros == 0
+        return TrainingBatch(token, there, token, there, ~there, zeros[0], zeros)
+
     @torch.no_grad()
     def loss_without_update(
         self,
@@ -591,7 +619,7 @@ class PolicyUpdate:
         metrics: Metrics | None = None,  # gets the numbers of the loss: kl, entropy, clip_ratio/...
     ) -> float:
         """The loss that an evaluation reports (TRL's `eval_loss`): that of `loss_of`, as if the
-        batch were a window of its own. Nothing is logged, and no other process is asked."""
+        batch were a window of its own. Nothing is logged."""
         metrics = Metrics() if metrics is None else metrics
         kept, self.window = self.window, Window(self.device)
         quantile, total = self.config.top_entropy_quantile, 0.0
@@ -600,7 +628,7 @@ class PolicyUpdate:
             with self.metrics.untimed():
                 batch = self.prepare(batch)
             with evaluating(self.model):
-                for piece in self.fitter.pieces(batch):
+                for piece in self.pieces(self.model, batch):
                     logps, entropies, balance = self.with_balance(piece)
                     share = share_of(piece, batch, self.config.loss_type)
                     self.window.begin_piece(self.part_of(piece, batch), share)

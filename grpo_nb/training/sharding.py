@@ -309,8 +309,14 @@ class ShardedWeights:
         self.join, self.is_gathered = self.in_full, False
 
     def call(self, policy: torch.nn.Module, function: Callable) -> Any:
-        "A function of the policy; each layer is gathered as it comes."
-        return self.roots[id(policy)](function)
+        """A function of the policy; each layer is gathered as it comes. Without a gradient none is
+        kept for a backward pass: other numbers may be put into the weights before the next call."""
+        root = self.roots[id(policy)]
+        result = root(function)
+        if not (torch.is_grad_enabled() or self.is_gathered):
+            for unit in units(root):
+                unit.reshard()
+        return result
 
     def description(self, draws: bool) -> str:
         "A line to print as a run begins."

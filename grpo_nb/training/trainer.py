@@ -948,9 +948,8 @@ class GRPOTrainer:
             weights=self.weights,
         )
         self.guard = Guard(config, self.layout, accelerator, self.policy_update, self.metrics)
-        # shards are gathered by all processes at once, and their rows may be unequally many
-        loss_of = None if self.sharding else self.policy_update.loss_without_update
-        self.evaluator = self.evaluator_class(config, *scored, loss_of)
+        losses_of = self.policy_update.losses_without_update
+        self.evaluator = self.evaluator_class(config, *scored, losses_of)
 
     def make_reports(self, callbacks: list) -> None:
         "Make the callbacks, ours before those of the user, and the checkpointer."
@@ -1255,8 +1254,8 @@ class GRPOTrainer:
         parts = self.agreement.meet(step, part)
         if parts is None:
             tqdm.write(
-                "SIGTERM, and another process is gone or at another step: the last periodic "
-                "checkpoint is the one to resume from"
+                "SIGTERM, and another process is gone or at another step: unless it still writes a "
+                "checkpoint, the last periodic checkpoint is the one to resume from"
             )
         elif step > self.state.first_step:
             if parts:
@@ -1347,7 +1346,6 @@ class GRPOTrainer:
             self.source.publish(self.model, self.state.global_step)  # not a part of any update
         with self.environments or nullcontext():
             found = self.evaluator.evaluate(rows)
-        self.source.rest()
         named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         where = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
         where[f"{metric_key_prefix}_num_tokens"] = self.recorder.tokens()  # of the run, as in TRL

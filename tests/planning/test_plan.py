@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from grpo_nb.cli import _parser
 from grpo_nb.model.limits import SLICES
 from grpo_nb.model.loading import load_model
-from grpo_nb.model.memory_bytes import MODELS, GiB, kv_bytes, weight_bytes
+from grpo_nb.model.memory_bytes import MODELS, GiB, kv_bytes, lora_parameters, weight_bytes
 from grpo_nb.model.memory_fit import ALL, CARDS, CUDA_CONTEXT, VLLM_SHARE, Card
 from grpo_nb.planning.plan import (
     NO_SETTING,
     Setup,
     advice_text,
     advise,
+    crossing,
     describe,
     launch_line,
     plan,
@@ -403,9 +404,6 @@ def test_words_near_a_card_s_line_and_without_adapters():
     assert (
         "trains every weight" in describe(plan("Llama-3.1-8B", "H100", lora_r=0))
     ) and "trains every weight" not in describe(plan("Llama-3.1-8B", "H100"))
-    shared = describe(plan("Llama-3.1-8B", "H100", cards=2, fsdp="full_shard"))
-    assert "fsdp leaves each card a share" in shared
-    assert "fsdp" not in describe(plan("Llama-3.1-8B", "H100", cards=2))
 
 
 def test_advice_knows_the_format_of_the_experts_and_cards_that_need_no_advice():
@@ -515,6 +513,64 @@ def test_advice_for_several_cards_is_the_same_update():
     assert not made.fits and plan_of(after).fits
     for name in ("generation_batch_size", "effective_batch_size"):
         assert getattr(after.config.layout(4), name) == getattr(made.setup.config.layout(4), name)
+
+
+def test_cards_that_share_the_weights_hold_a_part_and_gather_the_rest():
+    settings = dict(context=8192, cards=8, sampler="server", lora_r=16)
+    whole, shared = (plan("Qwen3-32B", "H100", fsdp=f, **settings) for f in (None, "full_shard"))
+    for part in ("weights", "adapters"):  # every tensor has rows for all eight, but norms of heads
+        assert whole.moments["layer"][part] / 8 == pytest.approx(
+            shared.moments["layer"][part], rel=1e-4
+        )
+    two = 2 * sum(whole.weights[k] for k in ("attention", "mlp", "rest")) / 64
+    two += (
+        whole.weights["embedding"]
+        + whole.weights["head"]
+        + 2 * whole.moments["layer"]["adapters"] / 4 / 64
+    )  # an adapter's weights without gradient and moments
+    assert shared.moments["layer"]["copies"] == pytest.approx(two, rel=1e-3)
+    assert shared.moments["rollout"]["copies"] == 0  # a server draws
+    kept = plan("Qwen3-32B", "H100", fsdp="shard_grad_op", **settings)
+    alone = plan("Qwen3-32B", "H100", fsdp="full_shard", **{**settings, "sampler": "engine"})
+    everything = sum(whole.weights.values()) + whole.moments["layer"]["adapters"] / 4
+    for held in (kept.moments["layer"]["copies"], alone.moments["rollout"]["copies"]):
+        assert held == pytest.approx(everything, rel=1e-6)
+    assert shared.host["the model until it is cut"] == sum(whole.weights.values())
+    assert "share the weights out" in describe(shared) and "share" not in describe(whole)
+    tight = plan("Qwen3-32B", "L40S", fsdp="shard_grad_op", **settings)
+    assert [a.changes for a in advise(tight)] == [{"fsdp": "full_shard"}]
+    assert "a share of the weights on each of the 8 cards" in advice_text(
+        plan("Llama-3.3-70B", "A100-40", weights="bf16", reference=True, **settings)
+    )
+
+
+def test_what_a_card_receives_is_what_it_has_no_share_of():
+    asked = dict(cards=4, sampler="server", fsdp="full_shard", generation_batch_size=32)
+    setup = setup_of("Qwen3-4B", "H100", gradient_accumulation_steps=8, **asked)
+    weights = 2 * sum(setup.model.parameters.values()) + 4 * lora_parameters(setup.model, 32)
+    received = crossing(setup)
+    assert received["forward passes"] == pytest.approx(8 * weights * 3 / 4, rel=1e-4)
+    assert received["forward passes"] == received["backward passes"] and not received["drawing"]
+    assert received["log-probs before"] == received["forward passes"]  # a server's are corrected
+    own = crossing(setup.changed(sampler="engine", num_generations=4))
+    assert own["drawing"] == pytest.approx(weights * 3 / 4, rel=1e-4)
+    assert own["log-probs before"] == 0 and crossing(setup.changed(fsdp=None)) == {}
+    kept = crossing(setup.changed(fsdp="shard_grad_op"))
+    assert kept["backward passes"] < received["backward passes"] / 5
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(cards=1), "one card would hold all"),
+        (dict(optim="adamw_8bit"), "take adamw_torch"),
+        (dict(weights="nf4"), "nf4 is not shared out"),
+        (dict(offload_activations=True), "offload_activations does not go with it: leave it out"),
+    ],
+)
+def test_shares_refuse_what_a_run_refuses(settings, words):
+    with pytest.raises(ValueError, match=words):
+        plan("Llama-3.1-8B", "H100", **{"cards": 2, "fsdp": "full_shard", **settings})
 
 
 def test_cards_that_only_draw_hold_what_those_that_train_do_not():

@@ -1,15 +1,27 @@
 "Processes that each hold a share of the weights (FSDP2, gloo) make the updates of one."
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_child import SHARDED, run_of, sampled
+from sharded_child import (
+    EVALUATED,
+    PLANNED,
+    SHARDED,
+    evaluations,
+    planned,
+    run_of,
+    sampled,
+)
 from small_runs import CLOCKS, small_model, weights_of, without_clocks
 from test_distributed import STOPPED, goes_on, preempted, torchrun
 
 from grpo_nb import GRPOConfig
+from grpo_nb.model.memory_bytes import lora_parameters, read_shape
+from grpo_nb.model.memory_fit import find_card
+from grpo_nb.planning.plan import Setup, crossing, plan_of
 from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.training.sharding import (
     asked_by_launcher,
@@ -19,6 +31,7 @@ from grpo_nb.training.sharding import (
     sharding_of,
 )
 
+OTHERS = [name for name in EVALUATED if name != "adapter"]
 QUICK = ("dapo", "packed experts", "adapter and kl", "unequal pieces")
 
 
@@ -34,9 +47,11 @@ def ranks(request, tmp_path_factory):
     "What both processes ended with, of the cases that are asked for: one launch."
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    cases = [one["name"] for one in params if "name" in one]
+    asked = [
+        [one[kind] for one in params if kind in one] for kind in ("name", "evaluation", "model")
+    ]
     out = tmp_path_factory.mktemp("sharded")
-    started(out, "all_of_it", json.dumps([name for name in SHARDED if name in cases]))
+    started(out, "all_of_it", json.dumps(asked))
     return [torch.load(out / f"rank{rank}.pt") for rank in (0, 1)], out
 
 
@@ -62,6 +77,59 @@ def test_shards_make_the_updates_of_whole_weights(name, ranks, tmp_path):
         ):
             close = dict(rel=0.05, abs=0.02) if name == "float16" else dict(rel=1e-3, abs=1e-4)
             assert two[key] == pytest.approx(one[key], **close), (one["step"], key)
+
+
+@pytest.mark.parametrize(
+    "evaluation", ["adapter", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)]
+)
+def test_an_evaluation_of_shards_is_that_of_whole_models(evaluation, ranks, tmp_path):
+    one = evaluations(tmp_path, evaluation, 1, None)
+    losses = {"loss", "entropy"} | ({"kl"} if "beta" in EVALUATED[evaluation] else set())
+    for rank in (0, 1):
+        of_rank = torch.load(ranks[1] / f"evaluated{rank}.pt")[evaluation]
+        for (size, count), shards in of_rank["full_shard"].items():
+            whole = of_rank[None][size, count]
+            assert {f"eval_{one}" for one in losses} <= shards.keys() == whole.keys()
+            for key in whole.keys() - {f"eval_{clock}" for clock in CLOCKS} - set(CLOCKS):
+                assert shards[key] == pytest.approx(whole[key], abs=1e-5), (size, count, key)
+                if size == 1:  # then it is all the same which process has which batches
+                    alone = one[size, count][key]
+                    assert shards[key] == pytest.approx(alone, abs=1e-5), (count, key)
+    assert abs(one[1, 5]["eval_loss"]) > 1e-3 and one[1, 5]["eval_loss"] != one[1, 3]["eval_loss"]
+
+
+@pytest.mark.parametrize("model", PLANNED)
+def test_the_planner_counts_the_bytes_of_two_processes(model, ranks, tmp_path):
+    trainer = planned(tmp_path, model, 1)
+    config = replace(trainer.config, per_device_train_batch_size=6, gradient_accumulation_steps=1)
+    config = replace(config, fsdp="full_shard")
+    setup = Setup(
+        read_shape(trainer.model.config), find_card("H100"), config, PLANNED[model], 2, lora_r=3
+    )
+    made, trained = plan_of(setup), lora_parameters(setup.model, 3, cards=2)
+    received = crossing(setup)
+    for rank, of_rank in enumerate(torch.load(ranks[1] / f"counted{n}.pt")[model] for n in (0, 1)):
+        if rank == 0:  # where a tensor's rows cannot be halved, it has one more
+            assert of_rank["weights"] == sum(made.weights.values())
+            assert of_rank["adapters"] == of_rank["gradients"] == 4 * trained
+            assert of_rank["moments"] == 8 * trained
+        assert of_rank["weights"] <= sum(made.weights.values())
+        assert of_rank["gathered"] == made.moments["layer"]["copies"]
+        gathered = sum(size for part, size in received.items() if part != "gradients")
+        assert of_rank["received"] == {
+            "allgather": 2 * gathered,
+            "reduce": 2 * received["gradients"],
+        }
+
+
+def test_the_best_model_is_loaded_by_every_process_that_has_a_share(ranks):
+    first, last = (
+        load_file(ranks[1] / "best" / f"checkpoint-{n}" / "model.safetensors") for n in (1, 2)
+    )
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    for rank in (0, 1):
+        ended = torch.load(ranks[1] / f"best{rank}.pt")
+        assert all(torch.equal(ended[name], weight) for name, weight in first.items())
 
 
 def test_a_sharded_run_draws_and_resumes_bit_for_bit(ranks):
@@ -95,7 +163,10 @@ def test_a_checkpoint_of_two_processes_goes_on_with_one(ranks, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["one draws, one waits", "an update that ends", "a rank dies"])
+@pytest.mark.parametrize(
+    "case",
+    ["one draws, one waits", "an update that ends", "one machine alone", "a rank dies"],
+)
 def test_shards_are_in_the_checkpoint_after_a_signal(case, tmp_path):
     pause, rank, send, step = STOPPED[case]
     shards = dict(fsdp="full_shard", optim="adamw_torch")
@@ -106,7 +177,8 @@ def test_shards_are_in_the_checkpoint_after_a_signal(case, tmp_path):
     steps, seconds, said, status = preempted(stopped, send, pause=pause, **options)
     assert steps == [step] and status == 1 and seconds < 40, said[-3000:]
     done = torchrun(whole, "resumed", json.dumps([str(stopped)]), json.dumps(shards), timeout=240)
-    goes_on(stopped, whole, done)
+    assert done.returncode == 0, done.stderr[-3000:]
+    goes_on(stopped, whole)
 
 
 @pytest.mark.full
@@ -119,11 +191,18 @@ def test_shards_and_a_server_make_the_updates_of_whole_models_and_that_server(tm
         shards, whole = torch.load(tmp_path / f"served{rank}.pt").values()
         for name, weight in whole["weights"].items():
             assert float((shards["weights"][name] - weight).abs().max()) < 1e-5, name
-        for one, two in zip(shards["history"], whole["history"], strict=True):
+        histories = shards["history"], whole["history"]
+        judged = [[r for r in one if "eval_loss" in r] for one in histories]
+        for one, two in zip(*judged, strict=True):
+            for key in ("eval_reward", "eval_loss", "eval_kl", "eval_entropy"):
+                assert one[key] == pytest.approx(two[key], abs=1e-5)
+        updates = [[r for r in one if "loss" in r] for one in histories]
+        for one, two in zip(*updates, strict=True):
             for key in ("reward", "num_tokens", "sampling/staleness_mean"):
                 assert one[key] == two[key]
             assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
-        assert [one["sampling/staleness_max"] for one in shards["history"]] == [0, 1, 1, 1]
+        assert [one["sampling/staleness_max"] for one in updates[0]] == [0, 1, 1, 1]
+        assert len(judged[0]) == 2
         assert max(w.abs().max() for n, w in whole["weights"].items() if "lora_B" in n) > 1e-2
     assert not stand_in.adapters.folders
 
