@@ -254,16 +254,16 @@ class FusedAttention:
         position_embeddings,
         attention_mask=None,
         past_key_values=None,
+        cache=None,  # its name from transformers 5.24 on
         **kwargs,
     ):
-        attend = functools.partial(
-            self.attend, position_embeddings, attention_mask, past_key_values, kwargs
-        )
+        cache = past_key_values if cache is None else cache
+        attend = functools.partial(self.attend, position_embeddings, attention_mask, cache, kwargs)
         linears = self.q_proj, self.k_proj, self.v_proj, self.o_proj
         dtype, found = _plain_loras(hidden_states, linears)
         step = self.heads_at_a_time(hidden_states, dtype)
         by_heads = found and step < self.config.num_key_value_heads
-        if by_heads and past_key_values is None and not self.sinks.requires_grad:
+        if by_heads and cache is None and not self.sinks.requires_grad:
             return self.by_heads(hidden_states.to(dtype), found, step, attend), None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         if found:
@@ -289,13 +289,13 @@ class FusedAttention:
         )
 
     def attend(
-        self, angles, mask, past_key_values, kwargs, query, key, value, heads=slice(None)
+        self, angles, mask, cache, kwargs, query, key, value, heads=slice(None)
     ):  # (B, T, heads, D) each
         "Rotation, cache and the attention function; `heads` selects the sinks of these heads."
         query, key = rotate(query, *angles), rotate(key, *angles)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         function = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )

@@ -29,7 +29,13 @@ from .continuous_batching import complete_in_turn
 from .decode_ops import DecodeState
 from .decoder import Decoder, DenseDecoder, SmallDecoder, complete_rows, open_decoder
 from .kv_cache import CacheShape, rows_that_fit, slots_that_fit
-from .module_decoding import ModuleDecoder, cannot_record, extra_bytes, try_to_record
+from grpo_nb.rollout.module_decoding import (
+    ModuleDecoder,
+    cache_name,
+    cannot_record,
+    extra_bytes,
+    try_to_record,
+)
 from .prefixes import Prefix, Prefixes
 from grpo_nb.rollout.rollout import (
     Rollout,
@@ -110,15 +116,16 @@ def prefill(
     out = model(
         input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
     )
-    if getattr(out, "past_key_values", None) is None:
+    cache = getattr(out, cache_name(model), None)
+    if cache is None or not any(hasattr(layer, "keys") for layer in cache.layers):
         raise ValueError(
-            f"{type(model).__name__} returns no past_key_values, and completions are "
-            "continued from these: use a model with attention and a cache of keys and "
-            "values (a pure state space model has none)"
+            f"{type(model).__name__} returns no keys and values, and completions are "
+            "continued from these: use a model with attention (a pure state space model "
+            "has none)"
         )
     seen = tokens_seen(ids, mask, out.logits.shape[-1]) if track_seen else None
     index = torch.tensor(index, device=device)  # (B,)
-    batch = DecodeBatch(torch.arange(len(unique), device=device), out.past_key_values, mask, seen)
+    batch = DecodeBatch(torch.arange(len(unique), device=device), cache, mask, seen)
     batch.select(index)
     batch.rows = torch.arange(len(index), device=device)
     return batch, out.logits[index, -1]
@@ -138,8 +145,8 @@ def decode(
         input_ids=tokens[:, None],
         attention_mask=batch.mask,
         position_ids=positions,
-        past_key_values=batch.cache,
         use_cache=True,
+        **{cache_name(model): batch.cache},
     )
     return out.logits[:, -1]
 

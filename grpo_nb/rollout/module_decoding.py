@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['TRIAL_IDS', 'TRIAL_MASK', 'PreallocatedLayer', 'extra_bytes', 'visible_slots', 'next_reach', 'record_graph',
-           'no_synchronization', 'ModuleDecoder', 'cannot_record', 'read_trial', 'unknown_cache', 'trial_steps',
-           'growing_steps', 'try_to_record']
+           'no_synchronization', 'ModuleDecoder', 'cannot_record', 'cache_name', 'read_trial', 'unknown_cache',
+           'trial_steps', 'growing_steps', 'try_to_record']
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #c43bd4a1
+import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -176,6 +177,7 @@ class ModuleDecoder:
     ):
         (B, L), device, self.config = mask.shape, mask.device, model.config.get_text_config()
         self.model, self.params, self.stop = model, params, stop
+        self.cache_name = cache_name(model)
         self.seen, self.generator, self.keys = seen, generator, keys
         # the last token drawn is never read; kernels are faster with multiples of eight
         self.columns, self.room = L, -(-(L + params.max_tokens - 1) // 8) * 8
@@ -237,8 +239,8 @@ class ModuleDecoder:
             input_ids=self.last,
             attention_mask=given,
             position_ids=column - self.first,
-            past_key_values=self.cache,
             use_cache=True,
+            **{self.cache_name: self.cache},
         ).logits[:, -1]
 
     def mask(self, seen):
@@ -348,6 +350,15 @@ def cannot_record(
     return None
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #d6272e53
+def cache_name(
+    model: PreTrainedModel,  # with adapters or without
+) -> str:
+    "What the model calls its cache: `cache` from transformers 5.24 on, `past_key_values` before."
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = inspect.signature(base.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
 TRIAL_IDS, TRIAL_MASK = [[1, 2, 3], [0, 0, 1]], [[1, 1, 1], [0, 0, 1]]
 
 
@@ -362,7 +373,7 @@ def read_trial(
         position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
         use_cache=True,
     )
-    return out.past_key_values, out.logits[:, -1], mask
+    return getattr(out, cache_name(model)), out.logits[:, -1], mask
 
 
 def unknown_cache(
@@ -415,8 +426,8 @@ def growing_steps(
             input_ids=ids[:, column, None],
             attention_mask=grown,
             position_ids=grown.sum(-1, keepdim=True) - 1,
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(model): cache},
         )
         scores.append(out.logits[:, -1])
     return torch.stack(scores)

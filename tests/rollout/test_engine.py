@@ -719,7 +719,7 @@ def test_a_model_without_keys_and_values_is_refused():
             bos_token_id=0,
         )
     ).train()
-    with pytest.raises(ValueError, match="MambaForCausalLM returns no past_key_values"):
+    with pytest.raises(ValueError, match="MambaForCausalLM returns no keys and values"):
         RolloutEngine(model, tokenizer).generate(TEXTS, SamplingParams(max_tokens=3))
     assert model.training
 

@@ -19,6 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from small_runs import (
     ROWS,
+    attach_by_transformers,
     remember_batches,
     small_model,
     small_trainer,
@@ -617,7 +618,7 @@ def both_adapters(model):
 
 def of_transformers(name):
     def add(model):
-        model.add_adapter(LoraConfig(**LORA), **name)
+        attach_by_transformers(model, LoraConfig(**LORA), **name)
         return model
 
     return add
