@@ -4,10 +4,8 @@ computation of the updates."""
 import math
 import statistics
 
-import peft
 import pytest
 import torch
-from transformers.integrations import peft as attaching
 
 from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.model.tiny import tiny_gpt_oss
@@ -112,14 +110,6 @@ def small_trainer(
     )
     made.log.show = False
     return made
-
-
-def attach_by_transformers(model, config, **name):
-    """An adapter by transformers' own method. It may ask for a PEFT that the package index does
-    not have yet, and what is attached is the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attaching, "MIN_PEFT_VERSION", peft.__version__)
-        model.add_adapter(config, **name)
 
 
 def weights_of(model):

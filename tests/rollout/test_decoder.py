@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
-from small_runs import attach_by_transformers
 from transformers import GptOssForCausalLM
 
 from grpo_nb.model.experts_grouped import routed_experts
@@ -511,9 +510,9 @@ def test_experts_of_a_long_prompt_work_in_slices(monkeypatch):
     assert sizes == [300, 64, 64, 64, 64, 44]
 
 
-def test_an_adapter_that_transformers_itself_attached():
+def test_an_adapter_that_transformers_itself_attached(peft_as_it_is):
     model, tokenizer = tiny_gpt_oss(0)
-    attach_by_transformers(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():

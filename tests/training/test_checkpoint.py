@@ -19,7 +19,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from small_runs import (
     ROWS,
-    attach_by_transformers,
     remember_batches,
     small_model,
     small_trainer,
@@ -618,7 +617,7 @@ def both_adapters(model):
 
 def of_transformers(name):
     def add(model):
-        attach_by_transformers(model, LoraConfig(**LORA), **name)
+        model.add_adapter(LoraConfig(**LORA), **name)
         return model
 
     return add
@@ -635,7 +634,7 @@ def of_transformers(name):
     ],
     ids=["two", "both active", "another name", "transformers", "transformers, another name"],
 )
-def test_a_run_resumes_with_the_adapter_that_it_trained(tmp_path, adapt):
+def test_a_run_resumes_with_the_adapter_that_it_trained(tmp_path, adapt, peft_as_it_is):
     def run():
         torch.manual_seed(0)
         model, tokenizer = small_model()
