@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRIAL_IDS', 'TRIAL_MASK', 'PreallocatedLayer', 'extra_bytes', 'visible_slots', 'next_reach', 'record_graph',
-           'no_synchronization', 'ModuleDecoder', 'cannot_record', 'cache_name', 'read_trial', 'unknown_cache',
+           'no_synchronization', 'cache_name', 'ModuleDecoder', 'cannot_record', 'read_trial', 'unknown_cache',
            'trial_steps', 'growing_steps', 'try_to_record']
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #c43bd4a1
@@ -160,6 +160,15 @@ def no_synchronization(
         torch.cuda.set_sync_debug_mode(before)
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #f076538d
+def cache_name(
+    model: PreTrainedModel,  # with adapters or without
+) -> str:
+    "What the model calls its cache: `cache` from transformers 5.24 on, `past_key_values` before."
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = inspect.signature(base.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
 class ModuleDecoder:
     "Rows that are continued through a model's modules; all tensors of a step keep their addresses."
 
@@ -350,15 +359,6 @@ def cannot_record(
     return None
 
 # %% ../../nbs/rollout/10_module_decoding.ipynb #d6272e53
-def cache_name(
-    model: PreTrainedModel,  # with adapters or without
-) -> str:
-    "What the model calls its cache: `cache` from transformers 5.24 on, `past_key_values` before."
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    names = inspect.signature(base.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
-
-
 TRIAL_IDS, TRIAL_MASK = [[1, 2, 3], [0, 0, 1]], [[1, 1, 1], [0, 0, 1]]
 
 
