@@ -116,7 +116,7 @@ function labelOf(stretch, colour) {
   if (colour === "advantage") return `${owner}: advantage ${signed(advantage)}`;
   const pulls = stretch.filter((token) => !token.clipped).map((token) => token.pull);
   const clipped = stretch.length - pulls.length;
-  const ends = [Math.min(...pulls), Math.max(...pulls)].map(signed);
+  const ends = [Math.min(...pulls), Math.max(...pulls)].map((end) => signed(end));
   const words = pulls.length ? `pull ${ends[0] === ends[1] ? ends[0] : ends.join(" to ")}` : "";
   return `${owner}: ${[words, clipped ? `${clipped} clipped` : ""].filter(Boolean).join(", ")}`;
 }
