@@ -145,10 +145,36 @@ def settings_of(args, run, url):
     )
 
 
+def timed_sleep():
+    """Lists that fill while a server is sent to sleep and woken: seconds of each, and GiB of the
+    card while it sleeps."""
+    from grpo_nb.rollout.colocated import ColocatedVLLM
+
+    found = {"falling asleep, s": [], "waking, s": [], "card while asleep, GiB": []}
+
+    def timed(name, part):
+        function = getattr(ColocatedVLLM, name)
+
+        def call(server):
+            before, start = server.asleep, time.perf_counter()
+            function(server)
+            if server.asleep != before:
+                found[part].append(round(time.perf_counter() - start, 3))
+                if server.asleep:
+                    found["card while asleep, GiB"].append(card_gib())
+
+        setattr(ColocatedVLLM, name, call)
+
+    timed("rest", "falling asleep, s")
+    timed("wake", "waking, s")
+    return found
+
+
 def train(args, sizes, run, url=None):
     "One run: a record of each update."
     from grpo_nb import GRPOConfig, GRPOTrainer
 
+    sleep = timed_sleep() if run == "colocate" else {}
     model, tokenizer = load_policy(args)
     drawn, began = args.prompts * args.completions, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +185,7 @@ def train(args, sizes, run, url=None):
             per_device_train_batch_size=args.batch,
             gradient_accumulation_steps=drawn // args.batch,
             max_completion_length=args.new,
-            learning_rate=1e-4,
+            learning_rate=args.learning_rate,
             logging_steps=1,
             save_strategy="no",
             report_to="none",
@@ -178,7 +204,7 @@ def train(args, sizes, run, url=None):
         ready = time.perf_counter() - began
         trainer.train()
         history = trainer.log_history
-    return dict(ready=round(ready, 1), held=card_gib(), **peaks(), updates=history)
+    return dict(ready=round(ready, 1), held=card_gib(), **peaks(), sleep=sleep, updates=history)
 
 
 def table(run, result):
@@ -199,6 +225,9 @@ def table(run, result):
             found("guard/slope"),
         )
         print(f"{record.get('step', 0):>{len(run) + 8}} " + " ".join(f"{x:8.4f}" for x in numbers))
+    for part, values in result["sleep"].items():
+        print(f"{run}: {part}: {values}")
+    print(f"{run}: ready after {result['ready']} s; GiB {result['peak']}, card {result['held']}")
 
 
 def main():
@@ -210,9 +239,16 @@ def main():
     parser.add_argument(
         "--max-gap",
         type=float,
-        default=1e9,
+        default=5.0,
         help="nats a token at which the guard stops a run; a random model turns rounding into "
         "other experts, so its gap is far above a trained one's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        default=1e-4,
+        help="at 1e-3 the adapter soon moves log-probs further than rounding does, which shows "
+        "its slope (default: %(default)s)",
     )
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--log", default="/tmp/vllm_serve.log", help="of the server")

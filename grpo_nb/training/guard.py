@@ -126,7 +126,8 @@ def is_read(
     bound: float,  # of the gap
 ) -> bool:
     "Whether the adapter's effect is large enough for the slope to say something."
-    if found.effect < bound / 100 or len(found.gap) < LEAST_TOKENS:
+    rounding = min(bound, max(GAP_BOUNDS.values()))  # a bound that was set high hides no effect
+    if found.effect < rounding / 100 or len(found.gap) < LEAST_TOKENS:
         return False
     return found.effect >= LEAST_EFFECT * found.rest().square().mean().sqrt().item()
 

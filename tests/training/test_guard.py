@@ -176,6 +176,12 @@ def test_a_planted_cause_is_named(tmp_path, sampler):
     assert f"before update {trainer.state.global_step + 1}:" in str(stopped.value)
 
 
+def test_whatever_gap_is_allowed_the_slope_is_judged(tmp_path):
+    trainer = trainer_with(tmp_path, NoAdapter, guard_max_gap=1e9)
+    with pytest.raises(SamplerMismatch, match="serves the base"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     "share, said", [(0.5, "older version"), (0.0, "serves the base"), (1.6, "scaled otherwise")]
 )
