@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['GAP_BOUNDS', 'STALE_GAP', 'LEAST_EFFECT', 'LEAST_TOKENS', 'CAUSES', 'MOST_ROWS', 'Comparison', 'computing_format',
-           'gap_bound', 'is_read', 'gap_is_wrong', 'slope_is_wrong', 'without_adapter', 'expert_factors', 'zeroed',
-           'fits', 'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere', 'explains', 'base_served',
-           'experts_left_out', 'other_adapter', 'other_base', 'cause_of', 'SamplerMismatch', 'chosen_rows',
-           'needs_more', 'Guard']
+           'gap_bound', 'at_most_rounding', 'is_read', 'gap_is_wrong', 'slope_is_wrong', 'without_adapter',
+           'expert_factors', 'zeroed', 'fits', 'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere',
+           'explains', 'base_served', 'experts_left_out', 'other_adapter', 'other_base', 'cause_of', 'SamplerMismatch',
+           'chosen_rows', 'needs_more', 'Guard']
 
 # %% ../../nbs/training/24_guard.ipynb #cac73cbf
 import math
@@ -121,13 +121,19 @@ def gap_bound(
     return config.guard_max_gap or GAP_BOUNDS.get(dtype, 0.1)
 
 
+def at_most_rounding(
+    bound: float,  # of the gap; one that was set high hides neither an effect nor a cause
+) -> float:
+    "A bound, but none beyond what any number format rounds."
+    return min(bound, max(GAP_BOUNDS.values()))
+
+
 def is_read(
     found: Comparison,
     bound: float,  # of the gap
 ) -> bool:
     "Whether the adapter's effect is large enough for the slope to say something."
-    rounding = min(bound, max(GAP_BOUNDS.values()))  # a bound that was set high hides no effect
-    if found.effect < rounding / 100 or len(found.gap) < LEAST_TOKENS:
+    if found.effect < at_most_rounding(bound) / 100 or len(found.gap) < LEAST_TOKENS:
         return False
     return found.effect >= LEAST_EFFECT * found.rest().square().mean().sqrt().item()
 
@@ -464,7 +470,7 @@ class Guard:
         wrong = gap_is_wrong(found, bound)
         if not (wrong or current and slope_is_wrong(found, bound, self.config.guard_slope_margin)):
             return
-        cause = cause_of(found, bound, lambda name: self.under(name, rows))
+        cause = cause_of(found, at_most_rounding(bound), lambda name: self.under(name, rows))
         high = found.gap.abs().max().item()
         raise SamplerMismatch(
             f"the guard stopped the run before update {step + 1}: over {len(found.gap)} tokens "
