@@ -45,6 +45,15 @@ CHARTS = {
         "Whole rollouts, tokens a second",
         {"ours, tok/s": "ours", "modules": "its modules", "vLLM 0.25.1": "vLLM"},
     ),
+    "filters": Chart(
+        "A step with filters, milliseconds",
+        {
+            "no filter": "no filter",
+            "min_p .05": "min_p",
+            "top_p .95": "top_p",
+            "top_k 50, top_p .95": "top_k, top_p",
+        },
+    ),
     "lora": Chart(
         "A LoRA step, seconds",
         {

@@ -71,7 +71,7 @@ LONGEST_UNCOMPILED = 2048  # tokens
 # which calls share a compiled form: "each" kind of layer has its own, with gradients and without;
 # "windows": full and sliding layers share one, which reads the window; "gradients": calls without
 # them take the one that has a backward pass; "one": all lengths share it from the first call on
-ATTENTION_GRAPHS = "each"
+ATTENTION_GRAPHS = "one"
 
 
 def flex_with_sinks(q, k, v, sinks, block, scale):
