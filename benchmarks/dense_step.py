@@ -76,6 +76,17 @@ def card_gib():
     return round((total - free) / GiB, 1)
 
 
+def vllm_settings(args):
+    "A vLLM that the trainer starts, and that sleeps while it trains."
+    return dict(
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_python=args.vllm_python,
+        vllm_gpu_memory_utilization=args.share,
+        vllm_enable_sleep_mode=True,
+    )
+
+
 def measure_ours(args, sizes, with_vllm):
     "Our trainer, with its own engine or with a vLLM that sleeps in between."
     from grpo_nb import load_model
@@ -88,13 +99,6 @@ def measure_ours(args, sizes, with_vllm):
         quiet=True,
     )
     tell(loaded="own", **peaks(), **versions())
-    settings = dict(
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_python=args.vllm_python,
-        vllm_gpu_memory_utilization=args.share,
-        vllm_enable_sleep_mode=True,
-    )
     result = grpo_step(
         model,
         tokenizer,
@@ -103,7 +107,7 @@ def measure_ours(args, sizes, with_vllm):
         new_tokens=args.new,
         batch=args.batch,
         steps=args.steps,
-        **(settings if with_vllm else {}),
+        **(vllm_settings(args) if with_vllm else {}),
     )
     first, last = result["steps"][0], result["steps"][-1]
     name = "vllm" if with_vllm else "own"

@@ -31,7 +31,8 @@ def commands(args):
     return {
         "decode": f"decode.py --ours --ours-mxfp4 {decode}",
         "nf4": f"decode_modules.py --models Qwen2.5-1.5B:nf4 --rows 1 8 32 {replayed}",
-        "rollouts": "rows.py",
+        "rollouts": "rows.py --parts first,company,rows",
+        "filters": "rows.py --parts kernels,filters",
         "lora": f"train_step.py {sites}",
         "step": f"grpo_step.py {sites}",
         "sampler": f"server.py --vllm-python {shlex.quote(python)}"

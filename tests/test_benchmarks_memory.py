@@ -18,6 +18,7 @@ from grpo_nb.model import attention
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("train_step", "grpo_step", "context", "at_size", "decode_modules", "vllm_reads")
+NAMES += ("dense_step",)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -553,6 +554,18 @@ def test_the_scripts_say_what_they_do(scripts, monkeypatch, capsys, name):
     with pytest.raises(SystemExit) as ended:
         scripts[name].main()
     assert ended.value.code == 0 and f"benchmarks/{name}.py" in capsys.readouterr().out
+
+
+def test_a_dense_models_step_is_ours_on_the_checkpoint_that_peers_read(scripts, tmp_path, capsys):
+    script, folder = scripts["dense_step"], str(tmp_path / "model")
+    args = settings(checkpoint=folder, cpu=True, prompts=2, completions=2, prompt=8, new=6)
+    vars(args).update(batch=2, steps=2)
+    script.write_dense(args, script.TINY)
+    script.measure_ours(args, script.TINY, with_vllm=False)
+    loaded, row = told(capsys)
+    assert loaded["loaded"] == row["library"] == "own" and len(row["steps"]) == 2
+    assert 0 < row["sample"] + row["train"] <= row["seconds"]
+    assert "s a step" in script.line(row)
 
 
 def test_one_script_makes_every_table_of_the_page():
