@@ -607,7 +607,8 @@ def lessons(
     pages = list(folder.rglob("*.ipynb"))
     for page in [*pages, *folder.rglob("*.md")]:
         _lead_home(page, folder)
-    print(f"{len(pages)} notebooks. Begin with: jupyter lab {shlex.quote(str(folder / 'index.ipynb'))}")
+    first = shlex.quote(str(folder / "index.ipynb"))
+    print(f"{len(pages)} notebooks. Begin with: jupyter lab {first}")
     return 0
 
 # %% ../nbs/91_cli.ipynb #03a49b53
