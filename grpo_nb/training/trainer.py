@@ -38,6 +38,7 @@ from ..algorithm.batching import BatchLayout
 from ..model.attention import check_attention
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
 from ..model.memory_bytes import longest_sequence
+from ..rollout.adapter_versions import served_config
 from grpo_nb.rollout.colocated import (
     ColocatedVLLM,
     check_vllm,
@@ -48,7 +49,7 @@ from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import default_stop_token_ids
 from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import SamplingParams
-from ..rollout.server import VLLMServer, served_config
+from ..rollout.server import VLLMServer
 from ..rollout.stream import check_in_flight
 from ..rollout.turns import NO_PROMPT, Environments, TurnSampler
 from grpo_nb.training.checkpoint import (
