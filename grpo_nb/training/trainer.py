@@ -75,7 +75,7 @@ from grpo_nb.training.data import (
 from .evaluation import Evaluator
 from .guard import Guard
 from .hub import HubWriter, open_repository
-from .optimizer import make_optimizer
+from .optimizer import check_given_optimizer, make_optimizer
 from .policy_model import check_model, describe_trainable, load_policy
 from .policy_update import PolicyUpdate, own_balance_weight
 from .precision import Precision, frozen_dtype
@@ -832,6 +832,8 @@ class GRPOTrainer:
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.precision = Precision(self.config, self.device, frozen_dtype(self.model))
         self.precision.check(list(parameters.values()))
+        if optimizer is not None:
+            check_given_optimizer(optimizer, parameters)
         self.optimizer = optimizer or make_optimizer(self.config, parameters)
         if self.sharding:
             check_optimizer(self.optimizer)
