@@ -298,6 +298,8 @@ NOT_HERE = {  # of transformers' trainer -> what to do instead
     "data_collator": (
         "there are no data loaders; a TrainingBatch is put together by collector.collect(state)"
     ),
+    "_metrics": "metrics.add({name: number}) adds to the next record, which has the mean",
+    "callback_handler": "add_callback(one), remove_callback(one) and pop_callback(one) change them",
 }
 FROM_CONFIG = (  # that TRL's trainer has itself, too, and rollout functions read there
     "num_generations",
