@@ -110,6 +110,12 @@ from .state import TrainState
 def check_launch(accelerator: Accelerator) -> None:
     "Refuse other launches, and a number format that is set in the launcher and not in the config."
     kind = accelerator.distributed_type.value
+    started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if started > 1 and accelerator.num_processes == 1:
+        raise ValueError(
+            f"{started} processes were started, and without a GPU each would train alone, in the "
+            "same folder: set use_cpu=True in GRPOConfig, so that they train together"
+        )
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
         raise ValueError(
             f"the run was launched as {kind}, and this trainer knows one process, several that "

@@ -1134,3 +1134,11 @@ def test_two_rewards_of_one_name_have_a_column_each(tmp_path):
         3,
         4,
     ) and {"reward", "reward_2"} <= set(trainer.samples[0]["rewards"])
+
+
+def test_processes_that_would_train_alone_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a cluster sets it, without a launcher
+    small_trainer(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match="2 processes were started.*alone.*set use_cpu=True"):
+        small_trainer(tmp_path)
