@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from . import __web__
 from .model.files import naming_a_full_disk, write_json
 from .model.kernel_choice import KERNELS, TRANSFORMERS_NAMES
 from .model.memory_bytes import FORMATS, MODELS, TARGETS
@@ -123,7 +124,7 @@ def _prepare(
     return run
 
 # %% ../nbs/91_cli.ipynb #65364508
-_lesson = "https://github.com/grpo-nb/grpo_nb/blob/main/nbs/lessons/01_what_rl_is.ipynb"
+_lesson = f"{__web__}/nbs/lessons/01_what_rl_is.ipynb"
 
 
 @contextmanager
@@ -554,6 +555,34 @@ def course_folder() -> Path | None:  # that of index.ipynb; None: neither a whee
     return next((p for p in places if all((p / name).exists() for name in _course)), None)
 
 
+def _lead_home(
+    page: Path,  # of the copy, a notebook or Markdown
+    folder: Path,  # the copy's
+) -> None:
+    "Have links to what was not copied lead to the repository on the web."
+
+    def link(found):
+        if (page.parent / found[0].partition("#")[0]).exists():
+            return found[0]
+        there = os.path.relpath(page.parent / found[0], folder)
+        return f"{__web__}/{Path(there).as_posix()}"
+
+    def led(text):
+        return re.sub(r"(?<=\]\()(?!\w+:|#)[^()\s]+", link, text)
+
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".md":
+        new = led(text)
+    else:
+        notebook = json.loads(text)
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = [led(line) for line in cell["source"]]
+        new = json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+    if new != text:
+        page.write_text(new, encoding="utf-8")
+
+
 def lessons(
     args: argparse.Namespace,  # folder: a Path
 ) -> int:  # exit status: 0, 1 without notebooks, 2 for a folder that is in use
@@ -575,8 +604,11 @@ def lessons(
         else:  # without nbs/index.ipynb, which only points to the one above
             left = shutil.ignore_patterns("index.ipynb", ".ipynb_checkpoints", "site")
             shutil.copytree(path, folder / path.name, ignore=left)
-    count = len(list(folder.rglob("*.ipynb")))
-    print(f"{count} notebooks. Begin with: jupyter lab {shlex.quote(str(folder / 'index.ipynb'))}")
+    pages = list(folder.rglob("*.ipynb"))
+    for page in [*pages, *folder.rglob("*.md")]:
+        _lead_home(page, folder)
+    first = shlex.quote(str(folder / "index.ipynb"))
+    print(f"{len(pages)} notebooks. Begin with: jupyter lab {first}")
     return 0
 
 # %% ../nbs/91_cli.ipynb #03a49b53

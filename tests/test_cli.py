@@ -4,6 +4,7 @@ import errno
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from small_runs import small_model
 
+import grpo_nb
 from grpo_nb import cli
 from grpo_nb.rollout.stand_in import StandIn, serving
 
@@ -500,6 +502,33 @@ def test_lessons_are_copied_and_nothing_is_written_over(tmp_path, capsys):
         cli.main(["lessons", str(folder)])
     assert stop.value.code == 2 and "is not empty" in capsys.readouterr().err
     assert (folder / "index.ipynb").read_text() == "mine"
+
+
+def linked(page):
+    "The targets of a page's links and pictures."
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = [c for c in json.loads(text)["cells"] if c["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return re.findall(r"\]\(([^()\s]+)\)|(?:src|href)=[\"']([^\"']+)", text)
+
+
+def test_every_link_of_copied_lessons_leads_somewhere(tmp_path):
+    copied, home = tmp_path / "course", f"{grpo_nb.__web__}/"
+    assert cli.main(["lessons", str(copied)]) == 0
+    led_home, kept = set(), set()
+    for page in [*copied.rglob("*.ipynb"), *copied.rglob("*.md")]:
+        own = {"".join(link) for link in linked(ROOT / page.relative_to(copied))}
+        for link in map("".join, linked(page)):
+            path = link.partition("#")[0]
+            if not re.match(r"\w+:|#", link):
+                assert (page.parent / path).exists(), (page, link)
+                kept.add(link)
+            elif path.startswith(home) and link not in own:
+                assert (ROOT / path.removeprefix(home)).exists(), (page, link)
+                led_home.add(path.removeprefix(home))
+    assert {"CONTRIBUTING.md", "benchmarks", "tests/test_repo.py"} <= led_home
+    assert not {"docs/glossary.md", "index.ipynb"} & led_home and len(kept) > 200
 
 
 def test_lessons_say_where_they_are_when_they_are_not_here(tmp_path, monkeypatch, capsys):

@@ -111,6 +111,12 @@ def test_the_tables_are_the_librarys(tool):
         assert f"`{name}`" in PAGE, name
 
 
+def test_no_method_of_trls_trainer_is_overridden_in_vain():
+    theirs = {name for name, value in vars(trl.GRPOTrainer).items() if callable(value)}
+    silent = {n for n in theirs if not n.startswith("__") and not hasattr(GRPOTrainer, n)}
+    assert len(theirs) > 20 and silent <= NOT_CALLED.keys()
+
+
 def test_a_table_that_is_out_of_date_is_found_and_renewed(tool):
     old = PAGE.replace("`sequence_mask`", "`token_mask`")
     assert tool(old, "--check") == (1, old) and tool(old) == (0, PAGE)

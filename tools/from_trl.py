@@ -24,7 +24,7 @@ from grpo_nb.training.config import (  # noqa: E402
     IGNORED_BY_REASON,
     REFUSED_BY_REASON,
 )
-from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE  # noqa: E402
+from grpo_nb.training.trainer import DEFINE_INSTEAD, NOT_HERE  # noqa: E402
 from tools.trl_gate import KINDS  # noqa: E402
 
 PAGE = ROOT / "docs/from_trl.md"
@@ -109,7 +109,7 @@ TABLES = {
     ),
     "hooks": table(
         ("method of your subclass", "define here"),
-        [(code(name), instead) for name, instead in NOT_CALLED.items()],
+        reasons(DEFINE_INSTEAD),
     ),
     "names": table(
         ("of the trainer", "instead"),

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from ..model.memory_fit import rank_flag
+from .addresses import ServerError
 from .read_layers import in_four_bits
-from .server import ServerError, VLLMServer
+from .server import VLLMServer
 
 # %% ../../nbs/rollout/18_colocated.ipynb #b3a44826
 KEEPER = """
@@ -241,7 +242,7 @@ class ColocatedVLLM(VLLMServer):
     def rest(self) -> None:
         "Nothing is drawn until the next `publish`: with `sleeps`, give the memory back."
         if self.sleeps and not self.asleep:
-            self.tell(self.addresses[0], "/sleep?level=1", {})
+            self.servers.tell(self.addresses[0], "/sleep?level=1", {})
             self.asleep = True
 
     def wake(self) -> None:  # ServerError
@@ -251,7 +252,7 @@ class ColocatedVLLM(VLLMServer):
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where CUDA was not used
         try:
-            self.tell(self.addresses[0], "/wake_up", {})
+            self.servers.tell(self.addresses[0], "/wake_up", {})
         except (ServerError, OSError, HTTPException) as error:
             self.check_alive()
             held = torch.cuda.memory_reserved() / 2**30

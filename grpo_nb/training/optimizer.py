@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LIKE_THE_PARAMETER', 'OF_BLOCKS', 'decay_groups', 'make_optimizer', 'needs_bitsandbytes', 'make_schedule',
-           'waits_for_metric', 'Inspector', 'is_finite', 'needed_entries', 'check_entry', 'check_group',
-           'check_optimizer_state', 'check_like', 'check_schedule_state']
+           'waits_for_metric', 'check_given_optimizer', 'Inspector', 'is_finite', 'needed_entries', 'check_entry',
+           'check_group', 'check_optimizer_state', 'check_like', 'check_schedule_state']
 
 # %% ../../nbs/training/08_optimizer.ipynb #dca06ad5
 import math
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .config import GRPOConfig
+from .config import GRPOConfig, warn
 
 # %% ../../nbs/training/08_optimizer.ipynb #4c87c2d5
 def decay_groups(
@@ -86,6 +86,26 @@ def waits_for_metric(
     from transformers.optimization import GreedyLR
 
     return isinstance(schedule, (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR))
+
+# %% ../../nbs/training/08_optimizer.ipynb #a968ba98
+def check_given_optimizer(
+    optimizer: torch.optim.Optimizer,  # that a script has made
+    parameters: dict[str, torch.nn.Parameter],  # name -> those that train
+) -> None:  # ValueError
+    "Refuse an optimizer of other weights than those that train; warn of one that leaves some out."
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in parameters.items() if id(p) not in held]
+    if len(left) == len(parameters):
+        raise ValueError(
+            "the optimizer of optimizers=(optimizer, ...) holds none of the weights that train, so "
+            "nothing would be learnt: load the model first, add its adapter with "
+            "peft.get_peft_model, make the optimizer of its parameters, and give both"
+        )
+    if left:
+        warn(
+            f"the optimizer of optimizers=(optimizer, ...) leaves out {len(left)} of the "
+            f"{len(parameters)} tensors that train, which stay as they are: {left[0]}, ..."
+        )
 
 # %% ../../nbs/training/08_optimizer.ipynb #ef14cc12
 class Inspector:

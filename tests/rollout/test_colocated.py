@@ -15,6 +15,7 @@ from small_runs import ROWS, digits, one_thread, small_config  # noqa: F401
 from grpo_nb import GRPOTrainer
 from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout.addresses import ServerError
 from grpo_nb.rollout.colocated import (
     KEEPER,
     TRIED,
@@ -24,7 +25,6 @@ from grpo_nb.rollout.colocated import (
     vllm_command,
     vllm_environment,
 )
-from grpo_nb.rollout.server import ServerError
 from grpo_nb.training import trainer as trainer_module
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="vLLM runs on Linux and macOS")
@@ -159,7 +159,9 @@ def test_a_run_starts_its_server_lets_it_sleep_and_ends_it(tmp_path, monkeypatch
     told = trainer.policy_update.prepare
 
     def prepare(batch):
-        seen.append(trainer.vllm.tell(trainer.vllm.addresses[0], "/is_sleeping")["is_sleeping"])
+        seen.append(
+            trainer.vllm.servers.tell(trainer.vllm.addresses[0], "/is_sleeping")["is_sleeping"]
+        )
         return told(batch)
 
     trainer.policy_update.prepare = prepare

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -15,36 +14,24 @@ from rollout.test_stand_in import moved
 from small_runs import ROWS, digits, one_thread, small_config, small_model, without_clocks  # noqa: F401
 
 from grpo_nb import GRPOConfig, GRPOTrainer
-from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout.addresses import ServerError
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampler import Sampler
 from grpo_nb.rollout.sampling import SamplingParams
-from grpo_nb.rollout.server import Address, ServerError, VLLMServer, request_seeds
+from grpo_nb.rollout.server import VLLMServer
 from grpo_nb.rollout.stand_in import Refusal, StandIn, serving
+from grpo_nb.rollout.vllm_requests import request_seeds
 
 PARAMS = SamplingParams(max_tokens=6, n=2, seed=3)
 PROMPTS = [[7, 8], [9], [7, 8], [5, 6, 7]]
-
-
-@pytest.fixture
-def start(tmp_path):
-    "A function that starts a stand-in, which ends with the test."
-    with ExitStack() as stack:
-
-        def start(cls=StandIn, **settings):
-            given = {"name": "small", "lora_dir": tmp_path, "max_loras": 2, **settings}
-            stand_in = cls(*small_model(), **given)
-            return stand_in, stack.enter_context(serving(stand_in))
-
-        yield start
 
 
 def sampler_of(urls, tmp_path, **others):
     sampler = VLLMServer(
         urls, folder=tmp_path / "run", **{"stop_token_ids": (1,), "wait_s": 5, **others}
     )
-    sampler.pause_s = 0.01
+    sampler.servers.pause_s = 0.01
     return sampler
 
 
@@ -109,102 +96,6 @@ def test_completions_are_the_engines_with_the_versions_that_drew_them(start, tmp
         assert ended.finish_reasons[row] == "stop" or not re.search("[12]", tokenizer.decode(ids))
 
 
-class SaysNothing(StandIn):
-    "A server without --return-sampling-mask: its route answers, and says nothing of a cut."
-
-    def generate(self, asked):
-        answer = super().generate(asked)
-        return {"choices": [{**one, "sampling_mask": None} for one in answer["choices"]]}
-
-
-@pytest.mark.parametrize("server", [StandIn, SaysNothing])
-def test_what_top_k_has_left_comes_with_the_completions(start, tmp_path, server):
-    sampler, model = sampler_of(start(server)[1], tmp_path), moved(small_model()[0])
-    sampler.publish(model, 0)
-    for cut in (dict(top_k=4, temperature=0.7), dict(top_k=4, top_p=0.8), dict(top_p=0.8)):
-        params = replace(PARAMS, **cut)
-        drawn = sampler.generate(PROMPTS, params)
-        if server is SaysNothing or not params.top_k:
-            assert drawn.survivors is None
-            continue
-        seeds = request_seeds(3, 3)
-        alone = replace(params, n=4, seed=seeds[0], stop_token_ids=(1,))
-        wanted = RolloutEngine(model, small_model()[1]).generate([[7, 8]], alone)
-        rows, width = [0, 1, 4, 5], wanted.mask.shape[1]
-        left = drawn.survivors[rows, :width]
-        most = wanted.survivors.shape[-1]
-        assert torch.equal(left[..., :most], wanted.survivors) and (left[..., most:] == -1).all()
-        assert torch.equal(drawn.logps[rows, :width], wanted.logps)
-        assert (drawn.log_mass == 0).all()
-
-
-def test_a_cut_server_and_its_trainer_agree(start, tmp_path):
-    _, url = start()
-    config = small_config(
-        tmp_path / "out",
-        **dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=url, top_k=3),
-        **dict(max_steps=3, learning_rate=3e-2, guard_every=1, max_completion_length=6),
-    )
-    model, tokenizer = small_model()
-    trainer = GRPOTrainer(
-        model,
-        digits,
-        config,
-        ROWS,
-        processing_class=tokenizer,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
-    )
-    trainer.train()
-    records = [r for r in trainer.log_history if "sampling/gap_mean" in r]
-    assert len(records) == 3 and max(r["sampling/gap_max"] for r in records) < 1e-5
-    assert all(r["guard/gap_mean"] < 1e-5 for r in records)
-
-
-def test_versions_leave_the_server_before_their_files_leave_the_disk(start, tmp_path):
-    stand_in, url = start(max_loras=3)
-    sampler, model = sampler_of(url, tmp_path, max_loras=3), moved(small_model()[0])
-    names = []
-    for version in (0, 2, 4, 6):
-        sampler.publish(model, version)
-        names.append(sampler.current[0])
-        sampler.publish(model, version)  # an evaluation of the same weights
-        assert sampler.current[0] == names[-1]
-    assert list(stand_in.adapters.folders) == names[2:] and len(set(names)) == 4
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(names[1:])
-    assert set(sampler.generate([[7]], PARAMS, version=4).versions.tolist()) == {4}
-    with pytest.raises(ValueError, match="version 2 is no longer on the servers, which hold 4, 6"):
-        sampler.generate([[7]], PARAMS, version=2)
-    with torch.no_grad():
-        next(p for p in model.parameters() if p.requires_grad).add_(1)
-    sampler.publish(model, 6)  # other weights under the same count
-    assert sampler.current[0] not in names
-    sampler.close()
-    assert not stand_in.adapters.folders and not list((tmp_path / "run").iterdir())
-    sampler.publish(model, 0)  # a second run counts from 0 again
-    assert sampler.current[0] not in names and sampler.generate([[7]], PARAMS).versions[0] == 0
-
-
-def test_a_version_that_is_drawn_with_is_not_unloaded(start, tmp_path):
-    stand_in, url = start(max_loras=3)
-    sampler, model = sampler_of(url, tmp_path), moved(small_model()[0])
-    sampler.publish(model, 0)
-    before = sampler.generate(PROMPTS, PARAMS)
-    old = sampler.current[0]
-    stand_in.lock.acquire()
-    drawn = []
-    thread = threading.Thread(target=lambda: drawn.append(sampler.generate(PROMPTS, PARAMS)))
-    thread.start()
-    while not sampler.users[old]:
-        time.sleep(0.01)
-    stand_in.lock.release()
-    sampler.publish(model, 1)
-    thread.join()
-    assert torch.equal(drawn[0].completion_ids, before.completion_ids)
-    assert drawn[0].versions.tolist() == [0] * 8
-    sampler.publish(moved(small_model()[0], 2), 2)
-    assert old not in stand_in.adapters.folders
-
-
 # servers that misbehave
 
 
@@ -216,35 +107,12 @@ def test_what_passes_is_asked_again_and_never_trained_on(start, tmp_path):
     drawn = sampler.generate(PROMPTS, PARAMS)
     assert not stand_in.faults and torch.equal(drawn.completion_ids, wanted.completion_ids)
     assert set(drawn.finish_reasons) <= {"stop", "length"}
-    sampler.retries, stand_in.faults = 1, [aborting] * 99
+    sampler.servers.retries, stand_in.faults = 1, [aborting] * 99
     with pytest.raises(ServerError, match="in 2 attempts .it broke off.*GET /health"):
         sampler.generate([[7]], PARAMS)
     stand_in.faults = []
     with pytest.raises(ServerError, match="refuses a request .400.: .*model's longest sequence"):
         sampler.generate([[7]], replace(PARAMS, max_tokens=10**6))
-
-
-@pytest.mark.parametrize(
-    "change, sentence",
-    [
-        (lambda one: one.pop("token_ids"), "no token_ids"),
-        (lambda one: one.update(logprobs=None), "no logprobs"),
-        (lambda one: one["token_ids"].append(7), "gave"),
-        (lambda one: one["logprobs"]["token_logprobs"].__setitem__(0, -9999.0), "minus infinity"),
-        (lambda one: one.update(prompt_token_ids=[0, 7]), "another prompt"),
-    ],
-)
-def test_an_answer_that_is_not_what_was_asked_ends_the_run(start, tmp_path, change, sentence):
-    stand_in, url = start(Faulty)
-    sampler = sampler_of(url, tmp_path)
-
-    def fault(answer):
-        change(answer["choices"][0])
-        return answer
-
-    stand_in.faults = [fault]
-    with pytest.raises(ServerError, match=sentence):
-        sampler.generate([[7]], PARAMS)
 
 
 class Cut(dict):
@@ -309,18 +177,6 @@ def test_three_servers_share_the_tokens_and_one_dies_while_it_answers(start, tmp
     assert time.monotonic() - began < 5 and len(second.calls) == asked
 
 
-def test_a_longer_request_counts_for_more():
-    sampler = object.__new__(VLLMServer)
-    sampler.addresses, sampler.lock = [Address("a"), Address("b")], threading.Lock()
-    with sampler.picked(1000) as long, sampler.picked(10) as short, sampler.picked(10) as other:
-        assert (long.host, short.host, other.host) == ("a", "b", "b")
-        with sampler.picked(10, before=other) as elsewhere:
-            assert elsewhere.host == "a"
-        long.failed_at, long.aside_s = time.monotonic(), 9
-        with sampler.picked(10, before=other) as last:
-            assert last.host == "b"
-
-
 def test_a_server_that_comes_back_has_the_present_version_before_it_is_asked(tmp_path):
     first, second, model = mortal(tmp_path), mortal(tmp_path), moved(small_model()[0])
     with serving(first) as url:
@@ -349,12 +205,12 @@ def test_a_server_that_comes_back_has_the_present_version_before_it_is_asked(tmp
         # restarted: without adapters; cut off: with one that has left the window meanwhile
         assert returned(mortal(tmp_path))[:2] == ["load", "completions"]
         assert returned(second)[:2] == ["load", "completions"]
-        assert list(second.adapters.folders) == [sampler.current[0]]
+        assert list(second.adapters.folders) == [sampler.versions.current[0]]
         # restarted by mistake, with another model or other log-probs: it is not asked
         with pytest.warns(UserWarning, match="is left aside: .*it has the model 'other' now"):
             assert not returned(mortal(tmp_path, name="other"))
         assert not returned(mortal(tmp_path, logprobs_mode="raw_logprobs"))
-    sampler.retries = 1
+    sampler.servers.retries = 1
     with pytest.raises(ServerError, match=r"127.0.0.1:\d+ gave no completions in 3 attempts"):
         sampler.generate(PROMPTS, PARAMS)
     with pytest.raises(ServerError, match="no longer answers"):
@@ -365,7 +221,7 @@ def test_one_that_is_busy_for_a_while_is_not_waited_for(start, tmp_path):
     (busy, a), (_, b) = start(Faulty), start()
     sampler = sampler_of([a, b], tmp_path)
     wanted, busy.faults = sampler.generate(MANY, PARAMS), [refusing(503)] * 99
-    sampler.pause_s, began = 60.0, time.monotonic()
+    sampler.servers.pause_s, began = 60.0, time.monotonic()
     assert torch.equal(sampler.generate(MANY, PARAMS).completion_ids, wanted.completion_ids)
     left = len(busy.faults)
     assert time.monotonic() - began < 30 and 99 - left <= len(MANY)
@@ -403,7 +259,7 @@ def test_requests_can_be_cut_from_another_thread(start, tmp_path):
         sampler.interrupt()
         thread.join(5)
         assert not thread.is_alive() and "dropped" in errors[0]
-    sampler.addresses[0].timeout_s, sampler.retries = 0.2, 0
+    sampler.addresses[0].timeout_s, sampler.servers.retries = 0.2, 0
     with stand_in.lock, pytest.raises(ServerError, match="timed out"):
         sampler.generate(PROMPTS, PARAMS)
 
@@ -425,36 +281,6 @@ def test_a_server_with_other_flags_is_refused(start, tmp_path):
     assert sampler_of(url, tmp_path, api_key="secret").base == "small"
     with pytest.raises(ServerError, match="no server answers at http://127.0.0.1:9 .*vllm serve"):
         sampler_of("http://127.0.0.1:9", tmp_path, wait_s=0)
-    for wrong in ("ftp://a", "http://", ""):
-        with pytest.raises(ValueError, match="address"):
-            sampler_of(wrong, tmp_path)
-
-
-def test_what_cannot_be_served_is_refused(start, tmp_path):
-    _, url = start()
-    sampler = sampler_of(url, tmp_path)
-    with pytest.raises(ValueError, match="GptOssForCausalLM is trained as a whole"):
-        sampler.publish(small_model()[0], 0)
-    for others, sentence in (
-        (dict(use_dora=True), "use_dora=True"),
-        (dict(modules_to_save=["lm_head"]), "modules_to_save"),
-        (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern"),
-    ):
-        model = small_model()[0]
-        model = add_adapters(model, 2, resolve_targets(model, ["q_proj"]), **others)
-        with pytest.raises(ValueError, match=sentence):
-            sampler.publish(model, 0)
-    model = small_model()[0]
-    model = add_adapters(model, 2, resolve_targets(model, ["mlp.experts.down_proj"]))
-    with pytest.raises(ValueError, match="both matrices or of none"):
-        sampler.publish(model, 0)
-
-
-def test_no_proxy_is_asked(start, tmp_path, monkeypatch):
-    _, url = start()
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert Address(url).ask("/health")[0] == 200
 
 
 # a run
@@ -533,25 +359,3 @@ def test_a_users_script_against_a_server_in_another_process(tmp_path):
         server.terminate()
         assert server.wait(20) == 143
         server.stdout.close()
-
-
-def test_only_the_first_process_writes_and_all_draw_with_its_version(start, tmp_path):
-    stand_in, url = start(max_loras=3)
-    said, model = [], moved(small_model()[0])
-
-    def tell(value):
-        said.append(value)
-        return value
-
-    first = sampler_of(url, tmp_path, share=tell)
-    other = sampler_of(url, tmp_path, process=1, share=lambda value: said[-1])
-    for version in (0, 1, 2):
-        for one in (first, other):
-            one.publish(model, version)
-        assert other.generate([[7]], PARAMS).versions.tolist() == [version] * 2
-    assert other.current == first.current and list(stand_in.adapters.folders) == [first.current[0]]
-    said.append((None, "the disk is full"))
-    with pytest.raises(ServerError, match="the disk is full"):
-        other.publish(model, 3)
-    other.close()
-    assert stand_in.adapters.folders and first.generate([[7]], PARAMS).versions[0] == 2

@@ -2,11 +2,17 @@
 
 import pytest
 import torch
+from small_runs import ROWS, digits, small_config, small_model
 from transformers import get_scheduler
 
-from grpo_nb import GRPOConfig
+from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.training.optimizer import decay_groups, make_optimizer, make_schedule
+from grpo_nb.training.optimizer import (
+    check_given_optimizer,
+    decay_groups,
+    make_optimizer,
+    make_schedule,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +74,16 @@ def test_the_rate_is_transformers(kind):
     config = GRPOConfig(lr_scheduler_type=kind, warmup_steps=4, learning_rate=0.5)
     ours = rates(lambda optimizer: make_schedule(config, optimizer, 20))
     assert ours == rates(lambda optimizer: get_scheduler(kind, optimizer, 4, 20))
+
+
+def test_an_optimizer_of_other_weights_is_refused(tmp_path):
+    (model, tokenizer), weights = small_model(), small_model()[0].parameters()
+    given = dict(train_dataset=ROWS, processing_class=tokenizer)
+    for_another = torch.optim.SGD(weights, 1e-2)
+    with pytest.raises(ValueError, match="holds none of the weights that train.*get_peft_model"):
+        GRPOTrainer(model, digits, small_config(tmp_path), **given, optimizers=(for_another, None))
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    some = torch.optim.SGD(norms, 1e-2)
+    with pytest.warns(UserWarning, match="leaves out .* tensors that train.*: model.embed_tokens"):
+        GRPOTrainer(model, digits, small_config(tmp_path), **given, optimizers=(some, None))
+    check_given_optimizer(torch.optim.SGD(model.parameters(), 1e-2), dict(model.named_parameters()))

@@ -2,6 +2,7 @@
 trackers, stored completions, evaluations, callbacks, the best model, what is printed and
 stored after a run."""
 
+import inspect
 import json
 import math
 import re
@@ -894,6 +895,8 @@ def test_what_has_no_meaning_here_says_what_to_do(name, tmp_path):
     assert hasattr(transformers.Trainer, name) or name in (
         "model_wrapped",
         "data_collator",
+        "callback_handler",
+        "_metrics",
     ), "a name of transformers, or of TRL"
     for word in re.findall(r"(?<![\w.])(\w+)\(", NOT_HERE[name]):
         assert callable(getattr(trainer, word))
@@ -912,13 +915,16 @@ def test_a_subclass_whose_method_nothing_would_call_is_refused(name):
         type("Mine", (GRPOTrainer,), method)
     with pytest.raises(TypeError, match=f"Mine defines {name}"):
         type("Mine", (type("Mixin", (), method), GRPOTrainer), {})
-    named = re.fullmatch(r"(\w+)\(.*\) in a subclass of (\w+), .* in (\w+)", NOT_CALLED[name])
+    pattern = r"(\w+)\((.*)\) in a subclass of (\w+), .* in (\w+)"
+    named = re.fullmatch(pattern, NOT_CALLED[name])
     if not named:
-        assert NOT_CALLED[name].startswith("nothing, and pass ")
+        assert re.match("nothing, (and pass|since) ", NOT_CALLED[name])
         return
-    method, part, attribute = named.groups()
+    method, given, part, attribute = named.groups()
     kind = getattr(GRPOTrainer, attribute)
-    assert kind.__name__ == part and callable(getattr(kind, method))
+    _, *parameters = inspect.signature(getattr(kind, method)).parameters.values()
+    assert kind.__name__ == part
+    assert given == ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
     mine = type("Mine", (kind,), {method: lambda self, *args: None})
     type("Mine", (GRPOTrainer,), {attribute: mine})
 
@@ -1128,3 +1134,11 @@ def test_two_rewards_of_one_name_have_a_column_each(tmp_path):
         3,
         4,
     ) and {"reward", "reward_2"} <= set(trainer.samples[0]["rewards"])
+
+
+def test_processes_that_would_train_alone_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a cluster sets it, without a launcher
+    small_trainer(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match="2 processes were started.*alone.*set use_cpu=True"):
+        small_trainer(tmp_path)

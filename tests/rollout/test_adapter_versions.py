@@ -1,0 +1,105 @@
+"""Which adapters a server holds, under which names, and which cannot be served."""
+
+import threading
+import time
+
+import pytest
+import torch
+from rollout.test_server import PARAMS, PROMPTS, sampler_of
+from rollout.test_stand_in import moved
+from small_runs import one_thread, small_model  # noqa: F401
+
+from grpo_nb.model.adapters import add_adapters, resolve_targets
+from grpo_nb.rollout.addresses import ServerError
+
+
+def test_versions_leave_the_server_before_their_files_leave_the_disk(start, tmp_path):
+    stand_in, url = start(max_loras=3)
+    sampler, model = sampler_of(url, tmp_path, max_loras=3), moved(small_model()[0])
+    names = []
+    for version in (0, 2, 4, 6):
+        sampler.publish(model, version)
+        names.append(sampler.versions.current[0])
+        sampler.publish(model, version)  # an evaluation of the same weights
+        assert sampler.versions.current[0] == names[-1]
+    assert list(stand_in.adapters.folders) == names[2:] and len(set(names)) == 4
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(names[1:])
+    assert set(sampler.generate([[7]], PARAMS, version=4).versions.tolist()) == {4}
+    with pytest.raises(ValueError, match="version 2 is no longer on the servers, which hold 4, 6"):
+        sampler.generate([[7]], PARAMS, version=2)
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).add_(1)
+    sampler.publish(model, 6)  # other weights under the same count
+    assert sampler.versions.current[0] not in names
+    sampler.close()
+    assert not stand_in.adapters.folders and not list((tmp_path / "run").iterdir())
+    sampler.publish(model, 0)  # a second run counts from 0 again
+    assert (
+        sampler.versions.current[0] not in names
+        and sampler.generate([[7]], PARAMS).versions[0] == 0
+    )
+
+
+def test_a_version_that_is_drawn_with_is_not_unloaded(start, tmp_path):
+    stand_in, url = start(max_loras=3)
+    sampler, model = sampler_of(url, tmp_path), moved(small_model()[0])
+    sampler.publish(model, 0)
+    before = sampler.generate(PROMPTS, PARAMS)
+    old = sampler.versions.current[0]
+    stand_in.lock.acquire()
+    drawn = []
+    thread = threading.Thread(target=lambda: drawn.append(sampler.generate(PROMPTS, PARAMS)))
+    thread.start()
+    while not sampler.versions.users[old]:
+        time.sleep(0.01)
+    stand_in.lock.release()
+    sampler.publish(model, 1)
+    thread.join()
+    assert torch.equal(drawn[0].completion_ids, before.completion_ids)
+    assert drawn[0].versions.tolist() == [0] * 8
+    sampler.publish(moved(small_model()[0], 2), 2)
+    assert old not in stand_in.adapters.folders
+
+
+def test_what_cannot_be_served_is_refused(start, tmp_path):
+    _, url = start()
+    sampler = sampler_of(url, tmp_path)
+    with pytest.raises(ValueError, match="GptOssForCausalLM is trained as a whole"):
+        sampler.publish(small_model()[0], 0)
+    for others, sentence in (
+        (dict(use_dora=True), "use_dora=True"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+        (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern"),
+    ):
+        model = small_model()[0]
+        model = add_adapters(model, 2, resolve_targets(model, ["q_proj"]), **others)
+        with pytest.raises(ValueError, match=sentence):
+            sampler.publish(model, 0)
+    model = small_model()[0]
+    model = add_adapters(model, 2, resolve_targets(model, ["mlp.experts.down_proj"]))
+    with pytest.raises(ValueError, match="both matrices or of none"):
+        sampler.publish(model, 0)
+
+
+def test_only_the_first_process_writes_and_all_draw_with_its_version(start, tmp_path):
+    stand_in, url = start(max_loras=3)
+    said, model = [], moved(small_model()[0])
+
+    def tell(value):
+        said.append(value)
+        return value
+
+    first = sampler_of(url, tmp_path, share=tell)
+    other = sampler_of(url, tmp_path, process=1, share=lambda value: said[-1])
+    for version in (0, 1, 2):
+        for one in (first, other):
+            one.publish(model, version)
+        assert other.generate([[7]], PARAMS).versions.tolist() == [version] * 2
+    assert other.versions.current == first.versions.current and list(stand_in.adapters.folders) == [
+        first.versions.current[0]
+    ]
+    said.append((None, "the disk is full"))
+    with pytest.raises(ServerError, match="the disk is full"):
+        other.publish(model, 3)
+    other.close()
+    assert stand_in.adapters.folders and first.generate([[7]], PARAMS).versions[0] == 2
