@@ -261,8 +261,9 @@ def bring(
         there = tensor.like(lambda t: received(t, device)) if packed else received(tensor, device)
         if isinstance(tensor, torch.nn.Parameter):
             there = torch.nn.Parameter(there, tensor.requires_grad)
-        for held, name in [(held, name), *others]:
-            held[name] = there
+        held[name] = there
+        for same, name_there in others:
+            same[name_there] = there
 
 # %% ../../nbs/training/25_sharding.ipynb #18fa047c
 class Around(torch.nn.Module):
