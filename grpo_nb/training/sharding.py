@@ -44,6 +44,7 @@ HONOURED = {  # a word of `fsdp_config` -> its one accepted value, and what to d
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "each layer of the model is a unit"),
     "state_dict_type": ("FULL_STATE_DICT", "a checkpoint holds whole tensors"),
     "activation_checkpointing": (False, "set gradient_checkpointing in GRPOConfig"),
+    "cpu_ram_efficient_loading": (False, "one process reads the model anyway; a reward model is whole"),
     "cpu_offload": (False, "shards stay on the card"),
     "offload_params": (False, "shards stay on the card"),
     "min_num_params": (0, "each layer of the model is a unit"),
@@ -58,7 +59,6 @@ def settings_of(
     "What the words of transformers and accelerate ask for."
     words = {name.removeprefix("fsdp_"): value for name, value in given.items()}
     reshard = words.pop("reshard_after_forward", True)
-    words.pop("cpu_ram_efficient_loading", None)  # either way the first process's weights count
     if reshard not in (True, False):
         raise ValueError(f"reshard_after_forward of {where} is {reshard!r}: give true or false")
     for name, value in words.items():
