@@ -44,7 +44,10 @@ HONOURED = {  # a word of `fsdp_config` -> its one accepted value, and what to d
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "each layer of the model is a unit"),
     "state_dict_type": ("FULL_STATE_DICT", "a checkpoint holds whole tensors"),
     "activation_checkpointing": (False, "set gradient_checkpointing in GRPOConfig"),
-    "cpu_ram_efficient_loading": (False, "one process reads the model anyway; a reward model is whole"),
+    "cpu_ram_efficient_loading": (
+        False,
+        "one process reads the model anyway; a reward model is whole",
+    ),
     "cpu_offload": (False, "shards stay on the card"),
     "offload_params": (False, "shards stay on the card"),
     "min_num_params": (0, "each layer of the model is a unit"),

@@ -201,7 +201,9 @@ def test_shards_are_in_the_checkpoint_after_a_signal(case, tmp_path):
     for folder in (stopped, whole):
         folder.mkdir()
     steps, seconds, said, status = preempted(stopped, send, pause=pause, **options)
-    assert steps == [step] and status == 1 and seconds < 40, said[-3000:]
+    # whoever leaves waits 8 s for those who do not notice it
+    assert steps == [step] and status == 1, said[-3000:]
+    assert seconds < (40 if case == "a rank dies" else 8), said[-3000:]
     done = torchrun(whole, "resumed", json.dumps([str(stopped)]), json.dumps(shards), timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     goes_on(stopped, whole)
