@@ -136,10 +136,12 @@ def device_of(
 
 def read_to(
     config: GRPOConfig,
-) -> str:  # "cpu", "cuda:0", ...
-    "Where a model is read to: the host if processes take shares of it, for no card may hold it."
-    shared = asked_in_config(config) or asked_by_launcher()
-    return "cpu" if shared else device_of(config)
+) -> str:  # "cpu", "meta", "cuda:0", ...
+    """Where a model is read to. If processes take shares of it, the first reads it to the host, for
+    no card may hold it, and the others build it without weights."""
+    if not (asked_in_config(config) or asked_by_launcher()):
+        return device_of(config)
+    return "cpu" if os.environ.get("RANK", "0") == "0" else "meta"
 
 
 def made_model(

@@ -4,6 +4,7 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 from torch.utils._pytree import tree_leaves
 
 
@@ -18,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and not (x.is_meta or wraps(x)):
                 self.follow(x.untyped_storage())
         return result
 

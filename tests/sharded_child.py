@@ -13,14 +13,17 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from distributed_child import CASES, ScriptedSource, scripted
+from live_bytes import LiveBytes
 from peft import LoraConfig
 from small_runs import ROWS, small_model, small_trainer, weights_of
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_nb import GRPOTrainer
+from grpo_nb import GRPOTrainer, script
 from grpo_nb.model.adapters import add_adapters, resolve_targets
+from grpo_nb.model.export import save_mxfp4
 from grpo_nb.model.packed import pack_experts
+from grpo_nb.recipe import recipe_of
 from grpo_nb.rollout.rollout import Rollout
 from grpo_nb.training.collect import CompletionSource
 
@@ -169,12 +172,25 @@ def model_of(name):
     return None
 
 
+def not_the_first(name, model):
+    "A later process's model: without weights, or in one case with others, which do not count."
+    if name != "unequal pieces":
+        model.to("meta").tie_weights()
+        return model
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    return model
+
+
 def run_of(out, name, processes, **changes):
     "A trainer of one case."
     case = {"fsdp": "full_shard", **SHARDED[name], "max_steps": STEPS, **changes}
     if processes == 1:
         case["fsdp"] = None
-    others = dict(zip(("model", "tokenizer"), model_of(name) or ()))
+    others = dict(zip(("model", "tokenizer"), model_of(name) or small_model()))
+    if processes > 1 and os.environ["RANK"] != "0":
+        others["model"] = not_the_first(name, others["model"])
     if name == "one idle":
         others["trainer"] = Idle
     if name in ("adapter and kl", "kept adapter"):
@@ -263,6 +279,49 @@ def counted(out, rank, names):
     torch.save(results, Path(out) / f"counted{rank}.pt")
 
 
+NAMED = dict(num_hidden_layers=8, hidden_size=64, intermediate_size=64)  # mostly layers
+
+
+def write_named(out):
+    "Folders with the models of `named`."
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    experts, tokenizer = small_model(**NAMED)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **heads, **NAMED)
+    Qwen3ForCausalLM(config).save_pretrained(Path(out) / "dense")
+    save_mxfp4(experts.to(torch.bfloat16), Path(out) / "packed", tokenizer=tokenizer, quiet=True)
+
+
+def named(out, name, fsdp):
+    "A trainer of a model that is named: to the trainer with all its weights, or in a recipe."
+    model, settings = str(Path(out) / name), dict(fsdp=fsdp, beta=0.1, optim="sgd")
+    if name == "packed":
+        adapter = dict(use_peft=True, lora_r=4, lora_dropout=0, lora_target_modules="all")
+        given = dict(load_in_4bit=True, dtype="bfloat16", output_dir=str(out), **adapter)
+        recipe = recipe_of(dict(model_name_or_path=model, use_cpu=True, fsdp=fsdp, **given))
+        model, _ = script.model_of(recipe)
+    return small_trainer(Path(out) / f"named {name}", model=model, **settings)
+
+
+def loaded(out, rank):
+    "What a process holds of each model that is named, and the most that it held meanwhile."
+    results = {}
+    for name in ("dense", "packed"):
+        with LiveBytes() as live:
+            trainer = named(out, name, "full_shard")
+        weights = {n: p for n, p in trainer.model.named_parameters() if isinstance(p, DTensor)}
+        results[name] = dict(
+            peak=live.peak,
+            held=sum(p.to_local().nbytes for p in weights.values()),
+            gathered=trainer.weights.spare_bytes,
+            weights={n: p.full_tensor() for n, p in weights.items()},
+            norms=trainer.reference.norms(),
+        )
+    torch.save(results, Path(out) / f"loaded{rank}.pt")
+
+
 def worse_and_worse(completions, trainer_state, **columns):
     "A reward by which the first evaluation is the best."
     return [-float(trainer_state.global_step) for _ in completions]
@@ -318,12 +377,13 @@ def way_of(trainer):
 
 
 def all_of_it(out, rank):
-    "`equal`, `evaluated`, `counted`, `best` and `resumed_alike` in one launch."
+    "`equal`, `evaluated`, `counted`, `loaded`, `best` and `resumed_alike` in one launch."
     cases, judged, planned_ones = json.loads(sys.argv[3])
     equal(out, rank, cases)
     best(out, rank)
     evaluated(out, rank, judged)
     counted(out, rank, planned_ones)
+    loaded(out, rank)
     resumed_alike(out, rank)
 
 

@@ -6,7 +6,7 @@
 __all__ = ['CODE_RMS', 'PARTS', 'OVERFLOWING', 'LEFT_ALONE', 'WORKING_MEMORY', 'fill', 'random_parameters', 'memory_by_part',
            'describe', 'choose_device', 'choose_dtype', 'choose_attention', 'check_capped_scores', 'stays_on_cpu',
            'check_numbers', 'check_options', 'check_length', 'check_blocks', 'Layout', 'lay_out', 'check_room',
-           'read_weights', 'finish', 'select_experts', 'load_model']
+           'empty_parameters', 'read_weights', 'finish', 'select_experts', 'load_model']
 
 # %% ../../nbs/model/22_loading.ipynb #0dc36676
 import gc
@@ -516,6 +516,7 @@ def check_room(
 ) -> None:  # ValueError with what would fit
     "Refuse a model that would not fit into memory."
     need = layout.nbytes()
+    need.pop(torch.device("meta"), None)  # there nothing has memory
     for device, size in need.items():
         size += WORKING_MEMORY
         if device.type != "cpu" or len(need) == 1:
@@ -584,6 +585,26 @@ def _from_pretrained(layout, attention, quiet):
             logging.enable_progress_bar()
 
 
+def empty_parameters(
+    layout: Layout,  # of the meta device
+) -> Iterator[tuple[str, torch.Tensor]]:  # (name, tensor)
+    "Yield parameters in their forms, without memory."
+    for name, p in layout.model.named_parameters():
+        form = layout.forms[name]
+        if form.kind == "nf4":
+            raise ValueError(
+                "device is 'meta', and a weight in NF4 cannot be empty: leave load_in_4bit or "
+                "attention_4bit out"
+            )
+        if form.kind == "mxfp4":
+            E, columns, rows = p.shape
+            size, options = (E, rows, columns // BLOCK), dict(dtype=torch.uint8, device="meta")
+            blocks = torch.empty(*size, BLOCK // 2, **options)
+            yield name, PackedWeight(blocks, torch.empty(size, **options), form.dtype)
+        else:
+            yield name, torch.empty_like(p, dtype=form.dtype)
+
+
 def read_weights(
     layout: Layout,
     attention: str | None = None,  # from choose_attention
@@ -597,7 +618,9 @@ def read_weights(
         torch.manual_seed(seed)
         if layout.folder and not has_sinks(layout.config):
             return _from_pretrained(layout, attention, quiet)
-        if layout.folder:
+        if device.type == "meta":
+            tensors = empty_parameters(layout)
+        elif layout.folder:
             tensors = _read_steps(layout, quiet)
         else:
             tensors = random_parameters(layout.model, layout.forms, layout.devices)
@@ -696,7 +719,9 @@ def load_model(
     lora_alpha: float | None = None,  # adapters are scaled by lora_alpha / lora_r; None: 2 r
     offload_embedding: bool = False,  # the input embedding stays in host memory (untied models)
     attention_4bit: bool = False,  # gpt-oss: attention's linear layers in NF4, by bitsandbytes
-    device: torch.device | str | int | None = None,  # None: the current GPU, or the CPU
+    # None: the current GPU, or the CPU; "meta": shapes without weights, for the processes of a
+    # sharded run but the first
+    device: torch.device | str | int | None = None,
     # gpt-oss: "sink", which picks a kernel for the device; others: transformers' choice
     attn_implementation: str = "auto",
     # gpt-oss: "routed_lean", "routed", or one of transformers'

@@ -31,6 +31,7 @@ from grpo_nb.model.memory_fit import (
     ALL,
     CARDS,
     PARTS,
+    UNTIL_CUT,
     VLLM_SHARE,
     Card,
     Fit,
@@ -458,10 +459,14 @@ def _bars(plan, width):
 
 def _host(plan):
     "One line: what is kept in host memory, in GiB."
-    kept = [f"{name} {size / GiB:.1f}" for name, size in plan.host.items() if size]
-    size, cards = sum(plan.host.values()) / GiB, plan.setup.cards
+    each = {name: size / GiB for name, size in plan.host.items() if size}
+    once, cards = each.pop(UNTIL_CUT, 0), plan.setup.cards
+    size, kept = sum(each.values()), ", ".join(f"{name} {x:.1f}" for name, x in each.items())
     several = f", and as much for each card: {cards * size:.1f} GiB in all" if cards > 1 else ""
-    return f"Host memory: {size:.1f} GiB ({', '.join(kept)}){several}."
+    reads = (
+        f". Until it is cut, the first process has the model too: {once:.1f} GiB" if once else ""
+    )
+    return f"Host memory: {size:.1f} GiB ({kept}){several}{reads}."
 
 
 def _time(plan):

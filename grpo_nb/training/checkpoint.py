@@ -13,6 +13,7 @@ __all__ = ['MANIFEST', 'STATE', 'ONLY_MODEL', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH'
            'check_entries', 'differences_text']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
+import copy
 import hashlib
 import json
 import math
@@ -274,12 +275,13 @@ def check_named(
 
 def read_state(
     folder: Path,  # a checkpoint
+    mapped: bool = False,  # tensors stay in the file until they are used
     # what `Checkpointer.save` wrote beside the model; ValueError if the file is damaged
 ) -> dict[str, Any]:
     "The state of a run, read from `training_state.pt`."
     path = folder / STATE
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # whatever zipfile, pickle and torch raise
         raise ValueError(
             f"{str(path)!r} cannot be read, it is damaged or was cut off ({first_line(error)}): "
@@ -890,7 +892,8 @@ class Checkpointer:
         rows: int,  # of the data
     ) -> SavedRun:  # ValueError if it does not fit this run
         "Read a checkpoint and check all of it; nothing of the run is changed."
-        saved, whose = read_state(folder), repr(str(folder))
+        # of moments that are whole in the file, a process with shares needs its own alone
+        saved, whose = read_state(folder, mapped=self.weights.sharded), repr(str(folder))
         with only_sentences(whose):
             check = Inspector(whose, rows=rows)
             names = ("processes", "shared", "history", "config", "rows")
@@ -939,7 +942,8 @@ class Checkpointer:
         checked.copy_weights()
         for name, part in self.shared.items():
             part.load_state_dict(saved["shared"][name])
-        mine = saved["processes"][self.accelerator.process_index]
+        # a copy, since its tensors may be in the file, which may go
+        mine = copy.deepcopy(saved["processes"][self.accelerator.process_index])
         for name in reversed(self.own):  # the state, with the random generators, comes last
             self.own[name].load_state_dict(mine[name])
         if checked.others:  # their generators are not this run's

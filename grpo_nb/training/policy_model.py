@@ -140,10 +140,13 @@ def loading_arguments(
 def load_named(
     name: str,  # or folder
     given: dict[str, Any],  # from loading_arguments
+    elsewhere: bool = False,  # another process reads the weights: the model is on the meta device
 ):
     "Load a model by its name; an attention that cannot train it is refused before the weights."
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if elsewhere:
+        given = {"device_map": {"": "meta"}, **given}
     if attention := given.get("attn_implementation"):
         where = {key: given[key] for key in WHERE if key in given}
         with loading(f"model={name!r}", name):
@@ -227,11 +230,13 @@ def load_policy(
     peft_config: Any = None,
     # of transformers, e.g. BitsAndBytesConfig(load_in_4bit=True), for a model given by name
     quantization_config: Any = None,
+    elsewhere: bool = False,  # a named model's weights are read by another process
 ):  # the model, its adapter added, dropout off and activations recomputed if the config says so
     "Load and check the policy that a run trains, and add its adapter."
     check_model(model, peft_config)
     if isinstance(model, str):
-        model = load_named(model, loading_arguments(config, quantization_config))
+        given = loading_arguments(config, quantization_config)
+        model = load_named(model, given, elsewhere)
     else:
         check_loaded(config, quantization_config)
     check_attention(model)

@@ -7,7 +7,9 @@ __all__ = ['Reference']
 
 # %% ../../nbs/training/09_reference.ipynb #9d9b2e7b
 import copy
+from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,9 +22,11 @@ class Reference:
     def __init__(
         self,
         model,  # the policy before its first update
+        shares: bool = False,  # a copy has the policy's own tensors, until both are cut into shares
     ):
         adapted = hasattr(model, "peft_config")
-        self.model = None if adapted else copy.deepcopy(model).eval().requires_grad_(False)
+        own = {id(p): torch.nn.Parameter(p.data) for p in model.parameters()} if shares else {}
+        self.model = None if adapted else copy.deepcopy(model, own).eval().requires_grad_(False)
         self.start = []  # an adapter's parameters, and their first weights
         self.known_norms = None  # by `keep_norms`
         self.aside = []  # the policy's weights while `start` replaces them
@@ -58,9 +62,13 @@ class Reference:
             if p.is_floating_point()
         ]
 
-    def keep_norms(self) -> None:
-        "Take the norms once, before a copy is sharded."
-        self.known_norms = self.norms()
+    def keep_norms(
+        self,
+        from_first: Callable[[Any], Any],  # what the first process has, in all of them
+    ) -> None:
+        "Take the norms once, before a copy is sharded, in the first process, which has weights."
+        is_empty = any(weight.is_meta for weight in self.weights())
+        self.known_norms = from_first(None if is_empty else self.norms())
 
     @torch.no_grad()
     def sync(

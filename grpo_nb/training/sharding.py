@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'HONOURED', 'MOST_HANDED_OVER', 'Sharding', 'settings_of', 'asked_in_config', 'asked_by_launcher',
-           'sharding_of', 'check_shardable', 'check_optimizer', 'layers_of', 'PackedViews', 'Around', 'shard', 'units',
-           'WholeWeights', 'ShardedWeights', 'gathered_bytes', 'bytes_of', 'held', 'put', 'GatheredEngine']
+           'sharding_of', 'check_shardable', 'check_optimizer', 'check_has_weights', 'layers_of', 'PackedViews',
+           'tensors_of', 'check_alike', 'received', 'bring', 'Around', 'shard', 'units', 'WholeWeights',
+           'ShardedWeights', 'gathered_bytes', 'bytes_of', 'held', 'put', 'GatheredEngine']
 
 # %% ../../nbs/training/25_sharding.ipynb #bbd0703c
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -42,7 +44,10 @@ HONOURED = {  # a word of `fsdp_config` -> its one accepted value, and what to d
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "each layer of the model is a unit"),
     "state_dict_type": ("FULL_STATE_DICT", "a checkpoint holds whole tensors"),
     "activation_checkpointing": (False, "set gradient_checkpointing in GRPOConfig"),
-    "cpu_ram_efficient_loading": (False, "every process reads the model"),
+    "cpu_ram_efficient_loading": (
+        False,
+        "one process reads the model anyway; a reward model is whole",
+    ),
     "cpu_offload": (False, "shards stay on the card"),
     "offload_params": (False, "shards stay on the card"),
     "min_num_params": (0, "each layer of the model is a unit"),
@@ -148,6 +153,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:  # ValueError
         )
 
 
+def check_has_weights(
+    model: torch.nn.Module,  # of a run that is not sharded
+) -> None:  # ValueError
+    "Refuse a model on torch's meta device, which no other process fills."
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "the model has no weights (it is on torch's meta device), and the run is not sharded: "
+            "load it on a device that has memory, or set fsdp"
+        )
+
+
 def layers_of(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ) -> list[torch.nn.Module]:
@@ -186,6 +202,72 @@ class PackedViews:
             setattr(owner, name, torch.nn.Parameter(view, requires_grad=False))
             self.views[i] = (owner, name, getattr(owner, name))
 
+# %% ../../nbs/training/25_sharding.ipynb #b53057cb
+def tensors_of(
+    modules: Iterable[torch.nn.Module],
+) -> list[list[tuple[dict, str]]]:  # of each its places: a module's dict, and the name in it
+    "Where parameters and buffers stand; a tied weight stands in several places."
+    places = {}
+    for module in modules:
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((held, name))
+    return list(places.values())
+
+
+def check_alike(
+    own: list[tuple[str, torch.Tensor]],  # of this process, by name
+) -> None:  # ValueError; a collective call
+    "Refuse a first process without weights, and processes whose models differ."
+    mine = [(name, str(t.dtype), tuple(t.shape), t.requires_grad) for name, t in own]
+    told = [mine, any(t.is_meta for _, t in own)]
+    torch.distributed.broadcast_object_list(told, 0)
+    first, is_empty = told
+    if is_empty:
+        raise ValueError(
+            "the first process's model has no weights (it is on torch's meta device): load it "
+            "there with device='cpu', only the others may have device='meta'"
+        )
+    for here, there in zip_longest(mine, first, fillvalue="nothing"):
+        if here != there:
+            raise ValueError(
+                "the processes of a sharded run (fsdp) have to build the same model: this one has "
+                f"{here}, and the first one {there}"
+            )
+
+
+def received(
+    tensor: torch.Tensor,  # its numbers count in the first process alone
+    device: str,
+) -> torch.Tensor:  # on the device
+    "A tensor as the first process has it."
+    if torch.distributed.get_rank():
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    else:
+        there = tensor.detach().to(device).contiguous()
+    if there.numel():  # as bytes, since not every backend has every number format
+        torch.distributed.broadcast(there.view(-1).view(torch.uint8), 0)
+    return there
+
+
+def bring(
+    modules: Iterable[torch.nn.Module],  # changed in place
+    device: str,
+) -> None:  # ValueError
+    "Put the first process's tensors into the modules of all processes."
+    found = tensors_of(modules)
+    check_alike([(name, held[name]) for (held, name), *_ in found])
+    for (held, name), *others in found:
+        tensor = held[name]
+        packed = isinstance(tensor, PackedWeight)
+        there = tensor.like(lambda t: received(t, device)) if packed else received(tensor, device)
+        if isinstance(tensor, torch.nn.Parameter):
+            there = torch.nn.Parameter(there, tensor.requires_grad)
+        held[name] = there
+        for same, name_there in others:
+            same[name_there] = there
+
 # %% ../../nbs/training/25_sharding.ipynb #18fa047c
 class Around(torch.nn.Module):
     "A module whose forward pass is a function of a model, so that torch gathers around it."
@@ -200,20 +282,23 @@ class Around(torch.nn.Module):
 
 
 def shard(
-    model: torch.nn.Module,  # on the host, or on its device; changed in place
-    mesh: Any,  # of torch: the processes, and the kind of device
+    model: torch.nn.Module,  # with weights in the first process; changed in place
+    mesh: Any,  # of torch: all processes, and the kind of device
     sharding: Sharding,
 ) -> Around:  # call it with a function of the model
-    "Leave a share of each weight in each process; moves a layer at a time to the device."
+    "Leave each process a share of each weight of the first; a layer at a time is whole."
     unit = dict(mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
-    packed = {}
-    for layer in layers_of(model):
+    packed, layers = {}, layers_of(model)
+    for layer in layers:
+        bring(layer.modules(), mesh.device_type)
         here = PackedViews(layer)
         fully_shard(layer, **unit, ignored_params=here.ignored())
         if here.views:
             here.show()
             layer.register_forward_pre_hook(here.show)
             packed[layer] = here
+    inside = {module for layer in layers for module in layer.modules()}
+    bring([module for module in model.modules() if module not in inside], mesh.device_type)
     views = {p for p in model.parameters() if isinstance(p, PackedWeight)}
     root = fully_shard(
         Around(model, packed), mesh=mesh, reshard_after_forward=True, ignored_params=views
@@ -276,6 +361,9 @@ class WholeWeights:
     def release(self) -> None:
         "Nothing was gathered."
 
+    def let_go(self) -> None:
+        "There is no connection to forget."
+
 # %% ../../nbs/training/25_sharding.ipynb #dd8a4519
 MOST_HANDED_OVER = 2**28  # bytes of a process's share, through torch's store
 
@@ -292,14 +380,9 @@ class ShardedWeights:
         accelerator: Accelerator,
     ):
         self.accelerator, self.device = accelerator, accelerator.device
-        for p in models[0].parameters():  # each process may have been given other weights
-            if p.requires_grad:
-                there = p.data.to(self.device)
-                torch.distributed.broadcast(there, 0)
-                p.data.copy_(there)
         self.spare_bytes = gathered_bytes(models[0])
-        mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
-        self.roots = {id(model): shard(model, mesh, sharding) for model in models}
+        self.mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
+        self.roots = {id(model): shard(model, self.mesh, sharding) for model in models}
         for root in self.roots.values():
             root(lambda model: None)  # torch takes what runs first for the outermost unit
         self.units = units(self.roots[id(models[0])])
@@ -422,6 +505,13 @@ class ShardedWeights:
                 unit.set_reshard_after_forward(self.reshards[unit], recurse=False)
             unit.reshard()
         self.is_gathered = False
+
+    def let_go(self) -> None:
+        """Forget torch's process group: its connections close with its last owner. Nothing can be
+        gathered after this."""
+        getattr(self.mesh, "_pg_registry", {}).clear()
+        for unit in [one for root in self.roots.values() for one in units(root)]:
+            unit._get_fsdp_state()._fsdp_param_group.mesh_info.shard_process_group = None
 
 
 def gathered_bytes(model: torch.nn.Module) -> int:

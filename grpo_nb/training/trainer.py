@@ -100,6 +100,7 @@ from grpo_nb.training.sharding import (
     GatheredEngine,
     ShardedWeights,
     WholeWeights,
+    check_has_weights,
     check_optimizer,
     check_shardable,
     sharding_of,
@@ -562,8 +563,9 @@ class Agreement:
         count: int = 1,  # of processes
         store: Any = None,  # of torch.distributed; None: that of the default process group
         wait_s: float = 8.0,  # for the others
+        let_go: Callable[[], None] = lambda: None,  # forgets what holds the process group besides
     ):
-        self.rank, self.count, self.wait_s = rank, count, wait_s
+        self.rank, self.count, self.wait_s, self.let_go = rank, count, wait_s, let_go
         if store is None and count > 1:
             store = torch.distributed.group.WORLD.get_group_store()
         self.store, self.is_cut = store, False
@@ -645,6 +647,7 @@ class Agreement:
         "Close the connections, so that others do not wait for this process."
         if torch.distributed.is_initialized():
             self.cut()
+            self.let_go()
             torch.distributed.destroy_process_group()
 
 # %% ../../nbs/training/19_trainer.ipynb #13a62bd4
@@ -735,7 +738,8 @@ class GRPOTrainer:
         uploads = self.config.push_to_hub and self.accelerator.is_main_process
         self.repository = open_repository(self.config) if uploads else None
         set_seed(self.config.seed)  # an adapter begins with random weights
-        self.model = load_policy(model, self.config, peft_config, quantization_config)
+        elsewhere = bool(self.sharding) and not self.accelerator.is_main_process
+        self.model = load_policy(model, self.config, peft_config, quantization_config, elsewhere)
         self.trainable = describe_trainable(self.model)
         self.place_weights(optimizers[0])
         self.make_optimizer(*optimizers)
@@ -823,13 +827,15 @@ class GRPOTrainer:
         if self.sharding:
             check_shardable(self.model, self.config, optimizer)
         elif not hasattr(self.model, "hf_device_map"):
+            check_has_weights(self.model)
             self.model.to(self.device)
-        self.reference = Reference(self.model) if self.config.beta else None
+        shared = bool(self.sharding)
+        self.reference = Reference(self.model, shared) if self.config.beta else None
         self.weights = WholeWeights()
         if self.sharding:
             models = [self.model]
             if self.reference:
-                self.reference.keep_norms()
+                self.reference.keep_norms(self.from_first)
                 models += [self.reference.model] * (self.reference.model is not None)
             self.weights = ShardedWeights(models, self.sharding, self.accelerator)
             if len(models) == 1 and self.reference:
@@ -1022,7 +1028,9 @@ class GRPOTrainer:
         handler = make_handler(every, self.model, self.tokenizer, self.optimizer)
         self.callbacks = Callbacks(config, self.state, handler)
         self.ctrl_c = CtrlC()
-        self.agreement = Agreement(accelerator.process_index, accelerator.num_processes)
+        self.agreement = Agreement(
+            accelerator.process_index, accelerator.num_processes, let_go=self.weights.let_go
+        )
         self.preemption = Preemption(heard=self.agreement.heard, cut=self.agreement.cut)
         self.checkpointer = self.checkpointer_class(
             config,

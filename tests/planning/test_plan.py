@@ -13,7 +13,7 @@ from grpo_nb.cli import _parser
 from grpo_nb.model.limits import SLICES
 from grpo_nb.model.loading import load_model
 from grpo_nb.model.memory_bytes import MODELS, GiB, kv_bytes, lora_parameters, weight_bytes
-from grpo_nb.model.memory_fit import ALL, CARDS, CUDA_CONTEXT, VLLM_SHARE, Card
+from grpo_nb.model.memory_fit import ALL, CARDS, CUDA_CONTEXT, UNTIL_CUT, VLLM_SHARE, Card
 from grpo_nb.planning.plan import (
     NO_SETTING,
     Setup,
@@ -535,7 +535,10 @@ def test_cards_that_share_the_weights_hold_a_part_and_gather_the_rest():
     everything = sum(whole.weights.values()) + whole.moments["layer"]["adapters"] / 4
     for held in (kept.moments["layer"]["copies"], alone.moments["rollout"]["copies"]):
         assert held == pytest.approx(everything, rel=1e-6)
-    assert shared.host["the model until it is cut"] == sum(whole.weights.values())
+    assert shared.host[UNTIL_CUT] == sum(whole.weights.values())
+    assert "24.0 GiB in all. Until it is cut, the first process has the model too: 61.0 GiB" in (
+        describe(shared)
+    )
     assert "share the weights out" in describe(shared) and "share" not in describe(whole)
     tight = plan("Qwen3-32B", "L40S", fsdp="shard_grad_op", **settings)
     assert [a.changes for a in advise(tight)] == [{"fsdp": "full_shard"}]
