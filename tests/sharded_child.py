@@ -411,18 +411,24 @@ def served(out, rank):
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
     server = dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=sys.argv[3])
-    shape = dict(per_device_train_batch_size=8, max_steps=4, max_staleness=1, guard_every=1)
-    shape |= dict(eval_steps=3, beta=0.1)
+    shape = dict(per_device_train_batch_size=8, max_steps=4, guard_every=1, eval_steps=3)
+    adapted = dict(peft_config=LoraConfig(**lora), eval_dataset=ROWS[:1])
     results = {}
-    for name, fsdp in (("shards", "full_shard"), ("whole", None)):
+    for name, fsdp, given, more in (
+        ("shards", "full_shard", adapted, dict(max_staleness=1, beta=0.1)),
+        ("whole", None, adapted, dict(max_staleness=1, beta=0.1)),
+        ("shards, all weights", "full_shard", {}, {}),
+        ("whole, all weights", None, {}, {}),
+    ):
         model, tokenizer = small_model()
         model.set_attn_implementation("sink")  # which reads a batch in one row
+        more |= dict(eval_strategy="steps") if given else {}
         trainer = small_trainer(
             Path(out) / name,
             model=model,
             tokenizer=tokenizer,
-            arguments=dict(peft_config=LoraConfig(**lora), eval_dataset=ROWS[:1]),
-            **dict(fsdp=fsdp, optim="adamw_torch", eval_strategy="steps", **shape, **server),
+            arguments=given,
+            **dict(fsdp=fsdp, optim="adamw_torch", **shape, **server, **more),
         )
         trainer.train()
         results[name] = dict(history=trainer.log_history, weights=weights_of(trainer.model))

@@ -41,9 +41,9 @@ def served_config(
     "The adapter of a model, if it is one that vLLM serves as it is trained."
     if not isinstance(model, PeftModel):
         raise ValueError(
-            f"{type(model).__name__} is trained as a whole, and only an adapter is sent to a vLLM "
-            "server: train a LoRA adapter (peft_config=LoraConfig(...), or load_model(lora_r=16)), "
-            "or leave use_vllm out, so that the library's own engine draws"
+            f"{type(model).__name__} is trained as a whole, and this sampler sends an adapter: make "
+            "it with VLLMServer(whole=True), as use_vllm=True does by itself, or train a LoRA "
+            "adapter (peft_config=LoraConfig(...), or load_model(lora_r=16))"
         )
     config = model.peft_config[model.active_adapter]
     for name, neutral in SERVED_AS_IT_IS.items():
@@ -133,6 +133,8 @@ def faults(
 class AdapterVersions:
     "The versions of a run's adapter: each has a folder, and a name under which servers hold it."
 
+    WHAT = "the adapter"
+
     def __init__(
         self,
         servers: Servers,
@@ -188,24 +190,32 @@ class AdapterVersions:
 
     def release(self, model: Any, version: int) -> str:
         "A version's name, under which every server has its adapter."
-        config = served_config(model)
+        rank = self.rank_of(model)
         moved = [p._version for p in model.parameters() if p.requires_grad]
         if self.published == (version, moved) and self.current[0] in self.served:
             return self.current[0]  # nothing has changed since
         if self.published is None:
-            self.check_settings(model, config.r)
+            self.check_settings(model, rank)
         name = f"policy-{self.token}-v{version}"
         if name in self.names_given:  # the same count with other weights
             name = f"{name}-{len(self.names_given)}"
         self.names_given.add(name)
         try:
-            save_adapter(model, self.folder / name)
+            self.write(model, self.folder / name)
             self.load_everywhere(name)
         except BaseException:
             self.gone.append(name)
             raise
         self.published = version, moved
         return name
+
+    def rank_of(self, model: Any) -> int:  # ValueError
+        "Of the adapter; a model that cannot be served is refused."
+        return served_config(model).r
+
+    def write(self, model: Any, folder: Path) -> None:
+        "Write what travels."
+        save_adapter(model, folder)
 
     def check_settings(self, model: Any, rank: int) -> None:  # ServerError
         "Refuse servers that cannot hold the adapters; a server may not tell, and fails later."
@@ -217,7 +227,7 @@ class AdapterVersions:
             settings = settings_of(info) if status == 200 else None
             if settings is None:
                 continue
-            if found := faults(settings, self.max_loras, rank):
+            if found := self.faults(settings, rank):
                 raise ServerError(f"{address.url}: " + "; ".join(found))
             dtype = str(settings[1].get("dtype", "")).removeprefix("torch.")
             own = str(model.dtype).removeprefix("torch.")
@@ -227,6 +237,10 @@ class AdapterVersions:
                     f"log-probs differ: --dtype {own} makes them alike",
                     stacklevel=2,
                 )
+
+    def faults(self, settings: tuple[dict, dict, dict], rank: int) -> list[str]:  # sentences
+        "What has to be changed about a server."
+        return faults(settings, self.max_loras, rank)
 
     # on the servers
 
@@ -257,13 +271,11 @@ class AdapterVersions:
             return str(error)
 
     def load(self, address: Address, name: str, retries: int = 0) -> None:  # ServerError
-        "Load an adapter on one server."
-        path = str(self.folder / name)
-        body = {"lora_name": name, "lora_path": path}
+        "Load a version on one server."
         for attempt in range(retries + 1):
             away = False
             try:
-                status, answer = address.ask("/v1/load_lora_adapter", body)
+                status, answer = self.ask_to_load(address, name)
             except (OSError, HTTPException) as error:
                 away, status, answer = True, 503, str(error) or type(error).__name__
             why = reason_of(answer)
@@ -279,11 +291,19 @@ class AdapterVersions:
                 f"{address.url} no longer answers ({why}): its log may say why. Start it again, "
                 "and go on from the last checkpoint"
             )
-        flags = needed_flags(self.max_loras)
         raise ServerError(
-            f"{address.url} did not load the adapter in {path} ({status}: {why}). Is it started "
-            f"with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {flags}, and can it read that folder?"
+            f"{address.url} did not load {self.WHAT} in {self.folder / name} ({status}: {why}). "
+            f"Is it started with {self.started_with()}, and can it read that folder?"
         )
+
+    def ask_to_load(self, address: Address, name: str) -> tuple[int, Any]:  # status, answer
+        "Ask a server to read a version's folder."
+        body = {"lora_name": name, "lora_path": str(self.folder / name)}
+        return address.ask("/v1/load_lora_adapter", body)
+
+    def started_with(self) -> str:
+        "What a server that can do this is started with."
+        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {needed_flags(self.max_loras)}"
 
     def refresh(
         self,

@@ -123,7 +123,7 @@ def vllm_command(
     port: int,
     *,
     python: str | None = None,  # of an environment that has vLLM; None: this one
-    rank: int = 16,  # of the adapter
+    rank: int | None = 16,  # of the adapter; None: whole weights are sent
     max_loras: int = 2,
     memory_share: float = 0.3,  # of the GPU
     max_length: int | None = None,  # of prompt and completion; None: the model's own
@@ -136,20 +136,20 @@ def vllm_command(
     flags = {
         "--host": "127.0.0.1",
         "--port": port,
-        "--max-lora-rank": rank_flag(rank),
-        "--max-loras": max_loras,
         "--logprobs-mode": "processed_logprobs",
         "--gpu-memory-utilization": memory_share,
         "--tensor-parallel-size": gpus,
         "--model-impl": model_impl,
         "--dtype": dtype,
     }
+    if rank is not None:
+        flags |= {"--max-lora-rank": rank_flag(rank), "--max-loras": max_loras}
     if max_length:
         flags["--max-model-len"] = max_length
     words = [str(word) for pair in flags.items() for word in pair]
-    sleep = ["--enable-sleep-mode"] if sleeps else []
+    switches = ["--enable-lora"] * (rank is not None) + ["--enable-sleep-mode"] * sleeps
     start = [python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    return [*start, "--enable-lora", *words, *sleep]
+    return [*start, *words, *switches]
 
 
 def vllm_environment(
@@ -233,7 +233,7 @@ class ColocatedVLLM(VLLMServer):
             )
 
     def publish(self, model: Any, version: int) -> None:
-        "Load this version's adapter; a server that sleeps is woken, and one that was ended begins."
+        "Load this version; a server that sleeps is woken, and one that was ended begins."
         if self.keeper is None:
             self.connect()
         self.wake()

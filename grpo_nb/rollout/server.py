@@ -35,6 +35,7 @@ from .arrivals import Arrivals, in_rounds
 from .engine import share_prompts
 from .rollout import Rollout, end_at_text
 from .sampling import SamplingParams
+from .whole_weights import WeightVersions
 from grpo_nb.rollout.vllm_requests import (
     addressed,
     choices_of,
@@ -69,7 +70,7 @@ class VLLMServer:
         self,
         urls: str | Sequence[str],  # "http://a:8000,http://b:8000", or a list
         *,
-        # of this run alone; adapters are written below it, and every server has to see it
+        # of this run alone; what is sent is written below it, and every server has to see it
         folder: str | Path,
         max_loras: int = 2,  # versions that a server holds at once: 2, and 1 for each of staleness
         timeout_s: float = 600.0,  # for an answer
@@ -84,6 +85,8 @@ class VLLMServer:
         # of the run's: 0 writes the adapters, and each begins with another server
         process: int = 0,
         share: Callable[[Any], Any] = lambda value: value,  # gives all processes what the first has
+        whole: bool = False,  # all weights are sent, in place of those before; False: an adapter
+        dtype: torch.dtype | None = None,  # that whole weights are sent in; None: the model's own
     ):
         self.servers = Servers(
             urls,
@@ -93,7 +96,8 @@ class VLLMServer:
             process=process,
             check_alive=self.check_alive,
         )
-        self.versions = AdapterVersions(self.servers, folder, max_loras, share)
+        held = self.servers, folder, max_loras, share
+        self.versions = WeightVersions(*held, dtype=dtype) if whole else AdapterVersions(*held)
         self.wait_s, self.base = wait_s, None
         self.tokenizer, self.stop_token_ids, self.device = tokenizer, stop_token_ids, device
         self.under_way: set[Together] = set()  # for `interrupt`
@@ -108,8 +112,7 @@ class VLLMServer:
 
     def connect(self) -> None:
         "Wait for the servers, and look whether they are what a run needs."
-        flags = needed_flags(self.versions.max_loras)
-        self.servers.wait(self.wait_s, f"vllm serve MODEL {flags}")
+        self.servers.wait(self.wait_s, f"vllm serve MODEL, with {self.versions.started_with()}")
         bases = {address.url: self.servers.names(address)[0] for address in self.addresses}
         if len(set(bases.values())) > 1:
             raise ServerError(f"the servers have different models: {bases}")
@@ -159,10 +162,10 @@ class VLLMServer:
 
     def publish(
         self,
-        model: Any,  # the trained model, with an adapter
+        model: Any,  # the trained model
         version: int,  # of its weights as they are now
     ) -> None:
-        "Write the adapter, load it on every server, and draw with it from now on."
+        "Write its adapter, or all of it, have every server read that, and draw with it from now on."
         self.versions.publish(model, version)
 
     def bring_up_to_date(self, address: Address) -> None:  # ServerError

@@ -8,7 +8,7 @@ __all__ = ['MANIFEST', 'STATE', 'ONLY_MODEL', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH'
            'file_fault', 'checkpoints', 'newest_whole_checkpoint', 'newest_checkpoint', 'find_checkpoint',
            'check_named', 'read_state', 'make_folder', 'remove_old_checkpoints', 'set_aside', 'deterministic',
            'truncate_log', 'check_adapter', 'saved_tensors', 'check_tensors', 'read_adapters', 'read_own_weights',
-           'read_weights', 'load_weights', 'no_file_bars', 'check_other_number', 'shared_out', 'on_cpu', 'saved_config',
+           'read_weights', 'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'saved_config',
            'check_history', 'check_tokens', 'only_sentences', 'check_same_run', 'SavedRun', 'Checkpointer',
            'check_entries', 'differences_text']
 
@@ -35,7 +35,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
-from ..model.export import new_folder
+from ..model.export import new_folder, no_file_bars
 from .config import GRPOConfig
 from .optimizer import Inspector, is_finite
 from .reporting import Log
@@ -558,21 +558,6 @@ def load_weights(
             "checkpoint by its name"
         )
     read_weights(model, folder, weights)()
-
-# %% ../../nbs/training/13_checkpoint.ipynb #f35225c1
-@contextmanager
-def no_file_bars():
-    """`with no_file_bars():` switches off the progress bars of transformers' saving and loading,
-    and puts them back."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 # %% ../../nbs/training/13_checkpoint.ipynb #78333053
 # settings that the optimizer's state brings along

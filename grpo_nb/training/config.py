@@ -1110,7 +1110,7 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None
 # no error
 IGNORED_BY_REASON = [
     (
-        "adapters reach a vLLM server as files, so no weights are broadcast over a port",
+        "weights reach a vLLM server as files, so none are broadcast over a port",
         {"vllm_group_port": 51216},
     ),
     (

@@ -40,6 +40,7 @@ from ..model.attention import check_attention
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
 from ..model.memory_bytes import longest_sequence
 from ..rollout.adapter_versions import served_config
+from ..rollout.whole_weights import check_whole
 from grpo_nb.rollout.colocated import (
     ColocatedVLLM,
     check_vllm,
@@ -196,6 +197,7 @@ def check_one_vllm(
     config: GRPOConfig,  # with use_vllm
     rollout_func: Any,
     num_processes: int,
+    whole: bool,  # all weights train, and not an adapter
 ) -> None:  # ValueError
     "Refuse vLLM beside a function that draws, and settings that contradict each other."
     if rollout_func is not None:
@@ -207,6 +209,12 @@ def check_one_vllm(
         raise ValueError(
             f"vllm_mode='colocate' starts one vLLM for one process, and the run has "
             f"{num_processes}: start servers and set vllm_mode='server'"
+        )
+    if whole and config.max_staleness:
+        raise ValueError(
+            f"max_staleness={config.max_staleness} draws while the weights move, and whole weights "
+            "are replaced on a server in place: train a LoRA adapter, of which it holds several "
+            "versions, or set max_staleness=0"
         )
     if config.vllm_enable_sleep_mode and config.max_staleness:
         raise ValueError(
@@ -887,8 +895,11 @@ class GRPOTrainer:
 
     def make_vllm(self, rollout_func: Callable | None) -> VLLMServer:
         "The servers of `use_vllm`: those that run already, or one that is started here."
-        config, lora = self.config, served_config(self.model)
-        check_one_vllm(config, rollout_func, self.accelerator.num_processes)
+        config, whole = self.config, not hasattr(self.model, "peft_config")
+        if whole:
+            check_whole(self.model)
+        rank = None if whole else served_config(self.model).r
+        check_one_vllm(config, rollout_func, self.accelerator.num_processes, whole)
         stops = config.sampling_params().stop_token_ids
         staleness = config.max_staleness
         others = dict(
@@ -899,6 +910,8 @@ class GRPOTrainer:
             tokenizer=self.tokenizer,
             stop_token_ids=stops or default_stop_token_ids(self.model, self.tokenizer),
             device=self.device,
+            whole=whole,
+            dtype=self.served_dtype(),
         )
         if config.vllm_mode == "server":
             return VLLMServer(
@@ -911,18 +924,23 @@ class GRPOTrainer:
         if doubt := doubt_of_weights(self.model):
             warn(doubt)
         return ColocatedVLLM(
-            partial(self.vllm_words, lora.r, others["max_loras"]),
+            partial(self.vllm_words, rank, others["max_loras"]),
             log=Path(config.output_dir) / "vllm.log",
             sleeps=config.vllm_enable_sleep_mode,
             same_python=config.vllm_python is None,
             **others,
         )
 
-    def vllm_words(self, rank: int, max_loras: int, port: int) -> list[str]:
+    def served_dtype(self) -> torch.dtype:
+        "Of a server's weights: whole ones in the format that products are computed in."
+        adapted = hasattr(self.model, "peft_config")
+        return self.model.dtype if adapted else self.precision.dtype or self.model.dtype
+
+    def vllm_words(self, rank: int | None, max_loras: int, port: int) -> list[str]:
         "The command that starts a vLLM for this run."
         config = self.config
         check_vllm(config.vllm_python)
-        name = self.model.get_base_model().config._name_or_path
+        name = self.model.config._name_or_path
         if not name:
             raise ValueError(
                 "the model came from no folder and no name, so vLLM cannot load it: save it with "
@@ -939,7 +957,7 @@ class GRPOTrainer:
             max_length=config.vllm_max_model_length,
             gpus=config.vllm_tensor_parallel_size,
             model_impl=config.vllm_model_impl,
-            dtype=str(self.model.dtype).removeprefix("torch."),
+            dtype=str(self.served_dtype()).removeprefix("torch."),
             sleeps=config.vllm_enable_sleep_mode,
         )
 
@@ -1089,11 +1107,11 @@ class GRPOTrainer:
             self.source.publish(self.model, self.state.global_step)
 
     def shown_to_sampler(self):  # a context manager
-        "Whole adapters where they are sharded; the engine gathers the model itself."
-        sends = self.vllm is not None or isinstance(self.source.sampler, Sampler)
-        adapted = hasattr(self.model, "peft_config")
+        "What is sent, whole where it is sharded; the engine gathers the model itself."
+        adapted = hasattr(self.model, "peft_config") and isinstance(self.source.sampler, Sampler)
         own = getattr(self.source.sampler, "sampler", self.source.sampler) is self.engine
-        return self.weights.shown(self.model) if sends and adapted and not own else nullcontext()
+        sends = (self.vllm is not None or adapted) and not own
+        return self.weights.shown(self.model) if sends else nullcontext()
 
     def finished(self) -> bool:
         "Whether all updates are made, or a callback has set `should_training_stop`."

@@ -216,7 +216,15 @@ def test_shards_and_a_server_make_the_updates_of_whole_models_and_that_server(tm
         said = started(tmp_path, "served", url)
     assert "view tensor" not in said  # torch's warning that gradients may be wrong
     for rank in (0, 1):
-        shards, whole = torch.load(tmp_path / f"served{rank}.pt").values()
+        shards, whole, *all_weights = torch.load(tmp_path / f"served{rank}.pt").values()
+        some, alike = (one["weights"] for one in all_weights)
+        assert all(float((some[name] - x).abs().max()) < 1e-5 for name, x in alike.items())
+        assert all(
+            record["sampling/gap_mean"] < 1e-5
+            for one in all_weights
+            for record in one["history"]
+            if "loss" in record
+        )
         for name, weight in whole["weights"].items():
             assert float((shards["weights"][name] - weight).abs().max()) < 1e-5, name
         histories = shards["history"], whole["history"]

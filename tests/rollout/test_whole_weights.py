@@ -1,0 +1,132 @@
+"Whole weights over HTTP: what a server holds, what it draws, and what cannot be sent."
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rollout.test_server import PARAMS, PROMPTS, sampler_of, trainer_on
+from rollout.test_stand_in import ask, moved
+from small_runs import ROWS, one_thread, small_model, weights_of, without_clocks  # noqa: F401
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_nb.model.packed import pack_experts
+from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout.addresses import ServerError
+from grpo_nb.rollout.colocated import vllm_command
+from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.whole_weights import check_whole, in_format
+
+
+def shaken(model, seed=0):
+    "Every weight moved a little."
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def greedy(sampler):
+    return sampler.generate(PROMPTS, replace(PARAMS, temperature=0, stop_token_ids=(1,)))
+
+
+def test_a_server_draws_with_the_newest_weights_and_with_no_others(start, tmp_path):
+    stand_in, url = start()
+    sampler, (model, tokenizer) = sampler_of(url, tmp_path, whole=True), small_model()
+    for version in (0, 3):
+        sampler.publish(shaken(model, version), version)
+        drawn, here = greedy(sampler), greedy(RolloutEngine(model, tokenizer))
+        assert torch.equal(drawn.completion_ids, here.completion_ids)
+        torch.testing.assert_close(drawn.logps, here.logps, atol=1e-5, rtol=0)
+        assert set(drawn.versions.tolist()) == {version}
+        held = stand_in.adapters.model.state_dict()
+        assert all(torch.equal(x, held[name]) for name, x in model.state_dict().items())
+        (folder,) = (tmp_path / "run").iterdir()  # the one before is gone
+        assert folder.name.endswith(f"-v{version}")
+    with pytest.raises(ValueError, match="version 3 alone, and version 0 is asked for"):
+        sampler.generate(PROMPTS, PARAMS, version=0)
+    with (
+        sampler.versions.drawing(),
+        pytest.raises(ValueError, match="replaced in place: wait for them"),
+    ):
+        sampler.publish(shaken(model), 4)
+    sampler.close()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_server_that_was_away_reads_the_weights_before_it_is_asked(start, tmp_path):
+    (_, one), (second, other) = start(), start()
+    sampler, model = sampler_of([one, other], tmp_path, whole=True), shaken(small_model()[0])
+    sampler.publish(model, 1)
+    second.adapters.model.load_state_dict(small_model()[0].state_dict())  # as a restart does
+    sampler.addresses[1].ready = False
+    drawn = greedy(sampler)
+    assert torch.equal(second.adapters.model.lm_head.weight, model.lm_head.weight) and torch.equal(
+        greedy(sampler).completion_ids, drawn.completion_ids
+    )
+
+
+def test_what_is_written_has_the_format_that_is_asked_for(tmp_path):
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    config = Qwen2Config(
+        **sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True
+    )
+    model = Qwen2ForCausalLM(config)
+    half = in_format(model, torch.bfloat16)
+    assert half["lm_head.weight"] is half["model.embed_tokens.weight"]
+    assert {x.dtype for x in half.values()} == {torch.bfloat16}
+    assert in_format(model, torch.float32) is None
+    model.save_pretrained(tmp_path, state_dict=dict(half))
+    read = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert all(torch.equal(x, half[name]) for name, x in read.state_dict().items())
+
+
+def test_what_cannot_be_sent_is_refused(start, tmp_path):
+    _, url = start(lora_dir=None)
+    with pytest.raises(ServerError, match="did not load the weights .*VLLM_SERVER_DEV_MODE=1"):
+        sampler_of(url, tmp_path, whole=True).publish(small_model()[0], 0)
+    _, url = start()
+    sampler = sampler_of(url, tmp_path, whole=True)
+    with pytest.raises(ValueError, match="has an adapter: leave whole=True out"):
+        sampler.publish(moved(small_model()[0]), 0)
+    settings = {}, {"quantization": "mxfp4"}, {"data_parallel_size": 2}
+    assert [text.split()[0] for text in sampler.versions.faults(settings, 0)] == ["its", "weights"]
+    packed, _ = tiny_gpt_oss(hidden_size=32, intermediate_size=32)
+    pack_experts(packed)
+    with pytest.raises(ValueError, match="experts are in MXFP4"):
+        check_whole(packed)
+    with pytest.raises(ValueError, match="max_staleness=1 draws while the weights move"):
+        trainer_on(url, tmp_path / "late", whole=True, max_staleness=1)
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ({"method": "shutdown"}, "'shutdown' is not done here"),
+        ({"method": "reload_weights", "kwargs": {"weights_path": "/etc"}}, "is not below"),
+        ({"method": "reload_weights"}, "is not below"),
+    ],
+)
+def test_the_stand_in_reads_weights_from_its_folder_alone(start, body, said):
+    status, answer = ask(start()[1], "/collective_rpc", body)
+    assert status == 400 and said in answer["error"]["message"]
+
+
+def test_the_command_of_a_server_of_whole_weights_has_no_adapters():
+    words = " ".join(vllm_command("a/b", 7, rank=None, sleeps=True))
+    assert "lora" not in words and "--enable-sleep-mode" in words
+
+
+def test_a_run_of_whole_weights_samples_from_the_server_and_goes_on_after_a_stop(start, tmp_path):
+    _, url = start()
+    given = dict(max_steps=3, save_strategy="steps", save_steps=2, whole=True, learning_rate=1e-3)
+    through = trainer_on(url, tmp_path / "run", **given)
+    through.train()
+    records = without_clocks(through.log_history)
+    assert len(records) == 3 and all(one["sampling/gap_mean"] < 1e-6 for one in records)
+    assert not list((tmp_path / "run/.vllm_adapters").iterdir())
+    more = trainer_on(url, tmp_path / "run", **given)
+    more.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert without_clocks(more.log_history) == records
+    for name, weight in weights_of(through.model).items():
+        assert torch.equal(weight, weights_of(more.model)[name])
