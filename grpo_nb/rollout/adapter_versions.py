@@ -41,8 +41,8 @@ def served_config(
     "The adapter of a model, if it is one that vLLM serves as it is trained."
     if not isinstance(model, PeftModel):
         raise ValueError(
-            f"{type(model).__name__} is trained as a whole, and this sampler sends an adapter: make "
-            "it with VLLMServer(whole=True), as use_vllm=True does by itself, or train a LoRA "
+            f"{type(model).__name__} is trained as a whole, and this sampler sends an adapter: "
+            "make it with VLLMServer(whole=True), as use_vllm=True does by itself, or train a LoRA "
             "adapter (peft_config=LoraConfig(...), or load_model(lora_r=16))"
         )
     config = model.peft_config[model.active_adapter]

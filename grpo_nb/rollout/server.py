@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .adapter_versions import AdapterVersions, faults, needed_flags, settings_of
+from .adapter_versions import AdapterVersions, faults, settings_of
 from grpo_nb.rollout.addresses import (
     CONNECT_S,
     LOOK,
@@ -35,7 +35,6 @@ from .arrivals import Arrivals, in_rounds
 from .engine import share_prompts
 from .rollout import Rollout, end_at_text
 from .sampling import SamplingParams
-from .whole_weights import WeightVersions
 from grpo_nb.rollout.vllm_requests import (
     addressed,
     choices_of,
@@ -45,6 +44,7 @@ from grpo_nb.rollout.vllm_requests import (
     request_seeds,
     rollout_of,
 )
+from .whole_weights import WeightVersions
 
 # %% ../../nbs/rollout/12_server.ipynb #6cb69737
 def kind_of_logprobs(
@@ -165,7 +165,7 @@ class VLLMServer:
         model: Any,  # the trained model
         version: int,  # of its weights as they are now
     ) -> None:
-        "Write its adapter, or all of it, have every server read that, and draw with it from now on."
+        "Send its adapter, or all of it, to every server, and draw with it from now on."
         self.versions.publish(model, version)
 
     def bring_up_to_date(self, address: Address) -> None:  # ServerError

@@ -40,7 +40,6 @@ from ..model.attention import check_attention
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
 from ..model.memory_bytes import longest_sequence
 from ..rollout.adapter_versions import served_config
-from ..rollout.whole_weights import check_whole
 from grpo_nb.rollout.colocated import (
     ColocatedVLLM,
     check_vllm,
@@ -54,6 +53,7 @@ from ..rollout.sampling import SamplingParams
 from ..rollout.server import VLLMServer
 from ..rollout.stream import check_in_flight
 from ..rollout.turns import NO_PROMPT, Environments, TurnSampler
+from ..rollout.whole_weights import check_whole
 from grpo_nb.training.checkpoint import (
     Checkpointer,
     SavedRun,
