@@ -19,7 +19,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from .experts_grouped import UNPACK_ALL, checkpoint_contexts
+from .experts_grouped import UNPACK_ALL, checkpoint_contexts, draws_numbers
 from .masks import Mask
 from .packed import PackedWeight
 
@@ -32,17 +32,17 @@ def signature(
     x: Any,  # what a layer is given
 ) -> tuple:  # CannotRecord for what cannot be kept in place
     "All of it but the numbers in its tensors: where it is equal, one recording serves."
+    if x is None or isinstance(x, (bool, int, float, str, torch.device)):
+        return type(x), x
     if torch.is_tensor(x):
         if x.requires_grad:
             raise CannotRecord("a second input has a gradient")
         return x.shape, x.dtype, x.device
+    if isinstance(x, tuple):
+        return type(x), *map(signature, x)
     if dataclasses.is_dataclass(x):
         parts = (getattr(x, f.name) for f in dataclasses.fields(x) if f.init)
         return type(x), *map(signature, parts)
-    if isinstance(x, tuple):
-        return type(x), *map(signature, x)
-    if x is None or isinstance(x, (bool, int, float, str, torch.device)):
-        return type(x), x
     raise CannotRecord(f"it is given a {type(x).__name__}")
 
 # %% ../../nbs/model/26_recorded_layers.ipynb #93d659cb
@@ -113,8 +113,9 @@ def layer_state(
     layer: nn.Module,
 ) -> list:  # CannotRecord where there are hooks
     "What a recording of a layer has taken from it: addresses of its tensors, and switches."
-    state = []
-    for m in layer.modules():
+    modules, state = [layer], []
+    for m in modules:
+        modules += [child for child in m._modules.values() if child is not None]
         if _has_hooks(m):
             raise CannotRecord(f"a {type(m).__name__} has hooks")
         state += [type(m), m.training, vars(m).get("slice_tokens")]
@@ -127,20 +128,13 @@ def layer_state(
     return state
 
 
-def _drops(m):
-    "Whether a module sets anything to zero by chance."
-    if isinstance(m, nn.modules.dropout._DropoutNd):
-        return m.p > 0
-    return any("drop" in name and isinstance(x, float) and x > 0 for name, x in vars(m).items())
-
-
 def check_layer(
     layer: nn.Module,
 ) -> None:  # CannotRecord with the reason
     "Refuse a layer that draws random numbers, or whose weights are of another kind."
+    if draws_numbers(layer):
+        raise CannotRecord("it may draw random numbers (dropout, or a module of another package)")
     for m in layer.modules():
-        if _drops(m):
-            raise CannotRecord(f"a {type(m).__name__} drops numbers by chance")
         for p in m._parameters.values():
             if p is not None and type(p) not in (nn.Parameter, PackedWeight):
                 raise CannotRecord(f"a {type(m).__name__} has weights in a {type(p).__name__}")
