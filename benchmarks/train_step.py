@@ -409,11 +409,12 @@ class Step:
 
     def __call__(self, batch):
         from grpo_nb.algorithm.losses import grpo_loss
+        from grpo_nb.model.recorded_layers import quiet_collector
 
         for p in self.trained:
             p.grad = None
         self.slices(batch)
-        with self.precision.adapters(self.model):
+        with self.precision.adapters(self.model), quiet_collector():
             with self.precision.autocast():
                 logps = self.logps(batch)
             loss = grpo_loss(logps, batch.advantages, batch.loss_mask).loss
