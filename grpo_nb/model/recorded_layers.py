@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WAITS', 'MOST_SHAPES', 'SEEN_SHAPES', 'SPARE_BYTES', 'RecordedCalls', 'CannotRecord', 'signature', 'static_copy',
-           'refill', 'layer_state', 'check_layer', 'Graphs', 'quiet_collector', 'InputShape', 'RecordedLayer',
+           'refill', 'padded', 'layer_state', 'check_layer', 'Graphs', 'quiet_collector', 'InputShape', 'RecordedLayer',
            'PlayedLayer', 'RecordedLayers', 'record_layers']
 
 # %% ../../nbs/model/26_recorded_layers.ipynb #c5557bf2
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -136,7 +137,27 @@ def refill(
                 refill(getattr(static, f.name), getattr(source, f.name))
         _refill_derived(static, source)
 
-# %% ../../nbs/model/26_recorded_layers.ipynb #6dff81d5
+# %% ../../nbs/model/26_recorded_layers.ipynb #6066c859
+def padded(
+    name: str,  # under which a layer is given it
+    x: Any,
+    more: int,  # tokens at the right of each row
+) -> Any:  # CannotRecord for what may be more than a mask or positions
+    "What a layer is given, for longer rows."
+    if isinstance(x, Mask) and x.q_len == x.kv_len:
+        return dataclasses.replace(x, q_len=x.q_len + more, kv_len=x.kv_len + more)
+    if isinstance(x, tuple):
+        return type(x)(padded(name, part, more) for part in x)
+    if not torch.is_tensor(x) and not dataclasses.is_dataclass(x):
+        return x
+    if name == "attention_mask" and x.dim() == 4:  # (B, 1, L, L) bool, or numbers to be added
+        seen, hidden = (True, False) if x.dtype == torch.bool else (0.0, torch.finfo(x.dtype).min)
+        return F.pad(F.pad(x, (0, more), value=hidden), (0, 0, 0, more), value=seen)
+    if name in ("position_ids", "position_embeddings"):  # (B, L), (B, L, D)
+        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, more))
+    raise CannotRecord(f"its {name} cannot be padded")
+
+# %% ../../nbs/model/26_recorded_layers.ipynb #331a2f62
 def _has_hooks(module):
     "Whether anything else runs before or after a module, or moves its weights."
     return bool(
@@ -184,7 +205,7 @@ def check_layer(
             if p is not None and type(p) not in (nn.Parameter, PackedWeight):
                 raise CannotRecord(f"a {type(m).__name__} has weights in a {type(p).__name__}")
 
-# %% ../../nbs/model/26_recorded_layers.ipynb #dcc6b901
+# %% ../../nbs/model/26_recorded_layers.ipynb #6f6a40f7
 class Graphs:
     "Records CUDA graphs in one pool of memory; to be played one at a time."
 
@@ -250,7 +271,7 @@ def quiet_collector():
         if was_on:
             gc.enable()
 
-# %% ../../nbs/model/26_recorded_layers.ipynb #d7166c56
+# %% ../../nbs/model/26_recorded_layers.ipynb #0d15a7df
 class InputShape:
     "What all layers share for inputs of one shape: tensors that stay."
 
@@ -283,7 +304,13 @@ class InputShape:
             result[key[0]] = static
         return result
 
-# %% ../../nbs/model/26_recorded_layers.ipynb #496b8431
+# %% ../../nbs/model/26_recorded_layers.ipynb #072f136f
+def _fill_rows(static, x):
+    "Copy x (B, L, H) into longer rows, zeros after it."
+    static[:, : x.shape[1]].copy_(x)
+    static[:, x.shape[1] :].zero_()
+
+
 class RecordedLayer:
     "A layer's two passes for one shape: forward, and forward again with backward."
 
@@ -302,8 +329,7 @@ class RecordedLayer:
     ) -> None:
         "Record both passes; their results are written to tensors that stay."
         shape, device = self.shape, x.device.type
-        self.x, static = shape.tensor("x", x), shape.fill(given, self.keys)
-        self.x.copy_(x.detach())
+        self.x, static = shape.tensor("x", x).copy_(x.detach()), shape.fill(given, self.keys)
         leaf = self.x.detach().requires_grad_(x.requires_grad)
         self.trained, wanted = trained, [leaf, *trained] if x.requires_grad else trained
         mixed = dict(
@@ -340,9 +366,9 @@ class RecordedLayer:
     ) -> torch.Tensor:  # (B, T, H)
         "Play the first pass."
         self.shape.fill(given, self.keys)
-        self.x.copy_(x)
+        _fill_rows(self.x, x)
         self.graphs[0].replay()
-        return self.y.clone()
+        return self.y[:, : x.shape[1]].clone()
 
     def backward(
         self,
@@ -352,10 +378,12 @@ class RecordedLayer:
     ) -> list[torch.Tensor | None]:  # gradients of the input and of what is trained
         "Play the second pass."
         self.shape.fill(given, self.keys)
-        self.x.copy_(x)
-        self.dy.copy_(gradient)
+        _fill_rows(self.x, x)
+        _fill_rows(self.dy, gradient)
         self.graphs[1].replay()
-        return [None if g is None else g.clone() for g in self.gradients]
+        d_x, *others = self.gradients
+        d_x = None if d_x is None else d_x[:, : x.shape[1]]
+        return [None if g is None else g.clone() for g in (d_x, *others)]
 
 
 class PlayedLayer(torch.autograd.Function):
@@ -372,8 +400,8 @@ class PlayedLayer(torch.autograd.Function):
     def backward(ctx, gradient):
         return None, None, *ctx.recorded.backward(ctx.given, *ctx.saved_tensors, gradient)
 
-# %% ../../nbs/model/26_recorded_layers.ipynb #beb77a1e
-MOST_SHAPES = 4  # that are recorded; others run call by call
+# %% ../../nbs/model/26_recorded_layers.ipynb #4d0c24b3
+MOST_SHAPES = 8  # that are recorded; others run call by call
 SEEN_SHAPES = 32  # that came once and are remembered
 SPARE_BYTES = 2**32  # of free memory, without which nothing is recorded
 
@@ -382,7 +410,9 @@ class RecordedLayers:
     """The active switch: layers that are computed again in backward are recorded when a shape comes
     the second time, and played from then on. `remove` switches it off."""
 
-    def __init__(self, model: nn.Module, most_tokens: int, record: Callable | None):
+    def __init__(
+        self, model: nn.Module, most_tokens: int, multiple: int, record: Callable | None
+    ):
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         name = "_gradient_checkpointing_func"
         self.modules = [m for m in base.modules() if name in vars(m)]
@@ -393,33 +423,35 @@ class RecordedLayers:
             )
         self.plain, self.record = getattr(self.modules[0], name), record
         self.config, self.contexts = base.config, checkpoint_contexts(base)
-        self.most_tokens, self.shapes, self.refused = most_tokens, {}, None
+        self.most_tokens, self.multiple = most_tokens, multiple
+        self.shapes, self.padded, self.refused = {}, {}, None
         for m in self.modules:
             setattr(m, name, self)
 
     def __call__(self, function, *args):
         "Compute one layer; transformers calls this instead of the layer in training."
-        recorded = self.find(function, args)
+        recorded, given = self.find(function, args) or (None, None)
         if recorded is None:
             return self.plain(function, *args)
-        return PlayedLayer.apply(recorded, function.keywords, args[0], *recorded.trained)
+        return PlayedLayer.apply(recorded, given, args[0], *recorded.trained)
 
     def find(
         self,
         function: Callable,  # a partial of a layer's forward pass, with what it is given
         args: tuple,  # its input
-    ) -> RecordedLayer | None:  # None: it runs call by call
-        "A layer's recording."
+    ) -> tuple[RecordedLayer, dict] | None:  # None: it runs call by call
+        "A layer's recording, and what it is given there."
         x = args[0] if len(args) == 1 else None
         if not (torch.is_grad_enabled() and type(x) is torch.Tensor and x.dim() == 3):
             return None
-        if x.shape[:2].numel() > self.most_tokens or not isinstance(function, functools.partial):
+        if not isinstance(function, functools.partial) or self.record is None and not x.is_cuda:
             return None
-        if self.record is None and not x.is_cuda:
+        more = -x.shape[1] % self.multiple
+        if len(x) * (x.shape[1] + more) > self.most_tokens:
             return None
         try:
-            shape = self.shape_of(x)
-            return None if shape is None else self.find_in(shape, function, x)
+            shape = self.shape_of(x, more)
+            return None if shape is None else self.find_in(shape, function, x, more)
         except (CannotRecord, RuntimeError) as error:  # out of memory is one, too
             if self.refused is None:
                 warnings.warn(
@@ -428,14 +460,16 @@ class RecordedLayers:
             self.refused = str(error)
 
     def shape_of(
-        self, x: torch.Tensor
+        self,
+        x: torch.Tensor,  # (B, L, H)
+        more: int,  # padding of each row
     ) -> InputShape | None:  # None: there are recordings enough, of other shapes
         "What is shared by inputs of this shape that are computed in the same way."
         device, config = x.device.type, self.config
         names = "_attn_implementation", "_experts_implementation"
         ways = [getattr(config, name, None) for name in names]
         mixed = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        key = x.shape, x.dtype, x.device, *mixed, *ways
+        key = len(x), x.shape[1] + more, x.dtype, x.device, *mixed, *ways
         once = [other for other, shape in self.shapes.items() if not shape.recorded]
         if key not in self.shapes or key in once:
             if len(self.shapes) - len(once) == MOST_SHAPES:
@@ -444,12 +478,24 @@ class RecordedLayers:
                 del self.shapes[once[0]]
         return self.shapes.setdefault(key, InputShape())
 
+    def given(self, function: Callable, more: int) -> dict[str, Any]:
+        "What a layer is given, padded once for all layers that are given the same."
+        given = dict(function.keywords)
+        for name, x in given.items() if more else ():
+            key = name, id(x), getattr(x, "_version", None)
+            if key not in self.padded:
+                if len(self.padded) > 16:
+                    self.padded.clear()
+                self.padded[key] = x, padded(name, x, more)  # x is held, so its id stays its own
+            given[name] = self.padded[key][1]
+        return given
+
     def find_in(
-        self, shape: InputShape, function: Callable, x: torch.Tensor
-    ) -> RecordedLayer | None:
+        self, shape: InputShape, function: Callable, x: torch.Tensor, more: int
+    ) -> tuple[RecordedLayer, dict] | None:
         "A layer's recording for a shape, made when it is looked for the second time."
         layer = function.args[0] if function.args else function.func.__self__
-        given = function.keywords
+        given = self.given(function, more)
         keys = tuple((name, signature(value)) for name, value in given.items())
         state, key = layer_state(layer), (layer, x.requires_grad, keys)
         recorded = shape.layers.get(key)
@@ -464,8 +510,9 @@ class RecordedLayers:
             if self.record is None:
                 self.record = Graphs(x.device)
             with quiet_collector():
-                recorded.record(run, given, x, trained, self.contexts, self.record)
-        return recorded if recorded.graphs else None
+                wide = F.pad(x.detach(), (0, 0, 0, more)).requires_grad_(x.requires_grad)
+                recorded.record(run, given, wide, trained, self.contexts, self.record)
+        return (recorded, given) if recorded.graphs else None
 
     def has_room(self, shape: InputShape, device: torch.device) -> bool:
         "Whether a shape is recorded: memory is left, and no recording has failed."
@@ -482,6 +529,7 @@ class RecordedLayers:
     def drop(self) -> None:
         "Give back all recordings and their memory."
         self.shapes.clear()
+        self.padded.clear()
         if isinstance(self.record, Graphs):
             self.record = None
             torch.cuda.empty_cache()
@@ -506,6 +554,9 @@ class RecordedLayers:
 def record_layers(
     model: nn.Module,  # of transformers, PEFT-wrapped or not, with gradient checkpointing
     most_tokens: int = 4096,  # of an input that is recorded; others run call by call
+    # rows are padded up to a multiple of so many tokens; 1: each length is a shape of its own, and
+    # numbers are those of unrecorded layers to the last bit
+    multiple: int = 1,
     # of a function without arguments -> an object with `.replay()`; None: a CUDA graph
     record: Callable | None = None,
 ) -> RecordedLayers:  # .remove() puts it back; a context manager too
@@ -515,4 +566,4 @@ def record_layers(
             "layers are recorded in one process only, and this one is part of a group: leave "
             "record_layers out"
         )
-    return RecordedLayers(model, most_tokens, record)
+    return RecordedLayers(model, most_tokens, multiple, record)
