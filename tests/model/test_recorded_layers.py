@@ -144,15 +144,17 @@ def test_played_layers_learn_the_same(name, rows):
         assert switch.refused is None and max(graph.replays for graph in recordings(switch)) > 1
 
 
-@pytest.mark.parametrize("name, rows", [("gpt-oss", 1), ("Qwen3", 3), ("Gemma3", 3)])
-def test_rows_are_padded_to_a_common_length(name, rows):
-    "Four lengths, one shape; the padding changes nothing but the order of sums."
+@pytest.mark.parametrize("name, rows", [("gpt-oss", 1), ("gpt-oss", 3), ("Gemma3", 3)])
+def test_rows_are_padded_to_a_common_length(name, rows, monkeypatch):
+    "Many lengths, one shape or two; the padding changes nothing but the order of sums."
+    monkeypatch.setattr(recorded_layers, "MOST_PADDING", 4)
     model = trainable(MODELS[name]())
-    batches = [batch_of(seed, rows).rows(slice(None)) for seed in range(6)]
+    batches = [batch_of(seed, rows).rows(slice(None)) for seed in range(8)]
+    lengths = {(b.prompt_mask.sum().item(), b.completion_mask.sum().item()) for b in batches}
     expected = training(model, batches)
     with record_layers(model, multiple=24, record=RecordedCalls) as switch:
         found = training(model, batches)
-        assert switch.refused is None and len(switch.shapes) == 1
+        assert switch.refused is None and len(switch.shapes) <= 2 < len(lengths)
         assert max(graph.replays for graph in recordings(switch)) > 1
     for a, b in zip(expected, found):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
