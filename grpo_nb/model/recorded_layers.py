@@ -448,9 +448,7 @@ class RecordedLayers:
     """The active switch: layers that are computed again in backward are recorded when a shape comes
     the second time, and played from then on. `remove` switches it off."""
 
-    def __init__(
-        self, model: nn.Module, most_tokens: int, multiple: int, record: Callable | None
-    ):
+    def __init__(self, model: nn.Module, most_tokens: int, multiple: int, record: Callable | None):
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         name = "_gradient_checkpointing_func"
         self.modules = [m for m in base.modules() if name in vars(m)]

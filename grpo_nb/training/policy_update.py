@@ -164,12 +164,11 @@ class MicroBatchFitter:
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The micro-batch in pieces: as `mini_batch` says, or as few as fit into free memory."
-        held = self.recorded.bytes if self.recorded else 0  # torch counts it as free
         count, tokens = choose_pieces(
             self.model,
             batch,
             self.config,
-            free_memory(self.device) - self.weights.spare_bytes - held,
+            self.free_bytes() - self.weights.spare_bytes,
             self.shape,
             self.slices,
             self.residual,
@@ -178,6 +177,10 @@ class MicroBatchFitter:
         self.slice(tokens)
         self.count = self.weights.agreed(count)
         return split(batch, self.count)
+
+    def free_bytes(self) -> int:
+        "Free memory without what recordings hold, which torch counts as free."
+        return free_memory(self.device) - (self.recorded.bytes if self.recorded else 0)
 
     def slice(
         self,
@@ -342,7 +345,8 @@ class PolicyUpdate:
         if self.store is not None:
             offload_layers(self.model, store=self.store)
         elif self.may_record():
-            self.fitter.recorded = record_layers(self.model, limits.RECORDED_TOKENS)
+            sizes = limits.RECORDED_TOKENS, limits.RECORDED_MULTIPLE
+            self.fitter.recorded = record_layers(self.model, *sizes)
         self.fitter.begin()
 
     def may_record(self) -> bool:
@@ -444,6 +448,7 @@ class PolicyUpdate:
             temperature=self.config.temperature,
             mini_batch=None if self.fitter.cuts else self.config.mini_batch,
             logit_chunk_multiplier=self.config.logit_chunk_multiplier,
+            free_bytes=self.fitter.free_bytes() if self.fitter.recorded else None,
             return_entropy=entropy,
             float32_head=self.config.cast_lm_head_to_fp32,
             routers=routers,

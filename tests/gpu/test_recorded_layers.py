@@ -51,8 +51,15 @@ def gpt_oss(in_4_bit=False):
 MODELS = {
     "gpt-oss": gpt_oss,
     "MXFP4": lambda: gpt_oss(in_4_bit=True),
-    "Qwen3": lambda: dense_model("Qwen3", torch.bfloat16, lora=True, head_dim=64).cuda(),
+    "Qwen3": lambda: qwen3(),
 }
+
+
+def qwen3():
+    "With the attention whose gradients are the same in every run."
+    model = dense_model("Qwen3", torch.bfloat16, lora=True, head_dim=64).cuda()
+    model.set_attn_implementation("eager")
+    return model
 
 
 def trainable(model):
