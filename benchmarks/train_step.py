@@ -502,22 +502,30 @@ def run_recorded(args, sizes, weights):
         ]
         return f"{sum(r > 0 for r in ratios)} of {len(ratios)}, by {max(ratios):.1e}"
 
+    def sent(batch):
+        "Milliseconds until Python has sent a step, whether or not it is computed."
+        synchronize()
+        start = time.perf_counter()
+        step(batch)
+        return round(1e3 * (time.perf_counter() - start), 1)
+
     for tokens in sorted(args.lengths):
         batch = batch_of(random_ids(sizes, tokens, device))
         expected, again = gradients(batch), gradients(batch)
-        before = timed(lambda: step(batch), args.repeats)
+        before = timed(lambda: step(batch), args.repeats) | dict(sent_ms=sent(batch))
         with record_layers(model) as switch:
             step(batch)
             start = time.perf_counter()
             step(batch)
             synchronize()
             took, played = time.perf_counter() - start, gradients(batch)
-            after = timed(lambda: step(batch), args.repeats)
+            after = timed(lambda: step(batch), args.repeats) | dict(sent_ms=sent(batch))
             pool = getattr(switch.record, "bytes", 0)
             refused = switch.refused
         lines = [
             f"{weights}, {tokens:,} tokens: {before['seconds']:.4f} s, "
             f"recorded {after['seconds']:.4f} s (x {before['seconds'] / after['seconds']:.2f})",
+            f"    sent within {before['sent_ms']:.0f} ms, recorded {after['sent_ms']:.0f}",
             f"    peak {shown(before['peak'])} GiB, recorded {shown(after['peak'])}; "
             f"pool {pool / GiB:.2f} GiB; recording took {took:.1f} s",
             f"    gradients that differ: {apart(expected, played)}; "
