@@ -16,6 +16,7 @@ from grpo_nb.model.experts_grouped import draws_numbers
 from grpo_nb.model.fused_layers import fuse_layers
 from grpo_nb.model.loading import load_model
 from grpo_nb.model.masks import Mask
+from grpo_nb.model.packed import experts_of
 from grpo_nb.model.recorded_layers import RecordedCalls, quiet_collector, record_layers
 from grpo_nb.model.shared_prefix import share
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
@@ -176,6 +177,19 @@ def test_lengths_alternate_and_backward_comes_late():
         assert recordings(switch)
 
 
+def test_packed_experts_are_unpacked_together(monkeypatch):
+    "Two at a time, Python would read where the rows of each part end."
+    monkeypatch.setattr(experts_grouped, "UNPACKED", 2 * 64 * 128 * 4)
+    model = trainable(gpt_oss(in_4_bit=True))
+    experts = next(iter(experts_of(model).values()))
+    assert experts_grouped.experts_at_a_time(experts.gate_up_proj, torch.float32) == 2
+    batches = [batch_of(1, 1)] * 4
+    expected = training(model, batches)
+    with record_layers(model, record=RecordedCalls) as switch:
+        assert equal(training(model, batches), expected)
+        assert switch.refused is None and recordings(switch)
+
+
 def switch_off(model):
     model.disable_adapter_layers()
 
@@ -196,7 +210,13 @@ def frozen(model):
             p.requires_grad_(False)
 
 
-@pytest.mark.parametrize("change", [switch_off, another, elsewhere, frozen])
+def rescaled(model):
+    for module in model.modules():
+        if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+            module.scaling.update(default=0.25)
+
+
+@pytest.mark.parametrize("change", [switch_off, another, elsewhere, frozen, rescaled])
 def test_a_changed_layer_is_not_played(change):
     model = trainable(dense_model("Qwen2", lora=True))
     batch = batch_of(1, 1)
