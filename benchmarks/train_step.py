@@ -9,6 +9,9 @@ experts, transformers and Unsloth, each in a process of its own.
         Unsloth from DIR/site-unsloth; writes a random checkpoint of 39 GiB first (45 s)
     python benchmarks/train_step.py --profile --only mxfp4
         the kernels of one of our steps at 8,192 tokens, by time
+    python benchmarks/train_step.py --record --only bf16 mxfp4 dense --lengths 2048
+        short steps with and without recorded layers, in one process each: seconds, memory, and
+        whether the gradients are the same (dense: the shape of Qwen2.5-1.5B); about 80 s
     python benchmarks/train_step.py --records FILE
         the peaks in the form of tests/data/memory_h200.json
     python benchmarks/train_step.py --cpu
@@ -60,6 +63,27 @@ BUDGET = {
     ("bf16", 65_536): (7.5, 46),
 }  # seconds, GiB
 GROWTH = 100  # KiB a token, at most
+DENSE = dict(
+    vocab_size=151_936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    max_position_embeddings=32_768,
+    rope_parameters=dict(rope_type="default", rope_theta=1_000_000.0),
+    tie_word_embeddings=True,
+    pad_token_id=151_000,
+)
+SMALL_DENSE = DENSE | dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=510,
+)
 
 
 # What the benchmarks of training share
@@ -385,11 +409,12 @@ class Step:
 
     def __call__(self, batch):
         from grpo_nb.algorithm.losses import grpo_loss
+        from grpo_nb.model.recorded_layers import quiet_collector
 
         for p in self.trained:
             p.grad = None
         self.slices(batch)
-        with self.precision.adapters(self.model):
+        with self.precision.adapters(self.model), quiet_collector():
             with self.precision.autocast():
                 logps = self.logps(batch)
             loss = grpo_loss(logps, batch.advantages, batch.loss_mask).loss
@@ -437,7 +462,92 @@ def random_ids(sizes, tokens, device, rows=1):
     )
 
 
+def qwen(sizes, tokens, *, r=8):
+    "A random Qwen2.5 with adapters on all linear layers, not zero."
+    from transformers import Qwen2Config
+
+    from grpo_nb.model.loading import load_model
+
+    model, _ = load_model(
+        Qwen2Config(**sizes), max_seq_length=tokens, lora_r=r, lora_alpha=2 * r, quiet=True
+    )
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, 0, 0.01)
+    return model
+
+
+def run_recorded(args, sizes, weights):
+    "Steps call by call, then played: seconds, peaks, and how far the gradients are apart."
+    from grpo_nb.model.recorded_layers import record_layers
+
+    device, start = device_of(args), time.perf_counter()
+    if weights == "dense":
+        sizes = SMALL_DENSE if args.cpu else DENSE
+        model = qwen(sizes, max(args.lengths))
+    else:
+        model = gpt_oss(sizes, weights, max(args.lengths))
+    tell(loaded=weights, seconds=round(time.perf_counter() - start, 1), **peaks(), **versions())
+    step = Step(model, offload=False)
+
+    def gradients(batch):
+        step(batch)
+        return [p.grad.clone() for p in step.trained]
+
+    def apart(some, others):
+        "How many tensors differ, and the largest difference beside the largest number."
+        ratios = [
+            ((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item()
+            for a, b in zip(some, others)
+        ]
+        return f"{sum(r > 0 for r in ratios)} of {len(ratios)}, by {max(ratios):.1e}"
+
+    def sent(batch):
+        "Milliseconds until Python has sent a step, whether or not it is computed."
+        synchronize()
+        start = time.perf_counter()
+        step(batch)
+        return round(1e3 * (time.perf_counter() - start), 1)
+
+    for tokens in sorted(args.lengths):
+        batch = batch_of(random_ids(sizes, tokens, device))
+        expected, again = gradients(batch), gradients(batch)
+        before = timed(lambda: step(batch), args.repeats) | dict(sent_ms=sent(batch))
+        with record_layers(model) as switch:
+            step(batch)
+            start = time.perf_counter()
+            step(batch)
+            synchronize()
+            took, played = time.perf_counter() - start, gradients(batch)
+            after = timed(lambda: step(batch), args.repeats) | dict(sent_ms=sent(batch))
+            pool = getattr(switch.record, "bytes", 0)
+            refused = switch.refused
+        lines = [
+            f"{weights}, {tokens:,} tokens: {before['seconds']:.4f} s, "
+            f"recorded {after['seconds']:.4f} s (x {before['seconds'] / after['seconds']:.2f})",
+            f"    sent within {before['sent_ms']:.0f} ms, recorded {after['sent_ms']:.0f}",
+            f"    peak {shown(before['peak'])} GiB, recorded {shown(after['peak'])}; "
+            f"pool {pool / GiB:.2f} GiB; recording took {took:.1f} s",
+            f"    gradients that differ: {apart(expected, played)}; "
+            f"between two steps call by call: {apart(expected, again)}",
+        ]
+        lines += [f"    not recorded: {refused}"] if refused else []
+        tell(
+            text="\n".join(lines),
+            profile=dict(
+                library=weights,
+                tokens=tokens,
+                wall_ms=1e3 * after["seconds"],
+                before=before,
+                after=after,
+            ),
+        )
+    step.close()
+
+
 def run_ours(args, sizes, weights):
+    if args.record:
+        return run_recorded(args, sizes, weights)
     device, start = device_of(args), time.perf_counter()
     model = gpt_oss(sizes, weights, max(args.lengths), offload_embedding=args.offload_embedding)
     if args.adapters != "float32":
@@ -811,8 +921,9 @@ def main():
         "--only",
         nargs="+",
         default=["bf16", "mxfp4", "transformers"],
-        choices=[*OURS, *PEERS],
-        help="ours (bf16, mxfp4), transformers, unsloth (default: all but unsloth)",
+        choices=[*OURS, "dense", *PEERS],
+        help="ours (bf16, mxfp4; dense with --record), transformers, unsloth (default: bf16, "
+        "mxfp4, transformers)",
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument(
@@ -839,6 +950,9 @@ def main():
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="the kernels of one step instead")
+    parser.add_argument(
+        "--record", action="store_true", help="ours, with layers recorded and without"
+    )
     parser.add_argument(
         "--records", metavar="FILE", help="write the peaks as the planner's tests keep them"
     )

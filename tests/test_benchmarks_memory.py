@@ -67,6 +67,7 @@ def settings(**changes):
                 adapters="float32",
                 repeats=1,
                 profile=False,
+                record=False,
                 tokens=None,
                 search=True,
                 tries=2,
@@ -87,6 +88,14 @@ def test_our_steps(train_step, capsys, way):
     assert [(r["tokens"], r["offload"]) for r in rows] == [(32, False), (32, True)] and all(
         r["seconds"] > 0 for r in rows
     )
+
+
+@pytest.mark.parametrize("weights", ["bf16", "dense"])
+def test_steps_with_and_without_recordings(train_step, capsys, weights):
+    train_step.run_ours(settings(record=True), train_step.SMALL, weights)
+    _, row = told(capsys)
+    assert "gradients that differ: 0 of" in row["text"] and "not recorded" not in row["text"]
+    assert row["profile"]["after"]["seconds"] > 0 < row["profile"]["before"]["sent_ms"]
 
 
 def test_both_ways_and_transformers_have_one_gradient(train_step):

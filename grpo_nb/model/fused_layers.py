@@ -133,9 +133,10 @@ def _adapter_in_use(linear):
     if type(linear) is not LoraLinear or type(linear.base_layer) is not nn.Linear:
         return None
     layer = read_lora(linear)
-    if layer.transposed or len(layer.in_use) != 1:
+    in_use = layer.in_use
+    if layer.transposed or len(in_use) != 1:
         return None
-    (adapter,) = layer.in_use
+    (adapter,) = in_use
     if adapter.variant or adapter.dropout:
         return None
     return adapter if all(type(factor) is nn.Linear for factor in adapter.factors) else None
@@ -171,12 +172,11 @@ def _plain_loras(x, linears):
 
 def _fused_linears(x, found):
     "Results (..., N) of the layers whose tensors `plain_lora` found."
-    with torch.autocast(x.device.type, enabled=False):
-        results = FusedLoraLinears.apply(
-            x.flatten(0, -2),
-            [layer[4] for layer in found],
-            *(tensor for layer in found for tensor in layer[:4]),
-        )
+    results = FusedLoraLinears.apply(
+        x.flatten(0, -2),
+        [layer[4] for layer in found],
+        *(tensor for layer in found for tensor in layer[:4]),
+    )
     return [y.view(*x.shape[:-1], -1) for y in results]
 
 

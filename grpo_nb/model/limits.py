@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHORTEST_CUDNN', 'SHORTEST_FLEX', 'SMALL_SCORES', 'PART_BYTES', 'GRADIENT_BYTES', 'KEPT_FROM', 'UNPACKED',
-           'ROWS_OF_ONE', 'WIDE_PAIRS', 'SLICES', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'PAGE', 'MOST_DRAWN_TOGETHER',
-           'every_limit']
+           'ROWS_OF_ONE', 'RECORDED_TOKENS', 'RECORDED_MULTIPLE', 'WIDE_PAIRS', 'SLICES', 'ROWS_PER_CHUNK',
+           'PREFILL_TOKENS', 'PAGE', 'MOST_DRAWN_TOGETHER', 'every_limit']
 
 # %% ../../nbs/model/17_limits.ipynb #93e4b68a
 # tokens of a full layer from which cuDNN's kernel is faster although it plans anew for every
@@ -32,6 +32,11 @@ UNPACKED = 2**29
 # rows computed at a time where experts are computed one after the other: in the deeper layers of a
 # random model one expert gets four fifths of the tokens
 ROWS_OF_ONE = 1024
+# tokens up to which the layers of a training step are recorded on a GPU and played from then on
+# (`recorded_layers`); longer steps keep a card busy anyway. 0: none are recorded
+RECORDED_TOKENS = 0
+# tokens of which a recorded row's length is a multiple, so that few lengths are recorded
+RECORDED_MULTIPLE = 512
 # pairs (token, expert) whose activation is computed in float32 at a time, where there is no kernel
 # for it
 WIDE_PAIRS = 1024

@@ -7,6 +7,7 @@ __all__ = ['Adapter', 'AdaptedLayer', 'read_lora']
 
 # %% ../../nbs/model/08_lora.ipynb #b02c301c
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -20,7 +21,7 @@ class Adapter:
     layer: LoraLayer  # PEFT's layer
     name: str  # of the adapter
 
-    @property
+    @cached_property
     def factors(self) -> tuple:  # modules; parameters for an embedding and for AdaLoRA
         "What holds `down` and `up`."
         layer, name = self.layer, self.name

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import reuse_attention
-from .experts_grouped import checkpoint_contexts
+from .experts_grouped import checkpoint_contexts, draws_numbers
 from .limits import KEPT_FROM
 
 try:
@@ -390,7 +391,7 @@ class OffloadedLayers:
         self.earlier = [
             (m, {name: vars(m)[name] for name in CHECKPOINTING if name in vars(m)}) for m in modules
         ]
-        self.contexts = checkpoint_contexts(base)
+        self.contexts, self.random = checkpoint_contexts(base), draws_numbers(base)
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=self)
 
     def __call__(self, function, *args):
@@ -407,7 +408,13 @@ class OffloadedLayers:
         )
         try:
             with saved_tensors_hooks(self.store.offload, _fetch):
-                return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+                return checkpoint(
+                    function,
+                    *args,
+                    use_reentrant=False,
+                    context_fn=contexts,
+                    preserve_rng_state=self.random,
+                )
         finally:
             self.store.flush()
 
@@ -457,6 +464,16 @@ def offload_layers(
     )
 
 # %% ../../nbs/model/16_offload.ipynb #caeadd99
+def _outside_layers(model):
+    "The weights of a model, except those of layers that keep only their input."
+    modules = [model]
+    for m in modules:
+        yield from (p for p in m._parameters.values() if p is not None)
+        again = isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing
+        if not (again and m.training):
+            modules += [child for child in m._modules.values() if child is not None]
+
+
 @contextmanager
 def offload_hidden(
     model: torch.nn.Module,  # whose weights are saved for backward too, and stay
@@ -472,7 +489,7 @@ def offload_hidden(
     def weights():
         return {
             p.untyped_storage().data_ptr()
-            for p in model.parameters()
+            for p in _outside_layers(model)
             if type(p.data) is torch.Tensor
         }
 

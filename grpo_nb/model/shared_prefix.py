@@ -7,7 +7,7 @@ __all__ = ['in_rectangle', 'Sharing', 'share']
 
 # %% ../../nbs/model/14_shared_prefix.ipynb #69208121
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Sharing:
     last: torch.Tensor  # (U,) each prompt's last token in the row
     order: torch.Tensor  # (B,) which completion of the batch each row of the rectangle is
     shape: tuple[int, int, int, int]  # U, P, B, T
+    padded: bool = False  # the row holds padding, too
     _masks: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def spread(
@@ -63,7 +64,8 @@ class Sharing:
         caches what is derived from it."""
         U, P, B, T = self.shape
         if window not in self._masks:
-            pads = self.pad_lens if len(self.prompt_places) < U * P else None
+            all_real = len(self.prompt_places) == U * P and not self.padded
+            pads = None if all_real else self.pad_lens
             prompt_pads = None if pads is None else self.spread(pads)
             device = self.ids.device
             self._masks[window] = (
@@ -112,6 +114,44 @@ class Sharing:
         values = torch.cat([self.spread(vp), vc], 2)
         of_completions = attention(qc, keys, values, sinks, mask=for_completions, **options)
         return self.in_row(of_prompts, of_completions)
+
+    def spread_shape(
+        self,
+        multiple: int,  # of tokens; prompts are padded to an eighth of it, completions to a quarter
+    ) -> tuple[int, int, int, int]:
+        "U, P, B, T of rectangles that few lengths share."
+        (U, P, B, T), least, steps = self.shape, max(1, multiple // 8), max(1, multiple // 4)
+        return U, -(-P // least) * least, B, -(-T // steps) * steps
+
+    def spread_places(
+        self,
+        multiple: int,
+    ) -> torch.Tensor:  # (N,)
+        "Where the row's tokens lie in the row of `spread_out`."
+        (_, P, _, T), (U, wide, _, long) = self.shape, self.spread_shape(multiple)
+        prompts = self.prompt_places // P * wide + self.prompt_places % P + wide - P
+        completions = self.completion_places // T * long + self.completion_places % T
+        return torch.cat([prompts, U * wide + completions])
+
+    def spread_out(
+        self,
+        multiple: int,
+    ) -> "Sharing":
+        """The row with all padding of its rectangles, and some more, for layers that are recorded:
+        its tensors have the same shapes for many batches."""
+        U, P, B, T = shape = self.spread_shape(multiple)
+        prompts, completions = (torch.arange(n, device=self.ids.device) for n in (U * P, B * T))
+        return replace(
+            self,
+            ids=self.ids[:, :0],
+            positions=self.positions[:, :0],
+            prompts=U * P,
+            prompt_places=prompts,
+            completion_places=completions,
+            pad_lens=self.pad_lens + P - self.shape[1],
+            shape=shape,
+            padded=True,
+        )
 
     # (M, H): for each completion token, in the order of `targets`, that of the token before it
     def predicting(

@@ -92,15 +92,16 @@ def piece_kernel(
 ) -> str:  # one of kernel_choice.KERNELS
     "The attention kernel that a piece's full layers take."
     base = base_causal_model(model)
-    return choose_kernel(
+    kernel, _ = choose_kernel(
         getattr(base.config, "_attn_implementation", "eager"),
         capability=capability_of(base.get_output_embeddings().weight.device),
         queries=length,
         scores=sequences * shape.heads * length * length,
         sinks=shape.sinks,
         head_size=shape.head_dim,
-        by_heads=can_go_by_heads(base),
-    )[0]
+    )
+    # every layer is looked at only where it matters
+    return "sink_heads" if kernel == "sdpa_lean" and can_go_by_heads(base) else kernel
 
 
 def piece_computation(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..model.attention import check_attention
-from ..model.experts_grouped import checkpoint_contexts
+from ..model.experts_grouped import checkpoint_contexts, draws_numbers
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import PackedWeight
@@ -28,6 +28,7 @@ def checkpoint_layers(
     "Switch on gradient checkpointing: layers are computed again in backward, to save memory."
     if not kwargs.get("use_reentrant", True) and "context_fn" not in kwargs:
         kwargs = {**kwargs, "context_fn": checkpoint_contexts(model)}
+    kwargs = {"preserve_rng_state": draws_numbers(model), **kwargs}
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable

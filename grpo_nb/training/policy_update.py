@@ -23,8 +23,10 @@ from grpo_nb.algorithm.losses import (
     high_entropy_mask,
     rollout_correction,
 )
+from ..model import limits
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
+from ..model.recorded_layers import quiet_collector, record_layers
 from ..model.token_slices import slice_layers, slice_tokens_of
 from ..rollout.engine import evaluating
 from .config import GRPOConfig
@@ -153,6 +155,7 @@ class MicroBatchFitter:
         self.residual = residual_bytes(model, autocast)
         self.cuts = may_be_cut(config, balance)
         self.count = 1  # of the last batch's pieces in the process that had the most
+        self.recorded = None  # the policy's layers, where short ones are recorded
 
     def begin(self) -> None:
         "Set `slice_tokens` of the config, if it is given, whatever the model was set to before."
@@ -165,7 +168,7 @@ class MicroBatchFitter:
             self.model,
             batch,
             self.config,
-            free_memory(self.device) - self.weights.spare_bytes,
+            self.free_bytes() - self.weights.spare_bytes,
             self.shape,
             self.slices,
             self.residual,
@@ -174,6 +177,10 @@ class MicroBatchFitter:
         self.slice(tokens)
         self.count = self.weights.agreed(count)
         return split(batch, self.count)
+
+    def free_bytes(self) -> int:
+        "Free memory without what recordings hold, which torch counts as free."
+        return free_memory(self.device) - (self.recorded.bytes if self.recorded else 0)
 
     def slice(
         self,
@@ -185,9 +192,12 @@ class MicroBatchFitter:
                 slice_layers(model, tokens)
 
     def end(self) -> None:
-        "Put the layers' default back, if this run may have changed it."
+        "Put the layers' default back, if this run may have changed it, and drop recordings."
         if sum(map(len, self.slices)) > 1 or self.config.slice_tokens is not None:
             self.slice(None)
+        if self.recorded:
+            self.recorded.remove()
+            self.recorded = None
 
 
 def may_be_cut(
@@ -334,7 +344,17 @@ class PolicyUpdate:
         recompute_layers(self.model, self.config)
         if self.store is not None:
             offload_layers(self.model, store=self.store)
+        elif self.may_record():
+            sizes = limits.RECORDED_TOKENS, limits.RECORDED_MULTIPLE
+            self.fitter.recorded = record_layers(self.model, *sizes)
         self.fitter.begin()
+
+    def may_record(self) -> bool:
+        "Whether short layers are recorded: in one process, on a GPU, computed again in backward."
+        config, alone = self.config, self.accelerator.num_processes == 1
+        again = config.gradient_checkpointing and not config.gradient_checkpointing_kwargs
+        on_gpu = self.device.type == "cuda"
+        return bool(limits.RECORDED_TOKENS and again and alone and on_gpu)
 
     def begin(
         self,
@@ -428,6 +448,7 @@ class PolicyUpdate:
             temperature=self.config.temperature,
             mini_batch=None if self.fitter.cuts else self.config.mini_batch,
             logit_chunk_multiplier=self.config.logit_chunk_multiplier,
+            free_bytes=self.fitter.free_bytes() if self.fitter.recorded else None,
             return_entropy=entropy,
             float32_head=self.config.cast_lm_head_to_fp32,
             routers=routers,
@@ -458,7 +479,7 @@ class PolicyUpdate:
         for piece in self.fitter.pieces(batch):
             share = share_of(piece, batch, self.config.loss_type)
             self.window.begin_piece(self.part_of(piece, batch), share)
-            with self.precision.adapters(self.model):
+            with self.precision.adapters(self.model), quiet_collector():
                 self.accumulate_piece(piece, share, first_pass)
         self.window.close_micro_batch()
 

@@ -12,6 +12,10 @@ from transformers import GptOssConfig, Qwen2Config
 from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_func
 
 from grpo_nb import GRPOConfig
+from grpo_nb.model import experts_grouped, limits
+from grpo_nb.model.experts_lora import route_adapters
+from grpo_nb.model.recorded_layers import RecordedCalls, record_layers
+from grpo_nb.training import policy_update
 from grpo_nb.training.optimizer import Inspector, make_optimizer
 from grpo_nb.training.policy_logprobs import TrainingBatch
 from grpo_nb.training.policy_model import load_policy
@@ -333,3 +337,37 @@ def test_the_entropy_bonus_stays_inside_its_borders():
         (0.0, False),
         (0.0, False),
     ]
+
+
+def test_a_run_of_recorded_layers_learns_the_same_and_gives_them_back(monkeypatch):
+    def run():
+        update, _ = update_of(gradient_checkpointing=True, per_device_train_batch_size=4)
+        route_adapters(update.model)
+        for seed in (1, 2, 1, 2):
+            batch = batch_for(update, 4, seed)
+            update.accumulate(batch, batch)
+            update.step(1)
+        kept = update.fitter.recorded
+        layers = (
+            [x for shape in kept.shapes.values() for x in shape.layers.values()] if kept else []
+        )
+        update.end()
+        return weights_of(update.model), kept, update.model, sum(bool(x.graphs) for x in layers)
+
+    expected, kept, _, count = run()
+    assert kept is None and not count
+    monkeypatch.setattr(experts_grouped, "check_pairs", lambda *given: None)
+    monkeypatch.setattr(PolicyUpdate, "may_record", lambda self: True)
+    switches = []
+
+    def record(model, *sizes):
+        assert sizes == (limits.RECORDED_TOKENS, limits.RECORDED_MULTIPLE)
+        switches.append(record_layers(model, record=RecordedCalls))
+        return switches[-1]
+
+    monkeypatch.setattr(policy_update, "record_layers", record)
+    played, switch, model, count = run()
+    assert switch is switches[-1] and switch.refused is None and count
+    assert all(torch.equal(expected[name], played[name]) for name in expected)
+    functions = {vars(m).get("_gradient_checkpointing_func") for m in model.modules()}
+    assert not switch.shapes and switch not in functions
