@@ -34,6 +34,7 @@ def commands(args):
         "rollouts": "rows.py --parts first,company,rows",
         "filters": "rows.py --parts kernels,filters",
         "lora": f"train_step.py {sites}",
+        "short": "train_step.py --record --only bf16 mxfp4 dense --lengths 2048",
         "step": f"grpo_step.py {sites}",
         "sampler": f"server.py --vllm-python {shlex.quote(python)}"
         if python

@@ -64,6 +64,10 @@ CHARTS = {
         },
         0,
     ),
+    "short": Chart(
+        "A LoRA step of 2,048 tokens, seconds",
+        {"call by call": "call by call", "recorded": "recorded"},
+    ),
     "sampler": Chart("A GRPO update, seconds", {"an update": "draw, train, hand over"}),
     "length": Chart("The longest training step, tokens", {"tokens": "ours"}),
 }
