@@ -44,7 +44,7 @@ from grpo_nb.rollout.sampling import (
 def _order(z, DROP: tl.constexpr):
     "Integers in the order of the numbers; DROP low bits, which are all zero, are left out."
     i = z.to(tl.int32, bitcast=True)
-    return tl.where(i >= 0, i, i ^ 0x7FFFFFFF) >> DROP
+    return (i ^ ((i >> 31) & 0x7FFFFFFF)) >> DROP  # all ones where negative
 
 
 @triton.jit
@@ -85,7 +85,18 @@ def _narrow(
     return tl.load(low + b) + (place.to(tl.int64) << shift)
 
 
-@triton.jit(do_not_specialize=["number", "passes", "wanted"])
+@triton.jit
+def _reaching(block, size, lowest, DROP: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr):
+    "A bit for each chunk of a block: whether a logit of it counts."
+    k = tl.arange(0, BV // BC)
+    i = k[:, None] * BC + tl.arange(0, BC)[None, :]
+    z = tl.load(block + i, mask=i < size, other=-float("inf")).to(tl.float32)
+    reaches = tl.max(_order(z, DROP), 1) >= lowest
+    return tl.sum(tl.where(reaches, 1 << k, 0), 0)
+
+
+# A V of unknown factors: a thread then reads one logit a chunk, in the columns where it adds
+@triton.jit(do_not_specialize=["number", "passes", "wanted", "V"])
 def _search_kernel(
     logits,
     least,
@@ -122,21 +133,27 @@ def _search_kernel(
         n = tl.arange(0, BP)
         m = tl.load(largest + b * BLOCKS + n, mask=n < BLOCKS, other=-float("inf"))
         top = tl.max(m, 0)
+    lowest = start
+    if CUT:
+        cut = tl.load(least + b)
+        lowest = tl.maximum(start, _order(cut, DROP) - (cut == 0).to(tl.int32))  # -0 is kept with 0
+    block, size, reaching = logits + b * V + c * BV, V - c * BV, -1
+    if COUNT or CUT:
+        if number + 2 * CUT > 1:  # few logits are that large
+            reaching = _reaching(block, size, lowest, DROP, BV, BC)
     sums, d = tl.zeros((16, BC), tl.float32), tl.arange(0, 16)[:, None]
     for k in tl.static_range(BV // BC):
-        i = c * BV + k * BC + tl.arange(0, BC)
-        z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-        order = _order(z, DROP)
-        inside = (i < V) & (order >= start)
-        if CUT:
-            inside &= z >= tl.load(least + b)
-        share_of = tl.full((BC,), 1.0, tl.float32)
-        if not COUNT:
-            share_of = tl.exp(z * inverse_temperature - top)
-        share_of = tl.where(inside, share_of, 0.0)
-        far = (order - start).to(tl.uint32, bitcast=True)  # which hold every difference
-        place = tl.minimum(far >> shift.to(tl.uint32), 15).to(tl.int32)[None, :]
-        sums = tl.where(place == d, sums + share_of[None, :], sums)
+        if (reaching >> k) & 1:
+            i = k * BC + tl.arange(0, BC)
+            z = tl.load(block + i, mask=i < size, other=-float("inf")).to(tl.float32)
+            order = _order(z, DROP)
+            share_of = tl.full((BC,), 1.0, tl.float32)
+            if not COUNT:
+                share_of = tl.exp(z * inverse_temperature - top)
+            share_of = tl.where(order >= lowest, share_of, 0.0)
+            far = (order - start).to(tl.uint32, bitcast=True)  # which hold every difference
+            place = tl.minimum(far >> shift.to(tl.uint32), 15).to(tl.int32)[None, :]
+            sums = tl.where(place == d, sums + share_of[None, :], sums)
     at = after + (b * BLOCKS + c) * 16 + tl.arange(0, 16)
     tl.store(at, tl.sum(sums, 1))
 
@@ -207,7 +224,7 @@ def search(
             1 / temperature,
             blocks,
             BV=size,
-            BC=min(size, 512),
+            BC=min(size, 256),
             **options,
         )
     last = (passes - 1) % 2

@@ -33,6 +33,7 @@ MORE = [(dtype, chosen) for dtype in (torch.float32, torch.float16) for _, chose
     "dtype, chosen, block",
     [
         *((*some, 32) for some in SOME),
+        (torch.float16, dict(top_k=5, top_p=0.9), 512),  # two chunks a block, most of them left out
         *(pytest.param(*more, 1024, marks=pytest.mark.full) for more in MORE),
     ],
     ids=str,
@@ -62,6 +63,21 @@ def test_as_by_sorting(dtype, chosen, block, monkeypatch):
     for mine, plain in zip(left.ids.tolist(), expected[2].ids.tolist()):
         assert sorted(i for i in mine if i >= 0) == sorted(i for i in plain if i >= 0)
     torch.testing.assert_close(left.log_mass, expected[2].log_mass, atol=1e-5, rtol=0)
+
+
+def test_chunks_without_a_large_logit_and_zeros_of_both_signs(monkeypatch):
+    "A negative zero ties with zero; one chunk holds all that is large; nothing but ties."
+    if DEVICE == "cpu":
+        monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 512)
+    logits = torch.full((3, 1100), -3.0, device=DEVICE)
+    logits[0, 600:620], logits[0, 610:614], logits[0, 5] = -0.0, 0.0, 2.0
+    logits[1, 1090:] = torch.arange(10.0, device=DEVICE)
+    for half in (torch.bfloat16, torch.float32):
+        z, largest = logits.to(half), decode_kernels.block_sums(logits.to(half)).largest
+        for k in (3, 9):
+            params = SamplingParams(top_k=k, top_p=0.5)
+            kept = processed_log_probs(z, params).isfinite()
+            assert torch.equal(z >= filter_kernels.least_kept(z, params, largest)[:, None], kept)
 
 
 def test_random_numbers_of_a_stream_are_those_of_the_formula():
