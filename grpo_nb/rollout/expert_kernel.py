@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WARPS', 'COLUMNS', 'MOST_ROWS', 'MOST_RANK', 'POINTERS', 'tile', 'layouts', 'constants', 'expert_product', 'works',
-           'suits']
+           'rank', 'suits']
 
 # %% ../../nbs/rollout/09_expert_kernel.ipynb #5cda28cb
 import warnings
@@ -29,18 +29,17 @@ except (ImportError, AttributeError) as error:
 
 # %% ../../nbs/rollout/09_expert_kernel.ipynb #3afc7a0b
 WARPS = 4  # that share the sum over K
-COLUMNS = {8: 32, 16: 64}  # of a tile that has so many rows
-# of a batch: with more, an expert has so many rows that unpacking its weights for every 16 of them
-# takes longer than the kernel of `decode_kernels`
-MOST_ROWS = 256
+COLUMNS = {8: 32, 16: 64, 32: 64, 64: 32}  # of a tile that has so many rows: what registers hold
+MOST_ROWS = 256  # of a batch: with more, the kernel of `decode_kernels`
 MOST_RANK = 32  # of the adapters of a matrix: their loop is unrolled
 
 
 def tile(
     B: int,  # rows of the batch
+    rank: int = 0,  # of the adapters; above 16 they would not leave registers for 32 rows
 ) -> tuple[int, int]:  # pairs of a tile, and columns of the matrix
-    "The tile of a product: few rows waste less, wide tiles read x less often."
-    rows = 8 if B <= 16 else 16
+    "The tile of a product: few rows waste less, many share what is unpacked."
+    rows = 8 if B <= 16 else 32 if B > 128 and rank <= 16 else 16
     return rows, COLUMNS[rows]
 
 # %% ../../nbs/rollout/09_expert_kernel.ipynb #400f7bbf
@@ -50,7 +49,7 @@ def _powers_below(n):
 
 @cache
 def layouts(
-    rows: int,  # of a tile: 8 or 16
+    rows: int,  # of a tile: 8, 16, 32 or 64
     columns: int,  # of a tile: 32 or 64
 ) -> tuple:  # of words, of x, of the product, and of its sum over the W warps
     """Which thread holds what of words (W, columns, 4 blocks, 4), x (W, rows, 4 blocks, 32), the
@@ -348,7 +347,7 @@ def constants(
 def expert_product(
     x: torch.Tensor,  # (., K) bfloat16
     weight: PackedWeight,  # (E, K, N)
-    work,  # a `decode_kernels.Schedule` with tiles of 8 or 16 rows
+    work,  # a `decode_kernels.Schedule` with tiles of 8, 16, 32 or 64 rows
     out: torch.Tensor,  # (P, N/2) if gated, else (P, N); written to
     bias: torch.Tensor,  # (E, N)
     t: torch.Tensor | None = None,  # (P, R) float32, x A of the adapters
@@ -431,6 +430,14 @@ def works(
     return True
 
 
+def rank(
+    experts: ExpertWeights,
+) -> int:
+    "The larger rank of the adapters on a layer's two products; 0 without any."
+    loras = (experts.gate_up_lora, experts.down_lora)
+    return max(sum(f.b.shape[1] for f in lora) for lora in loras)
+
+
 def suits(
     experts: ExpertWeights,
     B: int,  # rows of the batch
@@ -444,9 +451,8 @@ def suits(
         or not all(isinstance(w, PackedWeight) for w in weights)
     ):
         return False
-    ranks = [sum(f.b.shape[1] for f in lora) for lora in (experts.gate_up_lora, experts.down_lora)]
     return (
-        max(ranks) <= MOST_RANK
-        and all(w.shape[2] % tile(B)[1] == 0 for w in weights)
+        rank(experts) <= MOST_RANK
+        and all(w.shape[2] % tile(B, rank(experts))[1] == 0 for w in weights)
         and works(weights[0].device)
     )

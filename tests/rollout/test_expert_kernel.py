@@ -1,4 +1,4 @@
-"Decoding with packed experts: which kernel does what, and its tiles of 8 rows."
+"Decoding with packed experts: which kernel does what, and its tiles."
 
 from dataclasses import replace
 
@@ -45,6 +45,9 @@ def a_layer(E=4, H=64, inner=64, rank=0, dtype=torch.bfloat16):
     )
 
 
+EXPECTED = {1: 8, 9: 8, 16: 8, 17: 16, 130: 32}  # rows of a batch -> of a tile
+
+
 def plain_product(
     x,
     weight,
@@ -60,7 +63,7 @@ def plain_product(
     limit=0.0,
 ):
     "`expert_kernel.expert_product`, a tile at a time."
-    assert work.rows == 8
+    assert work.rows == EXPECTED[len(work.slot) // 2]
     dense, out = weight.dequantize(), out.fill_(torch.nan)
     for e, a, b in work.items.T.tolist():
         if e < 0:
@@ -82,9 +85,8 @@ def plain_product(
     return out
 
 
-@pytest.mark.parametrize("B", [1, 9, 16])
-@pytest.mark.parametrize("rank", [0, 4])
-def test_tiles_of_8_rows_serve_each_pair_once(monkeypatch, B, rank):
+@pytest.mark.parametrize("B, rank", [(1, 4), (9, 0), (16, 4), (17, 0), (130, 0), (130, 4)])
+def test_tiles_serve_each_pair_once(monkeypatch, B, rank):
     "In float32, which Triton's interpreter multiplies rightly."
     monkeypatch.setattr(expert_kernel, "suits", lambda experts, B, dtype: True)
     monkeypatch.setattr(expert_kernel, "expert_product", plain_product)
@@ -119,6 +121,12 @@ def test_who_suits(monkeypatch):
     assert expert_kernel.suits(
         a_layer(rank=limit).experts, 1, torch.bfloat16
     ) and not expert_kernel.suits(a_layer(rank=limit + 1).experts, 1, torch.bfloat16)
+
+
+def test_adapters_of_a_high_rank_leave_no_registers_for_32_rows():
+    experts = a_layer(rank=24).experts
+    assert expert_kernel.rank(experts) == 24 and expert_kernel.rank(a_layer().experts) == 0
+    assert [expert_kernel.tile(256, rank) for rank in (0, 16, 24)] == [(32, 64), (32, 64), (16, 64)]
 
 
 def test_a_triton_that_cannot_compile_it_is_told_of(monkeypatch):
