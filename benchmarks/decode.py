@@ -8,6 +8,9 @@ the bytes that a step must read as the floor.
         only these
     python benchmarks/decode.py --unsloth-site DIR --vllm-site DIR
         libraries that stand in folders of their own (pip install --target DIR)
+    python benchmarks/decode.py --adapters attention
+        ours and vLLM with LoRA adapters of rank 8 on attention, or on attention and experts (all);
+        with --ours-mxfp4 --vllm in MXFP4 alone
     python benchmarks/decode.py --cpu
         a tiny model on the CPU: ours beside transformers' generate, in one process
     python benchmarks/decode.py --small --device cpu
@@ -27,7 +30,8 @@ for Unsloth, 13 GiB for vLLM) and removed. "peak" is the most that torch had all
 case, reading the prompts included; vLLM reserves a share of the card ahead, and that is what its
 rows say. The floor of a step is attention weights, head, the experts really used and the keys and
 values so far, in the library's format, over the speed of a copy within this card's memory (bytes
-read and written).
+read and written). Adapters are random and the same for all; vLLM reads them from a folder, ours
+where they stand. The floor leaves them out.
 """
 
 import argparse
@@ -114,6 +118,7 @@ SETTINGS = {  # how each library is told: one process, no network, no reports ho
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     },
 }
+RANK = 8  # of adapters
 SHORT = 8  # new tokens of the short run
 LONG_READING = 2**15  # prompt tokens of a batch from which the median of three pairs counts
 MARK = "@decode "  # a line of a child's output that is for its parent
@@ -258,6 +263,18 @@ def build(sizes, device):
     if empty:
         raise RuntimeError(f"these weights were left as they were: {', '.join(empty)}")
     model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def adapt(model, targets):
+    "The model with random adapters on these targets, the same on every call."
+    from grpo_nb.model.adapters import add_adapters, resolve_targets
+
+    model = add_adapters(model, RANK, resolve_targets(model, targets))
+    generator = torch.Generator(model.device).manual_seed(1)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:  # zeros until a first step of training
+            p.data.normal_(0, 0.02, generator=generator)
     return model.eval()
 
 
@@ -459,6 +476,8 @@ def start_ours(args, sizes, packed=False):
         if args.device == "cuda":
             torch.cuda.empty_cache()
     probe(args, sizes, model)
+    if args.adapters != "none":
+        model = adapt(model, args.adapters)
     engine = RolloutEngine(model, None)
 
     def generate(prompts, n):
@@ -533,6 +552,12 @@ def start_unsloth(args, sizes):
 def start_vllm(args, sizes):
     from vllm import LLM, SamplingParams
 
+    adapter, settings = None, {}
+    if args.adapters != "none":
+        from vllm.lora.request import LoRARequest
+
+        adapter = LoRARequest(args.adapters, 1, str(args.folder / "adapter"))
+        settings = dict(enable_lora=True, max_lora_rank=RANK, max_loras=1)
     llm = LLM(
         model=str(args.folder / "mxfp4"),
         skip_tokenizer_init=True,
@@ -543,6 +568,7 @@ def start_vllm(args, sizes):
         enable_prefix_caching=False,
         compilation_config={"cudagraph_capture_sizes": [1, 8, 64, 256]},
         seed=0,
+        **settings,
     )
     free, total = torch.cuda.mem_get_info()
 
@@ -551,7 +577,10 @@ def start_vllm(args, sizes):
             max_tokens=n, min_tokens=n, ignore_eos=True, temperature=1.0, detokenize=False
         )
         outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+            [{"prompt_token_ids": ids} for ids in prompts],
+            params,
+            use_tqdm=False,
+            lora_request=adapter,
         )
         if {len(o.outputs[0].token_ids) for o in outputs} != {n}:
             raise RuntimeError(f"{n} new tokens were asked for, and other numbers came")
@@ -643,6 +672,11 @@ def child(name, args, sizes):
             write_mxfp4(args.folder / "mxfp4", sizes, args.device)
         elif name == "write bf16":
             write_bf16(args.folder / "bf16", sizes, build(sizes, args.device))
+        elif name == "write adapter":
+            from grpo_nb.model.export import save_adapter
+
+            model = adapt(build(sizes, args.device), args.adapters)
+            save_adapter(model, args.folder / "adapter", overwrite=True)
         elif name == "probe":
             probe(args, sizes, build(sizes, args.device))
         elif name == "transformers":
@@ -762,7 +796,7 @@ class Bench:
             "--deadline",
             str(deadline),
         ]
-        command += ["--device", args.device, *flags]
+        command += ["--device", args.device, "--adapters", args.adapters, *flags]
         if args.small:
             command.append("--small")
         if self.card is None:
@@ -836,12 +870,15 @@ class Bench:
                     self.folder / kind, ignore_errors=True
                 )  # what a failed child has left
                 wrote[kind] = self.run(f"write {kind}", deadline)
-            if not kind or wrote[kind]:
-                self.run(name, deadline)
+            failed = [f"write {kind}"] if kind and not wrote[kind] else []
+            if name == "vllm" and self.args.adapters != "none" and not failed:
+                failed = [] if self.run("write adapter", deadline) else ["write adapter"]
+            if failed:
+                self.hear(name, dict(failed=f"no checkpoint: {self.failed[failed[0]]}"))
             else:
-                self.hear(name, dict(failed=f"no checkpoint: {self.failed[f'write {kind}']}"))
-            if kind:
-                shutil.rmtree(self.folder / kind, ignore_errors=True)
+                self.run(name, deadline)
+            for written in (kind, "adapter") if kind else ():
+                shutil.rmtree(self.folder / written, ignore_errors=True)
 
     def share_of_floor(self, name, row):
         """Measured speed over that of reading the step's bytes at the speed of a copy; None without
@@ -1027,6 +1064,12 @@ def main():
     )
     parser.add_argument("--vllm-site", metavar="DIR", help="the same for vLLM")
     parser.add_argument(
+        "--adapters",
+        default="none",
+        choices=["none", "attention", "all"],
+        help=f"with LoRA adapters of rank {RANK}, ours and vLLM (default: %(default)s)",
+    )
+    parser.add_argument(
         "--minutes",
         type=float,
         default=8.5,
@@ -1056,7 +1099,13 @@ def main():
         raise SystemExit(
             "no CUDA device is here: use --cpu, or --small --device cpu to try the script"
         )
-    chosen = [name for name in SECONDS if getattr(args, name)] or list(SECONDS)
+    able = list(SECONDS) if args.adapters == "none" else ["ours", "ours_mxfp4", "vllm"]
+    chosen = [name for name in SECONDS if getattr(args, name)] or able
+    if unable := set(chosen) - set(able):
+        raise SystemExit(
+            f"{' and '.join(sorted(unable))} cannot be measured with --adapters {args.adapters}: "
+            "ours and vLLM can; leave the option out for all libraries"
+        )
     bench = Bench(args, sizes)
     try:
         bench.work(chosen)
@@ -1064,6 +1113,9 @@ def main():
             f"\n{bench.card}; a copy moves {(bench.copy or 0) / 1e12:.2f} TB/s; "
             + ", ".join(f"{k} {v}" for k, v in bench.versions.items())
         )
+        if args.adapters != "none":
+            targets = "attention and experts" if args.adapters == "all" else args.adapters
+            print(f"adapters of rank {RANK} on {targets}")
         for name, note in bench.notes.items():
             if note:
                 print(f"{name} {note}")

@@ -4,6 +4,9 @@ microseconds, and how fast the weights were read.
     python benchmarks/decode_kernels.py            1, 8 and 64 rows on a GPU (about 20 s, 13 GiB)
     python benchmarks/decode_kernels.py --packed   experts in 4 bits alone, 1 to 256 rows: the
                                                    kernel in Triton and the one in Gluon
+    python benchmarks/decode_kernels.py --tiles    the one in Gluon with tiles of 16, 32 and 64
+                                                   rows, 64 to 512 rows in all (under a minute);
+                                                   `expert_kernel.tile` holds the choice
 
 Each kernel is recorded in a CUDA graph over several layers' weights, so that the chip's cache does
 not help. Beside it, in the same run: what a copy of 4 GiB reaches, and torch's own product (cuBLAS)
@@ -11,6 +14,7 @@ where there is one.
 """
 
 import argparse
+from functools import partial
 from statistics import median
 
 import torch
@@ -131,12 +135,49 @@ def packed_experts():
             )
 
 
+def tiles(batches=(64, 128, 256, 512), sizes=(16, 32, 64)):
+    """A line for each batch and matrix: microseconds by rows of a tile, and of the Triton kernel.
+    All tiles must give the same numbers, bit for bit."""
+    from grpo_nb.rollout import expert_kernel as gluon
+
+    matrices = dict(gate_up=list(packed(H, 2 * INNER)), down=list(packed(INNER, H)))
+    print("| rows | matrix | in use | " + " | ".join(f"{n} rows, us" for n in sizes), end=" | ")
+    print("in Triton, us |\n" + "|---" * (len(sizes) + 4) + "|")
+    for rows in batches:
+        logits = [torch.randn(rows, E, device="cuda") for _ in matrices["down"]]
+        works = {
+            size: [decode_kernels.schedule(z, 4, torch.bfloat16, size) for z in logits]
+            for size in (*sizes, None)
+        }
+        for name, weights in matrices.items():
+            gated = name == "gate_up"
+            x, bias = draw(rows if gated else 4 * rows, H, std=1.0), draw(E, weights[0].shape[2])
+            options = dict(bias=bias)
+            if gated:
+                options |= dict(gather=True, gated=True, alpha=1.702, limit=7.0)
+            times, first = [], None
+            for size, work in works.items():
+                out = x.new_empty(4 * rows, INNER, dtype=x.dtype if gated else torch.float32)
+                by = gluon.expert_product
+                if size is None:
+                    by = partial(decode_kernels.expert_product, BN=64, BK=64, stages=4)
+                calls = [partial(by, x, w, q, out, **options) for w, q in zip(weights, work)]
+                times.append(microseconds(calls))
+                first = out if first is None else first
+                if size and not torch.equal(out, first):
+                    raise RuntimeError(f"tiles of {size} rows give other numbers than {sizes[0]}")
+            used = gluon.tile(rows)[0] if rows <= gluon.MOST_ROWS else "in Triton"
+            print(f"| {rows} | {name} | {used} | ", end="")
+            print(" | ".join(f"{t:.1f}" for t in times) + " |", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--packed", action="store_true", help="experts in 4 bits alone")
-    only_packed = parser.parse_args().packed
+    parser.add_argument("--tiles", action="store_true", help="rows of a tile, experts in 4 bits")
+    args = parser.parse_args()
     torch.manual_seed(0)
     big = torch.randint(256, (2**32,), device="cuda", dtype=torch.uint8)
     copy = 2 * len(big) / microseconds([big.clone]) / 1e6
@@ -145,8 +186,8 @@ def main():
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16; a copy moves "
         f"{copy:.2f} TB/s, read and written\n"
     )
-    if only_packed:
-        return packed_experts()
+    if args.packed or args.tiles:
+        return packed_experts() if args.packed else tiles()
     weights, head = list(layers()), draw(V, H)
     print(
         "| rows | kernel | MB of weights | us | TB/s | torch's product, us |\n"

@@ -10,7 +10,9 @@ with experts, which are other code there."""
 import inspect
 import pkgutil
 import re
+import subprocess
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -272,13 +274,23 @@ def launches(capability, every):
         for B in (1, 8, 32, 100) if every else (100,):  # with 100 rows, products are cuBLAS's
             dense_step(s, B, torch.float32 if old and B == 32 else s.half)
         if not old:  # a tensor without memory cannot say that it is on a card
-            with mock.patch.object(expert_kernel, "works", lambda device: True):
-                for B, rank in ((8, 0), (32, 8)):
+            with mock.patch.multiple(expert_kernel, works=lambda device: True, SHARE_FROM=129):
+                for B, rank in ((8, 0), (32, 8), (256, 16)):
                     gpt_oss_step(s, B, rank=rank)
     return recorder.seen.values()
 
 
 # Compiling
+
+
+def spilled(cubin):
+    "Bytes a thread that do not fit into its registers."
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    return int(re.search(r"STACK:(\d+)", told)[1])
 
 
 def compiled(kernel, types, constants, aligned, options, capability):
@@ -291,6 +303,7 @@ def compiled(kernel, types, constants, aligned, options, capability):
     if kernel.is_gluon():  # warps do not wait for one another before the sum is done
         loop = body[: body.rindex("mma.sync")]
         assert not re.search(r"(ld|st)\.shared|bar\.sync", loop), "shared memory in the loop"
+        assert not spilled(done.asm["cubin"]), "registers spilled to memory"
     if capability < 80:
         for name in ("ttir", "ptx"):
             assert "bf16" not in done.asm[name], f"bfloat16 in the {name}"

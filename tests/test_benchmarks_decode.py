@@ -3,6 +3,7 @@ processes."""
 
 import argparse
 import importlib.util
+import inspect
 import json
 import sys
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssForCausalLM, Mxfp4Config
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/decode.py"
@@ -37,6 +40,7 @@ def bench(decode, tmp_path):
         minutes=1,
         small=True,
         device="cpu",
+        adapters="none",
         logs=tmp_path / "logs",
         unsloth_site=None,
         vllm_site=None,
@@ -254,6 +258,66 @@ def test_checkpoints_are_written_in_time_and_removed(bench, monkeypatch):
         and bench.failed["vllm"] == "no checkpoint: no space"
     )
     assert [p.name for p in bench.folder.iterdir() if p.name != "logs"] == []
+    steps.clear()
+    bench.args.adapters, failing = "all", []
+    bench.work(["vllm"])
+    assert steps == [
+        ("probe",),
+        ("write mxfp4",),
+        ("write adapter", "mxfp4"),
+        ("vllm", "adapter", "mxfp4"),
+    ]
+    steps.clear()
+    failing = ["write adapter"]
+    bench.work(["vllm"])
+    assert bench.failed["vllm"] == "no checkpoint: no space" and steps[-1][0] == "write adapter"
+
+
+@pytest.mark.parametrize("targets", ["attention", "all"])
+def test_vllm_reads_the_adapters_that_ours_decodes_with(decode, tmp_path, monkeypatch, targets):
+    "vLLM's part by a stand-in, which keeps what it is given."
+    args = argparse.Namespace(folder=tmp_path, adapters=targets, device="cpu", probe=False)
+    decode.child("write adapter", args, decode.SMALL)
+    written = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["r"] == decode.RANK
+    assert any("experts" in name for name in written) == (targets == "all")
+    assert all(tensor.any() for tensor in written.values())
+
+    started = decode.start_ours(args, decode.SMALL, packed=True)
+    engine = inspect.getclosurevars(started.generate).nonlocals["engine"]
+    held = get_peft_model_state_dict(engine.model)
+    assert held.keys() == written.keys() and engine.way.startswith("directly")
+    assert all(torch.equal(held[name], written[name]) for name in written)
+
+    given = {}
+
+    class LLM:
+        def __init__(self, **settings):
+            given.update(settings)
+
+        def generate(self, prompts, params, lora_request, use_tqdm):
+            given["adapter"] = lora_request
+            tokens = argparse.Namespace(token_ids=[5] * params["max_tokens"])
+            return [argparse.Namespace(outputs=[tokens]) for _ in prompts]
+
+    for name, module in {
+        "vllm": dict(LLM=LLM, SamplingParams=dict),
+        "vllm.lora": {},
+        "vllm.lora.request": dict(LoRARequest=lambda *values: values),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, argparse.Namespace(**module))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**30))
+    monkeypatch.setattr(decode.importlib.metadata, "version", lambda name: "0")
+    decode.start_vllm(args, decode.SMALL).generate([[1, 2]], 3)
+    assert given["enable_lora"] and given["max_lora_rank"] == decode.RANK
+    assert given["adapter"][1:] == (1, str(tmp_path / "adapter"))
+
+
+def test_who_has_no_adapters_is_named(decode, monkeypatch):
+    words = "decode.py --small --device cpu --adapters all --ours --unsloth"
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit, match="unsloth cannot be measured with --adapters all"):
+        decode.main()
 
 
 def test_transformers_in_this_process(decode, capsys):

@@ -992,7 +992,8 @@ def moe(
     (B, H), w = x.shape, layer.experts
     normed, logits = _route(x, layer, eps, dtype)
     quick = expert_kernel is not None and expert_kernel.suits(w, B, dtype)
-    work = schedule(logits, top, dtype, expert_kernel.tile(B)[0] if quick else None)
+    rows = expert_kernel.tile(B, expert_kernel.rank(w))[0] if quick else None
+    work = schedule(logits, top, dtype, rows)
     first, second = (
         [expert_kernel.expert_product] * 2
         if quick

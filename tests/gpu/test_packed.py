@@ -103,7 +103,7 @@ def a_product(B, K, N, E, rank=0, gated=True, scales=(118, 123), top=4):
         torch.bfloat16,
     )
     work = decode_kernels.schedule(
-        draw(B, E, dtype=torch.float32), top, torch.bfloat16, expert_kernel.tile(B)[0]
+        draw(B, E, dtype=torch.float32), top, torch.bfloat16, expert_kernel.tile(B, rank)[0]
     )
     x, bias = draw(B if gated else B * top, K), draw(E, N)
     lora = (
@@ -172,6 +172,18 @@ def test_the_kernel_in_gluon(B, K, N, E, rank, scales, gated):
     assert expert_kernel.works(torch.device("cuda", 0))
     arguments, options, expected = a_product(B, K, N, E, rank, gated, scales)
     assert error(expert_kernel.expert_product(*arguments, **options), expected) < 0.006
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_no_tile_changes_a_number(rank, gated, monkeypatch):
+    found = {}
+    for rows in (16, 32, 64):
+        monkeypatch.setattr(expert_kernel, "tile", lambda B, rank: (rows, None))
+        arguments, options, expected = a_product(200, 2880, 2880, 32, rank, gated)
+        found[rows] = expert_kernel.expert_product(*arguments, **options)
+    assert error(found[16], expected) < 0.006
+    assert torch.equal(found[16], found[32]) and torch.equal(found[16], found[64])
 
 
 @pytest.mark.parametrize("B", [8, 40])
