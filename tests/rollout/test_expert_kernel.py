@@ -89,6 +89,7 @@ def plain_product(
 @pytest.mark.parametrize("B, rank", [(1, 4), (9, 0), (16, 4), (17, 0), (130, 0), (130, 4)])
 def test_tiles_serve_each_pair_once(monkeypatch, B, rank):
     "In float32, which Triton's interpreter multiplies rightly."
+    monkeypatch.setattr(expert_kernel, "SHARE_FROM", 129)
     monkeypatch.setattr(expert_kernel, "suits", lambda experts, B, dtype: True)
     monkeypatch.setattr(expert_kernel, "expert_product", plain_product)
     layer, x, gamma = a_layer(rank=rank, dtype=torch.float32), torch.randn(B, 64), torch.rand(64)
