@@ -157,6 +157,11 @@ class MicroBatchFitter:
         self.count = 1  # of the last batch's pieces in the process that had the most
         self.recorded = None  # the policy's layers, where short ones are recorded
 
+    def record(self) -> None:
+        "Record short layers of the policy, until `end`."
+        sizes = limits.RECORDED_TOKENS, limits.RECORDED_MULTIPLE
+        self.recorded = record_layers(self.model, *sizes)
+
     def begin(self) -> None:
         "Set `slice_tokens` of the config, if it is given, whatever the model was set to before."
         if self.config.slice_tokens is not None:
@@ -345,8 +350,7 @@ class PolicyUpdate:
         if self.store is not None:
             offload_layers(self.model, store=self.store)
         elif self.may_record():
-            sizes = limits.RECORDED_TOKENS, limits.RECORDED_MULTIPLE
-            self.fitter.recorded = record_layers(self.model, *sizes)
+            self.fitter.record()
         self.fitter.begin()
 
     def may_record(self) -> bool:

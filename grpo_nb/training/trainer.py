@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'SOURCE', 'EVALUATOR', 'CHECKPOINTER', 'DEFINE_INSTEAD',
            'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch', 'check_arguments', 'check_config',
-           'check_tools', 'check_drawn_one_way', 'check_one_vllm', 'rows_for_environments', 'check_evaluation',
+           'check_tools', 'check_drawn_one_way', 'say', 'check_one_vllm', 'rows_for_environments', 'check_evaluation',
            'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement', 'load_tokenizer',
            'tokenizer_of', 'GRPOTrainer']
 
@@ -191,6 +191,16 @@ def check_drawn_one_way(
             "rollout_func draws whole completions, so tools and environment_factory would never "
             "be asked: leave rollout_func out, or call the tools in it"
         )
+
+
+def say(
+    sentence: str,
+) -> None:
+    "Print a line above progress bars, whatever other threads do to theirs meanwhile."
+    try:
+        tqdm.write(sentence)
+    except RuntimeError:  # tqdm's list of bars changed while it was read
+        print(sentence)
 
 
 def check_one_vllm(
@@ -416,7 +426,7 @@ class CtrlC:
     def pressed(self, *_) -> None:
         "The handler of Ctrl-C: raise now, or note it for the end of the update."
         if self.leaving:
-            tqdm.write("a checkpoint is being written, and then the run ends")
+            say("a checkpoint is being written, and then the run ends")
             return
         if not self.moving or self.asked:
             raise KeyboardInterrupt
@@ -1214,7 +1224,7 @@ class GRPOTrainer:
         self.recorder.begin()
         self.policy_update.read_rate()
         if self.log.show:
-            tqdm.write(self.description())
+            say(self.description())
         self.checkpointer.mark()
 
     def begin_parts(self) -> None:
@@ -1237,7 +1247,7 @@ class GRPOTrainer:
         own = "".join(json.dumps(record) + "\n" for record in kept)
         if path and (checkpoints(folder) or path.exists() and path.read_bytes() != own.encode()):
             if aside := set_aside(folder):
-                tqdm.write(f"the checkpoints and the log of an earlier run are now in {aside}")
+                say(f"the checkpoints and the log of an earlier run are now in {aside}")
         if kept or self.log.history:
             self.log.rewrite(kept)
 
@@ -1246,9 +1256,9 @@ class GRPOTrainer:
         said = self.checkpointer.restore(saved)
         self.hint_writer.replay(of_updates(self.log.history))
         if self.accelerator.is_main_process:
-            tqdm.write(said)
+            say(said)
         if self.finished():
-            tqdm.write(
+            say(
                 f"{saved.folder} is of step {self.state.global_step} and max_steps is "
                 f"{self.state.max_steps}: nothing is left to do"
             )
@@ -1296,7 +1306,7 @@ class GRPOTrainer:
                 if not self.preemption.asked:
                     raise
                 if not isinstance(error, KeyboardInterrupt):
-                    tqdm.write(f"after SIGTERM came {type(error).__name__}: {error}")
+                    say(f"after SIGTERM came {type(error).__name__}: {error}")
                 raise Preempted from error
             finally:
                 self.preemption.leave()
@@ -1327,7 +1337,7 @@ class GRPOTrainer:
         step = None if part is None else step
         parts = self.agreement.meet(step, part)
         if parts is None:
-            tqdm.write(
+            say(
                 "SIGTERM, and another process is gone or at another step: unless it still writes a "
                 "checkpoint, the last periodic checkpoint is the one to resume from"
             )
@@ -1342,18 +1352,16 @@ class GRPOTrainer:
         parts: list[dict] | None = None,  # of all processes; None: there is one
     ) -> None:
         "Write the checkpoint; a failure here is printed, so the error stays visible."
-        tqdm.write(f"stopped at step {step}, and writing a checkpoint")
+        say(f"stopped at step {step}, and writing a checkpoint")
         try:
             folder = self.checkpointer.save(*([parts] if parts else []))
         except Exception as error:
-            tqdm.write(f"no checkpoint of step {step} could be written: {error}")
+            say(f"no checkpoint of step {step} could be written: {error}")
             return
         if self.config.save_only_model:
-            tqdm.write(
-                f"the model is in {folder}; save_only_model=True keeps nothing to go on from"
-            )
+            say(f"the model is in {folder}; save_only_model=True keeps nothing to go on from")
         else:
-            tqdm.write(f"train(resume_from_checkpoint=True) goes on from {folder}")
+            say(f"train(resume_from_checkpoint=True) goes on from {folder}")
 
     def end(self) -> TrainOutput:
         "Finish a run: load the best model if the config says so, call `on_train_end`."
@@ -1483,7 +1491,7 @@ class GRPOTrainer:
     ) -> None:
         "Print the numbers of a run or an evaluation, one a line, in the main process."
         if self.is_world_process_zero():
-            tqdm.write(metrics_text(split, metrics))
+            say(metrics_text(split, metrics))
 
     def save_metrics(
         self,

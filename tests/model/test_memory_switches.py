@@ -481,6 +481,13 @@ def second_pass_of(model, offload, count):
     )
 
 
+class Never(type(experts_grouped.SKIP_LAST_PRODUCT)):
+    "A switch that stays off."
+
+    def __bool__(self):
+        return False
+
+
 @pytest.mark.parametrize(
     "offload", [None, 32, 64], ids=["on the device", "on the host, attention too", "on the host"]
 )
@@ -511,7 +518,7 @@ def test_the_recomputation_skips_the_experts_last_product(
         route_adapters(model, "routed_lean")
         slice_layers(model, tokens)
         if everything:
-            monkeypatch.setattr(experts_grouped._SkipLastProduct, "__bool__", lambda self: False)
+            monkeypatch.setattr(experts_grouped, "SKIP_LAST_PRODUCT", Never())
         if not offload:
             checkpoint_layers(model, {"use_reentrant": False})
         results.append(
