@@ -5,7 +5,7 @@ microseconds, and how fast the weights were read.
     python benchmarks/decode_kernels.py --packed   experts in 4 bits alone, 1 to 256 rows: the
                                                    kernel in Triton and the one in Gluon
     python benchmarks/decode_kernels.py --tiles    the one in Gluon with tiles of 16, 32 and 64
-                                                   rows, 64 to 512 rows in all (under a minute);
+                                                   rows, 64 to 512 rows in all;
                                                    `expert_kernel.tile` holds the choice
 
 Each kernel is recorded in a CUDA graph over several layers' weights, so that the chip's cache does

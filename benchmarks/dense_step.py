@@ -2,7 +2,7 @@
 LoRA r=8 on attention): 8 prompts x 8 completions x 1,024 tokens drawn, rewarded and trained.
 
     python benchmarks/dense_step.py
-        ours with its own engine: about a minute on an H200
+        ours with its own engine
     python benchmarks/dense_step.py --only own trl --trl-site DIR --vllm-site DIR
         beside TRL with vLLM in its process, each library in a folder of its own (pip install
         --target DIR); writes the checkpoint that vLLM reads first (8 GiB)

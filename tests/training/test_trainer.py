@@ -35,6 +35,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.rollout import sampling
+from grpo_nb.training import trainer as trainer_module
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.rewards import RewardError
 
@@ -1662,3 +1663,14 @@ def test_a_second_run_is_a_run_of_its_own_and_the_optimizer_goes_on(tmp_path):
     kept = [json.loads(line) for line in (aside / "log.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in kept] == [r["loss"] for r in first]
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_bars_of_other_threads_do_not_stop_a_sentence(monkeypatch, capsys):
+    "tqdm reads a list of all bars while it writes, and a thread that uploads may change it."
+
+    def changed(sentence):
+        raise RuntimeError("Set changed size during iteration")
+
+    monkeypatch.setattr(trainer_module.tqdm, "write", changed)
+    trainer_module.say("a checkpoint is being written")
+    assert capsys.readouterr().out == "a checkpoint is being written\n"
