@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['WAITS', 'MOST_SHAPES', 'MOST_PADDING', 'SEEN_SHAPES', 'SPARE_BYTES', 'RecordedCalls', 'CannotRecord', 'signature',
            'static_copy', 'refill', 'Room', 'spread_room', 'padded', 'layer_state', 'check_layer', 'Graphs',
-           'quiet_collector', 'InputShape', 'RecordedLayer', 'PlayedLayer', 'RecordedLayers', 'record_layers']
+           'quiet_collector', 'InputShape', 'fresh_leaves', 'RecordedLayer', 'PlayedLayer', 'RecordedLayers',
+           'record_layers']
 
 # %% ../../nbs/model/26_recorded_layers.ipynb #c5557bf2
 import dataclasses
 import functools
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -269,7 +270,10 @@ class Graphs:
             try:
                 graph = self.capture(work)
             except BaseException:
-                with suppress(Exception):  # torch forgets a failed recording at the next one
+                # torch never ends a failed recording's claim to its pool, and forgets the rest at
+                # the next recording
+                self.pool = torch.cuda.graph_pool_handle()
+                with suppress(Exception):
                     self.capture(lambda: torch.zeros(1, device="cuda"))
                 raise
             self.bytes += torch.cuda.memory_reserved() - before
@@ -345,19 +349,41 @@ class InputShape:
         return result
 
 # %% ../../nbs/model/26_recorded_layers.ipynb #18a814bc
+@contextmanager
+def fresh_leaves(
+    layer: nn.Module,
+) -> Iterator[list[nn.Parameter]]:  # in the order of `layer.parameters()`
+    """Inside `with`, what is trained in a layer is other parameters in the same memory. Autograd
+    waits for the stream on which a parameter was first used, and a recording must not wait."""
+    places = [
+        (m, name, p)
+        for m in layer.modules()
+        for name, p in m._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+    fresh = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
+    for m, name, p in places:
+        m._parameters[name] = fresh[id(p)]
+    try:
+        yield list(fresh.values())
+    finally:
+        for m, name, p in places:
+            m._parameters[name] = p
+
+
 class RecordedLayer:
     "A layer's two passes for one shape: forward, and forward again with backward."
 
     def __init__(self, shape: InputShape, state: list, keys: tuple):
         self.shape, self.state, self.keys = shape, state, keys
-        self.tried, self.graphs = False, ()
+        self.tried, self.graphs, self.trained = False, (), []
 
     def record(
         self,
         run: Callable,  # the layer, of its input and what else it is given
         given: dict[str, Any],
         x: torch.Tensor,  # (B, tokens, H)
-        trained: list[nn.Parameter],
+        leaves: list[nn.Parameter],  # what is trained, from `fresh_leaves`
         contexts: Callable,  # of the first and the second forward pass
         record: Callable,  # of a function without arguments -> with `.replay()`
     ) -> None:
@@ -365,7 +391,7 @@ class RecordedLayer:
         shape, device = self.shape, x.device.type
         self.x, static = shape.tensor("x", x).copy_(x.detach()), shape.fill(given, self.keys)
         leaf = self.x.detach().requires_grad_(x.requires_grad)
-        self.trained, wanted = trained, [leaf, *trained] if x.requires_grad else trained
+        wanted = [leaf, *leaves] if x.requires_grad else leaves
         mixed = dict(
             dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
         )
@@ -552,12 +578,12 @@ class RecordedLayers:
             recorded.tried = True
             check_layer(layer)
             run = functools.partial(function.func, *function.args)
-            trained = [p for p in layer.parameters() if p.requires_grad]
+            recorded.trained = [p for p in layer.parameters() if p.requires_grad]
             if self.record is None:
                 self.record = Graphs(x.device)
             wide = room.put(x.detach()).requires_grad_(x.requires_grad)
-            with quiet_collector():
-                recorded.record(run, given, wide, trained, self.contexts, self.record)
+            with quiet_collector(), fresh_leaves(layer) as leaves:
+                recorded.record(run, given, wide, leaves, self.contexts, self.record)
         return (recorded, given, room) if recorded.graphs else None
 
     def has_room(self, shape: InputShape, device: torch.device) -> bool:

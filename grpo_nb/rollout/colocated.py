@@ -127,6 +127,7 @@ def vllm_command(
     max_loras: int = 2,
     memory_share: float = 0.3,  # of the GPU
     max_length: int | None = None,  # of prompt and completion; None: the model's own
+    rows: int | None = None,  # drawn at once; None: vLLM's own number, and a start of minutes
     gpus: int = 1,
     model_impl: str = "vllm",
     dtype: str = "auto",
@@ -146,6 +147,8 @@ def vllm_command(
         flags |= {"--max-lora-rank": rank_flag(rank), "--max-loras": max_loras}
     if max_length:
         flags["--max-model-len"] = max_length
+    if rows:
+        flags["--max-num-seqs"] = rows  # vLLM records a graph for every eighth number up to it
     words = [str(word) for pair in flags.items() for word in pair]
     switches = ["--enable-lora"] * (rank is not None) + ["--enable-sleep-mode"] * sleeps
     start = [python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]

@@ -965,6 +965,7 @@ class GRPOTrainer:
             max_loras=max_loras,
             memory_share=config.vllm_gpu_memory_utilization,
             max_length=config.vllm_max_model_length,
+            rows=max(64, self.layout.generation_batch_size * (1 + config.max_staleness)),
             gpus=config.vllm_tensor_parallel_size,
             model_impl=config.vllm_model_impl,
             dtype=str(self.served_dtype()).removeprefix("torch."),

@@ -17,7 +17,12 @@ from grpo_nb.model.fused_layers import fuse_layers
 from grpo_nb.model.loading import load_model
 from grpo_nb.model.masks import Mask
 from grpo_nb.model.packed import experts_of
-from grpo_nb.model.recorded_layers import RecordedCalls, quiet_collector, record_layers
+from grpo_nb.model.recorded_layers import (
+    RecordedCalls,
+    fresh_leaves,
+    quiet_collector,
+    record_layers,
+)
 from grpo_nb.model.shared_prefix import share
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
 from grpo_nb.training.policy_model import checkpoint_layers
@@ -159,6 +164,40 @@ def test_rows_are_padded_to_a_common_length(name, rows, monkeypatch):
         assert max(graph.replays for graph in recordings(switch)) > 1
     for a, b in zip(expected, found):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+def test_a_recording_meets_parameters_that_nothing_has_used():
+    # autograd waits for the stream of a parameter's first use, which an older graph keeps alive
+    model = trainable(gpt_oss())
+    batch, originals, met = batch_of(0, 1), set(), []
+    completion_logps(model, batch)[0].sum()
+    layers = [m for m in model.modules() if type(m).__name__ == "GptOssDecoderLayer"]
+    originals = {id(p) for layer in layers for p in layer.parameters() if p.requires_grad}
+
+    def record(work):
+        now = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+        met.append(len(now) - sum(id(p) in originals for p in now))
+        return RecordedCalls(work)
+
+    with record_layers(model, record=record):
+        training(model, [batch] * 2)
+    assert met == [len(originals) // len(layers)] * 4  # a layer at a time, forward and backward
+    now = {id(p) for layer in layers for p in layer.parameters() if p.requires_grad}
+    assert now == originals
+
+
+def test_fresh_leaves_are_the_same_memory():
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    layer[1].weight = layer[0].weight  # shared
+    layer[0].bias.requires_grad_(False)
+    before = dict(layer.named_parameters())
+    with fresh_leaves(layer) as leaves:
+        assert len(leaves) == 2 and leaves[0] is layer[0].weight is layer[1].weight
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        assert all(a is b for a, b in zip(leaves, trained, strict=True))
+        assert leaves[0].data_ptr() == before["0.weight"].data_ptr()
+        assert leaves[0] is not before["0.weight"] and layer[0].bias is before["0.bias"]
+    assert all(p is before[name] for name, p in layer.named_parameters())
 
 
 def test_lengths_alternate_and_backward_comes_late():

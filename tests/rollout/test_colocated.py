@@ -173,6 +173,24 @@ def test_a_run_starts_its_server_lets_it_sleep_and_ends_it(tmp_path, monkeypatch
     assert not list((tmp_path / ".vllm_adapters").iterdir())
 
 
+def test_a_run_asks_vllm_for_as_many_rows_as_it_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "check_vllm", lambda python: None)
+    commands = []
+    monkeypatch.setattr(
+        trainer_module, "ColocatedVLLM", lambda command, **others: commands.append(command(7))
+    )
+    model, tokenizer = tiny_gpt_oss()
+    model.config._name_or_path = str(tmp_path)
+    model = add_adapters(model, 2, resolve_targets(model, ["k_proj"]))
+    for batch, rows in ((2, 64), (96, 96)):
+        config = small_config(
+            tmp_path, use_vllm=True, num_generations=2, per_device_train_batch_size=batch
+        )
+        GRPOTrainer(model, digits, config, ROWS, processing_class=tokenizer)
+        flag = commands[-1].index("--max-num-seqs")
+        assert commands[-1][flag + 1] == str(rows)
+
+
 def test_a_base_in_nf4_is_not_what_vllm_loads(tmp_path, monkeypatch):
     model, tokenizer = tiny_gpt_oss()
     assert doubt_of_weights(model) is None
