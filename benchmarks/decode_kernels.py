@@ -166,7 +166,8 @@ def tiles(batches=(64, 128, 256, 512), sizes=(16, 32, 64)):
                 first = out if first is None else first
                 if size and not torch.equal(out, first):
                     raise RuntimeError(f"tiles of {size} rows give other numbers than {sizes[0]}")
-            used = gluon.tile(rows)[0] if rows <= gluon.MOST_ROWS else "in Triton"
+            used = gluon.tile(rows)[0]
+            used = used if rows <= gluon.MOST_ROWS[used] else "in Triton"
             print(f"| {rows} | {name} | {used} | ", end="")
             print(" | ".join(f"{t:.1f}" for t in times) + " |", flush=True)
 

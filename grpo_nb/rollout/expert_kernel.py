@@ -30,9 +30,9 @@ except (ImportError, AttributeError) as error:
 # %% ../../nbs/rollout/09_expert_kernel.ipynb #3afc7a0b
 WARPS = 4  # that share the sum over K
 COLUMNS = {8: 32, 16: 64, 32: 64, 64: 32}  # of a tile that has so many rows: what registers hold
-# rows of a batch from which tiles hold 32 rows; None: never, as no card has timed it yet
-SHARE_FROM = None
-MOST_ROWS = 256  # of a batch: with more, the kernel of `decode_kernels`
+SHARE_FROM = 128  # rows of a batch from which tiles hold 32 rows
+# rows of a batch, by rows of its tiles: with more, the kernel of `decode_kernels`
+MOST_ROWS = {8: 16, 16: 256, 32: 512}
 MOST_RANK = 32  # of the adapters of a matrix: their loop is unrolled
 
 
@@ -41,8 +41,7 @@ def tile(
     rank: int = 0,  # of the adapters; above 16 they would not leave registers for 32 rows
 ) -> tuple[int, int]:  # pairs of a tile, and columns of the matrix
     "The tile of a product: few rows waste less, many share what is unpacked."
-    shares = SHARE_FROM is not None and B >= SHARE_FROM and rank <= 16
-    rows = 8 if B <= 16 else 32 if shares else 16
+    rows = 8 if B <= 16 else 32 if B >= SHARE_FROM and rank <= 16 else 16
     return rows, COLUMNS[rows]
 
 # %% ../../nbs/rollout/09_expert_kernel.ipynb #400f7bbf
@@ -450,7 +449,7 @@ def suits(
     weights = (experts.gate_up, experts.down)
     if (
         dtype != torch.bfloat16
-        or B > MOST_ROWS
+        or B > MOST_ROWS[tile(B, rank(experts))[0]]
         or not all(isinstance(w, PackedWeight) for w in weights)
     ):
         return False

@@ -207,8 +207,8 @@ def test_scales_from_tiny_to_huge(B):
 def test_who_decodes_what():
     experts = packed_layer(E=8, H=512, inner=512)
     assert expert_kernel.suits(
-        experts, expert_kernel.MOST_ROWS, torch.bfloat16
-    ) and not expert_kernel.suits(experts, expert_kernel.MOST_ROWS + 1, torch.bfloat16)
+        experts, expert_kernel.MOST_ROWS[32], torch.bfloat16
+    ) and not expert_kernel.suits(experts, expert_kernel.MOST_ROWS[32] + 1, torch.bfloat16)
     assert not expert_kernel.suits(experts, 1, torch.float16)
 
 

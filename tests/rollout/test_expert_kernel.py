@@ -89,7 +89,6 @@ def plain_product(
 @pytest.mark.parametrize("B, rank", [(1, 4), (9, 0), (16, 4), (17, 0), (130, 0), (130, 4)])
 def test_tiles_serve_each_pair_once(monkeypatch, B, rank):
     "In float32, which Triton's interpreter multiplies rightly."
-    monkeypatch.setattr(expert_kernel, "SHARE_FROM", 129)
     monkeypatch.setattr(expert_kernel, "suits", lambda experts, B, dtype: True)
     monkeypatch.setattr(expert_kernel, "expert_product", plain_product)
     layer, x, gamma = a_layer(rank=rank, dtype=torch.float32), torch.randn(B, 64), torch.rand(64)
@@ -202,11 +201,14 @@ def test_who_suits(monkeypatch):
     experts = a_layer().experts
     assert not expert_kernel.suits(experts, 1, torch.bfloat16)  # no GPU
     monkeypatch.setattr(expert_kernel, "works", lambda device: True)
-    most = expert_kernel.MOST_ROWS
+    most = expert_kernel.MOST_ROWS[32]
     assert expert_kernel.suits(experts, 1, torch.bfloat16) and expert_kernel.suits(
         experts, most, torch.bfloat16
     )
     assert not expert_kernel.suits(experts, most + 1, torch.bfloat16)
+    wide, most = a_layer(rank=24).experts, expert_kernel.MOST_ROWS[16]
+    assert expert_kernel.suits(wide, most, torch.bfloat16)
+    assert not expert_kernel.suits(wide, most + 1, torch.bfloat16)
     assert not expert_kernel.suits(experts, 1, torch.float16) and not expert_kernel.suits(
         experts, 1, torch.float32
     )
@@ -223,10 +225,8 @@ def test_who_suits(monkeypatch):
     ) and not expert_kernel.suits(a_layer(rank=limit + 1).experts, 1, torch.bfloat16)
 
 
-def test_adapters_of_a_high_rank_leave_no_registers_for_32_rows(monkeypatch):
-    assert expert_kernel.tile(256) == (16, 64)
-    monkeypatch.setattr(expert_kernel, "SHARE_FROM", 129)
-    assert expert_kernel.tile(128) == (16, 64)
+def test_adapters_of_a_high_rank_leave_no_registers_for_32_rows():
+    assert expert_kernel.tile(127) == (16, 64) and expert_kernel.tile(128) == (32, 64)
     experts = a_layer(rank=24).experts
     assert expert_kernel.rank(experts) == 24 and expert_kernel.rank(a_layer().experts) == 0
     assert [expert_kernel.tile(256, rank) for rank in (0, 16, 24)] == [(32, 64), (32, 64), (16, 64)]
