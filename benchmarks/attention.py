@@ -86,6 +86,7 @@ def transformers_eager(L, window, pad_lens, heads, device, dtype):
 
 
 CONTENDERS = {
+    "ours, triton": ours("triton"),
     "ours, flex": ours("flex"),
     "ours, sdpa": ours("sdpa"),
     "ours, flash": ours("flash"),

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 import grpo_nb
 from grpo_nb.algorithm import softmax_kernel
-from grpo_nb.model import offload, training_kernels
+from grpo_nb.model import attention_kernel, offload, training_kernels
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
 from grpo_nb.rollout import decode_kernels, dense_kernels, expert_kernel, filter_kernels
@@ -75,10 +75,12 @@ def missing(launched, capability):
         if kernel not in reached:
             reached.add(kernel)
             left += called_by(kernel)
+    newer = vars(attention_kernel).values()  # kernels that an old card does not use
     return [
         name
         for name, kernel in kernels().items()
-        if kernel not in reached and (capability >= 80 or not kernel.is_gluon())
+        if kernel not in reached
+        and (capability >= 80 or not (kernel.is_gluon() or kernel in newer))
     ]
 
 
@@ -260,6 +262,15 @@ def training(s, T=2048, E=32, H=2880):
     offload._gather(s.t(201_088, H), s.longs(T), s.half)
 
 
+def attention(s, heads=(64, 8), D=64, L=2048):
+    "Both passes of a layer of gpt-oss-20b, and of one with other heads, padded, offset as data."
+    (Hq, Hk), numbers = heads, (attention_kernel.NO_WINDOW, D**-0.5)
+    q, k, v = (s.t(2, L, n, D).transpose(1, 2) for n in (Hq, Hk, Hk))
+    for sinks, pads, offset in ((s.t(Hq), None, 0), (None, s.longs(2), s.longs(1)[0])):
+        out, lse = attention_kernel.forward(q, k, v, sinks, pads, offset, *numbers)
+        attention_kernel.backward(out, q, k, v, pads, out, lse, offset, *numbers)
+
+
 def launches(capability, every):
     "What is launched on a card of this compute capability."
     s = Sizes(torch.float16 if capability < 80 else torch.bfloat16)
@@ -273,6 +284,9 @@ def launches(capability, every):
             gpt_oss_step(s, B)
         for B in (1, 8, 32, 100) if every else (100,):  # with 100 rows, products are cuBLAS's
             dense_step(s, B, torch.float32 if old and B == 32 else s.half)
+        if not old:
+            for heads, D in (((64, 8), 64), ((32, 8), 128), ((8, 4), 256), ((8, 4), 96)):
+                attention(s, heads, D)
         if not old:  # a tensor without memory cannot say that it is on a card
             with mock.patch.object(expert_kernel, "works", lambda device: True):
                 for B, rank in ((8, 0), (32, 8), (256, 16)):

@@ -6,9 +6,9 @@
 __all__ = ['LONGEST_UNCOMPILED', 'ATTENTION_GRAPHS', 'LARGEST_BAND', 'ROWS_PER_PIECE', 'CUDNN_STEP', 'FEW_QUERIES', 'BACKENDS',
            'MODELS_WITH_SINKS', 'eager', 'flex_with_sinks', 'compiled_flex', 'run_compiled', 'flex', 'sdpa',
            'sdpa_lean', 'reuse_attention', 'compute_or_reuse', 'FlashWithSinks', 'ShiftLeft', 'check_flash', 'flash',
-           'choose_backend', 'check_tensors', 'check_mask', 'sink_attention', 'ModelMask', 'check_chunks', 'check_rule',
-           'transformers_mask', 'check_features', 'transformers_attention', 'register', 'heads_together', 'has_sinks',
-           'check_attention']
+           'choose_backend', 'check_tensors', 'check_mask', 'in_triton', 'sink_attention', 'ModelMask', 'check_chunks',
+           'check_rule', 'transformers_mask', 'check_features', 'transformers_attention', 'register', 'heads_together',
+           'has_sinks', 'check_attention']
 
 # %% ../../nbs/model/03_attention.ipynb #06fd8d5a
 import functools
@@ -832,7 +832,17 @@ def _common_dtype(*tensors):
     return [x.to(dtype) for x in tensors]
 
 
-BACKENDS = {"eager": eager, "flex": flex, "sdpa": sdpa, "sdpa_lean": sdpa_lean, "flash": flash}
+def in_triton(
+    q, k, v, sinks, mask: Mask, scale: float
+) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`; ValueError where they cannot run
+    "Kernels of our own, imported where they are used: they need Triton."
+    from grpo_nb.model.attention_kernel import attend
+
+    return attend(q, k, v, sinks, mask, scale)
+
+
+BACKENDS = {"eager": eager, "triton": in_triton, "flex": flex, "sdpa": sdpa, "sdpa_lean": sdpa_lean}
+BACKENDS["flash"] = flash
 
 
 def _resolve_backend(backend, q, k, mask):
@@ -863,7 +873,7 @@ def sink_attention(
     window: int | None = None,
     scale: float | None = None,  # scores are multiplied by this; default D ** -0.5
     mask: Mask | None = None,  # a prepared mask in place of pad_lens, offset and window
-    # "eager", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which prints once why it chose
+    # "eager", "triton", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which prints its reason once
     backend: str = "auto",
 ) -> torch.Tensor:  # (B, Hq, Lq, D) in the common dtype (or autocast's); 0 where no key is seen
     "Causal attention with a sink in each head's softmax, differentiable in q, k, v and sinks."

@@ -523,6 +523,7 @@ class Computation:
 # needs the scores as well
 QUERIES = {
     "sdpa": 2.5,
+    "triton": 2.3,
     "flex": 3.3,
     "flash": 2.75,
     "sdpa_lean": 4.5,

@@ -262,7 +262,7 @@ def check_switches(step):
             "offload_activations moves what checkpointing keeps: leave checkpointing "
             "on, or offload_activations out"
         )
-    if step.kernel in ("flex", "flash") and step.old_card:
+    if step.kernel in ("triton", "flex", "flash") and step.old_card:
         raise ValueError(
             f"attention={step.attention!r} needs compute capability 8.0, and the card has "
             f"{'.'.join(map(str, step.capability))}: choose sdpa"

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-FAST = ["flex", "sdpa", "sdpa_lean", "flash"]
+FAST = ["triton", "flex", "sdpa", "sdpa_lean", "flash"]
 
 
 def tensors(B, Hq, Hk, Lq, Lk, D, dtype, seed=0):
@@ -79,9 +79,9 @@ def case(name, dtype, D=64):
 def test_values_and_gradients_against_float64(backend, name, dtype, bound):
     "Flex hands float32 to sdpa."
     inputs, upstream, options = case(name, dtype)
-    if backend == "flash" and dtype == torch.float32:
-        with pytest.raises(ValueError, match="bfloat16"):
-            sink_attention(*inputs, backend="flash", **options)
+    if backend in ("triton", "flash") and dtype == torch.float32:
+        with pytest.raises(ValueError, match="16 bits|bfloat16"):
+            sink_attention(*inputs, backend=backend, **options)
         return
     truth = value_and_gradients(
         sink_attention, [x.double() for x in inputs], upstream.double(), backend="eager", **options
@@ -123,7 +123,7 @@ def test_long_full_layers_by_cudnn(name, dtype, bound, parts, monkeypatch):
     monkeypatch.setattr(
         limits, "GRADIENT_BYTES", 4 // parts * attention._gradient_bytes(inputs[0], inputs[1])
     )
-    expected = "flex" if name == "after a long one" else "flash"
+    expected = "triton" if name == "after a long one" else "flash"
     assert (
         choose_backend(
             *inputs[:2],
@@ -144,7 +144,7 @@ def test_long_full_layers_by_cudnn(name, dtype, bound, parts, monkeypatch):
     assert max(ours) < bound, ours
     assert (name == "after a long one") == (not calls), calls
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert choose_backend(*inputs[:2])[0] == "flex"
+    assert choose_backend(*inputs[:2])[0] == "triton"
 
 
 @pytest.mark.parametrize("backend", FAST)
@@ -287,10 +287,10 @@ def test_few_recompilations():
     assert graphs() - warm <= 8  # at most one more for each of the eight kinds of calls
 
 
-def test_auto_is_flex_here_and_trains():
+def test_auto_is_triton_here_and_trains():
     inputs, upstream, options = case("full", torch.bfloat16)
     assert choose_backend(*inputs[:2])[0] == (
-        "flex" if torch.cuda.get_device_capability() >= (8, 0) else "sdpa_lean"
+        "triton" if torch.cuda.get_device_capability() >= (8, 0) else "sdpa_lean"
     )
     truth = value_and_gradients(
         sink_attention, [x.double() for x in inputs], upstream.double(), backend="eager", **options
@@ -305,8 +305,8 @@ def test_auto_is_flex_here_and_trains():
     [
         (name, *kind)
         for kind in ((torch.float32, 1e-2), (torch.bfloat16, 0.1))
-        for name in ("sink", "sink_flex", "sink_key", "sink_lse")
-        if (name, kind[0]) != ("sink_lse", torch.float32)
+        for name in ("sink", "sink_triton", "sink_flex", "sink_key", "sink_lse")
+        if kind[0] != torch.float32 or name not in ("sink_lse", "sink_triton")
     ],
     ids=str,
 )

@@ -399,7 +399,7 @@ def test_compiled_forms_of_a_first_step(shared, graphs, monkeypatch):
         (dict(sinks=(3,)), r"shape \(4,\)"),
         (
             dict(backend="magic"),
-            "there are 'eager', 'flex', 'sdpa', 'sdpa_lean', 'flash' and 'auto'",
+            "there are 'eager', 'triton', 'flex', 'sdpa', 'sdpa_lean', 'flash' and 'auto'",
         ),
         (dict(offset=3), "stands at position 22"),
         (dict(pad_lens=torch.zeros(3, dtype=torch.long)), "pad_lens has 3 numbers"),

@@ -89,7 +89,7 @@ def test_a_kernel_that_was_asked_for_is_taken(card, model, monkeypatch, capabili
     monkeypatch.setattr(model.config, "_attn_implementation", name)
     kernel = TRANSFORMERS_NAMES[name]
     assert micro_batches.piece_kernel(model, OSS, 1, 8192) == kernel and kernel in BACKENDS
-    if kernel in ("flex", "flash") and is_old(capability):
+    if kernel in ("triton", "flex", "flash") and is_old(capability):
         with pytest.raises(ValueError, match="compute capability"):
             Step(OSS, capability, attention=name)
     else:
@@ -115,7 +115,7 @@ def test_on_a_cpu_few_scores_are_computed_as_they_stand():
     assert choose_backend(q, k)[0] == "eager"
     long = torch.zeros(1, 1, 4096, 8)
     kernel, why = choose_backend(long, long)
-    assert kernel == "sdpa" and why.endswith("(cpu)")
+    assert kernel == "sdpa" and why.endswith("(this is cpu)")
     few = limits.SMALL_SCORES
     assert [choose_kernel(capability=None, queries=9, scores=n)[0] for n in (few, few + 1)] == [
         "eager",
@@ -128,12 +128,12 @@ def test_on_a_cpu_few_scores_are_computed_as_they_stand():
     [
         (dict(dtype="float64"), "eager", "float64"),
         (dict(dtype="float32"), "sdpa", "float32"),
-        (dict(triton=False), "sdpa", "triton"),
-        (dict(head_size=8), "sdpa", "8 wide"),
-        (dict(queries=100, keys=8192), "sdpa", "there are 100"),
-        (dict(window=128), "flex", "can compile"),
-        (dict(cudnn=False), "flex", "can compile"),
-        (dict(keys=4095), "flex", "can compile"),
+        (dict(triton=False), "sdpa", "not installed"),
+        (dict(head_size=320), "sdpa", "320 wide"),
+        (dict(queries=100, keys=100), "triton", "in Triton"),
+        (dict(window=128), "triton", "in Triton"),
+        (dict(cudnn=False), "triton", "in Triton"),
+        (dict(keys=4095), "triton", "in Triton"),
         ({}, "flash", "a card"),
     ],
 )
@@ -146,10 +146,10 @@ def test_cudnn_is_asked_last(card, monkeypatch):
     card((9, 0))
     asked = []
     monkeypatch.setattr(attention, "_cudnn_works", lambda *given: asked.append(given))
-    assert choose_backend(*tensors(2048))[0] == "flex" and not asked
-    assert choose_backend(*tensors(8192), Mask(None, 8192, 8192, window=128))[0] == "flex"
+    assert choose_backend(*tensors(2048))[0] == "triton" and not asked
+    assert choose_backend(*tensors(8192), Mask(None, 8192, 8192, window=128))[0] == "triton"
     assert not asked
-    assert choose_backend(*tensors(8192))[0] == "flex" and asked
+    assert choose_backend(*tensors(8192))[0] == "triton" and asked
 
 
 def test_names():
