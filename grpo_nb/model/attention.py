@@ -873,7 +873,7 @@ def sink_attention(
     window: int | None = None,
     scale: float | None = None,  # scores are multiplied by this; default D ** -0.5
     mask: Mask | None = None,  # a prepared mask in place of pad_lens, offset and window
-    # "eager", "triton", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which prints its reason once
+    # "eager", "triton", "flex", "sdpa", "sdpa_lean", "flash", or "auto", which says why
     backend: str = "auto",
 ) -> torch.Tensor:  # (B, Hq, Lq, D) in the common dtype (or autocast's); 0 where no key is seen
     "Causal attention with a sink in each head's softmax, differentiable in q, k, v and sinks."

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['LOG2E', 'TILES', 'SMALL_TILES', 'has_small_blocks', 'tile', 'why_not', 'forward', 'backward', 'KernelAttention',
-           'attend']
+           'prepare', 'attend']
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #e6f1adee
+# %% ../../nbs/model/27_attention_kernel.ipynb #2cfb5e04
+from functools import cache
+
 import torch
 
 try:
@@ -19,6 +21,7 @@ except ImportError as error:
     ) from error
 
 from . import limits
+from .compile_together import compile_together
 from .kernel_choice import is_old
 from .masks import NO_WINDOW, Mask
 
@@ -606,7 +609,7 @@ def why_not(
         return f"they multiply numbers of 16 bits, and these are {q.dtype}"
     return None
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #9f57884a
+# %% ../../nbs/model/27_attention_kernel.ipynb #175243b2
 def _tokens_first(x):
     "An empty tensor like x (B, H, L, D), in memory (B, L, H, D)."
     B, H, L, D = x.shape
@@ -714,6 +717,36 @@ class KernelAttention(torch.autograd.Function):
         return *gradients, d_sinks, None, None, None, None
 
 
+@cache
+def prepare(
+    device: torch.device,
+    dtype: torch.dtype,  # of queries, keys and values
+    heads: tuple[int, int, int],  # Hq, Hk, D
+    sinks: torch.dtype | None,  # None: there are none
+    pads: torch.dtype | None,
+    offset: torch.dtype | None,  # None: it is a number
+) -> None:
+    "Compile both passes for such tensors, all kernels at once; the second time nothing is done."
+    Hq, Hk, D = heads
+    q, k, v = (
+        torch.empty(1, 16, n, D, dtype=dtype, device=device).transpose(1, 2) for n in (Hq, Hk, Hk)
+    )
+    sinks = None if sinks is None else torch.empty(Hq, dtype=sinks, device=device)
+    pads = None if pads is None else torch.empty(1, dtype=pads, device=device)
+    offset = 0 if offset is None else torch.empty((), dtype=offset, device=device)
+
+    def both():
+        out, lse = forward(q, k, v, sinks, pads, offset, NO_WINDOW, 1.0)
+        backward(out, q, k, v, pads, out, lse, offset, NO_WINDOW, 1.0)
+
+    compile_together(both)
+
+
+def _dtype(x):
+    "Of a tensor; None for what is none."
+    return x.dtype if torch.is_tensor(x) else None
+
+
 def attend(
     q: torch.Tensor,  # (B, Hq, Lq, D)
     k: torch.Tensor,  # (B, Hk, Lk, D)
@@ -725,5 +758,8 @@ def attend(
     "Attention with sinks by these kernels; the gradients are the same in every run."
     if why := why_not(q):
         raise ValueError(f"backend='triton' cannot be used here: {why}. Choose 'sdpa'")
+    heads = q.shape[1], k.shape[1], q.shape[3]
+    if q.is_cuda and not torch.compiler.is_compiling():
+        prepare(q.device, q.dtype, heads, *map(_dtype, (sinks, mask.pad_lens, mask.offset)))
     window = NO_WINDOW if mask.window is None else mask.window
     return KernelAttention.apply(q, k, v, sinks, mask.pad_lens, mask.offset, window, scale)

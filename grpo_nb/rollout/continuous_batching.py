@@ -80,7 +80,9 @@ class RowsInTurn:
         self.rows, self.steps, self.looks, self.ended = [], 0, 0, 0
         self.recorded = None
         if decoder.ops is not decode_ops:
-            self.recorded = RecordedSteps(rows, self.device)
+            # a penalty looks tokens up, which a pass without launches has not drawn
+            together = params.repetition_penalty == 1
+            self.recorded = RecordedSteps(rows, self.device, together)
 
     def most(self, number):
         "Tokens that a completion may draw."

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout import decoder
 from grpo_nb.rollout.arrivals import Arrivals, Asked
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import pad_left
@@ -103,6 +104,34 @@ def test_float32_equals_the_modules(rows, adapters):
     assert (mine.completion_ids == theirs.completion_ids).all(
         1
     ).float().mean() > 0.95  # a near tie may turn out differently
+
+
+def test_a_first_step_compiles_its_kernels_together(monkeypatch):
+    "All of them before any is launched, and the step itself compiles no other."
+    import triton
+
+    compiled, together = [], decoder.compile_together
+
+    def heard(*, src, **_):
+        compiled.append(src.name)
+
+    def watched(work):
+        before = len(compiled)
+        count = together(work)
+        compiled.append(("together", count, len(compiled) - before))
+        return count
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", heard)
+    monkeypatch.setattr(decoder, "compile_together", watched)
+    model, tokenizer = small(torch.bfloat16, hidden_size=320)  # a size that no other test has
+    params = SamplingParams(max_tokens=6, stop_token_ids=(), seed=0)
+    rollout = RolloutEngine(model, tokenizer).generate(prompts_of([5, 9, 30]), params)
+    (kind, count, heard_of) = next(x for x in compiled if isinstance(x, tuple))
+    print(compiled)
+    assert kind == "together" and count == heard_of > 5
+    assert compiled[-1] == (kind, count, heard_of)
+    again = RolloutEngine(model, tokenizer).generate(prompts_of([5, 9, 30]), params)
+    assert torch.equal(again.completion_ids, rollout.completion_ids)
 
 
 @pytest.mark.parametrize("rows", [3, 100])

@@ -10,6 +10,7 @@ import torch
 from grpo_nb.model import attention_kernel
 from grpo_nb.model.attention import BACKENDS, eager, sink_attention
 from grpo_nb.model.attention_kernel import SMALL_TILES, TILES, attend, tile
+from grpo_nb.model.compile_together import noted_launches
 from grpo_nb.model.masks import Mask
 
 triton = pytest.importorskip("triton")
@@ -127,3 +128,23 @@ def test_a_frozen_layer_and_a_second_pass():
     ]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_first_call_knows_what_it_will_compile(monkeypatch):
+    "Both passes, and exactly the kernels that are launched afterwards."
+    seen = []
+
+    def noting(work):
+        with noted_launches() as noted:
+            work()
+        seen.append({launch.kernel.fn.__name__ for launch in noted})
+
+    monkeypatch.setattr(attention_kernel, "compile_together", noting)
+    kinds = torch.device("cpu"), torch.float32, (4, 2, 16), torch.float32, torch.int64, None
+    attention_kernel.prepare(*kinds)
+    attention_kernel.prepare(*kinds)
+    with noted_launches() as noted:
+        q, k, v, sinks = inputs(2, 4, 2, 40, 40, 16)
+        out = attend(q, k, v, sinks, Mask(torch.tensor([3, 7]), 40, 40), 0.25)
+        out.sum().backward()
+    assert seen == [{launch.kernel.fn.__name__ for launch in noted}] and len(noted) == 4

@@ -1,0 +1,143 @@
+"""A pass that launches nothing lists what a step launches and leaves its tensors alone; what is
+listed is compiled at once. (How long that takes is a card's to say: tests/gpu/test_decoder.py.)"""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_nb.model import compile_together as module
+from grpo_nb.model.compile_together import compile_together, noted_launches
+from grpo_nb.rollout import decode_kernels, decode_ops, filter_kernels
+from grpo_nb.rollout.decode_kernels import _trial_layer, _trial_step, normal_tensors
+from grpo_nb.rollout.decode_ops import DecodeState
+from grpo_nb.rollout.kv_cache import LayerCache
+from grpo_nb.rollout.sampling import SamplingParams
+
+triton = pytest.importorskip("triton")
+CPU, D = torch.device("cpu"), 32
+
+
+PLAIN = SamplingParams(max_tokens=4)
+
+
+def a_step(params=PLAIN):
+    "One layer of a gpt-oss, a token drawn and appended: a function of the two ways, and its state."
+    generator = torch.Generator().manual_seed(0)
+    random = normal_tensors(generator, CPU, torch.float32)
+    layer = _trial_layer(generator, CPU, torch.float32)
+    x, cos, sin = random(3, len(layer.norm)), random(3, D // 2), random(3, D // 2)
+    cache = LayerCache(random(4, 2, 16, D), random(4, 2, 16, D), 16, None)
+    state = DecodeState.start([5, 9, 2], 4, CPU)
+    state.keys = torch.arange(4)
+    rows, stop = torch.arange(3), torch.tensor([1])
+
+    def step(ops=decode_kernels):
+        *_, normed = _trial_step(ops, layer, x, cos, sin, cache, state.lengths, torch.float32)
+        uniform = ops.stream_numbers(rows, state)
+        tokens, logps, *_ = (
+            filter_kernels.draw(normed, params, uniform)
+            if params.top_k
+            else decode_kernels.draw(normed, uniform)
+        )
+        ops.append_tokens(rows, tokens, logps, stop, state)
+
+    return step, [x, cache.keys, state.ids, state.last, state.lengths, state.alive, state.counts]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, top_k=3, top_p=0.9)],
+    ids=["plain", "filters"],
+)
+def test_nothing_is_launched_and_nothing_changes(params):
+    step, tensors = a_step(params)
+    before = [x.clone() for x in tensors]
+    with noted_launches() as noted:
+        step()
+    assert all(map(torch.equal, tensors, before))
+    names = {launch.kernel.fn.__name__ for launch in noted}
+    assert {"_attend_kernel", "_schedule_kernel", "_append_kernel"} <= names and len(names) >= 9
+    step()  # afterwards they run, and are those that were listed
+    assert not all(map(torch.equal, tensors, before))
+    launched = []
+    kernels = module.kernels_in_use()
+    assert not any("run" in vars(kernel) for kernel in kernels)
+    with noted_launches() as again:
+        step()
+        launched += [launch.kernel for launch in again]
+    assert {id(launch.kernel) for launch in noted} == set(map(id, launched))
+
+
+def test_other_threads_and_compilations_go_on():
+    step, tensors = a_step()
+    before = [x.clone() for x in tensors]
+    with noted_launches() as noted:
+        other = threading.Thread(target=step)
+        other.start()
+        other.join()
+        assert not noted and not all(map(torch.equal, tensors, before))
+
+
+def test_kernels_are_given_back_after_an_error():
+    step, _ = a_step()
+
+    def broken():
+        step()
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        compile_together(broken)
+    assert not any("run" in vars(kernel) for kernel in module.kernels_in_use())
+
+
+def test_what_is_listed_is_compiled_once(monkeypatch):
+    "With a compiler that writes down what it was asked for."
+    asked, modes = [], []
+
+    class Kernel:
+        fn = SimpleNamespace(__name__="kernel")
+
+        def run(self, *args, grid, warmup, **constants):
+            asked.append((args, warmup, constants, modes[-1].active))
+            modes[-1].raw_futures.append(modes[-1].pool.submit(int))
+
+    class Mode:
+        def __init__(self, pool):
+            self.pool, self.raw_futures, self.active = pool, [], False
+            modes.append(self)
+
+        def __enter__(self):
+            self.active = True
+            return self
+
+        def __exit__(self, *error):
+            self.active = False
+
+    kernel = Kernel()
+    monkeypatch.setattr(triton, "JITFunction", Kernel)
+    monkeypatch.setattr(triton, "AsyncCompileMode", Mode)
+    monkeypatch.setattr(module, "kernels_in_use", lambda: [kernel])
+
+    def work():
+        kernel.run(1, grid=(5,), warmup=False, BM=16)
+        kernel.run(2, grid=(7,), warmup=False, BM=16)
+
+    assert compile_together(work, threads=2) == 2
+    assert asked == [((1,), True, {"BM": 16}, True), ((2,), True, {"BM": 16}, True)]
+
+
+def test_interpreted_kernels_need_no_compiler():
+    step, _ = a_step()
+    assert compile_together(step) == 0
+
+
+def test_the_formulas_launch_nothing():
+    step, _ = a_step()
+    with noted_launches() as noted:
+        a_step()[0](decode_ops)
+    assert {launch.kernel.fn.__name__ for launch in noted} <= {
+        "_block_sums_kernel",
+        "_pick_token_kernel",
+    }
