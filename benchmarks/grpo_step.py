@@ -207,10 +207,12 @@ def grpo_step(
 
 
 def measure_ours(args, sizes, weights):
-    from grpo_nb.model import attention
+    from grpo_nb.model import attention, limits
 
     if args.attention_graphs:
         attention.ATTENTION_GRAPHS = args.attention_graphs
+    if args.record:
+        limits.RECORDED_TOKENS = args.record
     start = time.perf_counter()
     model = gpt_oss(sizes, weights, args.prompt + args.new)
     tell(loaded=weights, seconds=round(time.perf_counter() - start, 1), **peaks(), **versions())
@@ -307,6 +309,13 @@ def main():
         "--attention-graphs",
         choices=("each", "windows", "gradients", "one"),
         help="which calls share a compiled form; without it the module's own choice",
+    )
+    parser.add_argument(
+        "--record",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="ours: layers of micro-batches of up to so many tokens are recorded (0: none)",
     )
     parser.add_argument("--offload", action="store_true", help="ours: layer inputs on the host")
     args = parser.parse_args()
