@@ -66,7 +66,7 @@ def _is_seen(keys, positions, pad, window, Lk):
     inside = (keys >= pad) & (keys < Lk)
     return inside & (keys <= positions) & (keys > positions - window)
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #5811816f
+# %% ../../nbs/model/27_attention_kernel.ipynb #47dff4a4
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -162,8 +162,8 @@ def _forward_kernel(
     LOADED: tl.constexpr,
 ):
     "A tile of queries of one head, and their lse (to base 2)."
-    at = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # those that see most begin first
-    b, h = (tl.program_id(1) // HQ).to(tl.int64), (tl.program_id(1) % HQ).to(tl.int64)
+    at = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM  # those that see most begin first
+    b, h = (tl.program_id(0) // HQ).to(tl.int64), (tl.program_id(0) % HQ).to(tl.int64)
     if LOADED:
         offset = tl.load(offset).to(tl.int32)
     pad = tl.load(PADS + b).to(tl.int32) if PADDED else 0
@@ -230,9 +230,9 @@ def _forward_kernel(
         )
     total = tl.where(total == 0, 1.0, total)
     _store_tile(OUT + b * o_b + h * o_h, acc / total[:, None], at, o_l, BM, Lq, cols, D)
-    tl.store(LSE + tl.program_id(1).to(tl.int64) * Lq + rows, m + tl.log2(total), mask=rows < Lq)
+    tl.store(LSE + tl.program_id(0).to(tl.int64) * Lq + rows, m + tl.log2(total), mask=rows < Lq)
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #7319f125
+# %% ../../nbs/model/27_attention_kernel.ipynb #ddf82ff5
 @triton.jit(do_not_specialize=["Lq"])
 def _delta_kernel(
     OUT,
@@ -251,12 +251,12 @@ def _delta_kernel(
     BM: tl.constexpr,
 ):
     "Of each row the product of the output and its gradient."
-    at, cols = tl.program_id(0) * BM, tl.arange(0, BD)
-    b, h = (tl.program_id(1) // HQ).to(tl.int64), (tl.program_id(1) % HQ).to(tl.int64)
+    at, cols = tl.program_id(1) * BM, tl.arange(0, BD)
+    b, h = (tl.program_id(0) // HQ).to(tl.int64), (tl.program_id(0) % HQ).to(tl.int64)
     o = _tile(OUT + b * o_b + h * o_h, at, o_l, BM, Lq, cols, D, BD).to(tl.float32)
     g = _tile(D_OUT + b * g_b + h * g_h, at, g_l, BM, Lq, cols, D, BD).to(tl.float32)
     rows = at + tl.arange(0, BM)
-    of_rows = tl.program_id(1).to(tl.int64) * Lq + rows
+    of_rows = tl.program_id(0).to(tl.int64) * Lq + rows
     tl.store(DELTA + of_rows, tl.sum(o * g, 1), mask=rows < Lq)
 
 
@@ -334,15 +334,15 @@ def _dq_kernel(
     LOADED: tl.constexpr,
 ):
     "The gradient of a tile of queries."
-    at = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    b, h = (tl.program_id(1) // HQ).to(tl.int64), (tl.program_id(1) % HQ).to(tl.int64)
+    at = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
+    b, h = (tl.program_id(0) // HQ).to(tl.int64), (tl.program_id(0) % HQ).to(tl.int64)
     if LOADED:
         offset = tl.load(offset).to(tl.int32)
     pad = tl.load(PADS + b).to(tl.int32) if PADDED else 0
     rows, cols = at + tl.arange(0, BM), tl.arange(0, BD)
     q = _tile(Q + b * q_b + h * q_h, at, q_l, BM, Lq, cols, D, BD)
     g = _tile(D_OUT + b * g_b + h * g_h, at, g_l, BM, Lq, cols, D, BD)
-    of_rows = tl.program_id(1).to(tl.int64) * Lq + rows
+    of_rows = tl.program_id(0).to(tl.int64) * Lq + rows
     lse = tl.load(LSE + of_rows, mask=rows < Lq, other=0.0)
     delta = tl.load(DELTA + of_rows, mask=rows < Lq, other=0.0)
     K, V = K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h
@@ -486,11 +486,11 @@ def _dkv_kernel(
 ):
     "The gradients of a tile of keys and values of one key head."
     HK: tl.constexpr = HQ // G
-    b, h = (tl.program_id(1) // HK).to(tl.int64), (tl.program_id(1) % HK).to(tl.int64)
+    b, h = (tl.program_id(0) // HK).to(tl.int64), (tl.program_id(0) % HK).to(tl.int64)
     if LOADED:
         offset = tl.load(offset).to(tl.int32)
     pad = tl.load(PADS + b).to(tl.int32) if PADDED else 0
-    at = tl.program_id(0) * BN
+    at = tl.program_id(1) * BN
     keys, cols = at + tl.arange(0, BN), tl.arange(0, BD)
     k = _tile(K + b * k_b + h * k_h, at, k_l, BN, Lk, cols, D, BD)
     v = _tile(V + b * v_b + h * v_h, at, v_l, BN, Lk, cols, D, BD)
@@ -609,7 +609,7 @@ def why_not(
         return f"they multiply numbers of 16 bits, and these are {q.dtype}"
     return None
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #175243b2
+# %% ../../nbs/model/27_attention_kernel.ipynb #4ee05faf
 def _tokens_first(x):
     "An empty tensor like x (B, H, L, D), in memory (B, L, H, D)."
     B, H, L, D = x.shape
@@ -650,7 +650,7 @@ def forward(
     out, lse = _tokens_first(q), q.new_empty(B, Hq, Lq, dtype=torch.float32)
     BM, _, options = _tile_of("forward", q)
     numbers = offset, window, Lq, k.shape[2], scale, *_strides(q, k, v, out)
-    _forward_kernel[triton.cdiv(Lq, BM), B * Hq](
+    _forward_kernel[B * Hq, triton.cdiv(Lq, BM)](
         *(q, k, v, sinks, pads, out, lse, *numbers),
         HAS_SINKS=sinks is not None,
         **_constants(q, k, pads, offset),
@@ -676,17 +676,17 @@ def backward(
     constants = _constants(q, k, pads, offset)
     delta, dq, dk, dv = torch.empty_like(lse), *map(_tokens_first, (q, k, v))
     sizes = {name: constants[name] for name in ("HQ", "D", "BD")}
-    rows = triton.cdiv(Lq, 64), B * Hq
+    rows = B * Hq, triton.cdiv(Lq, 64)
     _delta_kernel[rows](out, d_out, delta, Lq, *_strides(out, d_out), BM=64, **sizes)
     given, numbers = (q, k, v, pads, d_out, lse, delta), (offset, window, Lq, Lk, scale)
     _, BN, options = _tile_of("dkv", q)
     strides = _strides(q, k, v, d_out, dk, dv)
-    _dkv_kernel[triton.cdiv(Lk, BN), B * Hk](
+    _dkv_kernel[B * Hk, triton.cdiv(Lk, BN)](
         *given, dk, dv, *numbers, *strides, **constants, **options
     )
     BM, _, options = _tile_of("dq", q)
     strides = _strides(q, k, v, d_out, dq)
-    _dq_kernel[triton.cdiv(Lq, BM), B * Hq](*given, dq, *numbers, *strides, **constants, **options)
+    _dq_kernel[B * Hq, triton.cdiv(Lq, BM)](*given, dq, *numbers, *strides, **constants, **options)
     return dq, dk, dv, delta
 
 
