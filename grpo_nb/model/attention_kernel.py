@@ -560,17 +560,17 @@ def _dkv_kernel(
     _store_tile(DK + b * x_b + h * x_h, dk * scale, at, x_l, BN, Lk, cols, D)
     _store_tile(DV + b * y_b + h * y_h, dv, at, y_l, BN, Lk, cols, D)
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #808ae8ae
+# %% ../../nbs/model/27_attention_kernel.ipynb #672a2564
 # by head size: queries and keys of a tile, warps, and how many tiles are loaded ahead
 TILES = {
-    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
-    "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-    "dkv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (64, 32, 8, 2)},
+    "forward": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
+    "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+    "dkv": {64: (64, 64, 4, 1), 128: (32, 128, 8, 2), 256: (64, 32, 8, 2)},
 }
 # the same for cards whose blocks have less than 160 KiB of shared memory
 SMALL_TILES = {
-    "forward": {64: (128, 64, 4, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
-    "dq": {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 1)},
+    "forward": {64: (64, 64, 4, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
+    "dq": {64: (64, 64, 4, 3), 128: (64, 32, 4, 2), 256: (64, 32, 8, 1)},
     "dkv": {64: (64, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 8, 1)},
 }
 

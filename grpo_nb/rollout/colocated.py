@@ -148,7 +148,8 @@ def vllm_command(
     if max_length:
         flags["--max-model-len"] = max_length
     if rows:
-        flags["--max-num-seqs"] = rows  # vLLM records a graph for every eighth number up to it
+        # vLLM records a graph for every eighth number of rows up to the second of these
+        flags |= {"--max-num-seqs": rows, "--max-cudagraph-capture-size": min(rows, 512)}
     words = [str(word) for pair in flags.items() for word in pair]
     switches = ["--enable-lora"] * (rank is not None) + ["--enable-sleep-mode"] * sleeps
     start = [python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]

@@ -189,6 +189,7 @@ def test_a_run_asks_vllm_for_as_many_rows_as_it_draws(tmp_path, monkeypatch):
         GRPOTrainer(model, digits, config, ROWS, processing_class=tokenizer)
         flag = commands[-1].index("--max-num-seqs")
         assert commands[-1][flag + 1] == str(rows)
+        assert f"--max-cudagraph-capture-size {rows}" in " ".join(commands[-1])
 
 
 def test_a_base_in_nf4_is_not_what_vllm_loads(tmp_path, monkeypatch):
