@@ -15,7 +15,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .experts import ExpertWeights, LowRank
-from .experts_grouped import routed_experts
+from .experts_grouped import COMPUTED_AGAIN, routed_experts
 from .lora import read_lora
 
 # %% ../../nbs/model/11_experts_lora.ipynb #ccb36a4e
@@ -146,7 +146,10 @@ def routed_forward(
     options = IMPLEMENTATIONS[module.config._experts_implementation]
     if "slice_tokens" in options:
         tokens = getattr(module, "slice_tokens", options["slice_tokens"])
-        options = dict(slice_tokens=tokens, recompute=len(hidden) > tokens)
+        again = len(hidden) > tokens or bool(
+            COMPUTED_AGAIN
+        )  # costs nothing where a layer is anyway
+        options = dict(slice_tokens=tokens, recompute=again)
     return routed_experts(hidden, indices, weights, experts, **options)
 
 

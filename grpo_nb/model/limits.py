@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHORTEST_CUDNN', 'SHORTEST_FLEX', 'LARGEST_HEAD', 'SMALL_SCORES', 'PART_BYTES', 'GRADIENT_BYTES', 'KEPT_FROM',
-           'UNPACKED', 'ROWS_OF_ONE', 'RECORDED_TOKENS', 'RECORDED_MULTIPLE', 'WIDE_PAIRS', 'SLICES', 'ROWS_PER_CHUNK',
-           'PREFILL_TOKENS', 'PAGE', 'MOST_DRAWN_TOGETHER', 'every_limit']
+           'UNPACKED', 'ROWS_OF_ONE', 'PAIRS_BACKWARD', 'PAIRS_FORWARD', 'RECORDED_TOKENS', 'RECORDED_MULTIPLE',
+           'WIDE_PAIRS', 'SLICES', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'PAGE', 'MOST_DRAWN_TOGETHER', 'every_limit']
 
 # %% ../../nbs/model/17_limits.ipynb #93e4b68a
 # tokens of a full layer from which cuDNN's kernel is faster although it plans anew for every
@@ -34,6 +34,11 @@ UNPACKED = 2**29
 # rows computed at a time where experts are computed one after the other: in the deeper layers of a
 # random model one expert gets four fifths of the tokens
 ROWS_OF_ONE = 1024
+# pairs (token, expert) whose gradients a layer's experts compute at a time, where the layer is
+# computed again: those of 2,048 tokens, about what keeps an H200's matrix units busy
+PAIRS_BACKWARD = 8192
+# the same in the forward pass, beside which less is in memory
+PAIRS_FORWARD = 32_768
 # tokens up to which the layers of a training step are recorded on a GPU and played from then on
 # (`recorded_layers`); longer steps keep a card busy anyway. 0: none are recorded
 RECORDED_TOKENS = 0

@@ -500,14 +500,14 @@ class Computation:
     # keys are repeated for every query head, as on a T4 and on a CPU
     repeated: bool = False
     # tokens in a slice of the experts or the MLP; gate and up are computed again for each slice.
-    # None, or one slice: all tokens at once, nothing computed again
+    # None, or one slice of an MLP: all tokens at once, nothing computed again
     slice_tokens: int | None = None
     # the experts' activation by a kernel; False: by torch, some pairs at a time
     fused: bool = True
     # norms and adapters of a gpt-oss are fused into one pass each, as by load_model on a GPU
     one_pass: bool = True
     # one expert after the other, where no kernel multiplies all; slices then decide only what is
-    # computed again
+    # computed again, and with checkpointing not even that
     each: bool = False
     # or "transformers": experts by autograd, all logits at once, and PEFT's float32 copies of the
     # adapters' inputs
@@ -660,6 +660,13 @@ def _in_slices(how, tokens):
     return tokens > (how.slice_tokens or tokens)
 
 
+def _computed_again(shape, how, tokens, checkpointed):
+    """Whether the backward pass computes gate and up, for some rows at a time: in slices, and in a
+    checkpointed layer's experts, which can be sliced."""
+    lean = shape.experts and how.slice_tokens and how.implementation == "ours"
+    return _in_slices(how, tokens) or bool(lean and checkpointed)
+
+
 def mlp_kept(
     shape: ModelShape,
     how: Computation,
@@ -703,7 +710,7 @@ def _dense_peak(shape, how, tokens):
     )  # joined: the gradients of gate and up are concatenated
 
 
-def _experts_peak(shape, how, tokens):
+def _experts_peak(shape, how, tokens, computed_again):
     "Bytes of experts while their gradients are computed, without what they kept."
     H, inner, K, n = (
         shape.hidden * how.element,
@@ -714,17 +721,19 @@ def _experts_peak(shape, how, tokens):
     if how.implementation == "transformers":
         sums = PEFT_SUMS * shape.experts * 3 * shape.hidden * inner
         return n * 4 * K * inner + ("mlp" in how.targets) * sums
-    sliced = _in_slices(how, tokens)
     wide = 0 if how.fused else min(K * n, limits.WIDE_PAIRS) * 4 * shape.intermediate * 12
     if how.each:  # rows of one expert: inputs, gradients, gate and up; and the sum of all outputs
         rows = min(tokens, limits.ROWS_OF_ONE)
         return (
-            rows * (5 * H + (3 if sliced else 1) * inner)
+            rows * (5 * H + (3 if computed_again else 1) * inner)
             + min(wide, rows * 48 * shape.intermediate)
             + tokens * 4 * shape.hidden
         )
     # gate and up, overwritten by their gradients; if they were kept, they are counted already
-    again = 2 * inner if sliced else 0
+    again = 2 * inner if computed_again else 0
+    if computed_again and K * n > limits.PAIRS_BACKWARD:  # in parts, beside the sum of their inputs
+        one = limits.PAIRS_BACKWARD * (again + inner + H) + wide
+        return max(n * 4 * shape.hidden + one, n * 8 * shape.hidden)
     # first the gradients of activation and outputs; then those of the inputs while they are summed
     # per token
     return max(
@@ -737,13 +746,15 @@ def mlp_peak(
     shape: ModelShape,
     how: Computation,
     tokens: int,  # of all sequences in the batch
+    checkpointed: bool = True,  # the layer is computed again in the backward pass
 ) -> int:  # bytes
     """What a layer's MLP or experts need while their gradients are computed, kept tensors
     included."""
     if not shape.experts:
         return _dense_peak(shape, how, tokens)
-    kept = tokens * mlp_kept(shape, how, _in_slices(how, tokens))
-    return kept + _experts_peak(shape, how, tokens)
+    computed_again = _computed_again(shape, how, tokens, checkpointed)
+    kept = tokens * mlp_kept(shape, how, computed_again)
+    return kept + _experts_peak(shape, how, tokens, computed_again)
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #66833bfb
 BUFFERS = 2  # layer inputs on the card while the others are in host memory
@@ -873,7 +884,8 @@ def step_bytes(
     attention, mlp = _kept_by_a_layer(shape, how, tokens, length)
     peak = tokens * attention_peak(shape, how, length)
     peak += attention_scratch(shape, how.element, tokens, how.kernel, keys)
-    first = attention, mlp_peak(shape, how, tokens)  # (attention, MLP) in the MLP's backward pass
+    # (attention, MLP) in the MLP's backward pass
+    first = attention, mlp_peak(shape, how, tokens, gradient_checkpointing)
     if gradient_checkpointing:
         kept = layer_inputs(shape, tokens, how.stream, offload_activations)[0]
         n, layer = 0, max(first, (peak, 0), key=sum)

@@ -310,12 +310,17 @@ class _KeptAttention:
     """What attention computed in a layer's first pass, kept in host memory for the second pass. The
     object is also the context manager of the second pass."""
 
-    def __init__(self, store, second):
-        self.store, self.second, self.kept, self.inside = store, second, [], None
+    def __init__(self, store, first, second):
+        self.store, self.first, self.second, self.kept, self.inside = store, first, second, [], None
 
     def contexts(self):
         "(context of the first pass, context of the second), as `checkpoint` expects."
-        return reuse_attention(self._first), self
+        return self._first_pass(), self
+
+    @contextmanager
+    def _first_pass(self):
+        with self.first, reuse_attention(self._first):
+            yield
 
     def _first(self, compute):
         "First pass: compute, and copy each resulting tensor to the host."
@@ -403,9 +408,7 @@ class OffloadedLayers:
             and torch.is_tensor(args[0])
             and args[0].shape[1:2].numel() >= self.attention_from
         )
-        contexts = (
-            _KeptAttention(self.store, self.contexts()[1]).contexts if long else self.contexts
-        )
+        contexts = _KeptAttention(self.store, *self.contexts()).contexts if long else self.contexts
         try:
             with saved_tensors_hooks(self.store.offload, _fetch):
                 return checkpoint(

@@ -191,7 +191,7 @@ def activate_backward(
     return out, sums
 
 # %% ../../nbs/model/12_training_kernels.ipynb #e1d7f2b3
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"])
 def _combine(
     y,
     place,
@@ -200,38 +200,53 @@ def _combine(
     bias,
     out,
     N,
+    first,
+    count,
     K: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PART: tl.constexpr,
+    ADD: tl.constexpr,
     BN: tl.constexpr,
 ):
-    "BN columns of a token."
+    "BN columns of a token; with PART only its rows from `first` on, `count` of them."
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
-    total = tl.zeros((BN,), tl.float32)
+    total, inside = tl.zeros((BN,), tl.float32), n < N
+    changed = n < 0
     for k in tl.static_range(K):
-        v = tl.load(y + tl.load(place + t * K + k).to(tl.int64) * N + n, mask=n < N, other=0.0).to(
-            tl.float32
-        )
+        row = tl.load(place + t * K + k).to(tl.int64)
+        here = inside
+        if PART:
+            at = row - first + tl.zeros((BN,), tl.int64)
+            row, here = row - first, inside & (at >= 0) & (at < count)
+            changed = changed | here
+        v = tl.load(y + row * N + n, mask=here, other=0.0).to(tl.float32)
         if HAS_BIAS:
             v += tl.load(
-                bias + tl.load(indices + t * K + k).to(tl.int64) * N + n, mask=n < N, other=0.0
+                bias + tl.load(indices + t * K + k).to(tl.int64) * N + n, mask=here, other=0.0
             ).to(tl.float32)
         if HAS_WEIGHTS:
             v *= tl.load(weights + t * K + k).to(tl.float32)
         total += v
-    tl.store(out + t * N + n, total, mask=n < N)
+    if ADD:  # a token without a row here costs no traffic
+        total += tl.load(out + t * N + n, mask=changed, other=0.0)
+        tl.store(out + t * N + n, total, mask=changed)
+    else:
+        tl.store(out + t * N + n, total, mask=inside)
 
 
 def combine(
-    y: torch.Tensor,  # (P, n) rows
+    y: torch.Tensor,  # (P, n) rows, or some of them
     place: torch.Tensor,  # (T, K) the row of each token's K pairs
     weights: torch.Tensor | None = None,  # (T, K) what each counts; None: 1
     indices: torch.Tensor | None = None,  # (T, K) each pair's expert, with `bias`
     bias: torch.Tensor | None = None,  # (E, n) added to each row first
-) -> torch.Tensor:  # (T, n) float32
+    first: int = 0,  # the row that y begins with; pairs whose rows are not in y count nothing
+    out: torch.Tensor | None = None,  # (T, n) float32 that the sums are added to; None: new
+) -> torch.Tensor:  # (T, n) float32; `out` where it was given
     "`experts_grouped.combine` as one kernel."
-    (T, K), N = place.shape, y.shape[1]
-    out = torch.empty(T, N, dtype=torch.float32, device=y.device)
+    (T, K), N, add = place.shape, y.shape[1], out is not None
+    out = out if add else torch.empty(T, N, dtype=torch.float32, device=y.device)
     weights, indices = (place if t is None else t.contiguous() for t in (weights, indices))
     if T:
         _combine[(T, triton.cdiv(N, 1024))](
@@ -242,9 +257,13 @@ def combine(
             y if bias is None else bias,
             out,
             N,
+            first,
+            len(y),
             K=K,
             HAS_WEIGHTS=weights is not place,
             HAS_BIAS=bias is not None,
+            PART=add or len(y) < place.numel(),
+            ADD=add,
             BN=1024,
             num_warps=4,
         )

@@ -2,6 +2,7 @@
 is kept."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from live_bytes import LiveBytes
 from small_experts import error, experts_module, inputs, value_and_gradients
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_nb.model import experts_grouped
+from grpo_nb.model import experts_grouped, limits
 from grpo_nb.model.experts import LowRank, swiglu
-from grpo_nb.model.experts_grouped import FEW_ELEMENTS, routed_experts
+from grpo_nb.model.experts_grouped import FEW_ELEMENTS, UNPACK_ALL, PairOrder, routed_experts
 from grpo_nb.model.experts_lora import expert_weights
+from grpo_nb.model.memory_bytes import MODELS, Computation, mlp_peak
 
 WAYS = {
     "reference": dict(path="reference"),
@@ -268,6 +270,102 @@ def test_recomputing_keeps_the_input_only():
         64 * 2 * 64,
         places,
     )  # gate_up of every pair
+
+
+@pytest.mark.parametrize("routing", ["random", "to the first"])
+@pytest.mark.parametrize("trained", ["nothing", "biases", "matrices"])
+def test_sorted_rows_in_parts(trained, routing, monkeypatch):
+    """Values and gradients, adapters included, of some rows at a time; where matrices train, only
+    the forward pass is in parts."""
+    module, (hidden, indices, weights) = (
+        experts_module(16, 8, 4, torch.float32).requires_grad_(False),
+        inputs(23, 16, 4, 2, routing, torch.float32),
+    )
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trained == "matrices" or trained in name + "es")
+    torch.manual_seed(0)
+    factors = [
+        (0.3 * torch.randn(*shape)).requires_grad_()
+        for shape in ((4, 16, 2), (4, 2, 16), (4, 8, 2), (4, 2, 16))
+    ]
+    leaves = [hidden, weights, *factors, *(p for p in module.parameters() if p.requires_grad)]
+    assert len(leaves) == 6 + {"nothing": 0, "biases": 2, "matrices": 4}[trained]
+    low = dict(gate_up_lora=(LowRank(*factors[:2], 0.5),), down_lora=(LowRank(*factors[2:], 2.0),))
+    made, plain = [], experts_grouped.grouped_mm
+
+    def product(x, weight, offs):
+        if weight.dim() == 3:  # not the sum over an expert's rows
+            made.append(len(x))
+        return plain(x, weight, offs)
+
+    monkeypatch.setattr(experts_grouped, "grouped_mm", product)
+
+    def run(**options):
+        made.clear()
+        given = replace(expert_weights(module), **low)
+        return value_and_gradients(
+            lambda: routed_experts(hidden, indices, weights, given, **options), leaves
+        )
+
+    truth = run(path="reference")
+    for backward, forward in ((46, 46), (45, 30), (20, 46), (7, 20), (1, 1)):
+        monkeypatch.setattr(experts_grouped, "PAIRS_BACKWARD", backward)
+        monkeypatch.setattr(experts_grouped, "PAIRS_FORWARD", forward)
+        results = run(path="many", recompute=True)
+        for a, b in zip(results, truth):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert max(made) <= (46 if trained == "matrices" else max(backward, forward))
+        assert all(map(torch.equal, run(path="many", recompute=True), results))
+    run(path="many")
+    assert set(made) == {46}  # gate and up are kept: all rows at once
+
+
+def test_parts_of_an_order():
+    indices = torch.tensor([[3, 0], [0, 1], [3, 3], [3, 1], [0, 0]])
+    pairs = PairOrder(indices, 5)
+    assert pairs.parts(None) == pairs.parts(10) == [pairs]
+    for most, sizes in ((9, [5, 5]), (4, [4, 4, 2]), (1, [1] * 10)):
+        parts, first = pairs.parts(most), 0
+        assert [len(part.ids) for part in parts] == sizes
+        for part in parts:
+            assert part.first == first and part.bounds == [0, *part.ends.tolist()]
+            assert [e for e, a, b in part.spans for _ in range(a, b)] == part.ids.tolist()
+            first += len(part.ids)
+        for name in ("ids", "order", "tokens"):
+            joined = torch.cat([getattr(part, name) for part in parts])
+            assert torch.equal(joined, getattr(pairs, name))
+    with UNPACK_ALL:  # a recorded layer
+        assert len(PairOrder(indices, 5).parts(4)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_in_parts_is_what_the_planner_says(dtype, monkeypatch):
+    "Of one layer, forward and backward: it does not grow with the pairs, beside their sums."
+    E, H, inner, K, T = 8, 64, 64, 4, 512
+    module = experts_module(H, inner, E, dtype).requires_grad_(False)
+    shape = replace(
+        MODELS["gpt-oss-20b"], hidden=H, intermediate=inner, experts=E, experts_per_token=K
+    )
+    how = Computation(dtype.itemsize, targets=(), slice_tokens=T)
+    for home in (experts_grouped, limits):
+        monkeypatch.setattr(home, "WIDE_PAIRS", 16)
+    peaks = []
+    for rows in (K * T, K * T // 4, K * T // 16):
+        for home in (experts_grouped, limits):
+            monkeypatch.setattr(home, "PAIRS_BACKWARD", rows)
+        monkeypatch.setattr(experts_grouped, "PAIRS_FORWARD", rows)
+        hidden, indices, weights = inputs(T, H, E, K, dtype=dtype)
+        with LiveBytes(hidden, indices, weights, *module.parameters()) as live:
+            y = routed_experts(
+                hidden, indices, weights, expert_weights(module), path="many", recompute=True
+            )
+            y.backward(y.detach())
+        peaks.append(live.peak)
+        # the input and the norm's copy of it are counted there, result and gradient elsewhere
+        beside = T * H * (how.element + how.stream) - 2 * T * H * dtype.itemsize
+        predicted = mlp_peak(shape, how, T) - beside
+        assert 0.9 < predicted / live.peak < 1.15, (rows, predicted, live.peak)
+    assert peaks[1] < 0.6 * peaks[0] and peaks[2] < 0.5 * peaks[0]
 
 
 @pytest.mark.parametrize("routing", ["random", "to the first"])

@@ -9,6 +9,7 @@ from small_experts import error, hidden_and_gradients, with_adapters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from grpo_nb.model.experts_grouped import COMPUTED_AGAIN, SKIP_LAST_PRODUCT
 from grpo_nb.model.experts_lora import (
     RoutedParamWrapper,
     adapted,
@@ -227,3 +228,9 @@ def test_one_slice_is_kept_and_several_are_computed_again(monkeypatch):
     calls.clear()
     model(ids)
     assert calls[0] == dict(slice_tokens=3, recompute=True)
+    del base.slice_tokens
+    for switch in (COMPUTED_AGAIN, SKIP_LAST_PRODUCT):  # the two passes of a checkpointed layer
+        calls.clear()
+        with switch:
+            model(ids)
+        assert calls[0] == dict(slice_tokens=4096, recompute=True) and not COMPUTED_AGAIN

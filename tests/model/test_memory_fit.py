@@ -36,7 +36,11 @@ def step_of(record):
 
 @pytest.mark.parametrize("record", [pytest.param(r, id=r["name"]) for r in RECORDS])
 def test_the_measured_peak_is_predicted_within_ten_per_cent(record):
-    with patch("grpo_nb.model.limits.UNPACKED", record.get("unpacked", limits.UNPACKED)):
+    with patch.multiple(
+        limits,
+        UNPACKED=record.get("unpacked", limits.UNPACKED),
+        PAIRS_BACKWARD=record.get("pairs", limits.PAIRS_BACKWARD),
+    ):
         made = fit(step_of(record), CARDS["H200"].room)
     predicted = made.allocated(*record["moments"]) / GiB
     assert abs(predicted / record["peak_gib"] - 1) <= 0.1, (
@@ -134,6 +138,20 @@ def test_whole_steps_of_dense_models_as_an_h200_measured_them(
         **settings,
     )
     assert fit(step, room * GiB).peak / GiB == pytest.approx(gib, rel=0.1)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
+def test_memory_grows_by_100_kib_a_token_at_most(weights):
+    "By formula: what is asked of a LoRA step of one sequence, layer inputs on the host."
+
+    def gib(tokens):
+        step = replace(OLD, capability=(9, 0), weights=weights, offload_embedding=False)
+        step = replace(with_context(step, tokens, 0), optimizer_bytes=0, offload_hidden=True)
+        return fit(step, CARDS["H200"].room).allocated("head", "layer") / GiB
+
+    lengths = 2048, 8192, 32_768, 131_072
+    for short, long in zip(lengths, lengths[1:]):
+        assert (gib(long) - gib(short)) * 2**20 / (long - short) <= 100
 
 
 # Sums

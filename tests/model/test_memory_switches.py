@@ -244,7 +244,7 @@ def test_slices_choose_themselves_and_again_for_another_length(tmp_path, monkeyp
     long = copy.deepcopy(batch.rows(slice(0, 1)))  # one completion of 30,000 tokens
     for name in ("completion_ids", "completion_mask", "loss_mask", "rollout_logps"):
         setattr(long, name, getattr(long, name)[:, :1].expand(1, 30_000))
-    assert [ask(long, free * 2**20)[1] for free in (4000, 700, 500, 400, 1)] == [
+    assert [ask(long, free * 2**20)[1] for free in (4000, 436, 431, 400, 1)] == [
         16_384,
         8192,
         4096,
@@ -491,14 +491,14 @@ class Never(type(experts_grouped.SKIP_LAST_PRODUCT)):
 @pytest.mark.parametrize(
     "offload", [None, 32, 64], ids=["on the device", "on the host, attention too", "on the host"]
 )
-@pytest.mark.parametrize("tokens, fewer", [(None, 1), (40, 6)])
+@pytest.mark.parametrize("tokens, fewer", [(None, 2), (40, 6)])
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "packed", "adapted"])
 def test_the_recomputation_skips_the_experts_last_product(
     monkeypatch, kind, each, tokens, fewer, offload
 ):
-    """The same bits with fewer products: without the last one, or, where gate and up are computed
-    again later (three slices), without any."""
+    """The same bits with fewer products: in the second pass none, as gate and up are computed in
+    the backward pass (40 tokens: in three slices)."""
     if each:
         monkeypatch.setattr(experts_grouped, "can_group", lambda *a: False)
     results = []
@@ -555,7 +555,7 @@ def test_other_models_skip_nothing_and_a_context_of_ones_own_is_kept():
         get_peft_model(tiny_gpt_oss()[0], LoraConfig(r=2, target_modules=["q_proj"]))
     )
     assert (
-        contexts()[1] is experts_grouped.SKIP_LAST_PRODUCT
+        contexts() == (experts_grouped.COMPUTED_AGAIN, experts_grouped.SKIP_LAST_PRODUCT)
         and pickle.loads(pickle.dumps(copy.deepcopy(contexts)))()[1].depth == 0
     )
     model, calls = tiny_gpt_oss()[0].train(), []

@@ -205,6 +205,8 @@ def test_transformers_computes_with_it(models, implementation):
     "path, recompute, grouped, unpacked",
     [
         ("reference", False, False, 0),
+        ("in parts", True, True, 2**17),
+        ("in parts", True, True, 2**28),
         ("few", False, False, 0),
         ("loop", False, False, 0),
         *(
@@ -218,6 +220,11 @@ def test_routed_experts(models, path, recompute, grouped, unpacked, monkeypatch)
     monkeypatch.setattr("grpo_nb.model.experts_grouped.UNPACKED", unpacked)
     if not grouped:
         monkeypatch.setattr("grpo_nb.model.experts_grouped.can_group", lambda *a: False)
+    slice_tokens = 11
+    if path == "in parts":
+        path, slice_tokens = "many", None
+        monkeypatch.setattr("grpo_nb.model.experts_grouped.PAIRS_BACKWARD", 7)
+        monkeypatch.setattr("grpo_nb.model.experts_grouped.PAIRS_FORWARD", 25)
     packed, dense = (expert_weights(next(iter(experts_of(m).values()))) for m in models)
     torch.manual_seed(1)
     hidden, indices, weights = (
@@ -231,7 +238,9 @@ def test_routed_experts(models, path, recompute, grouped, unpacked, monkeypatch)
             hidden.clone().requires_grad_(path != "loop"),
             weights.clone().requires_grad_(path != "loop"),
         )
-        y = routed_experts(h, indices, s, experts, path=path, recompute=recompute, slice_tokens=11)
+        y = routed_experts(
+            h, indices, s, experts, path=path, recompute=recompute, slice_tokens=slice_tokens
+        )
         results.append(
             (y, *torch.autograd.grad(y.square().sum(), (h, s))) if path != "loop" else (y,)
         )

@@ -138,6 +138,31 @@ def test_combine(weighted, biased, n):
     )
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("n", [1, 96, 1030])
+def test_combine_some_rows_at_a_time(weighted, n):
+    "Rows that are not there are not read: a NaN after the last one of them changes nothing."
+    torch.manual_seed(0)
+    T, K, E = 7, 4, 5
+    y, place, indices = torch.randn(T * K, n), torch.randperm(T * K), torch.randint(0, E, (T, K))
+    place[: 2 * K] = place[: 2 * K].sort().values  # tokens without a row in some part
+    y, place, indices, bias, weights = (
+        x.to(DEVICE) for x in (y, place.view(T, K), indices, torch.randn(E, n), torch.rand(T, K))
+    )
+    rest = (weights, indices, bias) if weighted else ()
+    whole = experts.combine(y, place, *rest)
+    for module in (training_kernels, experts):
+        for rows in (1, 5, 27):
+            out, wide = None, torch.full((T * K + 1, n), torch.nan, device=DEVICE)
+            for first in range(0, T * K, rows):
+                part = wide[: min(rows, T * K - first)].copy_(y[first : first + rows])
+                given = dict(zip(("weights", "indices", "bias"), rest))
+                again = module.combine(part, place, **given, first=first, out=out)
+                assert out is None or again is out
+                out = again
+            assert torch.allclose(out, whole, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_layer_trains_through_the_kernels(dtype, packed, monkeypatch):
