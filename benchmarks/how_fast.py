@@ -30,11 +30,13 @@ def commands(args):
         replayed = f"--only replayed modules generate unsloth {sites}"
     return {
         "decode": f"decode.py --ours --ours-mxfp4 {decode}",
+        "adapters": f"decode.py --ours-mxfp4 --adapters all {decode}",
         "nf4": f"decode_modules.py --models Qwen2.5-1.5B:nf4 --rows 1 8 32 {replayed}",
         "rollouts": "rows.py --parts first,company,rows",
         "filters": "rows.py --parts kernels,filters",
         "lora": f"train_step.py {sites}",
         "short": "train_step.py --record --only bf16 mxfp4 dense --lengths 2048",
+        "first": "grpo_step.py --only mxfp4 --steps 3",
         "step": f"grpo_step.py {sites}",
         "sampler": f"server.py --vllm-python {shlex.quote(python)}"
         if python

@@ -32,6 +32,10 @@ CHARTS = {
         "gpt-oss-20b, tokens a second in all",
         {"ours, MXFP4": "ours", "vLLM, MXFP4": "vLLM", "ours, bf16": "ours, bf16"},
     ),
+    "adapters": Chart(
+        "gpt-oss-20b with adapters, tokens a second",
+        {"ours": "ours", "vLLM": "vLLM"},
+    ),
     "nf4": Chart(
         "Qwen2.5-1.5B in NF4, tokens a second",
         {
@@ -63,6 +67,14 @@ CHARTS = {
             "transformers, bf16": "transformers",
         },
         0,
+    ),
+    "first": Chart(
+        "A GRPO step of gpt-oss-20b, seconds",
+        {
+            "first step, empty caches": "first, empty caches",
+            "first step, kept caches": "first, kept caches",
+            "a later step": "a later one",
+        },
     ),
     "short": Chart(
         "A LoRA step of 2,048 tokens, seconds",

@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 
+from ..model.compile_together import compile_together
 from ..model.limits import PREFILL_TOKENS
 from . import decode_ops
 from .arrivals import Asked
 from .decode_ops import DecodeState
-from .decoder import STRIDE, Decoder, RecordedSteps, draw_tokens, read_prompts
+from grpo_nb.rollout.decoder import (
+    SIZES,
+    STRIDE,
+    Decoder,
+    RecordedSteps,
+    draw_tokens,
+    read_prompts,
+)
 from .kv_cache import SlotCache
 from .prefixes import Prefixes
 from .sampling import SamplingParams, SurvivorRecord
@@ -79,10 +87,10 @@ class RowsInTurn:
         self.unseen = {}  # and how many looks were taken before it started
         self.rows, self.steps, self.looks, self.ended = [], 0, 0, 0
         self.recorded = None
+        # a penalty looks tokens up, which a pass without launches has not drawn
+        self.compiled = decoder.ops is decode_ops or params.repetition_penalty != 1
         if decoder.ops is not decode_ops:
-            # a penalty looks tokens up, which a pass without launches has not drawn
-            together = params.repetition_penalty == 1
-            self.recorded = RecordedSteps(rows, self.device, together)
+            self.recorded = RecordedSteps(rows, self.device)
 
     def most(self, number):
         "Tokens that a completion may draw."
@@ -148,6 +156,16 @@ class RowsInTurn:
         size = DRAWN_AT_ONCE if self.device.type == "cuda" else len(rows)
         for some, prompt in zip(at.split(size), self.send(which).split(size)):
             self.draw(some, hidden[prompt])
+
+    def compile_first(self, count):
+        "Compile what a first token and a first step of so many rows launch, all at once."
+        head = self.decoder.head.weight
+        rows = torch.full((next(s for s in SIZES if s >= count),), len(self.state.alive) - 1)
+        rows = rows.to(self.device)  # the spare one
+        first = rows[: min(count, DRAWN_AT_ONCE)]
+        hidden = head.new_zeros(len(first), head.shape[1], dtype=self.decoder.dtype)
+        compile_together(lambda: (self.draw(first, hidden), self.advance(rows)))
+        self.compiled = True
 
     def until(self):
         "The step after which there is nothing to do; a row that is full takes no more tokens."
@@ -217,6 +235,8 @@ class RowsInTurn:
         if waits and self.worth_it(waits):
             self.ended = 0
             if taken := self.take():
+                if not self.compiled:
+                    self.compile_first(sum(len(rows) for _, rows in taken))
                 self.begin(taken)
         elif len(self.owner) > len(self.rows) * 3 // 4:
             return

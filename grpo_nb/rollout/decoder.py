@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from transformers import GptOssForCausalLM, PreTrainedModel
 
 from ..model.attention import sink_attention
-from ..model.compile_together import compile_together
 from ..model.experts_lora import expert_weights
 from ..model.masks import attention_mask
 from ..model.packed import PackedWeight
@@ -615,10 +614,8 @@ class RecordedSteps:
         self,
         spare: int,  # the row that fills up
         device: torch.device,
-        # kernels of the first step are compiled all at once, in a pass that launches none
-        together: bool = False,
     ):
-        self.spare, self.device, self.together = spare, device, together
+        self.spare, self.device = spare, device
         self.graphs, self.pool = {}, torch.cuda.graph_pool_handle()
 
     def prepare(
@@ -641,9 +638,7 @@ class RecordedSteps:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            if self.together and not self.graphs:
-                compile_together(lambda: advance(static))
-            # once for real, on the spare row: what is left is compiled, libraries set up
+            # once for real, on the spare row: kernels are compiled, libraries set up
             advance(static)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()

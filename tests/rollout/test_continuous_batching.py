@@ -181,6 +181,31 @@ def test_rows_and_pages_stay_within_what_is_free(page):
         slots_that_fit(shape, lengths, groups, 6, least - 1, 12, 50, 100)
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_kernels_of_a_first_step_are_compiled_before_anything_is_drawn(monkeypatch, penalty):
+    "In a pass over the spare row; where a drawn token is an index, not at all."
+    asked = []
+
+    def compile_together(work):
+        before = turns.state.alive.clone(), turns.state.lengths[:-1].clone()
+        work()
+        assert torch.equal(turns.state.alive, before[0])
+        assert torch.equal(turns.state.lengths[:-1], before[1]) and not turns.rows
+        asked.append(len(turns.owner))
+
+    model = tiny_gpt_oss(0, num_hidden_layers=2)[0]
+    params = SamplingParams(max_tokens=6, repetition_penalty=penalty)
+    given = prompts_of(3), [4] * 3, params, torch.tensor([8, 9]), stream_keys(12, 0), 6, 60
+    plain = complete(paged(model), *given[:3], rows=6, pages=60)
+    as_recorded(monkeypatch)
+    monkeypatch.setattr(continuous_batching, "compile_together", compile_together)
+    turns = RowsInTurn(paged(model), *given)
+    with torch.inference_mode():
+        done = turns.run()
+    assert asked == ([6] if penalty == 1 else [])
+    assert penalty != 1 or torch.equal(done.counts[:12], plain.counts[:12])
+
+
 def test_recorded_steps_read_flags_late_and_hold_nothing_back(monkeypatch):
     model = tiny_gpt_oss(0, num_hidden_layers=2)[0]
     prompts, params = prompts_of(10), SamplingParams(max_tokens=20)
