@@ -8,9 +8,9 @@ completions x 1,024 tokens drawn, rewarded and trained, ours and Unsloth's.
         (45 s)
     python benchmarks/grpo_step.py --only mxfp4 --batch 16
         other micro-batches
-    python benchmarks/grpo_step.py --only mxfp4 --attention-graphs windows
-        fewer compiled forms of attention; set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to empty
-        folders, so that the first step compiles them
+    python benchmarks/grpo_step.py --only mxfp4 --steps 3
+        with TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR set to empty folders the first step
+        compiles everything, and with the same folders again a second run shows what they keep
     python benchmarks/grpo_step.py --cpu
         the same with a tiny model, to try it out
 
@@ -207,10 +207,8 @@ def grpo_step(
 
 
 def measure_ours(args, sizes, weights):
-    from grpo_nb.model import attention, limits
+    from grpo_nb.model import limits
 
-    if args.attention_graphs:
-        attention.ATTENTION_GRAPHS = args.attention_graphs
     if args.record:
         limits.RECORDED_TOKENS = args.record
     start = time.perf_counter()
@@ -227,8 +225,7 @@ def measure_ours(args, sizes, weights):
         offload_activations=args.offload,
         **({"mini_batch": args.mini_batch} if args.mini_batch else {}),
     )
-    first, graphs = result["steps"][0], attention.ATTENTION_GRAPHS
-    tell(library=weights, **result["steps"][-1], first=first, attention_graphs=graphs, **result)
+    tell(library=weights, **result["steps"][-1], first=result["steps"][0], **result)
 
 
 def measure_unsloth(args, sizes):
@@ -306,11 +303,6 @@ def main():
         "--steps", type=int, default=2, help="the last one counts; those between are printed too"
     )
     parser.add_argument(
-        "--attention-graphs",
-        choices=("each", "windows", "gradients", "one"),
-        help="which calls share a compiled form; without it the module's own choice",
-    )
-    parser.add_argument(
         "--record",
         type=int,
         default=0,
@@ -384,8 +376,7 @@ def main():
                 f"{name} {first[name]:.2f}" for name in ("sample", "train") if name in first
             )
             print(
-                f"    first step: {parts}; attention's graphs: {record['attention_graphs']}; "
-                f"compiled {record['compiled']}",
+                f"    first step: {parts}; compiled {record['compiled']}",
                 flush=True,
             )
 
