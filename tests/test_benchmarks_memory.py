@@ -261,7 +261,6 @@ def test_the_search(context):
 
 
 def test_a_t4_is_reported_to_the_library_only(context):
-    from grpo_nb.model import attention
 
     real, flex = torch.cuda.get_device_capability, attention.BACKENDS["flex"]
     asked = context.told_to_us(lambda device=None: (9, 0), (7, 5))

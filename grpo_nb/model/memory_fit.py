@@ -42,7 +42,7 @@ class Card:
 
     name: str
     usable: float  # GiB that CUDA reports as its memory
-    # compute capability; below (8, 0) there is no bf16 and no FlexAttention
+    # compute capability; below (8, 0) there is no bf16, and attention has other kernels
     capability: tuple[int, int]
 
     @property
