@@ -6,7 +6,8 @@
 __all__ = ['LOG2E', 'TILES', 'SMALL_TILES', 'has_small_blocks', 'tile', 'why_not', 'forward', 'backward', 'KernelAttention',
            'prepare', 'attend']
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #2cfb5e04
+# %% ../../nbs/model/27_attention_kernel.ipynb #a5d7a991
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -609,7 +610,7 @@ def why_not(
         return f"they multiply numbers of 16 bits, and these are {q.dtype}"
     return None
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #4ee05faf
+# %% ../../nbs/model/27_attention_kernel.ipynb #eb1199ff
 def _tokens_first(x):
     "An empty tensor like x (B, H, L, D), in memory (B, L, H, D)."
     B, H, L, D = x.shape
@@ -690,13 +691,19 @@ def backward(
     return dq, dk, dv, delta
 
 
+def _where(x):
+    "Inside `with`, launches go to a tensor's card, which may be another than the current one."
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 class KernelAttention(torch.autograd.Function):
     "Attention as autograd sees it: what came in, the output and lse are kept."
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, pads, offset, window, scale):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = forward(q, k, v, sinks, pads, offset, window, scale)
+        with _where(q):
+            out, lse = forward(q, k, v, sinks, pads, offset, window, scale)
         moved = offset if torch.is_tensor(offset) else None
         ctx.save_for_backward(q, k, v, sinks, pads, out, lse, moved)
         ctx.numbers = offset if moved is None else None, window, scale
@@ -709,7 +716,8 @@ class KernelAttention(torch.autograd.Function):
         offset, *numbers = ctx.numbers
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
         offset = offset if moved is None else moved
-        *gradients, delta = backward(d_out, q, k, v, pads, out, lse, offset, *numbers)
+        with _where(q):
+            *gradients, delta = backward(d_out, q, k, v, pads, out, lse, offset, *numbers)
         d_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             weight = torch.exp2(sinks.float()[:, None] * LOG2E.value - lse)  # (B, Hq, Lq)
@@ -739,7 +747,8 @@ def prepare(
         out, lse = forward(q, k, v, sinks, pads, offset, NO_WINDOW, 1.0)
         backward(out, q, k, v, pads, out, lse, offset, NO_WINDOW, 1.0)
 
-    compile_together(both)
+    with _where(q):
+        compile_together(both)
 
 
 def _dtype(x):

@@ -287,6 +287,19 @@ def test_few_recompilations():
     assert graphs() - warm <= 8  # at most one more for each of the eight kinds of calls
 
 
+def test_on_a_card_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    inputs, upstream, options = case("padded", torch.bfloat16)
+    here = value_and_gradients(sink_attention, inputs, upstream, backend="triton", **options)
+    there = [x.to("cuda:1") for x in (*inputs, upstream, options["pad_lens"])]
+    *inputs, upstream, pads = there
+    options |= dict(pad_lens=pads, backend="triton")
+    assert torch.cuda.current_device() == 0
+    for a, b in zip(here, value_and_gradients(sink_attention, inputs, upstream, **options)):
+        assert torch.equal(a, b.to(a.device))
+
+
 def test_auto_is_triton_here_and_trains():
     inputs, upstream, options = case("full", torch.bfloat16)
     assert choose_backend(*inputs[:2])[0] == (
