@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 # what `pip install .` cannot bring to Windows and macOS: modules that are Triton kernels throughout
 KERNELS = {
     "grpo_nb.algorithm.softmax_kernel",
+    "grpo_nb.model.attention_kernel",
     "grpo_nb.model.training_kernels",
     "grpo_nb.rollout.decode_kernels",
     "grpo_nb.rollout.dense_kernels",

@@ -866,8 +866,8 @@ def sink_attention(
     check_tensors(q, k, v, sinks)
     mask = _given_or_made(mask, q, k, pad_lens, offset, window)
     check_mask(mask, q, k)
-    backend = _resolve_backend(backend, q, k, mask)
     q, k, v = _common_dtype(q, k, v)
+    backend = _resolve_backend(backend, q, k, mask)
     mask = _on_device(mask, q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):

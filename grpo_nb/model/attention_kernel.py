@@ -67,7 +67,7 @@ def _is_seen(keys, positions, pad, window, Lk):
     inside = (keys >= pad) & (keys < Lk)
     return inside & (keys <= positions) & (keys > positions - window)
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #47dff4a4
+# %% ../../nbs/model/27_attention_kernel.ipynb #ea4f8a96
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -178,8 +178,7 @@ def _forward_kernel(
     )
     if HAS_SINKS:
         m, total = m + tl.load(SINKS + h).to(tl.float32) * LOG2E, total + 1.0
-    else:
-        m -= 1e30  # finite, so that a row without keys stays free of NaN
+    m = tl.maximum(m, -1e30) if HAS_SINKS else m - 1e30  # finite: a row without keys has no NaN
     positions, last = rows + offset, tl.minimum(at + BM, Lq) - 1 + offset
     begin, left, whole, whole_end, partly = _key_tiles(at + offset, last, pad, window, Lk, BN)
     scale *= LOG2E
@@ -610,7 +609,7 @@ def why_not(
         return f"they multiply numbers of 16 bits, and these are {q.dtype}"
     return None
 
-# %% ../../nbs/model/27_attention_kernel.ipynb #eb1199ff
+# %% ../../nbs/model/27_attention_kernel.ipynb #c265ac4f
 def _tokens_first(x):
     "An empty tensor like x (B, H, L, D), in memory (B, L, H, D)."
     B, H, L, D = x.shape
@@ -702,6 +701,7 @@ class KernelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, pads, offset, window, scale):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        sinks, pads = (x if x is None else x.contiguous() for x in (sinks, pads))
         with _where(q):
             out, lse = forward(q, k, v, sinks, pads, offset, window, scale)
         moved = offset if torch.is_tensor(offset) else None

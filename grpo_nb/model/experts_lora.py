@@ -146,9 +146,8 @@ def routed_forward(
     options = IMPLEMENTATIONS[module.config._experts_implementation]
     if "slice_tokens" in options:
         tokens = getattr(module, "slice_tokens", options["slice_tokens"])
-        again = len(hidden) > tokens or bool(
-            COMPUTED_AGAIN
-        )  # costs nothing where a layer is anyway
+        # no product more where the layer is computed again anyway
+        again = len(hidden) > tokens or bool(COMPUTED_AGAIN)
         options = dict(slice_tokens=tokens, recompute=again)
     return routed_experts(hidden, indices, weights, experts, **options)
 

@@ -37,8 +37,8 @@ ROWS_OF_ONE = 1024
 # pairs (token, expert) whose gradients a layer's experts compute at a time, where the layer is
 # computed again: those of 2,048 tokens, about what keeps an H200's matrix units busy
 PAIRS_BACKWARD = 8192
-# the same in the forward pass, beside which less is in memory
-PAIRS_FORWARD = 32_768
+# the same in the forward pass, whose peak is as high with adapters on the experts
+PAIRS_FORWARD = 8192
 # tokens up to which the layers of a training step are recorded on a GPU and played from then on
 # (`recorded_layers`); longer steps keep a card busy anyway. 0: none are recorded
 RECORDED_TOKENS = 0

@@ -148,8 +148,9 @@ def vllm_command(
     if max_length:
         flags["--max-model-len"] = max_length
     if rows:
-        # vLLM records a graph for every eighth number of rows up to the second of these
-        flags |= {"--max-num-seqs": rows, "--max-cudagraph-capture-size": min(rows, 512)}
+        step = 8 if rows < 256 else 16  # of the numbers of rows for which it records a graph
+        recorded = min(-(-rows // step) * step, 512)
+        flags |= {"--max-num-seqs": rows, "--max-cudagraph-capture-size": recorded}
     words = [str(word) for pair in flags.items() for word in pair]
     switches = ["--enable-lora"] * (rank is not None) + ["--enable-sleep-mode"] * sleeps
     start = [python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]

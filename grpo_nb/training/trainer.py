@@ -965,12 +965,18 @@ class GRPOTrainer:
             max_loras=max_loras,
             memory_share=config.vllm_gpu_memory_utilization,
             max_length=config.vllm_max_model_length,
-            rows=max(64, self.layout.generation_batch_size * (1 + config.max_staleness)),
+            rows=self.served_rows(),
             gpus=config.vllm_tensor_parallel_size,
             model_impl=config.vllm_model_impl,
             dtype=str(self.served_dtype()).removeprefix("torch."),
             sleeps=config.vllm_enable_sleep_mode,
         )
+
+    def served_rows(self) -> int:
+        "Completions that a vLLM of this run's own draws at once: 64 at least, and what vLLM takes."
+        drawn = self.layout.generation_batch_size * (1 + self.config.max_staleness)
+        judged = self.config.per_device_eval_batch_size * self.accelerator.num_processes
+        return min(max(64, drawn, judged), 1024)
 
     def from_first(self, value: Any) -> Any:
         "What the first process has, in all of them."

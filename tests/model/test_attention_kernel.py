@@ -85,10 +85,33 @@ def test_every_tile_computes_the_same(monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_tile_fits_the_head():
-    for kernel, small in itertools.product(TILES, (False, True)):
-        sizes = [tile(kernel, D, small) for D in (8, 256)]
-        assert sizes[0] == sizes[1] if not small else sizes[0] != sizes[1]
+def test_a_tile_is_that_of_the_next_head_size(monkeypatch):
+    monkeypatch.setattr(attention_kernel, "TILES", TILES)
+    for kernel, (small, table) in itertools.product(TILES, ((False, TILES), (True, SMALL_TILES))):
+        found = [tile(kernel, D, small) for D in (8, 64, 80, 128, 192, 256)]
+        assert found == [table[kernel][size] for size in (64, 64, 128, 128, 256, 256)]
+
+
+def test_sinks_and_padding_of_any_stride():
+    q, k, v, _ = inputs(2, 2, 1, 20, 20, 16)
+    sinks, pads = torch.randn(2, 3)[:, 0], torch.tensor([[3, 9], [7, 9]])[:, 0]
+    for given in ((sinks, pads), (sinks, torch.tensor([4]).expand(2)), (sinks[:1].expand(2), pads)):
+        mask = Mask(given[1], 20, 20)
+        mine, formula = (way(q, k, v, given[0], mask, 0.25) for way in (attend, eager))
+        torch.testing.assert_close(mine, formula, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_sink_that_takes_nothing(window):
+    q, k, v, _ = inputs(2, 2, 1, 45, 45, 16)
+    sinks = torch.tensor([-torch.inf, -1e30])
+    mask = Mask(torch.tensor([0, 30]), 45, 45, window=window)
+    out = attend(q, k, v, sinks, mask, 0.25)
+    plain = eager(q, k, v, None, mask, 0.25)
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
+    found = [torch.autograd.grad(x.sin().sum(), [q, k, v]) for x in (out, plain)]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_heads_laid_out_in_any_way_and_padding_of_32_bits():

@@ -1,5 +1,5 @@
 """The Triton kernels compile for the cards that we name, without one: a T4 (7.5), an A100 (8.0), an
-H100 (9.0)."""
+H100 (9.0), and attention's on a card with little shared memory (8.6)."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SHARED = {75: 64 * 1024, 80: 163 * 1024, 90: 227 * 1024}  # bytes that a block may have
+SHARED = {75: 64 * 1024, 80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # bytes of a block
 
 
 def compiled(*words):

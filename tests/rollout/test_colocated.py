@@ -182,14 +182,21 @@ def test_a_run_asks_vllm_for_as_many_rows_as_it_draws(tmp_path, monkeypatch):
     model, tokenizer = tiny_gpt_oss()
     model.config._name_or_path = str(tmp_path)
     model = add_adapters(model, 2, resolve_targets(model, ["k_proj"]))
-    for batch, rows in ((2, 64), (96, 96)):
+    for batch, judged, rows, recorded in (
+        *((2, 8, 64, 64), (96, 8, 96, 96), (100, 8, 100, 104), (264, 8, 264, 272)),
+        *((2, 80, 80, 80), (2000, 8, 1024, 512)),
+    ):
         config = small_config(
-            tmp_path, use_vllm=True, num_generations=2, per_device_train_batch_size=batch
+            tmp_path,
+            use_vllm=True,
+            num_generations=2,
+            per_device_train_batch_size=batch,
+            per_device_eval_batch_size=judged,
         )
         GRPOTrainer(model, digits, config, ROWS, processing_class=tokenizer)
         flag = commands[-1].index("--max-num-seqs")
         assert commands[-1][flag + 1] == str(rows)
-        assert f"--max-cudagraph-capture-size {rows}" in " ".join(commands[-1])
+        assert f"--max-cudagraph-capture-size {recorded}" in " ".join(commands[-1])
 
 
 def test_a_base_in_nf4_is_not_what_vllm_loads(tmp_path, monkeypatch):
