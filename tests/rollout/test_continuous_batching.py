@@ -2,17 +2,19 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from dense_models import dense_model
 from small_decoders import as_recorded
 
+from grpo_nb.model.compile_together import noted_launches
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import continuous_batching
 from grpo_nb.rollout import engine as engine_module
 from grpo_nb.rollout.continuous_batching import RowsInTurn, complete_in_turn
-from grpo_nb.rollout.decoder import Decoder, DenseDecoder
+from grpo_nb.rollout.decoder import Decoder, DenseDecoder, RecordedSteps
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.kv_cache import CacheShape, SlotCache, slots_that_fit
 from grpo_nb.rollout.sampling import SamplingParams, stream_keys, stream_numbers
@@ -204,6 +206,52 @@ def test_kernels_of_a_first_step_are_compiled_before_anything_is_drawn(monkeypat
         done = turns.run()
     assert asked == ([6] if penalty == 1 else [])
     assert penalty != 1 or torch.equal(done.counts[:12], plain.counts[:12])
+
+
+def with_kernels(model, monkeypatch, compile_together):
+    "What a decoder with interpreted kernels draws; steps are played as on a GPU."
+    pytest.importorskip("triton")
+    from grpo_nb.rollout import decode_kernels
+
+    def record(self, size, advance):
+        static, step = torch.full((size,), self.spare), weakref.WeakMethod(advance)
+        return SimpleNamespace(replay=lambda: step()(static)), static
+
+    def look(turns):
+        turns.looks += 1
+        return turns.state.alive.clone(), turns.looks, None
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(RecordedSteps, "_record", record)
+    monkeypatch.setattr(RowsInTurn, "look", look)
+    monkeypatch.setattr(continuous_batching, "compile_together", compile_together)
+    continuous_batching.compiled_sizes.cache_clear()
+    kind = Decoder if model.config.model_type == "gpt_oss" else DenseDecoder
+    decoder, params = paged(model, kind), SamplingParams(max_tokens=2, top_k=5, top_p=0.9)
+    decoder.ops = decode_kernels
+    given = [[7, 8, 9], [12, 9]], [1] * 2, params, torch.tensor([2]), stream_keys(2, 0), 2, 20
+    with torch.inference_mode():
+        return RowsInTurn(decoder, *given).run()
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "Qwen3"])
+def test_a_pass_without_launches_changes_nothing_that_is_drawn(kind, monkeypatch):
+    "With interpreted kernels, and a filter."
+    sizes = dict(head_dim=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+    model = dense_model("Qwen3", head_dim=32)
+    if kind == "gpt-oss":
+        model = tiny_gpt_oss(**sizes, sliding_window=16, num_experts=4)[0]
+    found = []
+
+    def noting(work):
+        with noted_launches() as noted:
+            work()
+        found.append({launch.kernel.fn.__name__ for launch in noted})
+
+    plain = with_kernels(model, monkeypatch, lambda work: None)
+    drawn = with_kernels(model, monkeypatch, noting)
+    assert torch.equal(plain.ids, drawn.ids) and torch.equal(plain.logps, drawn.logps)
+    assert len(found) == 1 and len(found[0]) >= 12
 
 
 def test_recorded_steps_read_flags_late_and_hold_nothing_back(monkeypatch):
