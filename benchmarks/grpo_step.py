@@ -82,6 +82,7 @@ def timed_trainer():
             source.draw = self.timed("sample", source.draw)
             source.score = self.timed("score", source.score)
             update.accumulate = self.timed("train", update.accumulate)
+            update.compile_first = self.timed("train", update.compile_first)
             update.step = self.timed("update", update.step, last=True)
 
         def timed(self, part, function, last=False):
@@ -209,7 +210,7 @@ def grpo_step(
 def measure_ours(args, sizes, weights):
     from grpo_nb.model import limits
 
-    if args.record:
+    if args.record is not None:
         limits.RECORDED_TOKENS = args.record
     start = time.perf_counter()
     model = gpt_oss(sizes, weights, args.prompt + args.new)
@@ -305,9 +306,9 @@ def main():
     parser.add_argument(
         "--record",
         type=int,
-        default=0,
         metavar="TOKENS",
-        help="ours: layers of micro-batches of up to so many tokens are recorded (0: none)",
+        help="ours: layers of inputs of up to so many tokens are recorded (0: none; default: the "
+        "library's)",
     )
     parser.add_argument("--offload", action="store_true", help="ours: layer inputs on the host")
     args = parser.parse_args()

@@ -11,10 +11,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from tqdm.auto import tqdm
 
 # %% ../../nbs/model/28_compile_together.ipynb #3c031317
@@ -36,6 +37,13 @@ def kernels_in_use() -> list:
 
 
 _noting = threading.RLock()  # one thread notes at a time, and the others launch as ever
+
+
+class _Inside(threading.local):
+    noting = False  # whether this thread is
+
+
+_inside = _Inside()
 
 
 def compiled_for(
@@ -68,31 +76,59 @@ def noted_launches() -> Iterator[list[Launch]]:
             noted.append(Launch(kernel, args, constants))
 
     with _noting:
-        before = [vars(kernel).get("run") for kernel in kernels]
+        before, outer = [vars(kernel).get("run") for kernel in kernels], _inside.noting
+        _inside.noting = True
         try:
             for kernel in kernels:
                 kernel.run = partial(run, kernel)  # of the object, before that of its class
             yield noted
         finally:
+            _inside.noting = outer
             for kernel, other in zip(kernels, before, strict=True):
                 vars(kernel).pop("run")
                 if other is not None:
                     kernel.run = other
 
 # %% ../../nbs/model/28_compile_together.ipynb #c442fe6e
+def _loaded(compile):
+    "A compiled kernel, in the card's memory and ready to be launched."
+    kernel = compile()
+    with suppress(Exception):  # what cannot be launched says so when it is
+        _ = kernel.run  # in Triton 3.6 a program in C, which gcc compiles
+    return kernel
+
+
+class _Pool(ThreadPoolExecutor):
+    "Threads that load what they compile, onto the card that is current here."
+
+    def __init__(self, threads):
+        on_card = torch.cuda.is_available()
+        card = (torch.cuda.current_device(),) if on_card else ()
+        super().__init__(
+            threads, initializer=torch.cuda.set_device if on_card else None, initargs=card
+        )
+
+    def submit(self, compile):
+        return super().submit(_loaded, compile)
+
+
 def compile_together(
     work: Callable[[], Any],  # launches kernels; what lies between reads none of their results
     threads: int | None = None,  # None: one for each core
-) -> int:  # how many kernels were compiled, or read from Triton's cache
-    "Compile what `work` would launch, all at once; a bar is shown after two seconds."
+) -> int:  # how many kernels were compiled, or read from Triton's cache; 0 inside another `work`
+    """Compile what `work` would launch, all at once; a bar is shown after two seconds. Inside the
+    `work` of another call its launches are noted there."""
     import triton
 
+    if _inside.noting:
+        work()
+        return 0
     with noted_launches() as noted:
         work()
     compiled = [launch for launch in noted if isinstance(launch.kernel, triton.JITFunction)]
     if not compiled or not hasattr(triton, "AsyncCompileMode"):  # interpreted; before Triton 3.4
         return 0
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+    with _Pool(threads or os.cpu_count()) as pool:
         # what does not compile says so when it is launched, if it ever is
         with triton.AsyncCompileMode(pool, ignore_errors=True) as mode:
             for kernel, args, constants in compiled:

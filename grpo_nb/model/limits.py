@@ -35,13 +35,13 @@ UNPACKED = 2**29
 # random model one expert gets four fifths of the tokens
 ROWS_OF_ONE = 1024
 # pairs (token, expert) whose gradients a layer's experts compute at a time, where the layer is
-# computed again: those of 2,048 tokens, about what keeps an H200's matrix units busy
-PAIRS_BACKWARD = 8192
+# computed again: those of 3,072 tokens. Fewer save memory, and every part costs launches
+PAIRS_BACKWARD = 12_288
 # the same in the forward pass, whose peak is as high with adapters on the experts
-PAIRS_FORWARD = 8192
+PAIRS_FORWARD = 12_288
 # tokens up to which the layers of a training step are recorded on a GPU and played from then on
-# (`recorded_layers`); longer steps keep a card busy anyway. 0: none are recorded
-RECORDED_TOKENS = 0
+# (`recorded_layers`); longer steps keep a card busy, and their recordings take gigabytes. 0: none
+RECORDED_TOKENS = 4096
 # tokens of which a recorded row's length is a multiple, so that few lengths are recorded
 RECORDED_MULTIPLE = 512
 # pairs (token, expert) whose activation is computed in float32 at a time, where there is no kernel

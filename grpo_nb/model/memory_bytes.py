@@ -732,7 +732,8 @@ def _experts_peak(shape, how, tokens, computed_again):
     # gate and up, overwritten by their gradients; if they were kept, they are counted already
     again = 2 * inner if computed_again else 0
     if computed_again and K * n > limits.PAIRS_BACKWARD:  # in parts, beside the sum of their inputs
-        one = limits.PAIRS_BACKWARD * (again + inner + H) + wide
+        parts = -(-K * n // limits.PAIRS_BACKWARD)
+        one = -(-K * n // parts) * (again + inner + H) + wide
         return max(n * 4 * shape.hidden + one, n * 8 * shape.hidden)
     # first the gradients of activation and outputs; then those of the inputs while they are summed
     # per token

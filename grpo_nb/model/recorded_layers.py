@@ -474,7 +474,14 @@ class RecordedLayers:
     """The active switch: layers that are computed again in backward are recorded when a shape comes
     the second time, and played from then on. `remove` switches it off."""
 
-    def __init__(self, model: nn.Module, most_tokens: int, multiple: int, record: Callable | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        most_tokens: int,
+        multiple: int,
+        record: Callable | None,
+        tells: bool,
+    ):
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         name = "_gradient_checkpointing_func"
         self.modules = [m for m in base.modules() if name in vars(m)]
@@ -486,7 +493,7 @@ class RecordedLayers:
         self.plain, self.record = getattr(self.modules[0], name), record
         self.config, self.contexts = base.config, checkpoint_contexts(base)
         self.most_tokens, self.multiple = most_tokens, multiple
-        self.shapes, self.derived, self.refused = {}, {}, None
+        self.shapes, self.derived, self.refused, self.tells = {}, {}, None, tells
         for m in self.modules:
             setattr(m, name, self)
 
@@ -515,7 +522,7 @@ class RecordedLayers:
             shape = self.shape_of(x, room)
             return None if shape is None else self.find_in(shape, function, x, room)
         except (CannotRecord, RuntimeError) as error:  # out of memory is one, too
-            if self.refused is None:
+            if self.refused is None and (self.tells or not isinstance(error, CannotRecord)):
                 warnings.warn(
                     f"a layer could not be recorded, and runs call by call: {error}", stacklevel=2
                 )
@@ -631,6 +638,8 @@ def record_layers(
     multiple: int = 1,
     # of a function without arguments -> an object with `.replay()`; None: a CUDA graph
     record: Callable | None = None,
+    # warn of layers that are not meant to be recorded (dropout, hooks); a failure is always told
+    tells: bool = True,
 ) -> RecordedLayers:  # .remove() puts it back; a context manager too
     "Record short layers on a GPU, and play them from then on."
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -638,4 +647,4 @@ def record_layers(
             "layers are recorded in one process only, and this one is part of a group: leave "
             "record_layers out"
         )
-    return RecordedLayers(model, most_tokens, multiple, record)
+    return RecordedLayers(model, most_tokens, multiple, record, tells)

@@ -186,6 +186,8 @@ class Servers:
         process: int = 0,  # of the run's: each begins with another server, 0 says what happens
         # raises ServerError where it is known that a server's process has ended
         check_alive: Callable[[], None] = lambda: None,
+        # something that changes as long as a server goes on starting
+        progress: Callable[[], Any] = lambda: None,
     ):
         given = urls.split(",") if isinstance(urls, str) else urls
         found = [Address(one.strip(), api_key, timeout_s) for one in given if one.strip()]
@@ -193,21 +195,24 @@ class Servers:
             raise ValueError("urls is empty: give the address of a server, http://127.0.0.1:8000")
         first = process % len(found)
         self.addresses, self.leads = found[first:] + found[:first], process == 0
-        self.retries, self.pause_s, self.check_alive = retries, 0.5, check_alive
+        self.retries, self.pause_s = retries, 0.5
+        self.check_alive, self.progress = check_alive, progress
         self.lock = threading.Lock()
 
     def wait(
         self,
-        wait_s: float,  # at most, for all of them
+        wait_s: float,  # at most, for all of them; from the last progress on, where there is any
         command: str,  # that starts one, for the message
     ) -> None:  # ServerError
         "Wait until every server answers."
-        end = time.monotonic() + wait_s
+        end, seen = time.monotonic() + wait_s, self.progress()
         within = f" within {wait_s:g} seconds" * (wait_s > 0)
         for address in self.addresses:
             said = False
             while why := self.silence(address):
                 self.check_alive()
+                if (now := self.progress()) != seen:
+                    end, seen = time.monotonic() + wait_s, now
                 if time.monotonic() > end:
                     raise ServerError(
                         f"no server answers at {address.url} ({why}){within}. "

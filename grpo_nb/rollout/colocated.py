@@ -229,6 +229,12 @@ class ColocatedVLLM(VLLMServer):
             return " | ".join(self.log.read_text(errors="replace").split("\n")[-8:]).strip(" |")
         return ""
 
+    def progress(self) -> int:
+        "Bytes that the server has printed: loading a model can take longer than `wait_s`."
+        with suppress(OSError):
+            return self.log.stat().st_size
+        return 0
+
     def check_alive(self) -> None:  # ServerError
         "Say at once if the process has ended."
         if self.keeper is not None and self.keeper.poll() is not None:

@@ -9,6 +9,7 @@ __all__ = ['REFILL', 'DRAWN_AT_ONCE', 'start_state', 'compiled_sizes', 'RowsInTu
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -167,10 +168,11 @@ class RowsInTurn:
         for some, prompt in zip(at.split(size), self.send(which).split(size)):
             self.draw(some, hidden[prompt])
 
-    def compile_first(self, count):
-        """Compile what a first token and a first step of so many rows launch, all at once; once for
-        a model and a number of rows."""
+    def compile_first(self, taken):
+        """Compile what reading prompts, a first token and a first step launch, all at once; once
+        for a model and a number of rows."""
         self.compiles, head = False, self.decoder.head.weight
+        count = sum(len(rows) for _, rows in taken)
         size, done = next(s for s in SIZES if s >= count), compiled_sizes(id(self.decoder.inner))
         kind = size, self.params.temperature == 0, bool(room_for_survivors(self.params))
         if kind in done:
@@ -179,8 +181,17 @@ class RowsInTurn:
         rows = torch.full((size,), len(self.state.alive) - 1).to(self.device)  # the spare one
         first = rows[: min(count, DRAWN_AT_ONCE)]
         hidden = head.new_zeros(len(first), head.shape[1], dtype=self.decoder.dtype)
+        reader = copy(self.decoder)
+        reader.layers = reader.layers[:2]  # the others launch the same
+        prompts = [self.prompts[prompt] for prompt, _ in taken[:8]]
+
+        def work():
+            read_prompts(reader, self.cache, prompts, *self.reading)  # read again soon, for real
+            self.draw(first, hidden)
+            self.advance(rows)
+
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            compile_together(lambda: (self.draw(first, hidden), self.advance(rows)))
+            compile_together(work)
 
     def until(self):
         "The step after which there is nothing to do; a row that is full takes no more tokens."
@@ -251,7 +262,7 @@ class RowsInTurn:
             self.ended = 0
             if taken := self.take():
                 if self.compiles:
-                    self.compile_first(sum(len(rows) for _, rows in taken))
+                    self.compile_first(taken)
                 self.begin(taken)
         elif len(self.owner) > len(self.rows) * 3 // 4:
             return

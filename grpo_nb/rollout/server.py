@@ -95,6 +95,7 @@ class VLLMServer:
             retries=retries,
             process=process,
             check_alive=self.check_alive,
+            progress=self.progress,
         )
         held = self.servers, folder, max_loras, share
         self.versions = WeightVersions(*held, dtype=dtype) if whole else AdapterVersions(*held)
@@ -125,6 +126,9 @@ class VLLMServer:
 
     def check_alive(self) -> None:  # ServerError
         "Nothing is known here of the servers' processes."
+
+    def progress(self) -> Any:
+        "Something that changes as long as a server goes on starting; nothing is known of it here."
 
     def check_logprobs(self, address: Address) -> None:  # ServerError
         "Refuse log-probs of another distribution than the one that is drawn from."

@@ -631,7 +631,8 @@ class VLLMSettings(Settings):
     vllm_server_port: int = setting(8000, "[1, 65535]")
     # a token that the server asks for (--api-key); it is never printed or stored
     vllm_server_api_key: str | None = setting(None)
-    # seconds until a server that is being started has to answer; loading 20B takes minutes
+    # seconds until a server that is being started has to answer; one that the trainer starts may
+    # take longer, as long as it goes on printing
     vllm_server_timeout: float = setting(240.0, "(0, inf)")
     # seconds for one answer, after which the server counts as hanging; above what the longest
     # completions take

@@ -8,7 +8,9 @@ __all__ = ['LOSS_SETTINGS', 'EntropyBonus', 'load_balance_loss', 'own_balance_we
 
 # %% ../../nbs/training/12_policy_update.ipynb #3882269e
 import functools
+import importlib.util
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +26,7 @@ from grpo_nb.algorithm.losses import (
     rollout_correction,
 )
 from ..model import limits
+from ..model.compile_together import compile_together
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.recorded_layers import quiet_collector, record_layers
@@ -160,7 +163,7 @@ class MicroBatchFitter:
     def record(self) -> None:
         "Record short layers of the policy, until `end`."
         sizes = limits.RECORDED_TOKENS, limits.RECORDED_MULTIPLE
-        self.recorded = record_layers(self.model, *sizes)
+        self.recorded = record_layers(self.model, *sizes, tells=False)
 
     def begin(self) -> None:
         "Set `slice_tokens` of the config, if it is given, whatever the model was set to before."
@@ -342,6 +345,8 @@ class PolicyUpdate:
         )
         self.entropy_bonus, self.window = EntropyBonus(config), Window(self.device)
         self.schedule, self.learning_rate = schedule, config.learning_rate
+        on_gpu = self.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self.compiles = on_gpu and accelerator.num_processes == 1
         self.arrange()
 
     def arrange(self) -> None:
@@ -462,6 +467,31 @@ class PolicyUpdate:
             return self.weights.call(policy, compute)
 
     # gradients
+
+    def compile_first(self, batch: TrainingBatch) -> None:
+        """Compile what training launches, all at once, the first time; two completions go through
+        the model for that, and leave nothing behind."""
+        if not self.compiles:
+            return
+        self.compiles, rows = False, batch.rows(slice(2))
+        modes = [(module, module.training) for module in self.model.modules()]
+
+        def work():
+            with torch.enable_grad(), self.precision.adapters(self.model), quiet_collector():
+                logps, _ = self.completion_logps(self.model, rows, entropy=True)
+                torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)
+
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # the one that notes
+        cards = [self.device] if self.device.type == "cuda" else []
+        try:
+            self.model.train()
+            with one_thread, torch.random.fork_rng(cards):
+                compile_together(work)
+        except Exception as error:
+            warnings.warn(f"kernels are compiled one by one: {error}", stacklevel=2)
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     @property
     def window_is_empty(self) -> bool:

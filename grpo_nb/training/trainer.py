@@ -1108,6 +1108,7 @@ class GRPOTrainer:
                     self.preemption.interruptible()
                     self.publish()
                     batch = self.collector.collect(state)
+                    update.compile_first(batch)  # once, and on a GPU only
                     self.guard.check(batch, state)  # were they drawn by this policy?
                     state.hold(update.prepare(batch))
                 self.tell_beginnings()

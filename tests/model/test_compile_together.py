@@ -154,6 +154,48 @@ def test_what_is_listed_is_compiled_once(monkeypatch):
     assert asked == [((1,), True, {"BM": 16}, True), ((2,), True, {"BM": 16}, True)]
 
 
+class Compiled:
+    "What a compiler returns: made ready for launches when `run` is looked up."
+
+    def __init__(self, loads=True):
+        self.loads, self.threads = loads, []
+
+    @property
+    def run(self):
+        self.threads.append(threading.get_ident())
+        if not self.loads:
+            raise RuntimeError("out of shared memory")
+        return lambda: None
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_what_is_compiled_is_loaded_in_the_same_thread(loads):
+    "The launch would load it, and wait; what cannot be loaded says so there, not here."
+    kernel, compiled_in = Compiled(loads), []
+
+    def compile():
+        compiled_in.append(threading.get_ident())
+        return kernel
+
+    with module._Pool(2) as pool:
+        assert pool.submit(compile).result() is kernel
+    assert kernel.threads == compiled_in != [threading.get_ident()]
+
+
+def test_inside_a_noted_pass_launches_are_noted_there():
+    "Attention compiles its passes so, and a step calls attention."
+    step, tensors = a_step()
+    before = [x.clone() for x in tensors]
+    with noted_launches() as noted:
+        assert compile_together(step) == 0
+        inside = len(noted)
+        step()
+    assert inside == len(noted) > 8 and all(map(torch.equal, tensors, before))
+    with noted_launches() as again:
+        pass
+    assert not again and not module._inside.noting
+
+
 def test_interpreted_kernels_need_no_compiler():
     step, _ = a_step()
     assert compile_together(step) == 0

@@ -309,6 +309,20 @@ def test_what_cannot_be_recorded_runs_as_before(change, why):
         assert why in switch.refused
 
 
+def test_only_a_failure_is_told_where_nobody_asked():
+    "The trainer records by itself: dropout is no news there, a layer that waits is."
+    for change, told in ((add_dropout, False), (read_a_number, True)):
+        model = trainable(dense_model("Qwen2"))
+        change(model.model.layers[0])
+        model.set_attn_implementation("eager")
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            with record_layers(model, record=RecordedCalls, tells=False) as switch:
+                training(model, [batch_of(1, 1)] * 3)
+            assert switch.refused
+        assert any("call by call" in str(one.message) for one in heard) == told
+
+
 def test_where_nothing_is_recorded():
     model = trainable(dense_model("Qwen2", lora=True))
     with record_layers(model) as switch:  # on a CPU

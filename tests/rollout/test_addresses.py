@@ -1,8 +1,11 @@
 """Servers over plain HTTP: which is asked, and what is no server."""
 
+import socket
+import time
+
 import pytest
 
-from grpo_nb.rollout.addresses import PAUSED_S, Address, Servers
+from grpo_nb.rollout.addresses import PAUSED_S, Address, ServerError, Servers
 
 
 def test_a_longer_request_counts_for_more():
@@ -28,3 +31,28 @@ def test_no_proxy_is_asked(start, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert Address(url).ask("/health")[0] == 200
+
+
+def nobody():
+    "The address of a port at which nobody listens."
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{one.getsockname()[1]}"
+
+
+def test_a_server_that_goes_on_starting_is_waited_for():
+    "It prints for longer than the time that is waited, then nothing; the wait ends after that."
+    began, lines = time.monotonic(), []
+
+    def progress():
+        if time.monotonic() - began < 1.5:
+            lines.append("loading")
+        return len(lines)
+
+    with pytest.raises(ServerError, match=r"no server answers .* within 0.6 seconds"):
+        Servers(nobody(), progress=progress).wait(0.6, "vllm serve MODEL")
+    assert 2.0 < time.monotonic() - began < 8
+    began = time.monotonic()
+    with pytest.raises(ServerError):
+        Servers(nobody()).wait(0.6, "vllm serve MODEL")
+    assert time.monotonic() - began < 2.0

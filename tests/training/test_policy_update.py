@@ -339,6 +339,62 @@ def test_the_entropy_bonus_stays_inside_its_borders():
     ]
 
 
+def test_compiling_first_leaves_nothing_behind(monkeypatch):
+    "Two completions go forward and backward once; weights, gradients, modes, draws are as before."
+    update, _ = update_of(gradient_checkpointing=True)
+    batch, passes = batch_for(update), []
+
+    def work_of(work):
+        before = torch.get_rng_state()
+        torch.rand(3)  # as dropout draws
+        work()
+        passes.append(before)
+
+    monkeypatch.setattr(policy_update, "compile_together", work_of)
+    update.compile_first(batch)
+    assert not update.compiles and not passes  # on a CPU there is nothing to compile
+    seen = []
+    update.completion_logps = watched(update.completion_logps, seen)
+    update.model.eval()
+    modes = [m.training for m in update.model.modules()]
+    weights, state = weights_of(update.model), torch.get_rng_state()
+    update.compiles = True
+    with torch.no_grad():  # as inside the guard
+        update.compile_first(batch)
+        update.compile_first(batch)
+    assert len(passes) == 1 and seen == [(2, True)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in update.model.modules()] == modes
+    assert all(p.grad is None for p in update.model.parameters())
+    after = weights_of(update.model)
+    assert all(torch.equal(weights[name], after[name]) for name in weights)
+
+
+def watched(function, seen):
+    "Writes down how many completions it was given, and whether its result has a gradient."
+
+    def call(model, batch, *given, **named):
+        result = function(model, batch, *given, **named)
+        seen.append((len(batch), result[0].requires_grad))
+        return result
+
+    return call
+
+
+def test_kernels_that_cannot_be_compiled_together_stop_no_run(monkeypatch):
+    update, _ = update_of()
+    batch = batch_for(update)
+
+    def broken(work):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(policy_update, "compile_together", broken)
+    update.compiles, mode = True, update.model.training
+    with pytest.warns(UserWarning, match="compiled one by one: no compiler"):
+        update.compile_first(batch)
+    assert update.model.training == mode and not update.compiles
+
+
 def test_a_run_of_recorded_layers_learns_the_same_and_gives_them_back(monkeypatch):
     def run():
         update, _ = update_of(gradient_checkpointing=True, per_device_train_batch_size=4)
@@ -360,8 +416,8 @@ def test_a_run_of_recorded_layers_learns_the_same_and_gives_them_back(monkeypatc
     monkeypatch.setattr(PolicyUpdate, "may_record", lambda self: True)
     switches = []
 
-    def record(model, *sizes):
-        assert sizes == (limits.RECORDED_TOKENS, limits.RECORDED_MULTIPLE)
+    def record(model, *sizes, tells):
+        assert not tells and sizes == (limits.RECORDED_TOKENS, limits.RECORDED_MULTIPLE)
         switches.append(record_layers(model, record=RecordedCalls))
         return switches[-1]
 
