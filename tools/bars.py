@@ -81,6 +81,11 @@ CHARTS = {
         {"call by call": "call by call", "recorded": "recorded"},
     ),
     "sampler": Chart("A GRPO update, seconds", {"an update": "draw, train, hand over"}),
+    "dense": Chart(
+        "A GRPO step of a dense model, seconds",
+        {"drawing": "drawing", "training": "training"},
+        1,
+    ),
     "length": Chart("The longest training step, tokens", {"tokens": "ours"}),
 }
 
