@@ -370,6 +370,19 @@ def test_compiling_first_leaves_nothing_behind(monkeypatch):
     assert all(torch.equal(weights[name], after[name]) for name in weights)
 
 
+def test_the_beginning_of_some_completions():
+    update, _ = update_of()
+    batch = batch_for(update)
+    batch.prompt_mask[0, :2] = False
+    part = policy_update.beginning_of(batch, 2, 2)
+    assert len(part) == 2 and part.completion_ids.shape == part.loss_mask.shape == (2, 2)
+    assert torch.equal(part.completion_ids, batch.completion_ids[:2, :2])
+    assert torch.equal(part.prompt_ids, batch.prompt_ids[:2, -2:])
+    assert part.prompt_mask.tolist() == [[False, True], [True, True]]
+    whole = policy_update.beginning_of(batch, 99, 99)
+    assert torch.equal(whole.completion_ids, batch.completion_ids) and len(whole) == len(batch)
+
+
 def watched(function, seen):
     "Writes down how many completions it was given, and whether its result has a gradient."
 
