@@ -11,14 +11,16 @@ two sides' log-probs are apart at each update.
     python benchmarks/server.py --cpu --only server
         the same with a tiny model and `grpo-nb serve`, to try it out
 
-The table has a row an update: seconds of drawing, training and publishing, the mean gap of
-log-probs (sampler against trainer, nats a token), and the slope of the adapter's effect as the
-guard measures it: 1 where the server draws with exactly this adapter. The last line is JSON.
+The table has a row an update, printed when it is made: seconds of drawing, training and publishing,
+the mean gap of log-probs (sampler against trainer, nats a token), and the slope of the adapter's
+effect as the guard measures it: 1 where the server draws with exactly this adapter. The last line
+is JSON.
 """
 
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -202,29 +204,54 @@ def train(args, sizes, run, url=None):
             processing_class=tokenizer,
         )
         ready = time.perf_counter() - began
+        trainer.add_callback(rows_as_they_come(run))
         trainer.train()
         history = trainer.log_history
     return dict(ready=round(ready, 1), held=card_gib(), **peaks(), sleep=sleep, updates=history)
 
 
-def table(run, result):
-    "The updates of a run as lines."
-    names = ("sample", "train", "publish", "gap", "largest", "slope")
-    print(f"\n{run}: update " + " ".join(f"{name:>8}" for name in names))
-    for record in result["updates"]:
+NUMBERS = {  # of a row: the names under which the log may have it
+    "sample": ("seconds/sample",),
+    "train": ("seconds/train",),
+    "publish": ("seconds/publish",),
+    "gap": ("guard/gap_mean", "sampling/gap_mean"),
+    "largest": ("guard/gap_max", "sampling/gap_max"),
+    "slope": ("guard/slope",),
+}
 
-        def found(*keys, record=record):
-            return next((record[key] for key in keys if key in record), float("nan"))
 
-        numbers = (
-            found("seconds/sample"),
-            found("seconds/train"),
-            found("seconds/publish"),
-            found("guard/gap_mean", "sampling/gap_mean"),
-            found("guard/gap_max", "sampling/gap_max"),
-            found("guard/slope"),
-        )
-        print(f"{record.get('step', 0):>{len(run) + 8}} " + " ".join(f"{x:8.4f}" for x in numbers))
+def numbers_of(record):
+    "A row's numbers; nan where the log has none."
+    return {
+        name: next((record[key] for key in keys if key in record), float("nan"))
+        for name, keys in NUMBERS.items()
+    }
+
+
+def rows_as_they_come(run):
+    "A callback that prints each update when it is logged: a run that is cut off loses no row."
+    from transformers import TrainerCallback
+
+    class Rows(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            print(f"\n{run}: update " + " ".join(f"{name:>8}" for name in NUMBERS), flush=True)
+
+        def on_log(self, args, state, control, logs=None, **_):
+            numbers = numbers_of(logs or {})
+            if numbers["train"] == numbers["train"]:
+                row = " ".join(f"{x:8.4f}" for x in numbers.values())
+                print(f"{state.global_step:>{len(run) + 8}} " + row, flush=True)
+
+    return Rows()
+
+
+def summary(run, result):
+    "Medians of the updates but the first, and what is known of the whole run."
+    numbers = [numbers_of(record) for record in result["updates"]]
+    numbers = [row for row in numbers if row["train"] == row["train"]]
+    numbers = numbers[1:] or numbers
+    medians = {name: statistics.median(row[name] for row in numbers) for name in NUMBERS}
+    print(f"{run}: medians: " + ", ".join(f"{name} {x:.3f}" for name, x in medians.items()))
     for part, values in result["sleep"].items():
         print(f"{run}: {part}: {values}")
     print(f"{run}: ready after {result['ready']} s; GiB {result['peak']}, card {result['held']}")
@@ -271,7 +298,7 @@ def main():
                 process, url = start_server(args)
                 tell(server=url, seconds=wait_until_it_answers(url, process))
             results[run] = train(args, sizes, run, url)
-            table(run, results[run])
+            summary(run, results[run])
         except Exception as error:
             failed = True
             tell(run=run, error=f"{type(error).__name__}: {str(error)[:600]}")
