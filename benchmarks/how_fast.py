@@ -23,11 +23,13 @@ FOLDER = Path(__file__).resolve().parent
 
 def commands(args):
     "Name of the table -> the script and its arguments."
-    python, decode, replayed, sites = args.vllm_python, "", "", ""
+    python, decode, replayed, sites, dense = args.vllm_python, "", "", "", ""
     if args.sites:
         site, sites = shlex.quote(args.sites), f"--sites {shlex.quote(args.sites)}"
         decode = f"--vllm --vllm-site {site}/site-vllm"
         replayed = f"--only replayed modules generate unsloth {sites}"
+        dense = f"--only own trl unsloth --trl-site {site}/site-trl --vllm-site {site}/site-vllm"
+        dense = f"{dense} {sites}"
     return {
         "decode": f"decode.py --ours --ours-mxfp4 {decode}",
         "adapters": f"decode.py --ours-mxfp4 --adapters all {decode}",
@@ -41,6 +43,7 @@ def commands(args):
         "sampler": f"server.py --vllm-python {shlex.quote(python)}"
         if python
         else "server.py --only own",
+        "dense": f"dense_step.py {dense}",
         "length": "context.py",
     }
 

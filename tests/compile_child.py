@@ -260,6 +260,11 @@ def training(s, T=2048, E=32, H=2880):
     training_kernels.combine(part, place, first=T, out=sums)
     turns = s.t(1, T, 32), s.t(1, T, 32)
     training_kernels.rotate(s.t(1, T, 64, 64), *turns)
+    for shape in ((1, T, 2560), (1, T, 32, 128)):  # a Qwen3-4B's rows, and its heads
+        x, gamma = s.t(*shape), s.t(shape[-1])
+        training_kernels.norm_backward(training_kernels.norm(x, gamma, 1e-6), x, gamma, 1e-6)
+    wide = s.t(1, T, 9728)
+    training_kernels.gate_backward(training_kernels.gate(wide, wide), wide, wide)
     logits = s.t(512, 201_088)
     softmax_kernel.softmax_chunk(logits, s.longs(512))
     softmax_kernel.softmax_chunk(logits, s.longs(512), s.floats(512), entropy=True)

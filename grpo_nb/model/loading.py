@@ -33,6 +33,7 @@ from grpo_nb.model.adapters import (
 )
 from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
 from .experts_lora import IMPLEMENTATIONS, route_adapters
+from .fused_dense import fuse_dense_layers
 from .fused_layers import fuse_layers
 from .memory_bytes import longest_sequence
 from .memory_fit import free_memory
@@ -648,6 +649,8 @@ def finish(
     if folder is not None:
         model.config._name_or_path = model.name_or_path = name
     model.max_seq_length = max_seq_length
+    if model.get_output_embeddings().weight.device.type == "cuda":
+        fuse_dense_layers(model)
     if layout.offload_embedding:
         model.get_input_embeddings().requires_grad_(False)
         offload.offload_embedding(model, output_dtype=torch.float32 if wide else None)

@@ -15,6 +15,7 @@ FOREIGN = {
     ("p", "grad"),
     ("p", "data"),
     ("module", "p"),
+    ("module", "training"),
     ("model", "config"),
     ("control", "should_log"),
     ("handler", "lr_scheduler"),
