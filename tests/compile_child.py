@@ -259,7 +259,8 @@ def training(s, T=2048, E=32, H=2880):
     training_kernels.combine(part, place, s.floats(T, 4), place, s.t(E, H), 2 * T, sums)
     training_kernels.combine(part, place, first=T, out=sums)
     turns = s.t(1, T, 32), s.t(1, T, 32)
-    training_kernels.rotate(s.t(1, T, 64, 64), *turns)
+    for back in (False, True):
+        training_kernels.rotate(s.t(1, T, 64, 64), *turns, back)
     for shape in ((1, T, 2560), (1, T, 32, 128)):  # a Qwen3-4B's rows, and its heads
         x, gamma = s.t(*shape), s.t(shape[-1])
         training_kernels.norm_backward(training_kernels.norm(x, gamma, 1e-6), x, gamma, 1e-6)

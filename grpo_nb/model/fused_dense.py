@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'PARTS', 'kernels_for', 'DenseNorm', 'DenseMLP', 'DenseAttention', 'fuse_dense_layers']
 
-# %% ../../nbs/model/29_fused_dense.ipynb #f49f74a4
+# %% ../../nbs/model/29_fused_dense.ipynb #e94fc7c3
 import functools
 import importlib.util
 import sys
@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .fused_layers import project, rotate
+from .fused_layers import on_current_gpu, project, rotate
 
-# %% ../../nbs/model/29_fused_dense.ipynb #3495c4ad
+# %% ../../nbs/model/29_fused_dense.ipynb #649280e1
 def kernels_for(
     x: torch.Tensor,
 ) -> ModuleType | None:  # None: they do not run there
-    "The kernels of training, on a GPU with Triton."
-    if not x.is_cuda or x.dtype == torch.float64 or not importlib.util.find_spec("triton"):
+    "The kernels of training, on the current GPU with Triton."
+    if not on_current_gpu(x) or not importlib.util.find_spec("triton"):
         return None
     from grpo_nb.model import training_kernels
 
@@ -82,7 +82,7 @@ class DenseMLP:
         y = self.act_fn(z) * up if kernels is None else _Gate.apply(z, up, kernels)
         return project(y, self.down_proj)[0]
 
-# %% ../../nbs/model/29_fused_dense.ipynb #9ce19022
+# %% ../../nbs/model/29_fused_dense.ipynb #8bde01a4
 class DenseAttention:
     "The forward pass of a dense model's attention, fused; a parent class put before its own."
 
@@ -95,6 +95,7 @@ class DenseAttention:
         cache=None,  # its name from transformers 5.24 on
         **kwargs,
     ):
+        told = {} if cache is None else {"kwargs": kwargs}  # as that version's own layers do
         cache = past_key_values if cache is None else cache
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         linears = self.q_proj, self.k_proj, self.v_proj
@@ -105,7 +106,7 @@ class DenseAttention:
         query, key = rotate(query, *angles), rotate(key, *angles)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+            key, value = cache.update(key, value, self.layer_idx, **told)
         eager = sys.modules[type(self).__module__].eager_attention_forward
         implementation = self.config._attn_implementation
         out, weights = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)(
@@ -125,11 +126,11 @@ class DenseAttention:
         "What the attention function is told of a window: nothing in a model that has none."
         if hasattr(self, "sliding_window"):
             return {"sliding_window": self.sliding_window}
-        if hasattr(self.config, "sliding_window"):
+        if type(self).__name__ == "MistralAttention":
             return {"sliding_window": self.config.sliding_window}
         return {}
 
-# %% ../../nbs/model/29_fused_dense.ipynb #be766e3d
+# %% ../../nbs/model/29_fused_dense.ipynb #7d771499
 FAMILIES = "Llama", "Mistral", "Qwen2", "Qwen3"
 PARTS = {"RMSNorm": DenseNorm, "Attention": DenseAttention, "MLP": DenseMLP}
 
@@ -144,7 +145,8 @@ def _with_parent(kind, parent):
 def fuse_dense_layers(
     model: nn.Module,  # of transformers, with adapters or without
 ) -> int:  # how many modules were changed; 0: none is of these families, or all were before
-    "Fuse a dense model's norms, rotations, gates and adapters; parameters stay as they are."
+    """Fuse a dense model's norms, rotations, gates and adapters; parameters stay as they are. An
+    MLP that works in slices already is left alone: fuse first."""
     changed = 0
     kinds = {
         (f"transformers.models.{family.lower()}.modeling_{family.lower()}", family + part): parent
@@ -154,7 +156,9 @@ def fuse_dense_layers(
     for module in model.modules():
         kind = type(module)
         parent = kinds.get((kind.__module__, kind.__name__))
-        if parent is None or "forward" in vars(module) or isinstance(module, parent):
+        if parent is None or "forward" in vars(module):
+            continue
+        if kind is not getattr(sys.modules[kind.__module__], kind.__name__):  # fused, or sliced
             continue
         module.__class__ = _with_parent(kind, parent)
         changed += 1

@@ -8,9 +8,10 @@ __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS',
            'check_shares', 'Held', 'vllm_weights', 'held', 'read_whole', 'whole_weights', 'drawing', 'computation',
            'training', 'hidden_on_host', 'inputs_on_host', 'Fit', 'with_rest', 'rollout_that_fits', 'with_slices',
            'possible_slices', 'fit', 'usual_prompt', 'with_context', 'longest_context', 'rank_flag', 'serving',
-           'served_together', 'free_memory']
+           'served_together', 'keep_back', 'free_memory']
 
 # %% ../../nbs/model/19_memory_fit.ipynb #3a6e9f79
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -637,11 +638,21 @@ def served_together(
     return low
 
 # %% ../../nbs/model/19_memory_fit.ipynb #40d7bf19
+_pools = weakref.WeakSet()  # of recordings
+
+
+def keep_back(
+    pool: Any,  # with a `device` and `bytes`, which only its own recordings can use
+) -> None:
+    "Leave a pool, which torch counts as free, out of `free_memory` as long as it lives."
+    _pools.add(pool)
+
+
 def free_memory(
     device: Any,  # torch.device, "cuda" or "cpu"
 ) -> int:  # bytes that could still be allocated
-    """Free memory of a device. torch's unused cache counts as free, and a limit set for this
-    process is respected."""
+    """Free memory of a device. torch's unused cache counts as free, pools of recordings do not, and
+    a limit set for this process is respected."""
     import torch
 
     device = torch.device(device)
@@ -650,6 +661,7 @@ def free_memory(
 
         return psutil.virtual_memory().available
     used = torch.cuda.memory_allocated(device)
+    used += sum(p.bytes for p in list(_pools) if device.index in (None, p.device.index))
     share = (
         torch.cuda.get_per_process_memory_fraction(device.index)
         * torch.cuda.get_device_properties(device).total_memory

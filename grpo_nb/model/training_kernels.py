@@ -287,14 +287,17 @@ def _rotate(
     BH: tl.constexpr,
     BD: tl.constexpr,
     D: tl.constexpr,
+    BACK: tl.constexpr,
 ):
-    "Rotate BH heads of one token; D is half of the head size."
+    "Rotate BH heads of one token, the other way if BACK; D is half of the head size."
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     h, d = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BD)
     inside = (h < heads)[:, None] & (d < D)[None, :]
     c = tl.load(cos + b * cb + t * ct + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + b * cb + t * ct + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    if BACK:
+        s = -s
     source = x + b * sb + t * st + h[:, None] * sh + d[None, :]
     first, second = (
         tl.load(source, mask=inside, other=0.0).to(tl.float32),
@@ -310,6 +313,7 @@ def rotate(
     x: torch.Tensor,
     cos: torch.Tensor,  # (B or 1, T, D/2), rows as far apart as they are
     sin: torch.Tensor,  # (B or 1, T, D/2), likewise
+    back: bool = False,  # by the opposite angles
 ) -> torch.Tensor:  # (B, T, heads, D)
     "`fused_layers.rotate_reference` as one kernel."
     if x.stride(-1) != 1:
@@ -333,6 +337,7 @@ def rotate(
             BH=BH,
             BD=triton.next_power_of_2(D // 2),
             D=D // 2,
+            BACK=back,
             num_warps=2,
         )
     return out

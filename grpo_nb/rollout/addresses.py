@@ -205,21 +205,22 @@ class Servers:
         command: str,  # that starts one, for the message
     ) -> None:  # ServerError
         "Wait until every server answers."
-        end, seen = time.monotonic() + wait_s, self.progress()
+        begun, seen = time.monotonic(), self.progress()
+        end, goes_on = begun + wait_s, " after each line that it prints" if seen is not None else ""
         within = f" within {wait_s:g} seconds" * (wait_s > 0)
         for address in self.addresses:
             said = False
             while why := self.silence(address):
                 self.check_alive()
                 if (now := self.progress()) != seen:
-                    end, seen = time.monotonic() + wait_s, now
+                    end, seen = min(time.monotonic(), begun + 4 * wait_s) + wait_s, now
                 if time.monotonic() > end:
                     raise ServerError(
                         f"no server answers at {address.url} ({why}){within}. "
                         f"Start one, `{command}`, or give its address"
                     )
                 if not said and self.leads:
-                    tqdm.write(f"waiting for {address.url}, at most {wait_s:g} seconds")
+                    tqdm.write(f"waiting for {address.url}, at most {wait_s:g} seconds{goes_on}")
                     said = True
                 time.sleep(0.2)
 

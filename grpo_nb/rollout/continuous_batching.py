@@ -186,7 +186,7 @@ class RowsInTurn:
         prompts = [self.prompts[prompt] for prompt, _ in taken[:8]]
 
         def work():
-            read_prompts(reader, self.cache, prompts, *self.reading)  # read again soon, for real
+            read_prompts(reader, self.cache, prompts, self.reading[0])  # read again soon, for real
             self.draw(first, hidden)
             self.advance(rows)
 

@@ -632,7 +632,7 @@ class VLLMSettings(Settings):
     # a token that the server asks for (--api-key); it is never printed or stored
     vllm_server_api_key: str | None = setting(None)
     # seconds until a server that is being started has to answer; one that the trainer starts may
-    # take longer, as long as it goes on printing
+    # take five times as long while it goes on printing
     vllm_server_timeout: float = setting(240.0, "(0, inf)")
     # seconds for one answer, after which the server counts as hanging; above what the longest
     # completions take

@@ -29,7 +29,7 @@ from ..model import limits
 from ..model.compile_together import compile_together
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
-from ..model.recorded_layers import quiet_collector, record_layers
+from ..model.recorded_layers import is_large, quiet_collector, record_layers
 from ..model.token_slices import slice_layers, slice_tokens_of
 from ..rollout.engine import evaluating
 from .config import GRPOConfig
@@ -176,7 +176,7 @@ class MicroBatchFitter:
             self.model,
             batch,
             self.config,
-            self.free_bytes() - self.weights.spare_bytes,
+            free_memory(self.device) - self.weights.spare_bytes,
             self.shape,
             self.slices,
             self.residual,
@@ -185,10 +185,6 @@ class MicroBatchFitter:
         self.slice(tokens)
         self.count = self.weights.agreed(count)
         return split(batch, self.count)
-
-    def free_bytes(self) -> int:
-        "Free memory without what recordings hold, which torch counts as free."
-        return free_memory(self.device) - (self.recorded.bytes if self.recorded else 0)
 
     def slice(
         self,
@@ -376,11 +372,13 @@ class PolicyUpdate:
         self.fitter.begin()
 
     def may_record(self) -> bool:
-        "Whether short layers are recorded: in one process, on a GPU, computed again in backward."
+        "Whether short layers are recorded: in one process, on a large GPU, computed again."
         config, alone = self.config, self.accelerator.num_processes == 1
         again = config.gradient_checkpointing and not config.gradient_checkpointing_kwargs
-        on_gpu = self.device.type == "cuda"
-        return bool(limits.RECORDED_TOKENS and again and alone and on_gpu)
+        sleeps = config.use_vllm and config.vllm_mode == "colocate"  # and needs the memory awake
+        sleeps = sleeps and config.vllm_enable_sleep_mode
+        wanted = limits.RECORDED_TOKENS and again and alone and not sleeps
+        return bool(wanted and is_large(self.device))
 
     def begin(
         self,
@@ -474,7 +472,6 @@ class PolicyUpdate:
             temperature=self.config.temperature,
             mini_batch=None if self.fitter.cuts else self.config.mini_batch,
             logit_chunk_multiplier=self.config.logit_chunk_multiplier,
-            free_bytes=self.fitter.free_bytes() if self.fitter.recorded else None,
             return_entropy=entropy,
             float32_head=self.config.cast_lm_head_to_fp32,
             routers=routers,
@@ -498,11 +495,10 @@ class PolicyUpdate:
                 logps, _ = self.completion_logps(self.model, rows, entropy=True)
                 torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)
 
-        one_thread = torch.autograd.set_multithreading_enabled(False)  # the one that notes
         cards = [self.device] if self.device.type == "cuda" else []
         try:
             self.model.train()
-            with one_thread, torch.random.fork_rng(cards):
+            with torch.random.fork_rng(cards):
                 compile_together(work)
         except Exception as error:
             warnings.warn(f"kernels are compiled one by one: {error}", stacklevel=2)

@@ -1,12 +1,15 @@
 "The trainer on a CUDA device, in each number format, stopped and resumed. (pytest -m gpu)"
 
-import threading
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_nb.environments.arithmetic import addition_problems, number_found_reward
-from grpo_nb.model.compile_together import kernels_in_use
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.trainer import GRPOTrainer
@@ -157,21 +160,31 @@ def test_a_reward_model_on_the_gpu(tmp_path):
     assert next(judge.parameters()).is_cuda and run.log_history[-1]["reward_group_std"] > 0
 
 
-def test_a_first_step_compiles_its_kernels_together(tmp_path, monkeypatch):
-    "Those of drawing and those of training; few are left to be compiled when they are reached."
-    triton = pytest.importorskip("triton")
-    run = trainer(tmp_path, max_steps=2, bf16=True)
-    run.train()  # whatever this model and card need is imported
-    for kernel in kernels_in_use():
-        kernel.device_caches.clear()
-    compiled = []
+FIRST = """
+import json, sys, threading
+sys.path.insert(0, sys.argv[2])
+import triton
+from test_training import trainer
 
-    def heard(*, src, **_):
-        alone = not threading.current_thread().name.startswith("ThreadPoolExecutor")
-        compiled.append((src.name, alone))
+compiled = []
 
-    monkeypatch.setattr(triton.knobs.compilation, "listener", heard)
-    again = trainer(tmp_path / "again", max_steps=2, bf16=True)
-    again.train()
+def heard(*, src, **_):
+    alone = not threading.current_thread().name.startswith("ThreadPoolExecutor")
+    compiled.append((src.name, alone))
+
+triton.knobs.compilation.listener = heard
+trainer(sys.argv[1], max_steps=2, bf16=True).train()
+print(json.dumps(compiled))
+"""
+
+
+def test_a_first_step_compiles_its_kernels_together(tmp_path):
+    """Those of drawing and those of training, in a process of its own: modules with kernels are
+    imported in its first step, too. Few kernels are left to be compiled when they are reached."""
+    pytest.importorskip("triton")
+    made = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
+    script = [sys.executable, "-c", FIRST, str(tmp_path / "run"), str(Path(__file__).parent)]
+    told = subprocess.run(script, env=made, capture_output=True, text=True, check=True).stdout
+    compiled = json.loads(told.splitlines()[-1])
     alone = [name for name, is_alone in compiled if is_alone]
     assert len(compiled) - len(alone) >= 8 and len(alone) <= 3, alone

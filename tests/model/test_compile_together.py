@@ -1,8 +1,11 @@
 """A pass that launches nothing lists what a step launches and leaves its tensors alone; what is
 listed is compiled at once. (How long that takes is a card's to say: tests/gpu/test_decoder.py.)"""
 
+import re
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +21,7 @@ from grpo_nb.rollout.sampling import SamplingParams
 
 triton = pytest.importorskip("triton")
 CPU, D = torch.device("cpu"), 32
+FOLDER = Path(module.__file__).parents[1]
 
 
 PLAIN = SamplingParams(max_tokens=4)
@@ -194,6 +198,45 @@ def test_inside_a_noted_pass_launches_are_noted_there():
     with noted_launches() as again:
         pass
     assert not again and not module._inside.noting
+
+
+def test_what_cannot_be_loaded_is_loaded_again_at_its_launch():
+    "Triton sets the launcher first; one without a function in the card's memory would be called."
+    kernel = Compiled(loads=False)
+    kernel._run = "a launcher"
+    assert module._loaded(lambda: kernel) is kernel and kernel._run is None
+    kernel._run = told = partial(int, "7")  # in its place, where Triton knows what is wrong
+    assert module._loaded(lambda: kernel)._run is told
+
+
+def test_every_module_with_kernels_is_known():
+    "One that is imported inside a noted pass would launch."
+    with_kernels = {
+        ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+        for path in FOLDER.rglob("*.py")
+        if re.search(r"@\w+\.jit\b.*\n\s*def \w+", path.read_text())
+    }
+    assert with_kernels == set(module.MODULES)
+
+
+def test_a_backward_pass_is_noted_in_the_same_thread():
+    step, tensors = a_step()
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    class Launches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(threading.get_ident())
+            step()
+            return gradient
+
+    before = [t.clone() for t in tensors]
+    assert compile_together(lambda: Launches.apply(x).sum().backward()) == 0
+    assert seen == [threading.get_ident()] and all(map(torch.equal, tensors, before))
 
 
 def test_interpreted_kernels_need_no_compiler():

@@ -205,6 +205,45 @@ def test_other_models_and_changed_modules_are_left_alone():
     assert not isinstance(mlp, PARTS["MLP"]) and isinstance(model.model.layers[1].mlp, PARTS["MLP"])
 
 
+def test_a_sliced_mlp_is_left_alone(by_kernels):
+    model = model_of("Qwen2")
+    expected, _ = step_of(model)
+    slice_mlps(model, 7)
+    fuse_dense_layers(model)
+    mlp = model.base_model.model.model.layers[0].mlp
+    assert isinstance(mlp, SlicedMLP) and not isinstance(mlp, PARTS["MLP"])
+    assert torch.allclose(step_of(model)[0], expected, atol=1e-5) and by_kernels["norm"]
+
+
+class Cache:
+    "As transformers calls one: from 5.24 on it is told what else the layer was given."
+
+    def __init__(self):
+        self.told = []
+
+    def update(self, key, value, layer, **more):
+        self.told.append(more)
+        return key, value
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_called_as_its_version_of_transformers_does(name):
+    model, cache = model_of("Llama", adapters=False), Cache()
+    fuse_dense_layers(model)
+    x = torch.randn(1, 3, 64, device=DEVICE)
+    angles = model.model.rotary_emb(x, torch.arange(3, device=DEVICE)[None])
+    model.model.layers[0].self_attn(x, angles, **{name: cache}, is_causal=True)
+    assert cache.told == [{"kwargs": {"is_causal": True}} if name == "cache" else {}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_who_has_a_window_is_told_of_one(family):
+    model = model_of(family, adapters=False, **({"sliding_window": 5} if family == "Llama" else {}))
+    fuse_dense_layers(model)
+    told = model.model.layers[0].self_attn.window()
+    assert set(told) == (set() if family == "Llama" else {"sliding_window"})
+
+
 def test_a_fused_model_is_copied():
     model = model_of("Llama", adapters=False)
     fuse_dense_layers(model)

@@ -1,5 +1,6 @@
 """What fits: sums against measurements of an H200, limits of older cards, and what is free."""
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from grpo_nb.model import limits, loading
+from grpo_nb.model import limits, loading, memory_fit
 from grpo_nb.model.memory_bytes import MODELS, TARGETS, GiB, weight_bytes
 from grpo_nb.model.memory_fit import (
     ALL,
@@ -141,10 +142,10 @@ def test_whole_steps_of_dense_models_as_an_h200_measured_them(
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
-def test_memory_grows_by_100_kib_a_token_at_most(weights):
+def test_memory_grows_by_about_100_kib_a_token_at_most(weights):
     """By formula: what is asked of a LoRA step of one sequence, layer inputs on the host. From
-    2,048 to 8,192 tokens the formula says 96 where 79 (bf16) and 67 were measured, with 8,192 pairs
-    at a time; with more of them it may be as much too high."""
+    2,048 to 8,192 tokens it says 104.5. With 8,192 pairs at a time it says 95.5 there, and 79
+    (bf16) and 67 (MXFP4) were measured."""
 
     def gib(tokens):
         step = replace(OLD, capability=(9, 0), weights=weights, offload_embedding=False)
@@ -153,7 +154,7 @@ def test_memory_grows_by_100_kib_a_token_at_most(weights):
 
     lengths = 2048, 8192, 32_768, 131_072
     for short, long in zip(lengths, lengths[1:]):
-        assert (gib(long) - gib(short)) * 2**20 / (long - short) <= 100 + 16 * (short == 2048)
+        assert (gib(long) - gib(short)) * 2**20 / (long - short) <= (105 if short == 2048 else 100)
 
 
 # Sums
@@ -295,3 +296,27 @@ def test_free_memory_keeps_to_the_share_of_the_process(fraction, driver, reserve
             free_memory("cuda"), free_memory("cuda:0")
         assert asked == [None, 0]  # torch takes "cuda" without a number everywhere but there
     assert free_memory("cpu") > 2**20
+
+
+def test_pools_of_recordings_are_not_free():
+    "As long as they live, and on their own card."
+    figures = dict(
+        mem_get_info=(9 * GiB, 16 * GiB),
+        memory_reserved=6 * GiB,
+        memory_allocated=4 * GiB,
+        get_per_process_memory_fraction=1.0,
+        get_device_properties=SimpleNamespace(total_memory=16 * GiB),
+    )
+
+    class Pool:
+        device, bytes = torch.device("cuda", 0), 2 * GiB
+
+    pool = Pool()
+    with patch.multiple(
+        "torch.cuda", **{name: lambda *_, value=value: value for name, value in figures.items()}
+    ):
+        memory_fit.keep_back(pool)
+        found = [free_memory(name) // GiB for name in ("cuda", "cuda:0", "cuda:1")]
+        del pool
+        gc.collect()
+        assert found == [9, 9, 11] and free_memory("cuda") == 11 * GiB

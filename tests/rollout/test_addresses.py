@@ -56,3 +56,15 @@ def test_a_server_that_goes_on_starting_is_waited_for():
     with pytest.raises(ServerError):
         Servers(nobody()).wait(0.6, "vllm serve MODEL")
     assert time.monotonic() - began < 2.0
+
+
+def test_a_server_that_prints_for_ever_is_not_waited_for_for_ever():
+    began, lines = time.monotonic(), []
+
+    def progress():
+        lines.append("no block found")
+        return len(lines)
+
+    with pytest.raises(ServerError, match="no server answers"):
+        Servers(nobody(), progress=progress).wait(0.3, "vllm serve MODEL")
+    assert 1.2 < time.monotonic() - began < 8
