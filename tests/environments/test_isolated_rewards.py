@@ -600,7 +600,10 @@ def test_nothing_is_left_when_the_trainer_ends(tmp_path, how):
             '        threading.Thread(target=lambda: reward(prompts=["p"], '
             f'completions=["c"], folder=[{str(tmp_path)!r}]), daemon=True).start()'
             f"""
-        while not os.path.exists({str(tmp_path / "all")!r}): time.sleep(0.01)
+        def is_there(name):
+            path = os.path.join({str(tmp_path)!r}, name)
+            return os.path.exists(path) and (name == "all" or os.path.getsize(path))
+        while not all(map(is_there, ("all", "0", "1", "2"))): time.sleep(0.01)
         print(reward.all[0].process.pid, flush=True)
         if {how!r} == "kill": os.kill(os.getpid(), 9)
         if {how!r} == "exception": raise SystemExit(3)
