@@ -355,6 +355,28 @@ def test_few_shapes_are_recorded_and_few_remembered(monkeypatch):
         assert not switch.shapes
 
 
+def test_a_shape_that_no_longer_comes_makes_room(monkeypatch):
+    "After eight calls of two layers; before that it keeps its place. Numbers stay the same."
+    monkeypatch.setattr(recorded_layers, "MOST_SHAPES", 1)
+    monkeypatch.setattr(recorded_layers, "STALE_CALLS", 8)
+    model = trainable(dense_model("Qwen2", lora=True))
+    old, new = (torch.randint(2, VOCABULARY, (1, n)) for n in (5, 6))
+
+    def logits_of(ids):
+        return model(ids).logits.detach()
+
+    expected = logits_of(new)
+    with record_layers(model, record=RecordedCalls) as switch:
+        for ids in (old, old, new, new, new):
+            logits_of(ids)
+        first = [shape.recorded for shape in switch.shapes.values()]
+        assert first == [True, False]
+        for _ in range(4):
+            assert torch.equal(logits_of(new), expected)
+        assert [shape.recorded for shape in switch.shapes.values()] == [True]
+        assert len(recordings(switch)) == 2 * len(model.base_model.model.model.layers)
+
+
 def test_derived_tensors_of_masks_are_refilled():
     for make in (
         lambda seed: Mask(torch.tensor([seed, 3 - seed]), 256, 256, window=40),
