@@ -156,7 +156,8 @@ class PairOrder:
     def bounds(self):
         "Where each expert's rows begin, and the end of the last one's; waits for the device once."
         if self.whole is not None:
-            return [min(max(row - self.first, 0), len(self.ids)) for row in self.whole.bounds]
+            rows = len(self.ids)
+            return [min(max(row - self.first, 0), rows) for row in self.whole.bounds]
         if "sent" not in vars(self):
             return [0, *self.ends.tolist()]
         self.arrived.synchronize()
