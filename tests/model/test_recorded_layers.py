@@ -5,6 +5,7 @@ import gc
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -375,6 +376,14 @@ def test_a_shape_that_no_longer_comes_makes_room(monkeypatch):
             assert torch.equal(logits_of(new), expected)
         assert [shape.recorded for shape in switch.shapes.values()] == [True]
         assert len(recordings(switch)) == 2 * len(model.base_model.model.model.layers)
+
+
+@pytest.mark.parametrize("processors, large", [(40, False), (58, False), (108, True), (132, True)])
+def test_a_t4_and_an_l4_are_small(monkeypatch, processors, large):
+    made = SimpleNamespace(multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: made)
+    assert recorded_layers.is_large(torch.device("cuda")) is large
+    assert not recorded_layers.is_large(torch.device("cpu"))
 
 
 def test_derived_tensors_of_masks_are_refilled():

@@ -339,6 +339,26 @@ def test_the_entropy_bonus_stays_inside_its_borders():
     ]
 
 
+@pytest.mark.parametrize(
+    "changes, large, recorded",
+    [
+        ({}, True, True),
+        ({}, False, False),  # a small GPU is busy with short steps, too
+        (dict(gradient_checkpointing=False), True, False),
+        (dict(use_vllm=True), True, True),
+        (dict(use_vllm=True, vllm_enable_sleep_mode=True), True, False),  # it wants the memory back
+    ],
+)
+def test_where_layers_are_recorded(monkeypatch, changes, large, recorded):
+    update, _ = update_of(gradient_checkpointing=True)
+    monkeypatch.setattr(policy_update, "is_large", lambda device: large)
+    for name, value in changes.items():
+        monkeypatch.setattr(update.config, name, value)
+    assert update.may_record() is recorded
+    monkeypatch.setattr(limits, "RECORDED_TOKENS", 0)
+    assert not update.may_record()
+
+
 def test_compiling_first_leaves_nothing_behind(monkeypatch):
     "Two completions go forward and backward once; weights, gradients, modes, draws are as before."
     update, _ = update_of(gradient_checkpointing=True)
