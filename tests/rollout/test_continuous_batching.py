@@ -208,6 +208,32 @@ def test_kernels_of_a_first_step_are_compiled_before_anything_is_drawn(monkeypat
     assert penalty != 1 or torch.equal(done.counts[:12], plain.counts[:12])
 
 
+def test_a_pass_that_compiles_takes_no_prefix(monkeypatch):
+    "It reads with two layers; what is known of the prompts is left for the reading that counts."
+    read, asked, real = [], [], continuous_batching.read_prompts
+
+    class Known:
+        def of(self, prompts):
+            asked.append(len(prompts))
+
+        def keep(self, *given):
+            pass
+
+    def watched(decoder, cache, prompts, tokens, prefixes=None):
+        read.append(len(decoder.layers))
+        return real(decoder, cache, prompts, tokens, prefixes)
+
+    as_recorded(monkeypatch)
+    monkeypatch.setattr(continuous_batching, "read_prompts", watched)
+    monkeypatch.setattr(continuous_batching, "compile_together", lambda work: work())
+    params = SamplingParams(max_tokens=4)
+    given = prompts_of(3), [2] * 3, params, torch.tensor([8, 9]), stream_keys(6, 0), 6, 60, 1000
+    model = tiny_gpt_oss(0, num_hidden_layers=3)[0]
+    with torch.inference_mode():
+        RowsInTurn(paged(model), *given, Known()).run()
+    assert read == [2, 3] and asked == [3]
+
+
 def with_kernels(model, monkeypatch, compile_together):
     "What a decoder with interpreted kernels draws; steps are played as on a GPU."
     pytest.importorskip("triton")
