@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_nb.model import attention
+from grpo_nb.model import attention, limits
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("train_step", "grpo_step", "context", "at_size", "decode_modules", "vllm_reads")
@@ -494,9 +494,11 @@ def test_unsloth_runs_in_a_child_of_its_own_folder(context, capsys, monkeypatch,
 
 def test_a_whole_step_has_its_parts(scripts, capsys, monkeypatch):
     sizes = dict(prompts=2, completions=2, prompt=6, new=4, batch=2, steps=2)
-    args = settings(**sizes, offload=True, mini_batch=None, record=0)
+    args = settings(**sizes, offload=True, mini_batch=None, record=64)
+    monkeypatch.setattr(limits, "RECORDED_TOKENS", 0)  # puts back what the script sets
     scripts["grpo_step"].measure_ours(args, scripts["train_step"].SMALL, "mxfp4")
     row = told(capsys)[-1]
+    assert limits.RECORDED_TOKENS == 64
     assert (
         row["drawn"] == 16
         and row["seconds"] >= row["sample"] + row["train"]
