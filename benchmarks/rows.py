@@ -4,13 +4,15 @@ python benchmarks/rows.py                       on a GPU, about five minutes
 python benchmarks/rows.py --small --device cpu  tries the script with a tiny model
 
 1. kernels: top-k, top-p and min-p by thresholds against the sorting form, on the same logits.
-2. filters: a step of 1 to 256 rows without filters and with them, in one process, in turns.
+2. filters: a step of 1 to 256 rows without filters and with them, in one process, in turns; of a
+   model that is unsure of the next token and of one that is sure.
 3. rows: 2,000 completions of unlike lengths, with rows that are refilled, and batch by batch.
 4. company: completions drawn alone, in eights and all together, the same random numbers each.
 5. first: seconds of the first call of a shape, of its second, and of one with other lengths.
 """
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -113,26 +115,31 @@ def kernels(model, args, clock):
 
 
 def filters(model, args, clock):
-    "Milliseconds of a step, filters in turns."
+    """Milliseconds of a step, filters in turns: of an unsure model, whose logits are alike, and of
+    one as sure as a trained model, which a temperature of an eighth makes of it."""
     engine, vocabulary = RolloutEngine(model, Tokenizer()), model.config.vocab_size
     tokens = 20 if args.small else 128
-    for rows in (1, 8) if args.small else (1, 8, 64, 256):
+    counts = (1, 8) if args.small else (1, 8, 64, 256)
+    for rows, temperature in itertools.product(counts, (1.0, 0.125)):
         prompts = prompts_of(rows, vocabulary, 128, 129)
         ways = {"no filter": {}, **FILTERS}
         times = {name: [] for name in ways}
         for repeat in range(4):  # the first is not counted
             for name, chosen in ways.items():
-                params = SamplingParams(max_tokens=tokens, seed=0, stop_token_ids=(), **chosen)
-                seconds, _ = clock(lambda: engine.generate(prompts, params, progress=False))
-                short = SamplingParams(max_tokens=4, seed=0, stop_token_ids=(), **chosen)
+                given = dict(temperature=temperature, seed=0, stop_token_ids=(), **chosen)
+                params = SamplingParams(max_tokens=tokens, **given)
+                seconds, drawn = clock(lambda: engine.generate(prompts, params, progress=False))
+                short = SamplingParams(max_tokens=4, **given)
                 start, _ = clock(lambda: engine.generate(prompts, short, progress=False))
                 times[name] += [(seconds - start) / (tokens - 4)] * (repeat > 0)
+                if not chosen:
+                    surprise = -drawn.logps.sum().item() / drawn.lengths.sum().item()
         median = {name: statistics.median(t) for name, t in times.items()}
         text = ", ".join(
             f"{name} {1000 * t:.3f} ms ({t / median['no filter'] - 1:+.1%})"
             for name, t in median.items()
         )
-        print(f"filters, {rows} rows: {text}", flush=True)
+        print(f"filters, {rows} rows, entropy {surprise:.1f} nats: {text}", flush=True)
 
 
 def rows(model, args, clock):

@@ -42,6 +42,7 @@ def test_as_by_sorting(dtype, chosen, block, monkeypatch):
     "A flat row, one with tokens that cannot be drawn, one with ties; three blocks."
     if DEVICE == "cpu":  # a small block, as the interpreter is slow
         monkeypatch.setattr(decode_kernels, "block_of", lambda columns: block)
+        monkeypatch.setattr(filter_kernels, "blocks_of_a_part", lambda rows: 2)  # the last has one
     else:
         block = 4096
     size, generator = 2 * block + 11, torch.Generator().manual_seed(0)
@@ -74,10 +75,30 @@ def test_chunks_without_a_large_logit_and_zeros_of_both_signs(monkeypatch):
     logits[1, 1090:] = torch.arange(10.0, device=DEVICE)
     for half in (torch.bfloat16, torch.float32):
         z, largest = logits.to(half), decode_kernels.block_sums(logits.to(half)).largest
-        for k in (3, 9):
+        for k in (3, 6, 9):  # of five chunks, and one that has no logit
             params = SamplingParams(top_k=k, top_p=0.5)
             kept = processed_log_probs(z, params).isfinite()
             assert torch.equal(z >= filter_kernels.least_kept(z, params, largest)[:, None], kept)
+
+
+def test_a_chunk_whose_top_is_too_small_is_not_read(monkeypatch):
+    "So a top that says too little hides its chunk. Top-k begins with the tops."
+    if DEVICE == "cpu":
+        monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 512)
+    logits = torch.arange(1100.0, device=DEVICE).repeat(2, 1)
+    tops = filter_kernels.chunk_tops(logits)
+    assert tops[0, :5].tolist() == [255, 511, 767, 1023, 1099] and (tops[:, 5:] == -torch.inf).all()
+    tops[1, 4] = -torch.inf
+    least = torch.zeros(2, device=DEVICE)
+    found = filter_kernels.search(logits, wanted=3, least=least, tops=tops)
+    assert found.tolist() == [1097, 1021]
+    real, asked = filter_kernels.search, []
+    monkeypatch.setattr(
+        filter_kernels, "search", lambda z, **given: asked.append((z, given)) or real(z, **given)
+    )
+    largest = decode_kernels.block_sums(logits).largest
+    filter_kernels.least_kept(logits, SamplingParams(top_k=4), largest)
+    assert asked[0][0].shape == tops.shape and asked[1][1]["least"].tolist() == [511, 511]
 
 
 def test_random_numbers_of_a_stream_are_those_of_the_formula():
