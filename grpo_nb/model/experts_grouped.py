@@ -565,6 +565,9 @@ class GroupedExperts(torch.autograd.Function):
             shares = t.weights.to(wide).reshape(-1)  # (T * K,)
             if needs.weights:
                 of_biases = gradient.to(wide) @ t.down_bias.to(wide).T  # (T, E)
+            if pairs.at_once and isinstance(t.gate_up, PackedWeight):
+                dense = t.gate_up.dequantize().to(options.dtype)
+                t = t._replace(gate_up=dense)  # once for both of its products
             for part in pairs.parts(None if one else PAIRS_BACKWARD):
                 z = _pre_activation(t, part, options.dtype) if kept is None else kept
                 share = shares[part.order]  # (rows,)

@@ -634,6 +634,10 @@ def _is_wide(layout):
     return layout.dtype == torch.float16 and layout.config.model_type in OVERFLOWING
 
 
+def _is_on_gpu(model):
+    return model.get_output_embeddings().weight.device.type == "cuda"
+
+
 def finish(
     model: torch.nn.Module,  # with its weights
     layout: Layout,
@@ -649,7 +653,7 @@ def finish(
     if folder is not None:
         model.config._name_or_path = model.name_or_path = name
     model.max_seq_length = max_seq_length
-    if model.get_output_embeddings().weight.device.type == "cuda":
+    if _is_on_gpu(model):
         fuse_dense_layers(model)
     if layout.offload_embedding:
         model.get_input_embeddings().requires_grad_(False)
@@ -668,7 +672,7 @@ def select_experts(
         route_adapters(model, implementation)
     else:
         model.set_experts_implementation(implementation)
-    if model.get_output_embeddings().weight.device.type == "cuda":
+    if _is_on_gpu(model):
         fuse_layers(model)
 
 

@@ -9,8 +9,9 @@ from dense_models import dense_model
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from grpo_nb.model import fused_dense, fused_layers
+from grpo_nb.model import fused_dense, fused_layers, loading
 from grpo_nb.model.fused_dense import FAMILIES, PARTS, fuse_dense_layers
+from grpo_nb.model.loading import load_model
 from grpo_nb.model.token_slices import SlicedMLP, slice_mlps
 from grpo_nb.rollout.read_layers import check_dense, check_modules, family_of, read_dense_layer
 from grpo_nb.training.policy_model import checkpoint_layers
@@ -254,3 +255,21 @@ def test_a_fused_model_is_copied():
 
 def test_without_a_gpu_no_kernel_is_asked_for():
     assert DEVICE == "cuda" or fused_dense.kernels_for(torch.zeros(2)) is None
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_model_is_fused_where_it_is_loaded_on_a_gpu(monkeypatch, on_gpu):
+    from transformers import Qwen3Config
+
+    monkeypatch.setattr(loading, "_is_on_gpu", lambda model: on_gpu or DEVICE == "cuda")
+    sizes = dict(vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, pad_token_id=0)
+    model, _ = load_model(Qwen3Config(**sizes, **heads), max_seq_length=32, lora_r=4, quiet=True)
+    layer = model.get_base_model().model.layers[-1]
+    parts = layer.self_attn, layer.mlp, layer.input_layernorm
+    fused = [
+        isinstance(part, PARTS[name]) for part, name in zip(parts, ("Attention", "MLP", "RMSNorm"))
+    ]
+    assert fused == [on_gpu or DEVICE == "cuda"] * 3
+    ids = torch.arange(3, 12, device=DEVICE)[None]
+    assert torch.isfinite(model(input_ids=ids).logits).all()

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from grpo_nb.model.experts_grouped import routed_experts
+from grpo_nb.model.experts_grouped import UNPACK_ALL, routed_experts
 from grpo_nb.model.experts_lora import expert_weights, route_adapters
 from grpo_nb.model.mxfp4 import dequantize, quantize
 from grpo_nb.model.packed import EXPERTS, PackedWeight, experts_of, pack, pack_experts
@@ -274,6 +274,38 @@ def test_one_piece_of_the_experts_is_dense_at_a_time(models, grouped, most, monk
         path="many",
     ).sum().backward()
     assert len(there) == 4 * 4 and max(there) == most
+
+
+def test_a_recorded_layer_unpacks_all_experts_and_gate_and_up_once_backward(models, monkeypatch):
+    unpacked, real = [], PackedWeight.dequantize
+
+    def dequantize(self, *which):
+        unpacked.append((tuple(self.shape), which))
+        return real(self, *which)
+
+    monkeypatch.setattr(PackedWeight, "dequantize", dequantize)
+    monkeypatch.setattr("grpo_nb.model.experts_grouped.UNPACKED", 1)  # one expert, if not recorded
+    torch.manual_seed(1)
+    hidden, weights = torch.randn(30, 128), torch.rand(30, 2)
+    indices = torch.stack([torch.randperm(4)[:2] for _ in range(30)])
+    experts = expert_weights(next(iter(experts_of(models[0]).values())))
+
+    def step(inside):
+        x = hidden.clone().requires_grad_()
+        with inside:
+            y = routed_experts(x, indices, weights, experts, path="many", recompute=True)
+        return y, *torch.autograd.grad(y.square().sum(), x)
+
+    plain, count = step(contextlib.nullcontext()), len(unpacked)
+    unpacked.clear()
+    recorded = step(UNPACK_ALL)
+    gate_up, down = tuple(experts.gate_up.shape), tuple(experts.down.shape)
+    assert count == 5 * 4 and unpacked == [
+        *((shape, ()) for shape in (gate_up, down)),
+        *((shape, ()) for shape in (gate_up, down[:1] + down[:0:-1])),
+    ]
+    for a, b in zip(plain, recorded):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_adapters_train_and_their_gradients_are_those_of_the_dense_model(models):
