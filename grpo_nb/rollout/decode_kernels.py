@@ -1023,37 +1023,16 @@ def moe(
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #34743b0b
 @triton.jit
-def _load_kept(logits, least, b, i, V, CUT: tl.constexpr):
-    "Logits of one row; with CUT -inf for those below `least`."
-    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-    if CUT:
-        z = tl.where(z >= tl.load(least + b), z, -float("inf"))
-    return z
-
-
-@triton.jit
-def _block_sums_kernel(
-    logits,
-    least,
-    block_m,
-    block_s,
-    counts,
-    V,
-    inverse_temperature,
-    BLOCKS,
-    CUT: tl.constexpr,
-    BV: tl.constexpr,
-):
-    "The largest logit of a block, and the sum of exp(logit - largest); with CUT how many are kept."
+def _block_sums_kernel(logits, block_m, block_s, V, inverse_temperature, BLOCKS, BV: tl.constexpr):
+    "The largest logit of a block, and the sum of exp(logit - largest)."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = c * BV + tl.arange(0, BV)
-    z = _load_kept(logits, least, b, i, V, CUT) * inverse_temperature
+    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+    z *= inverse_temperature
     m = tl.max(z, 0)
     safe = tl.where(m == -float("inf"), 0.0, m)
     tl.store(block_m + b * BLOCKS + c, m)
     tl.store(block_s + b * BLOCKS + c, tl.sum(tl.exp(z - safe), 0))
-    if CUT:
-        tl.store(counts + b * BLOCKS + c, tl.sum((z > -float("inf")).to(tl.int32), 0))
 
 
 @triton.jit
@@ -1087,7 +1066,10 @@ def _pick_token_kernel(
     first = tl.where(first == BP, tl.max(tl.where(mass > 0, c, 0), 0), first)
     before = tl.sum(tl.where(c < first, mass, 0.0), 0)
     i = first * BV + tl.arange(0, BV)
-    z = _load_kept(logits, least, b, i, V, CUT) * inverse_temperature
+    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+    if CUT:
+        z = tl.where(z >= tl.load(least + b), z, -float("inf"))
+    z *= inverse_temperature
     p = tl.exp(z - top).to(tl.float64)
     inner = tl.cumsum(p, 0)
     n = tl.arange(0, BV)
@@ -1103,34 +1085,20 @@ class BlockSums(NamedTuple):
 
     largest: torch.Tensor  # logit, float32
     total: torch.Tensor  # sum of exp(logit - largest), float32
-    count: torch.Tensor  # of the logits that are kept, int32; meaningless where all are
 
 
 def block_sums(
     logits: torch.Tensor,  # (B, V)
     temperature: float = 1.0,  # logits are divided by it
-    least: torch.Tensor | None = None,  # (B,) float32, smaller logits are left out
 ) -> BlockSums:
     "One pass over all rows, each cut into blocks."
     B, V = logits.shape
     size = block_of(V)
     blocks = triton.cdiv(V, size)
     largest, total = torch.empty(2, B, blocks, dtype=torch.float32, device=logits.device)
-    count = torch.empty(B, blocks, dtype=torch.int32, device=logits.device)
-    _block_sums_kernel[(B, blocks)](
-        logits,
-        logits if least is None else least,
-        largest,
-        total,
-        count,
-        V,
-        1 / temperature,
-        blocks,
-        CUT=least is not None,
-        BV=size,
-        num_warps=8,
-    )
-    return BlockSums(largest, total, count)
+    sizes = V, 1 / temperature, blocks
+    _block_sums_kernel[(B, blocks)](logits, largest, total, *sizes, BV=size, num_warps=8)
+    return BlockSums(largest, total)
 
 
 def block_of(V):

@@ -54,9 +54,9 @@ def test_as_by_sorting(dtype, chosen, block, monkeypatch):
     logits, uniform = logits.to(DEVICE), uniform.to(DEVICE)
     tokens, logps, left = filter_kernels.draw(logits, params, uniform)
     expected = sample_recorded(logits, params, uniform=uniform)
-    least = filter_kernels.least_kept(
-        logits, params, decode_kernels.block_sums(logits, params.temperature).largest
-    )
+    largest = decode_kernels.block_sums(logits, params.temperature).largest
+    tops = filter_kernels.chunk_tops(logits)
+    least = filter_kernels.least_kept(logits, params, largest, tops)
     kept = processed_log_probs(logits, params).isfinite()
     assert torch.equal((logits >= least[:, None]) & logits.isfinite(), kept)
     assert torch.equal(tokens, expected[0])
@@ -75,10 +75,12 @@ def test_chunks_without_a_large_logit_and_zeros_of_both_signs(monkeypatch):
     logits[1, 1090:] = torch.arange(10.0, device=DEVICE)
     for half in (torch.bfloat16, torch.float32):
         z, largest = logits.to(half), decode_kernels.block_sums(logits.to(half)).largest
+        tops = filter_kernels.chunk_tops(z)
         for k in (3, 6, 9):  # of five chunks, and one that has no logit
             params = SamplingParams(top_k=k, top_p=0.5)
             kept = processed_log_probs(z, params).isfinite()
-            assert torch.equal(z >= filter_kernels.least_kept(z, params, largest)[:, None], kept)
+            least = filter_kernels.least_kept(z, params, largest, tops)
+            assert torch.equal(z >= least[:, None], kept)
 
 
 def test_a_chunk_whose_top_is_too_small_is_not_read(monkeypatch):
@@ -97,8 +99,8 @@ def test_a_chunk_whose_top_is_too_small_is_not_read(monkeypatch):
         filter_kernels, "search", lambda z, **given: asked.append((z, given)) or real(z, **given)
     )
     largest = decode_kernels.block_sums(logits).largest
-    filter_kernels.least_kept(logits, SamplingParams(top_k=4), largest)
-    assert asked[0][0].shape == tops.shape and asked[1][1]["least"].tolist() == [511, 511]
+    filter_kernels.least_kept(logits, SamplingParams(top_k=4), largest, tops)
+    assert asked[0][0].shape == tops.shape and asked[1][1]["least"].tolist() == [511, 255]
 
 
 def test_random_numbers_of_a_stream_are_those_of_the_formula():
