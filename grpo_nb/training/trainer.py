@@ -74,7 +74,7 @@ from grpo_nb.training.data import (
     is_stream,
 )
 from .evaluation import Evaluator
-from .guard import Guard
+from .guard import Guard, doubt_of_cuts
 from .hub import HubWriter, open_repository
 from .optimizer import check_given_optimizer, make_optimizer
 from .policy_model import check_model, describe_trainable, load_policy
@@ -887,6 +887,8 @@ class GRPOTrainer:
         # what top_p, top_k or min_p leave is recorded, so the trainer allows for it
         differs = elsewhere or config.sampling_params().repetition_penalty != 1
         self.corrects = config.vllm_importance_sampling_correction and differs
+        if doubt := self.vllm and doubt_of_cuts(self.vllm, config.sampling_params()):
+            warn(doubt)
         sampler = self.sampler_of(rollout_func)
         check_in_flight(sampler, config.max_staleness)
         return sampler
@@ -1036,7 +1038,8 @@ class GRPOTrainer:
             tell=self.tell,
             weights=self.weights,
         )
-        self.guard = Guard(config, self.layout, accelerator, self.policy_update, self.metrics)
+        guarded = self.layout, accelerator, self.policy_update, self.metrics
+        self.guard = Guard(config, *guarded, self.vllm)
         losses_of = self.policy_update.losses_without_update
         self.evaluator = self.evaluator_class(config, *scored, losses_of)
 

@@ -10,6 +10,8 @@ from peft import LoraConfig
 from small_runs import one_thread, small_model, small_trainer, weights_of, without_clocks
 
 from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.rollout import concatenate
+from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.training.guard import Comparison, SamplerMismatch, cause_of
 
 __all__ = ["one_thread"]
@@ -97,6 +99,19 @@ class OtherBase(Planted):
         return RolloutEngine(small_model(1)[0], self.engine.tokenizer).generate(prompts, params)
 
 
+class OneOfThree(Planted):
+    "A third of the prompts go to a server that has another model."
+
+    def generate(self, prompts, params):
+        third = len(prompts) // 3
+        other = RolloutEngine(small_model(1)[0], self.engine.tokenizer)
+        parts = (
+            self.engine.generate(prompts[third:], params),
+            other.generate(prompts[:third], params),
+        )
+        return concatenate([*parts])
+
+
 class Scrambled(Planted):
     def generate(self, prompts, params):
         rollout = self.engine.generate(prompts, params)
@@ -162,6 +177,7 @@ PLANTED = {
     NoExperts: ("that of the experts is not", {}),
     ExpertsMixed: ("that of the experts is not", {}),
     OtherBase: ("An older adapter does not explain it", {}),
+    OneOfThree: ("one of several servers", {}),
     Scrambled: ("stand at other tokens", {}),
     Placeholders: ("are all the same", {}),
 }
@@ -232,6 +248,42 @@ def test_rollouts_that_are_behind_on_purpose(tmp_path):
     later = trainer.log_history[2:]
     assert all(0.001 < r["guard/gap_mean"] < 0.3 == r["guard/gap_bound"] for r in later)
     assert not any("guard/slope" in record for record in later)
+
+
+class ServesTheBase(StandIn):
+    "Whatever adapter it is asked for."
+
+    def adapter_of(self, asked):
+        return None
+
+
+def served(folder, kind=StandIn, seed=0, **settings):
+    "A run on a server, to its end."
+    with serving(kind(*small_model(seed), lora_dir=folder, max_loras=4)) as url:
+        server = dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
+        config = dict(max_steps=6, guard_every=1, learning_rate=1e-2) | server | settings
+        made = small_trainer(folder, arguments=dict(peft_config=LoraConfig(**LORA)), **config)
+        made.train()
+        return made.log_history
+
+
+def test_the_slope_of_the_version_that_drew(tmp_path):
+    "Rollouts in flight are one version behind, and judged under it."
+    records = served(tmp_path / "right", max_staleness=1)
+    assert all(r["guard/gap_bound"] == 0.001 and r["guard/gap_mean"] < 1e-4 for r in records)
+    assert abs(records[-1]["guard/slope"] - 1) < 1e-3
+    with pytest.raises(SamplerMismatch, match="serves the base"):
+        served(tmp_path / "wrong", ServesTheBase, max_staleness=1, learning_rate=1e-4)
+
+
+def test_a_server_that_does_not_say_what_a_cut_has_left_is_asked_without_it(tmp_path):
+    with pytest.warns(UserWarning, match="top_p, top_k or min_p leave tokens out"):
+        records = served(tmp_path / "right", top_p=0.9)
+    assert all(r["guard/gap_mean"] < 1e-4 for r in records)
+    assert abs(records[-1]["guard/slope"] - 1) < 1e-3
+    for settings in (dict(top_p=0.9), dict(repetition_penalty=1.2)):
+        with pytest.raises(SamplerMismatch, match="before update 1.*another base model"):
+            served(tmp_path / "other", seed=1, **settings)
 
 
 def test_what_cannot_be_compared_is_told_once(tmp_path):
