@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['KEEPER', 'LAUNCHERS', 'TRIED', 'HAS_VLLM', 'start_kept', 'end_kept', 'check_vllm', 'vllm_command', 'vllm_environment',
-           'doubt_of_weights', 'free_port', 'ColocatedVLLM']
+           'check_share', 'doubt_of_weights', 'free_port', 'ColocatedVLLM']
 
 # %% ../../nbs/rollout/18_colocated.ipynb #ae898514
 import gc
+import math
 import os
 import secrets
 import signal
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 
-from ..model.memory_fit import rank_flag
+from ..model.memory_bytes import GiB
+from ..model.memory_fit import VLLM_GRAPHS, rank_flag
 from .addresses import ServerError
 from .read_layers import in_four_bits
 from .server import VLLMServer
@@ -168,6 +170,25 @@ def vllm_environment(
     return {**kept, **own, "VLLM_API_KEY": api_key}
 
 # %% ../../nbs/rollout/18_colocated.ipynb #7e44aa02
+def check_share(
+    model: Any,  # that is trained
+    share: float,  # of the GPU, that vLLM gets
+    device: torch.device,
+) -> None:  # ValueError
+    "Refuse a share of a GPU in which the model's weights leave vLLM no room."
+    if device.type != "cuda":
+        return
+    least = sum(p.numel() * p.element_size() for p in model.parameters()) + VLLM_GRAPHS
+    card = torch.cuda.get_device_properties(device).total_memory
+    if share * card < least:
+        raise ValueError(
+            f"vllm_gpu_memory_utilization is {share:g}, which is {share * card / GiB:.1f} GiB of "
+            f"this GPU, and vLLM takes {least / GiB:.1f} without a cache: give "
+            f"{math.ceil(100 * least / card + 5) / 100:g} or more, or leave use_vllm out, so that "
+            "completions are drawn on the weights that are trained"
+        )
+
+
 def doubt_of_weights(
     model: Any,  # that is trained
 ) -> str | None:  # a sentence; None: vLLM loads what is trained
@@ -199,17 +220,25 @@ class ColocatedVLLM(VLLMServer):
         log: str | Path,  # what it prints is appended
         sleeps: bool = False,  # give its memory back while nothing is drawn
         same_python: bool = True,  # whether vLLM lies in this environment
+        start: bool = True,  # False: `connect` does, or the first `publish`
         **others: Any,  # arguments of VLLMServer
     ):
         self.command, self.log, self.sleeps = command, Path(log).absolute(), sleeps
         self.api_key, self.same_python = secrets.token_hex(16), same_python
         self.port, self.keeper, self.asleep = free_port(), None, False
+        self.log_begins, self.may_start = 0, start
+        self.says_what_is_left = None  # not known before it runs
         super().__init__(f"http://127.0.0.1:{self.port}", api_key=self.api_key, **others)
 
     def connect(self) -> None:
         "Start the server, and wait until it answers; it is ended if it is not what is needed."
+        command = self.command(self.port)  # what could not be started is refused here
+        if not self.may_start:
+            self.may_start = True
+            return
         environment = vllm_environment(self.api_key, self.same_python)
-        self.keeper = start_kept(self.command(self.port), environment, self.log)
+        self.log_begins = self.progress()
+        self.keeper = start_kept(command, environment, self.log)
         self.finalizer = weakref.finalize(self, end_kept, self.keeper, os.getpid())
         try:
             super().connect()
@@ -223,10 +252,17 @@ class ColocatedVLLM(VLLMServer):
             self.finalizer()
             self.keeper, self.asleep = None, False
 
+    @property
+    def runs(self) -> bool:
+        "Whether its process was started, and not ended here."
+        return self.keeper is not None
+
     def last_lines(self) -> str:
-        "The end of what the server has printed."
-        with suppress(OSError):
-            return " | ".join(self.log.read_text(errors="replace").split("\n")[-8:]).strip(" |")
+        "The end of what this server has printed; the log holds those before it, too."
+        with suppress(OSError), open(self.log, "rb") as log:
+            log.seek(self.log_begins)
+            lines = log.read().decode(errors="replace").split("\n")
+            return " | ".join(lines[-8:]).strip(" |")
         return ""
 
     def progress(self) -> int:

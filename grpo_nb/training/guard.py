@@ -426,7 +426,8 @@ def doubt_of_cuts(
     drawn: SamplingParams,  # how completions will be drawn
 ) -> str | None:  # a sentence; None: the trainer learns which tokens were left
     "Whether a server would not say what top_p, top_k or min_p have left."
-    if not room_for_survivors(drawn) or server.says_what_is_left and has_few_survivors(drawn):
+    says = server.says_what_is_left is not False  # None: a server that does not run yet
+    if not room_for_survivors(drawn) or says and has_few_survivors(drawn):
         return None
     return (
         "top_p, top_k or min_p leave tokens out, and the trainer's log-probs are over all tokens, "

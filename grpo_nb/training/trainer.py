@@ -42,6 +42,7 @@ from ..model.memory_bytes import longest_sequence
 from ..rollout.adapter_versions import served_config
 from grpo_nb.rollout.colocated import (
     ColocatedVLLM,
+    check_share,
     check_vllm,
     doubt_of_weights,
     vllm_command,
@@ -766,7 +767,10 @@ class GRPOTrainer:
         self.make_reports(callbacks)
         for sentence in self.source.doubts(self.train_dataset, self.eval_dataset):
             warn(sentence)
-        self.callbacks.tell("on_init_end")
+        with self.ends_vllm():
+            if not getattr(self.vllm, "runs", True):  # at last: it takes minutes
+                self.vllm.connect()
+            self.callbacks.tell("on_init_end")
 
     def __init_subclass__(cls, **settings):
         "Refuse a subclass with a method that is never called, since it would change nothing."
@@ -882,6 +886,7 @@ class GRPOTrainer:
             autocast_dtype=self.precision.dtype,
             progress=False if quiet or not self.accelerator.is_main_process else None,
         )
+        self.in_run = False
         self.vllm = self.make_vllm(rollout_func) if config.use_vllm else None
         elsewhere = rollout_func is not None or self.vllm is not None
         # what top_p, top_k or min_p leave is recorded, so the trainer allows for it
@@ -940,6 +945,7 @@ class GRPOTrainer:
             log=Path(config.output_dir) / "vllm.log",
             sleeps=config.vllm_enable_sleep_mode,
             same_python=config.vllm_python is None,
+            start=False,
             **others,
         )
 
@@ -950,8 +956,9 @@ class GRPOTrainer:
 
     def vllm_words(self, rank: int | None, max_loras: int, port: int) -> list[str]:
         "The command that starts a vLLM for this run."
-        config = self.config
+        config, share = self.config, self.config.vllm_gpu_memory_utilization
         check_vllm(config.vllm_python)
+        check_share(self.model, share, self.device)
         name = self.model.config._name_or_path
         if not name:
             raise ValueError(
@@ -965,7 +972,7 @@ class GRPOTrainer:
             python=config.vllm_python,
             rank=rank,
             max_loras=max_loras,
-            memory_share=config.vllm_gpu_memory_utilization,
+            memory_share=share,
             max_length=config.vllm_max_model_length,
             rows=self.served_rows(),
             gpus=config.vllm_tensor_parallel_size,
@@ -1103,7 +1110,8 @@ class GRPOTrainer:
     ) -> TrainOutput:  # global_step, training_loss (mean over the log) and metrics
         """Sample, score, compare, learn, until the steps are used up; after Ctrl-C, SIGTERM or an
         error there is a checkpoint to go on from."""
-        self.begin(resume_from_checkpoint)
+        with self.ends_vllm():
+            self.begin(resume_from_checkpoint)
         state, update = self.state, self.policy_update
         with self.running():
             while not self.finished():
@@ -1303,7 +1311,7 @@ class GRPOTrainer:
         """Run the loop: the same bits every time on a CPU, a progress bar, and a checkpoint if it
         is left by an exception."""
         self.callbacks.tell("on_train_begin")
-        stream = self.collector.stream or nullcontext()
+        stream, self.in_run = self.collector.stream or nullcontext(), True
         with self.environments or nullcontext(), stream, self.ctrl_c, self.preemption:
             try:
                 with deterministic(self.device.type == "cpu"):
@@ -1323,6 +1331,7 @@ class GRPOTrainer:
                 self.preemption.leave()
                 self.bar.close()
                 self.policy_update.end()
+                self.in_run = False
                 if self.vllm:
                     self.vllm.close()
 
@@ -1435,10 +1444,11 @@ class GRPOTrainer:
             ]
             return {name: value for record in several for name, value in record.items()}
         started = time.time()
-        with self.shown_to_sampler():
-            self.source.publish(self.model, self.state.global_step)  # not a part of any update
-        with self.environments or nullcontext():
-            found = self.evaluator.evaluate(rows)
+        with self.drawing_alone():
+            with self.shown_to_sampler():
+                self.source.publish(self.model, self.state.global_step)  # not a part of any update
+            with self.environments or nullcontext():
+                found = self.evaluator.evaluate(rows)
         named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         where = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
         where[f"{metric_key_prefix}_num_tokens"] = self.recorder.tokens()  # of the run, as in TRL
@@ -1448,6 +1458,26 @@ class GRPOTrainer:
         record = {**where, **named, **speed}
         self.callbacks.tell("on_evaluate", record)
         return record
+
+    @contextmanager
+    def drawing_alone(self):
+        "Outside a run nothing stays on a vLLM server, and none that was started here."
+        begun = self.in_run or getattr(self.vllm, "runs", False)
+        try:
+            yield
+        finally:
+            if self.vllm and not begun:
+                self.vllm.close()
+
+    @contextmanager
+    def ends_vllm(self):
+        "A vLLM that was started here ends if what is done inside fails."
+        try:
+            yield
+        except BaseException:
+            if self.vllm:
+                self.vllm.close()
+            raise
 
     def save_model(
         self,

@@ -11,15 +11,18 @@ import pytest
 import torch
 from peft import LoraConfig
 from small_runs import ROWS, digits, one_thread, small_config  # noqa: F401
+from transformers import TrainerCallback
 
 from grpo_nb import GRPOTrainer
 from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout import colocated
 from grpo_nb.rollout.addresses import ServerError
 from grpo_nb.rollout.colocated import (
     KEEPER,
     TRIED,
     ColocatedVLLM,
+    check_share,
     check_vllm,
     doubt_of_weights,
     vllm_command,
@@ -131,6 +134,27 @@ def test_a_server_that_fails_is_named_with_the_end_of_its_log(tmp_path):
     assert time.monotonic() - start < 60
 
 
+def test_the_last_lines_are_those_of_this_server(tmp_path):
+    log = tmp_path / "vllm.log"
+    log.write_text("CUDA out of memory\n" * 3)
+    words = [sys.executable, "-c", "print('no such model'); raise SystemExit(1)"]
+    with pytest.raises(ServerError, match="the last lines: no such model$"):
+        ColocatedVLLM(lambda port: words, log=log, folder=tmp_path)
+
+
+@pytest.mark.parametrize("share, fits", [(0.3, False), (0.5, True)])
+def test_a_share_that_holds_no_weights_is_refused(monkeypatch, share, fits):
+    weights = torch.nn.Linear(1024, 1024, bias=False, device="meta")  # 4 MiB
+    monkeypatch.setattr(colocated, "VLLM_GRAPHS", 4 * 2**20)
+    card = type("Card", (), {"total_memory": 20 * 2**20})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    check_share(weights, share, torch.device("cpu"))
+    if fits:
+        return check_share(weights, share, torch.device("cuda"))
+    with pytest.raises(ValueError, match="is 0.3, .* vLLM takes 0.0 without a cache: give 0.45"):
+        check_share(weights, share, torch.device("cuda"))
+
+
 def served(folder):
     "The command of the stand-in in place of vLLM's."
 
@@ -171,6 +195,53 @@ def test_a_run_starts_its_server_lets_it_sleep_and_ends_it(tmp_path, monkeypatch
     assert keeper.poll() is not None and trainer.vllm.keeper is None
     assert "tiny at http://127.0.0.1" in (tmp_path / "vllm.log").read_text()
     assert not list((tmp_path / ".vllm_adapters").iterdir())
+
+
+def on_its_own_server(tmp_path, monkeypatch, **others):
+    monkeypatch.setattr(trainer_module.GRPOTrainer, "vllm_words", served(tmp_path))
+    settings = dict(use_vllm=True, max_steps=1, max_staleness=others.pop("max_staleness", 0))
+    model, tokenizer = tiny_gpt_oss()
+    others |= dict(processing_class=tokenizer, peft_config=LoraConfig(target_modules=["q_proj"]))
+    return GRPOTrainer(model, digits, small_config(tmp_path, **settings), ROWS, **others)
+
+
+def test_what_is_refused_starts_no_server_or_ends_it(tmp_path, monkeypatch):
+    started, start = [], colocated.start_kept
+    noted = lambda *given: started.append(start(*given)) or started[-1]  # noqa: E731
+    monkeypatch.setattr(colocated, "start_kept", noted)
+
+    class Deaf(TrainerCallback):
+        def on_init_end(self, *given, **others):
+            raise OSError("no")
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        return a + b
+
+    with pytest.raises(ValueError, match="tool"):
+        on_its_own_server(tmp_path, monkeypatch, tools=[add], max_staleness=1)
+    assert not started
+    with pytest.raises(OSError, match="no"):
+        on_its_own_server(tmp_path, monkeypatch, callbacks=[Deaf()])
+    assert started[0].poll() is not None
+    trainer = on_its_own_server(tmp_path, monkeypatch)
+    with pytest.raises((ValueError, OSError)):
+        trainer.train(resume_from_checkpoint=True)
+    assert started[1].poll() is not None and not trainer.vllm.runs
+
+
+def test_an_evaluation_after_a_run_leaves_no_server(tmp_path, monkeypatch):
+    trainer = on_its_own_server(tmp_path, monkeypatch)
+    trainer.evaluate(ROWS[:1])
+    assert trainer.vllm.runs  # the run that follows needs it
+    trainer.train()
+    trainer.evaluate(ROWS[:1])
+    assert not trainer.vllm.runs
 
 
 def test_a_run_asks_vllm_for_as_many_rows_as_it_draws(tmp_path, monkeypatch):

@@ -315,6 +315,17 @@ def test_a_run_samples_from_the_server_and_goes_on_after_a_stop(start, tmp_path)
     assert more.evaluate(ROWS[:2])["eval_reward"] > 0  # the adapter is published once more
 
 
+def test_an_evaluation_leaves_nothing_on_the_server(start, tmp_path):
+    trainer = trainer_on(start()[1], tmp_path, max_steps=1)
+    for work in (lambda: trainer.evaluate(ROWS[:1]), trainer.train):
+        work()
+        address = trainer.vllm.addresses[0]
+        assert len(trainer.vllm.servers.names(address)) == 1
+        assert not list((tmp_path / ".vllm_adapters").glob("policy*"))
+    trainer.evaluate(ROWS[:1])
+    assert len(trainer.vllm.servers.names(address)) == 1
+
+
 def test_settings_that_contradict_use_vllm_are_refused(tmp_path):
     config = small_config(tmp_path, use_vllm=True, vllm_mode="server")
     model, tokenizer = small_model()
