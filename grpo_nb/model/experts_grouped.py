@@ -357,9 +357,10 @@ def _factor_gradients(pairs, x, g, a, b):
 
 # %% ../../nbs/model/10_experts_grouped.ipynb #72788c23
 def _row_operations(device):
-    """`activate`, `activate_backward` and `combine`: kernels on a GPU, if Triton is there, else
-    those above."""
-    if device.type == "cuda" and importlib.util.find_spec("triton"):
+    """`activate`, `activate_backward` and `combine`: kernels on the GPU that they would be launched
+    on, if Triton is there, else those above."""
+    launches = device.type == "cuda" and device.index == torch.cuda.current_device()
+    if launches and importlib.util.find_spec("triton"):
         from grpo_nb.model import training_kernels as kernels
 
         return kernels.activate, kernels.activate_backward, kernels.combine

@@ -260,25 +260,31 @@ class Graphs:
         work: Callable[[], None],  # reads and writes tensors that stay
     ) -> torch.cuda.CUDAGraph:  # RuntimeError if it cannot be recorded
         "Run `work` twice, then record it."
-        computing = torch.cuda.current_stream()
+        computing = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(computing)
-        with torch.cuda.stream(self.stream):
+        try:
+            with torch.cuda.stream(self.stream):
+                return self.recorded(work)
+        finally:
+            computing.wait_stream(self.stream)
+
+    def recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        "What `__call__` does, on the stream that is current."
+        work()
+        with _waiting_is_an_error():
             work()
-            with _waiting_is_an_error():
-                work()
-            self.stream.synchronize()
-            before = torch.cuda.memory_reserved()
-            try:
-                graph = self.capture(work)
-            except BaseException:
-                # torch never ends a failed recording's claim to its pool, and forgets the rest at
-                # the next recording
-                self.pool = torch.cuda.graph_pool_handle()
-                with suppress(Exception):
-                    self.capture(lambda: torch.zeros(1, device="cuda"))
-                raise
-            self.bytes += torch.cuda.memory_reserved() - before
-        computing.wait_stream(self.stream)
+        self.stream.synchronize()
+        before = torch.cuda.memory_reserved(self.device)
+        try:
+            graph = self.capture(work)
+        except BaseException:
+            # torch never ends a failed recording's claim to its pool, and forgets the rest at
+            # the next recording
+            self.pool = torch.cuda.graph_pool_handle()
+            with suppress(Exception):
+                self.capture(lambda: torch.zeros(1, device=self.device))
+            raise
+        self.bytes += torch.cuda.memory_reserved(self.device) - before
         return graph
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -508,6 +514,8 @@ class RecordedLayers:
         self.config, self.contexts = base.config, checkpoint_contexts(base)
         self.most_tokens, self.multiple = most_tokens, multiple
         self.shapes, self.derived, self.refused, self.tells = {}, {}, None, tells
+        self.failed = False  # a recording has, and nothing more is recorded
+        self.failed = False  # a recording has
         self.calls = 0  # of layers
         for m in self.modules:
             setattr(m, name, self)
@@ -536,8 +544,10 @@ class RecordedLayers:
             room = self.room_for(x, function.keywords)
             shape = self.shape_of(x, room)
             return None if shape is None else self.find_in(shape, function, x, room)
-        except (CannotRecord, RuntimeError) as error:  # out of memory is one, too
-            if self.refused is None and (self.tells or not isinstance(error, CannotRecord)):
+        except Exception as error:  # CannotRecord, out of memory, a kernel that does not fit
+            if failed := not isinstance(error, CannotRecord):
+                self.forget_failed()
+            if self.refused is None and (self.tells or failed):
                 warnings.warn(
                     f"a layer could not be recorded, and runs call by call: {error}", stacklevel=2
                 )
@@ -575,6 +585,13 @@ class RecordedLayers:
             return False
         del self.shapes[oldest]
         return True
+
+    def forget_failed(self) -> None:
+        "After a failure nothing more is recorded; what has no recordings holds no memory."
+        self.failed = True
+        for key, shape in list(self.shapes.items()):
+            if not any(layer.graphs for layer in shape.layers.values()):
+                del self.shapes[key]
 
     def room_for(self, x: torch.Tensor, given: dict[str, Any]) -> Room:
         "How the rows of an input are laid out."
@@ -621,6 +638,8 @@ class RecordedLayers:
 
     def has_room(self, shape: InputShape, device: torch.device) -> bool:
         "Whether a shape is recorded: memory is left, and no recording has failed."
+        if self.failed:
+            return False
         if not shape.recorded and self.refused is None:
             tight = device.type == "cuda" and free_memory(device) < SPARE_BYTES
             shape.recorded = not tight
@@ -668,7 +687,8 @@ def record_layers(
     tells: bool = True,
 ) -> RecordedLayers:  # .remove() puts it back; a context manager too
     "Record short layers on a GPU, and play them from then on."
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if group and torch.distributed.get_world_size() > 1:
         raise ValueError(
             "layers are recorded in one process only, and this one is part of a group: leave "
             "record_layers out"

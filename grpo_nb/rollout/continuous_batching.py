@@ -6,6 +6,7 @@
 __all__ = ['REFILL', 'DRAWN_AT_ONCE', 'start_state', 'compiled_sizes', 'RowsInTurn', 'complete_in_turn', 'RowsThatReturn']
 
 # %% ../../nbs/rollout/19_continuous_batching.ipynb #05b4245f
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ from grpo_nb.rollout.decoder import (
 )
 from .kv_cache import SlotCache
 from .prefixes import Prefixes
-from .sampling import SamplingParams, SurvivorRecord, room_for_survivors
+from .sampling import SamplingParams, SurvivorRecord
 
 # %% ../../nbs/rollout/19_continuous_batching.ipynb #0762b7eb
 REFILL = 8  # waiting completions start once a row in so many has ended
@@ -169,12 +170,13 @@ class RowsInTurn:
             self.draw(some, hidden[prompt])
 
     def compile_first(self, taken):
-        """Compile what reading prompts, a first token and a first step launch, all at once; once
-        for a model and a number of rows."""
-        self.compiles, head = False, self.decoder.head.weight
+        """Compile what reading prompts, drawing and the steps of these rows and of fewer launch,
+        all at once; once for a model, a number of rows and a way to draw."""
+        self.compiles, head, params = False, self.decoder.head.weight, self.params
         count = sum(len(rows) for _, rows in taken)
         size, done = next(s for s in SIZES if s >= count), compiled_sizes(id(self.decoder.inner))
-        kind = size, self.params.temperature == 0, bool(room_for_survivors(self.params))
+        cuts = params.top_k, params.top_p < 1, params.min_p
+        kind = size, params.temperature == 0, *map(bool, cuts)
         if kind in done:
             return
         done.add(kind)
@@ -183,15 +185,23 @@ class RowsInTurn:
         hidden = head.new_zeros(len(first), head.shape[1], dtype=self.decoder.dtype)
         reader = copy(self.decoder)
         reader.layers = reader.layers[:2]  # the others launch the same
-        prompts = [self.prompts[prompt] for prompt, _ in taken[:8]]
+        prompts, fewer = [self.prompts[prompt] for prompt, _ in taken[:8]], copy(self)
+        fewer.decoder = reader
 
         def work():
             read_prompts(reader, self.cache, prompts, self.reading[0])  # read again soon, for real
-            self.draw(first, hidden)
+            for number in (len(first), 1):
+                self.draw(first[:number], hidden[:number])
             self.advance(rows)
+            for number in SIZES:  # of rows that are left when others have ended
+                if number < size:
+                    fewer.advance(rows[:number])
 
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            compile_together(work)
+        try:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                compile_together(work)
+        except Exception as error:  # the rollout may do without it
+            warnings.warn(f"kernels are compiled one by one: {error}", stacklevel=2)
 
     def until(self):
         "The step after which there is nothing to do; a row that is full takes no more tokens."

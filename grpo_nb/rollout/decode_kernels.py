@@ -1095,7 +1095,10 @@ def block_sums(
     B, V = logits.shape
     size = block_of(V)
     blocks = triton.cdiv(V, size)
-    largest, total = torch.empty(2, B, blocks, dtype=torch.float32, device=logits.device)
+    # each by itself: as halves of one tensor their alignment, and so the kernel, depends on B
+    largest, total = (
+        torch.empty(B, blocks, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
     sizes = V, 1 / temperature, blocks
     _block_sums_kernel[(B, blocks)](logits, largest, total, *sizes, BV=size, num_warps=8)
     return BlockSums(largest, total)

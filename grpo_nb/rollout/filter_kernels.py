@@ -236,8 +236,9 @@ def search(
     size, passes = decode_kernels.block_of(V), -(-(32 - drop) // 4)
     blocks, steps = triton.cdiv(V, size), blocks_of_a_part(B)
     parts = triton.cdiv(blocks, steps)
-    sums = torch.empty(2, B, parts, 16, dtype=torch.float32, device=device)
-    low = torch.empty(2, B, dtype=torch.long, device=device)
+    # each by itself: as halves of one tensor their alignment, and so the kernel, depends on B
+    sums = [torch.empty(B, parts, 16, dtype=torch.float32, device=device) for _ in range(2)]
+    low = [torch.empty(B, dtype=torch.long, device=device) for _ in range(2)]
     target = torch.empty(B, dtype=torch.float64, device=device)
     result = torch.empty(B, dtype=torch.float32, device=device)
     options = dict(COUNT=wanted > 0, CUT=least is not None, DROP=drop)
@@ -340,7 +341,9 @@ def kept_sums(
     "`block_sums` of what is kept, and how many of each block are."
     (B, V), size = logits.shape, decode_kernels.block_of(logits.shape[1])
     blocks = triton.cdiv(V, size)
-    largest, total = torch.empty(2, B, blocks, dtype=torch.float32, device=logits.device)
+    largest, total = (
+        torch.empty(B, blocks, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
     counts = torch.empty(B, blocks, dtype=torch.int32, device=logits.device)
     given = logits, tops, least, largest, total, counts, V, 1 / temperature, blocks
     _kept_kernel[(B, blocks)](*given, BV=size, BC=min(size, CHUNK), num_warps=4)

@@ -485,7 +485,8 @@ class PolicyUpdate:
     def compile_first(self, batch: TrainingBatch) -> None:
         """Compile what training launches, all at once, the first time; the beginning of two
         completions goes through the model for that, and leaves nothing behind."""
-        if not self.compiles:
+        again = self.config.gradient_checkpointing_kwargs or {}
+        if not self.compiles or again.get("use_reentrant"):  # it refuses `torch.autograd.grad`
             return
         self.compiles, rows = False, beginning_of(batch, 2, COMPILED_TOKENS)
         modes = [(module, module.training) for module in self.model.modules()]
