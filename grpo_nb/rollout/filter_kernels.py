@@ -294,6 +294,7 @@ def least_kept(
         least = search(logits, **shares, least=least, tops=tops)
     if params.min_p:
         near = (largest.amax(-1) + math.log(params.min_p)) * temperature
+        near = torch.minimum(near, tops.amax(-1).float())  # rounding must not lift it above all
         least = near if least is None else torch.maximum(least, near)
     return least
 

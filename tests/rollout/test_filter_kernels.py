@@ -66,6 +66,23 @@ def test_as_by_sorting(dtype, chosen, block, monkeypatch):
     torch.testing.assert_close(left.log_mass, expected[2].log_mass, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("min_p", [1.0, 0.9999999])
+def test_the_largest_logit_is_kept_at_every_temperature(min_p, monkeypatch):
+    "Divided by a temperature and multiplied by it, a logit may come out larger than it was."
+    if DEVICE == "cpu":
+        monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 32)
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(32, 40, generator=generator)).bfloat16().to(DEVICE)
+    uniform = torch.rand(32, dtype=torch.float64, generator=generator).to(DEVICE)
+    for temperature in (0.6, 0.7, 1.0, 2.5):
+        params = SamplingParams(min_p=min_p, temperature=temperature)
+        tokens, logps, left = filter_kernels.draw(logits, params, uniform)
+        expected = sample_recorded(logits, params, uniform=uniform)
+        assert torch.equal(tokens, expected[0])
+        torch.testing.assert_close(logps, expected[1], atol=1e-5, rtol=0)
+        assert (left.ids >= 0).any(-1).all()
+
+
 def test_chunks_without_a_large_logit_and_zeros_of_both_signs(monkeypatch):
     "A negative zero ties with zero; one chunk holds all that is large; nothing but ties."
     if DEVICE == "cpu":
