@@ -282,11 +282,16 @@ def test_what_cannot_be_read_goes_through_the_modules():
     )
     mixed = tiny_gpt_oss()[0]
     mixed.lm_head.to(torch.bfloat16)
+    packed = tiny_gpt_oss()[0]
+    experts = packed.model.layers[1].mlp.experts
+    held = experts.down_proj.detach().as_subclass(type("Packed", (torch.Tensor,), {}))
+    experts.down_proj = torch.nn.Parameter(held)
     for model, reason in (
         (olmo, "OlmoForCausalLM"),
         (dora, "DoRA"),
         (head, "the head is a ModulesToSaveWrapper"),
         (mixed, "several kinds"),
+        (packed, "model.layers.1.mlp.experts has weights in a Packed"),
     ):
         decoder, why = open_decoder(model)
         assert decoder is None and reason in why

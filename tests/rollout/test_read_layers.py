@@ -125,6 +125,32 @@ def test_models_that_compute_something_else_are_refused():
         assert decoder is None and reason in why
 
 
+class Packed(torch.Tensor):
+    "A quantizer's tensor: it looks like its weights, and may hold them in any layout."
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.1.mlp.up_proj.base_layer.weight",
+        "model.layers.0.self_attn.k_proj.base_layer.bias",
+        "model.layers.0.self_attn.k_proj.lora_A.default.weight",
+    ],
+)
+def test_weights_in_another_kind_of_tensor_are_not_read(where):
+    model = dense_model("Qwen2", lora=True)
+    base = model.get_base_model()
+    name, attribute = where.rsplit(".", 1)
+    module = base.get_submodule(name)
+    held = getattr(module, attribute).detach().as_subclass(Packed)
+    setattr(module, attribute, torch.nn.Parameter(held, requires_grad=False))
+    assert type(getattr(module, attribute)) is Packed
+    assert open_decoder(model) == (None, f"{name} has weights in a Packed")
+
+
 def test_a_window_that_no_row_outgrows_takes_no_ring():
     decoder = open_decoder(dense_model("Mistral", sliding_window=64))[0]
     assert decoder.shape_for(64).windows == (None, None)
