@@ -310,17 +310,41 @@ class Doubled(GptOssForCausalLM):
         return output
 
 
+def times(factor, forward):
+    "A forward pass whose result is multiplied."
+
+    def multiplied(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        if hasattr(out, "logits"):
+            out.logits = factor * out.logits
+            return out
+        return (factor * out[0], *out[1:]) if isinstance(out, tuple) else factor * out
+
+    return multiplied
+
+
+@pytest.mark.parametrize("set_on", [False, True])
 @pytest.mark.parametrize(
     "where",
-    ["model.layers.0", "model.layers.1.self_attn.q_proj", "model.norm", "lm_head", "a subclass"],
+    [
+        "model.layers.0",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp",
+        "model.norm",
+        "lm_head",
+        "",
+    ],
 )
-def test_what_changes_a_forward_pass_changes_what_is_drawn(where):
+def test_what_changes_a_forward_pass_changes_what_is_drawn(where, set_on):
     "A hook, or a forward pass of one's own: the sampler's log-probs are those of the trainer."
     model, tokenizer = tiny_gpt_oss()
-    if where == "a subclass":
+    module = model.get_submodule(where)
+    if set_on:
+        module.forward = times(1.5, module.forward)
+    elif where == "":
         model.__class__ = Doubled
     else:
-        model.get_submodule(where).register_forward_hook(lambda module, given, output: output * 1.5)
+        module.register_forward_hook(lambda module, given, out: times(1.5, lambda: out)())
     assert open_decoder(model)[0] is None
     rollout = RolloutEngine(model, tokenizer).generate(
         TEXTS, SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
@@ -334,7 +358,7 @@ def test_what_changes_a_forward_pass_changes_what_is_drawn(where):
     )
     logps, entropy = completion_logps(model, batch, return_entropy=True)
     assert (logps - rollout.logps).abs().max() < 1e-4
-    if where in ("lm_head", "a subclass"):
+    if where in ("lm_head", ""):
         assert find_head(model) is None
     plain = completion_logps(tiny_gpt_oss()[0], batch)[0]
     assert (logps - plain).abs().max() > 1e-3

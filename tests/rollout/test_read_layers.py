@@ -1,8 +1,12 @@
 """Dense families read from their own tensors, beside their modules."""
 
+import functools
+
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel
 from dense_models import FAMILIES, dense_model
 from peft import LoraConfig, get_peft_model
 
@@ -102,10 +106,11 @@ def test_models_that_compute_something_else_are_refused():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    own, hooked, set_on, replaced, dora = (dense_model("Llama") for _ in range(5))
+    own, hooked, set_on, borrowed, replaced, dora = (dense_model("Llama") for _ in range(6))
     own.model.layers[0].mlp.__class__ = Mine
     hooked.model.layers[1].mlp.register_forward_hook(lambda module, given, out: 2 * out)
     set_on.model.layers[1].mlp.forward = lambda x: x
+    borrowed.model.norm.forward = hooked.model.norm.forward
     replaced.model.layers[1].mlp = dense_model("Mistral").model.layers[1].mlp
     dora = get_peft_model(dora, LoraConfig(r=2, use_dora=True, target_modules=["up_proj"]))
     dynamic = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
@@ -113,7 +118,8 @@ def test_models_that_compute_something_else_are_refused():
     for model, reason in (
         (own, "model.layers.0.mlp has the forward pass of Mine"),
         (hooked, "model.layers.1.mlp has a forward hook"),
-        (set_on, "a module has a forward pass of its own"),
+        (set_on, "model.layers.1.mlp has a forward pass of its own"),
+        (borrowed, "model.norm has a forward pass of its own"),
         (replaced, "a MistralMLP stands where a LlamaMLP is expected"),
         (dora, "DoRA"),
         (dense_model("Llama", hidden_act="gelu"), "its activation is 'gelu'"),
@@ -123,6 +129,29 @@ def test_models_that_compute_something_else_are_refused():
     ):
         decoder, why = open_decoder(model)
         assert decoder is None and reason in why
+
+
+def test_the_forward_pass_of_a_prepared_model_is_its_own_in_another_format():
+    "accelerate sets one on the model; what was set before it is found inside."
+    prepare = Accelerator(mixed_precision="bf16", cpu=True).prepare
+    prepared, adapted = dense_model("Llama"), dense_model("Llama", lora=True)
+    for model in (prepared, adapted):
+        prepare(prepare(model))
+        assert "forward" in vars(model) and open_decoder(model)[0] is not None
+        extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        assert open_decoder(model)[0] is not None
+    both = dense_model("Llama")
+    real = both.forward
+
+    @functools.wraps(real)
+    def doubled(*args, **given):
+        out = real(*args, **given)
+        out.logits = 2 * out.logits
+        return out
+
+    both.forward = doubled
+    prepare(both)
+    assert open_decoder(both) == (None, "the model has a forward pass of its own")
 
 
 class Packed(torch.Tensor):
