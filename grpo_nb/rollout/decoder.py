@@ -30,6 +30,7 @@ from grpo_nb.rollout.read_layers import (
     FAMILIES,
     ROTATIONS,
     CannotRead,
+    check_around,
     check_dense,
     check_modules,
     family_of,
@@ -156,6 +157,7 @@ class GptOssTensors:
     ):
         # transformers' own adapters sit in the model itself
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        check_around(model, base)
         self._check(base)
         self.config, self.inner = base.config, base.model
         # called as a module: its table may lie on the host, and a hook may widen its output

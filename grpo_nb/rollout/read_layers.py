@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['COMPUTE_NOTHING', 'CHANGE_FORMATS', 'TENSORS', 'FAMILIES', 'ROTATIONS', 'ATTENTIONS', 'CannotRead', 'changed_forward',
-           'own_forward', 'what_changes', 'kind_of_tensor', 'check_modules', 'in_four_bits', 'read_projection',
-           'Family', 'check_kind', 'read_norm', 'read_dense_layer', 'read_activation', 'family_of', 'check_rotation',
-           'check_dense']
+           'own_forward', 'what_changes', 'modules_around', 'check_around', 'kind_of_tensor', 'check_modules',
+           'in_four_bits', 'read_projection', 'Family', 'check_kind', 'read_norm', 'read_dense_layer',
+           'read_activation', 'family_of', 'check_rotation', 'check_dense']
 
 # %% ../../nbs/rollout/16_read_layers.ipynb #71577489
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from transformers import PreTrainedModel
@@ -89,11 +90,27 @@ def what_changes(
     module: torch.nn.Module,
 ) -> str | None:  # None: nothing
     "`changed_forward`, or a forward pass that is set on the module itself."
-    return changed_forward(module) or (
-        "a forward pass of its own" if own_forward(module) else None
-    )
+    return changed_forward(module) or ("a forward pass of its own" if own_forward(module) else None)
 
 # %% ../../nbs/rollout/16_read_layers.ipynb #ba38beeb
+def modules_around(
+    model: torch.nn.Module,  # with PEFT's wrapper or without
+    base: torch.nn.Module,  # the model inside
+) -> list[torch.nn.Module]:  # [] without a wrapper
+    "PEFT's wrapper, and what lies between it and the model."
+    return list(takewhile(lambda module: module is not base, model.modules()))
+
+
+def check_around(
+    model: torch.nn.Module,  # with PEFT's wrapper or without
+    base: torch.nn.Module,  # the model inside
+) -> None:  # CannotRead with the reason
+    "Refuse a wrapper that does more than to call the model."
+    for module in modules_around(model, base):
+        if what := what_changes(module):
+            raise CannotRead(f"the {type(module).__name__} around the model has {what}")
+
+
 TENSORS = (torch.Tensor, torch.nn.Parameter, PackedWeight)  # whose numbers can be read
 
 

@@ -24,7 +24,7 @@ from ..model.attention import TRANSFORMERS_NAMES
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_hidden
 from ..model.shared_prefix import share
-from ..rollout.read_layers import what_changes
+from ..rollout.read_layers import modules_around, what_changes
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #c72ba891
 @dataclass
@@ -165,8 +165,7 @@ def find_head(
     linear, config = base.get_output_embeddings(), base.config.get_text_config()
     if (
         type(linear) is not torch.nn.Linear
-        or what_changes(linear)
-        or what_changes(base)
+        or any(map(what_changes, (linear, base, *modules_around(model, base))))
         or base.base_model is base
         or {base.base_model, linear} != set(base.children())
     ):

@@ -364,6 +364,21 @@ def test_what_changes_a_forward_pass_changes_what_is_drawn(where, set_on):
     assert (logps - plain).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("set_on", [False, True])
+@pytest.mark.parametrize("where", ["", "base_model"])
+def test_what_changes_a_wrapper_changes_what_is_drawn(where, set_on):
+    adapted, tokenizer = adapted_model(target_modules=["q_proj"])
+    assert open_decoder(adapted)[0] is not None and find_head(adapted) is not None
+    wrapper = adapted.get_submodule(where)
+    if set_on:
+        wrapper.forward = times(1.5, wrapper.forward)
+    else:
+        wrapper.register_forward_hook(lambda module, given, out: times(1.5, lambda: out)())
+    what = "a forward pass of its own" if set_on else "a forward hook"
+    why = f"the {type(wrapper).__name__} around the model has {what}"
+    assert open_decoder(adapted) == (None, why) and find_head(adapted) is None
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_model_in_one_pass_is_read(adapted):
     """As load_model makes it on a GPU: its classes compute the same, and the sampler must not take
