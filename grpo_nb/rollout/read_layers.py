@@ -128,7 +128,7 @@ def kind_of_tensor(
 def check_modules(
     base: torch.nn.Module,  # a model without PEFT's wrapper
 ) -> None:  # CannotRead with the reason
-    "Refuse changed modules, other kinds of tensors, and a head or an embedding of another kind."
+    "Refuse changed modules, other kinds of tensors, head or embedding, and layers that do not run."
     embed = base.model.embed_tokens
     for name, module in base.named_modules():
         if module is not embed and (what := what_changes(module)):
@@ -139,6 +139,9 @@ def check_modules(
         raise CannotRead(f"the embedding is a {type(embed).__name__}")
     if type(base.lm_head) is not torch.nn.Linear:
         raise CannotRead(f"the head is a {type(base.lm_head).__name__}")
+    layers, run = base.model.layers, base.config.num_hidden_layers
+    if len(layers) > run:
+        raise CannotRead(f"model.layers has {len(layers)} layers, and its configuration {run}")
 
 # %% ../../nbs/rollout/16_read_layers.ipynb #c384c86e
 def in_four_bits(

@@ -131,6 +131,20 @@ def test_models_that_compute_something_else_are_refused():
         assert decoder is None and reason in why
 
 
+def test_layers_that_do_not_run_are_not_read():
+    "transformers runs as many layers as the configuration says, and all if there are fewer."
+    fewer, appended, short = (dense_model("Llama", num_hidden_layers=4) for _ in range(3))
+    fewer.config.num_hidden_layers = 2
+    appended.model.layers.append(appended.model.layers[0])
+    assert open_decoder(fewer) == (None, "model.layers has 4 layers, and its configuration 2")
+    assert open_decoder(appended) == (None, "model.layers has 5 layers, and its configuration 4")
+    del short.model.layers[2:]
+    mine, theirs = both_ways(short)
+    assert torch.equal(mine.completion_ids, theirs.completion_ids)
+    del fewer.model.layers[2:]
+    assert torch.equal(both_ways(fewer)[0].logps, mine.logps)
+
+
 def test_the_forward_pass_of_a_prepared_model_is_its_own_in_another_format():
     "accelerate sets one on the model; what was set before it is found inside."
     prepare = Accelerator(mixed_precision="bf16", cpu=True).prepare
