@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COMPUTE_NOTHING', 'CHANGE_FORMATS', 'TENSORS', 'FAMILIES', 'ROTATIONS', 'ATTENTIONS', 'CannotRead', 'changed_forward',
            'own_forward', 'what_changes', 'modules_around', 'check_around', 'kind_of_tensor', 'check_modules',
-           'in_four_bits', 'read_projection', 'Family', 'check_kind', 'read_norm', 'read_dense_layer',
+           'check_layers', 'in_four_bits', 'read_projection', 'Family', 'check_kind', 'read_norm', 'read_dense_layer',
            'read_activation', 'family_of', 'check_rotation', 'check_dense']
 
 # %% ../../nbs/rollout/16_read_layers.ipynb #71577489
@@ -128,7 +128,7 @@ def kind_of_tensor(
 def check_modules(
     base: torch.nn.Module,  # a model without PEFT's wrapper
 ) -> None:  # CannotRead with the reason
-    "Refuse changed modules, other kinds of tensors, head or embedding, and layers that do not run."
+    "Refuse changed modules, other kinds of tensors, head or embedding, and layers that differ."
     embed = base.model.embed_tokens
     for name, module in base.named_modules():
         if module is not embed and (what := what_changes(module)):
@@ -139,9 +139,24 @@ def check_modules(
         raise CannotRead(f"the embedding is a {type(embed).__name__}")
     if type(base.lm_head) is not torch.nn.Linear:
         raise CannotRead(f"the head is a {type(base.lm_head).__name__}")
-    layers, run = base.model.layers, base.config.num_hidden_layers
+    check_layers(base)
+
+
+def check_layers(
+    base: torch.nn.Module,  # a model without PEFT's wrapper
+) -> None:  # CannotRead with the reason
+    "Refuse layers that do not run, or run otherwise than the first or than they were made."
+    layers, config = base.model.layers, base.config
+    run, kinds = config.num_hidden_layers, getattr(config, "layer_types", None)
     if len(layers) > run:
         raise CannotRead(f"model.layers has {len(layers)} layers, and its configuration {run}")
+    for number, layer in enumerate(layers):
+        attention, name = layer.self_attn, f"model.layers.{number}.self_attn"
+        if attention.scaling != layers[0].self_attn.scaling:  # one is read for all
+            raise CannotRead(f"{name} scales its scores otherwise than the first layer")
+        made = getattr(attention, "layer_type", None)
+        if made and kinds and made != kinds[number]:  # transformers' masks follow the latter
+            raise CannotRead(f"{name} is {made}, and the configuration says {kinds[number]}")
 
 # %% ../../nbs/rollout/16_read_layers.ipynb #c384c86e
 def in_four_bits(

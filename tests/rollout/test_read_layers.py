@@ -145,6 +145,23 @@ def test_layers_that_do_not_run_are_not_read():
     assert torch.equal(both_ways(fewer)[0].logps, mine.logps)
 
 
+def test_layers_that_differ_from_the_first_or_from_how_they_were_made_are_not_read():
+    first, second, both = (dense_model("Llama") for _ in range(3))
+    for model, changed in ((first, [0]), (second, [1]), (both, [0, 1])):
+        for number in changed:
+            model.model.layers[number].self_attn.scaling *= 2
+    why = "model.layers.1.self_attn scales its scores otherwise than the first layer"
+    assert open_decoder(first) == open_decoder(second) == (None, why)
+    mine, theirs = both_ways(both)
+    torch.testing.assert_close(mine.logps, theirs.logps, atol=1e-5, rtol=0)
+    shifted = dense_model("Gemma3Text")
+    del shifted.model.layers[0]
+    assert open_decoder(shifted) == (
+        None,
+        "model.layers.0.self_attn is full_attention, and the configuration says sliding_attention",
+    )
+
+
 def test_the_forward_pass_of_a_prepared_model_is_its_own_in_another_format():
     "accelerate sets one on the model; what was set before it is found inside."
     prepare = Accelerator(mixed_precision="bf16", cpu=True).prepare
