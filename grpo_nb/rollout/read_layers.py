@@ -15,6 +15,7 @@ from itertools import takewhile
 
 import torch
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from ..model.lora import read_lora
 from ..model.offload import HostEmbedding
@@ -291,11 +292,15 @@ def read_dense_layer(
 def read_activation(
     mlp: torch.nn.Module,
 ) -> str:  # a name of `ACTIVATIONS`; CannotRead with the reason
-    "The activation that an MLP was built with."
+    "The activation that an MLP was built with, and still has."
     config = mlp.config
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in ACTIVATIONS:
         raise CannotRead(f"its activation is {name!r}, and {' or '.join(ACTIVATIONS)} can be read")
+    has = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn  # Phi 3 has the latter
+    if type(has) is not type(ACT2FN[name]):
+        of = f"a {type(mlp).__name__}"
+        raise CannotRead(f"the activation of {of} is {has}, and its configuration says {name!r}")
     return name
 
 # %% ../../nbs/rollout/16_read_layers.ipynb #8c3a68e1

@@ -111,6 +111,9 @@ def test_models_that_compute_something_else_are_refused():
     hooked.model.layers[1].mlp.register_forward_hook(lambda module, given, out: 2 * out)
     set_on.model.layers[1].mlp.forward = lambda x: x
     borrowed.model.norm.forward = hooked.model.norm.forward
+    phi, activated = dense_model("Phi3"), dense_model("Llama")
+    phi.model.layers[1].mlp.activation_fn = torch.nn.ReLU()
+    activated.model.layers[0].mlp.act_fn = torch.nn.GELU()
     replaced.model.layers[1].mlp = dense_model("Mistral").model.layers[1].mlp
     dora = get_peft_model(dora, LoraConfig(r=2, use_dora=True, target_modules=["up_proj"]))
     dynamic = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
@@ -122,6 +125,8 @@ def test_models_that_compute_something_else_are_refused():
         (borrowed, "model.norm has a forward pass of its own"),
         (replaced, "a MistralMLP stands where a LlamaMLP is expected"),
         (dora, "DoRA"),
+        (phi, "the activation of a Phi3MLP is ReLU(), and its configuration says 'silu'"),
+        (activated, "the activation of a LlamaMLP is GELU("),
         (dense_model("Llama", hidden_act="gelu"), "its activation is 'gelu'"),
         (dense_model("Llama", rope_parameters=dynamic), "changes with the length"),
         (dense_model("Phi3", rope_parameters=part), "turns a part of each head"),
