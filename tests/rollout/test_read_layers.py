@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_nb.rollout.decoder import open_decoder
 from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.read_layers import kind_of_tensor
 from grpo_nb.rollout.sampling import SamplingParams, sample_tokens, stream_keys, stream_numbers
 
 PROMPTS = [list(range(3, 16)), [5, 6], [7], [5, 6], [9, 3, 12, 11]]  # two of them equal
@@ -214,6 +215,15 @@ def test_weights_in_another_kind_of_tensor_are_not_read(where):
     setattr(module, attribute, torch.nn.Parameter(held, requires_grad=False))
     assert type(getattr(module, attribute)) is Packed
     assert open_decoder(model) == (None, f"{name} has weights in a Packed")
+
+
+def test_a_layer_in_four_bits_keeps_its_own_kind_of_tensor():
+    "Its module computes the product."
+    in_four_bits = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn"})
+    for kind, expected in ((in_four_bits, None), (torch.nn.Linear, "Packed")):
+        linear = kind(4, 4)
+        linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Packed))
+        assert kind_of_tensor(linear) == expected
 
 
 def test_a_window_that_no_row_outgrows_takes_no_ring():
