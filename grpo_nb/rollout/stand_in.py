@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'ADAPTER_FILES', 'READING', 'NEUTRAL', 'GET', 'POST', 'MOST_BYTES', 'Refusal', 'check_adapter_folder',
-           'check_folder', 'replace_weights', 'check_adapter', 'Adapters', 'check_done_here', 'stops_of', 'sampling_of',
-           'prompts_of', 'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'StandIn',
-           'is_loopback', 'check_listening', 'Handler', 'Server', 'open_server', 'serving']
+           'check_folder', 'replace_weights', 'check_complete', 'check_adapter', 'Adapters', 'check_done_here',
+           'stops_of', 'sampling_of', 'prompts_of', 'raw_logps', 'make_raw', 'choice', 'tokens_choice',
+           'prompt_logprobs', 'StandIn', 'is_loopback', 'check_listening', 'Handler', 'Server', 'open_server',
+           'serving']
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #605f53b2
 import hmac
@@ -88,12 +89,29 @@ def replace_weights(
     folder: Path,  # a checkpoint of the same model
 ) -> None:  # Refusal
     "Read a checkpoint into a model's own tensors."
+    given = dict(dtype=model.dtype, ignore_mismatched_sizes=True, output_loading_info=True)
     try:
         with READING, no_file_bars():
-            other = type(model).from_pretrained(folder, dtype=model.dtype)
+            other, told = type(model).from_pretrained(folder, config=model.config, **given)
+        check_complete(told)
         model.load_state_dict(other.state_dict())
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise Refusal(400, f"the checkpoint cannot be read: {error}") from None
+
+
+def check_complete(
+    told: dict[str, Any],  # what transformers tells of a checkpoint that it has read
+) -> None:  # ValueError
+    "Refuse a checkpoint of other tensors than the model's: random numbers would stand for some."
+    kinds = {"missing_keys": "is missing", "unexpected_keys": "is not one of the model's"}
+    kinds |= {"mismatched_keys": "has another shape than the model's"}
+    for kind, what in kinds.items():
+        names = sorted(one if isinstance(one, str) else one[0] for one in told[kind])
+        if names:
+            more = f" (and so with {len(names) - 1} more)" if names[1:] else ""
+            raise ValueError(
+                f"the tensor {names[0]} {what}{more}: send a whole checkpoint of the served model"
+            )
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #2f3c3ef5
 def check_adapter(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from rollout.test_server import PARAMS, PROMPTS, sampler_of, trainer_on
 from rollout.test_stand_in import ask, moved
+from safetensors.torch import save_file
 from small_runs import ROWS, one_thread, small_model, weights_of, without_clocks  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -130,3 +131,43 @@ def test_a_run_of_whole_weights_samples_from_the_server_and_goes_on_after_a_stop
     assert without_clocks(more.log_history) == records
     for name, weight in weights_of(through.model).items():
         assert torch.equal(weight, weights_of(more.model)[name])
+
+
+def written(folder, change=lambda tensors: None):
+    "A checkpoint of the small model, with its tensors changed."
+    model = small_model(1)[0]
+    tensors = {name: x.clone() for name, x in model.state_dict().items()}
+    model.save_pretrained(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def reload(url, folder):
+    "Status and sentence of a server that is told to read a folder."
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    status, answer = ask(url, "/collective_rpc", body)
+    return status, answer["error"]["message"] if status != 200 else None
+
+
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda tensors: tensors.pop(BIAS), f"{BIAS} is missing: send a whole"),
+        (lambda tensors: tensors.update(more=torch.zeros(2)), "more is not one of the model's"),
+        (lambda tensors: tensors.update({BIAS: torch.zeros(3)}), f"{BIAS} has another shape"),
+    ],
+)
+def test_a_checkpoint_of_other_tensors_is_refused(start, tmp_path, change, said):
+    stand_in, url = start()
+    before = weights_of(stand_in.adapters.model)
+    status, sentence = reload(url, written(tmp_path / "changed", change))
+    assert status == 400 and said in sentence
+    after = weights_of(stand_in.adapters.model)
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+    assert reload(url, written(tmp_path / "whole"))[0] == 200
+    head = stand_in.adapters.model.lm_head.weight
+    assert torch.equal(head, small_model(1)[0].lm_head.weight)
