@@ -92,6 +92,9 @@ def test_no_path_leads_out_of_the_folder(url, folder, tmp_path):
     linked.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (linked / name).symlink_to(outside / name)
+    other_link = folder / "one file"
+    save_adapter(moved(small_model()[0]), other_link)
+    (other_link / "more.json").symlink_to(outside / "adapter_config.json")
     pickled = folder / "pickled"
     pickled.mkdir()
     (pickled / "adapter_config.json").write_bytes((outside / "adapter_config.json").read_bytes())
@@ -100,6 +103,7 @@ def test_no_path_leads_out_of_the_folder(url, folder, tmp_path):
         outside,
         folder / "link",
         linked,
+        other_link,
         folder / ".." / outside.relative_to(folder.parent.parent)
         if outside.is_relative_to(folder.parent.parent)
         else "/etc",

@@ -1,5 +1,6 @@
 "Whole weights over HTTP: what a server holds, what it draws, and what cannot be sent."
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -171,3 +172,44 @@ def test_a_checkpoint_of_other_tensors_is_refused(start, tmp_path, change, said)
     assert reload(url, written(tmp_path / "whole"))[0] == 200
     head = stand_in.adapters.model.lm_head.weight
     assert torch.equal(head, small_model(1)[0].lm_head.weight)
+
+
+def test_no_file_of_a_checkpoint_leads_out_of_the_folder(start, tmp_path):
+    root = tmp_path / "root"
+    stand_in, url = start(lora_dir=root)
+    outside, before = written(tmp_path / "outside"), weights_of(stand_in.adapters.model)
+    linked, indexed, adapter = (root / name for name in ("linked", "indexed", "adapter"))
+    for folder in (linked, indexed, adapter):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_bytes((outside / "config.json").read_bytes())
+    (linked / "model.safetensors").symlink_to(outside / "model.safetensors")
+    for name in ("../../outside/model.safetensors", str(outside / "model.safetensors")):
+        weight_map = dict.fromkeys(before, name)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (indexed / "model.safetensors.index.json").write_text(json.dumps(index))
+        status, sentence = reload(url, indexed)
+        assert status == 400 and "is not below the folder" in sentence
+    assert reload(url, linked)[0] == 400
+    base = {"peft_type": "LORA", "base_model_name_or_path": str(outside)}
+    (adapter / "adapter_config.json").write_text(json.dumps(base))
+    assert reload(url, adapter)[0] == 400  # transformers would read the base in its place
+    after = weights_of(stand_in.adapters.model)
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+
+
+def test_a_checkpoint_in_several_files_is_read_and_a_broken_one_is_refused(start, tmp_path):
+    stand_in, url = start()
+    model = small_model(1)[0]
+    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    assert reload(url, tmp_path / "parts") == (200, None)
+    held = stand_in.adapters.model.state_dict()
+    assert all(torch.equal(x, held[name]) for name, x in model.state_dict().items())
+    index = tmp_path / "parts/model.safetensors.index.json"
+    for text in ("[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}'):
+        index.write_text(text)
+        assert reload(url, tmp_path / "parts")[0] == 400, text
+    (tmp_path / "parts/model.safetensors").write_bytes(b"no tensors")
+    for folder in (tmp_path / "parts", "a\0b", "\ud800", "x" * 5000):
+        assert reload(url, folder)[0] == 400, folder
+    assert reload(url, tmp_path / "none")[0] == 404
