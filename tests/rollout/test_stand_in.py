@@ -3,7 +3,7 @@
 import json
 import os
 from http.client import HTTPConnection
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.export import save_adapter
+from grpo_nb.rollout.addresses import Address
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.rollout.stand_in import StandIn, open_server, raw_logps, serving
@@ -181,3 +182,29 @@ def test_asleep_it_draws_nothing(url):
     assert ask(url, "/is_sleeping")[1] == {"is_sleeping": True}
     assert ask(url, "/v1/completions", body)[0] == 503
     assert ask(url, "/wake_up", {})[0] == 200 and ask(url, "/v1/completions", body)[0] == 200
+
+
+def test_what_a_page_in_a_browser_can_send_is_refused(url, folder):
+    save_adapter(moved(small_model()[0]), folder / "page")
+    body = {"lora_name": "evil", "lora_path": str(folder / "page")}
+    query, page = urlencode(body), {"Origin": "http://example.org"}
+    as_text, as_json = {"Content-Type": "text/plain"}, {"Content-Type": "application/json"}
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    for route in (f"{load}?{query}", f"{unload}?lora_name=evil", "/sleep", "/sleep?level=1"):
+        for headers in (as_text, {"Content-Type": ""}, {**as_text, **page}):
+            assert ask(url, route, raw="", headers=headers)[0] in (400, 403), (route, headers)
+    for raw in ("", "{}", json.dumps(body)):  # a query is not read, whatever else is sent
+        assert "takes no query" in str(ask(url, f"{load}?{query}", raw=raw, headers=as_json))
+    for origin in ("http://example.org", "null", "http://127.0.0.1:9"):
+        status, answer = ask(url, load, body, headers={"Origin": origin})
+        assert status == 403 and f"a page of {origin}" in answer["error"]["message"]
+        assert ask(url, "/v1/models", headers={"Origin": origin})[0] == 403
+    assert len(ask(url, "/v1/models")[1]["data"]) == 1
+    assert ask(url, "/is_sleeping")[1] == {"is_sleeping": False}
+
+
+def test_our_own_client_sleeps_and_wakes_it(url):
+    address = Address(url)
+    for route in ("/sleep?level=1", "/wake_up?tags=weights", "/wake_up", "/reset_prefix_cache"):
+        assert address.ask(route, {})[0] == 200
+    assert address.ask("/server_info?config_format=json")[0] == 200
