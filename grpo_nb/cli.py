@@ -304,8 +304,7 @@ def serve(
             server = _listening(args)
             folder = args.lora_dir and args.lora_dir.resolve()
             adapters = f", adapters from {folder}" if folder else ", no adapters (--lora-dir)"
-            host = f"[{args.host}]" if ":" in args.host else args.host
-            print(f"{args.model} at http://{host}:{server.server_address[1]}{adapters}", flush=True)
+            print(f"{args.model} at {server.url}{adapters}", flush=True)
             with server:
                 server.serve_forever()
     except (KeyboardInterrupt, SystemExit) as stop:

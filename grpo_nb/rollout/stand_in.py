@@ -7,11 +7,12 @@ __all__ = ['KINDS', 'ADAPTER_FILES', 'UNREADABLE', 'READING', 'NEUTRAL', 'GET', 
            'check_adapter_folder', 'check_folder', 'check_below', 'tensors_of', 'replace_weights', 'check_complete',
            'check_adapter', 'Adapters', 'check_done_here', 'stops_of', 'sampling_of', 'prompts_of', 'raw_logps',
            'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'StandIn', 'is_loopback', 'check_listening',
-           'Handler', 'Server', 'open_server', 'serving']
+           'Handler', 'family_of', 'Server', 'open_server', 'serving']
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #605f53b2
 import hmac
 import json
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -37,7 +38,12 @@ from .sampling import SamplingParams
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #0738a017
 KINDS = {400: "BadRequestError", 401: "UnauthorizedError", 403: "PermissionDeniedError"}
-KINDS |= {404: "NotFoundError", 413: "BadRequestError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+KINDS |= {
+    404: "NotFoundError",
+    413: "BadRequestError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
 
 
 class Refusal(Exception):
@@ -642,10 +648,35 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+def family_of(
+    host: str,
+    port: int,
+) -> socket.AddressFamily:  # OSError
+    "IPv4 where a host has it, else IPv6."
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    families = [one[0] for one in found]
+    return socket.AF_INET if socket.AF_INET in families else families[0]
+
+
 class Server(ThreadingHTTPServer):
     "A thread for each connection; none of them keeps the program alive."
 
     daemon_threads, request_queue_size = True, 128
+
+    def __init__(
+        self,
+        host: str,
+        port: int,  # 0: one that is free
+        handler: type[Handler],
+    ):
+        self.host, self.address_family = host, family_of(host, port)
+        super().__init__((host, port), handler)
+
+    @property
+    def url(self) -> str:
+        "Where it is reached; an IPv6 address stands in brackets."
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.server_address[1]}"
 
 
 def open_server(
@@ -656,7 +687,7 @@ def open_server(
     "Listen at an address."
     check_listening(host, stand_in.api_key)
     handler = type("Handler", (Handler,), {"stand_in": stand_in})
-    return Server((host, port), handler)
+    return Server(host, port, handler)
 
 
 @contextmanager
@@ -670,7 +701,7 @@ def serving(
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
-        yield f"http://{host}:{server.server_address[1]}"
+        yield server.url
     finally:
         server.shutdown()
         server.server_close()

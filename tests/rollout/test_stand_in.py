@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from http.client import HTTPConnection
 from urllib.parse import urlencode, urlsplit
 
@@ -208,3 +209,21 @@ def test_our_own_client_sleeps_and_wakes_it(url):
     for route in ("/sleep?level=1", "/wake_up?tags=weights", "/wake_up", "/reset_prefix_cache"):
         assert address.ask(route, {})[0] == 200
     assert address.ask("/server_info?config_format=json")[0] == 200
+
+
+def has_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs an IPv6 loopback address")
+def test_it_listens_at_an_ipv6_address():
+    with serving(StandIn(*small_model()), "::1") as url:
+        assert url.startswith("http://[::1]:")
+        assert Address(url).ask("/health")[0] == ask(url, "/health")[0] == 200
+    with serving(StandIn(*small_model()), "localhost") as url:
+        assert url.startswith("http://localhost:") and ask(url, "/health")[0] == 200
