@@ -146,11 +146,30 @@ def test_an_adapter_that_vllm_would_not_serve_is_refused(url, folder):
         (400, {"model": "small", "prompt": [[7]], "max_tokens": 10**9}),
         (400, {"model": "small", "prompt": [[7]], "logit_bias": {"7": 100}}),
         (400, {"model": "small", "prompt": [[7]], "stop_token_ids": ["a"]}),
+        (400, {"model": "small", "prompt": [[7]], "max_tokens": 0}),
+        (400, {"model": "small", "prompt": [[7]], "n": 10**30}),
+        (400, {"model": "small", "prompt": [[7]], "temperature": 10**30}),
+        (400, {"model": "small", "prompt": "\ud800"}),
     ],
 )
 def test_a_wrong_request_is_refused_in_vllms_form(url, status, body):
     given, answer = ask(url, "/v1/completions", body)
     assert given == status == answer["error"]["code"] and answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "route, body, said",
+    [
+        ("/v1/unload_lora_adapter", {"lora_name": {}}, "'lora_name' is {}"),
+        ("/v1/unload_lora_adapter", {}, "'lora_name' is None"),
+        ("/inference/v1/generate", {"sampling_params": [3]}, "'sampling_params' is [3]: give a"),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": [1]}, "'kwargs' is [1]: give a"),
+        ("/v1/completions", {"prompt": [[7]], "max_tokens": 0}, "max_tokens is 0"),
+    ],
+)
+def test_a_part_of_the_wrong_kind_is_named(url, route, body, said):
+    status, answer = ask(url, route, body)
+    assert status == 400 and said in answer["error"]["message"]
 
 
 def test_what_is_no_request_at_all(url):
