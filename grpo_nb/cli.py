@@ -274,25 +274,55 @@ def _tokenizer_of(name: str, tokenizer):
     "The given tokenizer, or the one that lies with the model."
     from transformers import AutoTokenizer
 
+    from grpo_nb.recipe import is_function
+
+    if tokenizer is None and is_function(name):
+        raise ValueError(
+            f"{name} returns a model without a tokenizer, and requests may be texts: let it return "
+            "(model, tokenizer)"
+        )
     return AutoTokenizer.from_pretrained(name) if tokenizer is None else tokenizer
 
 
-def _listening(args: argparse.Namespace):
-    "The server of `serve`, which listens already; ValueError, OSError and the like."
-    from grpo_nb.rollout.stand_in import StandIn, check_listening, open_server
+def _make_lora_dir(folder: Path) -> None:  # OSError
+    "Make the folder that adapters are read from."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"--lora-dir is {folder}, which is no folder and cannot be made one "
+            f"({error.strerror}): name a folder, one that is there or a new one"
+        ) from None
 
-    check_listening(args.host, args.api_key)
-    if args.lora_dir is not None:
-        args.lora_dir.mkdir(parents=True, exist_ok=True)
+
+def _stand_in(args: argparse.Namespace):
+    "What `serve` answers with; ValueError, OSError and the like."
+    from grpo_nb.rollout.stand_in import StandIn
+
     model, tokenizer = _served(args.model)
     names = ("lora_dir", "max_loras", "max_lora_rank", "logprobs_mode", "api_key")
-    stand_in = StandIn(
+    return StandIn(
         model,
         _tokenizer_of(args.model, tokenizer),
         name=args.served_model_name or args.model,
         **{name: getattr(args, name) for name in names},
     )
-    return open_server(stand_in, args.host, args.port)
+
+
+def _listening(args: argparse.Namespace):
+    "The server of `serve`, which listens already; ValueError, OSError and the like."
+    from grpo_nb.rollout.stand_in import Server, check_listening
+
+    check_listening(args.host, args.api_key)
+    server = Server(args.host, args.port)  # before the model is loaded, which may take minutes
+    try:
+        if args.lora_dir is not None:
+            _make_lora_dir(args.lora_dir)
+        server.listen(_stand_in(args))
+    except BaseException:
+        server.server_close()
+        raise
+    return server
 
 
 def serve(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -382,6 +383,41 @@ def test_doctor_looks_at_servers_and_at_another_environment(tmp_path, capsys):
         made.chmod(0o755)
         found, line = said("--vllm-python", str(made))
         assert found == status and words in line
+
+
+def alone():
+    "A model without its tokenizer."
+    return small_model()[0]
+
+
+def test_serve_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch, capsys):
+    def said(*words):
+        assert cli.main(["serve", "tiny", *words]) == 2
+        return capsys.readouterr().err.removeprefix("grpo-nb serve: ").strip()
+
+    loaded = []
+    monkeypatch.setattr(cli, "_served", loaded.append)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = said("--port", str(port))
+    assert line.startswith(f"port {port} at 127.0.0.1 is taken by another program: ")
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        line = said("--port", "0", "--lora-dir", str(folder))
+        assert line.startswith(f"--lora-dir is {folder}, which is no folder") and "name a" in line
+    for host in ("no-such-host.invalid", "a..b"):
+        line = said("--port", "0", "--host", host, "--api-key", "x")
+        assert line.startswith(f"host is {host!r}, a name that is not known here: give an address")
+    assert "203.0.113.9 is on another machine" in said("--host", "203.0.113.9", "--api-key", "x")
+    assert not loaded
+
+
+def test_serve_needs_a_tokenizer_of_a_function(capsys):
+    name = f"{Path(__file__)}:alone"
+    assert cli.main(["serve", name, "--port", "0"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "returns a model without a tokenizer" in line and "(model, tokenizer)" in line
 
 
 def test_as_a_module():

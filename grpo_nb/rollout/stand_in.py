@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'ADAPTER_FILES', 'UNREADABLE', 'READING', 'NEUTRAL', 'MOST_COMPLETIONS', 'GET', 'POST', 'QUERIES',
-           'MOST_BYTES', 'Refusal', 'check_adapter_folder', 'check_folder', 'check_below', 'tensors_of',
+           'MOST_BYTES', 'CANNOT', 'Refusal', 'check_adapter_folder', 'check_folder', 'check_below', 'tensors_of',
            'replace_weights', 'check_complete', 'check_adapter', 'Adapters', 'check_done_here', 'part_of', 'stops_of',
            'sampling_of', 'prompts_of', 'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs',
-           'StandIn', 'is_loopback', 'check_listening', 'Handler', 'family_of', 'Server', 'open_server', 'serving']
+           'StandIn', 'is_loopback', 'check_listening', 'Handler', 'family_of', 'naming_the_address', 'Server',
+           'open_server', 'serving']
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #605f53b2
+import errno
 import hmac
 import json
 import socket
@@ -590,7 +592,7 @@ class Handler(BaseHTTPRequestHandler):
     "A request over HTTP: who asks, which route, and the answer as JSON."
 
     protocol_version, timeout = "HTTP/1.1", 600
-    stand_in: StandIn  # set by `open_server`
+    stand_in: StandIn  # set by `Server.listen`
 
     def do_GET(self) -> None:
         "A route that only tells."
@@ -678,6 +680,31 @@ def family_of(
     return socket.AF_INET if socket.AF_INET in families else families[0]
 
 
+CANNOT = {  # number of an error -> what is said of it
+    errno.EADDRINUSE: "is taken by another program: end it, or give another port (0: a free one)",
+    errno.EADDRNOTAVAIL: "is on another machine: give an address of this one, as 127.0.0.1",
+    errno.EACCES: "is not for this user: give a port from 1024 on",
+}
+
+
+@contextmanager
+def naming_the_address(
+    host: str,
+    port: int,
+):  # OSError
+    "An error of the block says which address cannot be used, and what to change."
+    try:
+        yield
+    except (socket.gaierror, UnicodeError):
+        raise OSError(
+            f"host is {host!r}, a name that is not known here: give an address of this machine, "
+            "as 127.0.0.1"
+        ) from None
+    except OSError as error:
+        why = CANNOT.get(error.errno, f"cannot be used: {error}")
+        raise OSError(f"port {port} at {host} {why}") from None
+
+
 class Server(ThreadingHTTPServer):
     "A thread for each connection; none of them keeps the program alive."
 
@@ -687,10 +714,21 @@ class Server(ThreadingHTTPServer):
         self,
         host: str,
         port: int,  # 0: one that is free
-        handler: type[Handler],
-    ):
-        self.host, self.address_family = host, family_of(host, port)
-        super().__init__((host, port), handler)
+    ):  # OSError; the address is taken, and nobody is let in before `listen`
+        with naming_the_address(host, port):
+            self.host, self.address_family = host, family_of(host, port)
+            super().__init__((host, port), Handler, bind_and_activate=False)
+            try:
+                self.server_bind()
+            except BaseException:
+                self.server_close()
+                raise
+
+    def listen(self, stand_in: StandIn) -> None:  # OSError
+        "Let requests in, for this one."
+        self.RequestHandlerClass = type("Handler", (Handler,), {"stand_in": stand_in})
+        with naming_the_address(self.host, self.server_address[1]):
+            self.server_activate()
 
     @property
     def url(self) -> str:
@@ -706,8 +744,9 @@ def open_server(
 ) -> Server:  # `serve_forever()` answers requests; `server_address` is (host, port)
     "Listen at an address."
     check_listening(host, stand_in.api_key)
-    handler = type("Handler", (Handler,), {"stand_in": stand_in})
-    return Server(host, port, handler)
+    server = Server(host, port)
+    server.listen(stand_in)
+    return server
 
 
 @contextmanager
