@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KINDS', 'ADAPTER_FILES', 'UNREADABLE', 'READING', 'NEUTRAL', 'MOST_COMPLETIONS', 'GET', 'POST', 'QUERIES',
            'MOST_BYTES', 'CANNOT', 'Refusal', 'check_adapter_folder', 'check_folder', 'check_below', 'tensors_of',
-           'replace_weights', 'check_complete', 'check_adapter', 'Adapters', 'check_done_here', 'part_of', 'stops_of',
+           'replace_weights', 'check_tensors', 'check_adapter', 'Adapters', 'check_done_here', 'part_of', 'stops_of',
            'sampling_of', 'prompts_of', 'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs',
            'StandIn', 'is_loopback', 'check_listening', 'Handler', 'family_of', 'naming_the_address', 'Server',
            'open_server', 'serving']
@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -135,24 +135,25 @@ def replace_weights(
         given |= dict(config=model.config, state_dict=tensors_of(folder, root))
         with READING, no_file_bars():
             other, told = type(model).from_pretrained(None, **given)
-        check_complete(told)
+        check_tensors(told, "checkpoint")
         model.load_state_dict(other.state_dict())
     except UNREADABLE as error:
         raise Refusal(400, f"the checkpoint cannot be read: {error}") from None
 
 
-def check_complete(
-    told: dict[str, Any],  # what transformers tells of a checkpoint that it has read
+def check_tensors(
+    told: dict[str, Any],  # what transformers or PEFT tells of a file that it has read
+    what_it_is: str,  # "checkpoint" or "adapter"
 ) -> None:  # ValueError
-    "Refuse a checkpoint of other tensors than the model's: random numbers would stand for some."
+    "Refuse a file of other tensors than the model's: random numbers would stand for some."
     kinds = {"missing_keys": "is missing", "unexpected_keys": "is not one of the model's"}
     kinds |= {"mismatched_keys": "has another shape than the model's"}
     for kind, what in kinds.items():
-        names = sorted(one if isinstance(one, str) else one[0] for one in told[kind])
+        names = sorted(one if isinstance(one, str) else one[0] for one in told.get(kind, ()))
         if names:
             more = f" (and so with {len(names) - 1} more)" if names[1:] else ""
             raise ValueError(
-                f"the tensor {names[0]} {what}{more}: send a whole checkpoint of the served model"
+                f"the tensor {names[0]} {what}{more}: send a whole {what_it_is} of the served model"
             )
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #2f3c3ef5
@@ -181,23 +182,38 @@ class Adapters:
         self.model, self.max_lora_rank = model, max_lora_rank
         self.folders: dict[str, Path] = {}  # name -> where it was read
 
-    def load(self, name: str, folder: Path) -> None:
-        "Read an adapter."
-        check_adapter(PeftConfig.from_pretrained(folder), self.max_lora_rank)
-        if isinstance(self.model, PeftModel):
-            self.model.load_adapter(folder, adapter_name=name)
-        else:
-            self.model = PeftModel.from_pretrained(self.model, folder, adapter_name=name)
+    def load(self, name: str, folder: Path) -> None:  # Refusal, ValueError and the like
+        "Read an adapter; of one that cannot be read nothing stays in the model."
+        config = PeftConfig.from_pretrained(folder)
+        check_adapter(config, self.max_lora_rank)
+        config.base_model_name_or_path, config.inference_mode = None, True
+        try:
+            if isinstance(self.model, PeftModel):
+                self.model.add_adapter(name, config)
+            else:
+                self.model = get_peft_model(self.model, config, adapter_name=name)
+            told = self.model.load_adapter(folder, adapter_name=name)
+            check_tensors({kind: getattr(told, kind) for kind in told._fields}, "adapter")
+        except BaseException:
+            self.drop(name)
+            raise
         self.folders[name] = folder
 
     def unload(self, name: str) -> None:
         "Forget an adapter; with the last one the model is what it was at first."
         del self.folders[name]
+        self.drop(name)
+
+    def drop(self, name: str) -> None:
+        "Take an adapter out of the model, as far as it is in it."
+        if not isinstance(self.model, PeftModel):
+            return
         if not self.folders:
             self.model = self.model.unload()
             return
         self.model.set_adapter(next(iter(self.folders)))
-        self.model.delete_adapter(name)
+        if name in self.model.peft_config:
+            self.model.delete_adapter(name)
 
     @contextmanager
     def using(

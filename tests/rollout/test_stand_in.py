@@ -8,6 +8,8 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 import torch
+from safetensors.torch import load as read_tensors
+from safetensors.torch import save
 from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.model.adapters import add_adapters, resolve_targets
@@ -246,3 +248,31 @@ def test_it_listens_at_an_ipv6_address():
         assert Address(url).ask("/health")[0] == ask(url, "/health")[0] == 200
     with serving(StandIn(*small_model()), "localhost") as url:
         assert url.startswith("http://localhost:") and ask(url, "/health")[0] == 200
+
+
+def test_of_an_adapter_that_cannot_be_read_nothing_stays(tmp_path):
+    for name in ("whole", "changed"):
+        save_adapter(moved(small_model()[0]), tmp_path / name)
+    file = tmp_path / "changed/adapter_model.safetensors"
+    tensors = read_tensors(file.read_bytes())
+    first, *others = tensors
+    contents = {
+        "is missing: send a whole adapter": {name: tensors[name] for name in others},
+        "is not one of the model's": {**tensors, "base_model.model.lora_A.weight": torch.ones(1)},
+        "size mismatch": {**tensors, first: torch.ones(1, 1)},
+        "header": None,
+    }
+    stand_in = StandIn(*small_model(), lora_dir=tmp_path)
+    base = stand_in.adapters.model
+    with serving(stand_in) as url:
+        for others in (0, 1):  # adapters that are held already
+            for said, content in contents.items():
+                file.write_bytes(b"no tensors" if content is None else save(content))
+                status, answer = load(url, "evil", tmp_path / "changed")
+                assert status == 400 and said in answer["error"]["message"]
+                held = getattr(stand_in.adapters.model, "peft_config", {})
+                assert len(held) == len(stand_in.adapters.folders) == others
+            if not others:
+                assert stand_in.adapters.model is base
+                assert load(url, "good", tmp_path / "whole")[0] == 200
+        assert load(url, "evil", tmp_path / "whole")[0] == 200  # its name is free
