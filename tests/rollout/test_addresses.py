@@ -20,10 +20,29 @@ def test_a_longer_request_counts_for_more():
     assert [one.asked for one in servers.addresses] == [0, 0]
 
 
-@pytest.mark.parametrize("wrong", ["ftp://a", "http://", ""])
+@pytest.mark.parametrize(
+    "wrong", ["ftp://a", "http://", "", " , ", "http://h:99999", "h:abc", "http://[::1"]
+)
 def test_what_is_no_address_is_refused(wrong):
-    with pytest.raises(ValueError, match="address"):
+    with pytest.raises(ValueError, match="address of a server.*such as http://127.0.0.1:8000"):
         Servers(wrong)
+    with pytest.raises(ValueError, match=r"' , ' has no address of a server .vllm_"):
+        Servers(" , ")
+
+
+def test_the_v1_of_other_clients_is_taken_off():
+    assert Address("http://h:8000/v1/").url == "http://h:8000"
+    assert Address("https://h/one/v1").url == "https://h/one" and Address("h/v1x").path == "/v1x"
+
+
+def test_a_token_is_sent_without_the_end_of_its_line_and_never_shown(start):
+    _, url = start(api_key="secret")
+    assert Address(url, " secret\r\n").ask("/v1/models")[0] == 200
+    assert "Authorization" not in Address(url, " \n").headers
+    for wrong in ("very-secret\ntoken", "very-secret\u20ac"):
+        with pytest.raises(ValueError, match="vllm_server_api_key.*cannot be sent") as caught:
+            Address(url, wrong)
+        assert "secret" not in str(caught.value)
 
 
 def test_no_proxy_is_asked(start, monkeypatch):
