@@ -769,14 +769,16 @@ def vllm_report(
     "Whether a run could draw with these."
     found = {}
     if server:
+        from http.client import HTTPException
+
         from grpo_nb.rollout.server import ServerError, probe
 
         try:
             told = probe(server, api_key)
             said = [_one_server(told["model"], one) for one in told["servers"]]
             ok = not any(one["faults"] for one in told["servers"])
-        except (ServerError, ValueError, OSError) as error:
-            said, ok = [str(error)], False
+        except (ServerError, ValueError, OSError, HTTPException) as error:
+            said, ok = [str(error) or type(error).__name__], False
         found["server"] = {"ok": ok, "said": said}
     if python:
         said, ok = _vllm_of(python)

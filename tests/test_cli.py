@@ -358,7 +358,7 @@ def test_doctor_names_packages_that_an_index_has(monkeypatch):
     assert len(hints) == 11 and not [hint for hint in hints.values() if "grpo_nb" in hint]
 
 
-def test_doctor_looks_at_servers_and_at_another_environment(tmp_path, capsys):
+def test_doctor_looks_at_servers_and_at_another_environment(tmp_path, capsys, monkeypatch):
     def said(*words):
         status = cli.main(["doctor", *words])
         return status, capsys.readouterr().out.split("\nvLLM\n")[1].split("\n\n")[0]
@@ -375,6 +375,10 @@ def test_doctor_looks_at_servers_and_at_another_environment(tmp_path, capsys):
         assert said("--server", one)[0] == 1  # without its token
     status, line = said("--server", one)
     assert status == 1 and "no server answers" in line
+    monkeypatch.setattr(StandIn, "models", lambda self, asked: "<html>hello")  # of something else
+    with stand_in() as page:
+        status, line = said("--server", page)
+    assert status == 1 and f"{page} is no vLLM server" in line
     status, line = said("--vllm-python", str(tmp_path / "python"))
     assert status == 1 and "cannot be run" in line
     made = tmp_path / "python"

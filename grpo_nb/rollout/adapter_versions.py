@@ -87,7 +87,8 @@ def settings_of(
     if not isinstance(config, dict) or "lora_config" not in config:
         return None
     names = ("lora_config", "model_config", "parallel_config")
-    return tuple(config.get(name) or {} for name in names)
+    found = (config.get(name) for name in names)
+    return tuple(one if isinstance(one, dict) else {} for one in found)
 
 
 def needed_flags(
@@ -159,7 +160,7 @@ class AdapterVersions:
         if not self.servers.leads:
             return
         for address in self.servers.addresses:
-            for one in self.servers.tell(address, "/v1/models")["data"]:
+            for one in self.servers.models(address):
                 if one.get("parent") and Path(str(one.get("root"))).parent == self.folder:
                     self.unload(address, one["id"])
         for folder in self.folder.glob("policy-??????-v*"):

@@ -151,8 +151,10 @@ def reason_of(
     "The sentence in a server's refusal."
     if isinstance(answer, dict):
         error = answer.get("error", answer)
-        answer = error if isinstance(error, str) else error.get("message") or answer.get("detail")
-    return " ".join(str(answer).split())[:500]
+        told = error.get("message") if isinstance(error, dict) else error
+        answer = told or answer.get("detail")
+    text = " ".join(str(answer).split())
+    return "a page for a browser" if text.lower().startswith(("<!doctype", "<html")) else text[:500]
 
 # %% ../../nbs/rollout/23_addresses.ipynb #f3ee4194
 def side_by_side(
@@ -272,10 +274,23 @@ class Servers:
             raise ServerError(f"{address.url}{route} answered {status}: {reason_of(answer)}")
         return answer
 
-    def names(self, address: Address) -> list[str]:
-        "The models of a server, the base first."
-        models = self.tell(address, "/v1/models")["data"]
-        return [one["id"] for one in sorted(models, key=lambda one: one.get("parent") is not None)]
+    def models(self, address: Address) -> list[dict[str, Any]]:  # ServerError
+        "What a server says of its models, the base first."
+        answer = self.tell(address, "/v1/models")
+        found = answer.get("data") if isinstance(answer, dict) else None
+        named = isinstance(found, list) and all(
+            isinstance(one, dict) and isinstance(one.get("id"), str) for one in found
+        )
+        if not named or not found:
+            raise ServerError(
+                f"{address.url} is no vLLM server: /v1/models answered {str(answer)[:80]!r}. Give "
+                "the address of a `vllm serve`"
+            )
+        return sorted(found, key=lambda one: one.get("parent") is not None)
+
+    def names(self, address: Address) -> list[str]:  # ServerError
+        "The names of a server's models, the base first."
+        return [one["id"] for one in self.models(address)]
 
     @contextmanager
     def picked(

@@ -119,7 +119,7 @@ class VLLMServer:
             raise ServerError(f"the servers have different models: {bases}")
         self.base = next(iter(bases.values()))
         for address in self.addresses:
-            self.check_logprobs(address)
+            self.check_logprobs(address, self.servers.retries)
             address.ready, address.failed_at = True, float("-inf")
         self.versions.begin(self.base)
         self.says_what_is_left = all(map(self.names_survivors, self.addresses))
@@ -130,13 +130,29 @@ class VLLMServer:
     def progress(self) -> Any:
         "Something that changes as long as a server goes on starting; nothing is known of it here."
 
-    def check_logprobs(self, address: Address) -> None:  # ServerError
+    def looked_at(
+        self, address: Address, body: dict[str, Any], retries: int
+    ) -> list[dict]:  # ServerError
+        "What one server draws before it is used; asked again with a bound, as for a rollout."
+        for attempt in range(retries + 1):
+            try:
+                choices, why = self.judged(address, *address.ask(*addressed(body)), body)
+            except (OSError, HTTPException) as error:
+                choices, why = None, str(error) or type(error).__name__
+            if choices is not None:
+                return choices
+            self.check_alive()
+            if attempt < retries:
+                time.sleep(self.servers.pause(attempt))
+        raise ServerError(f"{address.url} drew nothing in {retries + 1} attempts ({why}). {LOOK}")
+
+    def check_logprobs(self, address: Address, retries: int = 0) -> None:  # ServerError
         "Refuse log-probs of another distribution than the one that is drawn from."
 
         def ask(temperature):
             params = SamplingParams(temperature, top_k=1, max_tokens=1, stop_token_ids=())
             body = request_body(self.base, [1, 2, 3], params, 1, 0)
-            choices = choices_of(self.servers.tell(address, "/v1/completions", body), body)
+            choices = self.looked_at(address, body, retries)
             return choices[0]["logprobs"]["token_logprobs"][0]
 
         kind = kind_of_logprobs(ask)
@@ -157,9 +173,8 @@ class VLLMServer:
         params = SamplingParams(top_k=2, max_tokens=1, stop_token_ids=())
         body = {**request_body(self.base, [1, 2, 3], params, 1, 0), "sampling_mask": True}
         try:
-            choices = choices_of(self.servers.tell(address, *addressed(body)), body)
-            return choices[0]["sampling_mask"] is not None
-        except (ServerError, KeyError, TypeError):
+            return self.looked_at(address, body, 2)[0]["sampling_mask"] is not None
+        except (ServerError, KeyError):
             return False
 
     # versions
@@ -321,6 +336,13 @@ class VLLMServer:
             return None, why
         if status in PASSING:
             self.servers.put_aside(address, "", PAUSED_S)
+        return self.judged(address, status, answer, body)
+
+    def judged(
+        self, address: Address, status: int, answer: Any, body: dict[str, Any]
+    ) -> tuple[list[dict] | None, str]:  # completions, or None and the reason; ServerError
+        "What one answer is worth."
+        if status in PASSING:
             return None, f"{status}: {reason_of(answer)}"
         if status != 200:
             raise ServerError(f"{address.url} refuses a request ({status}): {reason_of(answer)}")
@@ -352,6 +374,7 @@ def told_by(
     address: Address,
 ) -> dict[str, Any]:  # url, version, adapters, faults
     "What a server says of itself, and why a run could not use it."
+    version = server.servers.tell(address, "/version")
     status, info = address.ask("/server_info?config_format=json")
     settings = settings_of(info) if status == 200 else None
     found = faults(settings, server.versions.max_loras, 1) if settings else []
@@ -362,7 +385,7 @@ def told_by(
     lora = settings[0] if settings else {}
     return {
         "url": address.url,
-        "version": server.servers.tell(address, "/version").get("version"),
+        "version": version.get("version") if isinstance(version, dict) else None,
         "adapters": {name: lora.get(name) for name in ("max_loras", "max_lora_rank")},
         "faults": found,
     }

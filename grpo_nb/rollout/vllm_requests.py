@@ -127,8 +127,15 @@ def choices_of(
     body: dict[str, Any],  # the request
 ) -> list[dict] | None:  # None: broken off, ask again; ServerError
     "The completions of an answer."
-    choices = sorted(map(as_completion, answer["choices"]), key=lambda one: one["index"])
-    if len(choices) != body["n"] or any(one["finish_reason"] == "abort" for one in choices):
+    try:
+        choices = sorted(map(as_completion, answer["choices"]), key=lambda one: one["index"])
+        reasons = [one["finish_reason"] for one in choices]
+    except (KeyError, TypeError, AttributeError):
+        raise ServerError(
+            f"an answer of it has no completions: {str(answer)[:80]!r}. Give the address of a "
+            "`vllm serve`"
+        ) from None
+    if len(choices) != body["n"] or "abort" in reasons:
         return None
     for one in choices:
         if one["finish_reason"] not in ("stop", "length"):

@@ -115,6 +115,38 @@ def test_what_passes_is_asked_again_and_never_trained_on(start, tmp_path):
         sampler.generate([[7]], replace(PARAMS, max_tokens=10**6))
 
 
+def test_what_passes_while_a_server_is_looked_at_is_asked_again(start, tmp_path):
+    class Busy(Faulty):
+        faults = [refusing(503), aborting, refusing(500)]
+
+    stand_in, url = start(Busy)
+    sampler = sampler_of(url, tmp_path)
+    assert not stand_in.faults and sampler.base == "small"
+    stand_in.faults = [aborting] * 99
+    with pytest.raises(ServerError, match="drew nothing in 2 attempts .it broke off.*GET /health"):
+        sampler.check_logprobs(sampler.addresses[0], 1)
+    stand_in.faults, sampler.addresses[0].ready = [aborting, refusing(503)], False  # it returns
+    assert sampler.generate([[7]], PARAMS).versions.tolist() == [0, 0] and not stand_in.faults
+
+
+@pytest.mark.parametrize(
+    "said", ["<html>", {}, None, [], {"data": []}, {"data": ["a"]}, {"data": [{"id": 3}]}]
+)
+def test_what_is_no_vllm_server_is_refused_in_a_sentence(start, tmp_path, said, monkeypatch):
+    _, url = start()
+    monkeypatch.setattr(StandIn, "models", lambda self, asked: said)
+    with pytest.raises(ServerError, match="is no vLLM server: /v1/models answered .*vllm serve"):
+        sampler_of(url, tmp_path)
+
+
+@pytest.mark.parametrize("said", ["<html>", {}, None, {"choices": [3]}, {"choices": [{}]}])
+def test_answers_without_completions_are_refused_in_a_sentence(start, tmp_path, said, monkeypatch):
+    _, url = start()
+    monkeypatch.setattr(StandIn, "completions", lambda self, asked: said)
+    with pytest.raises(ServerError, match=f"{url}: an answer of it has no completions"):
+        sampler_of(url, tmp_path)
+
+
 class Cut(dict):
     "An answer in whose middle the connection ends."
 
