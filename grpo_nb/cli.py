@@ -800,7 +800,8 @@ def _vllm_of(python: str) -> tuple[str, bool]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"cannot be run ({error})", False
     if done.returncode:
-        return f"has no vllm: uv pip install --python {shlex.quote(python)} vllm", False
+        needed = next((row["needed"] for row in packages() if row["name"] == "vllm"), "")
+        return f"has no vllm: uv pip install --python {shlex.quote(python)} vllm{needed}", False
     return f"vllm {done.stdout.strip()}", True
 
 

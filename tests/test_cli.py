@@ -382,7 +382,7 @@ def test_doctor_looks_at_servers_and_at_another_environment(tmp_path, capsys, mo
     status, line = said("--vllm-python", str(tmp_path / "python"))
     assert status == 1 and "cannot be run" in line
     made = tmp_path / "python"
-    for does, status, words in (("echo 0.25.1", 0, "vllm 0.25.1"), ("exit 1", 1, "has no vllm")):
+    for does, status, words in (("echo 0.25.1", 0, "vllm 0.25.1"), ("exit 1", 1, "vllm==0.25.1")):
         made.write_text(f"#!/bin/sh\n{does}\n")
         made.chmod(0o755)
         found, line = said("--vllm-python", str(made))
