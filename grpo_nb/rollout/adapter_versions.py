@@ -31,6 +31,7 @@ from grpo_nb.rollout.addresses import (
     Servers,
     Together,
     reason_of,
+    refusal,
     side_by_side,
 )
 
@@ -150,6 +151,7 @@ class AdapterVersions:
         self.token, self.served, self.gone = secrets.token_hex(3), {}, []
         self.names_given, self.retired, self.published = set(), set(), None
         self.base, self.current = None, (None, 0)  # the name that is drawn with, and its version
+        self.rank = 16  # of the adapter, as soon as there is one
 
     def begin(
         self,
@@ -191,7 +193,7 @@ class AdapterVersions:
 
     def release(self, model: Any, version: int) -> str:
         "A version's name, under which every server has its adapter."
-        rank = self.rank_of(model)
+        self.rank = rank = self.rank_of(model)
         moved = [p._version for p in model.parameters() if p.requires_grad]
         if self.published == (version, moved) and self.current[0] in self.served:
             return self.current[0]  # nothing has changed since
@@ -293,8 +295,10 @@ class AdapterVersions:
                 "and go on from the last checkpoint"
             )
         raise ServerError(
-            f"{address.url} did not load {self.WHAT} in {self.folder / name} ({status}: {why}). "
-            f"Is it started with {self.started_with()}, and can it read that folder?"
+            f"{address.url} did not load {self.WHAT} in {self.folder / name} "
+            f"({refusal(status, answer)}). "
+            f"Is it started with `{self.started_with()}` (grpo-nb serve: with --lora-dir FOLDER), "
+            "and can it read that folder?"
         )
 
     def ask_to_load(self, address: Address, name: str) -> tuple[int, Any]:  # status, answer
@@ -303,8 +307,9 @@ class AdapterVersions:
         return address.ask("/v1/load_lora_adapter", body)
 
     def started_with(self) -> str:
-        "What a server that can do this is started with."
-        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {needed_flags(self.max_loras)}"
+        "The command that starts a server that can do this."
+        flags = needed_flags(self.max_loras, self.rank)
+        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL {flags}"
 
     def refresh(
         self,

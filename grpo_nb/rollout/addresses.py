@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CONNECT_S', 'PASSING', 'AVOIDED_S', 'PAUSED_S', 'LOOK', 'ServerError', 'Together', 'Address', 'parts_of', 'sendable',
-           'notice_silence', 'as_json', 'reason_of', 'side_by_side', 'Servers']
+           'notice_silence', 'as_json', 'reason_of', 'refusal', 'side_by_side', 'Servers']
 
 # %% ../../nbs/rollout/23_addresses.ipynb #3e6e591b
 import json
@@ -156,6 +156,17 @@ def reason_of(
     text = " ".join(str(answer).split())
     return "a page for a browser" if text.lower().startswith(("<!doctype", "<html")) else text[:500]
 
+
+def refusal(
+    status: int,
+    answer: Any,  # to a request that was not done
+) -> str:
+    "A server's refusal with its status, and what to do where a token is wrong or missing."
+    said = f"{status}: {reason_of(answer)}"
+    if status not in (401, 403):
+        return said
+    return f"{said.rstrip('.')}. Give its token: vllm_server_api_key, or --api-key of the doctor"
+
 # %% ../../nbs/rollout/23_addresses.ipynb #f3ee4194
 def side_by_side(
     function: Callable[[int, Any, Together], Any],  # of number, item, and the requests together
@@ -248,10 +259,13 @@ class Servers:
                 if time.monotonic() > end:
                     raise ServerError(
                         f"no server answers at {address.url} ({why}){within}. "
-                        f"Start one, `{command}`, or give its address"
+                        f"Start one, `{command}`, or give its address (vllm_server_base_url, or "
+                        "--server of the doctor)"
                     )
                 if not said and self.leads:
-                    tqdm.write(f"waiting for {address.url}, at most {wait_s:g} seconds{goes_on}")
+                    tqdm.write(
+                        f"waiting for {address.url} ({why}), at most {wait_s:g} seconds{goes_on}"
+                    )
                     said = True
                 time.sleep(0.2)
 
@@ -271,7 +285,7 @@ class Servers:
             why = str(error) or type(error).__name__
             raise ServerError(f"{address.url}{route} gave no answer ({why}). {LOOK}") from None
         if status != 200:
-            raise ServerError(f"{address.url}{route} answered {status}: {reason_of(answer)}")
+            raise ServerError(f"{address.url}{route} answered {refusal(status, answer)}")
         return answer
 
     def models(self, address: Address) -> list[dict[str, Any]]:  # ServerError

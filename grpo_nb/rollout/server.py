@@ -29,6 +29,7 @@ from grpo_nb.rollout.addresses import (
     Servers,
     Together,
     reason_of,
+    refusal,
     side_by_side,
 )
 from .arrivals import Arrivals, in_rounds
@@ -113,7 +114,7 @@ class VLLMServer:
 
     def connect(self) -> None:
         "Wait for the servers, and look whether they are what a run needs."
-        self.servers.wait(self.wait_s, f"vllm serve MODEL, with {self.versions.started_with()}")
+        self.servers.wait(self.wait_s, self.versions.started_with())
         bases = {address.url: self.servers.names(address)[0] for address in self.addresses}
         if len(set(bases.values())) > 1:
             raise ServerError(f"the servers have different models: {bases}")
@@ -317,7 +318,8 @@ class VLLMServer:
                 together.dropped.wait(self.servers.pause(pauses))
                 pauses += 1
         raise ServerError(
-            f"{address.url} gave no completions in {attempts} attempts ({why}). {LOOK}"
+            f"{address.url} gave no completions in {attempts} attempts "
+            f"({why.removesuffix(f' {LOOK}')}). {LOOK}"
         )
 
     def attempt(
@@ -345,7 +347,7 @@ class VLLMServer:
         if status in PASSING:
             return None, f"{status}: {reason_of(answer)}"
         if status != 200:
-            raise ServerError(f"{address.url} refuses a request ({status}): {reason_of(answer)}")
+            raise ServerError(f"{address.url} refuses a request ({refusal(status, answer)})")
         try:
             return choices_of(answer, body), "it broke off"
         except (ServerError, KeyError, TypeError) as error:

@@ -107,8 +107,8 @@ class WeightVersions(AdapterVersions):
         return (status, answer) if status != 200 else address.ask("/reset_prefix_cache", {})
 
     def started_with(self) -> str:
-        "What a server that can do this is started with."
-        return "VLLM_SERVER_DEV_MODE=1 (grpo-nb serve: --lora-dir FOLDER)"
+        "The command that starts a server that can do this."
+        return "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
 
     def refresh(self, address: Address, others: list[str]) -> None:  # ServerError
         "Have a server that was away hold what the others hold."

@@ -14,6 +14,7 @@ from rollout.test_stand_in import moved
 from small_runs import ROWS, digits, one_thread, small_config, small_model, without_clocks  # noqa: F401
 
 from grpo_nb import GRPOConfig, GRPOTrainer
+from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.addresses import ServerError
 from grpo_nb.rollout.engine import RolloutEngine
@@ -111,7 +112,7 @@ def test_what_passes_is_asked_again_and_never_trained_on(start, tmp_path):
     with pytest.raises(ServerError, match="in 2 attempts .it broke off.*GET /health"):
         sampler.generate([[7]], PARAMS)
     stand_in.faults = []
-    with pytest.raises(ServerError, match="refuses a request .400.: .*model's longest sequence"):
+    with pytest.raises(ServerError, match="refuses a request .400: .*model's longest sequence"):
         sampler.generate([[7]], replace(PARAMS, max_tokens=10**6))
 
 
@@ -302,7 +303,7 @@ def test_a_server_with_other_flags_is_refused(start, tmp_path):
         (dict(lora_dir=None), True, "start it with --enable-lora --max-lora-rank 8 --max-loras 2"),
         (dict(max_lora_rank=1), True, "up to rank 1 and this one has 2: .*--max-lora-rank 8"),
         (dict(max_loras=1), True, "start it with --max-loras 2"),
-        (dict(api_key="secret"), False, "401.*Bearer"),
+        (dict(api_key="secret"), False, "401.*Bearer.*vllm_server_api_key, or --api-key"),
     ):
         _, url = start(**settings)
         with pytest.raises(ServerError, match=sentence):
@@ -311,8 +312,32 @@ def test_a_server_with_other_flags_is_refused(start, tmp_path):
                 sampler.publish(moved(small_model()[0]), 0)
     _, url = start(api_key="secret")
     assert sampler_of(url, tmp_path, api_key="secret").base == "small"
-    with pytest.raises(ServerError, match="no server answers at http://127.0.0.1:9 .*vllm serve"):
+    nobody = "no server answers at http://127.0.0.1:9 .*`VLLM_[A-Z_]*=1 vllm serve MODEL --enable-"
+    with pytest.raises(
+        ServerError, match=f"{nobody}.*`, or give its address .vllm_server_base_url"
+    ):
         sampler_of("http://127.0.0.1:9", tmp_path, wait_s=0)
+
+
+def test_the_sentence_of_a_failed_load_has_the_adapters_own_rank(start, tmp_path, monkeypatch):
+    stand_in, url = start()
+    stand_in.lora_dir = tmp_path / "elsewhere"
+    monkeypatch.setattr("grpo_nb.rollout.adapter_versions.settings_of", lambda info: None)
+    model = small_model()[0]
+    model = add_adapters(model, 48, resolve_targets(model, ["q_proj"]))
+    with pytest.raises(
+        ServerError, match="`VLLM_[A-Z_]*=1 vllm serve MODEL .*--max-lora-rank 64 .*that folder"
+    ):
+        sampler_of(url, tmp_path).publish(model, 0)
+
+
+def test_where_to_look_is_said_once(start, tmp_path):
+    stand_in, url = start()
+    sampler = sampler_of(url, tmp_path, retries=0)
+    sampler.addresses[0].ready, sampler.addresses[0].timeout_s = False, 0.3
+    with stand_in.lock, pytest.raises(ServerError, match="gave no completions") as caught:
+        sampler.generate([[7]], PARAMS)
+    assert str(caught.value).count("Look at its log") == 1
 
 
 # a run
