@@ -29,6 +29,7 @@ from grpo_nb.rollout.addresses import (
     Address,
     ServerError,
     Servers,
+    Stalled,
     Together,
     reason_of,
     refusal,
@@ -274,21 +275,34 @@ class AdapterVersions:
             return str(error)
 
     def load(self, address: Address, name: str, retries: int = 0) -> None:  # ServerError
-        "Load a version on one server."
+        "Load a version on one server; what is not answered in time is asked once more at most."
+        stalls = 0
         for attempt in range(retries + 1):
             away = False
             try:
                 status, answer = self.ask_to_load(address, name)
             except (OSError, HTTPException) as error:
                 away, status, answer = True, 503, str(error) or type(error).__name__
+                stalls += isinstance(error, Stalled)
             why = reason_of(answer)
             if status == 200 or "already been loaded" in why:
                 return
             if status not in PASSING or status == 500:  # 500: the engine has refused the adapter
                 break
             self.servers.check_alive()
+            if stalls > (len(self.servers.addresses) == 1):  # of several, others are asked
+                break
             if attempt < retries:
+                if stalls:
+                    self.servers.say_stalled(address)
                 time.sleep(self.servers.pause(attempt))
+        if stalls and away:
+            slow = ServerError(
+                f"{address.url} did not load {self.WHAT} in time ({why}): its log may say why. If "
+                "it is only slow, give it more time (vllm_request_timeout)"
+            )
+            slow.stalled = True
+            raise slow
         if away:
             raise ServerError(
                 f"{address.url} no longer answers ({why}): its log may say why. Start it again, "

@@ -27,6 +27,7 @@ from grpo_nb.rollout.addresses import (
     Address,
     ServerError,
     Servers,
+    Stalled,
     Together,
     reason_of,
     refusal,
@@ -135,17 +136,25 @@ class VLLMServer:
         self, address: Address, body: dict[str, Any], retries: int
     ) -> list[dict]:  # ServerError
         "What one server draws before it is used; asked again with a bound, as for a rollout."
-        for attempt in range(retries + 1):
+        stalls = 0
+        for attempt in range(1, retries + 2):
             try:
                 choices, why = self.judged(address, *address.ask(*addressed(body)), body)
             except (OSError, HTTPException) as error:
                 choices, why = None, str(error) or type(error).__name__
+                stalls += isinstance(error, Stalled)
             if choices is not None:
                 return choices
             self.check_alive()
-            if attempt < retries:
-                time.sleep(self.servers.pause(attempt))
-        raise ServerError(f"{address.url} drew nothing in {retries + 1} attempts ({why}). {LOOK}")
+            if stalls > 1:
+                break
+            if attempt <= retries:
+                if stalls:
+                    self.servers.say_stalled(address)
+                time.sleep(self.servers.pause(attempt - 1))
+        failed = ServerError(f"{address.url} drew nothing in {attempt} attempts ({why}). {LOOK}")
+        failed.stalled = stalls > 0
+        raise failed
 
     def check_logprobs(self, address: Address, retries: int = 0) -> None:  # ServerError
         "Refuse log-probs of another distribution than the one that is drawn from."
@@ -201,7 +210,9 @@ class VLLMServer:
             except (OSError, HTTPException, ServerError) as error:
                 why = str(error) or type(error).__name__
                 self.servers.put_aside(address, why)
-                raise ServerError(f"{address.url}: {why}") from None
+                away = ServerError(f"{address.url}: {why}")
+                away.stalled = isinstance(error, Stalled) or getattr(error, "stalled", False)
+                raise away from None
             address.ready = True
             if address.told:
                 tqdm.write(f"{address.url} is back, and has the present version")
@@ -304,41 +315,49 @@ class VLLMServer:
         self, readers: list, number: int, body: dict[str, Any], together: Together
     ) -> list[dict]:
         "The completions of one prompt; asked again with a bound, elsewhere if possible."
-        address, pauses, attempts = None, 0, self.servers.retries + len(self.addresses)
+        address, pauses, stalls = None, 0, 0
+        attempts = self.servers.retries + len(self.addresses)
         for attempt in range(1, attempts + 1):
             with self.servers.picked(most_tokens(body), address, readers[number]) as address:
-                choices, why = self.attempt(address, body, together)
+                choices, why, stalled = self.attempt(address, body, together)
             if choices is not None:
                 readers[number] = address
                 return choices
             if together.dropped.is_set():
                 raise ServerError("the requests were dropped")
             self.check_alive()
+            stalls += stalled
+            if stalls > len(self.addresses):  # each has let the time pass, and one has twice
+                break
             if attempt < attempts and all(one.aside or one is address for one in self.addresses):
                 together.dropped.wait(self.servers.pause(pauses))
                 pauses += 1
         raise ServerError(
-            f"{address.url} gave no completions in {attempts} attempts "
+            f"{address.url} gave no completions in {attempt} attempts "
             f"({why.removesuffix(f' {LOOK}')}). {LOOK}"
         )
 
     def attempt(
         self, address: Address, body: dict[str, Any], together: Together
-    ) -> tuple[list[dict] | None, str]:  # completions, or None and the reason; ServerError
+    ) -> tuple[list[dict] | None, str, bool]:
+        # completions, or None and the reason, and whether the time has passed; ServerError
         "Ask one server once."
         try:
             status, answer = self.answer(address, body, together)
         except ServerError as error:  # it cannot be brought up to date
-            return None, str(error)
+            return None, str(error), error.stalled
         except (OSError, HTTPException) as error:
             why = str(error) or type(error).__name__
+            stalled = isinstance(error, Stalled)
             if not together.dropped.is_set():
                 address.ready = False
                 self.servers.put_aside(address, f"it gave no answer ({why}).")
-            return None, why
+                if stalled:
+                    self.servers.say_stalled(address)
+            return None, why, stalled
         if status in PASSING:
             self.servers.put_aside(address, "", PAUSED_S)
-        return self.judged(address, status, answer, body)
+        return *self.judged(address, status, answer, body), False
 
     def judged(
         self, address: Address, status: int, answer: Any, body: dict[str, Any]

@@ -274,6 +274,27 @@ def test_one_that_hangs_is_asked_for_so_long_and_then_another(start, tmp_path):
         assert torch.equal(sampler.generate(PROMPTS, PARAMS).logps, wanted.logps)
 
 
+def test_one_that_lets_the_time_pass_is_named_at_once_and_asked_once_more(start, tmp_path):
+    stand_in, url = start(Mortal)
+    sampler, model = sampler_of(url, tmp_path), moved(small_model()[0])
+    address, named = sampler.addresses[0], "took a request and gave no answer in 0.3 seconds"
+    address.timeout_s, began = 0.3, time.monotonic()
+    with stand_in.lock, pytest.warns(UserWarning, match=f"{named}.*vllm_request_timeout"):
+        with pytest.raises(ServerError, match="no completions in 2 attempts .*timed out"):
+            sampler.generate([[7]], PARAMS)
+    assert time.monotonic() - began < 5
+    address.told, address.ready = False, True
+    stand_in.calls.clear()
+    with stand_in.lock, pytest.warns(UserWarning, match=named):
+        with pytest.raises(ServerError, match="did not load the adapter in time .*request_timeout"):
+            sampler.publish(model, 1)
+    assert stand_in.calls == ["load"] * 2
+    address.told, address.ready = False, True
+    with stand_in.lock, pytest.warns(UserWarning, match=named):
+        with pytest.raises(ServerError, match="drew nothing in 2 attempts .*timed out"):
+            sampler.check_logprobs(address, 6)
+
+
 def test_requests_can_be_cut_from_another_thread(start, tmp_path):
     stand_in, url = start()
     sampler, errors = sampler_of(url, tmp_path), []
