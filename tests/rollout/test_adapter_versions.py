@@ -11,6 +11,7 @@ from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.rollout.addresses import ServerError
+from grpo_nb.rollout.stand_in import StandIn
 
 
 def test_versions_leave_the_server_before_their_files_leave_the_disk(start, tmp_path):
@@ -59,6 +60,43 @@ def test_a_version_that_is_drawn_with_is_not_unloaded(start, tmp_path):
     assert drawn[0].versions.tolist() == [0] * 8
     sampler.publish(moved(small_model()[0], 2), 2)
     assert old not in stand_in.adapters.folders
+
+
+@pytest.mark.parametrize("theirs", [1, 2])
+def test_a_server_that_others_have_filled_is_refused_at_the_first_version(start, tmp_path, theirs):
+    stand_in, url = start(api_key="secret")
+    other = sampler_of(url, tmp_path / "other", max_loras=3, api_key="secret")
+    other.versions.check_settings = other.versions.check_room = lambda *given: None
+    for version in range(theirs):
+        other.publish(moved(small_model()[0]), version)
+    names = list(stand_in.adapters.folders)
+    sampler = sampler_of(url, tmp_path, api_key="secret")
+    with pytest.raises(ServerError, match="which is all it holds") as caught:
+        sampler.publish(moved(small_model()[0]), 0)
+    said = str(caught.value)
+    assert f"It has {', '.join(names)}, which this run" in said and "Is it started" not in said
+    assert f"curl {url}/v1/unload_lora_adapter -H 'Authorization: Bearer TOKEN'" in said
+    assert "secret" not in said and list(stand_in.adapters.folders) == names
+    other.close()
+    sampler.close()
+    sampler.publish(moved(small_model()[0]), 0)
+
+
+def test_a_server_that_makes_room_by_itself_is_drawn_with(start, tmp_path):
+    class MakesRoom(StandIn):
+        "Holds more on the host than it tells, as vLLM does."
+
+        def server_info(self, asked):
+            info = super().server_info(asked)
+            info["vllm_config"]["lora_config"]["max_loras"] = 2
+            return info
+
+    stand_in, url = start(MakesRoom, max_loras=9)
+    sampler_of(url, tmp_path / "other").publish(moved(small_model()[0]), 0)
+    sampler = sampler_of(url, tmp_path)
+    for version in (0, 1, 2):
+        sampler.publish(moved(small_model()[0]), version)
+    assert len(stand_in.adapters.folders) == 2  # the newest of either, and nothing that was tried
 
 
 def test_what_cannot_be_served_is_refused(start, tmp_path):
