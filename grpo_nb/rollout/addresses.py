@@ -253,6 +253,11 @@ class Servers:
         self.check_alive, self.progress = check_alive, progress
         self.lock = threading.Lock()
 
+    @property
+    def started_here(self) -> bool:
+        "Whether the run itself has started them, and ends them."
+        return self.progress() is not None
+
     def wait(
         self,
         wait_s: float,  # at most, for all of them; from the last progress on, where there is any

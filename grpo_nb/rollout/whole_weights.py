@@ -7,6 +7,8 @@ __all__ = ['in_format', 'check_whole', 'WeightVersions']
 
 # %% ../../nbs/rollout/26_whole_weights.ipynb #7a2c9e13
 import shutil
+import warnings
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from peft import PeftModel
 from ..model.export import check_disk_space, no_file_bars
 from ..model.packed import PackedWeight
 from .adapter_versions import AdapterVersions
-from .addresses import Address
+from .addresses import Address, ServerError, refusal
 
 # %% ../../nbs/rollout/26_whole_weights.ipynb #7a2c9e16
 def in_format(
@@ -60,7 +62,7 @@ class WeightVersions(AdapterVersions):
         **others: Any,
     ):
         super().__init__(*given, **others)
-        self.dtype = dtype
+        self.dtype, self.replaced = dtype, set()  # addresses of servers with a run's weights
 
     def release(self, model: Any, version: int) -> str:
         "A version's name, after every server has read it; ValueError while something is drawn."
@@ -104,8 +106,12 @@ class WeightVersions(AdapterVersions):
 
     def ask_to_load(self, address: Address, name: str) -> tuple[int, Any]:  # status, answer
         "Have a server read a version's folder, and forget what it has computed of prompts."
-        where = {"weights_path": str(self.folder / name)}
-        body = {"method": "reload_weights", "kwargs": where}
+        self.replaced.add(address)
+        return self.ask_to_read(address, str(self.folder / name))
+
+    def ask_to_read(self, address: Address, path: str) -> tuple[int, Any]:  # status, answer
+        "Have a server read a checkpoint."
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         status, answer = address.ask("/collective_rpc", body)
         return (status, answer) if status != 200 else address.ask("/reset_prefix_cache", {})
 
@@ -125,6 +131,30 @@ class WeightVersions(AdapterVersions):
         for folder in self.folder.glob(f"policy-{self.token}-v*"):
             if self.servers.leads and folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        "Have servers that go on without the run read their own checkpoint; delete its files."
+        lasting = [] if self.servers.started_here or not self.servers.leads else self.replaced
+        for address in lasting:
+            if why := self.not_given_back(address):
+                warnings.warn(
+                    f"{address.url} may still have the weights of this run under the name "
+                    f"{self.base!r} ({why}): restart it before anybody else uses it",
+                    stacklevel=2,
+                )
+        self.replaced = set()
+        super().close()
+
+    def not_given_back(self, address: Address) -> str | None:  # None: it is
+        "Have a server read what it was started with, and say why it has not."
+        if why := self.servers.silence(address):
+            return why
+        try:
+            root = self.servers.models(address)[0].get("root")
+            status, answer = self.ask_to_read(address, str(root))
+        except (ServerError, OSError, HTTPException) as error:
+            return str(error) or type(error).__name__
+        return None if status == 200 else refusal(status, answer)
 
     def named(self, version: int | None) -> tuple[str, int]:
         "The model's name, under which there is the newest version; ValueError for another one."

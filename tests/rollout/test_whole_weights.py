@@ -1,6 +1,7 @@
 "Whole weights over HTTP: what a server holds, what it draws, and what cannot be sent."
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,42 @@ def test_a_server_that_was_away_reads_the_weights_before_it_is_asked(start, tmp_
     assert torch.equal(second.adapters.model.lm_head.weight, model.lm_head.weight) and torch.equal(
         greedy(sampler).completion_ids, drawn.completion_ids
     )
+
+
+def held_by(stand_in):
+    return {name: x.clone() for name, x in stand_in.adapters.model.state_dict().items()}
+
+
+def test_a_server_that_goes_on_is_given_its_own_weights_back(start, tmp_path):
+    base = tmp_path / "base"
+    small_model()[0].save_pretrained(base)
+    stand_in, url = start(name=str(base))  # as `vllm serve FOLDER` names its model
+    sampler, own = sampler_of(url, tmp_path, whole=True), held_by(stand_in)
+    sampler.publish(shaken(small_model()[0]), 1)
+    assert not torch.equal(held_by(stand_in)["lm_head.weight"], own["lm_head.weight"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        sampler.close()
+    assert all(torch.equal(x, own[name]) for name, x in held_by(stand_in).items())
+    assert not list((tmp_path / "run").iterdir())
+    sampler.publish(shaken(small_model()[0]), 1)  # as an evaluation does
+    (base / "config.json").unlink()
+    folder, read = tmp_path / "run", sampler.versions.ask_to_read
+
+    def while_files_are_there(*given):
+        assert list(folder.iterdir())
+        return read(*given)
+
+    sampler.versions.ask_to_read = while_files_are_there
+    with pytest.warns(UserWarning, match=f"{url} may still have the weights .*404.*restart it"):
+        sampler.close()
+    assert not list(folder.iterdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        sampler.close()  # nothing was sent since
+        sampler.versions.replaced.add(sampler.addresses[0])
+        sampler.servers.progress = lambda: 0  # of a server that the run ends itself
+        sampler.close()
 
 
 def test_what_is_written_has_the_format_that_is_asked_for(tmp_path):
