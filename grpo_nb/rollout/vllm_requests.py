@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['request_seeds', 'most_tokens', 'request_body', 'has_few_survivors', 'addressed', 'as_completion', 'what_is_wrong',
-           'choices_of', 'rollout_of', 'padded']
+           'choices_of', 'scored', 'rollout_of', 'padded']
 
 # %% ../../nbs/rollout/24_vllm_requests.ipynb #7934cbf0
 from collections.abc import Sequence
@@ -145,6 +145,18 @@ def choices_of(
     return choices
 
 # %% ../../nbs/rollout/24_vllm_requests.ipynb #944f8045
+def scored(
+    choice: dict[str, Any],  # of an answer to a request with prompt_logprobs
+    ids: Sequence[int],  # of its prompt
+) -> torch.Tensor:  # (len(ids) - 1,) of each token but the first; ServerError
+    "The log-probs of a prompt's own tokens."
+    try:
+        pairs = zip(choice["prompt_logprobs"][1:], ids[1:], strict=True)
+        return torch.tensor([float(few[str(i)]["logprob"]) for few, i in pairs])
+    except (KeyError, TypeError, ValueError):
+        raise ServerError("it gives no log-probs of a prompt") from None
+
+
 def rollout_of(
     prompts: Sequence[Sequence[int]],  # N, one for each completion
     choices: Sequence[dict],  # N

@@ -191,7 +191,7 @@ def test_three_servers_share_the_tokens_and_one_dies_while_it_answers(start, tmp
     sampler.publish(model, 1)
     assert all(one.adapters.folders for one in (first, second, third))
     drawn = sampler.generate(MANY, PARAMS)
-    alone = sampler_of(a, tmp_path / "alone")
+    alone = sampler_of(a, tmp_path / "alone", max_loras=1)  # it publishes once
     alone.publish(model, 1)
     assert torch.equal(alone.generate(MANY, PARAMS).logps, drawn.logps)  # in float32
     alone.close()
@@ -359,6 +359,21 @@ def test_where_to_look_is_said_once(start, tmp_path):
     with stand_in.lock, pytest.raises(ServerError, match="gave no completions") as caught:
         sampler.generate([[7]], PARAMS)
     assert str(caught.value).count("Look at its log") == 1
+
+
+def test_servers_that_compute_different_things_are_refused(start, tmp_path):
+    (_, a), (second, b) = start(), start()
+    assert sampler_of([a, b], tmp_path).base == "small"
+    with torch.no_grad():
+        for weight in second.adapters.model.parameters():
+            weight.mul_(1.01)  # less than what tells two checkpoints apart
+        assert sampler_of([a, b], tmp_path).base == "small"
+        second.adapters.model.lm_head.weight.copy_(
+            torch.randn_like(second.adapters.model.lm_head.weight)
+        )
+    with pytest.raises(ServerError, match=f"{a} and {b} both have a model 'small', and .* nats"):
+        sampler_of([a, b], tmp_path)
+    sampler_of([a, b], tmp_path, whole=True)  # its weights take the place of both
 
 
 # a run
