@@ -123,8 +123,8 @@ class VLLMServer:
             raise ServerError(f"the servers have different models: {bases}")
         self.base = next(iter(bases.values()))
         for address in self.addresses:
-            self.check_logprobs(address, self.servers.retries)
             address.ready, address.failed_at = True, float("-inf")
+            self.check_logprobs(address)
         self.check_alike()
         self.versions.begin(self.base)
         self.says_what_is_left = all(map(self.names_survivors, self.addresses))
@@ -159,8 +159,9 @@ class VLLMServer:
         failed.stalled = stalls > 0
         raise failed
 
-    def check_logprobs(self, address: Address, retries: int = 0) -> None:  # ServerError
+    def check_logprobs(self, address: Address) -> None:  # ServerError
         "Refuse log-probs of another distribution than the one that is drawn from."
+        retries = self.servers.retries if address.ready else 0  # one that returns is tried again
 
         def ask(temperature):
             params = SamplingParams(temperature, top_k=1, max_tokens=1, stop_token_ids=())
