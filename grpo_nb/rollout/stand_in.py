@@ -406,6 +406,7 @@ class StandIn:
         self.lora_dir = None if lora_dir is None else Path(lora_dir).resolve()
         self.max_loras, self.logprobs_mode, self.api_key = max_loras, logprobs_mode, api_key
         self.lock, self.asleep, self.count = threading.Lock(), False, 0
+        self.weights = None  # those that it was started with, once it has read others
 
     # what is known about it
 
@@ -469,17 +470,24 @@ class StandIn:
     # whole weights
 
     def collective_rpc(self, asked: dict) -> dict:
-        "Of all that vLLM calls by name: read the weights anew, from another folder."
+        """Of all that vLLM calls by name: read the weights anew, from another folder; its own name
+        stands for those that it was started with."""
         if self.lora_dir is None:
             raise Refusal(404, "this server was started without a folder to read from.")
         if asked.get("method") != "reload_weights":
             raise Refusal(400, f"{asked.get('method')!r} is not done here, reload_weights is.")
         path = str(part_of(asked, "kwargs").get("weights_path"))
-        folder = check_folder(path, self.lora_dir, "checkpoint", ("config.json",))
+        own, model = path == self.name, self.adapters.model
+        folder = None if own else check_folder(path, self.lora_dir, "checkpoint", ("config.json",))
         with self.lock:
             if self.adapters.folders:
                 raise Refusal(400, "adapters are loaded: unload them first.")
-            replace_weights(self.adapters.model, folder, self.lora_dir)
+            if self.weights is None:
+                self.weights = {name: x.clone() for name, x in model.state_dict().items()}
+            if own:
+                model.load_state_dict(self.weights)
+            else:
+                replace_weights(model, folder, self.lora_dir)
         return {"results": [None]}
 
     def reset_prefix_cache(self, asked: dict) -> None:
