@@ -155,8 +155,11 @@ def test_all_weights_trained_and_layers_computed_again(family, by_kernels):
     assert not by_kernels["norm"] and by_kernels["gate"] > by_kernels["gate_backward"] > 0
 
 
-def test_another_activation_stays(by_kernels):
-    model = model_of("Llama", hidden_act="gelu")
+@pytest.mark.parametrize("replaced", [False, True])
+def test_another_activation_stays(by_kernels, replaced):
+    model = model_of("Llama", hidden_act="silu" if replaced else "gelu")
+    for layer in model.get_base_model().model.layers if replaced else ():
+        layer.mlp.act_fn = torch.nn.Tanh()
     expected, _ = step_of(model)
     fuse_dense_layers(model)
     assert torch.allclose(step_of(model)[0], expected, atol=1e-5) and not by_kernels["gate"]
