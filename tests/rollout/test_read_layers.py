@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
 from dense_models import FAMILIES, dense_model
 from peft import LoraConfig, get_peft_model
@@ -168,8 +169,9 @@ def test_layers_that_differ_from_the_first_or_from_how_they_were_made_are_not_re
     )
 
 
-def test_the_forward_pass_of_a_prepared_model_is_its_own_in_another_format():
+def test_the_forward_pass_of_a_prepared_model_is_its_own_in_another_format(monkeypatch):
     "accelerate sets one on the model; what was set before it is found inside."
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # another test's has its format
     prepare = Accelerator(mixed_precision="bf16", cpu=True).prepare
     prepared, adapted = dense_model("Llama"), dense_model("Llama", lora=True)
     for model in (prepared, adapted):
