@@ -515,7 +515,6 @@ class RecordedLayers:
         self.most_tokens, self.multiple = most_tokens, multiple
         self.shapes, self.derived, self.refused, self.tells = {}, {}, None, tells
         self.failed = False  # a recording has, and nothing more is recorded
-        self.failed = False  # a recording has
         self.calls = 0  # of layers
         for m in self.modules:
             setattr(m, name, self)

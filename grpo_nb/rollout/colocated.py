@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEEPER', 'LAUNCHERS', 'TRIED', 'HAS_VLLM', 'start_kept', 'end_kept', 'check_vllm', 'vllm_command', 'vllm_environment',
-           'check_share', 'doubt_of_weights', 'free_port', 'ColocatedVLLM']
+           'bytes_served', 'check_share', 'doubt_of_weights', 'free_port', 'release_cache', 'ColocatedVLLM']
 
 # %% ../../nbs/rollout/18_colocated.ipynb #ae898514
 import gc
@@ -27,6 +27,7 @@ import torch
 
 from ..model.memory_bytes import GiB
 from ..model.memory_fit import VLLM_GRAPHS, rank_flag
+from ..model.packed import PackedWeight
 from .addresses import ServerError
 from .read_layers import in_four_bits
 from .server import VLLMServer
@@ -170,23 +171,43 @@ def vllm_environment(
     return {**kept, **own, "VLLM_API_KEY": api_key}
 
 # %% ../../nbs/rollout/18_colocated.ipynb #7e44aa02
+def bytes_served(
+    model: Any,  # that is trained
+    dtype: torch.dtype,  # that vLLM loads it in
+) -> int:
+    "What a model's weights take in vLLM: MXFP4 as it is, NF4 in 16 bits."
+    total = 0
+    for module in model.modules():
+        four_bits = in_four_bits(module)
+        for name, p in module._parameters.items():
+            if isinstance(p, PackedWeight):
+                total += p.blocks.nbytes + p.scales.nbytes
+            elif p is not None:  # two numbers lie in a byte of NF4
+                total += p.numel() * (4 if four_bits and name == "weight" else dtype.itemsize)
+    return total
+
+
 def check_share(
     model: Any,  # that is trained
-    share: float,  # of the GPU, that vLLM gets
+    share: float,  # of each GPU, that vLLM gets
     device: torch.device,
+    dtype: torch.dtype,  # that vLLM loads it in
+    gpus: int = 1,  # over which its weights are spread
 ) -> None:  # ValueError
     "Refuse a share of a GPU in which the model's weights leave vLLM no room."
     if device.type != "cuda":
         return
-    least = sum(p.numel() * p.element_size() for p in model.parameters()) + VLLM_GRAPHS
+    least = bytes_served(model, dtype) // gpus + VLLM_GRAPHS
     card = torch.cuda.get_device_properties(device).total_memory
-    if share * card < least:
-        raise ValueError(
-            f"vllm_gpu_memory_utilization is {share:g}, which is {share * card / GiB:.1f} GiB of "
-            f"this GPU, and vLLM takes {least / GiB:.1f} without a cache: give "
-            f"{math.ceil(100 * least / card + 5) / 100:g} or more, or leave use_vllm out, so that "
-            "completions are drawn on the weights that are trained"
-        )
+    if share * card >= least:
+        return
+    enough = math.ceil(100 * least / card + 5) / 100
+    more = f"give {enough:g} or more, or " if enough < 1 else ""
+    raise ValueError(
+        f"vllm_gpu_memory_utilization is {share:g}, which is {share * card / GiB:.1f} GiB of this "
+        f"GPU, and vLLM takes {least / GiB:.1f} without a cache: {more}leave use_vllm out, so that "
+        "completions are drawn on the weights that are trained"
+    )
 
 
 def doubt_of_weights(
@@ -208,6 +229,12 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+def release_cache() -> None:
+    "Give the trainer's cached memory back to the GPU; nothing where CUDA was not used."
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class ColocatedVLLM(VLLMServer):
@@ -282,6 +309,7 @@ class ColocatedVLLM(VLLMServer):
     def publish(self, model: Any, version: int) -> None:
         "Load this version; a server that sleeps is woken, and one that was ended begins."
         if self.keeper is None:
+            release_cache()  # vLLM looks for free memory when it starts
             self.connect()
         self.wake()
         super().publish(model, version)
@@ -296,8 +324,7 @@ class ColocatedVLLM(VLLMServer):
         "Bring the server's memory back, after the trainer's own cache is emptied."
         if not self.asleep:
             return
-        gc.collect()
-        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        release_cache()
         try:
             self.servers.tell(self.addresses[0], "/wake_up", {})
         except (ServerError, OSError, HTTPException) as error:

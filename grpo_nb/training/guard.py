@@ -475,9 +475,11 @@ class Guard:
         metrics: Metrics,  # gets gap, effect and slope
         # asked for a few plain completions where those of a batch cannot be compared
         server: VLLMServer | None = None,
+        # a context manager in which the run is not interrupted
+        undisturbed: Callable[[], Any] = nullcontext,
     ):
         self.config, self.accelerator, self.update = config, accelerator, update
-        self.server = server
+        self.server, self.undisturbed = server, undisturbed
         self.model, self.metrics = update.model, metrics
         self.dtype = computing_format(self.model, update.precision.dtype)
         updates = config.guard_every / layout.optimizer_steps_per_generation
@@ -515,7 +517,7 @@ class Guard:
         if missing:
             return self.tell(missing)
         if rows is None:
-            rows, version = chosen_rows(batch, [step, *reversed(self.past)])
+            rows, version = chosen_rows(batch, self.agreed([step, *reversed(self.past)], batch))
         with self.as_it_was(version):
             found = self.compare(rows)
             if not len(found.gap):  # some completions have log-probs, these have none
@@ -525,6 +527,14 @@ class Guard:
             if due:  # else only a resumed run has it: its log stays the same
                 self.metrics.add(self.numbers(found, bound, known))
             self.judge(rows, found, bound, known, step)
+
+    def agreed(self, versions: list[int], batch: TrainingBatch) -> list[int]:
+        "Those of these versions of which every process has completions; all, where there are none."
+        if batch.versions is None or self.accelerator.num_processes == 1:
+            return versions
+        has = [int((batch.versions == version).any()) for version in versions]
+        has = self.accelerator.gather(torch.tensor([has], device=self.accelerator.device)).all(0)
+        return [version for version, one in zip(versions, has.tolist()) if one] or [-1]
 
     def remember(self, state: TrainState) -> None:
         "Keep the present adapter, where completions that it draws may be compared later."
@@ -544,13 +554,14 @@ class Guard:
     def as_it_was(self, version: int | None) -> Iterator[None]:
         "The model with the adapter of a version that was kept; any other: as it is."
         kept = [(p, held(p), old) for p, old in zip(self.adapter(), self.past.get(version, ()))]
-        try:
-            for p, _, old in kept:
-                put(p, old)
-            yield
-        finally:
-            for p, now, _ in kept:
-                put(p, now)
+        with self.undisturbed() if kept else nullcontext():
+            try:
+                for p, _, old in kept:
+                    put(p, old)
+                yield
+            finally:
+                for p, now, _ in kept:
+                    put(p, now)
 
     def tell(self, missing: str) -> None:
         "Say once why nothing is compared."

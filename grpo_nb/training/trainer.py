@@ -958,7 +958,8 @@ class GRPOTrainer:
         "The command that starts a vLLM for this run."
         config, share = self.config, self.config.vllm_gpu_memory_utilization
         check_vllm(config.vllm_python)
-        check_share(self.model, share, self.device)
+        gpus = config.vllm_tensor_parallel_size
+        check_share(self.model, share, self.device, self.served_dtype(), gpus)
         name = self.model.config._name_or_path
         if not name:
             raise ValueError(
@@ -975,7 +976,7 @@ class GRPOTrainer:
             memory_share=share,
             max_length=config.vllm_max_model_length,
             rows=self.served_rows(),
-            gpus=config.vllm_tensor_parallel_size,
+            gpus=gpus,
             model_impl=config.vllm_model_impl,
             dtype=str(self.served_dtype()).removeprefix("torch."),
             sleeps=config.vllm_enable_sleep_mode,
@@ -1046,7 +1047,7 @@ class GRPOTrainer:
             weights=self.weights,
         )
         guarded = self.layout, accelerator, self.policy_update, self.metrics
-        self.guard = Guard(config, *guarded, self.vllm)
+        self.guard = Guard(config, *guarded, self.vllm, self.undisturbed)
         losses_of = self.policy_update.losses_without_update
         self.evaluator = self.evaluator_class(config, *scored, losses_of)
 
@@ -1110,10 +1111,8 @@ class GRPOTrainer:
     ) -> TrainOutput:  # global_step, training_loss (mean over the log) and metrics
         """Sample, score, compare, learn, until the steps are used up; after Ctrl-C, SIGTERM or an
         error there is a checkpoint to go on from."""
-        with self.ends_vllm():
-            self.begin(resume_from_checkpoint)
         state, update = self.state, self.policy_update
-        with self.running():
+        with self.ends_vllm(), self.begun(resume_from_checkpoint):
             while not self.finished():
                 if state.batch is None:  # sample, score, compare inside the groups
                     self.preemption.interruptible()
@@ -1129,6 +1128,16 @@ class GRPOTrainer:
                     self.move_weights()  # clip, step, schedule
                     self.after_update()  # log, evaluate, save
         return self.end()
+
+    @contextmanager
+    def undisturbed(self):
+        "Ctrl-C and SIGTERM wait, while the model has other weights for a moment."
+        self.ctrl_c.begin_update()
+        self.preemption.begin_moving()
+        yield
+        self.ctrl_c.end_update()
+        self.preemption.interruptible()
+        self.ctrl_c.check()
 
     def publish(self) -> None:
         "Hand the sampler the present weights."
@@ -1217,6 +1226,13 @@ class GRPOTrainer:
         return self.state.is_best(record.get(name), greater)
 
     # before and after the loop
+
+    @contextmanager
+    def begun(self, resume: bool | str | Path | None):
+        "`begin`, and `running` around what is done inside."
+        self.begin(resume)
+        with self.running():
+            yield
 
     def begin(self, resume: bool | str | Path | None) -> None:
         "Prepare a run: a new one, or one that goes on."
@@ -1311,8 +1327,9 @@ class GRPOTrainer:
         """Run the loop: the same bits every time on a CPU, a progress bar, and a checkpoint if it
         is left by an exception."""
         self.callbacks.tell("on_train_begin")
-        stream, self.in_run = self.collector.stream or nullcontext(), True
+        stream = self.collector.stream or nullcontext()
         with self.environments or nullcontext(), stream, self.ctrl_c, self.preemption:
+            self.in_run = True
             try:
                 with deterministic(self.device.type == "cpu"):
                     self.evaluate_first()
@@ -1439,9 +1456,11 @@ class GRPOTrainer:
         if rows is None:
             raise ValueError("there is no eval_dataset: pass one here or to the constructor")
         if isinstance(rows, dict):
-            several = [
-                self.evaluate(data, f"{metric_key_prefix}_{part}") for part, data in rows.items()
-            ]
+            with self.drawing_alone():
+                several = [
+                    self.evaluate(data, f"{metric_key_prefix}_{part}")
+                    for part, data in rows.items()
+                ]
             return {name: value for record in several for name, value in record.items()}
         started = time.time()
         with self.drawing_alone():
@@ -1462,10 +1481,12 @@ class GRPOTrainer:
     @contextmanager
     def drawing_alone(self):
         "Outside a run nothing stays on a vLLM server, and none that was started here."
-        begun = self.in_run or getattr(self.vllm, "runs", False)
+        inside, self.in_run = self.in_run, True
+        begun = inside or getattr(self.vllm, "runs", False)
         try:
             yield
         finally:
+            self.in_run = inside
             if self.vllm and not begun:
                 self.vllm.close()
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from grpo_nb import GRPOTrainer
 from grpo_nb.model.adapters import add_adapters, resolve_targets
+from grpo_nb.model.packed import PackedWeight, pack
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import colocated
 from grpo_nb.rollout.addresses import ServerError
@@ -22,6 +23,7 @@ from grpo_nb.rollout.colocated import (
     KEEPER,
     TRIED,
     ColocatedVLLM,
+    bytes_served,
     check_share,
     check_vllm,
     doubt_of_weights,
@@ -142,17 +144,40 @@ def test_the_last_lines_are_those_of_this_server(tmp_path):
         ColocatedVLLM(lambda port: words, log=log, folder=tmp_path)
 
 
-@pytest.mark.parametrize("share, fits", [(0.3, False), (0.5, True)])
-def test_a_share_that_holds_no_weights_is_refused(monkeypatch, share, fits):
-    weights = torch.nn.Linear(1024, 1024, bias=False, device="meta")  # 4 MiB
+@pytest.mark.parametrize(
+    "share, gpus, dtype, said",
+    [
+        (0.25, 1, torch.bfloat16, "is 0.25, .* vLLM takes 0.0 without a cache: give 0.35 or more"),
+        (0.35, 1, torch.bfloat16, None),
+        (0.25, 2, torch.bfloat16, None),  # a half of the weights on each
+        (0.35, 1, torch.float32, "give 0.45 or more"),
+        (0.9, 1, torch.float64, "vLLM takes 0.0 without a cache: leave use_vllm out"),
+    ],
+)
+def test_a_share_that_holds_no_weights_is_refused(monkeypatch, share, gpus, dtype, said):
+    weights = torch.nn.Linear(1024, 1024, bias=False, device="meta")  # a million in float32
     monkeypatch.setattr(colocated, "VLLM_GRAPHS", 4 * 2**20)
-    card = type("Card", (), {"total_memory": 20 * 2**20})
+    card = type("Card", (), {"total_memory": (20 if dtype != torch.float64 else 12) * 2**20})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    check_share(weights, share, torch.device("cpu"))
-    if fits:
-        return check_share(weights, share, torch.device("cuda"))
-    with pytest.raises(ValueError, match="is 0.3, .* vLLM takes 0.0 without a cache: give 0.45"):
-        check_share(weights, share, torch.device("cuda"))
+    given = weights, share, torch.device("cuda"), dtype, gpus
+    check_share(weights, share, torch.device("cpu"), dtype)
+    if said is None:
+        return check_share(*given)
+    with pytest.raises(ValueError, match=said):
+        check_share(*given)
+
+
+def test_bytes_of_a_model_in_vllm():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 4), torch.nn.Linear(8, 4, bias=False))
+    plain = 4 * 32 + 4 + 4 * 8
+    assert bytes_served(model, torch.bfloat16) == 2 * plain
+    model[1].weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), False)
+    model[1].__class__ = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn"})
+    assert bytes_served(model, torch.bfloat16) == 2 * plain
+    model[0].weight = torch.nn.Parameter(pack(torch.randn(2, 32, 64)), requires_grad=False)
+    assert isinstance(model[0].weight, PackedWeight)
+    packed = 2 * 32 * 64 // 2 + 2 * 32 * 64 // 32
+    assert bytes_served(model, torch.bfloat16) == packed + 2 * (4 + 4 * 8)
 
 
 def served(folder):
@@ -211,7 +236,10 @@ def test_what_is_refused_starts_no_server_or_ends_it(tmp_path, monkeypatch):
     monkeypatch.setattr(colocated, "start_kept", noted)
 
     class Deaf(TrainerCallback):
-        def on_init_end(self, *given, **others):
+        def __init__(self, event):
+            setattr(self, event, self.fail)
+
+        def fail(self, *given, **others):
             raise OSError("no")
 
     def add(a: int, b: int) -> int:
@@ -227,12 +255,16 @@ def test_what_is_refused_starts_no_server_or_ends_it(tmp_path, monkeypatch):
         on_its_own_server(tmp_path, monkeypatch, tools=[add], max_staleness=1)
     assert not started
     with pytest.raises(OSError, match="no"):
-        on_its_own_server(tmp_path, monkeypatch, callbacks=[Deaf()])
+        on_its_own_server(tmp_path, monkeypatch, callbacks=[Deaf("on_init_end")])
     assert started[0].poll() is not None
     trainer = on_its_own_server(tmp_path, monkeypatch)
     with pytest.raises((ValueError, OSError)):
         trainer.train(resume_from_checkpoint=True)
     assert started[1].poll() is not None and not trainer.vllm.runs
+    trainer = on_its_own_server(tmp_path, monkeypatch, callbacks=[Deaf("on_train_begin")])
+    with pytest.raises(OSError, match="no"):
+        trainer.train()
+    assert started[2].poll() is not None and not trainer.vllm.runs
 
 
 def test_an_evaluation_after_a_run_leaves_no_server(tmp_path, monkeypatch):
@@ -240,8 +272,10 @@ def test_an_evaluation_after_a_run_leaves_no_server(tmp_path, monkeypatch):
     trainer.evaluate(ROWS[:1])
     assert trainer.vllm.runs  # the run that follows needs it
     trainer.train()
-    trainer.evaluate(ROWS[:1])
-    assert not trainer.vllm.runs
+    connect, connected = trainer.vllm.connect, []
+    trainer.vllm.connect = lambda: connected.append(connect())
+    trainer.evaluate({"one": ROWS[:1], "two": ROWS[1:2]})
+    assert len(connected) == 1 and not trainer.vllm.runs
 
 
 def test_a_run_asks_vllm_for_as_many_rows_as_it_draws(tmp_path, monkeypatch):

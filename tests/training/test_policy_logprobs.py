@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from accelerate.hooks import attach_align_device_hook_on_blocks
+from dense_models import dense_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -331,3 +333,16 @@ def test_the_gap_estimates_the_divergence():
     assert gap["kl"] == pytest.approx(
         torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum").item(), rel=0.03
     )
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_head_whose_forward_pass_computes_the_same_is_found(lora):
+    "accelerate fetches weights before it, torch compiles it; somebody else's is another one."
+    hooked, compiled, own = (dense_model("Llama", lora=lora) for _ in range(3))
+    assert find_head(hooked) is not None
+    attach_align_device_hook_on_blocks(hooked, execution_device={"": "cpu"})
+    compiled.forward = torch.compile(compiled.forward)
+    assert find_head(hooked) is not None and find_head(compiled) is not None
+    plain = own.forward
+    own.forward = lambda *given, **others: plain(*given, **others)
+    assert find_head(own) is None
