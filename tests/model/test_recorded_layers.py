@@ -324,6 +324,32 @@ def test_only_a_failure_is_told_where_nobody_asked():
         assert any("call by call" in str(one.message) for one in heard) == told
 
 
+def test_a_recording_that_fails_is_not_tried_again():
+    "Neither in other layers nor for other shapes; no memory is held for it."
+    model, tried = trainable(dense_model("Qwen2", lora=True)), []
+
+    def broken(work):
+        tried.append(work)
+        raise torch.OutOfMemoryError("no room")
+
+    expected = training(model, [batch_of(1, 1)] * 4)
+    with record_layers(model, record=broken) as switch:
+        with pytest.warns(UserWarning, match="call by call: no room"):
+            assert equal(training(model, [batch_of(1, 1)] * 4), expected)
+        training(model, [batch_of(1, 2)] * 4)
+        assert len(tried) == 1 and not any(shape.tensors for shape in switch.shapes.values())
+
+
+def test_a_group_of_one_process_records(tmp_path):
+    "torchrun with one process makes one."
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        record_layers(trainable(dense_model("Qwen2", lora=True)), record=RecordedCalls).remove()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_where_nothing_is_recorded():
     model = trainable(dense_model("Qwen2", lora=True))
     with record_layers(model) as switch:  # on a CPU

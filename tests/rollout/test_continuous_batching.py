@@ -208,6 +208,31 @@ def test_kernels_of_a_first_step_are_compiled_before_anything_is_drawn(monkeypat
     assert penalty != 1 or torch.equal(done.counts[:12], plain.counts[:12])
 
 
+def test_the_steps_of_fewer_rows_are_compiled_too(monkeypatch):
+    "Rows end one after the other; a pass that fails costs the rollout nothing."
+    stepped, real = [], Decoder.step
+
+    def step(self, cache, state, rows, reach):
+        stepped.append((len(rows), len(self.layers)))
+        return real(self, cache, state, rows, reach)
+
+    def compile_together(work):
+        stepped.clear()
+        work()
+        counts.extend(stepped)
+        raise RuntimeError("no compiler")
+
+    counts, params = [], SamplingParams(max_tokens=4)
+    as_recorded(monkeypatch)
+    monkeypatch.setattr(Decoder, "step", step)
+    monkeypatch.setattr(continuous_batching, "compile_together", compile_together)
+    given = prompts_of(3), [4] * 3, params, torch.tensor([8, 9]), stream_keys(12, 0), 6, 60
+    with torch.inference_mode(), pytest.warns(UserWarning, match="one by one: no compiler"):
+        done = RowsInTurn(paged(tiny_gpt_oss(0, num_hidden_layers=3)[0]), *given).run()
+    assert counts == [(8, 3), (1, 2), (2, 2), (4, 2)]
+    assert all(done.counts[:12] > 0)
+
+
 def test_a_pass_that_compiles_takes_no_prefix(monkeypatch):
     "It reads with two layers; what is known of the prompts is left for the reading that counts."
     read, asked, real = [], [], continuous_batching.read_prompts

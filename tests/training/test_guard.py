@@ -3,6 +3,7 @@
 import statistics
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from small_runs import one_thread, small_model, small_trainer, weights_of, witho
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import concatenate
 from grpo_nb.rollout.stand_in import StandIn, serving
-from grpo_nb.training.guard import Comparison, SamplerMismatch, cause_of
+from grpo_nb.training.guard import Comparison, Guard, SamplerMismatch, cause_of
 
 __all__ = ["one_thread"]
 LORA = dict(
@@ -274,6 +275,31 @@ def test_the_slope_of_the_version_that_drew(tmp_path):
     assert abs(records[-1]["guard/slope"] - 1) < 1e-3
     with pytest.raises(SamplerMismatch, match="serves the base"):
         served(tmp_path / "wrong", ServesTheBase, max_staleness=1, learning_rate=1e-4)
+
+
+def test_ctrl_c_waits_until_the_adapter_is_put_back(tmp_path):
+    trainer, reached = trainer_with(tmp_path), []
+    now = weights_of(trainer.model)
+    trainer.guard.past[0] = [torch.zeros_like(p) for p in trainer.guard.adapter()]
+    with pytest.raises(KeyboardInterrupt), trainer.guard.as_it_was(0):
+        assert not any(p.any() for p in trainer.guard.adapter())
+        trainer.ctrl_c.pressed()
+        reached.append(True)
+    assert reached and all(torch.equal(x, now[n]) for n, x in weights_of(trainer.model).items())
+    with trainer.guard.as_it_was(None):  # nothing is put in: a hanging sampler can be left
+        assert not trainer.ctrl_c.moving
+
+
+def test_processes_compare_under_one_version():
+    "One that all have completions of; else none is known."
+    others = iter([[[1, 0]], [[0, 0]]])
+    group = SimpleNamespace(num_processes=2, device="cpu")
+    group.gather = lambda mine: torch.cat([mine, torch.tensor(next(others))])
+    guard = SimpleNamespace(accelerator=group)
+    batch = SimpleNamespace(versions=torch.tensor([4, 5, 5]))
+    assert [Guard.agreed(guard, [4, 5], batch) for _ in range(2)] == [[4], [-1]]
+    group.num_processes = 1
+    assert Guard.agreed(guard, [4, 5], batch) == [4, 5]
 
 
 def test_a_server_that_does_not_say_what_a_cut_has_left_is_asked_without_it(tmp_path):

@@ -414,6 +414,15 @@ def watched(function, seen):
     return call
 
 
+def test_reentrant_layers_compile_nothing_first(monkeypatch):
+    "They refuse the gradients of a part of the graph, so the pass would only warn."
+    update, _ = update_of(gradient_checkpointing=True)
+    monkeypatch.setattr(policy_update, "compile_together", lambda work: pytest.fail("compiled"))
+    update.config.gradient_checkpointing_kwargs = {"use_reentrant": True}
+    update.compiles = True
+    update.compile_first(batch_for(update))
+
+
 def test_kernels_that_cannot_be_compiled_together_stop_no_run(monkeypatch):
     update, _ = update_of()
     batch = batch_for(update)
