@@ -27,6 +27,7 @@ from grpo_nb.algorithm.losses import (
 )
 from ..model import limits
 from ..model.compile_together import compile_together
+from ..model.experts_grouped import IN_TURN
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.recorded_layers import is_large, quiet_collector, record_layers
@@ -492,7 +493,12 @@ class PolicyUpdate:
         modes = [(module, module.training) for module in self.model.modules()]
 
         def work():
-            with torch.enable_grad(), self.precision.adapters(self.model), quiet_collector():
+            with (
+                torch.enable_grad(),
+                self.precision.adapters(self.model),
+                quiet_collector(),
+                IN_TURN,
+            ):
                 logps, _ = self.completion_logps(self.model, rows, entropy=True)
                 torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)
 

@@ -12,7 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from grpo_nb.model.experts_grouped import UNPACK_ALL, routed_experts
+from grpo_nb.model import experts_grouped
+from grpo_nb.model.experts_grouped import IN_TURN, UNPACK_ALL, routed_experts
 from grpo_nb.model.experts_lora import expert_weights, route_adapters
 from grpo_nb.model.mxfp4 import dequantize, quantize
 from grpo_nb.model.packed import EXPERTS, PackedWeight, experts_of, pack, pack_experts
@@ -274,6 +275,41 @@ def test_one_piece_of_the_experts_is_dense_at_a_time(models, grouped, most, monk
         path="many",
     ).sum().backward()
     assert len(there) == 4 * 4 and max(there) == most
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_in_turn_a_layer_computed_again_reads_rows_that_are_there(models, grouped, monkeypatch):
+    "Its router says something else the second time, as where kernels are noted and not launched."
+    monkeypatch.setattr(experts_grouped, "UNPACKED", 1)
+    seen, given, real = [], [], experts_grouped.grouped_mm
+    if not grouped:
+        monkeypatch.setattr(experts_grouped, "can_group", lambda *a: False)
+
+    def product(x, weight, offs):
+        given.append((len(x), offs.tolist()))
+        return real(x, weight, offs.clamp(max=len(x)))
+
+    monkeypatch.setattr(experts_grouped, "grouped_mm", product)
+    experts = expert_weights(next(iter(experts_of(models[0]).values())))
+    torch.manual_seed(1)
+    x, weights = torch.randn(30, 128, requires_grad=True), torch.rand(30, 2)
+
+    def layer(x):
+        seen.append(torch.arange(60).view(30, 2) % (2 - len(seen)))  # to two, then all to the first
+        return routed_experts(x, seen[-1], weights, experts, path="many", recompute=True)
+
+    def pass_over():
+        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        torch.autograd.grad(y.sum(), x)
+        del seen[:]
+
+    with IN_TURN:
+        pass_over()
+    assert all(0 <= end <= rows for rows, ends in given for end in ends)
+    assert grouped == bool(given)
+    if grouped:  # as a router that says two things would have it
+        pass_over()
+        assert any(min(ends) < 0 or max(ends) > rows for rows, ends in given)
 
 
 def test_a_recorded_layer_unpacks_all_experts_and_gate_and_up_once_backward(models, monkeypatch):

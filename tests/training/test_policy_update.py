@@ -13,6 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_fun
 
 from grpo_nb import GRPOConfig
 from grpo_nb.model import experts_grouped, limits
+from grpo_nb.model.experts_grouped import IN_TURN
 from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.recorded_layers import RecordedCalls, record_layers
 from grpo_nb.training import policy_update
@@ -362,7 +363,7 @@ def test_where_layers_are_recorded(monkeypatch, changes, large, recorded):
 def test_compiling_first_leaves_nothing_behind(monkeypatch):
     "Two completions go forward and backward once; weights, gradients, modes, draws are as before."
     update, _ = update_of(gradient_checkpointing=True)
-    batch, passes = batch_for(update), []
+    batch, passes, in_turn = batch_for(update), [], []
 
     def work_of(work):
         before = torch.get_rng_state()
@@ -375,6 +376,7 @@ def test_compiling_first_leaves_nothing_behind(monkeypatch):
     assert not update.compiles and not passes  # on a CPU there is nothing to compile
     seen = []
     update.completion_logps = watched(update.completion_logps, seen)
+    update.model.register_forward_pre_hook(lambda *_: in_turn.append(bool(IN_TURN)))
     update.model.eval()
     modes = [m.training for m in update.model.modules()]
     weights, state = weights_of(update.model), torch.get_rng_state()
@@ -382,7 +384,7 @@ def test_compiling_first_leaves_nothing_behind(monkeypatch):
     with torch.no_grad():  # as inside the guard
         update.compile_first(batch)
         update.compile_first(batch)
-    assert len(passes) == 1 and seen == [(2, True)]
+    assert len(passes) == 1 and seen == [(2, True)] and in_turn == [True] and not IN_TURN
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in update.model.modules()] == modes
     assert all(p.grad is None for p in update.model.parameters())
