@@ -42,7 +42,7 @@ def test_as_by_sorting(dtype, chosen, block, monkeypatch):
     "A flat row, one with tokens that cannot be drawn, one with ties; three blocks."
     if DEVICE == "cpu":  # a small block, as the interpreter is slow
         monkeypatch.setattr(decode_kernels, "block_of", lambda columns: block)
-        monkeypatch.setattr(filter_kernels, "blocks_of_a_part", lambda rows: 2)  # the last has one
+        monkeypatch.setattr(filter_kernels, "tiles_of_a_part", lambda rows: 2)  # the last has one
     else:
         block = 4096
     size, generator = 2 * block + 11, torch.Generator().manual_seed(0)
@@ -54,9 +54,8 @@ def test_as_by_sorting(dtype, chosen, block, monkeypatch):
     logits, uniform = logits.to(DEVICE), uniform.to(DEVICE)
     tokens, logps, left = filter_kernels.draw(logits, params, uniform)
     expected = sample_recorded(logits, params, uniform=uniform)
-    largest = decode_kernels.block_sums(logits, params.temperature).largest
-    tops = filter_kernels.chunk_tops(logits)
-    least = filter_kernels.least_kept(logits, params, largest, tops)
+    looks = filter_kernels.look(logits, params.temperature)
+    least = filter_kernels.least_kept(logits, params, looks)
     kept = processed_log_probs(logits, params).isfinite()
     assert torch.equal((logits >= least[:, None]) & logits.isfinite(), kept)
     assert torch.equal(tokens, expected[0])
@@ -91,33 +90,72 @@ def test_chunks_without_a_large_logit_and_zeros_of_both_signs(monkeypatch):
     logits[0, 600:620], logits[0, 610:614], logits[0, 5] = -0.0, 0.0, 2.0
     logits[1, 1090:] = torch.arange(10.0, device=DEVICE)
     for half in (torch.bfloat16, torch.float32):
-        z, largest = logits.to(half), decode_kernels.block_sums(logits.to(half)).largest
-        tops = filter_kernels.chunk_tops(z)
+        z = logits.to(half)
+        looks = filter_kernels.look(z)
         for k in (3, 6, 9):  # of five chunks, and one that has no logit
             params = SamplingParams(top_k=k, top_p=0.5)
             kept = processed_log_probs(z, params).isfinite()
-            least = filter_kernels.least_kept(z, params, largest, tops)
+            least = filter_kernels.least_kept(z, params, looks)
             assert torch.equal(z >= least[:, None], kept)
 
 
-def test_a_chunk_whose_top_is_too_small_is_not_read(monkeypatch):
-    "So a top that says too little hides its chunk. Top-k begins with the tops."
+def test_a_look_is_the_sums_of_blocks_with_tops_and_shares(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 512)
+    logits = 3 * torch.randn(2, 1100, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    looks, sums = filter_kernels.look(logits, 0.7), decode_kernels.block_sums(logits, 0.7)
+    assert torch.equal(looks.sums.largest, sums.largest)
+    torch.testing.assert_close(looks.sums.total, sums.total)
+    each = torch.nn.functional.pad(
+        logits, (0, 2 * looks.tops.shape[1] * 128 - 1100), value=-torch.inf
+    )
+    each = each.view(2, -1, 256)
+    assert torch.equal(looks.tops, each.amax(-1))
+    blocks = looks.shares.view(2, sums.largest.shape[1], -1)
+    found = blocks.log() + sums.largest[..., None]
+    torch.testing.assert_close(found.view(2, -1), (each / 0.7).logsumexp(-1))
+
+
+def test_only_chunks_that_reach_the_bound_are_looked_through(monkeypatch):
+    "So a top that says too little hides its chunk."
     if DEVICE == "cpu":
         monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 512)
     logits = torch.arange(1100.0, device=DEVICE).repeat(2, 1)
-    tops = filter_kernels.chunk_tops(logits)
-    assert tops[0, :5].tolist() == [255, 511, 767, 1023, 1099] and (tops[:, 5:] == -torch.inf).all()
-    tops[1, 4] = -torch.inf
-    least = torch.zeros(2, device=DEVICE)
-    found = filter_kernels.search(logits, wanted=3, least=least, tops=tops)
-    assert found.tolist() == [1097, 1021]
-    real, asked = filter_kernels.search, []
-    monkeypatch.setattr(
-        filter_kernels, "search", lambda z, **given: asked.append((z, given)) or real(z, **given)
-    )
-    largest = decode_kernels.block_sums(logits).largest
-    filter_kernels.least_kept(logits, SamplingParams(top_k=4), largest, tops)
-    assert asked[0][0].shape == tops.shape and asked[1][1]["least"].tolist() == [511, 255]
+    looks = filter_kernels.look(logits)
+    assert looks.tops[0, :5].tolist() == [255, 511, 767, 1023, 1099]
+    assert (looks.tops[:, 5:] == -torch.inf).all()
+    start = filter_kernels.begin(looks, 1100, wanted=3)
+    assert start.counts.tolist() == [3, 3] and start.chunks[0, :3].tolist() == [2, 3, 4]
+    looks.tops[1, 4] = -torch.inf
+    assert filter_kernels.search(logits, looks, wanted=3).tolist() == [1097, 1021]
+    assert filter_kernels.begin(looks, 1100, wanted=9).counts.tolist() == [5, 5]  # all of them
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", [0.3, 0.95, 0.999999, 1 - 1e-9])
+def test_no_threshold_lies_below_its_bound(share, dtype, monkeypatch):
+    "Flat rows, sure ones, one logit above all, and chunks that are all alike."
+    if DEVICE == "cpu":
+        monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 512)
+    logits = torch.randn(6, 1100, generator=torch.Generator().manual_seed(0))
+    logits *= torch.tensor([0.01, 1, 3, 9, 3, 0])[:, None]
+    logits[4, 700] = 40.0
+    logits, listed = logits.to(DEVICE, dtype), []
+    for temperature in (0.5, 1.0):
+        looks = filter_kernels.look(logits, temperature)
+        start = filter_kernels.begin(looks, 1100, share=share, temperature=temperature)
+        found = filter_kernels.search(logits, looks, share=share, temperature=temperature)
+        kept = logits >= found[:, None]
+        for row, count in enumerate(start.counts.tolist()):
+            chunks = set(start.chunks[row, :count].tolist())
+            assert {i // 256 for i in kept[row].nonzero()[:, 0].tolist()} <= chunks
+            listed.append(count)
+        mass = (logits.double() / temperature).softmax(-1)
+        above = torch.where(kept, mass, 0.0).sum(-1)
+        more = logits > found[:, None]  # without the tokens that tie with the last one
+        assert (above >= share - 2e-6).all()
+        assert (torch.where(more, mass, 0.0).sum(-1) <= share + 2e-6).all()
+    assert max(listed) == 5 and (min(listed) == 1 or share > 0.9)
 
 
 def test_random_numbers_of_a_stream_are_those_of_the_formula():
