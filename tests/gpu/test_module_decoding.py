@@ -29,6 +29,14 @@ FAMILIES = {
     "Mistral": dict(sliding_window=16),
     "Gemma3": MIXED,
     "Gemma2": MIXED | dict(query_pre_attn_scalar=16, attn_implementation="eager"),
+    "Qwen3_5": dict(
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
 }
 PROMPTS = [
     [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22],
@@ -42,7 +50,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def tiny(family, dtype=torch.float32, **more):
-    name = "Gemma3Text" if family == "Gemma3" else family
+    name = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
     settings = (
         dict(
             vocab_size=64,

@@ -7,6 +7,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from grpo_nb.model.recorded_layers import RecordedCalls
 from grpo_nb.rollout import engine as engines
 from grpo_nb.rollout import module_decoding
 from grpo_nb.rollout.engine import RolloutEngine, complete, complete_in_place
@@ -41,6 +42,14 @@ FAMILIES = {
     "Olmo2": {},
     "Cohere": {},
     "GPT2": {},
+    "Qwen3_5Text": dict(
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
 }
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [5, 6], [7], [5, 6], [9, 3, 2, 1]]
 STOP = torch.tensor([0, 1, 2, 3])
@@ -227,9 +236,33 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(engines, "cannot_record", lambda model: None)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Gemma2 eager", "Qwen3Moe", "GPT2"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Gemma3Text", "Gemma2 eager", "Qwen3Moe", "GPT2", "Qwen3_5Text"]
+)
 def test_a_trial_that_succeeds(name, as_on_a_gpu):
     assert try_to_record(tiny(name)) is None
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Qwen3_5Text"])
+@torch.no_grad()
+def test_a_step_is_the_same_calls_on_the_same_tensors(name):
+    "What a recording needs: calls that are played again, and none of Python, make the next token."
+    model, given = tiny(name), SamplingParams(temperature=0, max_tokens=12)
+
+    def started():
+        batch, logits = engines.prefill(model, PROMPTS)
+        rows = ModuleDecoder(model, batch.cache, batch.mask, given, STOP)
+        rows.draw(logits)
+        return rows, lambda: rows.advance(rows.room)
+
+    (mine, step), (expected, other) = started(), started()
+    played = RecordedCalls(step)  # two steps
+    for _ in range(11):
+        other()
+    for _ in range(9):
+        played.replay()
+    assert torch.equal(mine.ids, expected.ids) and int(mine.drawn) == int(expected.drawn) == 12
+    torch.testing.assert_close(mine.logps, expected.logps)
 
 
 def test_a_trial_judges_by_the_narrowest_format(as_on_a_gpu, monkeypatch):
