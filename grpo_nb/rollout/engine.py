@@ -698,7 +698,8 @@ class RolloutEngine:
         # what each completion begins with, if it is known; in its place each gets what can be gone
         # on from, or None. A model that is decoded through its modules leaves None everywhere
         prefixes: list[Prefix | None] | None = None,
-        # int64 of each completion, from `stream_keys`: its own random numbers, in place of a seed
+        # int64 of each completion, from `stream_keys`: its own random numbers. None: by the seed;
+        # a small gpt-oss, decoded by copies of its tensors, draws those of a batch together
         keys: Sequence[int] | None = None,
     ) -> Rollout:  # params.n completions of each prompt, on the model's device
         "Continue each prompt `params.n` times."
@@ -709,6 +710,8 @@ class RolloutEngine:
         drawing, (decoder, _) = self._drawing(params), self._open()
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
         in_turn = decoder is not None and not isinstance(decoder, SmallDecoder)
+        if decoder is None and keys is None:  # what is drawn does not depend on the company
+            keys = stream_keys(len(rows), params.seed)
         if not in_turn:
             batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
         bar = tqdm(
@@ -734,7 +737,7 @@ class RolloutEngine:
             draw = partial(complete, self.model, on_token=bar.update, **drawing)
         own = [None] * len(batches)
         if keys is not None:
-            own = torch.tensor(keys, device=self.model.device).split(list(map(len, batches)))
+            own = torch.as_tensor(keys, device=self.model.device).split(list(map(len, batches)))
         try:
             with bar, evaluating(self.model) if decoder is not None else self._running():
                 rollouts = [draw(batch, keys=each) for batch, each in zip(batches, own)]

@@ -589,7 +589,7 @@ def test_autocast():
                 .logits[0, len(prompt) - 1 : -1]
                 .log_softmax(-1)
             )
-        torch.testing.assert_close(logps, full[range(5), ids], atol=0.05, rtol=0)
+        torch.testing.assert_close(logps, full[range(5), ids], atol=0.1, rtol=0)
 
 
 def test_the_progress_bar_is_off_for_short_work_and_on_when_asked(capsys):

@@ -1,6 +1,8 @@
 """Rows continued in place against the cache that grows: families, windows, padding, rows that end,
 penalties, adapters; what is not recorded, and why."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -147,6 +149,26 @@ def test_draws_are_those_of_the_other_loop_while_the_batch_is_the_same():
             seed=5,
         )
     )
+
+
+@pytest.mark.parametrize("way", ["grows", "in place"])
+def test_what_is_drawn_does_not_depend_on_the_company(way, as_on_a_gpu):
+    "Each completion has its own random numbers, the same as where tensors are read directly."
+    model, drawn = tiny("Llama"), []
+    stop = tuple(range(1, 8))
+    params = SamplingParams(max_tokens=20, n=3, seed=4, temperature=0.8, stop_token_ids=stop)
+    for rows in (None, 1, 4):
+        engine = RolloutEngine(model, None, through_modules=True, max_batch_size=rows)
+        if way == "in place":
+            engine._not_recorded = lambda: None
+        drawn.append(engine.generate(PROMPTS, params))
+    drawn.append(RolloutEngine(model, None).generate(PROMPTS, params))
+    assert len(set(drawn[0].lengths.tolist())) > 3
+    for other in drawn[1:]:
+        assert_same(other, drawn[0])
+    again = RolloutEngine(model, None, through_modules=True)
+    other = again.generate(PROMPTS, replace(params, seed=5))
+    assert other.completion_ids.tolist() != drawn[0].completion_ids.tolist()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 18, 33])
