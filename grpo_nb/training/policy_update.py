@@ -27,7 +27,7 @@ from grpo_nb.algorithm.losses import (
 )
 from ..model import limits
 from ..model.compile_together import compile_together
-from ..model.experts_grouped import IN_TURN
+from ..model.experts_grouped import in_turn
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.recorded_layers import is_large, quiet_collector, record_layers
@@ -491,13 +491,14 @@ class PolicyUpdate:
             return
         self.compiles, rows = False, beginning_of(batch, 2, COMPILED_TOKENS)
         modes = [(module, module.training) for module in self.model.modules()]
+        step = batch.completion_ids[: self.config.per_device_train_batch_size].numel()
 
         def work():
             with (
                 torch.enable_grad(),
                 self.precision.adapters(self.model),
                 quiet_collector(),
-                IN_TURN,
+                in_turn(min(1.0, rows.completion_ids.numel() / step)),
             ):
                 logps, _ = self.completion_logps(self.model, rows, entropy=True)
                 torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)

@@ -14,7 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_nb.model import experts_grouped, limits
 from grpo_nb.model.experts import LowRank, swiglu
-from grpo_nb.model.experts_grouped import FEW_ELEMENTS, UNPACK_ALL, PairOrder, routed_experts
+from grpo_nb.model.experts_grouped import (
+    FEW_ELEMENTS,
+    UNPACK_ALL,
+    PairOrder,
+    in_turn,
+    routed_experts,
+)
 from grpo_nb.model.experts_lora import expert_weights
 from grpo_nb.model.memory_bytes import MODELS, Computation, mlp_peak
 
@@ -500,3 +506,16 @@ def test_errors_are_sentences(change, words):
     }
     with pytest.raises(ValueError, match=words):
         routed_experts(**arguments)
+
+
+def test_few_tokens_come_in_as_many_parts_as_all():
+    "While kernels are compiled; the experts get theirs in turn, and again as routed after that."
+    few, many = torch.full((30, 2), 3), torch.full((300, 2), 3)
+    with in_turn(0.1):
+        pairs = PairOrder(few, 4)
+        assert [len(part.ids) for part in pairs.parts(200)] == [20, 20, 20]
+    assert len(PairOrder(many, 4).parts(200)) == 3 and len(PairOrder(few, 4).parts(200)) == 1
+    assert pairs.ends.tolist() == [15, 30, 45, 60] and PairOrder(few, 4).ends.tolist()[2:] == [
+        0,
+        60,
+    ]

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model import experts_grouped
-from grpo_nb.model.experts_grouped import IN_TURN, UNPACK_ALL, routed_experts
+from grpo_nb.model.experts_grouped import UNPACK_ALL, in_turn, routed_experts
 from grpo_nb.model.experts_lora import expert_weights, route_adapters
 from grpo_nb.model.mxfp4 import dequantize, quantize
 from grpo_nb.model.packed import EXPERTS, PackedWeight, experts_of, pack, pack_experts
@@ -303,7 +303,7 @@ def test_in_turn_a_layer_computed_again_reads_rows_that_are_there(models, groupe
         torch.autograd.grad(y.sum(), x)
         del seen[:]
 
-    with IN_TURN:
+    with in_turn():
         pass_over()
     assert all(0 <= end <= rows for rows, ends in given for end in ends)
     assert grouped == bool(given)

@@ -13,7 +13,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_fun
 
 from grpo_nb import GRPOConfig
 from grpo_nb.model import experts_grouped, limits
-from grpo_nb.model.experts_grouped import IN_TURN
 from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.recorded_layers import RecordedCalls, record_layers
 from grpo_nb.training import policy_update
@@ -363,7 +362,7 @@ def test_where_layers_are_recorded(monkeypatch, changes, large, recorded):
 def test_compiling_first_leaves_nothing_behind(monkeypatch):
     "Two completions go forward and backward once; weights, gradients, modes, draws are as before."
     update, _ = update_of(gradient_checkpointing=True)
-    batch, passes, in_turn = batch_for(update), [], []
+    batch, passes, shares = batch_for(update), [], []
 
     def work_of(work):
         before = torch.get_rng_state()
@@ -376,7 +375,9 @@ def test_compiling_first_leaves_nothing_behind(monkeypatch):
     assert not update.compiles and not passes  # on a CPU there is nothing to compile
     seen = []
     update.completion_logps = watched(update.completion_logps, seen)
-    update.model.register_forward_pre_hook(lambda *_: in_turn.append(bool(IN_TURN)))
+    update.model.register_forward_pre_hook(
+        lambda *_: shares.append(experts_grouped._rehearsal.share)
+    )
     update.model.eval()
     modes = [m.training for m in update.model.modules()]
     weights, state = weights_of(update.model), torch.get_rng_state()
@@ -384,7 +385,8 @@ def test_compiling_first_leaves_nothing_behind(monkeypatch):
     with torch.no_grad():  # as inside the guard
         update.compile_first(batch)
         update.compile_first(batch)
-    assert len(passes) == 1 and seen == [(2, True)] and in_turn == [True] and not IN_TURN
+    assert len(passes) == 1 and seen == [(2, True)] and shares == [2 / 8]
+    assert experts_grouped._rehearsal.share is None
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in update.model.modules()] == modes
     assert all(p.grad is None for p in update.model.parameters())
