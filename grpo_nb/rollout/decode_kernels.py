@@ -120,7 +120,7 @@ def _one_row_kernel(
     tl.store(out + where, y.to(out.dtype.element_ty), mask=n < N)
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #ed451c70
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x,
     wa,
@@ -566,7 +566,7 @@ def _route(x, layer, eps, dtype):
     return normed, logits
 
 # %% ../../nbs/rollout/08_decode_kernels.ipynb #a2b7b12a
-@triton.jit
+@triton.jit(do_not_specialize=["B", "n_items"])
 def _schedule_kernel(
     logits,
     token_of,
@@ -651,9 +651,10 @@ def schedule(
     rows = rows or (16 if B <= 16 else 32 if B <= 64 else 64)
     count = min(B * top, E * triton.cdiv(B, rows), E + B * top // rows)
     token, slot = torch.empty(2, B * top, dtype=torch.int32, device=logits.device)
-    items = torch.empty(3, count, dtype=torch.int32, device=logits.device)
+    # rows that begin at multiples of 16 bytes, whatever B is: one kernel for all
+    items = torch.empty(3, -(-count // 4) * 4, dtype=torch.int32, device=logits.device)[:, :count]
     weight = torch.empty(B * top, dtype=torch.float32, device=logits.device)
-    size = triton.next_power_of_2(B)
+    size = max(16, triton.next_power_of_2(B))
     _schedule_kernel[(1,)](
         logits,
         token,
