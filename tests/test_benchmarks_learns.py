@@ -61,7 +61,8 @@ def test_every_kind_runs_from_the_same_weights(scripts, monkeypatch, tmp_path, c
     stored = run(script, monkeypatch, tmp_path / "runs.json")
     assert [one["name"] for one in stored["runs"]] == list(script.KINDS)
     first = {one["name"]: one["reward"][0] for one in stored["runs"]}
-    alike = {first[name] for name in ("float32", "float32, modules", "float32, adapters")}
+    # (a small gpt-oss is decoded by copies here, which draws a batch's random numbers together)
+    alike = {first[name] for name in ("float32", "float32, adapters")}
     assert len(alike) == 1 and 0 < min(first.values())  # the same weights, and the same draws
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1].startswith("after, MXFP4, adapters - float32: ")
