@@ -115,7 +115,7 @@ UNPACK_ALL = _Inside()  # all experts are unpacked together, so that nothing wai
 
 
 class _Rehearsal(threading.local):
-    share = None  # of the tokens that are to come; None: this is none
+    tokens = None  # that are to come; None: this is none
 
 
 _rehearsal = _Rehearsal()
@@ -123,14 +123,14 @@ _rehearsal = _Rehearsal()
 
 @contextlib.contextmanager
 def in_turn(
-    share: float = 1.0,  # of the tokens that are to come; parts of the rows are smaller by it
+    tokens: int,  # that are to come: the rows come in parts if theirs will
 ) -> Iterator[None]:
     "Inside `with`, and in this thread, tokens go to the experts in turn, whatever a router says."
-    _rehearsal.share = share
+    before, _rehearsal.tokens = _rehearsal.tokens, tokens
     try:
         yield
     finally:
-        _rehearsal.share = None
+        _rehearsal.tokens = before
 
 # %% ../../nbs/model/10_experts_grouped.ipynb #2cca57b5
 class PairOrder:
@@ -141,7 +141,7 @@ class PairOrder:
 
     def __init__(self, indices, num_experts):
         self.at_once = bool(UNPACK_ALL)  # for backward too, which runs in another thread
-        if _rehearsal.share is not None:
+        if _rehearsal.tokens is not None:
             number = torch.arange(indices.numel(), device=indices.device)
             indices = (number % num_experts).view_as(indices)
         # (P,) each; stable: the same order on every run
@@ -196,8 +196,9 @@ class PairOrder:
         """The rows in parts of one size, `most` at the most (None: one part), each an order of its
         own; only `place` still counts the rows of all parts."""
         total = len(self.ids)
-        if most is not None:
-            most = max(1, int(most * (_rehearsal.share or 1)))
+        if most is not None and _rehearsal.tokens is not None:  # three: a first, a middle, a last
+            in_parts = _rehearsal.tokens * self.place.shape[1] > most
+            most = max(1, total // 3) if in_parts else total
         if most is None or self.at_once or total <= most:
             return [self]
         rows = -(-total // -(-total // most))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', 'evaluating', 'check_prompts', 'complete',
            'in_groups', 'complete_directly', 'rollout_of', 'complete_in_place', 'logits_bytes', 'result_bytes',
-           'working_bytes', 'GrowingShape', 'growing_shape', 'BatchMemory', 'memory_through_modules',
+           'working_bytes', 'GrowingShape', 'growing_shape', 'state_bytes', 'BatchMemory', 'memory_through_modules',
            'memory_of_decoder', 'split_rows', 'RolloutEngine']
 
 # %% ../../nbs/rollout/03_engine.ipynb #2766139d
@@ -421,20 +421,31 @@ def growing_shape(
     GrowingShape
 ):  # without layers if the configuration is of a kind that `read_shape` does not know
     "The cache of a model that is decoded through its modules."
+    kinds = getattr(config, "layer_types", None)  # some layers have no keys
     try:
         shape = read_shape(config)
+        windows, sizes = shape.windows or (None,) * shape.layers, (shape.kv_heads, shape.head_dim)
     except ValueError:
-        return GrowingShape((), 0, 0, dtype)
-    windows = shape.windows or (None,) * shape.layers
-    kinds = (
-        getattr(config, "layer_types", None) or ["attention"] * shape.layers
-    )  # some models have layers without keys among them
-    return GrowingShape(
-        tuple(w for w, kind in zip(windows, kinds) if "attention" in kind and "linear" not in kind),
-        shape.kv_heads,
-        shape.head_dim,
-        dtype,
-    )
+        sizes = [getattr(config, name, None) for name in ("num_key_value_heads", "head_dim")]
+        if "linear_attention" not in (kinds or ()) or None in sizes:
+            return GrowingShape((), 0, 0, dtype)
+        windows = (None,) * len(kinds)
+    kinds = kinds or ["attention"] * len(windows)
+    kept = [w for w, kind in zip(windows, kinds) if "attention" in kind and "linear" not in kind]
+    return GrowingShape(tuple(kept), *sizes, dtype)
+
+
+def state_bytes(
+    config: PretrainedConfig,  # of the model's text part
+    dtype: torch.dtype,  # of the convolution's inputs; the state is float32
+) -> int:  # 0 for a layer of another kind than Qwen3.5's
+    "What a layer with linear attention keeps of a row, however long it is."
+    names = "num_value_heads", "value_head_dim", "num_key_heads", "key_head_dim", "conv_kernel_dim"
+    sizes = [getattr(config, f"linear_{name}", None) for name in names]
+    if None in sizes:
+        return 0
+    values, V, keys, K, inputs = sizes
+    return 4 * values * V * K + dtype.itemsize * inputs * (values * V + 2 * keys * K)
 
 # %% ../../nbs/rollout/03_engine.ipynb #901b93f4
 @dataclass(frozen=True)
@@ -458,6 +469,8 @@ def memory_through_modules(
     row += logits_bytes(config.vocab_size, dtype.itemsize, params)
     if in_place:
         row += 16 * config.vocab_size  # tokens are drawn in float64
+    if states := (getattr(config, "layer_types", None) or []).count("linear_attention"):
+        row += (states + 4) * state_bytes(config, dtype)  # a step works on copies of one
     return BatchMemory(growing_shape(config, dtype), row)
 
 
@@ -710,8 +723,10 @@ class RolloutEngine:
         drawing, (decoder, _) = self._drawing(params), self._open()
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
         in_turn = decoder is not None and not isinstance(decoder, SmallDecoder)
-        if decoder is None and keys is None:  # what is drawn does not depend on the company
-            keys = stream_keys(len(rows), params.seed)
+        if keys is not None and len(keys) != len(rows):
+            raise ValueError(f"{len(keys)} keys for {len(rows)} completions: give one for each")
+        if decoder is None and keys is None and params.temperature > 0:
+            keys = stream_keys(len(rows), params.seed)  # so the company does not matter
         if not in_turn:
             batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
         bar = tqdm(
@@ -737,7 +752,8 @@ class RolloutEngine:
             draw = partial(complete, self.model, on_token=bar.update, **drawing)
         own = [None] * len(batches)
         if keys is not None:
-            own = torch.as_tensor(keys, device=self.model.device).split(list(map(len, batches)))
+            own = torch.as_tensor(keys, dtype=torch.int64, device=self.model.device)
+            own = own.split(list(map(len, batches)))
         try:
             with bar, evaluating(self.model) if decoder is not None else self._running():
                 rollouts = [draw(batch, keys=each) for batch, each in zip(batches, own)]

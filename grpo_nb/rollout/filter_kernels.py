@@ -158,7 +158,7 @@ def _begin_kernel(
     highest, peak = tl.max(tl.where(inside, order, start), 0), tl.max(top, 0) * inverse_temperature
     if CUT:
         cut = tl.load(least + b)
-        start = _order(cut, DROP).to(tl.int64) - (cut == 0).to(tl.int64)  # -0 is kept with 0
+        start = tl.where(cut == 0, -1, _order(cut, DROP)).to(tl.int64)  # -0 is kept with 0
     else:
         m = tl.load(block_m + (b * (C // PER) + c // PER), mask=inside, other=-float("inf"))
         mass = tl.load(shares + b * C + c, mask=inside, other=0.0) * tl.exp(m - peak)
@@ -293,8 +293,9 @@ def _search_kernel(
     b, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count, width, now = tl.load(counts + b), tl.load(bits + b), (number % 2) * ROWS + b
     if (p * TILE < count) & ((number == 0) | (width > 4 * number)):
-        start = tl.load(low + b)
-        if number > 0:
+        if number == 0:
+            start = tl.load(low + b)
+        else:
             parts = tl.minimum(PARTS, tl.cdiv(count, TILE))
             before = sums, low, target, b, number, width, parts
             start = _narrow(*before, wanted, share, ROWS, PARTS, COUNT, CUT, PP)
@@ -368,6 +369,7 @@ def search(
 ) -> torch.Tensor:  # (B,) float32
     "The least logit of each row that is kept."
     (B, V), C, device = logits.shape, looks.tops.shape[1], logits.device
+    share = max(share, 1e-12)  # of which the largest logit has more, and what rounding leaves less
     start = begin(looks, V, wanted, share, temperature, least)
     size, steps, drop = (
         decode_kernels.block_of(V),

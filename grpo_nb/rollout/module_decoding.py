@@ -413,10 +413,11 @@ def unknown_cache(
 
 
 def trial_steps(
-    rows: ModuleDecoder,  # of the trial, with room for four tokens
+    rows: ModuleDecoder,  # of the trial, with room for five tokens
     logits: torch.Tensor,  # (2, V) after the prompts
-) -> torch.Tensor | None:  # (3, 2, V); None: the replay does nothing
-    "The logits of three steps: one sent, one in which waiting is an error, one replayed."
+) -> torch.Tensor | None:  # (4, 2, V); None: the replay does nothing
+    """The logits of four steps: one sent, one in which waiting is an error, two replayed. The
+    second replay finds a state that the first one left in other memory than it had."""
     scores, now = [], []
 
     def step():
@@ -430,18 +431,21 @@ def trial_steps(
         step()
     scores.append(now[0].clone())
     graph = record_graph(step)
-    before = int(rows.drawn)
-    graph.replay()
-    return torch.stack([*scores, now[0]]) if (before, int(rows.drawn)) == (3, 4) else None
+    counts = [int(rows.drawn)]
+    for _ in range(2):
+        graph.replay()
+        counts.append(int(rows.drawn))
+        scores.append(now[0].clone())
+    return torch.stack(scores) if counts == [3, 4, 5] else None
 
 
 def growing_steps(
     model: PreTrainedModel,
-    ids: torch.Tensor,  # (2, at least 3) the tokens that are fed
-) -> torch.Tensor:  # (3, 2, V)
-    "The logits of the same three steps with transformers' own cache."
+    ids: torch.Tensor,  # (2, one more than the steps) the tokens that are fed
+) -> torch.Tensor:  # (steps, 2, V)
+    "The logits of the same steps with transformers' own cache."
     (cache, _, mask), scores = read_trial(model), []
-    for column in range(3):
+    for column in range(ids.shape[1] - 1):
         grown = torch.cat([mask, mask.new_ones(2, column + 1)], 1)
         out = model(
             input_ids=ids[:, column, None],
@@ -459,7 +463,7 @@ def _trial_error(model):
     cache, logits, mask = read_trial(model)
     if reason := unknown_cache(cache, model.config.get_text_config()):
         return reason
-    greedy, nothing = SamplingParams(temperature=0, max_tokens=4), mask.new_empty(0).long()
+    greedy, nothing = SamplingParams(temperature=0, max_tokens=5), mask.new_empty(0).long()
     rows = ModuleDecoder(model, cache, mask, greedy, nothing)
     if (found := trial_steps(rows, logits)) is None:
         return "what was recorded does nothing when it is replayed"
@@ -471,7 +475,7 @@ def _trial_error(model):
 def try_to_record(
     model: PreTrainedModel,  # in evaluation mode, `cannot_record(model)` is None
 ) -> str | None:  # why it does not work; None: it does
-    "Compare three recorded steps with the growing cache; OutOfMemoryError: no room to try."
+    "Compare four steps with the growing cache; OutOfMemoryError: no room to try."
     try:
         error = _trial_error(model)
     except torch.OutOfMemoryError:

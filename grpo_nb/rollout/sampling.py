@@ -126,7 +126,7 @@ class SamplingParams:
     n: int = 1  # completions of each prompt
     # end a completion, instead of the model's own; () never stops
     stop_token_ids: int | Sequence[int] | None = None
-    seed: int | None = None  # of a generator of its own; None draws from torch's global one
+    seed: int | None = None  # of random numbers of its own; None: by torch's global generator
     # texts that end a completion, beside the tokens: with the token that completes one of them
     stop: str | Sequence[str] | None = None
     # whether `fast_generate` keeps that text; the tokens of a rollout always hold it

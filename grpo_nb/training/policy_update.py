@@ -491,14 +491,15 @@ class PolicyUpdate:
             return
         self.compiles, rows = False, beginning_of(batch, 2, COMPILED_TOKENS)
         modes = [(module, module.training) for module in self.model.modules()]
-        step = batch.completion_ids[: self.config.per_device_train_batch_size].numel()
+        step = batch.rows(slice(self.config.per_device_train_batch_size))
+        tokens = int(step.prompt_mask.sum() + step.completion_mask.sum())
 
         def work():
             with (
                 torch.enable_grad(),
                 self.precision.adapters(self.model),
                 quiet_collector(),
-                in_turn(min(1.0, rows.completion_ids.numel() / step)),
+                in_turn(tokens),
             ):
                 logps, _ = self.completion_logps(self.model, rows, entropy=True)
                 torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)

@@ -508,14 +508,19 @@ def test_errors_are_sentences(change, words):
         routed_experts(**arguments)
 
 
-def test_few_tokens_come_in_as_many_parts_as_all():
+def test_few_tokens_come_in_parts_if_all_will():
     "While kernels are compiled; the experts get theirs in turn, and again as routed after that."
-    few, many = torch.full((30, 2), 3), torch.full((300, 2), 3)
-    with in_turn(0.1):
+    few = torch.full((30, 2), 3)
+    with in_turn(101):
         pairs = PairOrder(few, 4)
         assert [len(part.ids) for part in pairs.parts(200)] == [20, 20, 20]
-    assert len(PairOrder(many, 4).parts(200)) == 3 and len(PairOrder(few, 4).parts(200)) == 1
+        assert [len(part.ids) for part in pairs.parts(None)] == [60]
+        with in_turn(100):
+            assert [len(part.ids) for part in pairs.parts(200)] == [60]
+            assert [len(part.ids) for part in pairs.parts(50)] == [20, 20, 20]
+        assert len(pairs.parts(200)) == 3 and len(PairOrder(few[:0], 4).parts(200)) == 1
     assert pairs.ends.tolist() == [15, 30, 45, 60] and PairOrder(few, 4).ends.tolist()[2:] == [
         0,
         60,
     ]
+    assert len(PairOrder(few, 4).parts(200)) == 1

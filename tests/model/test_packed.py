@@ -303,7 +303,7 @@ def test_in_turn_a_layer_computed_again_reads_rows_that_are_there(models, groupe
         torch.autograd.grad(y.sum(), x)
         del seen[:]
 
-    with in_turn():
+    with in_turn(tokens=30):
         pass_over()
     assert all(0 <= end <= rows for rows, ends in given for end in ends)
     assert grouped == bool(given)

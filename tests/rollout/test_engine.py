@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     GPT2Config,
@@ -27,7 +28,14 @@ from transformers import (
 from grpo_nb.model.memory_bytes import kv_bytes, read_shape
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import sampling
-from grpo_nb.rollout.engine import RolloutEngine, complete_in_place, growing_shape
+from grpo_nb.rollout.engine import (
+    RolloutEngine,
+    complete_in_place,
+    growing_shape,
+    memory_through_modules,
+    state_bytes,
+)
+from grpo_nb.rollout.module_decoding import cache_name
 from grpo_nb.rollout.sampling import SamplingParams
 
 torch.set_num_threads(1)
@@ -656,6 +664,54 @@ def test_the_cache_of_the_modules_with_windows_is_counted():
     assert (
         growing_shape(other_model("gpt2")[0].config, torch.float32).bytes([30], [3], 9) == 0
     )  # names its sizes otherwise
+
+
+def test_a_linear_layers_state_is_counted_and_attention_beside_it():
+    "As transformers' cache holds them, of a model whose experts the planner does not know, too."
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=4,
+        linear_value_head_dim=8,
+    )
+    experts = dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )
+    for name, more in (("Qwen3_5Text", dict(intermediate_size=16)), ("Qwen3_5MoeText", experts)):
+        config = getattr(transformers, f"{name}Config")(**sizes, **more)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        out = model(torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]), use_cache=True)
+        layers = getattr(out, cache_name(model)).layers
+        held = [*layers[0].conv_states.values(), *layers[0].recurrent_states.values()]
+        assert sum(x.nbytes for x in held) == 2 * state_bytes(config, torch.float32)
+        keys = layers[1].keys.nbytes + layers[1].values.nbytes
+        assert growing_shape(config, torch.float32).bytes([5, 5], [1, 1], 1) == keys
+        params = SamplingParams(max_tokens=1)
+        row = memory_through_modules(config, torch.float32, params, True).row_bytes
+        config.layer_types = ["full_attention"] * 3
+        whole = memory_through_modules(config, torch.float32, params, True).row_bytes
+        assert row - whole == (2 + 4) * state_bytes(config, torch.float32)
+    assert state_bytes(other_model("gpt2")[0].config, torch.float32) == 0
+
+
+def test_keys_of_another_number_than_the_completions_are_refused():
+    model, tokenizer = tiny_gpt_oss(0)
+    engine = RolloutEngine(model, tokenizer, through_modules=True)
+    with pytest.raises(ValueError, match="3 keys for 4 completions: give one for each"):
+        engine.generate(["1+1="], SamplingParams(n=4, max_tokens=2), keys=[1, 2, 3])
+    before = torch.get_rng_state()
+    engine.generate(["1+1="], SamplingParams(temperature=0, max_tokens=2))
+    assert torch.equal(before, torch.get_rng_state())  # greedy: no number is drawn
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])

@@ -131,6 +131,28 @@ def test_only_chunks_that_reach_the_bound_are_looked_through(monkeypatch):
     assert filter_kernels.begin(looks, 1100, wanted=9).counts.tolist() == [5, 5]  # all of them
 
 
+def test_a_cut_of_minus_zero_leaves_what_is_below_it_out(monkeypatch):
+    "The largest number below zero is no part of the probability that top-p takes its share of."
+    if DEVICE == "cpu":
+        monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 512)
+    z = torch.nextafter(torch.zeros(1, 1002), torch.tensor(-1.0)).to(DEVICE)
+    z[0, 0], z[0, 1:3] = 1.0, -0.0
+    params = SamplingParams(top_k=2, top_p=0.55)
+    kept = z >= filter_kernels.least_kept(z, params, filter_kernels.look(z))[:, None]
+    assert kept[0].tolist() == processed_log_probs(z, params)[0].isfinite().tolist()
+    assert kept.sum() == 1
+
+
+def test_the_smallest_share_keeps_the_largest_logit(monkeypatch):
+    "1e-300 is zero as float32, in which a card is given it."
+    if DEVICE == "cpu":
+        monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 32)
+    z = torch.arange(40.0, device=DEVICE)[None]
+    for share in (1e-300, 0.0):
+        found = filter_kernels.search(z, filter_kernels.look(z), share=share)
+        assert found.tolist() == [39.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("share", [0.3, 0.95, 0.999999, 1 - 1e-9])
 def test_no_threshold_lies_below_its_bound(share, dtype, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from grpo_nb.model.recorded_layers import RecordedCalls
 from grpo_nb.rollout import engine as engines
@@ -285,6 +286,48 @@ def test_a_step_is_the_same_calls_on_the_same_tensors(name):
         played.replay()
     assert torch.equal(mine.ids, expected.ids) and int(mine.drawn) == int(expected.drawn) == 12
     torch.testing.assert_close(mine.logps, expected.logps)
+
+
+class Captured:
+    "A recording as a GPU makes it: its calls are noted, and nothing is computed."
+
+    def __init__(self, rows, step):
+        layers = [vars(layer) for layer in rows.cache.layers]
+        states = [
+            state
+            for layer in layers
+            for x in layer.values()
+            if isinstance(x, dict)
+            for state in x.values()
+        ]
+        held = [x for one in (*layers, vars(rows)) for x in one.values()] + states
+        held = [(x, x.clone()) for x in held if torch.is_tensor(x)]
+        works = iter([lambda: None, step])  # `RecordedCalls` does it once before it notes it
+        self.replay = RecordedCalls(lambda: next(works)()).replay
+        for x, before in held:
+            x.copy_(before)
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+@torch.no_grad()
+def test_a_trial_notices_a_state_in_other_memory_each_time(assigned, as_on_a_gpu, monkeypatch):
+    held, real = [], module_decoding.trial_steps
+    monkeypatch.setattr(
+        module_decoding, "trial_steps", lambda rows, logits: held.append(rows) or real(rows, logits)
+    )
+    monkeypatch.setattr(module_decoding, "record_graph", lambda step: Captured(held[-1], step))
+    model = tiny("Qwen3_5Text")
+    if assigned:
+
+        def update(self, states, state_idx=0, **kwargs):
+            self.recurrent_states[state_idx] = states
+            self.is_recurrent_states_initialized[state_idx] = True
+            return states
+
+        monkeypatch.setattr(LinearAttentionLayer, "update_recurrent_state", update)
+    reason = try_to_record(model)
+    assert (reason or "").startswith("its steps are computed otherwise") == assigned
+    assert assigned or reason is None
 
 
 def test_a_trial_judges_by_the_narrowest_format(as_on_a_gpu, monkeypatch):

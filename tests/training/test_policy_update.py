@@ -362,7 +362,7 @@ def test_where_layers_are_recorded(monkeypatch, changes, large, recorded):
 def test_compiling_first_leaves_nothing_behind(monkeypatch):
     "Two completions go forward and backward once; weights, gradients, modes, draws are as before."
     update, _ = update_of(gradient_checkpointing=True)
-    batch, passes, shares = batch_for(update), [], []
+    batch, passes, tokens = batch_for(update), [], []
 
     def work_of(work):
         before = torch.get_rng_state()
@@ -376,7 +376,7 @@ def test_compiling_first_leaves_nothing_behind(monkeypatch):
     seen = []
     update.completion_logps = watched(update.completion_logps, seen)
     update.model.register_forward_pre_hook(
-        lambda *_: shares.append(experts_grouped._rehearsal.share)
+        lambda *_: tokens.append(experts_grouped._rehearsal.tokens)
     )
     update.model.eval()
     modes = [m.training for m in update.model.modules()]
@@ -385,8 +385,12 @@ def test_compiling_first_leaves_nothing_behind(monkeypatch):
     with torch.no_grad():  # as inside the guard
         update.compile_first(batch)
         update.compile_first(batch)
-    assert len(passes) == 1 and seen == [(2, True)] and shares == [2 / 8]
-    assert experts_grouped._rehearsal.share is None
+    assert (
+        len(passes) == 1
+        and seen == [(2, True)]
+        and tokens == [int(batch.prompt_mask.sum() + batch.completion_mask.sum())]
+    )
+    assert experts_grouped._rehearsal.tokens is None
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in update.model.modules()] == modes
     assert all(p.grad is None for p in update.model.parameters())
