@@ -115,7 +115,7 @@ UNPACK_ALL = _Inside()  # all experts are unpacked together, so that nothing wai
 
 
 class _Rehearsal(threading.local):
-    tokens = None  # that are to come; None: this is none
+    tokens = None  # of the step that is rehearsed; None: none is
 
 
 _rehearsal = _Rehearsal()
@@ -123,7 +123,7 @@ _rehearsal = _Rehearsal()
 
 @contextlib.contextmanager
 def in_turn(
-    tokens: int,  # that are to come: the rows come in parts if theirs will
+    tokens: int,  # of the step that is rehearsed; if its rows will come in parts, so do these
 ) -> Iterator[None]:
     "Inside `with`, and in this thread, tokens go to the experts in turn, whatever a router says."
     before, _rehearsal.tokens = _rehearsal.tokens, tokens

@@ -91,3 +91,13 @@ def test_the_trial_of_the_decoding_kernels_on_an_older_card(monkeypatch):
     with pytest.warns(UserWarning, match="RuntimeError: no such instruction"):
         assert not decode_kernels.works(device, torch.float16)
     decode_kernels.works.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_lists_of_a_schedule_begin_at_multiples_of_16_bytes(rows):
+    "Else a kernel is compiled for each number of rows that makes them begin elsewhere."
+    logits = torch.randn(rows, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    work = decode_kernels.schedule(logits, 2, torch.float32)
+    lists = (work.token, work.slot, *work.items)
+    assert [x.data_ptr() % 16 for x in work.items] == [0, 0, 0] and work.items.shape[1] % 4
+    assert all(x.stride() == (1,) for x in lists)
