@@ -193,15 +193,16 @@ class PairOrder:
         return [(e, start, end) for e, (start, end) in enumerate(bounds) if end > start]
 
     def parts(self, most):
-        """The rows in parts of one size, `most` at the most (None: one part), each an order of its
-        own; only `place` still counts the rows of all parts."""
+        """The rows in parts of one size, about `most` at the most (None: one part), each an order
+        of its own; only `place` still counts the rows of all parts. A part begins at a multiple of
+        16, as kernels like their tensors aligned."""
         total = len(self.ids)
         if most is not None and _rehearsal.tokens is not None:  # three: a first, a middle, a last
             in_parts = _rehearsal.tokens * self.place.shape[1] > most
             most = max(1, total // 3) if in_parts else total
         if most is None or self.at_once or total <= most:
             return [self]
-        rows = -(-total // -(-total // most))
+        rows = -(-total // -(-total // most) // 16) * 16
         starts = range(0, total, rows)
         before = torch.arange(0, total, rows, dtype=self.ends.dtype, device=self.ends.device)
         ends = (self.ends - before[:, None]).clamp_(0, rows)  # (parts, E)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WARPS', 'COLUMNS', 'SHARE_FROM', 'MOST_ROWS', 'MOST_RANK', 'POINTERS', 'tile', 'layouts', 'constants',
-           'expert_product', 'works', 'rank', 'suits']
+           'expert_product', 'compiles', 'works', 'rank', 'suits']
 
 # %% ../../nbs/rollout/09_expert_kernel.ipynb #5cda28cb
 import warnings
@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 
+from ..model.compile_together import is_noting
 from ..model.experts import ExpertWeights
 from ..model.packed import PackedWeight
 
@@ -400,28 +401,21 @@ POINTERS = dict(
 )  # types of the kernel's tensors, without adapters
 
 
+def _compile_one():
+    "Compile the kernel for the present card, without adapters."
+    pointers = (getattr(torch, name) for name in POINTERS.values())
+    options = constants(32, 32, 8, 0, True, True) | dict(num_warps=WARPS, grid=(1, 1))
+    _experts_kernel.warmup(*pointers, 0, 0, 0, 1.0, 1.0, 1.0, **options)
+
+
 @cache
-def works(
+def compiles(
     device: torch.device,
 ) -> bool:
-    """Whether the kernel compiles for a device. Gluon is experimental: a Triton that refuses this
-    code is found here, and not in the middle of a rollout."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
+    "Whether the kernel can be compiled for a card; says so if not."
     try:
         with torch.cuda.device(device):
-            _experts_kernel.warmup(
-                *(getattr(torch, name) for name in POINTERS.values()),
-                0,
-                0,
-                0,
-                1.0,
-                1.0,
-                1.0,
-                **constants(32, 32, 8, 0, True, True),
-                num_warps=WARPS,
-                grid=(1, 1),
-            )
+            _compile_one()
     except Exception as error:
         warnings.warn(
             f"triton {triton.__version__} cannot compile the kernel for packed experts "
@@ -430,6 +424,19 @@ def works(
         )
         return False
     return True
+
+
+def works(
+    device: torch.device,
+) -> bool:
+    """Whether the kernel can be used on a device. Gluon is experimental: a Triton that refuses this
+    code is found here, and not in the middle of a rollout."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if is_noting():  # it is compiled with the others, and asked for at its first launch
+        _compile_one()
+        return True
+    return compiles(device)
 
 
 def rank(

@@ -12,10 +12,12 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.utils.checkpoint import CheckpointError
 
 from ..algorithm.batching import BatchLayout
 from grpo_nb.algorithm.losses import (
@@ -26,7 +28,7 @@ from grpo_nb.algorithm.losses import (
     rollout_correction,
 )
 from ..model import limits
-from ..model.compile_together import compile_together
+from ..model.compile_together import compile_early, compile_together
 from ..model.experts_grouped import in_turn
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
@@ -361,6 +363,8 @@ class PolicyUpdate:
         self.schedule, self.learning_rate = schedule, config.learning_rate
         on_gpu = self.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.compiles = on_gpu and accelerator.num_processes == 1
+        if self.compiles:
+            compile_early(self.compile_logps)
         self.arrange()
 
     def arrange(self) -> None:
@@ -483,6 +487,16 @@ class PolicyUpdate:
 
     # gradients
 
+    def compile_logps(self) -> None:
+        "Compile the kernel that a pass without a gradient ends with."
+        from ..algorithm.softmax_kernel import compile_softmax
+
+        dtype = self.precision.dtype or self.model.dtype
+        if self.config.cast_lm_head_to_fp32:
+            dtype = torch.float32
+        with torch.cuda.device(self.device):
+            compile_softmax(dtype, self.model.config.get_text_config().vocab_size)
+
     def compile_first(self, batch: TrainingBatch) -> None:
         """Compile what training launches, all at once, the first time; the beginning of two
         completions goes through the model for that, and leaves nothing behind."""
@@ -502,7 +516,8 @@ class PolicyUpdate:
                 in_turn(tokens),
             ):
                 logps, _ = self.completion_logps(self.model, rows, entropy=True)
-                torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)
+                with suppress(CheckpointError):  # experts in a loop: a router that read nothing
+                    torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)
 
         cards = [self.device] if self.device.type == "cuda" else []
         try:

@@ -166,6 +166,7 @@ from transformers import GptOssForCausalLM
 from grpo_nb.environments.arithmetic import addition_problems
 from grpo_nb.model import experts_grouped
 from grpo_nb.model.adapters import add_adapters, resolve_targets
+from grpo_nb.model.loading import select_experts
 from grpo_nb.model.packed import pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.config import GRPOConfig
@@ -173,8 +174,9 @@ from grpo_nb.training.trainer import GRPOTrainer
 
 compiled = []
 
-def heard(*, src, **_):
-    alone = not threading.current_thread().name.startswith("ThreadPoolExecutor")
+def heard(*, src, cache_hit, **_):
+    thread = threading.current_thread().name
+    alone = not cache_hit and not thread.startswith(("ThreadPoolExecutor", "compile_early"))
     compiled.append((src.name, alone))
 
 def dirty(gib):  # what an empty tensor finds
@@ -188,6 +190,7 @@ model = GptOssForCausalLM(model.config).to("cuda", torch.bfloat16).requires_grad
 model.set_attn_implementation("sink")
 pack_experts(model)
 model = add_adapters(model, 4, resolve_targets(model, "all"))
+select_experts(model, "routed_lean")
 config = GRPOConfig(
     output_dir=sys.argv[1], max_completion_length=64, per_device_train_batch_size=16,
     num_generations=8, max_steps=2, logging_steps=1, save_strategy="no", disable_tqdm=True,

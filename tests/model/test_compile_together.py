@@ -1,9 +1,14 @@
 """A pass that launches nothing lists what a step launches and leaves its tensors alone; what is
 listed is compiled at once. (How long that takes is a card's to say: tests/gpu/test_decoder.py.)"""
 
+import gc
+import multiprocessing
+import os
 import re
+import signal
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +17,7 @@ import pytest
 import torch
 
 from grpo_nb.model import compile_together as module
-from grpo_nb.model.compile_together import compile_together, noted_launches
+from grpo_nb.model.compile_together import compile_early, compile_together, noted_launches
 from grpo_nb.rollout import decode_kernels, decode_ops, filter_kernels
 from grpo_nb.rollout.decode_kernels import _trial_layer, _trial_step, normal_tensors
 from grpo_nb.rollout.decode_ops import DecodeState
@@ -182,8 +187,87 @@ def test_what_is_compiled_is_loaded_in_the_same_thread(loads):
         return kernel
 
     with module._Pool(2) as pool:
-        assert pool.submit(compile).result() is kernel
+        later = pool.submit(compile)
+        assert pool.given == [compile] and not compiled_in
+        pool.opened.set()
+        assert later.result() is kernel
     assert kernel.threads == compiled_in != [threading.get_ident()]
+
+
+def in_a_file(folder, number):
+    (folder / str(number)).write_text(str(os.getpid()))
+    return SimpleNamespace(src=None, metadata=None)
+
+
+def test_copies_of_the_process_compile_and_leave_the_results_on_disk(tmp_path):
+    "One that fails is compiled again by who loads it; with few cores there are no copies."
+    compiles, done = [partial(in_a_file, tmp_path, n) for n in range(9)], []
+    compiles[4] = partial(int, "no kernel")
+    module.compile_in_copies(compiles, 3, lambda: done.append(1))
+    assert not done and not list(tmp_path.iterdir())
+    module.compile_in_copies(compiles, 4, lambda: done.append(1))
+    by = {int(path.name): int(path.read_text()) for path in tmp_path.iterdir()}
+    assert sorted(by) == [0, 1, 2, 3, 5, 6, 7, 8] and len(done) == 9
+    assert os.getpid() not in by.values() and len(set(by.values())) <= 4
+    assert not module._to_compile and gc.isenabled()
+    assert not any(alive(process) for process in by.values())
+
+
+def alive(process):
+    with suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("broken", [partial(time.sleep, 600), partial(os._exit, 1)])
+def test_a_copy_that_waits_or_dies_is_given_up(broken, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 2.0)
+    compiles = [broken, *(partial(in_a_file, tmp_path, n) for n in range(5))]
+    began, done = time.monotonic(), []
+    module.compile_in_copies(compiles, 4, lambda: done.append(1))
+    assert time.monotonic() - began < 30 and len(done) == len(list(tmp_path.iterdir())) == 5
+    assert not multiprocessing.active_children()
+
+
+def test_copies_do_not_hear_the_signals_of_the_process(tmp_path):
+    "A trainer that saves when it is told to end would save from each."
+    heard = signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "saved").touch())
+    try:
+        interrupted = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+        compiles, done = [interrupted, *[partial(time.sleep, 0.1)] * 4], []
+        module.compile_in_copies(compiles, 4, lambda: done.append(1))
+    finally:
+        signal.signal(signal.SIGTERM, heard)
+    assert len(done) == 5 and not (tmp_path / "saved").exists()
+
+
+def test_a_system_without_processes_has_threads(monkeypatch):
+    def refused(method):
+        raise OSError("no semaphores here")
+
+    monkeypatch.setattr(module, "get_context", refused)
+    module.compile_in_copies([int] * 9, 8, lambda: pytest.fail("done"))
+
+
+def test_what_is_compiled_early_is_waited_for(monkeypatch):
+    "A copy of the process would find the compiler's locks held, by a thread that it has not."
+    go, kernel, order = threading.Event(), Launched(), []
+    compile_early(lambda: order.append("early") if go.wait(30) else None)
+    compile_early(partial(int, "an error stays there"))
+    monkeypatch.setattr(triton, "JITFunction", Launched)
+    monkeypatch.setattr(module, "kernels_in_use", lambda: [kernel])
+    monkeypatch.setattr(module, "compile_in_copies", lambda *_: order.append("copies"))
+    threading.Timer(0.3, go.set).start()
+    assert compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2) == 0
+    assert order == ["early", "copies"] and not module._early
+
+
+class Launched:
+    "A kernel that is compiled before anybody asks."
+
+    def run(self, *args, grid, warmup, **constants):
+        pass
 
 
 def test_inside_a_noted_pass_launches_are_noted_there():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_nb.model.compile_together import noted_launches
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.mxfp4 import e2m1_values
 from grpo_nb.model.packed import pack
@@ -243,8 +244,24 @@ def test_a_triton_that_cannot_compile_it_is_told_of(monkeypatch):
     with pytest.warns(
         UserWarning, match="cannot compile the kernel for packed experts .*wants something else"
     ):
-        assert not expert_kernel.works.__wrapped__(torch.device("cuda", 0))
+        assert not expert_kernel.compiles.__wrapped__(torch.device("cuda", 0))
+    monkeypatch.setattr(expert_kernel, "compiles", lambda device: pytest.fail("compiled"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not expert_kernel.works.__wrapped__(torch.device("cuda", 0)) and not expert_kernel.works(
-        torch.device("cpu")
-    )
+    assert not expert_kernel.works(torch.device("cuda", 0))
+    assert not expert_kernel.works(torch.device("cpu"))
+
+
+def test_where_launches_are_noted_it_is_noted_too(monkeypatch):
+    "And compiled with the others; what a Triton refuses is found when the first step is launched."
+    asked = []
+
+    class Kernel:
+        def warmup(self, *arguments, **settings):
+            asked.append(settings)
+
+    monkeypatch.setattr(expert_kernel, "_experts_kernel", Kernel())
+    monkeypatch.setattr(expert_kernel, "compiles", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with noted_launches():
+        assert expert_kernel.works(torch.device("cuda", 0)) and len(asked) == 1
+    assert not expert_kernel.works(torch.device("cuda", 0)) and len(asked) == 1
