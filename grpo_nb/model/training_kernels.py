@@ -271,7 +271,7 @@ def combine(
     return out
 
 # %% ../../nbs/model/12_training_kernels.ipynb #3f7469f0
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _rotate(
     x,
     cos,
