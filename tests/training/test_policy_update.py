@@ -2,17 +2,22 @@
 
 import copy
 import math
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from small_runs import small_model, weights_of
+from torch.utils.checkpoint import CheckpointError
 from transformers import GptOssConfig, Qwen2Config
 from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_func
 
 from grpo_nb import GRPOConfig
+from grpo_nb.algorithm import softmax_kernel
 from grpo_nb.model import experts_grouped, limits
+from grpo_nb.model.compile_together import noted_launches
 from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.recorded_layers import RecordedCalls, record_layers
 from grpo_nb.training import policy_update
@@ -429,6 +434,37 @@ def test_reentrant_layers_compile_nothing_first(monkeypatch):
     update.config.gradient_checkpointing_kwargs = {"use_reentrant": True}
     update.compiles = True
     update.compile_first(batch_for(update))
+
+
+def test_what_is_noted_before_routes_part_is_compiled(monkeypatch):
+    """Where experts are a loop, a router that read what no kernel wrote sends tokens elsewhere the
+    second time, and the checkpoint says so; that is no reason to compile one by one."""
+    update, _ = update_of(gradient_checkpointing=True)
+
+    def parted(*_, **__):
+        raise CheckpointError("different metadata")
+
+    monkeypatch.setattr(policy_update, "compile_together", lambda work: work())
+    monkeypatch.setattr(torch.autograd, "grad", parted)
+    update.compiles = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        update.compile_first(batch_for(update))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_that_is_compiled_early_is_the_one_that_is_launched(dtype, monkeypatch):
+    pytest.importorskip("triton")
+    update, _ = update_of()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    update.precision.dtype = dtype
+    with noted_launches() as noted:
+        update.compile_logps()
+        update.config.cast_lm_head_to_fp32 = True
+        update.compile_logps()
+        logits = torch.zeros(3, update.model.config.vocab_size, dtype=dtype)
+        softmax_kernel.softmax_chunk(logits, torch.zeros(3, dtype=torch.int64))
+    assert len(noted) == 1 + (dtype != torch.float32)
 
 
 def test_kernels_that_cannot_be_compiled_together_stop_no_run(monkeypatch):
