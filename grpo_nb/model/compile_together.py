@@ -4,22 +4,21 @@
 
 # %% auto #0
 __all__ = ['MODULES', 'COPIES_FROM', 'MOST_COPIES', 'PATIENCE', 'Launch', 'kernels_in_use', 'is_noting', 'compiled_for',
-           'noted_launches', 'compile_in_copies', 'compile_early', 'compile_together']
+           'noted_launches', 'compile_in_copies', 'compile_early', 'cores', 'compile_together']
 
 # %% ../../nbs/model/28_compile_together.ipynb #505570df
 import gc
 import os
+import select
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
-from multiprocessing import TimeoutError as NoAnswer
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +137,7 @@ class _Pool(ThreadPoolExecutor):
         super().__init__(
             threads, initializer=torch.cuda.set_device if on_card else None, initargs=card
         )
-        self.given, self.opened = [], threading.Event()
+        self.given, self.opened, self.ended = [], threading.Event(), False
 
     def submit(self, compile):
         self.given.append(compile)
@@ -146,6 +145,8 @@ class _Pool(ThreadPoolExecutor):
 
     def _compile(self, compile):
         self.opened.wait()
+        if self.ended:  # Ctrl-C does not wait for what has not begun
+            raise CancelledError
         return _loaded(compile)
 
 # %% ../../nbs/model/28_compile_together.ipynb #6be5bc9e
@@ -153,26 +154,44 @@ COPIES_FROM = 4  # cores; with fewer, threads are as fast
 MOST_COPIES = 16
 PATIENCE = 30.0  # s without a compiled kernel, after which copies of the process are given up
 
-_to_compile = []  # of a copy
 
-
-def _begin_copy(compiles):
-    """No collector may run in a copy: it would give back what lies on the card. Signals are for the
-    process itself, and so is what Triton has to say."""
-    gc.disable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    warnings.simplefilter("ignore")
-    _to_compile[:] = compiles
-
-
-def _in_a_copy(number):
-    "Compile one kernel, and what launches it; Triton's cache keeps both."
+def _work_as_a_copy(compiles, numbers, heard):
+    """Compile kernels, and what launches each, into Triton's cache, and end. Nothing is said: what
+    fails is compiled again where it is loaded, and says why there."""
     from triton.runtime import driver
 
-    with suppress(Exception):  # it is compiled again where it is loaded, and says why
-        kernel = _to_compile[number]()
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    while number := os.read(numbers, 2):
+        with suppress(Exception):
+            kernel = compiles[int.from_bytes(number, "big")]()
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+        os.write(heard, b".")
+
+
+def _fork(work):
+    """The number of a copy of this process that calls `work` and ends, whatever happens. It has no
+    collector, which would give back what lies on the card; signals and the terminal are for the
+    process itself."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        process = os.fork()
+        if process:
+            return process
+        try:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1), os.dup2(nothing, 2)
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            work()
+        finally:
+            os._exit(0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        if collects:
+            gc.enable()
 
 
 def compile_in_copies(
@@ -180,22 +199,36 @@ def compile_in_copies(
     copies: int,  # of this process, at the same time
     done: Callable[[], Any],  # called for each
 ) -> None:
-    "Fill Triton's cache, without taking turns for Python; where that does not work, do nothing."
+    """Fill Triton's cache, without taking turns for Python; with few cores, or where processes
+    cannot be copied, do nothing."""
     copies = min(copies, MOST_COPIES, len(compiles))
     if copies < COPIES_FROM or not sys.platform.startswith("linux"):
         return
+    (numbers, given), (heard, told), processes = os.pipe(), os.pipe(), []
+    os.write(given, b"".join(n.to_bytes(2, "big") for n in range(len(compiles))))
+    os.close(given)
+    answer = select.poll()
+    answer.register(heard, select.POLLIN)
     try:
-        with warnings.catch_warnings():
-            # Python 3.12 warns of threads that hold a lock: a copy that waits for one is given up
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pool = get_context("fork").Pool(copies, _begin_copy, [compiles])
-        with pool:
-            results = pool.imap_unordered(_in_a_copy, range(len(compiles)))
-            for _ in compiles:
-                results.next(PATIENCE)
-                done()
-    except (OSError, NoAnswer):  # no room for processes, or one that waits for ever
-        pass
+        try:
+            with warnings.catch_warnings(), suppress(OSError):  # no room for processes
+                # Python 3.12 warns of threads that hold a lock: who waits for one is given up
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for _ in range(copies):
+                    processes.append(_fork(partial(_work_as_a_copy, compiles, numbers, told)))
+        finally:
+            os.close(told)
+        for _ in compiles:
+            if not answer.poll(1000 * PATIENCE) or not os.read(heard, 1):
+                break  # nobody has an answer, or all have ended
+            done()
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+        os.close(numbers)
+        os.close(heard)
 
 # %% ../../nbs/model/28_compile_together.ipynb #36e466b3
 _early = []  # threads
@@ -211,8 +244,25 @@ def compile_early(
         with suppress(Exception):  # whoever launches the kernel is told
             work()
 
-    _early.append(threading.Thread(target=quietly, name="compile_early"))
-    _early[-1].start()
+    thread = threading.Thread(target=quietly, name="compile_early")
+    thread.start()
+    _early.append(thread)
+
+
+def _wait_for_early():
+    "No thread may be inside the compiler when this process is copied."
+    while _early:
+        thread = _early[0]
+        thread.join()
+        with suppress(ValueError):  # another waited too
+            _early.remove(thread)
+
+
+def cores() -> int:
+    "How many this process may use."
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def compile_together(
@@ -234,10 +284,10 @@ def compile_together(
     compiled = [launch for launch in noted if isinstance(launch.kernel, triton.JITFunction)]
     if not compiled:  # interpreted
         return 0
-    while _early:  # no thread may be inside the compiler when this process is copied
-        _early.pop().join()
+    _wait_for_early()
+    count = threads or cores()
+    copies = 0 if triton.knobs.compilation.always_compile else count  # then nothing is read back
     # what does not compile says so when it is launched, if it ever is
-    count = threads or os.cpu_count()
     with _Pool(count) as pool, triton.AsyncCompileMode(pool, ignore_errors=True) as mode:
         try:
             for kernel, args, constants in compiled:
@@ -245,10 +295,13 @@ def compile_together(
             futures = mode.raw_futures
             bar = tqdm(total=len(futures), desc="compiling kernels", delay=2, leave=False)
             with bar:
-                compile_in_copies(pool.given, count, bar.update)
+                compile_in_copies(pool.given, copies, bar.update)
                 pool.opened.set()
                 for _ in as_completed(futures):
                     bar.update(bar.n < bar.total)
+        except BaseException:
+            pool.ended = True
+            raise
         finally:
             pool.opened.set()
     return len(futures)
