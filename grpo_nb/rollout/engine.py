@@ -711,8 +711,7 @@ class RolloutEngine:
         # what each completion begins with, if it is known; in its place each gets what can be gone
         # on from, or None. A model that is decoded through its modules leaves None everywhere
         prefixes: list[Prefix | None] | None = None,
-        # int64 of each completion, from `stream_keys`: its own random numbers. None: by the seed;
-        # a small gpt-oss, decoded by copies of its tensors, draws those of a batch together
+        # int64 of each completion, from `stream_keys`: its own random numbers. None: by the seed
         keys: Sequence[int] | None = None,
     ) -> Rollout:  # params.n completions of each prompt, on the model's device
         "Continue each prompt `params.n` times."
@@ -725,7 +724,7 @@ class RolloutEngine:
         in_turn = decoder is not None and not isinstance(decoder, SmallDecoder)
         if keys is not None and len(keys) != len(rows):
             raise ValueError(f"{len(keys)} keys for {len(rows)} completions: give one for each")
-        if decoder is None and keys is None and params.temperature > 0:
+        if not in_turn and keys is None and params.temperature > 0:
             keys = stream_keys(len(rows), params.seed)  # so the company does not matter
         if not in_turn:
             batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
