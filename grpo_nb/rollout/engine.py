@@ -693,12 +693,10 @@ class RolloutEngine:
         stop, device = params.stop_token_ids, self.model.device
         if stop is None:
             stop = default_stop_token_ids(self.model, self.tokenizer)
-        seed = params.seed
         return dict(
             params=params,
             stop=torch.tensor(stop, dtype=torch.long, device=device),
             pad_token_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
-            generator=None if seed is None else torch.Generator(device).manual_seed(seed),
         )
 
     def generate(
@@ -725,7 +723,7 @@ class RolloutEngine:
         if keys is not None and len(keys) != len(rows):
             raise ValueError(f"{len(keys)} keys for {len(rows)} completions: give one for each")
         if not in_turn and keys is None and params.temperature > 0:
-            keys = stream_keys(len(rows), params.seed)  # so the company does not matter
+            keys = stream_keys(len(rows), params.seed)
         if not in_turn:
             batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
         bar = tqdm(

@@ -2,6 +2,7 @@
 forward passes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -263,6 +264,26 @@ def test_equal_prompts_are_read_once_however_they_are_given():
         and log[-1] == (3, 1)
     )
     hook.remove()
+
+
+@pytest.mark.parametrize("params", [dict(), dict(top_p=0.9), dict(top_k=4, temperature=1.3)])
+def test_the_company_of_a_completion_changes_nothing(params):
+    """Alone, in eights, 512 together, and through the modules: the same numbers are drawn, and in
+    float32 the same tokens but where a draw lies at a border."""
+    model, tokenizer = tiny_gpt_oss(0)
+    params = SamplingParams(n=103, max_tokens=12, seed=3, **params)
+    settings = [dict(), dict(max_batch_size=8), dict(through_modules=True)]
+    engines = [RolloutEngine(model, tokenizer, **given) for given in settings]
+    assert engines[0].way.startswith("directly: plain tensors, copied")
+    whole, *others = [engine.generate(TEXTS, params) for engine in engines]
+    assert len(whole.mask) >= 512 and len(set(whole.lengths.tolist())) > 5
+    for other in others:
+        differ = (whole.completion_ids != other.completion_ids).any(1)
+        assert differ.sum() <= 2
+        torch.testing.assert_close(whole.logps[~differ], other.logps[~differ], atol=1e-5, rtol=0)
+    few = replace(params, n=3)  # alone
+    alone = RolloutEngine(model, tokenizer, max_batch_size=1).generate(TEXTS, few)
+    assert torch.equal(alone.completion_ids, engines[0].generate(TEXTS, few).completion_ids)
 
 
 def test_max_batch_size_bounds_the_rows():

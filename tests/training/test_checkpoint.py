@@ -853,11 +853,9 @@ def test_a_run_that_moves_keeps_what_lay_there_apart(tmp_path):
         ).train()
     moved = small_trainer(tmp_path / "B", max_steps=3, learning_rate=0.01)
     moved.train(resume_from_checkpoint=tmp_path / "A" / "checkpoint-2")
-    assert sorted(p.name for p in (tmp_path / "B").iterdir()) == [
-        "earlier-run-1",
-        "hints.jsonl",
-        "log.jsonl",
-    ]
+    # its own hints, if it gave any
+    names = {p.name for p in (tmp_path / "B").iterdir()} - {"hints.jsonl"}
+    assert names == {"earlier-run-1", "log.jsonl"}
     assert sorted(p.name for p in (tmp_path / "B" / "earlier-run-1").iterdir()) == [
         "checkpoint-1",
         "checkpoint-2",

@@ -176,7 +176,7 @@ PLANTED = {
     ThreeVersionsAgo: ("older version", {}),
     NoAdapter: ("serves the base", {}),
     NoExperts: ("that of the experts is not", {}),
-    ExpertsMixed: ("that of the experts is not", {}),
+    ExpertsMixed: ("that of the experts is not", dict(seed=1)),  # 24 tokens: 4 seeds of 6 tell
     OtherBase: ("An older adapter does not explain it", {}),
     OneOfThree: ("one of several servers", {}),
     Scrambled: ("stand at other tokens", {}),
