@@ -851,6 +851,7 @@ def test_a_run_that_moves_keeps_what_lay_there_apart(tmp_path):
             log_completions=True,
             num_completions_to_print=1,
         ).train()
+    (tmp_path / "B" / "hints.jsonl").touch()  # if there was nothing to hint at
     moved = small_trainer(tmp_path / "B", max_steps=3, learning_rate=0.01)
     moved.train(resume_from_checkpoint=tmp_path / "A" / "checkpoint-2")
     # its own hints, if it gave any
