@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODULES', 'COPIES_FROM', 'MOST_COPIES', 'PATIENCE', 'Launch', 'kernels_in_use', 'is_noting', 'compiled_for',
-           'noted_launches', 'compile_in_copies', 'compile_early', 'cores', 'compile_together']
+           'noted_launches', 'cores', 'compile_in_copies', 'compile_early', 'compile_together']
 
 # %% ../../nbs/model/28_compile_together.ipynb #505570df
 import gc
@@ -149,6 +149,13 @@ class _Pool(ThreadPoolExecutor):
             raise CancelledError
         return _loaded(compile)
 
+
+def cores() -> int:
+    "How many this process may use."
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
 # %% ../../nbs/model/28_compile_together.ipynb #6be5bc9e
 COPIES_FROM = 4  # cores; with fewer, threads are as fast
 MOST_COPIES = 16
@@ -256,13 +263,6 @@ def _wait_for_early():
         thread.join()
         with suppress(ValueError):  # another waited too
             _early.remove(thread)
-
-
-def cores() -> int:
-    "How many this process may use."
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def compile_together(

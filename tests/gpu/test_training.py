@@ -176,8 +176,9 @@ compiled = []
 
 def heard(*, src, cache_hit, **_):
     thread = threading.current_thread().name
-    alone = not cache_hit and not thread.startswith(("ThreadPoolExecutor", "compile_early"))
-    compiled.append((src.name, alone))
+    early = not cache_hit and thread == "compile_early"
+    alone = not cache_hit and not early and not thread.startswith("ThreadPoolExecutor")
+    compiled.append((src.name, alone, early))
 
 def dirty(gib):  # what an empty tensor finds
     used = torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda").random_()
@@ -218,5 +219,6 @@ def test_a_first_step_compiles_its_kernels_together(tmp_path, seed):
     done = subprocess.run(script, env=made, capture_output=True, text=True)
     assert not done.returncode and "one by one" not in done.stderr, done.stderr[-3000:]
     compiled = json.loads(done.stdout.splitlines()[-1])
-    alone = [name for name, is_alone in compiled if is_alone]
+    alone = [name for name, is_alone, _ in compiled if is_alone]
+    assert [name for name, _, early in compiled if early] == ["_softmax"]
     assert len(compiled) - len(alone) >= 8 and len(alone) <= 3, compiled

@@ -369,10 +369,13 @@ def test_what_is_compiled_early_is_waited_for(monkeypatch):
     compile_early(partial(int, "an error stays there"))
     monkeypatch.setattr(triton, "JITFunction", Launched)
     monkeypatch.setattr(module, "kernels_in_use", lambda: [kernel])
-    monkeypatch.setattr(module, "compile_in_copies", lambda *_: order.append("copies"))
+    monkeypatch.setattr(module, "compile_in_copies", lambda _, count, __: order.append(count))
     threading.Timer(0.3, go.set).start()
     assert compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2) == 0
-    assert order == ["early", "copies"] and not module._early
+    assert order == ["early", 2] and not module._early
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)  # nothing is read back
+    assert compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2) == 0
+    assert order == ["early", 2, 0]
 
 
 class Launched:
