@@ -47,7 +47,6 @@ WITHOUT_EFFECT = {  # of from_pretrained: name -> (the value that asks for nothi
     "disable_log_stats": (True, SAMPLER),
     "max_lora_rank": (64, "adapters of any rank are drawn with"),
     "load_in_16bit": (False, "it is what load_in_4bit=False means"),
-    "load_in_fp8": (False, "weights are loaded in 16 or in 4 bits"),
     "use_gradient_checkpointing": ("unsloth", "get_peft_model's counts"),
     "unsloth_tiled_mlp": (False, MEMORY),
     "float32_mixed_precision": (None, "GRPOConfig's bf16 and fp16 choose the format of products"),
@@ -59,6 +58,7 @@ WITHOUT_EFFECT = {  # of from_pretrained: name -> (the value that asks for nothi
 }
 REFUSED = {  # of from_pretrained: name -> (the value that asks for nothing, what to do)
     "load_in_8bit": (False, "give load_in_4bit=True, or False for 16 bit"),
+    "load_in_fp8": (False, "give load_in_4bit=True, or False for 16 bit"),
     "quantization_config": (None, "give load_in_4bit=True, or False for 16 bit"),
     "qat_scheme": (None, "train without it, and round when saving"),
     "rope_scaling": (None, "write rope_parameters into the folder's config.json"),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANIFEST', 'STATE', 'ONLY_MODEL', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH', 'PER_PROCESS', 'LOGGED', 'digest', 'digests',
            'manifest_text', 'write_manifest', 'read_manifest', 'listed_fault', 'plain_fault', 'first_line',
-           'file_fault', 'checkpoints', 'newest_whole_checkpoint', 'newest_checkpoint', 'find_checkpoint',
+           'file_fault', 'checkpoints', 'newest_whole_checkpoint', 'newest_checkpoint', 'find_checkpoint', 'check_ours',
            'check_named', 'read_state', 'make_folder', 'remove_old_checkpoints', 'set_aside', 'deterministic',
            'truncate_log', 'check_adapter', 'saved_tensors', 'check_tensors', 'read_adapters', 'read_own_weights',
            'read_weights', 'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'saved_config',
@@ -36,6 +36,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
 from ..model.export import new_folder, no_file_bars
+from ..model.files import json_text
 from .config import GRPOConfig
 from .optimizer import Inspector, is_finite
 from .reporting import Log
@@ -236,6 +237,7 @@ def find_checkpoint(
     if resume in (True, "auto"):
         found = newest_checkpoint(output_dir)
         if found is None and resume is True:
+            check_ours(checkpoints(output_dir)[::-1])
             raise ValueError(
                 f"there is no checkpoint in {str(output_dir)!r} to resume from (one that "
                 "save_only_model=True wrote holds the model alone); begin with train(), or name "
@@ -253,6 +255,20 @@ def find_checkpoint(
     return found
 
 
+def check_ours(
+    folders: list[Path],  # checkpoints without a state of ours, the newest first
+) -> None:  # ValueError
+    "Say how to start from the weights of another library's checkpoint."
+    theirs = [path for path in folders if (path / "trainer_state.json").is_file()]
+    if theirs and not (theirs[0] / "log.jsonl").exists():  # the folder of a run of ours has both
+        raise ValueError(
+            f"{str(theirs[0])!r} is a checkpoint of TRL's or transformers' trainer, whose "
+            "optimizer and place in the data are not read here: to start from its weights, give "
+            f"the folder as the model, GRPOTrainer({str(theirs[0])!r}, ...), and call train() "
+            "without it"
+        )
+
+
 def check_named(
     folder: Path,  # that `train(resume_from_checkpoint=...)` was given
     output_dir: str | Path,  # of the run
@@ -260,6 +276,7 @@ def check_named(
     "Refuse a folder that is no checkpoint, or whose files are damaged."
     fault = file_fault(folder)
     if fault == ONLY_MODEL:
+        check_ours([folder])
         names = [p.name for p in checkpoints(folder)] or [str(p) for p in checkpoints(output_dir)]
         raise ValueError(
             f"{str(folder)!r} is not a checkpoint (it has no {STATE}); found there "
@@ -385,7 +402,7 @@ def truncate_log(
                 kept.append(line)
         except (ValueError, LookupError, TypeError):
             continue
-    known, there = [json.dumps(record) for record in history or []], iter(kept)
+    known, there = [json_text(record) for record in history or []], iter(kept)
     damaged = not all(line in there for line in known)  # in this order; others may stand between
     kept = kept if history is None else known  # what was logged after the checkpoint comes again
     partial = path.with_name(f".{path.name}.partial")

@@ -788,10 +788,9 @@ class PolicyUpdate:
         "Add the numbers of an update to the metrics, and regulate the entropy bonus."
         finite = math.isfinite(norm)
         loss, policy_loss = (
-            (self.window.sums[name] * factor).nan_to_num().item()
-            for name in ("loss", "policy_loss")
+            (self.window.sums[name] * factor).item() for name in ("loss", "policy_loss")
         )
-        self.metrics.add({"loss": loss, "grad_norm": norm if finite else 0.0})
+        self.metrics.add({"loss": loss, "grad_norm": norm})
         self.metrics.add({"skipped_updates": float(not finite)})
         if self.config.use_adaptive_entropy:
             self.entropy_bonus.see(self.window.mean_entropy())

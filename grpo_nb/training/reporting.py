@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from ..model.files import write_json, write_text
+from ..model.files import json_text, write_json, write_text
 from .config import GRPOConfig
 from .hints import Hints
 from .optimizer import Inspector
@@ -334,7 +334,7 @@ class Log(TrainerCallback):
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json_text(record) + "\n")
         if self.show and "reward" in record:
             lines = [table_row(None)] if self.printed % 20 == 0 else []
             for line in [*lines, table_row(record)]:
@@ -364,7 +364,7 @@ class Log(TrainerCallback):
         "Make these the whole log, in memory and in the file."
         self.history[:] = records
         if self.path:
-            text = "".join(json.dumps(record) + "\n" for record in records)
+            text = "".join(json_text(record) + "\n" for record in records)
             write_text(self.path, text)
 
 # %% ../../nbs/training/15_reporting.ipynb #db724635

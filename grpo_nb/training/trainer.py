@@ -12,7 +12,6 @@ __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'SOURCE', 'EVALUATO
 # %% ../../nbs/training/19_trainer.ipynb #d87d65dc
 import copy
 import io
-import json
 import math
 import os
 import signal
@@ -37,6 +36,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from ..algorithm.batching import BatchLayout
 from ..model.attention import check_attention
+from ..model.files import json_text
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
 from ..model.memory_bytes import longest_sequence
 from ..rollout.adapter_versions import served_config
@@ -1279,7 +1279,7 @@ class GRPOTrainer:
         kept = [] if of_updates(self.log.history) else list(self.log.history)  # evaluated before
         self.hint_writer.replay([])
         folder, path = self.config.output_dir, self.log.path
-        own = "".join(json.dumps(record) + "\n" for record in kept)
+        own = "".join(json_text(record) + "\n" for record in kept)
         if path and (checkpoints(folder) or path.exists() and path.read_bytes() != own.encode()):
             if aside := set_aside(folder):
                 say(f"the checkpoints and the log of an earlier run are now in {aside}")

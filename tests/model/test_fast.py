@@ -93,7 +93,7 @@ def same(a, b):
     "given",
     [
         dict(load_in_4bit=True, fast_inference=True, max_lora_rank=32, gpu_memory_utilization=0.9),
-        dict(load_in_4bit=False, fast_inference=True, max_lora_rank=32, load_in_fp8=True),
+        dict(load_in_4bit=False, fast_inference=True, max_lora_rank=32),
         dict(load_in_4bit=True, offload_embedding=True),
         dict(load_in_4bit=False, offload_embedding=False, torch_dtype=torch.bfloat16),
         dict(load_in_4bit=True, dtype=None, use_gradient_checkpointing="unsloth", token=None),

@@ -1023,3 +1023,23 @@ def test_an_adapter_that_writes_tokens_of_its_own_is_refused(tmp_path):
                 peft_config=PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
             ),
         )
+
+
+def test_a_checkpoint_of_transformers_is_called_that(tmp_path):
+    "Its own trainer writes one; ours says how to start from its weights, and does."
+    from transformers import Trainer, TrainingArguments
+
+    model = small_model()[0]
+    rows = [dict(input_ids=[3, 4, 5], labels=[3, 4, 5])] * 2
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=1, report_to="none", use_cpu=True)
+    Trainer(model, args, train_dataset=rows).train()
+    folder = tmp_path / "run" / "checkpoint-1"
+    for resume, output_dir in ((folder, tmp_path / "mine"), (True, tmp_path / "run")):
+        trainer = small_trainer(output_dir)
+        with pytest.raises(ValueError) as caught:
+            trainer.train(resume_from_checkpoint=resume)
+        said = str(caught.value)
+        assert "is a checkpoint of TRL's or transformers' trainer" in said
+        assert f"GRPOTrainer({str(folder)!r}, ...)" in said
+    trainer = small_trainer(tmp_path / "on", model=str(folder))
+    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), model.parameters()))

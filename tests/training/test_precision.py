@@ -1,6 +1,7 @@
 "Number formats of a run on the CPU: float16 with a scaled loss and an overflow, bfloat16, float32."
 
 import copy
+import json
 import math
 
 import pytest
@@ -121,7 +122,13 @@ def test_an_overflow_skips_the_update_and_the_run_goes_on(optim, tmp_path):
     assert [scale for _, scale in seen[:first]] == [
         2.0 ** (28 - 4 * n) for n in range(1, first + 1)
     ]
-    assert all(math.isfinite(v) for record in trainer.log_history for v in record.values())
+    wrong = {
+        (record["step"], name)
+        for record in trainer.log_history
+        for name, value in record.items()
+        if not math.isfinite(value)
+    }
+    assert wrong == {(step, "grad_norm") for step in range(1, first + 1)}
     assert all(p.isfinite().all() for p in trainer.model.parameters()) and all(
         s.isfinite().all()
         for state in trainer.optimizer.state.values()
@@ -154,11 +161,17 @@ def test_a_gradient_that_is_not_finite_is_never_applied(bad, changes, tmp_path):
         0,
         1,
         0,
-    ] and trainer.log_history[1]["grad_norm"] == 0
+    ]
+    norms = [record["grad_norm"] for record in trainer.log_history]
+    assert str(norms[1]) == str(bad) and all(math.isfinite(norm) for norm in norms[::2])
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [record["grad_norm"] for record in records] == [norms[0], None, norms[2]]
     assert all(torch.equal(seen[1][name], before[name]) for name in before) and any(
         not torch.equal(seen[2][name], before[name]) for name in before
     )
-    assert all(math.isfinite(v) for record in trainer.log_history for v in record.values())
+    others = (v for record in trainer.log_history for n, v in record.items() if n != "grad_norm")
+    assert all(map(math.isfinite, others))
 
 
 def test_activations_beyond_the_range_stop_with_a_sentence(tmp_path):
