@@ -17,6 +17,7 @@ from peft import LoraConfig
 from transformers.pytorch_utils import Conv1D
 
 from .experts_lora import adapted
+from .stored_weights import in_towers
 
 # %% ../../nbs/model/21_adapters.ipynb #ee2f522e
 LINEAR = (torch.nn.Linear, Conv1D)  # GPT-2's is a linear layer too, stored as (in, out)
@@ -85,7 +86,8 @@ def adaptable(
 ) -> dict[str, str]:  # full name -> "attention", "experts", "mlp" or "other"
     """Everything that can have an adapter, with its kind: linear layers under the module's name,
     matrices of experts under the parameter's name. "attention" is whatever mixes positions."""
-    decoder, modules = model.get_decoder(), dict(model.named_modules())
+    decoder, beside = model.get_decoder(), in_towers(model)
+    modules = {k: x for k, x in model.named_modules() if not k.startswith(beside)}
     without = left_out(model)
     prefix = next(f"{name}." for name, module in modules.items() if module is decoder).lstrip(".")
     linear = {
@@ -96,7 +98,8 @@ def adaptable(
     return linear | {
         name: "experts"
         for name, p in model.named_parameters()
-        if p.dim() == 3 and _experts(modules[name.rpartition(".")[0]]) and not name.endswith("bias")
+        if p.dim() == 3 and not name.endswith("bias")
+        if _experts(modules.get(name.rpartition(".")[0]))
     }
 
 

@@ -44,13 +44,16 @@ from grpo_nb.model.stored_weights import (
     Step,
     Stored,
     forms,
+    in_towers,
     match,
     nf4,
     read_checkpoint,
     read_config,
     read_parameter,
     read_tokenizer,
+    released_class,
     skeleton,
+    towers_in_16_bits,
 )
 
 # %% ../../nbs/model/22_loading.ipynb #8dd603f7
@@ -207,11 +210,14 @@ PARTS = {  # part of a model -> pattern of its parameters' names
     "head": r"lm_head\.",
     "norms, router": "",
     "adapters": r"\.lora_",
+    "towers": r"(?!)",  # those of `towers`, whatever their names
 }
 
 
-def _part(name):
-    "Which part of a model a parameter belongs to."
+def _part(name, beside):
+    "Which part of a model a parameter belongs to; `beside`: how names in towers begin."
+    if name.removeprefix("base_model.model.").startswith(beside):
+        return "towers"
     if re.search(PARTS["adapters"], name):
         return "adapters"
     if "norm" in name:
@@ -224,9 +230,10 @@ def memory_by_part(
 ) -> list[dict]:  # part, parameters, bytes, stored as, device: for each part and device
     "A model's memory by part and device; pandas.DataFrame(memory_by_part(model)) shows it."
     order, weights, formats = list(PARTS), Counter(), {}
+    beside = in_towers(model.get_base_model() if hasattr(model, "peft_config") else model)
     offloaded = [b for b in model.named_buffers() if b[0].endswith("embed_tokens.weight")]
     for name, t in [*model.named_parameters(), *offloaded]:
-        key = order.index(_part(name)), str(t.device)
+        key = order.index(_part(name, beside)), str(t.device)
         weights[key] += _weights(t)
         formats.setdefault(key, Counter())[_number_format(t)] += _stored_bytes(t)
     return [
@@ -568,17 +575,16 @@ def _nf4_config(layout):
 
 def _from_pretrained(layout, attention, quiet):
     "Load any architecture but gpt-oss by transformers."
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     given = {"attn_implementation": attention} if attention else {}
     if layout.load_in_4bit and not getattr(layout.config, "quantization_config", None):
-        given["quantization_config"] = _nf4_config(layout)
+        given["quantization_config"] = towers_in_16_bits(_nf4_config(layout), layout.model)
     shown = logging.is_progress_bar_enabled()
     if quiet:
         logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        return released_class(layout.config).from_pretrained(
             layout.folder, dtype=layout.dtype, device_map={"": layout.device}, **given
         )
     finally:

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'WANTED', 'NOT_WANTED', 'Stored', 'read_header', 'read_checkpoint', 'find_folder', 'check_architecture',
-           'read_config', 'read_tokenizer', 'skeleton', 'Form', 'forms', 'Step', 'check_sources', 'check_complete',
-           'match', 'nf4', 'pack_dense', 'unpack_experts', 'read_parameter']
+           'read_config', 'read_tokenizer', 'released_class', 'towers', 'in_towers', 'towers_in_16_bits', 'skeleton',
+           'Form', 'forms', 'Step', 'check_sources', 'check_complete', 'match', 'nf4', 'pack_dense', 'unpack_experts',
+           'read_parameter']
 
 # %% ../../nbs/model/20_stored_weights.ipynb #81ccd0d7
+import copy
 import json
 import math
 import re
@@ -278,24 +280,76 @@ def read_tokenizer(
     tokenizer.model_max_length = max_seq_length
     return tokenizer
 
-# %% ../../nbs/model/20_stored_weights.ipynb #18afd1d6
+# %% ../../nbs/model/20_stored_weights.ipynb #f03ca4f6
+def released_class(
+    config: Any,  # of transformers
+) -> type:  # one of transformers' automatic classes; ValueError if none writes texts
+    "What loads a model as it was released: with its towers, where it has some."
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    kind = config.model_type
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    text = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or getattr(config, "auto_map", None)
+    if whole and not config.is_encoder_decoder:
+        if not text or whole in (config.architectures or ()):
+            return AutoModelForImageTextToText
+    if not text:
+        raise ValueError(
+            f"{kind!r} is no language model that writes on from a text: give a "
+            "causal model such as gpt_oss, llama, qwen3, mistral, phi3 or gemma3_text"
+        )
+    return AutoModelForCausalLM
+
+
+def towers(
+    model: Any,  # of transformers, without PEFT's wrapper
+) -> dict[str, torch.nn.Module]:  # by name; {} of a model of texts alone
+    "What a model has beside its text model and its head, in order to see or hear."
+    inner = getattr(model, "base_model", model)
+    text = model.get_decoder() if hasattr(model, "get_decoder") else inner
+    beside = dict(inner.named_children())
+    if text not in beside.values():
+        return {}
+    prefix = model.base_model_prefix
+    return {f"{prefix}.{name}": x for name, x in beside.items() if x is not text}
+
+
+def in_towers(
+    model: Any,  # of transformers, without PEFT's wrapper
+) -> tuple[str, ...]:  # for `name.startswith`
+    "How the names of the towers' modules and parameters begin."
+    return tuple(f"{name}." for name in towers(model))
+
+
+def towers_in_16_bits(
+    quantization: Any,  # a quantization_config of transformers
+    model: Any,  # a skeleton
+) -> Any:  # the same settings, or a copy
+    "Settings under which nothing is quantised that sees or hears."
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    beside, changed = list(towers(model)), copy.copy(quantization)
+    for name in ("llm_int8_skip_modules", "modules_to_not_convert") if beside else ():
+        if hasattr(changed, name):
+            given = getattr(changed, name)
+            left = get_keys_to_not_convert(model) if given is None else given
+            setattr(changed, name, [*left, *beside])
+    return changed
+
+# %% ../../nbs/model/20_stored_weights.ipynb #71a44aaf
 def skeleton(
     config: Any,  # of transformers
     dtype: torch.dtype,
     attn_implementation: str | None = None,  # None: transformers' choice
 ) -> torch.nn.Module:  # its parameters and buffers are on the meta device
     "A causal model on the meta device: its parameters have shapes but no memory."
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(
-            f"{config.model_type!r} is no language model that writes on from a text: give a "
-            "causal model such as gpt_oss, llama, qwen3, mistral, phi3 or gemma3_text"
-        )
     given = {"attn_implementation": attn_implementation} if attn_implementation else {}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **given).eval()
+        return released_class(config).from_config(config, dtype=dtype, **given).eval()
 
 # %% ../../nbs/model/20_stored_weights.ipynb #7b8b5dad
 @dataclass(frozen=True)
@@ -319,10 +373,11 @@ class Form:
 
 def _linear_weights(model):
     "Names of the weights of linear layers in a model's decoder layers."
+    beside = in_towers(model)
     return {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear and ".layers." in name
+        if type(module) is torch.nn.Linear and ".layers." in name and not name.startswith(beside)
     }
 
 

@@ -159,9 +159,9 @@ class GptOssTensors:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         check_around(model, base)
         self._check(base)
-        self.config, self.inner = base.config, base.model
+        self.config, self.inner = base.config.get_text_config(), base.get_decoder()
         # called as a module: its table may lie on the host, and a hook may widen its output
-        self.embed = base.model.embed_tokens
+        self.embed = base.get_input_embeddings()
         self.head = Projection(base.lm_head.weight, base.lm_head.bias)
         self.device, self.dtype = self.head.weight.device, dtype or self.head.weight.dtype
         self._read_layers()

@@ -4,9 +4,12 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'checkpoint_layers', 'recompute_layers', 'check_adapters', 'check_model', 'loading_arguments', 'load_named',
-           'check_loaded', 'with_adapter', 'check_trainable', 'check_wide_head', 'load_policy', 'describe_trainable']
+           'check_loaded', 'with_adapter', 'without_towers', 'check_trainable', 'check_wide_head', 'load_policy',
+           'describe_trainable']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
+import copy
+import re
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from ..model.experts_grouped import checkpoint_contexts, draws_numbers
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import PackedWeight
+from ..model.stored_weights import released_class, skeleton, towers, towers_in_16_bits
 from .config import GRPOConfig
 from .policy_logprobs import base_causal_model, find_head
 from .rewards import loading
@@ -144,18 +148,22 @@ def load_named(
     elsewhere: bool = False,  # another process reads the weights: the model is on the meta device
 ):
     "Load a model by its name; an attention that cannot train it is refused before the weights."
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     if elsewhere:
         given = {"device_map": {"": "meta"}, **given}
+    where = {key: given[key] for key in WHERE if key in given}
+    with loading(f"model={name!r}", name):
+        model_config = given.get("config") or AutoConfig.from_pretrained(name, **where)
     if attention := given.get("attn_implementation"):
-        where = {key: given[key] for key in WHERE if key in given}
-        with loading(f"model={name!r}", name):
-            model_config = given.get("config") or AutoConfig.from_pretrained(name, **where)
         check_attention(model_config, attention)
         check_capped_scores(model_config, attention)
+    kind, quantization = released_class(model_config), given.get("quantization_config")
+    if quantization and kind is AutoModelForImageTextToText:
+        empty = skeleton(model_config, torch.float32)
+        given = {**given, "quantization_config": towers_in_16_bits(quantization, empty)}
     with loading(f"model={name!r}", name):
-        return AutoModelForCausalLM.from_pretrained(name, **given)
+        return kind.from_pretrained(name, **given)
 
 
 def check_loaded(
@@ -187,7 +195,23 @@ def with_adapter(
         )
     if getattr(model, "is_quantized", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return get_peft_model(model, peft_config)
+    return get_peft_model(model, without_towers(peft_config, model))
+
+
+def without_towers(
+    peft_config: Any,  # of PEFT
+    model: Any,  # of transformers
+) -> Any:  # the same config, or a copy
+    "A config that gives no adapter to what sees or hears; whoever reads it back gives none either."
+    names, given = list(towers(model)), getattr(peft_config, "exclude_modules", None)
+    if not names or not hasattr(peft_config, "exclude_modules"):
+        return peft_config
+    patterns = (
+        [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(x)}" for x in given or ()]
+    )
+    changed = copy.copy(peft_config)
+    changed.exclude_modules = "|".join([*patterns, *(rf"{re.escape(x)}\..*" for x in names)])
+    return changed
 
 
 def check_trainable(
@@ -243,6 +267,8 @@ def load_policy(
     check_attention(model)
     check_capped_scores(model)
     model = with_adapter(model, peft_config)
+    for tower in towers(base_causal_model(model)).values():
+        tower.requires_grad_(False)  # rows are text
     check_trainable(model)
     check_wide_head(model, config)
     if config.disable_dropout:
@@ -256,11 +282,21 @@ def load_policy(
 def describe_trainable(
     model,
 ) -> str:  # one line
-    "How many parameters train, and in which modules."
+    "How many parameters train, in which modules, and what only waits in memory."
     trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     places = [name.split(".lora_")[0].split(".") for name in trainable if ".lora_" in name]
     # PEFT's second wrapper around experts is the first one's "base_layer"
     kinds = sorted({[part for part in place if part != "base_layer"][-1] for place in places})
     total = sum(p.numel() for p in model.parameters())
     adapters = f", adapters on {', '.join(kinds)}" if kinds else ""
-    return f"{sum(trainable.values()):,} of {total:,} parameters train{adapters}"
+    return f"{sum(trainable.values()):,} of {total:,} parameters train{adapters}{_waiting(model)}"
+
+
+def _waiting(model):
+    "What the towers of a multimodal model cost; nothing of another model."
+    beside = towers(base_causal_model(model))
+    parameters = [p for tower in beside.values() for p in tower.parameters()]
+    if not parameters:
+        return ""
+    size, names = sum(p.nbytes for p in parameters) / 2**20, " and ".join(beside)
+    return f"; rows of text do not need {names} ({size:,.1f} MiB of weights, kept as they are)"

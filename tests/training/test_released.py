@@ -1,0 +1,163 @@
+"Models released with towers: what a run on texts saves is read by transformers' own classes."
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from released_models import RELEASED, released
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from grpo_nb import GRPOConfig, GRPOTrainer
+from grpo_nb.model.stored_weights import in_towers, towers
+from grpo_nb.rollout.decoder import open_decoder
+from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
+from grpo_nb.training.policy_model import describe_trainable, load_policy
+
+ROWS = [{"prompt": f"{a}+{b}="} for a in (7, 12) for b in (1, 345)]
+IDS = torch.tensor([[0, 0, 8, 9, 10, 11, 12], [7, 8, 9, 17, 18, 7, 9]])
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+PLACES = (MASK.cumsum(1) - 1).clamp(min=0)
+ALL = LoraConfig(r=4, target_modules="all-linear")
+
+
+def alternating(completions, **others):
+    "A reward that differs inside every group, so that every update moves the weights."
+    return [float(number % 2) for number in range(len(completions))]
+
+
+def trained(folder, place, peft_config, dtype=torch.float32, **settings):
+    "A trainer after two updates."
+    config = GRPOConfig(
+        output_dir=str(place),
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=6,
+        max_steps=2,
+        learning_rate=1e-2,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        model_init_kwargs={"dtype": dtype},
+        **settings,
+    )
+    trainer = GRPOTrainer(str(folder), alternating, config, ROWS, peft_config=peft_config)
+    trainer.train()
+    return trainer
+
+
+@torch.no_grad()
+def logits_of(model):
+    "By the class's own forward pass, for rows of which one is padded on the left."
+    model.eval()
+    return model(input_ids=IDS, attention_mask=MASK, position_ids=PLACES).logits[MASK.bool()]
+
+
+def distance(a, b):
+    "The largest difference, as a part of the largest logit."
+    return ((a.double() - b.double()).abs().max() / b.abs().max()).item()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    "The folder of each model, written once."
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("released") / "model"
+            released(name, made[name])
+        return made[name]
+
+    return folder
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.float64, 1e-8)])
+@pytest.mark.parametrize("name", RELEASED)
+def test_an_adapter_is_read_on_the_released_class(name, dtype, most, folders, tmp_path):
+    trainer = trained(folders(name), tmp_path / "run", ALL, dtype)
+    trainer.save_model(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(key.startswith("base_model.model.model.language_model.") for key in saved)
+    base = AutoModelForImageTextToText.from_pretrained(folders(name), dtype=dtype)
+    assert type(base) is type(trainer.model.get_base_model())
+    before = logits_of(base)
+    read = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert get_peft_model_state_dict(read).keys() == saved.keys()  # no tower has got one anew
+    expected = logits_of(read)
+    assert distance(logits_of(trainer.model), expected) <= most
+    assert distance(before, expected) > 1e-3  # it does something
+
+    batch = TrainingBatch(
+        IDS[:, :4], MASK[:, :4].bool(), IDS[:, 4:], MASK[:, 4:].bool(), MASK[:, 4:].bool(), None
+    )
+    with torch.no_grad():
+        logps, _ = completion_logps(trainer.model, batch)
+    whole = expected.new_zeros(*IDS.shape, expected.shape[-1])
+    whole[MASK.bool()] = expected
+    wanted = whole[:, 3:-1].log_softmax(-1).gather(-1, IDS[:, 4:, None])[..., 0]
+    assert (logps - wanted).abs().max() <= 10 * most * expected.abs().max()
+    assert trainer.log_history[0]["sampling/gap_max"] < 1e-4  # what drew and what trains agree
+
+
+@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("peft_config", [None, ALL])
+def test_towers_wait(name, peft_config, folders):
+    model = load_policy(str(folders(name)), GRPOConfig(), peft_config)
+    base = model.get_base_model() if peft_config else model
+    beside = in_towers(base)
+    waiting = [p for key, p in base.named_parameters() if key.startswith(beside)]
+    assert waiting and not any(p.requires_grad for p in waiting)
+    assert not any("lora" in key for key, _ in base.named_parameters() if key.startswith(beside))
+    size = sum(p.nbytes for p in waiting) / 2**20
+    assert f"({size:,.1f} MiB of weights, kept as they are)" in describe_trainable(model)
+    if peft_config is None:
+        others = [key for key, p in base.named_parameters() if not key.startswith(beside)]
+        assert all(base.get_parameter(key).requires_grad for key in others)
+
+
+def test_what_a_user_excludes_stays_excluded(folders):
+    for given in (["q_proj"], r".*\.q_proj"):
+        config = LoraConfig(r=2, target_modules="all-linear", exclude_modules=given)
+        model = load_policy(str(folders("Gemma 3")), GRPOConfig(), config)
+        names = [key for key, p in model.named_parameters() if p.requires_grad]
+        assert names and not any("q_proj" in key or "vision" in key for key in names)
+        assert config.exclude_modules == (set(given) if isinstance(given, list) else given)
+
+
+def test_a_model_of_the_text_class_is_trained_as_it_is(folders, tmp_path):
+    text = AutoModelForCausalLM.from_pretrained(folders("Qwen3.5"), dtype=torch.float32)
+    assert "ForCausalLM" in type(text).__name__ and not towers(text)
+    trainer = GRPOTrainer(
+        text,
+        alternating,
+        GRPOConfig(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            report_to="none",
+            save_strategy="no",
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=4,
+        ),
+        ROWS,
+        processing_class=None,
+        peft_config=LoraConfig(r=2, target_modules="all-linear"),
+    )
+    trainer.train()
+    assert trainer.model.get_base_model() is text
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Mistral 3"])
+def test_the_decoder_reads_the_text_model_inside(name, folders):
+    model = AutoModelForImageTextToText.from_pretrained(folders(name), dtype=torch.float32)
+    config = LoraConfig(r=2, target_modules=r".*language_model.*_proj", init_lora_weights=False)
+    model = get_peft_model(model, config).eval()
+    decoder, way = open_decoder(model)
+    assert way == "plain tensors"
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(IDS, MASK)]
+    cache = decoder.cache([len(row) for row in rows], [1, 1], 1)
+    with torch.no_grad():
+        found = decoder.logits(decoder.prefill(cache, [0, 1], rows))
+        wanted = model(input_ids=IDS, attention_mask=MASK, position_ids=PLACES).logits[:, -1]
+    assert distance(found, wanted) < 1e-5
