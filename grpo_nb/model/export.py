@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DTYPE_NAMES', 'QUANTIZATION', 'check_folder_name', 'check_disk_space', 'new_folder', 'no_file_bars', 'save_adapter',
            'AdaptedWeight', 'check_mergeable', 'name_without_peft', 'adapted_weights', 'LazyTensors',
-           'write_safetensors', 'write_shards', 'RoundingLoss', 'quantize_closely', 'Export', 'check_finite',
-           'check_can_be_unpacked', 'save_merged', 'check_block_sizes', 'save_mxfp4']
+           'write_safetensors', 'write_shards', 'RoundingLoss', 'quantize_closely', 'as_released', 'Export',
+           'check_finite', 'check_can_be_unpacked', 'save_merged', 'check_block_sizes', 'save_mxfp4']
 
 # %% ../../nbs/model/23_export.ipynb #4cc5a902
 import copy
@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
+from transformers.core_model_loading import revert_weight_conversion
 
 from .experts_lora import expert_weights
 from .files import NO_ROOM, naming_a_full_disk
@@ -36,7 +38,13 @@ from .loading import choose_dtype
 from .lora import read_lora
 from .mxfp4 import BLOCK, dequantize, e2m1_values, has_float64, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
-from .stored_weights import DTYPES, read_checkpoint
+from grpo_nb.model.stored_weights import (
+    DTYPES,
+    read_checkpoint,
+    read_stored,
+    released_files,
+    towers,
+)
 
 # %% ../../nbs/model/23_export.ipynb #f2a132c0
 def _sync(path):
@@ -581,6 +589,73 @@ def quantize_closely(
         )
     return tuple(torch.cat(column) for column in zip(*parts))
 
+# %% ../../nbs/model/23_export.ipynb #de4fcb7a
+def _renamed(base, tensors):
+    "The same tensors under the names, and in the parts, that released files have."
+    ((name, dtype, shape),) = tensors.entries
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta")}
+    entries = revert_weight_conversion(base, empty).items()
+
+    def make():
+        made = revert_weight_conversion(base, {name: tensors.make()[0]})
+        return tuple(made[name] for name, _ in entries)
+
+    return LazyTensors(tuple((name, x.dtype, tuple(x.shape)) for name, x in entries), make)
+
+
+def _copied(stored, memory=None):
+    "Stored tensors as they are; or what `memory` makes in their format, where that differs."
+
+    def make():
+        there = [read_stored(x) for x in stored]
+        here = there if memory is None else [x.detach().cpu() for x in memory.make()]
+        same = all(torch.equal(x.to(y.dtype), y) for x, y in zip(there, here))
+        return tuple(there if same else (y.to(x.dtype) for x, y in zip(there, here)))
+
+    return LazyTensors(tuple((x.name, DTYPES[x.dtype], x.shape) for x in stored), make)
+
+
+def as_released(
+    base: torch.nn.Module,  # without PEFT's wrapper
+    weights: list[AdaptedWeight],  # all of its weights
+    merged: list[LazyTensors],  # each of them with its adapters
+) -> list[LazyTensors]:  # those of the released files
+    "Tensors under their released names; those that nothing has changed keep their bytes."
+    folder, stored = released_files(base)
+    if folder is None:
+        warnings.warn(
+            f"{base.name_or_path or 'what this model was read from'} is no folder of weights in 16 "
+            "bits or more here: all is written from memory, and tensors never loaded are left out",
+            stacklevel=3,
+        )
+    known, lazy = {weight.name for weight in weights}, []
+    ties = [AdaptedWeight(x[0], x[3]) for x in _stored_tensors(base) if x[0] not in known]
+    for weight, whole in [*zip(weights, merged), *((tie, None) for tie in ties)]:
+        entry = (weight.name, weight.weight.dtype, weight.shape)
+        plain = _renamed(base, LazyTensors((entry,), lambda w=weight: (w.weight,)))
+        found = [stored.pop(name, None) for name, _, _ in plain.entries]
+        fits = all(x and x.shape == shape for x, (_, _, shape) in zip(found, plain.entries))
+        if fits and not weight.deltas:
+            lazy.append(_copied(found, None if _is_nf4(weight.weight) else plain))
+        elif whole and weight.deltas and folder and not all(found):
+            raise ValueError(
+                f"{weight.name} has an adapter, and {folder} stores it in parts, together with "
+                "others: use PEFT's merge_and_unload, then transformers' save_pretrained"
+            )
+        elif whole:
+            lazy.append(_renamed(base, whole))
+    return lazy + [_copied([x]) for x in stored.values()]
+
+
+def _copy_processors(base, folder):
+    "Copy the settings for images and sound, without which others do not open the model."
+    source = released_files(base)[0] if towers(base) else None
+    for file in source.glob("*processor_config.json") if source else ():
+        shutil.copyfile(file, folder / file.name)
+
+
+## A whole model
+
 # %% ../../nbs/model/23_export.ipynb #182c8745
 @dataclass(frozen=True)
 class Export:
@@ -741,6 +816,7 @@ def _write_model(
         files = write_shards(partial, [_counted(tensors, bar) for tensors in lazy], shard_size)
         read_checkpoint(partial)  # checks that every file has the length in its header
         _write_settings(_base_of(model), partial, dtype, quantization, tokenizer)
+        _copy_processors(_base_of(model), partial)
     export = Export(Path(path).expanduser(), total, files, rows)
     if not quiet:
         print(_summary(export, time.perf_counter() - start))
@@ -773,7 +849,8 @@ def save_merged(
     quiet: bool = False,  # print nothing
 ) -> Export:  # rows: what rounding lost, of each matrix with an adapter
     """Save a model with its active adapters merged. Each matrix is unpacked, the adapter is added
-    in float32, and the sum is rounded once. The model is not changed."""
+    in float32, and the sum is rounded once. The model is not changed. One that was released with
+    towers gets its released names, and what was not trained the bytes of the released files."""
     dtype, rows = choose_dtype(dtype, torch.device("cpu")), []
     found = adapted_weights(model)
     for weight in found:
@@ -783,6 +860,8 @@ def save_merged(
         return dtype if weight.is_floating_point() or _is_nf4(weight) else weight.dtype
 
     lazy = [_dense_tensor(weight, target(weight.weight), rows) for weight in found]
+    if towers(base := _base_of(model)):
+        lazy = as_released(base, found, lazy)
     to = dict(tokenizer=tokenizer, shard_size=shard_size, overwrite=overwrite, quiet=quiet)
     return _write_model(model, path, lazy, rows, dtype, None, **to)
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'WANTED', 'NOT_WANTED', 'Stored', 'read_header', 'read_checkpoint', 'find_folder', 'check_architecture',
-           'read_config', 'read_tokenizer', 'released_class', 'towers', 'in_towers', 'towers_in_16_bits', 'skeleton',
-           'Form', 'forms', 'Step', 'check_sources', 'check_complete', 'match', 'nf4', 'pack_dense', 'unpack_experts',
-           'read_parameter']
+           'read_config', 'read_tokenizer', 'released_class', 'towers', 'in_towers', 'released_files',
+           'towers_in_16_bits', 'skeleton', 'Form', 'forms', 'Step', 'check_sources', 'check_complete', 'match',
+           'read_stored', 'nf4', 'pack_dense', 'unpack_experts', 'read_parameter']
 
 # %% ../../nbs/model/20_stored_weights.ipynb #81ccd0d7
 import copy
@@ -325,6 +325,26 @@ def in_towers(
     return tuple(f"{name}." for name in towers(model))
 
 
+def released_files(
+    model: Any,  # of transformers, without PEFT's wrapper
+) -> tuple[Path | None, dict[str, Stored]]:  # the folder and its tensors; None, {}: not to be had
+    "What a model was read from, if that is on this machine and not quantised."
+    from huggingface_hub import snapshot_download
+
+    name, commit = model.name_or_path, getattr(model.config, "_commit_hash", None)
+    folder = Path(name).expanduser()
+    try:
+        if not folder.is_dir():
+            folder = Path(snapshot_download(name, revision=commit, local_files_only=True))
+        if "quantization_config" in _settings(folder):
+            return None, {}
+        stored = read_checkpoint(folder)
+    except (OSError, ValueError):
+        return None, {}
+    known = all(tensor.dtype in DTYPES for tensor in stored.values())
+    return (folder, stored) if known else (None, {})
+
+
 def towers_in_16_bits(
     quantization: Any,  # a quantization_config of transformers
     model: Any,  # a skeleton
@@ -499,7 +519,9 @@ def match(
     return sorted(steps, key=lambda step: (str(step.sources[0].file), step.sources[0].begin))
 
 # %% ../../nbs/model/20_stored_weights.ipynb #f6a5caff
-def _mapped(source):
+def read_stored(
+    source: Stored,
+) -> torch.Tensor:
     "A tensor of a file, memory-mapped: its pages are read from disk at the first access."
     from safetensors import safe_open
 
@@ -558,7 +580,7 @@ def read_parameter(
     device: torch.device,
 ) -> torch.Tensor:  # in its form, on the device; no page of the file is part of it
     "Read one parameter and convert it to its form."
-    tensors, form = [_mapped(source) for source in step.sources], step.form
+    tensors, form = [read_stored(source) for source in step.sources], step.form
     if len(tensors) == 2:
         return _read_packed(step, *tensors, device)
     if form.kind == "mxfp4":

@@ -1,14 +1,18 @@
 "Models released with towers: what a run on texts saves is read by transformers' own classes."
 
+import re
+import shutil
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from released_models import RELEASED, released
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from grpo_nb import GRPOConfig, GRPOTrainer
+from grpo_nb import GRPOConfig, GRPOTrainer, load_model
+from grpo_nb.model.export import save_merged
 from grpo_nb.model.stored_weights import in_towers, towers
 from grpo_nb.rollout.decoder import open_decoder
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
@@ -26,8 +30,9 @@ def alternating(completions, **others):
     return [float(number % 2) for number in range(len(completions))]
 
 
-def trained(folder, place, peft_config, dtype=torch.float32, **settings):
+def trained(folder, place, peft_config, dtype=torch.float32, resume=None, **settings):
     "A trainer after two updates."
+    settings = dict(save_strategy="no") | settings
     config = GRPOConfig(
         output_dir=str(place),
         per_device_train_batch_size=4,
@@ -36,13 +41,12 @@ def trained(folder, place, peft_config, dtype=torch.float32, **settings):
         max_steps=2,
         learning_rate=1e-2,
         report_to="none",
-        save_strategy="no",
         disable_tqdm=True,
         model_init_kwargs={"dtype": dtype},
         **settings,
     )
     trainer = GRPOTrainer(str(folder), alternating, config, ROWS, peft_config=peft_config)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
 
 
@@ -161,3 +165,93 @@ def test_the_decoder_reads_the_text_model_inside(name, folders):
         found = decoder.logits(decoder.prefill(cache, [0, 1], rows))
         wanted = model(input_ids=IDS, attention_mask=MASK, position_ids=PLACES).logits[:, -1]
     assert distance(found, wanted) < 1e-5
+
+
+def stored(folder):
+    "Every tensor of the files by name, by a plain reader."
+    read = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        read |= load_file(file)
+    return read
+
+
+def same_bytes(a, b):
+    "Whether two tensors are equal bit by bit."
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_merge_is_the_release_but_for_what_was_trained(name, folders, tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj"])
+    trainer = trained(folders(name), tmp_path / "run", config)
+    export = save_merged(trainer.model, tmp_path / "merged", dtype="float32", quiet=True)
+    before, after = stored(folders(name)), stored(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not same_bytes(before[key], after[key])}
+    text = {key for key in before if re.search(r"language_model.*(q_proj|o_proj|up_proj)", key)}
+    assert changed == text and len(export.rows) == len(text)
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert type(read) is type(trainer.model.get_base_model())
+    assert distance(logits_of(read), logits_of(trainer.model)) < 1e-4
+
+
+def test_a_merge_keeps_what_transformers_does_not_read(folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders("Qwen3.5"), folder)
+    tensors = stored(folder)
+    mtp = {"mtp.fc.weight": torch.randn(4, 6).to(torch.bfloat16)}
+    wide = {key: x.float() + 1e-6 for key, x in tensors.items() if "visual" in key}
+    save_file(tensors | mtp | wide, folder / "model.safetensors", {"format": "pt"})
+    (folder / "preprocessor_config.json").write_text("{}")
+    model, _ = load_model(
+        folder,
+        max_seq_length=64,
+        lora_r=2,
+        lora_targets="attention",
+        dtype="bfloat16",
+        device="cpu",
+        quiet=True,
+    )
+    save_merged(model, tmp_path / "merged", quiet=True)
+    before, after = stored(folder), stored(tmp_path / "merged")
+    kept = {key for key in before if same_bytes(before[key], after[key])}
+    assert before.keys() == after.keys() and kept >= mtp.keys() | wide.keys()
+    assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL", "Gemma 3"])  # an own head, and a tied one
+def test_a_merge_of_whole_weights_has_them(name, folders, tmp_path):
+    trainer = trained(folders(name), tmp_path / "run", None)
+    save_merged(trainer.model, tmp_path / "merged", dtype="float32", quiet=True)
+    before, after = stored(folders(name)), stored(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    towers = {key for key in before if "vis" in key or "projector" in key}
+    kept = {key for key in before if same_bytes(before[key], after[key])}
+    assert towers and towers <= kept and not any("_proj" in key for key in kept - towers)
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    wanted = trainer.model.to(torch.bfloat16).state_dict()  # the files' number format
+    assert all(torch.equal(x, wanted[key]) for key, x in read.state_dict().items())
+
+
+def test_a_merge_without_the_files_says_so(folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders("Gemma 3"), folder)
+    model = load_policy(str(folder), GRPOConfig(), ALL)
+    before = stored(folder)
+    shutil.rmtree(folder)
+    with pytest.warns(UserWarning, match="all is written from memory"):
+        save_merged(model, tmp_path / "merged", quiet=True)
+    after = stored(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    assert all(same_bytes(before[key], x) for key, x in after.items() if "vision" in key)
+
+
+@pytest.mark.parametrize("peft_config", [None, ALL])
+def test_a_run_goes_on_from_its_checkpoint(peft_config, folders, tmp_path):
+    config = dict(save_strategy="steps", save_steps=1)
+    first = trained(folders("Gemma 3"), tmp_path / "run", peft_config, **config)
+    again = trained(
+        folders("Gemma 3"), tmp_path / "run", peft_config, resume=tmp_path / "run" / "checkpoint-1"
+    )
+    wanted = first.model.state_dict()
+    assert all(torch.equal(x, wanted[key]) for key, x in again.model.state_dict().items())
