@@ -140,6 +140,7 @@ def equal(out, rank):
         )
         results[name] = dict(
             history=trainer.log_history,
+            secret=trainer.state.secret,
             weights=weights_of(trainer.model),
             evaluation=trainer.evaluate([{"prompt": "1+1="}] * 3),
             ids=drawn(trainer).completion_ids,

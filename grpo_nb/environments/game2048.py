@@ -12,6 +12,7 @@ __all__ = ['MOVES', 'Board', 'CORNER', 'WORKS', 'HONEST', 'GAME_ENDS', 'PROMPT',
 import functools
 import math
 import random
+import secrets
 import statistics
 import threading
 from collections.abc import Callable, Iterator
@@ -388,14 +389,13 @@ def report_of(
 
 # %% ../../nbs/environments/12_game2048.ipynb #469fec2e
 WORKS = {
-    "plain": dict(plays=1.0, unavailable=0.25, fails=0.0, cheats=0.0, syntax=0.0)
-    | {"no code": 0.0},
-    "published": dict(plays=1.0, unavailable=-0.5, fails=-0.5, cheats=-0.5, syntax=-2.0)
+    "plain": dict(plays=1.0, unavailable=0.0, fails=0.0, cheats=0.0, syntax=0.0) | {"no code": 0.0},
+    "published": dict(plays=1.0, unavailable=-2.0, fails=-0.5, cheats=-0.5, syntax=-2.0)
     | {"no code": -2.0},
 }
 HONEST = {
-    "plain": dict(plays=1.0, unavailable=1.0, fails=0.0, cheats=0.0, syntax=0.0) | {"no code": 0.0},
-    "published": dict(plays=1.0, unavailable=1.0, fails=1.0, cheats=-20.0, syntax=-1.0)
+    "plain": WORKS["plain"],
+    "published": dict(plays=1.0, unavailable=-1.0, fails=1.0, cheats=-20.0, syntax=-1.0)
     | {"no code": -1.0},
 }
 GAME_ENDS = {
@@ -434,29 +434,29 @@ class OnceABatch:
 
     def __init__(
         self,
-        judge: Callable[
-            [list[str], int | None], list
-        ],  # different texts, step of the training -> a report on each
+        # different texts, what their tests are drawn from -> a report on each
+        judge: Callable[[list[str], str], list],
+        secret: str | None = None,  # in place of the trainer's
     ):
         self.judge, self._lock, self._batch, self._found = judge, threading.Lock(), None, {}
+        self._secret = secret
 
     def __call__(
         self,
         completions: list,  # strings, or chat messages
-        columns: dict[
-            str, Any
-        ],  # what else the reward function was given; the trainer's state has the step
+        # what else the reward function was given; the trainer's state has the step and the secret
+        columns: dict[str, Any],
     ) -> list:  # one for each completion; equal ones share theirs
         "Reports in the order of the completions; a batch is judged only when it is new."
         texts = [completion_text(completion) for completion in completions]
-        step = getattr(columns.get("trainer_state"), "global_step", None)
+        state = columns.get("trainer_state")
+        step = getattr(state, "global_step", None)
+        secret = self._secret or getattr(state, "secret", None) or secrets.token_hex(16)
         with self._lock:
             if (step, texts) != self._batch:
                 different = list(dict.fromkeys(texts))
-                self._found, self._batch = (
-                    dict(zip(different, self.judge(different, step))),
-                    (step, texts),
-                )
+                found = self.judge(different, f"{secret} {step}")
+                self._found, self._batch = dict(zip(different, found)), (step, texts)
             return [self._found[text] for text in texts]
 
     def of(
@@ -478,9 +478,9 @@ class StrategyRewards:
         games: int = 4,  # for each completion
         scale: str = "plain",  # or published
         truncated: float | None = 0.0,  # for a completion that was cut off; None: not scored
-        # None: unpredictable games, new ones for each batch. A number, equal on all processes:
-        # other games at each step, the same for all processes
-        seed: int | None = None,
+        # that games are drawn from, others at each step; None: the trainer's, or a new one each
+        # time
+        secret: str | None = None,
         workers: int = 2,  # completions at the same time
         **settings,  # target, size, move_s, game_s, memory_mb, deadline_s: as for `judge_strategy`
     ):
@@ -503,21 +503,20 @@ class StrategyRewards:
             self.games,
             self.scale,
             self.truncated,
-            self.seed,
             self.workers,
             self.settings,
-        ) = pool, games, scale, truncated, seed, workers, settings
-        self.reports = OnceABatch(self.judge)
+        ) = pool, games, scale, truncated, workers, settings
+        self.reports = OnceABatch(self.judge, secret)
 
     def judge(
         self,
         texts: list[str],  # completions
-        step: int | None = None,  # of the training
+        drawn_from: str,  # the games; nobody can foresee it
     ) -> list[StrategyReport]:
         "Plays the same games with every program."
         if self.pool is None:
             self.pool = SandboxPool(self.workers)
-        rng = random.SystemRandom() if self.seed is None else random.Random(f"{self.seed} {step}")
+        rng = random.Random(drawn_from)
         seeds = tuple(rng.getrandbits(64) for _ in range(self.games))
         with ThreadPoolExecutor(self.workers) as threads:
             return list(

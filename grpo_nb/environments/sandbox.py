@@ -971,9 +971,13 @@ def arguments_of(arguments, trial: int, loop: int, loops: int) -> tuple:
 
 
 def time_locked(function: LockedDownFunction, args: tuple) -> SandboxResult:
-    "One timed call in a new process; reading the program is not counted."
+    "One timed call in a new process; reading the program counts, for it may compute there."
     with function.open() as session:
-        return session.call(*args) if session.loaded.ok else session.loaded
+        loaded, called = session.loaded, session.call(*args)
+    seconds, cpu_seconds = (
+        getattr(loaded, name) + getattr(called, name) for name in ("seconds", "cpu_seconds")
+    )
+    return replace(called if loaded.ok else loaded, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def time_trusted(function: Callable, args: tuple) -> SandboxResult:

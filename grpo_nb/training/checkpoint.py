@@ -867,6 +867,7 @@ class Checkpointer:
         with new_folder(folder, overwrite=True) as partial:
             self.save_model(partial, save_original_format=False)  # the model's own weight names
             if not self.config.save_only_model:
+                (partial / STATE).touch(mode=0o600)  # it holds the secret of the run's rewards
                 torch.save(self.contents(processes, shared), partial / STATE)
             write_manifest(partial)
         limit, best = self.config.save_total_limit, self.state.best_model_checkpoint

@@ -10,7 +10,7 @@ __all__ = ['WHOLE', 'BEST', 'random_state', 'set_random_state', 'check_random_st
 import math
 import random
 import time
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -170,12 +170,15 @@ class TrainState(TrainerState):
     first_step: int = 0  # the update that this process began at
     started: float = 0.0  # when it began, on time.perf_counter's clock
     seconds_before: float = 0.0  # spent in the loop before the run was resumed
+    # that rewards draw their tests from, so that no setting and no program leads to them
+    secret: str = field(default="", repr=False)
 
     def begin(
         self,
         config: GRPOConfig,
         rows: int,  # of the data
         first_process: bool = True,  # whether this process is the one that reports
+        secret: str = "",  # the same in all processes
     ) -> None:
         "Go to the first micro-batch of a new run; ValueError if the data is too short for one."
         updates = self.layout.updates_per_epoch(rows)
@@ -188,7 +191,7 @@ class TrainState(TrainerState):
             setattr(self, name, math.ceil(steps * self.max_steps) if steps < 1 else steps)
         self.is_world_process_zero = first_process
         self.global_step = self.cycle = self.micro_step = self.tokens = 0
-        self.epoch, self.seconds_before, self.batch = 0.0, 0.0, None
+        self.epoch, self.seconds_before, self.batch, self.secret = 0.0, 0.0, None, secret
         self.best_metric = self.best_global_step = self.best_model_checkpoint = None
         self.start_clock()
 
@@ -279,7 +282,7 @@ class TrainState(TrainerState):
 
     def state_dict(self) -> dict[str, Any]:
         "What a checkpoint has to hold; tensors are not copied."
-        names = ("cycle", "micro_step", "global_step", "epoch", "tokens", *BEST)
+        names = ("cycle", "micro_step", "global_step", "epoch", "tokens", "secret", *BEST)
         return {name: getattr(self, name) for name in names} | {
             "seconds": self.seconds(),
             "random": random_state(),
@@ -293,7 +296,10 @@ class TrainState(TrainerState):
     ) -> None:  # ValueError
         "Refuse numbers that contradict one another or the layout, and damaged random states."
         names = ("cycle", "micro_step", "global_step", "epoch", "tokens", *BEST)
-        check.keys(saved, (*names, "seconds", "random", "batch"), "the state")
+        needed = (*names, "seconds", "random", "batch")
+        check.keys(saved, needed, "the state", optional=("secret",))
+        if not isinstance(saved.get("secret", ""), str):
+            check.refuse("the secret", type(saved["secret"]).__name__, "text")
         for name in ("cycle", "micro_step", "global_step", "tokens"):
             check.number(saved[name], name, least=0, whole=True)
         check.number(saved["seconds"], "seconds", least=0)

@@ -14,6 +14,7 @@ import copy
 import io
 import math
 import os
+import secrets
 import signal
 import threading
 import time
@@ -1265,7 +1266,8 @@ class GRPOTrainer:
     def begin_parts(self) -> None:
         "Put every part at the beginning of a run; the optimizer keeps its moments."
         rows = len(self.train_dataset)
-        self.state.begin(self.config, rows, self.accelerator.is_main_process)
+        secret = self.from_first(secrets.token_hex(16))
+        self.state.begin(self.config, rows, self.accelerator.is_main_process, secret)
         self.policy_update.begin(self.state.max_steps, self.given_schedule)
         self.callbacks.begin(self.policy_update.schedule)
         self.collector.begin(self.train_dataset)

@@ -167,7 +167,7 @@ def game2048_task(
         return fenced(f"def strategy(board):\n    {answer}")
 
     return RewardTask(
-        StrategyRewards(pool, games=2, game_s=3.0, seed=0).functions(),
+        StrategyRewards(pool, games=2, game_s=3.0, secret="0").functions(),
         game2048_problems(1, game_s=3.0)[0]["prompt"],
         {},
         {
@@ -200,7 +200,7 @@ def matmul_task(
         " return [Row([0.0] * len(B[0])) for _ in A]"
     )
     return RewardTask(
-        MatmulRewards(pool, seed=0, size=32, trials=3).functions(),
+        MatmulRewards(pool, secret="0", size=32, trials=3).functions(),
         matmul_problems(1, size=32)[0]["prompt"],
         {},
         {

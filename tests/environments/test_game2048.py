@@ -565,9 +565,9 @@ def test_a_batch_takes_no_longer_than_its_deadlines():
         with SandboxPool(workers=2) as pool:
             start = time.monotonic() - begin
             limits = dict(move_s=60, game_s=60, deadline_s=1.5)
-            rewards = StrategyRewards(pool, games=4, seed=0, size=3, target=256, **limits)
+            rewards = StrategyRewards(pool, games=4, size=3, target=256, **limits)
             begin = time.monotonic()
-            reports = rewards.judge([fenced(source) for source in sources.values()])
+            reports = rewards.judge([fenced(source) for source in sources.values()], "0 None")
             spent = time.monotonic() - begin
     found = dict(zip(sources, reports))
     assert {name for name, report in found.items() if "may take 1.5 s" in report.why} == {
@@ -648,7 +648,7 @@ def judged_once(pool):
             *ATTACKS.values(),
         )
     ]
-    return StrategyRewards(pool, seed=5, move_s=5.0, game_s=30), texts
+    return StrategyRewards(pool, secret="5", move_s=5.0, game_s=30), texts
 
 
 @pytest.mark.parametrize("scale", ["plain", "published"])
@@ -662,12 +662,9 @@ def test_no_attack_earns_more_than_an_honest_failure(judged_once, scale):
     ]
     bar, missing, chance, corner, *attacks = totals
     stages = [report.stage for report in rewards.reports(texts, {})[4:]]
-    most = {
-        name: missing if stage == "unavailable" else min(total, bar)
-        for name, stage, total in zip(ATTACKS, stages, attacks)
-    }
+    most = {name: min(total, bar) for name, total in zip(ATTACKS, attacks)}
     assert dict(zip(ATTACKS, attacks)) == most and stages.count("unavailable") < 4
-    assert bar < chance and missing < chance and (corner > chance or scale == "published")
+    assert missing < bar < chance and (corner > chance or scale == "published")
 
 
 # rewards
@@ -690,7 +687,7 @@ def test_the_published_scale(pool):
         cut=fenced(CORNER)[:50],
         illegal=fenced(program("return 5")),
     )
-    rewards = StrategyRewards(pool, scale="published", target=32, seed=3, move_s=1.0)
+    rewards = StrategyRewards(pool, scale="published", target=32, secret="3", move_s=1.0)
     by_name = {
         f.__name__: dict(
             zip(
@@ -710,7 +707,7 @@ def test_the_published_scale(pool):
         fails=-0.5,
         endless=-0.5,
         numpy=-0.5,
-        missing=-0.5,
+        missing=-2.0,
         syntax=-2.0,
         nothing=-2.0,
         cut=0.0,
@@ -722,7 +719,7 @@ def test_the_published_scale(pool):
         fails=1.0,
         endless=1.0,
         numpy=-20.0,
-        missing=1.0,
+        missing=-1.0,
         syntax=-1.0,
         nothing=-1.0,
         cut=0.0,
@@ -741,8 +738,7 @@ def test_the_published_scale(pool):
         illegal=-3.0,
     )
     totals = {name: sum(points[name] for points in by_name.values()) for name in texts}
-    assert max(totals["fails"], totals["illegal"]) < totals["missing"] < totals["won"]
-    assert totals["missing"] not in [totals[name] for name in texts if name != "missing"]
+    assert totals["missing"] <= min(totals[name] for name in texts if name != "numpy")
     lost = GameRecord(0, "W", 4, 4, "lost")
     assert [
         game_points(GameRecord(0, "W", 4, 4, end), "published")
@@ -765,10 +761,10 @@ def test_the_plain_scale(pool):
         fenced(CORNER),
         fenced(MISSING),
     ]
-    rewards = StrategyRewards(pool, seed=3, games=2, game_s=30)
+    rewards = StrategyRewards(pool, secret="3", games=2, game_s=30)
     works, honest, success = (f(completions=texts) for f in rewards.functions())
     assert works[:7] == honest[:7] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert (works[7], honest[7], success[7]) == (0.25, 1.0, 0.0)
+    assert (works[7], honest[7], success[7]) == (0.0, 0.0, 0.0)
     seeds = [game.seed for game in rewards.reports(texts, {})[0].games]
     expected, up = (
         statistics.mean(progress(play(trusted(source), seed).score) for seed in seeds)
@@ -822,16 +818,16 @@ def test_a_batch_is_judged_once_and_the_next_one_anew(pool, monkeypatch):
     assert (
         len(judged) == 6 and len({seeds for _, seeds in judged}) == 2
     )  # other games at the next step
-    first, second = (StrategyRewards(pool, seed=9) for _ in range(2))
+    first, second = (StrategyRewards(pool, secret="nine") for _ in range(2))
     for rewards, at in ((first, 4), (second, 4), (first, 5)):
-        rewards.judge(["a"], at)
+        rewards.reports(["a"], {"trainer_state": types.SimpleNamespace(global_step=at)})
     assert judged[-3] == judged[-2] != judged[-1]  # on two processes; at the next step
 
 
 def test_reward_functions_that_ask_at_the_same_time():
     calls = []
     once = OnceABatch(
-        lambda texts, step: (
+        lambda texts, drawn_from: (
             calls.append(texts),
             time.sleep(0.05),
             [text.upper() for text in texts],
@@ -851,7 +847,7 @@ def test_reward_functions_that_ask_at_the_same_time():
 def test_a_judge_that_fails_is_asked_again():
     answers = iter([RuntimeError("no"), ["A"]])
 
-    def judge(texts, step):
+    def judge(texts, drawn_from):
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
@@ -864,7 +860,7 @@ def test_a_judge_that_fails_is_asked_again():
 
 
 def test_under_the_trainers_eyes(pool):
-    rewards, logged = StrategyRewards(pool, games=1, seed=1), {}
+    rewards, logged = StrategyRewards(pool, games=1, secret="1"), {}
     completions = [
         [{"role": "assistant", "content": fenced(CORNER)}],
         [{"role": "assistant", "content": "no"}],
@@ -899,6 +895,8 @@ def test_settings_that_cannot_be():
         StrategyRewards(games=0)
     with pytest.raises(TypeError, match="no settings of these names: speed; there are target"):
         StrategyRewards(speed=1)
+    with pytest.raises(TypeError, match="no settings of these names: seed"):
+        StrategyRewards(seed=1)
     with pytest.raises(ValueError, match="nothing to learn"):
         StrategyRewards(target=64)
     assert (

@@ -65,6 +65,7 @@ ROW = reply_problems(1)[0] | {
     "start": 0,
     "end": 1 << 30,
     "seeds": (1,),
+    "drawn_from": "0",
     "rng": Random(0),
 }
 
@@ -95,9 +96,9 @@ class NoSandbox:
 POOL = NoSandbox()
 OBJECTS = {  # of the classes whose methods read completions; made for each call: some keep reports
     "Rubric": lambda: Rubric({"fenced": (lambda text: bool(fenced_blocks(text)), 1.0)}),
-    "StrategyRewards": lambda: StrategyRewards(POOL, scale="published", seed=0),
-    "MatmulRewards": lambda: MatmulRewards(POOL, seed=0),
-    "OnceABatch": lambda: StrategyRewards(POOL, scale="published", seed=0).reports,
+    "StrategyRewards": lambda: StrategyRewards(POOL, scale="published", secret="0"),
+    "MatmulRewards": lambda: MatmulRewards(POOL, secret="0"),
+    "OnceABatch": lambda: StrategyRewards(POOL, scale="published", secret="0").reports,
     "MailCheck": lambda: MailCheck("keywords", judge_keywords),
     "Judge": lambda: Judge(*"umikcl", 1, (0, 1), 1.0, 1.0, {}, "judge"),
 }

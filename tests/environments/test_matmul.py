@@ -428,11 +428,8 @@ def test_no_attack_earns_more_than_an_honest_failure(judged_once, scale):
         for points in zip(*(reward(completions=texts) for reward in rewards.functions()))
     ]
     bar, stages = max(wrong, raises), [report.stage for report in rewards.reports(texts, {})[4:]]
-    assert wrong < missing < honest and missing not in (wrong, raises)
-    most = {
-        name: missing if stage == "unavailable" else min(total, bar)
-        for name, stage, total in zip(ATTACKS, stages, attacks)
-    }
+    assert missing <= wrong < honest
+    most = {name: min(total, bar) for name, total in zip(ATTACKS, attacks)}
     assert dict(zip(ATTACKS, attacks)) == most
     assert len(ATTACKS) > 45 and "right" not in stages and stages.count("unavailable") < 12
 
@@ -540,7 +537,7 @@ def test_a_batch_takes_no_longer_than_its_deadlines():
             start = time.monotonic() - begin
             rewards = MatmulRewards(pool, size=16, trials=5, deadline_s=1.5, timeout_s=60)
             begin = time.monotonic()
-            reports = rewards.judge([fenced(source) for source, _ in sources.values()])
+            reports = rewards.judge([fenced(source) for source, _ in sources.values()], "0 None")
             spent = time.monotonic() - begin
     assert [r.stage for r in reports] == [stage for _, stage in sources.values()]
     assert all("timeout: all calls may take 1.5 s" == r.why for r in reports[:5])
@@ -638,9 +635,9 @@ def test_the_published_scale():
         )
         for stage in STAGES
     ]
-    assert [works_points(r, "published") for r in reports] == [-2, -2, -0.5, -0.5, -0.5, 1, 1]
-    assert [honest_points(r, "published") for r in reports] == [0, 0, -20, 1, 1, 1, 1]
-    assert [correct_points(r, "published") for r in reports] == [0, 0, 0, 0, -2, -4.5, 6]
+    assert [works_points(r, "published") for r in reports] == [-2, -2, -0.5, -2, -0.5, 1, 1]
+    assert [honest_points(r, "published") for r in reports] == [0, 0, -20, 0, 1, 1, 1]
+    assert [correct_points(r, "published") for r in reports] == [0, 0, 0, -2, -2, -4.5, 6]
     assert [fast_points(r, "published") for r in reports] == [0.0] * 6 + [2.5]
     assert [
         fast_points(report("right", 0, 0, 1.0, speed), "published")
@@ -655,9 +652,9 @@ def test_the_plain_scale():
         for stage in STAGES
     ]
     for count, expected in (
-        (works_points, [0, 0, 0, 1, 0, 1, 1]),
-        (honest_points, [0, 0, 0, 1, 0, 1, 1]),
-        (correct_points, [0, 0, 0, 0.25, 0, 0, 1]),
+        (works_points, [0, 0, 0, 0, 0, 1, 1]),
+        (honest_points, [0, 0, 0, 0, 0, 1, 1]),
+        (correct_points, [0, 0, 0, 0, 0, 0, 1]),
         (fast_points, [0, 0, 0, 0, 0, 0, 2]),
     ):
         assert [count(r, "plain") for r in reports] == expected
@@ -699,8 +696,39 @@ def test_a_batch_is_judged_once_with_matrices_that_nobody_can_foresee(pool, monk
     step(rewards, 1)
     assert len(drawn) == 4 and drawn[2][1] != drawn[0][1]
     for k in (0, 0, 1):
-        step(MatmulRewards(pool, seed=4), k)
+        step(MatmulRewards(pool, secret="four"), k)
     assert drawn[4:6] == drawn[6:8] != drawn[8:10]  # on two processes; at the next step
+
+
+def test_the_trainers_secret_is_what_matrices_are_drawn_from(pool, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        matmul,
+        "judge_matmul",
+        lambda text, pool, rng, **settings: drawn.append(rng.random()) or report("syntax"),
+    )
+    for secret, own in (("a", None), ("a", None), ("b", None), ("b", "mine"), ("c", "mine")):
+        state = types.SimpleNamespace(global_step=3, secret=secret)
+        MatmulRewards(pool, secret=own).function_works(["x"], trainer_state=state)
+    assert drawn[0] == drawn[1] != drawn[2] != drawn[3] == drawn[4]
+    with pytest.raises(TypeError, match="no settings of these names: seed"):
+        MatmulRewards(pool, seed=0)
+
+
+def test_work_that_is_done_while_a_program_is_read_counts(pool):
+    "It draws the matrices itself, and multiplies them before the call."
+    rng = random.Random("told")
+    inputs = [(random_matrix(24, 24, rng), random_matrix(24, 24, rng)) for _ in range(3)]
+    draws = NAIVE.replace("matmul", "naive") + (
+        "import random\nrng = random.Random('told')\ndef draw():\n    return "
+        "[[rng.uniform(-1.0, 1.0) for _ in range(24)] for _ in range(24)]\n"
+        "pairs = [(draw(), draw()) for _ in range(3)]\n"
+        "table = {A[0][0]: naive(A, B) for A, B in pairs}\n"
+        "def matmul(A, B): return table[A[0][0]]\n"
+    )
+    timing = time_program(draws, pool, inputs)
+    assert timing.fault is None and timing.answers[0] == trusted(NAIVE, "matmul")(*inputs[0])
+    assert timing.speed < 1.2
 
 
 def test_under_the_trainers_eyes(pool):

@@ -19,6 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from small_runs import (
     ROWS,
+    digits,
     remember_batches,
     small_model,
     small_trainer,
@@ -27,6 +28,7 @@ from small_runs import (
 )
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
+from grpo_nb.environments.sandbox import SandboxPool
 from grpo_nb.model.export import new_folder
 from grpo_nb.training.checkpoint import (
     checkpoints,
@@ -291,6 +293,46 @@ def test_the_number_of_processes_is_checked(tmp_path):
     write_manifest(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match="written by 2 processes and this run has 1"):
         small_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_rewards_draw_from_a_secret_that_only_the_checkpoint_holds(tmp_path):
+    seen = []
+
+    def reward(completions, trainer_state, **columns):
+        seen.append(trainer_state.secret)
+        assert trainer_state.secret not in repr(trainer_state)
+        return digits(completions)
+
+    settings = dict(SAVING, seed=1)
+    for folder in ("one", "other"):
+        small_trainer(tmp_path / folder, reward, **settings).train()
+    small_trainer(tmp_path / "one", reward, **{**settings, "max_steps": 3}).train(
+        resume_from_checkpoint=True
+    )
+    one, same, other, _, again = seen
+    assert one == same == again != other and len(bytes.fromhex(one)) == 16
+    holding = [
+        path
+        for path in (tmp_path / "one").rglob("*")
+        if path.is_file() and (one.encode() in path.read_bytes())
+    ]
+    assert {path.name for path in holding} == {"training_state.pt"} and len(holding) == 3
+    assert {path.stat().st_mode & 0o777 for path in holding} == {0o600}
+    with SandboxPool(workers=1, allow_weak=True) as pool:
+        reads = "import random\ndef read(path): return random._os.open(path, 0)"
+        assert pool.run(reads, entry="read", args=(str(holding[0]),)).kind == "forbidden"
+
+
+def test_a_checkpoint_from_before_there_was_a_secret_gets_one(tmp_path):
+    small_trainer(tmp_path, **SAVING).train()
+    path = tmp_path / "checkpoint-2" / "training_state.pt"
+    saved = torch.load(path)
+    del saved["processes"][0]["state"]["secret"]
+    torch.save(saved, path)
+    write_manifest(path.parent)
+    trainer = small_trainer(tmp_path, max_steps=3)
+    trainer.train(resume_from_checkpoint=True)
+    assert len(trainer.state.secret) == 32
 
 
 def test_another_models_checkpoint(tmp_path):

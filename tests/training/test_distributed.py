@@ -137,6 +137,11 @@ def test_two_processes_resume_bit_for_bit(ranks):
         ]
 
 
+def test_the_secret_of_the_rewards_is_one_in_both_and_goes_on(ranks):
+    secrets = {rank[name]["secret"] for rank in ranks[0] for name in ("sampled", "sampled again")}
+    assert len(secrets) == 1 and len(*secrets) == 32
+
+
 def test_an_overflow_in_one_process_is_one_in_both(ranks):
     first, second = (rank["overflow"] for rank in ranks[0])
     assert (

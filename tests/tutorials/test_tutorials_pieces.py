@@ -97,14 +97,14 @@ def test_the_count_is_the_same_each_time_and_ranks_as_the_clock_does(kernels):
 
 
 def test_a_program_in_this_process_is_paid_by_its_count(kernels):
-    rewards = MatmulRewards(kernels["Here"](), seed=0, size=16, trials=1)
+    rewards = MatmulRewards(kernels["Here"](), secret="0", size=16, trials=1)
     quick = "from operator import mul\n\ndef matmul(A, B):\n    return [[sum(map(mul, a, t)) "
     texts = [NAIVE, quick + "for t in zip(*B)] for a in A]", "def matmul(A, B): return C"]
     erases = (
         "def matmul(A, B):\n    for a in A: a[:] = [0.0 for _ in a]\n"  # zeros are then the product
     )
     texts.append(erases + "    return [[0.0 for _ in B[0]] for _ in A]")
-    reports = rewards.judge([f"```python\n{text}\n```" for text in texts])
+    reports = rewards.judge([f"```python\n{text}\n```" for text in texts], "0")
     assert [report.stage for report in reports] == ["right", "right", "fails", "wrong"]
     ratio = kernels["count"](NAIVE, 16) / kernels["count"](reports[1].program.code, 16)
     assert reports[0].timing.speed == 1 and reports[1].timing.speed == pytest.approx(ratio)

@@ -285,9 +285,9 @@ def test_a_report_is_asked_for_again_and_not_judged_again():
 @pytest.mark.parametrize(
     "rewards, good, stage",
     [
-        (StrategyRewards(games=1, seed=0, game_s=3.0), CORNER, "plays"),
+        (StrategyRewards(games=1, secret="0", game_s=3.0), CORNER, "plays"),
         (
-            MatmulRewards(seed=0, size=16, trials=2),
+            MatmulRewards(secret="0", size=16, trials=2),
             TASKS["matrices"]().examples["three loops"].strip("`").removeprefix("python\n"),
             "right",
         ),

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_nb.environments.game2048 import StrategyRewards
+from grpo_nb.environments.matmul import MatmulRewards
 from grpo_nb.environments.sandbox import (
     Benchmarker,
     LockedDownFunction,
@@ -244,6 +246,43 @@ def test_attack_on_the_time(family, name, kinds, source, pool, surroundings, hon
     else:
         assert not any(score(result, sum(NUMBERS)) for result in results)
     assert surroundings.state() == surroundings.before
+
+
+GRADED = {  # a page's rewards, and honest programs that run: the worst that were thought of
+    "2048": (
+        lambda pool, scale: StrategyRewards(pool, games=2, workers=1, scale=scale),
+        "strategy",
+        ["return 'W'", "return 'S'", "return 'WASD'[sum(map(sum, board)) % 3]"],
+    ),
+    "matmul": (
+        lambda pool, scale: MatmulRewards(pool, size=16, trials=1, scale=scale),
+        "matmul",
+        ["return [[0.0] * len(B[0]) for _ in A]", "return []", "return [[9e9] * len(B[0])] * 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("scale", ["plain", "published"])
+@pytest.mark.parametrize("page", GRADED)
+def test_no_refusal_earns_more_than_the_least_honest_program_that_ran(pool, page, scale):
+    rewards, entry, honest = GRADED[page]
+    given = "board" if entry == "strategy" else "A, B"
+    refusals = [source for family, _, _, source in ATTACKS if family == "refusals"]
+    programs = [f"def {entry}({given}): {line}" for line in honest]
+    programs += [f"{source}\n{entry} = total\n" for source in refusals]
+    texts = [f"```python\n{source}\n```" for source in programs]
+    made = rewards(pool, scale)
+    totals = [sum(points) for points in zip(*(f(completions=texts) for f in made.functions()))]
+    stages = [report.stage for report in made.reports(texts, {})]
+    least = min(totals[: len(honest)])
+    assert set(stages[: len(honest)]) <= {"plays", "wrong"} and len(refusals) >= 50
+    assert stages.count("unavailable") >= 45 and set(stages[3:]) <= {"unavailable", "fails"}
+    above = [
+        (total, stage, text)
+        for total, stage, text in zip(totals[3:], stages[3:], texts[3:])
+        if total > least and (stage == "unavailable" or scale == "plain")
+    ]
+    assert not above  # on the published scale an exception has the points that were published
 
 
 ROUTES = """
