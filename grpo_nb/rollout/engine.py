@@ -44,6 +44,7 @@ from grpo_nb.rollout.rollout import (
     end_at_text,
     finish,
     pad_left,
+    text_token_ids,
 )
 from grpo_nb.rollout.sampling import (
     SamplingParams,
@@ -602,7 +603,7 @@ class RolloutEngine:
 
     def encode(
         self,
-        # a text or texts, tokenized as `tokenizer(text)`, or token ids of several prompts
+        # a text or texts, tokenized by `text_token_ids`, or token ids of several prompts
         prompts: str | Sequence[str | Sequence[int]],
     ) -> list[list[int]]:  # token ids of each, without padding
         "Prompts as token ids."
@@ -612,7 +613,7 @@ class RolloutEngine:
             return ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
 
         return [
-            self.tokenizer(p)["input_ids"] if isinstance(p, str) else as_list(p) for p in prompts
+            text_token_ids(p, self.tokenizer) if isinstance(p, str) else as_list(p) for p in prompts
         ]
 
     def batches(

@@ -35,7 +35,7 @@ from ..algorithm.logprobs import selective_log_softmax
 from ..model.export import no_file_bars
 from ..model.memory_bytes import longest_sequence
 from .engine import RolloutEngine, evaluating
-from .rollout import Rollout, default_stop_token_ids
+from .rollout import Rollout, default_stop_token_ids, text_token_ids
 from .sampling import SamplingParams
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #0738a017
@@ -300,7 +300,7 @@ def prompts_of(
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     texts = prompt if several else [prompt]
     try:
-        ids = [tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in texts]
+        ids = [text_token_ids(one, tokenizer) if isinstance(one, str) else one for one in texts]
     except (TypeError, ValueError) as error:  # half of a surrogate pair
         raise Refusal(400, f"'prompt' cannot be made tokens: {error}") from None
     whole = all(isinstance(one, list) and all(type(i) is int for i in one) for one in ids)

@@ -33,7 +33,7 @@ import torch
 from transformers.utils import get_json_schema
 
 from .arrivals import Arrivals, Asked, in_rounds
-from .rollout import Rollout, default_stop_token_ids, joined
+from .rollout import Rollout, default_stop_token_ids, joined, special_ids
 from .sampler import Sampler, drawn_elsewhere
 from .sampling import SamplingParams, Survivors, behind, stream_keys
 
@@ -531,8 +531,7 @@ def turn_end(
 ) -> tuple[int, int]:  # the token that ends a turn with a call, and how often a short one has it
     "The last special token that the template writes for a call, or the first of the answer."
     ids = rendered(short_call(name), tokenizer, variables, False)
-    marks = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special = marks | {*tokenizer.all_special_ids}
+    special = special_ids(tokenizer)
     ends = [place for place, token in enumerate(ids) if token in special]
     if ends and not tokenizer.decode(ids[ends[-1] + 1 :]).strip():
         end = ids[ends[-1]]

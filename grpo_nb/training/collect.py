@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 
 from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import BatchLayout, completion_order, prompt_order
-from ..rollout.rollout import Rollout, pad_left
+from ..rollout.rollout import Rollout, pad_left, passed_over
 from ..rollout.sampler import Sampler
 from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams
 from ..rollout.stream import RolloutStream, staleness
@@ -26,7 +26,9 @@ from grpo_nb.training.data import (
     check_long_prompts,
     check_prompt_lengths,
     completion_as_given,
+    filled_arguments,
     many_prompt_token_ids,
+    prompt_token_ids,
     reward_columns,
     row_variables,
     template_kwargs,
@@ -102,14 +104,18 @@ class CompletionSource:
         self,
         *data: Any,  # of each: rows, a dict of several data sets, or None
     ) -> list[str]:  # a sentence for each, once
-        "Columns that look as if they changed how completions are drawn, and do not."
+        "What of the data does not reach the model although it looks as if it did."
         sentences = [
             sentence
             for one in data
             for rows in (one.values() if isinstance(one, dict) else [one])
             if rows is not None
             for rows in ([[rows.first]] if isinstance(rows, StreamedRows) else [rows])
-            for sentence in unread_settings(rows, self.reward_funcs) + self.unread(rows)
+            for sentence in (
+                *unread_settings(rows, self.reward_funcs),
+                *self.unread(rows),
+                *filled_arguments(rows),
+            )
         ]
         return list(dict.fromkeys(sentences))
 
@@ -125,6 +131,12 @@ class CompletionSource:
             "that draws is given prompts alone: give rollout_func an argument "
             "chat_template_kwargs, which gets a dict for each prompt."
         ]
+
+    def first_prompt(self, rows: Any) -> list[int]:
+        "The token ids of the first row's prompt; what an environment adds to it is not there yet."
+        row = rows[0]
+        of_row = template_kwargs(row, self.config.chat_template_kwargs)
+        return prompt_token_ids(row["prompt"], self.tokenizer, of_row | self.tools_shown())
 
     def publish(self, model: Any, version: int) -> None:
         "Hand the sampler the present weights, for the completions that it draws next."
@@ -278,6 +290,7 @@ class RolloutCollector:
         self.rows: Any = None
         self.stream: RolloutStream | None = None  # with `max_staleness`
         self.unjudged = 0  # cycles in a row in which no completion was judged
+        self.passed_over: str | None = None  # what looks like an end in what was cut last
         self.samples: list[dict[str, Any]] = []  # what was drawn last, with scores and advantages
         self.curriculum = Curriculum(config.used("data_seed")) if config.curriculum else None
         check_choice(config, layout, reward_names)
@@ -309,6 +322,7 @@ class RolloutCollector:
         step = state.global_step + 1
         told = drawn.completions, self.reward_names, drawn.scores, advantages, drawn.extra
         self.samples = sample_rows(step, drawn.rows, *told)
+        self.passed_over = passed_over(drawn.rollout, self.source.tokenizer)
         whole = self.source.batch_of(drawn.rollout, advantages)
         return whole.rows(self.order(state.cycle, len(drawn.rows)))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from tqdm.auto import tqdm
 
-from ..rollout.rollout import pad_left
+from ..rollout.rollout import pad_left, text_token_ids
 from .policy_logprobs import TrainingBatch, completion_logps
 
 # %% ../../nbs/training/18_fine_tuning.ipynb #81a3572a
@@ -23,7 +23,9 @@ def written_batch(
 ) -> TrainingBatch:  # advantages are all 1: every answer is one to be imitated
     "Prompts with worked answers, each closed by an end token, as a batch."
     prompt_ids, prompt_mask = pad_left(
-        tokenizer([row["prompt"] for row in rows]).input_ids, tokenizer.pad_token_id or 0, device
+        [text_token_ids(row["prompt"], tokenizer) for row in rows],
+        tokenizer.pad_token_id or 0,
+        device,
     )
     answers = [
         ids + [tokenizer.eos_token_id]

@@ -26,7 +26,10 @@ class RunHistory:
         self,
         config: GRPOConfig,  # of the run
         precision: str | None = None,  # "bf16", "fp16" or "no"; None: as the config says
+        # the token that looks like an end inside completions that were cut, if there is one
+        passed_over: Callable[[], str | None] = lambda: None,
     ):
+        self.passed_over = passed_over
         self.fp16 = (precision or ("fp16" if config.fp16 else "no")) == "fp16"
         # completions in a record, of one process
         completions = (
@@ -168,9 +171,19 @@ def truncated(history: RunHistory) -> str | None:
             if history.config.mask_truncated_completions
             else ""
         )
-        return (
+        start = (
             f"{cut:.0%} of the completions of the last {history.patience} records were cut at "
-            f"max_completion_length={history.config.max_completion_length}.{masked} Look at a "
+            f"max_completion_length={history.config.max_completion_length}.{masked} "
+        )
+        if token := history.passed_over():
+            return (
+                f"{start}In most of them stands {token}, and they go on behind it: the model has "
+                "ended its answer, and that token ends nothing here. Make it a stop: "
+                "generation_kwargs={'eos_token_id': [its id, and those of the other ends]}, or "
+                f"tokenizer.eos_token = {token!r}."
+            )
+        return (
+            f"{start}Look at a "
             "few (log_completions=True): if they break off in the middle, raise "
             "max_completion_length; "
             "if the answer is there and the model goes on, it has not learnt to end: use an "
@@ -441,8 +454,9 @@ class Hints:
         config: GRPOConfig,  # of the run
         # "bf16", "fp16" or "no", as the run chose it; None: as the config says
         precision: str | None = None,
+        passed_over: Callable[[], str | None] = lambda: None,  # for `RunHistory`
     ):
-        self.history = RunHistory(config, precision)
+        self.history = RunHistory(config, precision, passed_over)
         self.said: dict[str, str] = {}  # name of the hint -> its sentence
 
     def look(

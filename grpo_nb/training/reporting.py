@@ -563,8 +563,10 @@ class HintWriter(TrainerCallback):
         config: GRPOConfig,
         precision: str,  # "bf16", "fp16" or "no"
         log: Log,  # hints are printed where its table is
+        # the token that looks like an end inside completions that were cut, if there is one
+        passed_over: Callable[[], str | None] = lambda: None,
     ):
-        self.settings, self.log = (config, precision), log
+        self.settings, self.log = (config, precision, passed_over), log
         self.path = log.path and log.path.with_name("hints.jsonl")
         self.hints, self.given = Hints(*self.settings), []
 

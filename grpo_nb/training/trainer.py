@@ -49,7 +49,7 @@ from grpo_nb.rollout.colocated import (
     vllm_command,
 )
 from ..rollout.engine import RolloutEngine
-from ..rollout.rollout import default_stop_token_ids
+from ..rollout.rollout import default_stop_token_ids, named_ends, turn_closer
 from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import SamplingParams
 from ..rollout.server import VLLMServer
@@ -73,7 +73,10 @@ from grpo_nb.training.data import (
     check_dataset,
     check_evaluation_data,
     column_names,
+    cut_in_the_middle,
     is_stream,
+    room_left,
+    stops_by_name,
 )
 from .evaluation import Evaluator
 from .guard import Guard, doubt_of_cuts
@@ -1058,7 +1061,8 @@ class GRPOTrainer:
         self.recorder = Recorder(accelerator, self.metrics, self.state)
         self.notes: dict[str, Any] = {}  # shown in the progress bar
         self.bar = ProgressBar(config, self.notes, accelerator.is_main_process)
-        self.hint_writer = HintWriter(config, self.precision.name, self.log)
+        ended = partial(getattr, self.collector, "passed_over")
+        self.hint_writer = HintWriter(config, self.precision.name, self.log, ended)
         samples = SampleWriter(config, accelerator, self.collector, self.log)
         trackers = Trackers(config, accelerator)
         ours = [self.log, trackers, samples, self.hint_writer, self.bar]
@@ -1322,6 +1326,24 @@ class GRPOTrainer:
             + f"\n{LEFT_ALONE}" * self.left_alone
             + corrected * self.corrects
             + self.weights.description(self.vllm is None)
+            + self.what_is_read() * self.source.sampler.takes_token_ids
+        )
+
+    def what_is_read(self) -> str:
+        "Three lines to print as a run begins: the first prompt, what ends its answers, the room."
+        ids, sampler = self.source.first_prompt(self.train_dataset), self.source.sampler
+        named, stops = named_ends(self.model, self.tokenizer), self.sampling.stop_token_ids
+        added = turn_closer(self.tokenizer, named) if stops is None else None
+        if stops is None:
+            stops = default_stop_token_ids(self.model, self.tokenizer)
+        if isinstance(sampler, TurnSampler):
+            stops = dict.fromkeys([*stops, sampler.end])
+        own = isinstance(sampler, TurnSampler) or sampler in (self.engine, self.vllm)
+        room = self.config.max_completion_length, longest_sequence(self.model.config)
+        return (
+            f"\nfirst prompt: {cut_in_the_middle(self.tokenizer.decode(ids))}"
+            + f"\nstops: {stops_by_name(stops, added, self.tokenizer)}" * own
+            + f"\nroom: {room_left(len(ids), *room)}"
         )
 
     @contextmanager

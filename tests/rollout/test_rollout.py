@@ -115,6 +115,7 @@ def test_stop_tokens_are_named_in_three_places():
     assert default_stop_token_ids(model, tokenizer) == (1, 5, 9)
     assert default_stop_token_ids(model, None) == (1, 5, 9)
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token = None
+    tokenizer.chat_template = None  # which names an end as well
     assert default_stop_token_ids(model, tokenizer) == ()
 
 
