@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'UNTIL_CUT', 'PARTS', 'SAMPLERS',
-           'ALL', 'RANKS', 'VLLM_SHARE', 'Card', 'find_card', 'Step', 'check_counts', 'check_words', 'check_switches',
-           'check_shares', 'Held', 'vllm_weights', 'held', 'read_whole', 'whole_weights', 'drawing', 'computation',
-           'training', 'hidden_on_host', 'inputs_on_host', 'Fit', 'with_rest', 'rollout_that_fits', 'with_slices',
-           'possible_slices', 'fit', 'usual_prompt', 'with_context', 'longest_context', 'rank_flag', 'serving',
-           'served_together', 'keep_back', 'free_memory']
+           'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Card', 'find_card', 'Step', 'check_counts', 'check_words',
+           'check_switches', 'check_shares', 'Held', 'vllm_weights', 'held', 'read_whole', 'whole_weights', 'drawing',
+           'computation', 'training', 'casts', 'with_gradients', 'all_gradients', 'hidden_on_host', 'inputs_on_host',
+           'Fit', 'with_rest', 'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt',
+           'with_context', 'longest_context', 'rank_flag', 'serving', 'served_together', 'keep_back', 'free_memory']
 
 # %% ../../nbs/model/19_memory_fit.ipynb #3a6e9f79
 import weakref
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from . import limits
@@ -30,8 +31,10 @@ from grpo_nb.model.memory_bytes import (
     kv_bytes,
     layer_inputs,
     lora_parameters,
+    numbers_in,
     rollout_bytes,
     step_bytes,
+    trained_tensors,
     unpack_bytes,
     weight_bytes,
 )
@@ -119,9 +122,12 @@ class Step:
     capability: tuple[int, int]  # compute capability of the card
     weights: str = "bf16"  # one of FORMATS
     double_quant: bool = False  # NF4's scales quantised too
-    lora_r: int = 32  # 0: no adapters
+    lora_r: int = 32  # 0: no adapters, all weights train
     lora_targets: tuple[str, ...] = TARGETS  # "attention", "mlp"
     optimizer_bytes: int = 8  # of optimizer state for each trained number
+    update_bytes: int = 0  # that the optimizer needs besides, while it moves the weights
+    accumulates: bool = True  # an update adds the gradients of several micro-batches
+    autocast: bool = False  # products in 16 bits, also of weights in float32
     prompt_length: int = 512  # tokens
     max_completion_length: int = 15_872  # tokens
     num_generations: int = 8  # completions of a prompt
@@ -165,7 +171,22 @@ class Step:
     @property
     def element(self) -> int:
         "Bytes of a number in computations."
-        return 4 if self.weights == "fp32" else 2
+        return 4 if self.weights == "fp32" and not self.autocast else 2
+
+    @property
+    def all_weights(self) -> bool:
+        "Whether all weights train, and no adapters."
+        return not self.lora_r
+
+    @property
+    def trained_element(self) -> int:
+        "Bytes of a number that trains; adapters are in float32."
+        return 4 if self.lora_r or self.weights == "fp32" else 2
+
+    @property
+    def cast(self) -> bool:
+        "Whether weights in float32 are copied to 16 bits for each product."
+        return self.weights == "fp32" and self.autocast
 
     @property
     def old_card(self) -> bool:
@@ -175,7 +196,8 @@ class Step:
     @property
     def residual(self) -> int:
         "Bytes of a number in the residual stream; float32 where float16 would overflow."
-        return 4 if self.old_card and self.shape.sinks else self.element
+        wide = self.weights == "fp32" or self.old_card and self.shape.sinks
+        return 4 if wide else self.element
 
     @property
     def kernel(self) -> str:
@@ -203,10 +225,13 @@ class Step:
         return prompts * self.prompt_length + drawn, drawn
 
 # %% ../../nbs/model/19_memory_fit.ipynb #e9dc94cc
+TRAINABLE = ("bf16", "fp32")  # formats in which weights train
+
+
 def check_counts(step):
     "Refuse counts that are not whole numbers, or are below their minimum."
     optional = ("logit_chunk_multiplier", "slice_tokens")
-    least = dict(lora_r=0, prompt_length=0, optimizer_bytes=0, vllm_bytes=0)
+    least = dict(lora_r=0, prompt_length=0, optimizer_bytes=0, update_bytes=0, vllm_bytes=0)
     for name in (
         *least,
         *optional,
@@ -255,6 +280,11 @@ def check_switches(step):
         raise ValueError(
             f"the head of {step.shape.name} is its embedding, which every step "
             "multiplies with: it cannot be offloaded. Leave offload_embedding out"
+        )
+    if step.all_weights and step.weights not in TRAINABLE:
+        raise ValueError(
+            f"weights in {step.weights} do not train, and without adapters (lora_r=0) all do: "
+            f"give lora_r=16, or weights in {' or '.join(TRAINABLE)}"
         )
     if step.shards > 1:
         check_shares(step)
@@ -367,7 +397,9 @@ def computation(
     return Computation(
         element=step.element,
         residual=step.residual,
-        targets=step.lora_targets if step.lora_r else (),
+        targets=step.lora_targets if step.lora_r else TARGETS,
+        all_weights=step.all_weights,
+        autocast=step.cast,
         kernel=step.kernel,
         repeated=step.old_card,
         each=step.old_card,
@@ -399,6 +431,83 @@ def training(
         step.shape, step.weights, step.element, not step.old_card
     )
     return moments
+
+
+def casts(
+    step: Step,
+    layers: int,  # whose copies are there at the same time
+    head: bool = False,  # the head's too
+) -> int:  # bytes; 0 where products are in the format of the weights
+    "16-bit copies of float32 weights: autocast keeps those of weights that train."
+    if not step.cast:
+        return 0
+    counts = step.shape.parameters
+    inside = layers * (counts["attention"] + counts["mlp"]) // step.shape.layers
+    return 2 * (inside + head * step.shape.vocab * step.shape.hidden)
+
+
+def with_gradients(
+    step: Step,
+    slice_tokens: int | None,  # see computation
+) -> dict[str, dict[str, int]]:  # "head", "layer" and "update" -> part -> bytes
+    "Training's bytes by moment: both passes, what they train with, and the optimizer's step."
+    numbers = numbers_in(
+        trained_tensors(step.shape, step.lora_r, step.lora_targets), step.shards
+    ).values()
+    passes, each = training(step, slice_tokens), step.trained_element
+    if step.all_weights:
+        return all_gradients(step, slice_tokens, passes, sum(numbers))
+    held = sum(numbers) * (2 * each + step.optimizer_bytes)
+    kept = step.shape.layers if not step.gradient_checkpointing else 1
+    copies = {"head": casts(step, kept * (kept > 1), True), "layer": casts(step, kept)}
+    found = {
+        moment: {**parts, "adapters": held, "copies": copies[moment]}
+        for moment, parts in passes.items()
+    }
+    return found | {"update": {"adapters": held + step.update_bytes}}
+
+
+def all_gradients(
+    step: Step,
+    slice_tokens: int | None,  # see computation
+    passes: dict[str, dict[str, int]],  # from `training`
+    numbers: int,  # that train, on this card
+) -> dict[str, dict[str, int]]:  # "head", "layer" and "update" -> part -> bytes
+    """The same where all weights train. Gradients appear while layer inputs vanish, so the worst
+    layer is the last, the first, or the embedding behind it."""
+    shape, each, again = step.shape, step.trained_element, step.accumulates
+    states, gradients = step.optimizer_bytes * numbers, each * numbers
+    sizes = {kind: [n * row for _, n, row in shape.tensors[kind]] for kind in ("attention", "mlp")}
+    layer, matrix = (each * how(chain(*sizes.values())) for how in (sum, max))
+    vocab = shape.vocab * shape.hidden
+    # a tied head's gradient waits for the embedding's
+    waits = states + again * (gradients + matrix) + each * vocab * shape.tied * again
+    last = waits + (not again) * (each * vocab + layer)
+    first = waits + (not again) * (gradients - each * vocab * (not shape.tied))
+    alone = replace(step, shape=replace(shape, layers=1, windows=shape.windows[:1]))
+    layers = [
+        {**passes["layer"], "adapters": last, "copies": casts(step, shape.layers)},
+        {**training(alone, slice_tokens)["layer"], "adapters": first, "copies": casts(step, 1)},
+        {
+            "hidden": step.tokens[0] * shape.hidden * step.residual,
+            "adapters": states + gradients + each * vocab * (again + shape.tied),
+        },
+    ]
+    if step.gradient_checkpointing:
+        layers[0]["copies"] = casts(step, 1)
+    # the head's gradient is summed in float32, and then converted
+    summed = vocab * (4 if each == 4 else 4 + each)
+    head = {
+        **passes["head"],
+        "adapters": states + again * gradients + summed,
+        "copies": casts(step, shape.layers, True),
+    }
+    worst = max(layers, key=lambda parts: sum(parts.values()))
+    return {
+        "head": head,
+        "layer": worst,
+        "update": {"adapters": states + gradients + step.update_bytes},
+    }
 
 
 def hidden_on_host(
@@ -503,23 +612,29 @@ def with_slices(
     slice_tokens: int | None,  # that the experts or an MLP work on at a time; None: all
 ) -> Fit:
     "The bytes of a step with slices of `slice_tokens`."
-    there, states, all_layers = held(step), step.optimizer_bytes, step.shape.layers
-    numbers = lora_parameters(step.shape, step.lora_r, step.lora_targets, step.shards)
-    drawn = all_layers if step.sampler == "engine" else 0  # the engine reads whole weights
+    there, all_layers, engine = held(step), step.shape.layers, step.sampler == "engine"
+    tensors = trained_tensors(step.shape, step.lora_r, step.lora_targets)
+    numbers = sum(numbers_in(tensors, step.shards).values())
+    adapters = 0 if step.all_weights else 4
     fixed = {
         "weights": sum(there.weights.values()),
-        "adapters": numbers * (4 + states),
-        "copies": there.copies + (whole_weights(step, drawn) if drawn else 0),
+        "adapters": numbers * (adapters + step.optimizer_bytes),
+        "copies": there.copies,
     }
+    if engine:  # it reads whole weights, and autocast keeps copies of those that train
+        kept = casts(step, all_layers if step.all_weights else 0, True)
+        fixed["copies"] += whole_weights(step, all_layers) + kept
     rows, rollout = rollout_that_fits(step, room, fixed)
     # training adds gradients, and a sampler that does not sleep keeps its cache
     computing = whole_weights(step, all_layers if step.keep_gathered else min(2, all_layers))
-    copies = there.copies_in_training + computing
-    fixed |= {"adapters": numbers * (8 + states), "copies": copies}
+    if step.all_weights:  # whole gradients of two layers, before a card keeps its share
+        computing += whole_weights(step, min(2, all_layers))
+    fixed |= {"adapters": 0, "copies": there.copies_in_training + computing}
     if step.sampler == "vllm":
         fixed |= drawing(step, rows)
     moments = {
-        moment: with_rest(parts, fixed) for moment, parts in training(step, slice_tokens).items()
+        moment: with_rest(parts, fixed)
+        for moment, parts in with_gradients(step, slice_tokens).items()
     }
     host = {
         "process": HOST_PROCESS,
