@@ -32,7 +32,7 @@ from . import __web__
 from .model.files import naming_a_full_disk, write_json
 from .model.kernel_choice import KERNELS, TRANSFORMERS_NAMES
 from .model.memory_bytes import FORMATS, MODELS, TARGETS
-from .model.memory_fit import ALL, CARDS, Card
+from .model.memory_fit import ALL, CARDS, Card, find_card, gibibytes
 
 # %% ../nbs/91_cli.ipynb #38ce2374
 def _integer(
@@ -353,21 +353,15 @@ _OFFLOADS = {  # a value of --offload -> its setting
 
 def _card(
     name: str,  # as typed
-    usable: float | None,  # GiB; None: the card's own
+    memory: str | None,  # "16GB", "16"; None: the card's own
 ) -> Card:  # ValueError if there is no such card
-    "A card of CARDS, with `usable` GiB if that is given."
-    card = {known.lower(): card for known, card in CARDS.items()}.get(name.lower())
-    if card is None:
-        raise ValueError(
-            f"there is no card {name!r} here: give one of {', '.join(CARDS)}, and "
-            "--memory for its size if it is like one of these"
-        )
-    if usable is None:
+    "A card of CARDS, with so much memory if that is given."
+    card = find_card(name)
+    if memory is None:
         return card
+    usable = round(gibibytes(memory), 2)
     if not 0 < usable < 10**5:
-        raise ValueError(
-            f"--memory is {usable:g}, and it is a card's memory in GiB: give more than 0"
-        )
+        raise ValueError(f"--memory is {memory}, and it is a card's memory: give more than 0")
     change = "limited to" if usable < card.usable else "with"
     return replace(card, name=f"{card.name} {change} {usable:g} GiB", usable=usable)
 
@@ -410,6 +404,10 @@ def _as_flags(
         flags.insert(0, " ".join(["--offload", *(w for w, name in _OFFLOADS.items() if now[name])]))
     if "share_prompt" in changes:
         flags.append("--share-prompt")
+    if "max_completion_length" in changes:
+        flags.append(f"--context {after.step.context}")
+    if "card" in changes:
+        flags.append(f"--card {shlex.quote(after.card.name)}")
     left_out = [f"without {flag}" for name, flag in _LEFT_OUT.items() if name in changes]
     return ", ".join([" ".join(flags), *left_out]).removeprefix(", ")
 
@@ -455,7 +453,8 @@ def _plain_warnings(
 
 
 # what `plan run.yaml` takes
-_OF_RECIPES = ("model", "card", "cards", "samplers", "memory", "json", "write")
+_RECIPES = (".yaml", ".yml")
+_OF_RECIPES = ("model", "card", "cards", "samplers", "memory", "json", "fit", "write")
 
 
 def _plan_made(
@@ -465,7 +464,7 @@ def _plan_made(
     from grpo_nb import recipe as recipes
     from grpo_nb.planning import plan as planner
 
-    if not args.model.endswith((".yaml", ".yml")):
+    if not args.model.endswith(_RECIPES):
         if args.write:
             raise ValueError("--write is for a recipe: grpo-nb plan run.yaml --write fits.yaml")
         return planner.plan(
@@ -497,31 +496,53 @@ def _starts(
     return [*planner.server_lines(made.setup, name), planner.launch_line(made.setup, run)]
 
 
+def _fits_with(
+    args: argparse.Namespace,  # from the parser below
+    made,  # the Plan
+    better,  # a plan that fits, and the changes that lead to it; None: there is none
+    lines: dict,  # of a recipe, that the changes are
+) -> str | None:  # "--offload embedding --lora-r 8"; None: nothing does
+    "What makes a plan fit, as flags of this command, or of `grpo-nb train --config`."
+    from grpo_nb.recipe import in_yaml
+
+    if better is None:
+        return None
+    if not args.model.endswith(_RECIPES):
+        return _as_flags(made.setup, better[0].setup)
+    card = better[0].setup.card
+    flags = [f"--card {shlex.quote(card.name)}"] if card != made.setup.card else []
+    return " ".join([*flags, *(f"--{n} {shlex.quote(in_yaml(v))}" for n, v in lines.items())])
+
+
 def _print_plan(
     args: argparse.Namespace,  # from the parser below
     made,  # the Plan
-    advice: list,  # of the planner
     lines: dict,  # of a recipe, that the advice changes
     starts: list[str],  # commands
+    needed: str | None,  # from `_fits_with`
 ) -> None:
-    "Print a plan with its advice: as lines of a recipe, or as flags of this command."
+    "Print a plan with its advice; where it does not fit, what makes it fit is the last line."
     from grpo_nb.planning import plan as planner
     from grpo_nb.recipe import in_yaml
 
     if args.json:
+        advice = planner.advise(made)
         steps = [{"change": a.change, "cost": a.cost, "saves": a.saves} for a in advice]
         more = {"usual": planner.standard(made.setup).peak, "advice": steps, "lines": lines}
-        more["start"] = starts
+        more |= {"start": starts, "fits_with": None if made.fits else needed}
+        more["applied"] = needed if args.fit and made.fits else None
         print(json.dumps({**made.to_dict(), **more}, indent=2))
         return
+    if args.fit and made.fits and needed:
+        print(f"With {needed}:\n")
     print(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
     if lines:
         print(f"\nAs lines of {args.model}:\n")
         print("\n".join(f"{name}: {in_yaml(value)}" for name, value in lines.items()))
-    elif advice:
-        print(f"\nAs flags of this command: {_as_flags(made.setup, advice[-1].plan.setup)}")
     if made.setup.samplers or made.setup.config.fsdp:
         print("\nOn one machine it is started with\n", *starts, sep="\n")
+    if not made.fits:
+        print(f"\nFits with: {needed or 'no card that is known here; take a smaller model'}")
 
 
 def plan(
@@ -535,14 +556,15 @@ def plan(
     try:
         with _plain_warnings("grpo-nb plan"):
             made, recipe = _plan_made(args)
-        advice = planner.advise(made)
-        changes = {name: value for a in advice for name, value in a.changes.items()}
+        better = (made, {}) if made.fits else planner.fitting(made)
+        changes = dict(better[1]) if better else {}
+        same_card = changes.pop("card", None) is None
         lines = recipes.lines_of(changes, recipe) if recipe else {}
         if recipe:
             lines |= recipes.lines_of_servers(made.setup, recipe.config)
         run = str(args.write or (args.model if recipe else "run.yaml"))
         starts = _starts(made, recipe, args.model, run)
-        fits = made.fits or bool(advice) and advice[-1].plan.fits
+        fits = better is not None and same_card
         if args.write and fits:
             text = recipes.with_lines(recipes.read_text(args.model), lines)
             text = recipes.with_launch(text, starts)
@@ -550,7 +572,10 @@ def plan(
     except (ValueError, OSError) as error:
         print(f"grpo-nb plan: {error}", file=sys.stderr)
         return 2
-    _print_plan(args, made, advice, lines, starts)
+    needed = _fits_with(args, made, better, lines)
+    if args.fit and fits:
+        made = better[0]
+    _print_plan(args, made, lines, starts, needed)
     if args.write:
         run = f"what fits is in it: {starts[-1]}"
         print(
@@ -879,9 +904,9 @@ def doctor(
 def _add_plan(commands) -> None:
     "The arguments of `grpo-nb plan`."
     about = (
-        "Plan the memory of a GRPO step with LoRA: bytes by part at three moments (rollout, "
-        "head, layer), beside the usual practice, whether it fits, and what to change if it "
-        "does not. "
+        "Plan the memory of a GRPO step, of adapters or (--lora-r 0) of all weights: bytes by part "
+        "at four moments, beside the usual practice, whether it fits, and what to change if it "
+        "does not; then the last line says what it fits with, and --fit plans with that. "
         "Arithmetic only: no GPU, no network, nothing is loaded. Exit status 0: it fits; 1: "
         "it does not; 2: wrong arguments."
     )
@@ -923,13 +948,15 @@ def _add_plan(commands) -> None:
         help="so many more that only draw, each with a vLLM server (default: 0)",
     )
     p.add_argument(
-        "--memory", type=float, metavar="GIB", help="so much memory instead of the card's own"
+        "--memory",
+        metavar="SIZE",
+        help="so much instead of the card's own: 16GB, or 15, which is in GiB",
     )
     p.add_argument(
         "--format",
         dest="weights",
         choices=FORMATS,
-        help="of the weights (default: mxfp4 for gpt-oss, else bf16)",
+        help="of the weights (default: mxfp4 for gpt-oss, else bf16; fp32 if all train)",
     )
     p.add_argument(
         "--double-quant",
@@ -973,7 +1000,7 @@ def _add_plan(commands) -> None:
         "--lora-r",
         type=count(0, "a rank is 0 (no adapters) or more"),
         metavar="R",
-        help="rank of the adapters, 0 for none (default: 32)",
+        help="rank of the adapters, 0: all weights train (default: 32)",
     )
     p.add_argument(
         "--lora-targets",
@@ -1018,6 +1045,9 @@ def _add_plan(commands) -> None:
     )
     p.add_argument("--reference", action="store_true", help="a second model for the KL term")
     p.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
+    p.add_argument(
+        "--fit", action="store_true", help="where it does not fit, plan with what makes it fit"
+    )
     p.add_argument(
         "--write",
         type=Path,

@@ -634,7 +634,9 @@ def lines_of(
             lines["lora_target_parameters"] = None
     if "load_in_4bit" in lines and recipe.model.dtype == "float32":
         lines["dtype"] = "auto"  # of what is not packed
-    if "lora_r" in lines:  # the scale of the adapter stays what it was
+    if "lora_r" in lines and not recipe.adapter.use_peft:
+        lines["use_peft"] = True
+    elif "lora_r" in lines:  # the scale of the adapter stays what it was
         lines["lora_alpha"] = recipe.adapter.lora_alpha * lines["lora_r"] / recipe.adapter.lora_r
     return lines
 

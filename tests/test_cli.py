@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from small_runs import small_model
 
 import grpo_nb
 from grpo_nb import cli
+from grpo_nb.model.memory_bytes import MODELS
 from grpo_nb.rollout.stand_in import StandIn, serving
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,9 +104,11 @@ REFUSED = [
     (("plan", "gpt-5"), "nothing is looked up"),
     (("plan", "Llama-3.1-8B", "--format", "mxfp4"), "has no experts"),
     (("plan", "--format", "int3"), "invalid choice"),
-    (("plan", "--card", "H300"), "give one of T4"),
-    (("plan", "--memory", "-1"), "more than 0"),
-    (("plan", "--memory", "nan"), "more than 0"),
+    (("plan", "--card", "H300"), "Give one of T4"),
+    (("plan", "--memory", "-1"), "write 16GB"),
+    (("plan", "--memory", "0GB"), "more than 0"),
+    (("plan", "--memory", "nan"), "write 16GB"),
+    (("plan", "Llama-3.1-8B", "--format", "nf4", "--lora-r", "0"), "do not train"),
     (("plan", "--context", "0"), "at least 2 tokens"),
     (("plan", "--context", "512", "--prompt", "512"), "leave room for a completion"),
     (("plan", "Qwen3-4B", "--offload", "embedding"), "cannot be offloaded"),
@@ -446,7 +450,7 @@ def test_as_a_module():
                 "does not fit",
                 "GiB by offload_activations=True",
                 "and fits",
-                "As flags of this command: --offload",
+                "Fits with: --offload",
             ),
         ),
         (
@@ -467,6 +471,35 @@ def test_a_plan_needs_nothing_heavy_and_its_status_is_the_answer(arguments, stat
     assert done.returncode == status and not done.stderr, done.stderr
     assert all(word in done.stdout for word in words), done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 160
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "gpt-oss-20b --card T4",
+        "gpt-oss-20b --card T4 --context 131072",
+        "Qwen3-4B --lora-r 0 --card L4",
+        "Llama-3.1-8B --card 3060 --batch 4",
+        "Phi-4 --card 4090 --optimizer adamw --context 8192 --reference",
+        "Llama-3.3-70B --card 16 --card L4",
+    ],
+)
+def test_the_last_line_is_what_a_plan_fits_with(asked, capsys):
+    "With its flags it fits; `--fit`, `--json` and the exit code say the same."
+    words = asked.split()
+    assert cli.main(["plan", *words]) == 1
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    needed = last.removeprefix("Fits with: ")
+    flags, _, without = needed.partition(", without ")
+    left = [word for word in words if word != without]
+    assert needed != last and cli.main(["plan", *left, *shlex.split(flags)]) == 0
+    assert "It fits" in capsys.readouterr().out
+    status = cli.main(["plan", *words, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert status == 1 and not told["fits"] and told["fits_with"] == needed
+    status = cli.main(["plan", *words, "--fit"])  # which keeps the card
+    assert status == ("--card" in flags)
+    assert ("It fits" in capsys.readouterr().out) != ("--card" in flags)
 
 
 def test_a_plan_as_json():
@@ -491,9 +524,9 @@ def test_a_plan_as_json():
     )
     assert (
         facts["slice_tokens"] is None
-        and facts["moments"]["layer"]["adapters"] == 0
+        and facts["moments"]["update"]["adapters"] == 12 * sum(MODELS["Phi-4"].parameters.values())
         and facts["usual"] > facts["peak"]
-        and (facts["advice"] == []) == facts["fits"]
+        and (facts["advice"] == []) == facts["fits"] == (facts["fits_with"] is None)
     )
 
 

@@ -1,6 +1,7 @@
 "Recipes: what is refused and how it is said, what a planner makes of one, and how one is written."
 
 import dataclasses
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_the_names_and_defaults_of_trl(theirs):
     ],
 )
 def test_the_number_format_is_trl_s_but_for_what_is_left_beside_4_bits(given, loaded, planned):
-    recipe = recipe_of(given | dict(model_name_or_path="gpt-oss-20b"))
+    recipe = recipe_of(given | dict(model_name_or_path="gpt-oss-20b", use_peft=True))
     assert recipe.model.number_format() == loaded
     assert setup_of_recipe(recipe).weights == planned
 
@@ -300,11 +301,15 @@ def test_what_is_written_fits_and_makes_the_same_updates(model, card, lines, tmp
     run, fits = str(tmp_path / "run.yaml"), str(tmp_path / "fits.yaml")
     assert cli.main(["plan", run]) == 1
     pasted = capsys.readouterr().out.split("As lines of")[1].split("\n", 2)[2]
+    pasted, needed = pasted.split("Fits with: ")
+    flags = ["train", "--config", run, *shlex.split(needed)]
+    asked = vars(cli._parser(flags).parse_args(flags)).items()
+    with_flags = read_recipe(run, {name: value for name, value in asked if name in NAMES})
     assert cli.main(["plan", run, "--write", fits]) == 0
     assert f"--config {fits}" in capsys.readouterr().err
     before, after = (read_recipe(tmp_path / f"{name}.yaml") for name in ("run", "fits"))
     given = yaml.safe_load(text) | yaml.safe_load(pasted)
-    assert after == recipe_of(given | {"learning_rate": 1e-6})
+    assert after == with_flags == recipe_of(given | {"learning_rate": 1e-6})
     old, new = (plan_of(setup_of_recipe(recipe)) for recipe in (before, after))
     assert not old.fits and new.fits and new.peak <= advise(old)[-1].plan.peak
     layouts = [recipe.config.layout() for recipe in (before, after)]

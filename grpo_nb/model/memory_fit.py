@@ -4,13 +4,17 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'UNTIL_CUT', 'PARTS', 'SAMPLERS',
-           'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Card', 'find_card', 'Step', 'check_counts', 'check_words',
-           'check_switches', 'check_shares', 'Held', 'vllm_weights', 'held', 'read_whole', 'whole_weights', 'drawing',
-           'computation', 'training', 'casts', 'with_gradients', 'all_gradients', 'hidden_on_host', 'inputs_on_host',
-           'Fit', 'with_rest', 'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt',
-           'with_context', 'longest_context', 'rank_flag', 'serving', 'served_together', 'keep_back', 'free_memory']
+           'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Card', 'find_card', 'gibibytes', 'Step', 'check_counts',
+           'check_words', 'check_switches', 'check_shares', 'Held', 'vllm_weights', 'held', 'read_whole',
+           'whole_weights', 'drawing', 'computation', 'training', 'casts', 'with_gradients', 'all_gradients',
+           'hidden_on_host', 'inputs_on_host', 'Fit', 'with_rest', 'rollout_that_fits', 'with_slices',
+           'possible_slices', 'fit', 'usual_prompt', 'with_context', 'longest_context', 'rank_flag', 'serving',
+           'served_together', 'keep_back', 'free_memory']
 
 # %% ../../nbs/model/19_memory_fit.ipynb #3a6e9f79
+import difflib
+import re
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -59,33 +63,107 @@ CARDS = {
     card.name: card
     for card in (
         Card("T4", 14.74, (7, 5)),
+        Card("P100", 15.89, (6, 0)),
         Card("V100-16", 15.77, (7, 0)),
+        Card("V100-32", 31.73, (7, 0)),
+        Card("A10", 22.06, (8, 6)),
         Card("A10G", 21.98, (8, 6)),
+        Card("A30", 23.5, (8, 0)),
         Card("L4", 22.16, (8, 9)),
+        Card("RTX 2080 Ti", 10.75, (7, 5)),
+        Card("RTX 3060", 11.76, (8, 6)),
+        Card("RTX 3070", 7.78, (8, 6)),
+        Card("RTX 3080", 9.78, (8, 6)),
         Card("RTX 3090", 23.68, (8, 6)),
+        Card("RTX 4060", 7.63, (8, 9)),
+        Card("RTX 4060 Ti 8GB", 7.63, (8, 9)),
+        Card("RTX 4060 Ti 16GB", 15.6, (8, 9)),
+        Card("RTX 4070", 11.72, (8, 9)),
+        Card("RTX 4070 Ti Super", 15.6, (8, 9)),
+        Card("RTX 4080", 15.69, (8, 9)),
+        Card("RTX 4080 Super", 15.69, (8, 9)),
         Card("RTX 4090", 23.64, (8, 9)),
+        Card("RTX 5070", 11.5, (12, 0)),
+        Card("RTX 5070 Ti", 15.46, (12, 0)),
+        Card("RTX 5080", 15.46, (12, 0)),
         Card("RTX 5090", 31.36, (12, 0)),
         Card("A100-40", 39.56, (8, 0)),
         Card("A100-80", 79.15, (8, 0)),
+        Card("A40", 44.34, (8, 6)),
+        Card("L40", 44.34, (8, 9)),
         Card("L40S", 44.39, (8, 9)),
+        Card("RTX A4000", 15.7, (8, 6)),
+        Card("RTX A5000", 23.67, (8, 6)),
         Card("RTX A6000", 47.4, (8, 6)),
+        Card("RTX 6000 Ada", 47.4, (8, 9)),
+        Card("RTX PRO 6000", 94.97, (12, 0)),
         Card("H100", 79.18, (9, 0)),
+        Card("H100 NVL", 93.1, (9, 0)),
         Card("H200", 139.8, (9, 0)),
         Card("B200", 178.35, (10, 0)),
     )
 }
+# what makers sell them as, in GB; what CUDA reports is a little less
+_SOLD_AS = (8, 10, 11, 12, 16, 24, 32, 40, 48, 80, 94, 96, 141, 180)
+# words of a card's name that tell none from another
+_DECORATION = (
+    r"nvidia|geforce|tesla|quadro|generation|gpu|graphics|blackwell|server|workstation|edition|"
+    r"sxm\d?|pcie|hbm\d?e?|rtx|(?<=\d)\s*g[i]?b\b"
+)
+
+
+def _letters(name):
+    "A card's name without spaces, makers and forms: 'NVIDIA H100 80GB HBM3' is 'h10080'."
+    return re.sub("[^a-z0-9]", "", re.sub(_DECORATION, "", name.lower().replace("-", " ")))
+
+
+def _spelt(name):
+    "The cards that a name may mean, with its memory behind it or without, the smallest first."
+    wanted, found = _letters(name), []
+    for card in CARDS.values():
+        sold = str(next(gb for gb in _SOLD_AS if gb >= card.usable))
+        known = _letters(card.name)
+        if wanted in (known, known + sold, known.removesuffix(sold)):
+            found.append(card)
+    return sorted(found, key=lambda card: card.usable)
 
 
 def find_card(
-    card: str | Card,  # a name of CARDS, upper or lower case, or a Card
-) -> Card:
-    "A card of CARDS by its name; ValueError with the known names."
+    card: str | Card,  # "RTX 4090", "4090", "NVIDIA A100-SXM4-80GB", or a Card
+) -> Card:  # ValueError with the nearest names
+    "A card of CARDS by any usual spelling; where there are two sizes, the smaller one."
     if isinstance(card, Card):
         return card
-    found = {name.lower(): known for name, known in CARDS.items()}.get(str(card).lower())
-    if found is None:
-        raise ValueError(f"there is no card {card!r} here: give one of {', '.join(CARDS)}")
-    return found
+    found = _spelt(str(card))
+    if not found:
+        known = {_letters(name): name for name in CARDS}
+        near = difflib.get_close_matches(_letters(str(card)), known, 3, 0.5)
+        nearest = f" {', '.join(known[name] for name in near)} are spelt like it." * bool(near)
+        raise ValueError(
+            f"there is no card {card!r} here.{nearest} Give one of {', '.join(CARDS)}; for "
+            "another, the one most like it, with its size as --memory"
+        )
+    if len(found) > 1:
+        warnings.warn(
+            f"{card} comes with more memory too: this is the {found[0].name}, the others are "
+            f"{', '.join(other.name for other in found[1:])}",
+            stacklevel=2,
+        )
+    return found[0]
+
+
+def gibibytes(
+    size: str | float,  # "16GB" (10^9 bytes each), "16GiB", "16384 MiB"; a number is in GiB
+) -> float:  # GiB; ValueError
+    "A memory size as people write it."
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", str(size).lower())
+    unit = {"": 2**30, "g": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
+    try:
+        return float(match[1]) * unit[match[2]] / GiB
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(
+            f"{size!r} is no size of memory: write 16GB, 16GiB, or 16, which is in GiB"
+        ) from None
 
 # %% ../../nbs/model/19_memory_fit.ipynb #6b1f58fb
 # taken by the driver for each process: kernels, stacks. A round figure; torch does not count it
@@ -122,7 +200,8 @@ class Step:
     capability: tuple[int, int]  # compute capability of the card
     weights: str = "bf16"  # one of FORMATS
     double_quant: bool = False  # NF4's scales quantised too
-    lora_r: int = 32  # 0: no adapters, all weights train
+    lora_r: int = 32  # 0: no adapters
+    all_weights: bool = False  # without adapters: all weights train; False: nothing does
     lora_targets: tuple[str, ...] = TARGETS  # "attention", "mlp"
     optimizer_bytes: int = 8  # of optimizer state for each trained number
     update_bytes: int = 0  # that the optimizer needs besides, while it moves the weights
@@ -174,9 +253,12 @@ class Step:
         return 4 if self.weights == "fp32" and not self.autocast else 2
 
     @property
-    def all_weights(self) -> bool:
-        "Whether all weights train, and no adapters."
-        return not self.lora_r
+    def trained_numbers(self) -> int:
+        "How many numbers train on this card."
+        if not self.lora_r and not self.all_weights:
+            return 0
+        tensors = trained_tensors(self.shape, self.lora_r, self.lora_targets)
+        return sum(numbers_in(tensors, self.shards).values())
 
     @property
     def trained_element(self) -> int:
@@ -225,7 +307,7 @@ class Step:
         return prompts * self.prompt_length + drawn, drawn
 
 # %% ../../nbs/model/19_memory_fit.ipynb #e9dc94cc
-TRAINABLE = ("bf16", "fp32")  # formats in which weights train
+TRAINABLE = ("bf16", "fp16", "fp32")  # formats in which weights train
 
 
 def check_counts(step):
@@ -281,10 +363,15 @@ def check_switches(step):
             f"the head of {step.shape.name} is its embedding, which every step "
             "multiplies with: it cannot be offloaded. Leave offload_embedding out"
         )
+    if step.all_weights and step.lora_r:
+        raise ValueError(
+            f"all_weights with adapters of rank {step.lora_r}: the model's own weights do not "
+            "train beside them. Give one of the two"
+        )
     if step.all_weights and step.weights not in TRAINABLE:
         raise ValueError(
             f"weights in {step.weights} do not train, and without adapters (lora_r=0) all do: "
-            f"give lora_r=16, or weights in {' or '.join(TRAINABLE)}"
+            f"give lora_r=16, or weights in {', '.join(TRAINABLE)}"
         )
     if step.shards > 1:
         check_shares(step)
@@ -397,7 +484,7 @@ def computation(
     return Computation(
         element=step.element,
         residual=step.residual,
-        targets=step.lora_targets if step.lora_r else TARGETS,
+        targets=step.lora_targets if step.lora_r else TARGETS if step.all_weights else (),
         all_weights=step.all_weights,
         autocast=step.cast,
         kernel=step.kernel,
@@ -451,13 +538,10 @@ def with_gradients(
     slice_tokens: int | None,  # see computation
 ) -> dict[str, dict[str, int]]:  # "head", "layer" and "update" -> part -> bytes
     "Training's bytes by moment: both passes, what they train with, and the optimizer's step."
-    numbers = numbers_in(
-        trained_tensors(step.shape, step.lora_r, step.lora_targets), step.shards
-    ).values()
     passes, each = training(step, slice_tokens), step.trained_element
     if step.all_weights:
-        return all_gradients(step, slice_tokens, passes, sum(numbers))
-    held = sum(numbers) * (2 * each + step.optimizer_bytes)
+        return all_gradients(step, slice_tokens, passes)
+    held = step.trained_numbers * (2 * each + step.optimizer_bytes)
     kept = step.shape.layers if not step.gradient_checkpointing else 1
     copies = {"head": casts(step, kept * (kept > 1), True), "layer": casts(step, kept)}
     found = {
@@ -471,11 +555,11 @@ def all_gradients(
     step: Step,
     slice_tokens: int | None,  # see computation
     passes: dict[str, dict[str, int]],  # from `training`
-    numbers: int,  # that train, on this card
 ) -> dict[str, dict[str, int]]:  # "head", "layer" and "update" -> part -> bytes
     """The same where all weights train. Gradients appear while layer inputs vanish, so the worst
     layer is the last, the first, or the embedding behind it."""
     shape, each, again = step.shape, step.trained_element, step.accumulates
+    numbers = step.trained_numbers
     states, gradients = step.optimizer_bytes * numbers, each * numbers
     sizes = {kind: [n * row for _, n, row in shape.tensors[kind]] for kind in ("attention", "mlp")}
     layer, matrix = (each * how(chain(*sizes.values())) for how in (sum, max))
@@ -613,12 +697,10 @@ def with_slices(
 ) -> Fit:
     "The bytes of a step with slices of `slice_tokens`."
     there, all_layers, engine = held(step), step.shape.layers, step.sampler == "engine"
-    tensors = trained_tensors(step.shape, step.lora_r, step.lora_targets)
-    numbers = sum(numbers_in(tensors, step.shards).values())
     adapters = 0 if step.all_weights else 4
     fixed = {
         "weights": sum(there.weights.values()),
-        "adapters": numbers * (adapters + step.optimizer_bytes),
+        "adapters": step.trained_numbers * (adapters + step.optimizer_bytes),
         "copies": there.copies,
     }
     if engine:  # it reads whole weights, and autocast keeps copies of those that train

@@ -21,6 +21,7 @@ from grpo_nb.model.memory_fit import (
     find_card,
     fit,
     free_memory,
+    gibibytes,
     held,
     longest_context,
     possible_slices,
@@ -162,8 +163,57 @@ def test_memory_grows_by_about_100_kib_a_token_at_most(weights):
 
 def test_cards_are_found_by_name():
     assert find_card("h200") is CARDS["H200"] and find_card(Card("mine", 4.0, (8, 0))).usable == 4
-    with pytest.raises(ValueError, match="give one of T4"):
+    with pytest.raises(ValueError, match="H200.* are spelt like it. Give one of T4"):
         find_card("H300")
+
+
+# as people write them, and as `torch.cuda.get_device_name()` does
+SPELT = {
+    "4090": "RTX 4090",
+    "rtx4090": "RTX 4090",
+    "NVIDIA GeForce RTX 3060": "RTX 3060",
+    "4070": "RTX 4070",
+    "4080": "RTX 4080",
+    "H100 PCIe": "H100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA A100-SXM4-80GB": "A100-80",
+    "A100-PCIE-40GB": "A100-40",
+    "a100 40 GB": "A100-40",
+    "Tesla V100-SXM2-32GB": "V100-32",
+    "Tesla T4": "T4",
+    "A40": "A40",
+    "L40S": "L40S",
+    "A6000": "RTX A6000",
+    "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "NVIDIA B200": "B200",
+    "H200 141GB": "H200",
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("spelt", [*SPELT, *CARDS])
+def test_a_card_is_known_by_any_usual_spelling(spelt):
+    assert find_card(spelt) is CARDS[SPELT.get(spelt, spelt)]
+
+
+def test_of_two_sizes_the_smaller_is_taken_and_said():
+    with pytest.warns(UserWarning, match="A100-40, the others are A100-80"):
+        assert find_card("A100") is CARDS["A100-40"]
+
+
+def test_a_size_of_memory_as_people_write_it():
+    sizes = {
+        "16GB": 16e9 / GiB,
+        "16": 16,
+        "16 GiB": 16,
+        "24576MiB": 24,
+        15.5: 15.5,
+        "8g": 8e9 / GiB,
+    }
+    assert {size: gibibytes(size) for size in sizes} == sizes
+    for wrong in ("much", "16TB", "-1", "nan", ""):
+        with pytest.raises(ValueError, match="write 16GB"):
+            gibibytes(wrong)
 
 
 @pytest.mark.parametrize(

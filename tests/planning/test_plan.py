@@ -3,7 +3,7 @@
 import inspect
 import json
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +21,7 @@ from grpo_nb.planning.plan import (
     advise,
     crossing,
     describe,
+    fitting,
     launch_line,
     plan,
     plan_of,
@@ -217,6 +218,44 @@ def test_any_plan_can_be_made_told_and_mended(model, card, given):
     assert ("Nothing has to be changed" in text) == made.fits and ("too much" in text) == (
         not made.fits and not (found and found[-1].plan.fits)
     )
+
+
+def test_all_weights_cost_what_arithmetic_says():
+    "16 bytes a number with Adam in float32: what a frozen model's two passes take is not enough."
+    numbers = sum(MODELS["Qwen3-4B"].parameters.values())
+    made = plan("Qwen3-4B", "L4", lora_r=0)
+    assert not made.fits and made.setup.weights == "fp32"
+    assert 16 * numbers <= made.peak and round(16 * numbers / GiB) == 60
+    step = made.moments["update"]
+    assert step["weights"] + step["adapters"] == 16 * numbers
+    for change, each in (
+        (dict(weights="bf16"), 2 + 2 + 4),
+        (dict(weights="bf16", optim="sgd"), 2 + 2),
+        (dict(weights="bf16", optim="adamw_torch"), 2 + 2 + 4 + 2),
+        (dict(optim="adamw_8bit"), 4 + 4 + 2),
+        (dict(optim="adamw_torch"), 4 + 4 + 8 + 4),
+    ):
+        step = plan("Qwen3-4B", "H200", lora_r=0, **change).moments["update"]
+        assert step["weights"] + step["adapters"] == each * numbers, change
+    whole, shared = (
+        plan("Qwen3-4B", "H100", lora_r=0, cards=4, fsdp=f).moments["update"]
+        for f in (None, "full_shard")
+    )
+    for part in ("weights", "adapters"):
+        assert shared[part] == pytest.approx(whole[part] / 4, rel=1e-3)
+    assert plan("Qwen3-4B", "H200", lora_r=0, beta=0.04).setup.reference
+
+
+def test_what_makes_a_plan_fit():
+    made = plan("Qwen3-4B", "L4", lora_r=0)
+    better, changes = fitting(made)
+    assert better.fits and plan_of(made.setup.changed(**changes)) == better
+    assert changes["lora_r"] and better.setup.weights == "bf16"
+    shorter, changes = fitting(plan("gpt-oss-20b", "T4", context=131_072))
+    assert shorter.fits and changes["max_completion_length"] == shorter.setup.step.context - 512
+    larger, changes = fitting(plan("Llama-3.3-70B", "T4"))
+    assert larger.fits and changes["card"] is larger.setup.card
+    assert fitting(plan(replace(MODELS["Llama-3.3-70B"], layers=1000), "T4")) is None
 
 
 @pytest.mark.parametrize(
