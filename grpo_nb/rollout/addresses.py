@@ -185,6 +185,7 @@ def side_by_side(
     items: Sequence[Any],
     threads: int,
     together: Together | None = None,  # what the items' requests belong to
+    meanwhile: Callable[[float], object] | None = None,  # this thread's task, for some seconds
 ) -> list[Any]:  # one result for each item
     "Call a function for every item in threads; the first error, or Ctrl-C, drops the rest."
     together, lock = together or Together(), threading.Lock()
@@ -207,7 +208,7 @@ def side_by_side(
     try:
         for worker in workers:
             while worker.is_alive() and not errors:
-                worker.join(0.2)
+                meanwhile(0.02) if meanwhile else worker.join(0.2)
         if errors:
             raise errors[0]
         if together.dropped.is_set():

@@ -11,7 +11,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +63,7 @@ class Arrivals:
         self.drawing, self.rows = 0, len(self.ready)
         self.patience_s, self.patient_until = patience_s, -math.inf
         self.changed, self.closed = threading.Condition(), False
+        self.home, self.errands = threading.get_ident(), SimpleQueue()
 
     def take(
         self,
@@ -119,6 +122,25 @@ class Arrivals:
         "A call has ended."
         with self.changed:
             self.changed.notify_all()
+
+    def at_home(
+        self,
+        errand: Callable[[], object],  # whose end is told by `wake`
+    ) -> None:
+        "Do something in the thread that made this object, now or when it does its errands."
+        if threading.get_ident() == self.home:
+            errand()
+        else:
+            self.errands.put(errand)
+
+    def do_errands(
+        self,
+        seconds: float,  # to wait for one
+    ) -> None:
+        "Do what other threads have left to be done here."
+        with suppress(Empty):
+            errand = self.errands.get(timeout=seconds)
+            errand()
 
     def close(self) -> None:
         "Give out nothing any more."

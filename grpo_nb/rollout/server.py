@@ -321,7 +321,10 @@ class VLLMServer:
         threads = min(arrivals.rows, AT_ONCE * len(self.addresses))
         try:
             side_by_side(
-                lambda *_: in_rounds(self, arrivals, params, most=1), range(threads), threads
+                lambda *_: in_rounds(self, arrivals, params, most=1),
+                range(threads),
+                threads,
+                meanwhile=arrivals.do_errands,
             )
         except BaseException:
             self.interrupt()

@@ -35,6 +35,12 @@ def check_in_flight(
     max_staleness: int,  # 0: nothing is drawn while the weights move
 ) -> None:  # ValueError
     "Refuse to keep batches in flight with a sampler whose weights would move under it."
+    if max_staleness and getattr(sampler, "calls_tools", False):
+        raise ValueError(
+            f"max_staleness is {max_staleness}, so completions are drawn in another thread while "
+            "the trainer trains, and tools and environments are called in the thread that called "
+            "train(): set max_staleness=0, or leave tools and environments out"
+        )
     if max_staleness and not getattr(sampler, "holds_weights", False):
         raise ValueError(
             f"max_staleness is {max_staleness}, so completions are drawn while the weights move, "

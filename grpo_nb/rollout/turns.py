@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['Kinds', 'STRING', 'UNESCAPED', 'WORD', 'WORDS', 'FITS', 'FUNCTION', 'NAME', 'KEY', 'KEY_ENDS', 'HERMES', 'MARKS',
-           'THOUGHTS', 'MESSAGE_END', 'Parser', 'FORMATS', 'LOOK_UP', 'WHERE', 'TRIAL', 'NOT_TOOLS', 'NO_PROMPT',
-           'as_call', 'as_message', 'unquoted', 'Reader', 'kinds_of', 'kinds_in', 'typed', 'tagged_call', 'read_calls',
-           'without_thoughts', 'parse_hermes', 'parse_llama', 'harmony_messages', 'parse_harmony', 'on_text',
-           'described_by', 'rendered', 'turn_with', 'trials', 'what_came_back', 'choose_parser', 'short_call',
-           'turn_end', 'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne', 'run_calls',
-           'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left', 'check_template', 'next_turn', 'TurnSampler',
-           'methods_of', 'reward_of', 'Environments', 'Beginning', 'appended', 'begin']
+           'THOUGHTS', 'MESSAGE_END', 'Parser', 'FORMATS', 'LOOK_UP', 'WHERE', 'TRIAL', 'LONG_S', 'NOT_TOOLS',
+           'NO_PROMPT', 'as_call', 'as_message', 'unquoted', 'Reader', 'kinds_of', 'kinds_in', 'typed', 'tagged_call',
+           'read_calls', 'without_thoughts', 'parse_hermes', 'parse_llama', 'harmony_messages', 'parse_harmony',
+           'on_text', 'described_by', 'rendered', 'turn_with', 'trials', 'what_came_back', 'choose_parser',
+           'short_call', 'turn_end', 'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne',
+           'awaited', 'run_calls', 'say_what_takes_long', 'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left',
+           'check_template', 'next_turn', 'TurnSampler', 'methods_of', 'reward_of', 'Environments', 'Beginning',
+           'appended', 'begin']
 
 # %% ../../nbs/rollout/11_turns.ipynb #382bfec9
 import asyncio
@@ -604,6 +605,9 @@ def toolset(
     return Toolset(functions, schemas)
 
 # %% ../../nbs/rollout/11_turns.ipynb #bf9c799f
+LONG_S = 30.0  # after which a tool that is still running is named
+
+
 def event_loop() -> asyncio.AbstractEventLoop:
     "A loop that runs in a thread of its own, until the program ends."
     loop = asyncio.new_event_loop()
@@ -611,8 +615,8 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-class CallsOfOne(threading.Thread):
-    "The calls of one completion's turn, in a thread that may be left behind."
+class CallsOfOne:
+    "The calls of one completion's turn. `run` makes them; a thread that does may be left behind."
 
     def __init__(
         self,
@@ -622,44 +626,66 @@ class CallsOfOne(threading.Thread):
         timeout_s: float | None = None,  # for all of them; None: as long as they take
         wake: Callable[[], object] = lambda: None,  # called when one may have been the last to end
     ):
-        super().__init__(name="tool calls", daemon=True)
         self.calls, self.tools, self.loop, self.wake = calls, tools, loop, wake
         self.answers: list = [None] * len(calls)  # a value, an exception, or None: not called yet
+        self.began = math.inf  # when the last tool was called
         self.deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self.words = f"no answer after {timeout_s} seconds"
-        self.start()
+        self.thread: threading.Thread | None = None
+
+    def in_a_thread(self) -> "CallsOfOne":
+        "Make the calls in a thread."
+        self.thread = threading.Thread(target=self.run, name="tool calls", daemon=True)
+        self.thread.start()
+        return self
 
     def run(self) -> None:
-        "Call one tool after the other; async ones are begun, and awaited by the loop."
+        "Call one tool after the other; async ones begin then, with a deadline at once."
+        waiting = []
         for i, call in enumerate(self.calls):
-            try:
-                self.answers[i] = ("value", self.begin(**call["function"]))
-            except BaseException as error:
-                self.answers[i] = ("error", error)
+            answer = self.begin(i, **call["function"])
+            if answer is not None:
+                waiting.append((i, answer))
+            if self.thread is not None or i + 1 == len(self.calls):
+                while waiting:
+                    self.wait_for(*waiting.pop(0))
         self.wake()
+
+    def wait_for(self, i: int, answer: Any) -> None:
+        "Have the loop await an answer."
+        future = asyncio.run_coroutine_threadsafe(awaited(answer), self.loop)
+        self.answers[i] = ("value", future)
+        future.add_done_callback(lambda _: self.wake())
+
+    def begin(self, i: int, name: str, arguments: dict) -> Any:  # None, or what is to be awaited
+        "Call a tool, with gradients as a plain program has them."
+        self.began = time.monotonic()
+        try:
+            if name not in self.tools:
+                raise ValueError(f"Tool {name} not found.")
+            with torch.inference_mode(False), torch.enable_grad():
+                answer = self.tools[name](**arguments)
+            if inspect.isawaitable(answer):
+                return answer
+            self.answers[i] = ("value", answer)
+        except KeyboardInterrupt:  # the main thread alone gets it
+            raise
+        except BaseException as error:
+            self.answers[i] = ("error", error)
+
+    @property
+    def under_way(self) -> list[str]:
+        "The tools that have no answer yet."
+        return [
+            call["function"]["name"]
+            for call, answer in zip(self.calls, self.answers)
+            if answer is None or (isinstance(answer[1], Future) and not answer[1].done())
+        ]
 
     @property
     def ended(self) -> bool:
         "Whether every call has an answer."
-        return all(
-            answer is not None and (not isinstance(answer[1], Future) or answer[1].done())
-            for answer in self.answers
-        )
-
-    def begin(self, name: str, arguments: dict) -> Any:  # a value, or the future of one
-        "Call one tool."
-        if name not in self.tools:
-            raise ValueError(f"Tool {name} not found.")
-        answer = self.tools[name](**arguments)
-        if not inspect.isawaitable(answer):
-            return answer
-
-        async def awaited():
-            return await answer
-
-        future = asyncio.run_coroutine_threadsafe(awaited(), self.loop)
-        future.add_done_callback(lambda _: self.wake())
-        return future
+        return not self.under_way
 
     def seconds_left(self) -> float | None:  # None: any number
         "The time to the deadline."
@@ -673,7 +699,7 @@ class CallsOfOne(threading.Thread):
     ) -> tuple[str, bool, bool]:  # the text for the model, whether it is an error, whether late
         "What came of a call, as text."
         if self.answers[i] is None:  # else the thread may wait for whoever asks, to wake it
-            self.join(self.seconds_left())
+            self.thread.join(self.seconds_left())
         kind, value = self.answers[i] or ("error", TimeoutError(self.words))
         late = self.answers[i] is None
         if isinstance(value, Future):
@@ -697,17 +723,45 @@ class CallsOfOne(threading.Thread):
             for name, text, failed, late in given
         ]
 
+
+async def awaited(answer: Any) -> Any:
+    "A coroutine of whatever can be awaited."
+    return await answer
+
 # %% ../../nbs/rollout/11_turns.ipynb #8f2c280c
 def run_calls(
     calls: Sequence[list[dict]],  # of each of B completions
     tools: Sequence[Mapping[str, Callable]],  # of each: name -> function
-    timeout_s: float | None,  # for all of them; None: as long as it takes
+    timeout_s: float | None,  # for all of them, in threads; None: in order, as long as it takes
     loop: asyncio.AbstractEventLoop,  # for async tools
     # of each completion: (message, whether it is an error, whether it is late) for each call
 ) -> list[list[tuple[dict, bool, bool]]]:
-    "Run the calls of several completions side by side, and wait for all of them."
+    "Run the calls of several completions, and wait for all of them."
     begun = [CallsOfOne(its, named, loop, timeout_s) for its, named in zip(calls, tools)]
+    for one in begun:
+        one.run() if timeout_s is None else one.in_a_thread()
     return [one.replies() for one in begun]
+
+
+def say_what_takes_long(
+    calls: list[CallsOfOne],  # those that have ended are taken out
+    over: threading.Event,  # the end of this task
+    after_s: float = LONG_S,
+) -> None:
+    "Name each tool that has been running for a while; the task of a thread."
+    named = set()
+    while not over.wait(min(after_s / 2, 1.0)):
+        for one in [one for one in calls if one.ended]:
+            calls.remove(one)
+        late = [one for one in calls if time.monotonic() - one.began > after_s]
+        for name in {one.under_way[0] for one in late if one.under_way} - named:
+            named.add(name)
+            warnings.warn(
+                f"the tool {name} has been running for {after_s:g} seconds, and the run waits for "
+                "it: give it a limit of its own, or set tool_timeout_s=N, which answers a late "
+                "call with an error and calls tools in threads",
+                stacklevel=1,
+            )
 
 # %% ../../nbs/rollout/11_turns.ipynb #49966768
 @dataclass
@@ -747,7 +801,7 @@ class Transcript:
     messages: list[dict] = field(default_factory=list)
     pending: list[dict] = field(default_factory=list)  # calls of the last turn, not yet run
     calls: int = 0
-    failures: int = 0
+    errors: list[str] = field(default_factory=list)  # that calls were answered with
     late: bool = False
     reason: str = "length"  # why it ended
     versions: list[int] = field(default_factory=list)  # of the weights that drew each turn
@@ -756,6 +810,11 @@ class Transcript:
     key: int = 0  # of its stream of random numbers
     turns: int = 0  # that were drawn
     prefix: Any = None  # what the sampler has of it, while its tools run
+
+    @property
+    def failures(self) -> int:
+        "Calls that were answered with an error."
+        return len(self.errors)
 
     def add(
         self,
@@ -824,7 +883,8 @@ def next_turn(
 class TurnSampler:
     "Draws completions of several turns with another sampler, and runs the tools in between."
 
-    takes_token_ids = True
+    takes_token_ids = calls_tools = True
+    long_s = LONG_S
 
     def __init__(
         self,
@@ -834,7 +894,8 @@ class TurnSampler:
         *,
         # turns that may call tools; what a later one calls is not run. None: any number
         max_tool_calling_iterations: int | None = None,
-        timeout_s: float | None = None,  # for the calls of a turn; None: as long as they take
+        # for the calls of a turn, in threads; None: in the thread that calls `generate`, in order
+        timeout_s: float | None = None,
         # end a turn; None: what the inner sampler's model and the tokenizer name
         stop_token_ids: Sequence[int] | None = None,
         max_positions: int | None = None,  # of the model; None: no limit is known
@@ -859,7 +920,7 @@ class TurnSampler:
         self.stop_token_ids = stop_token_ids
         self.environments = environments
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.lock = threading.Lock()
+        self.lock, self.said = threading.Lock(), set()
 
     def generate(
         self,
@@ -877,7 +938,7 @@ class TurnSampler:
 
         def read(number, drawn, i, prefix):
             self.take(rows[number], i, drawn, params)
-            return self.call(rows[number], prefix, arrivals.wake)
+            return self.call(rows[number], prefix, arrivals, under_way)
 
         def go_on(number, calls):
             room = self.answered(rows[number], calls.replies(), params.max_tokens)
@@ -886,9 +947,14 @@ class TurnSampler:
         first = [next_turn(number, row, params.max_tokens) for number, row in enumerate(rows)]
         arrivals = Arrivals(first, read, go_on, self.max_positions)
         draw = getattr(self.sampler, "draw_arrivals", partial(in_rounds, self.sampler))
+        under_way, over = [], threading.Event()
+        if self.timeout_s is None:
+            looks = partial(say_what_takes_long, under_way, over, self.long_s)
+            threading.Thread(target=looks, name="tools under way", daemon=True).start()
         try:
             self.device = draw(arrivals, params)
         finally:
+            over.set()
             arrivals.close()
             for row in rows:
                 row.prefix = None
@@ -910,15 +976,19 @@ class TurnSampler:
             row.versions.append(int(drawn.versions[i]))
 
     def call(
-        self, row: Transcript, prefix: Any, wake: Callable[[], object]
+        self, row: Transcript, prefix: Any, arrivals: Arrivals, under_way: list[CallsOfOne]
     ) -> CallsOfOne | None:  # None: there are none to run
-        "Begin the calls of a row's last turn."
+        "Run the calls of a row's last turn, or begin to."
         if not row.pending or (self.limit is not None and row.turns > self.limit):
             return None
         with self.lock:
             self.loop = self.loop or event_loop()
         row.prefix = prefix
-        return CallsOfOne(row.pending, row.tools.functions, self.loop, self.timeout_s, wake)
+        functions, seconds = row.tools.functions, self.timeout_s
+        calls = CallsOfOne(row.pending, functions, self.loop, seconds, arrivals.wake)
+        under_way.append(calls)
+        calls.in_a_thread() if seconds is not None else arrivals.at_home(calls.run)
+        return calls
 
     def read(self, ids: list[int], before: list[int], schemas: list[dict]) -> dict[str, Any]:
         "A turn as a message; one that holds a broken call is an answer like any other."
@@ -941,10 +1011,8 @@ class TurnSampler:
         max_tokens: int,  # of the completion
     ) -> int:  # tokens that it may still draw
         "Append what its calls have answered."
-        row.calls, row.failures = (
-            row.calls + len(results),
-            row.failures + sum(f for _, f, _ in results),
-        )
+        row.calls += len(results)
+        row.errors += [reply["content"] for reply, failed, _ in results if failed]
         row.late |= any(late for *_, late in results)
         replies = [reply for reply, *_ in results]
         suffix = suffix_ids(replies, self.tokenizer, self.variables)
@@ -969,9 +1037,23 @@ class TurnSampler:
             for name in ("messages", "calls", "failures", "late")
         }
         rollout.finish_reasons = [row.reason for row in rows]
+        self.say_what_never_works(rows)
         if (left := what_was_left(rows)) is not None:
             rollout.survivors, rollout.log_mass = left
         return TurnRollout(**vars(rollout), **of_rows)
+
+    def say_what_never_works(self, rows: list[Transcript]) -> None:
+        "A warning, once, where all calls of a batch ended in one and the same error."
+        errors, calls = {one for row in rows for one in row.errors}, sum(row.calls for row in rows)
+        if calls < 2 or len(errors) > 1 or calls > sum(row.failures for row in rows):
+            return
+        if new := errors - self.said:
+            self.said |= new
+            warnings.warn(
+                f"all {calls} calls of tools in this batch ended in the same error, {new.pop()}: "
+                "look whether the tool works as it is called, and whether the prompt says how",
+                stacklevel=2,
+            )
 
     def publish(
         self,

@@ -443,9 +443,9 @@ class SamplingSettings(Settings):
     generation_kwargs: dict[str, Any] | str | None = setting(None)
     # turns of a completion that may call tools; what a later one calls is not run. None: any number
     max_tool_calling_iterations: int | None = setting(None, "[0, inf)")
-    # seconds the calls of a turn may take; the model reads an error in place of a late answer.
-    # None: no limit, and a tool that hangs holds the run
-    tool_timeout_s: float | None = setting(60.0, "(0, inf)")
+    # seconds the calls of a turn may take, in threads; the model reads an error in place of a late
+    # answer. None: plain tools run in order in the thread that called train(), without a limit
+    tool_timeout_s: float | None = setting(None, "(0, inf)")
     # cycles whose completions are drawn ahead, while the weights move; 0: trainer and sampler take
     # turns. Above 0 it takes a sampler with weights of its own
     max_staleness: int = setting(0, "[0, inf)")

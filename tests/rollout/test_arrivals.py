@@ -2,6 +2,8 @@
 drawn depends on no company."""
 
 import math
+import signal
+import sqlite3
 import threading
 import time
 from types import SimpleNamespace
@@ -156,7 +158,7 @@ def test_a_row_whose_tool_is_slow_holds_nobody_up(way, tmp_path, monkeypatch):
         return "9"
 
     def check(sampler):
-        turns = talker(sampler, tool)
+        turns = talker(sampler, tool, timeout_s=60)  # so each row has a thread
         rollout = turns.generate([[5], [6], [8]], SamplingParams(max_tokens=400, seed=1))
         assert rollout.calls == [3, 3, 3] and sum(rollout.failures) == 0
         answers = [m["content"] for m in rollout.messages[0] if m["role"] == "tool"]
@@ -172,6 +174,72 @@ def test_a_row_whose_tool_is_slow_holds_nobody_up(way, tmp_path, monkeypatch):
         in_pages(monkeypatch)
     model = KINDS["small" if way in ("small", "modules") else "gpt-oss"]()
     check(RolloutEngine(model, small_model()[1], through_modules=way == "modules"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tools_run_one_after_the_other_in_the_thread_that_draws(way, tmp_path, monkeypatch):
+    "A signal can be set, a database was opened here, and nobody else changes the counter."
+    database, running = sqlite3.connect(":memory:"), []
+    database.execute("create table seen (who)")
+
+    def tool(who: int) -> str:
+        """
+        Note who asks.
+
+        Args:
+            who: the row
+        """
+        assert threading.current_thread() is threading.main_thread() and not running
+        running.append(who)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.alarm(20)
+        database.execute("insert into seen values (?)", [who])
+        time.sleep(0.01)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        running.remove(who)
+        x = torch.ones(1, requires_grad=True)
+        return str((x * 7).sum().requires_grad)
+
+    def check(sampler):
+        rollout = talker(sampler, tool).generate([[5], [6], [8]], SamplingParams(max_tokens=400))
+        assert (rollout.calls, rollout.failures) == ([3, 3, 3], [0, 0, 0])
+        assert (
+            sorted(database.execute("select * from seen")) == [(5,)] * 3 + [(6,)] * 3 + [(8,)] * 3
+        )
+        assert {m["content"] for m in rollout.messages[0] if m["role"] == "tool"} == {"True"}
+
+    if way == "server":
+        stand_in = StandIn(*small_model(), name="small", lora_dir=tmp_path)
+        with serving(stand_in) as url:
+            check(VLLMServer(url, folder=tmp_path / "run", stop_token_ids=ENDS))
+        return
+    if way == "in pages":
+        in_pages(monkeypatch)
+    model = KINDS["small" if way in ("small", "modules") else "gpt-oss"]()
+    check(RolloutEngine(model, small_model()[1], through_modules=way == "modules"))
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_ctrl_c_in_a_tool_ends_the_rollout(server, tmp_path):
+    def tool(who: int) -> str:
+        """
+        Stop.
+
+        Args:
+            who: the row
+        """
+        signal.raise_signal(signal.SIGINT)
+        return "7"
+
+    def run(sampler):
+        with pytest.raises(KeyboardInterrupt):
+            talker(sampler, tool).generate([[5], [6]], SamplingParams(max_tokens=100))
+
+    if not server:
+        return run(RolloutEngine(KINDS["gpt-oss"](), small_model()[1]))
+    with serving(StandIn(*small_model(), name="small", lora_dir=tmp_path)) as url:
+        run(VLLMServer(url, folder=tmp_path / "run", stop_token_ids=ENDS))
 
 
 @pytest.mark.parametrize("cut", [{}, dict(top_k=9, repetition_penalty=1.1), dict(temperature=0)])
@@ -248,7 +316,7 @@ def test_an_answer_is_there_before_its_thread_has_told_anybody():
     "Who asks may hold the lock that the thread needs to tell of its end."
     told = threading.Event()
     calls = [{"type": "function", "function": {"name": "seven", "arguments": {"who": 1}}}]
-    one = CallsOfOne(calls, {"seven": seven}, event_loop(), None, told.wait)
+    one = CallsOfOne(calls, {"seven": seven}, event_loop(), None, told.wait).in_a_thread()
     while not one.ended:
         time.sleep(0.001)
     asks = threading.Thread(target=lambda: replies.extend(one.replies()), daemon=True)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+import warnings
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -437,7 +438,7 @@ def test_a_template_that_cannot_serve_is_refused(template, words):
 # running the tools
 
 
-def test_calls_of_one_row_run_in_order_and_rows_side_by_side():
+def test_with_a_deadline_calls_of_one_row_run_in_order_and_rows_side_by_side():
     seen, both = [], threading.Barrier(2, timeout=5)
 
     def note(i: int):
@@ -468,6 +469,88 @@ def test_errors_late_answers_and_async_tools_are_texts():
     assert [failed for _, failed, _ in row] == [False] * 2 + [True] * 6
     assert [late for *_, late in row] == [False] * 6 + [True] * 2
     hangs.set()
+
+
+def test_plain_tools_run_here_and_in_order_and_async_ones_behind_them():
+    seen, here = [], threading.current_thread()
+
+    def plain(i: int):
+        seen.append((i, threading.current_thread() is here))
+        return i
+
+    async def waits(i: int):
+        both.append(i)
+        while len(both) < 2:
+            await asyncio.sleep(0.001)
+        seen.append((i, threading.current_thread() is here))
+        return i
+
+    both = []
+    calls = [as_call(name, {"i": i}) for i, name in enumerate(["waits", "plain", "waits", "plain"])]
+    rows = run_calls(
+        [calls, calls[1:2]], [{"plain": plain, "waits": waits}] * 2, None, event_loop()
+    )
+    assert [[m["content"] for m, *_ in row] for row in rows] == [list("0123"), ["1"]]
+    plainly = [one for one in seen if one[1]]
+    assert plainly == [(1, True), (3, True), (1, True)]
+    assert sorted(one for one in seen if not one[1]) == [(0, False), (2, False)]
+    assert seen.index((0, False)) > 1 and seen.index((2, False)) > 1
+    with pytest.raises(KeyboardInterrupt):
+        run_calls([calls[1:2]], [{"plain": interrupted}], None, event_loop())
+
+
+def interrupted(i):
+    raise KeyboardInterrupt
+
+
+def test_a_tool_that_takes_long_is_named_once():
+    async def sleeps() -> str:
+        "Sleep."
+        await asyncio.sleep(0.3)
+        return "x"
+
+    def naps() -> str:
+        "Nap."
+        time.sleep(0.3)
+        return "x"
+
+    for tool, name in ((naps, "naps"), (sleeps, "sleeps"), (times, None)):
+        tokenizer = letters()
+        call = f'<tool_call>{{"name": "{tool.__name__}", "arguments": {{}}}}</tool_call>'
+        say = in_texts(tokenizer, lambda text, call=call: "ok" if "<|start|>t" in text else call)
+        sampler = TurnSampler(say, tokenizer, [tool], stop_token_ids=[1])
+        sampler.long_s = 0.05
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            sampler.generate([[5], [6]], SamplingParams(max_tokens=300))
+        told = [str(one.message) for one in told if "has been running" in str(one.message)]
+        assert len(told) == (name is not None)
+        assert not told or f"the tool {name} has" in told[0] and "tool_timeout_s=N" in told[0]
+        sampler.close()
+
+
+def test_one_error_of_all_calls_of_a_batch_is_said_once():
+    tokenizer = letters()
+    call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
+    names = {5: "fails", 6: "fails", 7: "later"}
+    sampler = TurnSampler(
+        Recites(lambda ids: tokenizer(call % names[ids[0]] + "<|end|>").input_ids),
+        tokenizer,
+        [fails, later],
+        stop_token_ids=[1],
+        max_tool_calling_iterations=2,
+    )
+
+    def told(*rows):
+        with warnings.catch_warnings(record=True) as all_of_them:
+            warnings.simplefilter("always")
+            sampler.generate([[row] for row in rows], SamplingParams(max_tokens=2000))
+        return [str(one.message) for one in all_of_them]
+
+    assert told(5, 7) == []  # two errors
+    (one,) = told(5, 6)
+    assert "all 4 calls of tools in this batch ended in the same error, {'error': 'no'}" in one
+    assert told(5, 6) == []
 
 
 def test_tools_that_cannot_be_described_are_refused():
