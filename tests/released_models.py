@@ -79,6 +79,7 @@ RELEASED = {  # name -> model_type, text_config, vision_config, other settings
             vocab_size_per_layer_input=64,
             global_head_dim=16,
             num_kv_shared_layers=0,
+            final_logit_softcapping=3.0,
         ),
         SIGHT | dict(pooling_kernel_size=1, position_embedding_size=8),
         dict(image_token_id=60, video_token_id=61, audio_token_id=62, tie_word_embeddings=True),

@@ -54,11 +54,11 @@ def left_out(
     model: torch.nn.Module,  # a skeleton or a model
 ) -> dict[str, str]:  # full name -> why
     "Linear layers around which an adapter would change nothing, or something else."
-    taken, found = _taken_for_experts(model), {}
+    taken, beside, found = _taken_for_experts(model), in_towers(model), {}
     for name, module in model.named_modules():
         path, _, last = name.rpartition(".")
         around, own = type(model.get_submodule(path)), type(module)
-        if not isinstance(module, LINEAR):
+        if not isinstance(module, LINEAR) or name.startswith(beside):
             continue
         if own not in LINEAR and own.__module__.startswith("transformers.models."):
             found[name] = f"a {own.__name__} is more than a product with its weight"

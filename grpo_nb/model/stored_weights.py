@@ -280,7 +280,7 @@ def read_tokenizer(
     tokenizer.model_max_length = max_seq_length
     return tokenizer
 
-# %% ../../nbs/model/20_stored_weights.ipynb #f03ca4f6
+# %% ../../nbs/model/20_stored_weights.ipynb #8782c621
 def released_class(
     config: Any,  # of transformers
 ) -> type:  # one of transformers' automatic classes; ValueError if none writes texts
@@ -304,7 +304,7 @@ def released_class(
         )
     return AutoModelForCausalLM
 
-
+# %% ../../nbs/model/20_stored_weights.ipynb #13f3e6d6
 def towers(
     model: Any,  # of transformers, without PEFT's wrapper
 ) -> dict[str, torch.nn.Module]:  # by name; {} of a model of texts alone
@@ -324,7 +324,7 @@ def in_towers(
     "How the names of the towers' modules and parameters begin."
     return tuple(f"{name}." for name in towers(model))
 
-
+# %% ../../nbs/model/20_stored_weights.ipynb #51b7b168
 def released_files(
     model: Any,  # of transformers, without PEFT's wrapper
 ) -> tuple[Path | None, dict[str, Stored]]:  # the folder and its tensors; None, {}: not to be had

@@ -9,12 +9,24 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from released_models import RELEASED, released
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+)
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from grpo_nb import GRPOConfig, GRPOTrainer, load_model
 from grpo_nb.model.export import save_merged
-from grpo_nb.model.stored_weights import in_towers, towers
+from grpo_nb.model.stored_weights import forms, in_towers, skeleton, towers, towers_in_16_bits
+from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.decoder import open_decoder
+from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.sampling import SamplingParams
+from grpo_nb.rollout.server import VLLMServer
+from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
 from grpo_nb.training.policy_model import describe_trainable, load_policy
 
@@ -255,3 +267,52 @@ def test_a_run_goes_on_from_its_checkpoint(peft_config, folders, tmp_path):
     )
     wanted = first.model.state_dict()
     assert all(torch.equal(x, wanted[key]) for key, x in again.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_towers_are_not_quantised(name, folders):
+    model = skeleton(AutoConfig.from_pretrained(folders(name)), torch.bfloat16)
+    linear = {key for key, x in model.named_modules() if isinstance(x, torch.nn.Linear)}
+
+    def quantised(settings):  # as transformers reads them
+        left = get_keys_to_not_convert(model)
+        left = left if settings.llm_int8_skip_modules is None else settings.llm_int8_skip_modules
+        return {key for key in linear if should_convert_module(key, left)}
+
+    asked = BitsAndBytesConfig(load_in_4bit=True)
+    text = {key for key in linear if key.startswith("model.language_model.")}
+    assert quantised(asked) > text  # left alone, transformers quantises towers
+    assert quantised(towers_in_16_bits(asked, model)) == text
+    asked = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["q_proj", "lm_head"])
+    rest = {key for key in text if not key.endswith("q_proj")}
+    assert quantised(towers_in_16_bits(asked, model)) == rest
+    packed = {key for key, form in forms(model, torch.bfloat16, True).items() if form.kind == "nf4"}
+    assert packed and all(key.startswith("model.language_model.") for key in packed)
+
+
+def test_an_encoder_and_a_decoder_are_refused_in_a_sentence(tmp_path):
+    AutoConfig.for_model("t5gemma2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'t5gemma2' is no language model that writes on"):
+        load_policy(str(tmp_path), GRPOConfig())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3.5", "Gemma 3", "Ministral 3"])
+def test_a_server_of_the_released_class_reads_what_it_is_sent(name, whole, folders, tmp_path):
+    served = AutoModelForImageTextToText.from_pretrained(folders(name), dtype=torch.float32)
+    random = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = load_policy(str(folders(name)), GRPOConfig(), None if whole else random).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape) if p.requires_grad else 0.0)
+    params = SamplingParams(temperature=0, max_tokens=5, stop_token_ids=(1,))
+    prompts = [[8, 9, 10], [11, 12, 13, 14]]
+    stand_in = StandIn(served.eval(), tiny_tokenizer(), name="small", lora_dir=tmp_path)
+    with serving(stand_in) as url:
+        sampler = VLLMServer(url, folder=tmp_path / "run", max_loras=1, whole=whole)
+        sampler.publish(model, 1)
+        there = sampler.generate(prompts, params)
+        sampler.close()
+    here = RolloutEngine(model, tiny_tokenizer()).generate(prompts, params)
+    assert torch.equal(there.completion_ids, here.completion_ids)
+    torch.testing.assert_close(there.logps, here.logps, atol=1e-5, rtol=0)
