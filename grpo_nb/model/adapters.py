@@ -183,8 +183,8 @@ def _lora_config(model, r, targets, alpha, others):
     ends = {name.rsplit(".", 1)[-1] for name in modules}
     excluded = [
         name
-        for name, module in model.named_modules()
-        if isinstance(module, LINEAR) and name.rsplit(".", 1)[-1] in ends and name not in modules
+        for name, _ in model.named_modules()
+        if name.rsplit(".", 1)[-1] in ends and name not in modules
     ]
     return LoraConfig(
         r=r,

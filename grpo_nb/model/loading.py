@@ -53,6 +53,7 @@ from grpo_nb.model.stored_weights import (
     read_tokenizer,
     released_class,
     skeleton,
+    towers,
     towers_in_16_bits,
 )
 
@@ -659,6 +660,8 @@ def finish(
     if folder is not None:
         model.config._name_or_path = model.name_or_path = name
     model.max_seq_length = max_seq_length
+    for tower in towers(model).values():
+        tower.requires_grad_(False)  # texts do not need it
     if _is_on_gpu(model):
         fuse_dense_layers(model)
     if layout.offload_embedding:

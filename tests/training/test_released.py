@@ -19,7 +19,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from grpo_nb import GRPOConfig, GRPOTrainer, load_model
-from grpo_nb.model.export import save_merged
+from grpo_nb.model.export import save_adapter, save_merged
+from grpo_nb.model.loading import memory_by_part
 from grpo_nb.model.stored_weights import forms, in_towers, skeleton, towers, towers_in_16_bits
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.decoder import open_decoder
@@ -316,3 +317,23 @@ def test_a_server_of_the_released_class_reads_what_it_is_sent(name, whole, folde
     here = RolloutEngine(model, tiny_tokenizer()).generate(prompts, params)
     assert torch.equal(there.completion_ids, here.completion_ids)
     torch.testing.assert_close(there.logps, here.logps, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_load_model_gives_towers_neither_adapter_nor_gradient(name, folders, tmp_path):
+    settings = dict(max_seq_length=64, device="cpu", quiet=True)
+    plain, _ = load_model(folders(name), **settings)
+    beside = in_towers(plain)
+    frozen = {key for key, p in plain.named_parameters() if not p.requires_grad}
+    assert frozen == {key for key, _ in plain.named_parameters() if key.startswith(beside)}
+    (row,) = [row for row in memory_by_part(plain) if row["part"] == "towers"]
+    assert row["bytes"] == sum(plain.get_parameter(key).nbytes for key in frozen)
+    model, _ = load_model(folders(name), lora_r=2, **settings)
+    trains = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    assert trains and all(".language_model." in key for key in trains)
+    for p in trains.values():
+        torch.nn.init.normal_(p, std=0.2)
+    save_adapter(model, tmp_path / "adapter")
+    read = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert get_peft_model_state_dict(read).keys() == get_peft_model_state_dict(model).keys()
+    assert distance(logits_of(read), logits_of(model)) <= 1e-6
