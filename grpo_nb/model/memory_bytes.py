@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import limits
+from .families import family_of_type
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #2854cc0e
 GiB = 2**30
@@ -284,11 +285,8 @@ def _windows(config, layers):
         return ()
     if types := config.get("layer_types"):
         return tuple(window if "sliding" in t else None for t in types)
-    every = (
-        {"gpt_oss": 2, "gemma2": 2}.get(kind)
-        or config.get("sliding_window_pattern")
-        or (6 if kind.startswith("gemma3") else None)
-    )
+    pattern = config.get("sliding_window_pattern") or family_of_type(kind).full_every
+    every = 2 if kind == "gpt_oss" else pattern
     return tuple(None if every and (i + 1) % every == 0 else window for i in range(layers))
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #04dd0b02
@@ -335,7 +333,8 @@ def read_shape(
     check_config(config)
     kind, tied = config.get("model_type") or "a model", config.get("tie_word_embeddings")
     fields = {ours: config[theirs] for theirs, ours in _needed.items()}
-    oss, bias = kind == "gpt_oss", bool(config.get("attention_bias", kind == "gpt_oss"))
+    oss, family = kind == "gpt_oss", family_of_type(kind)
+    bias = bool(config.get("attention_bias", oss))
     return ModelShape(
         _name(model, config),
         **fields | _expert_fields(config),
@@ -344,12 +343,12 @@ def read_shape(
         windows=_windows(config, fields["layers"]),
         tied=kind.startswith("gemma") if tied is None else bool(tied),
         sinks=oss,
-        qkv_bias=bias or kind.startswith("qwen2"),
+        qkv_bias=bias or family.qkv_bias,
         out_bias=bias,
         mlp_bias=oss or bool(config.get("mlp_bias")),
-        qk_norm=kind.startswith(("qwen3", "gemma3")),
-        joined=kind == "phi3",
-        norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
+        qk_norm=family.head_norms,
+        joined=len(family.qkv) == 1,
+        norms=4 if family.gemma else 2,
         max_positions=longest_sequence(config),
     )
 

@@ -20,6 +20,7 @@ from transformers import GptOssForCausalLM, PreTrainedModel
 from ..model.attention import sink_attention
 from ..model.experts_lora import expert_weights
 from ..model.masks import attention_mask
+from ..model.memory_bytes import longest_sequence
 from ..model.packed import PackedWeight
 from . import decode_ops, dense_ops
 from .decode_ops import DecodeState, LayerWeights, Projection
@@ -27,16 +28,14 @@ from .dense_ops import Norm
 from .kv_cache import AlignedCache, CacheShape, KVCache
 from .prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.read_layers import (
-    FAMILIES,
-    ROTATIONS,
     CannotRead,
-    check_around,
-    check_dense,
-    check_modules,
+    check_rotation,
+    check_tensors,
     family_of,
     read_dense_layer,
     read_norm,
     read_projection,
+    window_of,
 )
 from grpo_nb.rollout.sampling import (
     SamplingParams,
@@ -46,6 +45,7 @@ from grpo_nb.rollout.sampling import (
     sample_recorded,
     sample_tokens,
 )
+from .trial import Trials, in_a_line
 
 # %% ../../nbs/rollout/07_decoder.ipynb #1306b3cf
 def read_layer(
@@ -76,9 +76,7 @@ def check_readable(
     "Refuse models that compute something else than transformers' gpt-oss."
     if not isinstance(base, GptOssForCausalLM):
         raise CannotRead(f"the model is a {type(base).__name__}, not a gpt-oss")
-    check_modules(base)
-    if base.config.rope_parameters.get("rope_type") not in ROTATIONS:
-        raise CannotRead("the rotary embedding changes with the length")
+    check_tensors(base)
 
 
 def large_weights(
@@ -157,7 +155,6 @@ class GptOssTensors:
     ):
         # transformers' own adapters sit in the model itself
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        check_around(model, base)
         self._check(base)
         self.config, self.inner = base.config.get_text_config(), base.get_decoder()
         # called as a module: its table may lie on the host, and a hook may widen its output
@@ -238,9 +235,11 @@ class GptOssTensors:
         reach: int,
     ) -> tuple[torch.Tensor, ...]:  # cos and sin (B, D/2), of each kind of layer
         """`rotation`, looked up: those of all positions up to twice the reach are computed in one
-        call and kept."""
+        call and kept, but none beyond the longest sequence, where some models turn all of them
+        otherwise."""
         if reach > len(self.rotations[0]):
-            self.rotations = self.rotation(torch.arange(2 * reach, device=self.device))
+            most = max(reach, min(2 * reach, longest_sequence(self.config) or 2 * reach))
+            self.rotations = self.rotation(torch.arange(most, device=self.device))
         return tuple(rotation.index_select(0, positions) for rotation in self.rotations)
 
     def norm(self, x, gamma):
@@ -403,8 +402,8 @@ class DenseDecoder(Decoder):
 
     def _check(self, base):
         self.family = family_of(base)
-        check_modules(base)
-        check_dense(base)
+        check_tensors(base)
+        check_rotation(base)
 
     def _read_layers(self):
         layers, config, device = self.inner.layers, self.config, self.device
@@ -418,7 +417,7 @@ class DenseDecoder(Decoder):
             for layer, kind in zip(layers, kinds)
         ]
         self.last_norm = read_norm(self.inner.norm, self.family)
-        self.windows = tuple(FAMILIES[self.family].window(layer.self_attn) for layer in layers)
+        self.windows = tuple(window_of(layer.self_attn, self.family) for layer in layers)
         self.softcap = getattr(config, "final_logit_softcapping", None)
         check_weights([self.head.weight, *self._plain_weights()])
 
@@ -562,24 +561,33 @@ class SmallDecoder(Decoder):
 def open_decoder(
     model: PreTrainedModel,  # any
     autocast_dtype: torch.dtype | None = None,  # the engine's
+    trials: Trials | None = None,  # that were made before; None: none
 ) -> tuple[Decoder | None, str]:  # the decoder and how it works, or None and the reason
     "The model's decoder, if it has one."
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return None, "accelerate moves its weights about"
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     dense = not isinstance(base, GptOssForCausalLM)
+    trials = trials or Trials()
     try:
         decoder = (DenseDecoder if dense else Decoder)(model, autocast_dtype)
     except CannotRead as error:
         return None, str(error)
+    except Exception as error:  # a family of the table that is built otherwise
+        trials.say(model, why := f"its layers cannot be read: {in_a_line(error)}")
+        return None, why
     if decoder.ops is not decode_ops:
-        return decoder, "Triton kernels, recorded"
-    if dense and decoder.device.type == "cuda":  # recorded modules are faster than plain tensors
+        way = "Triton kernels, recorded"
+    elif dense and decoder.device.type == "cuda":  # recorded modules are faster than plain tensors
         return None, decoder.no_kernels
-    if not dense and is_small(decoder):
-        return SmallDecoder(model), "plain tensors, copied, as the model is small"
-    on_a_card = f", as {decoder.no_kernels}" if decoder.device.type == "cuda" else ""
-    return decoder, f"plain tensors{on_a_card}"
+    elif not dense and is_small(decoder):
+        decoder, way = SmallDecoder(model), "plain tensors, copied, as the model is small"
+    else:
+        on_a_card = f", as {decoder.no_kernels}" if decoder.device.type == "cuda" else ""
+        way = f"plain tensors{on_a_card}"
+    if why := trials.run(model, decoder, autocast_dtype):
+        return None, why
+    return decoder, way
 
 # %% ../../nbs/rollout/07_decoder.ipynb #9a9abe48
 from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS

@@ -55,6 +55,7 @@ from grpo_nb.rollout.sampling import (
     stream_keys,
     stream_numbers,
 )
+from .trial import Trials
 
 # %% ../../nbs/rollout/03_engine.ipynb #492e1739
 def share_prompts(
@@ -550,12 +551,15 @@ class RolloutEngine:
         self.progress = progress
         self.version = 0  # of the weights, as published
         self.tried = {}  # results of trial recordings, by attention, number format and adapters
+        self.trials = Trials()  # of reading the model's tensors
 
-    def _open(self):
-        "The decoder of the model as it is now, or None, and the reason."
+    def _open(self, reach=0):
+        """The decoder of the model as it is now, for rows of at most `reach` tokens, or None, and
+        the reason."""
         if self.through_modules:
             return None, "as asked"
-        return open_decoder(self.model, self.autocast_dtype)
+        self.trials.updates, self.trials.reach = self.version, max(reach, self.trials.reach)
+        return open_decoder(self.model, self.autocast_dtype, self.trials)
 
     def _running(self):
         """The model in evaluation mode, without gradients, under autocast where the engine has a
@@ -718,7 +722,8 @@ class RolloutEngine:
         progress = self.progress if progress is None else progress
         prompt_ids, config = self.encode(prompts), self.model.config.get_text_config()
         check_prompts(prompt_ids, params.max_tokens, config.vocab_size, longest_sequence(config))
-        drawing, (decoder, _) = self._drawing(params), self._open()
+        reach = max(map(len, prompt_ids)) + params.max_tokens
+        drawing, (decoder, _) = self._drawing(params), self._open(reach)
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
         in_turn = decoder is not None and not isinstance(decoder, SmallDecoder)
         if keys is not None and len(keys) != len(rows):
@@ -777,7 +782,8 @@ class RolloutEngine:
         params: SamplingParams,  # how to draw; `n` is one
     ) -> torch.device:  # of what was drawn
         "Draw turns as they are asked for; one that comes back joins those that are being drawn."
-        decoder, _ = self._open()
+        longest = longest_sequence(self.model.config.get_text_config())
+        decoder, _ = self._open(longest or 0)  # turns become longer
         # with a `generate` of its own, a class means every turn to go through it
         own = type(self).generate is not RolloutEngine.generate
         if own or decoder is None or isinstance(decoder, SmallDecoder):

@@ -20,7 +20,7 @@ def test_norms_are_the_modules_for_every_pair_of_formats(stream, weight):
 
 
 def test_every_family_of_the_table_is_a_class_of_transformers():
-    from grpo_nb.rollout.read_layers import FAMILIES
+    from grpo_nb.model.families import FAMILIES
 
     for name in FAMILIES:
         assert hasattr(transformers, f"{name}ForCausalLM")

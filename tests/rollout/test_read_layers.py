@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
@@ -103,48 +102,37 @@ def test_adapters_that_are_switched_off_merged_or_changed():
     torch.testing.assert_close(mine.logps, merged.logps, atol=1e-3, rtol=0)
 
 
-def test_models_that_compute_something_else_are_refused():
-    class Mine(transformers.models.llama.modeling_llama.LlamaMLP):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    own, hooked, set_on, borrowed, replaced, dora = (dense_model("Llama") for _ in range(6))
-    own.model.layers[0].mlp.__class__ = Mine
-    hooked.model.layers[1].mlp.register_forward_hook(lambda module, given, out: 2 * out)
-    set_on.model.layers[1].mlp.forward = lambda x: x
-    borrowed.model.norm.forward = hooked.model.norm.forward
-    phi, activated = dense_model("Phi3"), dense_model("Llama")
-    phi.model.layers[1].mlp.activation_fn = torch.nn.ReLU()
-    activated.model.layers[0].mlp.act_fn = torch.nn.GELU()
-    replaced.model.layers[1].mlp = dense_model("Mistral").model.layers[1].mlp
+def test_models_that_cannot_be_read_are_refused():
+    dora, saved = (dense_model("Llama") for _ in range(2))
     dora = get_peft_model(dora, LoraConfig(r=2, use_dora=True, target_modules=["up_proj"]))
-    dynamic = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    norms = dict(target_modules=["up_proj"], modules_to_save=["input_layernorm"])
+    saved = get_peft_model(saved, LoraConfig(r=2, **norms))
     part = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
     for model, reason in (
-        (own, "model.layers.0.mlp has the forward pass of Mine"),
-        (hooked, "model.layers.1.mlp has a forward hook"),
-        (set_on, "model.layers.1.mlp has a forward pass of its own"),
-        (borrowed, "model.norm has a forward pass of its own"),
-        (replaced, "a MistralMLP stands where a LlamaMLP is expected"),
         (dora, "DoRA"),
-        (phi, "the activation of a Phi3MLP is ReLU(), and its configuration says 'silu'"),
-        (activated, "the activation of a LlamaMLP is GELU("),
+        (saved, "a norm is a ModulesToSaveWrapper"),
         (dense_model("Llama", hidden_act="gelu"), "its activation is 'gelu'"),
-        (dense_model("Llama", rope_parameters=dynamic), "changes with the length"),
         (dense_model("Phi3", rope_parameters=part), "turns a part of each head"),
-        (dense_model("Gemma3Text", use_bidirectional_attention=True), "attend to later ones"),
     ):
         decoder, why = open_decoder(model)
         assert decoder is None and reason in why
 
 
+def test_a_module_that_computes_the_same_is_read():
+    replaced = dense_model("Llama")
+    replaced.model.layers[1].mlp = dense_model("Mistral").model.layers[1].mlp
+    mine, theirs = both_ways(replaced)
+    assert torch.equal(mine.completion_ids, theirs.completion_ids)
+    torch.testing.assert_close(mine.logps, theirs.logps, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:A .* is drawn from through its modules")
 def test_layers_that_do_not_run_are_not_read():
     "transformers runs as many layers as the configuration says, and all if there are fewer."
     fewer, appended, short = (dense_model("Llama", num_hidden_layers=4) for _ in range(3))
     fewer.config.num_hidden_layers = 2
     appended.model.layers.append(appended.model.layers[0])
-    assert open_decoder(fewer) == (None, "model.layers has 4 layers, and its configuration 2")
-    assert open_decoder(appended) == (None, "model.layers has 5 layers, and its configuration 4")
+    assert open_decoder(fewer)[0] is None and open_decoder(appended)[0] is None
     del short.model.layers[2:]
     mine, theirs = both_ways(short)
     assert torch.equal(mine.completion_ids, theirs.completion_ids)
@@ -152,31 +140,29 @@ def test_layers_that_do_not_run_are_not_read():
     assert torch.equal(both_ways(fewer)[0].logps, mine.logps)
 
 
+@pytest.mark.filterwarnings("ignore:A .* is drawn from through its modules")
 def test_layers_that_differ_from_the_first_or_from_how_they_were_made_are_not_read():
     first, second, both = (dense_model("Llama") for _ in range(3))
     for model, changed in ((first, [0]), (second, [1]), (both, [0, 1])):
         for number in changed:
             model.model.layers[number].self_attn.scaling *= 2
-    why = "model.layers.1.self_attn scales its scores otherwise than the first layer"
-    assert open_decoder(first) == open_decoder(second) == (None, why)
+    assert open_decoder(first)[0] is None and open_decoder(second)[0] is None
     mine, theirs = both_ways(both)
     torch.testing.assert_close(mine.logps, theirs.logps, atol=1e-5, rtol=0)
     shifted = dense_model("Gemma3Text")
     del shifted.model.layers[0]
-    assert open_decoder(shifted) == (
-        None,
-        "model.layers.0.self_attn is full_attention, and the configuration says sliding_attention",
-    )
+    assert open_decoder(shifted)[0] is None
 
 
 def test_the_forward_pass_of_a_prepared_model_is_its_own_in_another_format(monkeypatch):
-    "accelerate sets one on the model; what was set before it is found inside."
+    "accelerate sets one on the model; what was set before it counts."
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # another test's has its format
     prepare = Accelerator(mixed_precision="bf16", cpu=True).prepare
     prepared, adapted = dense_model("Llama"), dense_model("Llama", lora=True)
     for model in (prepared, adapted):
         prepare(prepare(model))
-        assert "forward" in vars(model) and open_decoder(model)[0] is not None
+        decoder, why = open_decoder(model, torch.bfloat16)
+        assert "forward" in vars(model) and decoder is not None, why
         extract_model_from_parallel(model, keep_fp32_wrapper=False)
         assert open_decoder(model)[0] is not None
     both = dense_model("Llama")
@@ -190,7 +176,8 @@ def test_the_forward_pass_of_a_prepared_model_is_its_own_in_another_format(monke
 
     both.forward = doubled
     prepare(both)
-    assert open_decoder(both) == (None, "the model has a forward pass of its own")
+    with pytest.warns(UserWarning, match="its tensors alone give something else"):
+        assert open_decoder(both, torch.bfloat16)[0] is None
 
 
 class Packed(torch.Tensor):
