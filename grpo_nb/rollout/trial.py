@@ -175,7 +175,7 @@ def modules_now(
     model: torch.nn.Module,  # with adapters or without
 ) -> int:  # equal numbers: the modules are as they were
     "What decides how a model computes, its weights aside: classes, forwards, hooks, settings."
-    found = [str(vars(model.config))]
+    found = [str(vars(model.config.get_text_config()))]
     for module in model.modules():
         held, kind = vars(module), type(module)
         hooks = (*module._forward_pre_hooks, *module._forward_hooks)  # numbers that do not return
