@@ -8,7 +8,7 @@ __all__ = ['SAMPLER', 'MEMORY', 'PLACE', 'WITHOUT_EFFECT', 'REFUSED', 'ADAPTER_F
            'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text', 'request_outputs',
            'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing', 'fast_generate', 'load_lora',
            'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf', 'push_to_hub_gguf',
-           'adapter_folder', 'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel']
+           'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel']
 
 # %% ../../nbs/model/25_fast.ipynb #dbaa36ee
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,15 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 
-from .adapters import add_adapters, describe_adapters, resolve_targets
+from grpo_nb.model.adapters import (
+    adaptable,
+    add_adapters,
+    describe_adapters,
+    keep_adapter,
+    lora_config,
+    resolve_targets,
+    without_memory,
+)
 from .attention import has_sinks
 from .export import save_adapter, save_merged, save_mxfp4
 from .loading import OVERFLOWING, load_model, select_experts
@@ -440,17 +448,6 @@ BOUND = (
 )
 
 
-def adapter_folder(
-    model_name: Any,  # as for from_pretrained
-) -> str | None:  # None: it is no folder with an adapter alone
-    "The folder of a saved adapter."
-    if not isinstance(model_name, (str, Path)):
-        return None
-    folder = Path(model_name).expanduser()
-    alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
-    return str(folder) if alone else None
-
-
 def from_pretrained(
     model_name: Any,  # a folder (of a model or an adapter), a name on the hub, or a config
     max_seq_length: int = 2048,  # longest sequence in use, tokens
@@ -469,9 +466,8 @@ def from_pretrained(
     "Load a model, or an adapter with its model, and bind the functions to it."
     known = set(from_pretrained.__kwdefaults__) | {"model_name", "max_seq_length", "dtype"}
     note = check_others(others, known | {"load_in_4bit"}, WITHOUT_EFFECT, REFUSED)
-    adapter = adapter_folder(model_name)
     model, tokenizer = load_model(
-        PeftConfig.from_pretrained(adapter).base_model_name_or_path if adapter else model_name,
+        model_name,
         max_seq_length=max_seq_length,
         load_in_4bit=load_in_4bit and not full_finetuning,
         dtype=dtype or torch_dtype or "auto",
@@ -481,10 +477,6 @@ def from_pretrained(
         revision=revision,
         quiet=quiet,
     )
-    if adapter:
-        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-        if has_sinks(model.config):
-            select_experts(model, model.config._experts_implementation)
     if note and not quiet:
         print(note)
     return bind(model, tokenizer, BOUND), tokenizer
@@ -517,9 +509,10 @@ def targets_of(
     if target_modules == "all-linear":
         return resolve_targets(model, "all")
     names = [target_modules] if isinstance(target_modules, str) else target_modules
+    there = {name.rpartition(".")[2] for name in adaptable(model)}
     experts = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-    if has_sinks(model.config):
-        names = [experts.get(name, name) for name in names]
+    if "gate_up_proj" in there:
+        names = [name if name in there else experts.get(name, name) for name in names]
     return resolve_targets(model, names)
 
 # %% ../../nbs/model/25_fast.ipynb #d8a16a39
@@ -539,24 +532,22 @@ def get_peft_model(
     quiet: bool = False,  # print nothing
     **others: Any,  # of `ADAPTER_WITHOUT_EFFECT`
 ) -> PeftModel:
-    "Put adapters on a model, and bind the functions to it."
+    """Put adapters on a model, and bind the functions to it. A model that has such an adapter goes
+    on with it."""
     known = set(get_peft_model.__kwdefaults__) | {
         *("r", "target_modules", "lora_alpha", "lora_dropout", "bias")
     }
     note = check_others(others, known, ADAPTER_WITHOUT_EFFECT, ADAPTER_REFUSED)
-    tokenizer, targets = model.engine.tokenizer, targets_of(model, target_modules)
-    model = add_adapters(
-        model,
-        r,
-        targets,
-        lora_alpha,
-        random_state,
-        lora_dropout=lora_dropout,
-        bias=bias,
-        use_rslora=use_rslora,
-        modules_to_save=modules_to_save,
-        init_lora_weights=init_lora_weights,
-    )
+    tokenizer, given = model.engine.tokenizer, dict(lora_dropout=lora_dropout, bias=bias)
+    given |= dict(use_rslora=use_rslora, modules_to_save=modules_to_save)
+    given |= dict(init_lora_weights=init_lora_weights)
+    if isinstance(model, PeftModel):
+        empty = without_memory(model)
+        wanted = lora_config(empty, r, targets_of(empty, target_modules), lora_alpha, **given)
+        note = "; ".join(filter(None, (keep_adapter(model, wanted), note)))
+    else:
+        targets = targets_of(model, target_modules)
+        model = add_adapters(model, r, targets, lora_alpha, random_state, **given)
     if has_sinks(model.config):
         select_experts(model, model.config._experts_implementation)
     if use_gradient_checkpointing:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CODE_RMS', 'PARTS', 'OVERFLOWING', 'LEFT_ALONE', 'WORKING_MEMORY', 'fill', 'random_parameters', 'memory_by_part',
            'describe', 'choose_device', 'choose_dtype', 'choose_attention', 'check_capped_scores', 'stays_on_cpu',
-           'check_numbers', 'check_options', 'check_length', 'check_blocks', 'Layout', 'lay_out', 'check_room',
-           'empty_parameters', 'read_weights', 'finish', 'select_experts', 'load_model']
+           'check_numbers', 'check_one_adapter', 'check_options', 'check_length', 'check_blocks', 'Layout', 'lay_out',
+           'check_room', 'empty_parameters', 'read_weights', 'finish', 'select_experts', 'load_model']
 
 # %% ../../nbs/model/22_loading.ipynb #0dc36676
 import gc
@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 
 from . import offload
 from grpo_nb.model.adapters import (
     adapter_bytes,
+    adapter_folder,
     add_adapters,
+    base_of_adapter,
     describe_adapters,
     resolve_targets,
 )
@@ -369,6 +372,18 @@ def check_numbers(
         )
     if not isinstance(lora_r, int) or lora_r < 0:
         raise ValueError(f"lora_r is {lora_r!r}: give the rank of the adapters, or 0 for none")
+
+
+def check_one_adapter(
+    adapter: str,  # folder of a saved one
+    lora_r: int,
+) -> None:  # ValueError with what to leave out
+    "Refuse a new adapter beside a saved one."
+    if lora_r:
+        raise ValueError(
+            f"{adapter!r} is an adapter, and lora_r={lora_r} asks for another: leave lora_r out to "
+            "go on with it, or name its model to begin a new one"
+        )
 
 
 def check_options(
@@ -720,7 +735,8 @@ def _report(layout, model, source, tokenizer, seed, seconds):
 
 # %% ../../nbs/model/22_loading.ipynb #76ae24b0
 def load_model(
-    # a folder, a name on the hub, or a config (of transformers, or a dict) for random weights
+    # a folder (of a model, or of an adapter, which goes on with its model), a name on the hub, or a
+    # config (of transformers, or a dict) for random weights
     name_or_path_or_config: Any,
     *,
     # longest sequence in use, tokens; kept as model.max_seq_length and tokenizer.model_max_length
@@ -752,6 +768,9 @@ def load_model(
     error the memory is free again."""
     start, source = time.perf_counter(), name_or_path_or_config
     check_numbers(max_seq_length, lora_r)
+    if adapter := adapter_folder(source):
+        check_one_adapter(adapter, lora_r)
+        source = base_of_adapter(adapter)
     device = choose_device(device)
     dtype = choose_dtype(dtype, device)
     config, folder = read_config(source, revision, token)
@@ -768,9 +787,11 @@ def load_model(
     if tokenizer is None:
         tokenizer = read_tokenizer(folder, max_seq_length)
     try:
-        frozen = lora_r or load_in_4bit or attention_4bit
+        frozen = lora_r or adapter or load_in_4bit or attention_4bit
         model = read_weights(layout, attention, seed, not frozen, quiet)
         model = finish(model, layout, str(source), max_seq_length)
+        if adapter:
+            model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
         if lora_r:
             model = add_adapters(model, lora_r, targets, lora_alpha, seed)
         if has_sinks(config):

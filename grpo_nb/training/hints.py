@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MIN_RECORDS', 'MIN_GROUPS', 'PER_TOKEN', 'SHIFTED', 'HINTS', 'RunHistory', 'loss_is_zero', 'no_spread', 'truncated',
-           'format_only', 'collapse', 'kl_runs_away', 'gradient_explodes', 'no_gradient', 'updates_skipped',
+           'format_only', 'collapse', 'kl_runs_away', 'gradient_explodes', 'no_gradient', 'updates_skipped', 'dropped',
            'sampler_gap', 'guard_is_near', 'too_off_policy', 'standing_still', 'Hints']
 
 # %% ../../nbs/training/17_hints.ipynb #39910ea0
@@ -28,8 +28,9 @@ class RunHistory:
         precision: str | None = None,  # "bf16", "fp16" or "no"; None: as the config says
         # the token that looks like an end inside completions that were cut, if there is one
         passed_over: Callable[[], str | None] = lambda: None,
+        dropout: float = 0.0,  # the largest of the model, on while it trains
     ):
-        self.passed_over = passed_over
+        self.passed_over, self.dropout = passed_over, dropout
         self.fp16 = (precision or ("fp16" if config.fp16 else "no")) == "fp16"
         # completions in a record, of one process
         completions = (
@@ -334,6 +335,16 @@ def updates_skipped(history: RunHistory) -> str | None:
         )
 
 # %% ../../nbs/training/17_hints.ipynb #915d401c
+def dropped(history: RunHistory) -> str:  # nothing where there is no dropout
+    "Dropout as the first cause, and how to do without."
+    if not history.dropout:
+        return ""
+    return (
+        f"First of all there is dropout of {history.dropout:g}, on where the policy trains and off "
+        "where it draws: lora_dropout=0 or disable_dropout=True takes that away. "
+    )
+
+
 def sampler_gap(history: RunHistory) -> str | None:
     "Sampler and trainer disagree about the probabilities of the same tokens."
     gap, config = history.mean_now("sampling/gap_mean"), history.config
@@ -357,6 +368,8 @@ def sampler_gap(history: RunHistory) -> str | None:
                 "weights (an adapter that was not handed over, a quantised copy)"
             )
         )
+        if history.dropout and config.layout().on_policy:  # else old log-probs have none
+            why = f"{dropped(history)}{why}"
         return (
             f"Sampler and trainer differ by {gap:.2g} nats a token on average "
             f"({math.expm1(min(gap, 50)):.0%} in probability): the policy that is trained is "
@@ -389,7 +402,7 @@ def too_off_policy(history: RunHistory) -> str | None:
         return (
             f"{share:.0%} of the tokens were clipped over the last {4 * history.patience} "
             "records: the policy has moved on before the batch is used up, and most of the "
-            "batch teaches nothing. Draw more often "
+            f"batch teaches nothing. {dropped(history)}Draw more often "
             f"(num_iterations is {config.num_iterations}, steps_per_generation "
             f"{config.layout().steps_per_generation}) "
             f"or lower learning_rate (now {config.learning_rate:g})."
@@ -455,8 +468,9 @@ class Hints:
         # "bf16", "fp16" or "no", as the run chose it; None: as the config says
         precision: str | None = None,
         passed_over: Callable[[], str | None] = lambda: None,  # for `RunHistory`
+        dropout: float = 0.0,  # the largest of the model, on while it trains
     ):
-        self.history = RunHistory(config, precision, passed_over)
+        self.history = RunHistory(config, precision, passed_over, dropout)
         self.said: dict[str, str] = {}  # name of the hint -> its sentence
 
     def look(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'checkpoint_layers', 'recompute_layers', 'check_adapters', 'check_model', 'loading_arguments', 'load_named',
-           'check_loaded', 'with_adapter', 'without_towers', 'check_trainable', 'check_wide_head', 'load_policy',
-           'describe_trainable']
+           'check_loaded', 'for_adapters', 'with_adapter', 'without_towers', 'check_trainable', 'check_wide_head',
+           'dropouts', 'switch_off_dropout', 'doubt_of_dropout', 'load_policy', 'describe_trainable']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
@@ -13,14 +13,18 @@ import re
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch.nn.modules.dropout import _DropoutNd
 
+from ..model.adapters import adapter_folder, base_of_adapter, keep_adapter, unmatched
 from ..model.attention import check_attention
 from ..model.experts_grouped import checkpoint_contexts, draws_numbers
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import PackedWeight
 from ..model.stored_weights import released_class, skeleton, towers, towers_in_16_bits
-from .config import GRPOConfig
+from .config import GRPOConfig, warn
 from .policy_logprobs import base_causal_model, find_head
 from .rewards import loading
 
@@ -179,23 +183,35 @@ def check_loaded(
         )
 
 
+def for_adapters(
+    model,  # of transformers
+):  # the same model
+    "A quantised model is made ready for what trains beside it."
+    if getattr(model, "is_quantized", False):
+        return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model
+
+
 def with_adapter(
     model,  # of transformers
     peft_config: Any,  # None: the model as it is
 ):  # the model, or PEFT's wrapper of it
-    "Add an adapter; ValueError if there is one already."
+    "Add an adapter, or keep one that is like it; ValueError if there is another."
     if peft_config is None:
         return model
-    from peft import get_peft_model, prepare_model_for_kbit_training
-
+    if isinstance(model, PeftModel):
+        wanted = without_towers(peft_config, model.get_base_model())
+        said = keep_adapter(model, wanted)
+        if PartialState().is_main_process:
+            print(said)
+        return model
     if hasattr(model, "peft_config"):
         raise ValueError(
-            "the model has an adapter already and peft_config asks for another: pass one or the "
-            "other"
+            "transformers has put an adapter on the model, as from_pretrained does with an "
+            "adapter's folder, and peft_config asks for one: give the trainer the folder itself as "
+            "the model, or PeftModel.from_pretrained(model, folder, is_trainable=True)"
         )
-    if getattr(model, "is_quantized", False):
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return get_peft_model(model, without_towers(peft_config, model))
+    return get_peft_model(for_adapters(model), without_towers(peft_config, model))
 
 
 def without_towers(
@@ -220,6 +236,11 @@ def check_trainable(
     "Refuse a model of which nothing trains, or whose trained weights no checkpoint can hold."
     check_embedding(model)
     if not any(p.requires_grad for p in model.parameters()):
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                "the model's adapter is frozen, so nothing would be trained: give its folder as "
+                "the model, or PeftModel.from_pretrained(base, folder, is_trainable=True)"
+            )
         raise ValueError(
             "no parameter of the model requires a gradient, so nothing would be trained: "
             "unfreeze some, or pass a peft_config"
@@ -247,6 +268,50 @@ def check_wide_head(
         )
 
 
+def dropouts(
+    model,  # with its adapter
+) -> list[tuple[str, torch.nn.Module, str, float]]:  # name, module, attribute, share
+    "Every share above 0 that a module drops: a Dropout's own, or a number that a layer passes on."
+    return [
+        (name, module, attribute, value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if (attribute == "p" and isinstance(module, _DropoutNd) or "dropout" in attribute)
+        and type(value) is float
+        and value > 0
+    ]
+
+
+def switch_off_dropout(
+    model,  # with its adapter
+) -> None:
+    "Set every dropout of a model to 0."
+    for _, module, attribute, _ in dropouts(model):
+        setattr(module, attribute, 0.0)
+
+
+def doubt_of_dropout(
+    model,  # with its adapter
+    config: GRPOConfig,
+) -> str | None:  # None: there is none
+    "What dropout does to a run."
+    if not (found := dropouts(model)):
+        return None
+    names = sorted({name.split(".lora_dropout")[0].rpartition(".")[2] for name, *_ in found})
+    of_adapter = any(".lora_dropout" in name for name, *_ in found)
+    what_it_does = (
+        "ratios begin away from 1, and tokens are clipped before the policy has moved"
+        if config.use_vllm or not config.layout().on_policy
+        else "sampling/gap_mean shows by how much"
+    )
+    return (
+        f"dropout of {max(share for *_, share in found):g} ({', '.join(names[:4])}) is on where "
+        "the policy trains and off where it draws, so that what is trained is not quite what "
+        f"answered: {what_it_does}. {'lora_dropout=0 or ' * of_adapter}disable_dropout=True "
+        "switches it off"
+    )
+
+
 def load_policy(
     # a causal model of transformers, one wrapped by PEFT, or the name or folder of one
     model: Any,
@@ -261,7 +326,10 @@ def load_policy(
     check_model(model, peft_config)
     if isinstance(model, str):
         given = loading_arguments(config, quantization_config)
-        model = load_named(model, given, elsewhere)
+        folder, name = adapter_folder(model), model
+        model = load_named(base_of_adapter(folder) if folder else name, given, elsewhere)
+        if folder:
+            model = PeftModel.from_pretrained(for_adapters(model), folder, is_trainable=True)
     else:
         check_loaded(config, quantization_config)
     check_attention(model)
@@ -272,9 +340,13 @@ def load_policy(
     check_trainable(model)
     check_wide_head(model, config)
     if config.disable_dropout:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+        switch_off_dropout(model)
+    for doubt in (
+        doubt_of_dropout(model, config),
+        isinstance(model, PeftModel) and unmatched(model),
+    ):
+        if doubt:
+            warn(doubt)
     recompute_layers(model, config)
     return model
 

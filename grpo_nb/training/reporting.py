@@ -565,8 +565,9 @@ class HintWriter(TrainerCallback):
         log: Log,  # hints are printed where its table is
         # the token that looks like an end inside completions that were cut, if there is one
         passed_over: Callable[[], str | None] = lambda: None,
+        dropout: float = 0.0,  # the largest of the model
     ):
-        self.settings, self.log = (config, precision, passed_over), log
+        self.settings, self.log = (config, precision, passed_over, dropout), log
         self.path = log.path and log.path.with_name("hints.jsonl")
         self.hints, self.given = Hints(*self.settings), []
 

@@ -525,3 +525,22 @@ def test_healthy_runs_hear_at_most_the_word_about_the_loss(tmp_path, seed, chang
     for record in trainer.log_history:
         hints.look(record)
     assert set(hints.said) <= {"loss prints 0"}, hints.said
+
+
+@pytest.mark.parametrize(
+    "numbers, changes",
+    [
+        ({"sampling/gap_mean": 0.3}, {}),
+        ({"clip_ratio/region_mean": 0.4}, dict(num_iterations=2)),
+    ],
+)
+def test_dropout_is_the_first_cause_that_is_named(numbers, changes):
+    found = {}
+    for dropout in (0.0, 0.1):
+        hints = Hints(GRPOConfig(output_dir="x", **changes), dropout=dropout)
+        said = [hint for step in range(60) for hint in hints.look({"step": step, **numbers})]
+        found[dropout] = next(s for s in said if "differ" in s or "clipped" in s)
+    first = "First of all there is dropout of 0.1"
+    assert first in found[0.1] and "dropout" not in found[0.0]
+    rest = ("number formats", "Draw more often")
+    assert max(map(found[0.1].find, rest)) > found[0.1].index(first)

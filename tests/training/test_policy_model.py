@@ -78,8 +78,9 @@ def test_what_would_not_train_or_not_be_saved_is_refused():
     )
     with pytest.raises(ValueError, match="writes tokens of its own before a prompt"):
         load_policy(prompts, PLAIN)
-    with pytest.raises(ValueError, match="has an adapter already"):
-        load_policy(get_peft_model(small_model()[0], LORA), PLAIN, LORA)
+    other = LoraConfig(r=3, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="the model has an adapter with r="):
+        load_policy(get_peft_model(small_model()[0], LORA), PLAIN, other)
     with pytest.raises(ValueError, match="model_init_kwargs is for a model given by name"):
         load_policy(small_model()[0], GRPOConfig(model_init_kwargs={"dtype": "bfloat16"}))
 
