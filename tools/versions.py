@@ -3,10 +3,11 @@
     python tools/versions.py packages oldest    what to install: the lower bounds of settings.ini
     python tools/versions.py packages newest    what to install: the newest there are
     python tools/versions.py others             the other packages that the library asks for
-    python tools/versions.py record oldest success   write the row of docs/versions.md from what is
-                                                installed here and how the tests ended
+    python tools/versions.py installed          the versions that are installed here
+    python tools/versions.py record oldest success 3.11.9 2.9.0 ...   write the row of
+                                                docs/versions.md from these and how the tests ended
 
-.github/workflows/versions.yml does all of it once a week.
+.github/workflows/versions.yml does all of it once a week; its job that may write installs nothing.
 """
 
 import argparse
@@ -43,7 +44,11 @@ def others(settings):
 
 
 def recorded(text, which, outcome, versions, day):
-    "The page with a new row for `which`."
+    "The page with a new row for `which`; the versions were said by a job that runs other's code."
+    if odd := [one for one in versions if not re.fullmatch(r"\d[\w.+]{0,39}", one, re.A)]:
+        raise ValueError(f"{odd[0][:40]!r} is no version: give what `installed` prints")
+    if len(versions) != 1 + len(NAMED):
+        raise ValueError(f"{len(versions)} versions, and there are {1 + len(NAMED)} columns")
     said = "pass" if outcome == "success" else "**fail**"
     row = f"| {which} | {' | '.join(versions)} | {said} | {day} |"
     found, count = re.subn(rf"^\| {which} \|.*$", row, text, flags=re.M)
@@ -60,7 +65,8 @@ def main():
     for name in ("packages", "record"):
         commands.add_parser(name).add_argument("which", choices=("oldest", "newest"))
     commands.choices["record"].add_argument("outcome", choices=("success", "failure"))
-    commands.add_parser("others")
+    commands.choices["record"].add_argument("versions", nargs="+")
+    commands.add_parser("others"), commands.add_parser("installed")
     args = parser.parse_args()
     settings = ConfigParser(delimiters=["="])
     settings.read(ROOT / "settings.ini", encoding="utf-8")
@@ -69,11 +75,13 @@ def main():
         print(*packages(settings, args.which))
     elif args.command == "others":
         print(*others(settings))
+    elif args.command == "installed":
+        print(platform.python_version(), *(version(name) for name in NAMED))
     else:
-        installed = [platform.python_version(), *(version(name) for name in NAMED)]
         day = datetime.date.today().isoformat()
         text = TABLE.read_text(encoding="utf-8")
-        TABLE.write_text(recorded(text, args.which, args.outcome, installed, day), encoding="utf-8")
+        text = recorded(text, args.which, args.outcome, args.versions, day)
+        TABLE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

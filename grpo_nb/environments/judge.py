@@ -105,7 +105,7 @@ class NoJudgement(Exception):
 class Judge:
     "A judge's address, its instructions, and the limits on time and retries."
 
-    url: str  # of chat/completions
+    url: str = field(repr=False)  # of chat/completions; it may hold a password
     model: str
     instructions: str
     api_key: str | None = field(repr=False)
@@ -119,7 +119,9 @@ class Judge:
     name: str
 
     def hide(self, text: str) -> str:
-        "A text without the key, should a server repeat it."
+        "A text without the key and the address's password, should a server repeat them."
+        account = re.match(r"(?:https?://)?([^/\s]*@)?", self.url)[1]
+        text = text.replace(account, "") if account else text
         return text.replace(self.api_key, "***") if self.api_key else text
 
 # %% ../../nbs/environments/06_judge.ipynb #bd433630
@@ -211,8 +213,8 @@ def failure(
         else "look at base_url and options"
     )
     return JudgeError(
-        f"the judge {judge.model!r} at {judge.url} answered with status {status}, and asking "
-        f"again would not help: {REMEDIES.get(status, moved)}. It said: {said}",
+        f"the judge {judge.model!r} at {judge.hide(judge.url)} answered with status {status}, and "
+        f"asking again would not help: {REMEDIES.get(status, moved)}. It said: {said}",
         status,
     )
 
@@ -366,8 +368,8 @@ def check_judge(
     "Refuse settings that no request could work with; ValueError names the one to change."
     if not re.match(r"https?://[^/\s]", judge.url):
         raise ValueError(
-            f"base_url leads to {judge.url!r}; it must begin with http:// or https://, for "
-            "example http://localhost:8000/v1"
+            f"base_url leads to {judge.hide(judge.url)!r}; it must begin with http:// or https://, "
+            "for example http://localhost:8000/v1"
         )
     if not judge.model or not judge.instructions.strip():
         raise ValueError(

@@ -12,11 +12,12 @@ import socket
 import threading
 import time
 import warnings
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from tqdm import tqdm
 
@@ -62,10 +63,14 @@ class Address:
         self.host, self.port = parts.hostname, port or (443 if self.secure else 80)
         # clients of OpenAI's routes are given an address that ends in /v1, which routes begin with
         self.path, self.timeout_s = parts.path.rstrip("/").removesuffix("/v1"), timeout_s
-        self.url = f"{parts.scheme}://{parts.netloc}{self.path}"
+        account, _, place = parts.netloc.rpartition("@")  # "user:password", which is never shown
+        self.url = f"{parts.scheme}://{place}{self.path}"
         self.headers = {"Content-Type": "application/json"}
         if token := sendable(api_key):
             self.headers["Authorization"] = f"Bearer {token}"
+        elif account:
+            basic = b64encode(unquote(account).encode()).decode()
+            self.headers["Authorization"] = f"Basic {basic}"
         self.asked = 0  # tokens that requests under way may draw
         self.failed_at, self.aside_s = float("-inf"), 0.0  # for so long others are asked first
         self.ready = True  # it holds every version that is drawn with
@@ -121,8 +126,8 @@ def parts_of(
     except ValueError:  # a port such as 99999, or half of an address in brackets
         pass
     raise ValueError(
-        f"{url!r} is no address of a server: give one such as http://127.0.0.1:8000, with a port "
-        "from 1 to 65535"
+        f"{url.rpartition('@')[2]!r} is no address of a server: give one such as "
+        "http://127.0.0.1:8000, with a port from 1 to 65535"
     )
 
 

@@ -75,7 +75,8 @@ FITS = {  # type -> whether a plain value is one, within what is allowed
 }
 
 
-SECRETS = ("hub_token", "vllm_server_api_key")  # settings that are never shown or stored
+# settings that are never shown or stored: tokens, and addresses, which may hold a password
+SECRETS = ("hub_token", "vllm_server_api_key", "vllm_server_base_url", "vllm_server_host")
 
 
 def types_of(

@@ -22,6 +22,7 @@ from small_runs import digits, one_thread, remember_batches, small_trainer  # no
 
 from grpo_nb.algorithm.advantages import group_advantages
 from grpo_nb.environments.judge import (
+    Judge,
     JudgeError,
     http_library,
     judge_messages,
@@ -432,6 +433,18 @@ def test_random_numbers_of_the_run_are_left_alone(serve):
     before = random.getstate()
     ask(make(server.url), ["a", "b"])
     assert random.getstate() == before
+
+
+def test_a_password_in_an_address_is_not_shown(serve):
+    server = serve(lambda handler, number: handler.send(401, handler.headers["Authorization"]))
+    with pytest.raises(Exception, match="the judge 'a-model' at http://127.0.0.1") as error:
+        ask(make(server.url.replace("://", "://me:PASSWORD@"), api_key=None), ["a"])
+    assert "PASSWORD" not in str(error.value)
+    judge = Judge("http://me:PASSWORD@h/v1", *"mikcl", 1, (0, 1), 1.0, 1.0, {}, "judge")
+    assert "PASSWORD" not in repr(judge) and "PASSWORD" not in judge.hide(judge.url)
+    with pytest.raises(ValueError, match="base_url leads to") as error:
+        make("me:PASSWORD@h/v1")
+    assert "PASSWORD" not in str(error.value)
 
 
 # What will not pass

@@ -35,6 +35,19 @@ def test_the_v1_of_other_clients_is_taken_off():
     assert Address("https://h/one/v1").url == "https://h/one" and Address("h/v1x").path == "/v1x"
 
 
+def test_an_account_in_an_address_is_sent_and_never_shown():
+    from requests import Request
+
+    url = "http://me:pass%40word@h:8000/v1"
+    address, theirs = Address(url), Request("GET", url).prepare()
+    assert address.headers["Authorization"] == theirs.headers["Authorization"]
+    assert (address.url, address.host, address.port) == ("http://h:8000", "h", 8000)
+    assert Address(url, "token").headers["Authorization"] == "Bearer token"
+    with pytest.raises(ValueError) as error:
+        Address("http://me:password@h:99999")
+    assert "password" not in str(error.value)
+
+
 def test_a_token_is_sent_without_the_end_of_its_line_and_never_shown(start):
     _, url = start(api_key="secret")
     assert Address(url, " secret\r\n").ask("/v1/models")[0] == 200

@@ -34,6 +34,7 @@ from grpo_nb.training.hub import (
     check_token,
     dataset_of,
     model_card,
+    shown_settings,
     upload_model,
 )
 from grpo_nb.training.local_hub import LocalHub
@@ -153,6 +154,19 @@ def test_a_token_is_not_shown():
     assert not [text for text in shown if "hf_secret" in text or "hf_own" in text]
     assert config.model_init_kwargs == {"token": "hf_own", "a": 1}
     assert pickle.loads(pickle.dumps(config)).hub_token == "hf_secret"
+
+
+def test_an_address_and_its_password_are_not_shown():
+    place = "http://user:PASSWORD@internal.example:8000"
+    server = dict(use_vllm=True, vllm_mode="server")
+    for names in (dict(vllm_server_base_url=place), dict(vllm_server_host="internal.example")):
+        config = GRPOConfig(**server, **names)
+        shown = [repr(config), str(config), config.to_json(), str(config.to_dict())]
+        shown += [str(config.to_sanitized_dict()), str(shown_settings(config))]
+        shown += [config.describe(), str(config.differences(GRPOConfig()))]
+        assert not [text for text in shown if "PASSWORD" in text or "internal" in text]
+        assert "internal" in config.server_urls()[0]
+        assert GRPOConfig.from_dict(config.to_dict()).vllm_mode == "server"
 
 
 # the token
