@@ -51,6 +51,7 @@ class ModelShape:
     joined: bool = False  # query, key and value are one matrix, gate and up another, as in Phi-4
     norms: int = 2  # in each layer
     max_positions: int | None = None  # longest sequence of the model, in tokens
+    towers: int = 0  # numbers in what sees or hears, which waits beside rows of text
 
     def __post_init__(self):
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
@@ -87,7 +88,8 @@ class ModelShape:
         found = {kind: [(n, *size) for size in sizes] for kind, sizes in of_layers.items()}
         vocab = [(1, self.vocab, H)]
         outside = {"embedding": vocab, "head": [] if self.tied else vocab}
-        return {**outside, **found, "rest": [*found["rest"], (1, H, 1)]}
+        beside = {"towers": [(1, self.towers, 1)]} if self.towers else {}
+        return {**outside, **found, "rest": [*found["rest"], (1, H, 1)], **beside}
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -176,7 +178,7 @@ MODELS = {
 }
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #a09a7bc1
-def _config(model):
+def _whole_config(model):
     "A configuration as a dictionary, from a path, a dictionary or an object."
     if isinstance(model, (str, Path)):
         model = _read_file(Path(model))
@@ -186,8 +188,25 @@ def _config(model):
             f"a {type(model).__name__} is no model's configuration: give a name, a path, a "
             "dictionary or an object of transformers' AutoConfig"
         )
+    return found
+
+
+def _config(model):
+    "The configuration of the part that writes texts, as a dictionary."
+    found = _whole_config(model)
     inner = found.get("text_config")  # of a model that also reads images
     return {**found, **inner} if isinstance(inner, Mapping) else found
+
+
+def _tower_numbers(found):
+    "How many numbers a model holds to see or hear; transformers builds it without memory."
+    if not (found.get("vision_config") or found.get("audio_config")):
+        return 0
+    from .stored_weights import read_config, skeleton, towers
+
+    config, _ = read_config(dict(found))
+    parts = towers(skeleton(config, config.dtype)).values()
+    return sum(p.numel() for part in parts for p in part.parameters())
 
 
 def _read_file(path):
@@ -324,7 +343,7 @@ def read_shape(
     # config.json, a dictionary, or transformers' config object
     model: Any,
 ) -> ModelShape:  # ValueError with the field that is wrong
-    "The shape of a model, without torch, transformers or a network."
+    "The shape of a model, without a network, and without torch unless it has towers."
     if isinstance(model, ModelShape):
         return model
     if isinstance(model, str) and not Path(model).exists() and _known(model):
@@ -350,6 +369,7 @@ def read_shape(
         joined=len(family.qkv) == 1,
         norms=4 if family.gemma else 2,
         max_positions=longest_sequence(config),
+        towers=_tower_numbers(_whole_config(model)),
     )
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #6608b400
@@ -449,7 +469,7 @@ def trained_tensors(
 ) -> dict[str, list[tuple[int, int, int]]]:  # as in ModelShape.tensors
     "The tensors that train: LoRA's pairs in all layers and experts, or every weight."
     if not r:
-        return shape.tensors
+        return {kind: sizes for kind, sizes in shape.tensors.items() if kind != "towers"}
     H, inner, q, k = (
         shape.hidden,
         shape.intermediate,
@@ -489,7 +509,7 @@ def gathered_bytes(
     "Bytes of weights that are whole on a card beside its share: some layers, and what is in none."
     held = weight_bytes(shape, weights)
     last_norm = int(shape.hidden * weight_bits(shape, weights)["rest"] / 8)
-    outside = held["embedding"] + held["head"] + last_norm
+    outside = held["embedding"] + held["head"] + last_norm + held.get("towers", 0)
     inside = sum(held.values()) - outside + 4 * lora_parameters(shape, r, targets)
     return layers * (inside // shape.layers) + outside
 

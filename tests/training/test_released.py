@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from grpo_nb import GRPOConfig, GRPOTrainer, load_model
 from grpo_nb.model.export import save_adapter, save_merged
 from grpo_nb.model.loading import memory_by_part
+from grpo_nb.model.memory_bytes import gathered_bytes, read_shape, trained_tensors, weight_bytes
 from grpo_nb.model.stored_weights import forms, in_towers, skeleton, towers, towers_in_16_bits
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.decoder import open_decoder
@@ -337,3 +339,15 @@ def test_load_model_gives_towers_neither_adapter_nor_gradient(name, folders, tmp
     read = PeftModel.from_pretrained(plain, tmp_path / "adapter")
     assert get_peft_model_state_dict(read).keys() == get_peft_model_state_dict(model).keys()
     assert distance(logits_of(read), logits_of(model)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_plan_counts_towers_in_16_bits_and_trains_none(name, folders):
+    model = AutoModelForImageTextToText.from_pretrained(folders(name))
+    wanted = sum(p.numel() for part in towers(model).values() for p in part.parameters())
+    shape = read_shape(folders(name))
+    assert wanted and shape.towers == shape.parameters["towers"] == wanted
+    assert weight_bytes(shape, "nf4", True)["towers"] == 2 * wanted
+    assert "towers" not in trained_tensors(shape, 0) and "towers" not in trained_tensors(shape, 8)
+    whole = gathered_bytes(shape, "bf16") - gathered_bytes(replace(shape, towers=0), "bf16")
+    assert whole == 2 * wanted
