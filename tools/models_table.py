@@ -24,7 +24,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 
 RECORD, PAGE, FRONT = ROOT / "docs/models.json", ROOT / "docs/models.md", ROOT / "index.ipynb"
 PROMPTS = ("7=", "12+345=", "6*7-1=", "99-9+100*20=")  # 2 to 12 tokens
@@ -43,6 +43,7 @@ COLUMNS = {
     "served": "what a vLLM server is sent bears names of the released files, as an adapter and as "
     "whole weights; no server was asked",
 }
+VERSIONS = ("torch", "transformers", "peft", "trl")
 NO_WORD = "without a word: "  # what begins a fault that no user is told
 
 
@@ -53,8 +54,9 @@ class Fault(Exception):
 def one_line(error):
     "What a user reads, cut to a line."
     words = " ".join(str(error).split())
-    raw = type(error).__name__ not in ("ValueError", "Fault")
-    return f"{type(error).__name__}: {words}"[:300] if raw else words[:300]
+    kind = type(error)
+    raw = kind not in (ValueError, Fault, str) and not kind.__module__.startswith("grpo_nb")
+    return f"{kind.__name__}: {words}"[:300] if raw else words[:300]
 
 
 def logits_of(model, rows):
@@ -79,7 +81,7 @@ def digits(completions, **columns):
 class Family:
     "One family's released folder, and what this library makes of it."
 
-    def __init__(self, name, folder, save=()):
+    def __init__(self, name, folder):
         from tiny_families import write_released
 
         from grpo_nb.model.tiny import tiny_tokenizer
@@ -100,6 +102,7 @@ class Family:
             max_completion_length=8,
             learning_rate=2e-2,
             gradient_checkpointing=False,
+            disable_dropout=True,
             logging_steps=1,
             save_strategy="no",
             disable_tqdm=True,
@@ -125,14 +128,16 @@ class Family:
         weights = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in weights.items()}
         trainer.train()
+        record = next(one for one in trainer.log_history if "sampling/gap_max" in one)
+        if record.get("skipped_updates"):
+            raise Fault("the gradients are not finite, and the update is left out")
         if not all(p.isfinite().all() for p in weights.values()):
-            raise Fault("the update made weights that are not finite")
+            raise Fault("the update makes weights that are not finite")
         still = [n for n, p in weights.items() if "lora_B" in n and torch.equal(p, before[n])]
         if still:
-            raise Fault(f"{len(still)} adapters got no gradient, {still[0]} among them")
+            raise Fault(f"{len(still)} adapters get no gradient, {still[0]} among them")
         self.trainer, self.model = trainer, trainer.model.eval()
         self.ours = logits_of(self.model, self.rows)
-        record = next(one for one in trainer.log_history if "sampling/gap_max" in one)
         self.gap = record["sampling/gap_max"]
         return "yes"
 
@@ -158,9 +163,7 @@ class Family:
         from grpo_nb.model.export import save_merged
 
         save_merged(self.model, self.home / "merged", dtype="float32", quiet=True)
-        model, found = self.theirs.from_pretrained(
-            self.home / "merged", output_loading_info=True
-        )
+        model, found = self.theirs.from_pretrained(self.home / "merged", output_loading_info=True)
         if found["missing_keys"] or found["unexpected_keys"]:
             names = sorted({*found["missing_keys"], *found["unexpected_keys"]})
             raise Fault(f"{self.theirs.__name__} misses or does not know {', '.join(names[:2])}")
@@ -170,14 +173,12 @@ class Family:
         return "yes"
 
     def drawn(self):
-        import torch
-
         from grpo_nb.rollout.engine import RolloutEngine
         from grpo_nb.rollout.sampling import SamplingParams
 
         engine = RolloutEngine(self.model, self.tokenizer, progress=False)
         rollout = engine.generate(list(PROMPTS), SamplingParams(max_tokens=8, n=2, seed=1))
-        off = self.gap
+        off = 0.0
         for i, prompt in enumerate(rollout.prompt_ids):
             length = int(rollout.mask[i].sum())
             ids = rollout.completion_ids[i, :length]
@@ -185,10 +186,11 @@ class Family:
             logps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
             plain = logps.gather(-1, ids[:, None])[:, 0]
             off = max(off, float((plain - rollout.logps[i, :length]).abs().max()))
-        assert rollout.completion_ids.dtype == torch.int64
         way = re.sub(r"^through the model's modules, a step recorded", "recorded", engine.way)
+        if not self.gap <= DRAWN:
+            raise Fault(f"the trainer's log-probs differ by {self.gap:.1g} nats ({way})")
         if not off <= DRAWN:
-            raise Fault(f"log-probs differ by {off:.2g} nats ({way})")
+            raise Fault(f"log-probs differ by {off:.1g} nats ({way})")
         return way
 
     def planned(self):
@@ -258,8 +260,8 @@ def reached(row, step):
     return bool(row.get(step)) and not row[step].startswith("no: ")
 
 
-def in_child(name, tracebacks):
-    "A row, made in a process of its own."
+def in_child(name):
+    "A row, made in a process of its own, and the tracebacks of its errors."
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         child = os.fork()
@@ -277,10 +279,9 @@ def in_child(name, tracebacks):
             said = (Path(folder) / "said").read_text()[-500:]
             raise SystemExit(f"{name} ended with status {status}:\n{said}")
         row, found = json.loads(answer.read_text())
-        tracebacks[name] = found
         if row is None:
             raise SystemExit(f"{name} cannot be made:\n{found['making']}")
-        return row
+        return row, found
 
 
 # the page
@@ -310,6 +311,51 @@ def whole(row):
     return all(reached(row, column) for column in COLUMNS)
 
 
+BRANDS = {  # model_type -> what people call it
+    "gpt_oss": "gpt-oss",
+    "llama": "Llama",
+    "qwen2": "Qwen 2.5",
+    "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 MoE",
+    "qwen3_5": "Qwen 3.5",
+    "mistral": "Mistral",
+    "mistral3": "Mistral 3",
+    "phi3": "Phi 3 and 4",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "glm4": "GLM 4",
+    "deepseek_v3": "DeepSeek V3",
+    "nemotron_h": "Nemotron-H",
+    "lfm2": "LFM2",
+}
+
+
+def front_sentence(record):
+    "What README says of families: those of `BRANDS` without a no."
+    rows = record["families"]
+    named = [brand for name, brand in BRANDS.items() if name in rows and whole(rows[name])]
+    fine = sum(map(whole, rows.values()))
+    return (
+        f"The same calls are for {', '.join(named[:-1])} and {named[-1]}: "
+        f"[{fine} of {len(rows)} families](docs/models.md) pass every check on tiny models."
+    )
+
+
+def with_sentence(text, record):
+    "The front page with its sentence on families."
+    sentence = front_sentence(record)
+    ends = r"The same calls are for [^\n]*? on tiny models\."
+    text, count = re.subn(ends, lambda _: sentence, text)
+    if count != 1:
+        raise SystemExit(f"{FRONT.name} has {count} sentences on families, not one")
+    return text
+
+
 def page_of(record):
     "docs/models.md."
     rows, versions = record["families"], record["versions"]
@@ -321,45 +367,67 @@ def page_of(record):
         if (row[column] or "").startswith("no: ")
     ]
     fine = sum(map(whole, rows.values()))
-    return "\n\n".join(
-        [
-            "# Families of models",
-            "<!-- Made by tools/models_table.py from docs/models.json. -->",
-            f"What works with {len(rows)} families of text models, {fine} of them with a yes in "
-            f"every column. Each is a tiny random model with a layer or two of each kind, "
-            "written as its makers write theirs, on a CPU in float32. "
-            f"Made with {made} by `python tools/models_table.py`.",
-            table(("column", "what a yes means"), COLUMNS.items()),
-            "A - stands where an earlier column says no.",
-            table(
-                ("family", "released as", *COLUMNS),
-                [
-                    (f"`{name}`", f"`{row['class']}`", *(cell(row, c) for c in COLUMNS))
-                    for name, row in rows.items()
-                ],
-            ),
-            "## What a no says",
-            table(("family", "column", "what the user reads, cut to a line"), noes),
-        ]
-    ) + "\n"
+    templates = [(f"`{name}`", said) for name, said in record["tools"].items()]
+    return (
+        "\n\n".join(
+            [
+                "# Families of models",
+                "<!-- Made by tools/models_table.py from docs/models.json. -->",
+                f"What works with {len(rows)} families of text models, {fine} of them with no "
+                "no. Each is a tiny random model with a layer or two of each kind, "
+                "written as its makers write theirs, on a CPU in float32. "
+                f"Made with {made} by `python tools/models_table.py`.",
+                table(("column", "what a yes means"), COLUMNS.items()),
+                "A - stands where an earlier column says no.",
+                table(
+                    ("family", "released as", *COLUMNS),
+                    [
+                        (f"`{name}`", f"`{row['class']}`", *(cell(row, c) for c in COLUMNS))
+                        for name, row in rows.items()
+                    ],
+                ),
+                "## What a no says",
+                table(("family", "column", "what the user reads, cut to a line"), noes),
+                "## Tools",
+                f"Chat templates that TRL {versions['trl']} ships, without those that it has "
+                "changed for training. Yes: calls that the template writes, with nested arguments, "
+                "several at once and texts that look like numbers, are read back as they were.",
+                table(("template", "tools"), templates),
+            ]
+        )
+        + "\n"
+    )
+
+
+def tools_of_templates():
+    "What a run with tools makes of each chat template that TRL ships: yes, or the sentence."
+    from tool_templates import verdicts
+
+    words = {name: one_line(said) for name, said in verdicts().items()}
+    return {
+        name: "yes" if said == "round-trips" else said.replace("refused", "no")
+        for name, said in words.items()
+    }
 
 
 def renewed(record, names):
     "The record with these families made anew."
     import importlib.metadata
 
-    import grpo_nb.training.trainer  # noqa: F401  (children share what is imported)
     from tiny_families import FAMILIES
 
-    made, tracebacks = dict(record.get("families", {})), {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        row_of("llama", Path(folder), {})  # children share what is imported and warm
+    versions = {n: importlib.metadata.version(n) for n in VERSIONS}
+    tools = tools_of_templates()
+    made = dict(record.get("families", {}))
     for name in names or FAMILIES:
-        made[name] = in_child(name, tracebacks)
+        made[name], found = in_child(name)
+        print(*found.values(), sep="\n", end="", file=sys.stderr)
         shown = {c: (made[name][c] or "-")[:160] for c in COLUMNS if made[name][c] != "yes"}
         print(name, shown, flush=True)
-    return {
-        "versions": {n: importlib.metadata.version(n) for n in ("torch", "transformers", "peft")},
-        "families": {name: made[name] for name in FAMILIES if name in made},
-    }, tracebacks
+        rows = {name: made[name] for name in FAMILIES if name in made}
+        yield {"versions": versions, "families": rows, "tools": tools}
 
 
 def main():
@@ -369,21 +437,20 @@ def main():
     parser.add_argument("families", nargs="*", help="model_type of each (default: all)")
     parser.add_argument("--page", action="store_true", help="the page alone, from the record")
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
-    parser.add_argument("--tracebacks", type=Path, help="a file for those of errors")
     args = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if args.check:
-        if PAGE.read_text(encoding="utf-8") != page_of(record):
-            print("models.md is out of date: run python tools/models_table.py --page")
-            return 1
-        return 0
-    if not args.page:
-        record, tracebacks = renewed(record, args.families)
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        if args.tracebacks:
-            args.tracebacks.write_text(json.dumps(tracebacks, indent=1))
-    PAGE.write_text(page_of(record), encoding="utf-8")
-    return 0
+    if not (args.page or args.check):
+        for made in renewed(record, args.families):
+            record = made
+            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    front, status = FRONT.read_text(encoding="utf-8"), 0
+    for path, wanted in ((PAGE, page_of(record)), (FRONT, with_sentence(front, record))):
+        if not args.check:
+            path.write_text(wanted, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != wanted:
+            print(f"{path.name} is out of date: python tools/models_table.py --page")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

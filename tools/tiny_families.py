@@ -218,7 +218,7 @@ FAMILIES = {
     "lfm3": dict(layer_types=["conv", "full_attention"]),
     "mellum": {},
     "mimo_v2_flash": SLIDING,
-    "minicpm3": LATENT,
+    "minicpm3": LATENT | dict(scale_emb=1, dim_model_base=32),
     "mpt": dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=256),
     "persimmon": {},
     "solar_open": {},
@@ -262,9 +262,7 @@ FAMILIES = {
         image_token_id=60,
     ),
     "qwen2_5_vl": dict(
-        text_config={
-            "rope_parameters": {k: v for k, v in IN_SECTIONS["rope_parameters"].items()}
-        },
+        text_config={"rope_parameters": {k: v for k, v in IN_SECTIONS["rope_parameters"].items()}},
         vision_config=PATCHES | dict(fullatt_block_indexes=[0]),
         **QWEN_IDS,
     ),
@@ -280,8 +278,7 @@ FAMILIES = {
             layer_types=["conv", "full_attention"],
             block_auto_adjust_ff_dim=False,
         ),
-        vision_config={k: v for k, v in SIGLIP.items() if k != "image_size"}
-        | dict(num_patches=16),
+        vision_config={k: v for k, v in SIGLIP.items() if k != "image_size"} | dict(num_patches=16),
         image_token_id=60,
     ),
 }
@@ -332,6 +329,9 @@ def tiny_model(
     config = tiny_config(name)
     model = class_of(config)(config).float().eval()
     with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx].normal_(0, 0.1)
         for p in model.parameters():
             if p.numel() and (p == p.flatten()[0]).all():  # biases, norms, sinks
                 p.add_(0.2 * torch.randn_like(p))
