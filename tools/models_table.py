@@ -40,8 +40,8 @@ COLUMNS = {
     "drawn": "how completions are drawn. Their log-probs are those of the model's own forward "
     f"pass, each row alone and without padding, to {DRAWN:g} nats",
     "planned": "`grpo-nb plan` answers from its config.json",
-    "served": "what a vLLM server is sent bears names of the released files, as an adapter and as "
-    "whole weights; no server was asked",
+    "served": "the adapter that a vLLM server is sent bears names of the released files; no server "
+    "was asked",
 }
 VERSIONS = ("torch", "transformers", "peft", "trl")
 NO_WORD = "without a word: "  # what begins a fault that no user is told
@@ -162,7 +162,8 @@ class Family:
     def merge(self):
         from grpo_nb.model.export import save_merged
 
-        save_merged(self.model, self.home / "merged", dtype="float32", quiet=True)
+        to = dict(dtype="float32", overwrite=True, quiet=True)
+        save_merged(self.model, self.home / "merged", **to)
         model, found = self.theirs.from_pretrained(self.home / "merged", output_loading_info=True)
         if found["missing_keys"] or found["unexpected_keys"]:
             names = sorted({*found["missing_keys"], *found["unexpected_keys"]})
@@ -212,16 +213,19 @@ class Family:
         from grpo_nb.rollout.adapter_versions import served_config
 
         served_config(self.model)
-        known = set()
+        stored = set()
         for file in self.released.glob("*.safetensors"):
             with safe_open(file, "pt") as tensors:
-                known |= set(tensors.keys())
-        names = {*self.theirs.from_pretrained(self.released).state_dict()}
+                stored |= {name.rpartition(".")[0] for name in tensors.keys()}
+        # vLLM knows the prefixes of transformers' class, too
+        in_layers = {name.split("layers.")[-1] for name in stored}
+        names = self.theirs.from_pretrained(self.released).state_dict()
+        known = {name.rpartition(".")[0] for name in names}
+        stored |= {name for name in known if name.split("layers.")[-1] in in_layers}
         with safe_open(self.home / "adapter/adapter_model.safetensors", "pt") as tensors:
             keys = [k.removeprefix("base_model.model.") for k in tensors.keys()]
         modules = {re.sub(r"(\.base_layer)*\.lora_[AB]\.weight$", "", key) for key in keys}
-        held = {name.rpartition(".")[0] for name in known | names}
-        if unknown := sorted(modules - held):
+        if unknown := sorted(modules - stored):
             raise Fault(f"the adapter names {unknown[0]}, which no released file has")
         return "yes"
 
