@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['DTYPE_NAMES', 'QUANTIZATION', 'check_folder_name', 'check_disk_space', 'new_folder', 'no_file_bars', 'save_adapter',
-           'AdaptedWeight', 'check_mergeable', 'name_without_peft', 'adapted_weights', 'LazyTensors',
-           'write_safetensors', 'write_shards', 'RoundingLoss', 'quantize_closely', 'as_released', 'Export',
-           'check_finite', 'check_can_be_unpacked', 'save_merged', 'check_block_sizes', 'save_mxfp4']
+           'AdaptedWeight', 'check_mergeable', 'name_without_peft', 'adapted_weights', 'is_untied', 'LazyTensors',
+           'write_safetensors', 'write_shards', 'RoundingLoss', 'quantize_closely', 'with_released_names',
+           'as_released', 'Export', 'check_finite', 'check_can_be_unpacked', 'save_merged', 'check_block_sizes',
+           'save_mxfp4']
 
 # %% ../../nbs/model/23_export.ipynb #4cc5a902
 import copy
@@ -20,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers.core_model_loading import revert_weight_conversion
 
-from .experts_lora import expert_weights
+from .experts_lora import low_rank_adapters
 from .files import NO_ROOM, naming_a_full_disk
 from .loading import choose_dtype
 from .lora import read_lora
@@ -261,28 +263,29 @@ class AdaptedWeight:
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + change, change
 
 # %% ../../nbs/model/23_export.ipynb #cad79917
-def _expert_deltas(wrapper, parameter):
+def _parameter_deltas(wrappers, parameter, flat):
     "Functions of e, one per active adapter: its change of expert e of the given parameter."
-    if parameter not in EXPERTS or wrapper.disable_adapters and not wrapper.merged:
-        return ()
-    weights = expert_weights(wrapper)
-    factors = weights.gate_up_lora if parameter == "gate_up_proj" else weights.down_lora
-    return tuple(
-        lambda e, f=f: f.scaling * (f.a[e].detach().float() @ f.b[e].detach().float())
-        for f in factors
-    )
+
+    def delta(e, f):
+        change = f.scaling * (f.a[e].detach().float() @ f.b[e].detach().float())
+        return change.mT if flat else change
+
+    factors = [f for w in wrappers if w.parameter_name == parameter for f in low_rank_adapters(w)]
+    return tuple(partial(delta, f=f) for f in factors)
 
 
-def _deltas(wrappers, parameter):
+def _deltas(wrappers, parameter, flat):
     "Functions of e, one per active adapter around a module: its change of a parameter."
     if wrappers and isinstance(wrappers[0], ParamWrapper):
-        return _expert_deltas(wrappers[0], parameter)
+        return _parameter_deltas(wrappers, parameter, flat)
     if parameter != "weight":
         return ()
     in_use = [adapter for wrapper in wrappers for adapter in read_lora(wrapper).in_use]
     return tuple(
-        # an embedding's weight is (V, H), and its delta (H, V)
-        lambda e, a=adapter: a.delta().T if isinstance(a.layer, Embedding) else a.delta()
+        # an embedding's weight is (V, H), and its delta (H, V); GPT-2's layers are (in, out)
+        lambda e, a=adapter: (
+            a.delta().T if isinstance(a.layer, Embedding) or a.layer.fan_in_fan_out else a.delta()
+        )
         for adapter in in_use
     )
 
@@ -293,14 +296,8 @@ def check_mergeable(
 ) -> None:
     "Refuse adapters that are not plain LoRA, the sum of a weight and a product."
     base = wrapper.get_base_layer()
-    if isinstance(wrapper, ParamWrapper):
-        if not all(hasattr(base, name) for name in EXPERTS):
-            raise ValueError(
-                f"{path} is a parameter with an adapter that is no matrix of a gpt-oss' "
-                "experts: merge it with PEFT's merge_and_unload, then export the result"
-            )
-    elif not isinstance(wrapper, LoraLayer) or not (
-        isinstance(wrapper, (Linear, Embedding))
+    if not isinstance(wrapper, LoraLayer) or not (
+        isinstance(wrapper, (Linear, Embedding, ParamWrapper))
         or hasattr(base, "quant_type")
         or hasattr(base.weight, "quant_state")
     ):
@@ -317,7 +314,7 @@ def check_mergeable(
         )
     variants = {adapter.name: adapter.variant for adapter in layer.active}
     for name in wrapper.active_adapters:
-        if variants.get(name) or layer.transposed:
+        if variants.get(name):
             raise ValueError(
                 f"the adapter {name!r} on {path} is not plain LoRA (DoRA, a bias, or another "
                 "variant): use PEFT's merge_and_unload, then export the result"
@@ -392,7 +389,7 @@ def _checked_wrappers(base):
 
 def adapted_weights(
     model: torch.nn.Module,  # of transformers, with adapters or without
-) -> list[AdaptedWeight]:  # each once: a head that is tied to the embedding is not listed
+) -> list[AdaptedWeight]:  # each once: a head that is still tied to the embedding is not listed
     "All weights of the base model, each with what the active adapters add to it."
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         raise ValueError(
@@ -403,19 +400,20 @@ def adapted_weights(
     base, found, seen = _base_of(model), [], {}
     wrappers = _checked_wrappers(base)
     for name, module, parameter, tensor in _stored_tensors(base):
-        deltas = _deltas(wrappers.get(id(module), []), parameter)
+        deltas = _deltas(wrappers.get(id(module), []), parameter, tensor.dim() == 2)
         weight = AdaptedWeight(name, tensor, deltas)
         twin = seen.setdefault(id(tensor), weight)
-        if twin is weight:
+        if twin is weight or weight.deltas or twin.deltas:
             found.append(weight)
-        elif weight.deltas or twin.deltas:
-            raise ValueError(
-                f"{weight.name} and {twin.name} are one weight, and an adapter is on one "
-                "of them: merged they would be two, and the model's config says that "
-                "they are tied. Save the adapter, or train without it on the embedding "
-                "and the head"
-            )
     return found
+
+
+def is_untied(
+    model: torch.nn.Module,  # of transformers, with adapters or without
+) -> bool:
+    "Whether a head that the config calls tied is a weight of its own: trained whole, or adapted."
+    names = {weight.name for weight in adapted_weights(model)}
+    return bool(names & {*_base_of(model).all_tied_weights_keys})
 
 # %% ../../nbs/model/23_export.ipynb #ed600374
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # in a header of safetensors
@@ -603,6 +601,27 @@ def _renamed(base, tensors):
     return LazyTensors(tuple((name, x.dtype, tuple(x.shape)) for name, x in entries), make)
 
 
+def with_released_names(
+    base: torch.nn.Module,  # without PEFT's wrapper
+    lazy: list[LazyTensors],  # all of its weights
+) -> list[LazyTensors]:  # as they are, where one released tensor is made of several
+    "Tensors under the names that released files have, experts one by one for instance."
+
+    def shapes(tensors):
+        return {name: tuple(shape) for x in tensors for name, _, shape in x.entries}
+
+    empty = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for x in lazy
+        for name, dtype, shape in x.entries
+    }
+    released = {name: tuple(x.shape) for name, x in revert_weight_conversion(base, empty).items()}
+    if released == shapes(lazy):
+        return lazy
+    renamed = [_renamed(base, tensors) for tensors in lazy]
+    return renamed if shapes(renamed) == released else lazy
+
+
 def _copied(stored, memory=None):
     "Stored tensors as they are; or what `memory` makes in their format, where that differs."
 
@@ -745,9 +764,12 @@ QUANTIZATION = {
 }
 
 
-def _write_settings(base, folder, dtype, quantization, tokenizer):
+def _write_settings(model, folder, dtype, quantization, tokenizer):
     "Write generation settings, tokenizer and, last, config.json."
+    base = _base_of(model)
     config = copy.deepcopy(base.config)
+    if is_untied(model):
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.dtype, config.architectures = dtype, [type(base).__name__]
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
@@ -815,7 +837,7 @@ def _write_model(
     ):
         files = write_shards(partial, [_counted(tensors, bar) for tensors in lazy], shard_size)
         read_checkpoint(partial)  # checks that every file has the length in its header
-        _write_settings(_base_of(model), partial, dtype, quantization, tokenizer)
+        _write_settings(model, partial, dtype, quantization, tokenizer)
         _copy_processors(_base_of(model), partial)
     export = Export(Path(path).expanduser(), total, files, rows)
     if not quiet:
@@ -860,8 +882,8 @@ def save_merged(
         return dtype if weight.is_floating_point() or _is_nf4(weight) else weight.dtype
 
     lazy = [_dense_tensor(weight, target(weight.weight), rows) for weight in found]
-    if towers(base := _base_of(model)):
-        lazy = as_released(base, found, lazy)
+    base = _base_of(model)
+    lazy = as_released(base, found, lazy) if towers(base) else with_released_names(base, lazy)
     to = dict(tokenizer=tokenizer, shard_size=shard_size, overwrite=overwrite, quiet=quiet)
     return _write_model(model, path, lazy, rows, dtype, None, **to)
 

@@ -490,12 +490,12 @@ ADAPTER_WITHOUT_EFFECT = {  # of get_peft_model: name -> (the value that asks fo
     "finetune_attention_modules": (True, "target_modules names the layers"),
     "finetune_mlp_modules": (True, "target_modules names the layers"),
     "finetune_vision_layers": (False, "language models are all that is loaded"),
-    "ensure_weight_tying": (False, "no adapter is on a tied weight"),
 }
 ADAPTER_REFUSED = {  # the same of what cannot be honoured
     "layers_to_transform": (None, "give target_modules in full, as model.named_modules() has them"),
     "layers_pattern": (None, "give target_modules in full, as model.named_modules() has them"),
     "loftq_config": (None, "leave it out"),
+    "ensure_weight_tying": (False, "a head that trains is a weight of its own"),
     "qat_scheme": (None, "train without it, and round when saving"),
     "target_parameters": (None, "name the experts' matrices in target_modules"),
 }

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'checkpoint_layers', 'recompute_layers', 'check_adapters', 'check_model', 'loading_arguments', 'load_named',
-           'check_loaded', 'for_adapters', 'with_adapter', 'without_towers', 'check_trainable', 'check_wide_head',
-           'dropouts', 'switch_off_dropout', 'doubt_of_dropout', 'load_policy', 'describe_trainable']
+           'check_loaded', 'for_adapters', 'with_adapter', 'without_towers', 'check_tied', 'check_trainable',
+           'check_wide_head', 'dropouts', 'switch_off_dropout', 'doubt_of_dropout', 'load_policy', 'describe_trainable']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
@@ -230,11 +230,29 @@ def without_towers(
     return changed
 
 
+def check_tied(
+    model,  # with its adapter
+) -> None:  # ValueError
+    "Refuse to train two weights of which whoever reads them back would make one."
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if hasattr(model, "peft_config") or not model.config.get_text_config().tie_word_embeddings:
+        return  # an adapter's files hold what is trained as a whole
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for one, other in tied.items():
+        pair = weights.get(one), weights.get(other)
+        if None not in pair and pair[0] is not pair[1] and not pair[0].is_meta:
+            raise ValueError(
+                f"{one} and {other} are two weights, and the model's config says that they are "
+                "one: set model.config.tie_word_embeddings = False, so that both are read back"
+            )
+
+
 def check_trainable(
     model,  # with its adapter
 ) -> None:  # ValueError
     "Refuse a model of which nothing trains, or whose trained weights no checkpoint can hold."
     check_embedding(model)
+    check_tied(model)
     if not any(p.requires_grad for p in model.parameters()):
         if hasattr(model, "peft_config"):
             raise ValueError(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from small_mixtures import mixture
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_nb.model import export as exporting
@@ -308,11 +309,90 @@ def test_tied_embeddings(tmp_path):
     assert off(logits(again), logits(model)) < 2e-6 and "lm_head.weight" not in load_file(
         tmp_path / "m" / "model.safetensors"
     )
-    model = get_peft_model(
-        AutoModelForCausalLM.from_config(config), LoraConfig(r=2, target_modules=["embed_tokens"])
+
+
+def tied(family):
+    sizes = dict(vocab_size=40) if family == "GPT2" else dict(vocab_size=40)
+    return mixture(family, **sizes, tie_word_embeddings=True, initializer_range=0.2)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Lfm2", "GPT2"])
+@pytest.mark.parametrize(
+    "given, merged_by",
+    [
+        (dict(modules_to_save=["lm_head"]), "here"),
+        (dict(target_modules=["lm_head"]), "here"),
+        (dict(modules_to_save=["EMBEDDING"]), "here"),
+        (dict(target_modules=["EMBEDDING"]), "here"),
+        # with an adapter PEFT adds what one of the two has learnt to the matrix that both share
+        (dict(modules_to_save=["lm_head"]), "PEFT"),
+        (dict(modules_to_save=["EMBEDDING"]), "PEFT"),
+    ],
+    ids=str,
+)
+def test_tied_weights_that_a_run_has_untied(family, given, merged_by, tmp_path):
+    "Both are written, and the config says so: transformers reads back what PEFT computes."
+    layer = "c_attn" if family == "GPT2" else "q_proj"
+    embedding = "wte" if family == "GPT2" else "embed_tokens"
+    given = {k: [embedding if n == "EMBEDDING" else n for n in v] for k, v in given.items()}
+    given["target_modules"] = [layer, *given.get("target_modules", [])]
+    torch.manual_seed(0)
+    model = shake(get_peft_model(tied(family), LoraConfig(r=2, **given)).eval())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "modules_to_save" in name:
+                p.add_(0.3 * torch.randn_like(p))
+    expected = logits(model)
+    assert off(expected, logits(tied(family))) > 0.01
+    save_merged(
+        model if merged_by == "here" else copy.deepcopy(model).merge_and_unload(),
+        tmp_path / "m",
+        dtype="float32",
+        quiet=True,
     )
-    with pytest.raises(ValueError, match="are one weight, and an adapter is on one of them"):
-        save_merged(model, tmp_path / "x")
+    settings = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert not settings.get("tie_word_embeddings")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    assert not again.config.tie_word_embeddings
+    assert again.lm_head.weight is not again.get_input_embeddings().weight
+    assert off(logits(again), expected) < 1e-5
+    save_adapter(model, tmp_path / "a")
+    assert torch.equal(logits(PeftModel.from_pretrained(tied(family), tmp_path / "a")), expected)
+
+
+EXPERTS_OF = {
+    "Qwen3Moe": "mlp.experts.gate_up_proj mlp.experts.down_proj",
+    "Mixtral": "mlp.experts.gate_up_proj mlp.experts.down_proj",
+    "Qwen3_5MoeText": "mlp.experts.gate_up_proj mlp.experts.down_proj",
+    "DeepseekV3": "mlp.experts.gate_up_proj mlp.gate.weight",
+    "Llama4Text": "feed_forward.experts.gate_up_proj feed_forward.experts.down_proj",
+    "NemotronH": "mixer.experts.up_proj mixer.experts.down_proj",
+    "GraniteMoeHybrid": "block_sparse_moe.experts.gate_up_proj",
+    "JetMoe": "mlp.input_linear.weight",
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS_OF)
+def test_experts_of_other_mixtures(family, tmp_path):
+    "Merged as PEFT merges them, under the names that transformers itself saves."
+    config = LoraConfig(
+        r=2, target_modules=["k_proj"], target_parameters=EXPERTS_OF[family].split()
+    )
+    if family in ("DeepseekV3", "JetMoe"):
+        config.target_modules = {"o_proj" if family == "DeepseekV3" else "kv_proj"}
+    torch.manual_seed(0)
+    model = shake(get_peft_model(mixture(family), config).eval())
+    theirs = copy.deepcopy(model).merge_and_unload()
+    theirs.save_pretrained(tmp_path / "theirs")
+    export = save_merged(model, tmp_path / "m", dtype="float32", quiet=True)
+    ours = load_file(tmp_path / "m" / "model.safetensors")
+    wanted = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert ours.keys() == wanted.keys() and len(export.rows) > 1
+    for name, value in ours.items():
+        torch.testing.assert_close(value, wanted[name], atol=2e-6, rtol=1e-5)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    assert off(logits(again), logits(model)) < 2e-6
+    assert off(logits(model), logits(mixture(family))) > 0.01
 
 
 def test_embedding_with_an_adapter(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from small_mixtures import mixture
 from small_runs import small_model
 
 from grpo_nb import GRPOConfig
@@ -90,3 +91,17 @@ def test_a_head_in_float32_is_one_linear_layer():
     load_policy(small_model()[0], wide, LORA)
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True needs a head"):
         load_policy(small_model()[0], wide, LoraConfig(r=2, target_modules=["lm_head"]))
+
+
+def test_two_weights_that_are_called_one_are_refused(tmp_path):
+    "Set free in the config, transformers reads both back."
+    model = mixture("Lfm2", vocab_size=40, tie_word_embeddings=True)
+    load_policy(model, PLAIN)
+    model.lm_head.weight = torch.nn.Parameter(1.5 * model.lm_head.weight.detach())
+    with pytest.raises(ValueError, match="are two weights, and the model's config says"):
+        load_policy(model, PLAIN)
+    model.config.tie_word_embeddings = False
+    load_policy(model, PLAIN).save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert not torch.equal(again.lm_head.weight, again.get_input_embeddings().weight)
