@@ -13,6 +13,7 @@ from dataclasses import dataclass
 class Family:
     "Where the layers of a family keep their tensors, and what they compute."
 
+    name: str  # with which transformers' classes begin
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in attention, side by side
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # in the MLP, side by side
     head_norms: bool = False  # queries and keys are normed
@@ -26,13 +27,16 @@ class Family:
 
 
 FAMILIES = {
-    "Llama": Family(fused=True),
-    "Mistral": Family(window="config.sliding_window", fused=True),
-    "Qwen2": Family(qkv_bias=True, window="sliding_window", fused=True),
-    "Qwen3": Family(head_norms=True, window="sliding_window", fused=True),
-    "Phi3": Family(("qkv_proj",), ("gate_up_proj",), window="config.sliding_window"),
-    "Gemma2": Family(gemma=True, window="sliding_window", full_every=2, decoded=False),
-    "Gemma3": Family(head_norms=True, gemma=True, window="sliding_window", full_every=6),
+    family.name: family
+    for family in (
+        Family("Llama", fused=True),
+        Family("Mistral", window="config.sliding_window", fused=True),
+        Family("Qwen2", qkv_bias=True, window="sliding_window", fused=True),
+        Family("Qwen3", head_norms=True, window="sliding_window", fused=True),
+        Family("Phi3", ("qkv_proj",), ("gate_up_proj",), window="config.sliding_window"),
+        Family("Gemma2", gemma=True, window="sliding_window", full_every=2, decoded=False),
+        Family("Gemma3", head_norms=True, gemma=True, window="sliding_window", full_every=6),
+    )
 }
 
 
@@ -42,5 +46,5 @@ def family_of_type(
     "The family whose name a model's type begins with."
     return next(
         (family for name, family in FAMILIES.items() if model_type.startswith(name.lower())),
-        Family(decoded=False),
+        Family("", decoded=False),
     )

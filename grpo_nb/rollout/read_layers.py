@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['COMPUTE_NOTHING', 'COMPUTE_THE_SAME', 'TENSORS', 'WITH_TOWERS', 'CannotRead', 'changed_forward', 'own_forward',
            'what_changes', 'modules_around', 'kind_of_tensor', 'check_tensors', 'in_four_bits', 'read_projection',
-           'read_norm', 'read_dense_layer', 'read_activation', 'family_of', 'window_of', 'check_rotation']
+           'check_attention', 'read_norm', 'read_dense_layer', 'read_activation', 'family_of', 'window_of',
+           'check_rotation']
 
 # %% ../../nbs/rollout/16_read_layers.ipynb #71577489
 from itertools import takewhile
@@ -180,6 +181,18 @@ def read_projection(
     )
 
 # %% ../../nbs/rollout/16_read_layers.ipynb #3f2ac4d3
+def check_attention(
+    attention: torch.nn.Module,
+    family: Family,
+) -> None:  # CannotRead with the reason
+    "Refuse attention of another class: what it does at far positions no trial sees."
+    kinds = {
+        k.__name__ for k in type(attention).__mro__ if k.__module__.startswith("transformers.")
+    }
+    if (kind := f"{family.name}Attention") not in kinds:
+        raise CannotRead(f"a {type(attention).__name__} stands where a {kind} is expected")
+
+
 def read_norm(
     module: torch.nn.Module,  # of transformers
     family: Family,
@@ -200,6 +213,7 @@ def read_dense_layer(
 ) -> DenseLayer:  # CannotRead with the reason
     "The tensors of a layer with the active adapters of its linear layers."
     attention, mlp = layer.self_attn, layer.mlp
+    check_attention(attention, family)
 
     def norm(of, attribute):
         return read_norm(getattr(of, attribute), family)

@@ -69,19 +69,19 @@ GRANITE = dict(
 
 
 @pytest.mark.parametrize(
-    "name, record, changes, reason",
+    "name, differs, changes, reason",
     [
-        ("Granite", Family(), GRANITE, "after the prompts its logits are"),
-        ("SmolLM3", Family(), {}, "after the prompts its logits are"),  # layers without positions
-        ("Olmo2", Family(head_norms=True), {}, "has no attribute 'input_layernorm'"),
-        ("Cohere", Family(), {}, "its layers cannot be read"),
-        ("StableLm", Family(), {}, "turns a part of each head"),
+        ("Granite", {}, GRANITE, "after the prompts its logits are"),
+        ("SmolLM3", {}, {}, "after the prompts its logits are"),  # layers without positions
+        ("Olmo2", dict(head_norms=True), {}, "has no attribute 'input_layernorm'"),
+        ("Cohere", {}, {}, "its layers cannot be read"),
+        ("StableLm", {}, {}, "turns a part of each head"),
     ],
 )
 def test_a_family_that_is_told_wrongly_goes_through_its_modules(
-    monkeypatch, name, record, changes, reason
+    monkeypatch, name, differs, changes, reason
 ):
-    monkeypatch.setitem(FAMILIES, name, record)
+    monkeypatch.setitem(FAMILIES, name, Family(name, **differs))
     model = of_family(name, **changes)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -339,3 +339,28 @@ def test_numbers_that_are_none_are_refused():
         model.model.norm.weight.fill_(torch.inf)
     with pytest.warns(UserWarning, match="nan"):
         assert open_decoder(model)[0] is None
+
+
+def test_attention_that_changes_at_far_positions_is_refused_by_its_class():
+    "Ministral 3's queries grow from some position on, which no short row shows."
+    yarn = dict(
+        rope_type="yarn",
+        rope_theta=1e4,
+        factor=4.0,
+        original_max_position_embeddings=16,
+        llama_4_scaling_beta=5.0,
+    )
+    far = of_family("Ministral3", rope_parameters=yarn, head_dim=16)
+    model = dense_model("Llama", rope_parameters=yarn)
+    for one, other in zip(model.model.layers, far.model.layers):
+        one.self_attn = other.self_attn
+    reason = "a Ministral3Attention stands where a LlamaAttention is expected"
+    assert open_decoder(model) == (None, reason)
+
+
+def test_tokens_that_stand_for_pictures_are_not_tried():
+    config = transformers.Gemma3Config(image_token_index=7, boi_token_index=8)
+    special = trial.special_tokens(config)
+    assert {7, 8} <= special
+    rows = trial.rows_to_try(12, special=special)
+    assert not special & {i for row in rows for i in row} and max(map(max, rows)) < 12
