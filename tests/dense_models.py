@@ -15,6 +15,23 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+# scaling of positions whose angles change for all tokens beyond 24
+CHANGING = {
+    "Phi3": dict(
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10_000.0,
+            short_factor=[1.0 + i / 8 for i in range(8)],
+            long_factor=[3.0 + i for i in range(8)],
+        ),
+        original_max_position_embeddings=24,
+        max_position_embeddings=96,
+    ),
+    "Llama": dict(
+        rope_parameters=dict(rope_type="dynamic", rope_theta=10_000.0, factor=4.0),
+        max_position_embeddings=24,
+    ),
+}
 FAMILIES = {
     "Llama": dict(rope_parameters=LLAMA3),
     "Llama tied": dict(tie_word_embeddings=True, attention_bias=True),

@@ -38,7 +38,7 @@ from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
 from .experts_lora import IMPLEMENTATIONS, route_adapters
 from .fused_dense import fuse_dense_layers
 from .fused_layers import fuse_layers
-from .memory_bytes import longest_sequence
+from .memory_bytes import longest_sequence, why_no_longer
 from .memory_fit import free_memory
 from .mxfp4 import BLOCK, dequantize
 from .packed import EXPERTS, PackedWeight, experts_of
@@ -422,6 +422,8 @@ def check_length(
             "well a model does",
             stacklevel=3,
         )
+    if why := why_no_longer(config.get_text_config()):
+        raise ValueError(f"{sentence}{why}: give at most that")
     raise ValueError(
         f"{sentence} (max_position_embeddings of its config, rope scaling included), and "
         "beyond it the model writes nonsense: give at most that, or stretch its positions "

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['GiB', 'MODELS', 'FORMATS', 'STATES', 'OWN_FORMAT', 'IN_PLACE', 'TARGETS', 'QUERIES', 'SINK_KEY', 'SINK_KEY_REPEATED',
-           'PEFT_SUMS', 'NORM_ROWS', 'BUFFERS', 'ModelShape', 'numbers_in', 'longest_sequence', 'check_config',
-           'read_shape', 'weight_bits', 'weight_bytes', 'state_bytes', 'update_bytes', 'trained_tensors',
-           'lora_parameters', 'gathered_bytes', 'kv_bytes', 'Computation', 'attention_work', 'attention_kept',
-           'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'keeps_results',
-           'attention_results', 'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'unpack_bytes']
+           'PEFT_SUMS', 'NORM_ROWS', 'BUFFERS', 'ModelShape', 'numbers_in', 'scaling_border', 'why_no_longer',
+           'longest_sequence', 'check_config', 'read_shape', 'weight_bits', 'weight_bytes', 'state_bytes',
+           'update_bytes', 'trained_tensors', 'lora_parameters', 'gathered_bytes', 'kv_bytes', 'Computation',
+           'attention_work', 'attention_kept', 'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak',
+           'layer_inputs', 'keeps_results', 'attention_results', 'head_bytes', 'row_bytes', 'step_bytes',
+           'rollout_bytes', 'unpack_bytes']
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #0c7d0708
 import json
@@ -224,20 +225,50 @@ def _read_file(path):
         raise ValueError(f"{file} is no JSON ({error}): give a model's config.json") from None
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #6f0ef087
-_stretching = (
-    "linear",
-    "dynamic",
-    "yarn",
-    "longrope",
-)  # kinds of rope scaling that allow more positions than the first training had
+_stretching = "linear", "yarn"  # kinds of rope scaling that allow more positions than before
+
+
+def scaling_border(
+    config: Any,  # a dictionary, a folder, or transformers' config object
+) -> tuple[str, int] | None:  # the kind of scaling, and the longest sequence before it changes
+    "From which length on a model turns all its keys otherwise, those of the first tokens too."
+    found = _config(config)
+    given = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kinds = [given] if given.keys() & {"rope_type", "type"} else given.values()
+    for rope in [rope for rope in kinds if isinstance(rope, Mapping)]:
+        kind = rope.get("rope_type", rope.get("type"))
+        longest = found.get("max_position_embeddings")
+        if not longest:
+            return None
+        if kind == "dynamic":
+            return kind, longest
+        if kind in ("longrope", "su"):
+            name = "original_max_position_embeddings"
+            return "longrope", min(longest, rope.get(name) or found.get(name) or longest)
+    return None
+
+
+def why_no_longer(
+    config: Any,  # a dictionary, a folder, or transformers' config object
+) -> str:  # in brackets, with a space before it; "" where position scaling is not the reason
+    "Why a longest sequence is shorter than a configuration says."
+    if (border := scaling_border(config)) is None:
+        return ""
+    longest = _config(config)["max_position_embeddings"]
+    return (
+        f" (beyond it {border[0]}, its position scaling, turns the keys of all tokens otherwise, "
+        f"and those in a cache would be wrong; max_position_embeddings is {longest})"
+    )
 
 
 def longest_sequence(
     config: Any,  # a dictionary, a folder, or transformers' config object
 ) -> int | None:  # tokens; None: the config names no limit
     """The longest sequence of a model: max_position_embeddings, or more where its rope scaling
-    stretches the positions."""
+    stretches the positions, or less where it turns all keys otherwise from some length on."""
     found = _config(config)
+    if border := scaling_border(found):
+        return border[1]
     longest, rope = (
         found.get("max_position_embeddings"),
         found.get("rope_parameters") or found.get("rope_scaling") or {},

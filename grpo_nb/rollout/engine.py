@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from ..model.experts_grouped import can_group
 from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS, ROWS_OF_ONE
-from ..model.memory_bytes import longest_sequence, read_shape
+from ..model.memory_bytes import longest_sequence, read_shape, why_no_longer
 from ..model.memory_fit import free_memory
 from .arrivals import Arrivals, in_rounds
 from .continuous_batching import complete_in_turn
@@ -175,6 +175,7 @@ def check_prompts(
     max_tokens: int,  # new tokens after each prompt
     vocab_size: int,  # of the model
     max_positions: int | None,  # longest sequence the model can take; None for no limit
+    because: str = "",  # why it is no longer, from `why_no_longer`
 ) -> None:  # ValueError, with the number of the first prompt at fault
     "Refuse prompts that are empty or too long, or hold ids outside of the vocabulary."
     if not len(prompt_ids):
@@ -199,7 +200,7 @@ def check_prompts(
             )
             raise ValueError(
                 f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the "
-                f"model's longest sequence is {max_positions}: {change}"
+                f"model's longest sequence is {max_positions}{because}: {change}"
             )
 
 # %% ../../nbs/rollout/03_engine.ipynb #00b21d70
@@ -721,7 +722,8 @@ class RolloutEngine:
         params = params or SamplingParams()
         progress = self.progress if progress is None else progress
         prompt_ids, config = self.encode(prompts), self.model.config.get_text_config()
-        check_prompts(prompt_ids, params.max_tokens, config.vocab_size, longest_sequence(config))
+        limits = config.vocab_size, longest_sequence(config), why_no_longer(config)
+        check_prompts(prompt_ids, params.max_tokens, *limits)
         reach = max(map(len, prompt_ids)) + params.max_tokens
         drawing, (decoder, _) = self._drawing(params), self._open(reach)
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
@@ -789,13 +791,13 @@ class RolloutEngine:
         if own or decoder is None or isinstance(decoder, SmallDecoder):
             return in_rounds(self, arrivals, params)
         config, drawing = self.model.config.get_text_config(), self._drawing(params)
+        limits = config.vocab_size, longest, why_no_longer(config)
         stop, pad = drawing["stop"], drawing["pad_token_id"]
 
         def arrive(wait):
             asked = arrivals.take(wait=wait)
             for one in asked:
-                vocab, most = config.vocab_size, longest_sequence(config)
-                check_prompts([one.ids], one.max_tokens, vocab, most)
+                check_prompts([one.ids], one.max_tokens, *limits)
             return asked
 
         def hand_over(turns, numbers):

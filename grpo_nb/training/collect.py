@@ -63,10 +63,11 @@ class CompletionSource:
         reward_funcs: list[Callable],  # K functions
         state: TrainState,  # handed to the reward functions as trainer_state
         max_positions: int | None = None,  # of the model; None: no limit is known
+        because: str = "",  # why it has no more, from `why_no_longer`
     ):
         self.config, self.sampler, self.params = config, sampler, params
         self.tokenizer, self.reward_funcs = tokenizer, reward_funcs
-        self.state, self.max_positions = state, max_positions
+        self.state, self.max_positions, self.because = state, max_positions, because
         self.told_of_many_left = False
 
     def use(self, **others: Any) -> None:
@@ -91,6 +92,7 @@ class CompletionSource:
                     *limits,
                     {**(self.config.chat_template_kwargs or {}), **self.tools_shown()},
                     self.config.max_prompt_length,
+                    self.because,
                 )
             except ValueError as error:
                 raise ValueError(f"{whose}{error}") from None
@@ -171,7 +173,8 @@ class CompletionSource:
         if self.sampler.takes_token_ids:
             prompts = many_prompt_token_ids(prompts, self.tokenizer, variables)
             limits = self.config.max_completion_length, self.max_positions
-            check_prompt_lengths(prompts, *limits, numbers, self.config.max_prompt_length)
+            longest = self.config.max_prompt_length
+            check_prompt_lengths(prompts, *limits, numbers, longest, self.because)
         return prompts, variables
 
     def draw_turns(self, rows: list[dict], numbers: list[int] | None) -> TurnRollout:
@@ -184,7 +187,8 @@ class CompletionSource:
         ]
         prompts = many_prompt_token_ids(started.prompts, self.tokenizer, variables)
         limits = self.config.max_completion_length, self.max_positions
-        check_prompt_lengths(prompts, *limits, numbers, self.config.max_prompt_length)
+        longest = self.config.max_prompt_length
+        check_prompt_lengths(prompts, *limits, numbers, longest, self.because)
         rollout = self.sampler.generate(prompts, self.params, started.tools)
         rollout.prompts = started.prompts
         if environments is not None:

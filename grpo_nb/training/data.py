@@ -201,6 +201,7 @@ def check_prompt_lengths(
     max_positions: int | None,  # longest sequence of the model, tokens; None: no limit
     rows: Iterable[int] | None = None,  # the row number of each prompt; None: 0, 1, 2, ...
     max_prompt_length: int | None = None,  # tokens that a prompt may have; None: what is left
+    because: str = "",  # why the longest sequence is no longer, from `why_no_longer`
 ) -> None:  # ValueError for the first prompt that is too long
     "Make sure that every prompt leaves room for its completion."
     for place, ids in zip(rows if rows is not None else count(), prompt_ids):
@@ -216,7 +217,7 @@ def check_prompt_lengths(
                 f"The prompt of row {place} has {len(ids)} tokens; with "
                 f"max_completion_length {max_completion_length} that is "
                 f"{len(ids) + max_completion_length}, and the model's longest sequence is "
-                f"{max_positions}. Prompts are not cut: {change}leave the row out "
+                f"{max_positions}{because}. Prompts are not cut: {change}leave the row out "
                 f"(a prompt may have {max(max_positions - max_completion_length, 0)} tokens)."
             )
 
@@ -279,6 +280,7 @@ def check_long_prompts(
     # the template's variables for rows that do not say otherwise
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None,  # tokens that a prompt may have; None: what is left
+    because: str = "",  # why the longest sequence is no longer, from `why_no_longer`
 ) -> int:  # rows tokenized; ValueError for the first prompt too long or impossible to tokenize
     """Make sure that every prompt of a dataset leaves room for its completion, and that the
     tokenizer takes prompts of its kinds."""
@@ -298,7 +300,7 @@ def check_long_prompts(
                 f"The prompt of row {number} cannot be tokenized ({type(error).__name__}): {error}"
             ) from error
         check_prompt_lengths(
-            [ids], max_completion_length, max_positions, [number], max_prompt_length
+            [ids], max_completion_length, max_positions, [number], max_prompt_length, because
         )
     return len(doubtful)
 

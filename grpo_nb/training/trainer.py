@@ -40,7 +40,7 @@ from ..model.adapters import adapter_folder, base_of_adapter
 from ..model.attention import check_attention
 from ..model.files import json_text
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
-from ..model.memory_bytes import longest_sequence
+from ..model.memory_bytes import longest_sequence, why_no_longer
 from ..rollout.adapter_versions import served_config
 from grpo_nb.rollout.colocated import (
     ColocatedVLLM,
@@ -1037,6 +1037,7 @@ class GRPOTrainer:
             reward_funcs,
             self.state,
             longest_sequence(self.model.config),
+            why_no_longer(self.model.config),
         )
         scored = accelerator, self.source, self.reward_names
         self.collector = self.collector_class(config, self.layout, *scored, self.metrics)

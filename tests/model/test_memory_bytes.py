@@ -265,6 +265,38 @@ def test_models_that_cannot_be_planned(model, words):
         (dict(max_position_embeddings=4096, rope_scaling={"type": "linear", "factor": 2.0}), 8192),
         (AutoConfig.for_model("gemma3_text"), 131_072),
         (dict(text_config=dict(max_position_embeddings=77)), 77),
+        # as config.json of a Phi-4-mini
+        (
+            dict(
+                max_position_embeddings=131_072,
+                original_max_position_embeddings=4096,
+                rope_scaling={"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]},
+            ),
+            4096,
+        ),
+        (
+            AutoConfig.for_model(
+                "phi3",
+                pad_token_id=0,
+                max_position_embeddings=131_072,
+                original_max_position_embeddings=4096,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 10_000.0,
+                    "long_factor": [2.0] * 48,
+                    "short_factor": [1.0] * 48,
+                },
+            ),
+            4096,
+        ),
+        (
+            AutoConfig.for_model(
+                "llama",
+                max_position_embeddings=4096,
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+            ),
+            4096,
+        ),
     ],
 )
 def test_where_positions_end(config, longest):

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
-from dense_models import FAMILIES, dense_model
+from dense_models import CHANGING, FAMILIES, dense_model
 from peft import LoraConfig, get_peft_model
 
 from grpo_nb.rollout.decoder import open_decoder
@@ -245,3 +245,23 @@ def test_weights_in_four_bits_go_through_their_own_product():
     # on some processors the product rounds to bfloat16
     assert (mine.logps - theirs.logps).abs().mean() < 5e-3
     assert not torch.allclose(mine.logps[:, 0], both_ways(exact)[0].logps[:, 0], atol=1e-3)
+
+
+@pytest.mark.parametrize("modules", [False, True])
+@pytest.mark.parametrize("name", CHANGING)
+def test_up_to_the_border_of_scaled_positions_what_is_drawn_is_right(name, modules):
+    "Beyond it every key would be turned otherwise, and it is refused."
+    model = dense_model(name, lora=True, **CHANGING[name])
+    engine = RolloutEngine(model, None, through_modules=modules)
+    params = SamplingParams(max_tokens=12, stop_token_ids=(), seed=0)
+    rollout = engine.generate([list(range(3, 15)), [5, 6]], params)
+    assert engine.way.startswith("through" if modules else "directly")
+    for prompt, ids, logps in zip(rollout.prompt_ids, rollout.completion_ids, rollout.logps):
+        whole = torch.tensor([[*prompt, *ids.tolist()]])
+        with torch.no_grad():
+            own = model(input_ids=whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = own.gather(-1, ids[:, None])[:, 0]
+        torch.testing.assert_close(logps, expected, atol=1e-4, rtol=0)
+    kind = CHANGING[name]["rope_parameters"]["rope_type"]
+    with pytest.raises(ValueError, match=f"longest sequence is 24 .beyond it {kind}, its position"):
+        engine.generate([list(range(3, 16))], params)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dense_models import CHANGING, dense_model
 from peft import LoraConfig
 from small_runs import one_thread, small_model, small_trainer, weights_of, without_clocks
 
@@ -324,3 +325,55 @@ def test_what_cannot_be_compared_is_told_once(tmp_path):
     with pytest.warns(UserWarning, match="the sampler gives no log-probs") as said:
         trainer.train()
     assert sum("guard" in str(one.message) for one in said) == 1
+
+
+def scaled(name, tokenizer):
+    "A model with angles that change beyond 24 tokens."
+    return dense_model(name, vocab_size=len(tokenizer), **CHANGING[name])
+
+
+class FarPositions(Planted):
+    "A server that takes the angles of long sequences for all, as transformers computes them."
+
+    def generate(self, prompts, params):
+        rollout = self.engine.generate(prompts, params)
+        for row, (prompt, n) in enumerate(zip(rollout.prompt_ids, rollout.lengths.tolist())):
+            ids = rollout.completion_ids[row, :n]
+            whole = torch.cat([torch.tensor(prompt), ids])[None]
+            shifted = torch.arange(whole.shape[1])[None] + 96 - whole.shape[1]
+            with torch.no_grad():
+                logits = self.model(input_ids=whole, position_ids=shifted).logits
+            logps = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            rollout.logps[row, :n] = logps.gather(1, ids[:, None])[:, 0]
+        return rollout
+
+
+LINEAR = LoraConfig(r=4, target_modules=["o_proj", "down_proj"])
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_position_scaling_is_named_where_it_is_the_cause(name, tmp_path):
+    model = scaled(name, small_model()[1])
+    settings = dict(max_steps=2, guard_every=1, max_completion_length=8)
+    made = small_trainer(tmp_path, model=model, arguments=dict(peft_config=LINEAR), **settings)
+    made.train()
+    assert made.state.log_history[0]["guard/gap_mean"] < 1e-4
+    made = small_trainer(
+        tmp_path / "far",
+        model=scaled(name, small_model()[1]),
+        arguments=dict(peft_config=LINEAR),
+        **settings,
+    )
+    made.source.use(sampler=FarPositions(made))
+    with pytest.raises(SamplerMismatch, match="with its positions scaled as for long sequences"):
+        made.train()
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_beyond_the_border_of_scaled_positions_no_run_begins(name, tmp_path):
+    "Also without the guard."
+    model = scaled(name, small_model()[1])
+    made = small_trainer(tmp_path, model=model, guard_every=0, max_completion_length=24)
+    with pytest.raises(ValueError, match="longest sequence is 24 .beyond it .*, its position"):
+        made.train()
+    assert not made.state.log_history
