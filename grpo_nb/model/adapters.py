@@ -325,6 +325,8 @@ def unmatched(
     config, base = model.active_peft_config, model.get_base_model()
     modules = {_plain(name): module for name, module in base.named_modules()}
     layers = {_plain(n) for n, m in base.named_modules() if isinstance(m, BaseTunerLayer)}
+    beside = in_towers(base)  # where "all-linear" finds names, too
+    layers |= {name for name in modules if name.startswith(beside)}
     matrices = {_plain(name): p for name, p in base.named_parameters() if ".lora_" not in name}
     sentences = []
     for field, there in (
@@ -349,7 +351,9 @@ def unmatched(
         if p.dim() == 3 and _experts(modules[name.rpartition(".")[0]]) and "bias" not in name
     }
     linear = {
-        short_name(n) for n, m in modules.items() if isinstance(m, LINEAR) and "lora_" not in n
+        short_name(n)
+        for n, m in modules.items()
+        if isinstance(m, LINEAR) and "lora_" not in n and not n.startswith(beside)
     }
     also = f"; experts are reached by target_parameters={sorted(experts)}" if experts else ""
     return f"{'; '.join(sentences)}. Linear layers are {', '.join(sorted(linear))}{also}"

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,7 @@ def trained(folder, place, peft_config, dtype=torch.float32, resume=None, **sett
         max_steps=2,
         learning_rate=1e-2,
         report_to="none",
+        use_cpu=True,
         disable_tqdm=True,
         model_init_kwargs={"dtype": dtype},
         **settings,
@@ -122,7 +124,9 @@ def test_an_adapter_is_read_on_the_released_class(name, dtype, most, folders, tm
 @pytest.mark.parametrize("name", RELEASED)
 @pytest.mark.parametrize("peft_config", [None, ALL])
 def test_towers_wait(name, peft_config, folders):
-    model = load_policy(str(folders(name)), GRPOConfig(), peft_config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of names in towers, for instance
+        model = load_policy(str(folders(name)), GRPOConfig(), peft_config)
     base = model.get_base_model() if peft_config else model
     beside = in_towers(base)
     waiting = [p for key, p in base.named_parameters() if key.startswith(beside)]
