@@ -335,8 +335,13 @@ def serve(
             folder = args.lora_dir and args.lora_dir.resolve()
             adapters = f", adapters from {folder}" if folder else ", no adapters (--lora-dir)"
             print(f"{args.model} at {server.url}{adapters}", flush=True)
-            with server:
-                server.serve_forever()
+            try:
+                with server:
+                    server.serve_forever()
+            finally:
+                if server.busy:  # in one long step, which Python's own end would not survive
+                    sys.stdout.flush()
+                    os._exit(143)
     except (KeyboardInterrupt, SystemExit) as stop:
         return stop.code if isinstance(stop, SystemExit) else 130
     except (ValueError, ImportError, OSError) as error:
@@ -1113,7 +1118,13 @@ def _add_serve(commands) -> None:
         metavar="N",
         help="(default: 8000; 0: one that is free)",
     )
-    p.add_argument("--api-key", metavar="TOKEN", help="that every request has to bring")
+    p.add_argument(
+        "--api-key",
+        metavar="TOKEN",
+        default=os.environ.get("GRPO_NB_API_KEY"),
+        help="that every request has to bring; others see a command line, and not the environment: "
+        "GRPO_NB_API_KEY says it too",
+    )
     p.add_argument(
         "--lora-dir",
         type=Path,

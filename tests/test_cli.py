@@ -295,6 +295,15 @@ def test_a_signal_in_a_real_warm_up(name, status, tmp_path):
     )
 
 
+def test_the_token_of_a_server_may_come_by_the_environment(monkeypatch):
+    monkeypatch.setenv("GRPO_NB_API_KEY", "of the environment")
+    given = cli._parser(["serve"]).parse_args(["serve", "tiny"])
+    assert given.api_key == "of the environment"
+    words = ["serve", "tiny", "--api-key", "own"]
+    assert cli._parser(words).parse_args(words).api_key == "own"
+    assert "of the environment" not in repr(cli._parser(["serve"]).format_help())
+
+
 def test_doctor_reports_what_is_here():
     done = subprocess.run(
         [sys.executable, "-c", "from grpo_nb.cli import main; main(['doctor', '--json'])"],

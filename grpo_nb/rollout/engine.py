@@ -536,6 +536,8 @@ class RolloutEngine:
         through_modules: bool = False,
         # a progress bar: always, never, or (None) when it takes more than two seconds
         progress: bool | None = None,
+        # called after each step, with tokens or rows; what it raises ends the drawing
+        on_step: Callable[[int], object] = lambda count: None,
     ):
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(
@@ -549,7 +551,7 @@ class RolloutEngine:
             )
         self.model, self.tokenizer, self.max_batch_size = model, tokenizer, max_batch_size
         self.autocast_dtype, self.through_modules = autocast_dtype, through_modules
-        self.progress = progress
+        self.progress, self.on_step = progress, on_step
         self.version = 0  # of the weights, as published
         self.tried = {}  # results of trial recordings, by attention, number format and adapters
         self.trials = Trials()  # of reading the model's tensors
@@ -676,7 +678,7 @@ class RolloutEngine:
             keys.to(decoder.device),
             *sizes,
             memory.prefill_tokens,
-            bar.update,
+            self._told(bar),
             prefixes,
             **returns,
         )
@@ -693,6 +695,15 @@ class RolloutEngine:
             if not in_place:
                 raise
         return *self.batches(rows, params, decoder), False  # a cache that grows takes a little less
+
+    def _told(self, bar):
+        "What is called after each step."
+
+        def told(count=1):
+            bar.update(count)
+            self.on_step(count)
+
+        return told
 
     def _drawing(self, params):
         "The arguments that all three ways of decoding take."
@@ -749,12 +760,12 @@ class RolloutEngine:
             of_all = dict(params=params, drawing=drawing, bar=bar, prefixes=kept)
             draw, batches = partial(self._in_turn, decoder, **of_all), [rows]
         elif decoder is not None:
-            drawing |= dict(on_tokens=bar.update, prefill_tokens=prefill_tokens)
+            drawing |= dict(on_tokens=self._told(bar), prefill_tokens=prefill_tokens)
             draw = partial(complete_directly, decoder, prefixes=kept, **drawing)
         elif in_place:
-            draw = partial(complete_in_place, self.model, on_tokens=bar.update, **drawing)
+            draw = partial(complete_in_place, self.model, on_tokens=self._told(bar), **drawing)
         else:
-            draw = partial(complete, self.model, on_token=bar.update, **drawing)
+            draw = partial(complete, self.model, on_token=self._told(bar), **drawing)
         own = [None] * len(batches)
         if keys is not None:
             own = torch.as_tensor(keys, dtype=torch.int64, device=self.model.device)

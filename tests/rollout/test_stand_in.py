@@ -3,18 +3,22 @@
 import json
 import os
 import socket
+import subprocess
+import sys
+import time
 from http.client import HTTPConnection
 from urllib.parse import urlencode, urlsplit
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load as read_tensors
 from safetensors.torch import save
 from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.export import save_adapter
-from grpo_nb.rollout.addresses import Address
+from grpo_nb.rollout.addresses import PASSING, Address
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.rollout.stand_in import StandIn, open_server, raw_logps, serving
@@ -276,3 +280,167 @@ def test_of_an_adapter_that_cannot_be_read_nothing_stays(tmp_path):
                 assert stand_in.adapters.model is base
                 assert load(url, "good", tmp_path / "whole")[0] == 200
         assert load(url, "evil", tmp_path / "whole")[0] == 200  # its name is free
+
+
+# what a client can ask of it has bounds
+
+LONG = {"prompt": [[7]] * 8, "n": 64, "max_tokens": 90, "ignore_eos": True}
+
+
+def started(url, head, body=b""):
+    "A connection on which a request has been begun."
+    parts = urlsplit(url)
+    connection = socket.create_connection((parts.hostname, parts.port), timeout=5)
+    connection.sendall(b"\r\n".join([*head, b"", b""]) + body)
+    return connection
+
+
+def head_of(size, *others, route=b"/v1/completions"):
+    kind = b"Content-Type: application/json"
+    return [b"POST %s HTTP/1.1" % route, b"Content-Length: %d" % size, kind, *others]
+
+
+def drawing(url, stand_in, body=LONG):
+    "A connection whose request is being drawn."
+    data = json.dumps(body).encode()
+    connection = started(url, head_of(len(data)), data)
+    wait_until(lambda: stand_in.lock.lock.locked())
+    return connection
+
+
+def wait_until(there, seconds=10):
+    until = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_client_that_leaves_frees_its_turn(start):
+    stand_in, url = start(lora_dir=None)
+    body = {**LONG, "n": 4096}
+    for leaves in (drawing(url, stand_in, body), drawing(url, stand_in, body)):
+        leaves.close()
+    begin = time.monotonic()
+    assert ask(url, "/v1/completions", {"prompt": [[7]], "max_tokens": 1})[0] == 200
+    assert time.monotonic() - begin < 5 and stand_in.count == 1
+
+
+def test_one_that_leaves_while_it_waits_is_not_drawn_for(start):
+    stand_in, url = start()
+    with stand_in.lock:
+        data = json.dumps(LONG).encode()
+        waits = started(url, head_of(len(data)), data)
+        wait_until(lambda: stand_in.lock.waiting == 1)
+        waits.close()
+        wait_until(lambda: stand_in.lock.waiting == 0)
+    assert stand_in.count == 0
+
+
+def test_the_token_is_looked_at_before_the_body_is_there(start):
+    _, url = start(api_key="secret")
+    for others in ((), (b"Authorization: Bearer other",)):
+        with started(url, head_of(10**7, *others)) as connection:
+            assert b" 401 " in connection.recv(100)
+    key = b"Authorization: Bearer secret"
+    with started(url, head_of(10**7, key, route=b"/nothing")) as connection:
+        assert b" 404 " in connection.recv(100)
+    for wrong in (b"Content-Length: 1e3", b"Transfer-Encoding: chunked"):
+        with started(url, [*head_of(2, key)[::2], key, wrong]) as connection:
+            assert b" 413 " in connection.recv(100)
+
+
+def test_connections_have_a_most(monkeypatch, start):
+    monkeypatch.setattr("grpo_nb.rollout.stand_in.MOST_CONNECTIONS", 2)
+    _, url = start()
+    held = [started(url, [b"GET /health HTTP/1.1"]) for _ in range(2)]
+    assert all(b" 200 " in one.recv(100) for one in held)  # and they are kept open
+    with started(url, [b"GET /health HTTP/1.1"]) as one:
+        assert b" 503 " in one.recv(100)
+    held[0].close()
+    wait_until(lambda: ask_or_none(url) == 200)
+
+
+def ask_or_none(url):
+    try:
+        return ask(url, "/health")[0]
+    except OSError:
+        return None
+
+
+def test_waiting_has_a_most_and_an_end(monkeypatch, start):
+    stand_in, url = start()
+    body = {"prompt": [[7]], "max_tokens": 1}
+    with stand_in.lock:
+        monkeypatch.setattr("grpo_nb.rollout.stand_in.MOST_WAITING", 0)
+        status, answer = ask(url, "/v1/completions", body)
+        assert status == answer["error"]["code"] == 429 and status in PASSING
+        monkeypatch.setattr("grpo_nb.rollout.stand_in.MOST_WAITING", 1)
+        monkeypatch.setattr("grpo_nb.rollout.stand_in.WAIT_S", 0.1)
+        status, answer = ask(url, "/v1/completions", body)
+        assert status == 503 and "its turn has not come" in answer["error"]["message"]
+        assert ask(url, "/health")[0] == 200
+    assert ask(url, "/v1/completions", body)[0] == 200
+
+
+def test_a_body_comes_in_time_and_all_bodies_have_a_most(monkeypatch, start):
+    _, url = start()
+    monkeypatch.setattr("grpo_nb.rollout.stand_in.MOST_HELD", 100)
+    assert ask(url, "/v1/completions", {"prompt": "a" * 200})[0] == 503
+    monkeypatch.setattr("grpo_nb.rollout.stand_in.BODY_S", 0.2)
+    with started(url, head_of(50), b"{") as drips:
+        for pause in (0.1, 0.2):
+            time.sleep(pause)
+            drips.sendall(b" ")
+        assert b" 408 " in drips.recv(100)
+    assert ask(url, "/health")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "[::", "10.0.0.1"])
+def test_a_name_that_was_made_to_lead_here_is_refused(url, host):
+    status, answer = ask(url, "/v1/models", headers={"Host": host})
+    assert status == 403 and "is not this machine" in answer["error"]["message"]
+    for own in ("localhost:9", "127.0.0.1", "[::1]:80"):
+        assert ask(url, "/v1/models", headers={"Host": own})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": r"([\w.]+)+!"},
+        {"exclude_modules": r"([\w.]+)+!"},
+        {"rank_pattern": {r"([\w.]+)+!": 2}},
+        {"alpha_pattern": {r"([\w.]+)+!": 2}},
+        {"target_modules": "("},
+    ],
+)
+def test_no_pattern_of_an_adapter_matches_for_ever(url, folder, changes):
+    path = save_adapter(moved(small_model()[0]), folder / "patterns", overwrite=True)
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+    begin = time.monotonic()
+    status, answer = load(url, "patterns", path)
+    assert status == 400 and "pattern" in answer["error"]["message"]
+    assert time.monotonic() - begin < 5 and len(ask(url, "/v1/models")[1]["data"]) == 1
+
+
+def test_a_pattern_that_matches_soon_is_peft_s(url, folder):
+    model = get_peft_model(small_model()[0], LoraConfig(r=2, target_modules=r".*\.(q|v)_proj"))
+    model.save_pretrained(folder / "soon")
+    assert load(url, "soon", folder / "soon")[0] == 200
+    assert ask(url, "/v1/unload_lora_adapter", {"lora_name": "soon"})[0] == 200
+
+
+def test_sigterm_with_requests_under_way_is_no_crash(tmp_path):
+    command = [sys.executable, "-m", "grpo_nb", "serve", "tiny", "--port", "0"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
+    try:
+        url = process.stdout.readline().split(" at ")[1].split(",")[0]
+        data = json.dumps({**LONG, "n": 4096}).encode()
+        held = [started(url, head_of(len(data)), data) for _ in range(4)]
+        time.sleep(0.5)
+        process.terminate()
+        said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (143, ("", "")) and len(held) == 4
