@@ -490,7 +490,7 @@ def test_a_plan_needs_nothing_heavy_and_its_status_is_the_answer(arguments, stat
         "Qwen3-4B --lora-r 0 --card L4",
         "Llama-3.1-8B --card 3060 --batch 4",
         "Phi-4 --card 4090 --optimizer adamw --context 8192 --reference",
-        "Llama-3.3-70B --card 16 --card L4",
+        "Llama-3.3-70B --card L4",
     ],
 )
 def test_the_last_line_is_what_a_plan_fits_with(asked, capsys):
