@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .model.kernel_choice import TRANSFORMERS_NAMES, asked_kernel, is_old
-from .model.memory_bytes import ModelShape, read_shape
+from .model.memory_bytes import ModelShape, released_shape
 from .model.memory_fit import Card, find_card
 from .planning.plan import Setup, as_settings, server_urls
 from grpo_nb.training.config import (
@@ -540,7 +540,7 @@ def made_by(
 # %% ../nbs/88_recipe.ipynb #f9bf131a
 def shape_of(
     name: str,  # model_name_or_path
-) -> Any:  # for read_shape: the name, or the config of a model that a function makes
+) -> Any:  # for released_shape: the name, or the config of a model that a function makes
     "Where the sizes of a recipe's model are."
     if not is_function(name):
         return name
@@ -600,7 +600,7 @@ def setup_of_recipe(
     model, adapter, config = recipe.model, recipe.adapter, recipe.config
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing: name the model to plan for.")
-    shape, card = read_shape(shape_of(model.model_name_or_path)), find_card(card or model.card)
+    shape, card = released_shape(shape_of(model.model_name_or_path)), find_card(card or model.card)
     attention = model.attn_implementation or "auto"
     return Setup(
         shape,

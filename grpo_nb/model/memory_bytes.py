@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['GiB', 'MODELS', 'FORMATS', 'STATES', 'OWN_FORMAT', 'IN_PLACE', 'TARGETS', 'QUERIES', 'SINK_KEY', 'SINK_KEY_REPEATED',
            'PEFT_SUMS', 'NORM_ROWS', 'BUFFERS', 'ModelShape', 'numbers_in', 'scaling_border', 'why_no_longer',
-           'longest_sequence', 'check_config', 'read_shape', 'weight_bits', 'weight_bytes', 'state_bytes',
-           'update_bytes', 'trained_tensors', 'lora_parameters', 'gathered_bytes', 'kv_bytes', 'Computation',
-           'attention_work', 'attention_kept', 'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak',
-           'layer_inputs', 'keeps_results', 'attention_results', 'head_bytes', 'row_bytes', 'step_bytes',
-           'rollout_bytes', 'unpack_bytes']
+           'longest_sequence', 'check_config', 'read_shape', 'numbers_in_class', 'released_shape', 'weight_bits',
+           'weight_bytes', 'state_bytes', 'update_bytes', 'trained_tensors', 'lora_parameters', 'gathered_bytes',
+           'kv_bytes', 'Computation', 'attention_work', 'attention_kept', 'attention_peak', 'attention_scratch',
+           'mlp_kept', 'mlp_peak', 'layer_inputs', 'keeps_results', 'attention_results', 'head_bytes', 'row_bytes',
+           'step_bytes', 'rollout_bytes', 'unpack_bytes']
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #0c7d0708
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ class ModelShape:
     norms: int = 2  # in each layer
     max_positions: int | None = None  # longest sequence of the model, in tokens
     towers: int = 0  # numbers in what sees or hears, which waits beside rows of text
+    # (kind, numbers), where the model's class has others than the sizes above make
+    counted: tuple[tuple[str, int], ...] = ()
+    state: int = 0  # float32 numbers that a layer with linear attention keeps of a row
 
     def __post_init__(self):
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
@@ -67,6 +70,14 @@ class ModelShape:
     def tensors(self) -> dict[str, list[tuple[int, int, int]]]:
         """Of each kind how many tensors there are, their rows, and the numbers in a row: embedding,
         head, attention, mlp (all experts), rest (norms, biases, router, sinks)."""
+        if self.counted:
+            per = {"embedding": (1, self.hidden), "head": (1, self.hidden)}
+            beside = {"towers": [(1, self.towers, 1)]} if self.towers else {}
+            return beside | {
+                kind: [(c, n // c // H, H), (1, n % (c * H), 1)]
+                for kind, n in self.counted
+                for c, H in [per.get(kind, (self.layers, 1))]
+            }
         H, inner, E, n = self.hidden, self.intermediate, self.experts, self.layers
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         projections = [q + 2 * k] if self.joined else [q, k, k]
@@ -126,6 +137,16 @@ _oss = dict(
 _tied_llama = dict(tied=True, max_positions=131_072)
 _qwen3 = dict(qk_norm=True, max_positions=40_960)
 _qwen2 = dict(qkv_bias=True, max_positions=32_768)
+_qwen35 = dict(qk_norm=True, max_positions=262_144)
+_gemma4 = dict(tied=True, qk_norm=True, norms=4)
+
+
+def _numbers(embedding, head, attention, mlp, rest):
+    "What transformers' class has, where a formula does not do."
+    kinds = "embedding", "head", "attention", "mlp", "rest"
+    return tuple(zip(kinds, (embedding, head, attention, mlp, rest)))
+
+
 MODELS = {
     shape.name: shape
     for shape in (
@@ -157,9 +178,173 @@ MODELS = {
         ModelShape(
             "Phi-4", 40, 5120, 17_920, 40, 10, 128, 100_352, joined=True, max_positions=16_384
         ),
+        ModelShape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64, 49_152, tied=True, max_positions=8192),
+        ModelShape("SmolLM2-360M", 32, 960, 2560, 15, 5, 64, 49_152, tied=True, max_positions=8192),
+        ModelShape(
+            "SmolLM2-1.7B", 24, 2048, 8192, 32, 32, 64, 49_152, tied=True, max_positions=8192
+        ),
+        ModelShape(
+            "SmolLM3-3B", 36, 2048, 11_008, 16, 4, 128, 128_256, tied=True, max_positions=65_536
+        ),
+        ModelShape(
+            "Qwen3-30B-A3B",
+            48,
+            2048,
+            768,
+            32,
+            4,
+            128,
+            151_936,
+            experts=128,
+            experts_per_token=8,
+            **_qwen3,
+        ),
+        ModelShape(
+            "Qwen3.5-0.8B",
+            24,
+            1024,
+            3_584,
+            8,
+            2,
+            256,
+            248_320,
+            windows=(0, 0, 0, None) * 6,
+            counted=_numbers(254_279_680, 0, 233_816_064, 264_241_152, 56_128),
+            towers=100_592_896,
+            state=274_432,
+            tied=True,
+            **_qwen35,
+        ),
+        ModelShape(
+            "Qwen3.5-9B",
+            32,
+            4096,
+            12_288,
+            16,
+            4,
+            256,
+            248_320,
+            windows=(0, 0, 0, None) * 8,
+            counted=_numbers(1_017_118_720, 1_017_118_720, 2_087_452_672, 4_831_838_208, 274_944),
+            towers=456_010_480,
+            state=540_672,
+            **_qwen35,
+        ),
+        ModelShape(
+            "Qwen3.5-27B",
+            64,
+            5120,
+            17_408,
+            24,
+            4,
+            256,
+            248_320,
+            windows=(0, 0, 0, None) * 16,
+            counted=_numbers(1_271_398_400, 1_271_398_400, 7_239_761_920, 17_112_760_320, 679_424),
+            towers=460_730_096,
+            state=806_912,
+            **_qwen35,
+        ),
+        ModelShape(
+            "Qwen3.5-35B-A3B",
+            40,
+            2048,
+            512,
+            16,
+            2,
+            256,
+            248_320,
+            experts=256,
+            experts_per_token=9,
+            windows=(0, 0, 0, None) * 10,
+            counted=_numbers(508_559_360, 508_559_360, 1_284_177_920, 32_338_083_840, 21_230_208),
+            towers=446_571_248,
+            state=540_672,
+            **_qwen35,
+        ),
+        ModelShape(
+            "Gemma-4-E2B",
+            35,
+            1536,
+            6_144,
+            8,
+            1,
+            256,
+            262_144,
+            windows=(512, 512, 512, 512, None) * 7,
+            counted=_numbers(2_751_463_424, 0, 278_396_928, 1_598_423_040, 285_952),
+            towers=475_728_160,
+            max_positions=131_072,
+            **_gemma4,
+        ),
+        ModelShape(
+            "Gemma-4-E4B",
+            42,
+            2560,
+            10_240,
+            8,
+            2,
+            256,
+            262_144,
+            windows=(512, 512, 512, 512, 512, None) * 7,
+            counted=_numbers(3_489_660_928, 0, 587_202_560, 3_385_589_760, 560_128),
+            towers=478_087_456,
+            max_positions=131_072,
+            **_gemma4,
+        ),
+        ModelShape(
+            "Gemma-4-31B",
+            60,
+            5376,
+            21_504,
+            32,
+            16,
+            256,
+            262_144,
+            windows=(1024, 1024, 1024, 1024, 1024, None) * 10,
+            counted=_numbers(1_409_286_144, 0, 8_477_736_960, 20_808_990_720, 1_331_456),
+            towers=575_741_232,
+            max_positions=262_144,
+            **_gemma4,
+        ),
+        ModelShape(
+            "Gemma-4-26B-A4B",
+            30,
+            2816,
+            704,
+            16,
+            8,
+            256,
+            262_144,
+            experts=128,
+            experts_per_token=11,
+            windows=(1024, 1024, 1024, 1024, 1024, None) * 5,
+            counted=_numbers(738_197_504, 0, 1_110_179_840, 23_373_250_560, 11_513_856),
+            towers=572_792_112,
+            max_positions=262_144,
+            **_gemma4,
+        ),
+        ModelShape("Qwen2.5-0.5B", 24, 896, 4864, 14, 2, 64, 151_936, tied=True, **_qwen2),
         ModelShape("Qwen2.5-1.5B", 28, 1536, 8960, 12, 2, 128, 151_936, tied=True, **_qwen2),
         ModelShape("Qwen2.5-3B", 36, 2048, 11_008, 16, 2, 128, 151_936, tied=True, **_qwen2),
+        ModelShape("Qwen2.5-14B", 48, 5120, 13_824, 40, 8, 128, 152_064, **_qwen2),
+        ModelShape("Qwen2.5-32B", 64, 5120, 27_648, 40, 8, 128, 152_064, **_qwen2),
         ModelShape("Qwen2.5-7B", 28, 3584, 18_944, 28, 4, 128, 152_064, **_qwen2),
+        ModelShape(
+            "Gemma-3-270M",
+            18,
+            640,
+            2048,
+            4,
+            1,
+            256,
+            262_144,
+            windows=((512,) * 5 + (None,)) * 3,
+            tied=True,
+            qk_norm=True,
+            norms=4,
+            max_positions=32_768,
+        ),
         ModelShape(
             "Gemma-3-1B",
             26,
@@ -331,6 +516,9 @@ def check_config(config):
 def _windows(config, layers):
     "The sliding window of each layer, None for a full one."
     window, kind = config.get("sliding_window"), config.get("model_type", "")
+    kinds = config.get("layer_types") or ()
+    if any(kind in ("linear_attention", "conv") for kind in kinds):
+        return tuple(0 if kind in ("linear_attention", "conv") else None for kind in kinds)
     if not window or config.get("use_sliding_window") is False:
         return ()
     if types := config.get("layer_types"):
@@ -339,11 +527,12 @@ def _windows(config, layers):
     every = 2 if kind == "gpt_oss" else pattern
     return tuple(None if every and (i + 1) % every == 0 else window for i in range(layers))
 
-# %% ../../nbs/model/18_memory_bytes.ipynb #04dd0b02
+# %% ../../nbs/model/18_memory_bytes.ipynb #8f57b122
 def _known(name):
     "The shape in MODELS for a name, upper or lower case; None if there is none."
     plain = name.lower().rsplit("/", 1)[-1]
-    plain = re.sub("-(instruct|it|base|bf16|unsloth|bnb-4bit)(?=-|$)", "", plain)
+    variant = "instruct|it|base|bf16|unsloth|bnb-4bit|coder|math|thinking|2507"
+    plain = re.sub(f"-({variant})(?=-|$)", "", plain)
     return next((shape for known, shape in MODELS.items() if known.lower() == plain), None)
 
 
@@ -352,6 +541,9 @@ def _name(model, config):
     path = Path(model if isinstance(model, (str, Path)) else config.get("_name_or_path") or "")
     folder = path.parent if path.name == "config.json" else path
     return folder.name or config.get("model_type") or "a model"
+
+
+_per_token = "num_experts_per_tok", "experts_per_token", "top_k_experts"
 
 
 def _expert_fields(config):
@@ -364,7 +556,7 @@ def _expert_fields(config):
     )
     if not count:
         return {}
-    each = config.get("num_experts_per_tok") or config.get("experts_per_token") or 1
+    each = next((config[name] for name in _per_token if config.get(name)), 1)
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     return dict(experts=count, experts_per_token=each, intermediate=width)
 
@@ -401,6 +593,76 @@ def read_shape(
         norms=4 if family.gemma else 2,
         max_positions=longest_sequence(config),
         towers=_tower_numbers(_whole_config(model)),
+    )
+
+# %% ../../nbs/model/18_memory_bytes.ipynb #04bd4ee8
+_exact = (  # kinds whose numbers the sizes make; a test counts them in transformers' classes
+    "gpt_oss llama mistral qwen2 qwen3 phi3 gemma2 gemma3_text mixtral qwen3_moe smollm3".split()
+)
+_counted = tuple(name for name in _unlike if name != "kv_lora_rank")  # what a count includes
+_kinds = {"embed_tokens": "embedding", "lm_head": "head", "attn": "attention"}
+_routers = ("router", "mlp.gate.", "shared_expert_gate")
+
+
+def numbers_in_class(
+    config: Any,  # transformers', of a text model
+) -> dict[str, int]:  # kind -> numbers, as ModelShape.parameters
+    "Count the numbers of a model in its class; nothing is allocated."
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = dict.fromkeys(("embedding", "head", "attention", "mlp", "rest"), 0)
+    for name, p in model.named_parameters():
+        small = p.dim() < 2 or name.endswith("bias") or any(part in name for part in _routers)
+        kind = next((kind for part, kind in _kinds.items() if part in name), "mlp")
+        found["rest" if small else kind] += p.numel()
+    return found
+
+
+def _linear_state(config):
+    "Float32 numbers that a layer with linear attention keeps of a row: its state and its inputs."
+    names = "num_value_heads", "value_head_dim", "num_key_heads", "key_head_dim", "conv_kernel_dim"
+    values, V, keys, K, inputs = (config.get(f"linear_{name}") or 0 for name in names)
+    return values * V * K + inputs * (values * V + 2 * keys * K) // 2
+
+
+def released_shape(
+    model: Any,  # as in read_shape
+) -> ModelShape:  # ValueError where nothing is known of it
+    "The shape of a model as it is planned: by its sizes, or where those do not do, counted."
+    if isinstance(model, ModelShape) or isinstance(model, str) and not Path(model).exists():
+        return read_shape(model)
+    found = _config(model)
+    towers = isinstance(found.get("text_config"), Mapping)
+    if not towers and found.get("model_type") in _exact:
+        return read_shape(model)
+    from transformers import AutoConfig
+
+    given = _read_file(Path(model)) if isinstance(model, (str, Path)) else model
+    if isinstance(given, Mapping):
+        try:
+            given = AutoConfig.for_model(**given)
+        except (ValueError, KeyError, TypeError):  # a kind that transformers does not have
+            return read_shape(model)
+    text = given.get_text_config().to_dict()
+    gemma = (text["model_type"] or "").startswith("gemma4")  # an MLP beside its experts
+    shared = int(any(text.get(name) for name in _counted if "shared" in name))
+    if gemma and text.get("enable_moe_block"):
+        shared = -(-text["intermediate_size"] // text["moe_intermediate_size"])
+    text = {name: value for name, value in text.items() if name not in _counted}
+    text["intermediate_size"] = text.get("intermediate_size") or text.get("moe_intermediate_size")
+    shape, counts = read_shape(text), numbers_in_class(given.get_text_config())
+    return replace(
+        shape,
+        name=_name(model, found),
+        experts_per_token=shape.experts_per_token + shared,
+        qk_norm=shape.qk_norm or gemma,
+        norms=4 if gemma else shape.norms,
+        counted=tuple(counts.items()) if counts != shape.parameters else (),
+        towers=_tower_numbers(_whole_config(given)),
+        state=_linear_state(text),
     )
 
 # %% ../../nbs/model/18_memory_bytes.ipynb #6608b400
@@ -559,12 +821,13 @@ def kv_bytes(
 ) -> int:  # bytes
     "Bytes of the keys and values of completions at their full length."
     token = 2 * shape.kv_heads * shape.head_dim * element
-    if not paged:
-        return rows * context * token * shape.layers
     windows = shape.windows or (None,) * shape.layers
+    states = rows * windows.count(0) * 4 * shape.state
+    if not paged:
+        return rows * context * token * (shape.layers - windows.count(0)) + states
     shared, prompts = prompt // limits.PAGE, -(-rows // group)
     pages = 1 + prompts * shared + rows * (-(-max(context - 1, 1) // limits.PAGE) - shared)
-    return token * (
+    return states + token * (
         windows.count(None) * pages * limits.PAGE + (rows + 1) * sum(w for w in windows if w)
     )
 

@@ -24,7 +24,7 @@ from grpo_nb.model.memory_bytes import (
     GiB,
     ModelShape,
     lora_parameters,
-    read_shape,
+    released_shape,
     state_bytes,
     trained_tensors,
     update_bytes,
@@ -260,7 +260,7 @@ def config_of(
 
 
 def setup_of(
-    model: Any = "gpt-oss-20b",  # see read_shape
+    model: Any = "gpt-oss-20b",  # see released_shape
     card: str | Card = "T4",  # a name of CARDS, or a Card
     config: GRPOConfig | None = None,  # None: what config_of makes of the settings
     *,
@@ -272,7 +272,7 @@ def setup_of(
     **settings,
 ) -> Setup:  # TypeError for an unknown keyword, ValueError for an impossible value
     "A setup from names and settings, with defaults for everything else."
-    shape, card = read_shape(model), find_card(card)
+    shape, card = released_shape(model), find_card(card)
     if context is None and config is None and "max_completion_length" not in settings:
         context = 16_384
     if context is not None:
@@ -361,7 +361,7 @@ def plan_of(
 
 
 def plan(
-    model: Any = "gpt-oss-20b",  # see read_shape
+    model: Any = "gpt-oss-20b",  # see released_shape
     card: str | Card = "T4",  # a name of CARDS, or a Card
     config: GRPOConfig | None = None,  # see setup_of
     **settings,  # see setup_of
@@ -582,6 +582,14 @@ def _remarks(plan):
             f"{s.model.name} was made for {s.model.max_positions:,} tokens: beyond that "
             "memory is planned here, and quality is not."
         )
+    if s.model.towers:
+        yield (
+            f"Planned is {s.model.name}'s text part; the {s.model.towers / 1e9:.1f} billion numbers "
+            f"for images and sound do not train, and are {plan.weights['towers'] / GiB:.1f} GiB of "
+            "its weights."
+        )
+    if 0 in s.model.windows:
+        yield "Its layers with linear attention are planned to work as those with attention do."
     if not s.lora_r:
         size, states = 2 if s.weights == "bf16" else 4, step.optimizer_bytes
         yield (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from peft import LoraConfig, get_peft_model
 from peft.helpers import disable_input_dtype_casting
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo_nb.algorithm import logprobs
 from grpo_nb.model import experts_lora, loading  # noqa: F401 (registers attention with transformers)
@@ -38,6 +38,7 @@ from grpo_nb.model.memory_bytes import (
     lora_parameters,
     mlp_peak,
     read_shape,
+    released_shape,
     state_bytes,
     step_bytes,
     unpack_bytes,
@@ -105,6 +106,31 @@ FAMILIES = {
     "gemma3_text": {},
     "mixtral": dict(num_local_experts=4),
     "qwen3_moe": dict(num_experts=4, moe_intermediate_size=48),
+    "smollm3": dict(pad_token_id=0),
+}
+LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+TOWERS = {  # the text part of models that also read images
+    "qwen3_5": LINEAR,
+    "qwen3_5_moe": LINEAR
+    | dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=48,
+    ),
+    "gemma3": {},
+    "gemma4": dict(
+        global_head_dim=64,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=192,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "mistral3": {},
 }
 
 
@@ -118,6 +144,7 @@ def count(config):
             p.dim() > 1
             and not name.endswith("bias")
             and "router" not in name
+            and "shared_expert_gate" not in name
             and not name.endswith("mlp.gate.weight")
         )
         kind = (
@@ -138,6 +165,33 @@ def test_parameters_of_a_family(kind):
     config = AutoConfig.for_model(kind, **{**SMALL, **FAMILIES[kind]})
     assert read_shape(config).parameters == count(config)
     assert read_shape(config.to_dict()) == read_shape(config)
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_a_model_with_a_tower_is_planned_as_its_text_part(kind, tmp_path):
+    "From its config.json alone; what is counted are the released class' own tensors."
+    tower = {"gemma4": {"vision_config": {}}, "mistral3": {"tie_word_embeddings": False}}
+    config = AutoConfig.for_model(kind, text_config=SMALL | TOWERS[kind], **tower.get(kind, {}))
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config)
+    config.architectures = [type(whole).__name__]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    shape = released_shape(tmp_path)
+    counted = {kind: n for kind, n in shape.parameters.items() if kind != "towers"}
+    assert counted == count(config.get_text_config())
+    numbers = sum(p.numel() for p in whole.parameters())
+    assert shape.towers and sum(shape.parameters.values()) == numbers
+    assert sum(weight_bytes(shape, "bf16").values()) == 2 * numbers
+    layers = shape.windows or (None,) * shape.layers
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    assert layers.count(0) == sum("linear" in one for one in kinds)
+
+
+def test_layers_with_linear_attention_keep_a_state_and_no_keys():
+    shape = MODELS["Qwen3.5-9B"]
+    more = kv_bytes(shape, 1, 2048, paged=False) - kv_bytes(shape, 1, 1024, paged=False)
+    assert more == 1024 * 2 * shape.kv_heads * shape.head_dim * 2 * 8  # every fourth of 32 layers
+    assert kv_bytes(shape, 3, 1024) > 3 * 24 * 4 * 32 * 128 * 128
 
 
 @pytest.mark.parametrize(
@@ -162,6 +216,13 @@ def test_parameters_of_a_family(kind):
         ("Llama-3.2-3B", 3.212749824),
         ("Mistral-7B-v0.3", 7.248023552),
         ("Gemma-3-1B", 0.999885952),
+        ("Gemma-3-270M", 0.268098176),
+        ("SmolLM2-135M", 0.134515008),
+        ("SmolLM2-360M", 0.361821120),
+        ("SmolLM2-1.7B", 1.711376384),
+        ("SmolLM3-3B", 3.075098624),
+        ("Qwen2.5-0.5B", 0.494032768),
+        ("Qwen3-30B-A3B", 30.532122624),
     ],
 )
 def test_parameters_of_the_models_that_are_known(name, billions):
