@@ -584,8 +584,8 @@ def _remarks(plan):
         )
     if s.model.towers:
         yield (
-            f"Planned is {s.model.name}'s text part; the {s.model.towers / 1e9:.1f} billion numbers "
-            f"for images and sound do not train, and are {plan.weights['towers'] / GiB:.1f} GiB of "
+            f"This plans the text of {s.model.name}; {s.model.towers / 1e9:.1f} billion numbers "
+            f"for images and sound do not train: {plan.weights['towers'] / GiB:.1f} GiB of "
             "its weights."
         )
     if 0 in s.model.windows:
