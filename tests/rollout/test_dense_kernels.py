@@ -7,7 +7,7 @@ import pytest
 import torch
 from dense_models import dense_model
 
-from grpo_nb.rollout import decode_kernels, decoder, dense_kernels, dense_ops, filter_kernels
+from grpo_nb.rollout import decode_kernels, decoder, dense_kernels, dense_ops, filter_kernels, trial
 from grpo_nb.rollout.decode_ops import DecodeState
 from grpo_nb.rollout.decoder import DenseDecoder
 from grpo_nb.rollout.dense_ops import Norm
@@ -48,6 +48,22 @@ def test_a_step_by_kernels_is_the_step_by_formulas(name, few, monkeypatch):
     formulas, kernels = after_a_step(model, False), after_a_step(model, True)
     assert formulas.std() > 0.1
     torch.testing.assert_close(kernels, formulas, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3Text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_decoder_of_kernels_passes_its_trial_and_a_wrong_one_does_not(name, dtype):
+    sizes = dict(head_dim=32, hidden_size=48, intermediate_size=64, num_hidden_layers=1)
+    windows = dict(sliding_window=16, layer_types=["sliding_attention"])
+    sizes |= windows if name == "Gemma3Text" else {}
+    model = dense_model(name, dtype, lora=True, **sizes).to(DEVICE)
+    window = 16 if name == "Gemma3Text" else 0
+    rows = trial.rows_to_try(40, window)
+    with torch.no_grad():
+        decoder = Paged(model, kernels=True)
+        assert trial.difference(model, decoder, rows, window) is None
+        decoder.scale *= 2
+        assert "logits are" in trial.difference(model, decoder, rows, window)
 
 
 @pytest.mark.parametrize("first", [True, False])
