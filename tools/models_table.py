@@ -123,7 +123,10 @@ class Family:
 
         rows = [{"prompt": prompt} for prompt in PROMPTS]
         given = digits, self.config(), rows
-        trainer = GRPOTrainer(self.model, *given, processing_class=self.tokenizer)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer = GRPOTrainer(self.model, *given, processing_class=self.tokenizer)
+        self.doubts = [str(w.message) for w in said if "where the policy trains" in str(w.message)]
         trainer.log.show = False
         weights = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in weights.items()}
@@ -188,6 +191,8 @@ class Family:
             plain = logps.gather(-1, ids[:, None])[:, 0]
             off = max(off, float((plain - rollout.logps[i, :length]).abs().max()))
         way = re.sub(r"^through the model's modules, a step recorded", "recorded", engine.way)
+        if not self.gap <= DRAWN and self.doubts:
+            raise ValueError(self.doubts[0])
         if not self.gap <= DRAWN:
             raise Fault(f"the trainer's log-probs differ by {self.gap:.1g} nats ({way})")
         if not off <= DRAWN:

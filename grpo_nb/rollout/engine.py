@@ -85,7 +85,9 @@ class DecodeBatch:
         index: torch.Tensor,  # (B',) rows to keep, in this order; a row may be repeated
     ) -> None:
         "Keep these rows of the cache, the mask and `seen`; the batch itself is changed."
-        self.cache.reorder_cache(index)
+        # MiniMax's cache has states beside its layers, and knows this name alone for them
+        own = "batch_select_indices" in vars(type(self.cache))
+        (self.cache.batch_select_indices if own else self.cache.reorder_cache)(index)
         self.rows, self.mask = self.rows[index], self.mask[index]
         if self.seen is not None:
             self.seen = self.seen[index]

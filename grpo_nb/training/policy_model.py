@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['WHERE', 'checkpoint_layers', 'recompute_layers', 'check_adapters', 'check_model', 'loading_arguments', 'load_named',
            'check_loaded', 'for_adapters', 'with_adapter', 'without_towers', 'check_tied', 'check_trainable',
-           'check_wide_head', 'dropouts', 'switch_off_dropout', 'doubt_of_dropout', 'load_policy', 'describe_trainable']
+           'check_wide_head', 'dropouts', 'switch_off_dropout', 'doubt_of_dropout', 'doubt_of_routers', 'load_policy',
+           'describe_trainable']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
@@ -330,6 +331,19 @@ def doubt_of_dropout(
     )
 
 
+def doubt_of_routers(
+    model,  # with its adapter
+) -> str | None:  # None: there is none
+    "What routers do to a run that add noise, or draw experts, while a model trains."
+    noise = "router_jitter_noise", "input_jitter_noise", "jitter_noise"
+    found = {type(m).__name__ for m in model.modules() if any(getattr(m, n, 0) for n in noise)}
+    return found and (
+        f"{', '.join(sorted(found))} chooses experts with noise where the policy trains and "
+        "without where it draws: what is trained is not quite what answered, and "
+        "sampling/gap_mean shows by how much. Take a model whose routers have no jitter_noise"
+    )
+
+
 def load_policy(
     # a causal model of transformers, one wrapped by PEFT, or the name or folder of one
     model: Any,
@@ -361,6 +375,7 @@ def load_policy(
         switch_off_dropout(model)
     for doubt in (
         doubt_of_dropout(model, config),
+        doubt_of_routers(model),
         isinstance(model, PeftModel) and unmatched(model),
     ):
         if doubt:

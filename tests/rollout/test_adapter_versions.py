@@ -5,11 +5,13 @@ import time
 
 import pytest
 import torch
+import transformers
 from rollout.test_server import PARAMS, PROMPTS, sampler_of
 from rollout.test_stand_in import moved
 from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.model.adapters import add_adapters, resolve_targets
+from grpo_nb.rollout.adapter_versions import served_config
 from grpo_nb.rollout.addresses import ServerError
 from grpo_nb.rollout.stand_in import StandIn
 
@@ -117,6 +119,30 @@ def test_what_cannot_be_served_is_refused(start, tmp_path):
     model = add_adapters(model, 2, resolve_targets(model, ["mlp.experts.down_proj"]))
     with pytest.raises(ValueError, match="both matrices or of none"):
         sampler.publish(model, 0)
+
+
+def test_adapters_of_experts_that_files_store_one_by_one_are_refused():
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=24,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    for targets, refused in (("all", True), ("attention", False)):
+        model = transformers.Qwen3MoeForCausalLM(config)
+        model = add_adapters(model, 2, resolve_targets(model, targets))
+        if refused:
+            with pytest.raises(
+                ValueError, match="experts of a qwen3_moe.*lora_targets='attention'"
+            ):
+                served_config(model)
+        else:
+            assert not served_config(model).target_parameters
 
 
 def test_only_the_first_process_writes_and_all_draw_with_its_version(start, tmp_path):
