@@ -13,8 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 
-from .model.adapters import adaptable, add_adapters, resolve_targets
+from grpo_nb.model.adapters import (
+    adaptable,
+    adapter_folder,
+    add_adapters,
+    base_of_adapter,
+    keep_adapter,
+    lora_config,
+    resolve_targets,
+    without_memory,
+)
 from .model.attention import has_sinks
 from .model.experts_lora import route_adapters
 from .model.loading import choose_dtype, load_model
@@ -164,7 +174,9 @@ def named_model(
 ) -> tuple[Any, Any]:  # model, and its tokenizer or None
     "The model of a folder or a name on the hub."
     model, config = recipe.model, recipe.config
-    found = read_config(model.model_name_or_path, model.model_revision)[0]
+    saved = adapter_folder(model.model_name_or_path)
+    name = base_of_adapter(saved) if saved else model.model_name_or_path
+    found = read_config(name, model.model_revision)[0]
     room = (config.max_prompt_length or 0) + config.max_completion_length
     loaded, tokenizer = load_model(
         model.model_name_or_path,
@@ -224,22 +236,23 @@ def with_adapter(
     "The model with the adapter that a recipe asks for."
     if not adapter.use_peft:
         return model
+    present, model = model, without_memory(model) if isinstance(model, PeftModel) else model
     try:
         targets = resolve_targets(model, target_names(model, adapter))
     except ValueError as error:
         raise ValueError(str(error).replace("lora_targets", "lora_target_modules")) from None
     check_dropout(model, targets, adapter.lora_dropout)
-    return add_adapters(
-        model,
-        adapter.lora_r,
-        targets,
-        adapter.lora_alpha,
-        seed,
+    given = dict(
         lora_dropout=adapter.lora_dropout,
         modules_to_save=adapter.lora_modules_to_save,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
     )
+    numbers = adapter.lora_r, targets, adapter.lora_alpha
+    if present is model:
+        return add_adapters(model, *numbers, seed, **given)
+    print(keep_adapter(present, lora_config(model, *numbers, **given)))
+    return present
 
 
 def model_of(

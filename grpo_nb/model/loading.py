@@ -787,7 +787,8 @@ def load_model(
     )
     check_room(layout, adapter_bytes(model, targets, lora_r))
     if tokenizer is None:
-        tokenizer = read_tokenizer(folder, max_seq_length)
+        beside = Path(adapter) if adapter else None  # a run saves its tokenizer with its adapter
+        tokenizer = read_tokenizer(beside, max_seq_length) or read_tokenizer(folder, max_seq_length)
     try:
         frozen = lora_r or adapter or load_in_4bit or attention_4bit
         model = read_weights(layout, attention, seed, not frozen, quiet)

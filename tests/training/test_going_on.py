@@ -10,6 +10,8 @@ from small_runs import small_model, small_trainer, weights_of
 
 from grpo_nb import FastLanguageModel, load_model
 from grpo_nb.model.adapters import keep_adapter, unmatched
+from grpo_nb.recipe import recipe_of
+from grpo_nb.script import model_of
 from grpo_nb.training.policy_model import dropouts
 
 GIVEN = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
@@ -223,3 +225,17 @@ def test_dropout_clips_what_has_not_moved(tmp_path):
         trainer.train()
         clipped[off] = [r["clip_ratio/region_mean"] for r in trainer.log_history[:2]]
     assert clipped[True] == [0, 0] and min(clipped[False]) > 0
+
+
+def test_a_recipe_goes_on(folders, capsys):
+    "With a description of the same adapter, or none; another one is a sentence."
+    same = dict(use_peft=True, lora_r=4, lora_alpha=8, lora_dropout=0.0)
+    same["lora_target_modules"] = ["q_proj", "v_proj"]
+    for adapter in ({}, same, same | {"lora_r": 2}):
+        recipe = recipe_of({"model_name_or_path": str(folders / "adapter"), **adapter})
+        if adapter.get("lora_r") == 2:
+            with pytest.raises(ValueError, match="r=4, and one with 2 is asked for"):
+                model_of(recipe)
+        else:
+            assert goes_on(model_of(recipe)[0], folders)
+    assert "it goes on with its weights" in capsys.readouterr().out
