@@ -1,6 +1,7 @@
 """gpt-oss' prompts, calls and channels, token by token, as openai-harmony writes and reads them."""
 
 import json
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from openai_harmony import (
 )
 from tool_templates import Nothing, look_up, shipped
 
+from grpo_nb.environments.matmul import NAIVE, matmul_problems
 from grpo_nb.rollout.sampler import drawn_elsewhere
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.rollout.turns import TurnSampler, as_call, tool_schemas
@@ -190,3 +192,40 @@ def test_a_conversation_with_a_tool_is_token_for_token_harmonys(encoding, tokeni
         "content": "7",
         "thinking": "Hm.\n\nWell.",
     }
+
+
+ROOT = Path(__file__).parents[2]
+MARKS = (
+    "<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|><|return|>"
+)
+
+
+def counts_in(page):
+    "The first number of each row of a page's table of tokens."
+    cells = json.loads((ROOT / f"nbs/tutorials/{page}.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    (table,) = [text for text in texts if "gpt-oss' own tokenizer" in text]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:1] == "|"]
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def tokens(tokenizer, *messages):
+    asked = [{"role": role, "content": text} for role, text in messages]
+    return len(prompt_token_ids(asked, tokenizer, {"reasoning_effort": "low"}))
+
+
+def test_tutorials_show_counts_of_the_real_tokenizer(tokenizer):
+    ours = counts_in("02_gpt_oss_20b_t4")
+    system = ("system", "Solve the problem. End with the number alone.")
+    marks = len(tokenizer(MARKS).input_ids)
+    assert tokens(tokenizer, system, ("user", "")) == 84
+    assert list(ours.values()) == [84, 106, 18, marks]  # prompts and solutions are GSM8K's
+    ours = counts_in("07_matmul_gpt_oss")
+    task = matmul_problems(1, size=48)[0]["prompt"][0]["content"]
+    assert ours["the template, without the task"] == tokens(tokenizer, ("user", ""))
+    # the list of modules is the one of the Python that the page was stored with
+    if sys.version_info[:2] == (3, 11):
+        assert ours["the prompt, template and task"] == tokens(tokenizer, ("user", task))
+    assert ours["the marks of both channels and the end"] == marks
+    block = f"```python\n{NAIVE}\n```"
+    assert ours["three loops, in its block"] == len(tokenizer(block).input_ids)
