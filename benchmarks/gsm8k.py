@@ -1,0 +1,407 @@
+"""A trained model on GSM8K: what it can before, GRPO with three rewards, supervised steps, and what
+it can after; every answer to the 1,319 test problems is judged, before and after alike.
+
+    python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR prompts
+        greedy answers under five prompts and behind eight worked examples: the best is what a run
+        has to beat
+    python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR run --reward right --seed 0
+        one run, with its greedy answers before and after at 400 tokens, and after at 1,024
+        --reward right     1 for the right number in a box
+                 random    1 or 0 by a coin: what the form of training alone brings
+                 box       1 for any number in a box
+                 form      as `collapse` in the tutorial: .1 for a last line '#### number', 1 for a
+                           right number there, another prompt and a higher rate
+        --supervised       the same rows and seconds, imitating GSM8K's worked solutions
+    python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR profile
+        ten updates, the seconds of their parts, and the kernels that they are spent in
+
+MODEL is a folder in transformers' form. FOLDER holds GSM8K's train.jsonl and test.jsonl. Each run
+leaves DIR/NAME.json: settings, versions, card, the log of every update, the judgement of every test
+problem (r right, w wrong, n no number, c cut) and completions of a few updates. `--show` of
+benchmarks/gsm8k_table.py reads them.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import random
+import re
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from grpo_nb import GRPOConfig, GRPOTrainer, RolloutEngine, SamplingParams
+from grpo_nb.environments.gsm8k import gsm8k
+from grpo_nb.environments.verifiers import final_number, right_number
+from grpo_nb.training.data import prompt_token_ids
+from grpo_nb.training.fine_tuning import adamw_with_warm_up, fine_tuning_step, written_batch
+
+BOX = (
+    "You are a helpful assistant. Reason step by step, and put your final answer within \\boxed{}."
+)
+LINE = "Solve the problem. End with a line '#### number' that holds the answer alone."
+PROMPTS = {  # what the model is told, before the question and after it
+    "box": (BOX, ""),
+    "question alone": (None, ""),
+    "step by step": (None, "\n\nLet's think step by step."),
+    "line": (LINE, ""),
+    "teacher": (
+        "You teach arithmetic. Write down each calculation in a line of its own, check it, and "
+        "then give the answer as a number.",
+        "\nGive the final number in \\boxed{}.",
+    ),
+}
+SHOTS = 8  # worked problems of the training rows that nobody trains on, as turns
+LAST_LINE = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)\s*$")
+KEPT = (0, 1, 5, 10, 20, 50, 80, 109)  # updates whose first completions are stored
+KEPT_PROMPTS = 2
+
+
+def conversation(row, system, after, shots=()):
+    "A problem as chat messages, behind worked problems if there are any."
+    head = [{"role": "system", "content": system}] if system else []
+    for shot in shots:
+        head += [
+            {"role": "user", "content": shot["prompt"][-1]["content"] + after},
+            {"role": "assistant", "content": re.sub(r"<<.*?>>", "", shot["solution"])},
+        ]
+    return [*head, {"role": "user", "content": row["prompt"][-1]["content"] + after}]
+
+
+def judged(text, answer, cut):
+    "One letter: right, wrong, no number, or cut before one that is right."
+    value = final_number(text)
+    if value is not None and value == right_number(answer):
+        return "r"
+    return "c" if cut else "n" if value is None else "w"
+
+
+def answered(model, tokenizer, prompts, answers, most=400, temperature=0.0, batch=660):
+    "Completions of all prompts, and a string with a letter for each."
+    engine = RolloutEngine(model, tokenizer, max_batch_size=batch)
+    ids = [prompt_token_ids(prompt, tokenizer) for prompt in prompts]
+    began = time.perf_counter()
+    params = SamplingParams(temperature=temperature, max_tokens=most, seed=0)
+    drawn = engine.generate(ids, params, progress=False)
+    texts = drawn.texts(tokenizer)
+    marks = "".join(
+        judged(text, answer, reason == "length")
+        for text, answer, reason in zip(texts, answers, drawn.finish_reasons)
+    )
+    record = dict(
+        marks=marks,
+        right=round(marks.count("r") / len(marks), 4),
+        tokens=round(float(drawn.lengths.float().mean()), 1),
+        most=most,
+        seconds=round(time.perf_counter() - began, 1),
+        way=engine.way,
+    )
+    return record, texts
+
+
+# rewards
+
+
+def text_of(completion):
+    "The text of a completion, which is a string or chat messages."
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def right(completions, answer, **columns):
+    "1 for the right number."
+    texts = map(text_of, completions)
+    return [float(final_number(t) == right_number(a)) for t, a in zip(texts, answer)]
+
+
+def right_line(completions, answer, **columns):
+    "1 for a last line '#### number' with the right number."
+    found = [LAST_LINE.search(text_of(c)) for c in completions]
+    return [float(bool(f) and final_number(f[1]) == right_number(a)) for f, a in zip(found, answer)]
+
+
+def form_line(completions, **columns):
+    "0.1 for a last line '#### number', whatever the number."
+    return [0.1 * bool(LAST_LINE.search(text_of(c))) for c in completions]
+
+
+def box(completions, **columns):
+    "1 for a number in a box."
+    return [
+        float("\\boxed{" in text_of(c) and final_number(text_of(c)) is not None)
+        for c in completions
+    ]
+
+
+class Coin:
+    "1 or 0, whatever was answered."
+
+    __name__ = "coin"
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    def __call__(self, completions, **columns):
+        return [float(self.random.random() < 0.5) for _ in completions]
+
+
+class Kept:
+    "A reward of 0 that keeps the first completions of a few updates."
+
+    __name__ = "kept"
+
+    def __init__(self, group):
+        self.group, self.seen, self.rows = group, 0, []
+
+    def __call__(self, prompts, completions, answer, **columns):
+        if self.seen in KEPT:
+            most = KEPT_PROMPTS * self.group
+            self.rows += [
+                dict(update=self.seen, question=p[-1]["content"], answer=a, completion=text_of(c))
+                for p, c, a in zip(prompts[:most], completions, answer)
+            ]
+        self.seen += 1
+        return [0.0] * len(completions)
+
+
+class Stop(TrainerCallback):
+    "Ends a run after so many seconds, and prints a line an update."
+
+    def __init__(self, seconds):
+        self.seconds, self.start = seconds, None
+
+    def on_train_begin(self, *args, **kwargs):
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= time.perf_counter() - self.start > self.seconds
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        names = ("reward", "completions/mean_length", "entropy", "step_time")
+        if logs and "reward" in logs:
+            print(state.global_step, *(f"{n} {logs[n]:.3f}" for n in names), flush=True)
+
+
+# runs
+
+
+def settings(arguments, out):
+    "The settings of a run; those of `form` are another prompt's, rate's and length's."
+    form = arguments.reward == "form"
+    return GRPOConfig(
+        output_dir=str(out),
+        max_steps=arguments.updates,
+        per_device_train_batch_size=arguments.batch,
+        gradient_accumulation_steps=arguments.completions // arguments.batch,
+        num_generations=8,
+        max_completion_length=min(arguments.tokens, 300 if form else 400),
+        learning_rate=5e-5 if form else 2e-5,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=5,
+        bf16=torch.cuda.is_available(),
+        logging_steps=1,
+        save_strategy="no",
+        gradient_checkpointing=arguments.checkpointing,
+        seed=arguments.seed,
+        report_to="none",
+        max_grad_norm=0.2,
+        adam_beta2=0.99,
+        disable_tqdm=True,
+        model_init_kwargs={"dtype": "bfloat16"},
+    )
+
+
+def rows_of(data, count, system, after):
+    "The first training rows with their prompts."
+    rows = gsm8k("train", data, system_prompt=None).select(range(count))
+    return Dataset.from_list([dict(row, prompt=conversation(row, system, after)) for row in rows])
+
+
+def make_trainer(arguments, out):
+    "A trainer of the run that the arguments name, and what keeps completions."
+    system, after = PROMPTS["line" if arguments.reward == "form" else "box"]
+    rows = rows_of(arguments.data, arguments.rows, system, after)
+    rewards = {
+        "right": [right],
+        "random": [Coin(arguments.seed)],
+        "box": [box],
+        "form": [form_line, right_line],
+    }[arguments.reward]
+    kept, stop = Kept(8), Stop(arguments.seconds)
+    lora = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = GRPOTrainer(
+        arguments.model,
+        [*rewards, kept],
+        settings(arguments, out),
+        rows,
+        peft_config=lora,
+        callbacks=[stop],
+    )
+    return trainer, kept, (system, after)
+
+
+def imitate(trainer, arguments):
+    "Supervised steps on the same rows for the same seconds; their losses."
+    model, tokenizer = trainer.model, trainer.processing_class
+    rows = [
+        dict(
+            prompt=tokenizer.apply_chat_template(
+                row["prompt"], tokenize=False, add_generation_prompt=True
+            ),
+            answer=re.sub(r"<<.*?>>", "", row["solution"]).replace("\n#### ", "\n\\boxed{") + "}",
+        )
+        for row in trainer.train_dataset
+    ]
+    optimizer, schedule = adamw_with_warm_up(model, 2e-5)
+    rng, losses, began = random.Random(arguments.seed), [], time.perf_counter()
+    model.train()
+    while time.perf_counter() - began < arguments.seconds:
+        batch = written_batch(rng.sample(rows, 32), tokenizer, model.device)
+        with torch.autocast("cuda", torch.bfloat16):
+            losses.append(fine_tuning_step(model, batch, optimizer, schedule))
+    model.eval()
+    return losses
+
+
+def facts(arguments):
+    "What a reader needs to do it again."
+    packages = ("torch", "transformers", "peft", "triton")
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    names = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
+    names.update(model=Path(arguments.model).name)
+    for name in ("data", "out"):
+        names.pop(name)
+    return dict(
+        arguments=names,
+        card=card,
+        day=datetime.date.today().isoformat(),
+        versions={name: importlib.metadata.version(name) for name in packages},
+    )
+
+
+def test_prompts(arguments, system, after, shots=()):
+    "The test problems as conversations, and their answers."
+    rows = gsm8k("test", arguments.data, system_prompt=None)
+    rows = rows.select(range(min(arguments.problems, len(rows))))
+    return [conversation(row, system, after, shots) for row in rows], rows["answer"]
+
+
+def run(arguments):
+    "Train once; answers before and after."
+    name = f"{'supervised' if arguments.supervised else arguments.reward}_{arguments.seed}"
+    record = facts(arguments)
+    trainer, kept, prompt = make_trainer(arguments, arguments.out / name)
+    model, tokenizer = trainer.model, trainer.processing_class
+    prompts, answers = test_prompts(arguments, *prompt)
+    record["before"], texts = answered(model, tokenizer, prompts, answers)
+    print(name, "before", record["before"]["right"], record["before"]["way"], flush=True)
+    began = time.perf_counter()
+    if arguments.supervised:
+        record["losses"] = [round(x, 4) for x in imitate(trainer, arguments)]
+    else:
+        trainer.train()
+        record["log"] = [row for row in trainer.log_history if "reward" in row]
+        record["completions"] = kept.rows
+    record["seconds"] = round(time.perf_counter() - began, 1)
+    if torch.cuda.is_available():
+        record["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    record["after"], later = answered(model, tokenizer, prompts, answers)
+    record["after_1024"], _ = answered(model, tokenizer, prompts, answers, most=1024)
+    marks = list(zip(record["before"]["marks"], record["after"]["marks"]))
+    for kind, which in (("won", ("w", "r")), ("lost", ("r", "w"))):
+        found = [i for i, pair in enumerate(marks) if pair == which][:4]
+        record[kind] = [
+            dict(problem=i, question=prompts[i][-1]["content"], answer=answers[i],
+                 before=texts[i], after=later[i])
+            for i in found
+        ]  # fmt: skip
+    (arguments.out / f"{name}.json").write_text(json.dumps(record))
+    if arguments.save:
+        trainer.save_model(arguments.out / f"{name}_adapter")
+    print(name, "after", record["after"]["right"], "at 1,024 tokens", record["after_1024"]["right"],
+          "seconds", record["seconds"], flush=True)  # fmt: skip
+
+
+def prompts(arguments):
+    "Greedy answers of the untrained model under each prompt."
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    record, device = facts(arguments), "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+    rows = gsm8k("train", arguments.data, system_prompt=None)
+    shots = list(rows.select(range(len(rows) - SHOTS, len(rows))))
+    ways = {name: (*told, ()) for name, told in PROMPTS.items()}
+    ways["eight worked problems"] = (None, "", shots)
+    for most in (400, 1024):
+        for name, told in ways.items():
+            asked, answers = test_prompts(arguments, *told)
+            found, texts = answered(model, tokenizer, asked, answers, most=most)
+            record[f"{name}, {most}"] = found | {"texts": texts[:4]}
+            print(name, most, found["right"], {m: found["marks"].count(m) for m in "rwnc"},
+                  found["tokens"], found["seconds"], flush=True)  # fmt: skip
+    (arguments.out / "prompts.json").write_text(json.dumps(record))
+
+
+def profile(arguments):
+    "Where the time of an update goes."
+    arguments.updates, arguments.reward = 8, "right"
+    trainer, *_ = make_trainer(arguments, arguments.out / "profile")
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                self.seen = torch.profiler.profile(activities=[
+                    torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+                ])  # fmt: skip
+                self.seen.start()
+            if state.global_step == 6:
+                torch.cuda.synchronize()
+                self.seen.stop()
+                table = self.seen.key_averages().table(
+                    sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70
+                )
+                (arguments.out / "profile.txt").write_text(table)
+                self.seen.export_chrome_trace(str(arguments.out / "trace.json"))
+
+    trainer.add_callback(Look())
+    trainer.train()
+    for row in trainer.log_history:
+        if "reward" in row:
+            print({k: row[k] for k in row if k.startswith("seconds/") or k == "step_time"})
+    print("peak GiB", torch.cuda.max_memory_allocated() / 2**30)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("what", choices=("prompts", "run", "profile"))
+    parser.add_argument("--data", required=True, type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--reward", choices=("right", "random", "box", "form"), default="right")
+    parser.add_argument("--supervised", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", type=int, default=110)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--rows", type=int, default=2000, help="training rows, the first ones")
+    parser.add_argument("--batch", type=int, default=64, help="completions of a micro-batch")
+    parser.add_argument("--completions", type=int, default=256, help="of an update")
+    parser.add_argument("--tokens", type=int, default=400, help="of a completion, at most")
+    parser.add_argument("--problems", type=int, default=1319, help="test problems, the first ones")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--save", action="store_true", help="also the adapter")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    warnings.filterwarnings("default", category=UserWarning)
+    {"prompts": prompts, "run": run, "profile": profile}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
