@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOSS_SETTINGS', 'COMPILED_TOKENS', 'EntropyBonus', 'load_balance_loss', 'own_balance_weight', 'balance_weight',
-           'MicroBatchFitter', 'may_be_cut', 'Window', 'timed', 'beginning_of', 'PolicyUpdate']
+           'MicroBatchFitter', 'may_be_cut', 'Window', 'moving_rows', 'timed', 'beginning_of', 'PolicyUpdate']
 
 # %% ../../nbs/training/12_policy_update.ipynb #3882269e
 import functools
@@ -274,6 +274,14 @@ class Window:
     def mean_entropy(self) -> float:
         "The mean entropy of the tokens that are trained on, in nats."
         return float(self.sums["entropy"]) / max(float(self.sums["entropy_tokens"]), 1.0)
+
+# %% ../../nbs/training/12_policy_update.ipynb #2762c543
+def moving_rows(
+    batch: TrainingBatch,  # B completions
+) -> torch.Tensor:  # (B,) bool
+    "Which completions have an advantage and a token that is trained on."
+    advantages = batch.advantages.view(len(batch), -1)  # (B, 1) or (B, T)
+    return (batch.loss_mask & (advantages != 0)).any(1)
 
 # %% ../../nbs/training/12_policy_update.ipynb #7259c1b6
 def timed(
@@ -547,12 +555,24 @@ class PolicyUpdate:
         if self.window_is_empty:
             steps = self.layout.gradient_accumulation_steps
             self.window.expect(self.expected_tokens(whole), steps)
-        for piece in self.fitter.pieces(batch):
-            share = share_of(piece, batch, self.config.loss_type)
-            self.window.begin_piece(self.part_of(piece, batch), share)
-            with self.precision.adapters(self.model), quiet_collector():
-                self.accumulate_piece(piece, share, first_pass)
+        for part, moves in self.parts(batch):
+            for piece in self.fitter.pieces(part):
+                share = share_of(piece, batch, self.config.loss_type)
+                self.window.begin_piece(self.part_of(piece, batch), share)
+                with self.precision.adapters(self.model), quiet_collector():
+                    self.accumulate_piece(piece, share, first_pass, moves)
         self.window.close_micro_batch()
+
+    def parts(self, batch: TrainingBatch) -> list[tuple[TrainingBatch, bool]]:
+        "The completions that have a gradient, and those that have none and are only measured."
+        config, moving = self.config, moving_rows(batch)
+        more = config.beta or config.entropy_coef or config.use_adaptive_entropy
+        own = type(self).loss_of is not PolicyUpdate.loss_of  # may count every completion
+        if more or own or self.weights.sharded or not self.fitter.cuts:
+            return [(batch, True)]
+        if moving.all() or not moving.any():  # zeros are gradients for the optimizer's moments
+            return [(batch, True)]
+        return [(batch.rows(moving), True), (batch.rows(~moving), False)]
 
     def expected_tokens(self, whole: TrainingBatch) -> float:
         """The number of trained tokens that a window of one process should hold, estimated from the
@@ -587,9 +607,11 @@ class PolicyUpdate:
         batch: TrainingBatch,  # a part of a micro-batch
         share: float,  # the factor of its loss, so that the shares add up to the micro-batch's
         first_pass: bool = True,
+        moves: bool = True,  # False: its gradient is known to be 0
     ) -> None:
         "Forward and backward of a part of a micro-batch."
-        logps, entropies, balance = self.with_balance(batch)
+        with torch.set_grad_enabled(moves):
+            logps, entropies, balance = self.with_balance(batch)
         if first_pass:
             self.measure_gap(logps.detach(), batch)
         chosen = self.entropy_mask(entropies, batch.loss_mask)
@@ -601,7 +623,8 @@ class PolicyUpdate:
             loss = loss + self.balance * balance / self.layout.gradient_accumulation_steps
             self.metrics.add({"aux_loss": balance.detach()})
         policy_loss = output.loss.detach() if output.policy_loss is None else output.policy_loss
-        self.precision.scaler.scale(loss).backward()
+        if moves:
+            self.precision.scaler.scale(loss).backward()
         counted = batch.loss_mask if chosen is None else batch.loss_mask & chosen.bool()
         self.window.add(
             loss=loss.detach(),

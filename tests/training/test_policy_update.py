@@ -16,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_fun
 
 from grpo_nb import GRPOConfig
 from grpo_nb.algorithm import softmax_kernel
+from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.model import experts_grouped, limits
 from grpo_nb.model.compile_together import noted_launches
 from grpo_nb.model.experts_lora import route_adapters
@@ -91,6 +92,42 @@ def gradients(update):
 
 def close(a, b, tolerance=1e-6):
     return a.keys() == b.keys() and all((a[n] - b[n]).abs().max() < tolerance for n in a)
+
+
+@pytest.mark.parametrize("loss_type", list(LOSSES))
+def test_completions_without_an_advantage_need_no_backward_pass(loss_type, monkeypatch):
+    "The gradient and the metrics are those of a pass that computes every completion's."
+    extra = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    found = []
+    for everything in (True, False):
+        update, batch = update_of(loss_type=loss_type, **extra)
+        batch.advantages[[1, 4, 5]] = 0.0
+        batch.loss_mask[2] = False  # its completion was cut
+        if everything:
+            monkeypatch.setattr(policy_update, "moving_rows", lambda b: torch.ones(len(b)) > 0)
+        else:
+            monkeypatch.undo()
+        update.accumulate(batch, batch)
+        found.append((gradients(update), update.metrics.take(), update.window.sums))
+    assert close(found[0][0], found[1][0]) and any(g.any() for g in found[1][0].values())
+    for name, value in found[0][1].items():
+        if not name.startswith(("seconds", "ratio/max")):
+            assert found[1][1][name] == pytest.approx(value, abs=1e-5), name
+    for name, value in found[0][2].items():
+        assert float(found[1][2][name]) == pytest.approx(float(value), abs=1e-5), name
+
+
+@pytest.mark.parametrize("change", [{}, {"beta": 0.1}, {"entropy_coef": 0.01}])
+def test_every_completion_has_a_gradient_with_a_kl_term_or_an_entropy_bonus(change):
+    update, batch = update_of(**change)
+    batch.advantages[:4] = 0.0
+    sizes = [(len(part), moves) for part, moves in update.parts(batch)]
+    assert sizes == ([(8, True)] if change else [(4, True), (4, False)])
+    batch.advantages[:] = 0.0  # the optimizer's moments move the weights on
+    assert [moves for _, moves in update.parts(batch)] == [True]
+    batch.advantages = torch.zeros(8, 6)
+    batch.advantages[3, 0] = 1.0
+    assert [len(part) for part, _ in update.parts(batch)] == ([8] if change else [1, 7])
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
