@@ -6,7 +6,7 @@
 __all__ = ['WHERE', 'checkpoint_layers', 'recompute_layers', 'check_adapters', 'check_model', 'loading_arguments', 'load_named',
            'check_loaded', 'for_adapters', 'with_adapter', 'without_towers', 'check_tied', 'check_trainable',
            'check_wide_head', 'dropouts', 'switch_off_dropout', 'doubt_of_dropout', 'doubt_of_routers', 'load_policy',
-           'describe_trainable']
+           'describe_trainable', 'quicken']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..model.adapters import adapter_folder, base_of_adapter, keep_adapter, unmatched
 from ..model.attention import check_attention
 from ..model.experts_grouped import checkpoint_contexts, draws_numbers
+from ..model.fused_dense import fuse_dense_layers
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import PackedWeight
@@ -405,3 +406,16 @@ def _waiting(model):
         return ""
     size, names = sum(p.nbytes for p in parameters) / 2**20, " and ".join(beside)
     return f"; rows of text do not need {names} ({size:,.1f} MiB of weights, kept as they are)"
+
+# %% ../../nbs/training/06_policy_model.ipynb #99565461
+def quicken(
+    model: torch.nn.Module,  # loaded by name, on its device, with its adapter
+    config: GRPOConfig,
+) -> bool:  # False: the model is left as it is
+    "Read a batch of a dense model as one row, each prompt once, with fused norms and gates."
+    base = base_causal_model(model)
+    named = (config.model_init_kwargs or {}).get("attn_implementation")
+    if named or getattr(base.config, "attention_dropout", 0) or not fuse_dense_layers(model):
+        return False
+    base.set_attn_implementation("sink")
+    return True

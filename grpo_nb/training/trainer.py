@@ -36,11 +36,10 @@ from transformers import AutoTokenizer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from ..algorithm.batching import BatchLayout
-from ..model.adapters import adapter_folder, base_of_adapter
 from ..model.attention import check_attention
 from ..model.files import json_text
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
-from ..model.memory_bytes import longest_sequence, why_no_longer
+from ..model.memory_bytes import longest_sequence
 from ..rollout.adapter_versions import served_config
 from grpo_nb.rollout.colocated import (
     ColocatedVLLM,
@@ -83,7 +82,7 @@ from .evaluation import Evaluator
 from .guard import Guard, doubt_of_cuts
 from .hub import HubWriter, open_repository
 from .optimizer import check_given_optimizer, make_optimizer
-from .policy_model import check_model, describe_trainable, dropouts, load_policy
+from .policy_model import check_model, describe_trainable, load_policy, quicken
 from .policy_update import PolicyUpdate, own_balance_weight
 from .precision import Precision, frozen_dtype
 from .reference import Reference
@@ -701,9 +700,6 @@ def tokenizer_of(
             "the model was not loaded from anywhere, so its tokenizer is not known: pass "
             "processing_class=tokenizer"
         )
-    adapter = adapter_folder(model)
-    if adapter and not (Path(adapter) / "tokenizer_config.json").is_file():
-        name = base_of_adapter(adapter)
     given = (
         f"model={name!r}"
         if isinstance(model, str)
@@ -768,7 +764,7 @@ class GRPOTrainer:
         elsewhere = bool(self.sharding) and not self.accelerator.is_main_process
         self.model = load_policy(model, self.config, peft_config, quantization_config, elsewhere)
         self.trainable = describe_trainable(self.model)
-        self.place_weights(optimizers[0])
+        self.place_weights(optimizers[0], isinstance(model, str))
         self.make_optimizer(*optimizers)
         self.make_log()
         self.make_parts(self.make_sampler(rollout_func), functions)
@@ -852,13 +848,16 @@ class GRPOTrainer:
         self.reward_names = reward_names(functions)
         return functions
 
-    def place_weights(self, optimizer: Any) -> None:
+    def place_weights(self, optimizer: Any, named: bool) -> None:
         "Put the model, and its reference (with beta), on the device, whole or as shares."
+        self.quick = False
         if self.sharding:
             check_shardable(self.model, self.config, optimizer)
         elif not hasattr(self.model, "hf_device_map"):
             check_has_weights(self.model)
             self.model.to(self.device)
+            if named and self.device.type == "cuda":
+                self.quick = quicken(self.model, self.config)
         shared = bool(self.sharding)
         self.reference = Reference(self.model, shared) if self.config.beta else None
         self.weights = WholeWeights()
@@ -1037,7 +1036,6 @@ class GRPOTrainer:
             reward_funcs,
             self.state,
             longest_sequence(self.model.config),
-            why_no_longer(self.model.config),
         )
         scored = accelerator, self.source, self.reward_names
         self.collector = self.collector_class(config, self.layout, *scored, self.metrics)
@@ -1067,8 +1065,7 @@ class GRPOTrainer:
         self.notes: dict[str, Any] = {}  # shown in the progress bar
         self.bar = ProgressBar(config, self.notes, accelerator.is_main_process)
         ended = partial(getattr, self.collector, "passed_over")
-        dropout = max((share for *_, share in dropouts(self.model)), default=0.0)
-        self.hint_writer = HintWriter(config, self.precision.name, self.log, ended, dropout)
+        self.hint_writer = HintWriter(config, self.precision.name, self.log, ended)
         samples = SampleWriter(config, accelerator, self.collector, self.log)
         trackers = Trackers(config, accelerator)
         ours = [self.log, trackers, samples, self.hint_writer, self.bar]
@@ -1327,7 +1324,8 @@ class GRPOTrainer:
         unlike = unlike_trl(self.config, bool(own_balance_weight(self.model.config)))
         return (
             f"{self.trainable}; {name} precision on {self.device}\n"
-            f"{self.config.describe(self.accelerator.num_processes)}"
+            + "attn_implementation = 'sink' (a prompt is read once for its group)\n" * self.quick
+            + f"{self.config.describe(self.accelerator.num_processes)}"
             + f"\nunlike TRL 1.16: {unlike}" * bool(unlike)
             + f"\n{LEFT_ALONE}" * self.left_alone
             + corrected * self.corrects

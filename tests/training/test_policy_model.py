@@ -2,15 +2,23 @@
 
 import pytest
 import torch
+from dense_models import dense_model
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from small_mixtures import mixture
 from small_runs import small_model
 
 from grpo_nb import GRPOConfig
+from grpo_nb.training.policy_logprobs import (
+    TrainingBatch,
+    completion_logps,
+    plain_completion_logps,
+    reads_a_row,
+)
 from grpo_nb.training.policy_model import (
     check_model,
     describe_trainable,
     load_policy,
+    quicken,
     recompute_layers,
 )
 
@@ -105,3 +113,39 @@ def test_two_weights_that_are_called_one_are_refused(tmp_path):
     again = type(model).from_pretrained(tmp_path)
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
     assert not torch.equal(again.lm_head.weight, again.get_input_embeddings().weight)
+
+
+def some_completions():
+    "Two groups of three completions of unlike lengths, with prompts of unlike lengths."
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 40, (2, 9), generator=generator).repeat_interleave(3, 0)
+    there = torch.arange(9) >= torch.tensor([0, 4]).repeat_interleave(3)[:, None]
+    drawn = torch.arange(8) < torch.tensor([8, 3, 5, 1, 7, 8])[:, None]
+    ids = torch.randint(3, 40, (6, 8), generator=generator) * drawn
+    return TrainingBatch(prompts * there, there, ids, drawn, drawn, torch.ones(6))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2 windows", "Qwen3", "Mistral"])
+def test_a_quick_model_gives_the_log_probs_and_gradients_of_transformers_own_pass(name):
+    batch, found = some_completions(), []
+    weights = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for quick in (False, True):
+        model = dense_model(name, torch.float64, lora=True)
+        if quick:
+            assert quicken(model, GRPOConfig()) and reads_a_row(model)
+        compute = completion_logps if quick else plain_completion_logps
+        logps = compute(model, batch)
+        logps = logps[0] if quick else logps
+        (logps * weights).sum().backward()
+        found.append([logps.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    for plain, quick in zip(*found):
+        torch.testing.assert_close(quick, plain, atol=1e-5, rtol=1e-4)  # norms are in float32
+
+
+@pytest.mark.parametrize("name", ["Phi3", "Gemma3Text", "Llama"])
+def test_another_family_or_a_named_attention_stays_as_it_is(name):
+    model = dense_model(name)
+    before = model.config._attn_implementation
+    named = {"attn_implementation": "sdpa"} if name == "Llama" else None
+    assert not quicken(model, GRPOConfig(model_init_kwargs=named))
+    assert model.config._attn_implementation == before
