@@ -13,7 +13,7 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
                            right number there, another prompt and a higher rate
         --supervised       the same rows and seconds, imitating GSM8K's worked solutions
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR profile
-        ten updates, the seconds of their parts, and the kernels that they are spent in
+        eight updates and the seconds of their parts; --kernels: the kernels of one of them
 
 MODEL is a folder in transformers' form. FOLDER holds GSM8K's train.jsonl and test.jsonl. Each run
 leaves DIR/NAME.json: settings, versions, card, the log of every update, the judgement of every test
@@ -212,7 +212,8 @@ def settings(arguments, out):
         max_grad_norm=0.2,
         adam_beta2=0.99,
         disable_tqdm=True,
-        model_init_kwargs={"dtype": "bfloat16"},
+        model_init_kwargs={"dtype": "bfloat16"}
+        | ({"attn_implementation": "sdpa"} if arguments.plain else {}),
     )
 
 
@@ -339,10 +340,11 @@ def prompts(arguments):
     ways = {name: (*told, ()) for name, told in PROMPTS.items()}
     ways["eight worked problems"] = (None, "", shots)
     for most in (400, 1024):
-        for name, told in ways.items():
-            asked, answers = test_prompts(arguments, *told)
+        names = ways if most == 400 else ("box", max(ways, key=lambda n: record[n]["right"]))
+        for name in dict.fromkeys(names):
+            asked, answers = test_prompts(arguments, *ways[name])
             found, texts = answered(model, tokenizer, asked, answers, most=most)
-            record[f"{name}, {most}"] = found | {"texts": texts[:4]}
+            record[name if most == 400 else f"{name}, {most}"] = found | {"texts": texts[:4]}
             print(name, most, found["right"], {m: found["marks"].count(m) for m in "rwnc"},
                   found["tokens"], found["seconds"], flush=True)  # fmt: skip
     (arguments.out / "prompts.json").write_text(json.dumps(record))
@@ -367,9 +369,9 @@ def profile(arguments):
                     sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70
                 )
                 (arguments.out / "profile.txt").write_text(table)
-                self.seen.export_chrome_trace(str(arguments.out / "trace.json"))
 
-    trainer.add_callback(Look())
+    if arguments.kernels:
+        trainer.add_callback(Look())
     trainer.train()
     for row in trainer.log_history:
         if "reward" in row:
@@ -396,6 +398,8 @@ def main():
     parser.add_argument("--tokens", type=int, default=400, help="of a completion, at most")
     parser.add_argument("--problems", type=int, default=1319, help="test problems, the first ones")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="a table of kernels (profile)")
+    parser.add_argument("--plain", action="store_true", help="transformers' attention and layers")
     parser.add_argument("--save", action="store_true", help="also the adapter")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
