@@ -299,8 +299,9 @@ def run(arguments):
     trainer, kept, prompt = make_trainer(arguments, arguments.out / name)
     model, tokenizer = trainer.model, trainer.processing_class
     prompts, answers = test_prompts(arguments, *prompt)
-    record["before"], texts = answered(model, tokenizer, prompts, answers)
-    print(name, "before", record["before"]["right"], record["before"]["way"], flush=True)
+    if arguments.before:
+        record["before"], texts = answered(model, tokenizer, prompts, answers)
+        print(name, "before", record["before"]["right"], record["before"]["way"], flush=True)
     began = time.perf_counter()
     if arguments.supervised:
         record["losses"] = [round(x, 4) for x in imitate(trainer, arguments)]
@@ -313,7 +314,8 @@ def run(arguments):
         record["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     record["after"], later = answered(model, tokenizer, prompts, answers)
     record["after_1024"], _ = answered(model, tokenizer, prompts, answers, most=1024)
-    marks = list(zip(record["before"]["marks"], record["after"]["marks"]))
+    marks = zip(record["before"]["marks"], record["after"]["marks"]) if arguments.before else ()
+    marks = list(marks)
     for kind, which in (("won", ("w", "r")), ("lost", ("r", "w"))):
         found = [i for i, pair in enumerate(marks) if pair == which][:4]
         record[kind] = [
@@ -399,6 +401,9 @@ def main():
     parser.add_argument("--problems", type=int, default=1319, help="test problems, the first ones")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="a table of kernels (profile)")
+    parser.add_argument(
+        "--no-before", dest="before", action="store_false", help="it was answered by `prompts`"
+    )
     parser.add_argument("--plain", action="store_true", help="transformers' attention and layers")
     parser.add_argument("--save", action="store_true", help="also the adapter")
     arguments = parser.parse_args()
