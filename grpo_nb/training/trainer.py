@@ -36,10 +36,11 @@ from transformers import AutoTokenizer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from ..algorithm.batching import BatchLayout
+from ..model.adapters import adapter_folder, base_of_adapter
 from ..model.attention import check_attention
 from ..model.files import json_text
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
-from ..model.memory_bytes import longest_sequence
+from ..model.memory_bytes import longest_sequence, why_no_longer
 from ..rollout.adapter_versions import served_config
 from grpo_nb.rollout.colocated import (
     ColocatedVLLM,
@@ -82,7 +83,13 @@ from .evaluation import Evaluator
 from .guard import Guard, doubt_of_cuts
 from .hub import HubWriter, open_repository
 from .optimizer import check_given_optimizer, make_optimizer
-from .policy_model import check_model, describe_trainable, load_policy, quicken
+from grpo_nb.training.policy_model import (
+    check_model,
+    describe_trainable,
+    dropouts,
+    load_policy,
+    quicken,
+)
 from .policy_update import PolicyUpdate, own_balance_weight
 from .precision import Precision, frozen_dtype
 from .reference import Reference
@@ -700,6 +707,9 @@ def tokenizer_of(
             "the model was not loaded from anywhere, so its tokenizer is not known: pass "
             "processing_class=tokenizer"
         )
+    adapter = adapter_folder(model)
+    if adapter and not (Path(adapter) / "tokenizer_config.json").is_file():
+        name = base_of_adapter(adapter)
     given = (
         f"model={name!r}"
         if isinstance(model, str)
@@ -1036,6 +1046,7 @@ class GRPOTrainer:
             reward_funcs,
             self.state,
             longest_sequence(self.model.config),
+            why_no_longer(self.model.config),
         )
         scored = accelerator, self.source, self.reward_names
         self.collector = self.collector_class(config, self.layout, *scored, self.metrics)
@@ -1065,7 +1076,8 @@ class GRPOTrainer:
         self.notes: dict[str, Any] = {}  # shown in the progress bar
         self.bar = ProgressBar(config, self.notes, accelerator.is_main_process)
         ended = partial(getattr, self.collector, "passed_over")
-        self.hint_writer = HintWriter(config, self.precision.name, self.log, ended)
+        dropout = max((share for *_, share in dropouts(self.model)), default=0.0)
+        self.hint_writer = HintWriter(config, self.precision.name, self.log, ended, dropout)
         samples = SampleWriter(config, accelerator, self.collector, self.log)
         trackers = Trackers(config, accelerator)
         ours = [self.log, trackers, samples, self.hint_writer, self.bar]
