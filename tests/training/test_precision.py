@@ -64,8 +64,9 @@ def test_a_run_in_each_format(changes, dtype, adapter, tmp_path):
     for record in trainer.log_history:
         assert all(math.isfinite(v) for v in record.values()) and record["skipped_updates"] == 0
     assert trainer.precision.scaler.is_enabled() == (dtype == torch.float16)
-    tolerance = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.5}[dtype]
-    assert trainer.log_history[0]["sampling/gap_max"] < tolerance
+    # the mean: one token whose experts are others in a narrow format is far off
+    tolerance = {torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.05}[dtype]
+    assert trainer.log_history[0]["sampling/gap_mean"] < tolerance
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
