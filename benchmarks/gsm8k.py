@@ -15,10 +15,13 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR profile
         eight updates and the seconds of their parts; --kernels: the kernels of one of them
 
+    python benchmarks/gsm8k.py - --out benchmarks/results/gsm8k show
+        the table of what is stored, with 95 % intervals over problems and seeds
+
 MODEL is a folder in transformers' form. FOLDER holds GSM8K's train.jsonl and test.jsonl. Each run
 leaves DIR/NAME.json: settings, versions, card, the log of every update, the judgement of every test
-problem (r right, w wrong, n no number, c cut) and completions of a few updates. `--show` of
-benchmarks/gsm8k_table.py reads them.
+problem (r right, w wrong, n no number, c cut) and completions of a few updates. In
+benchmarks/results/gsm8k logs and completions are shortened to what pages read.
 """
 
 import argparse
@@ -381,13 +384,48 @@ def profile(arguments):
     print("peak GiB", torch.cuda.max_memory_allocated() / 2**30)
 
 
+def interval(marks, before, draws=2000):
+    "Points gained over `before`: the mean, and 95 % by a bootstrap over problems and seeds."
+    rng, count = random.Random(0), len(before)
+    gains = [[(a == "r") - (b == "r") for a, b in zip(run, before)] for run in marks]
+    means = []
+    for _ in range(draws):
+        runs = rng.choices(gains, k=len(gains))
+        places = rng.choices(range(count), k=count)
+        means.append(100 * sum(run[i] for run in runs for i in places) / count / len(runs))
+    means.sort()
+    mean = 100 * sum(map(sum, gains)) / count / len(gains)
+    return mean, means[int(0.025 * draws)], means[int(0.975 * draws)]
+
+
+def show(arguments):
+    "The stored prompts and runs as a table."
+    stored = {p.stem: json.loads(p.read_text()) for p in sorted(arguments.out.glob("*.json"))}
+    prompts = {n: r for n, r in stored["prompts"].items() if "marks" in r and r["most"] == 400}
+    best = max(prompts, key=lambda n: prompts[n]["right"])
+    print(stored["prompts"]["arguments"]["model"], "on", stored["prompts"]["card"])
+    for name, r in prompts.items():
+        print(f"{name:22} {r['right']:6.1%} at 400 tokens" + " (the best)" * (name == best))
+    for kind in dict.fromkeys(n.rpartition("_")[0] for n in stored if n != "prompts"):
+        runs = [r for n, r in stored.items() if n.startswith(kind + "_")]
+        for most, key in ((400, "after"), (1024, "after_1024")):
+            told = stored["prompts"][f"{best}, 1024"] if most == 1024 else prompts[best]
+            gain = "{:+.1f} points ({:+.1f} to {:+.1f})".format(
+                *interval([r[key]["marks"] for r in runs], told["marks"])
+            )
+            rights = ", ".join(f"{r[key]['right']:.1%}" for r in runs)
+            print(f"{kind:8} {most:5} tokens: {rights}; {gain} over the best prompt")
+        seconds = ", ".join(f"{r['seconds']:.0f} s" for r in runs)
+        print(f"{kind:8} {len(runs)} seed(s), {len(runs[0]['log'])} updates in {seconds}")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("what", choices=("prompts", "run", "profile"))
-    parser.add_argument("--data", required=True, type=Path)
+    parser.add_argument("what", choices=("prompts", "run", "profile", "show"))
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--reward", choices=("right", "random", "box", "form"), default="right")
     parser.add_argument("--supervised", action="store_true")
@@ -409,7 +447,8 @@ def main():
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("default", category=UserWarning)
-    {"prompts": prompts, "run": run, "profile": profile}[arguments.what](arguments)
+    ways = {"prompts": prompts, "run": run, "profile": profile, "show": show}
+    ways[arguments.what](arguments)
 
 
 if __name__ == "__main__":
