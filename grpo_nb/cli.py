@@ -334,7 +334,8 @@ def serve(
             server = _listening(args)
             folder = args.lora_dir and args.lora_dir.resolve()
             adapters = f", adapters from {folder}" if folder else ", no adapters (--lora-dir)"
-            print(f"{args.model} at {server.url}{adapters}", flush=True)
+            stop = server.RequestHandlerClass.stand_in.added_stop()
+            print(f"{args.model} at {server.url}{adapters}{stop}", flush=True)
             try:
                 with server:
                     server.serve_forever()

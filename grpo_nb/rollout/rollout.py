@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ASKED', 'SAID', 'THOUGHT', 'CALLED', 'GIVEN', 'pad_left', 'Rollout', 'finish', 'with_survivors', 'joined',
-           'concatenate', 'named_ends', 'content_of', 'takes', 'shown', 'token_ids', 'special_ids', 'long_turns',
-           'inside_turns', 'turn_closer', 'default_stop_token_ids', 'text_token_ids', 'passed_over', 'end_at_text']
+           'concatenate', 'named_ends', 'content_of', 'text_of', 'takes', 'shown', 'token_ids', 'special_ids',
+           'long_turns', 'inside_turns', 'turn_closer', 'default_stop_token_ids', 'text_token_ids', 'passed_over',
+           'end_at_text']
 
 # %% ../../nbs/rollout/02_rollout.ipynb #f33ef841
 import json
@@ -205,6 +206,15 @@ def content_of(
 ) -> str | list[dict]:
     "What a message says, in the form that the template takes."
     return [{"type": "text", "text": text}] if parts else text
+
+
+def text_of(
+    content: str | Sequence[Mapping] | None,  # of a message, in either form
+) -> str:  # of parts those with a text
+    "What a message says, as one text."
+    if isinstance(content, (list, tuple)):
+        return "".join(part.get("text") or "" for part in content)
+    return content or ""
 
 
 def takes(

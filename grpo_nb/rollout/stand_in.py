@@ -40,7 +40,13 @@ from ..algorithm.logprobs import selective_log_softmax
 from ..model.export import no_file_bars
 from ..model.memory_bytes import longest_sequence
 from .engine import RolloutEngine, evaluating
-from .rollout import Rollout, default_stop_token_ids, text_token_ids
+from grpo_nb.rollout.rollout import (
+    Rollout,
+    default_stop_token_ids,
+    named_ends,
+    text_token_ids,
+    turn_closer,
+)
 from .sampling import SamplingParams
 
 # %% ../../nbs/rollout/13_stand_in.ipynb #0738a017
@@ -635,6 +641,13 @@ class StandIn:
         rollout, _, _ = self.drawn(whole)
         choices = [tokens_choice(rollout, row) for row in range(len(rollout.prompt_ids))]
         return {"request_id": f"generate-{self.count}", "choices": choices}
+
+    def added_stop(self) -> str:
+        "What the server's first line says of a stop that no configuration names."
+        closer = turn_closer(self.tokenizer, named_ends(self.adapters.model, self.tokenizer))
+        if closer is None:
+            return ""
+        return f", stops at {self.tokenizer.convert_ids_to_tokens(closer)} too, which ends a turn"
 
     def drawn(self, asked: dict) -> tuple[Rollout, list | None, int]:
         "Completions, log-probs of the prompts if they are asked for, and completions of a prompt."

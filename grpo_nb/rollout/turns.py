@@ -34,7 +34,7 @@ import torch
 from transformers.utils import get_json_schema
 
 from .arrivals import Arrivals, Asked, in_rounds
-from .rollout import Rollout, default_stop_token_ids, joined, special_ids
+from .rollout import Rollout, default_stop_token_ids, joined, special_ids, text_of
 from .sampler import Sampler, drawn_elsewhere
 from .sampling import SamplingParams, Survivors, behind, stream_keys
 
@@ -1217,7 +1217,7 @@ def appended(
     "A conversation whose last message goes on with a text."
     if text is None:
         return list(prompt)
-    last = {**prompt[-1], "content": (prompt[-1].get("content") or "") + str(text)}
+    last = {**prompt[-1], "content": text_of(prompt[-1].get("content")) + str(text)}
     return [*prompt[:-1], last]
 
 

@@ -136,9 +136,11 @@ class CompletionSource:
 
     def first_prompt(self, rows: Any) -> list[int]:
         "The token ids of the first row's prompt; what an environment adds to it is not there yet."
-        row = rows[0]
+        row, shown = rows[0], self.tools_shown()
+        if not shown:
+            return self.prompts_of([row], [0])[0][0]
         of_row = template_kwargs(row, self.config.chat_template_kwargs)
-        return prompt_token_ids(row["prompt"], self.tokenizer, of_row | self.tools_shown())
+        return prompt_token_ids(row["prompt"], self.tokenizer, of_row | shown)
 
     def publish(self, model: Any, version: int) -> None:
         "Hand the sampler the present weights, for the completions that it draws next."

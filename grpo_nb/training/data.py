@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..rollout.rollout import takes, text_token_ids
+from ..rollout.rollout import takes, text_of, text_token_ids
 from .config import OTHER_NAMES, GRPOConfig
 
 # %% ../../nbs/training/02_data.ipynb #47420214
@@ -61,10 +61,12 @@ def without_gaps(
 
 def form_of(
     message: Mapping,
-) -> str | int:  # the kind of the content; of a list how many parts it has
+) -> str | tuple:  # the kind of the content; of a list those of its parts
     "In what form a message says something."
     content = message.get("content")
-    return len(content) if isinstance(content, (list, tuple)) else type(content).__name__
+    if not isinstance(content, (list, tuple)):
+        return type(content).__name__
+    return tuple(isinstance(part, Mapping) and str(part.get("type")) for part in content)
 
 
 def as_string(
@@ -345,9 +347,7 @@ def completion_as_given(
     "A completion in the form in which reward functions receive it."
     if not is_conversational(prompt):
         return text
-    begun = prompt[-1].get("content") or "" if prompt[-1]["role"] == "assistant" else ""
-    if isinstance(begun, list):
-        begun = "".join(part.get("text") or "" for part in begun)
+    begun = text_of(prompt[-1].get("content")) if prompt[-1]["role"] == "assistant" else ""
     return [{"role": "assistant", "content": begun + text}]
 
 # %% ../../nbs/training/02_data.ipynb #03221d2d

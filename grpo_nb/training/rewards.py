@@ -42,6 +42,7 @@ from grpo_nb.environments.isolated_rewards import (
     prctl,
     send,
 )
+from .data import as_template_takes
 
 # %% ../../nbs/training/03_rewards.ipynb #900a178b
 class RewardError(RuntimeError):
@@ -575,9 +576,9 @@ class ModelReward:
         model's own chat template."""
         if isinstance(prompt, str):
             return prompt + completion
-        return self.tokenizer.apply_chat_template(
-            [*prompt, *completion], tokenize=False, **self.chat_template_kwargs
-        )
+        variables = self.chat_template_kwargs
+        messages = as_template_takes([*prompt, *completion], self.tokenizer, variables)
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **variables)
 
     @torch.inference_mode()
     def __call__(

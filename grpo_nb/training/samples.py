@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..rollout.rollout import text_of
+
 # %% ../../nbs/training/16_samples.ipynb #28424397
 def plain_text(
     value: Any,  # a string, or chat messages
@@ -30,7 +32,7 @@ def message_text(message: dict) -> str:
     "What a chat message says, and the tools that it calls as NAME(arguments)."
     calls = [call["function"] for call in message.get("tool_calls") or []]
     texts = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
-    return " ".join(text for text in (message.get("content"), *texts) if text)
+    return " ".join(text for text in (text_of(message.get("content")), *texts) if text)
 
 
 def several_turns(

@@ -1342,12 +1342,14 @@ class GRPOTrainer:
             + f"\n{LEFT_ALONE}" * self.left_alone
             + corrected * self.corrects
             + self.weights.description(self.vllm is None)
-            + self.what_is_read() * self.source.sampler.takes_token_ids
+            + self.what_is_read()
         )
 
     def what_is_read(self) -> str:
         "Three lines to print as a run begins: the first prompt, what ends its answers, the room."
-        ids, sampler = self.source.first_prompt(self.train_dataset), self.source.sampler
+        if not self.sampler.takes_token_ids:
+            return ""
+        ids, sampler = self.source.first_prompt(self.train_dataset), self.sampler
         named, stops = named_ends(self.model, self.tokenizer), self.sampling.stop_token_ids
         added = turn_closer(self.tokenizer, named) if stops is None else None
         if stops is None:

@@ -19,12 +19,15 @@ from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import takes
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.rollout.stand_in import StandIn, serving
+from grpo_nb.rollout.turns import appended
 from grpo_nb.training.data import (
     check_long_prompts,
     completion_as_given,
     filled_arguments,
     prompt_token_ids,
+    stops_by_name,
 )
+from grpo_nb.training.rewards import ModelReward
 
 START, END = "<s>", "</s>"
 TOKENIZERS = {name: byte_tokenizer(text, END, START) for name, text in TEMPLATES.items()}
@@ -98,8 +101,9 @@ def test_several_parts_under_a_template_of_strings_are_refused_with_the_row(name
     with pytest.raises(ValueError, match="row 1 .*message 0 .*Write its content as one string"):
         check_long_prompts(rows, TOKENIZERS[name], 8, 4096)
     picture = [{"role": "user", "content": [{"type": "image"}]}]
-    with pytest.raises(ValueError, match="brackets and quotes"):
-        prompt_token_ids(picture, TOKENIZERS[name])
+    one = in_parts(conversation(["a"]))
+    with pytest.raises(ValueError, match="row 2 .*brackets and quotes"):
+        check_long_prompts([{"prompt": p} for p in (one, one, picture)], TOKENIZERS[name], 8, 4096)
 
 
 def a_call(**arguments):
@@ -146,6 +150,28 @@ def test_a_content_of_none_is_no_word():
     assert prompt_token_ids(nothing, tokenizer) == plain(empty, tokenizer)
     begun = {"role": "assistant", "content": [{"type": "text", "text": "1"}]}
     assert completion_as_given([*nothing, begun], "2") == [{"role": "assistant", "content": "12"}]
+
+
+def test_a_run_whose_rows_hold_parts_trains_as_with_strings(tmp_path):
+    found = []
+    for folder, rows in (("a", ROWS), ("b", [{"prompt": in_parts(r["prompt"])} for r in ROWS])):
+        trainer = small_trainer(tmp_path / folder, rows=rows)
+        trainer.train()
+        found.append([(one["prompt"], one["completion"]) for one in trainer.samples])
+    assert found[0] == found[1]
+    assert appended(in_parts(ROWS[0]["prompt"]), "9") == [{"role": "user", "content": "0+1=9"}]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1"])
+def test_a_reward_model_reads_neither_none_nor_brackets(name):
+    reward = object.__new__(ModelReward)
+    reward.tokenizer, reward.chat_template_kwargs = TOKENIZERS[name], {}
+    asked = [called(city="Rome"), called(query="b")]
+    table = datasets.Dataset.from_list([{"prompt": one} for one in asked])
+    answer = {"role": "assistant", "content": "there"}
+    for row, messages in zip(table, asked):
+        expected = TOKENIZERS[name].apply_chat_template([*messages, answer], tokenize=False)
+        assert reward.text(row["prompt"], in_parts([answer])) == expected
 
 
 # where it stops, by every route
@@ -230,6 +256,34 @@ def test_a_run_and_its_evaluation_stop_at_the_end_of_a_turn(tmp_path):
     seen.clear()
     trainer.evaluate(ROWS)
     assert seen and ends_as_in_transformers(seen, tokenizer, 24)
+
+
+def test_turns_with_tools_stop_at_the_same_tokens(tmp_path, capsys):
+    tokenizer = byte_tokenizer(TEMPLATES["qwen3"])
+    model = small_model()[0]
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+
+    def look(place: str) -> str:
+        """Look somewhere.
+
+        Args:
+            place: where
+        """
+        return place
+
+    settings = dict(model=model, tokenizer=tokenizer, rows=ROWS, max_completion_length=40)
+    trainer = small_trainer(tmp_path, arguments={"tools": [look]}, **settings)
+    prompt, stops, _ = start_of(trainer, capsys)
+    assert prompt.startswith("<|im_start|>system") and prompt.endswith("<|im_start|>assistant\\n")
+    told = stops_by_name(trainer.sampler.stop_token_ids, None, tokenizer)
+    assert told == stops.partition(" (added")[0] == "<|endoftext|>, <|im_end|>"
+
+
+def test_a_server_names_the_stop_that_it_added():
+    model, tokenizer = closing()
+    assert "<|end|>" in StandIn(model, tokenizer, name="small").added_stop()
+    assert StandIn(*small_model(), name="small").added_stop() == ""
 
 
 # what the start of a run says
