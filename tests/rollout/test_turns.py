@@ -545,7 +545,8 @@ def test_one_error_of_all_calls_of_a_batch_is_said_once():
         with warnings.catch_warnings(record=True) as all_of_them:
             warnings.simplefilter("always")
             sampler.generate([[row] for row in rows], SamplingParams(max_tokens=2000))
-        return [str(one.message) for one in all_of_them]
+        # loops of other tests may be collected in between
+        return [str(one.message) for one in all_of_them if one.category is not ResourceWarning]
 
     assert told(5, 7) == []  # two errors
     (one,) = told(5, 6)

@@ -339,7 +339,10 @@ def test_a_function_that_draws_decides_itself(tmp_path, capsys):
         ids = [[9, 1]] * len(prompts)
         return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None}
 
-    trainer = small_trainer(tmp_path, arguments={"rollout_func": drawing})
+    model, tokenizer = small_model()
+    tokenizer.chat_template = None  # nothing here writes conversations
+    settings = dict(rows=ROWS, model=model, tokenizer=tokenizer)
+    trainer = small_trainer(tmp_path, arguments={"rollout_func": drawing}, **settings)
     trainer.log.show = True
     trainer.train()
     assert "stops: " not in capsys.readouterr().out
