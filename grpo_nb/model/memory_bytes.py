@@ -395,6 +395,11 @@ def _tower_numbers(found):
     return sum(p.numel() for part in parts for p in part.parameters())
 
 
+def _number(found):
+    "What a JSON object stands for, which is a number where transformers writes an infinite one."
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
 def _read_file(path):
     "The settings in a config.json, given as a file or as its folder."
     file = path / "config.json" if path.is_dir() else path
@@ -405,7 +410,7 @@ def _read_file(path):
             "on the network)"
         )
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(), object_hook=_number)
     except ValueError as error:
         raise ValueError(f"{file} is no JSON ({error}): give a model's config.json") from None
 
@@ -606,14 +611,19 @@ _routers = ("router", "mlp.gate.", "shared_expert_gate")
 
 def numbers_in_class(
     config: Any,  # transformers', of a text model
+    tied: bool = False,  # its embedding is its head
 ) -> dict[str, int]:  # kind -> numbers, as ModelShape.parameters
     "Count the numbers of a model in its class; nothing is allocated."
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     found = dict.fromkeys(("embedding", "head", "attention", "mlp", "rest"), 0)
+    with torch.device("meta"):
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            model = AutoModelForCausalLM.from_config(config)
+        else:  # the text of a model with towers, whose class has no head
+            model = AutoModel.from_config(config)
+            found["head"] = 0 if tied else config.vocab_size * config.hidden_size
     for name, p in model.named_parameters():
         small = p.dim() < 2 or name.endswith("bias") or any(part in name for part in _routers)
         kind = next((kind for part, kind in _kinds.items() if part in name), "mlp")
@@ -647,13 +657,15 @@ def released_shape(
         except (ValueError, KeyError, TypeError):  # a kind that transformers does not have
             return read_shape(model)
     text = given.get_text_config().to_dict()
+    text.setdefault("tie_word_embeddings", getattr(given, "tie_word_embeddings", None))
     gemma = (text["model_type"] or "").startswith("gemma4")  # an MLP beside its experts
     shared = int(any(text.get(name) for name in _counted if "shared" in name))
     if gemma and text.get("enable_moe_block"):
         shared = -(-text["intermediate_size"] // text["moe_intermediate_size"])
     text = {name: value for name, value in text.items() if name not in _counted}
     text["intermediate_size"] = text.get("intermediate_size") or text.get("moe_intermediate_size")
-    shape, counts = read_shape(text), numbers_in_class(given.get_text_config())
+    shape = read_shape(text)
+    counts = numbers_in_class(given.get_text_config(), shape.tied)
     return replace(
         shape,
         name=_name(model, found),

@@ -236,8 +236,11 @@ def check_tied(
     model,  # with its adapter
 ) -> None:  # ValueError
     "Refuse to train two weights of which whoever reads them back would make one."
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    if hasattr(model, "peft_config") or not model.config.get_text_config().tie_word_embeddings:
+    tied, text = getattr(model, "all_tied_weights_keys", None) or {}, model.config.get_text_config()
+    said = getattr(
+        text, "tie_word_embeddings", model.config.tie_word_embeddings
+    )  # Qwen-VL: outside
+    if hasattr(model, "peft_config") or not said:
         return  # an adapter's files hold what is trained as a whole
     weights = dict(model.named_parameters(remove_duplicate=False))
     for one, other in tied.items():
