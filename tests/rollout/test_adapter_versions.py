@@ -49,13 +49,12 @@ def test_a_version_that_is_drawn_with_is_not_unloaded(start, tmp_path):
     sampler.publish(model, 0)
     before = sampler.generate(PROMPTS, PARAMS)
     old = sampler.versions.current[0]
-    stand_in.lock.acquire()
     drawn = []
     thread = threading.Thread(target=lambda: drawn.append(sampler.generate(PROMPTS, PARAMS)))
-    thread.start()
-    while not sampler.versions.users[old]:
-        time.sleep(0.01)
-    stand_in.lock.release()
+    with stand_in.lock:
+        thread.start()
+        while not sampler.versions.users[old]:
+            time.sleep(0.01)
     sampler.publish(model, 1)
     thread.join()
     assert torch.equal(drawn[0].completion_ids, before.completion_ids)
