@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ASKED', 'SAID', 'THOUGHT', 'CALLED', 'GIVEN', 'pad_left', 'Rollout', 'finish', 'with_survivors', 'joined',
            'concatenate', 'named_ends', 'content_of', 'text_of', 'takes', 'shown', 'token_ids', 'special_ids',
-           'long_turns', 'inside_turns', 'turn_closer', 'default_stop_token_ids', 'text_token_ids', 'passed_over',
-           'end_at_text']
+           'added_ids', 'long_turns', 'inside_turns', 'turn_closer', 'default_stop_token_ids', 'text_token_ids',
+           'passed_over', 'end_at_text']
 
 # %% ../../nbs/rollout/02_rollout.ipynb #f33ef841
 import json
@@ -257,6 +257,12 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return marked | set(getattr(tokenizer, "all_special_ids", ()))
 
 
+def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    "The added tokens but white space; a tokenizer need not call the end of a turn special."
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {i for i, token in added.items() if str(token).strip()}
+
+
 def long_turns() -> Iterator[dict[str, Any]]:
     "Answers with thoughts, with calls and with both, as the families name them."
     thought = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), THOUGHT)
@@ -280,7 +286,7 @@ def inside_turns(
         if marks:
             first, last = min(map(text.find, marks)), max(map(text.rfind, marks))
             found.update(token_ids(text[first:last], tokenizer))
-    return found & special_ids(tokenizer)
+    return found & (special_ids(tokenizer) | added_ids(tokenizer))
 
 # %% ../../nbs/rollout/02_rollout.ipynb #d2b46639
 def turn_closer(
@@ -296,8 +302,8 @@ def turn_closer(
     between = again.partition(SAID)[2].partition(CALLED)[0]
     if not written or any(i in ends for i in token_ids(between, tokenizer)):
         return None
-    special = special_ids(tokenizer)
-    end = next((i for i in token_ids(rest, tokenizer) if i in special), None)
+    known = special_ids(tokenizer), added_ids(tokenizer)
+    end = next((i for kind in known for i in token_ids(rest, tokenizer) if i in kind), None)
     return None if end in ends or end in inside_turns(tokenizer, parts) else end
 
 

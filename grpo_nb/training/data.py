@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['ROW_SETTINGS', 'TEMPLATE_ROOM', 'NOT_FOR_REWARDS', 'ARGUMENTS', 'KEPT_ROWS', 'is_conversational', 'without_none',
-           'without_gaps', 'form_of', 'as_string', 'as_template_takes', 'as_parts', 'without_empty', 'prompt_token_ids',
-           'template_kwargs', 'many_prompt_token_ids', 'check_prompt_lengths', 'column_names', 'values_of',
-           'prompt_rows', 'kind_of_prompt', 'most_tokens', 'check_long_prompts', 'cut_in_the_middle', 'stops_by_name',
-           'room_left', 'completion_as_given', 'reward_columns', 'check_shape', 'check_rows', 'is_stream', 'listed',
-           'StreamedRows', 'check_columns', 'check_prompts', 'check_row_settings', 'check_dataset',
-           'check_evaluation_data', 'unread_settings', 'filled_arguments', 'row_variables', 'unread_variables']
+           'without_gaps', 'form_of', 'check_content', 'as_string', 'as_template_takes', 'as_parts', 'without_empty',
+           'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'check_prompt_lengths', 'column_names',
+           'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens', 'check_long_prompts', 'cut_in_the_middle',
+           'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns', 'check_shape', 'check_rows',
+           'is_stream', 'listed', 'StreamedRows', 'check_columns', 'check_prompts', 'check_row_settings',
+           'check_dataset', 'check_evaluation_data', 'unread_settings', 'filled_arguments', 'row_variables',
+           'unread_variables']
 
 # %% ../../nbs/training/02_data.ipynb #b5d7708d
 import inspect
@@ -69,6 +70,19 @@ def form_of(
     return tuple(isinstance(part, Mapping) and str(part.get("type")) for part in content)
 
 
+def check_content(
+    message: Mapping,
+    place: int,  # in its conversation
+) -> None:  # ValueError
+    "Refuse a content that is neither text nor parts."
+    content = message.get("content")
+    if content is not None and not isinstance(content, (str, list, tuple, Mapping)):
+        raise ValueError(
+            f"message {place} has the content {content!r}, a {type(content).__name__}: write it as "
+            f"text, {str(content)!r}"
+        )
+
+
 def as_string(
     message: dict[str, Any],  # for a template that writes strings
     place: int,  # in its conversation
@@ -95,6 +109,8 @@ def as_template_takes(
 ) -> list[dict[str, Any]]:  # ValueError
     "A conversation of which the template writes neither a None nor a list as Python prints it."
     messages, template = [without_gaps(message) for message in prompt], tokenizer.chat_template
+    for place, message in enumerate(messages):
+        check_content(message, place)
     forms = {type(message.get("content")) for message in messages}
     if forms - {str, type(None)} and takes(tokenizer, False, variables):
         if not takes(tokenizer, True, variables):

@@ -238,5 +238,4 @@ def test_what_is_no_model(tmp_path, plain):
         with pytest.raises(ValueError, match=sentence):
             load(source)
     load(plain, lora_r=2).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="holds an adapter and no model"):
-        load(tmp_path / "adapter")
+    assert load(tmp_path / "adapter").peft_config["default"].r == 2  # gone on from

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import fields, replace
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -672,3 +673,11 @@ def test_vllm_beside_the_trainer_takes_its_share():
     assert "different policies" in describe(packed)
     tight = plan("Qwen3-4B", "L4", context=8192, sampler="vllm", vllm_share=0.6)
     assert "use_vllm=False" in advice_text(tight)
+
+
+@pytest.mark.parametrize("name", ["Jamba", "NemotronH", "Zamba2", "RecurrentGemma", "FalconH1"])
+def test_no_plan_is_made_of_what_no_formula_counts(name, tmp_path):
+    config = getattr(transformers, f"{name}Config")()
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a state of their own .*no plan can be made"):
+        plan(tmp_path, "H200")

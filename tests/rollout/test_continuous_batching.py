@@ -123,7 +123,7 @@ def test_an_engine_with_memory_for_twelve_rows(monkeypatch):
     "All finish, every page is free at the end, and an error in the middle leaves it usable."
     model = tiny_gpt_oss(0, num_hidden_layers=2)[0]
     engine, watched = RolloutEngine(model, None), []
-    engine._open = lambda: (paged(model), "pages")
+    engine._open = lambda reach: (paged(model), "pages")
     prompts, params = (
         prompts_of(10, 5, 6),
         SamplingParams(max_tokens=9, n=4, seed=2, stop_token_ids=(8, 9)),

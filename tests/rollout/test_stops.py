@@ -50,6 +50,14 @@ def stops_of(tokenizer, *named):
     return tokenizer.convert_ids_to_tokens(default_stop_token_ids(model, tokenizer))
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_the_end_of_a_turn_need_not_be_marked_as_special(marked):
+    tokenizer = byte_tokenizer(None)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=marked)
+    tokenizer.chat_template = TEMPLATES["qwen3"]
+    assert stops_of(tokenizer) == ["<|endoftext|>", "<|im_end|>"]
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_turn_ends_where_trl_ends_it(name):
     tokenizer = byte_tokenizer(TEMPLATES[name], eos="<|other|>", bos="<s>")

@@ -106,6 +106,14 @@ def test_several_parts_under_a_template_of_strings_are_refused_with_the_row(name
         check_long_prompts([{"prompt": p} for p in (one, one, picture)], TOKENIZERS[name], 8, 4096)
 
 
+def test_a_number_is_no_content():
+    rows = [{"prompt": conversation(["a"])}, {"prompt": [{"role": "user", "content": 5}]}]
+    with pytest.raises(
+        ValueError, match="row 1 .*message 0 .*content 5, a int: write it as text, '5'"
+    ):
+        check_long_prompts(rows, TOKENIZERS["qwen2_5"], 8, 4096)
+
+
 def a_call(**arguments):
     function = {"name": "look", "arguments": arguments}
     return {
