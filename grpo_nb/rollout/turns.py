@@ -671,7 +671,8 @@ class CallsOfOne:
         except KeyboardInterrupt:  # the main thread alone gets it
             raise
         except BaseException as error:
-            self.answers[i] = ("error", error)
+            # its frames would hold what the turn was drawn from
+            self.answers[i] = ("error", error.with_traceback(None))
 
     @property
     def under_way(self) -> list[str]:
