@@ -20,6 +20,7 @@ FOREIGN = {
     ("control", "should_log"),
     ("handler", "lr_scheduler"),
     ("config", "pad_token_id"),
+    ("changed", "exclude_modules"),  # of a copy
     ("entry", "metadata"),
     ("mesh_info", "shard_process_group"),
 }
