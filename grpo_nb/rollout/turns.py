@@ -495,7 +495,12 @@ def choose_parser(
     )
     parsers = [described_by(tokenizer)] if own is not None else []
     parsers += [on_text(parse, tokenizer) for parse in FORMATS]
-    turns, wrong = trials(tokenizer, variables), []
+    try:
+        turns, wrong = trials(tokenizer, variables), []
+    except ValueError:  # a format with its own description may spell one tool's calls alone
+        if own is None:
+            raise
+        return parsers[0]
     for number, parser in enumerate(parsers):
         came = next(filter(None, (what_came_back(parser, *turn) for turn in turns)), None)
         if came is None:
