@@ -304,10 +304,8 @@ def turn_closer(
         return None
     known = special_ids(tokenizer), added_ids(tokenizer)
     end = next((i for kind in known for i in token_ids(rest, tokenizer) if i in kind), None)
-    channels = {"<|channel|>", "<|end|>"} <= set(
-        tokenizer.get_added_vocab()
-    )  # Harmony: it ends a message
-    if channels and tokenizer.convert_ids_to_tokens(end or 0) == "<|end|>":
+    added = tokenizer.get_added_vocab()
+    if "<|channel|>" in added and end == added.get("<|end|>"):  # Harmony's end of one message
         return None
     return None if end in ends or end in inside_turns(tokenizer, parts) else end
 

@@ -22,6 +22,7 @@ from tool_templates import Nothing, look_up, shipped
 
 from grpo_nb.environments.matmul import NAIVE, matmul_problems
 from grpo_nb.rollout.sampler import drawn_elsewhere
+from grpo_nb.rollout.rollout import turn_closer
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.rollout.turns import TurnSampler, as_call, tool_schemas
 from grpo_nb.training.data import prompt_token_ids
@@ -93,6 +94,14 @@ def test_the_tokenizer_is_gpt_oss_own(encoding, tokenizer):
     for text in texts:
         assert tokenizer(text).input_ids == encoding.encode(text, allowed_special="all")
         assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@pytest.mark.parametrize("named", [(), ("<|return|>",), ("<|return|>", "<|call|>")])
+def test_a_turn_ends_where_harmony_says_and_not_with_a_message(encoding, tokenizer, named):
+    "`<|end|>` ends a thought, and the template writes it after an answer of the past too."
+    stops = encoding.stop_tokens_for_assistant_actions()
+    closer = turn_closer(tokenizer, [tokenizer.convert_tokens_to_ids(one) for one in named])
+    assert closer is None or closer in stops
 
 
 @pytest.mark.parametrize("tools", [True, False])

@@ -184,7 +184,7 @@ def test_a_reward_model_reads_neither_none_nor_brackets(name):
 
 # where it stops, by every route
 
-TURNS = "{% for m in messages %}{{ m.thinking }}<|start|>{{ m.content }}<|end|>{% endfor %}"
+TURNS = "{% for m in messages %}{{ m.thinking }}<|start|>{{ m.content }}<|message|>{% endfor %}"
 
 
 def closing():
@@ -196,7 +196,7 @@ def closing():
 
 def ends_as_in_transformers(completions, tokenizer, most):
     "Whether each row ends at the first token at which transformers would stop."
-    named = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>")]
+    named = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|message|>")]
     ended = EosTokenCriteria(torch.tensor(named))
     for ids in completions:
         stops = [bool(ended(torch.tensor([ids[: t + 1]]), None)) for t in range(len(ids))]
@@ -290,7 +290,7 @@ def test_turns_with_tools_stop_at_the_same_tokens(tmp_path, capsys):
 
 def test_a_server_names_the_stop_that_it_added():
     model, tokenizer = closing()
-    assert "<|end|>" in StandIn(model, tokenizer, name="small").added_stop()
+    assert "<|message|>" in StandIn(model, tokenizer, name="small").added_stop()
     assert StandIn(*small_model(), name="small").added_stop() == ""
 
 
@@ -316,7 +316,7 @@ def test_a_run_begins_with_its_prompt_its_stops_and_its_room(tmp_path, capsys):
     size = len(tokenizer(written, add_special_tokens=False)["input_ids"])
     most = model.config.max_position_embeddings
     assert prompt == written
-    assert stops.startswith("<|return|>, <|end|> (added: ") and "chat template" in stops
+    assert stops.startswith("<|return|>, <|message|> (added: ") and "chat template" in stops
     assert room.startswith(f"{size} tokens of this prompt and 6 of a completion")
     assert f"{most - size - 6:,} left of {most:,}" in room
 
