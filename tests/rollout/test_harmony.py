@@ -21,8 +21,8 @@ from openai_harmony import (
 from tool_templates import Nothing, look_up, shipped
 
 from grpo_nb.environments.matmul import NAIVE, matmul_problems
-from grpo_nb.rollout.sampler import drawn_elsewhere
 from grpo_nb.rollout.rollout import turn_closer
+from grpo_nb.rollout.sampler import drawn_elsewhere
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.rollout.turns import TurnSampler, as_call, tool_schemas
 from grpo_nb.training.data import prompt_token_ids
