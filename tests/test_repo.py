@@ -40,6 +40,11 @@ every_notebook = pytest.mark.parametrize(
 )
 
 
+def test_nothing_is_larger_than_its_ceiling():
+    size = runpy.run_path(str(ROOT / "tools/size.py"))
+    assert not size["too_large"](size["measured"](ROOT))
+
+
 # Every notebook runs
 
 
