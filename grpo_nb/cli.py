@@ -597,10 +597,13 @@ def report_of_run(
     from grpo_nb.training.report import write_report
 
     try:
-        with naming_a_full_disk(args.out or args.folder):
+        with _plain_warnings("grpo-nb report"), naming_a_full_disk(args.out or args.folder):
             path = write_report(args.folder, args.out)
     except ValueError as error:
         args.parser.error(str(error))
+    except OSError as error:
+        page = args.out or args.folder / "report.html"
+        args.parser.error(f"{page} cannot be made: {error.strerror or error}; see --out")
     print(f"open {shlex.quote(str(path))} in a browser")
     return 0
 

@@ -46,7 +46,7 @@ from grpo_nb.training.prompt_choice import (
     spare_rows,
 )
 from .reporting import Metrics, check_logged, completion_metrics, reward_metrics
-from .rewards import RewardError, score_completions
+from .rewards import RewardError, reward_names, score_completions
 from .samples import check_column, sample_rows
 from .state import TrainState
 
@@ -219,14 +219,14 @@ class CompletionSource:
         prompts, completions = self.told(rows, rollout)
         metrics.add(tool_metrics(rollout))
         lengths = rollout.lengths.tolist()
-        extra: dict[str, list] = {}
+        names, extra = reward_names(self.reward_funcs), {}
 
         def log_metric(name, value):
             check_logged(name, value)
             metrics.add({name: value})
 
         def log_extra(name, values):
-            check_column(name, values, len(rows))
+            check_column(name, values, len(rows), names)
             extra[name] = list(values)
 
         scores = score_completions(

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['WIDTH', 'HEIGHT', 'LEFT', 'RIGHT', 'TOP', 'BOTTOM', 'FIRST', 'NOT_DRAWN', 'OWNERS', 'BY_MESSAGE', 'STYLE', 'POLICY',
-           'RunFiles', 'read_lines', 'spread', 'read_run', 'number', 'smoothed', 'ends', 'curve_svg', 'is_number',
-           'series', 'importance', 'curves_html', 'turns_of', 'shortened', 'turn_html', 'sample_html', 'counted',
-           'by_reward', 'samples_html', 'summary_html', 'report_html', 'write_report']
+           'RunFiles', 'read_lines', 'spread', 'read_samples', 'read_run', 'number', 'smoothed', 'ends', 'curve_svg',
+           'is_number', 'series', 'importance', 'curves_html', 'turns_of', 'shortened', 'turn_html', 'sample_html',
+           'counted', 'by_reward', 'samples_html', 'left_out', 'summary_html', 'report_html', 'write_report']
 
 # %% ../../nbs/training/23_report.ipynb #ea786b14
 import json
+import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -28,6 +30,7 @@ class RunFiles:
     hints: list[dict[str, Any]] = field(default_factory=list)  # {"step", "hint"}
     samples: list[list[dict[str, Any]]] = field(default_factory=list)  # rows of each file, by step
     damaged: int = 0  # lines that could not be read
+    unread: list[str] = field(default_factory=list)  # names of files that could not be read
 
 
 def read_lines(
@@ -41,7 +44,7 @@ def read_lines(
         try:
             record = json.loads(line)
             records.append({**record, "step": record["step"]})
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             damaged += bool(line.strip())
     return records, damaged
 
@@ -54,6 +57,19 @@ def spread(
     if len(things) <= most:
         return list(things)
     return [things[round(i * (len(things) - 1) / (most - 1))] for i in range(most)]
+
+
+def read_samples(
+    path: Path,
+) -> list[dict[str, Any]] | None:  # its rows; None for a file that is damaged
+    "The completions of a file."
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except Exception:  # of pyarrow's, of the system's, or Python's about a text
+        return None
+    return rows if all({"step", "prompt", "completion"} <= row.keys() for row in rows) else None
 
 
 def read_run(
@@ -69,13 +85,12 @@ def read_run(
         )
     records, damaged = read_lines(folder / "log.jsonl")
     hints, more = read_lines(folder / "hints.jsonl")
-    samples = []
+    samples, unread = [], []
     for path in spread(sorted(folder.glob("completions/completions_*.parquet")), files):
-        import pyarrow.parquet
-
-        samples.append(pyarrow.parquet.read_table(path).to_pylist())
-    name = folder.resolve().name
-    return RunFiles(name, records, hints, [s for s in samples if s], damaged + more)
+        rows = read_samples(path)
+        samples += [rows] if rows else []
+        unread += [path.name] if rows is None else []
+    return RunFiles(folder.resolve().name, records, hints, samples, damaged + more, unread)
 
 # %% ../../nbs/training/23_report.ipynb #687655cb
 WIDTH, HEIGHT = 312, 150  # pixels of a curve
@@ -218,8 +233,9 @@ BY_MESSAGE = (
 
 def turns_of(sample: dict[str, Any]) -> list[tuple[str, str]]:  # (role, text)
     "Who said what in a completion."
-    if sample.get("turns"):
-        return [(str(role), str(text)) for role, text in json.loads(sample["turns"])]
+    with suppress(ValueError, TypeError, RecursionError):
+        if sample.get("turns"):
+            return [(str(role), str(text)) for role, text in json.loads(sample["turns"])]
     return [("assistant", str(sample["completion"]))]
 
 
@@ -328,6 +344,14 @@ pre{margin:0;font:12px/1.45 ui-monospace,monospace;white-space:pre-wrap;overflow
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no script, and nothing is fetched
 
 
+def left_out(run: RunFiles) -> list[str]:
+    "What of a run's files could not be read."
+    lines, files = run.damaged, ", ".join(run.unread)
+    return [f"damaged lines left out: {lines}"] * bool(lines) + [
+        f"damaged files left out: {files}"
+    ] * bool(files)
+
+
 def summary_html(run: RunFiles) -> str:
     "A line on how far the run came."
     numbers = series(run.records)
@@ -344,8 +368,7 @@ def summary_html(run: RunFiles) -> str:
         parts.append(
             f"{number(seconds if short else seconds / 60)} {'seconds' if short else 'minutes'}"
         )
-    if run.damaged:
-        parts.append(f"damaged lines left out: {run.damaged}")
+    parts += left_out(run)
     return f"<p class=faint>{escape('; '.join(parts))}</p>"
 
 
@@ -384,9 +407,11 @@ def write_report(
     folder: str | Path,  # output_dir of a run
     out: str | Path | None = None,  # the file; None: report.html in the folder
 ) -> Path:  # the file; ValueError if there is no log
-    "Write the page of a run."
-    path = Path(out) if out else Path(folder) / "report.html"
-    text = report_html(read_run(folder))
+    "Write the page of a run, and warn of what is damaged."
+    path, run = Path(out) if out else Path(folder) / "report.html", read_run(folder)
+    if damaged := left_out(run):
+        warnings.warn("; ".join(damaged), stacklevel=2)
+    text = report_html(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text.encode("utf-8", "replace").decode("utf-8"))
     return path

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'SOURCE', 'EVALUATOR', 'CHECKPOINTER', 'DEFINE_INSTEAD',
            'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch', 'check_arguments', 'check_config',
-           'check_tools', 'check_drawn_one_way', 'say', 'check_one_vllm', 'rows_for_environments', 'check_evaluation',
+           'check_tools', 'check_drawn_one_way', 'check_one_vllm', 'rows_for_environments', 'check_evaluation',
            'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement', 'load_tokenizer',
            'tokenizer_of', 'GRPOTrainer']
 
@@ -31,7 +31,6 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 from huggingface_hub import CommitInfo
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
@@ -105,10 +104,11 @@ from grpo_nb.training.reporting import (
     make_handler,
     metrics_text,
     of_updates,
-    plain,
+    say,
     write_metrics,
 )
 from .rewards import loading, reward_functions, reward_names
+from .samples import plain
 from grpo_nb.training.sharding import (
     GatheredEngine,
     ShardedWeights,
@@ -203,16 +203,6 @@ def check_drawn_one_way(
             "rollout_func draws whole completions, so tools and environment_factory would never "
             "be asked: leave rollout_func out, or call the tools in it"
         )
-
-
-def say(
-    sentence: str,
-) -> None:
-    "Print a line above progress bars, whatever other threads do to theirs meanwhile."
-    try:
-        tqdm.write(sentence)
-    except RuntimeError:  # tqdm's list of bars changed while it was read
-        print(sentence)
 
 
 def check_one_vllm(

@@ -210,3 +210,13 @@ def test_a_column_of_another_length_is_a_sentence(values):
         RewardError, match="log_extra\\('seen', ...\\) was given .* for 3 completions"
     ):
         scored(reward)
+
+
+@pytest.mark.parametrize("name", ["completion", "advantage", "reward"])
+def test_a_column_of_the_tables_own_is_refused_at_the_first_call(name):
+    def reward(completions, log_extra, **columns):
+        log_extra(name, [0] * len(completions))
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match=f"log_extra\\('{name}', ...\\): .*take another"):
+        scored(reward)

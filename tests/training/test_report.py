@@ -3,6 +3,8 @@
 import json
 from html.parser import HTMLParser
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from small_runs import one_thread, small_trainer  # noqa: F401
 
@@ -78,6 +80,39 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path):
     assert "set log_completions=True" in text and "Hints" not in text
     empty = Page(report_html(read_run(run_folder(tmp_path / "y", []))))
     assert "0 updates" in empty.text and "svg" not in empty.tags
+
+
+def test_a_damaged_file_is_left_out_and_named(tmp_path, capsys):
+    rows = [[sample(step, 0.5)] for step in (1, 2, 3, 4)]
+    folder = run_folder(tmp_path / "x", ['{"step": 1, "reward": 0.25}', "[" * 100_000], rows)
+    stored = folder / "completions"
+    whole = (stored / "completions_00001.parquet").read_bytes()
+    (stored / "completions_00001.parquet").write_bytes(whole[: len(whole) // 2])
+    (stored / "completions_00002.parquet").write_bytes(b"")
+    other = pyarrow.table({"step": [3], "text": ["no completion"]})
+    pyarrow.parquet.write_table(other, stored / "completions_00003.parquet")
+    assert main(["report", str(folder)]) == 0
+    said = capsys.readouterr().err
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    names = ", ".join(f"completions_0000{i}.parquet" for i in (1, 2, 3))
+    assert f"damaged lines left out: 1; damaged files left out: {names}" in page.text
+    assert f"damaged lines left out: 1; damaged files left out: {names}" in said
+    assert "step 4, 1 completions" in page.text and page.tags.count("article") == 1
+
+
+def test_turns_that_are_damaged_are_a_plain_text(tmp_path):
+    rows = [sample(1, 0.5, "said", turns) for turns in ("[[1", "3", '["a"]', "[" * 100_000)]
+    page = Page(write_report(run_folder(tmp_path / "x", ['{"step": 1}'], [rows])).read_text())
+    assert page.text.count("policysaid") == 4
+
+
+def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path, capsys):
+    folder = run_folder(tmp_path / "x", ['{"step": 1, "reward": 0.25}'])
+    for out in (tmp_path, tmp_path / ("a" * 300), "/dev/null/page.html"):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(folder), "--out", str(out)])
+        assert ended.value.code == 2
+        assert str(out)[:50] in capsys.readouterr().err
 
 
 def test_the_best_and_the_worst_come_first():

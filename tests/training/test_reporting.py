@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +21,13 @@ from grpo_nb.training.reporting import (
     ProgressBar,
     Recorder,
     SampleWriter,
+    Trackers,
     make_handler,
     metrics_text,
     of_updates,
     run_figure,
+    say,
+    table_row,
     write_metrics,
 )
 
@@ -157,6 +161,72 @@ def test_samples_are_written_where_they_are_asked_for(tmp_path):
         assert not list(tmp_path.rglob("*.parquet"))
         writer.on_log(config, TrainerState(global_step=3), None, logs={"num_tokens": 1})
         assert len(list(tmp_path.rglob("completions_00003.parquet"))) == asked
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_told():
+    Callbacks(None, None, SimpleNamespace()).begin(None)
+
+
+def test_reporting_that_fails_is_one_warning(tmp_path):
+    class Gone:
+        name, asked = "gone", 0
+
+        def log(self, values, step):
+            Gone.asked += 1
+            raise ConnectionError("nobody\n answers")
+
+        def log_table(self, name, columns, data, step):
+            raise ConnectionError("nobody answers")
+
+    there = SimpleNamespace(name="there", got=[], log=lambda values, step: there.got.append(step))
+    sample = {"step": 1, "prompt": "1+1=", "completion": "2", "advantage": 0.5}
+    collector = SimpleNamespace(samples=[{**sample, "rewards": {"right": 1.0}, "extra": {}}])
+    config = GRPOConfig(output_dir=str(tmp_path), log_completions=True, report_to="tensorboard")
+    accelerator = Accelerator(cpu=True)
+    accelerator.trackers = [Gone(), there]
+    writer = SampleWriter(config, accelerator, collector, Log(None, show=False))
+    (tmp_path / "completions").write_text("a file in the folder's place")
+    with pytest.warns(UserWarning) as said:
+        for step in (1, 2):
+            run = TrainerState(global_step=step)
+            writer.on_log(config, run, None, logs={"num_tokens": 1})
+            Trackers(config, accelerator).on_log(config, run, None, logs={"reward": 1.0})
+    texts = [str(one.message) for one in said]
+    assert len(texts) == 3 and all("the run goes on without it" in text for text in texts)
+    assert texts[0].startswith("a table of completions cannot be written (")
+    assert texts[2].startswith("the tracker gone takes no record (ConnectionError: nobody answers)")
+    assert Gone.asked == 2 and there.got == [1, 2]
+
+
+def test_hints_without_a_file_are_said(tmp_path):
+    (tmp_path / "hints.jsonl").mkdir()
+    writer = HintWriter(GRPOConfig(), "no", Log(tmp_path / "log.jsonl", show=False))
+    stuck = [{"step": i, "frac_reward_zero_std": 1.0, "reward": 0.0} for i in range(40)]
+    with pytest.warns(UserWarning, match="hints.jsonl cannot be written"):
+        for record in stuck:
+            writer.note(record)
+    assert writer.given
+
+
+def test_a_terminal_that_takes_nothing_ends_nothing():
+    full = open("/dev/full", "w", buffering=1)
+    with pytest.warns(UserWarning) as told:
+        for _ in range(3):
+            say("a line", full)
+    with suppress(OSError):
+        full.close()
+    assert [str(one.message)[:38] for one in told] == ["what the run prints cannot be written "]
+
+
+def test_a_record_may_hold_anything(tmp_path):
+    log = Log(tmp_path / "log.jsonl", show=True, out=open("/dev/null", "w"))
+    log.write({"step": 1, "reward": "high", "by": object, "half": "\ud83d"})
+    stored = json.loads((tmp_path / "log.jsonl").read_text())
+    assert stored["reward"] == "high" and stored["by"] == "<class 'object'>"
+    log.rewrite(log.history)
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == stored
+    assert "high" in table_row(log.history[0])
 
 
 def test_the_bar_goes_on_where_the_run_does():
