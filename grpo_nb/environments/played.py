@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .game2048 import Game2048
-from .sandbox import SandboxPool, parsed
+from .sandbox import SandboxPool
 
 # %% ../../nbs/environments/14_played.ipynb #094f0ccf
 RUNNER = """
@@ -53,9 +53,6 @@ def python_tool(
         Args:
             code: the program; it begins anew each time
         """
-        tree, error = parsed(code)
-        if tree is None:
-            raise ProgramError(error)
         result = pool.run(RUNNER, entry="run", args=(code,), timeout_s=timeout_s)
         if not result.ok:
             raise ProgramError(result.error)

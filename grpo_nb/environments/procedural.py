@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .isolated_rewards import IsolatedReward, isolated, short
+from .sandbox import parsed
 from grpo_nb.environments.verifiers import (
     WAYS,
     Explanation,
@@ -180,9 +181,10 @@ def harmless(
 ) -> bool:  # always True for a task that evaluates nothing
     "Whether an answer is plain data, and so safe for a scorer that would evaluate it."
     if task in EVALUATES_LISTS and "(" in answer:
+        tree, _ = parsed(answer.lstrip(" \t"), "eval")  # as literal_eval does
         try:
-            ast.literal_eval(answer)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            ast.literal_eval(tree)
+        except (TypeError, ValueError, MemoryError, RecursionError):
             return False
     if task in EVALUATES_FORMULAS:
         if not re.fullmatch(r"[\w\s+\-*/^().,=]*", answer, re.A) or re.search(

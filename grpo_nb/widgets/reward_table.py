@@ -69,20 +69,16 @@ def highlighted(
     colours: dict[str, str],  # of `colours_of`
 ) -> str:  # HTML that shows exactly these characters
     "A completion with everything marked that was read in it."
-    found = dict.fromkeys(mark for one in judgements for mark in one.why.marks)
-    marks = sorted(found, key=lambda mark: mark[1] - mark[2])  # the longest first
-    edges, pieces = (
-        sorted(
-            {
-                0,
-                min(len(text), SHOWN),
-                *(edge for _, *place in marks for edge in place if edge <= SHOWN),
-            }
-        ),
-        [],
-    )
+    marks: dict[int, list] = {}  # where they begin -> those that begin there
+    for mark in dict.fromkeys(mark for one in judgements for mark in one.why.marks):
+        marks.setdefault(mark[1], []).append(mark)
+    places = [edge for here in marks.values() for mark in here for edge in mark[1:]]
+    edges = sorted({0, min(len(text), SHOWN), *(edge for edge in places if edge <= SHOWN)})
+    pieces, begun = [], []
     for start, end in itertools.pairwise(edges):
-        over = [name for name, begin, stop in marks if begin <= start and end <= stop]
+        begun = [mark for mark in (*begun, *marks.get(start, ())) if end <= mark[2]]
+        begun.sort(key=lambda mark: mark[1] - mark[2])  # the longest first
+        over = [mark[0] for mark in begun]
         pieces.append(
             marked(text[start:end], colours[over[-1]], ", ".join(dict.fromkeys(over)))
             if over

@@ -11,6 +11,8 @@ import inspect
 import itertools
 import pkgutil
 import re
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from random import Random
@@ -21,6 +23,7 @@ import grpo_nb.environments as environments
 from grpo_nb.environments.countdown import judge_rules, points_of
 from grpo_nb.environments.email_replies import MailCheck, judge_keywords, reply_problems
 from grpo_nb.environments.game2048 import StrategyRewards
+from grpo_nb.environments.gsm8k import judge_tags
 from grpo_nb.environments.judge import Judge, judge_messages
 from grpo_nb.environments.matmul import MatmulRewards
 from grpo_nb.environments.procedural import (
@@ -30,8 +33,13 @@ from grpo_nb.environments.procedural import (
     harmless,
 )
 from grpo_nb.environments.rubric import Rubric, length_penalty
-from grpo_nb.environments.sandbox import SandboxResult
-from grpo_nb.environments.verifiers import fenced_blocks
+from grpo_nb.environments.sandbox import SandboxResult, check_only_stdlib_imports
+from grpo_nb.environments.verifiers import Explanation, fenced_blocks
+from grpo_nb.rollout.turns import FORMATS, HERMES, parse_hermes, parse_llama, typed
+from grpo_nb.training.report import sample_html
+from grpo_nb.training.samples import samples_text, several_turns
+from grpo_nb.widgets.dashboard import samples_table
+from grpo_nb.widgets.reward_table import Judgement, advantages_table, colours_of, highlighted
 
 # parameters that hold what a model wrote
 READS = ("text", "texts", "completion", "completions")
@@ -109,6 +117,51 @@ MADE = {  # what is made by a call, or takes a completion under another name
     "procedural.harmless formulas": lambda text: harmless(EVALUATES_FORMULAS[0], text),
     "countdown.points_of": lambda text: points_of(judge_rules, [text], numbers=[[2, 3]]),
     "procedural.explain_task": lambda text: explain_task(text, task=EVALUATES_FORMULAS[0]),
+    "procedural.harmless literal": lambda text: harmless(EVALUATES_LISTS[0], f"[({text})]"),
+}
+
+
+def sample_of(text):
+    "A completion as the log has it, in which a reward function quotes it."
+    return {"step": 1, "prompt": text, "completion": text, "rewards": {"right": 1.0}} | {
+        "extra": {"said": text},
+        "advantage": 0.5,
+        "turns": several_turns([{"role": "assistant", "content": text}] * 2),
+    }
+
+
+def seen(text):
+    "A completion in the table of rewards."
+    marks = judge_tags(text).marks
+    one = [Judgement("tags", 1.0, Explanation(text, marks))]
+    highlighted(text, one, colours_of(one))
+    advantages_table([text, "4"], [one, one], [1.0])
+
+
+MADE |= {  # parsers of calls, and what shows completions
+    **{
+        f"turns.format {i}": lambda text, parse=parse: parse(text)
+        for i, parse in enumerate(FORMATS)
+    },
+    **{
+        f"turns.call {i}": lambda text, parse=parse, marks=marks: parse(text.join(marks))
+        for i, (parse, marks) in enumerate(
+            [
+                (parse_hermes, HERMES),
+                (parse_hermes, (HERMES[0] + '{"name": "f", "arguments": {"x": ', "}}" + HERMES[1])),
+                (parse_hermes, (HERMES[0] + "[f(x=", ")]" + HERMES[1])),
+                (FORMATS[-2], ("<|tool_call_start|>[f(x=", ")]<|tool_call_end|>")),
+                (parse_hermes, (HERMES[0] + "<function=f><parameter=x>", HERMES[1])),
+                (parse_llama, ('{"name": "f", "parameters": {"x": ', "}}")),
+                (FORMATS[0], ("<|channel|>commentary to=functions.f<|message|>", "<|call|>")),
+            ]
+        )
+    },
+    "turns.typed": lambda text: typed(text, ["object", "integer"]),
+    "samples.samples_text": lambda text: samples_text([sample_of(text)]),
+    "report.sample_html": lambda text: sample_html(sample_of(text), ["right"]),
+    "dashboard.samples_table": lambda text: samples_table([sample_of(text)]),
+    "reward_table.tables": seen,
 }
 
 
@@ -201,13 +254,55 @@ TEXTS = {repr(piece): (("", piece, "")) for piece in PIECES} | {
     f"{before!r}, {piece!r}, {after!r}": (before, piece, after)
     for (before, after), piece in itertools.product(AROUND, (" ", "_", "1", "(", "`", "a "))
 }
+PROGRAM = [  # repeated inside of a program, and of an argument of a call
+    "\u0316\u0301",
+    "\u0f73\u0f71",
+    "\uff9e\u0301",
+    "\ufdfa",
+    "(",
+    "[",
+    "{0:",
+    "-",
+    "not ",
+    "lambda:",
+    "f(a=class A(",
+    "x=",
+    "if x:\n ",
+    "'a' ",
+    "'\\d'\n",
+    "9",
+    "0x",
+    "1e",
+    "\\N{",
+    "\\\n",
+    "f'{",
+    "@a\n",
+    "*a,",
+    "a.",
+    "'x',$=",
+    '"x",',
+    "<parameter=x>",
+    "</parameter>",
+    '<|"|>',
+    "\\u0000",
+    "\ud800",
+]
+TEXTS |= {f"program {piece!r}": ("```python\nx", piece, "\n```\n") for piece in PROGRAM}
 TEXTS["thoughts that never end"] = ("<think>\n", "\n</think>\n<answer>\n", "?")
 FITTING = {  # reader -> a text that it takes, where it refuses any other at once
     "procedural.from_json": "[1, 2]",
     "countdown.tokens": "20 - 5",
     "countdown.read_expression": "20 - 5",
+    "turns.format 0": "<|channel|>final<|message|>4",
+    "turns.call 1": "[1]",
+    "turns.call 2": "[1]",
+    "turns.call 3": "'it's'",
+    "turns.call 4": "1</parameter>",
+    "turns.call 5": "[1]",
+    "turns.call 6": '{"x": 1}',
 }
 LEAST_S = 0.005  # of processor time: below that it is noise
+MOST_S = 0.5  # of processor time, for one text of `SHORT` characters
 SHORT = 1 << 13  # characters
 LONGEST = 1 << 17  # characters; what is done in 5 ms at that length holds nobody
 
@@ -272,15 +367,44 @@ def test_twice_the_text_takes_no_more_than_two_and_a_half_times_as_long(name):
 
 @pytest.mark.parametrize("room", sorted({name.split(".")[0] for name in READERS}))
 def test_what_a_completion_may_hold_takes_linear_time(room):
-    "The same in seconds: only what takes 5 ms at all, at a length of 2,000 tokens."
+    "The same in seconds: only what takes 10 ms at all, at a length of 2,000 tokens."
     names = [name for name in READERS if name.split(".")[0] == room]
     slow = {}
     for name, kind in itertools.product(names, TEXTS):
-        if seconds(READERS[name], written(kind, SHORT), 1) >= LEAST_S:
+        took = seconds(READERS[name], written(kind, SHORT), 1)
+        if took >= 2 * LEAST_S:
             ratio = growth(READERS[name], lambda length, kind=kind: written(kind, length), SHORT, 1)
-            if ratio > 2.5:
-                slow[f"{name} on {kind}"] = round(ratio, 1)
+            if ratio > 2.5 or took > MOST_S:
+                slow[f"{name} on {kind}"] = round(ratio, 1), round(took, 2)
     assert not slow
+
+
+@pytest.mark.parametrize("piece", ["\u0316\u0301", "\u0f73", "\uff9e\u0301"])
+def test_marks_on_a_name_of_a_program_hold_nobody(piece):
+    "A source is spelt as Python spells it, or refused; at four lengths, each twice the last."
+    sources = [f"x{piece * (n // len(piece))} = 1" for n in (8_000, 16_000, 32_000, 64_000)]
+    assert max(seconds(check_only_stdlib_imports, source, 1) for source in sources) < 0.25
+    assert "marks on one letter" in check_only_stdlib_imports(sources[0])[1]["error"]
+    few = f"x{piece * (20 // len(piece))}"  # as in a word of any language
+    assert check_only_stdlib_imports(f"import math\n{few} = 'a{piece * 9}'")[0]
+    assert not harmless(EVALUATES_LISTS[0], f"[(x{piece * 20_000})]")
+    assert harmless(EVALUATES_LISTS[0], "[(1, 2)]")
+
+
+def test_a_source_that_python_warns_of_is_read_in_silence():
+    "Warnings of a program are no lines of a run's log, and no errors where warnings are."
+    asks = (
+        "from grpo_nb.environments.sandbox import parsed\ntree, error = parsed('\"\\\\d\"\\n' * 9)"
+    )
+    asks += "\nassert tree is not None, error"
+    for shown in ("always", "error"):
+        said = subprocess.run(
+            [sys.executable, "-W", shown, "-W", "ignore::ImportWarning", "-c", asks],
+            capture_output=True,
+            text=True,
+        )
+        assert said.returncode == 0, said.stderr
+        assert "invalid escape" not in said.stderr
 
 
 def test_a_pattern_that_gives_back_is_found_out():
