@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -452,13 +452,15 @@ def score_completions(
     step: int = 0,  # for messages
     *,
     reward_timeout_s: float | None = None,  # for functions of this process; None: no limit
+    around: AbstractContextManager | None = None,  # entered for the calls
     data: dict[str, Any] | None = None,  # the data set's other columns, whatever their names
     **columns: Any,  # completion_ids, trainer_state, more columns, ...: passed on
 ) -> torch.Tensor:  # (N, K) float32, NaN where a function did not judge
     "Score every completion with every reward function; raises RewardError."
     given = dict(prompts=prompts, completions=completions, **columns, **(data or {}))
     names, count = reward_names(functions), len(completions)
-    answers = answers_of(functions, given, reward_timeout_s)
+    with around or nullcontext():
+        answers = answers_of(functions, given, reward_timeout_s)
     for k, answer in enumerate(answers):
         if isinstance(answer, TooLate):
             answers[k] = scores_of_late(functions[k], count, step, reward_timeout_s)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'SOURCE', 'EVALUATOR', 'CHECKPOINTER', 'DEFINE_INSTEAD',
            'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch', 'check_arguments', 'check_config',
-           'check_tools', 'check_drawn_one_way', 'check_one_vllm', 'rows_for_environments', 'check_evaluation',
-           'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement', 'load_tokenizer',
-           'tokenizer_of', 'GRPOTrainer']
+           'at_home', 'check_tools', 'check_drawn_one_way', 'check_one_vllm', 'rows_for_environments',
+           'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement',
+           'load_tokenizer', 'tokenizer_of', 'GRPOTrainer']
 
 # %% ../../nbs/training/19_trainer.ipynb #d87d65dc
 import copy
@@ -18,6 +18,7 @@ import secrets
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -172,6 +173,17 @@ def check_config(
         raise TypeError(
             f"args is {kind}: pass a grpo_nb.GRPOConfig, which takes the names of TRL's, or nothing"
         )
+
+
+def at_home(
+    config: GRPOConfig,
+) -> GRPOConfig:  # the same, or a copy if its folder is relative
+    "Settings whose output_dir stays where it is if the program goes to another folder."
+    folder = os.path.abspath(config.output_dir)
+    if folder == config.output_dir:
+        return config
+    with warnings.catch_warnings(action="ignore"):  # they were given before
+        return replace(config, output_dir=folder)
 
 
 def check_tools(
@@ -747,7 +759,7 @@ class GRPOTrainer:
         environment_factory: Any = None,
     ):
         check_config(args)
-        self.config = self.args = args if args is not None else GRPOConfig()
+        self.config = self.args = at_home(args if args is not None else GRPOConfig())
         model = str(model) if isinstance(model, Path) else model
         check_model(model, peft_config)
         callbacks = check_callbacks([] if callbacks is None else callbacks)

@@ -1046,6 +1046,33 @@ def test_a_run_in_an_environment(tmp_path):
     assert len(Door.closed) == len(Door.made) == 16 + trainer.config.used("num_generations_eval")
 
 
+def test_an_environment_that_seeds_moves_nothing_of_the_run(tmp_path):
+    class Seeds(Door):
+        def reset(self, key=None, **row):
+            torch.manual_seed(0)
+            return super().reset(key)
+
+        def turn(self, key: str) -> bool:
+            """
+            Turn a key.
+
+            Args:
+                key: which one
+            """
+            torch.manual_seed(1)
+            return super().turn(key)
+
+    Seeds.__name__, found = "Door", []
+    for number, made in enumerate((Door, Seeds)):
+        given = dict(environment_factory=made)
+        trainer = agent(tmp_path / str(number), length, arguments=given, max_steps=3)
+        trainer.train()
+        drawn = [sample["completion"] for sample in trainer.samples]
+        found.append((drawn, weights_of(trainer.model)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
 def test_environments_are_closed_when_a_run_fails(tmp_path):
     Door.made.clear(), Door.closed.clear()
 
