@@ -340,7 +340,7 @@ def serve(
                 with server:
                     server.serve_forever()
             finally:
-                if server.busy:  # in one long step, which Python's own end would not survive
+                if server.cut:  # Python's own end does not survive threads that compute
                     sys.stdout.flush()
                     os._exit(143)
     except (KeyboardInterrupt, SystemExit) as stop:

@@ -17,6 +17,7 @@ SETTINGS.read(ROOT / "settings.ini")
 SETTINGS = SETTINGS["DEFAULT"]
 REPOSITORY = f"git+{SETTINGS['git_url']}@{SETTINGS['branch']}"
 NEEDS = [re.match(r"\w+", each)[0] for each in SETTINGS["requirements"].split()]
+EMPTY = "came_from = {!r}\ndef open_page(): pass"  # a library without modules
 PIP = """
 import os, sys
 from pathlib import Path
@@ -27,7 +28,7 @@ if asked != os.environ["HAS"]:
     sys.exit("ERROR: no such thing, or no network")
 package = Path(__file__).parent.parent / "grpo_nb"
 package.mkdir()
-(package / "__init__.py").write_text("came_from = 'pip'")
+(package / "__init__.py").write_text("came_from = 'pip'\\ndef open_page(): pass")
 """
 
 
@@ -47,16 +48,15 @@ def bare(tmp_path):
         (packages / f"{name}.py").write_text("")
     here.mkdir()
 
-    def run(here=here, has="nothing", without=()):
+    def run(here=here, has="nothing", without=(), then=""):
         """(what pip was asked for, the sentence that the cell ended with, from where the library
         came) of the cell, run in a folder; pip finds what `has` says."""
         for name in without:
             (packages / f"{name}.py").unlink()
         asked = tmp_path / "asked"
         asked.write_text("")
-        code = (
-            f"{source_of()}\nimport grpo_nb; print(getattr(grpo_nb, 'came_from', grpo_nb.__file__))"
-        )
+        found = "print(getattr(grpo_nb, 'came_from', grpo_nb.__file__), flush=True)"
+        code = f"{source_of()}\nimport grpo_nb; {found}{then}"
         env = {
             "PYTHONPATH": str(packages),
             "ASKED": str(asked),
@@ -75,7 +75,8 @@ def bare(tmp_path):
 
 def library_in(folder, name):
     (folder / "grpo_nb").mkdir(parents=True)
-    (folder / "grpo_nb/__init__.py").write_text(f"came_from = {name!r}")
+    (folder / "grpo_nb/__init__.py").write_text(EMPTY.format(name))
+    (folder / "grpo_nb/cli.py").write_text("")
 
 
 def test_a_library_that_is_there_is_left_alone(bare):
@@ -88,8 +89,8 @@ def test_a_library_that_is_there_is_left_alone(bare):
 def test_nothing_there_and_no_network_ends_in_a_sentence_with_the_command(bare):
     asked, said, _ = bare()
     assert asked == [REPOSITORY]
-    assert said.startswith("ImportError: grpo_nb is not installed, this page lies in no clone")
-    assert said.endswith(f"run: %pip install --no-deps {REPOSITORY}")
+    assert said.startswith("ImportError: no clone, no wheel, no network; with one: %pip ")
+    assert said.endswith(f"install --no-deps {REPOSITORY}")
 
 
 @pytest.mark.parametrize("below", ["", "nbs/training"])
@@ -115,6 +116,12 @@ def test_the_repository_is_the_last_resort_and_the_index_is_not_asked(bare):
     assert bare(has=REPOSITORY) == ([REPOSITORY], "", "pip")
 
 
+def test_programs_that_a_page_starts_find_its_clone(bare):
+    child = "import grpo_nb; print(grpo_nb.__file__)"
+    found = bare(ROOT / "nbs/training", then=f"; call([sys.executable, '-S', '-c', {child!r}])")
+    assert found == ([], "", "\n".join([str(ROOT / "grpo_nb/__init__.py")] * 2))
+
+
 def test_a_wheel_beside_the_page_needs_no_network(bare):
     wheel = bare.here / "grpo_nb-0.1.0-py3-none-any.whl"
     wheel.write_text("")
@@ -122,10 +129,11 @@ def test_a_wheel_beside_the_page_needs_no_network(bare):
 
 
 def test_what_the_library_needs_is_named_with_the_command(bare):
-    library_in(bare.packages, "before")
-    asked, said, _ = bare(without=["peft", "datasets"])
+    asked, said, _ = bare(ROOT / "nbs/training", without=NEEDS)
     assert not asked
-    assert said == "ImportError: grpo_nb needs what is not here; run: %pip install peft datasets"
+    assert said == "ImportError: grpo_nb needs what is not here; run: %pip install " + " ".join(
+        NEEDS
+    )
 
 
 @pytest.mark.parametrize("name", ["user", "repo", "branch"])

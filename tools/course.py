@@ -107,9 +107,7 @@ def with_navigation(source, lines):
 
 def install_cell(settings):
     "The source of the cell that fetches the library, with the addresses of `settings`."
-    needs = " ".join(re.match(r"\w+", each)[0] for each in settings["requirements"].split())
-    text = FIRST_CELL.read_text(encoding="utf-8")
-    return Template(text).substitute(settings, needs=needs)
+    return Template(FIRST_CELL.read_text(encoding="utf-8")).substitute(settings)
 
 
 def with_install_cell(cells, source):

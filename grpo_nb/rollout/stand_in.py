@@ -922,7 +922,8 @@ class Server(ThreadingHTTPServer):
         port: int,  # 0: one that is free
     ):  # OSError; the address is taken, and nobody is let in before `listen`
         self.room, self.changed = threading.Semaphore(MOST_CONNECTIONS), threading.Condition()
-        self.ending, self.busy, self.held = False, 0, 0  # requests under way, and their bytes
+        self.busy, self.held = 0, 0  # requests under way, and their bytes
+        self.ending, self.cut = False, 0  # requests that were under way at the end
         with naming_the_address(host, port):
             self.host, self.address_family = host, family_of(host, port)
             super().__init__((host, port), Handler, bind_and_activate=False)
@@ -971,7 +972,7 @@ class Server(ThreadingHTTPServer):
     def server_close(self) -> None:
         "End what is under way, and wait for it: no thread may compute while Python ends."
         with self.changed:
-            self.ending = True
+            self.ending, self.cut = True, self.cut or self.busy
             self.changed.wait_for(lambda: not self.busy, END_S)
         super().server_close()
 
