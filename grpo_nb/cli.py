@@ -22,17 +22,28 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from . import __web__
+from .environments.isolated_rewards import visible
 from .model.files import naming_a_full_disk, write_json
 from .model.kernel_choice import KERNELS, TRANSFORMERS_NAMES
 from .model.memory_bytes import FORMATS, MODELS, TARGETS
 from .model.memory_fit import ALL, CARDS, Card, find_card, gibibytes
+
+# %% ../nbs/91_cli.ipynb #c4c5b4c3
+def _tell(
+    text: str,
+    file: Any = None,  # None: standard output
+) -> None:
+    "Print a text at once, with every character of it visible."
+    print(visible(text), file=file, flush=True)
 
 # %% ../nbs/91_cli.ipynb #38ce2374
 def _integer(
@@ -114,7 +125,7 @@ def _prepare(
             )
         run |= {name: value for name, value in given.items() if value is not None}
         if ours and not resume:
-            print(f"The earlier run in {out} is now in {out.rename(_aside(out))}.", flush=True)
+            _tell(f"The earlier run in {out} is now in {out.rename(_aside(out))}.")
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / _marker, run, indent=None)
     except OSError as error:
@@ -155,7 +166,7 @@ def demo(
     try:
         run = _prepare(args.out.absolute(), args.resume, given)
     except ValueError as error:
-        print(f"grpo-nb demo: {error}", file=sys.stderr)
+        _tell(f"grpo-nb demo: {error}", sys.stderr)
         return 2
     go_on = f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}"
     try:
@@ -171,13 +182,13 @@ def demo(
             )
     except (KeyboardInterrupt, SystemExit) as stop:
         status = stop.code if isinstance(stop, SystemExit) else 130
-        print(f"\nStopped. To go on with what was saved: {go_on}", file=sys.stderr)
+        _tell(f"\nStopped. To go on with what was saved: {go_on}", sys.stderr)
         return status
     except OSError as error:
-        print(f"grpo-nb demo: {error}. Then go on: {go_on}", file=sys.stderr)
+        _tell(f"grpo-nb demo: {error}. Then go on: {go_on}", sys.stderr)
         return 1
     except ValueError as error:  # a sentence that says what to change
-        print(f"grpo-nb demo: {error}", file=sys.stderr)
+        _tell(f"grpo-nb demo: {error}", sys.stderr)
         return 1
     if not args.quiet:
         print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
@@ -234,7 +245,7 @@ def train(
     try:
         trainer, recipe = _ready(args)
     except (ValueError, ImportError, OSError) as error:
-        print(f"grpo-nb train: {error}", file=sys.stderr)
+        _tell(f"grpo-nb train: {error}", sys.stderr)
         return 2
     from grpo_nb.script import train_and_save
 
@@ -243,16 +254,16 @@ def train(
         with naming_a_full_disk(Path(out)):
             train_and_save(trainer, recipe)
     except (KeyboardInterrupt, SystemExit) as stop:
-        print(f"\nStopped. To go on with what was saved: {go_on}", file=sys.stderr)
+        _tell(f"\nStopped. To go on with what was saved: {go_on}", sys.stderr)
         return stop.code if isinstance(stop, SystemExit) else 130
     except OSError as error:
-        print(f"grpo-nb train: {error}. Then go on: {go_on}", file=sys.stderr)
+        _tell(f"grpo-nb train: {error}. Then go on: {go_on}", sys.stderr)
         return 1
     except ValueError as error:  # a sentence that says what to change
-        print(f"grpo-nb train: {error}", file=sys.stderr)
+        _tell(f"grpo-nb train: {error}", sys.stderr)
         return 1
     if trainer.is_world_process_zero():
-        print(f"The model is in {out}, and the log in {Path(out) / 'log.jsonl'}.")
+        _tell(f"The model is in {out}, and the log in {Path(out) / 'log.jsonl'}.")
     return 0
 
 # %% ../nbs/91_cli.ipynb #aa5cf9c4
@@ -335,7 +346,7 @@ def serve(
             folder = args.lora_dir and args.lora_dir.resolve()
             adapters = f", adapters from {folder}" if folder else ", no adapters (--lora-dir)"
             stop = server.RequestHandlerClass.stand_in.added_stop()
-            print(f"{args.model} at {server.url}{adapters}{stop}", flush=True)
+            _tell(f"{args.model} at {server.url}{adapters}{stop}")
             try:
                 with server:
                     server.serve_forever()
@@ -346,7 +357,7 @@ def serve(
     except (KeyboardInterrupt, SystemExit) as stop:
         return stop.code if isinstance(stop, SystemExit) else 130
     except (ValueError, ImportError, OSError) as error:
-        print(f"grpo-nb serve: {error}", file=sys.stderr)
+        _tell(f"grpo-nb serve: {error}", sys.stderr)
         return 2
 
 # %% ../nbs/91_cli.ipynb #7a972a62
@@ -455,7 +466,7 @@ def _plain_warnings(
         warnings.simplefilter("always")
         yield
     for warning in said:
-        print(f"{command}: {warning.message}", file=sys.stderr)
+        _tell(f"{command}: {warning.message}", sys.stderr)
 
 
 # what `plan run.yaml` takes
@@ -541,7 +552,7 @@ def _print_plan(
         return
     if args.fit and made.fits and needed:
         print(f"With {needed}:\n")
-    print(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
+    _tell(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
     if lines:
         print(f"\nAs lines of {args.model}:\n")
         print("\n".join(f"{name}: {in_yaml(value)}" for name, value in lines.items()))
@@ -576,7 +587,7 @@ def plan(
             text = recipes.with_launch(text, starts)
             args.write.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"grpo-nb plan: {error}", file=sys.stderr)
+        _tell(f"grpo-nb plan: {error}", sys.stderr)
         return 2
     needed = _fits_with(args, made, better, lines)
     if args.fit and fits:
@@ -1285,3 +1296,6 @@ def main(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # or Python prints an error at exit
         return 0
+    except Exception:
+        _tell(traceback.format_exc().rstrip(), sys.stderr)
+        return 1

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from .isolated_rewards import visible
 from grpo_nb.environments.sandbox import (
     SandboxPool,
     Session,
@@ -343,7 +344,7 @@ def checked_program(
     return (
         None
         if allowed
-        else ("cheats", f"it imports more than the standard library: {', '.join(outside)}")
+        else ("cheats", f"it imports more than the standard library: {visible(', '.join(outside))}")
     )
 
 

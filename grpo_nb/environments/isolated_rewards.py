@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['MODULE_AND_NAME', 'MAX_BYTES', 'LENGTH', 'LARGEST', 'SET_PDEATHSIG', 'SET_CHILD_SUBREAPER', 'WATCHDOG_SCRIPT',
            'MARGIN_S', 'LOG_FUNCTIONS', 'refusal', 'reachable', 'find', 'DeadlinePassed', 'ConnectionClosed',
-           'exchange', 'send', 'plain_scores', 'short', 'load', 'describe', 'ask_function', 'scores_or_fault',
-           'run_awaitable', 'run_worker', 'prctl', 'descendants', 'TrainerEnded', 'Watchdog', 'run_watchdog',
-           'close_watchdog', 'WorkerProcess', 'NotScored', 'pickled_arguments', 'one_by_one', 'IsolatedReward',
-           'rebuild', 'check_limits', 'isolated']
+           'exchange', 'send', 'plain_scores', 'visible', 'short', 'load', 'describe', 'ask_function',
+           'scores_or_fault', 'run_awaitable', 'run_worker', 'prctl', 'descendants', 'TrainerEnded', 'Watchdog',
+           'run_watchdog', 'close_watchdog', 'WorkerProcess', 'NotScored', 'pickled_arguments', 'one_by_one',
+           'IsolatedReward', 'rebuild', 'check_limits', 'isolated']
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #a4cbfccf
 import contextlib
@@ -200,13 +200,21 @@ def plain_scores(
     return [None if value is None or value != value else float(value) for value in values]
 
 
+def visible(text: str) -> str:
+    """A text whose characters all show in a terminal: what ends a title, colours, clears, turns
+    around or hides stands as Python writes it. Line breaks stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def short(
     value: Any,
     limit: int = 200,  # characters
 ) -> str:
     "A value in words for a message, whatever its own way to print it does."
     try:
-        text = value if isinstance(value, str) and len(value) > 4 * limit else repr(value)
+        text = repr(value[: limit + 1] if isinstance(value, str) else value)
     except BaseException as error:
         text = f"a {type(value).__name__} that cannot be printed ({type(error).__name__})"
     return text if len(text) <= limit else text[:limit] + "..."
@@ -228,7 +236,7 @@ def describe(
 ) -> str:  # with the place where it was raised
     "An exception in one line."
     try:
-        said = f"{type(error).__name__}: {str(error)[:500]}"
+        said = visible(f"{type(error).__name__}: {str(error)[:500]}")
     except BaseException:
         said = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
@@ -589,9 +597,8 @@ class WorkerProcess:
     def error_output(self) -> str:
         "The end of what the watchdog wrote to its standard error."
         os.set_blocking(self.process.stderr.fileno(), False)
-        return (self.process.stderr.read() or b"").decode(errors="replace").strip()[
-            -300:
-        ] or "it said nothing"
+        said = (self.process.stderr.read() or b"").decode(errors="replace").strip()
+        return visible(said[-300:]) or "it said nothing"
 
     def drop(self) -> None:
         "End this process; the next question starts another."

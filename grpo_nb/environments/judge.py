@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from .isolated_rewards import visible
 from .verifiers import completion_text
 
 # %% ../../nbs/environments/06_judge.ipynb #35829633
@@ -357,7 +358,7 @@ def report(
     if not seconds:
         warnings.warn(
             f"{name!r} judged none of {len(verdicts)} completions; the reason most often: "
-            f"{reasons.most_common(1)[0][0]}",
+            f"{visible(reasons.most_common(1)[0][0])}",
             stacklevel=2,
         )
 

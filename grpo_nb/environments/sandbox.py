@@ -40,6 +40,7 @@ from typing import Any
 import psutil
 
 from . import supervisor
+from .isolated_rewards import visible
 from grpo_nb.environments.supervisor import (
     CALL,
     FORK,
@@ -203,7 +204,12 @@ def result_of(tag: bytes, seconds: float, cpu_seconds: float, payload: bytes) ->
     own types or methods comes with it."""
     if tag != b"v":
         return SandboxResult(
-            False, None, payload[:2000].decode("utf-8", "replace"), KINDS[tag], seconds, cpu_seconds
+            False,
+            None,
+            visible(payload[:2000].decode("utf-8", "replace")),
+            KINDS[tag],
+            seconds,
+            cpu_seconds,
         )
     try:
         return SandboxResult(True, decode(payload), None, "ok", seconds, cpu_seconds)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from .isolated_rewards import short
+from .isolated_rewards import short, visible
 
 # %% ../../nbs/environments/01_verifiers.ipynb #f93f3f2a
 def completion_text(
@@ -357,7 +357,7 @@ def verdict(
     answer: Any,  # the right one
 ) -> str:
     "Half a sentence that says whether an answer is right, and which one is."
-    return "which is right" if right else f"and {str(answer)[:60]} is right"
+    return "which is right" if right else f"and {visible(str(answer)[:60])} is right"
 
 # %% ../../nbs/environments/01_verifiers.ipynb #41f58fa5
 def judge_exact(

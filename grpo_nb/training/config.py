@@ -27,6 +27,7 @@ from types import GenericAlias, MappingProxyType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import grpo_nb
+from ..environments.isolated_rewards import visible
 
 if TYPE_CHECKING:
     import transformers
@@ -227,7 +228,7 @@ def warn(
     frame, level = inspect.currentframe(), 1
     while frame.f_back and frame.f_code.co_filename in ours:
         frame, level = frame.f_back, level + 1
-    warnings.warn(sentence, stacklevel=level)
+    warnings.warn(visible(sentence), stacklevel=level)
 
 
 @dataclass(kw_only=True)

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from ..environments.isolated_rewards import visible
 from ..model.files import json_text, write_json, write_text
 from .config import GRPOConfig, warn
 from .hints import Hints
@@ -320,10 +321,11 @@ def say(
     file: TextIO | None = None,  # None: standard output
 ) -> None:
     """Print above progress bars, whatever other threads do to theirs meanwhile. Characters that the
-    stream's encoding lacks are written as `\\u2192`; a stream that takes nothing ends no run."""
+    stream's encoding lacks, or that are not to be seen, are written as `\\u2192`; a stream that
+    takes nothing ends no run."""
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"
-    line = text.encode(encoding, "backslashreplace").decode(encoding)
+    line = visible(text).encode(encoding, "backslashreplace").decode(encoding)
     with spared("what the run prints cannot be written"):
         try:
             tqdm.write(line, file=file)

@@ -41,6 +41,7 @@ from grpo_nb.environments.isolated_rewards import (
     plain_scores,
     prctl,
     send,
+    visible,
 )
 from .data import as_template_takes
 
@@ -392,9 +393,8 @@ def checked_scores(answer: Any, given: dict[str, Any], name: str, step: int) -> 
     if isinstance(answer, BaseException):
         if asks_for_others(answer, given):
             where += keywords_given(given)
-        raise RewardError(
-            f"reward function {name!r} raised {type(answer).__name__}: {answer} {where}"
-        ) from answer
+        said = f"reward function {name!r} raised {type(answer).__name__}: {answer} {where}"
+        raise RewardError(visible(said)) from answer
     try:
         return as_scores(answer, len(completions), name)
     except RewardError as error:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'plain_text', 'message_text', 'several_turns', 'as_text', 'of_arrays', 'plain', 'check_column',
-           'sample_rows', 'shortened', 'first_of_each_prompt', 'samples_text', 'column_of', 'table_of', 'write_samples',
+           'sample_rows', 'first_of_each_prompt', 'samples_text', 'column_of', 'table_of', 'write_samples',
            'tracker_table']
 
 # %% ../../nbs/training/16_samples.ipynb #547b2e95
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..environments.isolated_rewards import visible
 from ..model.files import written_aside
 from ..rollout.rollout import text_of
+from .data import shortened
 
 if TYPE_CHECKING:
     import pyarrow
@@ -130,16 +132,6 @@ def sample_rows(
     ]
 
 # %% ../../nbs/training/16_samples.ipynb #7517fe46
-def shortened(
-    text: str,
-    width: int,  # characters
-) -> str:  # on one line; "begins ... ends" if it is longer
-    "A text on one line; if it is too long, its middle is left out."
-    line = text.replace("\n", "\\n")
-    half = (width - 5) // 2
-    return line if len(line) <= width else f"{line[:half]} ... {line[-half:]}"
-
-
 def first_of_each_prompt(
     samples: Sequence[dict],  # from `sample_rows`
 ) -> list[dict]:
@@ -162,7 +154,7 @@ def samples_text(
             if value is None or isinstance(value, (int, float))
         )
         lines.append(
-            f"[{sample['step']}] {sample['advantage']:+.2f}  {rewards}  | "
+            f"[{sample['step']}] {sample['advantage']:+.2f}  {visible(rewards)}  | "
             f"{shortened(sample['prompt'], 40)} -> {shortened(sample['completion'], width)}"
         )
     return "\n".join(lines)

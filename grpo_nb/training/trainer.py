@@ -74,9 +74,9 @@ from grpo_nb.training.data import (
     check_dataset,
     check_evaluation_data,
     column_names,
-    cut_in_the_middle,
     is_stream,
     room_left,
+    shortened,
     stops_by_name,
 )
 from .evaluation import Evaluator
@@ -1361,7 +1361,7 @@ class GRPOTrainer:
         own = isinstance(sampler, TurnSampler) or sampler in (self.engine, self.vllm)
         room = self.config.max_completion_length, longest_sequence(self.model.config)
         return (
-            f"\nfirst prompt: {cut_in_the_middle(self.tokenizer.decode(ids))}"
+            f"\nfirst prompt: {shortened(self.tokenizer.decode(ids))}"
             + f"\nstops: {stops_by_name(stops, added, self.tokenizer)}" * own
             + f"\nroom: {room_left(len(ids), *room)}"
         )
