@@ -22,28 +22,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from . import __web__
-from .environments.isolated_rewards import visible
 from .model.files import naming_a_full_disk, write_json
 from .model.kernel_choice import KERNELS, TRANSFORMERS_NAMES
 from .model.memory_bytes import FORMATS, MODELS, TARGETS
 from .model.memory_fit import ALL, CARDS, Card, find_card, gibibytes
-
-# %% ../nbs/91_cli.ipynb #c4c5b4c3
-def _tell(
-    text: str,
-    file: Any = None,  # None: standard output
-) -> None:
-    "Print a text at once, with every character of it visible."
-    print(visible(text), file=file, flush=True)
+from .training.one_run import OneRun
 
 # %% ../nbs/91_cli.ipynb #38ce2374
 def _integer(
@@ -102,12 +92,11 @@ def _prepare(
     out: Path,  # absolute
     resume: bool,  # go on with the run that is in `out`
     given: dict,  # {"seed", "steps", "save_steps"} of the command line, None where left out
+    one_run: OneRun,  # that `out` is held by
 ) -> dict:  # the same for the run; ValueError if `out` cannot be used
-    "Create the folder of a run with its marker file; an earlier run is moved aside."
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; name a folder, new or empty")
+    "Write the marker file of a run; an earlier run is moved aside."
     try:
-        inside = sorted(p.name for p in out.iterdir()) if out.exists() else []
+        inside = sorted(p.name for p in out.iterdir() if p != one_run.path)
         ours = _marker in inside
         if inside and not ours:
             raise ValueError(
@@ -125,8 +114,11 @@ def _prepare(
             )
         run |= {name: value for name, value in given.items() if value is not None}
         if ours and not resume:
-            _tell(f"The earlier run in {out} is now in {out.rename(_aside(out))}.")
-        out.mkdir(parents=True, exist_ok=True)
+            one_run.folder = out.rename(_aside(out))
+            print(f"The earlier run in {out} is now in {one_run.folder}.", flush=True)
+            one_run.give_back()
+            one_run.folder = out
+            one_run.take()
         write_json(out / _marker, run, indent=None)
     except OSError as error:
         raise ValueError(
@@ -163,11 +155,26 @@ def demo(
 ) -> int:
     "Run the first lesson: a tiny gpt-oss learns arithmetic."
     given = {name: getattr(args, name) for name in ("seed", "steps", "save_steps")}
+    out = args.out.absolute()
+    one_run = OneRun(out)
     try:
-        run = _prepare(args.out.absolute(), args.resume, given)
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out} is a file; name a folder, new or empty")
+        if args.resume and not out.exists():
+            raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
+        with one_run.held(args.resume):
+            return _carry_out(args, _prepare(out, args.resume, given, one_run), one_run)
     except ValueError as error:
-        _tell(f"grpo-nb demo: {error}", sys.stderr)
+        print(f"grpo-nb demo: {error}", file=sys.stderr)
         return 2
+
+
+def _carry_out(
+    args: argparse.Namespace,  # out, resume, quiet
+    run: dict,  # from `_prepare`
+    one_run: OneRun,  # that the folder is held by
+) -> int:  # exit status
+    "The demo itself, and a last line that says how to go on."
     go_on = f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}"
     try:
         from grpo_nb.demo import run_demo
@@ -179,16 +186,17 @@ def demo(
                 resume=args.resume,
                 quiet=args.quiet,
                 bars=sys.stderr.isatty(),
+                one_run=one_run,
             )
     except (KeyboardInterrupt, SystemExit) as stop:
         status = stop.code if isinstance(stop, SystemExit) else 130
-        _tell(f"\nStopped. To go on with what was saved: {go_on}", sys.stderr)
+        print(f"\nStopped. To go on with what was saved: {go_on}", file=sys.stderr)
         return status
     except OSError as error:
-        _tell(f"grpo-nb demo: {error}. Then go on: {go_on}", sys.stderr)
+        print(f"grpo-nb demo: {error}. Then go on: {go_on}", file=sys.stderr)
         return 1
     except ValueError as error:  # a sentence that says what to change
-        _tell(f"grpo-nb demo: {error}", sys.stderr)
+        print(f"grpo-nb demo: {error}", file=sys.stderr)
         return 1
     if not args.quiet:
         print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
@@ -245,7 +253,7 @@ def train(
     try:
         trainer, recipe = _ready(args)
     except (ValueError, ImportError, OSError) as error:
-        _tell(f"grpo-nb train: {error}", sys.stderr)
+        print(f"grpo-nb train: {error}", file=sys.stderr)
         return 2
     from grpo_nb.script import train_and_save
 
@@ -254,16 +262,16 @@ def train(
         with naming_a_full_disk(Path(out)):
             train_and_save(trainer, recipe)
     except (KeyboardInterrupt, SystemExit) as stop:
-        _tell(f"\nStopped. To go on with what was saved: {go_on}", sys.stderr)
+        print(f"\nStopped. To go on with what was saved: {go_on}", file=sys.stderr)
         return stop.code if isinstance(stop, SystemExit) else 130
     except OSError as error:
-        _tell(f"grpo-nb train: {error}. Then go on: {go_on}", sys.stderr)
+        print(f"grpo-nb train: {error}. Then go on: {go_on}", file=sys.stderr)
         return 1
     except ValueError as error:  # a sentence that says what to change
-        _tell(f"grpo-nb train: {error}", sys.stderr)
+        print(f"grpo-nb train: {error}", file=sys.stderr)
         return 1
     if trainer.is_world_process_zero():
-        _tell(f"The model is in {out}, and the log in {Path(out) / 'log.jsonl'}.")
+        print(f"The model is in {out}, and the log in {Path(out) / 'log.jsonl'}.")
     return 0
 
 # %% ../nbs/91_cli.ipynb #aa5cf9c4
@@ -346,18 +354,18 @@ def serve(
             folder = args.lora_dir and args.lora_dir.resolve()
             adapters = f", adapters from {folder}" if folder else ", no adapters (--lora-dir)"
             stop = server.RequestHandlerClass.stand_in.added_stop()
-            _tell(f"{args.model} at {server.url}{adapters}{stop}")
+            print(f"{args.model} at {server.url}{adapters}{stop}", flush=True)
             try:
                 with server:
                     server.serve_forever()
             finally:
-                if server.cut:  # Python's own end does not survive threads that compute
+                if server.busy:  # in one long step, which Python's own end would not survive
                     sys.stdout.flush()
                     os._exit(143)
     except (KeyboardInterrupt, SystemExit) as stop:
         return stop.code if isinstance(stop, SystemExit) else 130
     except (ValueError, ImportError, OSError) as error:
-        _tell(f"grpo-nb serve: {error}", sys.stderr)
+        print(f"grpo-nb serve: {error}", file=sys.stderr)
         return 2
 
 # %% ../nbs/91_cli.ipynb #7a972a62
@@ -466,7 +474,7 @@ def _plain_warnings(
         warnings.simplefilter("always")
         yield
     for warning in said:
-        _tell(f"{command}: {warning.message}", sys.stderr)
+        print(f"{command}: {warning.message}", file=sys.stderr)
 
 
 # what `plan run.yaml` takes
@@ -552,7 +560,7 @@ def _print_plan(
         return
     if args.fit and made.fits and needed:
         print(f"With {needed}:\n")
-    _tell(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
+    print(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
     if lines:
         print(f"\nAs lines of {args.model}:\n")
         print("\n".join(f"{name}: {in_yaml(value)}" for name, value in lines.items()))
@@ -587,7 +595,7 @@ def plan(
             text = recipes.with_launch(text, starts)
             args.write.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
-        _tell(f"grpo-nb plan: {error}", sys.stderr)
+        print(f"grpo-nb plan: {error}", file=sys.stderr)
         return 2
     needed = _fits_with(args, made, better, lines)
     if args.fit and fits:
@@ -608,13 +616,10 @@ def report_of_run(
     from grpo_nb.training.report import write_report
 
     try:
-        with _plain_warnings("grpo-nb report"), naming_a_full_disk(args.out or args.folder):
+        with naming_a_full_disk(args.out or args.folder):
             path = write_report(args.folder, args.out)
     except ValueError as error:
         args.parser.error(str(error))
-    except OSError as error:
-        page = args.out or args.folder / "report.html"
-        args.parser.error(f"{page} cannot be made: {error.strerror or error}; see --out")
     print(f"open {shlex.quote(str(path))} in a browser")
     return 0
 
@@ -1296,6 +1301,3 @@ def main(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # or Python prints an error at exit
         return 0
-    except Exception:
-        _tell(traceback.format_exc().rstrip(), sys.stderr)
-        return 1

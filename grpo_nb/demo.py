@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MAX_TOKENS', 'PROMPTS', 'ANSWERS', 'STEPS', 'greedy_answers', 'greedy_accuracy', 'demo_config', 'HeldOutAccuracy',
            'FirstCheckpoint', 'held_out_curve', 'MinuteLines', 'demo_model', 'warmed_up_model', 'one_thread',
-           'state_before', 'read_before', 'write_results', 'checkpoint_to_resume', 'starting_point', 'run_demo']
+           'state_before', 'read_before', 'write_results', 'checkpoint_to_resume', 'starting_point', 'demo_trainer',
+           'run_demo']
 
 # %% ../nbs/90_demo.ipynb #e2f55bd2
 import json
@@ -27,6 +28,7 @@ from .rollout.sampling import SamplingParams
 from .training.checkpoint import newest_whole_checkpoint
 from .training.config import GRPOConfig
 from .training.fine_tuning import fine_tune
+from .training.one_run import OneRun
 from .training.reporting import clock, run_figure
 from .training.trainer import GRPOTrainer
 
@@ -290,6 +292,30 @@ def starting_point(
     return model, tokenizer, state_before(folder, model, tokenizer, held_out, began)
 
 # %% ../nbs/90_demo.ipynb #6ef5998a
+def demo_trainer(
+    model,
+    tokenizer,
+    config: GRPOConfig,
+    train: list[dict],  # sums with answers
+    held_out: list[dict],  # others
+    callbacks: list,  # besides those that measure and save
+) -> GRPOTrainer:
+    "A trainer that measures held-out sums, and shows a bar at most."
+    watch = [HeldOutAccuracy(held_out), FirstCheckpoint()]
+    trainer = GRPOTrainer(
+        model,
+        exact_answer_reward,
+        config,
+        train,
+        processing_class=tokenizer,
+        callbacks=[*watch, *callbacks],
+    )
+    for callback in watch:
+        callback.trainer = trainer
+    trainer.log.show = False  # the bar shows enough
+    return trainer
+
+
 @one_thread()
 def run_demo(
     steps: int | None = None,  # updates; None: STEPS
@@ -299,37 +325,28 @@ def run_demo(
     quiet: bool = False,  # no progress bar and no results on the screen
     save_steps: int | None = None,  # updates from one checkpoint to the next; None: 50
     bars: bool = True,  # False: a line a minute in place of progress bars
+    one_run: OneRun | None = None,  # that `out` is held by; None: it is taken here
     # accuracy_before, accuracy_after, seconds, seed, steps: what summary.json holds
 ) -> dict[str, Any]:
     "Warm up, train with GRPO, test on sums never seen, and leave everything in `out`."
     folder, bars = Path(out), bars and not quiet
-    folder.mkdir(parents=True, exist_ok=True)
+    one_run = one_run or OneRun(folder)
     train, held_out = addition_problems(seed)
-    checkpoint = checkpoint_to_resume(folder) if resume else None
-    model, tokenizer, before = starting_point(
-        folder, checkpoint, train, held_out, seed, quiet, bars
-    )
-    if not quiet:
-        print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
-
-    config = demo_config(
-        steps or STEPS, seed, folder, disable_tqdm=not bars, save_steps=save_steps or 50
-    )
-    watch = [HeldOutAccuracy(held_out), FirstCheckpoint()]
-    lines = [] if bars or quiet else [MinuteLines()]
-    trainer = GRPOTrainer(
-        model,
-        exact_answer_reward,
-        config,
-        train,
-        processing_class=tokenizer,
-        callbacks=[*watch, *lines],
-    )
-    for callback in watch:
-        callback.trainer = trainer
-    trainer.log.show = False  # the bar shows enough
-    trainer.train(resume_from_checkpoint=checkpoint)
-    summary = write_results(folder, trainer, held_out, before)
+    with one_run.held(waits=resume):
+        checkpoint = checkpoint_to_resume(folder) if resume else None
+        model, tokenizer, before = starting_point(
+            folder, checkpoint, train, held_out, seed, quiet, bars
+        )
+        if not quiet:
+            print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
+        config = demo_config(
+            steps or STEPS, seed, folder, disable_tqdm=not bars, save_steps=save_steps or 50
+        )
+        lines = [] if bars or quiet else [MinuteLines()]
+        trainer = demo_trainer(model, tokenizer, config, train, held_out, lines)
+        trainer.one_run = one_run  # it is held already, and `train` enters again
+        trainer.train(resume_from_checkpoint=checkpoint)
+        summary = write_results(folder, trainer, held_out, before)
     if not quiet:
         print(
             f"held-out accuracy after:  {summary['accuracy_after']:.3f}   "

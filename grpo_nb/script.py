@@ -40,6 +40,7 @@ from grpo_nb.recipe import (
     named_object,
 )
 from .training.config import GRPOConfig
+from .training.one_run import OneRun
 from .training.sharding import asked_by_launcher, asked_in_config
 from .training.trainer import GRPOTrainer
 
@@ -275,6 +276,7 @@ def trainer_of(
     "A trainer with everything that a recipe names."
     check_complete(recipe)
     data, config = recipe.data, recipe.config
+    OneRun(config.output_dir).check_free()  # before minutes of loading
     rewards, train = rewards_of(data), load_rows(data, data.dataset_train_split)
     held_out = load_rows(data, data.dataset_test_split) if config.eval_strategy != "no" else None
     model, tokenizer = model_of(recipe)
@@ -286,5 +288,7 @@ def train_and_save(
     recipe: Recipe,
 ) -> None:
     "Train, and leave the model (of an adapter, the adapter alone) in output_dir."
-    trainer.train(resume_from_checkpoint=recipe.data.resume_from_checkpoint)
-    trainer.save_model()
+    resume = recipe.data.resume_from_checkpoint
+    with trainer.alone(bool(resume)):
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()

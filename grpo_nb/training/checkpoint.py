@@ -6,11 +6,11 @@
 __all__ = ['MANIFEST', 'STATE', 'ONLY_MODEL', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH', 'PER_PROCESS', 'LOGGED', 'digest', 'digests',
            'manifest_text', 'write_manifest', 'read_manifest', 'listed_fault', 'plain_fault', 'first_line',
            'file_fault', 'checkpoints', 'newest_whole_checkpoint', 'newest_checkpoint', 'find_checkpoint', 'check_ours',
-           'check_named', 'read_state', 'make_folder', 'remove_old_checkpoints', 'set_aside', 'deterministic',
-           'truncate_log', 'check_adapter', 'saved_tensors', 'check_tensors', 'read_adapters', 'read_own_weights',
-           'read_weights', 'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'saved_config',
-           'check_history', 'check_tokens', 'only_sentences', 'check_same_run', 'SavedRun', 'Checkpointer',
-           'check_entries', 'differences_text']
+           'check_named', 'read_state', 'remove_old_checkpoints', 'set_aside', 'deterministic', 'truncate_log',
+           'check_adapter', 'saved_tensors', 'check_tensors', 'read_adapters', 'read_own_weights', 'read_weights',
+           'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'saved_config', 'check_history',
+           'check_tokens', 'only_sentences', 'check_same_run', 'SavedRun', 'Checkpointer', 'check_entries',
+           'check_name', 'data_doubt', 'differences_text']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import copy
@@ -304,21 +304,6 @@ def read_state(
             f"{str(path)!r} cannot be read, it is damaged or was cut off ({first_line(error)}): "
             "go on from another checkpoint by its name, or begin anew"
         ) from error
-
-
-def make_folder(
-    output_dir: str | Path,  # of the run
-) -> None:
-    "Make the folder of a run; ValueError if nothing can be written there."
-    try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={str(output_dir)!r} cannot be written: {error.strerror or error}; "
-            "name another folder"
-        ) from None
 
 
 def remove_old_checkpoints(
@@ -723,6 +708,7 @@ def check_same_run(
     rows: int,  # of the data
     processes: int,
     whose: str,  # the checkpoint, for messages
+    data: str | None = None,  # digest of the rows; None: they have none
 ) -> dict[str, tuple]:  # settings that differ: name -> (now, then); ValueError
     "Refuse other processes, data or settings with which the saved place means nothing."
     before = saved_config(saved["config"], whose)
@@ -742,6 +728,12 @@ def check_same_run(
             f"the data has {rows} rows, and had {saved['rows']} when {whose} was written: the "
             "place in it would be lost; use the same data, or begin anew"
         )
+    if None not in (data, saved.get("data")) and data != saved["data"]:
+        raise ValueError(
+            f"the data has {rows} rows, as it had when {whose} was written, and they are others: "
+            "the place in it would mean nothing; use the same data, or begin anew (with the "
+            "checkpoint's folder as the model, to begin with its weights)"
+        )
     now, then = changed.get("optim", ("", ""))
     if now.removesuffix("_fused") != then.removesuffix("_fused"):
         raise ValueError(
@@ -760,6 +752,7 @@ class SavedRun:
     copy_weights: Callable[[], None]
     changed: dict[str, tuple]  # settings that differ: name -> (now, then)
     others: bool = False  # whether another number of processes wrote it
+    doubt: str = ""  # a line to print: what could not be compared
 
 
 class Checkpointer:
@@ -783,14 +776,15 @@ class Checkpointer:
         self.model, self.tokenizer = model, tokenizer
         self.state, self.own, self.shared, self.log = state, own, shared, log
         self.boundary: dict[str, Any] | None = None
-        self.rows = 0
+        self.rows, self.data = 0, None
 
     def begin(
         self,
         rows: int,  # of the data
+        data: str | None = None,  # their digest; None: they have none
     ) -> None:
         "Begin a new run, which has no boundary yet."
-        self.rows, self.boundary = rows, None
+        self.rows, self.data, self.boundary = rows, data, None
 
     def mark(self) -> None:
         "Store the boundary: called after each update, so that a checkpoint of it can be written."
@@ -887,12 +881,14 @@ class Checkpointer:
             "history": [record for record in self.log.history if record["step"] <= self.step],
             "config": self.config.to_json(),
             "rows": self.rows,
+            "data": self.data,
         }
 
     def read(
         self,
         folder: Path,
         rows: int,  # of the data
+        data: str | None = None,  # their digest; None: they have none
     ) -> SavedRun:  # ValueError if it does not fit this run
         "Read a checkpoint and check all of it; nothing of the run is changed."
         # of moments that are whole in the file, a process with shares needs its own alone
@@ -900,25 +896,32 @@ class Checkpointer:
         with only_sentences(whose):
             check = Inspector(whose, rows=rows)
             names = ("processes", "shared", "history", "config", "rows")
-            check.keys(saved, names, "the state of the run")
+            check.keys(saved, names, "the state of the run", optional=["data"])
             if not (isinstance(saved["processes"], list) and saved["processes"]):
                 check.refuse("processes", repr(saved["processes"])[:40], "a list, one entry each")
             processes = self.accelerator.num_processes
-            changed = check_same_run(self.config, saved, rows, processes, whose)
+            changed = check_same_run(self.config, saved, rows, processes, whose, data)
             copy_weights = read_weights(
                 self.model, folder, self.weights
             )  # later, if all else fits too
             others = len(saved["processes"]) != processes
             saved = {**saved, "processes": shared_out(saved["processes"], processes)}
-            self.check_parts(saved, check)
-            return SavedRun(folder, saved, copy_weights, changed, others)
+            self.check_parts(saved, check, folder)
+            doubt = data_doubt(saved, data)
+            return SavedRun(folder, saved, copy_weights, changed, others, doubt)
 
-    def check_parts(self, saved: dict[str, Any], check: Inspector) -> None:  # ValueError
+    def check_parts(
+        self,
+        saved: dict[str, Any],
+        check: Inspector,
+        folder: Path,  # the checkpoint
+    ) -> None:  # ValueError
         "Let each part check its entry, those of other processes too: all of them go on, or none."
         steps = {entry["state"]["global_step"] for entry in saved["processes"]}
         if len(steps) != 1:
             check.refuse("the update", f"{steps} in its processes", "the same in all")
         check.number(*steps, "global_step", least=0, whole=True)
+        check_name(folder, *steps)
         check = Inspector(check.whose, *steps, check.rows)
         embedding = getattr(self.model.get_input_embeddings(), "num_embeddings", math.inf)
         for entry in saved["processes"]:
@@ -934,7 +937,7 @@ class Checkpointer:
         folder: Path,
     ) -> str:  # what to tell the user
         "Go back to where a checkpoint was written; ValueError, with nothing changed, if unfit."
-        return self.restore(self.read(folder, self.rows))
+        return self.restore(self.read(folder, self.rows, self.data))
 
     def restore(
         self,
@@ -961,6 +964,7 @@ class Checkpointer:
                 f"going on from {folder}",
                 *self.take_log(folder, saved["history"]),
                 *differences_text(checked.changed),
+                *[checked.doubt] * bool(checked.doubt),
             ]
         )
 
@@ -989,6 +993,31 @@ def check_entries(
     for name, part in parts.items():
         if hasattr(part, "check_state_dict"):
             part.check_state_dict(saved[name], check)
+
+
+def check_name(
+    folder: Path,  # a checkpoint
+    step: int,  # inside
+) -> None:  # ValueError
+    "Refuse a checkpoint that was given the name of another update."
+    named = re.fullmatch(r"checkpoint-(\d+)", folder.absolute().name)
+    if named and int(named[1]) != step:
+        raise ValueError(
+            f"{str(folder)!r} holds step {step}: its name and what is in it disagree. Name it "
+            f"checkpoint-{step} again, or go on from another one by its name"
+        )
+
+
+def data_doubt(
+    saved: dict[str, Any],  # what a checkpoint holds beside the model
+    data: str | None,  # digest of the rows
+) -> str:  # a line; empty: they were compared
+    "Why it could not be seen whether the rows are those of the checkpoint."
+    if "data" not in saved:
+        return "the checkpoint is older than digests of the data: its rows were not compared"
+    if None in (data, saved["data"]):
+        return "a stream has no digest: whether it brings the same rows was not compared"
+    return ""
 
 
 def differences_text(changed: dict[str, tuple]) -> list[str]:

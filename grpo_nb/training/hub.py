@@ -439,9 +439,6 @@ class HubWriter(TrainerCallback):
         self.completions, self.history = completions, history
         self.name = repository.name if repository else config.hub_model_id
         self.last: Future | None = None
-        for left in Path(config.output_dir).glob(".upload-*"):
-            if left.name.split("-")[1] != str(os.getpid()):  # by a process that was killed
-                shutil.rmtree(left)
 
     def write_card(
         self,
@@ -484,6 +481,12 @@ class HubWriter(TrainerCallback):
         self.name = repository.name
         self.write_card(folder, **card)
         return repository.upload(folder, message, NOT_UPLOADED, blocking)
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        "Remove what a process that was killed was about to upload."
+        for left in Path(args.output_dir).glob(".upload-*") if state.is_world_process_zero else ():
+            if left.name.split("-")[1] != str(os.getpid()):
+                shutil.rmtree(left)
 
     def on_save(self, args, state, control, **kwargs) -> None:
         "Upload the newest checkpoint, unless the one before is still on its way."

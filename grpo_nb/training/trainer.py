@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'SOURCE', 'EVALUATOR', 'CHECKPOINTER', 'DEFINE_INSTEAD',
            'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch', 'check_arguments', 'check_config',
-           'at_home', 'check_tools', 'check_drawn_one_way', 'check_one_vllm', 'rows_for_environments',
-           'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement',
-           'load_tokenizer', 'tokenizer_of', 'GRPOTrainer']
+           'check_tools', 'check_drawn_one_way', 'say', 'check_one_vllm', 'rows_for_environments', 'check_evaluation',
+           'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement', 'load_tokenizer',
+           'tokenizer_of', 'GRPOTrainer']
 
 # %% ../../nbs/training/19_trainer.ipynb #d87d65dc
 import copy
@@ -18,7 +18,6 @@ import secrets
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -32,6 +31,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 from huggingface_hub import CommitInfo
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
@@ -64,7 +64,6 @@ from grpo_nb.training.checkpoint import (
     deterministic,
     find_checkpoint,
     load_weights,
-    make_folder,
     set_aside,
 )
 from .collect import CompletionSource, RolloutCollector
@@ -74,14 +73,16 @@ from grpo_nb.training.data import (
     check_dataset,
     check_evaluation_data,
     column_names,
+    cut_in_the_middle,
+    digest_of,
     is_stream,
     room_left,
-    shortened,
     stops_by_name,
 )
 from .evaluation import Evaluator
 from .guard import Guard, doubt_of_cuts
 from .hub import HubWriter, open_repository
+from .one_run import OneRun
 from .optimizer import check_given_optimizer, make_optimizer
 from grpo_nb.training.policy_model import (
     check_model,
@@ -105,11 +106,10 @@ from grpo_nb.training.reporting import (
     make_handler,
     metrics_text,
     of_updates,
-    say,
+    plain,
     write_metrics,
 )
 from .rewards import loading, reward_functions, reward_names
-from .samples import plain
 from grpo_nb.training.sharding import (
     GatheredEngine,
     ShardedWeights,
@@ -175,17 +175,6 @@ def check_config(
         )
 
 
-def at_home(
-    config: GRPOConfig,
-) -> GRPOConfig:  # the same, or a copy if its folder is relative
-    "Settings whose output_dir stays where it is if the program goes to another folder."
-    folder = os.path.abspath(config.output_dir)
-    if folder == config.output_dir:
-        return config
-    with warnings.catch_warnings(action="ignore"):  # they were given before
-        return replace(config, output_dir=folder)
-
-
 def check_tools(
     tools: Any,
     environment_factory: Any,
@@ -215,6 +204,16 @@ def check_drawn_one_way(
             "rollout_func draws whole completions, so tools and environment_factory would never "
             "be asked: leave rollout_func out, or call the tools in it"
         )
+
+
+def say(
+    sentence: str,
+) -> None:
+    "Print a line above progress bars, whatever other threads do to theirs meanwhile."
+    try:
+        tqdm.write(sentence)
+    except RuntimeError:  # tqdm's list of bars changed while it was read
+        print(sentence)
 
 
 def check_one_vllm(
@@ -759,7 +758,7 @@ class GRPOTrainer:
         environment_factory: Any = None,
     ):
         check_config(args)
-        self.config = self.args = at_home(args if args is not None else GRPOConfig())
+        self.config = self.args = args if args is not None else GRPOConfig()
         model = str(model) if isinstance(model, Path) else model
         check_model(model, peft_config)
         callbacks = check_callbacks([] if callbacks is None else callbacks)
@@ -1032,6 +1031,7 @@ class GRPOTrainer:
         first = self.accelerator.is_main_process
         path = Path(self.config.output_dir) / "log.jsonl" if first else None
         self.log = Log(path, show=first, called=self.add_record)
+        self.one_run = OneRun(self.config.output_dir)
         self.metrics = Metrics()
 
     def make_parts(self, sampler: Sampler, reward_funcs: list[Callable]) -> None:
@@ -1134,22 +1134,43 @@ class GRPOTrainer:
         """Sample, score, compare, learn, until the steps are used up; after Ctrl-C, SIGTERM or an
         error there is a checkpoint to go on from."""
         state, update = self.state, self.policy_update
-        with self.ends_vllm(), self.begun(resume_from_checkpoint):
-            while not self.finished():
-                if state.batch is None:  # sample, score, compare inside the groups
-                    self.preemption.interruptible()
-                    self.publish()
-                    batch = self.collector.collect(state)
-                    update.compile_first(batch)  # once, and on a GPU only
-                    self.guard.check(batch, state)  # were they drawn by this policy?
-                    state.hold(update.prepare(batch))
-                self.tell_beginnings()
-                self.preemption.begin_update()
-                update.accumulate(state.micro_batch(), state.batch, state.first_pass)
-                if state.advance():  # to the next micro-batch; True where the weights move
-                    self.move_weights()  # clip, step, schedule
-                    self.after_update()  # log, evaluate, save
-        return self.end()
+        with self.alone(bool(resume_from_checkpoint)):  # one run, one folder
+            with self.ends_vllm(), self.begun(resume_from_checkpoint):
+                while not self.finished():
+                    if state.batch is None:  # sample, score, compare inside the groups
+                        self.preemption.interruptible()
+                        self.publish()
+                        batch = self.collector.collect(state)
+                        update.compile_first(batch)  # once, and on a GPU only
+                        self.guard.check(batch, state)  # were they drawn by this policy?
+                        state.hold(update.prepare(batch))
+                    self.tell_beginnings()
+                    self.preemption.begin_update()
+                    update.accumulate(state.micro_batch(), state.batch, state.first_pass)
+                    if state.advance():  # to the next micro-batch; True where the weights move
+                        self.move_weights()  # clip, step, schedule
+                        self.after_update()  # log, evaluate, save
+            return self.end()
+
+    @contextmanager
+    def alone(
+        self,
+        waits: bool = False,  # for another run that may be dead; one that resumes does
+    ):  # ValueError, in every process, which names the other run
+        "No other run writes into output_dir meanwhile; a training inside enters again."
+        refused, first = None, self.is_world_process_zero()
+        try:
+            if first:
+                self.one_run.take(waits)
+        except ValueError as error:
+            refused = error
+        if refused := self.from_first(refused):
+            raise refused
+        try:
+            yield
+        finally:
+            if first:
+                self.one_run.give_back()
 
     @contextmanager
     def undisturbed(self):
@@ -1197,6 +1218,7 @@ class GRPOTrainer:
 
     def after_update(self) -> None:
         "Log, evaluate and save where the settings or a callback say so."
+        self.one_run.check()
         self.checkpointer.mark()
         self.callbacks.tell("on_step_end")
         if self.state.closed_epoch:
@@ -1268,10 +1290,9 @@ class GRPOTrainer:
         self.source.check_room(self.train_dataset)
         if self.config.eval_strategy != "no":
             self.source.check_room(self.eval_dataset, "evaluation data: ")
-        make_folder(self.config.output_dir)
-        rows = len(self.train_dataset)
-        saved = self.checkpointer.read(checkpoint, rows) if checkpoint else None
-        self.begin_parts()
+        rows, data = len(self.train_dataset), digest_of(self.train_dataset)
+        saved = self.checkpointer.read(checkpoint, rows, data) if checkpoint else None
+        self.begin_parts(data)
         if saved:
             self.go_on_from(saved)
         else:
@@ -1284,7 +1305,10 @@ class GRPOTrainer:
             say(self.description())
         self.checkpointer.mark()
 
-    def begin_parts(self) -> None:
+    def begin_parts(
+        self,
+        data: str | None,  # digest of the rows
+    ) -> None:
         "Put every part at the beginning of a run; the optimizer keeps its moments."
         rows = len(self.train_dataset)
         secret = self.from_first(secrets.token_hex(16))
@@ -1294,7 +1318,7 @@ class GRPOTrainer:
         self.collector.begin(self.train_dataset)
         self.guard.begin()
         self.recorder.new_run()
-        self.checkpointer.begin(rows)
+        self.checkpointer.begin(rows, data)
 
     def start_anew(self) -> None:
         "Seed everything, and move aside what an earlier run left in the same folder."
@@ -1361,7 +1385,7 @@ class GRPOTrainer:
         own = isinstance(sampler, TurnSampler) or sampler in (self.engine, self.vllm)
         room = self.config.max_completion_length, longest_sequence(self.model.config)
         return (
-            f"\nfirst prompt: {shortened(self.tokenizer.decode(ids))}"
+            f"\nfirst prompt: {cut_in_the_middle(self.tokenizer.decode(ids))}"
             + f"\nstops: {stops_by_name(stops, added, self.tokenizer)}" * own
             + f"\nroom: {room_left(len(ids), *room)}"
         )
@@ -1528,7 +1552,8 @@ class GRPOTrainer:
         inside, self.in_run = self.in_run, True
         begun = inside or getattr(self.vllm, "runs", False)
         try:
-            yield
+            with self.alone() if self.vllm and not inside else nullcontext():
+                yield  # weights for vLLM are written into output_dir
         finally:
             self.in_run = inside
             if self.vllm and not begun:

@@ -399,21 +399,14 @@ class Starting:
         resume_from_checkpoint: Any = "auto",
     ) -> (
         ipywidgets.VBox
-    ):  # the board; RuntimeError if this dashboard, or another one, has a run in the same folder
+    ):  # the board; RuntimeError if this dashboard has a run, ValueError if the folder has one
         "Begin to train, or go on, in a thread, and return the board at once."
-        folder = trainer.args.output_dir
-        name = f"GRPO run in {Path(folder).resolve()}"
         if self.running:
             raise RuntimeError(
                 f"this dashboard has a run already (its label says {self.status!r}): stop it "
                 "and wait for its end, or make another Dashboard()"
             )
-        if any(thread.name == name for thread in threading.enumerate()):
-            raise RuntimeError(
-                f"another dashboard has a run in {str(folder)!r}: stop it with its button "
-                "(or by restarting the kernel, which leaves a checkpoint too), or choose "
-                "another output_dir"
-            )
+        trainer.one_run.take(bool(resume_from_checkpoint))  # until the thread ends
         self.forget()
         self.trainer = trainer
         if self.box.comm is None:
@@ -421,7 +414,6 @@ class Starting:
         self.thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(self.train, resume_from_checkpoint),
-            name=name,
             daemon=True,
         )
         trainer.add_callback(self)
@@ -441,6 +433,7 @@ class Starting:
         finally:
             self.trainer.remove_callback(self)
             atexit.unregister(self.leave)
+            self.trainer.one_run.give_back()
             self.over.set()
 
     def leave(self) -> None:
