@@ -78,7 +78,8 @@ def runs(monkeypatch):
     "The calls that reached `run_demo`, which here only remembers them."
     seen = []
 
-    def run_demo(**arguments):
+    def run_demo(one_run, **arguments):
+        assert one_run.path.exists()  # no other run enters meanwhile
         seen.append(arguments)
 
     monkeypatch.setitem(sys.modules, "grpo_nb.demo", types.SimpleNamespace(run_demo=run_demo))

@@ -921,7 +921,6 @@ class Checkpointer:
         if len(steps) != 1:
             check.refuse("the update", f"{steps} in its processes", "the same in all")
         check.number(*steps, "global_step", least=0, whole=True)
-        check_name(folder, *steps)
         check = Inspector(check.whose, *steps, check.rows)
         embedding = getattr(self.model.get_input_embeddings(), "num_embeddings", math.inf)
         for entry in saved["processes"]:
@@ -931,6 +930,7 @@ class Checkpointer:
         check.keys(saved["shared"], self.shared, "the shared parts")
         check_entries(self.shared, saved["shared"], check)
         check_history(saved["history"], check)
+        check_name(folder, *steps)
 
     def load(
         self,

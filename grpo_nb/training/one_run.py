@@ -95,7 +95,7 @@ class OneRun:
         self.record: dict[str, Any] | None = None  # what this run has written; None: nothing
         self.depth = 0  # `held` inside `held`
         self.lost: str | None = None  # who has the folder now, though it was not given back
-        self.warned = self.made = False
+        self.warned = False
 
     @property
     def path(self) -> Path:
@@ -189,7 +189,6 @@ class OneRun:
         with suppress(OSError):
             self.record["started"] = start_of(os.getpid())
         try:
-            self.made = not self.folder.is_dir()
             self.folder.mkdir(parents=True, exist_ok=True)
             self.wait_for_others(waits)
         except OSError as error:
@@ -273,6 +272,3 @@ class OneRun:
                 file.seek(0)
                 file.truncate()
                 self.path.unlink()
-        if self.made:
-            with suppress(OSError):
-                self.folder.rmdir()  # nothing was written

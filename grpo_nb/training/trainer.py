@@ -1252,6 +1252,7 @@ class GRPOTrainer:
 
     def save_checkpoint(self) -> None:
         "Write a checkpoint of the last update."
+        self.one_run.check()
         self.preemption.begin_moving()
         self.checkpointer.save()
         self.preemption.interruptible()
@@ -1430,6 +1431,8 @@ class GRPOTrainer:
     def save_last(self) -> None:
         "Write a checkpoint after an error, of a run with one process, or of all that leave."
         step = self.checkpointer.step
+        if self.one_run.lost:
+            return
         if self.accelerator.num_processes > 1:
             if self.preemption.asked:  # else one is failing, and they cannot agree
                 self.save_together(step)

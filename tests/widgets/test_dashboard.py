@@ -230,7 +230,7 @@ def test_two_runs_at_once_are_refused(dashboard, tmp_path, monkeypatch):
     dashboard.run(small_trainer("here", max_steps=ENDLESS))
     with pytest.raises(RuntimeError, match="this dashboard has a run already"):
         dashboard.run(small_trainer("elsewhere"))
-    with pytest.raises(RuntimeError, match="another dashboard has a run in"):
+    with pytest.raises(ValueError, match="here' is the folder of a run .* trainer of this process"):
         Dashboard().run(small_trainer(tmp_path / "x" / ".." / "here"))
     with pytest.raises(RuntimeError, match="no run to wait for"):
         Dashboard().wait()
