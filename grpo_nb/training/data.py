@@ -447,9 +447,8 @@ def check_rows(
                 "reward functions need the same in every row. Fill the gaps with None."
             )
 
-# %% ../../nbs/training/02_data.ipynb #7be0f4a9
+# %% ../../nbs/training/02_data.ipynb #4fe9ee74
 KEPT_ROWS = 65_536  # of a stream, for those who ask again
-DIGESTED = 1_000  # rows of a table
 
 
 def is_stream(
@@ -522,7 +521,10 @@ class StreamedRows:
         same = isinstance(row, Mapping) and row.keys() == self.first.keys()
         return same and is_conversational(row["prompt"]) == is_conversational(self.first["prompt"])
 
-# %% ../../nbs/training/02_data.ipynb #0ec8f4e8
+# %% ../../nbs/training/02_data.ipynb #0fe9a544
+DIGESTED = 1_000  # rows of a table
+
+
 def text_of_row(
     row: Mapping,
 ) -> str:  # the same in every process
@@ -562,7 +564,7 @@ def digest_of(
     first = digest()
     return first if type(dataset) is list or first == digest() else None
 
-
+# %% ../../nbs/training/02_data.ipynb #9e69c532
 def check_columns(
     columns: Sequence[str],  # of a dataset
 ) -> None:

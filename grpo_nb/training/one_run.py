@@ -95,7 +95,7 @@ class OneRun:
         self.record: dict[str, Any] | None = None  # what this run has written; None: nothing
         self.depth = 0  # `held` inside `held`
         self.lost: str | None = None  # who has the folder now, though it was not given back
-        self.warned = False
+        self.warned = self.made = False
 
     @property
     def path(self) -> Path:
@@ -118,7 +118,13 @@ class OneRun:
     def looking(self) -> Iterator[TextIO]:
         "The file, open, empty where there was none; nobody else looks meanwhile."
         while True:
-            with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+") as file:
+            try:
+                number = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.made = True
+                continue
+            with open(number, "r+") as file:
                 with self.locked(file):
                     if is_at(self.path, file):  # else it was removed before it was locked
                         yield file
@@ -189,7 +195,7 @@ class OneRun:
         with suppress(OSError):
             self.record["started"] = start_of(os.getpid())
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.made = False
             self.wait_for_others(waits)
         except OSError as error:
             raise ValueError(
@@ -272,3 +278,5 @@ class OneRun:
                 file.seek(0)
                 file.truncate()
                 self.path.unlink()
+                if self.made:
+                    self.folder.rmdir()  # an error, which is passed over, if anything was written

@@ -170,7 +170,7 @@ def test_of_two_threads_one_enters(tmp_path):
         for thread in both:
             thread.join()
         assert sorted(found) == ["in", "refused"]
-    assert not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run" / ".running").exists()
 
 
 def test_when_a_process_began():
@@ -355,6 +355,9 @@ def test_an_error_gives_the_folder_back(tmp_path):
     with pytest.raises(KeyError):
         trainer.train()
     assert not trainer.one_run.path.exists()
+    with pytest.raises(ValueError, match="there is no checkpoint"):
+        small_trainer(tmp_path / "new").train(resume_from_checkpoint=True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_living_run_keeps_its_files_and_a_dead_one_is_resumed(tmp_path):
