@@ -22,18 +22,29 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from . import __web__
+from .environments.isolated_rewards import visible
 from .model.files import naming_a_full_disk, write_json
 from .model.kernel_choice import KERNELS, TRANSFORMERS_NAMES
 from .model.memory_bytes import FORMATS, MODELS, TARGETS
 from .model.memory_fit import ALL, CARDS, Card, find_card, gibibytes
 from .training.one_run import OneRun
+
+# %% ../nbs/91_cli.ipynb #c4c5b4c3
+def _tell(
+    text: str,
+    file: Any = None,  # None: standard output
+) -> None:
+    "Print a text at once, with every character of it visible."
+    print(visible(text), file=file, flush=True)
 
 # %% ../nbs/91_cli.ipynb #38ce2374
 def _integer(
@@ -115,7 +126,7 @@ def _prepare(
         run |= {name: value for name, value in given.items() if value is not None}
         if ours and not resume:
             one_run.folder = out.rename(_aside(out))
-            print(f"The earlier run in {out} is now in {one_run.folder}.", flush=True)
+            _tell(f"The earlier run in {out} is now in {one_run.folder}.")
             one_run.give_back()
             one_run.folder = out
             one_run.take()
@@ -165,7 +176,7 @@ def demo(
         with one_run.held(args.resume):
             return _carry_out(args, _prepare(out, args.resume, given, one_run), one_run)
     except ValueError as error:
-        print(f"grpo-nb demo: {error}", file=sys.stderr)
+        _tell(f"grpo-nb demo: {error}", sys.stderr)
         return 2
 
 
@@ -190,13 +201,13 @@ def _carry_out(
             )
     except (KeyboardInterrupt, SystemExit) as stop:
         status = stop.code if isinstance(stop, SystemExit) else 130
-        print(f"\nStopped. To go on with what was saved: {go_on}", file=sys.stderr)
+        _tell(f"\nStopped. To go on with what was saved: {go_on}", sys.stderr)
         return status
     except OSError as error:
-        print(f"grpo-nb demo: {error}. Then go on: {go_on}", file=sys.stderr)
+        _tell(f"grpo-nb demo: {error}. Then go on: {go_on}", sys.stderr)
         return 1
     except ValueError as error:  # a sentence that says what to change
-        print(f"grpo-nb demo: {error}", file=sys.stderr)
+        _tell(f"grpo-nb demo: {error}", sys.stderr)
         return 1
     if not args.quiet:
         print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
@@ -253,7 +264,7 @@ def train(
     try:
         trainer, recipe = _ready(args)
     except (ValueError, ImportError, OSError) as error:
-        print(f"grpo-nb train: {error}", file=sys.stderr)
+        _tell(f"grpo-nb train: {error}", sys.stderr)
         return 2
     from grpo_nb.script import train_and_save
 
@@ -262,16 +273,16 @@ def train(
         with naming_a_full_disk(Path(out)):
             train_and_save(trainer, recipe)
     except (KeyboardInterrupt, SystemExit) as stop:
-        print(f"\nStopped. To go on with what was saved: {go_on}", file=sys.stderr)
+        _tell(f"\nStopped. To go on with what was saved: {go_on}", sys.stderr)
         return stop.code if isinstance(stop, SystemExit) else 130
     except OSError as error:
-        print(f"grpo-nb train: {error}. Then go on: {go_on}", file=sys.stderr)
+        _tell(f"grpo-nb train: {error}. Then go on: {go_on}", sys.stderr)
         return 1
     except ValueError as error:  # a sentence that says what to change
-        print(f"grpo-nb train: {error}", file=sys.stderr)
+        _tell(f"grpo-nb train: {error}", sys.stderr)
         return 1
     if trainer.is_world_process_zero():
-        print(f"The model is in {out}, and the log in {Path(out) / 'log.jsonl'}.")
+        _tell(f"The model is in {out}, and the log in {Path(out) / 'log.jsonl'}.")
     return 0
 
 # %% ../nbs/91_cli.ipynb #aa5cf9c4
@@ -354,18 +365,18 @@ def serve(
             folder = args.lora_dir and args.lora_dir.resolve()
             adapters = f", adapters from {folder}" if folder else ", no adapters (--lora-dir)"
             stop = server.RequestHandlerClass.stand_in.added_stop()
-            print(f"{args.model} at {server.url}{adapters}{stop}", flush=True)
+            _tell(f"{args.model} at {server.url}{adapters}{stop}")
             try:
                 with server:
                     server.serve_forever()
             finally:
-                if server.busy:  # in one long step, which Python's own end would not survive
+                if server.cut:  # Python's own end does not survive threads that compute
                     sys.stdout.flush()
                     os._exit(143)
     except (KeyboardInterrupt, SystemExit) as stop:
         return stop.code if isinstance(stop, SystemExit) else 130
     except (ValueError, ImportError, OSError) as error:
-        print(f"grpo-nb serve: {error}", file=sys.stderr)
+        _tell(f"grpo-nb serve: {error}", sys.stderr)
         return 2
 
 # %% ../nbs/91_cli.ipynb #7a972a62
@@ -474,7 +485,7 @@ def _plain_warnings(
         warnings.simplefilter("always")
         yield
     for warning in said:
-        print(f"{command}: {warning.message}", file=sys.stderr)
+        _tell(f"{command}: {warning.message}", sys.stderr)
 
 
 # what `plan run.yaml` takes
@@ -560,7 +571,7 @@ def _print_plan(
         return
     if args.fit and made.fits and needed:
         print(f"With {needed}:\n")
-    print(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
+    _tell(planner.describe(made) + ("" if made.fits else "\n\n" + planner.advice_text(made)))
     if lines:
         print(f"\nAs lines of {args.model}:\n")
         print("\n".join(f"{name}: {in_yaml(value)}" for name, value in lines.items()))
@@ -595,7 +606,7 @@ def plan(
             text = recipes.with_launch(text, starts)
             args.write.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"grpo-nb plan: {error}", file=sys.stderr)
+        _tell(f"grpo-nb plan: {error}", sys.stderr)
         return 2
     needed = _fits_with(args, made, better, lines)
     if args.fit and fits:
@@ -616,10 +627,13 @@ def report_of_run(
     from grpo_nb.training.report import write_report
 
     try:
-        with naming_a_full_disk(args.out or args.folder):
+        with _plain_warnings("grpo-nb report"), naming_a_full_disk(args.out or args.folder):
             path = write_report(args.folder, args.out)
     except ValueError as error:
         args.parser.error(str(error))
+    except OSError as error:
+        page = args.out or args.folder / "report.html"
+        args.parser.error(f"{page} cannot be made: {error.strerror or error}; see --out")
     print(f"open {shlex.quote(str(path))} in a browser")
     return 0
 
@@ -1301,3 +1315,6 @@ def main(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # or Python prints an error at exit
         return 0
+    except Exception:
+        _tell(traceback.format_exc().rstrip(), sys.stderr)
+        return 1

@@ -7,7 +7,7 @@ __all__ = ['ROW_SETTINGS', 'TEMPLATE_ROOM', 'NOT_FOR_REWARDS', 'ARGUMENTS', 'KEP
            'without_none', 'without_gaps', 'form_of', 'check_content', 'as_string', 'as_template_takes', 'as_parts',
            'without_empty', 'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'check_prompt_lengths',
            'column_names', 'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens', 'check_long_prompts',
-           'cut_in_the_middle', 'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns', 'check_shape',
+           'shortened', 'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns', 'check_shape',
            'check_rows', 'is_stream', 'listed', 'StreamedRows', 'text_of_row', 'digest_of', 'check_columns',
            'check_prompts', 'check_row_settings', 'check_dataset', 'check_evaluation_data', 'unread_settings',
            'filled_arguments', 'row_variables', 'unread_variables']
@@ -24,6 +24,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..environments.isolated_rewards import visible
 from ..rollout.rollout import takes, text_of, text_token_ids
 from .config import OTHER_NAMES, GRPOConfig
 
@@ -325,13 +326,13 @@ def check_long_prompts(
     return len(doubtful)
 
 # %% ../../nbs/training/02_data.ipynb #e9a3c74e
-def cut_in_the_middle(
+def shortened(
     text: str,
-    size: int = 150,  # characters that are shown at most
-) -> str:
-    "A text on one line, with control characters as Python writes them."
-    line = repr(text)[1:-1]
-    return line if len(line) <= size else f"{line[: size // 2]} ... {line[-size // 2 :]}"
+    width: int = 150,  # characters
+) -> str:  # "begins ... ends" if it is longer
+    "A text on one line, every character of it visible; too long, its middle is left out."
+    line, half = visible(text).replace("\n", "\\n"), (width - 5) // 2
+    return line if len(line) <= width else f"{line[:half]} ... {line[-half:]}"
 
 
 def stops_by_name(

@@ -156,7 +156,7 @@ class OneRun:
         text = file.read()
         try:
             found = json.loads(text) if text else None
-            texts = {name: str(found[name]) for name in ("host", "since", "id")} if text else {}
+            texts = {n: ascii(found[n])[1:-1] for n in ("host", "since", "id")} if text else {}
             return found and {**found, **texts, "pid": int(found["pid"])}
         except (ValueError, TypeError, LookupError):
             return {"pid": 0, "host": "an unknown machine", "since": "an unknown time", "id": ""}

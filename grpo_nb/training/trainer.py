@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NOT_HERE', 'FROM_CONFIG', 'UPDATE', 'COLLECTOR', 'SOURCE', 'EVALUATOR', 'CHECKPOINTER', 'DEFINE_INSTEAD',
            'NOT_CALLED', 'GRACE_S', 'ECHO_S', 'PIECE_BYTES', 'check_launch', 'check_arguments', 'check_config',
-           'check_tools', 'check_drawn_one_way', 'say', 'check_one_vllm', 'rows_for_environments', 'check_evaluation',
-           'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement', 'load_tokenizer',
-           'tokenizer_of', 'GRPOTrainer']
+           'at_home', 'check_tools', 'check_drawn_one_way', 'check_one_vllm', 'rows_for_environments',
+           'check_evaluation', 'check_callbacks', 'CtrlC', 'Preempted', 'launcher', 'Preemption', 'Agreement',
+           'load_tokenizer', 'tokenizer_of', 'GRPOTrainer']
 
 # %% ../../nbs/training/19_trainer.ipynb #d87d65dc
 import copy
@@ -18,6 +18,7 @@ import secrets
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -31,7 +32,6 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 from huggingface_hub import CommitInfo
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
@@ -73,10 +73,10 @@ from grpo_nb.training.data import (
     check_dataset,
     check_evaluation_data,
     column_names,
-    cut_in_the_middle,
     digest_of,
     is_stream,
     room_left,
+    shortened,
     stops_by_name,
 )
 from .evaluation import Evaluator
@@ -106,10 +106,11 @@ from grpo_nb.training.reporting import (
     make_handler,
     metrics_text,
     of_updates,
-    plain,
+    say,
     write_metrics,
 )
 from .rewards import loading, reward_functions, reward_names
+from .samples import plain
 from grpo_nb.training.sharding import (
     GatheredEngine,
     ShardedWeights,
@@ -175,6 +176,17 @@ def check_config(
         )
 
 
+def at_home(
+    config: GRPOConfig,
+) -> GRPOConfig:  # the same, or a copy if its folder is relative
+    "Settings whose output_dir stays where it is if the program goes to another folder."
+    folder = os.path.abspath(config.output_dir)
+    if folder == config.output_dir:
+        return config
+    with warnings.catch_warnings(action="ignore"):  # they were given before
+        return replace(config, output_dir=folder)
+
+
 def check_tools(
     tools: Any,
     environment_factory: Any,
@@ -204,16 +216,6 @@ def check_drawn_one_way(
             "rollout_func draws whole completions, so tools and environment_factory would never "
             "be asked: leave rollout_func out, or call the tools in it"
         )
-
-
-def say(
-    sentence: str,
-) -> None:
-    "Print a line above progress bars, whatever other threads do to theirs meanwhile."
-    try:
-        tqdm.write(sentence)
-    except RuntimeError:  # tqdm's list of bars changed while it was read
-        print(sentence)
 
 
 def check_one_vllm(
@@ -758,7 +760,7 @@ class GRPOTrainer:
         environment_factory: Any = None,
     ):
         check_config(args)
-        self.config = self.args = args if args is not None else GRPOConfig()
+        self.config = self.args = at_home(args if args is not None else GRPOConfig())
         model = str(model) if isinstance(model, Path) else model
         check_model(model, peft_config)
         callbacks = check_callbacks([] if callbacks is None else callbacks)
@@ -1386,7 +1388,7 @@ class GRPOTrainer:
         own = isinstance(sampler, TurnSampler) or sampler in (self.engine, self.vllm)
         room = self.config.max_completion_length, longest_sequence(self.model.config)
         return (
-            f"\nfirst prompt: {cut_in_the_middle(self.tokenizer.decode(ids))}"
+            f"\nfirst prompt: {shortened(self.tokenizer.decode(ids))}"
             + f"\nstops: {stops_by_name(stops, added, self.tokenizer)}" * own
             + f"\nroom: {room_left(len(ids), *room)}"
         )
