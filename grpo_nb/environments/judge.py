@@ -354,7 +354,7 @@ def report(
             log_metric(f"{name}/latency", sum(seconds) / len(seconds))
             log_metric(f"{name}/latency_max", max(seconds))
     if log_extra:
-        log_extra(name, [v.text for v in verdicts])
+        log_extra(f"{name}/said", [v.text for v in verdicts])
     if not seconds:
         warnings.warn(
             f"{name!r} judged none of {len(verdicts)} completions; the reason most often: "
@@ -426,7 +426,7 @@ def judge_reward(
     deadline_s: float = 300.0,  # seconds for a whole call; what is not judged by then is None
     # of the request; None: {"temperature": 0.0, "max_tokens": 1024}
     options: dict[str, Any] | None = None,
-    name: str = "judge",  # of the function, its metrics and its column of comments
+    name: str = "judge",  # of the function, its metrics and its column of comments, NAME/said
 ) -> Callable:  # an async reward function for GRPOTrainer
     """A reward function that asks a language model on a server for a score. A failure that will not
     pass is a RewardError of the trainer, caused by a JudgeError."""

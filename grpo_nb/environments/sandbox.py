@@ -760,7 +760,7 @@ def wall_lines(report: dict) -> list[str]:  # to be printed one under the other
     lines += [f"  {report['why_not']}"] if report["why_not"] else []
     return lines + ([f"  memory: {report['memory']}"] if report["memory"] else [])
 
-# %% ../../nbs/environments/07_sandbox.ipynb #737c430a
+# %% ../../nbs/environments/07_sandbox.ipynb #9d50929c
 READING = threading.Lock()  # while warnings are off: all threads share what is shown of them
 
 
@@ -780,7 +780,7 @@ def parsed(
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return None, f"{type(error).__name__}: {error}"
 
-
+# %% ../../nbs/environments/07_sandbox.ipynb #e0534a7c
 IMPORTERS = {"__import__", "import_module", "__loader__", "__spec__", "exec_module", "load_module"}
 
 

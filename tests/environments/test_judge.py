@@ -317,7 +317,7 @@ def test_a_fault_that_passes_and_one_that_stays(serve, fault):
         counts.count("once") == 2 and counts.count("never") == 3 and metrics["judge/failed"] == 0.5
     )
     assert (
-        extra["judge"][0] == GOOD and extra["judge"][1] and extra["judge"][1] != GOOD
+        extra["judge/said"][0] == GOOD and extra["judge/said"][1] and extra["judge/said"][1] != GOOD
     )  # why there is no score
 
 
@@ -350,7 +350,7 @@ def test_the_deadline_ends_everything(serve, slow):
         )
         == [7] + [None] * 40
     )
-    assert time.monotonic() - began < 5 and "deadline of 1.2 s" in extra["judge"][1]
+    assert time.monotonic() - began < 5 and "deadline of 1.2 s" in extra["judge/said"][1]
 
 
 def test_nobody_listens():
@@ -492,7 +492,7 @@ def test_one_answer_that_is_refused_costs_only_itself(serve):
     extra = {}
     assert ask(make(server.url), ["a", "long", "b"], log_extra=extra.__setitem__) == [7, None, 7]
     assert (
-        "status 400" in extra["judge"][1]
+        "status 400" in extra["judge/said"][1]
         and sum(request.answer == "long" for request in server.requests) == 1
     )
 
@@ -558,7 +558,7 @@ def test_the_key_is_not_shown(serve, capsys):
         + repr([str(w.message) for w in caught])
         + repr(judge)
         + "".join(capsys.readouterr())
-        and "Bearer ***" in extra["judge"][0]
+        and "Bearer ***" in extra["judge/said"][0]
     )
 
 
@@ -584,7 +584,7 @@ def test_it_is_an_async_reward_with_a_name(serve):
         and metrics["kindness/failed"] == 0
         and 0 < metrics["kindness/latency"] <= metrics["kindness/latency_max"] < 5
     )
-    assert extra == {"kindness": [GOOD]}
+    assert extra == {"kindness/said": [GOOD]}
 
 
 def test_inside_an_event_loop_that_runs(serve):
