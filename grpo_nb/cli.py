@@ -25,7 +25,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,13 @@ def demo(
     # after SIGTERM
 ) -> int:
     "Run the first lesson: a tiny gpt-oss learns arithmetic."
+    from grpo_nb.training.config import check_path
+
     given = {name: getattr(args, name) for name in ("seed", "steps", "save_steps")}
     out = args.out.absolute()
     one_run = OneRun(out)
     try:
+        check_path("--out", str(out))
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out {out} is a file; name a folder, new or empty")
         if args.resume and not out.exists():
@@ -1295,8 +1298,39 @@ def main(
     # exit status: 0 done, 1 an error, something missing or not fitting, 2 a bad value, 130 after
     # Ctrl-C, 143 after SIGTERM
 ) -> int:
-    "Parse the arguments and run a subcommand of `grpo-nb`."
+    "Run a subcommand of `grpo-nb`, whatever its output takes."
     words = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):  # an encoding may lack what is printed
+        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        return _not_done(error, " ".join(["grpo-nb", *words[:1]]))
+
+
+def _not_done(
+    error: OSError,
+    command: str,  # begins the sentence
+) -> int:  # exit status
+    "Say what could not be written or read; a reader that has closed the pipe, such as head, knows."
+    what = f"{error.filename}: {error.strerror}"
+    if error.filename is None:
+        what = f"standard output cannot be written: {error.strerror or error}"
+        with suppress(OSError):  # or Python prints an error at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 0
+    _tell(f"{command}: {what}", sys.stderr)
+    return 1
+
+
+def _run(
+    words: list[str],  # of the command line
+) -> int:
+    "Parse the arguments and run a subcommand."
     if words[:1] == ["train"]:
         from grpo_nb.recipe import underscored
 
@@ -1310,11 +1344,8 @@ def main(
         args.parser.error(_unrecognised(args, unknown))
     try:
         return args.run(args)
-    except BrokenPipeError:  # the reader of the output, such as head, has closed the pipe
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or Python prints an error at exit
-        return 0
+    except OSError:
+        raise
     except Exception:
         _tell(traceback.format_exc().rstrip(), sys.stderr)
         return 1

@@ -29,7 +29,7 @@ from .training.checkpoint import newest_whole_checkpoint
 from .training.config import GRPOConfig
 from .training.fine_tuning import fine_tune
 from .training.one_run import OneRun
-from .training.reporting import clock, run_figure
+from .training.reporting import clock, run_figure, say
 from .training.trainer import GRPOTrainer
 
 # %% ../nbs/90_demo.ipynb #9f177c64
@@ -156,7 +156,7 @@ class MinuteLines(TrainerCallback):
             return
         self.last, left = now, "" if done else f", {clock(logs['seconds_left'])} left"
         line = f"step {state.global_step} of {state.max_steps}: reward {logs['reward']:.3f}"
-        print(f"{line}{self.accuracy}{left}", file=self.out or sys.stderr, flush=True)
+        say(f"{line}{self.accuracy}{left}", self.out or sys.stderr)
 
 # %% ../nbs/90_demo.ipynb #5e5d39f4
 def demo_model(
@@ -265,9 +265,9 @@ def checkpoint_to_resume(
     "The newest whole checkpoint of a run; prints which newer ones it passed over, and why."
     checkpoint, passed_over = newest_whole_checkpoint(folder)
     for path, reason in passed_over:
-        print(f"{path} is damaged and was passed over: {reason}", flush=True)
+        say(f"{path} is damaged and was passed over: {reason}")
     if checkpoint is None:
-        print(f"there is no whole checkpoint in {folder}, so the run begins anew", flush=True)
+        say(f"there is no whole checkpoint in {folder}, so the run begins anew")
     return checkpoint
 
 
@@ -285,9 +285,9 @@ def starting_point(
     if before is not None:
         return *demo_model(seed), before
     if checkpoint:
-        print(f"{folder / 'before.json'} is damaged or gone: its numbers are measured once more")
+        say(f"{folder / 'before.json'} is damaged or gone: its numbers are measured once more")
     if not (bars or quiet):
-        print("warming up on worked sums", file=sys.stderr, flush=True)
+        say("warming up on worked sums", sys.stderr)
     model, tokenizer = warmed_up_model(seed, train, progress=bars)
     return model, tokenizer, state_before(folder, model, tokenizer, held_out, began)
 
@@ -338,7 +338,7 @@ def run_demo(
             folder, checkpoint, train, held_out, seed, quiet, bars
         )
         if not quiet:
-            print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
+            say(f"held-out accuracy before: {before['accuracy']:.3f}")
         config = demo_config(
             steps or STEPS, seed, folder, disable_tqdm=not bars, save_steps=save_steps or 50
         )
@@ -348,10 +348,8 @@ def run_demo(
         trainer.train(resume_from_checkpoint=checkpoint)
         summary = write_results(folder, trainer, held_out, before)
     if not quiet:
-        print(
+        say(
             f"held-out accuracy after:  {summary['accuracy_after']:.3f}   "
-            f"({summary['seconds']:.0f} s; model, "
-            f"log, samples and curves are in {folder})",
-            flush=True,
+            f"({summary['seconds']:.0f} s; model, log, samples and curves are in {folder})"
         )
     return summary

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['MADE_IN_A_FILE', 'NOT_HERE', 'TODAY', 'GROUPS', 'FIELDS', 'NAMES', 'LIBRARY', 'SHORT', 'OF_TRL', 'CALLED', 'INSTEAD',
            'STARTS', 'ModelSettings', 'AdapterSettings', 'DataSettings', 'as_number', 'from_yaml', 'from_words',
-           'read_text', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names', 'recipe_of', 'check_complete',
-           'read_recipe', 'comments', 'flag_help', 'add_flag', 'groups_of_settings', 'add_flags', 'underscored',
-           'is_function', 'module_of', 'no_such_reward', 'check_there', 'named_object', 'made_by', 'shape_of',
-           'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of', 'with_lines',
-           'lines_of_servers', 'with_launch']
+           'read_text', 'first_words', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names', 'recipe_of',
+           'check_complete', 'read_recipe', 'comments', 'flag_help', 'add_flag', 'groups_of_settings', 'add_flags',
+           'underscored', 'is_function', 'module_of', 'no_such_reward', 'check_there', 'named_object', 'made_by',
+           'shape_of', 'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of',
+           'with_lines', 'lines_of_servers', 'with_launch']
 
 # %% ../nbs/88_recipe.ipynb #b1af4714
 import argparse
@@ -196,7 +196,7 @@ def from_words(
         return words
     try:
         return as_number(yaml.safe_load(words))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError, ValueError):
         return words
 
 # %% ../nbs/88_recipe.ipynb #fa6ad8fa
@@ -211,6 +211,12 @@ def read_text(
         raise ValueError(f"{path} cannot be read: {why}; give a file in YAML") from None
 
 
+def first_words(error: Exception) -> str:
+    "What an error of PyYAML or Python says, in few words."
+    deep = isinstance(error, RecursionError)
+    return "it is nested too deeply" if deep else str(error).split(";")[0]
+
+
 def mapping_in(
     text: str,  # YAML
     source: str | Path,  # its file, for errors
@@ -220,11 +226,11 @@ def mapping_in(
 
     try:
         root, given = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a long number, no such date
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise ValueError(
-            f"{source}{where} is no YAML: {getattr(error, 'problem', error)}"
+            f"{source}{where} is no YAML: {getattr(error, 'problem', first_words(error))}"
         ) from None
     if not isinstance(given, dict):
         raise ValueError(f"{source} holds no settings: write lines such as `max_steps: 100`")

@@ -619,3 +619,47 @@ def test_lessons_say_where_they_are_when_they_are_not_here(tmp_path, monkeypatch
     assert cli.main(["lessons", str(tmp_path / "course")]) == 1
     assert "git clone https://github.com/grpo-nb/grpo_nb" in capsys.readouterr().err
     assert not (tmp_path / "course").exists()
+
+
+def grpo_nb_(*words, stdout=subprocess.PIPE, **environment):
+    "The command in a process of its own."
+    return subprocess.run(
+        [sys.executable, "-m", "grpo_nb", *map(str, words)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("words", [("plan",), ("plan", "--json")])
+def test_an_output_that_takes_nothing_is_a_sentence(words):
+    with open("/dev/full", "w") as full:
+        done = grpo_nb_(*words, stdout=full)
+    said = done.stderr.decode()
+    assert done.returncode == 1 and said.count("\n") == 1
+    assert "standard output cannot be written: No space left on device" in said
+
+
+ASCII = dict(PYTHONIOENCODING="ascii"), dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+
+
+@pytest.mark.parametrize("environment", ASCII)
+def test_a_folder_that_the_terminal_cannot_name(environment, tmp_path):
+    folder = tmp_path / "\u00fcbung"
+    folder.mkdir()
+    (folder / "log.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    done = grpo_nb_("report", folder, **environment)
+    assert done.returncode == 0 and done.stdout.startswith(b"open '"), done.stderr
+    assert (folder / "report.html").is_file()
+    if "LC_ALL" in environment:  # and no tokenizer could be written there
+        done = grpo_nb_("demo", "--out", folder, **environment)
+        assert done.returncode == 2 and b"set PYTHONUTF8=1" in done.stderr
+
+
+def test_names_that_no_file_has_are_sentences(tmp_path, capsys):
+    long = tmp_path / ("a" * 300)
+    assert cli.main(["demo", "--out", str(long)]) == 2
+    assert "a part of 300 bytes" in capsys.readouterr().err
+    assert cli.main(["lessons", str(long)]) == 1
+    assert "File name too long" in capsys.readouterr().err

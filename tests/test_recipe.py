@@ -127,6 +127,9 @@ log_level: info
         ("beta: 1\nbeta: 0", "line 4: beta stands there twice"),
         ("beta: [1", "is no YAML"),
         ("\tbeta: 1", "is no YAML"),
+        ("beta: " + "[" * 5_000, "is no YAML: it is nested too deeply"),
+        ("beta: " + "1" * 5_000, "is no YAML: Exceeds the limit"),
+        ("beta: 2026-99-99", "is no YAML: month must be in 1..12"),
     ],
 )
 def test_a_mistake_in_a_file_is_a_sentence_and_touches_nothing(line, sentence, tmp_path):

@@ -9,8 +9,9 @@ __all__ = ['FITS', 'SECRETS', 'OTHER_NAMES', 'ENDINGS', 'OVERRIDING', 'SAME_IN_G
            'SAMPLING', 'NOT_SAMPLED', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
            'types_of', 'Setting', 'unknown', 'warn', 'Settings', 'BatchSettings', 'not_generated', 'check_generation',
            'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings',
-           'OptimizerSettings', 'MemorySettings', 'RunSettings', 'HubSettings', 'refuse', 'sampling_settings',
-           'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig', 'unlike_trl']
+           'OptimizerSettings', 'MemorySettings', 'check_path', 'RunSettings', 'HubSettings', 'refuse',
+           'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig',
+           'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
@@ -18,6 +19,7 @@ import inspect
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
@@ -303,7 +305,7 @@ class BatchSettings(Settings):
     # a new order of the prompts in every epoch; False: as they stand
     shuffle_dataset: bool = setting(True)
     # seed of the order of the prompts only; None: seed
-    data_seed: int | None = setting(None, "[0, inf)", use="seed")
+    data_seed: int | None = setting(None, "[0, 4294967295]", use="seed")
     # a reward function by its name: where all completions of a prompt score alike in it, another
     # prompt is drawn in its place (DAPO); None: nothing is drawn again
     dynamic_sampling: str | None = setting(None)
@@ -885,13 +887,37 @@ TRACKERS = (
 )  # accelerate's names
 
 
+def check_path(
+    name: str,  # of a setting
+    path: str,
+) -> None:  # ValueError
+    "Refuse what can be no path on this system, before anything else is done."
+    shown, why = repr(path) if len(path) < 200 else f"{path[:100]!r}...", None
+    try:
+        longest = max(map(len, os.fsencode(path).split(os.fsencode(os.sep))), default=0)
+        path.encode()  # what writes tokenizers knows UTF-8 alone
+    except UnicodeEncodeError:
+        why = (
+            "holds characters that cannot be written in the encoding of file names here, "
+            f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1, or name another folder"
+        )
+    else:
+        if "\0" in path:
+            why = "holds the character NUL, which no file name has: leave it out"
+        elif longest > 255:
+            why = f"has a part of {longest} bytes, and a file name has at most 255: shorten it"
+    if why:
+        raise ValueError(f"{name} is {shown}, and {why}.")
+
+
 @dataclass(kw_only=True)
 class RunSettings(Settings):
     "When a run logs, saves and evaluates, and where it writes."
 
     # folder of the checkpoints
     output_dir: str = setting("trainer_output", same={None: "trainer_output"})
-    seed: int = setting(42, "[0, inf)")  # of the order of the prompts and of the sampling
+    # of the order of the prompts and of the sampling; NumPy's generator takes no more than 32 bits
+    seed: int = setting(42, "[0, 4294967295]")
     run_name: str | None = setting(None)  # the run's name in a tracker
     project: str = setting("huggingface")  # the project in a tracker that its runs are filed under
     # trackers, e.g. "wandb" or ["tensorboard"]; "all": every one that is installed; "none"
@@ -937,6 +963,7 @@ class RunSettings(Settings):
     greater_is_better: bool | None = setting(None)
 
     def check(self):
+        check_path("output_dir", self.output_dir)
         self.trackers()
         judged = (
             f"lr_scheduler_type={getattr(self, 'lr_scheduler_type', '')!r}"

@@ -8,9 +8,9 @@ __all__ = ['ROW_SETTINGS', 'TEMPLATE_ROOM', 'NOT_FOR_REWARDS', 'ARGUMENTS', 'KEP
            'without_empty', 'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'check_prompt_lengths',
            'column_names', 'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens', 'check_long_prompts',
            'shortened', 'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns', 'check_shape',
-           'check_rows', 'is_stream', 'listed', 'StreamedRows', 'text_of_row', 'digest_of', 'check_columns',
-           'check_prompts', 'check_row_settings', 'check_dataset', 'check_evaluation_data', 'unread_settings',
-           'filled_arguments', 'row_variables', 'unread_variables']
+           'check_rows', 'is_stream', 'listed', 'BrokenStream', 'unbroken', 'StreamedRows', 'text_of_row', 'digest_of',
+           'check_columns', 'check_prompts', 'check_row_settings', 'check_dataset', 'check_evaluation_data',
+           'unread_settings', 'filled_arguments', 'row_variables', 'unread_variables']
 
 # %% ../../nbs/training/02_data.ipynb #b5d7708d
 import hashlib
@@ -442,9 +442,9 @@ def check_rows(
                 "dict with the column 'prompt'."
             )
         if row.keys() != dataset[0].keys():
+            own, first = (sorted(map(str, each)) for each in (row, dataset[0]))
             raise ValueError(
-                f"Row {number} of the dataset has the columns {sorted(row)}, and row 0 has "
-                f"{sorted(dataset[0])}: "
+                f"Row {number} of the dataset has the columns {own}, and row 0 has {first}: "
                 "reward functions need the same in every row. Fill the gaps with None."
             )
 
@@ -467,7 +467,26 @@ def listed(
     dataset,  # a table, or a stream that ends
 ):  # the table, or the rows of the stream as a list
     "All rows of a stream, for an evaluation."
-    return list(dataset) if is_stream(dataset) else dataset
+    return list(unbroken(dataset)) if is_stream(dataset) else dataset
+
+
+class BrokenStream(OSError):
+    "A stream of rows ended with an error."
+
+
+def unbroken(stream: Iterable) -> Iterator:  # BrokenStream
+    "The rows of a stream, whose own errors say at which row they came."
+    number = 0
+    try:
+        for row in stream:
+            yield row
+            number += 1
+    except Exception as error:  # of a network, a file, or the user's own program
+        raise BrokenStream(
+            f"the stream of rows ended with an error at row {number} "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): see whether its "
+            "source can be read, or give a data set that is loaded whole"
+        ) from error
 
 
 class StreamedRows:
@@ -494,13 +513,13 @@ class StreamedRows:
 
     def restart(self) -> None:
         "Go to the first row."
-        self.rows, self.read, self.kept = iter(self.stream), 0, deque(maxlen=KEPT_ROWS)
+        self.rows, self.read, self.kept = unbroken(self.stream), 0, deque(maxlen=KEPT_ROWS)
 
     def following(self) -> Mapping:
         "The next row, checked; the first one after the last."
         row = next(self.rows, None)
         if row is None:
-            self.rows = iter(self.stream)
+            self.rows = unbroken(self.stream)
             row = next(self.rows, None)
         if row is None:
             raise ValueError("The dataset is a stream without rows: give one that has some.")
@@ -575,6 +594,12 @@ def check_columns(
             f"The dataset has no column 'prompt'; it has {', '.join(map(repr, columns))}. "
             "Rename the one that holds the questions: dataset.rename_column(..., 'prompt')."
         )
+    for name in columns:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"The dataset has a column {name!r}, a {type(name).__name__}, and reward functions "
+                f"are given columns by name: call it {str(name)!r}, or drop it."
+            )
     pictures = [name for name in columns if name in ("image", "images")]
     if pictures:
         raise ValueError(

@@ -331,6 +331,7 @@ def say(
             tqdm.write(line, file=file)
         except RuntimeError:  # tqdm's list of bars changed while it was read
             print(line, file=file)
+        file.flush()
 
 # %% ../../nbs/training/15_reporting.ipynb #b1ba94cd
 class Log(TrainerCallback):
@@ -564,23 +565,28 @@ class ProgressBar(TrainerCallback):
         "Show the bar; that of a resumed run begins at its step."
         first, total = state.global_step, state.max_steps
         hidden = bool(self.config.disable_tqdm) or not self.first_process
-        self.bar = tqdm(total=total, initial=first, desc="GRPO", disable=hidden)
+        with spared("the progress bar cannot be shown"):
+            self.bar = tqdm(total=total, initial=first, desc="GRPO", disable=hidden)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         "Move the bar on by one update."
-        self.bar.update(1)
+        if self.bar is not None:
+            with spared("the progress bar cannot be shown"):
+                self.bar.update(1)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         "Show the mean reward of the record as a note."
         if "num_tokens" in logs and "reward" in logs:
             self.notes["reward"] = f"{logs['reward']:.3f}"
         if self.bar is not None:
-            self.bar.set_postfix(self.notes)
+            with spared("the progress bar cannot be shown"):
+                self.bar.set_postfix(self.notes)
 
     def close(self) -> None:
         "Close the bar, also after an error, when no callback is called."
         if self.bar is not None:
-            self.bar.close()
+            with spared("the progress bar cannot be shown"):
+                self.bar.close()
 
 
 class HintWriter(TrainerCallback):

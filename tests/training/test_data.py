@@ -450,6 +450,28 @@ def test_a_stream_is_read_once_and_begins_again_when_it_ends():
     assert check_evaluation_data({"a": stream})["a"] == [{"prompt": str(n)} for n in range(5)]
 
 
+def test_a_stream_that_breaks_says_where():
+    class Breaks:
+        def __iter__(self):
+            yield from ({"prompt": "1"}, {"prompt": "2"})
+            raise ConnectionError("reset\n by peer")
+
+    rows, said = check_dataset(Breaks()), "ended with an error at row 2 .ConnectionError: reset by"
+    assert rows[1]["prompt"] == "2"
+    with pytest.raises(OSError, match=said):
+        rows[2]
+    with pytest.raises(OSError, match=said):
+        check_evaluation_data(Breaks())
+
+
+@pytest.mark.parametrize("name", [5, None, (1, 2)])
+def test_a_column_without_a_name_is_a_sentence(name):
+    with pytest.raises(ValueError, match="a column .*call it"):
+        check_dataset([{"prompt": "1", name: 1}])
+    with pytest.raises(ValueError, match="Row 1 of the dataset has the columns"):
+        check_dataset([{"prompt": "1", name: 1}, {"prompt": "1"}])
+
+
 @pytest.mark.parametrize(
     "row, words",
     [
