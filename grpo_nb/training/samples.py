@@ -23,7 +23,7 @@ from .data import shortened
 if TYPE_CHECKING:
     import pyarrow
 
-# %% ../../nbs/training/16_samples.ipynb #28424397
+# %% ../../nbs/training/16_samples.ipynb #d9ce3309
 def plain_text(
     value: Any,  # a string, or chat messages
 ) -> str:  # a line "role: content" for each message; a completion's only one without its role
@@ -50,7 +50,7 @@ def several_turns(
         return None
     return json.dumps([[message["role"], message_text(message)] for message in completion])
 
-
+# %% ../../nbs/training/16_samples.ipynb #70e0c559
 def as_text(value: Any) -> str:
     "A value as a text that a file can hold, whatever it is."
     try:
@@ -102,7 +102,7 @@ def check_column(
             "one for each, None where there is nothing to say"
         )
 
-
+# %% ../../nbs/training/16_samples.ipynb #de838750
 def sample_rows(
     step: int,  # the update that they were drawn for
     rows: Sequence[dict],  # the data's row of each completion

@@ -80,7 +80,7 @@ def own_numbers(
         if cards:
             torch.cuda.set_rng_state_all(cards)
 
-# %% ../../nbs/training/10_state.ipynb #a9aa5e77
+# %% ../../nbs/training/10_state.ipynb #390a7030
 PROCESS: dict[str, tuple[Callable, Callable]] = {  # setting -> how it is read, and set
     "the working folder": (os.getcwd, os.chdir),
     "whether torch keeps gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -107,7 +107,7 @@ PROCESS: dict[str, tuple[Callable, Callable]] = {  # setting -> how it is read, 
     ),
 }
 
-
+# %% ../../nbs/training/10_state.ipynb #9c6692f8
 class Surroundings:
     "What programs of the user's find, and what is put back behind them."
 
