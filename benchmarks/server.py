@@ -150,7 +150,7 @@ def settings_of(args, run, url):
 def timed_sleep():
     """Lists that fill while a server is sent to sleep and woken: seconds of each, and GiB of the
     card while it sleeps."""
-    from grpo_nb.rollout.colocated import ColocatedVLLM
+    from grpo_nb.serving.colocated import ColocatedVLLM
 
     found = {"falling asleep, s": [], "waking, s": [], "card while asleep, GiB": []}
 

@@ -28,7 +28,7 @@ _rooms = {  # public name -> the module that holds it
     "tiny_gpt_oss": "model.tiny",
     "sink_attention": "model.attention",
     "load_model": "model.loading",
-    "FastLanguageModel": "model.fast",
+    "FastLanguageModel": "compat.fast",
     "SamplingParams": "rollout.sampling",
     "RolloutEngine": "rollout.engine",
     "GRPOConfig": "training.config",
@@ -50,6 +50,40 @@ def __getattr__(
 def __dir__() -> list[str]:  # names that are imported, and those that are not yet
     "What `dir(grpo_nb)` and completion show."
     return sorted({*globals(), *_rooms})
+
+# %% ../nbs/00_front.ipynb #5984aa55
+import sys
+from importlib.machinery import ModuleSpec
+
+# %% ../nbs/00_front.ipynb #2a6795bf
+_former = {  # room -> the paths that its modules had in the last release
+    "kernels": "algorithm.softmax_kernel model.training_kernels model.compile_together",
+    "serving": "rollout.server rollout.stand_in rollout.stream rollout.colocated "
+    "rollout.addresses rollout.vllm_requests rollout.adapter_versions rollout.whole_weights",
+    "compat": "model.fast",
+}
+_moved = {old: room for room, paths in _former.items() for old in paths.split()}
+
+
+class _Moved:
+    "Finds the modules of old paths, for one release."
+
+    def find_spec(self, name, path=None, target=None):
+        old = name.removeprefix("grpo_nb.")
+        return ModuleSpec(name, self) if name != old and old in _moved else None
+
+    def create_module(self, spec):
+        old = spec.name.removeprefix("grpo_nb.")
+        module = importlib.import_module(f"grpo_nb.{_moved[old]}.{old.rpartition('.')[2]}")
+        self.own = module.__spec__
+        return module
+
+    def exec_module(self, module):
+        module.__spec__ = self.own  # which Python has replaced by that of the old path
+
+
+if not any(type(finder).__name__ == "_Moved" for finder in sys.meta_path):
+    sys.meta_path.append(_Moved())
 
 # %% ../nbs/00_front.ipynb #f03e22b0
 def open_page() -> None:

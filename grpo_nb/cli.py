@@ -330,7 +330,7 @@ def _make_lora_dir(folder: Path) -> None:  # OSError
 
 def _stand_in(args: argparse.Namespace):
     "What `serve` answers with; ValueError, OSError and the like."
-    from grpo_nb.rollout.stand_in import StandIn
+    from grpo_nb.serving.stand_in import StandIn
 
     model, tokenizer = _served(args.model)
     names = ("lora_dir", "max_loras", "max_lora_rank", "logprobs_mode", "api_key")
@@ -344,7 +344,7 @@ def _stand_in(args: argparse.Namespace):
 
 def _listening(args: argparse.Namespace):
     "The server of `serve`, which listens already; ValueError, OSError and the like."
-    from grpo_nb.rollout.stand_in import Server, check_listening
+    from grpo_nb.serving.stand_in import Server, check_listening
 
     check_listening(args.host, args.api_key)
     server = Server(args.host, args.port)  # before the model is loaded, which may take minutes
@@ -838,7 +838,7 @@ def vllm_report(
     if server:
         from http.client import HTTPException
 
-        from grpo_nb.rollout.server import ServerError, probe
+        from grpo_nb.serving.server import ServerError, probe
 
         try:
             told = probe(server, api_key)

@@ -25,8 +25,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import grpo_nb
-from grpo_nb.algorithm import softmax_kernel
-from grpo_nb.model import attention_kernel, offload, training_kernels
+from grpo_nb.kernels import softmax_kernel, training_kernels
+from grpo_nb.model import attention_kernel, offload
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
 from grpo_nb.rollout import decode_kernels, dense_kernels, expert_kernel, filter_kernels

@@ -21,7 +21,7 @@ from small_runs import small_model, small_trainer, weights_of, without_clocks
 
 from grpo_nb.model.packed import pack_experts
 from grpo_nb.model.tiny import tiny_tokenizer
-from grpo_nb.rollout.stand_in import StandIn, serving
+from grpo_nb.serving.stand_in import StandIn, serving
 
 RECORD = Path(__file__).parent / "data" / "golden.json"
 MATH = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (7, 12, 345) for b in (1, 20, 6, 99)]

@@ -28,13 +28,13 @@ model.mxfp4: quantize dequantize
 model.loading: load_model
 model.tiny: tiny_gpt_oss
 model.export: save_merged save_mxfp4 save_adapter
-model.fast: FastLanguageModel
+compat.fast: FastLanguageModel
 rollout.sampling: SamplingParams
 rollout.engine: RolloutEngine
 rollout.rollout: Rollout
 rollout.sampler: Sampler
-rollout.server: VLLMServer
-rollout.stream: RolloutStream
+serving.server: VLLMServer
+serving.stream: RolloutStream
 environments.sandbox: run_python SandboxPool SandboxResult check_only_stdlib_imports
 environments.sandbox: create_locked_down_function execute_with_time_limit Benchmarker
 environments.gsm8k: correctness_reward_func int_reward_func soft_format_reward_func

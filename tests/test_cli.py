@@ -20,7 +20,7 @@ from small_runs import small_model
 import grpo_nb
 from grpo_nb import cli
 from grpo_nb.model.memory_bytes import MODELS
-from grpo_nb.rollout.stand_in import StandIn, serving
+from grpo_nb.serving.stand_in import StandIn, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 

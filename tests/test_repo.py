@@ -444,13 +444,15 @@ def test_no_two_modules_have_one_name():
 # What may import what (data and imports flow one way)
 
 ARROWS = {  # subpackage -> what it may import of ours, besides itself
-    "algorithm": [],
-    "model": [],
-    "model.fast": ["rollout", "training"],  # calls of other notebooks, made of all these parts
-    "rollout": ["model", "algorithm.logprobs"],
+    "kernels": [],
+    "algorithm": ["kernels"],
+    "model": ["kernels"],
+    "rollout": ["model", "kernels", "algorithm.logprobs"],
+    "serving": ["rollout", "model"],
     "environments": [],
-    "training": ["algorithm", "model", "rollout", "environments"],
+    "training": ["kernels", "algorithm", "model", "rollout", "serving", "environments"],
     "planning": ["model", "training.config"],
+    "compat": ["rollout", "serving", "model", "training"],
     "widgets": ["algorithm", "model", "rollout", "environments", "training", "planning"],
 }
 
@@ -506,14 +508,11 @@ def test_imports_point_one_way(module):
     "module", [pytest.param(p, id=p.stem) for p in MODULES if p.parent.name == "algorithm"]
 )
 def test_algorithm_is_torch_and_the_standard_library(module):
-    extra = (
-        {"triton"} if module.stem == "softmax_kernel" else set()
-    )  # torch brings it along for CUDA, and without a GPU nothing imports that file
     assert {name.split(".")[0] for name in imports(module)} <= {
         "torch",
         "grpo_nb",
         *sys.stdlib_module_names,
-    } | extra
+    }
 
 
 # The front door

@@ -126,7 +126,7 @@ def test_every_module_imports_without_the_tools_that_wrote_it(installed, tmp_pat
     )
     assert count > 10 and path.startswith(str(installed.parent)) and tools == []
     assert {
-        "grpo_nb.model.training_kernels",
+        "grpo_nb.kernels.training_kernels",
         "grpo_nb.rollout.decode_kernels",
     } <= refused.keys() and all("pip install triton" in sentence for sentence in refused.values())
 

@@ -215,7 +215,7 @@ class Family:
     def served(self):
         from safetensors import safe_open
 
-        from grpo_nb.rollout.adapter_versions import served_config
+        from grpo_nb.serving.adapter_versions import served_config
 
         served_config(self.model)
         stored = set()

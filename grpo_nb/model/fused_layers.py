@@ -56,7 +56,7 @@ def kernels_for(
     on_gpu = x.is_cuda and x.device.index == torch.cuda.current_device()
     if not on_gpu or x.dtype == torch.float64 or not importlib.util.find_spec("triton"):
         return None
-    from grpo_nb.model import training_kernels
+    from grpo_nb.kernels import training_kernels
 
     return training_kernels
 

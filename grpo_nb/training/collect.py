@@ -19,8 +19,8 @@ from ..algorithm.batching import BatchLayout, completion_order, prompt_order
 from ..rollout.rollout import Rollout, pad_left, passed_over
 from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams
-from ..rollout.stream import RolloutStream, staleness
 from ..rollout.turns import TurnRollout, TurnSampler, begin, tool_metrics
+from ..serving.stream import RolloutStream, staleness
 from .config import GRPOConfig, warn
 from grpo_nb.training.data import (
     StreamedRows,

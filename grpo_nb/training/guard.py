@@ -31,8 +31,8 @@ from grpo_nb.rollout.sampling import (
     SamplingParams,
     room_for_survivors,
 )
-from ..rollout.server import VLLMServer
-from ..rollout.vllm_requests import has_few_survivors
+from ..serving.server import VLLMServer
+from ..serving.vllm_requests import has_few_survivors
 from .config import GRPOConfig, warn
 from .policy_logprobs import TrainingBatch, completion_logps
 from .policy_update import PolicyUpdate

@@ -27,8 +27,8 @@ from grpo_nb.algorithm.losses import (
     high_entropy_mask,
     rollout_correction,
 )
+from ..kernels.compile_together import compile_early, compile_together
 from ..model import limits
-from ..model.compile_together import compile_early, compile_together
 from ..model.experts_grouped import in_turn
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
@@ -497,7 +497,7 @@ class PolicyUpdate:
 
     def compile_logps(self) -> None:
         "Compile the kernel that a pass without a gradient ends with."
-        from ..algorithm.softmax_kernel import compile_softmax
+        from grpo_nb.kernels.softmax_kernel import compile_softmax
 
         dtype = self.precision.dtype or self.model.dtype
         if self.config.cast_lm_head_to_fp32:

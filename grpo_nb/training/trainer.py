@@ -41,22 +41,22 @@ from ..model.attention import check_attention
 from ..model.files import json_text
 from ..model.loading import LEFT_ALONE, check_capped_scores, stays_on_cpu
 from ..model.memory_bytes import longest_sequence, why_no_longer
-from ..rollout.adapter_versions import served_config
-from grpo_nb.rollout.colocated import (
+from ..rollout.engine import RolloutEngine
+from ..rollout.rollout import default_stop_token_ids, named_ends, turn_closer
+from ..rollout.sampler import FunctionSampler, Sampler
+from ..rollout.sampling import SamplingParams
+from ..rollout.turns import NO_PROMPT, Environments, TurnSampler
+from ..serving.adapter_versions import served_config
+from grpo_nb.serving.colocated import (
     ColocatedVLLM,
     check_share,
     check_vllm,
     doubt_of_weights,
     vllm_command,
 )
-from ..rollout.engine import RolloutEngine
-from ..rollout.rollout import default_stop_token_ids, named_ends, turn_closer
-from ..rollout.sampler import FunctionSampler, Sampler
-from ..rollout.sampling import SamplingParams
-from ..rollout.server import VLLMServer
-from ..rollout.stream import check_in_flight
-from ..rollout.turns import NO_PROMPT, Environments, TurnSampler
-from ..rollout.whole_weights import check_whole
+from ..serving.server import VLLMServer
+from ..serving.stream import check_in_flight
+from ..serving.whole_weights import check_whole
 from grpo_nb.training.checkpoint import (
     Checkpointer,
     SavedRun,

@@ -188,7 +188,7 @@ def lesson(*definitions):
     "What the cells of the notebook that hold these definitions define."
     notebook, names = (
         json.loads(
-            (Path(__file__).parents[2] / "nbs/model/06_mxfp4.ipynb").read_text(encoding="utf-8")
+            (Path(__file__).parents[2] / "nbs/model/07_mxfp4.ipynb").read_text(encoding="utf-8")
         ),
         {"torch": torch},
     )

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
+from grpo_nb.kernels.compile_together import noted_launches
 from grpo_nb.model import attention_kernel
 from grpo_nb.model.attention import BACKENDS, eager, sink_attention
 from grpo_nb.model.attention_kernel import SMALL_TILES, TILES, attend, tile
-from grpo_nb.model.compile_together import noted_launches
 from grpo_nb.model.masks import Mask
 
 triton = pytest.importorskip("triton")

@@ -18,7 +18,7 @@ from grpo_nb.rollout.decoder import open_decoder
 from grpo_nb.rollout.read_layers import family_of
 from grpo_nb.training.policy_model import checkpoint_layers
 
-kernels = pytest.importorskip("grpo_nb.model.training_kernels")
+kernels = pytest.importorskip("grpo_nb.kernels.training_kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(3, 24), (2, 5, 128), (4, 300), (1, 5000)]
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, apply_rotary_pos_emb
 
-from grpo_nb.model import attention, fused_layers, training_kernels
+from grpo_nb.kernels import training_kernels
+from grpo_nb.model import attention, fused_layers
 from grpo_nb.model.fused_layers import (
     FusedAttention,
     fuse_layers,

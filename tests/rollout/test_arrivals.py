@@ -19,9 +19,9 @@ from grpo_nb.rollout.arrivals import Arrivals, Asked, in_rounds
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampler import drawn_elsewhere
 from grpo_nb.rollout.sampling import SamplingParams
-from grpo_nb.rollout.server import VLLMServer
-from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.rollout.turns import CallsOfOne, TurnSampler, event_loop
+from grpo_nb.serving.server import VLLMServer
+from grpo_nb.serving.stand_in import StandIn, serving
 
 TEMPLATE = (
     "{% if tools %}8{% endif %}{% for m in messages %}{{ m.role[0] }}"

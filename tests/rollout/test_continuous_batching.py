@@ -9,7 +9,7 @@ import torch
 from dense_models import dense_model
 from small_decoders import as_recorded
 
-from grpo_nb.model.compile_together import noted_launches
+from grpo_nb.kernels.compile_together import noted_launches
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import continuous_batching
 from grpo_nb.rollout import engine as engine_module

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_nb.model.compile_together import noted_launches
+from grpo_nb.kernels.compile_together import noted_launches
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.mxfp4 import e2m1_values
 from grpo_nb.model.packed import pack

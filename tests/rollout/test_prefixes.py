@@ -17,9 +17,9 @@ from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.kv_cache import AlignedCache
 from grpo_nb.rollout.prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.sampling import SamplingParams, stream_keys
-from grpo_nb.rollout.server import VLLMServer
-from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.rollout.turns import TurnSampler
+from grpo_nb.serving.server import VLLMServer
+from grpo_nb.serving.stand_in import StandIn, serving
 
 
 @pytest.fixture

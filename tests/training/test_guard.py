@@ -13,7 +13,7 @@ from small_runs import one_thread, small_model, small_trainer, weights_of, witho
 
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import concatenate
-from grpo_nb.rollout.stand_in import StandIn, serving
+from grpo_nb.serving.stand_in import StandIn, serving
 from grpo_nb.training.guard import Comparison, Guard, SamplerMismatch, cause_of
 
 __all__ = ["one_thread"]

@@ -15,10 +15,10 @@ from transformers import GptOssConfig, Qwen2Config
 from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_func
 
 from grpo_nb import GRPOConfig
-from grpo_nb.algorithm import softmax_kernel
 from grpo_nb.algorithm.losses import LOSSES
+from grpo_nb.kernels import softmax_kernel
+from grpo_nb.kernels.compile_together import noted_launches
 from grpo_nb.model import experts_grouped, limits
-from grpo_nb.model.compile_together import noted_launches
 from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.recorded_layers import RecordedCalls, record_layers
 from grpo_nb.training import policy_update

@@ -29,8 +29,8 @@ from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.decoder import open_decoder
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams
-from grpo_nb.rollout.server import VLLMServer
-from grpo_nb.rollout.stand_in import StandIn, serving
+from grpo_nb.serving.server import VLLMServer
+from grpo_nb.serving.stand_in import StandIn, serving
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
 from grpo_nb.training.policy_model import describe_trainable, load_policy
 

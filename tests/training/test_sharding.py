@@ -25,7 +25,7 @@ from grpo_nb.model.memory_bytes import lora_parameters, read_shape
 from grpo_nb.model.memory_fit import find_card
 from grpo_nb.model.packed import PackedWeight
 from grpo_nb.planning.plan import Setup, crossing, plan_of
-from grpo_nb.rollout.stand_in import StandIn, serving
+from grpo_nb.serving.stand_in import StandIn, serving
 from grpo_nb.training.sharding import (
     asked_by_launcher,
     asked_in_config,

@@ -14,12 +14,12 @@ from small_runs import digits, one_thread, small_model, small_trainer  # noqa: F
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from trl.trainer.utils import remove_none_values
 
-from grpo_nb.model.fast import FastLanguageModel
+from grpo_nb.compat.fast import FastLanguageModel
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import takes
 from grpo_nb.rollout.sampling import SamplingParams
-from grpo_nb.rollout.stand_in import StandIn, serving
 from grpo_nb.rollout.turns import appended
+from grpo_nb.serving.stand_in import StandIn, serving
 from grpo_nb.training.data import (
     check_long_prompts,
     completion_as_given,

@@ -1,0 +1,453 @@
+"""A pass that launches nothing lists what a step launches and leaves its tensors alone; what is
+listed is compiled at once. (How long that takes is a card's to say: tests/gpu/test_decoder.py.)"""
+
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_nb.kernels import compile_together as module
+from grpo_nb.kernels.compile_together import compile_early, compile_together, noted_launches
+from grpo_nb.rollout import decode_kernels, decode_ops, filter_kernels
+from grpo_nb.rollout.decode_kernels import _trial_layer, _trial_step, normal_tensors
+from grpo_nb.rollout.decode_ops import DecodeState
+from grpo_nb.rollout.kv_cache import LayerCache
+from grpo_nb.rollout.sampling import SamplingParams
+
+triton = pytest.importorskip("triton")
+CPU, D = torch.device("cpu"), 32
+FOLDER = Path(module.__file__).parents[1]
+
+
+PLAIN = SamplingParams(max_tokens=4)
+
+
+def a_step(params=PLAIN):
+    "One layer of a gpt-oss, a token drawn and appended: a function of the two ways, and its state."
+    generator = torch.Generator().manual_seed(0)
+    random = normal_tensors(generator, CPU, torch.float32)
+    layer = _trial_layer(generator, CPU, torch.float32)
+    x, cos, sin = random(3, len(layer.norm)), random(3, D // 2), random(3, D // 2)
+    cache = LayerCache(random(4, 2, 16, D), random(4, 2, 16, D), 16, None)
+    state = DecodeState.start([5, 9, 2], 4, CPU)
+    state.keys = torch.arange(4)
+    rows, stop = torch.arange(3), torch.tensor([1])
+
+    def step(ops=decode_kernels):
+        *_, normed = _trial_step(ops, layer, x, cos, sin, cache, state.lengths, torch.float32)
+        uniform = ops.stream_numbers(rows, state)
+        tokens, logps, *_ = (
+            filter_kernels.draw(normed, params, uniform)
+            if params.top_k
+            else decode_kernels.draw(normed, uniform)
+        )
+        ops.append_tokens(rows, tokens, logps, stop, state)
+
+    return step, [x, cache.keys, state.ids, state.last, state.lengths, state.alive, state.counts]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, top_k=3, top_p=0.9)],
+    ids=["plain", "filters"],
+)
+def test_nothing_is_launched_and_nothing_changes(params):
+    step, tensors = a_step(params)
+    before = [x.clone() for x in tensors]
+    with noted_launches() as noted:
+        step()
+    assert all(map(torch.equal, tensors, before))
+    names = {launch.kernel.fn.__name__ for launch in noted}
+    assert {"_attend_kernel", "_schedule_kernel", "_append_kernel"} <= names and len(names) >= 9
+    step()  # afterwards they run, and are those that were listed
+    assert not all(map(torch.equal, tensors, before))
+    launched = []
+    kernels = module.kernels_in_use()
+    assert not any("run" in vars(kernel) for kernel in kernels)
+    with noted_launches() as again:
+        step()
+        launched += [launch.kernel for launch in again]
+    assert {id(launch.kernel) for launch in noted} == set(map(id, launched))
+
+
+def test_other_threads_and_compilations_go_on():
+    step, tensors = a_step()
+    before = [x.clone() for x in tensors]
+    with noted_launches() as noted:
+        other = threading.Thread(target=step)
+        other.start()
+        other.join()
+        assert not noted and not all(map(torch.equal, tensors, before))
+
+
+def test_two_threads_that_note_do_not_launch_for_one_another():
+    "The second begins when the first is done; neither loses a launch to the other."
+    steps, found, first_is_in = [a_step() for _ in range(2)], {}, threading.Event()
+
+    def note(name, step):
+        with noted_launches() as noted:
+            first_is_in.set()
+            step()
+            time.sleep(0.05)
+            step()
+            found[name] = len(noted)
+
+    threads = [threading.Thread(target=note, args=(n, step)) for n, (step, _) in enumerate(steps)]
+    before = [[x.clone() for x in tensors] for _, tensors in steps]
+    threads[0].start()
+    assert first_is_in.wait(30)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] > 10
+    for (_, tensors), old in zip(steps, before, strict=True):
+        assert all(map(torch.equal, tensors, old))
+
+
+def test_kernels_are_given_back_after_an_error():
+    step, _ = a_step()
+
+    def broken():
+        step()
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        compile_together(broken)
+    assert not any("run" in vars(kernel) for kernel in module.kernels_in_use())
+
+
+def test_what_is_listed_is_compiled_once(monkeypatch):
+    "With a compiler that writes down what it was asked for."
+    asked, modes = [], []
+
+    class Kernel:
+        fn = SimpleNamespace(__name__="kernel")
+
+        def run(self, *args, grid, warmup, **constants):
+            asked.append((args, warmup, constants, modes[-1].active))
+            modes[-1].raw_futures.append(modes[-1].pool.submit(int))
+
+    class Mode:
+        def __init__(self, pool, ignore_errors):
+            assert ignore_errors  # a kernel that is never launched need not compile
+            self.pool, self.raw_futures, self.active = pool, [], False
+            modes.append(self)
+
+        def __enter__(self):
+            self.active = True
+            return self
+
+        def __exit__(self, *error):
+            self.active = False
+
+    kernel = Kernel()
+    monkeypatch.setattr(triton, "JITFunction", Kernel)
+    monkeypatch.setattr(triton, "AsyncCompileMode", Mode)
+    monkeypatch.setattr(module, "kernels_in_use", lambda: [kernel])
+
+    def work():
+        kernel.run(1, grid=(5,), warmup=False, BM=16)
+        kernel.run(2, grid=(7,), warmup=False, BM=16)
+
+    assert compile_together(work, threads=2) == 2
+    assert asked == [((1,), True, {"BM": 16}, True), ((2,), True, {"BM": 16}, True)]
+
+
+class Compiled:
+    "What a compiler returns: made ready for launches when `run` is looked up."
+
+    def __init__(self, loads=True):
+        self.loads, self.threads = loads, []
+
+    @property
+    def run(self):
+        self.threads.append(threading.get_ident())
+        if not self.loads:
+            raise RuntimeError("out of shared memory")
+        return lambda: None
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_what_is_compiled_is_loaded_in_the_same_thread(loads):
+    "The launch would load it, and wait; what cannot be loaded says so there, not here."
+    kernel, compiled_in = Compiled(loads), []
+
+    def compile():
+        compiled_in.append(threading.get_ident())
+        return kernel
+
+    with module._Pool(2) as pool:
+        later = pool.submit(compile)
+        assert pool.given == [compile] and not compiled_in
+        pool.opened.set()
+        assert later.result() is kernel
+    assert kernel.threads == compiled_in != [threading.get_ident()]
+
+
+def in_a_file(folder, number):
+    "Writes down who compiled it, and what a copy is not to have."
+    about = os.getpid(), gc.isenabled(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    (folder / str(number)).write_text(json.dumps(about))
+    print("one for", number)
+    os.write(2, b"an assembler's complaint")
+    return SimpleNamespace(src=folder, metadata=number)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    "A driver that leaves a file for each launcher."
+    made = SimpleNamespace(launcher_cls=lambda src, number: (src / f"launcher {number}").touch())
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=made))
+
+
+def alive(process):
+    with suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+    return False
+
+
+def test_copies_of_the_process_compile_and_leave_the_results_on_disk(tmp_path, card, capfd):
+    """One that fails is compiled again by who loads it; with few cores there are no copies. A copy
+    has no collector and none of the process's handlers of signals, and says nothing."""
+    heard = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        compiles, done = [partial(in_a_file, tmp_path, n) for n in range(9)], []
+        compiles[4] = partial(int, "no kernel")
+        module.compile_in_copies(compiles, 3, lambda: done.append(1))
+        assert not done and not list(tmp_path.iterdir())
+        module.compile_in_copies(compiles, 4, lambda: done.append(1))
+    finally:
+        signal.signal(signal.SIGTERM, heard)
+    files = {p.name: p for p in tmp_path.iterdir()}
+    launchers = {files.pop(name) for name in list(files) if name.startswith("launcher")}
+    assert sorted(files) == ["0", "1", "2", "3", "5", "6", "7", "8"] and len(launchers) == 8
+    by, collects, plain = zip(*(json.loads(p.read_text()) for p in files.values()))
+    assert os.getpid() not in by and len(set(by)) <= 4 and len(done) == 9
+    assert not any(collects) and all(plain) and gc.isenabled()
+    assert not any(map(alive, by)) and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("broken", [partial(time.sleep, 600), partial(os._exit, 1)])
+def test_a_copy_that_waits_or_dies_is_given_up(broken, tmp_path, card, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 2.0)
+    compiles = [broken, *(partial(in_a_file, tmp_path, n) for n in range(5))]
+    began, done = time.monotonic(), []
+    module.compile_in_copies(compiles, 4, lambda: done.append(1))
+    assert time.monotonic() - began < 30 and len(done) == len(list(tmp_path.glob("?"))) == 5
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_where_a_copy_is_killed_nobody_waits(tmp_path, card, monkeypatch):
+    "A system without memory ends one of them; one that has nothing to do holds no lock."
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
+
+    def killed():
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    compiles = [*[killed] * 4, *(partial(in_a_file, tmp_path, n) for n in range(5))]
+    began = time.monotonic()
+    module.compile_in_copies(compiles, 4, lambda: None)  # all of them
+    assert time.monotonic() - began < 20
+
+
+def test_a_system_without_processes_has_threads(monkeypatch):
+    def refused():
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", refused)
+    module.compile_in_copies([int] * 9, 8, lambda: pytest.fail("done"))
+    assert gc.isenabled() and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+WIRED = """
+import json, sys, threading
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from grpo_nb.kernels.softmax_kernel import compile_softmax
+from grpo_nb.kernels import compile_together as module
+
+class Card:  # an H100 that is not here
+    utils = type("", (), dict(
+        launch=None, load_binary=staticmethod(lambda *_: (1, 1, 32, 0, 1024)),
+        get_device_properties=staticmethod(lambda _: {"max_shared_mem": 2**17}),
+    ))
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *_: 0
+    launcher_cls = lambda self, src, metadata: (lambda *_: None)
+
+triton.runtime.driver.set_active(Card())
+heard, early = [], threading.Event()
+
+def listener(*, cache_hit, **_):
+    heard.append((cache_hit, threading.current_thread().name))
+
+triton.knobs.compilation.listener = listener
+module.compile_early(lambda: compile_softmax(torch.float32, 7))
+
+def work():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for V in (100, 101, 96):
+            compile_softmax(dtype, V)
+
+module.PATIENCE = 300.0
+count = module.compile_together(work, threads=4)
+print(json.dumps([count, module.compile_together(work, threads=4), heard]))
+"""
+
+
+def test_what_copies_compiled_is_read_by_the_threads(tmp_path):
+    "With Triton's own compiler, for a card that is not here."
+    made = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    script = [sys.executable, "-c", WIRED]
+    done = subprocess.run(script, env=made, capture_output=True, text=True, timeout=600)
+    assert not done.returncode, done.stderr[-3000:]
+    count, again, heard = json.loads(done.stdout.splitlines()[-1])
+    (cached, thread), *others = heard
+    assert not cached and thread == "compile_early"
+    assert count == len(others) == 5 and not again  # V that 16 divides or not; one was early
+    assert all(hit and name.startswith("ThreadPoolExecutor") for hit, name in others)
+
+
+def test_an_interruption_ends_it(monkeypatch):
+    "Ctrl-C while copies work: nothing that has not begun is compiled."
+    kernel, begun = Launched(), []
+
+    class Mode:
+        def __init__(self, pool, ignore_errors):
+            self.pool, self.raw_futures = pool, []
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            for future in self.raw_futures:
+                assert isinstance(future.exception(30), CancelledError)
+
+    def run(self, *args, grid, warmup, **constants):
+        made.raw_futures.append(made.pool.submit(partial(begun.append, args)))
+
+    def enter(pool, ignore_errors):
+        nonlocal made
+        made = Mode(pool, ignore_errors)
+        return made
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    made = None
+    monkeypatch.setattr(Launched, "run", run)
+    monkeypatch.setattr(triton, "JITFunction", Launched)
+    monkeypatch.setattr(triton, "AsyncCompileMode", enter)
+    monkeypatch.setattr(module, "kernels_in_use", lambda: [kernel])
+    monkeypatch.setattr(module, "compile_in_copies", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2)
+    assert len(made.raw_futures) == 1 and not begun
+
+
+def test_what_is_compiled_early_is_waited_for(monkeypatch):
+    "A copy of the process would find the compiler's locks held, by a thread that it has not."
+    go, kernel, order = threading.Event(), Launched(), []
+    compile_early(lambda: order.append("early") if go.wait(30) else None)
+    compile_early(partial(int, "an error stays there"))
+    monkeypatch.setattr(triton, "JITFunction", Launched)
+    monkeypatch.setattr(module, "kernels_in_use", lambda: [kernel])
+    monkeypatch.setattr(module, "compile_in_copies", lambda _, count, __: order.append(count))
+    threading.Timer(0.3, go.set).start()
+    assert compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2) == 0
+    assert order == ["early", 2] and not module._early
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)  # nothing is read back
+    assert compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2) == 0
+    assert order == ["early", 2, 0]
+
+
+class Launched:
+    "A kernel that is compiled before anybody asks."
+
+    def run(self, *args, grid, warmup, **constants):
+        pass
+
+
+def test_inside_a_noted_pass_launches_are_noted_there():
+    "Attention compiles its passes so, and a step calls attention."
+    step, tensors = a_step()
+    before = [x.clone() for x in tensors]
+    with noted_launches() as noted:
+        assert compile_together(step) == 0
+        inside = len(noted)
+        step()
+    assert inside == len(noted) > 8 and all(map(torch.equal, tensors, before))
+    with noted_launches() as again:
+        pass
+    assert not again and not module._inside.noting
+
+
+def test_what_cannot_be_loaded_is_loaded_again_at_its_launch():
+    "Triton sets the launcher first; one without a function in the card's memory would be called."
+    kernel = Compiled(loads=False)
+    kernel._run = "a launcher"
+    assert module._loaded(lambda: kernel) is kernel and kernel._run is None
+    kernel._run = told = partial(int, "7")  # in its place, where Triton knows what is wrong
+    assert module._loaded(lambda: kernel)._run is told
+
+
+def test_every_module_with_kernels_is_known():
+    "One that is imported inside a noted pass would launch."
+    with_kernels = {
+        ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+        for path in FOLDER.rglob("*.py")
+        if re.search(r"@\w+\.jit\b.*\n\s*def \w+", path.read_text())
+    }
+    assert with_kernels == set(module.MODULES)
+
+
+def test_a_backward_pass_is_noted_in_the_same_thread():
+    step, tensors = a_step()
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    class Launches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(threading.get_ident())
+            step()
+            return gradient
+
+    before = [t.clone() for t in tensors]
+    assert compile_together(lambda: Launches.apply(x).sum().backward()) == 0
+    assert seen == [threading.get_ident()] and all(map(torch.equal, tensors, before))
+
+
+def test_interpreted_kernels_need_no_compiler():
+    step, _ = a_step()
+    assert compile_together(step) == 0
+
+
+def test_the_formulas_launch_nothing():
+    step, _ = a_step()
+    with noted_launches() as noted:
+        a_step()[0](decode_ops)
+    assert {launch.kernel.fn.__name__ for launch in noted} <= {
+        "_block_sums_kernel",
+        "_pick_token_kernel",
+    }
