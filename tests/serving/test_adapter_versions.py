@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 import transformers
-from rollout.test_server import PARAMS, PROMPTS, sampler_of
-from rollout.test_stand_in import moved
+from serving.test_server import PARAMS, PROMPTS, sampler_of
+from serving.test_stand_in import moved
 from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.model.adapters import add_adapters, resolve_targets

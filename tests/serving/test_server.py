@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig
-from rollout.test_stand_in import moved
+from serving.test_stand_in import moved
 from small_runs import ROWS, digits, one_thread, small_config, small_model, without_clocks  # noqa: F401
 
 from grpo_nb import GRPOConfig, GRPOTrainer

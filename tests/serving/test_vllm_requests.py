@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig
-from rollout.test_server import PARAMS, PROMPTS, Faulty, sampler_of
-from rollout.test_stand_in import moved
+from serving.test_server import PARAMS, PROMPTS, Faulty, sampler_of
+from serving.test_stand_in import moved
 from small_runs import ROWS, digits, one_thread, small_config, small_model  # noqa: F401
 
 from grpo_nb import GRPOTrainer

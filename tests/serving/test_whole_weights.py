@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout.test_server import PARAMS, PROMPTS, sampler_of, trainer_on
-from rollout.test_stand_in import ask, moved
 from safetensors.torch import save_file
+from serving.test_server import PARAMS, PROMPTS, sampler_of, trainer_on
+from serving.test_stand_in import ask, moved
 from small_runs import ROWS, one_thread, small_model, weights_of, without_clocks  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
