@@ -448,7 +448,7 @@ ARROWS = {  # subpackage -> what it may import of ours, besides itself
     "algorithm": ["kernels"],
     "model": ["kernels"],
     "rollout": ["model", "kernels", "algorithm.logprobs"],
-    "serving": ["rollout", "model"],
+    "serving": ["rollout", "model", "algorithm.logprobs"],
     "environments": [],
     "training": ["kernels", "algorithm", "model", "rollout", "serving", "environments"],
     "planning": ["model", "training.config"],
