@@ -21,12 +21,12 @@ NOISE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # what may only fall; an issue that asks for a feature says by how much one may rise
 CEILINGS = {
-    "code lines": 43_600,
+    "code lines": 44_300,
     "functions over 60 lines": 15,
-    "export cells over 60 lines": 179,
-    "notebooks": 145,
+    "export cells over 60 lines": 184,
+    "notebooks": 146,
     "first cells over 11 lines": 0,
-    "words in README": 4_240,
+    "words in README": 4_300,
 }
 
 
