@@ -5,6 +5,7 @@ import functools
 import http.server
 import json
 import os
+import posixpath
 import re
 import runpy
 import shutil
@@ -50,7 +51,7 @@ def test_the_map_of_the_site_leads_to_its_pages(tools):
     source_url = "https://github.com/grpo-nb/grpo_nb/blob/main"
     drawing = tools["linked_map"](ROOT, source_url)
     pages = re.findall(r'<a href="\.\./([^"]+)\.html" target="_top">', drawing)
-    assert len(pages) == drawing.count("<a ") == 15 and "https://github" not in drawing
+    assert len(pages) == drawing.count("<a ") == 17 and "https://github" not in drawing
     assert all((ROOT / f"{page}.ipynb").exists() for page in pages)
     (front,) = [
         cell["source"]
@@ -225,6 +226,17 @@ def requirements():
     settings = ConfigParser(delimiters=["="])
     settings.read(ROOT / "settings.ini")
     return settings["DEFAULT"]["docs_requirements"].split()
+
+
+def test_addresses_of_pages_that_moved_are_forwarded(tools):
+    pages = tools["forwards"](ROOT)
+    here = {
+        p.relative_to(ROOT).with_suffix(".html").as_posix() for p in ROOT.glob("nbs/**/*.ipynb")
+    }
+    assert "nbs/rollout/12_server.html" in pages and not pages.keys() & here
+    for old, text in pages.items():
+        (to,) = re.findall('url=([^"]+)"', text)
+        assert posixpath.normpath(posixpath.join(posixpath.dirname(old), to)) in here
 
 
 @pytest.fixture(scope="module")

@@ -506,6 +506,24 @@ def mend(out):
             path.write_text(text, encoding="utf-8")
 
 
+FORWARD = """<!doctype html>
+<meta charset="utf-8"><title>{title}</title><link rel="canonical" href="{to}">
+<meta http-equiv="refresh" content="0; url={to}"><a href="{to}">{title}</a>
+"""
+
+
+def forwards(root):
+    "old page -> a page that leads to where it is now, for each line of docs/moved.txt."
+    lines = (root / "docs/moved.txt").read_text(encoding="utf-8").splitlines()
+    moved = dict(line.split() for line in lines if line and line[0] != "#")
+    pages = {}
+    for old, new in moved.items():
+        to = os.path.relpath(new, Path(old).parent).replace(".ipynb", ".html")
+        title = course.heading(course.load(root / new))[0]
+        pages[old.replace(".ipynb", ".html")] = FORWARD.format(to=to, title=title)
+    return pages
+
+
 def build(root, out, cache):
     "Build the site; what is wrong with it, a sentence each."
     from sphinx.application import Sphinx
@@ -534,6 +552,8 @@ def build(root, out, cache):
     # Sphinx copies these only where it has written a page
     shutil.copytree(stage / "_static", out / "_static", dirs_exist_ok=True)
     mend(out)
+    for name, text in forwards(root).items():
+        write(out / name, text)
     (out / ".nojekyll").touch()
     return problems + broken_links(out.resolve())
 
