@@ -354,6 +354,15 @@ def test_readme_check_finds_a_change(checkout):
     assert subprocess.run([*tool, "--check"], capture_output=True).returncode == 1
 
 
+def test_the_script_in_the_readme_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(script.replace("max_steps=100", "max_steps=30"), {})
+    log = (tmp_path / "sums/log.jsonl").read_text().splitlines()
+    shares = [json.loads(line)["reward"] for line in log if '"reward"' in line]
+    assert shares[0] < 0.1 and shares[-1] > 0.3
+
+
 def test_links_of_the_readme_lead_somewhere():
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / "README.md").read_text())
     assert targets and not [target for target in targets if not (ROOT / target).exists()]

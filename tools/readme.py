@@ -5,7 +5,7 @@
     python tools/readme.py --check   change nothing; exit 1 when README.md or a picture is out of
                                      date
 
-Markdown cells are copied. Code cells are shown with their stored outputs: text as it stands,
+Cells above the one with `<!-- README ends here -->` make it. Markdown cells are copied. Code cells are shown with their stored outputs: text as it stands,
 pictures as PNG files.
 Cells with `#| hide` are left out; `#| echo: false` shows the outputs alone; `#| fig-alt: words`
 describes a picture.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 NOTE = "<!-- Made from index.ipynb by tools/readme.py: change it there. -->"
 IMAGES = "docs/images"
+END = "<!-- README ends here -->"  # the index goes on: it is the complete map
 
 
 def directives(source):
@@ -75,6 +76,8 @@ def render(root):
     notebook = json.loads((root / "index.ipynb").read_text(encoding="utf-8"))
     parts, images = [NOTE], {}
     for cell in notebook["cells"]:
+        if END in "".join(cell["source"]):
+            break
         if cell["cell_type"] == "markdown":
             source = re.sub(r"<!--.*?-->\n*", "", "".join(cell["source"]), flags=re.S).strip("\n")
             parts.append(
