@@ -360,7 +360,7 @@ def test_the_script_in_the_readme_learns(tmp_path, monkeypatch):
     exec(script.replace("max_steps=100", "max_steps=30"), {})
     log = (tmp_path / "sums/log.jsonl").read_text().splitlines()
     shares = [json.loads(line)["reward"] for line in log if '"reward"' in line]
-    assert shares[0] < 0.1 and shares[-1] > 0.3
+    assert shares[0] < 0.1 and shares[-1] > 4 * shares[0]
 
 
 def test_links_of_the_readme_lead_somewhere():

@@ -5,7 +5,8 @@
     python tools/readme.py --check   change nothing; exit 1 when README.md or a picture is out of
                                      date
 
-Cells above the one with `<!-- README ends here -->` make it. Markdown cells are copied. Code cells are shown with their stored outputs: text as it stands,
+Cells above the one with `<!-- README ends here -->` make it. Markdown cells are copied. Code cells
+are shown with their stored outputs: text as it stands,
 pictures as PNG files.
 Cells with `#| hide` are left out; `#| echo: false` shows the outputs alone; `#| fig-alt: words`
 describes a picture.
