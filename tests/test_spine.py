@@ -215,7 +215,7 @@ def test_a_lesson_says_how_long_it_takes_and_what_one_can_do_then(lesson):
 
 # The glossary and the bibliography
 
-PAGES = ("glossary", "bibliography", "how_fast", "where_it_runs", "library")
+PAGES = ("glossary", "bibliography", "how_fast", "where_it_runs", "library", "decisions")
 
 
 def rows_of(page):
