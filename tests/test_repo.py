@@ -3,6 +3,7 @@ is in step with it."""
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import multiprocessing
@@ -35,9 +36,12 @@ MODULES = sorted((ROOT / "grpo_nb").rglob("*.py"))
 SETTINGS = ConfigParser(delimiters=["="])
 SETTINGS.read(ROOT / "settings.ini")
 SETTINGS = SETTINGS["DEFAULT"]
-every_notebook = pytest.mark.parametrize(
-    "notebook", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in NOTEBOOKS]
-)
+
+
+def offenders(paths, fault_of):
+    "File -> what is wrong with it, of those with which something is."
+    found = {str(path.relative_to(ROOT)): fault_of(path) for path in paths}
+    return {name: fault for name, fault in found.items() if fault}
 
 
 def test_nothing_is_larger_than_its_ceiling():
@@ -110,12 +114,14 @@ def test_notebook_runs(server, notebook, minutes=10):
         pytest.fail(failure, pytrace=False)
 
 
-@pytest.mark.parametrize(
-    "notebook", [pytest.param(p, id=p.name) for p in NOTEBOOKS if p.parent.name == "tutorials"]
-)
-def test_tutorial_asks_colab_for_a_t4(notebook):
-    metadata = json.loads(notebook.read_text())["metadata"]
-    assert metadata["accelerator"] == "GPU" and metadata["colab"]["gpuType"] == "T4"
+def test_tutorials_ask_colab_for_a_t4():
+    def fault(notebook):
+        metadata = json.loads(notebook.read_text())["metadata"]
+        asked = metadata.get("accelerator"), metadata.get("colab", {}).get("gpuType")
+        return asked != ("GPU", "T4") and asked
+
+    tutorials = [p for p in NOTEBOOKS if p.parent.name == "tutorials"]
+    assert tutorials and not offenders(tutorials, fault)
 
 
 # Notebooks and library are in step
@@ -405,24 +411,32 @@ def test_paths_of_where_do_i_change_lead_somewhere():
 # What is stored in a notebook
 
 
-@every_notebook
-def test_notebook_reads_well_without_running(notebook):
+def faults_of_outputs(notebook):
+    "What a reader of a page would stumble over."
     stored = json.loads(notebook.read_text())
     outputs = [output for cell in stored["cells"] for output in cell.get("outputs", [])]
-    assert outputs, "no stored output: run python tools/notebooks.py run on it"
-    assert not [o for o in outputs if o["output_type"] == "error"], "a stored traceback"
-    folders = re.findall(r"/(?:tmp|T)/tmp[a-z0-9_]{8}\b", json.dumps(outputs))
-    assert not folders, f"temporary folders: run python tools/notebooks.py shorten {notebook}"
-    assert "widgets" not in stored["metadata"], "stored widget state, which GitHub refuses to draw"
-    assert not [
-        o for o in outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})
-    ], "a stored widget, empty without a kernel"
-    assert "site-packages" not in json.dumps(outputs), (
-        "a stored path of the machine it was run on, in a warning perhaps"
-    )
-    assert re.match(r"# .+\n\n> .+(\n|$)", "".join(stored["cells"][0]["source"])), (
-        "open with `# title`, an empty line, `> one line`"
-    )
+    text, shown = json.dumps(outputs), [output.get("data", {}) for output in outputs]
+    opening = "".join(stored["cells"][0]["source"])
+    faults = {
+        "no stored output: run python tools/notebooks.py run on it": not outputs,
+        "a stored traceback": any(o["output_type"] == "error" for o in outputs),
+        "temporary folders: run python tools/notebooks.py shorten on it": re.search(
+            r"/(?:tmp|T)/tmp[a-z0-9_]{8}\b", text
+        ),
+        "stored widget state, which GitHub refuses to draw": "widgets" in stored["metadata"],
+        "a stored widget, empty without a kernel": any(
+            "application/vnd.jupyter.widget-view+json" in data for data in shown
+        ),
+        "a stored path of the machine it was run on": "site-packages" in text,
+        "no opening of `# title`, an empty line, `> one line`": not re.match(
+            r"# .+\n\n> .+(\n|$)", opening
+        ),
+    }
+    return [fault for fault, there in faults.items() if there]
+
+
+def test_notebooks_read_well_without_running():
+    assert len(NOTEBOOKS) > 50 and not offenders(NOTEBOOKS, faults_of_outputs)
 
 
 # Every module has a name and a test file of its own
@@ -430,14 +444,15 @@ def test_notebook_reads_well_without_running(notebook):
 IN_PARTS = [p for p in MODULES if len(p.relative_to(ROOT).parts) == 3 and p.stem != "__init__"]
 
 
-@pytest.mark.parametrize(
-    "module", [pytest.param(p, id=f"{p.parent.name}.{p.stem}") for p in IN_PARTS]
-)
-def test_module_has_a_test_file_of_its_name(module):
-    path = ROOT / "tests" / module.parent.name / f"test_{module.stem}.py"
-    assert path.exists(), f"no {path.relative_to(ROOT)}"
-    tests = [node for node in ast.walk(ast.parse(path.read_text())) if is_test(node)]
-    assert tests, f"no test in {path.relative_to(ROOT)}"
+def test_modules_have_a_test_file_of_their_name():
+    def fault(module):
+        path = ROOT / "tests" / module.parent.name / f"test_{module.stem}.py"
+        if not path.exists():
+            return f"no {path.relative_to(ROOT)}"
+        tests = any(is_test(node) for node in ast.walk(ast.parse(path.read_text())))
+        return None if tests else f"no test in {path.relative_to(ROOT)}"
+
+    assert len(IN_PARTS) > 50 and not offenders(IN_PARTS, fault)
 
 
 def is_test(node):
@@ -466,8 +481,13 @@ ARROWS = {  # subpackage -> what it may import of ours, besides itself
 }
 
 
+@functools.cache
 def imports(path):
     "The full names of all modules that a file imports anywhere, `from a import b` as a and a.b."
+    return [*imported(path)]
+
+
+def imported(path):
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -481,47 +501,37 @@ def imports(path):
             yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 
-every_module = pytest.mark.parametrize(
-    "module", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in MODULES]
-)
+def packages(path):
+    "The names that stand before the first dot in a file's imports."
+    return {name.split(".")[0] for name in imports(path)}
 
 
-@every_module
-def test_library_does_not_need_the_tools_that_write_it(module):
-    assert not {name.split(".")[0] for name in imports(module)} & {
-        "nbdev",
-        "fastcore",
-        "execnb",
-        "trl",
-        "pytest",
-        "IPython",
-    }
+def test_the_library_does_not_need_the_tools_that_write_it():
+    tools = {"nbdev", "fastcore", "execnb", "trl", "pytest", "IPython"}
+    assert len(MODULES) > 50 and not offenders(MODULES, lambda path: packages(path) & tools)
 
 
-@every_module
-def test_imports_point_one_way(module):
-    inside = module.relative_to(ROOT / "grpo_nb").parts
-    ours = {
-        name.removeprefix("grpo_nb.") for name in imports(module) if name.startswith("grpo_nb.")
-    }
+def upward(path):
+    "Imports of a module from rooms that its own may not use."
+    inside = path.relative_to(ROOT / "grpo_nb").parts
     if len(inside) == 1:
-        return  # the front door, the commands and the demo may use every room
-    name = f"{inside[0]}.{module.stem}"
+        return []  # the front door, the commands and the demo may use every room
+    ours = {name.removeprefix("grpo_nb.") for name in imports(path) if name.startswith("grpo_nb.")}
+    name = f"{inside[0]}.{path.stem}"
     allowed = [inside[0], *ARROWS[inside[0]], *ARROWS.get(name, [])]
-    assert not [
+    return sorted(
         name for name in ours if not any(f"{name}.".startswith(f"{room}.") for room in allowed)
-    ]
+    )
 
 
-@pytest.mark.parametrize(
-    "module", [pytest.param(p, id=p.stem) for p in MODULES if p.parent.name == "algorithm"]
-)
-def test_algorithm_is_torch_and_the_standard_library(module):
-    assert {name.split(".")[0] for name in imports(module)} <= {
-        "torch",
-        "grpo_nb",
-        *sys.stdlib_module_names,
-    }
+def test_imports_point_one_way():
+    assert not offenders(MODULES, upward)
+
+
+def test_algorithm_is_torch_and_the_standard_library():
+    allowed = {"torch", "grpo_nb", *sys.stdlib_module_names}
+    own = [path for path in MODULES if path.parent.name == "algorithm"]
+    assert own and not offenders(own, lambda path: packages(path) - allowed)
 
 
 # The front door
@@ -551,13 +561,13 @@ def test_import_is_instant_and_loads_nothing_heavy():
     } & set(runs[0][1:])
 
 
-@pytest.mark.parametrize("name", grpo_nb.__all__)
-def test_public_name_resolves(name):
-    found = getattr(grpo_nb, name)
-    assert found is getattr(import_module(f"grpo_nb.{grpo_nb._rooms[name]}"), name) and name in dir(
-        grpo_nb
-    )
-    assert found.__module__ == f"grpo_nb.{grpo_nb._rooms[name]}" and found.__doc__
+def test_public_names_resolve():
+    def whole(name):
+        found, place = getattr(grpo_nb, name), f"grpo_nb.{grpo_nb._rooms[name]}"
+        there = found is getattr(import_module(place), name) and name in dir(grpo_nb)
+        return there and found.__module__ == place and found.__doc__
+
+    assert grpo_nb.__all__ and not [name for name in grpo_nb.__all__ if not whole(name)]
 
 
 def test_unknown_name_is_an_attribute_error():

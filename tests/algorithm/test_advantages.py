@@ -300,6 +300,17 @@ def test_float16_rewards_do_not_overflow():
     torch.testing.assert_close(values, torch.tensor([1.0, -1.0, 1.0, -1.0]) * 0.75**0.5)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_the_largest_rewards_have_the_advantages_of_small_ones(scale):
+    "In float32 the squares of 1e20 are infinite, those of 1e16 are not."
+    large, small = (
+        group_advantages([size, 0.0, 0.0, 0.0], 4, scale=scale, eps=0.0).values
+        for size in (1e16, 1.0)
+    )
+    torch.testing.assert_close(large, small)
+    torch.testing.assert_close(small, torch.tensor([1.5, -0.5, -0.5, -0.5]))
+
+
 def test_lists_and_tensors_agree():
     rows = [[1.0, None], [0.0, 2.0], [0.5, 1.0], [None, None]]
     tensor = torch.tensor([[NAN if r is None else r for r in row] for row in rows])
@@ -359,6 +370,7 @@ def test_the_input_is_left_alone_and_no_gradient_flows():
             "completion 0.*inf",
         ),
         (dict(rewards=[0.0, 1e30], num_generations=2), "completion 1.*squares"),
+        (dict(rewards=[1e20, 0, 0, 0], num_generations=4), "completion 0.*squares"),
         (dict(rewards=[0.0, 1.0], num_generations=2, weights=[1e30]), "completion 1.*squares"),
         (
             dict(rewards=[0.0, 1.0], num_generations=2, scale="std"),

@@ -15,7 +15,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_nb.rollout.sampling import SamplingParams, draw, processed_log_probs, sample_tokens
+from grpo_nb.rollout.sampling import (
+    MOST_SURVIVORS,
+    SamplingParams,
+    SurvivorRecord,
+    behind,
+    draw,
+    processed_log_probs,
+    room_for_survivors,
+    sample_recorded,
+    sample_tokens,
+    stream_numbers,
+)
 
 
 def theirs(
@@ -83,6 +94,19 @@ def test_ties_are_kept_as_in_transformers():
         )
 
 
+def test_the_smallest_set_that_is_exactly_as_likely_as_asked():
+    "Half of the probability stands in one token, and the half is all that is kept."
+    logits = torch.tensor([[0.25, 0.5, 0.25]]).log()
+    kept, expected = (
+        which > -torch.inf
+        for which in (
+            processed_log_probs(logits, SamplingParams(top_p=0.5)),
+            theirs(logits, None, None, top_p=0.5),
+        )
+    )
+    assert kept.tolist() == expected.tolist() == [[False, True, False]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_log_probs_are_float32_and_sum_to_one(dtype):
     logits = (torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
@@ -140,6 +164,52 @@ def test_draws_follow_the_distribution(chosen):
         2 * freedom
     )  # four standard deviations of a chi-square
     torch.testing.assert_close(logps, logprobs[0, tokens])
+
+
+def test_streams_are_splitmix64():
+    "Its first outputs for the seed 1234567, as the tests of other languages' libraries have them."
+    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    outputs += [4593380528125082431, 16408922859458223821]
+    expected = [(bits >> 11) * 2**-53 for bits in outputs]
+    keys = torch.full((5,), 1234567)
+    assert stream_numbers(keys, torch.arange(5)).tolist() == expected
+    late = behind(keys, [0, 1, 2, 3, 4])  # the same streams without their first numbers
+    assert stream_numbers(late, torch.zeros(5)).tolist() == expected
+
+
+@pytest.mark.parametrize("chosen", [dict(top_k=5), dict(top_p=0.999), dict(top_k=2000)])
+def test_as_many_as_fit_are_kept_and_one_more_is_too_many(chosen):
+    params = SamplingParams(**chosen)
+    room = room_for_survivors(params)
+    assert room == (5 + 16 if chosen == dict(top_k=5) else MOST_SURVIVORS)
+    for left in (room, room + 1):  # so many tie for the first place
+        logits = torch.full((1, 3000), -30.0)
+        logits[0, 7 : 7 + left] = 0.0
+        if params.top_k == 2000:
+            logits[0, 7 + left :] = logits[0, :7] = -torch.inf
+        token, logp, survivors = sample_recorded(logits, params, uniform=torch.tensor([0.3]))
+        assert 7 <= int(token) < 7 + left
+        torch.testing.assert_close(logp.exp(), torch.tensor([1 / left]))
+        kept = sorted(survivors.ids[0].tolist())
+        assert kept == ([*range(7, 7 + left)] if left == room else [-1] * room)
+        plain = torch.log_softmax(logits, -1)[0, token]
+        mass = torch.zeros(1) if left == room else plain - logp
+        torch.testing.assert_close(survivors.log_mass, mass)
+
+
+def test_a_record_is_as_wide_as_the_most_that_were_left():
+    params = SamplingParams(top_k=3, max_tokens=2)
+    record = SurvivorRecord.start(2, params, "cpu")
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    for at in range(2):
+        record.put(torch.arange(2), at, sample_recorded(logits, params)[2])
+    cut = record.cut(torch.tensor([[True, True], [True, False]]))
+    assert [sorted(row) for row in cut.ids.flatten(0, 1).tolist()] == [
+        [-1, 0, 1, 2],
+        [-1, 0, 1, 2],
+        [0, 1, 2, 3],
+        [-1] * 4,
+    ]
 
 
 @pytest.mark.parametrize("number, token", [(0.0, 2), (1 - 2**-53, 4)])
