@@ -563,6 +563,27 @@ def smooth(values, width=9):
     return [statistics.mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
+def chart(title, curves, top, most, shape):
+    "Lines from 0 to `most`, a value an update; `curves` maps a colour to its values."
+    left, height, width = 58, 128, 386
+    base = top + 14 + height
+    yield text(left, top, title, "soft", anchor="start")
+    for share in (0.0, most / 2, most):
+        y = base - share / most * height
+        dash = "2 4" if share else None
+        yield path(f"M{left} {number(y)}H{left + width}", "grey-line", 1, dash=dash)
+        yield text(left - 8, y + 5, shape.format(share), "soft", anchor="end")
+    for colour, values in curves.items():
+        step = width / (len(values) - 1)
+        points = [
+            f"{number(left + i * step)} {number(base - v / most * height)}"
+            for i, v in enumerate(values)
+        ]
+        yield path("M" + "L".join(points), f"{colour}-line", 2.2)
+    yield text(left, base + 20, "1", "soft", anchor="start")
+    yield text(left + width, base + 20, f"update {len(values)}", "soft", anchor="end")
+
+
 @diagram(
     396,
     "A trained model learns school maths",
@@ -574,24 +595,12 @@ def smooth(values, width=9):
 )
 def trained_run():
     logs, right = trained_runs()
-    left, top, w, h, most = 52, 64, 392, 128, 0.5
-    for share in (0.0, 0.25, 0.5):
-        y = top + h - share / most * h
-        yield path(
-            f"M{left} {number(y)}H{left + w}", "grey-line", 1, dash=None if not share else "2 4"
-        )
-        yield text(left - 8, y + 5, f"{share:.0%}", "soft", anchor="end")
-    yield text(left, 50, "right completions in training", "soft", anchor="start")
-    for log, colour in zip(logs, ("blue", "orange", "green")):
-        values = smooth([one["rewards/right/mean"] for one in log])
-        points = [
-            f"{number(left + i / (len(values) - 1) * w)} {number(top + h - v / most * h)}"
-            for i, v in enumerate(values)
-        ]
-        yield path("M" + "L".join(points), f"{colour}-line", 2.2)
-    yield text(left + w, top + h + 20, f"update {len(logs[0])}", "soft", anchor="end")
-    yield text(left, top + h + 20, "1", "soft", anchor="start")
-    first = top + h + 56
+    curves = {
+        colour: smooth([one["rewards/right/mean"] for one in log])
+        for log, colour in zip(logs, ("blue", "orange", "green"))
+    }
+    yield from chart("right completions in training", curves, 50, 0.5, "{:.0%}")
+    first = 248
     yield text(16, first - 12, "1,319 test problems, answered right", "soft", anchor="start")
     for i, (name, share) in enumerate(right.items()):
         y = first + 28 * i
@@ -599,6 +608,31 @@ def trained_run():
         yield rect(16, y, share * 900, 22, cls)
         yield text(24, y + 16, name, anchor="start")
         yield text(444, y + 16, f"{share:.1%}", anchor="end", weight=600)
+
+
+@diagram(
+    410,
+    "Paid for the form, it stops to think",
+    "The same model, paid .1 for a last line of the right form and 1 for the right number. Within "
+    "seven updates its completions shrink from 160 tokens to 5, while those of the run that is "
+    "paid for the number alone stay at 280. The share with the right form rises from a quarter to "
+    "all of them, and the share with the right number stays at 3 percent.",
+    shown=412,
+)
+def collapsed_run():
+    log = json.loads((RESULTS / "form_0.json").read_text("utf-8"))["log"]
+    sound = trained_runs()[0][0][: len(log)]
+    lengths = [[one["completions/mean_length"] for one in run] for run in (sound, log)]
+    yield from chart(
+        "tokens of a completion", dict(zip(("blue", "orange"), lengths)), 50, 400, "{:.0f}"
+    )
+    yield text(444, 84, "paid for the number", "blue-text", anchor="end")
+    yield text(444, 176, "paid for the form too", "orange-text", anchor="end")
+    form = [one["rewards/form_line/mean"] / 0.1 for one in log]
+    right = [one["rewards/right_line/mean"] for one in log]
+    yield from chart("of its completions", {"grey": form, "green": right}, 236, 1, "{:.0%}")
+    yield text(444, 276, "have the form", "soft", anchor="end")
+    yield text(444, 358, "have the number", "green-text", anchor="end")
 
 
 def main():
