@@ -4,7 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOSS_SETTINGS', 'COMPILED_TOKENS', 'EntropyBonus', 'load_balance_loss', 'own_balance_weight', 'balance_weight',
-           'MicroBatchFitter', 'may_be_cut', 'Window', 'moving_rows', 'timed', 'beginning_of', 'PolicyUpdate']
+           'MicroBatchFitter', 'may_be_cut', 'Window', 'moving_rows', 'timed', 'UpdateParts', 'ArrangedUpdate',
+           'UpdateLogps', 'UpdateLoss', 'UpdateGap', 'UpdateGradients', 'UpdateStep', 'UpdateEvaluation',
+           'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
 
 # %% ../../nbs/training/12_policy_update.ipynb #3882269e
 import functools
@@ -283,7 +285,7 @@ def moving_rows(
     advantages = batch.advantages.view(len(batch), -1)  # (B, 1) or (B, T)
     return (batch.loss_mask & (advantages != 0)).any(1)
 
-# %% ../../nbs/training/12_policy_update.ipynb #7259c1b6
+# %% ../../nbs/training/12_policy_update.ipynb #2fed4a3f
 def timed(
     part: str,  # of an update: "train" or "update"
 ) -> Callable:  # a decorator of a method of an object with `metrics`
@@ -299,46 +301,9 @@ def timed(
 
     return decorate
 
-
-LOSS_SETTINGS = (  # handed to grpo_loss as they are
-    "beta",
-    "delta",
-    "dppo_divergence",
-    "dppo_threshold",
-    "epsilon",
-    "importance_sampling_level",
-    "loss_type",
-    "max_completion_length",
-    "off_policy_mask_threshold",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "use_bias_correction_kl",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-)
-
-
-COMPILED_TOKENS = 256  # of a prompt and of a completion that kernels are compiled with
-
-
-def beginning_of(
-    batch: TrainingBatch,
-    rows: int,  # how many completions
-    tokens: int,  # the last ones of a prompt, and the first ones of a completion
-) -> TrainingBatch:
-    "The first completions, short."
-    part = batch.rows(slice(rows))
-    P, T = part.prompt_mask.shape[1], part.completion_mask.shape[1]
-    columns = torch.arange(max(P, T), device=part.prompt_mask.device)
-    part.prompt_mask = part.prompt_mask & (columns[:P] >= P - tokens)
-    part.completion_mask = part.completion_mask & (columns[:T] < tokens)
-    return part.rows(slice(rows))
-
-
-class PolicyUpdate:
-    "Adds up the gradients of micro-batches, and moves the weights."
+# %% ../../nbs/training/12_policy_update.ipynb #360d25a1
+class UpdateParts:
+    "What an update is made of: the parts it owns, and those it is given."
 
     def __init__(
         self,
@@ -374,6 +339,10 @@ class PolicyUpdate:
         if self.compiles:
             compile_early(self.compile_logps)
         self.arrange()
+
+# %% ../../nbs/training/12_policy_update.ipynb #b2cae322
+class ArrangedUpdate(UpdateParts):
+    "Begins and ends with a run."
 
     def arrange(self) -> None:
         "Set checkpointing, offloading and slices of the model for this run, whatever they were."
@@ -431,7 +400,9 @@ class PolicyUpdate:
             self.store.release()
         self.fitter.end()
 
-    # log-probs
+# %% ../../nbs/training/12_policy_update.ipynb #da50df66
+class UpdateLogps(ArrangedUpdate):
+    "Computes log-probs, and adds those of other policies to a batch."
 
     @timed("train")
     def prepare(self, batch: TrainingBatch) -> TrainingBatch:
@@ -493,101 +464,29 @@ class PolicyUpdate:
         with self.precision.autocast():
             return self.weights.call(policy, compute)
 
-    # gradients
+# %% ../../nbs/training/12_policy_update.ipynb #cbf47e24
+LOSS_SETTINGS = (  # handed to grpo_loss as they are
+    "beta",
+    "delta",
+    "dppo_divergence",
+    "dppo_threshold",
+    "epsilon",
+    "importance_sampling_level",
+    "loss_type",
+    "max_completion_length",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "use_bias_correction_kl",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+)
 
-    def compile_logps(self) -> None:
-        "Compile the kernel that a pass without a gradient ends with."
-        from grpo_nb.kernels.softmax_kernel import compile_softmax
-
-        dtype = self.precision.dtype or self.model.dtype
-        if self.config.cast_lm_head_to_fp32:
-            dtype = torch.float32
-        with torch.cuda.device(self.device):
-            compile_softmax(dtype, self.model.config.get_text_config().vocab_size)
-
-    def compile_first(self, batch: TrainingBatch) -> None:
-        """Compile what training launches, all at once, the first time; the beginning of two
-        completions goes through the model for that, and leaves nothing behind."""
-        again = self.config.gradient_checkpointing_kwargs or {}
-        if not self.compiles or again.get("use_reentrant"):  # it refuses `torch.autograd.grad`
-            return
-        self.compiles, rows = False, beginning_of(batch, 2, COMPILED_TOKENS)
-        modes = [(module, module.training) for module in self.model.modules()]
-        step = batch.rows(slice(self.config.per_device_train_batch_size))
-        tokens = int(step.prompt_mask.sum() + step.completion_mask.sum())
-
-        def work():
-            with (
-                torch.enable_grad(),
-                self.precision.adapters(self.model),
-                quiet_collector(),
-                in_turn(tokens),
-            ):
-                logps, _ = self.completion_logps(self.model, rows, entropy=True)
-                with suppress(CheckpointError):  # experts in a loop: a router that read nothing
-                    torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)
-
-        cards = [self.device] if self.device.type == "cuda" else []
-        try:
-            self.model.train()
-            with torch.random.fork_rng(cards):
-                compile_together(work)
-        except Exception as error:
-            warnings.warn(f"kernels are compiled one by one: {error}", stacklevel=2)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-
-    @property
-    def window_is_empty(self) -> bool:
-        "Whether the next micro-batch is the first of an accumulation window."
-        return not self.window.micro_batches
-
-    @timed("train")
-    def accumulate(
-        self,
-        batch: TrainingBatch,  # a micro-batch
-        whole: TrainingBatch,  # all completions of its cycle, for the expected number of tokens
-        first_pass: bool = True,  # True: measure the gap between sampler and trainer
-    ) -> None:
-        "Add the gradient of one micro-batch, piece by piece, and count it in the window."
-        self.model.train()
-        if self.window_is_empty:
-            steps = self.layout.gradient_accumulation_steps
-            self.window.expect(self.expected_tokens(whole), steps)
-        for part, moves in self.parts(batch):
-            for piece in self.fitter.pieces(part):
-                share = share_of(piece, batch, self.config.loss_type)
-                self.window.begin_piece(self.part_of(piece, batch), share)
-                with self.precision.adapters(self.model), quiet_collector():
-                    self.accumulate_piece(piece, share, first_pass, moves)
-        self.window.close_micro_batch()
-
-    def parts(self, batch: TrainingBatch) -> list[tuple[TrainingBatch, bool]]:
-        "The completions that have a gradient, and those that have none and are only measured."
-        config, moving = self.config, moving_rows(batch)
-        more = config.beta or config.entropy_coef or config.use_adaptive_entropy
-        own = type(self).loss_of is not PolicyUpdate.loss_of  # may count every completion
-        if more or own or self.weights.sharded or not self.fitter.cuts:
-            return [(batch, True)]
-        if moving.all() or not moving.any():  # zeros are gradients for the optimizer's moments
-            return [(batch, True)]
-        return [(batch.rows(moving), True), (batch.rows(~moving), False)]
-
-    def expected_tokens(self, whole: TrainingBatch) -> float:
-        """The number of trained tokens that a window of one process should hold, estimated from the
-        present cycle; the same number in every process."""
-        tokens = float(self.accelerator.reduce(whole.loss_mask.sum().float(), "mean"))
-        windows = self.layout.steps_per_generation / self.layout.gradient_accumulation_steps
-        return max(tokens, 1.0) / windows
-
-    def part_of(
-        self,
-        piece: TrainingBatch,
-        batch: TrainingBatch,  # the whole micro-batch
-    ) -> float:
-        "The part of a micro-batch's trained tokens that a piece holds."
-        return float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
+# %% ../../nbs/training/12_policy_update.ipynb #df4bc155
+class UpdateLoss(UpdateLogps):
+    "The loss of a piece, and what it needs beside the log-probs."
 
     def with_balance(
         self,
@@ -601,39 +500,6 @@ class PolicyUpdate:
         mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
         chosen = self.model.config.get_text_config().num_experts_per_tok
         return *found, load_balance_loss(routers, chosen, mask)
-
-    def accumulate_piece(
-        self,
-        batch: TrainingBatch,  # a part of a micro-batch
-        share: float,  # the factor of its loss, so that the shares add up to the micro-batch's
-        first_pass: bool = True,
-        moves: bool = True,  # False: its gradient is known to be 0
-    ) -> None:
-        "Forward and backward of a part of a micro-batch."
-        with torch.set_grad_enabled(moves):
-            logps, entropies, balance = self.with_balance(batch)
-        if first_pass:
-            self.measure_gap(logps.detach(), batch)
-        chosen = self.entropy_mask(entropies, batch.loss_mask)
-        output = self.loss_of(batch, logps, entropies, chosen)
-        whole_window = self.config.loss_type in WINDOW_TOKEN_LOSSES
-        steps = 1 if whole_window else self.layout.gradient_accumulation_steps
-        loss = share * (output.loss / steps)
-        if balance is not None:
-            loss = loss + self.balance * balance / self.layout.gradient_accumulation_steps
-            self.metrics.add({"aux_loss": balance.detach()})
-        policy_loss = output.loss.detach() if output.policy_loss is None else output.policy_loss
-        if moves:
-            self.precision.scaler.scale(loss).backward()
-        counted = batch.loss_mask if chosen is None else batch.loss_mask & chosen.bool()
-        self.window.add(
-            loss=loss.detach(),
-            policy_loss=share * (policy_loss / steps),
-            tokens=batch.loss_mask.sum(),
-            entropy=entropies.detach()[counted].sum(),
-            entropy_tokens=counted.sum(),
-        )
-        self.metrics.add(output.metrics, weight=self.window.part)  # micro-batches count alike
 
     def loss_of(
         self,
@@ -670,6 +536,23 @@ class PolicyUpdate:
         window, whole_window = self.window, self.config.loss_type in WINDOW_TOKEN_LOSSES
         return window.part / (window.steps if whole_window else window.share or 1.0)
 
+    def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        "(B, T), the tokens of highest entropy among those of all processes; None: all are used."
+        quantile = self.config.top_entropy_quantile
+        if quantile >= 1:
+            return None
+        active = self.accelerator.pad_across_processes(
+            entropies.detach()[mask.bool()], pad_index=-1
+        )
+        gathered = self.accelerator.gather(active)
+        return high_entropy_mask(
+            entropies.detach(), mask, quantile, gathered=gathered[gathered >= 0]
+        )
+
+# %% ../../nbs/training/12_policy_update.ipynb #2152c8d8
+class UpdateGap(UpdateLoss):
+    "Measures the gap of sampler and trainer."
+
     def measure_gap(self, logps: torch.Tensor, batch: TrainingBatch) -> None:
         "How far the sampler's log-probs are from the trainer's."
         old = logps if batch.old_logps is None else batch.old_logps
@@ -694,72 +577,97 @@ class PolicyUpdate:
             {f"sampling/{name}": value for name, value in named.items()}, weight=len(weights)
         )
 
-    def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        "(B, T), the tokens of highest entropy among those of all processes; None: all are used."
-        quantile = self.config.top_entropy_quantile
-        if quantile >= 1:
-            return None
-        active = self.accelerator.pad_across_processes(
-            entropies.detach()[mask.bool()], pad_index=-1
-        )
-        gathered = self.accelerator.gather(active)
-        return high_entropy_mask(
-            entropies.detach(), mask, quantile, gathered=gathered[gathered >= 0]
-        )
+# %% ../../nbs/training/12_policy_update.ipynb #9e092380
+class UpdateGradients(UpdateGap):
+    "Adds up the gradients of micro-batches."
 
-    # without a gradient
+    @property
+    def window_is_empty(self) -> bool:
+        "Whether the next micro-batch is the first of an accumulation window."
+        return not self.window.micro_batches
 
-    def losses_without_update(
+    @timed("train")
+    def accumulate(
         self,
-        batches: list[TrainingBatch],  # of this process; others may have more or fewer
-        metrics: Metrics,  # gets the numbers of each batch's loss
-    ) -> list[float]:
-        "The loss of each batch. Every process that holds a share of the weights has to call it."
-        most = self.weights.agreed(len(batches))
-        losses = [self.loss_without_update(batch, metrics) for batch in batches]
-        for _ in range(most - len(batches)):
-            self.loss_without_update(self.one_token())
-        return losses
+        batch: TrainingBatch,  # a micro-batch
+        whole: TrainingBatch,  # all completions of its cycle, for the expected number of tokens
+        first_pass: bool = True,  # True: measure the gap between sampler and trainer
+    ) -> None:
+        "Add the gradient of one micro-batch, piece by piece, and count it in the window."
+        self.model.train()
+        if self.window_is_empty:
+            steps = self.layout.gradient_accumulation_steps
+            self.window.expect(self.expected_tokens(whole), steps)
+        for part, moves in self.parts(batch):
+            for piece in self.fitter.pieces(part):
+                share = share_of(piece, batch, self.config.loss_type)
+                self.window.begin_piece(self.part_of(piece, batch), share)
+                with self.precision.adapters(self.model), quiet_collector():
+                    self.accumulate_piece(piece, share, first_pass, moves)
+        self.window.close_micro_batch()
 
-    def one_token(self) -> TrainingBatch:
-        "A completion that nothing is learnt from, for a process that has no other to compute."
-        zeros = torch.zeros(1, 1, device=self.device)
-        token, there = zeros.long(), zeros == 0
-        return TrainingBatch(token, there, token, there, ~there, zeros[0], zeros)
+    def parts(self, batch: TrainingBatch) -> list[tuple[TrainingBatch, bool]]:
+        "The completions that have a gradient, and those that have none and are only measured."
+        config, moving = self.config, moving_rows(batch)
+        more = config.beta or config.entropy_coef or config.use_adaptive_entropy
+        own = type(self).loss_of is not UpdateLoss.loss_of  # may count every completion
+        if more or own or self.weights.sharded or not self.fitter.cuts:
+            return [(batch, True)]
+        if moving.all() or not moving.any():  # zeros are gradients for the optimizer's moments
+            return [(batch, True)]
+        return [(batch.rows(moving), True), (batch.rows(~moving), False)]
 
-    @torch.no_grad()
-    def loss_without_update(
+    def expected_tokens(self, whole: TrainingBatch) -> float:
+        """The number of trained tokens that a window of one process should hold, estimated from the
+        present cycle; the same number in every process."""
+        tokens = float(self.accelerator.reduce(whole.loss_mask.sum().float(), "mean"))
+        windows = self.layout.steps_per_generation / self.layout.gradient_accumulation_steps
+        return max(tokens, 1.0) / windows
+
+    def part_of(
         self,
-        batch: TrainingBatch,  # completions that the present policy drew
-        metrics: Metrics | None = None,  # gets the numbers of the loss: kl, entropy, clip_ratio/...
+        piece: TrainingBatch,
+        batch: TrainingBatch,  # the whole micro-batch
     ) -> float:
-        """The loss that an evaluation reports (TRL's `eval_loss`): that of `loss_of`, as if the
-        batch were a window of its own. Nothing is logged."""
-        metrics = Metrics() if metrics is None else metrics
-        kept, self.window = self.window, Window(self.device)
-        quantile, total = self.config.top_entropy_quantile, 0.0
-        try:
-            self.window.expect(max(float(batch.loss_mask.sum()), 1.0))
-            with self.metrics.untimed():
-                batch = self.prepare(batch)
-            with evaluating(self.model):
-                for piece in self.pieces(self.model, batch):
-                    logps, entropies, balance = self.with_balance(piece)
-                    share = share_of(piece, batch, self.config.loss_type)
-                    self.window.begin_piece(self.part_of(piece, batch), share)
-                    mask = piece.loss_mask
-                    chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
-                    output = self.loss_of(piece, logps, entropies, chosen)
-                    metrics.add(output.metrics, weight=self.window.part)
-                    total += share * output.loss.item()
-                    if balance is not None:
-                        metrics.add({"aux_loss": balance}, weight=self.window.part)
-                        total += self.balance * balance.item()
-        finally:
-            self.window = kept
-        return total
+        "The part of a micro-batch's trained tokens that a piece holds."
+        return float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
 
-    # the step
+    def accumulate_piece(
+        self,
+        batch: TrainingBatch,  # a part of a micro-batch
+        share: float,  # the factor of its loss, so that the shares add up to the micro-batch's
+        first_pass: bool = True,
+        moves: bool = True,  # False: its gradient is known to be 0
+    ) -> None:
+        "Forward and backward of a part of a micro-batch."
+        with torch.set_grad_enabled(moves):
+            logps, entropies, balance = self.with_balance(batch)
+        if first_pass:
+            self.measure_gap(logps.detach(), batch)
+        chosen = self.entropy_mask(entropies, batch.loss_mask)
+        output = self.loss_of(batch, logps, entropies, chosen)
+        whole_window = self.config.loss_type in WINDOW_TOKEN_LOSSES
+        steps = 1 if whole_window else self.layout.gradient_accumulation_steps
+        loss = share * (output.loss / steps)
+        if balance is not None:
+            loss = loss + self.balance * balance / self.layout.gradient_accumulation_steps
+            self.metrics.add({"aux_loss": balance.detach()})
+        policy_loss = output.loss.detach() if output.policy_loss is None else output.policy_loss
+        if moves:
+            self.precision.scaler.scale(loss).backward()
+        counted = batch.loss_mask if chosen is None else batch.loss_mask & chosen.bool()
+        self.window.add(
+            loss=loss.detach(),
+            policy_loss=share * (policy_loss / steps),
+            tokens=batch.loss_mask.sum(),
+            entropy=entropies.detach()[counted].sum(),
+            entropy_tokens=counted.sum(),
+        )
+        self.metrics.add(output.metrics, weight=self.window.part)  # micro-batches count alike
+
+# %% ../../nbs/training/12_policy_update.ipynb #b4fc0e75
+class UpdateStep(UpdateGradients):
+    "Moves the weights."
 
     @timed("update")
     def step(
@@ -820,7 +728,63 @@ class PolicyUpdate:
         if self.config.entropy_coef or self.config.use_adaptive_entropy:
             self.metrics.add({"policy_loss": policy_loss, "entropy_coef": self.entropy_bonus.coef})
 
-    # checkpoints
+# %% ../../nbs/training/12_policy_update.ipynb #2f2f0ff9
+class UpdateEvaluation(UpdateStep):
+    "The loss of batches that nothing is learnt from."
+
+    def losses_without_update(
+        self,
+        batches: list[TrainingBatch],  # of this process; others may have more or fewer
+        metrics: Metrics,  # gets the numbers of each batch's loss
+    ) -> list[float]:
+        "The loss of each batch. Every process that holds a share of the weights has to call it."
+        most = self.weights.agreed(len(batches))
+        losses = [self.loss_without_update(batch, metrics) for batch in batches]
+        for _ in range(most - len(batches)):
+            self.loss_without_update(self.one_token())
+        return losses
+
+    def one_token(self) -> TrainingBatch:
+        "A completion that nothing is learnt from, for a process that has no other to compute."
+        zeros = torch.zeros(1, 1, device=self.device)
+        token, there = zeros.long(), zeros == 0
+        return TrainingBatch(token, there, token, there, ~there, zeros[0], zeros)
+
+    @torch.no_grad()
+    def loss_without_update(
+        self,
+        batch: TrainingBatch,  # completions that the present policy drew
+        metrics: Metrics | None = None,  # gets the numbers of the loss: kl, entropy, clip_ratio/...
+    ) -> float:
+        """The loss that an evaluation reports (TRL's `eval_loss`): that of `loss_of`, as if the
+        batch were a window of its own. Nothing is logged."""
+        metrics = Metrics() if metrics is None else metrics
+        kept, self.window = self.window, Window(self.device)
+        quantile, total = self.config.top_entropy_quantile, 0.0
+        try:
+            self.window.expect(max(float(batch.loss_mask.sum()), 1.0))
+            with self.metrics.untimed():
+                batch = self.prepare(batch)
+            with evaluating(self.model):
+                for piece in self.pieces(self.model, batch):
+                    logps, entropies, balance = self.with_balance(piece)
+                    share = share_of(piece, batch, self.config.loss_type)
+                    self.window.begin_piece(self.part_of(piece, batch), share)
+                    mask = piece.loss_mask
+                    chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
+                    output = self.loss_of(piece, logps, entropies, chosen)
+                    metrics.add(output.metrics, weight=self.window.part)
+                    total += share * output.loss.item()
+                    if balance is not None:
+                        metrics.add({"aux_loss": balance}, weight=self.window.part)
+                        total += self.balance * balance.item()
+        finally:
+            self.window = kept
+        return total
+
+# %% ../../nbs/training/12_policy_update.ipynb #2a778c21
+class UpdateCheckpoint(UpdateEvaluation):
+    "What a checkpoint holds of an update."
 
     def state_dict(self) -> dict[str, Any]:
         "What a checkpoint has to hold beside the weights."
@@ -903,3 +867,67 @@ class PolicyUpdate:
             for number, entries in saved["state"].items()
         }
         self.optimizer.load_state_dict({**saved, "state": state})
+
+# %% ../../nbs/training/12_policy_update.ipynb #d448dca1
+COMPILED_TOKENS = 256  # of a prompt and of a completion that kernels are compiled with
+
+
+def beginning_of(
+    batch: TrainingBatch,
+    rows: int,  # how many completions
+    tokens: int,  # the last ones of a prompt, and the first ones of a completion
+) -> TrainingBatch:
+    "The first completions, short."
+    part = batch.rows(slice(rows))
+    P, T = part.prompt_mask.shape[1], part.completion_mask.shape[1]
+    columns = torch.arange(max(P, T), device=part.prompt_mask.device)
+    part.prompt_mask = part.prompt_mask & (columns[:P] >= P - tokens)
+    part.completion_mask = part.completion_mask & (columns[:T] < tokens)
+    return part.rows(slice(rows))
+
+# %% ../../nbs/training/12_policy_update.ipynb #cb7b70fa
+class PolicyUpdate(UpdateCheckpoint):
+    "Adds up the gradients of micro-batches, and moves the weights."
+
+    def compile_logps(self) -> None:
+        "Compile the kernel that a pass without a gradient ends with."
+        from grpo_nb.kernels.softmax_kernel import compile_softmax
+
+        dtype = self.precision.dtype or self.model.dtype
+        if self.config.cast_lm_head_to_fp32:
+            dtype = torch.float32
+        with torch.cuda.device(self.device):
+            compile_softmax(dtype, self.model.config.get_text_config().vocab_size)
+
+    def compile_first(self, batch: TrainingBatch) -> None:
+        """Compile what training launches, all at once, the first time; the beginning of two
+        completions goes through the model for that, and leaves nothing behind."""
+        again = self.config.gradient_checkpointing_kwargs or {}
+        if not self.compiles or again.get("use_reentrant"):  # it refuses `torch.autograd.grad`
+            return
+        self.compiles, rows = False, beginning_of(batch, 2, COMPILED_TOKENS)
+        modes = [(module, module.training) for module in self.model.modules()]
+        step = batch.rows(slice(self.config.per_device_train_batch_size))
+        tokens = int(step.prompt_mask.sum() + step.completion_mask.sum())
+
+        def work():
+            with (
+                torch.enable_grad(),
+                self.precision.adapters(self.model),
+                quiet_collector(),
+                in_turn(tokens),
+            ):
+                logps, _ = self.completion_logps(self.model, rows, entropy=True)
+                with suppress(CheckpointError):  # experts in a loop: a router that read nothing
+                    torch.autograd.grad(logps.sum(), self.parameters, allow_unused=True)
+
+        cards = [self.device] if self.device.type == "cuda" else []
+        try:
+            self.model.train()
+            with torch.random.fork_rng(cards):
+                compile_together(work)
+        except Exception as error:
+            warnings.warn(f"kernels are compiled one by one: {error}", stacklevel=2)
+        finally:
+            for module, mode in modes:
+                module.training = mode
