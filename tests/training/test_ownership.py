@@ -2,7 +2,6 @@
 outside."""
 
 import ast
-from collections import defaultdict
 from pathlib import Path
 
 import grpo_nb.training
@@ -51,6 +50,14 @@ def written(path):
     return found
 
 
+OURS = {
+    node.name
+    for path in FILES
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.ClassDef)
+}
+
+
 def test_an_object_writes_its_own_attributes():
     "`self.x = ...` alone: no class, and no function, writes an attribute of another's."
     own_names = {"self", "batch", "part", "rollout", "cls"}  # a record that the function made
@@ -64,17 +71,18 @@ def test_an_object_writes_its_own_attributes():
 
 
 def test_no_class_of_the_trainer_is_a_mixin():
-    "Parts stand side by side: none inherits from another of ours."
-    ours, bases = set(), defaultdict(set)
+    """Parts stand side by side. What a page builds in steps is a chain: each class has one base of
+    ours, the one before it on the same page."""
     for path in FILES:
         if path.stem == "config":
             continue  # settings are written down in groups
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                ours.add(node.name)
-                bases[node.name] |= {getattr(base, "id", "") for base in node.bases}
-    inherit = {name: kinds & ours for name, kinds in bases.items() if kinds & ours}
-    assert not {name for name in inherit if not name.endswith(("Error", "TooLate"))}
+        classes = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)]
+        above = []
+        for node in classes:
+            bases = [name for base in node.bases if (name := getattr(base, "id", "")) in OURS]
+            if not node.name.endswith(("Error", "TooLate")):
+                assert not bases or bases == above[-1:], f"{path.stem}.{node.name}"
+            above.append(node.name)
 
 
 def test_nothing_private_is_read_from_outside():
