@@ -1307,6 +1307,9 @@ def main(
             return _run(words)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        _tell("\nStopped.", sys.stderr)
+        return 130
     except OSError as error:
         return _not_done(error, " ".join(["grpo-nb", *words[:1]]))
 

@@ -22,6 +22,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from enum import Enum
 from numbers import Real
@@ -157,7 +158,8 @@ class Setting:
             if FITS[kind](plain, self.allowed) and not (
                 self.share and kind is float and plain >= 1
             ):
-                return None if plain is None else kind(plain)
+                with suppress(OverflowError):  # a number beyond all floats
+                    return None if plain is None else kind(plain)
         shown = f"a {type(value).__name__}" if self.name in SECRETS else repr(value)
         raise ValueError(
             f"{self.name} is {shown}, but it has to be {self.in_words()}.{self.nearest(plain)} "
@@ -963,6 +965,7 @@ class RunSettings(Settings):
     greater_is_better: bool | None = setting(None)
 
     def check(self):
+        self.output_dir = os.path.expanduser(self.output_dir)  # as transformers' TrainingArguments
         check_path("output_dir", self.output_dir)
         self.trackers()
         judged = (

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['EVENT_LOOPS', 'KEYWORDS', 'RewardError', 'reward_name', 'reward_names', 'as_scores', 'TooLate', 'EventLoop',
            'run_coroutines', 'CallThread', 'call_within', 'can_be_copied', 'sendable', 'answer_and_exit', 'CallProcess',
-           'answers_of', 'in_this_process', 'warn_of_thread', 'keywords_given', 'asks_for_others', 'checked_scores',
-           'scores_of_late', 'check_judged', 'score_completions', 'loading', 'load_classifier', 'check_classifier',
-           'ModelReward', 'reward_functions']
+           'answers_of', 'own', 'in_this_process', 'warn_of_thread', 'keywords_given', 'asks_for_others',
+           'checked_scores', 'scores_of_late', 'check_judged', 'score_completions', 'loading', 'load_classifier',
+           'check_classifier', 'ModelReward', 'reward_functions']
 
 # %% ../../nbs/training/03_rewards.ipynb #90ccbcee
 import asyncio
@@ -23,11 +23,13 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import copy
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 
 from grpo_nb.environments.isolated_rewards import (
     LOG_FUNCTIONS,
@@ -318,6 +320,16 @@ def answers_of(
     return [answers[k] for k in range(len(functions))]
 
 
+def own(value: Any) -> Any:
+    "A list, or the trainer's state, as a copy: what a function sets there changes nothing."
+    if type(value) is list:
+        return value[:]
+    if isinstance(value, TrainerState):
+        value = copy(value)
+        value.log_history = value.log_history[:]
+    return value
+
+
 def in_this_process(
     functions: list[Callable],
     given: dict[str, Any],  # their arguments
@@ -331,7 +343,7 @@ def in_this_process(
             continue
         if timeout_s is not None:
             warn_of_thread(function)
-        answers[k] = call_within(timeout_s, function, given)
+        answers[k] = call_within(timeout_s, function, {n: own(value) for n, value in given.items()})
     waiting = [k for k, answer in answers.items() if inspect.isawaitable(answer)]
     if waiting:
         results = run_coroutines([answers[k] for k in waiting], timeout_s)

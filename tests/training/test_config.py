@@ -1107,3 +1107,15 @@ def test_the_largest_seed_is_what_numpy_takes():
     numpy.random.RandomState(largest)
     with pytest.raises(ValueError):
         numpy.random.RandomState(largest + 1)
+
+
+def test_a_folder_of_the_users_is_where_transformers_has_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("~/runs", "~", "runs/~", "~nobody/x"):
+        theirs = TrainingArguments(output_dir=folder, use_cpu=True).output_dir
+        assert GRPOConfig(output_dir=folder).output_dir == theirs
+
+
+def test_a_number_beyond_all_floats_is_a_sentence():
+    with pytest.raises(ValueError, match="^learning_rate is 10{400}, but it has to be a number"):
+        GRPOConfig(learning_rate=10**400)

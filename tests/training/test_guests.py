@@ -1,11 +1,16 @@
 "Programs of the user's inside of a run, reward functions, tools and samplers, move nothing of it."
 
+import io
 import os
 import random
+import signal
+import sys
+import threading
 import time
 import warnings
 
 import numpy
+import pandas
 import pytest
 import torch
 from small_runs import CLOCKS, digits, one_thread, small_trainer, weights_of  # noqa: F401
@@ -19,7 +24,14 @@ HELD = [{"prompt": "3+4=", "answer": "7"}, {"prompt": "8+1=", "answer": "9"}]
 def put_back(monkeypatch):
     "Whatever a failing test leaves behind."
     here, flag = os.getcwd(), torch.is_grad_enabled()
+    stops = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    streams = sys.stdout, sys.stderr
     yield
+    sys.stdout, sys.stderr = streams
+    for number, handler in stops.items():
+        signal.signal(number, handler)
+    for device in ("cpu", "cuda"):
+        torch.set_autocast_enabled(device, False)
     os.chdir(here)
     torch.set_grad_enabled(flag)
     torch.set_default_dtype(torch.float32)
@@ -43,6 +55,11 @@ def move_all(model, folder):
     torch.set_num_threads(3)
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = True
+    torch.set_autocast_enabled("cpu", True)
+    sys.stdout = sys.stderr = io.StringIO()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     model.eval().requires_grad_(False)
 
 
@@ -87,15 +104,51 @@ def test_a_reward_that_moves_everything_moves_nothing(kind, tmp_path, monkeypatc
         else:
             same(quiet, finish(trainer))
     (said,) = [str(one.message) for one in told if "changed" in str(one.message)]
-    for word in ("which weights train", "folder", "default number format", "cuDNN"):
+    for word in ("which weights train", "folder", "default number format", "cuDNN", "output goes"):
         assert word in said
-    for word in ("gradients", "default device", "torch's threads"):  # each thread's own
+    # each thread's own, and what the main thread alone may set
+    for word in ("gradients", "default device", "torch's threads", "autocast", "Ctrl-C"):
         assert (word in said) == (kind != "async")
     assert os.getcwd() == str(tmp_path) and torch.is_grad_enabled()
     assert all(weight.requires_grad for weight in trainer.model.parameters())
     assert not list((tmp_path / "away").iterdir())
     trainer.save_model()
     assert (tmp_path / "rude" / "config.json").is_file()
+
+
+def test_a_reward_cannot_move_the_step_or_what_another_is_given(tmp_path):
+    def run(name, rude):
+        given = []
+
+        def first(completions, prompts, answer, completion_ids, trainer_state, **columns):
+            scores = digits(completions)
+            if rude:
+                trainer_state.global_step, trainer_state.max_steps = 1_000, 1
+                trainer_state.log_history.clear()
+                completions[:], answer[:] = ["1"] * len(scores), [""] * len(scores)
+                prompts.clear(), completion_ids.clear()
+            return scores
+
+        def second(completions, **columns):
+            given.append([completions, *(columns[name] for name in ("prompts", "answer"))])
+            given.append([columns["completion_ids"], columns["trainer_state"].global_step])
+            return [float(len(text)) for text in completions]
+
+        settings = dict(log_completions=True, save_strategy="steps", save_steps=1)
+        return *finish(small_trainer(tmp_path / name, [first, second], **settings)), given
+
+    quiet, rude = run("quiet", False), run("rude", True)
+    same(quiet, rude)
+    assert quiet[2] == rude[2] and quiet[2][1][1] == 0
+    assert [p.name for p in sorted((tmp_path / "rude").glob("check*"))] == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+    tables = [
+        [pandas.read_parquet(p).to_dict("records") for p in sorted((tmp_path / n).rglob("*.parq*"))]
+        for n in ("quiet", "rude")
+    ]
+    assert tables[0] and repr(tables[0]) == repr(tables[1])
 
 
 def test_a_reward_that_draws_has_a_stream_of_its_own(tmp_path):

@@ -414,6 +414,20 @@ def test_a_second_demo_is_refused_before_it_does_anything(tmp_path, words, capsy
     child.communicate("")
 
 
+def test_ctrl_c_while_a_demo_waits_is_no_traceback(tmp_path):
+    (tmp_path / "demo.json").write_text('{"seed": 1}')
+    one_run = OneRun(tmp_path)
+    one_run.take()
+    changed(one_run, boot="of another machine")
+    command = [sys.executable, "-m", "grpo_nb", "demo", "--resume", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as child:
+        assert "waiting" in child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=30) == ("", "\nStopped.\n") and child.returncode == 130
+    assert json.loads(one_run.path.read_text())["boot"] == "of another machine"
+    one_run.give_back()
+
+
 def test_a_second_training_is_refused_before_the_model_is_loaded(tmp_path, capsys):
     child = holder(tmp_path / "run")
     before = files_in(tmp_path)
