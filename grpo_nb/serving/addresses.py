@@ -122,7 +122,8 @@ def parts_of(
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme in ("http", "https") and parts.hostname:
-            return parts, parts.port
+            if url.isprintable() and " " not in url:
+                return parts, parts.port
     except ValueError:  # a port such as 99999, or half of an address in brackets
         pass
     raise ValueError(

@@ -21,7 +21,11 @@ def test_a_longer_request_counts_for_more():
 
 
 @pytest.mark.parametrize(
-    "wrong", ["ftp://a", "http://", "", " , ", "http://h:99999", "h:abc", "http://[::1"]
+    "wrong",
+    [
+        *("ftp://a", "http://", "", " , ", "http://h:99999", "h:abc", "http://[::1"),
+        *("http://a\0", "http://a b", "http://a\x1b[2J"),
+    ],
 )
 def test_what_is_no_address_is_refused(wrong):
     with pytest.raises(ValueError, match="address of a server.*such as http://127.0.0.1:8000"):

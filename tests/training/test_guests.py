@@ -48,6 +48,8 @@ def reseed():
 def move_all(model, folder):
     "What a program may do to its process and to the model."
     reseed()
+    with torch.enable_grad():
+        sum(weight.sum() for weight in model.parameters() if weight.requires_grad).backward()
     os.chdir(folder)
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
@@ -104,10 +106,17 @@ def test_a_reward_that_moves_everything_moves_nothing(kind, tmp_path, monkeypatc
         else:
             same(quiet, finish(trainer))
     (said,) = [str(one.message) for one in told if "changed" in str(one.message)]
-    for word in ("which weights train", "folder", "default number format", "cuDNN", "output goes"):
+    for word in (
+        "which weights train",
+        "gradients that",
+        "folder",
+        "default number format",
+        "cuDNN",
+        "output goes",
+    ):
         assert word in said
     # each thread's own, and what the main thread alone may set
-    for word in ("gradients", "default device", "torch's threads", "autocast", "Ctrl-C"):
+    for word in ("keeps gradients", "default device", "torch's threads", "autocast", "Ctrl-C"):
         assert (word in said) == (kind != "async")
     assert os.getcwd() == str(tmp_path) and torch.is_grad_enabled()
     assert all(weight.requires_grad for weight in trainer.model.parameters())
