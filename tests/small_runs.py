@@ -178,8 +178,13 @@ def plain_advantages(sequences, rewards):
     ]
 
 
+BY_HAND = "dapo grpo bnpo dr_grpo luspo cispo sapo vespo reinforce".split()  # what follows has them
+
+
 def token_losses(kind, logps, old, A, config):
     "Losses of one completion's tokens."
+    if kind == "reinforce":
+        return -A * logps
     c = (logps - old).exp()
     if config.importance_sampling_level == "sequence":
         c = (logps - old).mean().exp().expand_as(logps)
@@ -200,7 +205,7 @@ def token_losses(kind, logps, old, A, config):
 def window_loss(kind, micro_batches, config):
     """The loss of an accumulation window: micro-batches are lists of completions, each (token
     losses, how many of them count)."""
-    if kind in ("dapo", "cispo", "vespo"):
+    if kind in ("dapo", "cispo", "vespo", "reinforce"):
         return sum(tokens.sum() for batch in micro_batches for tokens in batch) / max(
             sum(len(tokens) for batch in micro_batches for tokens in batch), 1
         )

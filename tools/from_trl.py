@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from grpo_nb.algorithm.losses import LOSSES  # noqa: E402
 from grpo_nb.training.config import (  # noqa: E402
     ALIASES,
     DIFFERENT_FROM_TRL,
@@ -99,6 +100,18 @@ TABLES = {
         [
             (code(name), code(ours), code(theirs), why)
             for name, (ours, theirs, why) in DIFFERENT_FROM_TRL.items()
+        ],
+    ),
+    "losses": table(
+        ("`loss_type`", "loss of a token, c its ratio", "reduction", "`importance_sampling_level`"),
+        [
+            (
+                code(name),
+                " ".join(loss.per_token.__doc__.split()),
+                loss.reduction.__doc__,
+                loss.level or ("either" if loss.ratio else "no ratio"),
+            )
+            for name, loss in LOSSES.items()
         ],
     ),
     "refused": table(("setting", "why, and what to write"), reasons(REFUSED_BY_REASON)),

@@ -19,6 +19,8 @@ import inspect
 import json
 import math
 import os
+import pkgutil
+import re
 import sys
 import warnings
 from collections.abc import Iterable
@@ -526,7 +528,10 @@ class RewardSettings(Settings):
             )
 
 # %% ../../nbs/training/01_config.ipynb #88e2fe10
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+# the names in `LOSSES`, from the text of its module: importing that would import torch
+LOSS_TYPES = tuple(
+    re.findall(r'\bLoss\(\s*"(\w+)"', pkgutil.get_data("grpo_nb.algorithm", "losses.py").decode())
+)
 
 
 @dataclass(kw_only=True)
@@ -1483,14 +1488,14 @@ class GRPOConfig(
 
     def check(self):
         mode = self.vllm_importance_sampling_mode
-        if (
-            self.loss_type == "vespo"
-            and self.vllm_importance_sampling_correction
-            and mode.startswith("sequence")
-        ):
+        if not (self.vllm_importance_sampling_correction and mode.startswith("sequence")):
+            return
+        from grpo_nb.algorithm.losses import LOSSES
+
+        if LOSSES[self.loss_type].weight is not None:
             raise ValueError(
-                "loss_type='vespo' multiplies the rollout weights of a completion's tokens "
-                f"itself, so vllm_importance_sampling_mode={mode!r} "
+                f"loss_type={self.loss_type!r} multiplies the rollout weights of a completion's "
+                "tokens itself, so vllm_importance_sampling_mode={mode!r} "
                 f"does not fit: choose 'token_{mode.removeprefix('sequence_')}', or set "
                 "vllm_importance_sampling_correction=False."
             )

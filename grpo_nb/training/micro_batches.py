@@ -9,7 +9,7 @@ __all__ = ['GAPS', 'LARGE', 'SMALL', 'CUT_MORE', 'share_of', 'known_shape', 'res
 # %% ../../nbs/training/05_micro_batches.ipynb #a5d6ce7a
 import torch
 
-from ..algorithm.losses import WINDOW_TOKEN_LOSSES
+from ..algorithm.losses import LOSSES, batch_token_mean, window_token_mean
 from ..model.experts_grouped import can_group
 from ..model.fused_layers import adapters_are_fused, can_go_by_heads
 from ..model.kernel_choice import choose_kernel, is_old
@@ -31,13 +31,14 @@ from .precision import frozen_dtype
 def share_of(
     piece: TrainingBatch,
     batch: TrainingBatch,  # the whole micro-batch
-    loss_type: str,  # one of the eight
+    loss_type: str,  # one of `LOSSES`
 ) -> float:  # what the piece's loss is multiplied with
     """The factor of a piece's loss with which the losses of all pieces add up to that of the whole
     micro-batch."""
-    if loss_type in WINDOW_TOKEN_LOSSES:
+    reduction = LOSSES[loss_type].reduction
+    if reduction is window_token_mean:
         return 1.0
-    if loss_type == "bnpo":
+    if reduction is batch_token_mean:
         return float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
     return len(piece) / len(batch)
 

@@ -1,5 +1,6 @@
 """Losses against TRL's own `_compute_loss`, and what must not change them."""
 
+import ast
 import inspect
 import itertools
 import math
@@ -19,10 +20,13 @@ from grpo_nb.algorithm.losses import (
     WINDOW_TOKEN_LOSSES,
     check_loss_settings,
     clipped_loss,
+    constant_mean,
     divergence_mask,
     grpo_loss,
     high_entropy_mask,
     k3,
+    mean_of_means,
+    mean_of_sums,
     off_policy_mask,
     rollout_correction,
 )
@@ -47,6 +51,8 @@ TRL_DEFAULTS = dict(
 )
 MAX_LENGTH = 9
 LOSS_TYPES = list(LOSSES)
+# of those, TRL has the ones that its method names
+TRLS = [kind for kind in LOSSES if f'"{kind}"' in inspect.getsource(GRPOTrainer._compute_loss)]
 
 
 def ours(batch, **options):
@@ -184,8 +190,16 @@ def assert_same_as_trl(batch, options, *, num_items=None, rollout_weights=None):
 
 # ---- TRL
 
+
+def test_every_loss_of_trl_is_here():
+    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss)))
+    asked = [n for n in ast.walk(tree) if isinstance(n, ast.Compare) and "loss_type" in ast.dump(n)]
+    names = {n.value for one in asked for n in ast.walk(one) if isinstance(n, ast.Constant)}
+    assert names == {*TRLS} and len(names) >= 8
+
+
 GRID = list(
-    itertools.product(LOSS_TYPES, ["token", "sequence"], [0.0, 0.1], [None, 1.5], [None, 0.28, 5.0])
+    itertools.product(TRLS, ["token", "sequence"], [0.0, 0.1], [None, 1.5], [None, 0.28, 5.0])
 )
 
 
@@ -219,7 +233,7 @@ OPTIONS["all at once"] = {
 }
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", TRLS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_is_trls(loss_type, level, option):
@@ -228,7 +242,7 @@ def test_every_option_is_trls(loss_type, level, option):
     )
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", TRLS)
 @pytest.mark.parametrize(
     "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 )
@@ -295,7 +309,7 @@ def test_rollout_correction_is_trls(mode, clip_max, clip_min):
     assert not torch.allclose(weights, torch.ones_like(weights))
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", TRLS)
 @pytest.mark.parametrize("option", [{}, OPTIONS["all at once"]])
 def test_nothing_active_is_trls_and_zero(loss_type, option):
     batch = make_batch(4, lengths=(0,) * 5)
@@ -305,7 +319,7 @@ def test_nothing_active_is_trls_and_zero(loss_type, option):
     assert "kl" in output.metrics and "entropy" in output.metrics
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", TRLS)
 def test_without_old_logps_is_trls(loss_type):
     batch = {**make_batch(5), "old_logps": None, "rollout_logps": None}
     output, _ = assert_same_as_trl(
@@ -316,7 +330,7 @@ def test_without_old_logps_is_trls(loss_type):
 
 @given(
     seed=st.integers(0, 10_000),
-    loss_type=st.sampled_from(LOSS_TYPES),
+    loss_type=st.sampled_from(TRLS),
     level=st.sampled_from(["token", "sequence"]),
     beta=st.sampled_from([0.0, 0.04, 1.0]),
     epsilon=st.sampled_from([0.0, 0.1, 0.2, 0.5]),
@@ -377,7 +391,7 @@ def test_any_mixture_is_trls(
     )
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", TRLS)
 def test_metrics_are_trls(loss_type):
     output, theirs = assert_same_as_trl(
         # TRL counts an empty completion in phi's mean, and here it counts in none
@@ -576,7 +590,7 @@ def test_a_fully_masked_row_adds_nothing_to_the_sums_and_counts_among_the_rows(l
     )
     without = ours(rows(batch, [0, 1, 2, 4]), **options)
     assert not batch["mask"][3].any()
-    counts_rows = loss_type in ("grpo", "sapo", "luspo", "dr_grpo")
+    counts_rows = LOSSES[loss_type].reduction in (mean_of_means, mean_of_sums, constant_mean)
     plain = dict(
         loss_type=loss_type, importance_sampling_level=level, beta=0.1
     )  # the bonus is a mean over tokens in every loss
@@ -606,17 +620,16 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient_and_the_group_loss_is_
     }
     batch["advantages"] = batch["advantages"] - batch["advantages"].mean()
     loss = ours(batch, loss_type=loss_type, epsilon_high=5.0).loss
-    divisor = {"dr_grpo": 5 * MAX_LENGTH, "luspo": 5}.get(loss_type, 20)
+    divisors = {constant_mean: 5 * MAX_LENGTH, mean_of_sums: 5}
+    divisor = divisors.get(LOSSES[loss_type].reduction, 20)
     policy_gradient = (
         -(batch["advantages"][:, None] * batch["logps"] * batch["mask"]).sum() / divisor
     )
     torch.testing.assert_close(
         *gradients(loss, batch, "logps"), *gradients(policy_gradient, batch, "logps")
     )
-    if (
-        LOSSES[loss_type][0] is clipped_loss
-    ):  # cispo and vespo carry log-probs in their value, sapo 2/tau, which differs by sign
-        assert abs(loss.item()) < 1e-15
+    # cispo, vespo, reinforce carry log-probs in their value, sapo 2/tau, which differs by sign
+    assert (abs(loss.item()) < 1e-15) == LOSSES[loss_type].zero_at_start
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -864,6 +877,11 @@ def test_bad_corrections_get_a_sentence(arguments, words):
         (dict(epsilon=1.2), "never negative"),
         (dict(loss_type="cispo"), "5.0 is recommended"),
         (dict(loss_type="luspo"), "'sequence'"),
+        (dict(loss_type="reinforce", epsilon=0.1), "epsilon has no effect"),
+        (
+            dict(loss_type="reinforce", importance_sampling_level="sequence"),
+            "importance_sampling_level has no effect",
+        ),
         (
             dict(loss_type="vespo", importance_sampling_level="sequence"),
             "leave importance_sampling_level",
@@ -892,6 +910,7 @@ def test_an_entropy_bonus_that_trains_nothing_warns():
         dict(loss_type="cispo", epsilon_high=5.0),
         dict(loss_type="sapo"),
         dict(loss_type="vespo"),
+        dict(loss_type="reinforce"),
         dict(loss_type="luspo", importance_sampling_level="sequence"),
         dict(loss_type="grpo", importance_sampling_level="sequence"),
         dict(loss_type="dr_grpo", max_completion_length=8),

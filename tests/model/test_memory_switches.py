@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import grpo_nb.rollout.decoder
+from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.environments.arithmetic import addition_problems
 from grpo_nb.model import experts_grouped
 from grpo_nb.model.experts_grouped import checkpoint_contexts
@@ -140,14 +141,12 @@ def test_all_switches_on_and_off(tmp_path, monkeypatch):
     assert store.offloaded > 0 and store.host_bytes == 0  # given back at the end
 
 
-@pytest.mark.parametrize(
-    "loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
-)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_pieces_make_the_same_gradient(tmp_path, loss_type):
     gradients = []
     for pieces in (1, 3):
         model, tokenizer = tiny_gpt_oss()
-        level = "sequence" if loss_type == "luspo" else "token"
+        level = LOSSES[loss_type].level or "token"
         trainer, _ = run(
             tmp_path / str(pieces),
             model,
@@ -156,7 +155,7 @@ def test_pieces_make_the_same_gradient(tmp_path, loss_type):
             mini_batch=pieces,
             loss_type=loss_type,
             importance_sampling_level=level,
-            epsilon_high=5.0 if loss_type == "cispo" else None,
+            epsilon_high=5.0 if LOSSES[loss_type].caps else None,
             max_steps=1,
         )
         trainer.begin(None)

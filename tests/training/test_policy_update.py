@@ -97,7 +97,7 @@ def close(a, b, tolerance=1e-6):
 @pytest.mark.parametrize("loss_type", list(LOSSES))
 def test_completions_without_an_advantage_need_no_backward_pass(loss_type, monkeypatch):
     "The gradient and the metrics are those of a pass that computes every completion's."
-    extra = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    extra = {"epsilon_high": 5.0} if LOSSES[loss_type].caps else {}
     found = []
     for everything in (True, False):
         update, batch = update_of(loss_type=loss_type, **extra)
@@ -134,7 +134,7 @@ def test_every_completion_has_a_gradient_with_a_kl_term_or_an_entropy_bonus(chan
 def test_four_micro_batches_make_the_gradient_of_one(loss_type):
     found = []
     for pieces in (1, 4):
-        extra = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+        extra = {"epsilon_high": 5.0} if LOSSES[loss_type].caps else {}
         update, batch = update_of(
             loss_type=loss_type,
             per_device_train_batch_size=8 // pieces,

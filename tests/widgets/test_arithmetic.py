@@ -14,15 +14,9 @@ from node import run_module
 from grpo_nb.algorithm.advantages import SCALES, group_advantages
 from grpo_nb.algorithm.batching import BatchLayout, random_order
 from grpo_nb.algorithm.logprobs import chunk_rows, hidden_state_bytes, logit_bytes
-from grpo_nb.algorithm.losses import (
-    BORDERS,
-    LOSSES,
-    check_loss_settings,
-    grpo_loss,
-    settings_read,
-)
+from grpo_nb.algorithm.losses import LOSSES, check_loss_settings, grpo_loss
 from grpo_nb.model.masks import attention_mask
-from grpo_nb.widgets.clipping import clipping_curves
+from grpo_nb.widgets.clipping import DRAWN, clipping_curves
 from grpo_nb.widgets.masks import keys_read, naive_mask
 
 ARITHMETIC = Path(__file__).resolve().parents[2] / "grpo_nb/widgets/js/arithmetic.js"
@@ -54,7 +48,7 @@ def losses(count=3000):
         delta = random.choice([None, round(random.uniform(0.5, 3), 2)])
         ratio = random.choice([1.0, random.uniform(0.01, 3), 1 + high, delta or 1.0])
         settings = dict(epsilon=epsilon, epsilon_high=high, delta=delta)
-        yield ratio, random.choice([1.0, -1.0]), random.choice(list(LOSSES)), settings
+        yield ratio, random.choice([1.0, -1.0]), random.choice(DRAWN), settings
 
 
 def layouts(count=800):
@@ -131,10 +125,10 @@ def test_what_is_said_of_clipping():
         for name in ("clippingBorders", "clippingDoubts", "settingsRead")
     )
     for (loss_type, settings), lines, said, names in zip(cases, borders, doubts, read):
-        finite = {b for b in BORDERS[LOSSES[loss_type][0]](**settings) if b and b < math.inf}
-        # with epsilon 1 the lower border is 0, which `BORDERS` has too
+        finite = {b for b in LOSSES[loss_type].borders(**settings) if b and b < math.inf}
+        # with epsilon 1 the lower border is 0, which the record has too
         assert {border for border in lines.values() if border} == finite
-        assert set(names) == settings_read(loss_type) & {"epsilon", "epsilon_high", "delta"}
+        assert set(names) == LOSSES[loss_type].reads & {"epsilon", "epsilon_high", "delta"}
         ours = check_loss_settings(loss_type, max_completion_length=1, **settings)
         kept = [s for s in ours if not ("has no effect" in s or "importance_sampling" in s)]
         assert [doubt["sentence"] for doubt in said] == kept

@@ -32,14 +32,27 @@ export function groupAdvantages(rewards, numGenerations, scale = "group", eps = 
 
 // ---------------------------------------------------------------- the clipped objective
 
-const CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"];
-export const LOSSES = [...CLIPPED, "cispo", "sapo", "vespo"];
-
+/** The formula of a token, by loss: a row of `LOSSES` in Python that is left out is not drawn. */
+const FORMULAS = {
+  grpo: clipped,
+  bnpo: clipped,
+  dr_grpo: clipped,
+  dapo: clipped,
+  luspo: clipped,
+  cispo: cispo,
+  sapo: sapo,
+  vespo: vespo,
+  reinforce: reinforce,
+};
+const READ = new Map([
+  [clipped, ["epsilon", "epsilon_high", "delta"]],
+  [cispo, ["epsilon_high"]],
+]);
+export const LOSSES = Object.keys(FORMULAS);
 /** The settings that a loss reads. */
-export function settingsRead(lossType) {
-  if (CLIPPED.includes(lossType)) return ["epsilon", "epsilon_high", "delta"];
-  return lossType === "cispo" ? ["epsilon_high"] : [];
-}
+export const settingsRead = (lossType) => READ.get(FORMULAS[lossType]) ?? [];
+/** Whether epsilon_high is the border itself, and not its distance from 1. */
+export const caps = (lossType) => FORMULAS[lossType] === cispo;
 
 function clipped(c, A, { epsilon, epsilon_high, delta }) {
   const [low, high] = [1 - epsilon, 1 + epsilon_high];
@@ -69,16 +82,17 @@ function vespo(c, A) {
   return [weight * Math.log(c), weight];
 }
 
-/** [minus the loss, minus its gradient with respect to log pi] of one token at the ratio c. */
-export function clippingPoint(c, A, lossType, settings) {
-  const others = { cispo, sapo, vespo };
-  return (others[lossType] ?? clipped)(c, A, settings);
+function reinforce(c, A) {
+  return [A * Math.log(c), A];
 }
+
+/** [minus the loss, minus its gradient with respect to log pi] of one token at the ratio c. */
+export const clippingPoint = (c, A, lossType, settings) => FORMULAS[lossType](c, A, settings);
 
 /** The borders that a formula has: name -> ratio. */
 export function clippingBorders(lossType, { epsilon, epsilon_high, delta }) {
-  if (lossType === "cispo") return { epsilon_high };
-  if (!CLIPPED.includes(lossType)) return {};
+  if (caps(lossType)) return { epsilon_high };
+  if (!settingsRead(lossType).length) return {};
   const borders = { epsilon: 1 - epsilon, epsilon_high: 1 + epsilon_high };
   return delta === null ? borders : { ...borders, delta };
 }
@@ -95,7 +109,7 @@ function tenth(x) {
 /** What is legal and a doubt, as `check_loss_settings` says it: [{sentence, changes}]. */
 export function clippingDoubts(lossType, { epsilon, epsilon_high, delta }) {
   const doubts = [];
-  const clips = CLIPPED.includes(lossType);
+  const clips = FORMULAS[lossType] === clipped;
   const larger = Math.max(epsilon, epsilon_high);
   const border = 1 + larger;
   if (clips && epsilon >= 1) {
@@ -115,11 +129,11 @@ export function clippingDoubts(lossType, { epsilon, epsilon_high, delta }) {
       changes: [{ delta: more }, { delta: null }],
     });
   }
-  if (lossType === "cispo" && epsilon_high < 1) {
+  if (caps(lossType) && epsilon_high < 1) {
     doubts.push({
       sentence:
-        `epsilon_high is cispo's absolute cap of the ratio and is ${short(epsilon_high)}, below ` +
-        "1: every fresh token is weighed down. 5.0 is recommended.",
+        `epsilon_high is ${lossType}'s absolute cap of the ratio and is ${short(epsilon_high)}, ` +
+        "below 1: every fresh token is weighed down. 5.0 is recommended.",
       changes: [{ epsilon_high: 5 }],
     });
   }

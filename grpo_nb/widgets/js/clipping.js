@@ -1,7 +1,7 @@
 // The objective of one token and its gradient against the ratio, with borders to drag.
 
 import { LOSSES, clippingBorders, clippingDoubts, clippingPoint } from "./arithmetic.js";
-import { range, settingsRead } from "./arithmetic.js";
+import { caps, range, settingsRead } from "./arithmetic.js";
 import { change, clamp, frame, keyed, line, menu, node } from "./kit.js";
 import { rect, signed, slider, snap, text, tick } from "./kit.js";
 
@@ -17,16 +17,16 @@ const PANELS = [
   { curve: 1, title: "pull on log π (−gradient)", reach: 3, ticks: [-2, 0, 2] },
 ];
 
-/** Where a border may lie: the slider's own ends, for cispo's cap from 0 on. */
+/** Where a border may lie: the slider's own ends, for a cap from 0 on. */
 function ends(name, lossType) {
-  const high = { epsilon: 1, epsilon_high: lossType === "cispo" ? 6 : 2, delta: 3.4 }[name];
+  const high = { epsilon: 1, epsilon_high: caps(lossType) ? 6 : 2, delta: 3.4 }[name];
   return { min: name === "delta" ? 1 : 0, max: high, step: 0.02 };
 }
 
 /** The setting whose border lies at a ratio. */
 function settingAt(name, ratio, lossType) {
   if (name === "epsilon") return 1 - ratio;
-  return name === "epsilon_high" && lossType !== "cispo" ? ratio - 1 : ratio;
+  return name === "epsilon_high" && !caps(lossType) ? ratio - 1 : ratio;
 }
 
 /** Where the pull of a sign is 0: [first ratio, last ratio] of each band. */
@@ -114,7 +114,7 @@ export default {
     function border(panel, name, ratio, row, values) {
       const x = xOf(panel, Math.min(ratio, MAX_RATIO));
       const y = panel.top + HEIGHT + 8;
-      const cap = values.loss_type === "cispo" ? "cap" : NAMES[name];
+      const cap = caps(values.loss_type) ? "cap" : NAMES[name];
       const limits = ends(name, values.loss_type);
       const sides = x > panel.left + panel.width - 40 ? "end" : "middle";
       return node(
