@@ -4,10 +4,19 @@ import atexit
 import gc
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # images for containers set it, and every process that a test starts would compile torch and
+    # transformers for itself, which takes twice as long as to import them; installed packages stay
+    # as they are, and the processes of -n, which start after this, have it too
+    home = Path(__file__).parent.parent / ".cache" / "bytecode"
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         # without a GPU Triton interprets kernels; it reads this when it is imported, so before any

@@ -289,7 +289,8 @@ def with_kernels(model, monkeypatch, compile_together):
 def test_a_pass_without_launches_changes_nothing_that_is_drawn(kind, monkeypatch):
     "With interpreted kernels, and a filter."
     sizes = dict(head_dim=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
-    model = dense_model("Qwen3", head_dim=32)
+    small = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=1)
+    model = dense_model("Qwen3", head_dim=32, **small)
     if kind == "gpt-oss":
         model = tiny_gpt_oss(**sizes, sliding_window=16, num_experts=4)[0]
     found = []

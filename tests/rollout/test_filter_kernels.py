@@ -65,15 +65,15 @@ def test_as_by_sorting(dtype, chosen, block, monkeypatch):
     torch.testing.assert_close(left.log_mass, expected[2].log_mass, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("min_p", [1.0, 0.9999999])
-def test_the_largest_logit_is_kept_at_every_temperature(min_p, monkeypatch):
+@pytest.mark.parametrize("min_p, temperatures", [(1.0, (0.6, 2.5)), (0.9999999, (0.7, 1.0))])
+def test_the_largest_logit_is_kept_at_every_temperature(min_p, temperatures, monkeypatch):
     "Divided by a temperature and multiplied by it, a logit may come out larger than it was."
     if DEVICE == "cpu":
         monkeypatch.setattr(decode_kernels, "block_of", lambda columns: 32)
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(32, 40, generator=generator)).bfloat16().to(DEVICE)
     uniform = torch.rand(32, dtype=torch.float64, generator=generator).to(DEVICE)
-    for temperature in (0.6, 0.7, 1.0, 2.5):
+    for temperature in temperatures:
         params = SamplingParams(min_p=min_p, temperature=temperature)
         tokens, logps, left = filter_kernels.draw(logits, params, uniform)
         expected = sample_recorded(logits, params, uniform=uniform)
@@ -153,8 +153,15 @@ def test_the_smallest_share_keeps_the_largest_logit(monkeypatch):
         assert found.tolist() == [39.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("share", [0.3, 0.95, 0.999999, 1 - 1e-9])
+@pytest.mark.parametrize(
+    "share, dtype",  # each share, and each format with a share below and above .99
+    [
+        (0.3, torch.float32),
+        (0.95, torch.bfloat16),
+        (0.999999, torch.float32),
+        (1 - 1e-9, torch.bfloat16),
+    ],
+)
 def test_no_threshold_lies_below_its_bound(share, dtype, monkeypatch):
     "Flat rows, sure ones, one logit above all, and chunks that are all alike."
     if DEVICE == "cpu":

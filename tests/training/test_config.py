@@ -469,7 +469,7 @@ def test_shares_of_a_run_are_as_many_updates_as_in_transformers(share, total):
     theirs = TrainerState()
     names = {"logging_steps": share, "save_steps": share, "eval_steps": share}
     theirs.compute_steps(TrainingArguments(use_cpu=True, **names), total)
-    config = GRPOConfig(max_steps=total, **names)
+    config = GRPOConfig(max_steps=total, eval_strategy="steps", **names)
     ours = TrainState(layout=config.layout())
     ours.begin(config, rows=64)
     assert {name: getattr(ours, name) for name in names} == {
