@@ -82,7 +82,7 @@ def signature(thing) -> str:
         return ""
     plain = [one.replace(annotation=inspect.Parameter.empty) for one in found.parameters.values()]
     said = str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
-    return re.sub(r" at 0x[0-9a-f]+", "", said)
+    return re.sub(r"<function .*? at 0x[0-9a-f]+>", "<function>", said)
 
 
 def described(path) -> dict[str, str]:
