@@ -6,7 +6,6 @@
 __all__ = ['SILU', 'FUSED', 'PARTS', 'DenseNorm', 'DenseMLP', 'DenseAttention', 'fuse_dense_layers']
 
 # %% ../../nbs/model/15_fused_dense.ipynb #e42e460c
-import functools
 import sys
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .families import FAMILIES
-from .fused_layers import kernels_for, project, rotate
+from .fused_layers import kernels_for, project, rotate, with_parent
 
 # %% ../../nbs/model/15_fused_dense.ipynb #5eb4ee9d
 class _Norm(torch.autograd.Function):
@@ -127,13 +126,6 @@ FUSED = [name for name, family in FAMILIES.items() if family.fused]
 PARTS = {"RMSNorm": DenseNorm, "Attention": DenseAttention, "MLP": DenseMLP}
 
 
-@functools.cache
-def _with_parent(kind, parent):
-    "A subclass of a module's class with another parent before it; the name stays the same."
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (parent, kind), names)
-
-
 def fuse_dense_layers(
     model: nn.Module,  # of transformers, with adapters or without
 ) -> int:  # how many modules were changed; 0: none is of these families, or all were before
@@ -152,6 +144,6 @@ def fuse_dense_layers(
             continue
         if kind is not getattr(sys.modules[kind.__module__], kind.__name__):  # fused, or sliced
             continue
-        module.__class__ = _with_parent(kind, parent)
+        module.__class__ = with_parent(kind, parent)
         changed += 1
     return changed

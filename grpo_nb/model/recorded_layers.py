@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['WAITS', 'LARGE', 'MOST_SHAPES', 'MOST_PADDING', 'SEEN_SHAPES', 'STALE_CALLS', 'SPARE_BYTES', 'RecordedCalls',
            'CannotRecord', 'signature', 'static_copy', 'refill', 'Room', 'spread_room', 'padded', 'layer_state',
-           'check_layer', 'Graphs', 'quiet_collector', 'InputShape', 'fresh_leaves', 'RecordedLayer', 'PlayedLayer',
-           'is_large', 'RecordedLayers', 'record_layers']
+           'check_layer', 'Graphs', 'waiting_is_an_error', 'quiet_collector', 'InputShape', 'fresh_leaves',
+           'RecordedLayer', 'PlayedLayer', 'is_large', 'RecordedLayers', 'record_layers']
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #c5557bf2
 import dataclasses
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .experts_grouped import UNPACK_ALL, checkpoint_contexts, draws_numbers
+from .fused_layers import has_hooks
 from .masks import Mask
 from .memory_fit import free_memory, keep_back
 from .packed import PackedWeight
@@ -199,17 +200,6 @@ def padded(
     raise CannotRecord(f"its {name} cannot be padded")
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #331a2f62
-def _has_hooks(module):
-    "Whether anything else runs before or after a module, or moves its weights."
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "_hf_hook" in vars(module)
-    )
-
-
 def _lora_state(m):
     "Which adapters of a layer take part, and how."
     used = tuple(m.active_adapters), tuple(m.merged_adapters), m.disable_adapters
@@ -223,7 +213,7 @@ def layer_state(
     modules, state = [layer], []
     for m in modules:
         modules += [child for child in m._modules.values() if child is not None]
-        if _has_hooks(m):
+        if has_hooks(m) or "_hf_hook" in vars(m):  # accelerate's moves its weights
             raise CannotRecord(f"a {type(m).__name__} has hooks")
         state += [type(m), m.training, vars(m).get("slice_tokens")]
         if isinstance(m, LoraLayer):
@@ -271,7 +261,7 @@ class Graphs:
     def recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         "What `__call__` does, on the stream that is current."
         work()
-        with _waiting_is_an_error():
+        with waiting_is_an_error():
             work()
         self.stream.synchronize()
         before = torch.cuda.memory_reserved(self.device)
@@ -299,7 +289,7 @@ class Graphs:
 
 
 @contextmanager
-def _waiting_is_an_error():
+def waiting_is_an_error():
     "Inside `with`, a RuntimeError for calls that wait for the GPU."
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .experts_lora import IMPLEMENTATIONS
+from .fused_layers import with_parent
 from .packed import experts_of, has_experts
 
 # %% ../../nbs/model/17_token_slices.ipynb #a5f68ce1
@@ -28,16 +29,6 @@ class SlicedMLP:
         if torch.is_grad_enabled():
             run = functools.partial(checkpoint, run, use_reentrant=False)
         return torch.cat([run(part) for part in parts]).view(*x.shape[:-1], -1)
-
-
-@functools.cache
-def _sliced_class(kind):
-    "A subclass of an MLP's class with `SlicedMLP` before it; the name stays the same."
-    return type(
-        kind.__name__,
-        (SlicedMLP, kind),
-        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
-    )
 
 
 def dense_mlps(
@@ -76,7 +67,7 @@ def slice_mlps(
         )
     for module in found.values():
         plain = type(module).__mro__[2] if isinstance(module, SlicedMLP) else type(module)
-        module.__class__ = plain if tokens is None else _sliced_class(plain)
+        module.__class__ = plain if tokens is None else with_parent(plain, SlicedMLP)
         module.slice_tokens = tokens
     return len(found)
 

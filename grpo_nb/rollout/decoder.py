@@ -725,8 +725,8 @@ def complete_rows(
     groups: Sequence[int],  # completions of each, N in all
     params: SamplingParams,  # how to draw
     stop: torch.Tensor,  # (S,) ids that end a completion
-    generator: torch.Generator | None = None,
-    keys: torch.Tensor | None = None,  # (N,) of each one's own random numbers, in its place
+    # (N,) of each one's own random numbers; None: torch's global ones
+    keys: torch.Tensor | None = None,
     # called with the steps done since the last call
     on_tokens: Callable[[int], object] = lambda count: None,
     # tokens of prompts that are read at a time; a longer prompt is read alone
@@ -743,13 +743,13 @@ def complete_rows(
     if params.repetition_penalty != 1:
         state.seen = prompt_tokens(prompts, rows, len(decoder.head.weight), decoder.device)
     state.keys, reading = keys, (prefill_tokens, prefixes)
-    _complete(decoder, cache, state, prompts, owner, params, stop, generator, on_tokens, reading)
+    _complete(decoder, cache, state, prompts, owner, params, stop, on_tokens, reading)
     return state
 
 
 # `state` was made before, so its tensors may be used in training
 @torch.inference_mode()
-def _complete(decoder, cache, state, prompts, owner, params, stop, generator, on_tokens, reading):
+def _complete(decoder, cache, state, prompts, owner, params, stop, on_tokens, reading):
     "Read the prompts, draw each first token, then decode until all rows of `state` have ended."
     N, device, longest = len(owner), decoder.device, max(map(len, prompts))
     numbers, prefixes = torch.arange(N, device=device), reading[1]
@@ -758,7 +758,7 @@ def _complete(decoder, cache, state, prompts, owner, params, stop, generator, on
         before = None if prefixes is None else state.alive[rows].clone()
         seen = None if state.seen is None else state.seen[rows]
         uniform = None if state.keys is None else decode_ops.stream_numbers(rows, state)
-        drawing = decoder.logits(normed), params, seen, generator, uniform
+        drawing = decoder.logits(normed), params, seen, None, uniform
         if state.left is None:
             drawn = sample_tokens(*drawing)
         else:

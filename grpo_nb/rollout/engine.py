@@ -213,8 +213,8 @@ def complete(
     stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
     *,
     pad_token_id: int = 0,  # any legal id
-    generator: torch.Generator | None = None,  # None is torch's global one
-    keys: torch.Tensor | None = None,  # (B,) of each row's own random numbers, in its place
+    # (B,) of each row's own random numbers; None: torch's global ones
+    keys: torch.Tensor | None = None,
     on_token: Callable[[], object] = lambda: None,  # called after every step
     # what `prefill` gave; None: it is done here
     started: tuple[DecodeBatch, torch.Tensor] | None = None,
@@ -237,7 +237,7 @@ def complete(
     for t in range(params.max_tokens):
         at = torch.full_like(batch.rows, t)
         uniform = None if keys is None else stream_numbers(keys[batch.rows], at)
-        drawing = logits, params, batch.seen, generator, uniform
+        drawing = logits, params, batch.seen, None, uniform
         if record is None:
             tokens, step_logps = sample_tokens(*drawing)  # (B,) each
         else:
@@ -276,8 +276,8 @@ def complete_directly(
     stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
     *,
     pad_token_id: int = 0,  # any legal id
-    generator: torch.Generator | None = None,  # None is torch's global one
-    keys: torch.Tensor | None = None,  # (B,) of each row's own random numbers, in its place
+    # (B,) of each row's own random numbers; None: torch's global ones
+    keys: torch.Tensor | None = None,
     # called with the steps done since the last call
     on_tokens: Callable[[int], object] = lambda count: None,
     prefill_tokens: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
@@ -287,7 +287,7 @@ def complete_directly(
     unique, groups, back = in_groups(prompt_ids)
     keys = keys if keys is None else keys[back.argsort()]
     state = complete_rows(
-        decoder, unique, groups, params, stop, generator, keys, on_tokens, prefill_tokens, prefixes
+        decoder, unique, groups, params, stop, keys, on_tokens, prefill_tokens, prefixes
     )
     return rollout_of(state, prompt_ids, back, stop, pad_token_id, prefixes)
 
@@ -317,8 +317,8 @@ def complete_in_place(
     stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
     *,
     pad_token_id: int = 0,  # any legal id
-    generator: torch.Generator | None = None,  # None is torch's global one
-    keys: torch.Tensor | None = None,  # (B,) of each row's own random numbers, in its place
+    # (B,) of each row's own random numbers; None: torch's global ones
+    keys: torch.Tensor | None = None,
     # called with the steps done since the last call
     on_tokens: Callable[[int], object] = lambda count: None,
 ) -> Rollout:  # B completions
@@ -340,12 +340,11 @@ def complete_in_place(
             params,
             stop,
             pad_token_id=pad_token_id,
-            generator=generator,
             keys=keys,
             on_token=lambda: on_tokens(1),
             started=(batch, logits),
         )
-    given = batch.cache, batch.mask, params, stop, batch.seen, generator, keys
+    given = batch.cache, batch.mask, params, stop, batch.seen, keys
     rows = ModuleDecoder(model, *given)
     rows.run(logits, on_tokens)
     return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id, rows.left)

@@ -4,19 +4,20 @@
 
 # %% auto #0
 __all__ = ['TRIAL_IDS', 'TRIAL_MASK', 'PreallocatedLayer', 'keeps_state', 'hold', 'select_rows', 'extra_bytes', 'visible_slots',
-           'next_reach', 'record_graph', 'no_synchronization', 'cache_name', 'ModuleDecoder', 'cannot_record',
-           'read_trial', 'unknown_cache', 'trial_steps', 'growing_steps', 'try_to_record']
+           'next_reach', 'record_graph', 'cache_name', 'ModuleDecoder', 'cannot_record', 'read_trial', 'unknown_cache',
+           'trial_steps', 'growing_steps', 'try_to_record']
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #c43bd4a1
 import inspect
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..model.recorded_layers import waiting_is_an_error
 from .decoder import STRIDE
 from .read_layers import changed_forward
 from grpo_nb.rollout.sampling import (
@@ -138,15 +139,11 @@ def next_reach(
 # %% ../../nbs/rollout/15_module_decoding.ipynb #0b2aebfa
 def record_graph(
     step: Callable[[], None],  # has run before
-    # its numbers go on from replay to replay; None: nothing is drawn, or by torch's global one
-    generator: torch.Generator | None = None,
 ) -> torch.cuda.CUDAGraph:  # RuntimeError if it cannot be recorded
     "A step as a CUDA graph; one that cannot be recorded leaves no trace."
 
     def record(work):
         graph = torch.cuda.CUDAGraph()
-        if generator is not None:
-            graph.register_generator_state(generator)
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
@@ -161,25 +158,6 @@ def record_graph(
             # torch keeps the random numbers of the failed recording; one that succeeds frees them
             record(lambda: torch.zeros(1, device="cuda"))
         raise
-
-
-@contextmanager
-def no_synchronization(
-    device: torch.device,
-):
-    """On a GPU a RuntimeError for every call that waits for the card, as it could not be recorded.
-    No recording is under way here, so none is left half done."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this mode does not find everything
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #f076538d
 def cache_name(
@@ -203,13 +181,13 @@ class ModuleDecoder:
         stop: torch.Tensor,  # (S,) ids that end a completion
         # (B, V) bool, tokens of the prompt; needed with a repetition penalty
         seen: torch.Tensor | None = None,
-        generator: torch.Generator | None = None,  # None is torch's global one
-        keys: torch.Tensor | None = None,  # (B,) of each row's own random numbers, in its place
+        # (B,) of each row's own random numbers; None: torch's global ones
+        keys: torch.Tensor | None = None,
     ):
         (B, L), device, self.config = mask.shape, mask.device, model.config.get_text_config()
         self.model, self.params, self.stop = model, params, stop
         self.cache_name = cache_name(model)
-        self.seen, self.generator, self.keys = seen, generator, keys
+        self.seen, self.keys = seen, keys
         # the last token drawn is never read; kernels are faster with multiples of eight
         self.columns, self.room = L, -(-(L + params.max_tokens - 1) // 8) * 8
         self.cache = Cache(layers=[hold(layer, L, self.room) for layer in cache.layers])
@@ -229,7 +207,7 @@ class ModuleDecoder:
         logits: torch.Tensor,  # (B, V)
     ) -> None:
         "Draw a token for each row and append it to those that go on."
-        at, drawing = self.drawn.expand_as(self.rows), (self.params, self.seen, self.generator)
+        at, drawing = self.drawn.expand_as(self.rows), (self.params, self.seen, None)
         if self.keys is not None:
             drawing += (stream_numbers(self.keys, at),)
         if self.left is None:
@@ -329,7 +307,7 @@ class ModuleDecoder:
     def _record(self, reach):
         "One step as a CUDA graph; None and a warning if it cannot be recorded."
         try:
-            return record_graph(lambda: self.advance(reach), self.generator)
+            return record_graph(lambda: self.advance(reach))
         except RuntimeError as error:  # out of memory is one, too
             warnings.warn(
                 "a step of decoding could not be recorded, so each one is sent "
@@ -427,7 +405,10 @@ def trial_steps(
     rows.draw(logits)
     step()
     scores.append(now[0].clone())
-    with no_synchronization(rows.model.device):
+    on_gpu = (
+        rows.model.device.type == "cuda"
+    )  # no recording is under way that could be left half done
+    with waiting_is_an_error() if on_gpu else nullcontext():
         step()
     scores.append(now[0].clone())
     graph = record_graph(step)

@@ -25,7 +25,7 @@ from grpo_nb.rollout.decoder import (
 from grpo_nb.rollout.engine import RolloutEngine, share_prompts
 from grpo_nb.rollout.kv_cache import CacheShape
 from grpo_nb.rollout.rollout import pad_left
-from grpo_nb.rollout.sampling import SamplingParams
+from grpo_nb.rollout.sampling import SamplingParams, stream_keys
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps, find_head
 
 TEXTS = ["12+34=", "7*8=", "1+1+1+1+1+1+1+1+1+1+1=", "100-99=", "7*8="]
@@ -585,7 +585,7 @@ def test_a_small_model_written_for_few_calls_draws_the_same(lengths, groups, new
             groups[: len(prompts)],
             params,
             torch.tensor(stop, dtype=torch.long),
-            torch.Generator().manual_seed(5),
+            keys=stream_keys(sum(groups[: len(prompts)]), 5),
         )
         for kind in (Decoder, SmallDecoder)
     )

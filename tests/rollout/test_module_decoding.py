@@ -22,7 +22,7 @@ from grpo_nb.rollout.module_decoding import (
     try_to_record,
     visible_slots,
 )
-from grpo_nb.rollout.sampling import SamplingParams
+from grpo_nb.rollout.sampling import SamplingParams, stream_keys
 
 MIXED = dict(
     num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=6
@@ -108,7 +108,7 @@ def both(model, params, stop=STOP, seed=None):
             PROMPTS,
             params,
             stop,
-            generator=None if seed is None else torch.Generator().manual_seed(seed),
+            keys=None if seed is None else stream_keys(len(PROMPTS), seed),
         )
 
     return draw(complete_in_place), draw(complete)
@@ -249,7 +249,7 @@ def test_reach_grows_by_steps_that_pay(room):
 class Replayed:
     "Stands for a recording, on a CPU."
 
-    def __init__(self, step, generator=None):
+    def __init__(self, step):
         self.replay = step
 
 
@@ -344,7 +344,7 @@ def test_a_trial_judges_by_the_narrowest_format(as_on_a_gpu, monkeypatch):
 
 def test_a_recording_that_does_nothing_is_noticed(as_on_a_gpu, monkeypatch):
     class Empty:
-        def __init__(self, step, generator=None):
+        def __init__(self, step):
             step()  # as for a model on another device: it runs, and nothing is kept
 
         def replay(self):
@@ -491,7 +491,7 @@ def test_the_engine_takes_this_way(as_on_a_gpu, monkeypatch):
 
 
 def test_a_recording_that_fails_is_a_warning(monkeypatch):
-    def fails(step, generator=None):
+    def fails(step):
         raise RuntimeError("no room")
 
     monkeypatch.setattr(module_decoding, "record_graph", fails)
