@@ -90,7 +90,10 @@ FAULTS = [  # module, its line, what stands there instead; the tests are those o
     ("training.checkpoint", '"tokens": 0 if number else total', '"tokens": total'),
     ("training.checkpoint", "in reversed(self.own):", "in self.own:"),
 ]
-BESIDE = {"training.checkpoint": ["tests/training/test_going_on.py"]}  # tests of other names
+BESIDE = {  # tests of other names
+    "training.checkpoint": ["tests/training/test_going_on.py"],
+    "training.collect": ["tests/training/test_prompt_choice.py"],
+}
 
 
 def copied(home: Path) -> Path:

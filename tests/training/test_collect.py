@@ -86,6 +86,37 @@ def test_groups_are_compared_and_shuffled_together():
     assert state.tokens == sum(map(len, asked)) + int(sum(rewards))
 
 
+def test_the_weights_of_the_rewards_reach_the_advantages():
+    plain, turned = (parts(reward_weights=[w])[2:] for w in (1.0, -1.0))
+    plain, turned = (collector.collect(state).advantages for collector, state in (plain, turned))
+    assert plain.abs().max() > 0.9
+    torch.testing.assert_close(turned, -plain)
+
+
+def test_completions_are_trained_on_in_the_order_of_torchs_permutation():
+    for seed in (3, 4):
+        _, _, collector, state = parts(seed=seed)
+        lengths = collector.collect(state).completion_mask.sum(1)
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+        assert lengths.tolist() == torch.tensor([1, 2, 3, 1, 2, 3])[order].tolist()
+    _, _, collector, state = parts(shuffle_dataset=False)
+    assert collector.collect(state).completion_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
+
+
+def test_only_cycles_without_any_score_end_a_run():
+    _, source, collector, state = parts()
+    source.use(reward_funcs=[lambda completions, **_: [1.0, *[None] * (len(completions) - 1)]])
+    for _ in range(4):  # one that was judged is enough
+        collector.collect(state)
+    nothing = lambda completions, **_: [None] * len(completions)  # noqa: E731
+    source.use(reward_funcs=[nothing])
+    with pytest.warns(UserWarning, match="no reward function judged any completion"):
+        collector.collect(state)
+    collector.collect(state)
+    with pytest.raises(RewardError, match="no reward function judged .* 3 generations in a row"):
+        collector.collect(state)
+
+
 def test_what_was_drawn_can_be_looked_at():
     _, _, collector, state = parts()
     collector.collect(state)
