@@ -2,10 +2,12 @@
 never troubles a healthy run."""
 
 import copy
+import json
 import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +19,9 @@ from grpo_nb.demo import greedy_accuracy
 from grpo_nb.environments.arithmetic import addition_problems, exact_answer_reward
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.fine_tuning import fine_tune
-from grpo_nb.training.hints import HINTS, Hints, RunHistory
+from grpo_nb.training.hints import HINTS, Hints, RunHistory, shrunk
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/gsm8k"
 CONFIG = dict(logging_steps=1, per_device_train_batch_size=64, num_generations=8)
 
 
@@ -123,6 +126,17 @@ SICK = {  # hint -> [(settings, what differs from a good run, what the sentence 
                 "rewards/right/std": 0.0,
             },
             ["form from", "right from -3.00 to -3.00"],
+        )
+    ],
+    "completions shrink": [
+        (
+            {},
+            {
+                "completions/mean_length": fade(160.0, 5.0),
+                "rewards/right/mean": 0.02,
+                "rewards/right/std": 0.15,
+            },
+            ["from 1", "tokens", "right has not risen"],
         )
     ],
     "collapse": [
@@ -544,3 +558,15 @@ def test_dropout_is_the_first_cause_that_is_named(numbers, changes):
     assert first in found[0.1] and "dropout" not in found[0.0]
     rest = ("number formats", "Draw more often")
     assert max(map(found[0.1].find, rest)) > found[0.1].index(first)
+
+
+@pytest.mark.parametrize("name, when", [("form_0", 8), ("right_0", None), ("right_1", None)])
+def test_stored_runs_of_a_trained_model_are_told_what_went_wrong(name, when):
+    "A form that is paid for ended the reasoning at update 5; the other two runs learnt."
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    made = dict(per_device_train_batch_size=256, num_generations=8, max_completion_length=400)
+    history, told = RunHistory(GRPOConfig(logging_steps=1, **made)), None
+    for record in found["log"]:
+        history.add(record)
+        told = told or (shrunk(history) and record["step"])
+    assert told == when
