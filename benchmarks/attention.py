@@ -3,13 +3,15 @@ backward: our backends beside transformers' FlexAttention path and its eager one
 
     python benchmarks/attention.py                    bf16 on a GPU, 2k to 128k tokens, a full layer
                                                       and one with a window of 128
-    python benchmarks/attention.py --dtype float16    what a card without bf16 would run
+    python benchmarks/attention.py --dtype float16    what a card without bf16 would run (flex still
+                                                      needs compute capability 8.0)
     python benchmarks/attention.py --forward          forward only, without gradients, as a rollout
                                                       reads its prompts
     python benchmarks/attention.py --padding 0.25     a quarter of each sequence is padding on its
                                                       left
     python benchmarks/attention.py --device cpu --small
-                                                      the same steps at a size for a laptop
+                                                      the same steps at a size for a laptop; flex
+                                                      has no backward pass there
 
 Each line: milliseconds (median) and GiB beyond q, k, v and the gradient that comes in, at the peak,
 with both as ratios to the fastest of ours.
@@ -40,6 +42,8 @@ from grpo_nb.model.masks import Mask
 def ours(backend):
     def make(L, window, pad_lens, heads, device, dtype):
         mask = Mask(pad_lens, L, L, 0, window, device=device)
+        if backend == "flex":
+            mask.block()
         return lambda q, k, v, sinks: sink_attention(q, k, v, sinks, mask=mask, backend=backend)
 
     return make
@@ -83,6 +87,7 @@ def transformers_eager(L, window, pad_lens, heads, device, dtype):
 
 CONTENDERS = {
     "ours, triton": ours("triton"),
+    "ours, flex": ours("flex"),
     "ours, sdpa": ours("sdpa"),
     "ours, flash": ours("flash"),
     "transformers, flex": transformers_flex,

@@ -224,7 +224,7 @@ class NoBFloat16(TorchDispatchMode):
 
 
 def forbidden(*args, **kwargs):
-    raise RuntimeError("an attention was asked for that needs compute capability 8.0")
+    raise RuntimeError("FlexAttention was asked for, which needs compute capability 8.0")
 
 
 def told_to_us(function, answer):
@@ -255,7 +255,7 @@ class Limits:
             from grpo_nb.model import attention
 
             self.stack.enter_context(
-                mock.patch.dict(attention.BACKENDS, triton=forbidden, flash=forbidden)
+                mock.patch.dict(attention.BACKENDS, flex=forbidden, flash=forbidden)
             )
             for name, answer in (("get_device_capability", (7, 5)), ("is_bf16_supported", False)):
                 self.stack.enter_context(

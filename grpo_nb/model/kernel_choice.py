@@ -14,7 +14,7 @@ TRANSFORMERS_NAMES = {  # attn_implementation of a model of transformers -> a ke
     "sink": "auto",
     "sink_eager": "eager",
     "sink_triton": "triton",
-    "sink_flex": "auto",  # of a run that was begun when there was one
+    "sink_flex": "flex",
     "sink_key": "sdpa",
     "sink_lean": "sdpa_lean",
     "sink_lse": "flash",
