@@ -32,7 +32,7 @@ _rooms = {  # public name -> the module that holds it
     "SamplingParams": "rollout.sampling",
     "RolloutEngine": "rollout.engine",
     "GRPOConfig": "training.config",
-    "GRPOTrainer": "training.trainer",
+    "GRPOTrainer": "compat.trl",
 }
 __all__ = list(_rooms)
 

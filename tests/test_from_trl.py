@@ -13,9 +13,9 @@ import pytest
 import transformers
 import trl
 
+from grpo_nb.compat.trl import NOT_CALLED, NOT_HERE, GRPOTrainer
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.config import DIFFERENT_FROM_TRL, FROM_TRL, HELD
-from grpo_nb.training.trainer import NOT_CALLED, NOT_HERE, GRPOTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/from_trl.md").read_text()

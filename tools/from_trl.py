@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_nb.algorithm.losses import LOSSES  # noqa: E402
+from grpo_nb.compat.trl import DEFINE_INSTEAD, NOT_HERE  # noqa: E402
 from grpo_nb.training.config import (  # noqa: E402
     ALIASES,
     DIFFERENT_FROM_TRL,
     IGNORED_BY_REASON,
     REFUSED_BY_REASON,
 )
-from grpo_nb.training.trainer import DEFINE_INSTEAD, NOT_HERE  # noqa: E402
 from tools.trl_gate import KINDS  # noqa: E402
 
 PAGE = ROOT / "docs/from_trl.md"

@@ -16,7 +16,7 @@ import datasets
 import pytest
 import torch
 import trl
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from huggingface_hub import HfApi, ModelCard, constants
 from matplotlib.figure import Figure
 from peft import LoraConfig, get_peft_model
@@ -26,7 +26,6 @@ from transformers.trainer_utils import HubStrategy
 
 from grpo_nb import GRPOConfig
 from grpo_nb.training import hub as room
-from grpo_nb.training import trainer as trainer_module
 from grpo_nb.training.checkpoint import MANIFEST, STATE, checkpoints, file_fault
 from grpo_nb.training.hub import (
     Repository,
@@ -583,7 +582,7 @@ def test_the_address_is_that_of_the_settings():
 def test_a_later_process_uploads_nothing(hub, tmp_path, monkeypatch):
     "As one of several sees itself; real processes are tried below."
     monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
-    monkeypatch.setattr(trainer_module.GRPOTrainer, "is_world_process_zero", lambda self: False)
+    monkeypatch.setattr(Accelerator, "is_main_process", property(lambda self: False))
     trainer = uploading(tmp_path / "run", max_steps=1)
     trainer.train()
     assert trainer.push_to_hub(tags="both") is None
