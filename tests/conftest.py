@@ -35,7 +35,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # the files that take longest, the longest first: at their end no process is left with one alone
-LONG = """test_distributed test_preemption test_compile test_colocated test_sandbox test_trainer
+LONG = """test_distributed test_leaving test_compile test_colocated test_sandbox test_trainer
 test_checkpoint test_laptops test_isolated_rewards test_procedural test_demo test_sharding
 test_filter_kernels test_dashboard test_repo test_judge test_game2048 test_hints test_server
 test_stand_in test_export test_attention test_loading test_stream test_damaged_checkpoints test_cli

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import datasets.packaged_modules  # noqa: F401
 import torch
+from grpo_nb.training.leaving import Preempted
 from peft import LoraConfig
 from small_runs import ROWS, digits, small_trainer, weights_of
 
 from grpo_nb.training import checkpoint
-from grpo_nb.training.trainer import Preempted
 
 
 def die_at(moment: str) -> None:
@@ -62,7 +62,7 @@ def pause_at(trainer, at, step, seconds, grace_s=20, folder=None, swallow=False)
     }[at]
     original = getattr(part, name)
     marker = Path(folder or trainer.config.output_dir) / "paused"
-    trainer.preemption.grace_s = grace_s
+    trainer.leaving.preemption.grace_s = grace_s
 
     def slow(*arguments, **others):
         if trainer.state.global_step == step and not marker.exists():

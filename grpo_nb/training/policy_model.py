@@ -6,17 +6,19 @@
 __all__ = ['WHERE', 'checkpoint_layers', 'recompute_layers', 'check_adapters', 'check_model', 'loading_arguments', 'load_named',
            'check_loaded', 'for_adapters', 'with_adapter', 'without_towers', 'check_tied', 'check_trainable',
            'check_wide_head', 'dropouts', 'switch_off_dropout', 'doubt_of_dropout', 'doubt_of_routers', 'load_policy',
-           'describe_trainable', 'quicken']
+           'describe_trainable', 'quicken', 'load_tokenizer', 'tokenizer_of']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.nn.modules.dropout import _DropoutNd
+from transformers import AutoTokenizer
 
 from ..model.adapters import adapter_folder, base_of_adapter, keep_adapter, unmatched
 from ..model.attention import check_attention
@@ -422,3 +424,40 @@ def quicken(
         return False
     base.set_attn_implementation("sink")
     return True
+
+# %% ../../nbs/training/06_policy_model.ipynb #80d97c10
+def load_tokenizer(
+    name: str,  # of a model, or its folder
+    given: str,  # the argument and its value, as a message has them
+) -> Any:  # padding on the left; ValueError where there is none
+    "The tokenizer that belongs to a model."
+    with loading(given, name, ", or pass processing_class=tokenizer"):
+        try:
+            return AutoTokenizer.from_pretrained(name, padding_side="left")
+        except ValueError as error:  # files are missing, or a package that reads them
+            raise ValueError(
+                f"{given}: no tokenizer can be made of what is there "
+                f"({' '.join(str(error).split())}). Add its files, install what it asks for, or "
+                "pass processing_class=tokenizer"
+            ) from error
+
+
+def tokenizer_of(
+    model: Any,  # a model, or its name
+) -> Any:  # ValueError if no name is known
+    "The tokenizer of a model that came without one."
+    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+    if not name:
+        raise ValueError(
+            "the model was not loaded from anywhere, so its tokenizer is not known: pass "
+            "processing_class=tokenizer"
+        )
+    adapter = adapter_folder(model)
+    if adapter and not (Path(adapter) / "tokenizer_config.json").is_file():
+        name = base_of_adapter(adapter)
+    given = (
+        f"model={name!r}"
+        if isinstance(model, str)
+        else f"processing_class is left out and the model came from {name!r}"
+    )
+    return load_tokenizer(name, given)

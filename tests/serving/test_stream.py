@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from grpo_nb.training.leaving import Preempted
 from small_runs import (
     digits,
     one_thread,  # noqa: F401
@@ -31,7 +32,6 @@ from grpo_nb.serving.stream import (
 )
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.state import TrainState
-from grpo_nb.training.trainer import Preempted
 
 PARAMS = SamplingParams(max_tokens=3)
 

@@ -207,7 +207,7 @@ STOPPED = {
     "one machine alone": (dict(at="accumulate", step=2, seconds=1), 1, stop_one, 3),
     "a rank dies": (dict(at="collect", step=3, seconds=90), 0, die, 2),
 }
-# a launch each; test_preemption.py has what does not end, and ranks that never come, in one process
+# a launch each; test_leaving.py has what does not end, and ranks that never come, in one process
 SHORT = ("one draws, one waits",)
 
 

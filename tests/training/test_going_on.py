@@ -82,7 +82,7 @@ def test_an_adapter_that_transformers_attached_says_how_to_go_on(folders, tmp_pa
 
 
 def test_the_tokenizer_is_the_base_models(folders, tmp_path):
-    from grpo_nb.training.trainer import tokenizer_of
+    from grpo_nb.training.policy_model import tokenizer_of
 
     assert len(tokenizer_of(str(folders / "adapter"))) == len(small_model()[1])
 

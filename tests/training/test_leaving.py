@@ -15,9 +15,9 @@ import torch
 from small_runs import digits, one_thread, small_trainer  # noqa: F401
 from test_checkpoint import SCENARIOS, assert_same, runner, whole  # noqa: F401
 
-from grpo_nb.training import trainer as trainer_module
+from grpo_nb.training import leaving as leaving_module
 from grpo_nb.training.checkpoint import checkpoints
-from grpo_nb.training.trainer import ECHO_S, Agreement, Preempted, Preemption
+from grpo_nb.training.leaving import ECHO_S, Agreement, Preempted, Preemption
 
 HERE = Path(__file__).parents[1]
 UPDATES = dict(
@@ -254,11 +254,11 @@ def test_an_orphan_is_told_from_a_detached_run(monkeypatch):
     "Only a launcher that hands nothing on is watched: a shell that ends leaves its runs alone."
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
-    assert trainer_module.launcher() is None
+    assert leaving_module.launcher() is None
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
-    assert trainer_module.launcher() == os.getppid()
+    assert leaving_module.launcher() == os.getppid()
     monkeypatch.setenv("RANK", "0")
-    assert trainer_module.launcher() is None
+    assert leaving_module.launcher() is None
 
 
 LAUNCHED = """
