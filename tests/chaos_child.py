@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 from chaos_reward import scores
-from grpo_nb.training.leaving import Preempted
 from run_child import build
 from small_runs import CLOCKS, weights_of
 from test_checkpoint import SCENARIOS
 
 from grpo_nb.environments.isolated_rewards import isolated
+from grpo_nb.training.leaving import Preempted
 from grpo_nb.training.rewards import RewardError
 
 NAMES = ("every step", "inside a cycle", "windows of two cycles", "log every third step")

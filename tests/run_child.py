@@ -16,11 +16,11 @@ from pathlib import Path
 
 import datasets.packaged_modules  # noqa: F401
 import torch
-from grpo_nb.training.leaving import Preempted
 from peft import LoraConfig
 from small_runs import ROWS, digits, small_trainer, weights_of
 
 from grpo_nb.training import checkpoint
+from grpo_nb.training.leaving import Preempted
 
 
 def die_at(moment: str) -> None:

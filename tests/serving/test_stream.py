@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from grpo_nb.training.leaving import Preempted
 from small_runs import (
     digits,
     one_thread,  # noqa: F401
@@ -31,6 +30,7 @@ from grpo_nb.serving.stream import (
     cycle_seed,
 )
 from grpo_nb.training.checkpoint import checkpoints
+from grpo_nb.training.leaving import Preempted
 from grpo_nb.training.state import TrainState
 
 PARAMS = SamplingParams(max_tokens=3)
