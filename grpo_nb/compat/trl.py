@@ -47,25 +47,12 @@ NOT_HERE = {  # of transformers' trainer -> what to do instead
     "_metrics": "metrics.add({name: number}) adds to the next record, which has the mean",
     "callback_handler": "add_callback(one), remove_callback(one) and pop_callback(one) change them",
 }
-FROM_CONFIG = (  # that TRL's trainer has itself, too, and rollout functions read there
-    "num_generations",
-    "num_generations_eval",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "beta",
-    "num_iterations",
-    "loss_type",
-    "scale_rewards",
-    "importance_sampling_level",
-    "epsilon_high",
-    "mask_truncated_completions",
-    "chat_template_kwargs",
-    "shuffle_dataset",
-)
+# that TRL's trainer has itself, too, and rollout functions read there
+FROM_CONFIG = """
+num_generations num_generations_eval max_completion_length temperature top_p top_k min_p
+repetition_penalty beta num_iterations loss_type scale_rewards importance_sampling_level
+epsilon_high mask_truncated_completions chat_template_kwargs shuffle_dataset
+""".split()
 
 # %% ../../nbs/compat/02_trl.ipynb #4a06115c
 UPDATE = "in a subclass of PolicyUpdate, and name it in update_class"

@@ -712,7 +712,7 @@ class GRPOTrainer:
         error there is a checkpoint to go on from."""
         state, update = self.state, self.policy_update
         with self.alone(bool(resume_from_checkpoint)):  # one run, one folder
-            with self.ends_vllm(), self.begun(resume_from_checkpoint):
+            with self.ends_vllm(), self.running(resume_from_checkpoint):
                 while not self.finished():
                     if state.batch is None:  # sample, score, compare inside the groups
                         self.leaving.interruptible()
@@ -837,13 +837,6 @@ class GRPOTrainer:
 
     # before and after the loop
 
-    @contextmanager
-    def begun(self, resume: bool | str | Path | None):
-        "`begin`, and `running` around what is done inside."
-        self.begin(resume)
-        with self.running():
-            yield
-
     def begin(self, resume: bool | str | Path | None) -> None:
         "Prepare a run: a new one, or one that goes on."
         check_attention(self.model)  # again: it may have been chosen since the trainer was built
@@ -913,16 +906,12 @@ class GRPOTrainer:
 
     def description(self) -> str:
         "Lines to print as a run begins: what trains, the number format, the batch sizes."
-        why = (
-            "completions are drawn from another distribution"
-            if self.rollout_func is None
-            else "completions come from rollout_func (TRL does this with use_vllm alone)"
-        )
-        why = (
-            f"completions come from vLLM at {', '.join(one.url for one in self.vllm.addresses)}"
-            if self.vllm
-            else why
-        )
+        why = "completions are drawn from another distribution"
+        if self.vllm:
+            urls = ", ".join(one.url for one in self.vllm.addresses)
+            why = f"completions come from vLLM at {urls}"
+        elif self.rollout_func is not None:
+            why = "completions come from rollout_func (TRL does this with use_vllm alone)"
         corrected = f"\n{why}, so tokens are weighed by trainer / sampler probability"
         name = self.precision.name if self.precision.dtype else "full"
         unlike = unlike_trl(self.config, bool(own_balance_weight(self.model.config)))
@@ -957,9 +946,10 @@ class GRPOTrainer:
         )
 
     @contextmanager
-    def running(self):
-        """Run the loop: the same bits every time on a CPU, a progress bar, and a checkpoint if it
-        is left by an exception."""
+    def running(self, resume: bool | str | Path | None):
+        """Begin, and run the loop: the same bits every time on a CPU, and a checkpoint if it is
+        left by an exception."""
+        self.begin(resume)
         self.callbacks.tell("on_train_begin")
         stream, put_back = self.collector.stream or nullcontext(), self.policy_update.put_back
         around = self.leaving.around(put_back, self.close)
