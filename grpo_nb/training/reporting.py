@@ -530,6 +530,22 @@ class Recorder:
         self.since, self.last_step, self.total_tokens = now, state.global_step, tokens
         return record
 
+    def of_run(
+        self,
+        history: list[dict[str, Any]],  # every record
+    ) -> dict[str, float]:  # train_loss is the mean of the records
+        "What a run ends with, under transformers' names: its seconds, two speeds, the mean loss."
+        seconds = time.perf_counter() - self.state.started
+        updates = self.state.global_step - self.state.first_step
+        drawn = updates * self.state.layout.effective_batch_size
+        losses = [record["loss"] for record in of_updates(history)]
+        return {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(drawn / seconds, 3),
+            "train_steps_per_second": round(updates / seconds, 3),
+            "train_loss": sum(losses) / max(len(losses), 1),
+        }
+
     def state_dict(self) -> dict[str, int]:
         "The tokens of the run up to the last record."
         return {"total_tokens": self.total_tokens}

@@ -493,15 +493,13 @@ class GRPOTrainer:
 
     def sampler_of(self, rollout_func: Callable | Sampler | None) -> Sampler:
         "A rollout function as a sampler; None: the engine."
-        stops = self.config.sampling_params().stop_token_ids
-        stops = stops or default_stop_token_ids(self.model, self.tokenizer)
         if rollout_func is None and (self.tools or self.environments):
-            return self.turns(stops)
+            return self.turns()
         if isinstance(rollout_func, Sampler):
             return rollout_func
         if rollout_func is None:
             return self.vllm or self.engine
-        return FunctionSampler(rollout_func, self, stops, self.device)
+        return FunctionSampler(rollout_func, self, self.stops(), self.device)
 
     def make_vllm(self, rollout_func: Callable | None) -> VLLMServer:
         "The servers of `use_vllm`: those that run already, or one that is started here."
@@ -510,15 +508,13 @@ class GRPOTrainer:
             check_whole(self.model)
         rank = None if whole else served_config(self.model).r
         check_one_vllm(config, rollout_func, self.accelerator.num_processes, whole)
-        stops = config.sampling_params().stop_token_ids
-        staleness = config.max_staleness
         others = dict(
             folder=Path(config.output_dir) / ".vllm_adapters",
-            max_loras=staleness + 2,
+            max_loras=config.max_staleness + 2,
             timeout_s=config.vllm_request_timeout,
             wait_s=config.vllm_server_timeout,
             tokenizer=self.tokenizer,
-            stop_token_ids=stops or default_stop_token_ids(self.model, self.tokenizer),
+            stop_token_ids=self.stops(),
             device=self.device,
             whole=whole,
             dtype=self.served_dtype(),
@@ -587,7 +583,12 @@ class GRPOTrainer:
             return value
         return broadcast_object_list([value], from_process=0)[0]
 
-    def turns(self, stops: Sequence[int]) -> TurnSampler:
+    def stops(self) -> Sequence[int]:
+        "The tokens that end a completion."
+        stops = self.config.sampling_params().stop_token_ids
+        return stops or default_stop_token_ids(self.model, self.tokenizer)
+
+    def turns(self) -> TurnSampler:
         "The engine, or vLLM, with tools between its turns."
         return TurnSampler(
             self.vllm or self.engine,
@@ -595,7 +596,7 @@ class GRPOTrainer:
             self.environments.tools if self.environments else self.tools,
             max_tool_calling_iterations=self.config.max_tool_calling_iterations,
             timeout_s=self.config.tool_timeout_s,
-            stop_token_ids=stops,
+            stop_token_ids=self.stops(),
             max_positions=longest_sequence(self.model.config),
             chat_template_kwargs=self.config.chat_template_kwargs,
             environments=self.environments,
@@ -933,8 +934,7 @@ class GRPOTrainer:
         ids, sampler = self.source.first_prompt(self.train_dataset), self.sampler
         named, stops = named_ends(self.model, self.tokenizer), self.sampling.stop_token_ids
         added = turn_closer(self.tokenizer, named) if stops is None else None
-        if stops is None:
-            stops = default_stop_token_ids(self.model, self.tokenizer)
+        stops = default_stop_token_ids(self.model, self.tokenizer) if stops is None else stops
         if isinstance(sampler, TurnSampler):
             stops = dict.fromkeys([*stops, sampler.end])
         own = isinstance(sampler, TurnSampler) or sampler in (self.engine, self.vllm)
@@ -976,44 +976,23 @@ class GRPOTrainer:
 
     def end(self) -> TrainOutput:
         "Finish a run: load the best model if the config says so, call `on_train_end`."
-        metrics = self.run_metrics()
+        of_run = self.recorder.of_run(self.log.history)
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
             best = Path(self.state.best_model_checkpoint)
             load_weights(self.model, best, self.weights)
-        self.callbacks.tell_record(self.summary(metrics))
+        alone = ("loss", "grad_norm", "learning_rate", "num_tokens")  # of an update
+        rest = {name: value for name, value in self.left_over.items() if name not in alone}
+        self.callbacks.tell_record({**rest, **of_run, **self.place()})
         self.callbacks.tell("on_train_end")
         if self.config.push_to_hub and self.config.hub_strategy != "end":
             self.push_to_hub()
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+        last = of_updates(self.log.history)[-1:]
+        metrics = {**(last[0] if last else {}), **of_run}
+        return TrainOutput(self.state.global_step, of_run["train_loss"], metrics)
 
-    def summary(
-        self,
-        metrics: dict[str, float],  # of the run
-    ) -> dict[str, float]:
-        """The last record of a run, as in TRL: `train_loss`, `train_runtime` and two speeds, beside
-        the numbers of updates after which no record was due."""
-        of_run = {name: value for name, value in metrics.items() if name.startswith("train_")}
-        alone = ("loss", "grad_norm", "learning_rate", "num_tokens")  # of an update
-        rest = {name: value for name, value in self.left_over.items() if name not in alone}
-        epoch = round(self.state.epoch or 0.0, 4)
-        return {**rest, **of_run, "step": self.state.global_step, "epoch": epoch}
-
-    def run_metrics(self) -> dict[str, float]:
-        """The last record of the run, how fast its updates were, and the mean loss of its
-        records."""
-        state, records = self.state, of_updates(self.log.history)
-        seconds = time.perf_counter() - state.started
-        updates = state.global_step - state.first_step
-        losses = [record["loss"] for record in records]
-        return {
-            **(records[-1] if records else {}),
-            "train_runtime": round(seconds, 4),
-            "train_samples_per_second": round(
-                updates * self.layout.effective_batch_size / seconds, 3
-            ),
-            "train_steps_per_second": round(updates / seconds, 3),
-            "train_loss": sum(losses) / max(len(losses), 1),
-        }
+    def place(self) -> dict[str, float]:
+        "Where the run stands, as records have it."
+        return {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
 
     # what is called from outside
 
@@ -1043,12 +1022,11 @@ class GRPOTrainer:
             with self.environments or nullcontext():
                 found = self.evaluator.evaluate(rows)
         named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
-        where = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
-        where[f"{metric_key_prefix}_num_tokens"] = self.recorder.tokens()  # of the run, as in TRL
+        tokens = {f"{metric_key_prefix}_num_tokens": self.recorder.tokens()}  # of the run
         at_once = self.config.per_device_eval_batch_size * self.accelerator.num_processes
         batches = math.ceil(len(rows) * self.config.used("num_generations_eval") / at_once)
         speed = speed_metrics(metric_key_prefix, started, len(rows), batches)
-        record = {**where, **named, **speed}
+        record = {**self.place(), **tokens, **named, **speed}
         self.callbacks.tell("on_evaluate", record)
         return record
 
@@ -1105,9 +1083,7 @@ class GRPOTrainer:
         """What `trainer.log(numbers)` does: one more record, with step and epoch, for the log, the
         trackers and the callbacks."""
         named = {name: plain(value) for name, value in numbers.items()}
-        epoch = round(self.state.epoch or 0.0, 4)
-        record = {**named, "step": self.state.global_step, "epoch": epoch}
-        self.callbacks.tell_numbers(record)
+        self.callbacks.tell_numbers({**named, **self.place()})
 
     def add_callback(self, callback: Any) -> None:  # a TrainerCallback, or the class of one
         "Add a callback; it is called after those that are there."
