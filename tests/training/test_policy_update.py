@@ -13,6 +13,7 @@ from small_runs import small_model, weights_of
 from torch.utils.checkpoint import CheckpointError
 from transformers import GptOssConfig, Qwen2Config
 from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_func
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from grpo_nb import GRPOConfig
 from grpo_nb.algorithm.losses import LOSSES
@@ -128,6 +129,47 @@ def test_every_completion_has_a_gradient_with_a_kl_term_or_an_entropy_bonus(chan
     batch.advantages = torch.zeros(8, 6)
     batch.advantages[3, 0] = 1.0
     assert [len(part) for part, _ in update.parts(batch)] == ([8] if change else [1, 7])
+
+
+def test_the_reference_follows_at_every_second_update_as_trls_does():
+    moving = dict(sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.25)
+    update, batch = update_of(beta=0.1, **moving)
+    theirs = copy.deepcopy(update.reference.model)
+    for number in range(1, 5):
+        update.accumulate(update.prepare(batch), batch)
+        update.step(number)
+        if number % 2 == 0:
+            SyncRefModelCallback._sync_target_model(update.model, theirs, 0.25)
+        for kept, expected in zip(update.reference.model.parameters(), theirs.parameters()):
+            torch.testing.assert_close(kept, expected)
+    began = [p.detach() for p in small_model()[0].parameters()]
+    moved = [(p.detach() - start).abs().max() for p, start in zip(theirs.parameters(), began)]
+    assert max(moved) > 1e-4
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_an_entropy_bonus_is_the_mean_of_those_of_the_micro_batches(accumulated):
+    "A completion's advantage is 0, so that nothing else moves the weights."
+    update, batch = update_of(
+        entropy_coef=0.05,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulated,
+        steps_per_generation=2,
+    )
+    batch.advantages[:] = 0.0
+    batch.completion_mask = batch.loss_mask = torch.ones(8, 6, dtype=torch.bool)
+    batch = update.prepare(batch)
+    used = [batch.rows(slice(4 * i, 4 * i + 4)) for i in range(accumulated)]
+    entropies = [update.completion_logps(update.model, one, entropy=True)[1] for one in used]
+    bonus = 0.05 * torch.stack([each.mean() for each in entropies]).mean()
+    expected = torch.autograd.grad(bonus, update.parameters, materialize_grads=True)
+    before = [p.detach().clone() for p in update.parameters]
+    for one in used:
+        update.accumulate(one, batch)
+    update.step(1)
+    for p, start, gradient in zip(update.parameters, before, expected):
+        torch.testing.assert_close((p.detach() - start) / 0.1, gradient, rtol=1e-3, atol=1e-6)
+    assert max(float(gradient.abs().max()) for gradient in expected) > 1e-4
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
