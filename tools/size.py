@@ -21,7 +21,7 @@ NOISE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # what may only fall; an issue that asks for a feature says by how much one may rise
 CEILINGS = {
-    "code lines": 44_300,
+    "code lines": 44_290,
     "functions over 60 lines": 15,
     "export cells over 60 lines": 184,
     "notebooks": 148,

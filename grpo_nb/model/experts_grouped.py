@@ -633,16 +633,11 @@ def _expert_matrix(weight, e, dtype):
     return (weight.dequantize(e) if isinstance(weight, PackedWeight) else weight[e]).to(dtype)
 
 
-def _one_gate_up(t, e, dtype):
-    "(W, a, b) of one expert's `gate_up`; the factors are None where there is no adapter."
-    factors = (None if f is None else f[e] for f in (t.gate_up_a, t.gate_up_b))
-    return _expert_matrix(t.gate_up, e, dtype), *factors
-
-
-def _one_down(t, e, dtype):
-    "(W, a, b) of one expert's `down`."
-    factors = (None if f is None else f[e] for f in (t.down_a, t.down_b))
-    return _expert_matrix(t.down, e, dtype), *factors
+def _of_one(t, name, e, dtype):
+    "(W, a, b) of one expert's `gate_up` or `down`; the factors are None without an adapter."
+    factors = (getattr(t, f"{name}_{side}") for side in "ab")
+    weight = _expert_matrix(getattr(t, name), e, dtype)
+    return weight, *(None if f is None else f[e] for f in factors)
 
 
 def _transposed(weight, a, b):
@@ -710,7 +705,10 @@ class ExpertByExpert(torch.autograd.Function):
             pairs, share = PairOrder(indices, len(t.gate_up)), t.weights.to(wide).reshape(-1)
             result = t.hidden.new_zeros(t.hidden.shape, dtype=wide)  # (T, H)
             for e, start, end in () if options.recompute and skip else pairs.spans:
-                gate_up, down = _one_gate_up(t, e, dtype), None if skip else _one_down(t, e, dtype)
+                gate_up, down = (
+                    _of_one(t, "gate_up", e, dtype),
+                    None if skip else _of_one(t, "down", e, dtype),
+                )
                 for rows in _row_slices(start, end):
                     tokens, ids = pairs.tokens[rows], pairs.ids[rows]
                     z = _adapted_product(t.hidden[tokens].to(dtype), *gate_up)  # (rows, 2I)
@@ -740,7 +738,7 @@ class ExpertByExpert(torch.autograd.Function):
             d_share = t.weights.new_empty(t.weights.numel(), dtype=wide)
             grads = _zero_gradients(t, needs, wide)
             for e, start, end in pairs.spans:
-                gate_up, down = _one_gate_up(t, e, dtype), _one_down(t, e, dtype)
+                gate_up, down = _of_one(t, "gate_up", e, dtype), _of_one(t, "down", e, dtype)
                 for rows in _row_slices(start, end):
                     tokens, which = pairs.tokens[rows], pairs.order[rows]
                     shares = share[which]  # (rows,)

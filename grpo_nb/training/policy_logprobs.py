@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OTHER_STEPS', 'OTHER_MEANING', 'TrainingBatch', 'positions', 'plain_completion_logps', 'before_the_cut', 'Head',
-           'base_causal_model', 'find_head', 'pieces_that_fit', 'reads_a_row', 'asked_of_routers', 'note_routers',
-           'predicting_states', 'wide', 'completion_logps', 'rollout_gap']
+           'find_head', 'pieces_that_fit', 'reads_a_row', 'asked_of_routers', 'note_routers', 'predicting_states',
+           'wide', 'completion_logps', 'rollout_gap']
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #db4e06ee
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ from grpo_nb.algorithm.logprobs import (
 )
 from ..model.attention import TRANSFORMERS_NAMES
 from ..model.memory_fit import free_memory
-from ..model.offload import HostStore, offload_hidden
+from ..model.offload import HostStore, base_causal_model, offload_hidden
 from ..model.shared_prefix import share
 from ..rollout.read_layers import modules_around, what_changes
 
@@ -145,15 +145,6 @@ OTHER_MEANING = (
     "hyperclovax",
     "mpt",
 )  # model types that have `logits_scaling` or `logit_scale` and do something else with it
-
-
-def base_causal_model(model):
-    "The transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."
-    return (
-        model.get_base_model()
-        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-        else model
-    )
 
 
 def find_head(

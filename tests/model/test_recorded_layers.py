@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig
+from recorded_calls import RecordedCalls
 
 from grpo_nb.algorithm.losses import grpo_loss
 from grpo_nb.model import experts_grouped, recorded_layers
@@ -19,7 +20,6 @@ from grpo_nb.model.loading import load_model
 from grpo_nb.model.masks import Mask
 from grpo_nb.model.packed import experts_of
 from grpo_nb.model.recorded_layers import (
-    RecordedCalls,
     fresh_leaves,
     quiet_collector,
     record_layers,

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from recorded_calls import RecordedCalls
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from grpo_nb.model.recorded_layers import RecordedCalls
 from grpo_nb.rollout import engine as engines
 from grpo_nb.rollout import module_decoding
 from grpo_nb.rollout.engine import RolloutEngine, complete, complete_in_place

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate import Accelerator
+from recorded_calls import RecordedCalls
 from small_runs import small_model, weights_of
 from torch.utils.checkpoint import CheckpointError
 from transformers import GptOssConfig, Qwen2Config
@@ -21,7 +22,7 @@ from grpo_nb.kernels import softmax_kernel
 from grpo_nb.kernels.compile_together import noted_launches
 from grpo_nb.model import experts_grouped, limits
 from grpo_nb.model.experts_lora import route_adapters
-from grpo_nb.model.recorded_layers import RecordedCalls, record_layers
+from grpo_nb.model.recorded_layers import record_layers
 from grpo_nb.training import policy_update
 from grpo_nb.training.optimizer import Inspector, make_optimizer
 from grpo_nb.training.policy_logprobs import TrainingBatch

@@ -22,6 +22,7 @@ from small_runs import digits, small_model, small_trainer, weights_of, without_c
 
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.hints import Hints
+from grpo_nb.training.report import smoothed
 from grpo_nb.training.rewards import RewardError
 from grpo_nb.widgets import dashboard as module
 from grpo_nb.widgets.dashboard import (
@@ -29,7 +30,6 @@ from grpo_nb.widgets.dashboard import (
     Gate,
     dashboard_figure,
     progress_line,
-    running_mean,
     samples_table,
     shown_text,
     thinned,
@@ -506,7 +506,7 @@ def test_the_table_begins_where_there_is_something_to_learn():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), max_size=80), st.integers(1, 30))
 def test_curves_against_pandas(values, n):
-    assert running_mean(values, n) == pytest.approx(
+    assert smoothed(values, n) == pytest.approx(
         pd.Series(values, dtype=float).rolling(n, min_periods=1).mean().tolist(), abs=1e-6
     )
     points = list(enumerate(values))
@@ -535,7 +535,7 @@ def test_the_figure_shows_the_log():
     faint, strong = reward.lines
     assert list(faint.get_ydata()) == [s / 2 for s in range(1, 31)] and list(
         strong.get_ydata()
-    ) == running_mean([s / 2 for s in range(1, 31)], 2)
+    ) == smoothed([s / 2 for s in range(1, 31)], 2)
     assert [axes.lines[0].get_ydata()[0] for axes in others] == [1.0, 2.0, 3.0]
     assert all(not axes.lines for axes in dashboard_figure([]).axes)
 
