@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -154,6 +155,7 @@ def test_an_adapter_that_vllm_would_not_serve_is_refused(url, folder):
         (400, {"model": "small", "prompt": [[7]], "stop_token_ids": ["a"]}),
         (400, {"model": "small", "prompt": [[7]], "max_tokens": 0}),
         (400, {"model": "small", "prompt": [[7]], "n": 10**30}),
+        (400, {"model": "small", "prompt": [[7]] * 5, "n": 2**14}),
         (400, {"model": "small", "prompt": [[7]], "temperature": 10**30}),
         (400, {"model": "small", "prompt": "\ud800"}),
     ],
@@ -344,9 +346,22 @@ def test_the_token_is_looked_at_before_the_body_is_there(start):
     key = b"Authorization: Bearer secret"
     with started(url, head_of(10**7, key, route=b"/nothing")) as connection:
         assert b" 404 " in connection.recv(100)
-    for wrong in (b"Content-Length: 1e3", b"Transfer-Encoding: chunked"):
+    long = b"Content-Length: " + b"9" * 5_000
+    for wrong in (long, b"Content-Length: 1e3", b"Transfer-Encoding: chunked"):
         with started(url, [*head_of(2, key)[::2], key, wrong]) as connection:
             assert b" 413 " in connection.recv(100)
+
+
+def test_a_connection_that_is_reset_is_no_traceback(start, capfd):
+    stand_in, url = start()
+    connection = started(url, [b"GET /health HTTP/1.1"])
+    assert b" 200 " in connection.recv(100)
+    reset = struct.pack("ii", 1, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    connection.close()
+    assert ask(url, "/v1/completions", {"prompt": [[7]], "max_tokens": 1})[0] == 200
+    time.sleep(0.1)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_connections_have_a_most(monkeypatch, start):
