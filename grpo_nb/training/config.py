@@ -50,11 +50,15 @@ def setting(
     use: str | None = None,  # the setting whose value is used where this one is None
     share: bool = False,  # a number below 1 is a share of the run, any other one is whole
     why: str = "",  # a sentence added to the error: the reason for the range
+    # the module that reads it, by its last name; "transformers" for its callbacks and optimizers
+    reader: str | None = None,
 ):  # a dataclass field that carries all of it to `Settings`
     "A dataclass field with a default, its range, and what an error should add."
     return field(
         default=default,
-        metadata={"allowed": allowed, "same": same or {}, "use": use, "share": share, "why": why},
+        metadata=dict(
+            allowed=allowed, same=same or {}, use=use, share=share, why=why, reader=reader
+        ),
     )
 
 
@@ -106,6 +110,7 @@ class Setting:
     use: str | None
     share: bool
     why: str
+    reader: str | None = None
 
     def in_words(self) -> str:  # e.g. "a number in (0, 1] or None"
         "The accepted values in words, for an error."
@@ -170,45 +175,31 @@ class Setting:
 
 # %% ../../nbs/training/01_config.ipynb #202293af
 OTHER_NAMES = {  # of settings, in other libraries -> here
-    "max_new_tokens": "max_completion_length",
-    "max_tokens": "max_completion_length",
-    "response_length": "max_completion_length",
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "batch_size": "per_device_train_batch_size",
-    "group_size": "num_generations",
-    "num_samples": "num_generations",
-    "n": "num_generations",
-    "kl_coef": "beta",
-    "kl_coeff": "beta",
-    "kl_penalty": "beta",
-    "init_kl_coef": "beta",
-    "kl_loss_coef": "beta",
-    "clip_range": "epsilon",
-    "cliprange": "epsilon",
-    "clip_ratio": "epsilon",
-    "clip_eps": "epsilon",
-    "eps_clip": "epsilon",
-    "clip_ratio_low": "epsilon",
-    "clip_ratio_high": "epsilon_high",
-    "num_ppo_epochs": "num_iterations",
-    "ppo_epochs": "num_iterations",
-    "mu": "num_iterations",
-    "per_device_batch_size": "per_device_train_batch_size",
-    "train_batch_size": "per_device_train_batch_size",
-    "entropy_coeff": "entropy_coef",
-    "entropy_coefficient": "entropy_coef",
-    "grad_clip": "max_grad_norm",
-    "reward_scaling": "scale_rewards",
-    "torch_dtype": "dtype",
-    "no_cuda": "use_cpu",
-    "use_liger_loss": "use_liger_kernel",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "push_to_hub_token": "hub_token",
-    "push_to_hub_model_id": "hub_model_id",
-    "datasets": "dataset_name",
-    "streaming": "dataset_streaming",
+    there: here
+    for here, names in {
+        "max_completion_length": "max_new_tokens max_tokens response_length",
+        "learning_rate": "lr",
+        "num_train_epochs": "epochs",
+        "max_steps": "steps",
+        "per_device_train_batch_size": "batch_size per_device_batch_size train_batch_size",
+        "num_generations": "group_size num_samples n",
+        "beta": "kl_coef kl_coeff kl_penalty init_kl_coef kl_loss_coef",
+        "epsilon": "clip_range cliprange clip_ratio clip_eps eps_clip clip_ratio_low",
+        "epsilon_high": "clip_ratio_high",
+        "num_iterations": "num_ppo_epochs ppo_epochs mu",
+        "entropy_coef": "entropy_coeff entropy_coefficient",
+        "max_grad_norm": "grad_clip",
+        "scale_rewards": "reward_scaling",
+        "dtype": "torch_dtype",
+        "use_cpu": "no_cuda",
+        "use_liger_kernel": "use_liger_loss",
+        "vllm_structured_outputs_regex": "vllm_guided_decoding_regex",
+        "hub_token": "push_to_hub_token",
+        "hub_model_id": "push_to_hub_model_id",
+        "dataset_name": "datasets",
+        "dataset_streaming": "streaming",
+    }.items()
+    for there in names.split()
 }
 
 
@@ -292,32 +283,32 @@ class BatchSettings(Settings):
     "How prompts become batches: sizes, groups, updates and the order of the data."
 
     # completions in one micro-batch on one device; as many as fit the memory
-    per_device_train_batch_size: int = setting(8, "[1, inf)")
+    per_device_train_batch_size: int = setting(8, "[1, inf)", reader="batching")
     # micro-batches before one optimizer update; raise it for a larger batch at equal memory
-    gradient_accumulation_steps: int = setting(1, "[1, inf)")
+    gradient_accumulation_steps: int = setting(1, "[1, inf)", reader="batching")
     # G, completions of one prompt; 8 to 16 is usual
     num_generations: int = setting(
-        8, "[2, inf)", why="A group of one has nothing to be compared with. "
+        8, "[2, inf)", why="A group of one has nothing to be compared with. ", reader="collect"
     )
     # mu, how often one generation batch is trained on; above 1 the ratio leaves 1 and clipping
     # works
-    num_iterations: int = setting(1, "[1, inf)")
+    num_iterations: int = setting(1, "[1, inf)", reader="batching")
     # micro-batches cut from one generation batch; None: gradient_accumulation_steps
-    steps_per_generation: int | None = setting(None, "[1, inf)")
+    steps_per_generation: int | None = setting(None, "[1, inf)", reader="batching")
     # completions drawn at once on all devices; give this or steps_per_generation
-    generation_batch_size: int | None = setting(None, "[1, inf)")
+    generation_batch_size: int | None = setting(None, "[1, inf)", reader="batching")
     # a new order of the prompts in every epoch; False: as they stand
-    shuffle_dataset: bool = setting(True)
+    shuffle_dataset: bool = setting(True, reader="collect")
     # seed of the order of the prompts only; None: seed
-    data_seed: int | None = setting(None, "[0, 4294967295]", use="seed")
+    data_seed: int | None = setting(None, "[0, 4294967295]", use="seed", reader="collect")
     # a reward function by its name: where all completions of a prompt score alike in it, another
     # prompt is drawn in its place (DAPO); None: nothing is drawn again
-    dynamic_sampling: str | None = setting(None)
+    dynamic_sampling: str | None = setting(None, reader="collect")
     # how often at most in a generation; then the rest stays as it is
-    dynamic_sampling_rounds: int = setting(3, "[1, inf)")
+    dynamic_sampling_rounds: int = setting(3, "[1, inf)", reader="collect")
     # a reward function by its name, between 0 and 1: prompts that are neither always nor never
     # solved are drawn more often; None: each prompt once an epoch
-    curriculum: str | None = setting(None)
+    curriculum: str | None = setting(None, reader="collect")
 
     def check(self):
         if self.steps_per_generation is not None and self.generation_batch_size is not None:
@@ -419,44 +410,45 @@ class SamplingSettings(Settings):
     "How completions are drawn: their length, the temperature, cuts of the distribution."
 
     # longest completion, tokens; it is cut there. Raise it when many completions are cut
-    max_completion_length: int = setting(512, "[1, inf)")
+    max_completion_length: int = setting(512, "[1, inf)", reader="collect")
     # longest prompt, tokens; prompts are never cut, a longer one is refused at the start with its
     # row. None: what the model leaves beside max_completion_length
-    max_prompt_length: int | None = setting(None, "[1, inf)")
+    max_prompt_length: int | None = setting(None, "[1, inf)", reader="collect")
     # above 1 bolder, below 1 safer
     temperature: float = setting(
         1.0,
         "[1e-5, inf)",
         why="Log-probs are divided by it, and greedy completions are all alike. ",
+        reader="policy_update",
     )
     # keep the likeliest tokens that together have this probability; 1.0 keeps all. Of top_p, top_k
     # and min_p the trainer's log-probs are over the same tokens, as far as the sampler says which
-    top_p: float = setting(1.0, "(0, 1]")
+    top_p: float = setting(1.0, "(0, 1]", reader="sampling")
     # keep this many of the likeliest tokens; 0 keeps all
-    top_k: int = setting(0, "[0, inf)", same={None: 0, -1: 0})
+    top_k: int = setting(0, "[0, inf)", same={None: 0, -1: 0}, reader="sampling")
     # keep tokens at least this likely, relative to the likeliest; 0.01 to 0.2 where it is used at
     # all
-    min_p: float | None = setting(None, "[0, 1]")
+    min_p: float | None = setting(None, "[0, 1]", reader="sampling")
     # completions that are decoded at the same time, a bound on memory; None: as many as fit
     # (gpt-oss), or all
-    max_batch_size: int | None = setting(None, "[1, inf)")
+    max_batch_size: int | None = setting(None, "[1, inf)", reader="engine")
     # above 1 avoids tokens seen before, below 1 favours them; 1.0 leaves the policy as it is, and
     # any other value draws from a policy that is not trained
-    repetition_penalty: float = setting(1.0, "(0, inf)")
+    repetition_penalty: float = setting(1.0, "(0, inf)", reader="sampling")
     # extra variables of the chat template, e.g. {"reasoning_effort": "low"} for gpt-oss
-    chat_template_kwargs: dict[str, Any] | str | None = setting(None)
+    chat_template_kwargs: dict[str, Any] | str | None = setting(None, reader="collect")
     # {"eos_token_id": 7} or a list of ids, the tokens that end a completion; {"stop_strings":
     # ["\n\n"]}, texts that end one as well and stay in it; top_p, top_k, min_p and
     # repetition_penalty, in place of the settings of these names
-    generation_kwargs: dict[str, Any] | str | None = setting(None)
+    generation_kwargs: dict[str, Any] | str | None = setting(None, reader="trainer")
     # turns of a completion that may call tools; what a later one calls is not run. None: any number
-    max_tool_calling_iterations: int | None = setting(None, "[0, inf)")
+    max_tool_calling_iterations: int | None = setting(None, "[0, inf)", reader="trainer")
     # seconds the calls of a turn may take, in threads; the model reads an error in place of a late
     # answer. None: plain tools run in order in the thread that called train(), without a limit
-    tool_timeout_s: float | None = setting(None, "(0, inf)")
+    tool_timeout_s: float | None = setting(None, "(0, inf)", reader="trainer")
     # cycles whose completions are drawn ahead, while the weights move; 0: trainer and sampler take
     # turns. Above 0 it takes a sampler with weights of its own
-    max_staleness: int = setting(0, "[0, inf)")
+    max_staleness: int = setting(0, "[0, inf)", reader="trainer")
 
     def check(self):
         check_generation(self)
@@ -496,22 +488,23 @@ class RewardSettings(Settings):
     "How rewards become advantages: their weights and what they are divided by."
 
     # one for each reward function, in their order; None: all 1.0
-    reward_weights: list[float] | None = setting(None)
+    reward_weights: list[float] | None = setting(None, reader="collect")
     # whose standard deviation divides the advantage
     scale_rewards: str = setting(
         "group",
         ("group", "batch", "none"),
         same={True: "group", "True": "group", False: "none", "False": "none"},
+        reader="collect",
     )
     # the second when rewards differ in scale (GDPO)
     multi_objective_aggregation: str = setting(
-        "sum_then_normalize", ("sum_then_normalize", "normalize_then_sum")
+        "sum_then_normalize", ("sum_then_normalize", "normalize_then_sum"), reader="collect"
     )
     # seconds a reward function may take; then it is killed and scored None. It runs in a copy of
     # this process: what it changes there is lost, and it has no GPU. An object with a state gets a
     # thread, which cannot be killed. None: no limit, called as TRL does, and one that hangs holds
     # the run
-    reward_timeout_s: float | None = setting(None, "(0, inf)")
+    reward_timeout_s: float | None = setting(None, "(0, inf)", reader="collect")
 
     def check(self):
         weights = self.reward_weights
@@ -544,55 +537,63 @@ class LossSettings(Settings):
         LOSS_TYPES,
         why="GSPO is loss_type='grpo' with importance_sampling_level='sequence'; PPO's clipped "
         "loss, averaged over tokens, is 'dapo'. ",
+        reader="losses",
     )
     # the ratio is clipped below at 1 - epsilon; smaller is more careful (GSPO: 3e-4)
-    epsilon: float = setting(0.2, "[0, 1]")
+    epsilon: float = setting(0.2, "[0, 1]", reader="losses")
     # ... and above at 1 + epsilon_high; DAPO: 0.28; cispo: the cap itself, 5.0
-    epsilon_high: float | None = setting(None, "[0, inf)", use="epsilon")
+    epsilon_high: float | None = setting(None, "[0, inf)", use="epsilon", reader="policy_update")
     # cap of the ratio where A < 0 (two-sided clipping); above 1 + epsilon_high, e.g. 1.5
-    delta: float | None = setting(None, "(0, inf)")
+    delta: float | None = setting(None, "(0, inf)", reader="losses")
     # one ratio a token, or exp(mean log-ratio) a completion (GSPO, luspo)
-    importance_sampling_level: str = setting("token", ("token", "sequence"))
+    importance_sampling_level: str = setting("token", ("token", "sequence"), reader="losses")
     # weight of the KL term that holds the policy near its start; 0: no reference model, less memory
-    beta: float = setting(0.0, "[0, inf)")
+    beta: float = setting(0.0, "[0, inf)", reader="losses")
     # multiply the KL term by the ratio (DeepSeek-V3.2); matters only where beta > 0
-    use_bias_correction_kl: bool = setting(True)
+    use_bias_correction_kl: bool = setting(True, reader="losses")
     # let the reference follow the policy, for long runs with beta > 0
-    sync_ref_model: bool = setting(False)
-    ref_model_sync_steps: int = setting(512, "[1, inf)")  # every so many updates
-    ref_model_mixup_alpha: float = setting(0.6, "[0, 1]")  # and by this share of the way
+    sync_ref_model: bool = setting(False, reader="policy_update")
+    # every so many updates
+    ref_model_sync_steps: int = setting(512, "[1, inf)", reader="policy_update")
+    # and by this share of the way
+    ref_model_mixup_alpha: float = setting(0.6, "[0, 1]", reader="policy_update")
     # models of experts: weight of the loss that has the router use them alike; 0: none, None: the
     # weight in the model's config, 0.001 in transformers' own of gpt-oss
-    router_aux_loss_coef: float | None = setting(0.0, "[0, inf)")
+    router_aux_loss_coef: float | None = setting(0.0, "[0, inf)", reader="policy_update")
     # leave completions cut at max_completion_length out of the loss (DAPO)
-    mask_truncated_completions: bool = setting(False)
+    mask_truncated_completions: bool = setting(False, reader="collect")
     # train on this share of the tokens, those with the highest entropy; 0.2 in the paper
-    top_entropy_quantile: float = setting(1.0, "[0, 1]")
+    top_entropy_quantile: float = setting(1.0, "[0, 1]", reader="policy_update")
     # bonus for entropy, against a policy that collapses to one answer; 0: none
-    entropy_coef: float = setting(0.0, "[0, inf)")
+    entropy_coef: float = setting(0.0, "[0, inf)", reader="policy_update")
     # regulate entropy_coef: up while the entropy is at or below entropy_target, down above it
-    use_adaptive_entropy: bool = setting(False)
+    use_adaptive_entropy: bool = setting(False, reader="policy_update")
     # nats a token; choose it near the entropy seen early in the run
-    entropy_target: float = setting(0.2, "[0, inf)")
+    entropy_target: float = setting(0.2, "[0, inf)", reader="policy_update")
     # how far entropy_coef moves after an update
-    entropy_coef_delta: float = setting(0.005, "[0, inf)")
-    entropy_coef_min: float = setting(0.0, "[0, inf)")  # bounds of entropy_coef
-    entropy_coef_max: float = setting(1.0, "[0, inf)")
+    entropy_coef_delta: float = setting(0.005, "[0, inf)", reader="policy_update")
+    # bounds of entropy_coef
+    entropy_coef_min: float = setting(0.0, "[0, inf)", reader="policy_update")
+    entropy_coef_max: float = setting(1.0, "[0, inf)", reader="policy_update")
     # drop bad completions whose policy has moved by more than this KL; e.g. 0.5
-    off_policy_mask_threshold: float | None = setting(None, "(0, inf)")
+    off_policy_mask_threshold: float | None = setting(None, "(0, inf)", reader="losses")
     # leave out tokens whose probability has moved far from the sampler's, and would move on (DPPO);
     # "tv": by the difference, "kl": by the divergence of both. For completions in flight
-    dppo_divergence: str | None = setting(None, ("tv", "kl"))
-    dppo_threshold: float = setting(0.2, "[0, inf)")  # how far; smaller for "kl", e.g. 0.05
+    dppo_divergence: str | None = setting(None, ("tv", "kl"), reader="losses")
+    # how far; smaller for "kl", e.g. 0.05
+    dppo_threshold: float = setting(0.2, "[0, inf)", reader="losses")
     # sapo only: steepness of the gate where A > 0
-    sapo_temperature_pos: float = setting(1.0, "(0, inf)")
-    sapo_temperature_neg: float = setting(1.05, "(0, inf)")  # sapo only: where A <= 0
+    sapo_temperature_pos: float = setting(1.0, "(0, inf)", reader="losses")
+    # sapo only: where A <= 0
+    sapo_temperature_neg: float = setting(1.05, "(0, inf)", reader="losses")
     # vespo only: exponent k where A >= 0, how hard a ratio below 1 is weighed down
-    vespo_k_pos: float = setting(2.0, "[0, inf)")
+    vespo_k_pos: float = setting(2.0, "[0, inf)", reader="losses")
     # vespo only: decay lambda where A >= 0, how hard a ratio above 1 is weighed down
-    vespo_lambda_pos: float = setting(3.0, "(0, inf)")
-    vespo_k_neg: float = setting(3.0, "[0, inf)")  # vespo only: k where A < 0
-    vespo_lambda_neg: float = setting(2.0, "(0, inf)")  # vespo only: lambda where A < 0
+    vespo_lambda_pos: float = setting(3.0, "(0, inf)", reader="losses")
+    # vespo only: k where A < 0
+    vespo_k_neg: float = setting(3.0, "[0, inf)", reader="losses")
+    # vespo only: lambda where A < 0
+    vespo_lambda_neg: float = setting(2.0, "(0, inf)", reader="losses")
 
     def check(self):
         if self.sync_ref_model and not self.beta:
@@ -617,13 +618,10 @@ class LossSettings(Settings):
 
 # %% ../../nbs/training/01_config.ipynb #9dca79aa
 ONLY_SERVER = ("base_url", "host", "port", "api_key")  # of vllm_server_...
-ONLY_COLOCATE = (  # of vllm_...
-    "python",
-    "gpu_memory_utilization",
-    "max_model_length",
-    "tensor_parallel_size",
-    "model_impl",
-    "enable_sleep_mode",
+# of vllm_...
+ONLY_COLOCATE = tuple(
+    """python gpu_memory_utilization max_model_length tensor_parallel_size model_impl
+    enable_sleep_mode""".split()
 )
 
 
@@ -632,34 +630,36 @@ class VLLMSettings(Settings):
     "Whether vLLM draws the completions, and where it runs."
 
     # draw with vLLM in place of the library's own engine; what is trained has to be an adapter
-    use_vllm: bool = setting(False)
+    use_vllm: bool = setting(False, reader="trainer")
     # "server": one that runs already; "colocate": the trainer starts one on this machine
-    vllm_mode: str = setting("colocate", ("colocate", "server"))
+    vllm_mode: str = setting("colocate", ("colocate", "server"), reader="trainer")
     # "http://a:8000", or several with commas between, one for each GPU
-    vllm_server_base_url: str | None = setting(None)
+    vllm_server_base_url: str | None = setting(None, reader="trainer")
     # where vllm_server_base_url is not given; 0.0.0.0 is this machine
-    vllm_server_host: str = setting("0.0.0.0")
-    vllm_server_port: int = setting(8000, "[1, 65535]")
+    vllm_server_host: str = setting("0.0.0.0", reader="trainer")
+    vllm_server_port: int = setting(8000, "[1, 65535]", reader="trainer")
     # a token that the server asks for (--api-key); it is never printed or stored
-    vllm_server_api_key: str | None = setting(None)
+    vllm_server_api_key: str | None = setting(None, reader="trainer")
     # seconds until a server that is being started has to answer; one that the trainer starts may
     # take five times as long while it goes on printing
-    vllm_server_timeout: float = setting(240.0, "(0, inf)")
+    vllm_server_timeout: float = setting(240.0, "(0, inf)", reader="trainer")
     # seconds for one answer, after which the server counts as hanging; above what the longest
     # completions take
-    vllm_request_timeout: float = setting(600.0, "(0, inf)")
+    vllm_request_timeout: float = setting(600.0, "(0, inf)", reader="trainer")
     # the python of an environment that has vLLM, whose pins then bind nobody else; None: this one
-    vllm_python: str | None = setting(None)
+    vllm_python: str | None = setting(None, reader="trainer")
     # share of the GPU's memory for vLLM: its weights and its cache of keys and values
-    vllm_gpu_memory_utilization: float = setting(0.3, "(0, 1]")
+    vllm_gpu_memory_utilization: float = setting(0.3, "(0, 1]", reader="trainer")
     # longest prompt and completion together; None: what the model's config says
-    vllm_max_model_length: int | None = setting(None, "[1, inf)")
+    vllm_max_model_length: int | None = setting(None, "[1, inf)", reader="trainer")
     # GPUs that one vLLM uses together
-    vllm_tensor_parallel_size: int = setting(1, "[1, inf)")
+    vllm_tensor_parallel_size: int = setting(1, "[1, inf)", reader="trainer")
     # "transformers": the model's code of transformers, for those that vLLM does not know
-    vllm_model_impl: str = setting("vllm", ("vllm", "transformers", "auto", "terratorch"))
+    vllm_model_impl: str = setting(
+        "vllm", ("vllm", "transformers", "auto", "terratorch"), reader="trainer"
+    )
     # give vLLM's weights and cache to the trainer while it trains; they wait in host memory
-    vllm_enable_sleep_mode: bool = setting(False)
+    vllm_enable_sleep_mode: bool = setting(False, reader="trainer")
 
     def server_urls(self) -> list[str]:
         "The addresses of servers that run already."
@@ -686,22 +686,28 @@ class CorrectionSettings(Settings):
     "How the gap between sampler and trainer is corrected, and when it stops the run."
 
     # correct where sampler and trainer differ in dtype or weights; False: only log the gap
-    vllm_importance_sampling_correction: bool = setting(True)
+    vllm_importance_sampling_correction: bool = setting(True, reader="trainer")
     # see the table below
     vllm_importance_sampling_mode: str = setting(
-        "token_truncate", ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        "token_truncate",
+        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        reader="policy_update",
     )
     # largest weight; older scripts call it vllm_importance_sampling_cap; None: no bound
-    vllm_importance_sampling_clip_max: float | None = setting(2.0, "(0, inf)")
+    vllm_importance_sampling_clip_max: float | None = setting(
+        2.0, "(0, inf)", reader="policy_update"
+    )
     # smallest weight; None: no bound
-    vllm_importance_sampling_clip_min: float | None = setting(None, "[0, inf)")
+    vllm_importance_sampling_clip_min: float | None = setting(
+        None, "[0, inf)", reader="policy_update"
+    )
     # updates between two checks that the sampler draws from the policy that is trained; 0: none
-    guard_every: int = setting(10, "[0, inf)")
+    guard_every: int = setting(10, "[0, inf)", reader="guard")
     # mean gap that stops the run, nats a token; None: 0.1 in bfloat16, 0.02 in float16, 0.001 in
     # float32
-    guard_max_gap: float | None = setting(None, "(0, inf)")
+    guard_max_gap: float | None = setting(None, "(0, inf)", reader="guard")
     # how far from 1 the adapter's effect on the sampler, over that on the trainer, may be
-    guard_slope_margin: float = setting(0.25, "(0, inf)")
+    guard_slope_margin: float = setting(0.25, "(0, inf)", reader="guard")
 
     def check(self):
         low, high, mode = (
@@ -729,19 +735,11 @@ class CorrectionSettings(Settings):
             )
 
 # %% ../../nbs/training/01_config.ipynb #48d42c0d
-SCHEDULES = (  # transformers' names
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "reduce_lr_on_plateau",
-    "greedy",
+# transformers' names
+SCHEDULES = tuple(
+    """linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt
+    cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay reduce_lr_on_plateau
+    greedy""".split()
 )
 OPTIMIZERS = tuple(  # transformers' names, without those that need the model or a mode of their own
     """
@@ -760,32 +758,34 @@ class OptimizerSettings(Settings):
     "The optimizer, its learning rate, and the length of the run."
 
     # 1e-6 suits training all weights; adapters (LoRA) usually take 5e-6 to 5e-5
-    learning_rate: float = setting(1e-6, "[0, inf)")
+    learning_rate: float = setting(1e-6, "[0, inf)", reader="transformers")
     # optimizer updates in all; -1: as many as num_train_epochs gives. 300 and more before you judge
     # a run
-    max_steps: int = setting(-1, "[-1, inf)")
+    max_steps: int = setting(-1, "[-1, inf)", reader="state")
     # passes over the data, where max_steps is -1
-    num_train_epochs: float = setting(3.0, "(0, inf)")
+    num_train_epochs: float = setting(3.0, "(0, inf)", reader="state")
     # how the learning rate changes over the run
-    lr_scheduler_type: str = setting("linear", SCHEDULES)
+    lr_scheduler_type: str = setting("linear", SCHEDULES, reader="optimizer")
     # what the schedule takes besides, e.g. {"min_lr_rate": 0.1}
-    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None)
+    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None, reader="optimizer")
     # updates in which the learning rate rises from 0; below 1: their share of the run
-    warmup_steps: float = setting(0.0, "[0, inf)")
+    warmup_steps: float = setting(0.0, "[0, inf)", reader="optimizer")
     # the same as a share, as older scripts write it; give one of the two
-    warmup_ratio: float = setting(0.0, "[0, 1]")
+    warmup_ratio: float = setting(0.0, "[0, 1]", reader="optimizer")
     # 8-bit states take a quarter of the memory; paged ones move to the host when it is short
-    optim: str = setting("adamw_torch_fused", OPTIMIZERS)
+    optim: str = setting("adamw_torch_fused", OPTIMIZERS, reader="optimizer")
     # what the optimizer takes besides, as "name=value, name=value"
-    optim_args: str | None = setting(None)
+    optim_args: str | None = setting(None, reader="transformers")
     # pull of the weights towards 0; 0.1 in many LoRA recipes
-    weight_decay: float = setting(0.0, "[0, inf)")
-    adam_beta1: float = setting(0.9, "[0, 1)")  # memory of the gradient's mean
+    weight_decay: float = setting(0.0, "[0, inf)", reader="optimizer")
+    # memory of the gradient's mean
+    adam_beta1: float = setting(0.9, "[0, 1)", reader="transformers")
     # memory of its square; 0.99 adapts faster in short runs
-    adam_beta2: float = setting(0.999, "[0, 1)")
-    adam_epsilon: float = setting(1e-8, "[0, inf)")  # keeps the division finite
+    adam_beta2: float = setting(0.999, "[0, 1)", reader="transformers")
+    # keeps the division finite
+    adam_epsilon: float = setting(1e-8, "[0, inf)", reader="transformers")
     # longer gradients are shortened to this; 0: never
-    max_grad_norm: float = setting(1.0, "[0, inf)")
+    max_grad_norm: float = setting(1.0, "[0, inf)", reader="policy_update")
 
     def check(self):
         if self.max_steps == 0:
@@ -818,41 +818,45 @@ class MemorySettings(Settings):
     "How the model is loaded, in which precision it computes, and what is traded for memory."
 
     # passed on when the trainer is given a model's name, e.g. {"dtype": "bfloat16"}
-    model_init_kwargs: dict[str, Any] | str | None = setting(None)
+    model_init_kwargs: dict[str, Any] | str | None = setting(None, reader="policy_model")
     # run code that comes with a model given by name; only for authors that you trust
-    trust_remote_code: bool = setting(False)
-    use_cpu: bool = setting(False)  # train on the CPU although there is a GPU
+    trust_remote_code: bool = setting(False, reader="policy_model")
+    use_cpu: bool = setting(False, reader="trainer")  # train on the CPU although there is a GPU
     # set every dropout to 0, so that the same tokens always get the same log-probs
-    disable_dropout: bool = setting(False)
+    disable_dropout: bool = setting(False, reader="policy_model")
     # multiply by the head in float32 for log-probs, also where the rest computes in 16 bit
     # (ScaleRL, arXiv 2510.13786); it takes longer, and the sampler goes on in its own format
-    cast_lm_head_to_fp32: bool = setting(False)
+    cast_lm_head_to_fp32: bool = setting(False, reader="policy_update")
     # compute in bfloat16; None: where the device has it and fp16 is not set
-    bf16: bool | None = setting(None)
+    bf16: bool | None = setting(None, reader="precision")
     # compute in float16 with a scaled loss, for cards without bfloat16 such as the T4
-    fp16: bool = setting(False)
+    fp16: bool = setting(False, reader="precision")
     # keep no activations inside the layers, compute them again: slower, far less memory
-    gradient_checkpointing: bool = setting(True)
+    gradient_checkpointing: bool = setting(True, reader="policy_model")
     # for the model's own method, e.g. {"use_reentrant": False}
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(None)
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(
+        None, reader="policy_update"
+    )
     # keep each layer's input in host memory until the backward pass needs it; with
     # gradient_checkpointing
-    offload_activations: bool = setting(False)
+    offload_activations: bool = setting(False, reader="policy_update")
     # how many pieces a micro-batch is split into, each with a forward and backward pass of its own;
     # None: chosen by the free memory
-    mini_batch: int | None = setting(None, "[1, inf)")
+    mini_batch: int | None = setting(None, "[1, inf)", reader="micro_batches")
     # how many pieces the sequence of each of these is split into; None: chosen likewise
-    logit_chunk_multiplier: int | None = setting(None, "[1, inf)")
+    logit_chunk_multiplier: int | None = setting(None, "[1, inf)", reader="micro_batches")
     # tokens that experts (or a dense model's MLPs) work on at a time, their inside computed again
     # in backward; None: chosen likewise, anew for every length
-    slice_tokens: int | None = setting(None, "[1, inf)")
+    slice_tokens: int | None = setting(None, "[1, inf)", reader="micro_batches")
     # with several processes, leave each a share of the weights (torch's FSDP2): "full_shard", or
     # "shard_grad_op", which keeps a layer's weights from its forward to its backward pass
     fsdp: str | None = setting(
-        None, ("full_shard", "shard_grad_op", "full_shard auto_wrap", "shard_grad_op auto_wrap")
+        None,
+        ("full_shard", "shard_grad_op", "full_shard auto_wrap", "shard_grad_op auto_wrap"),
+        reader="sharding",
     )
     # what transformers' setting of this name has, as far as it is honoured
-    fsdp_config: dict[str, Any] | str | None = setting(None)
+    fsdp_config: dict[str, Any] | str | None = setting(None, reader="sharding")
 
     def check(self):
         if self.bf16 and self.fp16:
@@ -881,16 +885,8 @@ class MemorySettings(Settings):
         return "bf16" if bf16_available and self.bf16 is not False else "no"
 
 # %% ../../nbs/training/01_config.ipynb #da15818e
-TRACKERS = (
-    "aim",
-    "tensorboard",
-    "wandb",
-    "trackio",
-    "comet_ml",
-    "mlflow",
-    "clearml",
-    "dvclive",
-    "swanlab",
+TRACKERS = tuple(
+    """aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab""".split()
 )  # accelerate's names
 
 
@@ -922,52 +918,59 @@ class RunSettings(Settings):
     "When a run logs, saves and evaluates, and where it writes."
 
     # folder of the checkpoints
-    output_dir: str = setting("trainer_output", same={None: "trainer_output"})
+    output_dir: str = setting("trainer_output", same={None: "trainer_output"}, reader="trainer")
     # of the order of the prompts and of the sampling; NumPy's generator takes no more than 32 bits
-    seed: int = setting(42, "[0, 4294967295]")
-    run_name: str | None = setting(None)  # the run's name in a tracker
-    project: str = setting("huggingface")  # the project in a tracker that its runs are filed under
+    seed: int = setting(42, "[0, 4294967295]", reader="collect")
+    run_name: str | None = setting(None, reader="reporting")  # the run's name in a tracker
+    # the project in a tracker that its runs are filed under
+    project: str = setting("huggingface", reader="reporting")
     # trackers, e.g. "wandb" or ["tensorboard"]; "all": every one that is installed; "none"
-    report_to: None | str | list[str] = setting("none")
-    disable_tqdm: bool | None = setting(None)  # True: no progress bar; None and False show it
+    report_to: None | str | list[str] = setting("none", reader="reporting")
+    # True: no progress bar; None and False show it
+    disable_tqdm: bool | None = setting(None, reader="reporting")
     # when a line of the log is written; the last update always writes one
-    logging_strategy: str = setting("steps", ("no", "steps", "epoch"))
+    logging_strategy: str = setting("steps", ("no", "steps", "epoch"), reader="transformers")
     # updates between two lines of the log, with logging_strategy="steps"; 1 is readable for short
     # runs
-    logging_steps: float = setting(10, "(0, inf)", share=True)
-    logging_first_step: bool = setting(False)  # log the first update as well
+    logging_steps: float = setting(10, "(0, inf)", share=True, reader="transformers")
+    logging_first_step: bool = setting(False, reader="transformers")  # log the first update as well
     # print, store and send to trackers the last completions with their rewards: the quickest way to
     # see what is learnt
-    log_completions: bool = setting(False)
+    log_completions: bool = setting(False, reader="reporting")
     # how many of them are printed; 0: none, None: all of the batch
-    num_completions_to_print: int | None = setting(None, "[0, inf)")
-    log_unique_prompts: bool = setting(False)  # only one completion of each prompt
+    num_completions_to_print: int | None = setting(None, "[0, inf)", reader="reporting")
+    # only one completion of each prompt
+    log_unique_prompts: bool = setting(False, reader="reporting")
     # when a checkpoint is written; "best": when an evaluation is the best so far
-    save_strategy: str = setting("steps", ("no", "steps", "epoch", "best"))
+    save_strategy: str = setting("steps", ("no", "steps", "epoch", "best"), reader="trainer")
     # leave out what is needed to go on: smaller checkpoints that cannot be resumed from
-    save_only_model: bool = setting(False)
+    save_only_model: bool = setting(False, reader="checkpoint")
     # updates between two checkpoints, with save_strategy="steps"
-    save_steps: float = setting(500, "(0, inf)", share=True)
+    save_steps: float = setting(500, "(0, inf)", share=True, reader="transformers")
     # checkpoints that are kept, older ones are deleted; None: all
-    save_total_limit: int | None = setting(None, "[1, inf)")
+    save_total_limit: int | None = setting(None, "[1, inf)", reader="checkpoint")
     # when the evaluation data are sampled and scored
-    eval_strategy: str = setting("no", ("no", "steps", "epoch"))
+    eval_strategy: str = setting("no", ("no", "steps", "epoch"), reader="trainer")
     # updates between two evaluations, with eval_strategy="steps"
-    eval_steps: float | None = setting(None, "(0, inf)", use="logging_steps", share=True)
+    eval_steps: float | None = setting(
+        None, "(0, inf)", use="logging_steps", share=True, reader="transformers"
+    )
     # completions sampled together on one device in an evaluation
-    per_device_eval_batch_size: int = setting(8, "[1, inf)")
+    per_device_eval_batch_size: int = setting(8, "[1, inf)", reader="evaluation")
     # completions of one prompt in an evaluation; 1 is enough for an average
-    num_generations_eval: int | None = setting(None, "[1, inf)", use="num_generations")
-    eval_on_start: bool = setting(False)  # evaluate before the first update too
+    num_generations_eval: int | None = setting(
+        None, "[1, inf)", use="num_generations", reader="evaluation"
+    )
+    eval_on_start: bool = setting(False, reader="trainer")  # evaluate before the first update too
     # no evaluation before this many updates (or epochs, with eval_strategy="epoch")
-    eval_delay: float = setting(0.0, "[0, inf)")
+    eval_delay: float = setting(0.0, "[0, inf)", reader="transformers")
     # end with the weights of the checkpoint whose evaluation was best
-    load_best_model_at_end: bool = setting(False)
+    load_best_model_at_end: bool = setting(False, reader="trainer")
     # what "best" means: a name of the log, with or without "eval_"
     # None: "reward"
-    metric_for_best_model: str | None = setting(None)
+    metric_for_best_model: str | None = setting(None, reader="trainer")
     # False for a metric that should fall; None: True, except for a name that ends in "loss"
-    greater_is_better: bool | None = setting(None)
+    greater_is_better: bool | None = setting(None, reader="trainer")
 
     def check(self):
         self.output_dir = os.path.expanduser(self.output_dir)  # as transformers' TrainingArguments
@@ -1040,66 +1043,54 @@ class HubSettings(Settings):
     "Whether and where a run uploads what it saves."
 
     # upload to the Hugging Face Hub; a repository is made when the trainer is
-    push_to_hub: bool = setting(False)
+    push_to_hub: bool = setting(False, reader="hub")
     # the repository, "name" or "owner/name"; None: the name of output_dir
-    hub_model_id: str | None = setting(None)
+    hub_model_id: str | None = setting(None, reader="hub")
     # "every_save": the model, with each checkpoint and at the end; "checkpoint": and the newest
     # checkpoint, in last-checkpoint; "all_checkpoints": and all of them; "end": only what
     # save_model() and push_to_hub() are called for
     hub_strategy: str = setting(
-        "every_save", ("end", "every_save", "checkpoint", "all_checkpoints")
+        "every_save", ("end", "every_save", "checkpoint", "all_checkpoints"), reader="hub"
     )
     # for writing; None: that of HF_TOKEN or of `hf auth login`. It is never printed or stored
-    hub_token: str | None = setting(None)
+    hub_token: str | None = setting(None, reader="hub")
     # whether a new repository is private; None: as its owner has set it
-    hub_private_repo: bool | None = setting(None)
+    hub_private_repo: bool | None = setting(None, reader="hub")
     # the branch that is written, made if it is not there; None: main
-    hub_revision: str | None = setting(None)
+    hub_revision: str | None = setting(None, reader="hub")
     # upload a checkpoint although the one before is still on its way
-    hub_always_push: bool = setting(False)
+    hub_always_push: bool = setting(False, reader="hub")
 
 # %% ../../nbs/training/01_config.ipynb #fd03895f
 REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None the type})
     (
-        (
-            "reward functions receive every column of the dataset; drop columns with "
-            "dataset.remove_columns."
-        ),
+        "reward functions receive every column of the dataset; drop columns with "
+        "dataset.remove_columns.",
         {"remove_unused_columns": False},
     ),
     (
-        (
-            "a grammar forbids tokens to the sampler alone, and the loss would still count them; "
-            "let a reward function judge the form."
-        ),
+        "a grammar forbids tokens to the sampler alone, and the loss would still count them; "
+        "let a reward function judge the form.",
         {"vllm_structured_outputs_regex": str},
     ),
     (
-        (
-            "completions are drawn by this library's own sampler; its settings are temperature, "
-            "top_p, top_k, min_p, repetition_penalty and max_completion_length."
-        ),
+        "completions are drawn by this library's own sampler; its settings are temperature, "
+        "top_p, top_k, min_p, repetition_penalty and max_completion_length.",
         {"cache_implementation": str},
     ),
     (
-        (
-            "optimizers that project the gradients of chosen modules are not made here; pass "
-            "optimizers=(optimizer, scheduler) to GRPOTrainer."
-        ),
+        "optimizers that project the gradients of chosen modules are not made here; pass "
+        "optimizers=(optimizer, scheduler) to GRPOTrainer.",
         {"optim_target_modules": None | str | list[str]},
     ),
     (
-        (
-            "a smaller batch would no longer hold whole groups; lower "
-            "per_device_train_batch_size and raise gradient_accumulation_steps instead."
-        ),
+        "a smaller batch would no longer hold whole groups; lower per_device_train_batch_size "
+        "and raise gradient_accumulation_steps instead.",
         {"auto_find_batch_size": False},
     ),
     (
-        (
-            "evaluation computes in the precision of the training (bf16, fp16); matrix products "
-            "in TF32 are torch.set_float32_matmul_precision's business."
-        ),
+        "evaluation computes in the precision of the training (bf16, fp16); matrix products in "
+        "TF32 are torch.set_float32_matmul_precision's business.",
         {"bf16_full_eval": False, "fp16_full_eval": False, "tf32": bool},
     ),
     (
@@ -1111,19 +1102,23 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None
             "average_tokens_across_devices": True,
         },
     ),
-    ("a run goes on where it stood in the data.", {"ignore_data_skip": False}),
     (
-        (
-            "processes share rows and, with `fsdp`, weights: `torchrun` or `accelerate launch`; "
-            "there is no other way of splitting a model."
-        ),
+        "a run goes on where it stood in the data.",
+        {"ignore_data_skip": False},
+    ),
+    (
+        "processes share rows and, with `fsdp`, weights: `torchrun` or `accelerate launch`; "
+        "there is no other way of splitting a model.",
         {
             "parallelism_config": dict,
             "deepspeed": dict | str | None,
             "ds3_gather_for_generation": True,
         },
     ),
-    ("completions are stored beside the log, in output_dir.", {"log_completions_hub_repo": str}),
+    (
+        "completions are stored beside the log, in output_dir.",
+        {"log_completions_hub_repo": str},
+    ),
     (
         "a checkpoint is written by the process that leads, with the state of all of them.",
         {
@@ -1137,10 +1132,8 @@ REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None
         {"resume_from_checkpoint": str},
     ),
     (
-        (
-            "torch.use_deterministic_algorithms is the script's to call; on a CPU a run is "
-            "deterministic anyway."
-        ),
+        "torch.use_deterministic_algorithms is the script's to call; on a CPU a run is "
+        "deterministic anyway.",
         {"full_determinism": False},
     ),
 ]
@@ -1154,40 +1147,35 @@ IGNORED_BY_REASON = [
     (
         "the sampler always keeps keys and values, and drops finished rows as it goes",
         {
-            "use_cache": False,
-            "use_transformers_continuous_batching": False,
+            **dict.fromkeys(
+                "use_cache use_transformers_continuous_batching use_transformers_paged".split(),
+                False,
+            ),
             "transformers_continuous_batching_config": dict | str | None,
-            "use_transformers_paged": False,
         },
     ),
     (
-        (
-            "log-probs are computed from chunks of the hidden states anyway; mini_batch and "
-            "logit_chunk_multiplier set the chunks"
-        ),
+        "log-probs are computed from chunks of the hidden states anyway; mini_batch and "
+        "logit_chunk_multiplier set the chunks",
         {"use_liger_kernel": False, "liger_kernel_config": dict},
     ),
     (
-        (
-            "the model is not compiled as a whole, because completions have another length at "
-            "every step"
-        ),
+        "the model is not compiled as a whole, because completions have another length at every"
+        " step",
         {"torch_compile": False, "torch_compile_backend": str, "torch_compile_mode": str},
     ),
     (
-        (
-            "prompts are looked up by their row number in the dataset, without a loader and "
-            "without worker processes"
-        ),
+        "prompts are looked up by their row number in the dataset, without a loader and without"
+        " worker processes",
         {
             "accelerator_config": dict | str | None,
             "dataloader_drop_last": False,
+            "dataloader_persistent_workers": False,
             "dataloader_num_workers": 0,
             "dataloader_pin_memory": True,
-            "dataloader_persistent_workers": False,
+            "dataloader_in_order": True,
             "dataloader_prefetch_factor": int,
             "dataloader_multiprocessing_context": str,
-            "dataloader_in_order": True,
             "pad_to_multiple_of": "auto",
             "length_column_name": "length",
         },
@@ -1196,10 +1184,10 @@ IGNORED_BY_REASON = [
         "gradients are summed once an update, without DistributedDataParallel",
         {
             "local_rank": -1,
-            "ddp_find_unused_parameters": bool,
+            **dict.fromkeys(
+                "ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph".split(), bool
+            ),
             "ddp_bucket_cap_mb": int,
-            "ddp_broadcast_buffers": bool,
-            "ddp_static_graph": bool,
             "ddp_backend": str,
             "ddp_timeout": 1800,
         },
@@ -1208,36 +1196,32 @@ IGNORED_BY_REASON = [
         "an evaluation samples and scores: there are no labels and no losses to gather",
         {
             "label_names": list[str],
-            "prediction_loss_only": False,
+            **dict.fromkeys(
+                "prediction_loss_only batch_eval_metrics eval_use_gather_object".split(), False
+            ),
             "include_for_metrics": [],
-            "batch_eval_metrics": False,
             "eval_do_concat_batches": True,
-            "eval_use_gather_object": False,
             "eval_accumulation_steps": int,
         },
     ),
     (
         "the script asks for what it wants by calling trainer.train() and trainer.evaluate()",
-        {"do_train": False, "do_eval": False, "do_predict": False},
+        {**dict.fromkeys("do_train do_eval do_predict".split(), False)},
     ),
     (
-        (
-            "the log has the tokens, the peak memory and finite numbers at every line; trackers "
-            "store under output_dir"
-        ),
+        "the log has the tokens, the peak memory and finite numbers at every line; trackers "
+        "store under output_dir",
         {
-            "logging_nan_inf_filter": True,
-            "log_on_each_node": True,
+            **dict.fromkeys(["logging_nan_inf_filter", "log_on_each_node"], True),
+            **dict.fromkeys(["skip_memory_metrics", "log_multimodal"], True),
             "log_level": "passive",
             "log_level_replica": "warning",
             "include_num_input_tokens_seen": "no",
-            "skip_memory_metrics": True,
             "debug": "",
-            "logging_dir": str,
-            "log_multimodal": True,
-            "trackio_space_id": str,
-            "trackio_bucket_id": str,
-            "trackio_static_space_id": str,
+            **dict.fromkeys(
+                "logging_dir trackio_space_id trackio_bucket_id trackio_static_space_id".split(),
+                str,
+            ),
         },
     ),
     (
@@ -1308,16 +1292,10 @@ SAMPLING = {  # attribute of a SamplingParams, vLLM's or ours -> setting
 }
 
 
-NOT_SAMPLED = (  # attributes that ask for another sampler
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "logit_bias",
-    "bad_words",
-    "logits_processors",
-    "structured_outputs",
-    "guided_decoding",
-    "prompt_logprobs",
+# attributes that ask for another sampler
+NOT_SAMPLED = tuple(
+    """presence_penalty frequency_penalty min_tokens logit_bias bad_words logits_processors
+    structured_outputs guided_decoding prompt_logprobs""".split()
 )
 
 

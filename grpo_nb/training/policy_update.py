@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..algorithm.batching import BatchLayout
 from grpo_nb.algorithm.losses import (
+    LOSS_DEFAULTS,
     WINDOW_TOKEN_LOSSES,
     LossOutput,
     grpo_loss,
@@ -465,24 +466,9 @@ class UpdateLogps(ArrangedUpdate):
             return self.weights.call(policy, compute)
 
 # %% ../../nbs/training/12_policy_update.ipynb #cbf47e24
-LOSS_SETTINGS = (  # handed to grpo_loss as they are
-    "beta",
-    "delta",
-    "dppo_divergence",
-    "dppo_threshold",
-    "epsilon",
-    "importance_sampling_level",
-    "loss_type",
-    "max_completion_length",
-    "off_policy_mask_threshold",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "use_bias_correction_kl",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-)
+# handed to grpo_loss as they are; the other two have been applied
+LOSS_SETTINGS = LOSS_DEFAULTS.keys() - {"epsilon_high", "top_entropy_quantile"}
+LOSS_SETTINGS |= {"use_bias_correction_kl"}
 
 # %% ../../nbs/training/12_policy_update.ipynb #df4bc155
 class UpdateLoss(UpdateLogps):
