@@ -14,6 +14,7 @@ from trl.data_utils import is_conversational as trl_is_conversational
 
 from grpo_nb.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from grpo_nb.training.data import (
+    check_columns,
     check_dataset,
     check_evaluation_data,
     check_long_prompts,
@@ -100,6 +101,11 @@ def test_prompts_are_tokenized_as_by_trls_trainer(prompt, name):
         and all(type(token) is int for token in ids)
     )
     assert is_conversational(prompt) == trl_is_conversational({"prompt": prompt})
+
+
+def test_a_column_whose_name_is_no_text_is_refused():
+    with pytest.raises(ValueError, match="has a column 5, a int, .* call it '5', or drop it"):
+        check_columns(["prompt", 5])
 
 
 def test_variables_reach_the_template():
