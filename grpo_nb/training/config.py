@@ -1147,11 +1147,10 @@ IGNORED_BY_REASON = [
     (
         "the sampler always keeps keys and values, and drops finished rows as it goes",
         {
-            **dict.fromkeys(
-                "use_cache use_transformers_continuous_batching use_transformers_paged".split(),
-                False,
-            ),
+            "use_cache": False,
+            "use_transformers_continuous_batching": False,
             "transformers_continuous_batching_config": dict | str | None,
+            "use_transformers_paged": False,
         },
     ),
     (
@@ -1170,12 +1169,12 @@ IGNORED_BY_REASON = [
         {
             "accelerator_config": dict | str | None,
             "dataloader_drop_last": False,
-            "dataloader_persistent_workers": False,
             "dataloader_num_workers": 0,
             "dataloader_pin_memory": True,
-            "dataloader_in_order": True,
+            "dataloader_persistent_workers": False,
             "dataloader_prefetch_factor": int,
             "dataloader_multiprocessing_context": str,
+            "dataloader_in_order": True,
             "pad_to_multiple_of": "auto",
             "length_column_name": "length",
         },
@@ -1184,10 +1183,10 @@ IGNORED_BY_REASON = [
         "gradients are summed once an update, without DistributedDataParallel",
         {
             "local_rank": -1,
-            **dict.fromkeys(
-                "ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph".split(), bool
-            ),
+            "ddp_find_unused_parameters": bool,
             "ddp_bucket_cap_mb": int,
+            "ddp_broadcast_buffers": bool,
+            "ddp_static_graph": bool,
             "ddp_backend": str,
             "ddp_timeout": 1800,
         },
@@ -1196,11 +1195,11 @@ IGNORED_BY_REASON = [
         "an evaluation samples and scores: there are no labels and no losses to gather",
         {
             "label_names": list[str],
-            **dict.fromkeys(
-                "prediction_loss_only batch_eval_metrics eval_use_gather_object".split(), False
-            ),
+            "prediction_loss_only": False,
             "include_for_metrics": [],
+            "batch_eval_metrics": False,
             "eval_do_concat_batches": True,
+            "eval_use_gather_object": False,
             "eval_accumulation_steps": int,
         },
     ),
@@ -1212,16 +1211,18 @@ IGNORED_BY_REASON = [
         "the log has the tokens, the peak memory and finite numbers at every line; trackers "
         "store under output_dir",
         {
-            **dict.fromkeys(["logging_nan_inf_filter", "log_on_each_node"], True),
-            **dict.fromkeys(["skip_memory_metrics", "log_multimodal"], True),
+            "logging_nan_inf_filter": True,
+            "log_on_each_node": True,
             "log_level": "passive",
             "log_level_replica": "warning",
             "include_num_input_tokens_seen": "no",
+            "skip_memory_metrics": True,
             "debug": "",
-            **dict.fromkeys(
-                "logging_dir trackio_space_id trackio_bucket_id trackio_static_space_id".split(),
-                str,
-            ),
+            "logging_dir": str,
+            "log_multimodal": True,
+            "trackio_space_id": str,
+            "trackio_bucket_id": str,
+            "trackio_static_space_id": str,
         },
     ),
     (
