@@ -21,9 +21,9 @@ NOISE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # what may only fall; an issue that asks for a feature says by how much one may rise
 CEILINGS = {
-    "code lines": 44_290,
+    "code lines": 44_230,
     "functions over 60 lines": 15,
-    "export cells over 60 lines": 184,
+    "export cells over 60 lines": 183,
     "notebooks": 148,
     "first cells over 11 lines": 0,
     "words in README": 1_200,
