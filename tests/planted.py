@@ -91,7 +91,10 @@ FAULTS = [  # module, its line, what stands there instead; the tests are those o
     ("training.checkpoint", "in reversed(self.own):", "in self.own:"),
 ]
 BESIDE = {  # tests of other names
-    "training.checkpoint": ["tests/training/test_going_on.py"],
+    "training.checkpoint": [
+        "tests/training/test_going_on.py",
+        "tests/training/test_damaged_checkpoints.py",
+    ],
     "training.collect": ["tests/training/test_prompt_choice.py"],
 }
 
@@ -120,7 +123,9 @@ def outcome(home: Path, module: str) -> tuple[int, str]:
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
         sys.path.insert(0, str(home))
-        status = pytest.main(["-x", "-q", "-n0", "-pno:cacheprovider", *tests_of(module)])
+        # runs that are killed at random moments find little, and take long
+        words = ["-x", "-q", "-n0", "-pno:cacheprovider", "-knot random_moments"]
+        status = pytest.main([*words, *tests_of(module)])
         sys.stdout.flush()
         os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read_text()

@@ -37,6 +37,7 @@ from grpo_nb.training.checkpoint import (
     newest_whole_checkpoint,
     remove_old_checkpoints,
     set_aside,
+    shared_out,
     truncate_log,
     write_manifest,
 )
@@ -1085,3 +1086,11 @@ def test_a_checkpoint_of_transformers_is_called_that(tmp_path):
         assert f"GRPOTrainer({str(folder)!r}, ...)" in said
     trainer = small_trainer(tmp_path / "on", model=str(folder))
     assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_no_token_is_lost_or_counted_twice_by_another_number_of_processes(processes):
+    entries = [{"state": {"tokens": n, "cycle": 5}, "callbacks": {}} for n in (30, 4)]
+    shared = shared_out(entries, processes)
+    assert len(shared) == processes and sum(one["state"]["tokens"] for one in shared) == 34
+    assert all(one["state"]["cycle"] == 5 and one.keys() == entries[0].keys() for one in shared)
