@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['KEEPER', 'LAUNCHERS', 'TRIED', 'HAS_VLLM', 'start_kept', 'end_kept', 'check_vllm', 'vllm_command', 'vllm_environment',
-           'bytes_served', 'check_share', 'doubt_of_weights', 'free_port', 'release_cache', 'ColocatedVLLM']
+           'bytes_served', 'check_share', 'doubt_of_weights', 'free_port', 'release_cache', 'ColocatedVLLM',
+           'check_one_vllm', 'VLLMOfRun']
 
 # %% ../../nbs/serving/06_colocated.ipynb #ae898514
 import gc
@@ -16,9 +17,11 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,10 @@ from ..model.memory_bytes import GiB
 from ..model.memory_fit import VLLM_GRAPHS, rank_flag
 from ..model.packed import PackedWeight
 from ..rollout.read_layers import in_four_bits
+from .adapter_versions import served_config
 from .addresses import ServerError
 from .server import VLLMServer
+from .whole_weights import check_whole
 
 # %% ../../nbs/serving/06_colocated.ipynb #b3a44826
 KEEPER = """
@@ -344,3 +349,120 @@ class ColocatedVLLM(VLLMServer):
                 super().close()
             finally:
                 self.end()
+
+# %% ../../nbs/serving/06_colocated.ipynb #2a8e7c77
+def check_one_vllm(
+    config: Any,  # a GRPOConfig with use_vllm
+    rollout_func: Any,
+    num_processes: int,
+    whole: bool,  # all weights train, and not an adapter
+) -> None:  # ValueError
+    "Refuse vLLM beside a function that draws, and settings that contradict each other."
+    if rollout_func is not None:
+        raise ValueError(
+            "rollout_func draws the completions, so use_vllm=True would start a vLLM that nobody "
+            "asks: leave use_vllm out, or rollout_func"
+        )
+    if config.vllm_mode == "colocate" and num_processes > 1:
+        raise ValueError(
+            f"vllm_mode='colocate' starts one vLLM for one process, and the run has "
+            f"{num_processes}: start servers and set vllm_mode='server'"
+        )
+    if whole and config.max_staleness:
+        raise ValueError(
+            f"max_staleness={config.max_staleness} draws while the weights move, and whole weights "
+            "are replaced on a server in place: train a LoRA adapter, of which it holds several "
+            "versions, or set max_staleness=0"
+        )
+    if config.vllm_enable_sleep_mode and config.max_staleness:
+        raise ValueError(
+            "vllm_enable_sleep_mode has vLLM sleep while the trainer trains, and max_staleness "
+            "has it draw then: leave one of them out"
+        )
+
+# %% ../../nbs/serving/06_colocated.ipynb #ca298e17
+class VLLMOfRun:
+    "Makes what a run draws from with use_vllm: servers that run already, or one that starts here."
+
+    def __init__(
+        self,
+        config: Any,  # a GRPOConfig
+        model: Any,  # that is trained
+        device: torch.device,
+        computed: torch.dtype | None,  # the format of products; None: that of the weights
+        drawn: int,  # completions that the run draws at once
+        processes: tuple[int, int] = (0, 1),  # the number of this one, and of all
+    ):
+        self.config, self.model, self.device = config, model, device
+        self.drawn, (self.process, self.processes) = drawn, processes
+        self.whole = not hasattr(model, "peft_config")
+        self.dtype = computed or model.dtype if self.whole else model.dtype
+
+    def made(
+        self,
+        rollout_func: Any,  # of the trainer, which is refused
+        share: Callable[[Any], Any],  # what the first process has, in all of them
+        **others: Any,  # tokenizer and stop_token_ids
+    ) -> VLLMServer:
+        "The servers, connected, or the one that is not started yet."
+        config = self.config
+        if self.whole:
+            check_whole(self.model)
+        rank = None if self.whole else served_config(self.model).r
+        check_one_vllm(config, rollout_func, self.processes, self.whole)
+        others |= dict(
+            folder=Path(config.output_dir) / ".vllm_adapters",
+            max_loras=config.max_staleness + 2,
+            timeout_s=config.vllm_request_timeout,
+            wait_s=config.vllm_server_timeout,
+            device=self.device,
+            whole=self.whole,
+            dtype=self.dtype,
+        )
+        if config.vllm_mode == "server":
+            key, urls = config.vllm_server_api_key, config.server_urls()
+            return VLLMServer(urls, api_key=key, process=self.process, share=share, **others)
+        if doubt := doubt_of_weights(self.model):
+            warnings.warn(doubt, stacklevel=2)
+        return ColocatedVLLM(
+            partial(self.words, rank, others["max_loras"]),
+            log=Path(config.output_dir) / "vllm.log",
+            sleeps=config.vllm_enable_sleep_mode,
+            same_python=config.vllm_python is None,
+            start=False,
+            **others,
+        )
+
+    def words(self, rank: int | None, max_loras: int, port: int) -> list[str]:
+        "The command that starts a vLLM for this run."
+        config, share = self.config, self.config.vllm_gpu_memory_utilization
+        check_vllm(config.vllm_python)
+        gpus = config.vllm_tensor_parallel_size
+        check_share(self.model, share, self.device, self.dtype, gpus)
+        name = self.model.config._name_or_path
+        if not name:
+            raise ValueError(
+                "the model came from no folder and no name, so vLLM cannot load it: save it with "
+                "save_pretrained and load it from there, or start a server and set "
+                "vllm_mode='server'"
+            )
+        return vllm_command(
+            name,
+            port,
+            python=config.vllm_python,
+            rank=rank,
+            max_loras=max_loras,
+            memory_share=share,
+            max_length=config.vllm_max_model_length,
+            rows=self.rows(),
+            gpus=gpus,
+            model_impl=config.vllm_model_impl,
+            dtype=str(self.dtype).removeprefix("torch."),
+            sleeps=config.vllm_enable_sleep_mode,
+        )
+
+    def rows(self) -> int:
+        "Completions that such a vLLM draws at once: 64 at least, and what vLLM takes."
+        drawn = self.drawn * (1 + self.config.max_staleness)
+        judged = self.config.per_device_eval_batch_size * self.processes
+        return min(max(64, drawn, judged), 1024)

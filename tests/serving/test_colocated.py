@@ -30,7 +30,6 @@ from grpo_nb.serving.colocated import (
     vllm_command,
     vllm_environment,
 )
-from grpo_nb.training import trainer as trainer_module
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="vLLM runs on Linux and macOS")
 PARENT = """
@@ -191,7 +190,7 @@ def served(folder):
 
 
 def test_a_run_starts_its_server_lets_it_sleep_and_ends_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module.GRPOTrainer, "vllm_words", served(tmp_path))
+    monkeypatch.setattr(colocated.VLLMOfRun, "words", served(tmp_path))
     model, tokenizer = tiny_gpt_oss()
     config = small_config(
         tmp_path, use_vllm=True, vllm_enable_sleep_mode=True, max_steps=3, logging_first_step=True
@@ -223,7 +222,7 @@ def test_a_run_starts_its_server_lets_it_sleep_and_ends_it(tmp_path, monkeypatch
 
 
 def on_its_own_server(tmp_path, monkeypatch, **others):
-    monkeypatch.setattr(trainer_module.GRPOTrainer, "vllm_words", served(tmp_path))
+    monkeypatch.setattr(colocated.VLLMOfRun, "words", served(tmp_path))
     settings = dict(use_vllm=True, max_steps=1, max_staleness=others.pop("max_staleness", 0))
     model, tokenizer = tiny_gpt_oss()
     others |= dict(processing_class=tokenizer, peft_config=LoraConfig(target_modules=["q_proj"]))
@@ -279,10 +278,10 @@ def test_an_evaluation_after_a_run_leaves_no_server(tmp_path, monkeypatch):
 
 
 def test_a_run_asks_vllm_for_as_many_rows_as_it_draws(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "check_vllm", lambda python: None)
+    monkeypatch.setattr(colocated, "check_vllm", lambda python: None)
     commands = []
     monkeypatch.setattr(
-        trainer_module, "ColocatedVLLM", lambda command, **others: commands.append(command(7))
+        colocated, "ColocatedVLLM", lambda command, **others: commands.append(command(7))
     )
     model, tokenizer = tiny_gpt_oss()
     model.config._name_or_path = str(tmp_path)
@@ -310,7 +309,7 @@ def test_a_base_in_nf4_is_not_what_vllm_loads(tmp_path, monkeypatch):
     packed = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = packed
-    monkeypatch.setattr(trainer_module, "ColocatedVLLM", lambda *given, **others: None)
+    monkeypatch.setattr(colocated, "ColocatedVLLM", lambda *given, **others: None)
     config = small_config(tmp_path, use_vllm=True, vllm_python="no/such/python")
     model = add_adapters(model, 2, resolve_targets(model, ["k_proj"]))
     with pytest.warns(UserWarning, match="base model in NF4, and the vLLM .* in 16 bits"):

@@ -1,0 +1,32 @@
+"What a trainer refuses before a model is loaded, beside what the tests of the trainer ask."
+
+import pytest
+import transformers
+
+from grpo_nb import GRPOConfig
+from grpo_nb.training import trainer_checks as checks
+
+
+def test_callbacks_are_those_that_transformers_takes():
+    handler = transformers.trainer_callback.CallbackHandler([], None, None, None, None)
+    for one in (transformers.PrinterCallback, transformers.PrinterCallback()):
+        assert checks.check_callbacks((one,)) == [one]
+        handler.add_callback(one)
+    for given in (None, print, [print], [object()]):
+        with pytest.raises(ValueError, match="TrainerCallback"):
+            checks.check_callbacks(given)
+
+
+def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moved = checks.at_home(GRPOConfig(output_dir="run"))
+    assert moved.output_dir == str(tmp_path / "run") and checks.at_home(moved) is moved
+
+
+def test_a_metric_of_one_of_several_sets_is_named():
+    config = GRPOConfig(eval_strategy="epoch", save_strategy="best", metric_for_best_model="reward")
+    checks.check_evaluation(config, [1])
+    with pytest.raises(ValueError, match="say which, for instance a_reward"):
+        checks.check_evaluation(config, {"a": [1]})
+    with pytest.raises(ValueError, match="there is no eval_dataset"):
+        checks.check_evaluation(config, None)
