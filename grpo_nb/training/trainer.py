@@ -126,9 +126,7 @@ class Given:
                 train_dataset, self.environments, self.config, self.layout
             )
         self.train_dataset = check_dataset(train_dataset) if train_dataset is not None else None
-        self.eval_dataset = (
-            check_evaluation_data(eval_dataset) if eval_dataset is not None else None
-        )
+        self.eval_dataset = None if eval_dataset is None else check_evaluation_data(eval_dataset)
         if isinstance(self.train_dataset, StreamedRows) and self.config.max_steps < 1:
             raise ValueError(
                 "train_dataset is a stream, whose end is not known, so the run needs one: set "
@@ -207,11 +205,9 @@ class Drawing(Weighed):
     def make_sampler(self, rollout_func: Callable | Sampler | None) -> Sampler:
         "The sampler: the engine, on the tensors that are trained, or `rollout_func`."
         config, quiet = self.config, self.config.disable_tqdm
-        engine = (
-            partial(sharding.GatheredEngine, weights=self.weights)
-            if self.sharding
-            else RolloutEngine
-        )
+        engine = RolloutEngine
+        if self.sharding:
+            engine = partial(sharding.GatheredEngine, weights=self.weights)
         self.engine = engine(
             self.model,
             self.tokenizer,
@@ -348,13 +344,8 @@ class Reporting(Parts):
             tell=self.tell,
             weights=self.weights,
         )
-        self.leaving = Leaving(
-            accelerator,
-            self.checkpointer,
-            self.state,
-            self.weights.let_go,
-            lambda: self.one_run.lost,
-        )
+        stands = accelerator, self.checkpointer, self.state
+        self.leaving = Leaving(*stands, self.weights.let_go, lambda: self.one_run.lost)
 
     def tell(self, event: str) -> None:
         "Call the method `event` of every callback, `on_save` for instance."
@@ -427,9 +418,7 @@ class Judged(Framed):
         metric_key_prefix: str = "eval",  # before the names; one of several data sets adds its own
     ) -> dict[str, float]:  # eval_reward, eval_rewards/NAME/mean, eval_completions/...
         "Sample and score every row of the evaluation data."
-        rows = (
-            check_evaluation_data(eval_dataset) if eval_dataset is not None else self.eval_dataset
-        )
+        rows = self.eval_dataset if eval_dataset is None else check_evaluation_data(eval_dataset)
         if rows is None:
             raise ValueError("there is no eval_dataset: pass one here or to the constructor")
         if isinstance(rows, dict):

@@ -36,7 +36,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.rollout import sampling
-from grpo_nb.training import trainer as trainer_module
+from grpo_nb.training import reporting
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.rewards import RewardError
 
@@ -1671,6 +1671,6 @@ def test_bars_of_other_threads_do_not_stop_a_sentence(monkeypatch, capsys):
     def changed(sentence):
         raise RuntimeError("Set changed size during iteration")
 
-    monkeypatch.setattr(trainer_module.tqdm, "write", changed)
-    trainer_module.say("a checkpoint is being written")
+    monkeypatch.setattr(reporting.tqdm, "write", changed)
+    reporting.say("a checkpoint is being written")
     assert capsys.readouterr().out == "a checkpoint is being written\n"
