@@ -23,7 +23,7 @@ SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 CEILINGS = {
     "code lines": 44_230,
     "functions over 60 lines": 15,
-    "export cells over 60 lines": 183,
+    "export cells over 60 lines": 181,
     "notebooks": 149,
     "first cells over 11 lines": 0,
     "words in README": 1_200,
