@@ -21,7 +21,7 @@ NOISE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # what may only fall; an issue that asks for a feature says by how much one may rise
 CEILINGS = {
-    "code lines": 44_230,
+    "code lines": 44_210,
     "functions over 60 lines": 15,
     "export cells over 60 lines": 181,
     "notebooks": 149,
