@@ -98,7 +98,7 @@ def _read_run(
         )
     return {"seed": seed, "steps": None, "save_steps": None}
 
-
+# %% ../nbs/91_cli.ipynb #bbdd2c83
 def _prepare(
     out: Path,  # absolute
     resume: bool,  # go on with the run that is in `out`
@@ -182,7 +182,7 @@ def demo(
         _tell(f"grpo-nb demo: {error}", sys.stderr)
         return 2
 
-
+# %% ../nbs/91_cli.ipynb #06eb2da4
 def _carry_out(
     args: argparse.Namespace,  # out, resume, quiet
     run: dict,  # from `_prepare`
@@ -357,7 +357,7 @@ def _listening(args: argparse.Namespace):
         raise
     return server
 
-
+# %% ../nbs/91_cli.ipynb #da1c8f06
 def serve(
     args: argparse.Namespace,  # model, host, port, api_key, lora_dir, max_loras, ...
 ) -> int:  # exit status: 2 for a bad start, 130 after Ctrl-C, 143 after SIGTERM
@@ -520,7 +520,7 @@ def _plan_made(
     setup = recipes.setup_of_recipe(recipe, card, args.cards, args.samplers)
     return planner.plan_of(setup), recipe
 
-
+# %% ../nbs/91_cli.ipynb #653bc96f
 def _starts(
     made,  # the Plan
     recipe,  # that it is of, or None
@@ -583,7 +583,7 @@ def _print_plan(
     if not made.fits:
         print(f"\nFits with: {needed or 'no card that is known here; take a smaller model'}")
 
-
+# %% ../nbs/91_cli.ipynb #441d2200
 def plan(
     args: argparse.Namespace,  # from the parser below
 ) -> int:  # exit status: 0 it fits, 1 it does not, 2 for impossible values
@@ -859,7 +859,7 @@ def _one_server(model: str, told: dict) -> str:
     about = ", ".join([f"version {told['version']}", model, *held])
     return f"{told['url']}: {about}; {'; '.join(told['faults']) or 'a run can use it'}"
 
-
+# %% ../nbs/91_cli.ipynb #151f9fa4
 def _vllm_of(python: str) -> tuple[str, bool]:
     "The version of vLLM in another environment, and whether there is one."
     try:
@@ -926,7 +926,7 @@ def _lines(
                 )
     return lines
 
-
+# %% ../nbs/91_cli.ipynb #d6a993cd
 def doctor(
     args: argparse.Namespace,  # json: print the report as JSON; server, api_key, vllm_python
     # exit status: 0, or 1 if something that is required is missing or too old, or a server that was
@@ -1098,7 +1098,7 @@ def _add_plan(commands) -> None:
     )
     p.set_defaults(run=plan, parser=p)
 
-
+# %% ../nbs/91_cli.ipynb #3a61fcd4
 def _add_train(
     commands,  # of argparse
     words: list[str],  # of the command line
@@ -1134,7 +1134,7 @@ def _add_train(
         add_flags(p)
     p.set_defaults(run=train, parser=p, words=words)
 
-
+# %% ../nbs/91_cli.ipynb #1784a1c4
 def _add_serve(commands) -> None:
     "The arguments of `grpo-nb serve`, under vLLM's names."
     about = (
@@ -1191,7 +1191,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help says what there is)\n")
 
-
+# %% ../nbs/91_cli.ipynb #d88db687
 def _parser(
     words: list[str],  # of the command line
 ) -> argparse.ArgumentParser:
@@ -1277,7 +1277,7 @@ def _parser(
     two.set_defaults(run=doctor, parser=two)
     return parser
 
-
+# %% ../nbs/91_cli.ipynb #878bc793
 def _unrecognised(
     args: argparse.Namespace,  # what was recognised
     unknown: list[str],  # words

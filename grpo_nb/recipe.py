@@ -303,7 +303,7 @@ def check_complete(
                 f"{name} is missing: write it into the recipe, or give --{name} behind the command."
             )
 
-
+# %% ../nbs/88_recipe.ipynb #d51a8c38
 def read_recipe(
     path: str | Path | None = None,  # of a file in YAML; None: flags alone
     words: dict[str, str | list[str]] | None = None,  # flag -> what stands behind it
@@ -396,7 +396,7 @@ def add_flags(
             f"--{name}", nargs="?", const="true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
 
-
+# %% ../nbs/88_recipe.ipynb #e75dfcc5
 def underscored(
     words: Iterable[str],  # of a command line
 ) -> list[str]:
@@ -465,7 +465,7 @@ def module_of(
         sys.path.append(os.getcwd())
     return importlib.import_module(place)
 
-
+# %% ../nbs/88_recipe.ipynb #f3404978
 def no_such_reward(
     name: str,  # without a module
     of: str,  # the setting that holds it
@@ -525,7 +525,7 @@ def named_object(
     found = getattr(module, last)
     return found(**CALLED[name]) if name in CALLED else found
 
-
+# %% ../nbs/88_recipe.ipynb #cca687aa
 def made_by(
     name: str,  # of a function
     of: str,  # the setting that holds it, for errors
@@ -595,7 +595,7 @@ def drawn_by(
     name = "vllm_sleep" if config.vllm_enable_sleep_mode else "vllm"
     return {"sampler": name, "vllm_share": config.vllm_gpu_memory_utilization}
 
-
+# %% ../nbs/88_recipe.ipynb #372f6a83
 def setup_of_recipe(
     recipe: Recipe,
     card: str | Card | None = None,  # None: the recipe's own
@@ -706,7 +706,7 @@ def lines_of_servers(
         n: value for n, value in lines.items() if setup.samplers and getattr(config, n) != value
     }
 
-
+# %% ../nbs/88_recipe.ipynb #8b9e4627
 def with_launch(
     text: str,  # of a recipe
     lines: list[str],  # the commands that start it, the trainer's last

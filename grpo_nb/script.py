@@ -116,7 +116,7 @@ def with_prompts(
         return rows.map(conversation, fn_kwargs=how)
     return [{**row, **conversation(row, **how)} for row in rows]
 
-
+# %% ../nbs/89_script.ipynb #d6194c5c
 def load_rows(
     data: DataSettings,
     split: str,  # dataset_train_split or dataset_test_split
@@ -255,7 +255,7 @@ def with_adapter(
     print(keep_adapter(present, lora_config(model, *numbers, **given)))
     return present
 
-
+# %% ../nbs/89_script.ipynb #6a4ea599
 def model_of(
     recipe: Recipe,
 ) -> tuple[Any, Any]:  # model, and its tokenizer or None

@@ -248,7 +248,7 @@ def _add_product(total, a, b):
     else:
         total.addmm_(a.T.to(total.dtype), b.to(total.dtype))
 
-
+# %% ../../nbs/algorithm/04_logprobs.ipynb #5aaa3593
 class _ChunkedLogProbs(torch.autograd.Function):
     """Log-probs (N,) and entropy (N,) of `index` under softmax(hidden @ lm_head.T + bias), chunk by
     chunk."""
@@ -305,7 +305,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         with torch.autocast(inputs[0].device.type, enabled=False):
             return *_recompute(ctx, *inputs, grad_logps, grad_entropy), *[None] * 7
 
-
+# %% ../../nbs/algorithm/04_logprobs.ipynb #9ebda782
 def _recompute(ctx, hidden, lm_head, bias, index, grad_logps, grad_entropy):
     "Gradients of hidden, head and bias; each chunk's logits are made again."
     head, bias_ = lm_head.to(ctx.dtype), bias if bias is None else bias.to(ctx.dtype)
@@ -383,7 +383,7 @@ def _product_dtype(hidden_states, lm_head):
         )
     return hidden_states.dtype
 
-
+# %% ../../nbs/algorithm/04_logprobs.ipynb #a07ae2c5
 def chunked_hidden_states_selective_log_softmax(
     hidden_states: torch.Tensor,  # (B, T, H), what the last layer hands to the head
     # (V, H), the head's weight, trained or frozen, its own or the embedding's
@@ -508,7 +508,7 @@ def choose_chunks(
         )
     )
 
-
+# %% ../../nbs/algorithm/04_logprobs.ipynb #762cc382
 def _nothing_fits(pieces, multiplier, states, needed, free):
     GiB = 2**30
     return (

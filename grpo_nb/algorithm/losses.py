@@ -716,7 +716,7 @@ def grpo_loss(
         metrics["entropy"] = masked_mean(entropies.detach(), mask)
     return LossOutput(loss, metrics, policy_loss)
 
-
+# %% ../../nbs/algorithm/02_losses.ipynb #d2cbbfdc
 LOSS_DEFAULTS = {  # setting -> its default; the names of all settings of a loss
     name: one.default
     for name, one in inspect.signature(grpo_loss).parameters.items()

@@ -320,7 +320,7 @@ def check_puzzles(
             f"operations is {operations!r}; give one or more of {' '.join(BINDING)}, as in '+-'"
         )
 
-
+# %% ../../nbs/environments/10_countdown.ipynb #4dc97642
 def countdown_problems(
     size: int,  # how many
     *,

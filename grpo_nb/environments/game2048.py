@@ -176,7 +176,7 @@ class GameRecord:
                 yield before
         yield game.board, game.score, None
 
-
+# %% ../../nbs/environments/12_game2048.ipynb #f9e0c951
 def play(
     strategy: Callable[
         [list[list[int]]], str

@@ -121,7 +121,7 @@ def word_problem(
         sentences.append(f"How many {things} does {name} have now?")
     return " ".join(sentences), "\n".join([*worked, f"#### {have}"])
 
-
+# %% ../../nbs/environments/03_gsm8k.ipynb #327cc3c7
 def word_problems(
     seed: int = 0,  # of everything
     count: int = 400,  # problems, all different

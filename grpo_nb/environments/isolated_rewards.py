@@ -287,7 +287,7 @@ def run_awaitable(awaitable: Any) -> Any:
 
     return asyncio.run(wait())
 
-
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #4523a782
 def run_worker(
     target: str,  # "module:name"
     prepare: str,  # the same, of what is called first; empty: nothing
@@ -350,7 +350,7 @@ def descendants(
 class TrainerEnded(Exception):
     "The training process of this watchdog has ended."
 
-
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #c6fdebde
 class Watchdog:
     "Starts a worker, passes questions on to it, and ends it at the deadline."
 
@@ -484,7 +484,7 @@ class Watchdog:
             else f"its process ended itself with exit code {code}"
         )
 
-
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #cd14cc6e
 def run_watchdog(
     target: str,  # "module:name"
     prepare: str,  # the same, or empty
@@ -527,7 +527,7 @@ def close_watchdog(
         process.kill()
         process.wait()
 
-
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #ee119dff
 class WorkerProcess:
     "The training process's end of the pipes to a watchdog and its worker."
 

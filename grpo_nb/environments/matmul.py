@@ -264,7 +264,7 @@ def judge_program(
         ]
     return compared(program, errors, timing)
 
-
+# %% ../../nbs/environments/13_matmul.ipynb #02823637
 def compared(
     program: Program,
     errors: list[tuple[float, float, str | None]],  # of each case, as `answer_errors`

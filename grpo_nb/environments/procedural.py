@@ -222,7 +222,7 @@ def task_score(
     except Exception:
         return 0.0
 
-
+# %% ../../nbs/environments/11_procedural.ipynb #1ecd3e09
 def explain_task(
     text: str,
     /,
@@ -344,7 +344,7 @@ def check_mixture(
             f"size is {size} and there are {len(tasks)} tasks: give at least one row to each"
         )
 
-
+# %% ../../nbs/environments/11_procedural.ipynb #87c800c6
 def procedural(
     tasks: str | Task | list[str | Task],  # one task, or several to be mixed by their weights
     *,

@@ -30,7 +30,7 @@ def check_arguments(
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
     ]
 
-
+# %% ../../nbs/environments/04_rubric.ipynb #db4dc5bf
 class Rubric:
     "Several small criteria that together are one reward function."
 

@@ -1037,7 +1037,7 @@ def empty_like(function: Callable) -> Callable:
         return replace(function, source="def nothing(*args): pass", entry="nothing")
     return lambda *args: None
 
-
+# %% ../../nbs/environments/07_sandbox.ipynb #7986c955
 def summary(calls: list, loops: int, overhead: float) -> dict:
     "What a benchmark reports: a trial counts if all its calls gave a value."
     trials = [calls[i : i + loops] for i in range(0, len(calls), loops)]

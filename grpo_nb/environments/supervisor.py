@@ -186,7 +186,7 @@ class Reader:
             found[key] = item
         return found
 
-
+# %% ../../nbs/environments/08_supervisor.ipynb #e0b26c9e
 def decode(
     data: bytes,  # from anywhere
 ):  # what `encode` was given; raises Unsendable, and nothing else, whatever the bytes are
@@ -267,7 +267,7 @@ class Part(types.ModuleType):
             f"{', '.join(sorted(n for n in vars(self) if not n.startswith('__')))}"
         )
 
-
+# %% ../../nbs/environments/08_supervisor.ipynb #bfe6b8c8
 def part_of(
     module,
     names: list[str],  # its harmless attributes; those that this Python does not have are left out
@@ -710,7 +710,7 @@ def outcome(
         return kind_of(error), describe(error)
     return b"m", b"out of memory"
 
-
+# %% ../../nbs/environments/08_supervisor.ipynb #94a84a00
 def run_program(
     names: dict,  # the program's global names
     printed: PrintCounter,
@@ -750,7 +750,7 @@ def processor_ns(pid: int) -> int:  # 0 where the system does not say
     except (OSError, OverflowError, AttributeError):
         return 0
 
-
+# %% ../../nbs/environments/08_supervisor.ipynb #abfe254e
 class Program:
     "A process that runs a program, seen from the supervisor."
 
@@ -1031,7 +1031,7 @@ def try_protections(protections: Protections):
     except Unsendable:
         protections.missing["syscalls"] = "Python does not run behind the filter"
 
-
+# %% ../../nbs/environments/08_supervisor.ipynb #e5f55195
 class Trials:
     """What no program may do, tried from where a program stands, on files and a process that are
     made for it before there are walls."""
@@ -1135,7 +1135,7 @@ class Trials:
         except OSError:
             pass
 
-
+# %% ../../nbs/environments/08_supervisor.ipynb #db7c870c
 def main(
     without: list[str],  # protections to leave off
 ):

@@ -86,7 +86,7 @@ def compiled_for(
 
     return id(kernel), *map(kind, args), repr(constants)
 
-
+# %% ../../nbs/kernels/03_compile_together.ipynb #854ec42e
 @contextmanager
 def noted_launches() -> Iterator[list[Launch]]:
     """Inside `with`, and in this thread, kernels of this package are neither launched nor compiled;
@@ -200,7 +200,7 @@ def _fork(work):
         if collects:
             gc.enable()
 
-
+# %% ../../nbs/kernels/03_compile_together.ipynb #a80a14dd
 def compile_in_copies(
     compiles: list[Callable[[], Any]],  # each compiles a kernel, for a card that it names
     copies: int,  # of this process, at the same time

@@ -84,7 +84,7 @@ def _softmax(
                 mask=j < V,
             )
 
-
+# %% ../../nbs/kernels/01_softmax_kernel.ipynb #d3cfacf9
 _CONSTANTS = dict(BV=4096, num_warps=8)
 
 

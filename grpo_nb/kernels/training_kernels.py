@@ -108,7 +108,7 @@ def _activate(z, ids, bias, out, inner, alpha, limit, BI: tl.constexpr):
         out + row * inner + i, ((up + 1) * gate * sigma).to(out.dtype.element_ty), mask=i < inner
     )
 
-
+# %% ../../nbs/kernels/02_training_kernels.ipynb #31cd5cef
 @triton.jit
 def _activate_backward(
     z, ids, bias, gradient, share, out, sums, inner, alpha, limit, BI: tl.constexpr
@@ -235,7 +235,7 @@ def _combine(
     else:
         tl.store(out + t * N + n, total, mask=inside)
 
-
+# %% ../../nbs/kernels/02_training_kernels.ipynb #797108a8
 def combine(
     y: torch.Tensor,  # (P, n) rows, or some of them
     place: torch.Tensor,  # (T, K) the row of each token's K pairs
@@ -307,7 +307,7 @@ def _rotate(
     tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(target + D, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
-
+# %% ../../nbs/kernels/02_training_kernels.ipynb #e2d336b6
 def rotate(
     # (B, T, heads, D), float32 or 16 bits; strides as they are, but a head lies together
     x: torch.Tensor,

@@ -85,7 +85,7 @@ def _kind(name, model, prefix):
     mixes = convolves or re.search("attn|attention", f"{name} {type(around).__name__}".lower())
     return "attention" if mixes else "mlp"
 
-
+# %% ../../nbs/model/24_adapters.ipynb #82eabd9d
 def adaptable(
     model: torch.nn.Module,  # a skeleton or a model
 ) -> dict[str, str]:  # full name -> "attention", "experts", "mlp" or "other"

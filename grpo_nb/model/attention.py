@@ -124,7 +124,7 @@ def run_compiled(
             return given[0](*given[1:])
         return _as_with_gradients(*given)
 
-
+# %% ../../nbs/model/03_attention.ipynb #ed521721
 def flex(
     q, k, v, sinks, mask: Mask, scale: float
 ) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
@@ -757,7 +757,7 @@ def check_tensors(
             f"number a head, shape ({q.shape[1]},), or None for attention without sinks"
         )
 
-
+# %% ../../nbs/model/03_attention.ipynb #24040681
 def check_mask(
     mask: Mask,  # which keys each query sees
     q: torch.Tensor,  # (B, Hq, Lq, D)
@@ -826,7 +826,7 @@ def in_triton(
 
     return attend(q, k, v, sinks, mask, scale)
 
-
+# %% ../../nbs/model/03_attention.ipynb #7fd0c782
 BACKENDS = {"eager": eager, "triton": in_triton, "flex": flex, "sdpa": sdpa, "sdpa_lean": sdpa_lean}
 BACKENDS["flash"] = flash
 
@@ -943,7 +943,7 @@ def check_rule(
             "attn_implementation='eager' or 'flex_attention'"
         )
 
-
+# %% ../../nbs/model/03_attention.ipynb #b9586049
 def transformers_mask(
     batch_size: int = 1,  # sequences
     *,
@@ -1037,7 +1037,7 @@ def register() -> None:
         AttentionInterface.register(name, transformers_attention(backend))
         AttentionMaskInterface.register(name, transformers_mask)
 
-
+# %% ../../nbs/model/03_attention.ipynb #739088a8
 register()
 
 

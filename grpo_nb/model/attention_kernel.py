@@ -125,7 +125,7 @@ def _forward_step(
     v = _tile(V, j, v_l, BN, Lk, cols, D, BD)
     return tl.dot(p.to(v.dtype), v, acc * fade[:, None]), new, total * fade + tl.sum(p, 1)
 
-
+# %% ../../nbs/model/05_attention_kernel.ipynb #c4491870
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _forward_kernel(
     Q,
@@ -293,7 +293,7 @@ def _dq_step(
     dz = tl.exp2(z - lse[:, None]) * (tl.dot(g, tl.trans(v)) - delta[:, None])
     return tl.dot(dz.to(k.dtype), k, dq)
 
-
+# %% ../../nbs/model/05_attention_kernel.ipynb #e35481ac
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _dq_kernel(
     Q,
@@ -399,7 +399,7 @@ def _dq_kernel(
         )
     _store_tile(DQ + b * x_b + h * x_h, dq * scale, at, x_l, BM, Lq, cols, D)
 
-
+# %% ../../nbs/model/05_attention_kernel.ipynb #1ecc021e
 @triton.jit
 def _dkv_step(
     k,
@@ -440,7 +440,7 @@ def _dkv_step(
     dz = p * (tl.dot(v, tl.trans(g)) - delta[None, :])
     return tl.dot(dz.to(q.dtype), q, dk), dv
 
-
+# %% ../../nbs/model/05_attention_kernel.ipynb #c1862bc9
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _dkv_kernel(
     Q,
@@ -658,7 +658,7 @@ def forward(
     )
     return out, lse
 
-
+# %% ../../nbs/model/05_attention_kernel.ipynb #c2ddb7ac
 def backward(
     d_out: torch.Tensor,  # (B, Hq, Lq, D)
     q: torch.Tensor,  # (B, Hq, Lq, D)
@@ -724,7 +724,7 @@ class KernelAttention(torch.autograd.Function):
             d_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
         return *gradients, d_sinks, None, None, None, None
 
-
+# %% ../../nbs/model/05_attention_kernel.ipynb #3e947278
 @cache
 def prepare(
     device: torch.device,

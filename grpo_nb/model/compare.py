@@ -152,7 +152,7 @@ def _difference(a, b, real):
         b - a
     ).abs().max().item()
 
-
+# %% ../../nbs/model/06_compare.ipynb #637ae3cc
 @dataclass
 class LayerComparison:
     "Relative and largest differences of two models, for each layer and part."
@@ -288,7 +288,7 @@ def _evaluating(*models):
         for module, training in before:
             module.training = training
 
-
+# %% ../../nbs/model/06_compare.ipynb #ab6be7c8
 def compare_layers(
     model_a: nn.Module,  # a causal model of transformers: the reference
     model_b: nn.Module,  # the same model in another form: dtype, attention, weights; on any device

@@ -99,7 +99,7 @@ def check_disk_space(
         f"disk{old_one}"
     )
 
-
+# %% ../../nbs/model/26_export.ipynb #d8f7e33a
 @contextmanager
 def new_folder(
     path: str | Path,  # of the folder that appears at the end
@@ -665,7 +665,7 @@ def as_released(
             lazy.append(_renamed(base, whole))
     return lazy + [_copied([x]) for x in stored.values()]
 
-
+# %% ../../nbs/model/26_export.ipynb #da01119f
 def _copy_processors(base, folder):
     "Copy the settings for images and sound, without which others do not open the model."
     source = released_files(base)[0] if towers(base) else None

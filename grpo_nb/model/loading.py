@@ -403,7 +403,7 @@ def check_options(
             "load_in_4bit=True puts all its linear layers in NF4"
         )
 
-
+# %% ../../nbs/model/25_loading.ipynb #b4861c3e
 def check_length(
     config: Any,  # of transformers
     max_seq_length: int,
@@ -629,7 +629,7 @@ def empty_parameters(
         else:
             yield name, torch.empty_like(p, dtype=form.dtype)
 
-
+# %% ../../nbs/model/25_loading.ipynb #99c88c25
 def read_weights(
     layout: Layout,
     attention: str | None = None,  # from choose_attention

@@ -108,7 +108,7 @@ class ModelShape:
         "How many numbers there are of each kind of `tensors`."
         return numbers_in(self.tensors)
 
-
+# %% ../../nbs/model/21_memory_bytes.ipynb #3f6c7d7e
 def numbers_in(
     tensors: dict[str, list[tuple[int, int, int]]],  # kind -> (how many, rows, numbers in a row)
     cards: int = 1,  # that share them
@@ -146,7 +146,7 @@ def _numbers(embedding, head, attention, mlp, rest):
     kinds = "embedding", "head", "attention", "mlp", "rest"
     return tuple(zip(kinds, (embedding, head, attention, mlp, rest)))
 
-
+# %% ../../nbs/model/21_memory_bytes.ipynb #d96fbe13
 MODELS = {
     shape.name: shape
     for shape in (
@@ -638,7 +638,7 @@ def _linear_state(config):
     values, V, keys, K, inputs = (config.get(f"linear_{name}") or 0 for name in names)
     return values * V * K + inputs * (values * V + 2 * keys * K) // 2
 
-
+# %% ../../nbs/model/21_memory_bytes.ipynb #a06cfe2a
 def released_shape(
     model: Any,  # as in read_shape
 ) -> ModelShape:  # ValueError where nothing is known of it
@@ -800,7 +800,7 @@ def trained_tensors(
         if kind in targets
     }
 
-
+# %% ../../nbs/model/21_memory_bytes.ipynb #5739c53a
 def lora_parameters(
     shape: ModelShape,
     r: int,  # rank; 0: no adapters

@@ -116,7 +116,7 @@ def _letters(name):
     "A card's name without spaces, makers and forms: 'NVIDIA H100 80GB HBM3' is 'h10080'."
     return re.sub("[^a-z0-9]", "", re.sub(_DECORATION, "", name.lower().replace("-", " ")))
 
-
+# %% ../../nbs/model/22_memory_fit.ipynb #13eceaac
 def _spelt(name):
     "The cards that a name may mean, with its memory behind it or without, the smallest first."
     wanted, found = _letters(name), []
@@ -349,7 +349,7 @@ def check_words(step):
             f"lora_targets is {step.lora_targets!r}; give some of {', '.join(TARGETS)}"
         )
 
-
+# %% ../../nbs/model/22_memory_fit.ipynb #808958da
 def check_switches(step):
     "Refuse switches that exclude each other."
     if step.vllm_bytes and step.vllm_bytes < (least := vllm_weights(step) + VLLM_GRAPHS):
@@ -532,7 +532,7 @@ def casts(
     inside = layers * (counts["attention"] + counts["mlp"]) // step.shape.layers
     return 2 * (inside + head * step.shape.vocab * step.shape.hidden)
 
-
+# %% ../../nbs/model/22_memory_fit.ipynb #dfa3a288
 def with_gradients(
     step: Step,
     slice_tokens: int | None,  # see computation
@@ -593,7 +593,7 @@ def all_gradients(
         "update": {"adapters": states + gradients + step.update_bytes},
     }
 
-
+# %% ../../nbs/model/22_memory_fit.ipynb #2ef39020
 def hidden_on_host(
     step: Step,
 ) -> int:  # bytes

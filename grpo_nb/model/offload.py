@@ -135,7 +135,7 @@ class HostCopy:
             _order_after(self.arriving[1])
         self.store._take_back(self.stream, self.pages)
 
-
+# %% ../../nbs/model/18_offload.ipynb #8e4f8835
 def _fetch(x):
     "The tensor behind what `pack` saved: itself, or its copy fetched from the host."
     return x.fetch() if isinstance(x, HostCopy) else x
@@ -160,7 +160,7 @@ def _is_plain(x):
     known = type(x) is torch.Tensor and x.device.type in ("cpu", "cuda")
     return known and x.is_floating_point() and x.numel() > 0
 
-
+# %% ../../nbs/model/18_offload.ipynb #1fbf94a6
 class HostStore:
     "Host memory for tensors that backward will need: pinned pages, used again from step to step."
 
@@ -378,7 +378,7 @@ def check_layers(
             "the layers of this model are offloaded already: call .remove() on that switch first"
         )
 
-
+# %% ../../nbs/model/18_offload.ipynb #5783e566
 class OffloadedLayers:
     """The active switch: layers are computed again in backward, and their inputs are kept in host
     memory until then. `remove` switches it off."""
@@ -442,7 +442,7 @@ class OffloadedLayers:
     def __deepcopy__(self, memo):
         return self  # a copy of the model shares the store
 
-
+# %% ../../nbs/model/18_offload.ipynb #8c94cec1
 def offload_layers(
     # of transformers, PEFT-wrapped or not; it has to be in training mode to be offloaded
     model: torch.nn.Module,
@@ -635,7 +635,7 @@ def _trained_copy(module):
         "TrainableTokensWrapper": "trainable_token_indices",
     }.get(type(module).__name__)
 
-
+# %% ../../nbs/model/18_offload.ipynb #eccc8adb
 def check_embedding(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ) -> None:  # ValueError with what to change

@@ -326,7 +326,7 @@ def fresh_leaves(
         for m, name, p in places:
             m._parameters[name] = p
 
-
+# %% ../../nbs/model/19_recorded_layers.ipynb #5e8665fa
 class RecordedLayer:
     "A layer's two passes for one shape: forward, and forward again with backward."
 
@@ -403,7 +403,7 @@ class RecordedLayer:
         copies = (None if g is None else g.clone() for g in others)
         return [None if d_x is None else room.take(d_x), *copies]
 
-
+# %% ../../nbs/model/19_recorded_layers.ipynb #c3c7ece5
 class PlayedLayer(torch.autograd.Function):
     "A recorded layer as autograd sees it; only the input is kept."
 
@@ -431,7 +431,7 @@ def is_large(
         return False
     return torch.cuda.get_device_properties(device).multi_processor_count >= LARGE
 
-
+# %% ../../nbs/model/19_recorded_layers.ipynb #db1c682b
 MOST_SHAPES = 8  # that are recorded; others run call by call
 MOST_PADDING = 1.3  # tokens with padding, over tokens without
 SEEN_SHAPES = 32  # that came once and are remembered
@@ -622,7 +622,7 @@ class RecordedLayers:
     def __deepcopy__(self, memo):
         return self.plain  # a copy of the model is not recorded
 
-
+# %% ../../nbs/model/19_recorded_layers.ipynb #79345f48
 def record_layers(
     model: nn.Module,  # of transformers, PEFT-wrapped or not, with gradient checkpointing
     most_tokens: int = 4096,  # of an input that is recorded; others run call by call

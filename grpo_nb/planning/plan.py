@@ -82,7 +82,7 @@ def completions_drawn(
         )
     return drawn // cards
 
-
+# %% ../../nbs/planning/01_plan.ipynb #d7733d24
 @dataclass(frozen=True)
 class Setup:
     "A configuration, with model, card, prompt length and the way the model is loaded."
@@ -489,7 +489,7 @@ def _host(plan):
     )
     return f"Host memory: {size:.1f} GiB ({kept}){several}{reads}."
 
-
+# %% ../../nbs/planning/01_plan.ipynb #56621950
 def _time(plan):
     "Yield the least time of a step, and how far from it steps were."
     if seconds := plan.seconds():
@@ -561,7 +561,7 @@ def _drawn_by_vllm(s):
             "different policies, and the correction weighs the tokens."
         )
 
-
+# %% ../../nbs/planning/01_plan.ipynb #fdcce9d6
 def _remarks(plan):
     "Yield sentences about settings without effect, or that the plan does not cover."
     s, step = plan.setup, plan.setup.step
@@ -625,7 +625,7 @@ def _in_pieces(plan):
             )
             return
 
-
+# %% ../../nbs/planning/01_plan.ipynb #8185cfd4
 def describe(
     plan: Plan,
     width: int = 60,  # characters of a full bar
@@ -730,7 +730,7 @@ def one_at_a_time(
         **more,
     }
 
-
+# %% ../../nbs/planning/01_plan.ipynb #4320ef36
 def _slower(s: Setup) -> Iterator[Switch]:
     "Yield switches that cost time or host memory."
     step, batch = s.step, s.step.per_device_train_batch_size

@@ -58,7 +58,7 @@ def compiled_sizes(
     "For which numbers of rows, and ways to draw, a model's kernels were compiled together."
     return set()
 
-
+# %% ../../nbs/rollout/16_continuous_batching.ipynb #bf96c4c9
 class RowsInTurn:
     "R rows that decode together. Where one ends, a completion that waits takes its place."
 

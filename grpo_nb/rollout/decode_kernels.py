@@ -1087,7 +1087,7 @@ class BlockSums(NamedTuple):
     largest: torch.Tensor  # logit, float32
     total: torch.Tensor  # sum of exp(logit - largest), float32
 
-
+# %% ../../nbs/rollout/11_decode_kernels.ipynb #b5dd2e09
 def block_sums(
     logits: torch.Tensor,  # (B, V)
     temperature: float = 1.0,  # logits are divided by it
@@ -1306,7 +1306,7 @@ def _trial_step(ops, layer, x, cos, sin, cache, lengths, dtype, kv_heads=2):
     ones = torch.ones(x.shape[1], dtype=dtype, device=x.device)
     return qkv, out, after, *ops.moe(after, layer, ones, top=2, eps=1e-5, dtype=dtype)
 
-
+# %% ../../nbs/rollout/11_decode_kernels.ipynb #c21b232c
 def _kernels_agree(device, dtype, D=32, kv_heads=2):
     "Whether a small layer comes out as by `decode_ops`, for one row and for several."
     generator = torch.Generator(device).manual_seed(0)

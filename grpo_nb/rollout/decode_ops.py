@@ -240,7 +240,7 @@ def stream_numbers(
     "The random number for each row's next token."
     return sampling.stream_numbers(state.keys[rows], state.counts[rows])
 
-
+# %% ../../nbs/rollout/06_decode_ops.ipynb #af9b0181
 def append_tokens(
     rows: torch.Tensor | slice,  # (B,) which completion each row is
     tokens: torch.Tensor,  # (B,) drawn

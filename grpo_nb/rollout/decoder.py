@@ -141,7 +141,7 @@ def why_no_kernels(
         return None
     return "a trial of the decoding kernels failed on this card"
 
-
+# %% ../../nbs/rollout/10_decoder.ipynb #0ee507b5
 class GptOssTensors:
     "The training module's own tensors, with its active adapters, and what else a step needs."
 
@@ -258,7 +258,7 @@ def packed_positions(
     rows = torch.arange(len(prompts)).repeat_interleave(lengths)
     return positions, rows * int(lengths.max()) + positions, starts + lengths - 1
 
-
+# %% ../../nbs/rollout/10_decoder.ipynb #62192d70
 class Decoder(GptOssTensors):
     "A gpt-oss that reads prompts, feeds a token to each row, and scores the next."
 
@@ -746,7 +746,7 @@ def complete_rows(
     _complete(decoder, cache, state, prompts, owner, params, stop, on_tokens, reading)
     return state
 
-
+# %% ../../nbs/rollout/10_decoder.ipynb #59cbcce3
 # `state` was made before, so its tensors may be used in training
 @torch.inference_mode()
 def _complete(decoder, cache, state, prompts, owner, params, stop, on_tokens, reading):

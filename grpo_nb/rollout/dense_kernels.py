@@ -202,7 +202,7 @@ def _base_product(x, p):
         return p.module(x)
     return F.linear(x, p.weight.to(x.dtype), None if p.bias is None else p.bias.to(x.dtype))
 
-
+# %% ../../nbs/rollout/13_dense_kernels.ipynb #d5668456
 def products(
     x: torch.Tensor,  # (M, K)
     projections: tuple[Projection, ...],  # of the same input

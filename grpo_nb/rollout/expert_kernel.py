@@ -446,7 +446,7 @@ def rank(
     loras = (experts.gate_up_lora, experts.down_lora)
     return max(sum(f.b.shape[1] for f in lora) for lora in loras)
 
-
+# %% ../../nbs/rollout/12_expert_kernel.ipynb #5c68635d
 def suits(
     experts: ExpertWeights,
     B: int,  # rows of the batch

@@ -120,7 +120,7 @@ class Start(NamedTuple):
     peaks: torch.Tensor  # (B,) float32, the largest logit over the temperature
     target: torch.Tensor  # (B,) float64, what is enough
 
-
+# %% ../../nbs/rollout/14_filter_kernels.ipynb #97787623
 NOTHING = tl.constexpr(-2139095041)  # `_order` of -inf
 
 
@@ -184,7 +184,7 @@ def _begin_kernel(
     tl.store(low + b, start)
     tl.store(peaks + b, peak)
 
-
+# %% ../../nbs/rollout/14_filter_kernels.ipynb #23a5ecfe
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are zero in these formats as float32
 
 
@@ -261,7 +261,7 @@ def _narrow(
     place = tl.max(tl.where(above >= enough, d, 0), 0)
     return tl.load(low + before) + (place.to(tl.int64) << tl.maximum(bits - 4 * number, 0))
 
-
+# %% ../../nbs/rollout/14_filter_kernels.ipynb #493b1c90
 # A V of unknown factors: a thread then reads one logit a chunk, in the columns where it adds
 @triton.jit(do_not_specialize=["number", "wanted", "V", "C", "ROWS", "PARTS"])
 def _search_kernel(
@@ -322,7 +322,7 @@ def _search_kernel(
                     total = tl.where(place == d, total + value[None, :], total)
         tl.store(sums + (now * PARTS + p) * 16 + tl.arange(0, 16), tl.sum(total, 1))
 
-
+# %% ../../nbs/rollout/14_filter_kernels.ipynb #4ede2242
 @triton.jit(do_not_specialize=["wanted", "ROWS", "PARTS"])
 def _least_kernel(
     low,
@@ -358,7 +358,7 @@ def tiles_of_a_part(
     "How many tiles one program looks through: many rows keep a card busy with fewer programs."
     return 4 if rows >= 64 else 1
 
-
+# %% ../../nbs/rollout/14_filter_kernels.ipynb #eb84650a
 def search(
     logits: torch.Tensor,  # (B, V)
     looks: Looks,  # of them at this temperature
@@ -483,7 +483,7 @@ def _log_mass(largest, total, at, inside):
     top = tl.max(m, 0)
     return top + tl.log(tl.sum(tl.load(total + at, mask=inside, other=0.0) * tl.exp(m - top), 0))
 
-
+# %% ../../nbs/rollout/14_filter_kernels.ipynb #dd8374e6
 @triton.jit
 def _ids_kernel(
     logits,
@@ -520,7 +520,7 @@ def _ids_kernel(
         place = before + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(ids + b * ROOM + place, i, mask=kept)
 
-
+# %% ../../nbs/rollout/14_filter_kernels.ipynb #a07c1d96
 def kept_ids(
     logits: torch.Tensor,  # (B, V)
     least: torch.Tensor,  # (B,) float32

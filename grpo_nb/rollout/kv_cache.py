@@ -139,7 +139,7 @@ class LayerCache:
     # (N+1, pages of a row) int32, the pages of each row in their order; None: a row is a page
     table: torch.Tensor | None
 
-
+# %% ../../nbs/rollout/05_kv_cache.ipynb #3d3e1c9b
 class KVCache:
     "The keys and values of N = sum(groups) completions, the rows of a prompt side by side."
 

@@ -168,7 +168,7 @@ def cache_name(
     names = inspect.signature(base.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 
-
+# %% ../../nbs/rollout/15_module_decoding.ipynb #caa46add
 class ModuleDecoder:
     "Rows that are continued through a model's modules; all tensors of a step keep their addresses."
 
@@ -419,7 +419,7 @@ def trial_steps(
         scores.append(now[0].clone())
     return torch.stack(scores) if counts == [3, 4, 5] else None
 
-
+# %% ../../nbs/rollout/15_module_decoding.ipynb #275441ea
 def growing_steps(
     model: PreTrainedModel,
     ids: torch.Tensor,  # (2, one more than the steps) the tokens that are fed

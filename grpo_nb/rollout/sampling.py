@@ -94,7 +94,7 @@ def check_stop(
     _require(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", stop, rule)
     return ids
 
-
+# %% ../../nbs/rollout/01_sampling.ipynb #ee7cee44
 def check_stop_texts(
     stop,  # a text, texts, or anything else
 ) -> tuple[str, ...]:  # ValueError

@@ -95,7 +95,7 @@ def unquoted(
     )
     return json.loads(f'"{text}"', strict=False)
 
-
+# %% ../../nbs/rollout/18_turns.ipynb #7d6446ff
 class Reader:
     "Reads values and lists of calls, from left to right; ValueError for what is neither."
 
@@ -287,7 +287,7 @@ def without_thoughts(
             return before.strip().removeprefix(opens).strip(), after
     return "", text
 
-
+# %% ../../nbs/rollout/18_turns.ipynb #3cb0b1e6
 def parse_hermes(
     text: str,  # of a turn
     kinds: Mapping[str, Mapping] = {},
@@ -477,7 +477,7 @@ def trials(
         )
     return found if "second" in texts[-1] else found[:2]
 
-
+# %% ../../nbs/rollout/18_turns.ipynb #80687686
 def what_came_back(
     parser: Parser,
     calls: list[dict],
@@ -629,7 +629,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
     threading.Thread(target=loop.run_forever, name="tools", daemon=True).start()
     return loop
 
-
+# %% ../../nbs/rollout/18_turns.ipynb #a423e448
 class CallsOfOne:
     "The calls of one completion's turn. `run` makes them; a thread that does may be left behind."
 
@@ -739,7 +739,7 @@ class CallsOfOne:
             for name, text, failed, late in given
         ]
 
-
+# %% ../../nbs/rollout/18_turns.ipynb #3eb1016f
 async def awaited(answer: Any) -> Any:
     "A coroutine of whatever can be awaited."
     return await answer
@@ -895,7 +895,7 @@ def next_turn(
     key = int(behind(torch.tensor([row.key]), [len(row.ids)]))
     return Asked(number, row.prompt + row.ids, max_tokens - len(row.ids), key, prefix)
 
-
+# %% ../../nbs/rollout/18_turns.ipynb #b21db78b
 class TurnSampler:
     "Draws completions of several turns with another sampler, and runs the tools in between."
 

@@ -154,7 +154,7 @@ def room_made(
         f"-H 'Content-Type: application/json' -d '{named}'`"
     )
 
-
+# %% ../../nbs/serving/04_adapter_versions.ipynb #6eaa4d6c
 class AdapterVersions:
     "The versions of a run's adapter: each has a folder, and a name under which servers hold it."
 

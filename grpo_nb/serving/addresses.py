@@ -48,7 +48,7 @@ class Together:
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
-
+# %% ../../nbs/serving/02_addresses.ipynb #77c2a223
 class Address:
     "A server, by its address."
 
@@ -114,7 +114,7 @@ class Address:
             held.discard(connection)
             connection.close()
 
-
+# %% ../../nbs/serving/02_addresses.ipynb #4cd8561e
 def parts_of(
     url: str,
 ) -> tuple[SplitResult, int | None]:  # and the port, if one is named; ValueError

@@ -154,7 +154,7 @@ def replace_weights(
     except UNREADABLE as error:
         raise Refusal(400, f"the checkpoint cannot be read: {error}") from None
 
-
+# %% ../../nbs/serving/07_stand_in.ipynb #6cc6482c
 def check_tensors(
     told: dict[str, Any],  # what transformers or PEFT tells of a file that it has read
     what_it_is: str,  # "checkpoint" or "adapter"
@@ -218,7 +218,7 @@ def check_patterns(
     except subprocess.CalledProcessError:
         raise Refusal(400, "a pattern of the adapter cannot be read: give names.") from None
 
-
+# %% ../../nbs/serving/07_stand_in.ipynb #4926b1e5
 class Adapters:
     "A model, and the adapters that are held beside it, each under its name."
 
@@ -485,7 +485,7 @@ class Turns:
     def __exit__(self, *error) -> None:
         self.lock.release()
 
-
+# %% ../../nbs/serving/07_stand_in.ipynb #abf8ebbc
 class StandIn:
     "What the server does, route by route."
 
@@ -875,7 +875,7 @@ class Handler(BaseHTTPRequestHandler):
         except (ConnectionError, TimeoutError):
             self.close_connection = True
 
-
+# %% ../../nbs/serving/07_stand_in.ipynb #058dec99
 def family_of(
     host: str,
     port: int,
@@ -910,7 +910,7 @@ def naming_the_address(
         why = CANNOT.get(error.errno, f"cannot be used: {error}")
         raise OSError(f"port {port} at {host} {why}") from None
 
-
+# %% ../../nbs/serving/07_stand_in.ipynb #b241ef1e
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
 FULL += b"Connection: close\r\n\r\n"
 
@@ -991,7 +991,7 @@ class Server(ThreadingHTTPServer):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.server_address[1]}"
 
-
+# %% ../../nbs/serving/07_stand_in.ipynb #bc5d48a1
 def open_server(
     stand_in: StandIn,
     host: str = "127.0.0.1",

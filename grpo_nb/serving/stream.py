@@ -404,7 +404,7 @@ class RolloutStream:
     def __exit__(self, *error) -> None:
         self.close()
 
-
+# %% ../../nbs/serving/08_stream.ipynb #a4e67b09
 def staleness(
     rollout: Rollout,
     version: int,  # of the weights that are trained on it

@@ -220,7 +220,7 @@ def newest_checkpoint(
         )
     return found
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #a515be1a
 def find_checkpoint(
     resume: bool
     | str
@@ -289,7 +289,7 @@ def check_named(
             f"name (there: {others or 'none'}), or begin anew"
         )
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #b0ead93a
 def read_state(
     folder: Path,  # a checkpoint
     mapped: bool = False,  # tensors stay in the file until they are used
@@ -462,7 +462,7 @@ def check_tensors(
                 "older checkpoint by its name"
             )
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #55ed274a
 def read_adapters(
     model,  # with adapters
     folder: Path,  # where its save_pretrained wrote
@@ -507,7 +507,7 @@ def read_own_weights(
     missing = own.keys() - state.keys() - set(tied)
     return state, sorted(missing), sorted(state.keys() - own.keys())
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #13d3ec85
 def read_weights(
     model,  # a transformers model or a PEFT-wrapped one, like the one that was saved
     folder: str | Path,  # where its save_pretrained wrote
@@ -633,7 +633,7 @@ def on_cpu(value: Any) -> Any:
         return {key: on_cpu(part) for key, part in value.items()}
     return type(value)(map(on_cpu, value)) if isinstance(value, (list, tuple)) else value
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #5f711173
 def saved_config(
     text: Any,  # from a checkpoint
     whose: str,  # the checkpoint, for messages
@@ -701,7 +701,7 @@ def only_sentences(whose: str):
             "checkpoint by its name, or begin anew"
         ) from error
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #85928133
 def check_same_run(
     config: GRPOConfig,
     saved: dict[str, Any],  # what a checkpoint holds beside the model
@@ -754,7 +754,7 @@ class SavedRun:
     others: bool = False  # whether another number of processes wrote it
     doubt: str = ""  # a line to print: what could not be compared
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #2db8da5a
 class Checkpointer:
     "Writes the parts of a run, the model and the tokenizer to a folder, and loads them again."
 
@@ -983,7 +983,7 @@ class Checkpointer:
         self.log.rewrite(history)
         return [f"the checkpoints and the log of another run are now in {other}"] if other else []
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #bf3e15fb
 def check_entries(
     parts: dict[str, Any],  # name -> part
     saved: dict[str, Any],  # name -> its state_dict, from a checkpoint

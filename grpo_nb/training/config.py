@@ -912,7 +912,7 @@ def check_path(
     if why:
         raise ValueError(f"{name} is {shown}, and {why}.")
 
-
+# %% ../../nbs/training/01_config.ipynb #2e42e2c8
 @dataclass(kw_only=True)
 class RunSettings(Settings):
     "When a run logs, saves and evaluates, and where it writes."
@@ -1320,7 +1320,7 @@ def sampling_settings(
         if hasattr(params, name) and getattr(params, name) != getattr(usual, name)
     }
 
-
+# %% ../../nbs/training/01_config.ipynb #ff584098
 def translated(
     given: dict[str, Any],  # keywords as a script writes them
     defaults: dict[str, Any],  # of all keywords that exist
@@ -1411,7 +1411,7 @@ def plain_json(
     "The text of a value in a saved config."
     return str(value).removeprefix("torch.")
 
-
+# %% ../../nbs/training/01_config.ipynb #e685af9b
 @dataclass(kw_only=True, repr=False)
 class GRPOConfig(
     HeldSettings,

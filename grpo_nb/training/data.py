@@ -125,7 +125,7 @@ def as_template_takes(
         messages = without_empty(messages, tokenizer, variables)
     return messages
 
-
+# %% ../../nbs/training/02_data.ipynb #6f9b28d3
 def as_parts(message: dict[str, Any]) -> dict[str, Any]:
     "A message for a template that writes lists of parts, and of a string nothing."
     content = message.get("content")
@@ -292,7 +292,7 @@ def most_tokens(
         return len(prompt.encode())
     return TEMPLATE_ROOM + sum(len(str(part).encode()) for part in (*prompt, dict(variables)))
 
-
+# %% ../../nbs/training/02_data.ipynb #5003b964
 def check_long_prompts(
     dataset,  # one that `check_dataset` has seen
     tokenizer,  # of transformers
@@ -488,7 +488,7 @@ def unbroken(stream: Iterable) -> Iterator:  # BrokenStream
             "source can be read, or give a data set that is loaded whole"
         ) from error
 
-
+# %% ../../nbs/training/02_data.ipynb #013e1c2a
 class StreamedRows:
     "The rows of a stream by number, for a run that asks for later and later ones."
 
@@ -652,7 +652,7 @@ def check_row_settings(
                 f"chat_template_kwargs holds {inside!r}: give one of them."
             )
 
-
+# %% ../../nbs/training/02_data.ipynb #7e7113d2
 def check_dataset(
     dataset,  # datasets.Dataset, a list of dicts, or a stream
 ):  # the same object; a stream as `StreamedRows`

@@ -301,7 +301,7 @@ def other_order(found, bound, under):
             "one order. Look at how they are put together"
         )
 
-
+# %% ../../nbs/training/24_guard.ipynb #f3efdd96
 def cut_elsewhere(found, bound, under):
     "Each token likelier than the trainer says, none less."
     if len(found.gap) >= LEAST_TOKENS and (found.gap >= -bound).all():
@@ -373,7 +373,7 @@ def other_adapter(found, bound, under):
         "a name of its own, and before completions are asked for"
     )
 
-
+# %% ../../nbs/training/24_guard.ipynb #19bda1b8
 def scaled_positions(found, bound, under):
     "The sampler turns positions as in sequences beyond the border."
     if fits(found, under("far"), bound):
@@ -507,7 +507,7 @@ def drawn_plainly(
         rollout_logps=rollout.logps,
     )
 
-
+# %% ../../nbs/training/24_guard.ipynb #92476247
 class Guard:
     "Stops a run whose sampler does not draw from the policy that is trained."
 

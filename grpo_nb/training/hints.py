@@ -403,7 +403,7 @@ def guard_is_near(history: RunHistory) -> str | None:
             "not, look for what differs before it grows."
         )
 
-
+# %% ../../nbs/training/17_hints.ipynb #ddedc84d
 def too_off_policy(history: RunHistory) -> str | None:
     "The clip holds back a large part of the tokens."
     share, config = (

@@ -179,7 +179,7 @@ def sections(
         f"## Versions\n\n{versions()}",
     ]
 
-
+# %% ../../nbs/training/21_hub.ipynb #3d68e457
 def card_data(
     name: str,  # the heading
     base: str,  # from `base_of`
@@ -245,7 +245,7 @@ def model_card(
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
 
-
+# %% ../../nbs/training/21_hub.ipynb #edaa2f13
 def write_card(
     card: ModelCard,
     folder: str | Path,
@@ -283,7 +283,7 @@ def no_bars(quiet: bool = True):
 class UploadError(RuntimeError):
     "What was to be uploaded is on disk, and is not on the hub."
 
-
+# %% ../../nbs/training/21_hub.ipynb #fb96f769
 class Repository:
     "A repository on the hub, made if it is not there; its uploads run one after the other."
 
@@ -420,7 +420,7 @@ def open_repository(
         revision=revision or config.hub_revision,
     )
 
-
+# %% ../../nbs/training/21_hub.ipynb #9fdf18ed
 class HubWriter(TrainerCallback):
     "Uploads what a run saves, with a card: checkpoints in the background, the model at the end."
 

@@ -55,7 +55,7 @@ def inside(
         pass
     raise Outside(f"{'/'.join(map(str, names))!r} is no name in this repository")
 
-
+# %% ../../nbs/training/20_local_hub.ipynb #607f0082
 class LocalHub:
     """`with LocalHub() as hub:` lets huggingface_hub upload to a server on this machine. A
     repository's branch is the folder `hub.folder / "owner/name" / "main"`."""
@@ -196,7 +196,7 @@ class LocalHub:
         commit, name = f"{len(self.commits):040x}", "/".join(repository.parts[-2:])
         return 200, {"commitOid": commit, "commitUrl": f"{self.url}/{name}/commit/{commit}"}
 
-
+# %% ../../nbs/training/20_local_hub.ipynb #03473f57
 def handler(
     answer: Callable,  # of a LocalHub
 ) -> type[BaseHTTPRequestHandler]:

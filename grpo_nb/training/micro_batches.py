@@ -132,7 +132,7 @@ def piece_computation(
         one_pass=bool(shape.sinks) and adapters_are_fused(base),
     )
 
-
+# %% ../../nbs/training/05_micro_batches.ipynb #4d6a04b7
 def piece_bytes(
     model,  # as in known_shape
     shape: ModelShape,  # its shape

@@ -81,7 +81,7 @@ def is_at(
     except FileNotFoundError:
         return False
 
-
+# %% ../../nbs/training/26_one_run.ipynb #452cdf7f
 class OneRun:
     "The right to write into a folder: one process has it, until it ends or gives it back."
 

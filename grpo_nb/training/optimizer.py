@@ -186,7 +186,7 @@ class Inspector:
         if value.is_floating_point() and not is_finite(value):
             self.refuse(what, "not finite: it holds NaN or infinity", "finite")
 
-
+# %% ../../nbs/training/08_optimizer.ipynb #2b27c4f4
 def is_finite(
     tensor: torch.Tensor,  # of floats
 ) -> bool:
@@ -235,7 +235,7 @@ def check_entry(
     if "_sq" in name and value.numel() and value.min() < 0:
         check.refuse(what, "negative in places", "a mean of squares, which is not")
 
-
+# %% ../../nbs/training/08_optimizer.ipynb #d5987ef6
 def check_group(
     group: dict[str, Any],  # of the optimizer here
     saved: dict[str, Any],  # the same in a checkpoint

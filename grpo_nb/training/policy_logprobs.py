@@ -333,7 +333,7 @@ def completion_logps(
     logps, entropy = result if return_entropy else (result, None)
     return before_the_cut(back(logps), batch), back(entropy) if return_entropy else None
 
-
+# %% ../../nbs/training/04_policy_logprobs.ipynb #62d53a07
 def _through_logits(model, batch, temperature, return_entropy, routers):
     "Log-probs and entropies from whole logits (B, T, V), for a head that is more than a matrix."
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)

@@ -66,7 +66,7 @@ def recompute_layers(
             or model.gradient_checkpointing_disable
         )()
 
-
+# %% ../../nbs/training/06_policy_model.ipynb #30f2fc54
 def check_adapters(
     model,  # with adapters
 ) -> None:  # ValueError where they, or what trains beside them, could not be saved
@@ -126,7 +126,7 @@ def check_model(
             "peft.LoraConfig(r=16)"
         )
 
-
+# %% ../../nbs/training/06_policy_model.ipynb #acda629b
 # arguments that say where a model's files are
 WHERE = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
 
@@ -195,7 +195,7 @@ def for_adapters(
         return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return model
 
-
+# %% ../../nbs/training/06_policy_model.ipynb #43e8e5c2
 def with_adapter(
     model,  # of transformers
     peft_config: Any,  # None: the model as it is
@@ -253,7 +253,7 @@ def check_tied(
                 "one: set model.config.tie_word_embeddings = False, so that both are read back"
             )
 
-
+# %% ../../nbs/training/06_policy_model.ipynb #e4163bcd
 def check_trainable(
     model,  # with its adapter
 ) -> None:  # ValueError
@@ -314,7 +314,7 @@ def switch_off_dropout(
     for _, module, attribute, _ in dropouts(model):
         setattr(module, attribute, 0.0)
 
-
+# %% ../../nbs/training/06_policy_model.ipynb #b0271157
 def doubt_of_dropout(
     model,  # with its adapter
     config: GRPOConfig,
@@ -349,7 +349,7 @@ def doubt_of_routers(
         "sampling/gap_mean shows by how much. Take a model whose routers have no jitter_noise"
     )
 
-
+# %% ../../nbs/training/06_policy_model.ipynb #7ed36bfc
 def load_policy(
     # a causal model of transformers, one wrapped by PEFT, or the name or folder of one
     model: Any,

@@ -292,7 +292,7 @@ def by_reward(
     half = min(most, (len(ordered) + 1) // 2)
     return ordered[:half], ordered[half:][::-1][:most]
 
-
+# %% ../../nbs/training/23_report.ipynb #cd1a3901
 def samples_html(steps: Sequence[Sequence[dict]], names: Sequence[str]) -> str:
     "The completions of each step that was stored, the last one unfolded."
     parts = []
@@ -371,7 +371,7 @@ def summary_html(run: RunFiles) -> str:
     parts += left_out(run)
     return f"<p class=faint>{escape('; '.join(parts))}</p>"
 
-
+# %% ../../nbs/training/23_report.ipynb #fa9dc31e
 def report_html(run: RunFiles) -> str:
     "The page of a run."
     names = [

@@ -71,7 +71,7 @@ def check_logged(
             f"log_metric({name!r}, {value!r}): the value has to be one number that a float can hold"
         ) from None
 
-
+# %% ../../nbs/training/15_reporting.ipynb #4bf6fe7c
 # names of numbers of which the largest or smallest counts
 EXTREME = re.compile(r"^completions/(max|min)_|[/_](max|min)$")
 PARTS = ("publish", "sample", "score", "train", "update")  # of an update, in their order
@@ -559,7 +559,7 @@ class Recorder:
         "Continue to count from the saved number of tokens."
         self.total_tokens = saved["total_tokens"]
 
-
+# %% ../../nbs/training/15_reporting.ipynb #05ca6b51
 def of_updates(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "The records that updates left, without those of evaluations and of a script's own."
     return [record for record in history if "num_tokens" in record]
@@ -604,7 +604,7 @@ class ProgressBar(TrainerCallback):
             with spared("the progress bar cannot be shown"):
                 self.bar.close()
 
-
+# %% ../../nbs/training/15_reporting.ipynb #ae83716e
 class HintWriter(TrainerCallback):
     "Prints a hint, once, when numbers of the log stay wrong for a while."
 
@@ -655,7 +655,7 @@ class HintWriter(TrainerCallback):
             if self.log.show:
                 say(f"hint: {sentence}")
 
-
+# %% ../../nbs/training/15_reporting.ipynb #e81c1054
 class SampleWriter(TrainerCallback):
     "Prints and stores completions and sends them to the trackers, with `log_completions`."
 

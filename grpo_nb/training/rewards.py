@@ -535,7 +535,7 @@ def load_classifier(
     ):
         return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **load})
 
-
+# %% ../../nbs/training/03_rewards.ipynb #bb5e5feb
 def check_classifier(
     model: Any,  # what was given as a reward model
     tokenizer: Any,  # or None
@@ -635,7 +635,7 @@ class ModelReward:
         finally:
             config.pad_token_id = before
 
-
+# %% ../../nbs/training/03_rewards.ipynb #1e57adb8
 def reward_functions(
     given: Any,  # one function, reward model or name of one, or a list of them
     # one tokenizer, or a list with one for each; None for functions, and where a model's own is

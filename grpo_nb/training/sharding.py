@@ -513,7 +513,7 @@ class ShardedWeights:
         for unit in [one for root in self.roots.values() for one in units(root)]:
             unit._get_fsdp_state()._fsdp_param_group.mesh_info.shard_process_group = None
 
-
+# %% ../../nbs/training/25_sharding.ipynb #271dbd60
 def gathered_bytes(model: torch.nn.Module) -> int:
     "Weights that are whole at the same time: two layers, and what belongs to no layer."
     sizes = [sum(map(bytes_of, layer.parameters())) for layer in layers_of(model)]

@@ -103,7 +103,7 @@ def draw_grid(axes, grid, num_processes):
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
-
+# %% ../../nbs/widgets/03_batch.ipynb #c155c331
 def mark_time(axes, layout, cycles):
     """Steps under the grid, updates as dark lines with triangles, the beginning of each cycle in
     blue."""

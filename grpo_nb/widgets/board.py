@@ -77,7 +77,7 @@ def corner_of(
     "Where a square begins."
     return EDGE + c * (CELL + EDGE), HEAD + EDGE + r * (CELL + EDGE)
 
-
+# %% ../../nbs/widgets/10_board.ipynb #12eb01b3
 def board_parts(
     board: Board,
     score: int | None = None,  # None: not shown

@@ -376,7 +376,7 @@ def quiet(trainer):
     finally:
         engine.progress, log.show, config.disable_tqdm = before
 
-
+# %% ../../nbs/widgets/11_dashboard.ipynb #4f4a9a21
 class Starting:
     "The part of the dashboard that runs a trainer in a thread."
 

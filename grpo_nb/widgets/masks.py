@@ -89,7 +89,7 @@ def _fill_cells(panel, allowed, right, first):
     frame = dict(fill=False, edgecolor="black", linewidth=1.1, clip_on=False)
     panel.add_patch(Rectangle((0, first), size, size - first, **frame))
 
-
+# %% ../../nbs/widgets/05_masks.ipynb #46f032c4
 def _label_tokens(panel, allowed, right, pad, tokens):
     "A token at every row and column: padding grey, what the newest query reads in colour."
     ticks = [place + 0.5 for place in range(len(tokens))]
@@ -124,7 +124,7 @@ def _draw_mask(panel, allowed, right, first, pad, tokens):
     panel.spines[:].set_visible(False)
     _label_tokens(panel, allowed, right, pad, tokens)
 
-
+# %% ../../nbs/widgets/05_masks.ipynb #0b3a6c20
 def masks_figure(
     prompt_a: int = 8,  # tokens of the first prompt
     prompt_b: int = 5,  # tokens of the second

@@ -75,7 +75,7 @@ def _frame(axes, labels, end):
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
-
+# %% ../../nbs/widgets/06_memory.ipynb #bf337b74
 # what the list says -> (format of a gpt-oss, of other models, NF4's scales quantised too)
 WEIGHTS = {
     "4 bit": ("mxfp4", "nf4", False),

@@ -166,7 +166,7 @@ def table_html(
         f'style="border-spacing:0;line-height:1.4;min-width:40em">{"".join(lines)}</table></div>'
     )
 
-
+# %% ../../nbs/widgets/07_reward_table.ipynb #689412ac
 def judgement_row(
     text: str,
     one: Judgement,

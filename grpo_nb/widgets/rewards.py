@@ -352,7 +352,7 @@ class RewardsPanel:
         self.judged = []
         self.drawing.value = f'<p style="color:#e0524d">{html.escape(sentence)}</p>'
 
-
+# %% ../../nbs/widgets/09_rewards.ipynb #6ae2fda0
 def rewards_widget(
     # a name of `TASKS` to begin with; or a task of your own, which is then the only one
     task: str | RewardTask = "sums",
