@@ -164,7 +164,7 @@ def vllm_command(
     start = [python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
     return [*start, *words, *switches]
 
-
+# %% ../../nbs/serving/06_colocated.ipynb #44436010
 def vllm_environment(
     api_key: str,  # that every request has to bring
     same_python: bool = True,  # whether vLLM lies in this environment
@@ -241,7 +241,7 @@ def release_cache() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 
-
+# %% ../../nbs/serving/06_colocated.ipynb #d53e6ca9
 class ColocatedVLLM(VLLMServer):
     "A vLLM server on the trainer's machine, started and ended by the trainer."
 

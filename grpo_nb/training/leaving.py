@@ -83,7 +83,7 @@ def launcher() -> int | None:  # its process id; None: it hands signals on, or t
     alone = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "RANK" not in os.environ
     return os.getppid() if alone else None
 
-
+# %% ../../nbs/training/27_leaving.ipynb #4d1e4c31
 class Preemption:
     """`with Preemption():` makes SIGTERM end the loop after the present update, or without it
     after `grace_s` seconds."""
