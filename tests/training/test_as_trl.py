@@ -74,7 +74,7 @@ def test_three_arguments_are_enough(tmp_path, monkeypatch):
     model, scores = stored(small_model(), tmp_path / "model"), stored(judge(), tmp_path / "judge")
     trainer = GRPOTrainer(model=model, reward_funcs=scores, train_dataset=ROWS)
     assert trainer.reward_names == ["judge"] and trainer.eval_dataset is None
-    assert trainer.args == GRPOConfig()
+    assert trainer.args == GRPOConfig(output_dir=str(tmp_path / "trainer_output"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["judge", "model"]
 
 

@@ -1668,7 +1668,7 @@ def test_a_second_run_is_a_run_of_its_own_and_the_optimizer_goes_on(tmp_path):
 def test_bars_of_other_threads_do_not_stop_a_sentence(monkeypatch, capsys):
     "tqdm reads a list of all bars while it writes, and a thread that uploads may change it."
 
-    def changed(sentence):
+    def changed(sentence, file=None):
         raise RuntimeError("Set changed size during iteration")
 
     monkeypatch.setattr(reporting.tqdm, "write", changed)
