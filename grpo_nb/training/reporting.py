@@ -28,7 +28,7 @@ from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from ..environments.isolated_rewards import visible
-from ..model.files import json_text, write_json, write_text
+from ..model.files import json_text, naming_a_full_disk, write_json, write_text
 from .config import GRPOConfig, warn
 from .hints import Hints
 from .optimizer import Inspector
@@ -367,7 +367,7 @@ class Log(TrainerCallback):
             return
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a") as file:
+            with naming_a_full_disk(self.path.parent), open(self.path, "a") as file:
                 file.write(json_text(record, default=of_arrays) + "\n")
         if self.show and "reward" in record:
             lines = [table_row(None)] if self.printed % 20 == 0 else []

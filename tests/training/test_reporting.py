@@ -265,6 +265,11 @@ def test_a_log_that_is_a_folder_is_refused_before_the_run(tmp_path):
         Log(tmp_path / "log.jsonl")
 
 
+def test_a_log_on_a_full_disk_says_where():
+    with pytest.raises(OSError, match="the disk is full: /dev has .* MiB left"):
+        Log("/dev/full", show=False).write({"step": 1})
+
+
 def test_every_name_of_a_record_is_the_trainers_own(tmp_path):
     "What a run logs by itself cannot be logged by a reward function."
     from small_runs import small_trainer
