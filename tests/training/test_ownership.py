@@ -20,6 +20,10 @@ FOREIGN = {
     ("changed", "exclude_modules"),  # of a copy
     ("entry", "metadata"),
     ("mesh_info", "shard_process_group"),
+    ("value", "log_history"),  # of a copy
+    ("sys", "stdout"),  # put back
+    ("sys", "stderr"),
+    ("weight", "grad"),  # which a reward function left
 }
 
 
