@@ -206,7 +206,7 @@ def result_of(tag: bytes, seconds: float, cpu_seconds: float, payload: bytes) ->
         return SandboxResult(
             False,
             None,
-            visible(payload[:2000].decode("utf-8", "replace")),
+            visible(payload[:2000].decode("utf-8", "replace"))[:2000],
             KINDS[tag],
             seconds,
             cpu_seconds,
