@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
+from .compat.trl import GRPOTrainer
 from grpo_nb.model.adapters import (
     adaptable,
     adapter_folder,
@@ -42,7 +43,6 @@ from grpo_nb.recipe import (
 from .training.config import GRPOConfig
 from .training.one_run import OneRun
 from .training.sharding import asked_by_launcher, asked_in_config
-from .training.trainer import GRPOTrainer
 
 # %% ../nbs/89_script.ipynb #3764f840
 def rewards_of(

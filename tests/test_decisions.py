@@ -31,8 +31,9 @@ def paths():
 
 
 def kinds(of):
-    "Names of a class and of those that inherit from it."
-    return {of.__name__}.union(*map(kinds, of.__subclasses__()))
+    "Names of a class and of those of the library that inherit from it."
+    ours = [one for one in of.__subclasses__() if one.__module__.startswith("grpo_nb.")]
+    return {of.__name__}.union(*map(kinds, ours))
 
 
 CHOSEN = {

@@ -632,34 +632,34 @@ class VLLMSettings(Settings):
     # draw with vLLM in place of the library's own engine; what is trained has to be an adapter
     use_vllm: bool = setting(False, reader="trainer")
     # "server": one that runs already; "colocate": the trainer starts one on this machine
-    vllm_mode: str = setting("colocate", ("colocate", "server"), reader="trainer")
+    vllm_mode: str = setting("colocate", ("colocate", "server"), reader="colocated")
     # "http://a:8000", or several with commas between, one for each GPU
     vllm_server_base_url: str | None = setting(None, reader="trainer")
     # where vllm_server_base_url is not given; 0.0.0.0 is this machine
     vllm_server_host: str = setting("0.0.0.0", reader="trainer")
-    vllm_server_port: int = setting(8000, "[1, 65535]", reader="trainer")
+    vllm_server_port: int = setting(8000, "[1, 65535]", reader="colocated")
     # a token that the server asks for (--api-key); it is never printed or stored
     vllm_server_api_key: str | None = setting(None, reader="trainer")
     # seconds until a server that is being started has to answer; one that the trainer starts may
     # take five times as long while it goes on printing
-    vllm_server_timeout: float = setting(240.0, "(0, inf)", reader="trainer")
+    vllm_server_timeout: float = setting(240.0, "(0, inf)", reader="colocated")
     # seconds for one answer, after which the server counts as hanging; above what the longest
     # completions take
-    vllm_request_timeout: float = setting(600.0, "(0, inf)", reader="trainer")
+    vllm_request_timeout: float = setting(600.0, "(0, inf)", reader="colocated")
     # the python of an environment that has vLLM, whose pins then bind nobody else; None: this one
-    vllm_python: str | None = setting(None, reader="trainer")
+    vllm_python: str | None = setting(None, reader="colocated")
     # share of the GPU's memory for vLLM: its weights and its cache of keys and values
-    vllm_gpu_memory_utilization: float = setting(0.3, "(0, 1]", reader="trainer")
+    vllm_gpu_memory_utilization: float = setting(0.3, "(0, 1]", reader="colocated")
     # longest prompt and completion together; None: what the model's config says
-    vllm_max_model_length: int | None = setting(None, "[1, inf)", reader="trainer")
+    vllm_max_model_length: int | None = setting(None, "[1, inf)", reader="colocated")
     # GPUs that one vLLM uses together
-    vllm_tensor_parallel_size: int = setting(1, "[1, inf)", reader="trainer")
+    vllm_tensor_parallel_size: int = setting(1, "[1, inf)", reader="colocated")
     # "transformers": the model's code of transformers, for those that vLLM does not know
     vllm_model_impl: str = setting(
-        "vllm", ("vllm", "transformers", "auto", "terratorch"), reader="trainer"
+        "vllm", ("vllm", "transformers", "auto", "terratorch"), reader="colocated"
     )
     # give vLLM's weights and cache to the trainer while it trains; they wait in host memory
-    vllm_enable_sleep_mode: bool = setting(False, reader="trainer")
+    vllm_enable_sleep_mode: bool = setting(False, reader="colocated")
 
     def server_urls(self) -> list[str]:
         "The addresses of servers that run already."
