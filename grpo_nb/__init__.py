@@ -7,6 +7,7 @@ __all__ = ['open_page']
 
 # %% ../nbs/00_front.ipynb #6d1c6875
 import importlib
+import importlib.util
 import os
 
 # %% ../nbs/00_front.ipynb #80367011
@@ -35,15 +36,31 @@ _rooms = {  # public name -> the module that holds it
     "GRPOTrainer": "compat.trl",
 }
 __all__ = list(_rooms)
+_theirs = {  # what notebooks for Unsloth import besides these -> the module
+    "FastModel": "compat.fast",
+    "FastVisionModel": "compat.fast",
+    "is_bfloat16_supported": "compat.names",
+    "check_python_modules": "compat.names",
+    "is_port_open": "compat.names",
+    "launch_openenv": "compat.names",
+    "create_locked_down_function": "environments.sandbox",
+    "execute_with_time_limit": "environments.sandbox",
+}
 
 # %% ../nbs/00_front.ipynb #362d0e47
 def __getattr__(
     name: str,  # a public name that is not imported yet
-):  # the object of that name, from its module; AttributeError if it is not public
+    # the object of that name, from its module; ImportError for one of Unsloth's or TRL's,
+    # AttributeError for any other
+):
     "Import the module of a public name when the name is first used."
-    if name not in _rooms:
+    room = _rooms.get(name) or _theirs.get(name)
+    if room is None:
+        if name[:1] != "_" and importlib.util.find_spec(f"grpo_nb.{name}") is None:
+            if sentence := importlib.import_module("grpo_nb.compat.names").advice(name):
+                raise ImportError(sentence, name=__name__)
         raise AttributeError(f"module 'grpo_nb' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"grpo_nb.{_rooms[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"grpo_nb.{room}"), name)
     return value
 
 

@@ -476,7 +476,7 @@ ARROWS = {  # subpackage -> what it may import of ours, besides itself
     "environments": [],
     "training": ["kernels", "algorithm", "model", "rollout", "serving", "environments"],
     "planning": ["model", "training.config"],
-    "compat": ["rollout", "serving", "model", "training"],
+    "compat": ["rollout", "serving", "model", "training", "environments.sandbox"],
     "widgets": ["algorithm", "model", "rollout", "environments", "training", "planning"],
 }
 

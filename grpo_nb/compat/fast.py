@@ -8,7 +8,7 @@ __all__ = ['SAMPLER', 'MEMORY', 'PLACE', 'WITHOUT_EFFECT', 'REFUSED', 'ADAPTER_F
            'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text', 'request_outputs',
            'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing', 'fast_generate', 'load_lora',
            'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf', 'push_to_hub_gguf',
-           'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel']
+           'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel', 'FastModel', 'FastVisionModel']
 
 # %% ../../nbs/compat/01_fast.ipynb #dbaa36ee
 from collections.abc import Iterator, Mapping, Sequence
@@ -564,3 +564,18 @@ class FastLanguageModel:
     get_peft_model = staticmethod(get_peft_model)
     for_inference = staticmethod(for_inference)
     for_training = staticmethod(for_training)
+
+
+class FastModel(FastLanguageModel):
+    "The same, under the name that newer notebooks import."
+
+
+class FastVisionModel(FastLanguageModel):
+    "The same for the text of a model that also sees."
+
+    @staticmethod
+    def from_pretrained(model_name: Any, *args: Any, **settings: Any):  # (model, tokenizer)
+        "`from_pretrained`, and a line that says what is not trained."
+        if not settings.get("quiet"):
+            print("pictures are not read or trained on: FastVisionModel is FastLanguageModel here")
+        return from_pretrained(model_name, *args, **settings)

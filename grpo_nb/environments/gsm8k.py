@@ -153,7 +153,7 @@ def word_problems(
 # %% ../../nbs/environments/03_gsm8k.ipynb #4974d823
 def gsm8k(
     split: str = "train",  # or "test", or a part of one such as "train[:100]"
-    # a name on the Hugging Face Hub, or a folder with files in GSM8K's form
+    # a name on the Hugging Face Hub, or a folder or a file (.jsonl, .csv, .parquet) of that form
     path: str | Path = "openai/gsm8k",
     *,
     system_prompt: str | None = SYSTEM_PROMPT,  # None: the question alone
@@ -162,15 +162,20 @@ def gsm8k(
     from datasets import load_dataset
 
     folder = Path(path)
+    kind = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+    if (suffix := folder.suffix) in kind and not folder.is_file():
+        raise FileNotFoundError(f"there is no file {path}: give the path of one that is there")
     part = (
-        {"name": "main"}
+        {"data_files": {split.partition("[")[0]: str(path)}}
+        if suffix in kind
+        else {"name": "main"}
         if not folder.is_dir()
         else {"data_dir": "main"}
         if (folder / "main").is_dir()
         else {}
     )
     try:
-        data = load_dataset(str(path), split=split, **part)
+        data = load_dataset(kind.get(suffix, str(path)), split=split, **part)
     except OSError as error:
         raise ConnectionError(
             f"{str(path)!r} could not be loaded ({error}): connect to the network, give the "
