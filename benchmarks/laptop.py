@@ -1,6 +1,6 @@
 """A trained model on a laptop: SmolLM2-135M or one like it learns a small task on two cores.
 
-    python benchmarks/laptop.py MODEL OUT.json --task json --seed 0 --seconds 1080
+    python benchmarks/laptop.py MODEL OUT.json --task json --seed 0 --seconds 960
         one run: MODEL is a folder in transformers' form. OUT.json gets the settings, the versions,
         the log of every update, held-out accuracy before and after (greedy, and sampled at
         temperature 1) and answers to the same problems before and after
@@ -188,7 +188,7 @@ def parsed():
     add("out", type=Path)
     add("--task", choices=list(TASKS), default="json")
     add("--seed", type=int, default=0)
-    add("--seconds", type=float, default=1080.0, help="of training, measuring left out")
+    add("--seconds", type=float, default=960.0, help="of training, measuring left out")
     add("--updates", type=int, default=10_000)
     add("--prompts", type=int, default=8, help="problems in an update")
     add("--group", type=int, default=8, help="answers to each")
@@ -206,7 +206,7 @@ def parsed():
 
 def facts(given):
     "What a reader needs to do it again."
-    names = ("torch", "transformers", "peft", "grpo_nb")
+    names = ("torch", "transformers", "peft")
     cpu = None
     with contextlib.suppress(OSError):
         cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
