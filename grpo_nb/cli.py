@@ -216,7 +216,7 @@ def _carry_out(
         print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
     return 0
 
-# %% ../nbs/91_cli.ipynb #7e1a90c2
+# %% ../nbs/91_cli.ipynb #94b37e01
 def _to_resume(
     words: list[str],  # of the command line
 ) -> str:
@@ -239,7 +239,7 @@ def _ready(
     args: argparse.Namespace,  # config, resume, words, and the flags that were given
 ):  # the trainer and its recipe; ValueError and the like with what is wrong
     "Everything up to the first update; the recipe is read before torch is imported."
-    from grpo_nb.recipe import NAMES, check_complete, read_recipe
+    from grpo_nb.recipe import NAMES, check_complete, check_places, read_recipe
 
     given = {name: value for name, value in vars(args).items() if name in NAMES}
     if args.resume:
@@ -253,11 +253,18 @@ def _ready(
     with _plain_warnings("grpo-nb train"):
         recipe = read_recipe(args.config, given)
         check_complete(recipe)
+        check_places(recipe)
+    tell = _tell if os.environ.get("RANK", "0") == "0" else lambda line: None
+    tell("importing torch and transformers, which takes some seconds")
     from grpo_nb.script import trainer_of
 
-    return trainer_of(recipe), recipe
+    if not sys.stderr.isatty() and recipe.config.disable_tqdm is None:
+        recipe.config.disable_tqdm = True
+    trainer = trainer_of(recipe, tell)
+    trainer.verbose = args.verbose
+    return trainer, recipe
 
-
+# %% ../nbs/91_cli.ipynb #37a1a6bc
 def train(
     args: argparse.Namespace,  # config, resume, words, and the flags that were given
     # exit status: 0 trained, 1 for an error in the run, 2 for a bad start, 130 after Ctrl-C, 143
@@ -272,11 +279,14 @@ def train(
     from grpo_nb.script import train_and_save
 
     out, go_on = recipe.config.output_dir, _to_resume(args.words)
+    from grpo_nb.training.checkpoint import checkpoints
+
     try:
         with naming_a_full_disk(Path(out)):
             train_and_save(trainer, recipe)
     except (KeyboardInterrupt, SystemExit) as stop:
-        _tell(f"\nStopped. To go on with what was saved: {go_on}", sys.stderr)
+        saved = f"To go on with what was saved: {go_on}"
+        _tell(f"\nStopped. {saved if checkpoints(out) else 'Nothing was saved.'}", sys.stderr)
         return stop.code if isinstance(stop, SystemExit) else 130
     except OSError as error:
         _tell(f"grpo-nb train: {error}. Then go on: {go_on}", sys.stderr)
@@ -1128,6 +1138,11 @@ def _add_train(
         action="store_true",
         help="go on from the newest checkpoint in output_dir, or begin if there is none",
     )
+    p.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print every setting that follows from others, and defaults that are not TRL's",
+    )
     if words[:1] == ["train"]:
         from grpo_nb.recipe import add_flags
 
@@ -1277,7 +1292,7 @@ def _parser(
     two.set_defaults(run=doctor, parser=two)
     return parser
 
-# %% ../nbs/91_cli.ipynb #878bc793
+# %% ../nbs/91_cli.ipynb #3ff66594
 def _unrecognised(
     args: argparse.Namespace,  # what was recognised
     unknown: list[str],  # words
@@ -1287,12 +1302,13 @@ def _unrecognised(
         return f"the recipe is given by its flag: --config {unknown[0]}"
     if args.run is train and unknown[0].startswith("--"):
         from grpo_nb.recipe import NAMES
-        from grpo_nb.training.config import unknown as no_setting
+        from grpo_nb.training.config import all_unknown
 
-        return no_setting(unknown[0][2:].split("=")[0], NAMES)
+        flags = [word for word in unknown if word.startswith("--")]
+        return all_unknown([flag[2:].split("=")[0] for flag in flags], NAMES)
     return f"unrecognized arguments: {' '.join(unknown)}"
 
-
+# %% ../nbs/91_cli.ipynb #4f4874ea
 def main(
     arguments: list[str] | None = None,  # the words after `grpo-nb`; None: those of this process
     # exit status: 0 done, 1 an error, something missing or not fitting, 2 a bad value, 130 after
@@ -1300,6 +1316,8 @@ def main(
 ) -> int:
     "Run a subcommand of `grpo-nb`, whatever its output takes."
     words = sys.argv[1:] if arguments is None else arguments
+    if not sys.stderr.isatty():  # no bars in a file or a pipe, whoever draws them
+        os.environ.setdefault("TQDM_DISABLE", "1")
     for stream in (sys.stdout, sys.stderr):  # an encoding may lack what is printed
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     try:

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['MADE_IN_A_FILE', 'NOT_HERE', 'TODAY', 'GROUPS', 'FIELDS', 'NAMES', 'LIBRARY', 'SHORT', 'OF_TRL', 'CALLED', 'INSTEAD',
-           'STARTS', 'ModelSettings', 'AdapterSettings', 'DataSettings', 'as_number', 'from_yaml', 'from_words',
-           'read_text', 'first_words', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names', 'recipe_of',
-           'check_complete', 'read_recipe', 'comments', 'flag_help', 'add_flag', 'groups_of_settings', 'add_flags',
-           'underscored', 'is_function', 'module_of', 'no_such_reward', 'check_there', 'named_object', 'made_by',
-           'shape_of', 'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of',
-           'with_lines', 'lines_of_servers', 'with_launch']
+           'FILES', 'STARTS', 'ModelSettings', 'AdapterSettings', 'DataSettings', 'as_number', 'from_yaml',
+           'from_words', 'read_text', 'first_words', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names',
+           'recipe_of', 'check_complete', 'read_recipe', 'comments', 'flag_help', 'add_flag', 'groups_of_settings',
+           'add_flags', 'underscored', 'is_function', 'module_of', 'no_such_reward', 'check_places', 'check_there',
+           'named_object', 'made_by', 'shape_of', 'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe',
+           'lines_of', 'in_yaml', 'end_of', 'with_lines', 'lines_of_servers', 'with_launch']
 
 # %% ../nbs/88_recipe.ipynb #b1af4714
 import argparse
@@ -33,9 +33,9 @@ from grpo_nb.training.config import (
     GRPOConfig,
     Setting,
     Settings,
+    all_unknown,
     setting,
     types_of,
-    unknown,
 )
 
 # %% ../nbs/88_recipe.ipynb #4e2f3ca4
@@ -268,9 +268,9 @@ def check_names(
     given: dict[str, Any],
 ) -> None:  # ValueError with the nearest name, or what to do instead
     "Refuse names that do not exist, and values that ask for what cannot be done."
+    if sentences := all_unknown(given, NAMES):
+        raise ValueError(sentences)
     for name, value in given.items():
-        if name not in NAMES:
-            raise ValueError(unknown(name, NAMES))
         neutral, instead = NOT_HERE.get(name, ((value,), ""))
         if value not in neutral:
             raise ValueError(f"{name}={value!r} cannot be honoured: {instead}.")
@@ -465,7 +465,7 @@ def module_of(
         sys.path.append(os.getcwd())
     return importlib.import_module(place)
 
-# %% ../nbs/88_recipe.ipynb #f3404978
+# %% ../nbs/88_recipe.ipynb #834cbcbb
 def no_such_reward(
     name: str,  # without a module
     of: str,  # the setting that holds it
@@ -482,6 +482,31 @@ def no_such_reward(
         + (f"; the nearest is {close[0]!r}. " if close else f" ({', '.join(SHORT | OF_TRL)}). ")
         + "Your own are written module:function or file.py:function."
     )
+
+
+FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def check_places(
+    recipe: Recipe,
+) -> None:  # ValueError with what is not there
+    "Refuse files and short names that do not exist, before seconds of imports."
+    name = recipe.data.dataset_name
+    if Path(name).suffix in FILES and not Path(name).is_file():
+        raise ValueError(
+            f"dataset_name={name!r} has no rows: there is no such file in {os.getcwd()}"
+        )
+    names = recipe.data.reward_funcs or []
+    for name in [names] if isinstance(names, str) else names:
+        full = (SHORT | OF_TRL).get(name, name)
+        place, _, _ = full.rpartition(":" if ":" in full else ".")
+        if not place:
+            raise ValueError(no_such_reward(name, "reward_funcs"))
+        if place.endswith(".py") and not Path(place).is_file():
+            raise ValueError(
+                f"reward_funcs names {name!r}, and {place} cannot be read: there is no such file "
+                f"in {os.getcwd()}"
+            )
 
 
 def check_there(
@@ -501,7 +526,7 @@ def check_there(
             "grpo_nb.environments.procedural.math_reward()`, which compares answers too."
         )
 
-
+# %% ../nbs/88_recipe.ipynb #7446a0d2
 def named_object(
     name: str,  # "module:function", "file.py:function", "module.function", or a short name
     of: str,  # the setting that holds it, for errors

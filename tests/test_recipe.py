@@ -111,7 +111,12 @@ log_level: info
     "line, sentence",
     [
         ("learning_rte: 1e-5", "the nearest is 'learning_rate'"),
-        ("model: x", "There is no setting 'model'"),
+        ("model: x", "There is no setting 'model'; the nearest is 'model_name_or_path'"),
+        (
+            "model_name: x\nlearning_rte: 1",
+            "or_path'. There is no setting 'learning_rte'; the nearest",
+        ),
+        ("rewards: x", "the nearest is 'reward_funcs'"),
         ("7: x", "There is no setting '7'"),
         ("learning_rate: fast", "learning_rate is 'fast', but it has to be a number"),
         ("num_generations: 1", "nothing to be compared with"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -303,12 +304,63 @@ def test_the_last_line_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     def stopped(trainer, recipe):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(script, "trainer_of", lambda recipe: types.SimpleNamespace())
+    monkeypatch.setattr(script, "trainer_of", lambda recipe, tell: types.SimpleNamespace())
     monkeypatch.setattr(script, "train_and_save", stopped)
+    assert train(tmp_path / "my run", "--max-steps", 3, "--resume") == 130
+    assert capsys.readouterr().err.endswith("Stopped. Nothing was saved.\n")
+    (tmp_path / "my run/checkpoint-2").mkdir(parents=True)
     assert train(tmp_path / "my run", "--max-steps", 3, "--resume") == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"Stopped. To go on with what was saved: grpo-nb train --config {TINY}")
     assert last.endswith(f"--output_dir '{tmp_path}/my run' --max_steps 3 --resume")
+
+
+def piped(*words):
+    "`grpo-nb train` with the tiny recipe, whose output goes into a pipe: lines."
+    command = [sys.executable, "-m", "grpo_nb", "train", "--config", str(TINY), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_in_a_pipe_there_are_lines_of_eighty_columns_and_no_bars(tmp_path):
+    words = [*SMALL, "--max_steps", 2, "--disable_tqdm", "null", "--output_dir", tmp_path / "run"]
+    (first, *lines), other = piped(*words)
+    assert first.startswith("importing torch") and other == ""
+    (head,) = [n for n, line in enumerate(lines) if line.startswith(" step")]
+    assert lines[head - 4].endswith("completions at once, 16 an update; 9 more with --verbose")
+    assert not [line for line in lines if "\r" in line or "\x1b" in line]
+    prose = ("hint: ", "diagnosis: ", "The model is in ")  # which a terminal wraps
+    assert not [line for line in lines if len(line) > 80 and not line.startswith(prose)]
+
+
+def test_verbose_prints_each_setting_that_follows_from_others(tmp_path, capsys):
+    assert train(tmp_path / "run", *SMALL, "--max_steps", 1, "--verbose") == 0
+    said = capsys.readouterr().out
+    assert "epsilon_high = 0.2 (from epsilon)\n" in said and "unlike TRL 1.16: " in said
+    assert "with --verbose" not in said
+
+
+def test_a_short_run_without_anything_to_learn_ends_with_a_diagnosis(tmp_path, capsys):
+    (tmp_path / "flat.py").write_text(
+        "def flat(completions, **_):\n    return [0.5] * len(completions)"
+    )
+    words = [*SMALL, "--max_steps", 2, "--reward_funcs", tmp_path / "flat.py:flat"]
+    assert train(tmp_path / "run", *words) == 0
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(("diag", "One"))
+    ]
+    assert said[0].startswith(
+        "diagnosis: In 100% of the groups of the last 2 records all completions"
+    )
+    assert "the reward function cannot tell good from bad" in said[0]
+    assert re.match(
+        r"One of the last completions: \[2\] \+0.00  flat 0.5  \| \d+\+\d+= -> ", said[-1]
+    )
+    hints = [json.loads(line) for line in (tmp_path / "run/hints.jsonl").read_text().splitlines()]
+    assert said[0] == f"diagnosis: {hints[0]['hint']}" and hints[0]["step"] == 2
+    (stored,) = (tmp_path / "run/completions").iterdir()
+    assert stored.name == "completions_00002.parquet"
 
 
 def test_a_trainer_of_a_recipe_has_written_nothing(tmp_path):

@@ -21,7 +21,7 @@ NOISE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # what may only fall; an issue that asks for a feature says by how much one may rise
 CEILINGS = {
-    "code lines": 44_340,
+    "code lines": 44_440,
     "functions over 60 lines": 15,
     "export cells over 60 lines": 88,
     "notebooks": 150,

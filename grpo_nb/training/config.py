@@ -7,11 +7,11 @@ __all__ = ['FITS', 'SECRETS', 'OTHER_NAMES', 'ENDINGS', 'OVERRIDING', 'SAME_IN_G
            'LOSS_TYPES', 'ONLY_SERVER', 'ONLY_COLOCATE', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON',
            'IGNORED_BY_REASON', 'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL',
            'SAMPLING', 'NOT_SAMPLED', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
-           'types_of', 'Setting', 'unknown', 'warn', 'Settings', 'BatchSettings', 'not_generated', 'check_generation',
-           'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings',
-           'OptimizerSettings', 'MemorySettings', 'check_path', 'RunSettings', 'HubSettings', 'refuse',
-           'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig',
-           'unlike_trl']
+           'types_of', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings', 'not_generated',
+           'check_generation', 'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings',
+           'CorrectionSettings', 'OptimizerSettings', 'MemorySettings', 'check_path', 'RunSettings', 'HubSettings',
+           'refuse', 'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'plain_json',
+           'GRPOConfig', 'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
@@ -191,12 +191,14 @@ OTHER_NAMES = {  # of settings, in other libraries -> here
         "max_grad_norm": "grad_clip",
         "scale_rewards": "reward_scaling",
         "dtype": "torch_dtype",
+        "model_name_or_path": "model model_id base_model",
+        "reward_funcs": "reward rewards reward_fn reward_function reward_functions",
         "use_cpu": "no_cuda",
         "use_liger_kernel": "use_liger_loss",
         "vllm_structured_outputs_regex": "vllm_guided_decoding_regex",
         "hub_token": "push_to_hub_token",
         "hub_model_id": "push_to_hub_model_id",
-        "dataset_name": "datasets",
+        "dataset_name": "datasets dataset train_dataset data",
         "dataset_streaming": "streaming",
     }.items()
     for there in names.split()
@@ -211,10 +213,19 @@ def unknown(
     if OTHER_NAMES.get(name) in names:
         close = [OTHER_NAMES[name]]
     else:
-        close = difflib.get_close_matches(name, names, 1, 0.75)
+        longer = [one for one in sorted(names, key=len) if "_" in name and one.startswith(name)]
+        close = difflib.get_close_matches(name, names, 1, 0.75) or longer
     return f"There is no setting {name!r}" + (
         f"; the nearest is {close[0]!r}." if close else " and none is spelt nearly so."
     )
+
+
+def all_unknown(
+    given: Iterable[str],  # what was asked for
+    names: Iterable[str],  # what there is
+) -> str:  # empty where each exists
+    "A sentence for each name that does not exist."
+    return " ".join(unknown(name, names) for name in given if name not in names)
 
 # %% ../../nbs/training/01_config.ipynb #40354d7d
 def warn(
@@ -1326,9 +1337,8 @@ def translated(
     defaults: dict[str, Any],  # of all keywords that exist
 ) -> dict[str, Any]:  # keywords without aliases
     "Keywords under our names; a TypeError names the nearest of an unknown one."
-    for name in given:
-        if name not in defaults:
-            raise TypeError(unknown(name, defaults))
+    if sentences := all_unknown(given, defaults):
+        raise TypeError(sentences)
     ours = {name: value for name, value in given.items() if name not in ALIASES}
     if ours.get("vllm_sampling_params") is not None:
         asked = sampling_settings(ours.pop("vllm_sampling_params"))
@@ -1521,6 +1531,21 @@ class GRPOConfig(
             f"{row['setting']} = {row['value']:g} (from {row['from']})"
             for row in self.derived(num_processes)
         )
+
+    def summary(
+        self,
+        num_processes: int = 1,  # devices that train side by side
+    ) -> str:  # and a line for each setting that was given and is used with another value
+        "The batch sizes in a line, and how many settings follow from others."
+        layout, rows = self.layout(num_processes), self.derived(num_processes)
+        changed = [
+            f"{row['setting']} = {row['value']:g} (from {row['from']})"
+            for row in rows
+            if getattr(self, row["setting"], None) not in (None, row["value"])
+        ]
+        drawn = f"{layout.prompts_per_generation} prompts x {self.num_generations} completions"
+        each = f"{layout.effective_batch_size} an update; {len(rows)} more with --verbose"
+        return "\n".join([f"{drawn} at once, {each}", *changed])
 
     def training_arguments(self) -> "transformers.TrainingArguments":
         """transformers' own, with these settings. Making them finds the device, and joins the other

@@ -356,7 +356,7 @@ def room_left(
     if max_positions is None:
         return f"{used}; the model has no longest sequence"
     left = max_positions - size - max_completion_length
-    return f"{used}, {left:,} left of {max_positions:,} positions"
+    return f"{used}, {left:,} left of {max_positions:,}"
 
 # %% ../../nbs/training/02_data.ipynb #b561abb5
 def completion_as_given(

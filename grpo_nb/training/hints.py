@@ -503,3 +503,15 @@ class Hints:
         }
         self.said.update(new)
         return list(new.values())
+
+    def at_end(self) -> list[str]:  # sentences; usually none
+        "What a run of fewer records than a symptom has to last shows in all of them."
+        history, names = self.history, ("no spread in any group", "nearly all truncated")
+        records = len(history.columns.get("frac_reward_zero_std", []))
+        if not 0 < records < history.patience:
+            return []
+        whole, history.patience = history.patience, records
+        found = {name: HINTS[name](history) for name in names if name not in self.said}
+        history.patience = whole
+        self.said.update({name: sentence for name, sentence in found.items() if sentence})
+        return [sentence for sentence in found.values() if sentence]

@@ -248,21 +248,19 @@ def peak_memory_gib(
     return peak_resident_bytes() / 2**30
 
 # %% ../../nbs/training/15_reporting.ipynb #271563b4
-COLUMNS = {  # heading -> (name in the log, format)
-    "step": ("step", "{:d}"),
-    "reward": ("reward", "{:.3f}"),
-    "spread": ("reward_group_std", "{:.3f}"),
-    "no spread": ("frac_reward_zero_std", "{:.0%}"),
-    "loss": ("loss", "{:.4f}"),
-    "grad": ("grad_norm", "{:.2f}"),
-    "clipped": ("clip_ratio/region_mean", "{:.1%}"),
-    "KL": ("kl", "{:.4f}"),
-    "entropy": ("entropy", "{:.3f}"),
-    "length": ("completions/mean_length", "{:.1f}"),
-    "cut": ("completions/clipped_ratio", "{:.0%}"),
-    "gap": ("sampling/gap_mean", "{:.1e}"),
-    "tok/s": ("tokens_per_second", "{:,.0f}"),
-    "left": ("seconds_left", "{}"),
+COLUMNS = {  # heading -> (name in the log, format, width): together no wider than a terminal
+    "step": ("step", "{:d}", 5),
+    "reward": ("reward", "{:.3f}", 7),
+    "spread": ("reward_group_std", "{:.3f}", 7),
+    "alike": ("frac_reward_zero_std", "{:.0%}", 6),
+    "grad": ("grad_norm", "{:.2f}", 6),
+    "KL": ("kl", "{:.3f}", 6),
+    "entropy": ("entropy", "{:.3f}", 8),
+    "length": ("completions/mean_length", "{:.1f}", 7),
+    "cut": ("completions/clipped_ratio", "{:.0%}", 5),
+    "gap": ("sampling/gap_mean", "{:.1e}", 8),
+    "tok/s": ("tokens_per_second", "{:,.0f}", 7),
+    "left": ("seconds_left", "{}", 7),
 }
 
 
@@ -279,10 +277,10 @@ def clock(
 
 def table_row(
     record: dict[str, Any] | None,  # one step of the log; None: the headings
-) -> str:  # columns of ten characters; a number that the step does not have is left blank
+) -> str:  # at most 79 characters; a number that the step does not have is left blank
     "One line of the table, as text."
     cells = []
-    for heading, (name, style) in COLUMNS.items():
+    for heading, (name, style, width) in COLUMNS.items():
         value = heading if record is None else record.get(name)
         text = (
             ""
@@ -295,8 +293,8 @@ def table_row(
             if isinstance(value, (int, float))
             else as_text(value)
         )
-        cells.append(f"{text:>9}")
-    return " ".join(cells)
+        cells.append(f"{text:>{width}}")
+    return "".join(cells)
 
 # %% ../../nbs/training/15_reporting.ipynb #03105101
 @contextmanager
@@ -616,8 +614,10 @@ class HintWriter(TrainerCallback):
         # the token that looks like an end inside completions that were cut, if there is one
         passed_over: Callable[[], str | None] = lambda: None,
         dropout: float = 0.0,  # the largest of the model
+        collector: Any = None,  # of its `samples` one is shown where a short run learnt nothing
     ):
         self.settings, self.log = (config, precision, passed_over, dropout), log
+        self.collector = collector
         self.path = log.path and log.path.with_name("hints.jsonl")
         self.hints, self.given = Hints(*self.settings), []
 
@@ -637,10 +637,17 @@ class HintWriter(TrainerCallback):
         record: dict[str, Any],  # of an update
     ) -> list[str]:  # the hints that it gives
         "Keep the new hints of a record, in memory and in hints.jsonl."
-        found = self.hints.look(record)
+        return self.keep(self.hints.look(record), record["step"])
+
+    def keep(
+        self,
+        found: list[str],  # hints
+        step: int,
+    ) -> list[str]:  # the same
+        "Keep hints, in memory and in hints.jsonl."
         self.given += found
         if found and self.path:
-            lines = [json.dumps({"step": record["step"], "hint": hint}) + "\n" for hint in found]
+            lines = [json.dumps({"step": step, "hint": hint}) + "\n" for hint in found]
             with spared(f"{self.path} cannot be written"):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self.path, "a") as file:
@@ -655,9 +662,19 @@ class HintWriter(TrainerCallback):
             if self.log.show:
                 say(f"hint: {sentence}")
 
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        "Say what was wrong all along in a run that is too short for hints, and show a completion."
+        found = self.keep(self.hints.at_end(), state.global_step)
+        if found and self.log.show:
+            drawn = getattr(self.collector, "samples", [])[-1:]
+            shown = [f"One of the last completions: {samples_text(drawn)}"] * bool(drawn)
+            for line in (*(f"diagnosis: {sentence}" for sentence in found), *shown):
+                say(line)
+
 # %% ../../nbs/training/15_reporting.ipynb #e81c1054
 class SampleWriter(TrainerCallback):
-    "Prints and stores completions and sends them to the trackers, with `log_completions`."
+    """Prints and stores completions and sends them to the trackers, with `log_completions`; without
+    it stores the last ones of a run."""
 
     def __init__(
         self,
@@ -676,6 +693,17 @@ class SampleWriter(TrainerCallback):
         samples = [s for part in gather_object([self.collector.samples]) for s in part]
         if self.accelerator.is_main_process and samples:
             self.show(samples, state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        "Store the completions that were drawn last, so that a run's report has some to read."
+        if self.config.log_completions:
+            return
+        samples = [s for part in gather_object([self.collector.samples]) for s in part]
+        if self.accelerator.is_main_process and samples:
+            with spared("a table of completions cannot be written"):
+                write_samples(
+                    samples, Path(self.config.output_dir) / "completions", state.global_step
+                )
 
     def show(self, samples: list[dict], step: int) -> None:
         "Write them to the terminal, to a file, and to trackers that take tables."

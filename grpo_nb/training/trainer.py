@@ -326,7 +326,9 @@ class Reporting(Parts):
         self.bar = ProgressBar(config, self.notes, accelerator.is_main_process)
         ended = partial(getattr, self.collector, "passed_over")
         dropout = max((share for *_, share in dropouts(self.model)), default=0.0)
-        self.hint_writer = HintWriter(config, self.precision.name, self.log, ended, dropout)
+        self.hint_writer = HintWriter(
+            config, self.precision.name, self.log, ended, dropout, self.collector
+        )
         samples = SampleWriter(config, accelerator, self.collector, self.log)
         trackers = Trackers(config, accelerator)
         ours = [self.log, trackers, samples, self.hint_writer, self.bar]
@@ -603,6 +605,16 @@ class Begun(Updated):
 class Described(Begun):
     "What is printed as a run begins."
 
+    verbose = False  # each setting that follows from others has a line, with what TRL does
+
+    def what_follows(self) -> str:
+        "The batch sizes; with `verbose` every derived setting, and defaults that are not TRL's."
+        processes = self.accelerator.num_processes
+        if not self.verbose:
+            return self.config.summary(processes)
+        unlike = unlike_trl(self.config, bool(own_balance_weight(self.model.config)))
+        return self.config.describe(processes) + f"\nunlike TRL 1.16: {unlike}" * bool(unlike)
+
     def description(self) -> str:
         "Lines to print as a run begins: what trains, the number format, the batch sizes."
         why = "completions are drawn from another distribution"
@@ -613,12 +625,10 @@ class Described(Begun):
             why = "completions come from rollout_func (TRL does this with use_vllm alone)"
         corrected = f"\n{why}, so tokens are weighed by trainer / sampler probability"
         name = self.precision.name if self.precision.dtype else "full"
-        unlike = unlike_trl(self.config, bool(own_balance_weight(self.model.config)))
         return (
             f"{self.trainable}; {name} precision on {self.device}\n"
             + "attn_implementation = 'sink' (a prompt is read once for its group)\n" * self.quick
-            + f"{self.config.describe(self.accelerator.num_processes)}"
-            + f"\nunlike TRL 1.16: {unlike}" * bool(unlike)
+            + self.what_follows()
             + f"\n{LEFT_ALONE}" * self.left_alone
             + corrected * self.corrects
             + self.weights.description(self.vllm is None)

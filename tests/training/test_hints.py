@@ -570,3 +570,25 @@ def test_stored_runs_of_a_trained_model_are_told_what_went_wrong(name, when):
         history.add(record)
         told = told or (shrunk(history) and record["step"])
     assert told == when
+
+
+def test_at_the_end_of_a_short_run_symptoms_of_all_its_records_are_said_once():
+    bad = {"frac_reward_zero_std": 1.0, "reward": 0.5, "rewards/right/mean": 0.5}
+    bad |= {"rewards/right/std": 0.0, "completions/clipped_ratio": 0.2}
+    hints = Hints(GRPOConfig(**CONFIG))
+    assert hints.at_end() == []
+    for step in (1, 2):
+        assert hints.look({"step": step, **bad}) == []
+    (found,) = hints.at_end()
+    assert "of the last 2 records all completions earned the same" in found
+    assert hints.at_end() == [] and hints.history.patience == 5
+    well = Hints(GRPOConfig(**CONFIG))
+    well.look({"step": 1, **bad, "frac_reward_zero_std": 0.5})
+    assert well.at_end() == []
+    cut = Hints(GRPOConfig(**CONFIG))
+    cut.look({"step": 1, **bad, "frac_reward_zero_std": 0.5, "completions/clipped_ratio": 1.0})
+    assert len(cut.at_end()) == 1
+    long = Hints(GRPOConfig(**CONFIG))
+    for step in range(6):
+        long.look({"step": step, **bad})
+    assert long.at_end() == [] and long.said
