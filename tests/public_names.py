@@ -72,10 +72,20 @@ def imported(code):
             yield from (f"{node.module}:{one.name}" for one in node.names if one.name[0] != "_")
 
 
+def optional(field) -> bool:
+    "Whether a field need not be given."
+    given = field.default, field.default_factory
+    return any(value is not dataclasses.MISSING for value in given)
+
+
 def signature(thing) -> str:
     "How it is called, without annotations; fields where it is a record; empty for a value."
     if dataclasses.is_dataclass(thing):
-        return ", ".join(field.name for field in dataclasses.fields(thing) if field.init)
+        fields = [field for field in dataclasses.fields(thing) if field.init]
+        said = {one.name: one.name + ("=..." if optional(one) else "") for one in fields}
+        placed = [said[one.name] for one in fields if not one.kw_only]
+        named = [said[one.name] for one in fields if one.kw_only]
+        return f"({', '.join([*placed, *(['*', *named] if named else [])])})"
     try:
         found = inspect.signature(thing)
     except (TypeError, ValueError):
@@ -93,6 +103,36 @@ def described(path) -> dict[str, str]:
     members = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
     methods = {f".{key}": signature(value) for key, value in members if key[0] != "_"}
     return {"": signature(thing) if callable(thing) else "", **methods}
+
+
+def arguments(said: str):
+    "([(name, default)] of what has a place, {name: default} of the rest) of a signature's text."
+    tree = ast.parse(f"lambda {re.sub('<.*?>', '...', said)[1:-1]}: 0", mode="eval").body.args
+    plain = [None if one is None else ast.unparse(one) for one in tree.defaults + tree.kw_defaults]
+    placed = [one.arg for one in tree.posonlyargs + tree.args]
+    defaults = [None] * (len(placed) - len(tree.defaults)) + plain[: len(tree.defaults)]
+    named = dict(zip([one.arg for one in tree.kwonlyargs], plain[len(tree.defaults) :]))
+    for one in (tree.vararg, tree.kwarg):
+        named |= {"*" + one.arg: ""} if one else {}
+    return list(zip(placed, defaults)), named
+
+
+def as_before(
+    old: dict[str, str],  # what `described` gave
+    new: dict[str, str],  # and gives
+) -> bool:
+    "Whether every call of the old goes on meaning the same: what is added may be left out."
+    for name, said in old.items():
+        if said == new.get(name):
+            continue
+        if not said or not new.get(name):
+            return False
+        (placed, named), (now, named_now) = arguments(said), arguments(new[name])
+        added = [*now[len(placed) :], *(named_now.items() - named.items())]
+        kept = now[: len(placed)] == placed and named.items() <= named_now.items()
+        if not kept or any(default is None for _, default in added):
+            return False
+    return True
 
 
 def main():

@@ -3,7 +3,8 @@
 import json
 from importlib import import_module
 
-from public_names import RECORD, described, imported, shown_code
+import pytest
+from public_names import RECORD, as_before, described, imported, shown_code
 
 import grpo_nb
 
@@ -11,8 +12,27 @@ KEPT = json.loads(RECORD.read_text())
 
 
 def test_public_names_are_called_as_before():
-    changed = {path: found for path in KEPT if (found := described(path)) != KEPT[path]}
+    found = {path: described(path) for path in KEPT}
+    changed = {path: found[path] for path in KEPT if not as_before(KEPT[path], found[path])}
     assert not changed, {path: KEPT[path] for path in changed}
+
+
+@pytest.mark.parametrize(
+    "now, same",
+    [
+        ("(a, b=1, *, c=2)", True),
+        ("(a, b=1, d=3, *, c=2, e=None)", True),
+        ("(a, b=1, *others, c=2, **more)", True),
+        ("(a, b=1, c=2)", False),  # it had no place
+        ("(a, d=3, b=1, *, c=2)", False),  # another place
+        ("(a, b=2, *, c=2)", False),  # another default
+        ("(a, b=1, *, c=2, d)", False),  # more is wanted
+        ("(a, *, c=2)", False),
+        ("", False),
+    ],
+)
+def test_what_is_added_may_be_left_out(now, same):
+    assert as_before({"": "(a, b=1, *, c=2)"}, {"": now, ".more": "(self)"}) is same
 
 
 def test_a_path_of_the_last_release_gives_the_module_itself():

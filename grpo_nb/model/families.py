@@ -40,11 +40,17 @@ FAMILIES = {
 }
 
 
+def _plain(name: str) -> str:
+    "A class's name and a model's type alike: SeedOss and seed_oss, Ernie4_5 and ernie4_5."
+    return name.lower().replace("_", "")
+
+
 def family_of_type(
     model_type: str,  # of a configuration: qwen3, qwen3_moe, gemma3_text
 ) -> Family:  # one without peculiarities where it is not known
     "The family whose name a model's type begins with."
+    plain = _plain(model_type)
     return next(
-        (family for name, family in FAMILIES.items() if model_type.startswith(name.lower())),
+        (family for name, family in FAMILIES.items() if plain.startswith(_plain(name))),
         Family("", decoded=False),
     )

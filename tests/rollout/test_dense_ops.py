@@ -19,8 +19,14 @@ def test_norms_are_the_modules_for_every_pair_of_formats(stream, weight):
         assert torch.equal(mine, module(x).float())
 
 
-def test_every_family_of_the_table_is_a_class_of_transformers():
-    from grpo_nb.model.families import FAMILIES
+def test_every_family_of_the_table_is_a_class_of_transformers(monkeypatch):
+    from grpo_nb.model.families import FAMILIES, Family, family_of_type
 
-    for name in FAMILIES:
-        assert hasattr(transformers, f"{name}ForCausalLM")
+    monkeypatch.setitem(FAMILIES, "SeedOss", Family("SeedOss"))  # of type seed_oss
+    for name, family in FAMILIES.items():
+        kind = getattr(transformers, f"{name}ForCausalLM").config_class
+        kinds = (
+            kind.model_type,
+            getattr(kind, "sub_configs", {}).get("text_config", kind).model_type,
+        )
+        assert [family_of_type(one) for one in kinds] == [family] * 2
