@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from .masks import Mask
 

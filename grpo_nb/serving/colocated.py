@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import warnings
 import weakref
 from collections.abc import Callable

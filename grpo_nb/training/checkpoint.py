@@ -20,7 +20,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections import deque
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ipywidgets
