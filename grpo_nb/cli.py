@@ -953,6 +953,69 @@ def doctor(
     return 0 if asked and all(row["ok"] or row["optional"] for row in facts["packages"]) else 1
 
 # %% ../nbs/91_cli.ipynb #563af803
+def _add_flags(
+    parser: argparse.ArgumentParser,
+    # a flag a line: its name and what it takes, numbers allowed and why, its help; what is further
+    # in belongs to the line before
+    table: str,
+    **more: dict,  # a flag's name -> what else argparse is to know of it
+) -> None:
+    "Flags of a command; one that takes nothing is a switch."
+    for row in re.sub(r"\n +", " ", table.strip()).splitlines():
+        takes, bounds, about = (part.strip() for part in row.split(" |", 2))
+        name, _, metavar = takes.partition(" ")
+        how = {"help": about, **more.get(name.lstrip("-").replace("-", "_"), {})}
+        if bounds:
+            (least, most), why = bounds.split(": ")[0].split(".."), bounds.partition(": ")[2]
+            how["type"] = _integer(int(least), int(most or 2**40), why)
+        if metavar:
+            how["metavar"] = metavar
+        elif name.startswith("--") and "choices" not in how:
+            how["action"] = "store_true"
+        parser.add_argument(name, **how)
+
+
+_PLAN = f"""
+model MODEL | | {', '.join(MODELS)}, a folder with a config.json, or a recipe, which ends in .yaml
+    (default: gpt-oss-20b)
+--card CARD | | {', '.join(CARDS)} (default: the recipe's, or T4)
+--cards N | 1..: at least one card trains | so many of them, each with the whole model and a share
+    of the batch (default: 1)
+--fsdp | | they share the weights out too: each holds a part, and gathers a layer to compute it
+--samplers K | 0..: cards are counted from 0 | so many more that only draw, each with a vLLM server
+    (default: 0)
+--memory SIZE | | so much instead of the card's own: 16GB, or 15, which is in GiB
+--format | | of the weights (default: mxfp4 for gpt-oss, else bf16; fp32 if all train)
+--double-quant | | quantise the scales of nf4 too: 4.13 bits instead of 4.5
+--context N | 2..: a prompt and its completion have at least 2 tokens | tokens of a prompt and its
+    completion (default: 16384)
+--prompt N | 0..: tokens are counted from 0 | tokens of these that are the prompt (default: 512)
+--completions N | 2..: a group of one has nothing to be compared with | of a prompt (default: 8)
+--prompts N | 1..: a rollout has at least one prompt | of a rollout, for all cards (default: 1 for
+    each card)
+--batch N | 1..: at least one sequence is trained at a time | sequences trained at a time
+    (default: 1)
+--share-prompt | | a group's prompt is computed once in training
+--lora-r R | 0..: a rank is 0 (no adapters) or more | rank of the adapters, 0: all weights train
+    (default: 32)
+--lora-targets | | what has adapters (default: attention for gpt-oss, else all)
+--optimizer | | (default: adamw)
+--tile N | 0..: a slice has at least one token, or 0 for no slices | tokens that experts or MLP
+    work on at a time, 0: all (default: the most that fit, as in training)
+--mini-batch N | 1..: pieces are counted from 1 | pieces that the batch is split into for the
+    log-probs (default: 1)
+--logit-chunk-multiplier N | 1..: chunks are counted from 1 | chunks of each piece (default: of
+    1,024 rows at most)
+--no-checkpointing | | keep everything for the backward pass
+--offload WHAT | | what waits in host memory: {', '.join(_OFFLOADS)}
+--attention | | the kernel (default: what suits model and card)
+--reference | | a second model for the KL term
+--json | | as JSON, sizes in bytes
+--fit | | where it does not fit, plan with what makes it fit
+--write FILE | | write the recipe with the advice applied, so that it fits
+"""
+
+
 def _add_plan(commands) -> None:
     "The arguments of `grpo-nb plan`."
     about = (
@@ -964,147 +1027,19 @@ def _add_plan(commands) -> None:
     )
     p = commands.add_parser("plan", help="plan the memory of a training step", description=about)
 
-    def count(least, why):
-        return _integer(least, 2**40, why)
-
-    p.add_argument(
-        "model",
-        nargs="?",
-        default="gpt-oss-20b",
-        metavar="MODEL",
-        help=f"{', '.join(MODELS)}, a folder with a config.json, or a recipe, which ends in .yaml "
-        "(default: gpt-oss-20b)",
-    )
-    p.add_argument(
-        "--card",
-        metavar="CARD",
-        help=f"{', '.join(CARDS)} (default: the recipe's, or T4)",
-    )
-    p.add_argument(
-        "--cards",
-        type=count(1, "at least one card trains"),
-        default=1,
-        metavar="N",
-        help="so many of them, each with the whole model and a share of the batch (default: 1)",
-    )
-    p.add_argument(
-        "--fsdp",
-        choices=("full_shard", "shard_grad_op"),
-        help="they share the weights out too: each holds a part, and gathers a layer to compute it",
-    )
-    p.add_argument(
-        "--samplers",
-        type=count(0, "cards are counted from 0"),
-        default=0,
-        metavar="K",
-        help="so many more that only draw, each with a vLLM server (default: 0)",
-    )
-    p.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="so much instead of the card's own: 16GB, or 15, which is in GiB",
-    )
-    p.add_argument(
-        "--format",
-        dest="weights",
-        choices=FORMATS,
-        help="of the weights (default: mxfp4 for gpt-oss, else bf16; fp32 if all train)",
-    )
-    p.add_argument(
-        "--double-quant",
-        action="store_true",
-        help="quantise the scales of nf4 too: 4.13 bits instead of 4.5",
-    )
-    p.add_argument(
-        "--context",
-        type=count(2, "a prompt and its completion have at least 2 tokens"),
-        metavar="N",
-        help="tokens of a prompt and its completion (default: 16384)",
-    )
-    p.add_argument(
-        "--prompt",
-        type=count(0, "tokens are counted from 0"),
-        metavar="N",
-        help="tokens of these that are the prompt (default: 512)",
-    )
-    p.add_argument(
-        "--completions",
-        type=count(2, "a group of one has nothing to be compared with"),
-        metavar="N",
-        help="of a prompt (default: 8)",
-    )
-    p.add_argument(
-        "--prompts",
-        type=count(1, "a rollout has at least one prompt"),
-        metavar="N",
-        help="of a rollout, for all cards (default: 1 for each card)",
-    )
-    p.add_argument(
-        "--batch",
-        type=count(1, "at least one sequence is trained at a time"),
-        metavar="N",
-        help="sequences trained at a time (default: 1)",
-    )
-    p.add_argument(
-        "--share-prompt", action="store_true", help="a group's prompt is computed once in training"
-    )
-    p.add_argument(
-        "--lora-r",
-        type=count(0, "a rank is 0 (no adapters) or more"),
-        metavar="R",
-        help="rank of the adapters, 0: all weights train (default: 32)",
-    )
-    p.add_argument(
-        "--lora-targets",
-        choices=(*TARGETS, "all"),
-        help="what has adapters (default: attention for gpt-oss, else all)",
-    )
-    p.add_argument("--optimizer", choices=_OPTIMIZERS, help="(default: adamw)")
-    p.add_argument(
-        "--tile",
-        type=count(0, "a slice has at least one token, or 0 for no slices"),
-        metavar="N",
-        help="tokens that experts or MLP work on at a time, 0: all (default: the most that "
-        "fit, as in training)",
-    )
-    p.add_argument(
-        "--mini-batch",
-        type=count(1, "pieces are counted from 1"),
-        metavar="N",
-        help="pieces that the batch is split into for the log-probs (default: 1)",
-    )
-    p.add_argument(
-        "--logit-chunk-multiplier",
-        type=count(1, "chunks are counted from 1"),
-        metavar="N",
-        help="chunks of each piece (default: of 1,024 rows at most)",
-    )
-    p.add_argument(
-        "--no-checkpointing", action="store_true", help="keep everything for the backward pass"
-    )
-    p.add_argument(
-        "--offload",
-        nargs="+",
-        choices=_OFFLOADS,
-        default=[],
-        metavar="WHAT",
-        help=f"what waits in host memory: {', '.join(_OFFLOADS)}",
-    )
-    p.add_argument(
-        "--attention",
-        choices=(*KERNELS, *TRANSFORMERS_NAMES),
-        help="the kernel (default: what suits model and card)",
-    )
-    p.add_argument("--reference", action="store_true", help="a second model for the KL term")
-    p.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-    p.add_argument(
-        "--fit", action="store_true", help="where it does not fit, plan with what makes it fit"
-    )
-    p.add_argument(
-        "--write",
-        type=Path,
-        metavar="FILE",
-        help="write the recipe with the advice applied, so that it fits",
+    _add_flags(
+        p,
+        _PLAN,
+        model=dict(nargs="?", default="gpt-oss-20b"),
+        cards=dict(default=1),
+        fsdp=dict(choices=("full_shard", "shard_grad_op")),
+        samplers=dict(default=0),
+        format=dict(dest="weights", choices=FORMATS),
+        lora_targets=dict(choices=(*TARGETS, "all")),
+        optimizer=dict(choices=_OPTIMIZERS),
+        offload=dict(nargs="+", choices=_OFFLOADS, default=[]),
+        attention=dict(choices=(*KERNELS, *TRANSFORMERS_NAMES)),
+        write=dict(type=Path),
     )
     p.set_defaults(run=plan, parser=p)
 
@@ -1150,6 +1085,21 @@ def _add_train(
     p.set_defaults(run=train, parser=p, words=words)
 
 # %% ../nbs/91_cli.ipynb #1784a1c4
+_SERVE = """
+model MODEL | | tiny, or a name, folder or module:function
+--host HOST | | (default: 127.0.0.1, this machine alone)
+--port N | 0..65535: ports go from 1 to 65535, and 0 is any that is free | (default: 8000; 0: one
+    that is free)
+--api-key TOKEN | | that every request has to bring; others see a command line, and not the
+    environment: GRPO_NB_API_KEY says it too
+--lora-dir FOLDER | | adapters are loaded from below it; the run's output_dir (default: none are)
+--max-loras N | 1..10000: at least 1 | adapters held (default: 4)
+--max-lora-rank R | 1..10000: at least 1 | of an adapter (default: 64)
+--logprobs-mode | | after temperature and cuts, or before, as vLLM's default (default: processed)
+--served-model-name NAME | | in requests (default: MODEL)
+"""
+
+
 def _add_serve(commands) -> None:
     "The arguments of `grpo-nb serve`, under vLLM's names."
     about = (
@@ -1161,42 +1111,18 @@ def _add_serve(commands) -> None:
     p = commands.add_parser(
         "serve", help="draw completions for a trainer in another process", description=about
     )
-    p.add_argument("model", metavar="MODEL", help="tiny, or a name, folder or module:function")
-    p.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1, this machine alone)")
-    p.add_argument(
-        "--port",
-        type=_integer(0, 65535, "ports go from 1 to 65535, and 0 is any that is free"),
-        default=8000,
-        metavar="N",
-        help="(default: 8000; 0: one that is free)",
+    modes = "processed_logprobs", "raw_logprobs"
+    _add_flags(
+        p,
+        _SERVE,
+        host=dict(default="127.0.0.1"),
+        port=dict(default=8000),
+        api_key=dict(default=os.environ.get("GRPO_NB_API_KEY")),
+        lora_dir=dict(type=Path),
+        max_loras=dict(default=4),
+        max_lora_rank=dict(default=64),
+        logprobs_mode=dict(choices=modes, default=modes[0]),
     )
-    p.add_argument(
-        "--api-key",
-        metavar="TOKEN",
-        default=os.environ.get("GRPO_NB_API_KEY"),
-        help="that every request has to bring; others see a command line, and not the environment: "
-        "GRPO_NB_API_KEY says it too",
-    )
-    p.add_argument(
-        "--lora-dir",
-        type=Path,
-        metavar="FOLDER",
-        help="adapters are loaded from below it; the run's output_dir (default: none are)",
-    )
-    count = _integer(1, 10**4, "at least 1")
-    p.add_argument(
-        "--max-loras", type=count, default=4, metavar="N", help="adapters held (default: 4)"
-    )
-    p.add_argument(
-        "--max-lora-rank", type=count, default=64, metavar="R", help="of an adapter (default: 64)"
-    )
-    p.add_argument(
-        "--logprobs-mode",
-        choices=("processed_logprobs", "raw_logprobs"),
-        default="processed_logprobs",
-        help="after temperature and cuts, or before, as vLLM's default (default: processed)",
-    )
-    p.add_argument("--served-model-name", metavar="NAME", help="in requests (default: MODEL)")
     p.set_defaults(run=serve, parser=p)
 
 
@@ -1207,6 +1133,29 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help says what there is)\n")
 
 # %% ../nbs/91_cli.ipynb #d88db687
+_DEMO = """
+--steps N | 1..1000000: a run has at least 1 step and at most a million | training steps (default:
+    the length of the lesson)
+--seed N | 0..4294967295: seeds go from 0 to 4294967295 | of the model, the tasks and the sampling
+    (default: 0)
+--out FOLDER | | where the run is kept (default: runs/demo)
+--resume | | go on with the run in --out, from its newest checkpoint that is whole
+--save-steps N | 1..1000000: a checkpoint is written after 1 step at the least | steps from one
+    checkpoint to the next (default: 50, and one at the end)
+--quiet | | no progress bar and no results on the screen
+"""
+_REPORT = """
+folder RUN_DIR | | output_dir of the run
+--out FILE | | the page (default: RUN_DIR/report.html)
+"""
+_DOCTOR = """
+--json | | as JSON, for programs and bug reports
+--server URL | | look at a vLLM server as a run would, or at several: a,b
+--api-key TOKEN | | that the server asks for
+--vllm-python PATH | | look for vLLM in that environment
+"""
+
+
 def _parser(
     words: list[str],  # of the command line
 ) -> argparse.ArgumentParser:
@@ -1226,39 +1175,7 @@ def _parser(
     one = commands.add_parser(
         "demo", help="train a tiny gpt-oss on arithmetic, on the CPU", description=about
     )
-    one.add_argument(
-        "--steps",
-        type=_integer(1, 10**6, "a run has at least 1 step and at most a million"),
-        metavar="N",
-        help="training steps (default: the length of the lesson)",
-    )
-    one.add_argument(
-        "--seed",
-        type=_integer(0, 2**32 - 1, "seeds go from 0 to 4294967295"),
-        metavar="N",
-        help="of the model, the tasks and the sampling (default: 0)",
-    )
-    one.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/demo"),
-        metavar="FOLDER",
-        help="where the run is kept (default: runs/demo)",
-    )
-    one.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the run in --out, from its newest checkpoint that is whole",
-    )
-    one.add_argument(
-        "--save-steps",
-        type=_integer(1, 10**6, "a checkpoint is written after 1 step at the least"),
-        metavar="N",
-        help="steps from one checkpoint to the next (default: 50, and one at the end)",
-    )
-    one.add_argument(
-        "--quiet", action="store_true", help="no progress bar and no results on the screen"
-    )
+    _add_flags(one, _DEMO, out=dict(type=Path, default=Path("runs/demo")))
     one.set_defaults(run=demo, parser=one)
 
     _add_train(commands, words)
@@ -1268,27 +1185,20 @@ def _parser(
     four = commands.add_parser(
         "report", help="make a page of a run", description=report_of_run.__doc__
     )
-    four.add_argument("folder", type=Path, metavar="RUN_DIR", help="output_dir of the run")
-    four.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page (default: RUN_DIR/report.html)"
-    )
+    folder = dict(type=Path)
+    _add_flags(four, _REPORT, folder=folder, out=dict(type=Path))
     four.set_defaults(run=report_of_run, parser=four)
 
     three = commands.add_parser(
         "lessons", help="copy the notebooks of the course", description=lessons.__doc__
     )
-    three.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that is new or empty")
+    _add_flags(three, "folder FOLDER | | a folder that is new or empty", folder=folder)
     three.set_defaults(run=lessons, parser=three)
 
     two = commands.add_parser(
         "doctor", help="show versions, devices and what is missing", description=doctor.__doc__
     )
-    two.add_argument("--json", action="store_true", help="as JSON, for programs and bug reports")
-    two.add_argument(
-        "--server", metavar="URL", help="look at a vLLM server as a run would, or at several: a,b"
-    )
-    two.add_argument("--api-key", metavar="TOKEN", help="that the server asks for")
-    two.add_argument("--vllm-python", metavar="PATH", help="look for vLLM in that environment")
+    _add_flags(two, _DOCTOR)
     two.set_defaults(run=doctor, parser=two)
     return parser
 
