@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import types
 from configparser import ConfigParser
 from html import unescape
 from html.parser import HTMLParser
@@ -237,6 +238,34 @@ def test_addresses_of_pages_that_moved_are_forwarded(tools):
     for old, text in pages.items():
         (to,) = re.findall('url=([^"]+)"', text)
         assert posixpath.normpath(posixpath.join(posixpath.dirname(old), to)) in here
+
+
+def test_the_build_writes_the_pages_that_forward(tools, tmp_path, monkeypatch):
+    class Sphinx:
+        "A page for each notebook, in place of Sphinx's."
+
+        _warncount = 0
+
+        def __init__(self, srcdir, outdir, **_):
+            self.source, self.out = srcdir, outdir
+
+        def build(self):
+            for path in self.source.rglob("*.ipynb"):
+                name = path.relative_to(self.source).with_suffix(".html")
+                tools["write"](self.out / name, "<p>a page</p>")
+
+    application = types.SimpleNamespace(Sphinx=Sphinx)
+    monkeypatch.setitem(sys.modules, "sphinx", types.SimpleNamespace(application=application))
+    monkeypatch.setitem(sys.modules, "sphinx.application", application)
+    pages = {p.relative_to(ROOT).as_posix(): "" for p in ROOT.glob("nbs/**/*.ipynb")}
+    given = tools["build"].__globals__
+    monkeypatch.setitem(given, "sources", lambda root, problems: pages | {"_static/a.css": ""})
+    monkeypatch.setitem(given, "options", lambda settings: {})
+    assert tools["build"](ROOT, tmp_path / "site", tmp_path / "cache") == []
+    wanted = tools["forwards"](ROOT)
+    assert len(wanted) > 40
+    for name, text in wanted.items():
+        assert (tmp_path / "site" / name).read_text(encoding="utf-8") == text
 
 
 @pytest.fixture(scope="module")
