@@ -976,9 +976,9 @@ def _add_flags(
 
 
 _PLAN = f"""
-model MODEL | | {', '.join(MODELS)}, a folder with a config.json, or a recipe, which ends in .yaml
+model MODEL | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, which ends in .yaml
     (default: gpt-oss-20b)
---card CARD | | {', '.join(CARDS)} (default: the recipe's, or T4)
+--card CARD | | {", ".join(CARDS)} (default: the recipe's, or T4)
 --cards N | 1..: at least one card trains | so many of them, each with the whole model and a share
     of the batch (default: 1)
 --fsdp | | they share the weights out too: each holds a part, and gathers a layer to compute it
@@ -1007,7 +1007,7 @@ model MODEL | | {', '.join(MODELS)}, a folder with a config.json, or a recipe, w
 --logit-chunk-multiplier N | 1..: chunks are counted from 1 | chunks of each piece (default: of
     1,024 rows at most)
 --no-checkpointing | | keep everything for the backward pass
---offload WHAT | | what waits in host memory: {', '.join(_OFFLOADS)}
+--offload WHAT | | what waits in host memory: {", ".join(_OFFLOADS)}
 --attention | | the kernel (default: what suits model and card)
 --reference | | a second model for the KL term
 --json | | as JSON, sizes in bytes

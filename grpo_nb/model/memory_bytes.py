@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -119,248 +120,83 @@ def numbers_in(
         for kind, sizes in tensors.items()
     }
 
-# %% ../../nbs/model/21_memory_bytes.ipynb #a61c6f05
-_oss = dict(
-    hidden=2880,
-    intermediate=2880,
-    heads=64,
-    kv_heads=8,
-    head_dim=64,
-    vocab=201_088,
-    experts_per_token=4,
-    sinks=True,
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    max_positions=131_072,
-)
-_tied_llama = dict(tied=True, max_positions=131_072)
-_qwen3 = dict(qk_norm=True, max_positions=40_960)
-_qwen2 = dict(qkv_bias=True, max_positions=32_768)
-_qwen35 = dict(qk_norm=True, max_positions=262_144)
-_gemma4 = dict(tied=True, qk_norm=True, norms=4)
+# %% ../../nbs/model/21_memory_bytes.ipynb #b2e653ef
+# name, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, max_positions; then what
+# differs from the defaults. The windows go round through the layers, - is none; the numbers that
+# are counted are those of embedding, head, attention, mlp and rest
+_TABLE = """
+gpt-oss-20b 24 2880 2880 64 8 64 201_088 131_072 experts=32 experts_per_token=4 windows=128,- sinks
+    qkv_bias out_bias mlp_bias
+gpt-oss-120b 36 2880 2880 64 8 64 201_088 131_072 experts=128 experts_per_token=4 windows=128,-
+    sinks qkv_bias out_bias mlp_bias
+Llama-3.1-8B 32 4096 14_336 32 8 128 128_256 131_072
+Llama-3.3-70B 80 8192 28_672 64 8 128 128_256 131_072
+Llama-3.2-1B 16 2048 8192 32 8 64 128_256 131_072 tied
+Llama-3.2-3B 28 3072 8192 24 8 128 128_256 131_072 tied
+Mistral-7B-v0.3 32 4096 14_336 32 8 128 32_768 32_768
+Qwen3-0.6B 28 1024 3072 16 8 128 151_936 40_960 tied qk_norm
+Qwen3-1.7B 28 2048 6144 16 8 128 151_936 40_960 tied qk_norm
+Qwen3-4B 36 2560 9728 32 8 128 151_936 40_960 tied qk_norm
+Qwen3-8B 36 4096 12_288 32 8 128 151_936 40_960 qk_norm
+Qwen3-14B 40 5120 17_408 40 8 128 151_936 40_960 qk_norm
+Qwen3-32B 64 5120 25_600 64 8 128 151_936 40_960 qk_norm
+DeepSeek-R1-0528-Qwen3-8B 36 4096 12_288 32 8 128 151_936 131_072 qk_norm
+Phi-4 40 5120 17_920 40 10 128 100_352 16_384 joined
+SmolLM2-135M 30 576 1536 9 3 64 49_152 8192 tied
+SmolLM2-360M 32 960 2560 15 5 64 49_152 8192 tied
+SmolLM2-1.7B 24 2048 8192 32 32 64 49_152 8192 tied
+SmolLM3-3B 36 2048 11_008 16 4 128 128_256 65_536 tied
+Qwen3-30B-A3B 48 2048 768 32 4 128 151_936 40_960 experts=128 experts_per_token=8 qk_norm
+Qwen3.5-0.8B 24 1024 3584 8 2 256 248_320 262_144 windows=0,0,0,- tied qk_norm towers=100592896
+    counted=254279680,0,233816064,264241152,56128 state=274432
+Qwen3.5-9B 32 4096 12_288 16 4 256 248_320 262_144 windows=0,0,0,- qk_norm towers=456010480
+    counted=1017118720,1017118720,2087452672,4831838208,274944 state=540672
+Qwen3.5-27B 64 5120 17_408 24 4 256 248_320 262_144 windows=0,0,0,- qk_norm towers=460730096
+    counted=1271398400,1271398400,7239761920,17112760320,679424 state=806912
+Qwen3.5-35B-A3B 40 2048 512 16 2 256 248_320 262_144 experts=256 experts_per_token=9 windows=0,0,0,-
+    qk_norm towers=446571248 counted=508559360,508559360,1284177920,32338083840,21230208
+    state=540672
+Gemma-4-E2B 35 1536 6144 8 1 256 262_144 131_072 windows=512,512,512,512,- tied qk_norm norms=4
+    towers=475728160 counted=2751463424,0,278396928,1598423040,285952
+Gemma-4-E4B 42 2560 10_240 8 2 256 262_144 131_072 windows=512,512,512,512,512,- tied qk_norm
+    norms=4 towers=478087456 counted=3489660928,0,587202560,3385589760,560128
+Gemma-4-31B 60 5376 21_504 32 16 256 262_144 262_144 windows=1024,1024,1024,1024,1024,- tied qk_norm
+    norms=4 towers=575741232 counted=1409286144,0,8477736960,20808990720,1331456
+Gemma-4-26B-A4B 30 2816 704 16 8 256 262_144 262_144 experts=128 experts_per_token=11
+    windows=1024,1024,1024,1024,1024,- tied qk_norm norms=4 towers=572792112
+    counted=738197504,0,1110179840,23373250560,11513856
+Qwen2.5-0.5B 24 896 4864 14 2 64 151_936 32_768 tied qkv_bias
+Qwen2.5-1.5B 28 1536 8960 12 2 128 151_936 32_768 tied qkv_bias
+Qwen2.5-3B 36 2048 11_008 16 2 128 151_936 32_768 tied qkv_bias
+Qwen2.5-14B 48 5120 13_824 40 8 128 152_064 32_768 qkv_bias
+Qwen2.5-32B 64 5120 27_648 40 8 128 152_064 32_768 qkv_bias
+Qwen2.5-7B 28 3584 18_944 28 4 128 152_064 32_768 qkv_bias
+Gemma-3-270M 18 640 2048 4 1 256 262_144 32_768 windows=512,512,512,512,512,- tied qk_norm norms=4
+Gemma-3-1B 26 1152 6912 4 1 256 262_144 32_768 windows=512,512,512,512,512,- tied qk_norm norms=4
+"""
 
 
-def _numbers(embedding, head, attention, mlp, rest):
-    "What transformers' class has, where a formula does not do."
-    kinds = "embedding", "head", "attention", "mlp", "rest"
-    return tuple(zip(kinds, (embedding, head, attention, mlp, rest)))
+def _read_shape(
+    row: str,  # of the table
+) -> ModelShape:
+    "The sizes that stand in a row."
+    name, *words = row.split()
+    sizes, given = [int(word) for word in words[:8]], {}
+    for word in words[8:]:
+        key, _, value = word.partition("=")
+        numbers = [None if one == "-" else int(one) for one in value.split(",")] if value else []
+        if key == "windows":
+            given[key] = tuple(islice(cycle(numbers), sizes[0]))
+        elif key == "counted":  # what transformers' class has, where a formula does not do
+            given[key] = tuple(zip(("embedding", "head", "attention", "mlp", "rest"), numbers))
+        else:
+            given[key] = numbers[0] if numbers else True
+    return ModelShape(name, *sizes[:7], max_positions=sizes[7], **given)
 
-# %% ../../nbs/model/21_memory_bytes.ipynb #d96fbe13
+
 MODELS = {
     shape.name: shape
-    for shape in (
-        ModelShape("gpt-oss-20b", 24, experts=32, windows=(128, None) * 12, **_oss),
-        ModelShape("gpt-oss-120b", 36, experts=128, windows=(128, None) * 18, **_oss),
-        ModelShape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256, max_positions=131_072),
-        ModelShape("Llama-3.3-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, max_positions=131_072),
-        ModelShape("Llama-3.2-1B", 16, 2048, 8192, 32, 8, 64, 128_256, **_tied_llama),
-        ModelShape("Llama-3.2-3B", 28, 3072, 8192, 24, 8, 128, 128_256, **_tied_llama),
-        ModelShape("Mistral-7B-v0.3", 32, 4096, 14_336, 32, 8, 128, 32_768, max_positions=32_768),
-        ModelShape("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 128, 151_936, tied=True, **_qwen3),
-        ModelShape("Qwen3-1.7B", 28, 2048, 6144, 16, 8, 128, 151_936, tied=True, **_qwen3),
-        ModelShape("Qwen3-4B", 36, 2560, 9728, 32, 8, 128, 151_936, tied=True, **_qwen3),
-        ModelShape("Qwen3-8B", 36, 4096, 12_288, 32, 8, 128, 151_936, **_qwen3),
-        ModelShape("Qwen3-14B", 40, 5120, 17_408, 40, 8, 128, 151_936, **_qwen3),
-        ModelShape("Qwen3-32B", 64, 5120, 25_600, 64, 8, 128, 151_936, **_qwen3),
-        ModelShape(
-            "DeepSeek-R1-0528-Qwen3-8B",
-            36,
-            4096,
-            12_288,
-            32,
-            8,
-            128,
-            151_936,
-            qk_norm=True,
-            max_positions=131_072,
-        ),
-        ModelShape(
-            "Phi-4", 40, 5120, 17_920, 40, 10, 128, 100_352, joined=True, max_positions=16_384
-        ),
-        ModelShape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64, 49_152, tied=True, max_positions=8192),
-        ModelShape("SmolLM2-360M", 32, 960, 2560, 15, 5, 64, 49_152, tied=True, max_positions=8192),
-        ModelShape(
-            "SmolLM2-1.7B", 24, 2048, 8192, 32, 32, 64, 49_152, tied=True, max_positions=8192
-        ),
-        ModelShape(
-            "SmolLM3-3B", 36, 2048, 11_008, 16, 4, 128, 128_256, tied=True, max_positions=65_536
-        ),
-        ModelShape(
-            "Qwen3-30B-A3B",
-            48,
-            2048,
-            768,
-            32,
-            4,
-            128,
-            151_936,
-            experts=128,
-            experts_per_token=8,
-            **_qwen3,
-        ),
-        ModelShape(
-            "Qwen3.5-0.8B",
-            24,
-            1024,
-            3_584,
-            8,
-            2,
-            256,
-            248_320,
-            windows=(0, 0, 0, None) * 6,
-            counted=_numbers(254_279_680, 0, 233_816_064, 264_241_152, 56_128),
-            towers=100_592_896,
-            state=274_432,
-            tied=True,
-            **_qwen35,
-        ),
-        ModelShape(
-            "Qwen3.5-9B",
-            32,
-            4096,
-            12_288,
-            16,
-            4,
-            256,
-            248_320,
-            windows=(0, 0, 0, None) * 8,
-            counted=_numbers(1_017_118_720, 1_017_118_720, 2_087_452_672, 4_831_838_208, 274_944),
-            towers=456_010_480,
-            state=540_672,
-            **_qwen35,
-        ),
-        ModelShape(
-            "Qwen3.5-27B",
-            64,
-            5120,
-            17_408,
-            24,
-            4,
-            256,
-            248_320,
-            windows=(0, 0, 0, None) * 16,
-            counted=_numbers(1_271_398_400, 1_271_398_400, 7_239_761_920, 17_112_760_320, 679_424),
-            towers=460_730_096,
-            state=806_912,
-            **_qwen35,
-        ),
-        ModelShape(
-            "Qwen3.5-35B-A3B",
-            40,
-            2048,
-            512,
-            16,
-            2,
-            256,
-            248_320,
-            experts=256,
-            experts_per_token=9,
-            windows=(0, 0, 0, None) * 10,
-            counted=_numbers(508_559_360, 508_559_360, 1_284_177_920, 32_338_083_840, 21_230_208),
-            towers=446_571_248,
-            state=540_672,
-            **_qwen35,
-        ),
-        ModelShape(
-            "Gemma-4-E2B",
-            35,
-            1536,
-            6_144,
-            8,
-            1,
-            256,
-            262_144,
-            windows=(512, 512, 512, 512, None) * 7,
-            counted=_numbers(2_751_463_424, 0, 278_396_928, 1_598_423_040, 285_952),
-            towers=475_728_160,
-            max_positions=131_072,
-            **_gemma4,
-        ),
-        ModelShape(
-            "Gemma-4-E4B",
-            42,
-            2560,
-            10_240,
-            8,
-            2,
-            256,
-            262_144,
-            windows=(512, 512, 512, 512, 512, None) * 7,
-            counted=_numbers(3_489_660_928, 0, 587_202_560, 3_385_589_760, 560_128),
-            towers=478_087_456,
-            max_positions=131_072,
-            **_gemma4,
-        ),
-        ModelShape(
-            "Gemma-4-31B",
-            60,
-            5376,
-            21_504,
-            32,
-            16,
-            256,
-            262_144,
-            windows=(1024, 1024, 1024, 1024, 1024, None) * 10,
-            counted=_numbers(1_409_286_144, 0, 8_477_736_960, 20_808_990_720, 1_331_456),
-            towers=575_741_232,
-            max_positions=262_144,
-            **_gemma4,
-        ),
-        ModelShape(
-            "Gemma-4-26B-A4B",
-            30,
-            2816,
-            704,
-            16,
-            8,
-            256,
-            262_144,
-            experts=128,
-            experts_per_token=11,
-            windows=(1024, 1024, 1024, 1024, 1024, None) * 5,
-            counted=_numbers(738_197_504, 0, 1_110_179_840, 23_373_250_560, 11_513_856),
-            towers=572_792_112,
-            max_positions=262_144,
-            **_gemma4,
-        ),
-        ModelShape("Qwen2.5-0.5B", 24, 896, 4864, 14, 2, 64, 151_936, tied=True, **_qwen2),
-        ModelShape("Qwen2.5-1.5B", 28, 1536, 8960, 12, 2, 128, 151_936, tied=True, **_qwen2),
-        ModelShape("Qwen2.5-3B", 36, 2048, 11_008, 16, 2, 128, 151_936, tied=True, **_qwen2),
-        ModelShape("Qwen2.5-14B", 48, 5120, 13_824, 40, 8, 128, 152_064, **_qwen2),
-        ModelShape("Qwen2.5-32B", 64, 5120, 27_648, 40, 8, 128, 152_064, **_qwen2),
-        ModelShape("Qwen2.5-7B", 28, 3584, 18_944, 28, 4, 128, 152_064, **_qwen2),
-        ModelShape(
-            "Gemma-3-270M",
-            18,
-            640,
-            2048,
-            4,
-            1,
-            256,
-            262_144,
-            windows=((512,) * 5 + (None,)) * 3,
-            tied=True,
-            qk_norm=True,
-            norms=4,
-            max_positions=32_768,
-        ),
-        ModelShape(
-            "Gemma-3-1B",
-            26,
-            1152,
-            6912,
-            4,
-            1,
-            256,
-            262_144,
-            windows=((512,) * 5 + (None,)) * 4 + (512,) * 2,
-            tied=True,
-            qk_norm=True,
-            norms=4,
-            max_positions=32_768,
-        ),
-    )
+    for shape in map(_read_shape, re.sub(r"\n +", " ", _TABLE.strip()).splitlines())
 }
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #a09a7bc1
