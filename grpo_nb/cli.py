@@ -952,7 +952,7 @@ def doctor(
     asked = all(one["ok"] for one in facts["vllm"].values())
     return 0 if asked and all(row["ok"] or row["optional"] for row in facts["packages"]) else 1
 
-# %% ../nbs/91_cli.ipynb #563af803
+# %% ../nbs/91_cli.ipynb #bbec0fad
 def _add_flags(
     parser: argparse.ArgumentParser,
     # a flag a line: its name and what it takes, numbers allowed and why, its help; what is further
@@ -974,7 +974,7 @@ def _add_flags(
             how["action"] = "store_true"
         parser.add_argument(name, **how)
 
-
+# %% ../nbs/91_cli.ipynb #2af70635
 _PLAN = f"""
 model MODEL | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, which ends in .yaml
     (default: gpt-oss-20b)
@@ -1015,7 +1015,7 @@ model MODEL | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, w
 --write FILE | | write the recipe with the advice applied, so that it fits
 """
 
-
+# %% ../nbs/91_cli.ipynb #7415bd8c
 def _add_plan(commands) -> None:
     "The arguments of `grpo-nb plan`."
     about = (

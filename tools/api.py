@@ -104,8 +104,8 @@ def of_function(node, notes):
     return lines
 
 
-def of_class(node, notes):
-    "The fields of a class and its public methods."
+def of_class(node, notes, classes):
+    "The fields of a class and its public methods; of its bases in `classes` the methods' names."
     lines = []
     for part in node.body:
         if isinstance(part, ast.AnnAssign) and not part.target.id.startswith("_"):
@@ -122,15 +122,25 @@ def of_class(node, notes):
         name = node.name if method.name == "__init__" else f".{method.name}"
         lines += ["", f"`{call(name, method.args)}` {about}".rstrip(), ""]
         lines += of_function(method, notes)
+    for base in bases_of(node, classes):
+        names = [one.name for one in base.body if isinstance(one, ast.FunctionDef)]
+        shown = ", ".join(f"`.{name}`" for name in names if not name.startswith("_"))
+        lines += ["", f"From `{base.name}`: {shown}"] if shown else []
     return lines
 
 
-def entry(node, notes, where):
+def bases_of(node, classes):
+    "The classes of `classes` that a class is made from, the nearest first."
+    near = [classes[ast.unparse(one)] for one in node.bases if ast.unparse(one) in classes]
+    return [one for base in near for one in (base, *bases_of(base, classes))]
+
+
+def entry(node, notes, where, classes):
     "A public function or class as Markdown; `where(line)` is the address of its source."
     is_class = isinstance(node, ast.ClassDef)
     shown = f"class {node.name}" if is_class else call(node.name, node.args)
     about = escaped(ast.get_docstring(node) or "")
-    body = of_class(node, notes) if is_class else of_function(node, notes)
+    body = of_class(node, notes, classes) if is_class else of_function(node, notes)
     return [
         f"### `{node.name}`",
         "",
@@ -179,12 +189,13 @@ def of_module(root, path, source_url):
     def where(line):
         return f"{source_url}/{file}#L{line}"
 
+    classes = {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
     parts = [
         line
         for node in tree.body
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         and node.name in names
-        for line in entry(node, notes, where)
+        for line in entry(node, notes, where, classes)
     ]
     parts += constants(tree, names)
     if not parts:

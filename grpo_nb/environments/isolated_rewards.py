@@ -8,7 +8,7 @@ __all__ = ['MODULE_AND_NAME', 'MAX_BYTES', 'LENGTH', 'LARGEST', 'SET_PDEATHSIG',
            'exchange', 'send', 'plain_scores', 'visible', 'short', 'load', 'describe', 'ask_function',
            'scores_or_fault', 'run_awaitable', 'run_worker', 'prctl', 'descendants', 'TrainerEnded', 'Watchdog',
            'run_watchdog', 'close_watchdog', 'WorkerProcess', 'NotScored', 'pickled_arguments', 'one_by_one',
-           'IsolatedReward', 'rebuild', 'check_limits', 'isolated']
+           'RewardProcesses', 'RewardReports', 'IsolatedReward', 'rebuild', 'check_limits', 'isolated']
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #a4cbfccf
 import contextlib
@@ -669,32 +669,9 @@ def one_by_one(
         for i in range(count)
     ]
 
-# %% ../../nbs/environments/09_isolated_rewards.ipynb #1b41794f
-class IsolatedReward:
-    "A reward function whose work is done in processes of its own; made by `isolated`."
-
-    def __init__(
-        self,
-        target: str,  # "module:name"
-        timeout_s: float,
-        workers: int,
-        each_timeout_s: float | None,
-        start_timeout_s: float,
-        arguments: dict[str, Any],
-        prepare: str,  # "module:name", or empty
-        name: str,  # in the log
-    ):
-        self.target, self.workers, self.start_timeout_s = target, workers, start_timeout_s
-        self.timeout_s, self.each_timeout_s = timeout_s, each_timeout_s
-        self.arguments, self.prepare, self.__name__ = arguments, prepare, name
-        self.open()
-
-    def __reduce__(self):
-        names = "timeout_s each_timeout_s workers start_timeout_s arguments prepare".split()
-        return rebuild, (
-            self.target,
-            {name: getattr(self, name) for name in names} | {"name": self.__name__},
-        )
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #3a6520d1
+class RewardProcesses:
+    "The processes that score, and what they are asked."
 
     def open(self) -> None:
         "Begin to start the workers."
@@ -711,43 +688,6 @@ class IsolatedReward:
         "End the workers; the next call starts others."
         for worker in self.all:
             worker.drop()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __call__(
-        self,
-        prompts: list,  # N prompts
-        completions: list,  # N completions, strings or chat messages
-        **columns: Any,  # the data set's columns and the trainer's things
-    ) -> list[float | None]:  # None where there is no score; a `NotScored` if there is none at all
-        "Ask the function, and wait no longer than the deadline."
-        arguments, count = (
-            {"prompts": prompts, "completions": completions, **columns, **self.arguments},
-            len(completions),
-        )
-        pieces = [arguments] if self.each_timeout_s is None else one_by_one(arguments, count)
-        answers = self.ask([pickled_arguments(piece) for piece in pieces])
-        scores, faults = [], Counter()
-        for piece, answer in zip(pieces, answers):
-            scores += answer.get("scores") or [None] * len(piece["completions"])
-            if "fault" in answer:
-                faults[answer["fault"]] += len(piece["completions"])
-        self.report(answers, faults, count, columns)
-        return (
-            NotScored(count, faults.most_common(1)[0][0])
-            if count and faults.total() == count
-            else scores
-        )
-
-    async def later(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
-        "The same for an event loop: several of them wait side by side."
-        import asyncio
-
-        return await asyncio.to_thread(self, prompts, completions, **columns)
 
     def ask(
         self,
@@ -797,6 +737,16 @@ class IsolatedReward:
             thread.join()
         return answers
 
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #31da0d24
+class RewardReports(RewardProcesses):
+    "What is said of a process that failed."
+
+    async def later(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
+        "The same for an event loop: several of them wait side by side."
+        import asyncio
+
+        return await asyncio.to_thread(self, prompts, completions, **columns)
+
     def report(self, answers: list[dict], faults: Counter, count: int, columns: dict) -> None:
         "Tell the trainer what the function wanted to tell it, and what went wrong."
         log_metric, log_extra = columns.get("log_metric"), columns.get("log_extra")
@@ -820,6 +770,64 @@ class IsolatedReward:
                 f"{count} completions: {faults.most_common(1)[0][0]}",
                 stacklevel=3,
             )
+
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #79db7f51
+class IsolatedReward(RewardReports):
+    "A reward function whose work is done in processes of its own; made by `isolated`."
+
+    def __init__(
+        self,
+        target: str,  # "module:name"
+        timeout_s: float,
+        workers: int,
+        each_timeout_s: float | None,
+        start_timeout_s: float,
+        arguments: dict[str, Any],
+        prepare: str,  # "module:name", or empty
+        name: str,  # in the log
+    ):
+        self.target, self.workers, self.start_timeout_s = target, workers, start_timeout_s
+        self.timeout_s, self.each_timeout_s = timeout_s, each_timeout_s
+        self.arguments, self.prepare, self.__name__ = arguments, prepare, name
+        self.open()
+
+    def __reduce__(self):
+        names = "timeout_s each_timeout_s workers start_timeout_s arguments prepare".split()
+        return rebuild, (
+            self.target,
+            {name: getattr(self, name) for name in names} | {"name": self.__name__},
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __call__(
+        self,
+        prompts: list,  # N prompts
+        completions: list,  # N completions, strings or chat messages
+        **columns: Any,  # the data set's columns and the trainer's things
+    ) -> list[float | None]:  # None where there is no score; a `NotScored` if there is none at all
+        "Ask the function, and wait no longer than the deadline."
+        arguments, count = (
+            {"prompts": prompts, "completions": completions, **columns, **self.arguments},
+            len(completions),
+        )
+        pieces = [arguments] if self.each_timeout_s is None else one_by_one(arguments, count)
+        answers = self.ask([pickled_arguments(piece) for piece in pieces])
+        scores, faults = [], Counter()
+        for piece, answer in zip(pieces, answers):
+            scores += answer.get("scores") or [None] * len(piece["completions"])
+            if "fault" in answer:
+                faults[answer["fault"]] += len(piece["completions"])
+        self.report(answers, faults, count, columns)
+        return (
+            NotScored(count, faults.most_common(1)[0][0])
+            if count and faults.total() == count
+            else scores
+        )
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #c44705e5
 def rebuild(target: str, settings: dict) -> IsolatedReward:

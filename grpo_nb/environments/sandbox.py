@@ -6,9 +6,9 @@
 __all__ = ['SOURCE_CHARACTERS', 'GRACE_S', 'REFUSAL', 'NO_FORK', 'DEADLINE', 'READING', 'IMPORTERS', 'SESSIONS', 'SandboxResult',
            'Protection', 'Trial', 'WallsMissing', 'ways_out', 'MemoryGroup', 'SupervisorLost', 'result_of',
            'lost_result', 'SupervisorConnection', 'BareConnection', 'checked_timeout', 'program_bytes',
-           'stop_supervisors', 'deadline', 'time_is_up', 'SandboxPool', 'Session', 'run_python', 'wall_report',
-           'wall_lines', 'parsed', 'name_in', 'imported_by', 'check_only_stdlib_imports', 'SandboxError',
-           'SandboxTimeout', 'LockedDownFunction', 'create_locked_down_function', 'interrupt',
+           'stop_supervisors', 'deadline', 'time_is_up', 'PoolStart', 'PoolRuns', 'SandboxPool', 'Session',
+           'run_python', 'wall_report', 'wall_lines', 'parsed', 'name_in', 'imported_by', 'check_only_stdlib_imports',
+           'SandboxError', 'SandboxTimeout', 'LockedDownFunction', 'create_locked_down_function', 'interrupt',
            'execute_with_time_limit', 'arguments_of', 'time_locked', 'time_trusted', 'time_trusted_within',
            'empty_like', 'summary', 'Benchmarker']
 
@@ -500,52 +500,9 @@ def time_is_up() -> bool:
     "Whether the deadline around the present call has passed."
     return time.monotonic() >= DEADLINE.get()
 
-# %% ../../nbs/environments/07_sandbox.ipynb #19ef188e
-class SandboxPool:
-    """Supervisors that are kept warm, and run one program after the other, each in a process of its
-    own."""
-
-    def __init__(
-        self,
-        workers: int = 2,  # programs at the same time; sessions come on top
-        *,
-        total_mb: int | None = None,  # for all its programs together; None: half of the memory
-        without: tuple[str, ...] = (),  # walls to leave off, by name: for lessons and tests
-        # start even if a program could get out, with a warning that says how: for programs that
-        # may do what you may do
-        allow_weak: bool = False,
-    ):  # raises WallsMissing unless everything that no program may do was tried and stopped
-        if not (hasattr(os, "fork") or allow_weak):
-            raise WallsMissing(NO_FORK)
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, not {workers}")
-        unknown = set(without) - set(supervisor.Protections.NAMES)
-        if unknown:
-            raise ValueError(
-                f"no walls of these names: {sorted(unknown)}; there are "
-                f"{sorted(supervisor.Protections.NAMES)}"
-            )
-        self._without, self._allow_weak = tuple(without), allow_weak
-        self._owner, self._closed = os.getpid(), False
-        self._supervisors: dict[
-            int, SupervisorConnection
-        ] = {}  # slot -> its supervisor; a slot without one gets a new one when it is used
-        self._idle: queue.LifoQueue = queue.LifoQueue()
-        self._group, self.memory_bound = self._limit_together(workers, total_mb)
-        self._end = weakref.finalize(
-            self, stop_supervisors, self._supervisors, self._owner, self._group
-        )
-        try:
-            for slot in range(workers):
-                self._supervisors[slot] = self._start()
-            for slot in range(workers):
-                self.protections, self.trials = self._checked_walls(self._supervisors[slot])
-                self._idle.put(slot)
-        except BaseException:
-            self.close()
-            raise
-        if out := ways_out(self.protections, self.trials):
-            warnings.warn(f"allow_weak=True: {out}", RuntimeWarning, stacklevel=2)
+# %% ../../nbs/environments/07_sandbox.ipynb #951eb15f
+class PoolStart:
+    "Supervisors are started behind walls."
 
     @staticmethod
     def _limit_together(workers, total_mb):
@@ -598,6 +555,10 @@ class SandboxPool:
                 self._supervisors.pop(slot).stop()
             self._idle.put(slot)
 
+# %% ../../nbs/environments/07_sandbox.ipynb #77559468
+class PoolRuns(PoolStart):
+    "Programs run in whichever worker is free."
+
     def run(
         self,
         source: str,  # Python
@@ -643,6 +604,53 @@ class SandboxPool:
         except SupervisorLost as error:
             loaded = lost_result(error)
         return Session(connection, loaded, timeout_s, memory_mb)
+
+# %% ../../nbs/environments/07_sandbox.ipynb #f079b3e2
+class SandboxPool(PoolRuns):
+    """Supervisors that are kept warm, and run one program after the other, each in a process of its
+    own."""
+
+    def __init__(
+        self,
+        workers: int = 2,  # programs at the same time; sessions come on top
+        *,
+        total_mb: int | None = None,  # for all its programs together; None: half of the memory
+        without: tuple[str, ...] = (),  # walls to leave off, by name: for lessons and tests
+        # start even if a program could get out, with a warning that says how: for programs that
+        # may do what you may do
+        allow_weak: bool = False,
+    ):  # raises WallsMissing unless everything that no program may do was tried and stopped
+        if not (hasattr(os, "fork") or allow_weak):
+            raise WallsMissing(NO_FORK)
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, not {workers}")
+        unknown = set(without) - set(supervisor.Protections.NAMES)
+        if unknown:
+            raise ValueError(
+                f"no walls of these names: {sorted(unknown)}; there are "
+                f"{sorted(supervisor.Protections.NAMES)}"
+            )
+        self._without, self._allow_weak = tuple(without), allow_weak
+        self._owner, self._closed = os.getpid(), False
+        self._supervisors: dict[
+            int, SupervisorConnection
+        ] = {}  # slot -> its supervisor; a slot without one gets a new one when it is used
+        self._idle: queue.LifoQueue = queue.LifoQueue()
+        self._group, self.memory_bound = self._limit_together(workers, total_mb)
+        self._end = weakref.finalize(
+            self, stop_supervisors, self._supervisors, self._owner, self._group
+        )
+        try:
+            for slot in range(workers):
+                self._supervisors[slot] = self._start()
+            for slot in range(workers):
+                self.protections, self.trials = self._checked_walls(self._supervisors[slot])
+                self._idle.put(slot)
+        except BaseException:
+            self.close()
+            raise
+        if out := ways_out(self.protections, self.trials):
+            warnings.warn(f"allow_weak=True: {out}", RuntimeWarning, stacklevel=2)
 
     def close(self):
         "Ends the supervisors, and with them all that runs there."

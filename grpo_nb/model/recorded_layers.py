@@ -6,7 +6,7 @@
 __all__ = ['LARGE', 'MOST_SHAPES', 'MOST_PADDING', 'SEEN_SHAPES', 'STALE_CALLS', 'SPARE_BYTES', 'CannotRecord', 'signature',
            'static_copy', 'refill', 'Room', 'spread_room', 'padded', 'layer_state', 'check_layer', 'Graphs',
            'waiting_is_an_error', 'quiet_collector', 'InputShape', 'fresh_leaves', 'RecordedLayer', 'PlayedLayer',
-           'is_large', 'RecordedLayers', 'record_layers']
+           'is_large', 'RecordedRoom', 'RecordedShapes', 'RecordedLayers', 'record_layers']
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #c5557bf2
 import dataclasses
@@ -431,49 +431,91 @@ def is_large(
         return False
     return torch.cuda.get_device_properties(device).multi_processor_count >= LARGE
 
-# %% ../../nbs/model/19_recorded_layers.ipynb #db1c682b
+# %% ../../nbs/model/19_recorded_layers.ipynb #1631af6c
 MOST_SHAPES = 8  # that are recorded; others run call by call
 MOST_PADDING = 1.3  # tokens with padding, over tokens without
 SEEN_SHAPES = 32  # that came once and are remembered
 STALE_CALLS = 2**14  # of layers, since a shape came last; then it makes room for another one
 SPARE_BYTES = 2**32  # of free memory, without which nothing is recorded
 
+# %% ../../nbs/model/19_recorded_layers.ipynb #489c2170
+class RecordedRoom:
+    "The recordings that are kept, and the memory for one more."
 
-class RecordedLayers:
-    """The active switch: layers that are computed again in backward are recorded when a shape comes
-    the second time, and played from then on. `remove` switches it off."""
+    def find_in(
+        self, shape: InputShape, function: Callable, x: torch.Tensor, room: Room
+    ) -> tuple[RecordedLayer, dict, Room] | None:
+        "A layer's recording for a shape, made when it is looked for the second time."
+        layer = function.args[0] if function.args else function.func.__self__
+        given = function.keywords
+        if room.tokens > x.shape[1]:
+            given = {k: self.once(k, v, padded, k, v, room) for k, v in given.items()}
+        keys = tuple((name, signature(value)) for name, value in given.items())
+        state, key = layer_state(layer), (layer, x.requires_grad, keys)
+        recorded = shape.layers.get(key)
+        if recorded is None or recorded.state != state:
+            shape.layers[key] = RecordedLayer(shape, state, keys)
+            return None
+        if not recorded.tried and self.has_room(shape, x.device):
+            recorded.tried = True
+            check_layer(layer)
+            run = functools.partial(function.func, *function.args)
+            recorded.trained = [p for p in layer.parameters() if p.requires_grad]
+            if self.record is None:
+                self.record = Graphs(x.device)
+            wide = room.put(x.detach()).requires_grad_(x.requires_grad)
+            with quiet_collector(), fresh_leaves(layer) as leaves:
+                recorded.record(run, given, wide, leaves, self.contexts, self.record)
+        return (recorded, given, room) if recorded.graphs else None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        most_tokens: int,
-        multiple: int,
-        record: Callable | None,
-        tells: bool,
-    ):
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
-        name = "_gradient_checkpointing_func"
-        self.modules = [m for m in base.modules() if name in vars(m)]
-        if not any(m.gradient_checkpointing for m in self.modules):
-            raise ValueError(
-                f"the layers of this {type(base).__name__} are not computed again in backward: "
-                "call model.gradient_checkpointing_enable() first"
-            )
-        self.plain, self.record = getattr(self.modules[0], name), record
-        self.config, self.contexts = base.config, checkpoint_contexts(base)
-        self.most_tokens, self.multiple = most_tokens, multiple
-        self.shapes, self.derived, self.refused, self.tells = {}, {}, None, tells
-        self.failed = False  # a recording has, and nothing more is recorded
-        self.calls = 0  # of layers
-        for m in self.modules:
-            setattr(m, name, self)
+    def has_room(self, shape: InputShape, device: torch.device) -> bool:
+        "Whether a shape is recorded: memory is left, and no recording has failed."
+        if self.failed:
+            return False
+        if not shape.recorded and self.refused is None:
+            tight = device.type == "cuda" and free_memory(device) < SPARE_BYTES
+            shape.recorded = not tight
+        return shape.recorded
 
-    def __call__(self, function, *args):
-        "Compute one layer; transformers calls this instead of the layer in training."
-        found = self.find(function, args)
-        if found is None:
-            return self.plain(function, *args)
-        return PlayedLayer.apply(*found, args[0], *found[0].trained)
+    def room_for(self, x: torch.Tensor, given: dict[str, Any]) -> Room:
+        "How the rows of an input are laid out."
+        sharing, length = given.get("sharing"), x.shape[1]
+        if sharing is None or self.multiple == 1:
+            return Room(-(-length // self.multiple) * self.multiple, slice(length))
+        return self.once("room", sharing, spread_room, sharing)
+
+    def forget_oldest(self) -> bool:
+        "Drop the recordings that were played the longest ago, if that is long ago."
+        recorded = {key: shape for key, shape in self.shapes.items() if shape.recorded}
+        oldest = min(recorded, key=lambda key: recorded[key].used)
+        if self.calls - recorded[oldest].used < STALE_CALLS:
+            return False
+        del self.shapes[oldest]
+        return True
+
+    def forget_failed(self) -> None:
+        "After a failure nothing more is recorded; what has no recordings holds no memory."
+        self.failed = True
+        for key, shape in list(self.shapes.items()):
+            if not any(layer.graphs for layer in shape.layers.values()):
+                del self.shapes[key]
+
+    @property
+    def bytes(self) -> int:
+        "Bytes that only recordings use; torch counts them as free."
+        return getattr(self.record, "bytes", 0)
+
+    def drop(self) -> None:
+        "Give back all recordings and their memory."
+        self.shapes.clear()
+        self.derived.clear()
+        if isinstance(self.record, Graphs):
+            self.record = None
+            torch.cuda.empty_cache()
+
+# %% ../../nbs/model/19_recorded_layers.ipynb #791f2d00
+class RecordedShapes(RecordedRoom):
+    "The recording for an input of this shape."
 
     def find(
         self,
@@ -525,28 +567,42 @@ class RecordedLayers:
         shape.used = self.calls
         return shape
 
-    def forget_oldest(self) -> bool:
-        "Drop the recordings that were played the longest ago, if that is long ago."
-        recorded = {key: shape for key, shape in self.shapes.items() if shape.recorded}
-        oldest = min(recorded, key=lambda key: recorded[key].used)
-        if self.calls - recorded[oldest].used < STALE_CALLS:
-            return False
-        del self.shapes[oldest]
-        return True
+# %% ../../nbs/model/19_recorded_layers.ipynb #9c8470a9
+class RecordedLayers(RecordedShapes):
+    """The active switch: layers that are computed again in backward are recorded when a shape comes
+    the second time, and played from then on. `remove` switches it off."""
 
-    def forget_failed(self) -> None:
-        "After a failure nothing more is recorded; what has no recordings holds no memory."
-        self.failed = True
-        for key, shape in list(self.shapes.items()):
-            if not any(layer.graphs for layer in shape.layers.values()):
-                del self.shapes[key]
+    def __init__(
+        self,
+        model: nn.Module,
+        most_tokens: int,
+        multiple: int,
+        record: Callable | None,
+        tells: bool,
+    ):
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        name = "_gradient_checkpointing_func"
+        self.modules = [m for m in base.modules() if name in vars(m)]
+        if not any(m.gradient_checkpointing for m in self.modules):
+            raise ValueError(
+                f"the layers of this {type(base).__name__} are not computed again in backward: "
+                "call model.gradient_checkpointing_enable() first"
+            )
+        self.plain, self.record = getattr(self.modules[0], name), record
+        self.config, self.contexts = base.config, checkpoint_contexts(base)
+        self.most_tokens, self.multiple = most_tokens, multiple
+        self.shapes, self.derived, self.refused, self.tells = {}, {}, None, tells
+        self.failed = False  # a recording has, and nothing more is recorded
+        self.calls = 0  # of layers
+        for m in self.modules:
+            setattr(m, name, self)
 
-    def room_for(self, x: torch.Tensor, given: dict[str, Any]) -> Room:
-        "How the rows of an input are laid out."
-        sharing, length = given.get("sharing"), x.shape[1]
-        if sharing is None or self.multiple == 1:
-            return Room(-(-length // self.multiple) * self.multiple, slice(length))
-        return self.once("room", sharing, spread_room, sharing)
+    def __call__(self, function, *args):
+        "Compute one layer; transformers calls this instead of the layer in training."
+        found = self.find(function, args)
+        if found is None:
+            return self.plain(function, *args)
+        return PlayedLayer.apply(*found, args[0], *found[0].trained)
 
     def once(self, name: Any, x: Any, function: Callable, *args: Any) -> Any:
         "What a function returns for what all layers of a pass are given, computed once."
@@ -557,54 +613,6 @@ class RecordedLayers:
             # x is held, so that its id stays its own
             self.derived[key] = x, function(*args, self.multiple)
         return self.derived[key][1]
-
-    def find_in(
-        self, shape: InputShape, function: Callable, x: torch.Tensor, room: Room
-    ) -> tuple[RecordedLayer, dict, Room] | None:
-        "A layer's recording for a shape, made when it is looked for the second time."
-        layer = function.args[0] if function.args else function.func.__self__
-        given = function.keywords
-        if room.tokens > x.shape[1]:
-            given = {k: self.once(k, v, padded, k, v, room) for k, v in given.items()}
-        keys = tuple((name, signature(value)) for name, value in given.items())
-        state, key = layer_state(layer), (layer, x.requires_grad, keys)
-        recorded = shape.layers.get(key)
-        if recorded is None or recorded.state != state:
-            shape.layers[key] = RecordedLayer(shape, state, keys)
-            return None
-        if not recorded.tried and self.has_room(shape, x.device):
-            recorded.tried = True
-            check_layer(layer)
-            run = functools.partial(function.func, *function.args)
-            recorded.trained = [p for p in layer.parameters() if p.requires_grad]
-            if self.record is None:
-                self.record = Graphs(x.device)
-            wide = room.put(x.detach()).requires_grad_(x.requires_grad)
-            with quiet_collector(), fresh_leaves(layer) as leaves:
-                recorded.record(run, given, wide, leaves, self.contexts, self.record)
-        return (recorded, given, room) if recorded.graphs else None
-
-    def has_room(self, shape: InputShape, device: torch.device) -> bool:
-        "Whether a shape is recorded: memory is left, and no recording has failed."
-        if self.failed:
-            return False
-        if not shape.recorded and self.refused is None:
-            tight = device.type == "cuda" and free_memory(device) < SPARE_BYTES
-            shape.recorded = not tight
-        return shape.recorded
-
-    @property
-    def bytes(self) -> int:
-        "Bytes that only recordings use; torch counts them as free."
-        return getattr(self.record, "bytes", 0)
-
-    def drop(self) -> None:
-        "Give back all recordings and their memory."
-        self.shapes.clear()
-        self.derived.clear()
-        if isinstance(self.record, Graphs):
-            self.record = None
-            torch.cuda.empty_cache()
 
     def remove(self) -> None:
         "Put the model back as it was."

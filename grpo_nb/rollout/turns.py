@@ -10,8 +10,8 @@ __all__ = ['Kinds', 'DEEPEST', 'STRING', 'WORD', 'UNESCAPED', 'WORDS', 'FITS', '
            'on_text', 'described_by', 'rendered', 'turn_with', 'trials', 'what_came_back', 'choose_parser',
            'short_call', 'turn_end', 'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne',
            'awaited', 'run_calls', 'say_what_takes_long', 'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left',
-           'check_template', 'next_turn', 'TurnSampler', 'methods_of', 'reward_of', 'Environments', 'Beginning',
-           'appended', 'begin']
+           'check_template', 'next_turn', 'TurnCalls', 'TurnDraws', 'TurnSampler', 'methods_of', 'reward_of',
+           'Environments', 'Beginning', 'appended', 'begin']
 
 # %% ../../nbs/rollout/18_turns.ipynb #382bfec9
 import asyncio
@@ -895,86 +895,9 @@ def next_turn(
     key = int(behind(torch.tensor([row.key]), [len(row.ids)]))
     return Asked(number, row.prompt + row.ids, max_tokens - len(row.ids), key, prefix)
 
-# %% ../../nbs/rollout/18_turns.ipynb #b21db78b
-class TurnSampler:
-    "Draws completions of several turns with another sampler, and runs the tools in between."
-
-    takes_token_ids = calls_tools = True
-    long_s = LONG_S
-
-    def __init__(
-        self,
-        sampler: Sampler,  # draws each turn; it takes token ids
-        tokenizer: Any,  # of transformers, with a chat template that has tools
-        tools: Sequence[Callable] = (),  # of every prompt
-        *,
-        # turns that may call tools; what a later one calls is not run. None: any number
-        max_tool_calling_iterations: int | None = None,
-        # for the calls of a turn, in threads; None: in the thread that calls `generate`, in order
-        timeout_s: float | None = None,
-        # end a turn; None: what the inner sampler's model and the tokenizer name
-        stop_token_ids: Sequence[int] | None = None,
-        max_positions: int | None = None,  # of the model; None: no limit is known
-        chat_template_kwargs: Mapping[str, Any] | None = None,  # variables of the template
-        parser: Parser | None = None,  # None: `choose_parser`
-        # whose methods are tools; it has the functions of `tools` as well
-        environments: "Environments | None" = None,
-    ):
-        if not sampler.takes_token_ids:
-            raise ValueError(
-                f"{type(sampler).__name__} takes no token ids, and turns are continued from ids: "
-                "wrap a sampler with takes_token_ids=True, such as RolloutEngine"
-            )
-        self.sampler, self.tokenizer, self.tools = sampler, tokenizer, toolset(tools)
-        self.limit, self.timeout_s = max_tool_calling_iterations, timeout_s
-        self.max_positions, self.variables = max_positions, dict(chat_template_kwargs or {})
-        self.parser = parser or choose_parser(tokenizer, self.variables)
-        check_template(tokenizer, self.tools, self.variables)
-        if stop_token_ids is None:
-            stop_token_ids = default_stop_token_ids(sampler.model, tokenizer)
-        self.end = turn_end(tokenizer, next(iter(self.tools.functions), "tool"), self.variables)[0]
-        self.stop_token_ids = stop_token_ids
-        self.environments = environments
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.lock, self.said = threading.Lock(), set()
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],  # token ids
-        params: SamplingParams,  # max_tokens bounds all turns and replies together
-        tools: Sequence[Toolset] | None = None,  # of each prompt; None: the sampler's own
-    ) -> TurnRollout:  # len(prompts) * params.n completions
-        "Continue each prompt `params.n` times, turn by turn, until no call is left to run."
-        stop = self.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-        params = replace(params, stop_token_ids=tuple(dict.fromkeys([*stop, self.end])))
-        each = zip(prompts, tools or [self.tools] * len(prompts), strict=True)
-        rows = [Transcript(list(ids), its) for ids, its in each for _ in range(params.n)]
-        for row, key in zip(rows, stream_keys(len(rows), params.seed).tolist()):
-            row.key = key
-
-        def read(number, drawn, i, prefix):
-            self.take(rows[number], i, drawn, params)
-            return self.call(rows[number], prefix, arrivals, under_way)
-
-        def go_on(number, calls):
-            room = self.answered(rows[number], calls.replies(), params.max_tokens)
-            return next_turn(number, rows[number], params.max_tokens) if room else None
-
-        first = [next_turn(number, row, params.max_tokens) for number, row in enumerate(rows)]
-        arrivals = Arrivals(first, read, go_on, self.max_positions)
-        draw = getattr(self.sampler, "draw_arrivals", partial(in_rounds, self.sampler))
-        under_way, over = [], threading.Event()
-        if self.timeout_s is None:
-            looks = partial(say_what_takes_long, under_way, over, self.long_s)
-            threading.Thread(target=looks, name="tools under way", daemon=True).start()
-        try:
-            self.device = draw(arrivals, params)
-        finally:
-            over.set()
-            arrivals.close()
-            for row in rows:
-                row.prefix = None
-        return self.record(rows, params.stop_token_ids)
+# %% ../../nbs/rollout/18_turns.ipynb #652738ca
+class TurnCalls:
+    "What a turn calls, and what it gets back."
 
     def take(self, row: Transcript, i: int, drawn: Rollout, params: SamplingParams) -> None:
         "Add row `i` of what was drawn to a transcript, and read the calls in it."
@@ -1038,6 +961,48 @@ class TurnSampler:
             row.messages, row.reason = row.messages + replies, "length"
         return max(room, 0)
 
+# %% ../../nbs/rollout/18_turns.ipynb #0f553db6
+class TurnDraws(TurnCalls):
+    "Completions turn by turn, and their record."
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],  # token ids
+        params: SamplingParams,  # max_tokens bounds all turns and replies together
+        tools: Sequence[Toolset] | None = None,  # of each prompt; None: the sampler's own
+    ) -> TurnRollout:  # len(prompts) * params.n completions
+        "Continue each prompt `params.n` times, turn by turn, until no call is left to run."
+        stop = self.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
+        params = replace(params, stop_token_ids=tuple(dict.fromkeys([*stop, self.end])))
+        each = zip(prompts, tools or [self.tools] * len(prompts), strict=True)
+        rows = [Transcript(list(ids), its) for ids, its in each for _ in range(params.n)]
+        for row, key in zip(rows, stream_keys(len(rows), params.seed).tolist()):
+            row.key = key
+
+        def read(number, drawn, i, prefix):
+            self.take(rows[number], i, drawn, params)
+            return self.call(rows[number], prefix, arrivals, under_way)
+
+        def go_on(number, calls):
+            room = self.answered(rows[number], calls.replies(), params.max_tokens)
+            return next_turn(number, rows[number], params.max_tokens) if room else None
+
+        first = [next_turn(number, row, params.max_tokens) for number, row in enumerate(rows)]
+        arrivals = Arrivals(first, read, go_on, self.max_positions)
+        draw = getattr(self.sampler, "draw_arrivals", partial(in_rounds, self.sampler))
+        under_way, over = [], threading.Event()
+        if self.timeout_s is None:
+            looks = partial(say_what_takes_long, under_way, over, self.long_s)
+            threading.Thread(target=looks, name="tools under way", daemon=True).start()
+        try:
+            self.device = draw(arrivals, params)
+        finally:
+            over.set()
+            arrivals.close()
+            for row in rows:
+                row.prefix = None
+        return self.record(rows, params.stop_token_ids)
+
     def record(self, rows: list[Transcript], stop: Sequence[int]) -> TurnRollout:
         "The rows as a rollout."
         names = dict(
@@ -1057,6 +1022,49 @@ class TurnSampler:
         if (left := what_was_left(rows)) is not None:
             rollout.survivors, rollout.log_mass = left
         return TurnRollout(**vars(rollout), **of_rows)
+
+# %% ../../nbs/rollout/18_turns.ipynb #e226be3e
+class TurnSampler(TurnDraws):
+    "Draws completions of several turns with another sampler, and runs the tools in between."
+
+    takes_token_ids = calls_tools = True
+    long_s = LONG_S
+
+    def __init__(
+        self,
+        sampler: Sampler,  # draws each turn; it takes token ids
+        tokenizer: Any,  # of transformers, with a chat template that has tools
+        tools: Sequence[Callable] = (),  # of every prompt
+        *,
+        # turns that may call tools; what a later one calls is not run. None: any number
+        max_tool_calling_iterations: int | None = None,
+        # for the calls of a turn, in threads; None: in the thread that calls `generate`, in order
+        timeout_s: float | None = None,
+        # end a turn; None: what the inner sampler's model and the tokenizer name
+        stop_token_ids: Sequence[int] | None = None,
+        max_positions: int | None = None,  # of the model; None: no limit is known
+        chat_template_kwargs: Mapping[str, Any] | None = None,  # variables of the template
+        parser: Parser | None = None,  # None: `choose_parser`
+        # whose methods are tools; it has the functions of `tools` as well
+        environments: "Environments | None" = None,
+    ):
+        if not sampler.takes_token_ids:
+            raise ValueError(
+                f"{type(sampler).__name__} takes no token ids, and turns are continued from ids: "
+                "wrap a sampler with takes_token_ids=True, such as RolloutEngine"
+            )
+        self.sampler, self.tokenizer, self.tools = sampler, tokenizer, toolset(tools)
+        self.limit, self.timeout_s = max_tool_calling_iterations, timeout_s
+        self.max_positions, self.variables = max_positions, dict(chat_template_kwargs or {})
+        self.parser = parser or choose_parser(tokenizer, self.variables)
+        check_template(tokenizer, self.tools, self.variables)
+        if stop_token_ids is None:
+            stop_token_ids = default_stop_token_ids(sampler.model, tokenizer)
+        self.end = turn_end(tokenizer, next(iter(self.tools.functions), "tool"), self.variables)[0]
+        self.stop_token_ids = stop_token_ids
+        self.environments = environments
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.lock, self.said = threading.Lock(), set()
 
     def say_what_never_works(self, rows: list[Transcript]) -> None:
         "A warning, once, where all calls of a batch ended in one and the same error."

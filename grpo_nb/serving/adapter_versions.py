@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SERVED_AS_IT_IS', 'served_config', 'check_experts', 'settings_of', 'needed_flags', 'faults', 'room_made',
-           'AdapterVersions']
+           'AdapterFiles', 'AdapterRoom', 'AdapterLoads', 'AdapterEverywhere', 'AdapterNames', 'AdapterVersions']
 
 # %% ../../nbs/serving/04_adapter_versions.ipynb #4f6b905e
 import json
@@ -154,65 +154,9 @@ def room_made(
         f"-H 'Content-Type: application/json' -d '{named}'`"
     )
 
-# %% ../../nbs/serving/04_adapter_versions.ipynb #6eaa4d6c
-class AdapterVersions:
-    "The versions of a run's adapter: each has a folder, and a name under which servers hold it."
-
-    WHAT = "the adapter"
-
-    def __init__(
-        self,
-        servers: Servers,
-        folder: str | Path,  # of this run alone; every server has to see it
-        max_loras: int = 2,  # versions that a server holds at once
-        share: Callable[[Any], Any] = lambda value: value,  # gives all processes what the first has
-    ):
-        self.servers, self.max_loras, self.share = servers, max_loras, share
-        self.folder = Path(folder).expanduser().resolve()
-        self.lock, self.publishing = threading.Lock(), threading.Lock()
-        self.users: Counter = Counter()  # name -> blocks of `drawing` that are open
-        self.token, self.served, self.gone = secrets.token_hex(3), {}, []
-        self.names_given, self.retired, self.published = set(), set(), None
-        self.base, self.current = None, (None, 0)  # the name that is drawn with, and its version
-        self.rank = 16  # of the adapter, as soon as there is one
-
-    def begin(
-        self,
-        base: str,  # the name of the model without an adapter
-    ) -> None:
-        "Draw with the base; what a killed run has left in this folder, or loaded from it, goes."
-        self.base, self.current = base, (base, 0)
-        if not self.servers.leads:
-            return
-        for address in self.servers.addresses:
-            for one in self.servers.models(address):
-                if one.get("parent") and Path(str(one.get("root"))).parent == self.folder:
-                    self.unload(address, one["id"])
-        for folder in self.folder.glob("policy-??????-v*"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    # a new version
-
-    def publish(
-        self,
-        model: Any,  # the trained model, with an adapter
-        version: int,  # of its weights as they are now
-    ) -> None:
-        "Write the adapter, load it on every server, and draw with it from now on."
-        with self.publishing:
-            name = error = None
-            if self.servers.leads:
-                try:
-                    name = self.release(model, version)
-                except Exception as raised:
-                    error = raised
-            name, said = self.share((name, None if error is None else str(error)))
-            if said is not None:
-                raise error or ServerError(said)
-            with self.lock:
-                self.served[name] = version
-                self.current = name, version
-            self.forget()
+# %% ../../nbs/serving/04_adapter_versions.ipynb #9fba2830
+class AdapterFiles:
+    "A version as files, and whether the servers can take it."
 
     def release(self, model: Any, version: int) -> str:
         "A version's name, under which every server has its adapter."
@@ -270,33 +214,60 @@ class AdapterVersions:
         "What has to be changed about a server."
         return faults(settings, self.max_loras, rank)
 
-    # on the servers
+# %% ../../nbs/serving/04_adapter_versions.ipynb #b4944c86
+class AdapterRoom(AdapterFiles):
+    "The room that servers have for one more adapter."
 
-    def load_everywhere(self, name: str) -> None:  # ServerError if no server has it
-        "Load an adapter on all servers at once; one that is away gets it before it is asked again."
-        there = [one for one in self.servers.addresses if one.ready and not one.aside]
+    def others_on(self, address: Address) -> tuple[list[str], int | None]:
+        "Adapters on a server that are not this run's, and how many it holds, where it tells."
+        own = {*self.served, *self.retired, *self.names_given}
+        with suppress(ServerError, OSError, HTTPException):
+            held = [one for one in self.servers.models(address) if one.get("parent")]
+            status, info = address.ask("/server_info?config_format=json")
+            lora = ((settings_of(info) if status == 200 else None) or [{}])[0]
+            most = int(lora["max_loras"]) if lora.get("max_loras") else None
+            return [one["id"] for one in held if one["id"] not in own], most
+        return [], None
+
+    def check_room(self, name: str) -> None:  # ServerError
+        "Refuse servers that others have filled, so that a later version would find no room."
         for address in self.servers.addresses:
-            if address not in there:
-                address.ready = False
-        if len(there) > 1:
-            errors = side_by_side(partial(self.loaded, name, 1), there, len(there))
-            if not all(errors):
-                return
-        there = there or self.servers.addresses
-        errors = side_by_side(partial(self.loaded, name, self.servers.retries), there, len(there))
-        if all(errors):
-            raise ServerError("; ".join(errors))
+            others, most = self.others_on(address) if address.ready else ([], None)
+            if not others or most is None or len(others) + self.max_loras <= most:
+                continue
+            if why := self.lack_of_room(address, name):
+                for one in self.servers.addresses:
+                    self.unload(one, name)
+                raise ServerError(
+                    f"{address.url} holds {most} adapters, and has no room for the "
+                    f"{self.max_loras} that the run needs ({why}).{room_made(address, others)}"
+                )
 
-    def loaded(
-        self, name: str, retries: int, number: int, address: Address, together: Together
-    ) -> str | None:  # None: done
-        "Load an adapter on a server, and say why it has not; with others, it is left aside then."
+    def lack_of_room(self, address: Address, name: str) -> str | None:  # None: there is room
+        "What a server answers to as many versions as there will be: vLLM makes room by itself."
+        more = [f"{name}-room{number}" for number in range(1, self.max_loras)]
+        self.names_given.update(more)
+        body = {"lora_path": str(self.folder / name)}
         try:
-            self.load(address, name, retries)
-        except ServerError as error:
-            address.ready = False
-            self.servers.put_aside(address, str(error))
-            return str(error)
+            for one in more:
+                status, answer = address.ask("/v1/load_lora_adapter", {"lora_name": one, **body})
+                if status != 200 and status not in PASSING:
+                    return refusal(status, answer)
+        except (OSError, HTTPException):
+            return None  # it is away, and a load will say so
+        finally:
+            for one in more:
+                self.unload(address, one)
+        return None
+
+    def started_with(self) -> str:
+        "The command that starts a server that can do this."
+        flags = needed_flags(self.max_loras, self.rank)
+        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL {flags}"
+
+# %% ../../nbs/serving/04_adapter_versions.ipynb #58434273
+class AdapterLoads(AdapterRoom):
+    "One adapter into one server."
 
     def load(self, address: Address, name: str, retries: int = 0) -> None:  # ServerError
         "Load a version on one server; what is not answered in time is asked once more at most."
@@ -344,57 +315,40 @@ class AdapterVersions:
             )
         raise ServerError(failed + room_made(address, others))
 
-    def others_on(self, address: Address) -> tuple[list[str], int | None]:
-        "Adapters on a server that are not this run's, and how many it holds, where it tells."
-        own = {*self.served, *self.retired, *self.names_given}
-        with suppress(ServerError, OSError, HTTPException):
-            held = [one for one in self.servers.models(address) if one.get("parent")]
-            status, info = address.ask("/server_info?config_format=json")
-            lora = ((settings_of(info) if status == 200 else None) or [{}])[0]
-            most = int(lora["max_loras"]) if lora.get("max_loras") else None
-            return [one["id"] for one in held if one["id"] not in own], most
-        return [], None
-
-    def check_room(self, name: str) -> None:  # ServerError
-        "Refuse servers that others have filled, so that a later version would find no room."
-        for address in self.servers.addresses:
-            others, most = self.others_on(address) if address.ready else ([], None)
-            if not others or most is None or len(others) + self.max_loras <= most:
-                continue
-            if why := self.lack_of_room(address, name):
-                for one in self.servers.addresses:
-                    self.unload(one, name)
-                raise ServerError(
-                    f"{address.url} holds {most} adapters, and has no room for the "
-                    f"{self.max_loras} that the run needs ({why}).{room_made(address, others)}"
-                )
-
-    def lack_of_room(self, address: Address, name: str) -> str | None:  # None: there is room
-        "What a server answers to as many versions as there will be: vLLM makes room by itself."
-        more = [f"{name}-room{number}" for number in range(1, self.max_loras)]
-        self.names_given.update(more)
-        body = {"lora_path": str(self.folder / name)}
-        try:
-            for one in more:
-                status, answer = address.ask("/v1/load_lora_adapter", {"lora_name": one, **body})
-                if status != 200 and status not in PASSING:
-                    return refusal(status, answer)
-        except (OSError, HTTPException):
-            return None  # it is away, and a load will say so
-        finally:
-            for one in more:
-                self.unload(address, one)
-        return None
-
     def ask_to_load(self, address: Address, name: str) -> tuple[int, Any]:  # status, answer
         "Ask a server to read a version's folder."
         body = {"lora_name": name, "lora_path": str(self.folder / name)}
         return address.ask("/v1/load_lora_adapter", body)
 
-    def started_with(self) -> str:
-        "The command that starts a server that can do this."
-        flags = needed_flags(self.max_loras, self.rank)
-        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL {flags}"
+# %% ../../nbs/serving/04_adapter_versions.ipynb #9f3ed5da
+class AdapterEverywhere(AdapterLoads):
+    "The adapters that servers hold, loaded and unloaded."
+
+    def load_everywhere(self, name: str) -> None:  # ServerError if no server has it
+        "Load an adapter on all servers at once; one that is away gets it before it is asked again."
+        there = [one for one in self.servers.addresses if one.ready and not one.aside]
+        for address in self.servers.addresses:
+            if address not in there:
+                address.ready = False
+        if len(there) > 1:
+            errors = side_by_side(partial(self.loaded, name, 1), there, len(there))
+            if not all(errors):
+                return
+        there = there or self.servers.addresses
+        errors = side_by_side(partial(self.loaded, name, self.servers.retries), there, len(there))
+        if all(errors):
+            raise ServerError("; ".join(errors))
+
+    def loaded(
+        self, name: str, retries: int, number: int, address: Address, together: Together
+    ) -> str | None:  # None: done
+        "Load an adapter on a server, and say why it has not; with others, it is left aside then."
+        try:
+            self.load(address, name, retries)
+        except ServerError as error:
+            address.ready = False
+            self.servers.put_aside(address, str(error))
+            return str(error)
 
     def refresh(
         self,
@@ -412,6 +366,10 @@ class AdapterVersions:
         with suppress(OSError, HTTPException):
             address.ask("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=30)
 
+# %% ../../nbs/serving/04_adapter_versions.ipynb #2992280f
+class AdapterNames(AdapterEverywhere):
+    "Which adapter is drawn with, and which are kept for that."
+
     def forget(self, all_of_them: bool = False) -> None:
         "Unload versions that left the window, and delete the files of those before."
         with self.lock:
@@ -427,8 +385,6 @@ class AdapterVersions:
             for name in [*self.gone, *(old if all_of_them else [])]:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
             self.gone = [] if all_of_them else old
-
-    # what is drawn with
 
     @contextmanager
     def drawing(
@@ -457,6 +413,64 @@ class AdapterVersions:
                 "sampler, with more max_loras"
             )
         return names[-1], version
+
+# %% ../../nbs/serving/04_adapter_versions.ipynb #d9f0b6c8
+class AdapterVersions(AdapterNames):
+    "The versions of a run's adapter: each has a folder, and a name under which servers hold it."
+
+    WHAT = "the adapter"
+
+    def __init__(
+        self,
+        servers: Servers,
+        folder: str | Path,  # of this run alone; every server has to see it
+        max_loras: int = 2,  # versions that a server holds at once
+        share: Callable[[Any], Any] = lambda value: value,  # gives all processes what the first has
+    ):
+        self.servers, self.max_loras, self.share = servers, max_loras, share
+        self.folder = Path(folder).expanduser().resolve()
+        self.lock, self.publishing = threading.Lock(), threading.Lock()
+        self.users: Counter = Counter()  # name -> blocks of `drawing` that are open
+        self.token, self.served, self.gone = secrets.token_hex(3), {}, []
+        self.names_given, self.retired, self.published = set(), set(), None
+        self.base, self.current = None, (None, 0)  # the name that is drawn with, and its version
+        self.rank = 16  # of the adapter, as soon as there is one
+
+    def begin(
+        self,
+        base: str,  # the name of the model without an adapter
+    ) -> None:
+        "Draw with the base; what a killed run has left in this folder, or loaded from it, goes."
+        self.base, self.current = base, (base, 0)
+        if not self.servers.leads:
+            return
+        for address in self.servers.addresses:
+            for one in self.servers.models(address):
+                if one.get("parent") and Path(str(one.get("root"))).parent == self.folder:
+                    self.unload(address, one["id"])
+        for folder in self.folder.glob("policy-??????-v*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def publish(
+        self,
+        model: Any,  # the trained model, with an adapter
+        version: int,  # of its weights as they are now
+    ) -> None:
+        "Write the adapter, load it on every server, and draw with it from now on."
+        with self.publishing:
+            name = error = None
+            if self.servers.leads:
+                try:
+                    name = self.release(model, version)
+                except Exception as raised:
+                    error = raised
+            name, said = self.share((name, None if error is None else str(error)))
+            if said is not None:
+                raise error or ServerError(said)
+            with self.lock:
+                self.served[name] = version
+                self.current = name, version
+            self.forget()
 
     def close(self) -> None:
         "Unload what this run has loaded, and delete its files; `publish` begins anew."

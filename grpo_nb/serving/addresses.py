@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONNECT_S', 'PASSING', 'AVOIDED_S', 'PAUSED_S', 'LOOK', 'ServerError', 'Stalled', 'Together', 'Address', 'parts_of',
-           'sendable', 'notice_silence', 'as_json', 'reason_of', 'refusal', 'side_by_side', 'Servers']
+           'sendable', 'notice_silence', 'as_json', 'reason_of', 'refusal', 'side_by_side', 'ServersAsked',
+           'ServersChosen', 'Servers']
 
 # %% ../../nbs/serving/02_addresses.ipynb #3e6e591b
 import json
@@ -224,14 +225,108 @@ def side_by_side(
         raise
     return results
 
-# %% ../../nbs/serving/02_addresses.ipynb #d981a3f8
+# %% ../../nbs/serving/02_addresses.ipynb #3f8cefa5
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which asking again may help
 AVOIDED_S = 60.0  # a server that gave no answer is asked last for so long,
 PAUSED_S = 5.0  # and one that said that it is busy for so long
 LOOK = "Look at its log, and whether GET /health answers."
 
+# %% ../../nbs/serving/02_addresses.ipynb #8ff8e5be
+class ServersAsked:
+    "What the servers say of themselves."
 
-class Servers:
+    def silence(self, address: Address, timeout_s: float = 5.0) -> str | None:  # None: it answers
+        "Why a server cannot be asked."
+        try:
+            status, _ = address.ask("/health", timeout_s=timeout_s)
+        except (OSError, HTTPException) as error:
+            return str(error) or type(error).__name__
+        return None if status == 200 else f"GET /health gave {status}"
+
+    def tell(self, address: Address, route: str, body: dict | None = None) -> Any:
+        "The answer of a route; ServerError if it is not 200."
+        try:
+            status, answer = address.ask(route, body)
+        except (OSError, HTTPException) as error:
+            why = str(error) or type(error).__name__
+            gone = ServerError(f"{address.url}{route} gave no answer ({why}). {LOOK}")
+            gone.stalled = isinstance(error, Stalled)
+            raise gone from None
+        if status != 200:
+            raise ServerError(f"{address.url}{route} answered {refusal(status, answer)}")
+        return answer
+
+    def models(self, address: Address) -> list[dict[str, Any]]:  # ServerError
+        "What a server says of its models, the base first."
+        answer = self.tell(address, "/v1/models")
+        found = answer.get("data") if isinstance(answer, dict) else None
+        named = isinstance(found, list) and all(
+            isinstance(one, dict) and isinstance(one.get("id"), str) for one in found
+        )
+        if not named or not found:
+            raise ServerError(
+                f"{address.url} is no vLLM server: /v1/models answered {str(answer)[:80]!r}. Give "
+                "the address of a `vllm serve`"
+            )
+        return sorted(found, key=lambda one: one.get("parent") is not None)
+
+    def names(self, address: Address) -> list[str]:  # ServerError
+        "The names of a server's models, the base first."
+        return [one["id"] for one in self.models(address)]
+
+# %% ../../nbs/serving/02_addresses.ipynb #c4246470
+class ServersChosen(ServersAsked):
+    "Which of them is asked next, and which is left alone for a while."
+
+    @contextmanager
+    def picked(
+        self,
+        size: int,  # tokens that the request may take
+        before: Address | None = None,  # that has just failed with it
+        reader: Address | None = None,  # that has read its beginning
+    ):
+        "The server for a request: one that is not aside, has read its beginning, has least to do."
+
+        def rank(one):
+            return one.aside, one is before, one is not reader, one.asked
+
+        with self.lock:
+            address = min(self.addresses, key=rank)
+            address.asked += size
+        try:
+            yield address
+        finally:
+            with self.lock:
+                address.asked -= size
+
+    def put_aside(self, address: Address, why: str, seconds: float = AVOIDED_S) -> None:
+        "Ask other servers first for a while; it is said once for each time that one goes."
+        address.failed_at, address.aside_s = time.monotonic(), seconds
+        if seconds == AVOIDED_S and self.leads and not address.told and len(self.addresses) > 1:
+            address.told = True
+            warnings.warn(
+                f"{address.url} is left aside: {why} The other servers go on without it, and it "
+                "is tried again from time to time.",
+                stacklevel=2,
+            )
+
+    def say_stalled(self, address: Address) -> None:
+        "With no other server to ask, say at once that one has let the time pass; it is said once."
+        if self.leads and not address.told and len(self.addresses) == 1:
+            address.told = True
+            warnings.warn(
+                f"{address.url} took a request and gave no answer in {address.timeout_s:g} "
+                f"seconds. It is asked once more. {LOOK} If it is only slow, give it more time "
+                "(vllm_request_timeout)",
+                stacklevel=2,
+            )
+
+    def pause(self, attempt: int) -> float:  # seconds
+        "How long to wait before asking again."
+        return min(self.pause_s * 2**attempt, 10.0)
+
+# %% ../../nbs/serving/02_addresses.ipynb #a7505957
+class Servers(ServersChosen):
     "Servers that can all do the same: which one is asked, and which is left aside."
 
     def __init__(
@@ -292,89 +387,3 @@ class Servers:
                     )
                     said = True
                 time.sleep(0.2)
-
-    def silence(self, address: Address, timeout_s: float = 5.0) -> str | None:  # None: it answers
-        "Why a server cannot be asked."
-        try:
-            status, _ = address.ask("/health", timeout_s=timeout_s)
-        except (OSError, HTTPException) as error:
-            return str(error) or type(error).__name__
-        return None if status == 200 else f"GET /health gave {status}"
-
-    def tell(self, address: Address, route: str, body: dict | None = None) -> Any:
-        "The answer of a route; ServerError if it is not 200."
-        try:
-            status, answer = address.ask(route, body)
-        except (OSError, HTTPException) as error:
-            why = str(error) or type(error).__name__
-            gone = ServerError(f"{address.url}{route} gave no answer ({why}). {LOOK}")
-            gone.stalled = isinstance(error, Stalled)
-            raise gone from None
-        if status != 200:
-            raise ServerError(f"{address.url}{route} answered {refusal(status, answer)}")
-        return answer
-
-    def models(self, address: Address) -> list[dict[str, Any]]:  # ServerError
-        "What a server says of its models, the base first."
-        answer = self.tell(address, "/v1/models")
-        found = answer.get("data") if isinstance(answer, dict) else None
-        named = isinstance(found, list) and all(
-            isinstance(one, dict) and isinstance(one.get("id"), str) for one in found
-        )
-        if not named or not found:
-            raise ServerError(
-                f"{address.url} is no vLLM server: /v1/models answered {str(answer)[:80]!r}. Give "
-                "the address of a `vllm serve`"
-            )
-        return sorted(found, key=lambda one: one.get("parent") is not None)
-
-    def names(self, address: Address) -> list[str]:  # ServerError
-        "The names of a server's models, the base first."
-        return [one["id"] for one in self.models(address)]
-
-    @contextmanager
-    def picked(
-        self,
-        size: int,  # tokens that the request may take
-        before: Address | None = None,  # that has just failed with it
-        reader: Address | None = None,  # that has read its beginning
-    ):
-        "The server for a request: one that is not aside, has read its beginning, has least to do."
-
-        def rank(one):
-            return one.aside, one is before, one is not reader, one.asked
-
-        with self.lock:
-            address = min(self.addresses, key=rank)
-            address.asked += size
-        try:
-            yield address
-        finally:
-            with self.lock:
-                address.asked -= size
-
-    def put_aside(self, address: Address, why: str, seconds: float = AVOIDED_S) -> None:
-        "Ask other servers first for a while; it is said once for each time that one goes."
-        address.failed_at, address.aside_s = time.monotonic(), seconds
-        if seconds == AVOIDED_S and self.leads and not address.told and len(self.addresses) > 1:
-            address.told = True
-            warnings.warn(
-                f"{address.url} is left aside: {why} The other servers go on without it, and it "
-                "is tried again from time to time.",
-                stacklevel=2,
-            )
-
-    def say_stalled(self, address: Address) -> None:
-        "With no other server to ask, say at once that one has let the time pass; it is said once."
-        if self.leads and not address.told and len(self.addresses) == 1:
-            address.told = True
-            warnings.warn(
-                f"{address.url} took a request and gave no answer in {address.timeout_s:g} "
-                f"seconds. It is asked once more. {LOOK} If it is only slow, give it more time "
-                "(vllm_request_timeout)",
-                stacklevel=2,
-            )
-
-    def pause(self, attempt: int) -> float:  # seconds
-        "How long to wait before asking again."
-        return min(self.pause_s * 2**attempt, 10.0)

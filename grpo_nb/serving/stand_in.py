@@ -8,9 +8,9 @@ __all__ = ['KINDS', 'ADAPTER_FILES', 'UNREADABLE', 'READING', 'MATCH_S', 'MATCHE
            'MOST_CONNECTIONS', 'END_S', 'BODY_S', 'CANNOT', 'FULL', 'Refusal', 'check_adapter_folder', 'check_folder',
            'check_below', 'tensors_of', 'replace_weights', 'check_tensors', 'check_adapter', 'check_patterns',
            'Adapters', 'check_done_here', 'part_of', 'stops_of', 'sampling_of', 'prompts_of', 'check_there',
-           'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'Looks', 'Turns', 'StandIn',
-           'is_loopback', 'check_listening', 'Handler', 'family_of', 'naming_the_address', 'Server', 'open_server',
-           'serving']
+           'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'Looks', 'Turns', 'StandInRoutes',
+           'StandInDraws', 'StandIn', 'is_loopback', 'check_listening', 'HandlerReads', 'Handler', 'family_of',
+           'naming_the_address', 'Server', 'open_server', 'serving']
 
 # %% ../../nbs/serving/07_stand_in.ipynb #605f53b2
 import errno
@@ -485,34 +485,9 @@ class Turns:
     def __exit__(self, *error) -> None:
         self.lock.release()
 
-# %% ../../nbs/serving/07_stand_in.ipynb #abf8ebbc
-class StandIn:
-    "What the server does, route by route."
-
-    def __init__(
-        self,
-        model: Any,  # of transformers, without adapters
-        tokenizer: Any,
-        *,
-        name: str = "model",  # that requests for the base model give
-        lora_dir: str | Path | None = None,  # adapters are read from below it; None: none are
-        max_loras: int = 4,  # adapters held at once
-        max_lora_rank: int = 64,
-        # or "raw_logprobs", vLLM's default: before temperature and cuts
-        logprobs_mode: str = "processed_logprobs",
-        api_key: str | None = None,  # that requests have to bring; None: none
-    ):
-        if logprobs_mode not in ("processed_logprobs", "raw_logprobs"):
-            raise ValueError(
-                f"logprobs_mode is {logprobs_mode!r}: give processed_logprobs or raw_logprobs"
-            )
-        self.adapters, self.tokenizer, self.name = Adapters(model, max_lora_rank), tokenizer, name
-        self.lora_dir = None if lora_dir is None else Path(lora_dir).resolve()
-        self.max_loras, self.logprobs_mode, self.api_key = max_loras, logprobs_mode, api_key
-        self.lock, self.asleep, self.count = Turns(), False, 0
-        self.weights = None  # those that it was started with, once it has read others
-
-    # what is known about it
+# %% ../../nbs/serving/07_stand_in.ipynb #9677c757
+class StandInRoutes:
+    "The routes but those that draw."
 
     def health(self, asked: dict) -> None:
         "Nothing but the status 200."
@@ -538,8 +513,6 @@ class StandIn:
         model = {"dtype": str(self.adapters.model.dtype), "logprobs_mode": self.logprobs_mode}
         config = {"lora_config": None if self.lora_dir is None else lora, "model_config": model}
         return {"vllm_config": {**config, "parallel_config": {"data_parallel_size": 1}}}
-
-    # adapters
 
     def load_lora_adapter(self, asked: dict) -> str:
         "Read an adapter from a folder, and give it a name."
@@ -571,33 +544,8 @@ class StandIn:
             self.adapters.unload(name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    # whole weights
-
-    def collective_rpc(self, asked: dict) -> dict:
-        """Of all that vLLM calls by name: read the weights anew, from another folder; its own name
-        stands for those that it was started with."""
-        if self.lora_dir is None:
-            raise Refusal(404, "this server was started without a folder to read from.")
-        if asked.get("method") != "reload_weights":
-            raise Refusal(400, f"{asked.get('method')!r} is not done here, reload_weights is.")
-        path = str(part_of(asked, "kwargs").get("weights_path"))
-        own, model = path == self.name, self.adapters.model
-        folder = None if own else check_folder(path, self.lora_dir, "checkpoint", ("config.json",))
-        with self.lock:
-            if self.adapters.folders:
-                raise Refusal(400, "adapters are loaded: unload them first.")
-            if self.weights is None:
-                self.weights = {name: x.clone() for name, x in model.state_dict().items()}
-            if own:
-                model.load_state_dict(self.weights)
-            else:
-                replace_weights(model, folder, self.lora_dir)
-        return {"results": [None]}
-
     def reset_prefix_cache(self, asked: dict) -> None:
         "Nothing is kept of a prompt from one request to the next."
-
-    # memory
 
     def sleep(self, asked: dict) -> None:
         "Draw nothing until `wake_up`; vLLM gives its memory back meanwhile."
@@ -612,14 +560,9 @@ class StandIn:
         "Whether it is asleep."
         return {"is_sleeping": self.asleep}
 
-    # completions
-
-    def adapter_of(self, asked: dict) -> str | None:
-        "The adapter that a request names; None: the base."
-        name = asked.get("model")
-        if name not in (self.name, None, *self.adapters.folders):
-            raise Refusal(404, f"The model `{name}` does not exist.")
-        return None if name in (self.name, None) else name
+# %% ../../nbs/serving/07_stand_in.ipynb #8b308ca9
+class StandInDraws(StandInRoutes):
+    "Completions for a request."
 
     def completions(self, asked: dict) -> dict:
         "Draw."
@@ -683,6 +626,61 @@ class StandIn:
             return rollout, None
         return rollout, [prompt_logprobs(model, ids) for ids in prompts]
 
+# %% ../../nbs/serving/07_stand_in.ipynb #94b21c82
+class StandIn(StandInDraws):
+    "What the server does, route by route."
+
+    def __init__(
+        self,
+        model: Any,  # of transformers, without adapters
+        tokenizer: Any,
+        *,
+        name: str = "model",  # that requests for the base model give
+        lora_dir: str | Path | None = None,  # adapters are read from below it; None: none are
+        max_loras: int = 4,  # adapters held at once
+        max_lora_rank: int = 64,
+        # or "raw_logprobs", vLLM's default: before temperature and cuts
+        logprobs_mode: str = "processed_logprobs",
+        api_key: str | None = None,  # that requests have to bring; None: none
+    ):
+        if logprobs_mode not in ("processed_logprobs", "raw_logprobs"):
+            raise ValueError(
+                f"logprobs_mode is {logprobs_mode!r}: give processed_logprobs or raw_logprobs"
+            )
+        self.adapters, self.tokenizer, self.name = Adapters(model, max_lora_rank), tokenizer, name
+        self.lora_dir = None if lora_dir is None else Path(lora_dir).resolve()
+        self.max_loras, self.logprobs_mode, self.api_key = max_loras, logprobs_mode, api_key
+        self.lock, self.asleep, self.count = Turns(), False, 0
+        self.weights = None  # those that it was started with, once it has read others
+
+    def collective_rpc(self, asked: dict) -> dict:
+        """Of all that vLLM calls by name: read the weights anew, from another folder; its own name
+        stands for those that it was started with."""
+        if self.lora_dir is None:
+            raise Refusal(404, "this server was started without a folder to read from.")
+        if asked.get("method") != "reload_weights":
+            raise Refusal(400, f"{asked.get('method')!r} is not done here, reload_weights is.")
+        path = str(part_of(asked, "kwargs").get("weights_path"))
+        own, model = path == self.name, self.adapters.model
+        folder = None if own else check_folder(path, self.lora_dir, "checkpoint", ("config.json",))
+        with self.lock:
+            if self.adapters.folders:
+                raise Refusal(400, "adapters are loaded: unload them first.")
+            if self.weights is None:
+                self.weights = {name: x.clone() for name, x in model.state_dict().items()}
+            if own:
+                model.load_state_dict(self.weights)
+            else:
+                replace_weights(model, folder, self.lora_dir)
+        return {"results": [None]}
+
+    def adapter_of(self, asked: dict) -> str | None:
+        "The adapter that a request names; None: the base."
+        name = asked.get("model")
+        if name not in (self.name, None, *self.adapters.folders):
+            raise Refusal(404, f"The model `{name}` does not exist.")
+        return None if name in (self.name, None) else name
+
 # %% ../../nbs/serving/07_stand_in.ipynb #64a39bbc
 def is_loopback(host: str) -> bool:
     "Whether only this machine reaches an address."
@@ -703,7 +701,7 @@ def check_listening(
             "which every request then has to bring, or leave --host at 127.0.0.1"
         )
 
-# %% ../../nbs/serving/07_stand_in.ipynb #05c9f2a3
+# %% ../../nbs/serving/07_stand_in.ipynb #ffdf0840
 GET = {  # route -> method of StandIn
     "/health": "health",
     "/version": "version",
@@ -728,23 +726,9 @@ MOST_CONNECTIONS = 512
 END_S = 10.0  # that its end waits for what is under way
 BODY_S = 60.0  # in which a request has arrived
 
-
-class Handler(BaseHTTPRequestHandler):
-    "A request over HTTP: who asks, which route, and the answer as JSON."
-
-    protocol_version, timeout = "HTTP/1.1", BODY_S
-    stand_in: StandIn  # set by `Server.listen`
-
-    def do_GET(self) -> None:
-        "A route that only tells."
-        self.answer(GET)
-
-    def do_POST(self) -> None:
-        "A route that does something."
-        self.answer(POST)
-
-    def log_message(self, *_) -> None:
-        "Nothing: a line for each request would bury what matters."
+# %% ../../nbs/serving/07_stand_in.ipynb #2bc04bdf
+class HandlerReads(BaseHTTPRequestHandler):
+    "What is read of a request, with a bound, and who may send one."
 
     def check_key(self) -> None:  # Refusal
         "Refuse a request without the token."
@@ -807,6 +791,34 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(400, "the body is no JSON object.")
         return asked
 
+    def check_head(self, path: str, query: str, routes: dict[str, str]) -> int:  # Refusal
+        "Refuse what can be refused before the body is read; its size."
+        self.check_host()
+        self.check_sender(path, query)
+        if path != "/health":
+            self.check_key()
+        if path not in routes:
+            raise Refusal(404, f"{self.command} {path} is no route of this server.")
+        return self.size()
+
+# %% ../../nbs/serving/07_stand_in.ipynb #de4b4ffe
+class Handler(HandlerReads):
+    "A request over HTTP: who asks, which route, and the answer as JSON."
+
+    protocol_version, timeout = "HTTP/1.1", BODY_S
+    stand_in: StandIn  # set by `Server.listen`
+
+    def do_GET(self) -> None:
+        "A route that only tells."
+        self.answer(GET)
+
+    def do_POST(self) -> None:
+        "A route that does something."
+        self.answer(POST)
+
+    def log_message(self, *_) -> None:
+        "Nothing: a line for each request would bury what matters."
+
     def has_left(self) -> bool:
         "Whether the client has closed the connection, or the server ends."
         if self.server.ending:
@@ -818,16 +830,6 @@ class Handler(BaseHTTPRequestHandler):
             return True
         except ValueError:  # a number that select does not take
             return False
-
-    def check_head(self, path: str, query: str, routes: dict[str, str]) -> int:  # Refusal
-        "Refuse what can be refused before the body is read; its size."
-        self.check_host()
-        self.check_sender(path, query)
-        if path != "/health":
-            self.check_key()
-        if path not in routes:
-            raise Refusal(404, f"{self.command} {path} is no route of this server.")
-        return self.size()
 
     def said(self, routes: dict[str, str]) -> Any:  # Refusal
         "Do what is asked."

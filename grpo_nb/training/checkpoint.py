@@ -9,8 +9,9 @@ __all__ = ['MANIFEST', 'STATE', 'ONLY_MODEL', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH'
            'check_named', 'read_state', 'remove_old_checkpoints', 'set_aside', 'deterministic', 'truncate_log',
            'check_adapter', 'saved_tensors', 'check_tensors', 'read_adapters', 'read_own_weights', 'read_weights',
            'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'saved_config', 'check_history',
-           'check_tokens', 'only_sentences', 'check_same_run', 'SavedRun', 'Checkpointer', 'check_entries',
-           'check_name', 'data_doubt', 'differences_text']
+           'check_tokens', 'only_sentences', 'check_same_run', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites',
+           'CheckpointReads', 'CheckpointRestores', 'Checkpointer', 'check_entries', 'check_name', 'data_doubt',
+           'differences_text']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import copy
@@ -753,50 +754,9 @@ class SavedRun:
     others: bool = False  # whether another number of processes wrote it
     doubt: str = ""  # a line to print: what could not be compared
 
-# %% ../../nbs/training/13_checkpoint.ipynb #2db8da5a
-class Checkpointer:
-    "Writes the parts of a run, the model and the tokenizer to a folder, and loads them again."
-
-    def __init__(
-        self,
-        config: GRPOConfig,
-        accelerator: Accelerator,
-        model: Any,
-        tokenizer: Any,
-        state: TrainState,
-        own: dict[str, Any],  # name -> part; every process has its own
-        shared: dict[str, Any],  # name -> part; the same in all processes
-        log: Log,
-        tell: Callable[[str], None] = lambda event: None,  # called with "on_save"
-        weights: WholeWeights | None = None,  # how the model's weights are held; None: whole
-    ):
-        self.weights = weights or WholeWeights()
-        self.config, self.accelerator, self.tell = config, accelerator, tell
-        self.model, self.tokenizer = model, tokenizer
-        self.state, self.own, self.shared, self.log = state, own, shared, log
-        self.boundary: dict[str, Any] | None = None
-        self.rows, self.data = 0, None
-
-    def begin(
-        self,
-        rows: int,  # of the data
-        data: str | None = None,  # their digest; None: they have none
-    ) -> None:
-        "Begin a new run, which has no boundary yet."
-        self.rows, self.data, self.boundary = rows, data, None
-
-    def mark(self) -> None:
-        "Store the boundary: called after each update, so that a checkpoint of it can be written."
-        self.boundary = {name: part.state_dict() for name, part in self.own.items()}
-
-    def leave(self) -> None:
-        "Drop the boundary: until the next mark the weights are neither the old nor the new ones."
-        self.boundary = None
-
-    @property
-    def step(self) -> int | None:
-        "The update that a checkpoint would belong to; None: an update is being made."
-        return self.boundary["state"]["global_step"] if self.boundary else None
+# %% ../../nbs/training/13_checkpoint.ipynb #8b8cc0cb
+class CheckpointFolder:
+    "What a checkpoint is made of, and where it lies."
 
     @property
     def folder(self) -> Path:
@@ -834,6 +794,25 @@ class Checkpointer:
         shares = self.weights.shares(visit)
         return None if shares is None else {**self.part(), **shares}
 
+    def contents(self, processes: list[dict], shared: dict[str, Any]) -> dict[str, Any]:
+        "What a checkpoint holds beside the model."
+        # an evaluation may have come after the boundary
+        best = {name: getattr(self.state, name) for name in BEST}
+        for entry in processes:
+            entry["state"].update(best)
+        return {
+            "processes": processes,
+            "shared": shared,
+            "history": [record for record in self.log.history if record["step"] <= self.step],
+            "config": self.config.to_json(),
+            "rows": self.rows,
+            "data": self.data,
+        }
+
+# %% ../../nbs/training/13_checkpoint.ipynb #18556cac
+class CheckpointWrites(CheckpointFolder):
+    "A checkpoint is written, all at once."
+
     def save(
         self,
         parts: list[dict] | None = None,  # of all processes; None: a collective call brings them
@@ -868,20 +847,17 @@ class Checkpointer:
         self.tell("on_save")
         return folder
 
-    def contents(self, processes: list[dict], shared: dict[str, Any]) -> dict[str, Any]:
-        "What a checkpoint holds beside the model."
-        # an evaluation may have come after the boundary
-        best = {name: getattr(self.state, name) for name in BEST}
-        for entry in processes:
-            entry["state"].update(best)
-        return {
-            "processes": processes,
-            "shared": shared,
-            "history": [record for record in self.log.history if record["step"] <= self.step],
-            "config": self.config.to_json(),
-            "rows": self.rows,
-            "data": self.data,
-        }
+    def mark(self) -> None:
+        "Store the boundary: called after each update, so that a checkpoint of it can be written."
+        self.boundary = {name: part.state_dict() for name, part in self.own.items()}
+
+    def leave(self) -> None:
+        "Drop the boundary: until the next mark the weights are neither the old nor the new ones."
+        self.boundary = None
+
+# %% ../../nbs/training/13_checkpoint.ipynb #c50a7604
+class CheckpointReads(CheckpointWrites):
+    "A checkpoint is read and checked before anything changes."
 
     def read(
         self,
@@ -938,6 +914,10 @@ class Checkpointer:
         "Go back to where a checkpoint was written; ValueError, with nothing changed, if unfit."
         return self.restore(self.read(folder, self.rows, self.data))
 
+# %% ../../nbs/training/13_checkpoint.ipynb #33ecbefc
+class CheckpointRestores(CheckpointReads):
+    "Every part goes on from its own entry."
+
     def restore(
         self,
         checked: SavedRun,  # from `read`
@@ -981,6 +961,43 @@ class Checkpointer:
         other = set_aside(self.config.output_dir)  # a run that moved here
         self.log.rewrite(history)
         return [f"the checkpoints and the log of another run are now in {other}"] if other else []
+
+# %% ../../nbs/training/13_checkpoint.ipynb #db1da54f
+class Checkpointer(CheckpointRestores):
+    "Writes the parts of a run, the model and the tokenizer to a folder, and loads them again."
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        accelerator: Accelerator,
+        model: Any,
+        tokenizer: Any,
+        state: TrainState,
+        own: dict[str, Any],  # name -> part; every process has its own
+        shared: dict[str, Any],  # name -> part; the same in all processes
+        log: Log,
+        tell: Callable[[str], None] = lambda event: None,  # called with "on_save"
+        weights: WholeWeights | None = None,  # how the model's weights are held; None: whole
+    ):
+        self.weights = weights or WholeWeights()
+        self.config, self.accelerator, self.tell = config, accelerator, tell
+        self.model, self.tokenizer = model, tokenizer
+        self.state, self.own, self.shared, self.log = state, own, shared, log
+        self.boundary: dict[str, Any] | None = None
+        self.rows, self.data = 0, None
+
+    def begin(
+        self,
+        rows: int,  # of the data
+        data: str | None = None,  # their digest; None: they have none
+    ) -> None:
+        "Begin a new run, which has no boundary yet."
+        self.rows, self.data, self.boundary = rows, data, None
+
+    @property
+    def step(self) -> int | None:
+        "The update that a checkpoint would belong to; None: an update is being made."
+        return self.boundary["state"]["global_step"] if self.boundary else None
 
 # %% ../../nbs/training/13_checkpoint.ipynb #bf3e15fb
 def check_entries(

@@ -9,7 +9,7 @@ __all__ = ['GAP_BOUNDS', 'STALE_GAP', 'LEAST_EFFECT', 'LEAST_TOKENS', 'LEAST_OF_
            'far_positions', 'fits', 'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere',
            'some_completions', 'explains', 'base_served', 'experts_left_out', 'other_adapter', 'scaled_positions',
            'other_base', 'cause_of', 'SamplerMismatch', 'chosen_rows', 'needs_more', 'doubt_of_cuts', 'drawn_plainly',
-           'Guard']
+           'GuardLooks', 'GuardCompares', 'Guard']
 
 # %% ../../nbs/training/24_guard.ipynb #cac73cbf
 import math
@@ -507,48 +507,9 @@ def drawn_plainly(
         rollout_logps=rollout.logps,
     )
 
-# %% ../../nbs/training/24_guard.ipynb #92476247
-class Guard:
-    "Stops a run whose sampler does not draw from the policy that is trained."
-
-    def __init__(
-        self,
-        config: GRPOConfig,  # guard_every, guard_max_gap, guard_slope_margin
-        layout: BatchLayout,
-        accelerator: Accelerator,
-        update: PolicyUpdate,  # computes the trainer's log-probs
-        metrics: Metrics,  # gets gap, effect and slope
-        # asked for a few plain completions where those of a batch cannot be compared
-        server: VLLMServer | None = None,
-        # a context manager in which the run is not interrupted
-        undisturbed: Callable[[], Any] = nullcontext,
-    ):
-        self.config, self.accelerator, self.update = config, accelerator, update
-        self.server, self.undisturbed = server, undisturbed
-        self.model, self.metrics = update.model, metrics
-        self.dtype = computing_format(self.model, update.precision.dtype)
-        updates = config.guard_every / layout.optimizer_steps_per_generation
-        self.cycles = max(round(updates), 1)  # between two checks
-        self.begin()
-
-    def begin(self) -> None:
-        "A run begins or goes on: its first batch is checked."
-        self.first, self.told = True, False
-        self.past: dict[int, list[torch.Tensor]] = {}  # version -> its adapter, while it may draw
-
-    def check(
-        self,
-        batch: TrainingBatch,  # just drawn
-        state: TrainState,  # where the run stands
-    ) -> None:  # SamplerMismatch
-        "Compare some completions where it is due, and log what is found."
-        due, first, self.first = state.cycle % self.cycles == 0, self.first, False
-        if not self.config.guard_every:
-            return
-        if due or first:
-            with self.metrics.timed("train"):
-                self.look(batch, due, state.global_step)
-        self.remember(state)
+# %% ../../nbs/training/24_guard.ipynb #d2314b21
+class GuardLooks:
+    "When the guard looks, and with which weights."
 
     def look(self, batch: TrainingBatch, due: bool, step: int) -> None:
         "Compare some completions of a batch."
@@ -614,6 +575,10 @@ class Guard:
             warn(f"The guard cannot compare sampler and trainer: {missing}.")
         self.told = True
 
+# %% ../../nbs/training/24_guard.ipynb #4eb3a30c
+class GuardCompares(GuardLooks):
+    "Log-probs of the sampler beside the trainer's."
+
     def compare(self, rows: TrainingBatch) -> Comparison:
         "The log-probs of these completions and of those of the other processes."
         first = MOST_ROWS * self.accelerator.process_index
@@ -625,6 +590,20 @@ class Guard:
                 columns.append(self.logps(rows))
         sampler, completion, trainer, *base = self.tokens(rows, columns)
         return Comparison(sampler, trainer, *(base or [None]), completion)
+
+    def judge(self, rows, found: Comparison, bound: float, known: bool, step: int) -> None:
+        "Raise SamplerMismatch if gap or slope is beyond its bound."
+        wrong = gap_is_wrong(found, bound)
+        if not (wrong or known and slope_is_wrong(found, bound, self.config.guard_slope_margin)):
+            return
+        cause = cause_of(found, at_most_rounding(bound), lambda name: self.under(name, rows))
+        high = found.gap.abs().max().item()
+        raise SamplerMismatch(
+            f"the guard stopped the run before update {step + 1}: over {len(found.gap)} tokens "
+            f"the sampler's log-probs are {found.gap_mean:.3g} nats from the trainer's on average, "
+            f"at most {high:.3g} (bound of the mean: {bound:g}). {cause}. To go on all the same, "
+            "raise guard_max_gap or guard_slope_margin, or set guard_every=0"
+        )
 
     def logps(self, rows: TrainingBatch) -> torch.Tensor:  # (B, T)
         "The trainer's log-probs under the model as it is now."
@@ -647,19 +626,48 @@ class Guard:
             numbers["slope"] = found.slope()
         return {f"guard/{name}": value for name, value in numbers.items()}
 
-    def judge(self, rows, found: Comparison, bound: float, known: bool, step: int) -> None:
-        "Raise SamplerMismatch if gap or slope is beyond its bound."
-        wrong = gap_is_wrong(found, bound)
-        if not (wrong or known and slope_is_wrong(found, bound, self.config.guard_slope_margin)):
+# %% ../../nbs/training/24_guard.ipynb #57dcf1a0
+class Guard(GuardCompares):
+    "Stops a run whose sampler does not draw from the policy that is trained."
+
+    def __init__(
+        self,
+        config: GRPOConfig,  # guard_every, guard_max_gap, guard_slope_margin
+        layout: BatchLayout,
+        accelerator: Accelerator,
+        update: PolicyUpdate,  # computes the trainer's log-probs
+        metrics: Metrics,  # gets gap, effect and slope
+        # asked for a few plain completions where those of a batch cannot be compared
+        server: VLLMServer | None = None,
+        # a context manager in which the run is not interrupted
+        undisturbed: Callable[[], Any] = nullcontext,
+    ):
+        self.config, self.accelerator, self.update = config, accelerator, update
+        self.server, self.undisturbed = server, undisturbed
+        self.model, self.metrics = update.model, metrics
+        self.dtype = computing_format(self.model, update.precision.dtype)
+        updates = config.guard_every / layout.optimizer_steps_per_generation
+        self.cycles = max(round(updates), 1)  # between two checks
+        self.begin()
+
+    def begin(self) -> None:
+        "A run begins or goes on: its first batch is checked."
+        self.first, self.told = True, False
+        self.past: dict[int, list[torch.Tensor]] = {}  # version -> its adapter, while it may draw
+
+    def check(
+        self,
+        batch: TrainingBatch,  # just drawn
+        state: TrainState,  # where the run stands
+    ) -> None:  # SamplerMismatch
+        "Compare some completions where it is due, and log what is found."
+        due, first, self.first = state.cycle % self.cycles == 0, self.first, False
+        if not self.config.guard_every:
             return
-        cause = cause_of(found, at_most_rounding(bound), lambda name: self.under(name, rows))
-        high = found.gap.abs().max().item()
-        raise SamplerMismatch(
-            f"the guard stopped the run before update {step + 1}: over {len(found.gap)} tokens "
-            f"the sampler's log-probs are {found.gap_mean:.3g} nats from the trainer's on average, "
-            f"at most {high:.3g} (bound of the mean: {bound:g}). {cause}. To go on all the same, "
-            "raise guard_max_gap or guard_slope_margin, or set guard_every=0"
-        )
+        if due or first:
+            with self.metrics.timed("train"):
+                self.look(batch, due, state.global_step)
+        self.remember(state)
 
     def under(self, name: str, rows: TrainingBatch) -> torch.Tensor | None:
         "Log-probs (n,) of another policy; None where it is the same one."

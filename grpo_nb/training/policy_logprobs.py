@@ -295,20 +295,12 @@ def completion_logps(
         hidden, targets, places = predicting_states(model, batch, routers)
     if float32_head:
         hidden, head = wide(hidden), replace(head, weight=wide(head.weight), bias=wide(head.bias))
-    whole, row, left = (mini_batch, logit_chunk_multiplier), places is not None, batch.survivors
-    if row and left is not None:
-        left = left.flatten(0, 1)[places][None]  # (1, t, K)
-    if row:
-        whole = (
-            1,
-            mini_batch * (logit_chunk_multiplier or 1) if mini_batch else logit_chunk_multiplier,
-        )  # one row is cut along its length only
-    whole = pieces_that_fit(
-        hidden,
-        len(head.weight),
-        free_memory(hidden.device) if free_bytes is None else free_bytes,
-        *whole,
-    )
+    pieces, left = (mini_batch, logit_chunk_multiplier), batch.survivors
+    if places is not None:  # one row is cut along its length only
+        along = mini_batch * (logit_chunk_multiplier or 1) if mini_batch else logit_chunk_multiplier
+        pieces, left = (1, along), None if left is None else left.flatten(0, 1)[places][None]
+    free = free_memory(hidden.device) if free_bytes is None else free_bytes
+    pieces = pieces_that_fit(hidden, len(head.weight), free, *pieces)
     exact = torch.autocast(hidden.device.type, enabled=False) if float32_head else nullcontext()
     with parked(), exact:
         result = chunked_hidden_states_selective_log_softmax(
@@ -316,8 +308,8 @@ def completion_logps(
             head.weight,
             targets,
             bias=head.bias,
-            mini_batch=whole[0],
-            logit_chunk_multiplier=whole[1],
+            mini_batch=pieces[0],
+            logit_chunk_multiplier=pieces[1],
             temperature=temperature,
             logit_softcapping=head.softcap,
             logit_scale=head.scale,
