@@ -23,6 +23,7 @@ import pkgutil
 import re
 import sys
 import warnings
+from ast import literal_eval
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
@@ -1072,183 +1073,109 @@ class HubSettings(Settings):
     # upload a checkpoint although the one before is still on its way
     hub_always_push: bool = setting(False, reader="hub")
 
-# %% ../../nbs/training/01_config.ipynb #fd03895f
-REFUSED_BY_REASON = [  # (reason, {keyword: TRL's default, or where that is None the type})
-    (
-        "reward functions receive every column of the dataset; drop columns with "
-        "dataset.remove_columns.",
-        {"remove_unused_columns": False},
-    ),
-    (
-        "a grammar forbids tokens to the sampler alone, and the loss would still count them; "
-        "let a reward function judge the form.",
-        {"vllm_structured_outputs_regex": str},
-    ),
-    (
-        "completions are drawn by this library's own sampler; its settings are temperature, "
-        "top_p, top_k, min_p, repetition_penalty and max_completion_length.",
-        {"cache_implementation": str},
-    ),
-    (
-        "optimizers that project the gradients of chosen modules are not made here; pass "
-        "optimizers=(optimizer, scheduler) to GRPOTrainer.",
-        {"optim_target_modules": None | str | list[str]},
-    ),
-    (
-        "a smaller batch would no longer hold whole groups; lower per_device_train_batch_size "
-        "and raise gradient_accumulation_steps instead.",
-        {"auto_find_batch_size": False},
-    ),
-    (
-        "evaluation computes in the precision of the training (bf16, fp16); matrix products in "
-        "TF32 are torch.set_float32_matmul_precision's business.",
-        {"bf16_full_eval": False, "fp16_full_eval": False, "tf32": bool},
-    ),
-    (
-        "it belongs to training on labelled data, and GRPO has none.",
-        {
-            "label_smoothing_factor": 0.0,
-            "neftune_noise_alpha": float,
-            "train_sampling_strategy": "random",
-            "average_tokens_across_devices": True,
-        },
-    ),
-    (
-        "a run goes on where it stood in the data.",
-        {"ignore_data_skip": False},
-    ),
-    (
-        "processes share rows and, with `fsdp`, weights: `torchrun` or `accelerate launch`; "
-        "there is no other way of splitting a model.",
-        {
-            "parallelism_config": dict,
-            "deepspeed": dict | str | None,
-            "ds3_gather_for_generation": True,
-        },
-    ),
-    (
-        "completions are stored beside the log, in output_dir.",
-        {"log_completions_hub_repo": str},
-    ),
-    (
-        "a checkpoint is written by the process that leads, with the state of all of them.",
-        {
-            "save_on_each_node": False,
-            "enable_jit_checkpoint": False,
-            "restore_callback_states_from_checkpoint": False,
-        },
-    ),
-    (
-        "training starts with trainer.train(), which also takes resume_from_checkpoint.",
-        {"resume_from_checkpoint": str},
-    ),
-    (
-        "torch.use_deterministic_algorithms is the script's to call; on a CPU a run is "
-        "deterministic anyway.",
-        {"full_determinism": False},
-    ),
-]
-# the same; the run is the same with any value, so another one than the default gives a warning and
+# %% ../../nbs/training/01_config.ipynb #b8c23d91
+_KINDS = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "dict": dict,
+    "list[str]": list[str],
+}
+_KINDS |= {"dict|str|None": dict | str | None, "None|str|list[str]": None | str | list[str]}
+
+
+def _by_reason(
+    table: str,  # keywords, each with TRL's default, or where that is None the type; below why
+) -> list[tuple[str, dict[str, Any]]]:  # (reason, {keyword: default or type})
+    "Keywords without a meaning here, in the order of the table."
+    def pair(word):
+        name, value = word.split("=", 1)
+        return name, _KINDS[value] if value in _KINDS else literal_eval(value)
+
+    return [
+        (" ".join(reason.split()), dict(map(pair, names.split())))
+        for names, reason in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", table, re.M)
+    ]
+
+
+REFUSED_BY_REASON = _by_reason("""
+remove_unused_columns=False
+    reward functions receive every column of the dataset; drop columns with dataset.remove_columns.
+vllm_structured_outputs_regex=str
+    a grammar forbids tokens to the sampler alone, and the loss would still count them; let a reward
+    function judge the form.
+cache_implementation=str
+    completions are drawn by this library's own sampler; its settings are temperature, top_p, top_k,
+    min_p, repetition_penalty and max_completion_length.
+optim_target_modules=None|str|list[str]
+    optimizers that project the gradients of chosen modules are not made here; pass
+    optimizers=(optimizer, scheduler) to GRPOTrainer.
+auto_find_batch_size=False
+    a smaller batch would no longer hold whole groups; lower per_device_train_batch_size and raise
+    gradient_accumulation_steps instead.
+bf16_full_eval=False fp16_full_eval=False tf32=bool
+    evaluation computes in the precision of the training (bf16, fp16); matrix products in TF32 are
+    torch.set_float32_matmul_precision's business.
+label_smoothing_factor=0.0 neftune_noise_alpha=float train_sampling_strategy='random'
+average_tokens_across_devices=True
+    it belongs to training on labelled data, and GRPO has none.
+ignore_data_skip=False
+    a run goes on where it stood in the data.
+parallelism_config=dict deepspeed=dict|str|None ds3_gather_for_generation=True
+    processes share rows and, with `fsdp`, weights: `torchrun` or `accelerate launch`; there is no
+    other way of splitting a model.
+log_completions_hub_repo=str
+    completions are stored beside the log, in output_dir.
+save_on_each_node=False enable_jit_checkpoint=False restore_callback_states_from_checkpoint=False
+    a checkpoint is written by the process that leads, with the state of all of them.
+resume_from_checkpoint=str
+    training starts with trainer.train(), which also takes resume_from_checkpoint.
+full_determinism=False
+    torch.use_deterministic_algorithms is the script's to call; on a CPU a run is deterministic
+    anyway.
+""")
+# the run is the same with any value of these, so another one than the default gives a warning and
 # no error
-IGNORED_BY_REASON = [
-    (
-        "weights reach a vLLM server as files, so none are broadcast over a port",
-        {"vllm_group_port": 51216},
-    ),
-    (
-        "the sampler always keeps keys and values, and drops finished rows as it goes",
-        {
-            "use_cache": False,
-            "use_transformers_continuous_batching": False,
-            "transformers_continuous_batching_config": dict | str | None,
-            "use_transformers_paged": False,
-        },
-    ),
-    (
-        "log-probs are computed from chunks of the hidden states anyway; mini_batch and "
-        "logit_chunk_multiplier set the chunks",
-        {"use_liger_kernel": False, "liger_kernel_config": dict},
-    ),
-    (
-        "the model is not compiled as a whole, because completions have another length at every"
-        " step",
-        {"torch_compile": False, "torch_compile_backend": str, "torch_compile_mode": str},
-    ),
-    (
-        "prompts are looked up by their row number in the dataset, without a loader and without"
-        " worker processes",
-        {
-            "accelerator_config": dict | str | None,
-            "dataloader_drop_last": False,
-            "dataloader_num_workers": 0,
-            "dataloader_pin_memory": True,
-            "dataloader_persistent_workers": False,
-            "dataloader_prefetch_factor": int,
-            "dataloader_multiprocessing_context": str,
-            "dataloader_in_order": True,
-            "pad_to_multiple_of": "auto",
-            "length_column_name": "length",
-        },
-    ),
-    (
-        "gradients are summed once an update, without DistributedDataParallel",
-        {
-            "local_rank": -1,
-            "ddp_find_unused_parameters": bool,
-            "ddp_bucket_cap_mb": int,
-            "ddp_broadcast_buffers": bool,
-            "ddp_static_graph": bool,
-            "ddp_backend": str,
-            "ddp_timeout": 1800,
-        },
-    ),
-    (
-        "an evaluation samples and scores: there are no labels and no losses to gather",
-        {
-            "label_names": list[str],
-            "prediction_loss_only": False,
-            "include_for_metrics": [],
-            "batch_eval_metrics": False,
-            "eval_do_concat_batches": True,
-            "eval_use_gather_object": False,
-            "eval_accumulation_steps": int,
-        },
-    ),
-    (
-        "the script asks for what it wants by calling trainer.train() and trainer.evaluate()",
-        {**dict.fromkeys("do_train do_eval do_predict".split(), False)},
-    ),
-    (
-        "the log has the tokens, the peak memory and finite numbers at every line; trackers "
-        "store under output_dir",
-        {
-            "logging_nan_inf_filter": True,
-            "log_on_each_node": True,
-            "log_level": "passive",
-            "log_level_replica": "warning",
-            "include_num_input_tokens_seen": "no",
-            "skip_memory_metrics": True,
-            "debug": "",
-            "logging_dir": str,
-            "log_multimodal": True,
-            "trackio_space_id": str,
-            "trackio_bucket_id": str,
-            "trackio_static_space_id": str,
-        },
-    ),
-    (
-        "what an earlier run left in output_dir is set aside",
-        {"overwrite_output_dir": False},
-    ),
-    (
-        "weights are always written as safetensors",
-        {"save_safetensors": True},
-    ),
-    (
-        "memory that torch has cached counts as free where the size of the chunks is chosen",
-        {"torch_empty_cache_steps": int},
-    ),
-]
+IGNORED_BY_REASON = _by_reason("""
+vllm_group_port=51216
+    weights reach a vLLM server as files, so none are broadcast over a port
+use_cache=False use_transformers_continuous_batching=False
+transformers_continuous_batching_config=dict|str|None use_transformers_paged=False
+    the sampler always keeps keys and values, and drops finished rows as it goes
+use_liger_kernel=False liger_kernel_config=dict
+    log-probs are computed from chunks of the hidden states anyway; mini_batch and
+    logit_chunk_multiplier set the chunks
+torch_compile=False torch_compile_backend=str torch_compile_mode=str
+    the model is not compiled as a whole, because completions have another length at every step
+accelerator_config=dict|str|None dataloader_drop_last=False dataloader_num_workers=0
+dataloader_pin_memory=True dataloader_persistent_workers=False dataloader_prefetch_factor=int
+dataloader_multiprocessing_context=str dataloader_in_order=True pad_to_multiple_of='auto'
+length_column_name='length'
+    prompts are looked up by their row number in the dataset, without a loader and without worker
+    processes
+local_rank=-1 ddp_find_unused_parameters=bool ddp_bucket_cap_mb=int ddp_broadcast_buffers=bool
+ddp_static_graph=bool ddp_backend=str ddp_timeout=1800
+    gradients are summed once an update, without DistributedDataParallel
+label_names=list[str] prediction_loss_only=False include_for_metrics=[] batch_eval_metrics=False
+eval_do_concat_batches=True eval_use_gather_object=False eval_accumulation_steps=int
+    an evaluation samples and scores: there are no labels and no losses to gather
+do_train=False do_eval=False do_predict=False
+    the script asks for what it wants by calling trainer.train() and trainer.evaluate()
+logging_nan_inf_filter=True log_on_each_node=True log_level='passive' log_level_replica='warning'
+include_num_input_tokens_seen='no' skip_memory_metrics=True debug='' logging_dir=str
+log_multimodal=True trackio_space_id=str trackio_bucket_id=str trackio_static_space_id=str
+    the log has the tokens, the peak memory and finite numbers at every line; trackers store under
+    output_dir
+overwrite_output_dir=False
+    what an earlier run left in output_dir is set aside
+save_safetensors=True
+    weights are always written as safetensors
+torch_empty_cache_steps=int
+    memory that torch has cached counts as free where the size of the chunks is chosen
+""")
+
+# %% ../../nbs/training/01_config.ipynb #d39469bf
 REFUSED: dict[str, str] = {
     name: reason for reason, names in REFUSED_BY_REASON for name in names
 }  # keyword -> why it cannot be honoured
