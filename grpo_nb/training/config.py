@@ -1089,6 +1089,7 @@ def _by_reason(
     table: str,  # keywords, each with TRL's default, or where that is None the type; below why
 ) -> list[tuple[str, dict[str, Any]]]:  # (reason, {keyword: default or type})
     "Keywords without a meaning here, in the order of the table."
+
     def pair(word):
         name, value = word.split("=", 1)
         return name, _KINDS[value] if value in _KINDS else literal_eval(value)
