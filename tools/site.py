@@ -11,6 +11,7 @@ sentence for each problem, when a link leads nowhere or a page would load someth
 - The library's own cells (`#| export`), cells that draw and the cell that fetches the library are
   folded. `#| fig-alt: words` describes a picture; without it the titles and axes that a cell names.
 - A cell that shows a widget with a module in grpo_nb/widgets/js has it below, alive without Python.
+- The picture of the learner becomes the learner; learn.html holds it alone, in one file.
 - A link to a file that is no page leads to the file on GitHub.
 - docs/site holds the style sheet and what the pages run.
 """
@@ -33,6 +34,7 @@ from urllib.parse import unquote, urlsplit
 
 import api
 import course
+import learner
 from readme import directives
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +53,7 @@ PLANNED_CARDS = ("T4", "L4", "A100-40", "A100-80", "H200")
 TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks
 MAP = re.compile(r"\[!\[([^\]]+)\]\((docs/diagrams/course_map\.svg)\)\]\(\2\)")
 DRAWN_MAP = r'<object type="image/svg+xml" data="_static/course_map.svg" aria-label="\1"></object>'
+LEARNER = re.compile(r"\[!\[[^\]]+\]\(\S*docs/images/learner\.png\)\]\(\S+learn\.html\)")
 BRANCH = re.compile(r"\*\*([^*\n]+)\*\*|<summary><b>([^<\n]+)</b>")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.S | re.M)
 LINK = re.compile(  # or a piece of code, which is passed over
@@ -257,15 +260,24 @@ def mounted(source, path, live, outputs=()):
         return memory_table()
     if name not in live:
         return None
-    given = f" data-values='{html.escape(json.dumps(values))}'" if values else ""
-    folder = posixpath.relpath("_static/widgets", posixpath.dirname(path) or ".")
-    script = f'<script type="module" src="{folder}/mount.js"></script>'
     pages = ["".join(output.get("data", {}).get("text/html", "")) for output in outputs]
     if any(f'data-widget="{name}"' in page for page in pages):
-        return script
+        return mounter(path)
+    return place_of(name, path, values)
+
+
+def mounter(path):
+    "The script that shows the widgets of a page."
+    folder = posixpath.relpath("_static/widgets", posixpath.dirname(path) or ".")
+    return f'<script type="module" src="{folder}/mount.js"></script>'
+
+
+def place_of(name, path, values=None):
+    "The place of a widget on a page, and the script that shows it."
+    given = f" data-values='{html.escape(json.dumps(values))}'" if values else ""
     return (
         f'<div class="widget" data-widget="{name}"{given}><p>A drawing to move, where a browser '
-        f"runs scripts.</p></div>\n{script}"
+        f"runs scripts.</p></div>\n{mounter(path)}"
     )
 
 
@@ -301,6 +313,7 @@ def page_of(notebook, path, context):
         if cell["cell_type"] == "markdown":
             text = course.BLOCK.sub(f"\n\n{bar(path, context['settings'])}\n\n", cell["source"])
             text = MAP.sub(DRAWN_MAP, text)
+            text = LEARNER.sub(place_of("learner", path), text)
             before = relinked(text, path, **context["links"])
             cells.append({**cell, "metadata": {}, "source": before})
         elif cell["cell_type"] == "code":
@@ -554,6 +567,7 @@ def build(root, out, cache):
     mend(out)
     for name, text in forwards(root).items():
         write(out / name, text)
+    write(out / learner.PAGE, learner.page(root))
     (out / ".nojekyll").touch()
     return problems + broken_links(out.resolve())
 

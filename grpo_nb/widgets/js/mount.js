@@ -1,28 +1,7 @@
 // The widgets on a page without a kernel: <div data-widget="batch"></div> becomes the widget.
 // data-values='{"num_generations": 8}' are values to begin with.
 
-/** What a widget needs of a model, for values that nobody else knows. */
-class Model {
-  constructor(values) {
-    this.values = { ...values };
-    this.events = new EventTarget();
-  }
-  get(name) {
-    return this.values[name];
-  }
-  set(name, value) {
-    if (this.values[name] === value) return;
-    this.values[name] = value;
-    this.events.dispatchEvent(new Event(`change:${name}`));
-  }
-  save_changes() {}
-  on(event, listener) {
-    this.events.addEventListener(event, listener);
-  }
-  off(event, listener) {
-    this.events.removeEventListener(event, listener);
-  }
-}
+import { Model } from "./model.js";
 
 /** Show one widget in an element, in place of what is in it; returns its model. */
 export async function mount(element, name, values = {}) {
