@@ -1,17 +1,26 @@
-"""A trained model on GSM8K: what it can before, GRPO with three rewards, supervised steps, and what
+"""A trained model on GSM8K: what it can before, GRPO with several rewards, supervised steps, what
 it can after; every answer to the 1,319 test problems is judged, before and after alike.
 
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR prompts
         greedy answers under five prompts and behind eight worked examples: the best is what a run
         has to beat
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR run --reward right --seed 0
-        one run, with its greedy answers before and after at 400 tokens, and after at 1,024
+        one run, judged at its end; its adapter stays in DIR/NAME
         --reward right     1 for the right number in a box
                  random    1 or 0 by a coin: what the form of training alone brings
                  box       1 for any number in a box
                  form      as `collapse` in the tutorial: .1 for a last line '#### number', 1 for a
                            right number there, another prompt and a higher rate
+                 gated     the same, with the .1 only where the number is right
         --supervised       the same rows and seconds, imitating GSM8K's worked solutions
+        --scale, --beta, --rate   what may cure the collapse
+        --server URL --staleness N   completions from a vLLM or `grpo-nb serve`
+    torchrun --nproc-per-node 2 benchmarks/gsm8k.py ... run
+        the same completions in all, shared by two cards
+    python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR judge --adapter FOLDER --name trl_0
+        an adapter in PEFT's layout, or the model without one, judged as at the end of a run
+    python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR samples --adapter FOLDER --name NAME
+        64 sampled answers to each of the first 256 test problems, for pass@k
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR profile
         eight updates and the seconds of their parts; --kernels: the kernels of one of them
 
@@ -19,15 +28,18 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
         the table of what is stored, with 95 % intervals over problems and seeds
 
 MODEL is a folder in transformers' form. FOLDER holds GSM8K's train.jsonl and test.jsonl. Each run
-leaves DIR/NAME.json: settings, versions, card, the log of every update, the judgement of every test
-problem (r right, w wrong, n no number, c cut) and completions of a few updates. In
-benchmarks/results/gsm8k logs and completions are shortened to what pages read.
+leaves DIR/NAME.json: settings, versions, card, the log of every update, completions of a few
+updates, and a letter for each test problem (r right, w wrong, n no number, c cut): answered
+greedily in 400 tokens (`after`) and in 1,024, sampled at temperature 1, and 581 of them greedily
+with other numbers (`fresh_numbers.py`). In benchmarks/results/gsm8k logs and completions are
+shortened to what pages read.
 """
 
 import argparse
 import datetime
 import importlib.metadata
 import json
+import os
 import random
 import re
 import time
@@ -36,6 +48,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from fresh_numbers import fresh_numbers
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -60,8 +73,11 @@ PROMPTS = {  # what the model is told, before the question and after it
         "\nGive the final number in \\boxed{}.",
     ),
 }
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+FIRST = os.environ.get("RANK", "0") == "0"  # the process that answers and writes
 SHOTS = 8  # worked problems of the training rows that nobody trains on, as turns
 LAST_LINE = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)\s*$")
+FORMS = ("form", "gated")  # rewards of a last line
 KEPT = (0, 1, 5, 10, 20, 50, 80, 109)  # updates whose first completions are stored
 KEPT_PROMPTS = 2
 
@@ -133,6 +149,11 @@ def form_line(completions, **columns):
     return [0.1 * bool(LAST_LINE.search(text_of(c))) for c in completions]
 
 
+def gated_line(completions, answer, **columns):
+    "0.1 for a last line '#### number' that holds the right number."
+    return [0.1 * one for one in right_line(completions, answer)]
+
+
 def box(completions, **columns):
     "1 for a number in a box."
     return [
@@ -176,18 +197,20 @@ class Stop(TrainerCallback):
     "Ends a run after so many seconds, and prints a line an update."
 
     def __init__(self, seconds):
-        self.seconds, self.start = seconds, None
+        self.seconds, self.start, self.times = seconds, None, []
 
     def on_train_begin(self, *args, **kwargs):
         self.start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= time.perf_counter() - self.start > self.seconds
+        self.times.append(round(time.perf_counter() - self.start, 2))
+        control.should_training_stop |= self.times[-1] > self.seconds
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         names = ("reward", "completions/mean_length", "entropy", "step_time")
         if logs and "reward" in logs:
-            print(state.global_step, *(f"{n} {logs[n]:.3f}" for n in names), flush=True)
+            told = (f"{name} {float(logs.get(name, 'nan')):.3f}" for name in names)
+            print(state.global_step, *told, flush=True)
 
 
 # runs
@@ -195,17 +218,20 @@ class Stop(TrainerCallback):
 
 def settings(arguments, out):
     "The settings of a run; those of `form` are another prompt's, rate's and length's."
-    form = arguments.reward == "form"
+    form = arguments.reward in FORMS
     return GRPOConfig(
         output_dir=str(out),
         max_steps=arguments.updates,
         per_device_train_batch_size=arguments.batch,
-        gradient_accumulation_steps=arguments.completions // arguments.batch,
+        gradient_accumulation_steps=arguments.completions // arguments.batch // PROCESSES,
         num_generations=8,
         max_completion_length=min(arguments.tokens, 300 if form else 400),
-        learning_rate=5e-5 if form else 2e-5,
+        learning_rate=arguments.rate or (5e-5 if form else 2e-5),
+        beta=arguments.beta,
+        scale_rewards=arguments.scale,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=5,
+        use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
         logging_steps=1,
         save_strategy="no",
@@ -215,9 +241,18 @@ def settings(arguments, out):
         max_grad_norm=0.2,
         adam_beta2=0.99,
         disable_tqdm=True,
+        use_vllm=bool(arguments.server),
+        vllm_mode="server",
+        vllm_server_base_url=arguments.server,
+        max_staleness=arguments.staleness,
         model_init_kwargs={"dtype": "bfloat16"}
         | ({"attn_implementation": "sdpa"} if arguments.plain else {}),
     )
+
+
+def prompt_of(arguments):
+    "What the model is told, before the question and after it."
+    return PROMPTS["line" if arguments.reward in FORMS else "box"]
 
 
 def rows_of(data, count, system, after):
@@ -228,13 +263,14 @@ def rows_of(data, count, system, after):
 
 def make_trainer(arguments, out):
     "A trainer of the run that the arguments name, and what keeps completions."
-    system, after = PROMPTS["line" if arguments.reward == "form" else "box"]
+    system, after = prompt_of(arguments)
     rows = rows_of(arguments.data, arguments.rows, system, after)
     rewards = {
         "right": [right],
         "random": [Coin(arguments.seed)],
         "box": [box],
         "form": [form_line, right_line],
+        "gated": [gated_line, right_line],
     }[arguments.reward]
     kept, stop = Kept(8), Stop(arguments.seconds)
     lora = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -278,8 +314,8 @@ def facts(arguments):
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     names = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
     names.update(model=Path(arguments.model).name)
-    for name in ("data", "out"):
-        names.pop(name)
+    for name in ("data", "out", "server", "adapter"):
+        names.pop(name, None)
     return dict(
         arguments=names,
         card=card,
@@ -295,15 +331,58 @@ def test_prompts(arguments, system, after, shots=()):
     return [conversation(row, system, after, shots) for row in rows], rows["answer"]
 
 
+def fresh_prompts(arguments, system, after):
+    "Test problems as they are and with other numbers: two times (conversations, answers)."
+    with open(arguments.data / "test.jsonl", encoding="utf-8") as file:
+        rows = fresh_numbers([json.loads(line) for line in file])[: arguments.problems]
+    for which in ("old", "new"):
+        asked = [dict(prompt=[{"content": row[which]}]) for row in rows]
+        answers = [row[f"{which}_answer"] for row in rows]
+        yield which, [conversation(row, system, after) for row in asked], answers
+
+
+def judgements(arguments, model, tokenizer, prompt):
+    "A record for each way in which a model answers the test problems, and its greedy answers."
+    asked, answers = test_prompts(arguments, *prompt)
+    record = {}
+    record["after"], texts = answered(model, tokenizer, asked, answers)
+    record["after_1024"], _ = answered(model, tokenizer, asked, answers, most=1024)
+    record["after_sampled"], _ = answered(model, tokenizer, asked, answers, temperature=1.0)
+    for which, fresh, right_ones in fresh_prompts(arguments, *prompt):
+        record[f"after_{which}_numbers"], _ = answered(model, tokenizer, fresh, right_ones)
+    return record, texts
+
+
+def changes(arguments, prompt, before, texts, marks, later):
+    "Problems won and lost, four of each, with both answers."
+    asked, answers = test_prompts(arguments, *prompt)
+    for kind, which in (("won", ("w", "r")), ("lost", ("r", "w"))):
+        found = [i for i, pair in enumerate(zip(before, marks)) if pair == which][:4]
+        yield kind, [
+            dict(problem=i, question=asked[i][-1]["content"], answer=answers[i],
+                 before=texts[i], after=later[i])
+            for i in found
+        ]  # fmt: skip
+
+
+def name_of(arguments):
+    "A run's name: its reward and seed, unless it was given one."
+    kind = "supervised" if arguments.supervised else arguments.reward
+    return arguments.name or f"{kind}_{arguments.seed}"
+
+
+def write(arguments, record):
+    "DIR/NAME.json."
+    (arguments.out / f"{name_of(arguments)}.json").write_text(json.dumps(record))
+
+
 def run(arguments):
     "Train once; answers before and after."
-    name = f"{'supervised' if arguments.supervised else arguments.reward}_{arguments.seed}"
-    record = facts(arguments)
-    trainer, kept, prompt = make_trainer(arguments, arguments.out / name)
+    name, record, prompt = name_of(arguments), facts(arguments), prompt_of(arguments)
+    trainer, kept, _ = make_trainer(arguments, arguments.out / name)
     model, tokenizer = trainer.model, trainer.processing_class
-    prompts, answers = test_prompts(arguments, *prompt)
-    if arguments.before:
-        record["before"], texts = answered(model, tokenizer, prompts, answers)
+    if arguments.before and FIRST:
+        record["before"], texts = answered(model, tokenizer, *test_prompts(arguments, *prompt))
         print(name, "before", record["before"]["right"], record["before"]["way"], flush=True)
     began = time.perf_counter()
     if arguments.supervised:
@@ -313,33 +392,67 @@ def run(arguments):
         record["log"] = [row for row in trainer.log_history if "reward" in row]
         record["completions"] = kept.rows
     record["seconds"] = round(time.perf_counter() - began, 1)
+    record["processes"] = PROCESSES
     if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
         record["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    record["after"], later = answered(model, tokenizer, prompts, answers)
-    record["after_1024"], _ = answered(model, tokenizer, prompts, answers, most=1024)
-    marks = zip(record["before"]["marks"], record["after"]["marks"]) if arguments.before else ()
-    marks = list(marks)
-    for kind, which in (("won", ("w", "r")), ("lost", ("r", "w"))):
-        found = [i for i, pair in enumerate(marks) if pair == which][:4]
-        record[kind] = [
-            dict(problem=i, question=prompts[i][-1]["content"], answer=answers[i],
-                 before=texts[i], after=later[i])
-            for i in found
-        ]  # fmt: skip
-    (arguments.out / f"{name}.json").write_text(json.dumps(record))
-    if arguments.save:
-        trainer.save_model(arguments.out / f"{name}_adapter")
-    print(name, "after", record["after"]["right"], "at 1,024 tokens", record["after_1024"]["right"],
-          "seconds", record["seconds"], flush=True)  # fmt: skip
+        record["card_gib"] = round((total - free) / 2**30, 2)
+    if not arguments.supervised:
+        trainer.save_model(arguments.out / name)
+    elif FIRST:
+        model.save_pretrained(arguments.out / name)
+    if not FIRST:
+        return
+    write(arguments, record)  # what follows may be cut short
+    if arguments.after:
+        judged_now, later = judgements(arguments, model, tokenizer, prompt)
+        record |= judged_now
+        if arguments.before:
+            marks = record["before"]["marks"], texts, record["after"]["marks"], later
+            record |= changes(arguments, prompt, *marks)
+        write(arguments, record)
+        print(name, {k: v["right"] for k, v in judged_now.items()}, flush=True)
+    print(name, "seconds", record["seconds"], "GiB", record.get("peak_gib"), flush=True)
+
+
+def loaded(arguments):
+    "The model with its adapter, if one is named, and its tokenizer."
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+    if arguments.adapter:
+        model = PeftModel.from_pretrained(model, arguments.adapter)
+    return model, AutoTokenizer.from_pretrained(arguments.model)
+
+
+def judge(arguments):
+    "An adapter's answers; what its training printed or logged stays with who trained it."
+    prompt = prompt_of(arguments)
+    record, _ = judgements(arguments, *loaded(arguments), prompt)
+    print(arguments.name, {k: v["right"] for k, v in record.items()}, flush=True)
+    path = arguments.out / f"{arguments.name}.json"
+    known = json.loads(path.read_text()) if path.exists() else facts(arguments)
+    path.write_text(json.dumps(known | record))
+
+
+def samples(arguments):
+    "How many of 64 sampled answers are right, for each of 256 problems."
+    asked, answers = test_prompts(arguments, *prompt_of(arguments))
+    asked, answers, model = asked[:256], answers[:256], loaded(arguments)
+    asked, answers = [p for p in asked for _ in range(64)], [a for a in answers for _ in range(64)]
+    found, texts = answered(*model, asked, answers, temperature=1.0, batch=1024)
+    marks = found.pop("marks")
+    counts = [marks[i : i + 64].count("r") for i in range(0, len(marks), 64)]
+    print(arguments.name, found, flush=True)
+    record = facts(arguments) | dict(samples=found | dict(counts=counts, each=64))
+    (arguments.out / f"{arguments.name}_samples.json").write_text(json.dumps(record))
 
 
 def prompts(arguments):
     "Greedy answers of the untrained model under each prompt."
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    record, device = facts(arguments), "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+    record, (model, tokenizer) = facts(arguments), loaded(arguments)
     rows = gsm8k("train", arguments.data, system_prompt=None)
     shots = list(rows.select(range(len(rows) - SHOTS, len(rows))))
     ways = {name: (*told, ()) for name, told in PROMPTS.items()}
@@ -419,15 +532,18 @@ def show(arguments):
         print(f"{kind:8} {len(runs)} seed(s), {len(runs[0]['log'])} updates in {seconds}")
 
 
+WAYS = dict(prompts=prompts, run=run, judge=judge, samples=samples, profile=profile, show=show)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("what", choices=("prompts", "run", "profile", "show"))
+    parser.add_argument("what", choices=tuple(WAYS))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--reward", choices=("right", "random", "box", "form"), default="right")
+    parser.add_argument("--reward", choices=("right", "random", "box", *FORMS), default="right")
     parser.add_argument("--supervised", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=110)
@@ -443,12 +559,18 @@ def main():
         "--no-before", dest="before", action="store_false", help="it was answered by `prompts`"
     )
     parser.add_argument("--plain", action="store_true", help="transformers' attention and layers")
-    parser.add_argument("--save", action="store_true", help="also the adapter")
+    parser.add_argument("--no-after", dest="after", action="store_false", help="train alone")
+    parser.add_argument("--scale", choices=("group", "batch", "none"), default="group")
+    parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--rate", type=float, help="learning rate")
+    parser.add_argument("--server", help="address of a vLLM or `grpo-nb serve` that draws")
+    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--adapter", type=Path, help="judge, samples: a folder in PEFT's layout")
+    parser.add_argument("--name", help="of the record")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("default", category=UserWarning)
-    ways = {"prompts": prompts, "run": run, "profile": profile, "show": show}
-    ways[arguments.what](arguments)
+    WAYS[arguments.what](arguments)
 
 
 if __name__ == "__main__":
