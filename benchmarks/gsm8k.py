@@ -39,6 +39,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import random
 import re
@@ -511,16 +512,34 @@ def interval(marks, before, draws=2000):
     return mean, means[int(0.025 * draws)], means[int(0.975 * draws)]
 
 
+def pass_at(k, right_ones, drawn):
+    "The chance that one of k answers is right, from `drawn` of which `right_ones` are (unbiased)."
+    return 1 - math.comb(drawn - right_ones, k) / math.comb(drawn, k)
+
+
+def show_samples(name, found):
+    "pass@k of stored counts, with 95 % by a bootstrap over problems."
+    rng, counts, told = random.Random(0), found["counts"], []
+    for k in (1, 4, 16, 64):
+        values = [pass_at(k, c, found["each"]) for c in counts]
+        means = sorted(sum(rng.choices(values, k=len(values))) for _ in range(2000))
+        low, high = (100 * means[i] / len(values) for i in (50, 1949))
+        told.append(f"{k}: {100 * sum(values) / len(values):.1f} % ({low:.1f} to {high:.1f})")
+    print(f"{name:8} pass@k of {len(counts)} problems: {', '.join(told)}")
+
+
 def show(arguments):
     "The stored prompts and runs as a table."
     stored = {p.stem: json.loads(p.read_text()) for p in sorted(arguments.out.glob("*.json"))}
+    for name in [name for name, r in stored.items() if "samples" in r]:
+        show_samples(name.removesuffix("_samples"), stored.pop(name)["samples"])
     prompts = {n: r for n, r in stored["prompts"].items() if "marks" in r and r["most"] == 400}
     best = max(prompts, key=lambda n: prompts[n]["right"])
     print(stored["prompts"]["arguments"]["model"], "on", stored["prompts"]["card"])
     for name, r in prompts.items():
         print(f"{name:22} {r['right']:6.1%} at 400 tokens" + " (the best)" * (name == best))
     for kind in dict.fromkeys(n.rpartition("_")[0] for n in stored if n != "prompts"):
-        runs = [r for n, r in stored.items() if n.startswith(kind + "_")]
+        runs = [r for n, r in stored.items() if n.rpartition("_")[0] == kind]
         for most, key in ((400, "after"), (1024, "after_1024")):
             told = stored["prompts"][f"{best}, 1024"] if most == 1024 else prompts[best]
             gain = "{:+.1f} points ({:+.1f} to {:+.1f})".format(
