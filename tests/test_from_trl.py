@@ -129,8 +129,8 @@ def test_what_is_refused_names_the_page(names):
     exec(PARTS["A script"].split("```python\n")[1].split("trainer = ")[0], names)
     config, model = names["GRPOConfig"], "path/to/a/model"
     given = model, names["correct"], names["args"], names["rows"]
-    with pytest.raises(ValueError, match=f"tf32=True .*{FROM_TRL}"):
-        config(tf32=True)
+    with pytest.raises(ValueError, match=f"fp16_full_eval=True .*{FROM_TRL}"):
+        config(fp16_full_eval=True)
     with pytest.raises(TypeError, match=f"Mine defines compute_loss.*{FROM_TRL}"):
         type("Mine", (GRPOTrainer,), {"compute_loss": lambda self: None})
     with pytest.raises(AttributeError, match=f"has no 'predict'.*{FROM_TRL}"):

@@ -121,7 +121,7 @@ log_level: info
         ("learning_rate: fast", "learning_rate is 'fast', but it has to be a number"),
         ("num_generations: 1", "nothing to be compared with"),
         ("loss_type: drgrpo", "The nearest is 'dr_grpo'"),
-        ("tf32: true", "tf32=True cannot be honoured"),
+        ("bf16_full_eval: true", "bf16_full_eval=True cannot be honoured"),
         ("load_in_8bit: true", "set load_in_4bit"),
         ("bnb_4bit_quant_type: fp4", "leave it out"),
         ("trust_remote_code: true", "in a script"),

@@ -81,7 +81,7 @@ BAD = [
     (["--use_peft", "--lora_target_modules", "experts"], 2, "set lora_dropout: 0"),
     (["--reward_weights", "1", "2"], 2, "give one weight each"),
     (["--generation_batch_size", "12"], 2, "12"),
-    (["--max_prompt_length", "5"], 1, "The prompt of row 0 has 6 tokens"),
+    (["--max_completion_length", "4092"], 1, "The prompt of row 0 has 6 tokens"),
     (["--resume_from_checkpoint"], 1, "no checkpoint in"),
 ]
 

@@ -40,7 +40,6 @@ NOT_HERE = {  # of transformers' trainer -> what to do instead
         "policy_update.accumulate(batch, whole) adds the gradient of a TrainingBatch, and "
         "policy_update.step(number) moves the weights"
     ),
-    "model_wrapped": "nothing but PEFT wraps the model, which is trainer.model",
     "data_collator": (
         "there are no data loaders; a TrainingBatch is put together by collector.collect(state)"
     ),
@@ -205,6 +204,11 @@ class GRPOTrainer(ReportingTrainer):
     def reward_processing_classes(self) -> list[Any]:
         "The tokenizer of each reward function; None for those that are no reward models."
         return [getattr(function, "tokenizer", None) for function in self.reward_funcs]
+
+    @property
+    def model_wrapped(self) -> Any:
+        "The model: nothing but PEFT wraps it."
+        return self.model
 
     @property
     def ref_model(self) -> Any:

@@ -74,6 +74,7 @@ class SourceParts:
         self.tokenizer, self.reward_funcs = tokenizer, reward_funcs
         self.state, self.max_positions, self.because = state, max_positions, because
         self.told_of_many_left, self.surroundings = False, Surroundings()
+        self.measured = False  # every row has been: longer ones than max_prompt_length are known
 
     def use(self, **others: Any) -> None:
         "Another `sampler`, other `params` or `reward_funcs` from now on."
@@ -115,6 +116,7 @@ class SourceQuestions(SourceParts):
                 )
             except ValueError as error:
                 raise ValueError(f"{whose}{error}") from None
+            self.measured = True
 
     def tools_shown(self) -> dict[str, list]:
         "What the chat template is told of the tools that every prompt has."
@@ -168,7 +170,7 @@ class SourceDraws(SourceQuestions):
         if self.sampler.takes_token_ids:
             prompts = many_prompt_token_ids(prompts, self.tokenizer, variables)
             limits = self.config.max_completion_length, self.max_positions
-            longest = self.config.max_prompt_length
+            longest = None if self.measured else self.config.max_prompt_length
             check_prompt_lengths(prompts, *limits, numbers, longest, self.because)
         return prompts, variables
 
@@ -216,7 +218,7 @@ class SourceDraws(SourceQuestions):
         ]
         prompts = many_prompt_token_ids(started.prompts, self.tokenizer, variables)
         limits = self.config.max_completion_length, self.max_positions
-        longest = self.config.max_prompt_length
+        longest = None if self.measured else self.config.max_prompt_length
         check_prompt_lengths(prompts, *limits, numbers, longest, self.because)
         rollout = self.sampler.generate(prompts, params, started.tools)
         rollout.prompts = started.prompts

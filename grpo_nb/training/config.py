@@ -1115,9 +1115,8 @@ optim_target_modules=None|str|list[str]
 auto_find_batch_size=False
     a smaller batch would no longer hold whole groups; lower per_device_train_batch_size and raise
     gradient_accumulation_steps instead.
-bf16_full_eval=False fp16_full_eval=False tf32=bool
-    evaluation computes in the precision of the training (bf16, fp16); matrix products in TF32 are
-    torch.set_float32_matmul_precision's business.
+bf16_full_eval=False fp16_full_eval=False
+    evaluation computes in the precision of the training (bf16, fp16).
 label_smoothing_factor=0.0 neftune_noise_alpha=float train_sampling_strategy='random'
 average_tokens_across_devices=True
     it belongs to training on labelled data, and GRPO has none.
@@ -1170,6 +1169,9 @@ log_multimodal=True trackio_space_id=str trackio_bucket_id=str trackio_static_sp
     output_dir
 overwrite_output_dir=False
     what an earlier run left in output_dir is set aside
+tf32=bool
+    products have the precision of the training (bf16, fp16); float32 ones are in TF32 after
+    torch.set_float32_matmul_precision('high')
 save_safetensors=True
     weights are always written as safetensors
 torch_empty_cache_steps=int
@@ -1198,6 +1200,7 @@ ALSO_NEUTRAL = {  # keyword -> another value that describes what happens anyway
     "dataloader_drop_last": True,
     "remove_unused_columns": None,
     "overwrite_output_dir": True,
+    "tf32": False,
 }
 
 # %% ../../nbs/training/01_config.ipynb #ced24b1c
@@ -1385,11 +1388,11 @@ class GRPOConfig(
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str):
-        "What transformers' TrainingArguments derive: device, n_gpu, get_process_log_level(), ..."
+        "What transformers' TrainingArguments derive: device, n_gpu, distributed_state, ..."
         if not name.startswith("_"):
             from transformers import TrainingArguments
 
-            if hasattr(TrainingArguments, name):
+            if hasattr(TrainingArguments, name) or name == "distributed_state":
                 return getattr(self.training_arguments(), name)
         raise AttributeError(unknown(name, self.__dataclass_fields__))
 
@@ -1478,13 +1481,18 @@ class GRPOConfig(
     def training_arguments(self) -> "transformers.TrainingArguments":
         """transformers' own, with these settings. Making them finds the device, and joins the other
         processes where a launcher started several, so it is done when one asks for it."""
+        import torch
         from transformers import TrainingArguments
 
         names = TrainingArguments.__dataclass_fields__.keys()
         values = {name: self.used(name) for name in names & self.specs.keys()}
         for new in names & ALIASES.keys():  # transformers 5.23 gave some settings another name
             values[new] = values.pop(ALIASES[new])
-        return TrainingArguments(**values)
+        accelerator = torch.accelerator.current_accelerator()
+        values["use_cpu"] |= accelerator is None  # or bf16 and fp16 are refused where none is
+        made = TrainingArguments(**values)
+        made.device  # noqa: B018  # which finds the processes
+        return made
 
     def to_dict(self) -> dict[str, Any]:  # every keyword as it was given
         "The settings by name; `from_dict` reads it back. A token stays out of files and logs."

@@ -7,10 +7,10 @@ __all__ = ['ROW_SETTINGS', 'TEMPLATE_ROOM', 'NOT_FOR_REWARDS', 'ARGUMENTS', 'KEP
            'without_none', 'without_gaps', 'form_of', 'check_content', 'as_string', 'as_template_takes', 'as_parts',
            'without_empty', 'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'check_prompt_lengths',
            'column_names', 'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens', 'check_long_prompts',
-           'shortened', 'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns', 'check_shape',
-           'check_rows', 'is_stream', 'listed', 'BrokenStream', 'unbroken', 'StreamedRows', 'text_of_row', 'digest_of',
-           'check_columns', 'check_prompts', 'check_row_settings', 'check_dataset', 'check_evaluation_data',
-           'unread_settings', 'filled_arguments', 'row_variables', 'unread_variables']
+           'whole_prompts', 'shortened', 'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns',
+           'check_shape', 'check_rows', 'is_stream', 'listed', 'BrokenStream', 'unbroken', 'StreamedRows',
+           'text_of_row', 'digest_of', 'check_columns', 'check_prompts', 'check_row_settings', 'check_dataset',
+           'check_evaluation_data', 'unread_settings', 'filled_arguments', 'row_variables', 'unread_variables']
 
 # %% ../../nbs/training/02_data.ipynb #b5d7708d
 import hashlib
@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from ..environments.isolated_rewards import visible
 from ..rollout.rollout import takes, text_of, text_token_ids
-from .config import OTHER_NAMES, GRPOConfig
+from .config import OTHER_NAMES, GRPOConfig, warn
 
 # %% ../../nbs/training/02_data.ipynb #47420214
 def is_conversational(
@@ -307,7 +307,7 @@ def check_long_prompts(
     tokenizer takes prompts of its kinds."""
     room = math.inf if max_positions is None else max_positions - max_completion_length
     room = min(room, math.inf if max_prompt_length is None else max_prompt_length)
-    kinds, doubtful = set(), []
+    kinds, doubtful, longer = set(), [], {}
     for number, row in enumerate(prompt_rows(dataset)):
         given = row["prompt"], template_kwargs(row, chat_template_kwargs)
         if (kind := kind_of_prompt(*given)) not in kinds or most_tokens(*given) > room:
@@ -320,10 +320,29 @@ def check_long_prompts(
             raise ValueError(
                 f"The prompt of row {number} cannot be tokenized ({type(error).__name__}): {error}"
             ) from error
-        check_prompt_lengths(
-            [ids], max_completion_length, max_positions, [number], max_prompt_length, because
-        )
+        check_prompt_lengths([ids], max_completion_length, max_positions, [number], None, because)
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            longer[number] = len(ids)
+    if longer:
+        warn(whole_prompts(longer, len(dataset), max_prompt_length, max_completion_length))
     return len(doubtful)
+
+
+def whole_prompts(
+    longer: dict[int, int],  # number of a row -> tokens of its prompt, more than max_prompt_length
+    rows: int,  # of the data
+    max_prompt_length: int,
+    max_completion_length: int,
+) -> str:  # a sentence
+    "What is said where prompts are longer than a script thinks and the model has room for them."
+    number = max(longer, key=longer.get)
+    most = longer[number]
+    return (
+        f"The prompts of {len(longer):,} of {rows:,} rows are longer than max_prompt_length="
+        f"{max_prompt_length}; the longest, of row {number}, has {most} tokens. Prompts are not "
+        f"cut: they are used whole, with room and memory for {most + max_completion_length:,} "
+        "tokens a sequence. Leave the rows out, or set max_prompt_length to that length."
+    )
 
 # %% ../../nbs/training/02_data.ipynb #e9a3c74e
 def shortened(

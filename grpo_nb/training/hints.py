@@ -9,7 +9,8 @@ __all__ = ['MIN_RECORDS', 'MIN_GROUPS', 'HINTS', 'RunHistory', 'loss_is_zero', '
 
 # %% ../../nbs/training/17_hints.ipynb #39910ea0
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .config import GRPOConfig
@@ -50,6 +51,13 @@ class RunHistory:
         for name, value in record.items():
             if isinstance(value, (int, float)) and math.isfinite(value):
                 self.columns.setdefault(name, []).append(value)
+
+    @contextmanager
+    def patient_for(self, records: int) -> Iterator[None]:
+        "In the block a symptom has to last for so many records."
+        usual, self.patience = self.patience, records
+        yield
+        self.patience = usual
 
     def newest(self, name: str) -> float:  # NaN if it was never logged
         "The newest number logged under a name."
@@ -510,8 +518,7 @@ class Hints:
         records = len(history.columns.get("frac_reward_zero_std", []))
         if not 0 < records < history.patience:
             return []
-        whole, history.patience = history.patience, records
-        found = {name: HINTS[name](history) for name in names if name not in self.said}
-        history.patience = whole
+        with history.patient_for(records):
+            found = {name: HINTS[name](history) for name in names if name not in self.said}
         self.said.update({name: sentence for name, sentence in found.items() if sentence})
         return [sentence for sentence in found.values() if sentence]

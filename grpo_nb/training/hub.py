@@ -39,7 +39,7 @@ from huggingface_hub.utils import (
 from transformers import TrainerCallback
 
 import grpo_nb
-from .checkpoint import MANIFEST, STATE, checkpoints
+from .checkpoint import MANIFEST, STATE, THEIR_STATE, checkpoints
 from .config import GRPOConfig
 from .policy_model import describe_trainable
 from .reporting import of_updates, run_figure
@@ -388,7 +388,7 @@ def stage(
 ) -> Path:  # to be deleted after the upload
     "The files of a checkpoint, laid out as in the repository, in a hidden folder beside it."
     staged = Path(tempfile.mkdtemp(prefix=f".upload-{os.getpid()}-", dir=checkpoint.parent))
-    not_model = shutil.ignore_patterns(STATE, MANIFEST, "README.md")
+    not_model = shutil.ignore_patterns(STATE, THEIR_STATE, MANIFEST, "README.md")
     shutil.copytree(checkpoint, staged, ignore=not_model, copy_function=link, dirs_exist_ok=True)
     place = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}.get(strategy)
     if place:

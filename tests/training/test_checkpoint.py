@@ -899,7 +899,7 @@ def test_a_run_that_moves_keeps_what_lay_there_apart(tmp_path):
     moved.train(resume_from_checkpoint=tmp_path / "A" / "checkpoint-2")
     # its own hints, if it gave any
     names = {p.name for p in (tmp_path / "B").iterdir()} - {"hints.jsonl"}
-    assert names == {"earlier-run-1", "log.jsonl"}
+    assert names == {"earlier-run-1", "log.jsonl", "completions"}
     assert sorted(p.name for p in (tmp_path / "B" / "earlier-run-1").iterdir()) == [
         "checkpoint-1",
         "checkpoint-2",

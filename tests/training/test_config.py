@@ -239,7 +239,18 @@ def test_a_config_can_be_extended():
 
 def test_a_switch_that_is_off_may_be_given_as_enum_or_bool():
     GRPOConfig(logging_strategy=IntervalStrategy.STEPS, tf32=None, deepspeed=None)
-    assert "tf32=True" in str(outcome(GRPOConfig, tf32=True))
+    assert "bf16_full_eval=True" in str(outcome(GRPOConfig, bf16_full_eval=True))
+    with pytest.warns(UserWarning, match="tf32=True changes nothing here: .*set_float32_matmul"):
+        GRPOConfig(tf32=True)
+
+
+@pytest.mark.parametrize("given", [{}, {"bf16": True}, {"fp16": True}])
+def test_what_transformers_derives_is_there_on_a_cpu_too(given):
+    config, theirs = GRPOConfig(**given), TrainingArguments(use_cpu=True)
+    for name in ("device", "n_gpu", "world_size", "process_index", "parallel_mode", "should_save"):
+        assert getattr(config, name) == getattr(theirs, name)
+    config.distributed_state.wait_for_everyone()
+    assert config.distributed_state.is_main_process
 
 
 @pytest.mark.parametrize(

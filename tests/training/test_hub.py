@@ -26,7 +26,7 @@ from transformers.trainer_utils import HubStrategy
 
 from grpo_nb import GRPOConfig
 from grpo_nb.training import hub as room
-from grpo_nb.training.checkpoint import MANIFEST, STATE, checkpoints, file_fault
+from grpo_nb.training.checkpoint import MANIFEST, STATE, THEIR_STATE, checkpoints, file_fault
 from grpo_nb.training.hub import (
     Repository,
     UploadError,
@@ -105,7 +105,7 @@ def model_files(folder):
     return {
         name: data
         for name, data in contents(folder).items()
-        if name not in (STATE, MANIFEST, "README.md")
+        if name not in (STATE, THEIR_STATE, MANIFEST, "README.md")
     }
 
 
@@ -233,7 +233,7 @@ def test_strategies(hub, tmp_path, strategy):
         for name, data in contents(folder).items():
             assert uploaded.pop(f"{place}/{name}") == data
     there = contents(tmp_path / "run")
-    kept = {name for name in there if not name.startswith("checkpoint-")}
+    kept = {name for name in there if not name.startswith(("checkpoint-", "completions/"))}
     assert uploaded == {name: there[name] for name in kept}
     assert {"README.md", "curve.png", "config.json", "tokenizer.json", "log.jsonl"} <= kept
     assert model_files(last).items() <= uploaded.items()
@@ -374,6 +374,7 @@ def test_a_failed_upload_at_the_end_is_an_error_with_the_command(hub, tmp_path):
     program = [str(Path(sys.executable).parent / "hf"), *shlex.split(command)[1:]]
     subprocess.run(program, env=os.environ | environment, check=True, capture_output=True)
     there = contents(tmp_path / "my run")
+    there = {name: data for name, data in there.items() if not name.startswith("completions/")}
     assert arrived(hub, branch="a-branch") == there and "model.safetensors" in there
 
 
