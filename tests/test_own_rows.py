@@ -57,9 +57,7 @@ def test_rows_of_each_kind_train_with_the_pages_reward(kind, tmp_path, monkeypat
     changes |= {"recipes/own_rows.yaml": str(ROOT / "recipes/own_rows.yaml")}
     changes |= {"my_rows.jsonl": "my_rows.py:rows"} if kind == "py" else {}
     words = [changes.get(word, word) for word in words]
-    assert (
-        cli.main([*words, "--lora_dropout", "0", "--max_steps", "1", "--logging_steps", "1"]) == 0
-    )
+    assert cli.main([*words, "--max_steps", "1", "--logging_steps", "1"]) == 0
     assert len(rewards(tmp_path / "runs/mine")) == 1
 
 

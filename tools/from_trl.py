@@ -5,7 +5,8 @@
 
 Each stands between `<!-- NAME -->` and `<!-- /NAME -->`, with a name of TABLES; the rest of the
 page is written by hand. The table `gate` comes from docs/trl_gate.json, which tools/trl_gate.py
-writes; so does the sentence in index.ipynb with its counts (then run tools/readme.py).
+writes; so does the sentence in index.ipynb with its counts (then run tools/readme.py). The table
+`notebooks` comes from docs/notebooks_gate.json, which tools/notebooks_gate.py writes.
 """
 
 import argparse
@@ -26,10 +27,12 @@ from grpo_nb.training.config import (  # noqa: E402
     IGNORED_BY_REASON,
     REFUSED_BY_REASON,
 )
+from tools.notebooks_gate import OUTCOMES  # noqa: E402
 from tools.trl_gate import KINDS  # noqa: E402
 
 PAGE = ROOT / "docs/from_trl.md"
 GATE = ROOT / "docs/trl_gate.json"
+NOTEBOOKS = ROOT / "docs/notebooks_gate.json"
 FRONT = ROOT / "index.ipynb"
 
 
@@ -77,19 +80,50 @@ def gate(record):
             reasons.setdefault((kind, reason), {}).setdefault(test, []).append(name)
     order = list(KINDS)
     rows = [
-        (sum(map(len, tests.values())), code(*tests) if kind in OF_TRL else "", kind, reason)
+        (
+            sum(map(len, tests.values())),
+            code(*tests) if kind in (*OF_TRL, "pictures") else "",
+            kind,
+            reason,
+        )
         for (kind, reason), tests in sorted(reasons.items(), key=lambda r: order.index(r[0][0]))
     ]
-    theirs = [(f"{n}: {tests}", reason) for n, tests, kind, reason in rows if kind in OF_TRL]
-    neither = [(str(n), reason) for n, _, kind, reason in rows if kind not in OF_TRL]
+    shown = (*OF_TRL, "pictures")
+    theirs = [(f"{n}: {tests}", reason) for n, tests, kind, reason in rows if kind in shown]
+    neither = [(str(n), reason) for n, _, kind, reason in rows if kind not in shown]
     return "\n\n".join(
         [
             f"Run on {record['date']} with {names}; the file is {record['source']}.{again}",
             table(("tests", "that"), kinds),
-            "Those that TRL passes and this library does not:",
+            "Those that this library does not pass and TRL does; with pictures TRL was not tried:",
             table(("tests", "why"), theirs),
             "Those that do not pass with TRL either, or are skipped:",
             table(("tests", "why"), neither),
+        ]
+    )
+
+
+def notebooks(record):
+    "The section on published notebooks: how they were run, counts, and the reason of each other."
+    names = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    rows = [(str(record["counts"][kind]), words) for kind, words in OUTCOMES.items()]
+    needed = collections.Counter(
+        edit for one in record["notebooks"].values() for edit in one["edits"]
+    )
+    edits = [(code(name), record["edits"][name], str(n)) for name, n in sorted(needed.items())]
+    failed = [
+        (name.removesuffix(".ipynb").replace("_", " "), one["reason"])
+        for name, one in record["notebooks"].items()
+        if one["outcome"] == "failed"
+    ]
+    return "\n\n".join(
+        [
+            f"Run on {record['date']} with {names}; the notebooks are {record['source']}.",
+            table(("notebooks", "that"), rows),
+            "The edits:",
+            table(("edit", "why", "notebooks"), edits),
+            "Those that end in an error:",
+            table(("notebook", "why"), failed),
         ]
     )
 
@@ -129,6 +163,7 @@ TABLES = {
         [(code(name), instead) for name, instead in NOT_HERE.items()],
     ),
     "gate": gate(json.loads(GATE.read_text())),
+    "notebooks": notebooks(json.loads(NOTEBOOKS.read_text())),
 }
 
 

@@ -697,11 +697,11 @@ class RolloutEngine:
                 raise
         return *self.batches(rows, params, decoder), False  # a cache that grows takes a little less
 
-    def _told(self, bar):
-        "What is called after each step."
+    def _told(self, bar, tokens=1):
+        "What is called after each step, in which so many are drawn."
 
         def told(count=1):
-            bar.update(count)
+            bar.update(count * tokens)
             self.on_step(count)
 
         return told
@@ -747,7 +747,7 @@ class RolloutEngine:
         if not in_turn:
             batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
         bar = tqdm(
-            total=len(rows) if in_turn else len(batches) * params.max_tokens,
+            total=len(rows) * (1 if in_turn else params.max_tokens),
             delay=0 if progress else 2,
             disable=progress is False,
             desc="completions" if in_turn else "tokens",
@@ -761,19 +761,21 @@ class RolloutEngine:
             of_all = dict(params=params, drawing=drawing, bar=bar, prefixes=kept)
             draw, batches = partial(self._in_turn, decoder, **of_all), [rows]
         elif decoder is not None:
-            drawing |= dict(on_tokens=self._told(bar), prefill_tokens=prefill_tokens)
+            drawing |= dict(prefill_tokens=prefill_tokens)
             draw = partial(complete_directly, decoder, prefixes=kept, **drawing)
-        elif in_place:
-            draw = partial(complete_in_place, self.model, on_tokens=self._told(bar), **drawing)
         else:
-            draw = partial(complete, self.model, on_token=self._told(bar), **drawing)
+            draw = partial(complete_in_place if in_place else complete, self.model, **drawing)
+        step = "on_tokens" if decoder is not None or in_place else "on_token"
+        told = [{} if in_turn else {step: self._told(bar, len(batch))} for batch in batches]
         own = [None] * len(batches)
         if keys is not None:
             own = torch.as_tensor(keys, dtype=torch.int64, device=self.model.device)
             own = own.split(list(map(len, batches)))
         try:
             with bar, evaluating(self.model) if decoder is not None else self._running():
-                rollouts = [draw(batch, keys=each) for batch, each in zip(batches, own)]
+                rollouts = [
+                    draw(batch, keys=each, **on) for batch, each, on in zip(batches, own, told)
+                ]
             if kept is not None and decoder is not None:
                 prefixes[:] = kept.ended
         finally:

@@ -1474,7 +1474,8 @@ class GRPOConfig(
             for row in rows
             if getattr(self, row["setting"], None) not in (None, row["value"])
         ]
-        drawn = f"{layout.prompts_per_generation} prompts x {self.num_generations} completions"
+        prompts = layout.prompts_per_generation
+        drawn = f"{prompts} prompt{'s' * (prompts != 1)} x {self.num_generations} completions"
         each = f"{layout.effective_batch_size} an update; {len(rows)} more with --verbose"
         return "\n".join([f"{drawn} at once, {each}", *changed])
 

@@ -628,7 +628,8 @@ def test_the_progress_bar_is_off_for_short_work_and_on_when_asked(capsys):
         engine.generate(TEXTS, SamplingParams(max_tokens=2), progress=progress)
     assert capsys.readouterr().err == ""
     engine.generate(TEXTS, SamplingParams(max_tokens=2), progress=True)
-    assert "tokens" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "tokens" in said and f"/{2 * len(TEXTS)} [" in said  # of all completions
     always = RolloutEngine(model, tokenizer, progress=True)
     always.generate(TEXTS, SamplingParams(max_tokens=2), progress=False)
     assert capsys.readouterr().err == ""

@@ -597,7 +597,7 @@ def test_log_probs_of_three_turns_are_those_of_one_pass(seed, cut):
             logits[0, size - 1 : -1], torch.tensor(ids[size:]), survivors=left
         )
         kept = rollout.logps[row][rollout.mask[row]]
-        torch.testing.assert_close(kept[own], one_pass[own], rtol=0, atol=1e-5)
+        torch.testing.assert_close(kept[own], one_pass[own], rtol=1e-5, atol=1e-5)
         assert kept[~own].isnan().all() and 0 < own.sum() < len(own)
 
 
