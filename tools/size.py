@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines": 44_210,
     "functions over 60 lines": 12,
     "export cells over 60 lines": 62,  # Triton 140, tables and fields 100
-    "notebooks": 150,
+    "notebooks": 151,
     "first cells over 11 lines": 0,
     "words in README": 1_200,
 }
