@@ -452,15 +452,15 @@ class SamplingSettings(Settings):
     # {"eos_token_id": 7} or a list of ids, the tokens that end a completion; {"stop_strings":
     # ["\n\n"]}, texts that end one as well and stay in it; top_p, top_k, min_p and
     # repetition_penalty, in place of the settings of these names
-    generation_kwargs: dict[str, Any] | str | None = setting(None, reader="trainer")
+    generation_kwargs: dict[str, Any] | str | None = setting(None, reader="trainer_parts")
     # turns of a completion that may call tools; what a later one calls is not run. None: any number
-    max_tool_calling_iterations: int | None = setting(None, "[0, inf)", reader="trainer")
+    max_tool_calling_iterations: int | None = setting(None, "[0, inf)", reader="trainer_parts")
     # seconds the calls of a turn may take, in threads; the model reads an error in place of a late
     # answer. None: plain tools run in order in the thread that called train(), without a limit
-    tool_timeout_s: float | None = setting(None, "(0, inf)", reader="trainer")
+    tool_timeout_s: float | None = setting(None, "(0, inf)", reader="trainer_parts")
     # cycles whose completions are drawn ahead, while the weights move; 0: trainer and sampler take
     # turns. Above 0 it takes a sampler with weights of its own
-    max_staleness: int = setting(0, "[0, inf)", reader="trainer")
+    max_staleness: int = setting(0, "[0, inf)", reader="trainer_parts")
 
     def check(self):
         check_generation(self)
@@ -642,16 +642,16 @@ class VLLMSettings(Settings):
     "Whether vLLM draws the completions, and where it runs."
 
     # draw with vLLM in place of the library's own engine; what is trained has to be an adapter
-    use_vllm: bool = setting(False, reader="trainer")
+    use_vllm: bool = setting(False, reader="trainer_parts")
     # "server": one that runs already; "colocate": the trainer starts one on this machine
     vllm_mode: str = setting("colocate", ("colocate", "server"), reader="colocated")
     # "http://a:8000", or several with commas between, one for each GPU
-    vllm_server_base_url: str | None = setting(None, reader="trainer")
+    vllm_server_base_url: str | None = setting(None, reader="trainer_parts")
     # where vllm_server_base_url is not given; 0.0.0.0 is this machine
-    vllm_server_host: str = setting("0.0.0.0", reader="trainer")
+    vllm_server_host: str = setting("0.0.0.0", reader="trainer_parts")
     vllm_server_port: int = setting(8000, "[1, 65535]", reader="colocated")
     # a token that the server asks for (--api-key); it is never printed or stored
-    vllm_server_api_key: str | None = setting(None, reader="trainer")
+    vllm_server_api_key: str | None = setting(None, reader="trainer_parts")
     # seconds until a server that is being started has to answer; one that the trainer starts may
     # take five times as long while it goes on printing
     vllm_server_timeout: float = setting(240.0, "(0, inf)", reader="colocated")
@@ -698,7 +698,7 @@ class CorrectionSettings(Settings):
     "How the gap between sampler and trainer is corrected, and when it stops the run."
 
     # correct where sampler and trainer differ in dtype or weights; False: only log the gap
-    vllm_importance_sampling_correction: bool = setting(True, reader="trainer")
+    vllm_importance_sampling_correction: bool = setting(True, reader="trainer_parts")
     # see the table below
     vllm_importance_sampling_mode: str = setting(
         "token_truncate",
@@ -833,7 +833,8 @@ class MemorySettings(Settings):
     model_init_kwargs: dict[str, Any] | str | None = setting(None, reader="policy_model")
     # run code that comes with a model given by name; only for authors that you trust
     trust_remote_code: bool = setting(False, reader="policy_model")
-    use_cpu: bool = setting(False, reader="trainer")  # train on the CPU although there is a GPU
+    # train on the CPU although there is a GPU
+    use_cpu: bool = setting(False, reader="trainer_parts")
     # set every dropout to 0, so that the same tokens always get the same log-probs
     disable_dropout: bool = setting(False, reader="policy_model")
     # multiply by the head in float32 for log-probs, also where the rest computes in 16 bit
