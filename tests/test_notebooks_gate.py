@@ -100,3 +100,11 @@ def test_the_record_counts_what_it_holds():
     assert {one["reason"] for one in every if "reason" in one} and len(failed) < 4
     assert all("/tmp" not in one.get("error", "") for one in every)
     assert all(any(word in name for name in failed) for word in NOT_OURS)
+
+
+def test_the_front_page_says_what_the_record_counts():
+    counts = RECORD["counts"]
+    texts = sum(counts.values()) - counts["pictures"]
+    passing = counts["ran"] + counts["one edit"]
+    said = f"Of the {texts} notebooks on GRPO that Unsloth publishes for texts {passing} run whole"
+    assert said in (ROOT / "README.md").read_text()

@@ -359,7 +359,9 @@ def gate(paths, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("-k", default="", help="only notebooks whose name has this word")
+    parser.add_argument(
+        "-k", default="", help="only notebooks whose name has this word; others stay in the record"
+    )
     parser.add_argument("--record", type=Path, help="write the record to this file")
     parser.add_argument("--source", default="", help="where the notebooks are from, and of when")
     args = parser.parse_args()
@@ -367,6 +369,10 @@ def main():
     folder = Path(tempfile.mkdtemp())  # stays: it has each notebook's log
     print(folder)
     record = gate(paths, folder)
+    if args.k and args.record and args.record.exists():  # the others stay as they were
+        before = json.loads(args.record.read_text())
+        record = dict(sorted((before["notebooks"] | record).items()))
+        args.source = args.source or before["source"]
     counts = {name: sum(one["outcome"] == name for one in record.values()) for name in OUTCOMES}
     print(counts)
     if args.record:
