@@ -513,10 +513,13 @@ class Hints:
         return list(new.values())
 
     def at_end(self) -> list[str]:  # sentences; usually none
-        "What a run of fewer records than a symptom has to last shows in all of them."
+        """What a run of fewer records than a symptom has to last shows in all of them; nothing
+        where the reward has risen."""
         history, names = self.history, ("no spread in any group", "nearly all truncated")
         records = len(history.columns.get("frac_reward_zero_std", []))
-        if not 0 < records < history.patience:
+        rewards = history.columns.get("reward", [0.0])
+        risen = rewards[-1] - rewards[0] > history.newest("reward_group_std") / 2
+        if not 0 < records < history.patience or risen:
             return []
         with history.patient_for(records):
             found = {name: HINTS[name](history) for name in names if name not in self.said}

@@ -588,6 +588,11 @@ def test_at_the_end_of_a_short_run_symptoms_of_all_its_records_are_said_once():
     cut = Hints(GRPOConfig(**CONFIG))
     cut.look({"step": 1, **bad, "frac_reward_zero_std": 0.5, "completions/clipped_ratio": 1.0})
     assert len(cut.at_end()) == 1
+    risen = Hints(GRPOConfig(**CONFIG))
+    for step, reward in ((1, 0.1), (2, 0.6)):
+        cut = {"completions/clipped_ratio": 1.0, "reward_group_std": 0.3, "reward": reward}
+        risen.look({"step": step, **bad, "frac_reward_zero_std": 0.5, **cut})
+    assert risen.at_end() == []
     long = Hints(GRPOConfig(**CONFIG))
     for step in range(6):
         long.look({"step": step, **bad})
