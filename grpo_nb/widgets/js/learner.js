@@ -149,7 +149,7 @@ function bar(value, [low, high], words) {
 }
 
 function box(name, title, words) {
-  const body = node("div", { class: "body" });
+  const body = node("div", { class: "inside" });
   const element = node(
     "div",
     { class: `box ${name}`, role: "group", "aria-label": title },
@@ -414,7 +414,7 @@ export default {
     const root = node(
       "section",
       { class: "grpo-widget grpo-learner-viz", "aria-label": "A policy that learns in the page" },
-      node("p", { class: "lead" }, LEAD),
+      node("p", { class: "opening" }, LEAD),
       node("div", { class: "buttons" }, play, once, button("Start over", touched(begin)), back),
       status,
       node("div", { class: "boxes" }, Object.values(boxes).map((one) => one.element)),
