@@ -174,7 +174,8 @@ def constants(tree, names):
         named = [part for target in targets if target for part in ast.walk(target)]
         for target in named:
             if isinstance(target, ast.Name) and target.id in names:
-                lines.append(f"- `{target.id} = {short(node.value)}`")
+                value = short(node.value).replace("`", "'")  # it stands between backticks itself
+                lines.append(f"- `{target.id} = {value}`")
     return ["Values:", "", *lines, ""] if lines else []
 
 
