@@ -34,6 +34,7 @@ _rooms = {  # public name -> the module that holds it
     "RolloutEngine": "rollout.engine",
     "GRPOConfig": "training.config",
     "GRPOTrainer": "compat.trl",
+    "run_card": "script",
 }
 __all__ = list(_rooms)
 _theirs = {  # what notebooks for Unsloth import besides these -> the module

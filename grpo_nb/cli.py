@@ -772,32 +772,23 @@ def devices() -> list[dict]:  # for each: name, type, memory in bytes, dtypes, c
     import torch
 
     memory = psutil.virtual_memory()
-    found = [
-        {
-            "name": platform.processor() or platform.machine(),
-            "type": "cpu",
-            "memory_free": memory.available,
-            "memory_total": memory.total,
-            "bfloat16": True,
-            "float16": True,
-            "capability": None,
-        }
-    ]
+    cpu = platform.processor() or platform.machine()
+    found = [(cpu, "cpu", memory.available, memory.total, None)]
     for i in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(i)
-        free, total = torch.cuda.mem_get_info(i)
-        found.append(
-            {
-                "name": torch.cuda.get_device_name(i),
-                "type": f"cuda:{i}",
-                "memory_free": free,
-                "memory_total": total,
-                "bfloat16": capability >= (8, 0),
-                "float16": capability >= (7, 0),
-                "capability": "{}.{}".format(*capability),
-            }
-        )
-    return found
+        named = torch.cuda.get_device_name(i), f"cuda:{i}"
+        found.append((*named, *torch.cuda.mem_get_info(i), torch.cuda.get_device_capability(i)))
+    return [
+        {
+            "name": name,
+            "type": kind,
+            "memory_free": free,
+            "memory_total": total,
+            "bfloat16": (able or (8, 0)) >= (8, 0),
+            "float16": (able or (8, 0)) >= (7, 0),
+            "capability": able and "{}.{}".format(*able),
+        }
+        for name, kind, free, total, able in found
+    ]
 
 # %% ../nbs/91_cli.ipynb #fd2f1c5a
 def kernel_folders() -> dict:  # of torch.compile's and of Triton's

@@ -5,17 +5,22 @@
 # %% auto #0
 __all__ = ['rewards_of', 'rows_of_function', 'read_rows', 'conversation', 'with_prompts', 'load_rows', 'device_of', 'read_to',
            'made_model', 'named_model', 'target_names', 'check_dropout', 'with_adapter', 'model_of', 'trainer_of',
-           'train_and_save']
+           'train_and_save', 'RunCard', 'planned_for', 'run_card']
 
 # %% ../nbs/89_script.ipynb #b45feda9
 import os
+import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
+import psutil
 import torch
 from peft import PeftModel
 
+from . import __web__
 from .compat.trl import GRPOTrainer
 from grpo_nb.model.adapters import (
     adaptable,
@@ -30,13 +35,15 @@ from grpo_nb.model.adapters import (
 from .model.attention import has_sinks
 from .model.experts_lora import route_adapters
 from .model.loading import choose_dtype, load_model
-from .model.memory_bytes import longest_sequence
+from .model.memory_bytes import GiB, longest_sequence
 from .model.stored_weights import read_config
+from .planning.plan import Plan, plan
 from grpo_nb.recipe import (
     FILES,
     AdapterSettings,
     DataSettings,
     Recipe,
+    adapted_parts,
     check_complete,
     is_function,
     made_by,
@@ -44,6 +51,8 @@ from grpo_nb.recipe import (
 )
 from .training.config import GRPOConfig
 from .training.one_run import OneRun
+from .training.report import spread
+from .training.reporting import peak_resident_bytes, table_row
 from .training.sharding import asked_by_launcher, asked_in_config
 
 # %% ../nbs/89_script.ipynb #3764f840
@@ -294,3 +303,68 @@ def train_and_save(
     with trainer.alone(bool(resume)):
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
+
+# %% ../nbs/89_script.ipynb #1aab5e35
+class RunCard(str):
+    "A run as text; a notebook shows it with a link that opens an issue."
+
+    __repr__ = str.__str__
+
+    def _repr_html_(self) -> str:
+        words = urlencode({"title": self.partition("\n")[0], "body": f"```\n{self}\n```\n"})
+        link = escape(f"{__web__.partition('/blob/')[0]}/issues/new?{words}")
+        text = (
+            f'<pre style="user-select:all">{escape(self)}</pre>A click marks the text, to be copied'
+        )
+        return f'{text}; or <a href="{link}" target="_blank">open an issue with it</a>.'
+
+# %% ../nbs/89_script.ipynb #e7591525
+def planned_for(
+    trainer: GRPOTrainer,
+    card: str,  # see find_card
+) -> Plan:  # ValueError for a card or a model that the planner does not know
+    "The plan of a trainer's run on a card."
+    model = trainer.model
+    kinds = {type(p).__name__: p.dtype for p in sorted(model.parameters(), key=torch.numel)}
+    packed = "mxfp4" * ("PackedWeight" in kinds) or "nf4" * ("Params4bit" in kinds)
+    halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    given = dict(weights=packed or halves.get([*kinds.values()][-1], "fp32"), lora_r=0)
+    for adapter in getattr(model, "peft_config", {}).values():
+        both = adapter.target_modules, adapter.target_parameters
+        names = [name for one in both for name in ([one] if isinstance(one, str) else one or ())]
+        parts = AdapterSettings(use_peft=True, lora_target_modules=names)
+        given |= dict(lora_r=adapter.r, lora_targets=adapted_parts(parts))
+    return plan(model.config, card, trainer.config, **given)
+
+# %% ../nbs/89_script.ipynb #511be921
+def run_card(
+    trainer: GRPOTrainer,  # after its run
+    card: str | None = None,  # that the prediction is for; None: the one in use
+) -> RunCard:
+    "Card, versions, predicted and measured memory and time, and ten lines of the log."
+    name, room = "CPU", f"{psutil.virtual_memory().total / GiB:.1f} GiB"
+    if trainer.device.type == "cuda":
+        found = torch.cuda.get_device_properties(trainer.device)
+        name, card = found.name, card or found.name
+        room += f", on the card {found.total_memory / GiB:.2f} GiB ({found.major}.{found.minor})"
+    log = [record for record in trainer.log_history if "step_time" in record]
+    here = sys.modules.keys() & {"torch", "transformers", "peft", "bitsandbytes", "triton"}
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    try:
+        made = planned_for(trainer, card or name)
+        least = f"{sum(made.seconds().values()):.1f} at least" if made.seconds() else "not known"
+        said = f"{made.peak / GiB:.2f}", f"{sum(made.host.values()) / GiB:.2f}", least
+    except ValueError:
+        said = ["not planned"] * 3
+    peak = max((record["peak_memory_gib"] for record in log), default=0)
+    found = peak, peak_resident_bytes() / GiB, log[-1]["step_time"] if log else 0
+    rows = zip(("GiB on the device", "GiB on the host", "seconds, last update"), said, found)
+    lines = [
+        f"Run card: {trainer.model.config.model_type} on {name}",
+        f"{os.environ.get('COLAB_RELEASE_TAG', sys.platform)}, {os.cpu_count()} cores, {room}",
+        ", ".join(f"{one} {sys.modules[one].__version__}" for one in ("grpo_nb", *sorted(here))),
+        f"{trained:,} numbers are trained; predicted for {card or name}",
+        f"{trainer.state.global_step} of {trainer.state.max_steps} updates",
+        *(f"{what:<22}predicted {one:>14}, measured {two:7.2f}" for what, one, two in rows),
+    ]
+    return RunCard("\n".join([*lines, table_row(None), *map(table_row, spread(log, 10))]))

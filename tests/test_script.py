@@ -1,13 +1,16 @@
 "`grpo-nb train`: a recipe becomes a trained model, and a bad start writes nothing."
 
+import html
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 import types
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
@@ -15,9 +18,12 @@ from small_runs import CLOCKS, one_thread  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from grpo_nb import cli, script
+from grpo_nb.model.memory_bytes import GiB
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.recipe import DataSettings, recipe_of
-from grpo_nb.script import load_rows, model_of, rewards_of, trainer_of
+from grpo_nb.planning.plan import plan
+from grpo_nb.recipe import DataSettings, read_recipe, recipe_of
+from grpo_nb.script import load_rows, model_of, planned_for, rewards_of, run_card, trainer_of
+from grpo_nb.training.reporting import peak_resident_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "recipes" / "tiny_arithmetic.yaml"
@@ -457,3 +463,42 @@ def test_sigterm_leaves_a_checkpoint_to_resume_from(tmp_path):
     step = int(checkpoint.name.split("-")[1])
     done = launched(*words, "--max_steps", step + 1, "--resume", cwd=tmp_path)
     assert done.returncode == 0 and records(out)[-1]["step"] == step + 1, done.stderr
+
+
+def test_a_run_card_has_what_was_predicted_and_measured_and_nothing_personal(tmp_path, monkeypatch):
+    home = tmp_path / "alice"
+    monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
+    small = dict(per_device_train_batch_size="16", logging_steps="1", max_steps="12")
+    trainer = trainer_of(read_recipe(TINY, small | {"output_dir": str(home)}))
+    trainer.model.config._name_or_path = str(home / "secret")
+    trainer.log.show = False
+    trainer.train()
+    card, planned = (
+        run_card(trainer, "T4"),
+        plan(trainer.model.config, "T4", trainer.config, lora_r=0),
+    )
+    page = card._repr_html_()
+    link = parse_qs(urlsplit(html.unescape(re.search('href="(.*?)"', page)[1])).query)
+    assert link["body"] == [f"```\n{card}\n```\n"] and link["title"] == [card.split("\n")[0]]
+    assert not [
+        one for one in (str(tmp_path), "alice", "secret", socket.gethostname()) if one in page
+    ]
+    said = dict(
+        zip(("device", "host"), re.findall(r"predicted +([\d.]+), measured +([\d.]+)", card))
+    )
+    assert float(said["device"][0]) == round(planned.peak / GiB, 2)
+    assert float(said["host"][0]) == round(sum(planned.host.values()) / GiB, 2)
+    assert 0.1 < float(said["device"][1]) <= peak_resident_bytes() / GiB + 0.01
+    steps = [int(line.split()[0]) for line in card.split("\n")[-10:]]
+    assert steps[0] == 1 and steps[-1] == 12 and len(set(steps)) == 10
+    assert run_card(trainer).count("not planned") == 3  # for a CPU
+
+
+@pytest.mark.parametrize(
+    "names, parts", [("q_proj", ("attention",)), ("all", ("attention", "mlp"))]
+)
+def test_a_run_card_plans_for_the_adapter_that_was_trained(tmp_path, names, parts):
+    words = dict(use_peft="true", lora_r="8", lora_dropout="0", lora_target_modules=names)
+    trainer = trainer_of(read_recipe(TINY, words | {"output_dir": str(tmp_path)}))
+    setup = planned_for(trainer, "T4").setup
+    assert (setup.lora_r, setup.lora_targets, setup.weights) == (8, parts, "fp32")

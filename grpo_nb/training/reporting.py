@@ -282,18 +282,9 @@ def table_row(
     cells = []
     for heading, (name, style, width) in COLUMNS.items():
         value = heading if record is None else record.get(name)
-        text = (
-            ""
-            if value is None
-            else value
-            if record is None
-            else clock(value)
-            if heading == "left"
-            else style.format(value)
-            if isinstance(value, (int, float))
-            else as_text(value)
-        )
-        cells.append(f"{text:>{width}}")
+        if isinstance(value, (int, float)):
+            value = clock(value) if heading == "left" else style.format(value)
+        cells.append(f"{'' if value is None else as_text(value):>{width}}")
     return "".join(cells)
 
 # %% ../../nbs/training/15_reporting.ipynb #03105101
