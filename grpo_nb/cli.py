@@ -741,11 +741,9 @@ def packages() -> list[
     "Each required or optional package: installed version, needed version, install command."
     from packaging.requirements import Requirement
 
-    try:
-        declared = [Requirement(line) for line in importlib.metadata.requires("grpo_nb") or []]
-    except importlib.metadata.PackageNotFoundError:
-        declared = []
-    rows = []
+    rows, declared = [], []
+    with suppress(importlib.metadata.PackageNotFoundError):
+        declared = map(Requirement, importlib.metadata.requires("grpo_nb") or [])
     for need in declared:
         purpose = _optional.get(need.name, "") if need.marker else ""
         if need.marker and not purpose:

@@ -148,9 +148,8 @@ def device_of(
     config: GRPOConfig,
 ) -> str:  # "cpu", "cuda:0", ...
     "The device of this process."
-    if config.use_cpu or not torch.cuda.is_available():
-        return "cpu"
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    here = torch.cuda.is_available() and not config.use_cpu
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if here else "cpu"
 
 
 def read_to(
@@ -324,11 +323,10 @@ def planned_for(
     card: str,  # see find_card
 ) -> Plan:  # ValueError for a card or a model that the planner does not know
     "The plan of a trainer's run on a card."
-    model = trainer.model
+    model, half = trainer.model, {torch.bfloat16: "bf16", torch.float16: "fp16"}
     kinds = {type(p).__name__: p.dtype for p in sorted(model.parameters(), key=torch.numel)}
     packed = "mxfp4" * ("PackedWeight" in kinds) or "nf4" * ("Params4bit" in kinds)
-    halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    given = dict(weights=packed or halves.get([*kinds.values()][-1], "fp32"), lora_r=0)
+    given = dict(weights=packed or half.get([*kinds.values()][-1], "fp32"), lora_r=0)
     for adapter in getattr(model, "peft_config", {}).values():
         both = adapter.target_modules, adapter.target_parameters
         names = [name for one in both for name in ([one] if isinstance(one, str) else one or ())]
