@@ -126,6 +126,11 @@ def bar(path, settings):
     )
 
 
+def start(block):
+    "Of the first page's block of links: where to begin. The others have their neighbours' links."
+    return next((part for part in block.split("\n\n") if part.startswith("Begin with")), "")
+
+
 # Code
 
 
@@ -311,7 +316,8 @@ def page_of(notebook, path, context):
     cells, before = [], ""
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            text = course.BLOCK.sub(f"\n\n{bar(path, context['settings'])}\n\n", cell["source"])
+            line = bar(path, context["settings"])
+            text = course.BLOCK.sub(lambda m: f"\n\n{line}\n\n{start(m[0])}\n\n", cell["source"])
             text = MAP.sub(DRAWN_MAP, text)
             text = LEARNER.sub(place_of("learner", path), text)
             before = relinked(text, path, **context["links"])

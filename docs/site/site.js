@@ -37,3 +37,21 @@ document.addEventListener("DOMContentLoaded", () => {
   say();
   line.append(button);
 });
+
+// The list of pages: a section opens at a click, and the one that holds this page is open (on the
+// first page, the lessons).
+document.addEventListener("DOMContentLoaded", () => {
+  const bar = document.querySelector(".bd-sidebar-primary nav");
+  const here = bar?.querySelector("p.caption + ul .current");
+  for (const caption of bar?.querySelectorAll("p.caption") ?? []) {
+    const list = caption.nextElementSibling;
+    if (list?.tagName !== "UL") continue;
+    const fold = document.createElement("details");
+    const title = document.createElement("summary");
+    fold.open = here ? list.contains(here) : /lessons/.test(caption.textContent);
+    title.textContent = caption.textContent;
+    title.className = "caption";
+    caption.replaceWith(fold);
+    fold.append(title, list);
+  }
+});
