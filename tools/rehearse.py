@@ -64,7 +64,7 @@ def rehearse(page: Path, folder: Path) -> dict:
     notebook = nbformat.read(page, 4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for cell in cells:
-        if skipped(cell, ("notest", "slow", "cuda")):
+        if skipped(cell, ("notest", "slow", "cuda")) and cell.id != "colab-install":
             cell.metadata["tags"] = ["skip-execution"]
     start, error = time.perf_counter(), None
     client = NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": content}})
