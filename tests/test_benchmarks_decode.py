@@ -344,6 +344,7 @@ def test_transformers_in_this_process(decode, capsys):
     ] and all(r.get("speed", 0) > 0 for r in rows), rows
 
 
+@pytest.mark.long
 def test_the_whole_script(decode, monkeypatch, capsys):
     "In this process, and the child that it starts."
     monkeypatch.setattr(sys, "argv", "decode.py --small --device cpu --ours-mxfp4".split())

@@ -55,6 +55,7 @@ def test_both_libraries_start_alike_and_a_second_call_runs_nothing(
         run(script, monkeypatch, out, "--updates", "3")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_every_kind_runs_from_the_same_weights(scripts, monkeypatch, tmp_path, capsys):
     script = scripts.learns_on_a_card

@@ -80,6 +80,7 @@ def settings(**changes):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["trainer", "plain"])
 def test_our_steps(train_step, capsys, way):
     train_step.run_ours(settings(way=way), train_step.SMALL, "mxfp4")
@@ -90,6 +91,7 @@ def test_our_steps(train_step, capsys, way):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", ["bf16", "dense"])
 def test_steps_with_and_without_recordings(train_step, capsys, weights):
     train_step.run_ours(settings(record=True), train_step.SMALL, weights)
@@ -314,6 +316,7 @@ def test_where_a_search_begins(context, name, least):
     assert least < training < 2**21 and all_ <= training
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -508,6 +511,7 @@ def test_a_whole_step_has_its_parts(scripts, capsys, monkeypatch):
         scripts["grpo_step"].grpo_step(None, None, [1], completions=3, new_tokens=1, batch=2)
 
 
+@pytest.mark.long
 def test_three_ways_through_the_modules(scripts, capsys):
     args = settings(only=["modules", "replayed", "generate"], rows=[1, 3], prompt=6, new=5)
     scripts["decode_modules"].measure(args, "Qwen2.5-1.5B:bf16", "ours")
@@ -605,6 +609,7 @@ def test_without_a_card_there_is_a_sentence(scripts, monkeypatch, name):
         scripts[name].main()
 
 
+@pytest.mark.long
 def test_a_whole_run(train_step, monkeypatch, capsys):
     "The script in this process, and the child that it starts."
     words = "--cpu --only bf16 --lengths 32 --offload off --repeats 1".split()

@@ -273,6 +273,7 @@ def test_the_last_line_of_a_run_says_what_to_look_at(runs, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, status",
     [

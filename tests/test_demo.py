@@ -171,6 +171,7 @@ def wait_for(path, process, seconds=300):
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_killed_after_its_warm_up_and_ended_in_its_training(undisturbed, shorter, tmp_path, capsys):
     out = tmp_path / "run"
     first = demo("--steps", STEPS, "--save-steps", 100, "--out", out, program=SHORT, PAUSE="1")

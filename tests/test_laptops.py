@@ -69,6 +69,7 @@ def windows(tmp_path_factory):
     return pretend("windows", *words, "lesson", notebook(QUICK))
 
 
+@pytest.mark.long
 def test_windows_imports_everything_but_kernels(windows):
     failed = windows["import"]
     assert failed.keys() <= KERNELS
@@ -106,6 +107,7 @@ def apple(tmp_path_factory):
     return pretend("apple", "numbers", "train", tmp_path_factory.mktemp("apple"))
 
 
+@pytest.mark.long
 def test_a_device_without_float64_computes_the_same_numbers(apple):
     "Tokens, packed weights and tables are those of the CPU, where the float64 is."
     found = dict(apple["numbers"])

@@ -26,6 +26,7 @@ def rewards(out):
     return [json.loads(line)["reward"] for line in lines]
 
 
+@pytest.mark.long
 def test_the_rows_that_ship_are_learnt_and_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")

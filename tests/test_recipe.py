@@ -107,6 +107,7 @@ log_level: info
             assert getattr(ours, name) == getattr(theirs, name), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "line, sentence",
     [

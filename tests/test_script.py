@@ -50,6 +50,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.long
 def test_the_first_recipe_learns(tmp_path):
     words = "--max_steps 36 --logging_steps 1 --warmup_steps 0 --learning_rate 3e-3".split()
     assert train(tmp_path / "run", *words, "--per_device_train_batch_size", 128) == 0
@@ -329,6 +330,7 @@ def piped(*words):
     return done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.long
 def test_in_a_pipe_there_are_lines_of_eighty_columns_and_no_bars(tmp_path):
     words = [*SMALL, "--max_steps", 2, "--disable_tqdm", "null", "--output_dir", tmp_path / "run"]
     (first, *lines), other = piped(*words)

@@ -134,6 +134,7 @@ def test_reference_has_fields_methods_and_values(reference):
     assert "_hidden" not in reference and "(../nbs/algorithm/09_made.ipynb)" in reference
 
 
+@pytest.mark.long
 def test_reference_has_every_public_name(tools):
     made = tools["api"].pages(ROOT, "https://host")
     for path in (ROOT / "grpo_nb").rglob("*.py"):

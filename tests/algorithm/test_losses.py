@@ -328,6 +328,7 @@ def test_without_old_logps_is_trls(loss_type):
     assert output.metrics["ratio/mean"] == output.metrics["ratio/max"] == 1
 
 
+@pytest.mark.long
 @given(
     seed=st.integers(0, 10_000),
     loss_type=st.sampled_from(TRLS),

@@ -543,6 +543,7 @@ def test_a_whole_game_has_a_time_limit(pool):
     )  # the other games are not played
 
 
+@pytest.mark.long
 def test_a_batch_takes_no_longer_than_its_deadlines():
     """Strategies that sleep or compute in each move or while they are loaded, endless ones, and
     honest ones among them, on two workers."""

@@ -520,6 +520,7 @@ def tutorial(changes):
     return variables
 
 
+@pytest.mark.long
 def test_the_tutorial_with_a_model_from_a_folder(tmp_path, quiet_datasets, capsys):
     model, tokenizer = small_model(characters="".join(map(chr, range(32, 127))) + "\n")
     model.save_pretrained(tmp_path / "model")

@@ -182,6 +182,7 @@ def soon(condition, seconds=10):
 # What a fault costs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["busy", "sleeps", "deaf", "stops_itself"])
 def test_a_function_that_hangs_is_killed_at_the_deadline(name):
     with made(name, timeout_s=0.4) as reward:

@@ -378,6 +378,7 @@ def test_twice_the_text_takes_no_more_than_two_and_a_half_times_as_long(name):
     assert not too_slow(name, LONGEST)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", sorted({name.split(".")[0] for name in READERS}))
 def test_what_a_completion_may_hold_takes_linear_time(room):
     """The same in seconds: only what takes 10 ms at all, at a length of 2,000 tokens, and more than

@@ -515,6 +515,7 @@ SLEEPS = "import time\n" + slow("time.sleep(0.4)")
 SPINS = "import time\n" + slow("end = time.time() + 0.4\n    while time.time() < end: pass")
 
 
+@pytest.mark.long
 def test_a_batch_takes_no_longer_than_its_deadlines():
     """Right programs that sleep or compute a little in each of their eleven calls, or while they
     are loaded, among endless ones and honest ones; one after the other."""

@@ -395,6 +395,7 @@ def test_neighbouring_seeds_overlap_and_unique_data_do_not():
 # In a worker
 
 
+@pytest.mark.long
 def test_isolated_scores_are_the_same_and_a_hanging_scorer_costs_one():
     settings = dict(size=6, seed=2)
     data, reward = procedural(["countdown", "arc_agi"], each_timeout_s=3, **settings)

@@ -161,6 +161,7 @@ def strategy_succeeds(source, seconds=5):
         return -3.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "source, points",
     [

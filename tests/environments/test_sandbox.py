@@ -563,6 +563,7 @@ print(os.getpid(), flush=True)
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "end",
     [
@@ -1140,6 +1141,7 @@ def test_everything_works_without_walls():
             assert session.call(4).value == 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "without",
     [

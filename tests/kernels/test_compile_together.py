@@ -59,6 +59,7 @@ def a_step(params=PLAIN):
     return step, [x, cache.keys, state.ids, state.last, state.lengths, state.alive, state.counts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "params",
     [SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, top_k=3, top_p=0.9)],
@@ -311,6 +312,7 @@ print(json.dumps([count, module.compile_together(work, threads=4), heard]))
 """
 
 
+@pytest.mark.long
 def test_what_copies_compiled_is_read_by_the_threads(tmp_path):
     "With Triton's own compiler, for a card that is not here."
     made = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -138,6 +138,7 @@ def test_combine(weighted, biased, n):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("n", [1, 96, 1030])
 def test_combine_some_rows_at_a_time(weighted, n):

@@ -139,6 +139,7 @@ def test_fast_forms_equal_the_formula_with_gradients(p):
             )
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None)
 @given(problems)
 def test_flex_equals_the_formula(p):

@@ -53,6 +53,7 @@ def both(tensors, mask, scale):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "with_sinks, as_tensor", [(True, False), (False, True)], ids=["sinks", "offset as tensor"]
 )

@@ -39,6 +39,7 @@ def check(told, capability):
     assert max(int(size[1]) for size in sizes) <= SHARED[capability]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [75, 90])
 def test_kernels_compile_for(oldest_and_newest, capability):
     check(oldest_and_newest, capability)

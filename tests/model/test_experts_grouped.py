@@ -344,6 +344,7 @@ def test_parts_of_an_order():
         assert len(PairOrder(indices, 5).parts(4)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("adapters", [False, True], ids=["frozen", "adapters"])
 def test_memory_in_parts_is_what_the_planner_says(dtype, adapters, monkeypatch):

@@ -786,6 +786,7 @@ def killed(tmp_path_factory):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed(killed, moment):
     folder, code = killed[moment]

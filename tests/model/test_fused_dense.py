@@ -124,6 +124,7 @@ def step_of(model, padded=False):
     return logits.detach()[mask.bool()], grads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [*FUSED, "Llama tied", "Qwen2 windows"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_fused_model_computes_the_same(family, attention, by_kernels):

@@ -499,6 +499,7 @@ def naive():
 )
 
 
+@pytest.mark.long
 def test_host_memory(tmp_path):
     """400 MB in shards: ours stays within the model's own bytes and a few more, a loader that reads
     first and builds then does not."""

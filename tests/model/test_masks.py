@@ -183,6 +183,7 @@ def test_blocks_of_128(pads, q_len, kv_len, offset, window):
     assert torch.equal(mask.block().to_dense(), theirs.to_dense())
 
 
+@pytest.mark.long
 def test_attention_through_blocks_is_attention_through_the_matrix(window=300):
     """Compiled: without torch.compile FlexAttention asks the predicate alone and would not notice
     wrong blocks."""
@@ -342,6 +343,7 @@ def decode(offset_at, steps, kv_len=256, **options):
     return counters["stats"]["unique_graphs"], worst
 
 
+@pytest.mark.long
 def test_1000_decode_steps_compile_once():
     graphs, worst = decode(torch.tensor, 1000, dynamic=False)
     assert graphs == 1 and worst < 1e-5

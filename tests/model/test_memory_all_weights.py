@@ -134,6 +134,7 @@ MORE = [  # the other corners
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, optim, how", [(kind, o, how) for kind in SIZES for o, how in HOW.items()] + MORE
 )

@@ -192,6 +192,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(CARDS)), SETTINGS)
 def test_any_plan_can_be_made_told_and_mended(model, card, given):
@@ -404,6 +405,7 @@ def test_a_context_is_kept_to_the_token(context):
     assert step.context == context and step.prompt_length == min(512, context // 2)
 
 
+@pytest.mark.long
 def test_advice_speaks_the_words_of_config_and_loader():
     known = {*vars(GRPOConfig()), *inspect.signature(load_model).parameters}
     others = {*NO_SETTING.values()}

@@ -285,6 +285,7 @@ def with_kernels(model, monkeypatch, compile_together):
         return RowsInTurn(decoder, *given).run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gpt-oss", "Qwen3"])
 def test_a_pass_without_launches_changes_nothing_that_is_drawn(kind, monkeypatch):
     "With interpreted kernels, and a filter."

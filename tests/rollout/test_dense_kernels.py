@@ -50,6 +50,7 @@ def test_a_step_by_kernels_is_the_step_by_formulas(name, few, monkeypatch):
     torch.testing.assert_close(kernels, formulas, atol=2e-5, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, dtype", [("Qwen3", torch.float16), ("Gemma3Text", torch.float32)])
 def test_a_decoder_of_kernels_passes_its_trial_and_a_wrong_one_does_not(name, dtype):
     sizes = dict(head_dim=32, hidden_size=48, intermediate_size=64, num_hidden_layers=1)

@@ -266,6 +266,7 @@ def test_equal_prompts_are_read_once_however_they_are_given():
     hook.remove()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("params", [dict(), dict(top_p=0.9), dict(top_k=4, temperature=1.3)])
 def test_the_company_of_a_completion_changes_nothing(params):
     """Alone, in eights, 512 together, and through the modules: the same numbers are drawn, and in

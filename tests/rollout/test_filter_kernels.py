@@ -29,6 +29,7 @@ SOME = [
 MORE = [(dtype, chosen) for dtype in (torch.float32, torch.float16) for _, chosen in SOME[:3]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype, chosen, block",
     [
@@ -65,6 +66,7 @@ def test_as_by_sorting(dtype, chosen, block, monkeypatch):
     torch.testing.assert_close(left.log_mass, expected[2].log_mass, atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("min_p, temperatures", [(1.0, (0.6, 2.5)), (0.9999999, (0.7, 1.0))])
 def test_the_largest_logit_is_kept_at_every_temperature(min_p, temperatures, monkeypatch):
     "Divided by a temperature and multiplied by it, a logit may come out larger than it was."
@@ -82,6 +84,7 @@ def test_the_largest_logit_is_kept_at_every_temperature(min_p, temperatures, mon
         assert (left.ids >= 0).any(-1).all()
 
 
+@pytest.mark.long
 def test_chunks_without_a_large_logit_and_zeros_of_both_signs(monkeypatch):
     "A negative zero ties with zero; one chunk holds all that is large; nothing but ties."
     if DEVICE == "cpu":
@@ -153,6 +156,7 @@ def test_the_smallest_share_keeps_the_largest_logit(monkeypatch):
         assert found.tolist() == [39.0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "share, dtype",  # each share, and each format with a share below and above .99
     [
@@ -195,6 +199,7 @@ def test_random_numbers_of_a_stream_are_those_of_the_formula():
     assert torch.equal(numbers, decode_ops.stream_numbers(rows, state))
 
 
+@pytest.mark.long
 def test_the_trial_of_drawing_finds_what_is_drawn_wrongly(monkeypatch):
     device = torch.device(DEVICE)
     filter_kernels.works.cache_clear()

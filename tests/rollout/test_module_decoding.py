@@ -123,6 +123,7 @@ def assert_same(a, b):
     torch.testing.assert_close(a.logps, b.logps, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_as_with_a_cache_that_grows(name, monkeypatch):
     model = tiny(name)

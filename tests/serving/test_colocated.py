@@ -189,6 +189,7 @@ def served(folder):
     return words
 
 
+@pytest.mark.long
 def test_a_run_starts_its_server_lets_it_sleep_and_ends_it(tmp_path, monkeypatch):
     monkeypatch.setattr(colocated.VLLMOfRun, "words", served(tmp_path))
     model, tokenizer = tiny_gpt_oss()
@@ -229,6 +230,7 @@ def on_its_own_server(tmp_path, monkeypatch, **others):
     return GRPOTrainer(model, digits, small_config(tmp_path, **settings), ROWS, **others)
 
 
+@pytest.mark.long
 def test_what_is_refused_starts_no_server_or_ends_it(tmp_path, monkeypatch):
     started, start = [], colocated.start_kept
     noted = lambda *given: started.append(start(*given)) or started[-1]  # noqa: E731
@@ -266,6 +268,7 @@ def test_what_is_refused_starts_no_server_or_ends_it(tmp_path, monkeypatch):
     assert started[2].poll() is not None and not trainer.vllm.runs
 
 
+@pytest.mark.long
 def test_an_evaluation_after_a_run_leaves_no_server(tmp_path, monkeypatch):
     trainer = on_its_own_server(tmp_path, monkeypatch)
     trainer.evaluate(ROWS[:1])

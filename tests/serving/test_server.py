@@ -116,6 +116,7 @@ def test_what_passes_is_asked_again_and_never_trained_on(start, tmp_path):
         sampler.generate([[7]], replace(PARAMS, max_tokens=10**6))
 
 
+@pytest.mark.long
 def test_what_passes_while_a_server_is_looked_at_is_asked_again(start, tmp_path):
     class Busy(Faulty):
         faults = [refusing(503), aborting, refusing(500)]
@@ -429,6 +430,7 @@ def test_settings_that_contradict_use_vllm_are_refused(tmp_path):
         )
 
 
+@pytest.mark.long
 def test_a_users_script_against_a_server_in_another_process(tmp_path):
     command = [sys.executable, "-m", "grpo_nb", "serve", "tiny", "--port", "0"]
     server = subprocess.Popen(

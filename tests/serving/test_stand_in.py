@@ -418,6 +418,7 @@ def test_a_name_that_was_made_to_lead_here_is_refused(url, host):
         assert ask(url, "/v1/models", headers={"Host": own})[0] == 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -445,6 +446,7 @@ def test_a_pattern_that_matches_soon_is_peft_s(url, folder):
     assert ask(url, "/v1/unload_lora_adapter", {"lora_name": "soon"})[0] == 200
 
 
+@pytest.mark.long
 def test_sigterm_with_requests_under_way_is_no_crash(tmp_path):
     command = [sys.executable, "-m", "grpo_nb", "serve", "tiny", "--port", "0"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

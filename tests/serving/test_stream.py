@@ -312,6 +312,7 @@ def test_a_version_that_is_gone():
 # ---- a process
 
 
+@pytest.mark.long
 def test_a_process_draws_the_same_and_its_end_is_a_sentence(tmp_path):
     model, tokenizer = small_model()
     with ProcessSampler(tokenizer) as there:

@@ -166,6 +166,7 @@ def whole(runner, tmp_path_factory):
     return of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most", [2, pytest.param(5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_killed_at_random_moments(name, most, runner, whole, tmp_path):

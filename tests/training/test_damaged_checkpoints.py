@@ -255,6 +255,7 @@ def doctor(folder, change):
     write_manifest(folder)
 
 
+@pytest.mark.long
 def test_doctored_contents_with_a_new_manifest(saved, tmp_path):
     whole, trainer = saved
     assert len(DOCTORED) >= 50

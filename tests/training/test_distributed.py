@@ -15,6 +15,7 @@ from small_runs import CLOCKS, drawn, weights_of, without_clocks
 
 from grpo_nb.training.checkpoint import checkpoints
 
+pytestmark = pytest.mark.long
 HERE = Path(__file__).parents[1]
 
 

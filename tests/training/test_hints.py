@@ -479,6 +479,7 @@ def test_nothing_heavy_is_imported():
 # real runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed, changes",
     [

@@ -80,6 +80,7 @@ PLACES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_a_preempted_run_goes_on_with_the_same_bits(place, runner, undisturbed, tmp_path):  # noqa: F811
     pause, step, most = PLACES[place]
@@ -276,6 +277,7 @@ trainer.train()
 """
 
 
+@pytest.mark.long
 def test_accelerate_launch_dies_and_its_run_notices(runner, undisturbed, tmp_path):  # noqa: F811
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(LAUNCHED)
@@ -323,6 +325,7 @@ def raised_in_a_cell(number, manager, client, folder):
     return reply["content"]["ename"]
 
 
+@pytest.mark.long
 def test_in_a_notebook_the_cell_ends_and_the_kernel_goes_on(tmp_path):
     from jupyter_client.manager import start_new_kernel
 
@@ -378,6 +381,7 @@ def test_parts_larger_than_a_value_of_the_store():
     assert all(bool((part["tokens"] == part["rank"]).all()) for part in found[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [(5, 4), (5, "dead"), ("dead", 5), (None, 5), (None, None)])
 def test_no_agreement(steps):
     assert set(meet(torch.distributed.HashStore(), *steps).values()) == {None}

@@ -459,6 +459,7 @@ def processes():
     return descendants(os.getpid())
 
 
+@pytest.mark.long
 def test_a_reward_that_hangs_in_c_holds_the_trainer_no_longer_than_its_deadline():
     before, metrics, extra = processes(), {}, {}
     began = time.monotonic()

@@ -122,6 +122,7 @@ def table(library):
     return ROWS if library is grpo_nb else datasets.Dataset.from_list(ROWS)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_same_rollouts_give_the_same_weights(name, tmp_path, monkeypatch):

@@ -36,6 +36,8 @@ from grpo_nb.training.sharding import (
     sharding_of,
 )
 
+pytestmark = pytest.mark.long
+
 OTHERS = [name for name in EVALUATED if name != "adapter"]
 QUICK = ("dapo", "packed experts", "adapter and kl", "unequal pieces")
 

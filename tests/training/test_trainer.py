@@ -656,6 +656,7 @@ class Fails:
         raise KeyError("missing")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how, words",
     [

@@ -266,6 +266,7 @@ def test_a_run_and_its_evaluation_stop_at_the_end_of_a_turn(tmp_path):
     assert seen and ends_as_in_transformers(seen, tokenizer, 24)
 
 
+@pytest.mark.long
 def test_turns_with_tools_stop_at_the_same_tokens(tmp_path, capsys):
     tokenizer = byte_tokenizer(TEMPLATES["qwen3"])
     model = small_model()[0]

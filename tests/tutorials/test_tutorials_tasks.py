@@ -26,6 +26,7 @@ def script():
             sys.modules.pop(name, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", ["2048", "matmul"])
 def test_a_page_at_another_size(script, tmp_path, page):
     row = script.measure(

@@ -289,6 +289,7 @@ print("leaving", flush=True)
 """
 
 
+@pytest.mark.long
 def test_an_interrupt_leaves_a_run_to_go_on_with_and_so_does_the_end_of_the_process(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path)],

@@ -231,6 +231,7 @@ def check_fuzz(count, timeout_s, seed):
     assert grown < 40
 
 
+@pytest.mark.long
 def test_a_thousand_mutated_programs():
     check_fuzz(1000, 0.15, seed=1)
 
