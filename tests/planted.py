@@ -124,7 +124,14 @@ def outcome(home: Path, module: str) -> tuple[int, str]:
         os.dup2(1, 2)
         sys.path.insert(0, str(home))
         # runs that are killed at random moments find little, and take long
-        words = ["-x", "-q", "-n0", "-pno:cacheprovider", "-knot random_moments"]
+        words = [
+            "-x",
+            "-q",
+            "-n0",
+            "-pno:cacheprovider",
+            "-mnot (full or gpu or browser)",
+            "-knot random_moments",
+        ]
         status = pytest.main([*words, *tests_of(module)])
         sys.stdout.flush()
         os._exit(status)
