@@ -41,6 +41,11 @@ def start(command, name, cards, out, values):
         return subprocess.Popen(command, shell=True, env=there, stdout=log, stderr=log)
 
 
+def over(name, running, out):
+    "Whether a run has ended and left its result."
+    return name not in running and (out / f"{name}.json").exists()
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,7 +79,7 @@ def main():
             if cards > count or minutes > left or first in failed:
                 waiting.remove(run)
                 print(f"{name}: left out ({cards} card(s), {minutes:g} minutes)", flush=True)
-            elif cards <= len(free) and (first is None or (out / f"{first}.json").exists()):
+            elif cards <= len(free) and (first is None or over(first, running, out)):
                 given = sorted(free)[:cards]
                 free -= set(given)
                 waiting.remove(run)

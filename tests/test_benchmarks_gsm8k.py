@@ -1,0 +1,71 @@
+"""benchmarks/gsm8k.py, fresh_numbers.py and on_cards.py without a card or GSM8K's rows: what they
+calculate, and what is started when."""
+
+import itertools
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def test_other_numbers_are_calculated_as_the_worked_solution_does():
+    from fresh_numbers import changed
+
+    question = "A crate holds 12 jars. Ann fills 5 crates and breaks 8 jars. How many are whole?"
+    solution = "She fills 12*5=<<12*5=60>>60 jars.\n60-8=<<60-8=52>>52 are whole.\n#### 52"
+    drawn = {changed(question, solution, random.Random(seed)) for seed in range(20)}
+    assert len(drawn) > 5
+    for text, answer in drawn:
+        jars, crates, broken = (
+            int(word) for word in text.replace(".", "").split() if word.isdigit()
+        )
+        assert answer == jars * crates - broken > 0 and answer != 52
+
+
+@pytest.mark.parametrize(
+    "question, solution",
+    [
+        ("He has 3 pens and three hats.", "<<3+3=6>>6\n#### 6"),  # which 3?
+        ("From 9 am he works 4 hours.", "<<9+4=13>>13\n#### 13"),
+        ("He has 3 pens and 4 hats.", "<<3+4=8>>8\n#### 8"),  # the solution is wrong
+        ("He has 3 pens and 4 hats.", "<<__import__('os')=7>>7\n#### 7"),
+    ],
+)
+def test_a_problem_in_doubt_is_left_out(question, solution):
+    from fresh_numbers import changed
+
+    assert changed(question, solution, random.Random(0)) is None
+
+
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_answer():
+    from gsm8k import pass_at
+
+    for right, k in itertools.product(range(7), range(1, 7)):
+        answers = [True] * right + [False] * (6 - right)
+        found = [any(chosen) for chosen in itertools.combinations(answers, k)]
+        assert pass_at(k, right, 6) == pytest.approx(sum(found) / len(found))
+
+
+def test_runs_wait_for_cards_and_for_one_another(tmp_path):
+    write = "echo $CUDA_VISIBLE_DEVICES $WORD > $OUT/$NAME.json"
+    lines = f"1 1 a: sleep .5; {write}\n2 1 both: {write}\n1 1 after<a: {write}\n1 1 wrong: false\n"
+    lines += "1 1 never<wrong: true\n3 1 wide: true\n1 99 late: true\n1 1 there: false\n"
+    (tmp_path / "runs.txt").write_text(lines)
+    (tmp_path / "there.json").touch()  # was run before
+    command = [sys.executable, FOLDER / "on_cards.py", tmp_path / "runs.txt", "WORD=x"]
+    command += ["--out", tmp_path, "--cards", "2", "--minutes", "5"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert (tmp_path / "both.json").read_text() == "0,1 x\n"
+    assert said.index("a: done") < said.index("after: on card") and "wrong: failed (1)" in said
+    for name in ("never", "wide", "late"):
+        assert f"{name}: left out" in said
+    assert "there:" not in said
