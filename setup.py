@@ -38,7 +38,9 @@ class WithCourse(build_py):
         course.mkdir(parents=True)
         shutil.copy("index.ipynb", course)
         for folder in (cfg["nbs_path"], "docs", "recipes"):
-            left = shutil.ignore_patterns("index.ipynb", ".ipynb_checkpoints", "site")
+            left = shutil.ignore_patterns(
+                "index.ipynb", ".ipynb_checkpoints", "site", "__pycache__"
+            )
             shutil.copytree(folder, course / folder, ignore=left)
 
 

@@ -708,7 +708,9 @@ def lessons(
         if path.is_file():
             shutil.copy(path, folder)
         else:  # without nbs/index.ipynb, which only points to the one above
-            left = shutil.ignore_patterns("index.ipynb", ".ipynb_checkpoints", "site")
+            left = shutil.ignore_patterns(
+                "index.ipynb", ".ipynb_checkpoints", "site", "__pycache__"
+            )
             shutil.copytree(path, folder / path.name, ignore=left)
     pages = list(folder.rglob("*.ipynb"))
     for page in [*pages, *folder.rglob("*.md")]:

@@ -60,7 +60,7 @@ def course():
         for p in paths
         if p.is_file()
         and not p.is_symlink()
-        and not {".ipynb_checkpoints", "site"} & set(p.relative_to(ROOT).parts)
+        and not {".ipynb_checkpoints", "__pycache__", "site"} & set(p.relative_to(ROOT).parts)
     }
 
 
