@@ -274,7 +274,7 @@ def test_course_tool_is_idempotent_and_keeps_ids_and_outputs(checkout, course):
     edit(
         front,
         lambda cells: (
-            cells[0].update(source=["# front\n", "\n", "> A line\n", "\n", "And more."]),
+            cells[0].update(source=["# Front\n", "\n", "> A line\n", "\n", "And more."]),
             cells.pop(1),
         ),
     )
@@ -286,7 +286,7 @@ def test_course_tool_is_idempotent_and_keeps_ids_and_outputs(checkout, course):
     ] == "colab-install"
     source = "".join(cells[0]["source"])
     assert source.startswith(
-        "# front\n\n> A line\n\n<!-- course -->\n\n[![Open In Colab]"
+        "# Front\n\n> A line\n\n<!-- course -->\n\n[![Open In Colab]"
     ) and source.endswith("<!-- /course -->\n\nAnd more.")
     assert any(cell.get("outputs") for cell in cells)
 
@@ -324,9 +324,23 @@ def test_course_tool_is_idempotent_and_keeps_ids_and_outputs(checkout, course):
         (
             lambda root: edit(
                 root / "nbs/00_front.ipynb",
-                lambda cells: cells[0].update(source=["# back\n", "\n", "> A line\n"]),
+                lambda cells: cells[0].update(source=["# Back\n", "\n", "> A line\n"]),
             ),
             "out of date",
+        ),
+        (
+            lambda root: edit(
+                root / "nbs/00_front.ipynb",
+                lambda cells: cells[0].update(source=["# back\n", "\n", "> A line\n"]),
+            ),
+            "opens with a small letter",
+        ),
+        (
+            lambda root: edit(
+                root / "nbs/00_front.ipynb",
+                lambda cells: cells[0].update(source=["# Losses\n", "\n", "> A line\n"]),
+            ),
+            "have one title, 'Losses'",
         ),
         (
             lambda root: edit(
@@ -334,17 +348,17 @@ def test_course_tool_is_idempotent_and_keeps_ids_and_outputs(checkout, course):
                 lambda cells: [
                     cell.update(
                         source="".join(cell["source"])
-                        .replace("algorithm/01_advantages", "algorithm/0x")
-                        .replace("algorithm/02_losses", "algorithm/01_advantages")
-                        .replace("algorithm/0x", "algorithm/02_losses")
+                        .replace("widgets/01_advantages", "widgets/0x")
+                        .replace("widgets/02_clipping", "widgets/01_advantages")
+                        .replace("widgets/0x", "widgets/02_clipping")
                     )
                     for cell in cells
                 ],
             ),
-            "lists nbs/algorithm/01_advantages.ipynb after nbs/algorithm/02_losses.ipynb",
+            "lists nbs/widgets/01_advantages.ipynb after nbs/widgets/02_clipping.ipynb",
         ),
     ],
-    ids=["unlisted", "missing", "twice", "no title", "renamed", "numbers"],
+    ids=["unlisted", "missing", "twice", "no title", "renamed", "small", "taken", "numbers"],
 )
 def test_course_check_finds(checkout, course, harm, complaint):
     harm(checkout)

@@ -43,23 +43,27 @@ def tools():
 def test_the_parts_of_the_site_are_those_of_the_map(tools):
     index = tools["course"].load(ROOT / "index.ipynb")
     words = "\n".join(cell["source"] for cell in index["cells"])
-    parts = tools["branches"](index)
-    assert [name for name, _ in parts] == ["One page", *re.findall("<summary><b>(.+?)</b>", words)]
-    assert len(dict(parts)["Eight lessons"]) == 8
+    inside = (ROOT / "nbs/inside.md").read_text()
+    found = re.findall("<summary><b>(.+?)</b>", words), re.findall("^## (.+)$", inside, re.M)
+    parts = tools["branches"](ROOT)
+    names = ["One page", *found[0], "Inside the library", *found[1]]
+    assert [name for name, _ in parts] == names
+    assert names[1:3] == ["The afternoon", "Build it"] and len(dict(parts)["Build it"]) == 8
 
 
 def test_the_map_of_the_site_leads_to_its_pages(tools):
     source_url = "https://github.com/grpo-nb/grpo_nb/blob/main"
     drawing = tools["linked_map"](ROOT, source_url)
     pages = re.findall(r'<a href="\.\./([^"]+)\.html" target="_top">', drawing)
-    assert len(pages) == drawing.count("<a ") == 17 and "https://github" not in drawing
-    assert all((ROOT / f"{page}.ipynb").exists() for page in pages)
+    pages += re.findall(r'<a href="\.\./(nbs/inside)\.html"', drawing)
+    assert len(set(pages)) == drawing.count("<a ") > 14 and "https://github" not in drawing
+    assert all(list(ROOT.glob(f"{page}.*")) for page in pages)
     (front,) = [
         cell["source"]
         for cell in tools["course"].load(ROOT / "index.ipynb")["cells"]
         if "course_map.svg" in cell["source"]
     ]
-    assert tools["MAP"].search(front)[1].startswith("Eight lessons in a column")
+    assert tools["MAP"].search(front)[1].startswith("Two columns of lessons")
 
 
 # The reference, from source
@@ -378,8 +382,7 @@ class Pictures(HTMLParser):
 
 @pytest.mark.site
 def test_every_notebook_has_a_page_with_buttons_and_words_for_its_pictures(site, tools):
-    index = tools["course"].load(ROOT / "index.ipynb")
-    paths = ["index.ipynb", *tools["course"].course_order(index)]
+    paths = ["index.ipynb", *tools["course"].course_order(ROOT)]
     for path in paths:
         text = (site / path).with_suffix(".html").read_text()
         assert not Pictures(text).bare, path
@@ -389,12 +392,12 @@ def test_every_notebook_has_a_page_with_buttons_and_words_for_its_pictures(site,
 
 @pytest.mark.site
 def test_neighbours_are_those_of_the_map(site, tools):
-    order = tools["course"].course_order(tools["course"].load(ROOT / "index.ipynb"))
+    order = [path for _, paths in tools["branches"](ROOT) for path in paths]
     for path, after in zip(order, order[1:]):
         text = (site / path).with_suffix(".html").read_text()
         (following,) = re.findall(r'class="right-next"\s+href="([^"]+)"', text)
         found = ((site / path).parent / following).resolve().relative_to(site)
-        assert found.with_suffix(".ipynb").as_posix() == after
+        assert found.with_suffix("").as_posix() == after.rpartition(".")[0]
 
 
 @pytest.mark.site

@@ -1,8 +1,9 @@
-"""The eight lessons of the spine: their heads, exercises and solutions, and those of others."""
+"""The two paths of the map: heads, questions, exercises and solutions, and those of others."""
 
 import ast
 import json
 import re
+import runpy
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +14,12 @@ from grpo_nb.algorithm.losses import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
-SPINE = [
+PATHS = {  # name -> its pages, without the folder and the ending
+    caption: [page.removeprefix("nbs/").removesuffix(".ipynb") for page in pages]
+    for _, caption, pages in runpy.run_path(str(ROOT / "tools/course.py"))["sections"](ROOT)
+    if caption in ("The afternoon", "Build it")
+}
+SPINE = [  # those with exercises whose solutions have a file
     "lessons/01_what_rl_is",
     "algorithm/01_advantages",
     "algorithm/02_losses",
@@ -182,35 +188,53 @@ def test_no_solution_stands_in_its_lesson(lesson):
 def head_of(lesson):
     "(minutes, its promises) as the first cell gives them."
     source = cells_of(lesson)[0][1].partition("<!-- /course -->")[2]
-    minutes = re.search(r"^\*\*(\d+) minutes\*\*, .+\*\*Needs:\*\* .+glossary\.md", source, re.M)
+    minutes = re.search(
+        r"^\*\*(\d+) minutes\*\* reckoned.+\*\*Needs:\*\* .+glossary\.md", source, re.M
+    )
     promises = re.search(r"After this lesson you can\n\n((?:- .+\n?)+)", source)[1]
     return int(minutes[1]), promises.strip().splitlines()
 
 
-def estimate(lesson):
-    """Minutes: 200 words and 60 lines of open code in one, the first exercise, and three to run it;
-    what stands under "More" is not counted, and says so."""
+def counted(lesson):
+    'Words and open lines of code above "More", whose cells say that they are not counted.'
     cells = json.loads((NBS / f"{lesson}.ipynb").read_text())["cells"]
     more = [i for i, cell in enumerate(cells) if "".join(cell["source"]).startswith("## More")]
     assert all("Not counted in the minutes above" in "".join(cells[i]["source"]) for i in more)
-    cells = cells[: more[0]] if more else cells
-    folded = [cell for cell in cells if cell["metadata"].get("cellView") == "form"]
     words, lines = 0, 0
-    for cell in cells:
+    for cell in cells[: more[0]] if more else cells:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             words += len(re.sub(r"\S*://\S*", "", source).split())
-        elif cell not in folded:
-            lines += source.count("\n") + 1
-    first = next(iter(dict(exercises(lesson)).values()))
-    return words / 200 + lines / 60 + first[1] + 3
+        elif cell["metadata"].get("cellView") != "form":
+            lines += sum(bool(line.strip()) for line in source.split("\n"))
+    return words, lines
 
 
-@pytest.mark.parametrize("lesson", SPINE)
+def estimate(lesson):
+    """Minutes: 200 words in one, five seconds for an open line of code, the first exercise, and
+    three to run the page."""
+    words, lines = counted(lesson)
+    exercise = next(iter(dict(exercises(lesson)).values()), (0, 0))[1]
+    return words / 200 + lines / 12 + exercise + 3
+
+
+@pytest.mark.parametrize("lesson", [*PATHS["The afternoon"], *PATHS["Build it"]])
 def test_a_lesson_says_how_long_it_takes_and_what_one_can_do_then(lesson):
     minutes, promises = head_of(lesson)
     assert abs(minutes / estimate(lesson) - 1) < 0.15
     assert len(promises) == 3 and all(len(p) > 40 for p in promises)
+
+
+@pytest.mark.parametrize("lesson", [*PATHS["The afternoon"], *PATHS["Build it"]])
+def test_a_lesson_has_two_questions_before_it_shows(lesson):
+    above = []
+    for kind, source in cells_of(lesson):
+        above += [source] if kind == "markdown" else []
+        if "**Predict first**" in source:
+            break
+        assert kind == "markdown" or re.search(r"^(import|from|#\||%)", source)
+    questions = above[-1].partition("**Predict first**")[2]
+    assert questions.count("<details><summary>") == questions.count("</details>") == 2
 
 
 # The glossary and the bibliography

@@ -3,14 +3,17 @@
     python tools/course.py           write them
     python tools/course.py --check   change nothing; exit 1 and say what is wrong
 
-The order is the tables of index.ipynb: each row that opens with a link to a notebook is one stop of
-the course. Inside each folder the numbers of the notebooks rise in that order.
-To add a notebook, add a row `| [](nbs/PART/NN_topic.ipynb) | |` where it belongs and run this tool:
-it fills in the title and the line under it. In every notebook it maintains the lines between
-`<!-- course -->` and `<!-- /course -->` in the first cell, and the second cell, which fetches the
-library where it is missing (first_cell.py, folded) with the addresses of settings.ini. A page
-whose first cell says `<!-- needs no library -->` has no such cell. Cell ids and outputs stay as
-they are.
+The map is the tables of index.ipynb, which are the course, and those of nbs/inside.md, the index
+of the rest: each row that opens with a link to a notebook is one stop. Inside each folder the
+numbers of the notebooks rise in every section but the two paths, which follow their subject. To
+add a notebook, add a row `| [](nbs/PART/NN_topic.ipynb) | |` (in nbs/inside.md without `nbs/`)
+where it belongs and run this tool: it fills in the title and the line under it. A title opens with
+a capital letter, is no file's name and stands on one page only. In every notebook it maintains the
+lines between `<!-- course -->` and `<!-- /course -->` in the first cell, and the second cell,
+which fetches the library where it is missing (first_cell.py, folded) with the addresses of
+settings.ini. A page whose first cell says `<!-- needs no library -->` has no such cell. Cells that
+open with `# @title` or have `#| fold` are folded in Colab and Jupyter. Cell ids and outputs stay
+as they are.
 """
 
 import argparse
@@ -23,9 +26,13 @@ from pathlib import Path
 from string import Template
 
 ROW = re.compile(r"^\| *\[[^\]]*\]\(([^)\s]+\.ipynb)\) *\|.*$", re.M)
+SECTION = re.compile(r"^## ([^\n]+)|^\*\*([^*\n]+)\*\*|<summary><b>([^<\n]+)</b>", re.M)
+PATHS = "The afternoon", "Build it"  # sections in the order of their subject
+INSIDE = "nbs/inside.md"  # the index of the rest
 BLOCK = re.compile(r"\n*<!-- course -->.*?<!-- /course -->\n*", re.S)
 FIRST_CELL = Path(__file__).with_name("first_cell.py")
 ALONE = "<!-- needs no library -->"  # in the first cell of a page that imports nothing of ours
+FOLD = re.compile(r"^(# @title|#\| fold)", re.M)  # among the first lines of a cell
 FOLDED = {"cellView": "form", "jupyter": {"source_hidden": True}}  # in Colab, and in Jupyter
 
 
@@ -64,19 +71,39 @@ def heading(notebook):
     return found[1].strip(), found[2].strip()
 
 
-def course_order(index):
-    "The notebooks of the course as index.ipynb lists them, paths from the root."
-    return [
-        path
-        for cell in index["cells"]
+def sections(root):
+    "[(index, caption, the paths of its notebooks)]: the map in its order, paths from the root."
+    texts = [
+        ("index.ipynb", cell["source"])
+        for cell in load(root / "index.ipynb")["cells"]
         if cell["cell_type"] == "markdown"
-        for path in ROW.findall(cell["source"])
     ]
+    if (root / INSIDE).exists():
+        texts.append((INSIDE, (root / INSIDE).read_text(encoding="utf-8")))
+    found = []
+    for index, text in texts:
+        captions = [(m.start(), m[1] or m[2] or m[3]) for m in SECTION.finditer(text)]
+        for row in ROW.finditer(text):
+            caption = [name for at, name in captions if at < row.start()][-1:] or ["Lessons"]
+            if not found or found[-1][:2] != (index, *caption):
+                found.append((index, *caption, []))
+            found[-1][2].append(from_root(row[1], index))
+    return found
 
 
-def navigation(path, titles, settings):
+def from_root(target, index):
+    "A path in a row of an index, from the root."
+    return os.path.normpath(os.path.join(os.path.dirname(index), target))
+
+
+def course_order(root):
+    "All notebooks in the order of the map."
+    return [path for _, _, paths in sections(root) for path in paths]
+
+
+def navigation(path, titles, settings, home="index.ipynb"):
     """The maintained lines of one notebook: its badge, and links to its neighbours. `titles`: path
-    -> title, in course order, the index first."""
+    -> title, in the order of the index `home`, that index first."""
 
     def link(label, target):
         return (
@@ -86,7 +113,7 @@ def navigation(path, titles, settings):
     order = list(titles)
     at = order.index(path)
     links = [link("Previous:", order[at - 1])] if at > 1 else []
-    links += [link("Course:", order[0])] if at > 0 else []
+    links += [link("Course:" if home == "index.ipynb" else "Index:", order[0])] if at > 0 else []
     if at == 0 and len(order) > 2:
         links = [f"{link('Begin with', order[2])}; if you know some RL, {link('with', order[1])}"]
     elif at + 1 < len(order):
@@ -134,30 +161,51 @@ def with_install_cell(cells, source):
     return [first, {**new, "metadata": FOLDED, "source": source.rstrip("\n")}, *rest]
 
 
-def with_titles(source, headings):
-    "A cell of the index with the row of each notebook filled from the notebook itself."
+def folded(cell):
+    "The cell with the metadata that fold it, where it asks for that."
+    top = "\n".join(cell["source"].split("\n")[:3])
+    asks = cell["cell_type"] == "code" and FOLD.search(top)
+    return {**cell, "metadata": {**cell["metadata"], **FOLDED}} if asks else cell
+
+
+def with_titles(source, headings, index="index.ipynb"):
+    "The text of an index with the row of each notebook filled from the notebook itself."
 
     def row(found):
-        title, line = (text.replace("|", "\\|") for text in headings[found[1]])
+        title, line = (text.replace("|", "\\|") for text in headings[from_root(found[1], index)])
         return f"| [{title}]({found[1]}) | {line} |"
 
     return ROW.sub(row, source)
 
 
-def out_of_order(order):
-    "A sentence for each notebook whose number is not above that of the one before in its folder."
-    problems, last = [], {}  # folder -> the notebook of it that was listed last
-    for path in order:
-        folder, name = os.path.split(path)
-        if number := re.match(r"\d+", name):
-            before = last.get(folder)
-            if before and int(number[0]) <= int(re.match(r"\d+", os.path.basename(before))[0]):
-                problems.append(
-                    f"index.ipynb lists {path} after {before}: numbers rise in the order of the "
-                    "map, inside each folder"
-                )
-            last[folder] = path
+def out_of_order(parts):
+    """A sentence for each notebook whose number is not above that of the one before in its folder,
+    section by section."""
+    problems = []
+    for _, caption, paths in parts:
+        last = {}  # folder -> the notebook of it that was listed last
+        for path in paths if caption not in PATHS else ():
+            folder, name = os.path.split(path)
+            if number := re.match(r"\d+", name):
+                before = last.get(folder)
+                if before and int(number[0]) <= int(re.match(r"\d+", os.path.basename(before))[0]):
+                    problems.append(
+                        f"the map lists {path} after {before}: numbers rise in the order of the "
+                        "map, inside each folder and section"
+                    )
+                last[folder] = path
     return problems
+
+
+def faulty_titles(titles):
+    "A sentence for each title that is none: in lower case, the name of a file, or on two pages."
+    for path, title in titles.items():
+        if path != "index.ipynb" and (title[0].islower() and "gpt-oss" not in title[:7]):
+            yield f"{path}: the title {title!r} opens with a small letter"
+        if path != "index.ipynb" and "_" in title:
+            yield f"{path}: the title {title!r} is a name, and no title"
+    for title in {t for t in titles.values() if list(titles.values()).count(t) > 1}:
+        yield f"{' and '.join(p for p in titles if titles[p] == title)} have one title, {title!r}"
 
 
 def plan(root):
@@ -166,7 +214,8 @@ def plan(root):
     settings.read(root / "settings.ini", encoding="utf-8")
     settings = settings["DEFAULT"]
     index = load(root / "index.ipynb")
-    order = course_order(index)
+    parts = sections(root)
+    order = [path for _, _, paths in parts for path in paths]
     nbs = root / settings["nbs_path"]
     present = {
         str(p.relative_to(root))
@@ -175,14 +224,16 @@ def plan(root):
         and not any(part.startswith((".", "_")) for part in p.relative_to(root).parts)
     }
     problems = [
-        f"index.ipynb lists {path} more than once"
+        f"the map lists {path} more than once"
         for path in sorted({p for p in order if order.count(p) > 1})
     ]
     problems += [
-        f"index.ipynb lists {path}, which does not exist" for path in order if path not in present
+        f"the map lists {path}, which does not exist" for path in order if path not in present
     ]
-    problems += [f"{path} is not listed in index.ipynb" for path in sorted(present - set(order))]
-    problems += out_of_order(order)
+    problems += [
+        f"{path} is not listed in index.ipynb or {INSIDE}" for path in sorted(present - set(order))
+    ]
+    problems += out_of_order(parts)
 
     notebooks, headings = {"index.ipynb": index}, {}
     notebooks |= {path: load(root / path) for path in dict.fromkeys(order) if path in present}
@@ -191,19 +242,30 @@ def plan(root):
             headings[path] = heading(notebook)
         except ValueError as error:
             problems.append(f"{path}: {error}")
+    problems += faulty_titles({path: title for path, (title, _) in headings.items()})
     if problems:
         return problems, {}
 
-    titles = {path: title for path, (title, _) in headings.items()}
     wanted = {}
+    inside = {path for index, _, paths in parts if index == INSIDE for path in paths}
+    lists = {  # index -> its title, and those of its pages
+        "index.ipynb": {p: t for p, (t, _) in headings.items() if p not in inside},
+        INSIDE: {INSIDE: "Inside the library"} | {p: headings[p][0] for p in order if p in inside},
+    }
     for path, notebook in notebooks.items():
         cells = [dict(cell) for cell in notebook["cells"]]
         if path == "index.ipynb":
             for cell in cells:
                 if cell["cell_type"] == "markdown":
                     cell["source"] = with_titles(cell["source"], headings)
-        cells[0]["source"] = with_navigation(cells[0]["source"], navigation(path, titles, settings))
-        wanted[path] = dump({**notebook, "cells": with_install_cell(cells, install_cell(settings))})
+        home = INSIDE if path in inside else "index.ipynb"
+        lines = navigation(path, lists[home], settings, home)
+        cells[0]["source"] = with_navigation(cells[0]["source"], lines)
+        cells = with_install_cell([folded(cell) for cell in cells], install_cell(settings))
+        wanted[path] = dump({**notebook, "cells": cells})
+    if inside:
+        text = (root / INSIDE).read_text(encoding="utf-8")
+        wanted[INSIDE] = with_titles(text, headings, INSIDE)
     return [], wanted
 
 

@@ -17,7 +17,7 @@ from configparser import ConfigParser
 from html import escape
 from pathlib import Path
 
-from course import ROW, heading, load
+from course import INSIDE, PATHS, heading, load, sections
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/diagrams"
@@ -481,62 +481,73 @@ MINUTES = re.compile(r"^\*\*(\d+) minutes\*\*", re.M)
 
 
 def the_map():
-    "(stops: title, address, minutes; branches: name, address, how many) as index.ipynb lists them."
+    "(the two paths: name -> [(title, address, minutes)]; branches: name, address, how many)."
     settings = ConfigParser(delimiters=["="])
     settings.read(ROOT / "settings.ini", encoding="utf-8")
     settings = settings["DEFAULT"]
     web = settings["git_url"] % {"user": settings["user"], "repo": settings["repo"]}
     web += f"/blob/{settings['branch']}/"
-    cells = load(ROOT / "index.ipynb")["cells"]
-    (text,) = [c["source"] for c in cells if "<b>Eight lessons</b>" in c["source"]]
-    first, *folded = text.split("<details>")[1:]
-    stops = []
-    for page in ROW.findall(first):
-        notebook = load(ROOT / page)
-        minutes = MINUTES.search(notebook["cells"][0]["source"])
-        stops.append((heading(notebook)[0], web + page, int(minutes[1])))
+    parts = sections(ROOT)
+    stops = {name: [] for name in PATHS}
+    for name in stops:
+        (pages,) = [paths for _, caption, paths in parts if caption == name]
+        for page in pages:
+            notebook = load(ROOT / page)
+            minutes = MINUTES.search(notebook["cells"][0]["source"])
+            stops[name].append((heading(notebook)[0], web + page, int(minutes[1])))
     branches = [
-        (re.search(r"<b>(.+?)</b>", part)[1], web + ROW.findall(part)[0], len(ROW.findall(part)))
-        for part in folded
+        (name, web + paths[0], len(paths))
+        for index, name, paths in parts[1:]
+        if index == "index.ipynb" and name not in PATHS
     ]
-    return stops, branches
+    inside = sum(len(paths) for index, _, paths in parts if index == INSIDE)
+    return stops, [*branches, ("Inside the library", web + INSIDE, inside)]
 
 
 def linked(address, *parts):
     return f'<a href="{escape(address)}">{"".join(parts)}</a>'
 
 
+SHORT = {
+    "A gradient in ten minutes": "A gradient",
+    "When the reward does not rise": "A flat reward",
+    "The trainer, in five versions": "Trainer, 5 versions",
+    "Log-softmax in pieces": "Log-softmax",
+    "gpt-oss-20b on a free T4": "gpt-oss-20b on a T4",
+}
+
+
 @diagram(
-    424,
-    "The map: eight lessons, and branches",
-    "Eight lessons in a column, from what RL is to gpt-oss-20b on a free T4, with the minutes of "
-    "each. Beside them the branches, each with its number of notebooks. The table below has links.",
+    558,
+    "The map: two paths, and branches",
+    "Two columns of lessons with their minutes: the afternoon, and build it, from masks to "
+    "gpt-oss-20b on a free T4. Under them the branches, each with its number of notebooks. The "
+    "tables below have links.",
     shown=412,
 )
 def course_map():
     stops, branches = the_map()
-    yield path(f"M30 62V{20 + 46 * len(stops)}", "blue-line", 3)
-    for i, (title, address, minutes) in enumerate(stops):
-        y = 62 + 46 * i
-        name = title if len(title) < 23 else title.replace("on a free ", "on a ")
-        name = name.replace("when the reward does not rise", "when it does not rise")
-        yield linked(
-            address,
-            f'<rect x="16" y="{y - 18}" width="232" height="44" fill="transparent"/>',
-            f'<circle cx="30" cy="{y}" r="13" class="blue"/>',
-            text(30, y + 5, str(i + 1), weight=600),
-            text(50, y, name, anchor="start", weight=600),
-            text(50, y + 18, f"{minutes} minutes", "soft", SIZE, "start"),
-        )
-    yield path(f"M252 50V{44 + 46 * len(stops)}", "grey-line", 1, dash="3 3")
-    step = 46 * len(stops) / len(branches)
+    for x, (path_name, lessons) in zip((14, 232), stops.items()):
+        yield text(x, 58, path_name, "soft", anchor="start")
+        yield path(f"M{x + 13} 88V{88 + 46 * (len(lessons) - 1)}", "blue-line", 3)
+        for i, (title, address, minutes) in enumerate(lessons):
+            y = 88 + 46 * i
+            name = SHORT.get(title, title)
+            yield linked(
+                address,
+                f'<rect x="{x}" y="{y - 18}" width="206" height="44" fill="transparent"/>',
+                f'<circle cx="{x + 13}" cy="{y}" r="13" class="blue"/>',
+                text(x + 13, y + 5, str(i + 1), weight=600),
+                text(x + 31, y, name, anchor="start", weight=600),
+                text(x + 31, y + 18, f"{minutes} minutes", "soft", SIZE, "start"),
+            )
     for i, (name, address, count) in enumerate(branches):
-        y = 46 + step * i
+        x, y = 14 + 218 * (i % 2), 456 + 44 * (i // 2)
         yield linked(
             address,
-            rect(259, y, 194, step - 8, "grey", 6),
-            text(264, y + step / 2 + 1, name, anchor="start"),
-            text(448, y + step / 2 + 1, str(count), "soft", SIZE, "end"),
+            rect(x, y, 210, 36, "grey", 6),
+            text(x + 8, y + 24, name, anchor="start"),
+            text(x + 202, y + 24, str(count), "soft", SIZE, "end"),
         )
 
 

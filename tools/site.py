@@ -50,11 +50,10 @@ PLANNED = {  # model -> how its weights are held, and what waits on the host
     "Phi-4": {"weights": "nf4"},
 }
 PLANNED_CARDS = ("T4", "L4", "A100-40", "A100-80", "H200")
-TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks
+TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks, and INSIDE
 MAP = re.compile(r"\[!\[([^\]]+)\]\((docs/diagrams/course_map\.svg)\)\]\(\2\)")
 DRAWN_MAP = r'<object type="image/svg+xml" data="_static/course_map.svg" aria-label="\1"></object>'
 LEARNER = re.compile(r"\[!\[[^\]]+\]\(\S*docs/images/learner\.png\)\]\(\S+learn\.html\)")
-BRANCH = re.compile(r"\*\*([^*\n]+)\*\*|<summary><b>([^<\n]+)</b>")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.S | re.M)
 LINK = re.compile(  # or a piece of code, which is passed over
     r"`[^`\n]+`|(!?)\[((?:`[^`\n]+`|[^\[\]`]|\[[^\]]*\])*)\]\(([^()\s]+)\)"
@@ -71,20 +70,11 @@ def project(root):
     return parser["DEFAULT"]
 
 
-def branches(index):
-    "[(caption, paths of its notebooks)] in the order of the map in index.ipynb."
-    found = []
-    for cell in index["cells"]:
-        if cell["cell_type"] != "markdown":
-            continue
-        captions = [(m.start(), m[1] or m[2]) for m in BRANCH.finditer(cell["source"])]
-        for row in course.ROW.finditer(cell["source"]):
-            above = [name for at, name in captions if at < row.start()]
-            caption = above[-1] if above else "Lessons"
-            if not found or found[-1][0] != caption:
-                found.append((caption, []))
-            found[-1][1].append(row[1])
-    return found
+def branches(root):
+    "[(caption, its pages)] in the order of the map; nbs/inside.md opens what it lists."
+    parts = [(caption, paths) for _, caption, paths in course.sections(root)]
+    at = [index for index, _, _ in course.sections(root)].index(course.INSIDE)
+    return [*parts[:at], ("Inside the library", [course.INSIDE]), *parts[at:]]
 
 
 # Markdown
@@ -330,20 +320,13 @@ def page_of(notebook, path, context):
     return course.dump({**notebook, "cells": cells})
 
 
-def contents(parts, titles):
-    """The tables of contents: what the theme makes its list and the links to neighbours of. A page
-    whose title an earlier one has is listed with its folder. `titles`: path -> title."""
-    tables, taken = [], set()
-    for caption, paths in parts:
-        table = ["```{toctree}", ":hidden:", f":caption: {caption}", ""]
-        for path in paths:
-            title = titles.get(path)
-            again = title in taken
-            taken.add(title)
-            folder = posixpath.basename(posixpath.dirname(path))
-            table.append(f"{title} ({folder}) <{path}>" if title and again else path)
-        tables.append("\n".join([*table, "```"]))
-    return "\n\n".join(tables)
+def contents(parts):
+    "The tables of contents: what the theme makes its list and the links to neighbours of."
+    tables = [
+        ["```{toctree}", ":hidden:", f":caption: {caption}", "", *paths, "```"]
+        for caption, paths in parts
+    ]
+    return "\n\n".join("\n".join(table) for table in tables)
 
 
 def write(path, content):
@@ -359,7 +342,7 @@ def sources(root, problems):
     settings = project(root)
     source_url = f"{settings['git_url']}/blob/{settings['branch']}"
     index = course.load(root / "index.ipynb")
-    parts = branches(index)
+    parts = branches(root)
     texts = sorted({p.relative_to(root).as_posix() for glob in TEXTS for p in root.glob(glob)})
     reference = {f"api/{name}": text for name, text in api.pages(root, source_url).items()}
     order = ["index.ipynb", *(path for _, paths in parts for path in paths)]
@@ -373,9 +356,10 @@ def sources(root, problems):
     live = {p.stem for p in scripts if p.suffix == ".js"}
     context = {"settings": settings, "links": links, "live": live}
     parts += [("Library", list(reference)), ("Project", texts)]
-    notebooks = {path: course.load(root / path) for path in order} | {"index.ipynb": index}
-    titles = {path: course.heading(notebook)[0] for path, notebook in notebooks.items()}
-    index["cells"].append(markdown("contents", contents(parts, titles)))
+    texts = [*texts, course.INSIDE]
+    notebooks = {path: course.load(root / path) for path in order if path != course.INSIDE}
+    notebooks["index.ipynb"] = index
+    index["cells"].append(markdown("contents", contents(parts)))
     made = {path: page_of(notebook, path, context) for path, notebook in notebooks.items()}
     for path in texts:
         made[path] = relinked((root / path).read_text(encoding="utf-8"), path, **links)
@@ -396,7 +380,7 @@ def linked_map(root, source_url):
     drawing = (root / "docs/diagrams/course_map.svg").read_text(encoding="utf-8")
     drawing = re.sub(r' width="\d+" height="\d+" role="img"', "", drawing, count=1)
     return re.sub(
-        rf'href="{re.escape(source_url)}/([^"]+)\.ipynb"',
+        rf'href="{re.escape(source_url)}/([^"]+)\.(?:ipynb|md)"',
         r'href="../\1.html" target="_top"',
         drawing,
     )
@@ -433,6 +417,7 @@ def options(settings):
         "html_static_path": ["_static"],
         "html_css_files": ["site.css"],
         "html_js_files": ["site.js"],
+        "html_search_scorer": str(ROOT / "docs/site/scorer.js"),
         "html_copy_source": False,
         "html_show_sphinx": False,
         "html_baseurl": f"https://{settings['user']}.github.io/{settings['repo']}/",

@@ -39,7 +39,7 @@ document.addEventListener("DOMContentLoaded", () => {
 });
 
 // The list of pages: a section opens at a click, and the one that holds this page is open (on the
-// first page, the lessons).
+// first page, the afternoon).
 document.addEventListener("DOMContentLoaded", () => {
   const bar = document.querySelector(".bd-sidebar-primary nav");
   const here = bar?.querySelector("p.caption + ul .current");
@@ -48,7 +48,7 @@ document.addEventListener("DOMContentLoaded", () => {
     if (list?.tagName !== "UL") continue;
     const fold = document.createElement("details");
     const title = document.createElement("summary");
-    fold.open = here ? list.contains(here) : /lessons/.test(caption.textContent);
+    fold.open = here ? list.contains(here) : /afternoon/.test(caption.textContent);
     title.textContent = caption.textContent;
     title.className = "caption";
     caption.replaceWith(fold);
