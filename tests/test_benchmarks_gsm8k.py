@@ -1,8 +1,11 @@
 """benchmarks/gsm8k.py, fresh_numbers.py and on_cards.py without a card or GSM8K's rows: what they
 calculate, and what is started when."""
 
+import argparse
 import itertools
+import json
 import random
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +47,32 @@ def test_a_problem_in_doubt_is_left_out(question, solution):
     from fresh_numbers import changed
 
     assert changed(question, solution, random.Random(0)) is None
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.filterwarnings("ignore:vllm_mode changes nothing")
+def test_the_recipe_has_the_settings_of_the_stored_runs(seed):
+    import gsm8k
+
+    from grpo_nb.recipe import read_recipe
+
+    stored = json.loads((FOLDER / f"results/gsm8k/right_{seed}.json").read_text())["arguments"]
+    later = dict(beta=0.0, scale="group", rate=None, server=None, staleness=0)  # options since
+    run = gsm8k.settings(argparse.Namespace(**later | stored), "out")
+    path = FOLDER.parent / "recipes/qwen_coder_gsm8k.yaml"
+    recipe = read_recipe(path, {"seed": str(seed)})
+    others = {"use_cpu", "bf16", "output_dir", "disable_tqdm", "vllm_mode", "model_init_kwargs"}
+    cut = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # into parts of an update
+    for name in run.specs.keys() - others - cut:
+        assert getattr(recipe.config, name) == getattr(run, name), name
+    layouts = recipe.config.layout(), run.layout()
+    assert len({one.effective_batch_size for one in layouts}) == 1
+    assert len({one.generation_batch_size for one in layouts}) == 1
+    assert recipe.model.dtype == run.model_init_kwargs["dtype"]
+    made = runpy.run_path(FOLDER.parent / "recipes/qwen_coder_gsm8k.py")
+    assert made["BOX"] == gsm8k.BOX
+    texts, answers = ["1 + 2 = \\boxed{3}", "so 4", "none", "\\boxed{5} or 3"], ["3"] * 4
+    assert made["right"](texts, answers) == gsm8k.right(texts, answers) == [1, 0, 0, 0]
 
 
 def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_answer():

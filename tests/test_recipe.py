@@ -283,11 +283,11 @@ def test_the_recipes_fit_the_card_that_they_name(path):
     recipe = read_recipe(path)
     made = plan_of(setup_of_recipe(recipe))
     assert made.fits
-    if "Nobody has run" in text:  # those that download
+    if "Not run yet" in text:  # those that download
         assert "RUN_CARD.md" in text and made.setup.card.name == mapping_in(text, path)["card"]
         done = light("plan", path)
         assert done.returncode == 0 and "It fits" in done.stdout, done.stderr
-    for name in mapping_in(text, path)["reward_funcs"] if "Nobody" in text else []:
+    for name in mapping_in(text, path)["reward_funcs"] if "Not run yet" in text else []:
         named_object(name, "reward_funcs")
 
 
