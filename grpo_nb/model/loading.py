@@ -614,7 +614,7 @@ def empty_parameters(
     layout: Layout,  # of the meta device
 ) -> Iterator[tuple[str, torch.Tensor]]:  # (name, tensor)
     "Yield parameters in their forms, without memory."
-    for name, p in layout.model.named_parameters():
+    for name, p in list(layout.model.named_parameters()):  # filling ties the head anew
         form = layout.forms[name]
         if form.kind == "nf4":
             raise ValueError(

@@ -187,6 +187,16 @@ def test_random_weights_are_as_transformers_initialises(tmp_path):
     }
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_shapes_without_weights_are_those_of_transformers(tied):
+    model = load(family("qwen3") | dict(tie_word_embeddings=tied), device="meta")
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(model.config)
+    shapes = {name: p.shape for name, p in theirs.named_parameters()}
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    assert all(p.is_meta for p in model.parameters())
+
+
 def test_no_bitsandbytes(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
