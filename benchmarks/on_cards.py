@@ -2,8 +2,8 @@
 
     python benchmarks/on_cards.py benchmarks/gsm8k_runs.txt --out DIR --minutes 28 \\
         MODEL=/path/to/model DATA=/path/to/gsm8k
-        on every card of this machine; what is in DIR already (NAME.json) is not run again, and
-        nothing is started that would not end in time
+        on every card of this machine, or those of CUDA_VISIBLE_DEVICES; what is in DIR already
+        (NAME.json) is not run again, and nothing is started that would not end in time
 
 A line is `CARDS MINUTES NAME: COMMAND`. In COMMAND $OUT is DIR, $NAME the name, and others are what
 the command line sets. A name that waits for another one's result is written NAME<OTHER. What a
@@ -36,7 +36,9 @@ def read(path):
 def start(command, name, cards, out, values):
     "The process, in a shell, with the cards that it has."
     there = dict(os.environ, **values, OUT=str(out), NAME=name)
-    there["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, cards))
+    here = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = here.split(",") if here else range(max(cards) + 1)
+    there["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[card]) for card in cards)
     with open(out / f"{name}.log", "w") as log:
         return subprocess.Popen(command, shell=True, env=there, stdout=log, stderr=log)
 

@@ -4,6 +4,7 @@ calculate, and what is started when."""
 import argparse
 import itertools
 import json
+import os
 import random
 import runpy
 import subprocess
@@ -92,8 +93,10 @@ def test_runs_wait_for_cards_and_for_one_another(tmp_path):
     (tmp_path / "there.json").touch()  # was run before
     command = [sys.executable, FOLDER / "on_cards.py", tmp_path / "runs.txt", "WORD=x"]
     command += ["--out", tmp_path, "--cards", "2", "--minutes", "5"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert (tmp_path / "both.json").read_text() == "0,1 x\n"
+    there = {**os.environ, "CUDA_VISIBLE_DEVICES": "2,3"}
+    given = dict(capture_output=True, text=True, timeout=60, check=True, env=there)
+    said = subprocess.run(command, **given).stdout
+    assert (tmp_path / "both.json").read_text() == "2,3 x\n"
     assert said.index("a: done") < said.index("after: on card") and "wrong: failed (1)" in said
     for name in ("never", "wide", "late"):
         assert f"{name}: left out" in said
