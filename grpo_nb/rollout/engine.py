@@ -24,6 +24,7 @@ from ..model.experts_grouped import can_group
 from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS, ROWS_OF_ONE
 from ..model.memory_bytes import longest_sequence, read_shape, why_no_longer
 from ..model.memory_fit import free_memory
+from ..model.pictures import SeenPrompt, picture_inputs, pixels_of, without_token
 from .arrivals import Arrivals, in_rounds
 from .continuous_batching import complete_in_turn
 from .decode_ops import DecodeState
@@ -62,11 +63,14 @@ def share_prompts(
     prompt_ids: Sequence[Sequence[int]],  # N prompts, some of them equal
     # the U distinct prompts, and for each of the N which one it is
 ) -> tuple[list[Sequence[int]], list[int]]:
-    "Find equal prompts: `unique[index[i]] == prompt_ids[i]`."
-    place, index = {}, []
+    "Find equal prompts: `unique[index[i]] == prompt_ids[i]`; other pictures are another prompt."
+    unique, place, index = [], {}, []
     for ids in prompt_ids:
-        index.append(place.setdefault(tuple(ids), len(place)))
-    return list(place), index
+        pixels = getattr(ids, "pixels", None)
+        index.append(place.setdefault((tuple(ids), id(pixels)), len(place)))
+        if len(place) > len(unique):
+            unique.append(tuple(ids) if pixels is None else ids)
+    return unique, index
 
 # %% ../../nbs/rollout/03_engine.ipynb #b3c7e51e
 @dataclass
@@ -79,6 +83,9 @@ class DecodeBatch:
     seen: (
         torch.Tensor | None
     )  # (B, V) bool, tokens of the prompt and the completion; None without a penalty
+    # (B, 1) how far a token's place is from the number of tokens before it, after pictures
+    ahead: torch.Tensor | None = None
+    never: int | None = None  # a token that is not drawn: the placeholder of pictures
 
     def select(
         self,
@@ -89,8 +96,9 @@ class DecodeBatch:
         own = "batch_select_indices" in vars(type(self.cache))
         (self.cache.batch_select_indices if own else self.cache.reorder_cache)(index)
         self.rows, self.mask = self.rows[index], self.mask[index]
-        if self.seen is not None:
-            self.seen = self.seen[index]
+        for name in ("seen", "ahead"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held[index])
 
 # %% ../../nbs/rollout/03_engine.ipynb #d389747e
 def tokens_seen(
@@ -116,10 +124,12 @@ def prefill(
     "Read each distinct prompt once, and copy its cache to every row that continues it."
     unique, index = share_prompts(prompt_ids)
     ids, mask = pad_left(unique, pad_token_id, device)  # (U, L)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # (U, L), 0 at the first real token
-    out = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
-    )
+    given = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}  # (U, L), 0 at the first real one
+    pixels, ahead, never = pixels_of(unique), None, None
+    if pixels is not None:
+        inputs, ahead = picture_inputs(model, pixels, ids, mask, ids.shape[1])
+        given, never = given | inputs, model.config.image_token_id
+    out = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **given)
     cache = getattr(out, cache_name(model), None)
     if cache is None or not any(hasattr(layer, "keys") for layer in cache.layers):
         raise ValueError(
@@ -129,7 +139,7 @@ def prefill(
         )
     seen = tokens_seen(ids, mask, out.logits.shape[-1]) if track_seen else None
     index = torch.tensor(index, device=device)  # (B,)
-    batch = DecodeBatch(torch.arange(len(unique), device=device), cache, mask, seen)
+    batch = DecodeBatch(torch.arange(len(unique), device=device), cache, mask, seen, ahead, never)
     batch.select(index)
     batch.rows = torch.arange(len(index), device=device)
     return batch, out.logits[index, -1]
@@ -145,6 +155,8 @@ def decode(
         batch.seen.scatter_(1, tokens[:, None], True)
     batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(tokens), 1)], -1)  # (B, L+1)
     positions = batch.mask.sum(-1, keepdim=True) - 1  # (B, 1)
+    if batch.ahead is not None:
+        positions = positions + batch.ahead
     out = model(
         input_ids=tokens[:, None],
         attention_mask=batch.mask,
@@ -237,9 +249,13 @@ def complete(
     for t in range(params.max_tokens):
         at = torch.full_like(batch.rows, t)
         uniform = None if keys is None else stream_numbers(keys[batch.rows], at)
+        more = 0.0
+        if batch.never is not None:
+            logits, more = without_token(logits, batch.never, params.temperature)
         drawing = logits, params, batch.seen, None, uniform
         if record is None:
             tokens, step_logps = sample_tokens(*drawing)  # (B,) each
+            step_logps = step_logps + more
         else:
             tokens, step_logps, kept = sample_recorded(*drawing)
             record.put(batch.rows, t, kept)
@@ -618,7 +634,8 @@ class RolloutEngine:
         prompts = [prompts] if isinstance(prompts, str) else prompts
 
         def as_list(ids):
-            return ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+            held = isinstance(ids, SeenPrompt)
+            return ids if held else ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
 
         return [
             text_token_ids(p, self.tokenizer) if isinstance(p, str) else as_list(p) for p in prompts
@@ -736,8 +753,9 @@ class RolloutEngine:
         prompt_ids, config = self.encode(prompts), self.model.config.get_text_config()
         limits = config.vocab_size, longest_sequence(config), why_no_longer(config)
         check_prompts(prompt_ids, params.max_tokens, *limits)
-        reach = max(map(len, prompt_ids)) + params.max_tokens
-        drawing, (decoder, _) = self._drawing(params), self._open(reach)
+        reach, seen = max(map(len, prompt_ids)) + params.max_tokens, pixels_of(prompt_ids)
+        # with pictures a prompt is read, and continued, by the model's own modules
+        drawing, (decoder, _) = self._drawing(params), (None, "") if seen else self._open(reach)
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
         in_turn = decoder is not None and not isinstance(decoder, SmallDecoder)
         if keys is not None and len(keys) != len(rows):
@@ -746,6 +764,7 @@ class RolloutEngine:
             keys = stream_keys(len(rows), params.seed)
         if not in_turn:
             batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
+            in_place = in_place and not seen
         bar = tqdm(
             total=len(rows) * (1 if in_turn else params.max_tokens),
             delay=0 if progress else 2,

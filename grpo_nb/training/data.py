@@ -5,26 +5,30 @@
 # %% auto #0
 __all__ = ['ROW_SETTINGS', 'TEMPLATE_ROOM', 'NOT_FOR_REWARDS', 'ARGUMENTS', 'KEPT_ROWS', 'DIGESTED', 'is_conversational',
            'without_none', 'without_gaps', 'form_of', 'check_content', 'as_string', 'as_template_takes', 'as_parts',
-           'without_empty', 'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'check_prompt_lengths',
-           'column_names', 'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens', 'check_long_prompts',
-           'whole_prompts', 'shortened', 'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns',
-           'check_shape', 'check_rows', 'is_stream', 'listed', 'BrokenStream', 'unbroken', 'StreamedRows',
-           'text_of_row', 'digest_of', 'check_columns', 'check_prompts', 'check_row_settings', 'check_dataset',
-           'check_evaluation_data', 'unread_settings', 'filled_arguments', 'row_variables', 'unread_variables']
+           'without_empty', 'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'equal',
+           'check_prompt_lengths', 'column_names', 'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens',
+           'check_long_prompts', 'whole_prompts', 'shortened', 'stops_by_name', 'room_left', 'completion_as_given',
+           'reward_columns', 'check_shape', 'check_rows', 'is_stream', 'listed', 'BrokenStream', 'unbroken',
+           'StreamedRows', 'text_of_row', 'digest_of', 'check_columns', 'check_prompts', 'check_row_settings',
+           'check_dataset', 'check_evaluation_data', 'unread_settings', 'filled_arguments', 'row_variables',
+           'unread_variables']
 
 # %% ../../nbs/training/02_data.ipynb #b5d7708d
+import copy
 import hashlib
 import inspect
 import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from ..environments.isolated_rewards import visible
+from ..model.pictures import places_of, read_pictures, tokenizer_in
 from ..rollout.rollout import takes, text_of, text_token_ids
 from .config import OTHER_NAMES, GRPOConfig, warn
 
@@ -153,11 +157,12 @@ def without_empty(
 # %% ../../nbs/training/02_data.ipynb #275958f0
 def prompt_token_ids(
     prompt: str | Sequence[Mapping],  # a string or a conversation
-    tokenizer,  # of transformers
+    tokenizer,  # of transformers; for prompts with pictures a processor
     # extra variables for the template, e.g. {"reasoning_effort": "low"}
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:  # at least one id; nothing is cut
+) -> list[int]:  # at least one id; nothing is cut; a `SeenPrompt` where there are pictures
     "The token ids that the model is prompted with."
+    processor, tokenizer = tokenizer, tokenizer_in(tokenizer)
     if not is_conversational(prompt):
         ids = text_token_ids(prompt, tokenizer)
     else:
@@ -169,14 +174,19 @@ def prompt_token_ids(
                 "give prompts as strings."
             )
         goes_on = prompt[-1]["role"] == "assistant"
-        ids = tokenizer.apply_chat_template(
-            as_template_takes(prompt, tokenizer, chat_template_kwargs or {}),
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            tokenize=True,
-            return_dict=True,
-            **(chat_template_kwargs or {}),
-        )["input_ids"]
+
+        def written(messages, **how):
+            return tokenizer.apply_chat_template(
+                as_template_takes(messages, tokenizer, chat_template_kwargs or {}),
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                **how,
+                **(chat_template_kwargs or {}),
+            )
+
+        if places_of(prompt):
+            return read_pictures(prompt, processor, partial(written, tokenize=False))
+        ids = written(prompt, tokenize=True, return_dict=True)["input_ids"]
     if not len(ids):
         raise ValueError(
             f"The prompt {prompt!r} has no tokens, so there is nothing to continue: give at "
@@ -203,7 +213,7 @@ def template_kwargs(
 # %% ../../nbs/training/02_data.ipynb #c85e253d
 def many_prompt_token_ids(
     prompts: Sequence[str | Sequence[Mapping]],  # N prompts, equal ones side by side
-    tokenizer,  # of transformers
+    tokenizer,  # of transformers; for prompts with pictures a processor
     # the template's variables for each, from `template_kwargs`; None: there are none
     variables: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[list[int]]:  # what `prompt_token_ids` gives for each
@@ -211,9 +221,18 @@ def many_prompt_token_ids(
     result = []
     rows = list(zip(prompts, variables or [{}] * len(prompts), strict=True))
     for place, row in enumerate(rows):
-        again = place > 0 and row == rows[place - 1]
-        result.append(list(result[-1]) if again else prompt_token_ids(row[0], tokenizer, row[1]))
+        again = place > 0 and equal(row, rows[place - 1])
+        ids = result[-1] if again else prompt_token_ids(row[0], tokenizer, row[1])
+        result.append(copy.copy(ids))
     return result
+
+
+def equal(one: Any, other: Any) -> bool:
+    "Whether two prompts are one; arrays, which do not say it, only if they are the same object."
+    try:
+        return one == other
+    except ValueError:
+        return False
 
 # %% ../../nbs/training/02_data.ipynb #b757e865
 def check_prompt_lengths(
@@ -607,7 +626,7 @@ def digest_of(
 def check_columns(
     columns: Sequence[str],  # of a dataset
 ) -> None:
-    "Refuse a dataset without prompts, with pictures, or with a column named like an argument."
+    "Refuse a dataset without prompts, or with a column named like an argument."
     if "prompt" not in columns:
         raise ValueError(
             f"The dataset has no column 'prompt'; it has {', '.join(map(repr, columns))}. "
@@ -619,12 +638,6 @@ def check_columns(
                 f"The dataset has a column {name!r}, a {type(name).__name__}, and reward functions "
                 f"are given columns by name: call it {str(name)!r}, or drop it."
             )
-    pictures = [name for name in columns if name in ("image", "images")]
-    if pictures:
-        raise ValueError(
-            f"The dataset has a column {pictures[0]!r}, and prompts are text alone here: "
-            "remove the column, or rename it if only a reward function needs it."
-        )
     clashes = [name for name in columns if name in ARGUMENTS and name not in NOT_FOR_REWARDS]
     if clashes:
         raise ValueError(

@@ -6,7 +6,7 @@
 __all__ = ['WHERE', 'checkpoint_layers', 'recompute_layers', 'check_adapters', 'check_model', 'loading_arguments', 'load_named',
            'check_loaded', 'for_adapters', 'with_adapter', 'without_towers', 'check_tied', 'check_trainable',
            'check_wide_head', 'dropouts', 'switch_off_dropout', 'doubt_of_dropout', 'doubt_of_routers', 'load_policy',
-           'describe_trainable', 'quicken', 'load_tokenizer', 'tokenizer_of']
+           'describe_trainable', 'quicken', 'load_tokenizer', 'processor_of', 'tokenizer_of']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
@@ -27,6 +27,7 @@ from ..model.fused_dense import fuse_dense_layers
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import PackedWeight
+from ..model.pictures import load_processor
 from ..model.stored_weights import released_class, skeleton, towers, towers_in_16_bits
 from .config import GRPOConfig, warn
 from .policy_logprobs import base_causal_model, find_head
@@ -392,6 +393,7 @@ def load_policy(
 
 def describe_trainable(
     model,
+    sees: bool = False,  # the rows have pictures
 ) -> str:  # one line
     "How many parameters train, in which modules, and what only waits in memory."
     trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -400,16 +402,19 @@ def describe_trainable(
     kinds = sorted({[part for part in place if part != "base_layer"][-1] for place in places})
     total = sum(p.numel() for p in model.parameters())
     adapters = f", adapters on {', '.join(kinds)}" if kinds else ""
-    return f"{sum(trainable.values()):,} of {total:,} parameters train{adapters}{_waiting(model)}"
+    count = f"{sum(trainable.values()):,} of {total:,} parameters train"
+    return f"{count}{adapters}{_waiting(model, sees)}"
 
 
-def _waiting(model):
+def _waiting(model, sees):
     "What the towers of a multimodal model cost; nothing of another model."
     beside = towers(base_causal_model(model))
     parameters = [p for tower in beside.values() for p in tower.parameters()]
     if not parameters:
         return ""
     size, names = sum(p.nbytes for p in parameters) / 2**20, " and ".join(beside)
+    if sees:
+        return f"; {names} ({size:,.1f} MiB) see and do not train"
     return f"; rows of text do not need {names} ({size:,.1f} MiB of weights, kept as they are)"
 
 # %% ../../nbs/training/06_policy_model.ipynb #99565461
@@ -440,6 +445,22 @@ def load_tokenizer(
                 f"({' '.join(str(error).split())}). Add its files, install what it asks for, or "
                 "pass processing_class=tokenizer"
             ) from error
+
+
+def processor_of(
+    model: Any,  # a model, or its name
+) -> Any:  # ValueError if no name is known, or there are no files
+    "The processor of a model that came without one, for data with pictures."
+    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+    if not name:
+        raise ValueError(
+            "the data has pictures, and the model was not loaded from anywhere: pass "
+            "processing_class=AutoProcessor.from_pretrained(...)"
+        )
+    if folder := adapter_folder(model):
+        name = base_of_adapter(folder)
+    with loading(f"model={name!r}", name, ", or pass processing_class=processor"):
+        return load_processor(name)
 
 
 def tokenizer_of(

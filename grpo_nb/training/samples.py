@@ -17,6 +17,7 @@ import torch
 
 from ..environments.isolated_rewards import visible
 from ..model.files import written_aside
+from ..model.pictures import is_place, places_of
 from ..rollout.rollout import text_of
 from .data import shortened
 
@@ -39,7 +40,10 @@ def message_text(message: dict) -> str:
     "What a chat message says, and the tools that it calls as NAME(arguments)."
     calls = [call["function"] for call in message.get("tool_calls") or []]
     texts = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
-    return " ".join(text for text in (text_of(message.get("content")), *texts) if text)
+    said = message.get("content")
+    if places_of([message]):
+        said = "".join("[picture]" if is_place(p) else p.get("text") or "" for p in said)
+    return " ".join(text for text in (text_of(said), *texts) if text)
 
 
 def several_turns(

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['STOPS', 'PROCESS', 'GRADIENTS', 'WHOLE', 'BEST', 'random_state', 'set_random_state', 'own_numbers', 'set_output',
-           'Surroundings', 'check_random_state', 'updates_at', 'check_batch', 'check_padding', 'TrainState']
+           'Surroundings', 'check_random_state', 'updates_at', 'check_batch', 'check_pixels', 'check_padding',
+           'TrainState']
 
 # %% ../../nbs/training/10_state.ipynb #5cf8015c
 import hashlib
@@ -269,8 +270,9 @@ def check_batch(
             check.refuse(f"{side}_ids of the batch", type(ids).__name__, "a tensor of rows")
         sides[side] = (count, ids.shape[1])  # (N, P) and (N, T)
         check.tensor(ids, f"{side}_ids of the batch", sides[side], (torch.int64,))
+    check_pixels(batch.get("pixels"), count, check)
     for name, value in batch.items():
-        if name.endswith("_ids") or value is None and name in optional:
+        if name == "pixels" or name.endswith("_ids") or value is None and name in optional:
             continue
         what, wanted = f"{name} of the batch", sides["prompt" if "prompt" in name else "completion"]
         if name in ("versions", "survivors"):
@@ -286,6 +288,22 @@ def check_batch(
                 value = value.masked_fill(value.isnan(), 0.0)  # NaN: nobody drew the token
             check.tensor(value, what, per_row if some else wanted, floats)
     check_padding(batch, check)
+
+# %% ../../nbs/training/10_state.ipynb #b858cec3
+def check_pixels(
+    pixels: Any,  # of a batch from a checkpoint
+    count: int,  # N, the completions of a process
+    check: Inspector,
+) -> None:  # ValueError
+    "Refuse pictures that are not a dict of tensors, or None, for each completion."
+    if pixels is None:
+        return
+    if not isinstance(pixels, list) or len(pixels) != count:
+        check.refuse("pixels of the batch", type(pixels).__name__, f"a list of {count}")
+    for one in pixels:
+        tensors = one.values() if isinstance(one, dict) else [one]
+        if one is not None and not all(isinstance(x, torch.Tensor) for x in tensors):
+            check.refuse("pixels of the batch", type(one).__name__, "a dict of tensors")
 
 
 def check_padding(

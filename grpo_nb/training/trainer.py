@@ -25,6 +25,7 @@ from ..model.attention import check_attention
 from ..model.files import json_text
 from ..model.loading import LEFT_ALONE, check_capped_scores
 from ..model.memory_bytes import longest_sequence
+from ..model.pictures import tokenizer_in
 from ..rollout.rollout import default_stop_token_ids, named_ends, turn_closer
 from ..rollout.sampler import Sampler
 from ..rollout.sampling import SamplingParams
@@ -49,7 +50,7 @@ from grpo_nb.training.data import (
     stops_by_name,
 )
 from .hub import open_repository
-from .policy_model import check_model, describe_trainable, load_policy, tokenizer_of
+from .policy_model import check_model, describe_trainable, load_policy
 from .policy_update import own_balance_weight
 from .reporting import of_updates, say
 from .samples import plain
@@ -544,14 +545,14 @@ class Made(Open):
         self.take_data(train_dataset, eval_dataset)
         functions = self.make_rewards(reward_funcs, reward_processing_classes)
         checks.check_arguments(functions, self.config)
-        self.processing_class = processing_class or tokenizer_of(model)
-        self.tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        self.processing_class = self.reader_of(model, processing_class)
+        self.tokenizer = tokenizer_in(self.processing_class)
         uploads = self.config.push_to_hub and self.accelerator.is_main_process
         self.repository = open_repository(self.config) if uploads else None
         set_seed(self.config.seed)  # an adapter begins with random weights
         elsewhere = bool(self.sharding) and not self.accelerator.is_main_process
         self.model = load_policy(model, self.config, peft_config, quantization_config, elsewhere)
-        self.trainable = describe_trainable(self.model)
+        self.trainable = describe_trainable(self.model, self.sees)
         self.place_weights(optimizers[0], isinstance(model, str))
         self.make_optimizer(*optimizers)
         self.make_log()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_launch', 'check_arguments', 'check_config', 'at_home', 'check_evaluation', 'check_callbacks', 'check_tools',
-           'check_drawn_one_way', 'rows_for_environments']
+           'check_pictures', 'check_drawn_one_way', 'rows_for_environments']
 
 # %% ../../nbs/training/28_trainer_checks.ipynb #239abd9d
 import os
@@ -18,6 +18,7 @@ from accelerate.tracking import get_available_trackers
 from transformers import TrainerCallback
 
 from ..algorithm.batching import BatchLayout
+from ..model.pictures import sight_of
 from ..rollout.turns import NO_PROMPT, Environments
 from .config import GRPOConfig
 from .data import column_names, is_stream
@@ -144,6 +145,25 @@ def check_tools(
     check_drawn_one_way(rollout_func, tools, environment_factory)
 
 
+def check_pictures(
+    model: Any,  # of transformers, PEFT-wrapped or not
+    config: GRPOConfig,
+    tools: Any,
+) -> None:  # ValueError
+    "Refuse pictures for a model of texts, and for those who draw without seeing them."
+    sight_of(model)
+    blind = {
+        "use_vllm=True": config.use_vllm,
+        "tools and environments": bool(tools),
+        "max_staleness": bool(config.max_staleness),
+    }
+    for name in [name for name, used in blind.items() if used]:
+        raise ValueError(
+            f"the data has pictures, and with {name} they would not reach whoever draws: leave it "
+            "out, so that the trainer's own engine draws"
+        )
+
+# %% ../../nbs/training/28_trainer_checks.ipynb #1184c5eb
 def check_drawn_one_way(
     rollout_func: Any,
     tools: Any,

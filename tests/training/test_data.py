@@ -428,7 +428,6 @@ def test_datasets_and_lists_are_taken_as_they_are(rows):
         ([{"prompt": "1"}, CHATS[0]], "Row 1 of the dataset is a conversation and row 0 a string"),
         ([{"prompt": "1", "completions": "2"}], "'completions'"),
         ([{"prompt": "1", "trainer_state": "2"}], "'trainer_state'"),
-        ([{"prompt": "1", "images": []}], "'images'"),
     ],
 )
 def test_mistakes_are_named(dataset, words):

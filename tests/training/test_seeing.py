@@ -1,0 +1,311 @@
+"Runs on rows with pictures: they reach the sampler, the loss, checkpoints and evaluations."
+
+import random
+
+import datasets
+import peft
+import pytest
+import torch
+import transformers
+import trl
+from seeing_models import FAMILIES, asked, dots, seeing
+from small_runs import weights_of
+
+import grpo_nb
+from grpo_nb import GRPOTrainer
+from grpo_nb.model.pictures import pixels_of
+from grpo_nb.model.stored_weights import towers
+from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.training.policy_logprobs import completion_logps
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROWS = [
+    asked(dots(1 + i % 3, width=(24, 16, 32)[i % 3], seed=i)) | {"answer": 1 + i % 3}
+    for i in range(8)
+]
+ADAPTER = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])
+
+
+def low(completions, **columns):
+    "Likes bytes with small numbers."
+    return [
+        -len(one[0]["content"].encode()) / 10 - len(set(one[0]["content"])) for one in completions
+    ]
+
+
+def config_of(folder, library=grpo_nb, **changes):
+    usual = dict(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=2,
+        learning_rate=1e-2,
+        optim="adamw_torch",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        disable_tqdm=True,
+    )
+    return library.GRPOConfig(**{**usual, **changes})
+
+
+def run_of(kind, folder, rows=ROWS, adapter=ADAPTER, model=None, **changes):
+    made, processor = seeing(kind)
+    return GRPOTrainer(
+        model or made,
+        low,
+        config_of(folder, **changes),
+        rows,
+        processing_class=processor,
+        peft_config=adapter,
+    )
+
+
+def records_of(trainer):
+    return [one for one in trainer.state.log_history if "reward" in one]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_sampler_and_trainer_see_the_same(kind, tmp_path):
+    "A micro-batch is half of a cycle, and a row in it has no picture."
+    rows = [*ROWS[:3], asked(text="no picture") | {"answer": 0}]
+    trainer = run_of(
+        kind, tmp_path, rows, per_device_train_batch_size=8, steps_per_generation=2, max_steps=4
+    )
+    frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    records = records_of(trainer)
+    assert len(records) == 2 and max(one["sampling/gap_max"] for one in records) < 1e-4
+    assert all(one["grad_norm"] > 0 for one in records)
+    kept = dict(trainer.model.named_parameters())
+    assert all(torch.equal(kept[name], weight) for name, weight in frozen.items())
+    assert not any("visi" in n and ".lora" in n for n in kept), "the tower has no adapter"
+
+
+def test_the_tower_is_frozen_and_the_text_trains(tmp_path):
+    trainer = run_of("gemma3", tmp_path, adapter=None)
+    before = weights_of(trainer.model)
+    trainer.train()
+    beside = tuple(towers(trainer.model))
+    for name, weight in weights_of(trainer.model).items():
+        assert torch.equal(weight, before[name]) == name.startswith(beside), name
+
+
+@pytest.mark.parametrize("form", ["column", "parts", "one", "dataset", "bytes"])
+def test_pictures_wherever_the_data_has_them(form, tmp_path):
+    "The same pictures give the same run."
+    rows = ROWS[:4]
+    if form == "parts":
+        rows = [
+            {
+                "prompt": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image", "image": row["images"][0]},
+                            {"type": "text", "text": "how many?"},
+                        ],
+                    }
+                ],
+                "answer": row["answer"],
+            }
+            for row in rows
+        ]
+    elif form != "column":
+        rows = [
+            {"prompt": row["prompt"], "image": row["images"][0], "answer": row["answer"]}
+            for row in rows
+        ]
+    if form in ("dataset", "bytes"):
+        rows = datasets.Dataset.from_list(rows)
+        rows = rows.cast_column("image", datasets.Image(decode=form == "dataset"))
+    trainer = run_of("idefics3", tmp_path, rows, max_steps=1)
+    trainer.train()
+    assert expected_reward(tmp_path) == pytest.approx(records_of(trainer)[0]["reward"])
+
+
+def expected_reward(folder, held=[]):  # noqa: B006
+    if not held:
+        trainer = run_of("idefics3", folder / "expected", ROWS[:4], max_steps=1)
+        trainer.train()
+        held.append(records_of(trainer)[0]["reward"])
+    return held[0]
+
+
+def test_rewards_are_given_pictures_and_prompts(tmp_path):
+    seen = {}
+
+    def look(prompts, completions, images, answer, **columns):
+        seen.update(prompts=prompts, images=images, answer=answer)
+        return [0.0, 1.0] * (len(completions) // 2)
+
+    _, processor = seeing("idefics3")
+    trainer = GRPOTrainer(
+        seeing("idefics3")[0],
+        look,
+        config_of(tmp_path, max_steps=1, log_completions=True),
+        ROWS,
+        ROWS[:2],
+        processing_class=processor,
+        peft_config=ADAPTER,
+    )
+    trainer.train()
+    assert seen["images"][0][0].size == (24, 16) and len(set(seen["answer"])) == 2
+    assert [part["type"] for part in seen["prompts"][0][0]["content"]] == ["image", "text"]
+    assert trainer.samples[0]["prompt"] == "user: [picture]how many?"
+    assert trainer.evaluate()["eval_reward"] == pytest.approx(0.5)
+
+
+def batch_in(held):
+    "The batch that a saved state holds, wherever it stands in it."
+    if isinstance(held, dict):
+        inside = [held["batch"]] if held.get("batch") else map(batch_in, held.values())
+    else:
+        inside = map(batch_in, held) if isinstance(held, list) else []
+    return next((one for one in inside if one), None)
+
+
+def test_a_checkpoint_in_the_middle_of_a_cycle_keeps_the_pictures(tmp_path):
+    changes = dict(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        steps_per_generation=2,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    whole = run_of("qwen3_vl", tmp_path, **changes)
+    whole.train()
+    for number in (1, 3):
+        folder = tmp_path / f"checkpoint-{number}"
+        held = torch.load(folder / "training_state.pt", weights_only=True)
+        batch = batch_in(held)
+        assert len(batch["pixels"]) == 8 and batch["pixels"][0]["image_grid_thw"].shape == (1, 3)
+        again = run_of("qwen3_vl", tmp_path / f"again-{number}", **changes)
+        again.train(resume_from_checkpoint=str(folder))
+        for name, weight in weights_of(whole.model).items():
+            assert torch.equal(weight, weights_of(again.model)[name]), name
+
+
+def test_peft_reads_the_adapter_on_the_released_class(tmp_path):
+    trainer = run_of("qwen3_vl", tmp_path)
+    trainer.train()
+    trainer.save_model(tmp_path / "adapter")
+    base, processor = seeing("qwen3_vl")
+    assert isinstance(base, transformers.Qwen3VLForConditionalGeneration)
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    batch = trainer.collector.collect(trainer.state)
+    assert batch.pixels is not None and pixels_of([[1]]) is None
+    with torch.no_grad():
+        ours, _ = completion_logps(trainer.model, batch)
+        theirs, _ = completion_logps(read, batch)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert (tmp_path / "adapter" / "processor_config.json").exists()
+    assert processor.image_token == "<|image_pad|>"
+
+
+def test_a_model_by_name_brings_its_processor(tmp_path):
+    model, processor = seeing("idefics3")
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    trainer = GRPOTrainer(
+        str(tmp_path / "model"), low, config_of(tmp_path, max_steps=1), ROWS, peft_config=ADAPTER
+    )
+    assert isinstance(trainer.processing_class, transformers.Idefics3Processor)
+    trainer.train()
+    assert records_of(trainer)[0]["grad_norm"] > 0
+
+
+def test_who_does_not_see_is_a_sentence(tmp_path):
+    model, tokenizer = tiny_gpt_oss()
+    given = dict(args=config_of(tmp_path), train_dataset=ROWS, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="GptOssForCausalLM reads none"):
+        GRPOTrainer(model, low, **given)
+
+    def ruler(x: int) -> int:
+        """Measure.
+
+        Args:
+            x: where
+
+        Returns:
+            a length
+        """
+        return x
+
+    seer, processor = seeing("idefics3")
+    with pytest.raises(ValueError, match="with tools and environments they would not reach"):
+        GRPOTrainer(seer, low, **given | dict(processing_class=processor), tools=[ruler])
+    with pytest.raises(ValueError, match="reads texts alone"):
+        trainer = GRPOTrainer(seer, low, **given | dict(processing_class=processor.tokenizer))
+        trainer.train()
+    with pytest.raises(ValueError, match="was not loaded from anywhere: pass processing_class"):
+        GRPOTrainer(seer, low, **given | dict(processing_class=None))
+
+
+def written_before(processor):
+    "A rollout function that gives the same completions in every run."
+    chance = random.Random(0)
+
+    def rollout(prompts, trainer):
+        tokenizer = processor.tokenizer
+        drawn = [[chance.randint(20, 90) for _ in range(chance.randint(1, 5))] for _ in prompts]
+        read = [
+            processor.apply_chat_template(
+                [prompt], tokenize=True, return_dict=True, add_generation_prompt=True
+            )["input_ids"][0]
+            for prompt in prompts
+        ]
+        return {
+            "prompt_ids": [ids.tolist() if hasattr(ids, "tolist") else ids for ids in read],
+            "completion_ids": [ids + [tokenizer.eos_token_id] for ids in drawn],
+            "logprobs": [[-1.0] * (len(ids) + 1) for ids in drawn],
+        }
+
+    return rollout
+
+
+def trained(library, kind, folder, **changes):
+    "Weights after 20 updates on the same completions."
+    model, processor = seeing(kind)
+    for tower in towers(model).values():
+        tower.requires_grad_(False)
+    trainer = library.GRPOTrainer(
+        model,
+        low,
+        args=config_of(
+            folder,
+            library,
+            max_steps=20,
+            learning_rate=1e-3,
+            vllm_importance_sampling_correction=False,
+            **changes,
+        ),
+        train_dataset=datasets.Dataset.from_list(ROWS),
+        processing_class=processor,
+        rollout_func=written_before(processor),
+    )
+    trainer.train()
+    return weights_of(trainer.model), [r for r in trainer.state.log_history if "loss" in r]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, changes", [
+    ("gemma3", {}),
+    ("idefics3", dict(gradient_accumulation_steps=2, loss_type="grpo")),
+])  # fmt: skip
+def test_weights_are_those_of_trl(kind, changes, tmp_path, monkeypatch):
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
+    theirs, their_log = trained(trl, kind, tmp_path / "trl", **changes)
+    ours, our_log = trained(grpo_nb, kind, tmp_path / "grpo_nb", **changes)
+    began = weights_of(seeing(kind)[0])
+    assert ours.keys() == theirs.keys() and len(our_log) == len(their_log) == 20
+    for weight in ours:
+        torch.testing.assert_close(ours[weight], theirs[weight], rtol=0, atol=1e-5, msg=weight)
+    assert max((ours[weight] - began[weight]).abs().max() for weight in ours) > 0.005
