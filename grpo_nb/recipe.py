@@ -29,14 +29,7 @@ from .model.kernel_choice import TRANSFORMERS_NAMES, asked_kernel, is_old
 from .model.memory_bytes import ModelShape, released_shape
 from .model.memory_fit import Card, find_card
 from .planning.plan import Setup, as_settings, server_urls
-from grpo_nb.training.config import (
-    GRPOConfig,
-    Setting,
-    Settings,
-    all_unknown,
-    setting,
-    types_of,
-)
+from .training.config import GRPOConfig, Setting, Settings, all_unknown, setting, types_of
 
 # %% ../nbs/88_recipe.ipynb #4e2f3ca4
 @dataclass(kw_only=True)
@@ -288,9 +281,7 @@ def recipe_of(
     return Recipe(*parts)
 
 
-def check_complete(
-    recipe: Recipe,
-) -> None:  # ValueError with what is missing
+def check_complete(recipe: Recipe) -> None:  # ValueError with what is missing
     "Refuse a recipe that cannot be trained, since it names no model, no data or no reward."
     wanted = {
         "model_name_or_path": recipe.model.model_name_or_path,
@@ -379,9 +370,7 @@ def groups_of_settings() -> Iterable[type]:
             yield base
 
 
-def add_flags(
-    parser: argparse.ArgumentParser,
-) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     "A flag for every setting, in groups; those that mean nothing here are accepted and not shown."
     shown = set()
     for group in groups_of_settings():
@@ -487,9 +476,7 @@ def no_such_reward(
 FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def check_places(
-    recipe: Recipe,
-) -> None:  # ValueError with what is not there
+def check_places(recipe: Recipe) -> None:  # ValueError with what is not there
     "Refuse files and short names that do not exist, before seconds of imports."
     name = recipe.data.dataset_name
     if Path(name).suffix in FILES and not Path(name).is_file():
@@ -580,9 +567,7 @@ def shape_of(
 
 
 def stored_as(
-    model: ModelSettings,
-    shape: ModelShape,
-    card: Card,
+    model: ModelSettings, shape: ModelShape, card: Card
 ) -> str:  # one of FORMATS; ValueError for a mixture that it does not have
     "The format of the weights on the card."
     if model.load_in_4bit:
@@ -598,9 +583,7 @@ def stored_as(
     return names[model.number_format()]
 
 
-def adapted_parts(
-    adapter: AdapterSettings,
-) -> tuple[str, ...]:  # some of TARGETS
+def adapted_parts(adapter: AdapterSettings) -> tuple[str, ...]:  # some of TARGETS
     "The parts of a layer that have an adapter."
     given = (adapter.lora_target_modules, adapter.lora_target_parameters)
     names = [name for one in given for name in ([one] if isinstance(one, str) else one or [])]
@@ -609,9 +592,7 @@ def adapted_parts(
     return tuple(part for part, pattern in found.items() if re.search(pattern, words))
 
 
-def drawn_by(
-    config: GRPOConfig,
-) -> dict[str, Any]:  # sampler, vllm_share
+def drawn_by(config: GRPOConfig) -> dict[str, Any]:  # sampler, vllm_share
     "Who draws a recipe's completions, in the planner's words."
     if not config.use_vllm:
         return {}
@@ -672,9 +653,7 @@ def lines_of(
     return lines
 
 
-def in_yaml(
-    value: Any,
-) -> str:  # one line
+def in_yaml(value: Any) -> str:  # one line
     "A value as it stands in a recipe."
     import yaml
 
@@ -715,18 +694,13 @@ STARTS = ("# torchrun ", "# CUDA_VISIBLE_DEVICES=", "# grpo-nb serve ")  # that 
 
 
 def lines_of_servers(
-    setup: Setup,
-    config: GRPOConfig,
+    setup: Setup, config: GRPOConfig
 ) -> dict[str, Any]:  # name -> value; those that stand there already are left out
     "Settings of a recipe with which the servers of a setup draw."
     urls = config.server_urls() if config.vllm_server_base_url else []
     if len(urls) != setup.samplers:
         urls = server_urls(setup)
-    lines = {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_base_url": ",".join(urls),
-    }
+    lines = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": ",".join(urls)}
     return {
         n: value for n, value in lines.items() if setup.samplers and getattr(config, n) != value
     }

@@ -1,102 +1,339 @@
-"""A tutorial from its first to its last cell with some of Colab's limits:
-`python tools/rehearse.py nbs/tutorials/11_qlora.ipynb [--record FILE]`.
+"""Tutorials from their first to their last cell with Colab's limits: `python tools/rehearse.py`
+for the five that are meant for a T4, or with pages, `--lost` for a session that is lost half way,
+`--models DIR` for real models of a folder, in float16, `--record FILE` to keep what is found.
 
-The page runs in a folder of its own, with an empty home. The record says what was enforced, and
-what was neither real nor imitated: a rehearsal is no run on a T4.
+Each page runs in a folder of its own, with an empty home, and cannot write elsewhere. The record
+says what was enforced, what was imitated and what was neither: a rehearsal is no run on a T4.
 """
 
 import argparse
+import ctypes
+import datetime
 import json
 import os
+import platform
+import re
 import resource
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-MEMORY, CORES = 12.7, 2  # GiB and cores of Colab's machine with a T4
-ENFORCED = (
+NAMES = "01_first_run 02_gpt_oss_20b_t4 03_gsm8k 08_from_unsloth_qwen3 11_qlora"
+PAGES = [ROOT / f"nbs/tutorials/{name}.ipynb" for name in NAMES.split()]
+MEMORY, CORES, DISK = 12.7, 2, 4  # GiB and cores of Colab's machine with a T4; less disk than its
+NO_DISK = "a limit of the disk: this system lets nobody mount one"
+NO_WALL = "writing outside the folder is not stopped: this kernel has no Landlock"
+ENFORCED = [
     f"at most {MEMORY} GiB of data in a process (RLIMIT_DATA)",
     f"at most {CORES} cores (affinity)",
     "an empty home and empty caches of the Hub, Triton and torch",
     "the Hub offline",
     "a new folder as working folder",
-)
-MISSING = (
-    "a T4: cells marked cuda are skipped, and the page takes its tiny model",
-    "float16 and capability 7.5",
+]
+MISSING = [
+    "a T4, its driver and its kernels: cells marked cuda are skipped",
+    "CUDA in float16, and its speed",
     "the versions of Colab's packages (pytest -m colab has them)",
     "an installation by pip: the library is that of the clone",
-    "a limit of the disk",
-    "writing outside the folder is not stopped",
-    "a lost session",
-)
+]
+DRIVE = """
+import os
+def mount(place):
+    os.makedirs(place, exist_ok=True)
+    if not os.path.lexists(f"{place}/MyDrive"):
+        os.symlink(os.environ["REHEARSED_DRIVE"], f"{place}/MyDrive")
+"""
+KILLER = """
+import os, signal, sys
+written = [0]
+def die(event, args):
+    if event == "open" and str(args[0]).endswith("manifest.json") and "w" in str(args[1]):
+        written[0] += 1
+        if written[0] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(die)
+"""  # the second checkpoint has its weights and not its list of files
+ON_DRIVE = [("DRIVE = False", "DRIVE = True")]
+OFTEN = {  # page -> what makes the tiny run write checkpoints on its way
+    "02_gpt_oss_20b_t4": [("max_steps=16,", "max_steps=16, save_steps=4,")],
+    "08_from_unsloth_qwen3": [("save_steps=100 if TINY else 10", "save_steps=10")],
+    "11_qlora": [('save_strategy="no"', "save_steps=10")],
+}
+SMALL = [
+    ("max_steps=100", "max_steps=2"),
+    ("NEW, RANK = 4, 512, 1536, 32", "NEW, RANK = 4, 512, 24, 8"),
+]
+REAL = {  # page -> what takes a real model of a folder, and makes the run short enough for a CPU
+    "01_first_run": [
+        ('MODEL = "tiny"', 'MODEL = "{model}"'),
+        ("(9_900, 9_999), 100, 48", "(9_900, 9_999), 8, 16"),
+        ("fp16=no_bfloat16", "fp16=True"),
+        *SMALL[:1],
+    ],
+    "03_gsm8k": [
+        ('MODEL, OUT = HERE["model"], HERE["folder"]', 'MODEL, OUT = "{model}", HERE["folder"]'),
+        ('DATA = "openai/gsm8k"', 'DATA = "{data}"'),
+        ("torch.float16 if GPU else torch.float32", "torch.float16"),
+        ("fp16=GPU and not BF16", "fp16=True"),
+        ("max_steps=300", "max_steps=2"),
+        ("gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
+        ("else 320", "else 24"),
+        ("min(200,", "min(8,"),
+    ],
+    "08_from_unsloth_qwen3": [
+        ('MODEL = "tiny"', 'MODEL = "{model}"'),
+        ('gsm8k("train", system', 'gsm8k("train", "{data}", system'),
+        ("fp16=torch.cuda.is_available() and not BF16,\n)", "fp16=True,\n)"),
+        ("max_steps=30 if TINY else 128", "max_steps=2"),
+        ("range(25)", "range(2)"),
+        *SMALL,
+    ],
+    "11_qlora": [
+        ('MODEL = "tiny"', 'MODEL = "{model}"'),
+        ('gsm8k("train", system', 'gsm8k("train", "{data}", system'),
+        ("fp16=OLD", "fp16=True"),
+        ("max_steps=250", "max_steps=2"),
+        ('optim="adamw_8bit"', 'optim="adamw_torch"'),  # bitsandbytes needs a GPU
+        ("range(25)", "range(4)"),
+        *SMALL[1:],
+    ],
+}
 
 
-def limited(home: Path) -> dict[str, str]:
-    "Limit this process and those that it starts; the environment of the kernel."
+def cannot_write_outside(*folders: Path) -> bool:
+    "Landlock: this process and those that it starts write below these folders alone."
+    libc, handled = ctypes.CDLL(None, use_errno=True), 0b111111111110010  # all that changes files
+    rules = ctypes.c_uint64(handled)
+    number = libc.syscall(444, ctypes.byref(rules), 8, 0)
+    if number < 0 or libc.prctl(38, 1, 0, 0, 0):
+        return False
+    for folder in folders:
+        place = os.open(folder, os.O_PATH)
+        rule = handled.to_bytes(8, "little") + place.to_bytes(4, "little")
+        if libc.syscall(445, number, 1, rule, 0):
+            return False
+    return not libc.syscall(446, number, 0)
+
+
+def mounting() -> list[str]:
+    "The command before a command that may mount, or nothing."
+    for how in (["unshare", "-m"], ["unshare", "-Urm"]):
+        mount = [*how, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+        if shutil.which("unshare") and not subprocess.run(mount, capture_output=True).returncode:
+            return how
+    return []
+
+
+def home_of(folder: Path) -> dict[str, str]:
+    "The environment of a machine that is new, below a folder."
+    names = "HF_HOME TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR TMPDIR JUPYTER_RUNTIME_DIR IPYTHONDIR"
+    caches = {name: str(folder / "machine/home" / name.lower()) for name in names.split()}
+    kept = {n: os.environ[n] for n in ("PATH", "LANG", "OMP_NUM_THREADS") if n in os.environ}
+    own = {
+        "HOME": str(folder / "machine/home"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    paths = os.pathsep.join([str(ROOT), str(folder / "imitated")])
+    return kept | caches | own | {"PYTHONPATH": paths, "REHEARSED_DRIVE": str(folder / "drive")}
+
+
+def changed(page: Path, changes: list) -> nbformat.NotebookNode:
+    "A page whose sources have other words; each has to be there."
+    from notebooks import skipped
+
+    notebook = nbformat.read(page, 4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for old, new in changes:
+        assert any(old in cell.source for cell in cells), f"{page.name} has no {old!r}"
+        for cell in cells:
+            cell.source = cell.source.replace(old, new)
+    for cell in cells:
+        if skipped(cell, ("notest", "slow", "cuda")) and cell.id not in (
+            "colab-install",
+            "trl-install",
+        ):
+            cell.metadata["tags"] = ["skip-execution"]
+    return notebook
+
+
+def session(asked: dict) -> dict:
+    "In a process of its own: a page on a new machine, or on one that keeps its Drive."
+    folder = Path(asked["folder"])
+    missing = []
+    if asked["mounts"]:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}g", "tmpfs", folder / "machine"]
+        subprocess.run(command, check=True)
+    else:
+        missing.append(NO_DISK)
+    env = home_of(folder)
+    for name in (
+        "HOME",
+        "HF_HOME",
+        "TRITON_CACHE_DIR",
+        "TMPDIR",
+        "JUPYTER_RUNTIME_DIR",
+        "IPYTHONDIR",
+    ):
+        Path(env[name]).mkdir(parents=True, exist_ok=True)
+    (folder / "machine/content").mkdir()
     size = int(MEMORY * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (size, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    caches = dict.fromkeys(("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"))
-    for name in caches:
-        caches[name] = str(home / name.lower())
-        Path(caches[name]).mkdir()
-    kept = {
-        name: os.environ[name] for name in ("PATH", "LANG", "OMP_NUM_THREADS") if name in os.environ
-    }
-    return kept | caches | {"HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    tempfile.tempdir = env["TMPDIR"]
+    if not cannot_write_outside(folder, Path("/dev")):
+        missing.append(NO_WALL)
 
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-def rehearse(page: Path, folder: Path) -> dict:
-    "Run a page, and tell how far it came."
-    from notebooks import skipped
-
-    content, home = folder / "content", folder / "home"
-    content.mkdir()
-    home.mkdir()
-    notebook = nbformat.read(page, 4)
+    notebook = changed(Path(asked["page"]), asked["changes"])
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for cell in cells:
-        if skipped(cell, ("notest", "slow", "cuda")) and cell.id != "colab-install":
-            cell.metadata["tags"] = ["skip-execution"]
+    if asked["killed"]:
+        cells[0].source = KILLER + cells[0].source
     start, error = time.perf_counter(), None
-    client = NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": content}})
+    where = {"metadata": {"path": folder / "machine/content"}}
     try:
-        client.execute(env=limited(home))
+        NotebookClient(notebook, timeout=1200, resources=where).execute(env=env)
     except CellExecutionError as problem:
         error = f"{problem.ename}: {problem.evalue}"
+    except DeadKernelError:
+        error = "the session was lost"
+    said = " ".join(
+        o.text for c in cells for o in c.get("outputs", []) if o.get("name") == "stdout"
+    )
     return {
-        "page": page.name,
+        "page": Path(asked["page"]).name,
         "error": error,
         "cells": len(cells),
         "ran": sum(cell.execution_count is not None for cell in cells),
         "seconds": round(time.perf_counter() - start, 1),
         "peak GiB": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2),
-        "enforced": ENFORCED,
-        "neither real nor imitated": MISSING,
+        "next": [line for line in said.splitlines() if line.startswith("Next: ")],
+        "went on": re.findall(r"going on from \S*?(checkpoint-\d+)", said),
+        "missing": missing,
     }
+
+
+def started(page: Path, folder: Path, changes=(), killed=False) -> dict:
+    "A session on a new machine; the folder's Drive stays from one to the next."
+    shutil.rmtree(folder / "machine", ignore_errors=True)
+    for name in ("machine", "drive", "imitated/google/colab"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "imitated/google/colab/drive.py").write_text(DRIVE)
+    how = mounting()
+    asked = dict(page=str(page), folder=str(folder), changes=list(changes), killed=killed)
+    words = json.dumps(asked | {"mounts": bool(how)})
+    done = subprocess.run(
+        [*how, sys.executable, __file__, "--session", words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **home_of(folder)},
+    )
+    if done.returncode:
+        sys.exit(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def small_data(folder: Path) -> Path:
+    "Rows in the form of GSM8K, for pages with a real model."
+    from grpo_nb.environments.gsm8k import word_problems
+
+    rows = [
+        (row["prompt"][0]["content"], row["solution"])
+        for row in word_problems(0, 48, system_prompt=None)
+    ]
+    (folder / "data").mkdir()
+    for split, part in (("train", rows[:32]), ("test", rows[32:])):
+        lines = [json.dumps({"question": one, "answer": two}) for one, two in part]
+        (folder / f"data/{split}.jsonl").write_text("\n".join(lines))
+    return folder / "data"
+
+
+def rehearse(page: Path, folder: Path, lost: bool = False, models: Path | None = None) -> dict:
+    "Run a page, and tell how far it came, under what."
+    enforced, imitated, changes = [*ENFORCED], [], []
+    if models and page.stem in REAL:
+        (model,) = [p for p in models.resolve().iterdir() if p.name == "smollm"]
+        names = {"model": str(model), "data": str(small_data(folder))}
+        changes = [
+            (old, new.replace("{model}", names["model"]).replace("{data}", names["data"]))
+            for old, new in REAL[page.stem]
+        ]
+        imitated.append(f"the model: {model.name} of a folder, two updates, in float16 on the CPU")
+    else:
+        imitated.append("the model: the page's tiny one, in float32")
+    before = None
+    if lost:
+        changes = [*changes, *ON_DRIVE, *OFTEN.get(page.stem, [])]
+        before = started(page, folder, changes, killed=True)
+        imitated.append("Google Drive: a folder that outlives the machine")
+        enforced.append("SIGKILL as the second checkpoint is written, then a new machine")
+    told = started(page, folder, changes)
+    missing = told.pop("missing")
+    if NO_DISK not in missing:
+        enforced.append(f"a disk of {DISK} GiB (tmpfs), less than Colab's")
+    if NO_WALL not in missing:
+        enforced.append(
+            "no file is written outside of the page's folder, home and Drive (Landlock)"
+        )
+    if lost:
+        told["lost after"] = before["ran"] if before["error"] == "the session was lost" else None
+    kinds = {
+        "enforced": enforced,
+        "imitated": imitated,
+        "neither real nor imitated": MISSING + missing,
+    }
+    return told | kinds
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("page", type=Path)
-    parser.add_argument("--record", type=Path, help="write the record there too")
+    parser.add_argument("pages", type=Path, nargs="*", default=PAGES)
+    parser.add_argument("--lost", action="store_true", help="SIGKILL half way, then a new session")
+    parser.add_argument("--models", type=Path, help="a folder that has smollm, a model's folder")
+    parser.add_argument(
+        "--record", type=Path, help="keep the record there, beside those of other ways"
+    )
+    parser.add_argument("--session", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        told = rehearse(asked.page, Path(folder))
-    text = json.dumps(told, indent=1)
-    print(text)
+    if asked.session:
+        return print(json.dumps(session(json.loads(asked.session))))
+    told = []
+    for page in asked.pages:
+        with tempfile.TemporaryDirectory() as folder:
+            told.append(rehearse(page.resolve(), Path(folder), asked.lost, asked.models))
+        row = told[-1]
+        print(
+            row["page"],
+            f"{row['ran']} of {row['cells']} cells, {row['seconds']} s",
+            row["error"] or "",
+            *row["next"],
+        )
+    packages = (f"{name} {version(name)}" for name in ("torch", "transformers", "ipywidgets"))
+    here = f"Python {platform.python_version()}, {', '.join(packages)}"
+    shared = {k: told[0].pop(k) for k in ("enforced", "imitated", "neither real nor imitated")}
+    for row in told[1:]:
+        for name in shared:
+            row.pop(name)
+    record = {"on": f"{datetime.date.today()}", "with": here, **shared, "pages": told}
     if asked.record:
-        asked.record.write_text(text + "\n")
-    sys.exit(told["error"] is not None)
+        kept = json.loads(asked.record.read_text()) if asked.record.exists() else {}
+        kept["lost" if asked.lost else "models" if asked.models else "whole"] = record
+        asked.record.write_text(json.dumps(kept, indent=1) + "\n")
+    print(json.dumps(shared, indent=1))
+    sys.exit(any(row["error"] for row in told))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

@@ -231,9 +231,7 @@ def load(
     return function
 
 
-def describe(
-    error: BaseException,
-) -> str:  # with the place where it was raised
+def describe(error: BaseException) -> str:  # with the place where it was raised
     "An exception in one line."
     try:
         said = visible(f"{type(error).__name__}: {str(error)[:500]}")
@@ -317,10 +315,7 @@ def run_worker(
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
-def prctl(
-    option: int,
-    value: int,
-) -> None:
+def prctl(option: int, value: int) -> None:
     "Ask the kernel for a service, where it is Linux."
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
@@ -689,10 +684,7 @@ class RewardProcesses:
         for worker in self.all:
             worker.drop()
 
-    def ask(
-        self,
-        questions: list[bytes],
-    ) -> list[dict]:  # an answer or a fault for each
+    def ask(self, questions: list[bytes]) -> list[dict]:  # an answer or a fault for each
         "Share the questions among the workers that are free."
         if self.owner != os.getpid():
             self.open()  # after a fork; the workers belong to the other process
@@ -837,10 +829,7 @@ def rebuild(target: str, settings: dict) -> IsolatedReward:
 
 
 def check_limits(
-    timeout_s: float,
-    each_timeout_s: float | None,
-    start_timeout_s: float,
-    workers: int,
+    timeout_s: float, each_timeout_s: float | None, start_timeout_s: float, workers: int
 ) -> None:
     "ValueError for limits that cannot be kept."
     for what, value in (

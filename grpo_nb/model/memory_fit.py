@@ -415,17 +415,13 @@ class Held:
     asleep: int  # bytes of a sampler's weights in host memory, while it sleeps
 
 
-def vllm_weights(
-    step: Step,
-) -> int:  # bytes
+def vllm_weights(step: Step) -> int:  # bytes
     "vLLM's own copy of the model: gpt-oss as it was released, and others in 16 bits."
     packed = "mxfp4" in step.weights
     return sum(weight_bytes(step.shape, "mxfp4" if packed else "bf16").values())
 
 
-def held(
-    step: Step,
-) -> Held:
+def held(step: Step) -> Held:
     "Bytes of the weights of every model in the step: policy, reference, sampler."
     weights = weight_bytes(step.shape, step.weights, step.double_quant, step.shards)
     reference = sum(weights.values()) if step.reference else 0
@@ -441,9 +437,7 @@ def held(
     )
 
 
-def read_whole(
-    step: Step,
-) -> int:  # bytes in host memory, of the first process
+def read_whole(step: Step) -> int:  # bytes in host memory, of the first process
     "The model before shares are cut from it; 0 where nothing is shared out."
     whole = weight_bytes(step.shape, step.weights, step.double_quant)
     return sum(whole.values()) * (step.shards > 1)
@@ -594,9 +588,7 @@ def all_gradients(
     }
 
 # %% ../../nbs/model/22_memory_fit.ipynb #2ef39020
-def hidden_on_host(
-    step: Step,
-) -> int:  # bytes
+def hidden_on_host(step: Step) -> int:  # bytes
     "Final hidden states kept on the host while another part of the batch is computed."
     if not step.offload_hidden:
         return 0
@@ -606,9 +598,7 @@ def hidden_on_host(
     return states - -(-states // step.mini_batch)
 
 
-def inputs_on_host(
-    step: Step,
-) -> int:  # bytes
+def inputs_on_host(step: Step) -> int:  # bytes
     "Layer inputs kept on the host, and attention's results where those are kept too."
     if not step.offload_activations:
         return 0
@@ -729,9 +719,7 @@ def with_slices(
     return Fit(room, {"rollout": rollout, **moments}, host, there.weights, rows, slice_tokens)
 
 # %% ../../nbs/model/22_memory_fit.ipynb #cbf785f4
-def possible_slices(
-    step: Step,
-) -> tuple[int | None, ...]:  # tokens, the largest first; None: all
+def possible_slices(step: Step) -> tuple[int | None, ...]:  # tokens, the largest first; None: all
     "The sizes of slices that the trainer would try."
     if step.slice_tokens is not None:
         return (None if step.slice_tokens >= ALL else step.slice_tokens,)

@@ -197,10 +197,7 @@ class Setup:
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
         return own | {name: getattr(self.config, name) for name in CONFIGURED}
 
-    def differences(
-        self,
-        other: "Setup",
-    ) -> dict:  # setting -> its value here
+    def differences(self, other: "Setup") -> dict:  # setting -> its value here
         "The settings in which this setup differs from another."
         theirs = other.settings()
         return {name: value for name, value in self.settings().items() if value != theirs[name]}
@@ -353,9 +350,7 @@ def crossing(
     return {part: int(others * size) for part, size in passes.items()}
 
 
-def plan_of(
-    setup: Setup,
-) -> Plan:
+def plan_of(setup: Setup) -> Plan:
     "The plan of a setup, with the largest slices and the most completions that fit."
     return Plan(**vars(fit(setup.step, setup.card.room)), setup=setup)
 
@@ -370,9 +365,7 @@ def plan(
     return plan_of(setup_of(model, card, config, **settings))
 
 # %% ../../nbs/planning/01_plan.ipynb #b576222b
-def standard(
-    setup: Setup,
-) -> Plan:
+def standard(setup: Setup) -> Plan:
     "The plan of the same step in the usual practice: 16 bit, transformers, vLLM."
     old = setup.step.old_card
     return plan_of(
@@ -648,9 +641,7 @@ def describe(
 FIRST_PORT = 8000  # of the servers
 
 
-def server_urls(
-    setup: Setup,
-) -> list[str]:
+def server_urls(setup: Setup) -> list[str]:
     "Where the servers of `server_lines` listen."
     return [f"http://127.0.0.1:{FIRST_PORT + number}" for number in range(setup.samplers)]
 
@@ -717,10 +708,7 @@ def _nearly_free(s: Setup) -> Iterator[Switch]:
         yield dict(logit_chunk_multiplier=-(-rows // 256)), cost
 
 
-def one_at_a_time(
-    config: GRPOConfig,
-    cards: int = 1,
-) -> dict[str, int]:  # settings
+def one_at_a_time(config: GRPOConfig, cards: int = 1) -> dict[str, int]:  # settings
     "Micro-batches of one sequence, and as many more of them: the same update."
     batch, steps = config.per_device_train_batch_size, config.steps_per_generation
     more = {"steps_per_generation": steps * batch} if steps else {}
@@ -790,9 +778,7 @@ def _dear(s: Setup) -> Iterator[Switch]:
         yield dict(lora_r=8), "Adapters of a smaller rank: less can be learnt."
 
 
-def switches(
-    setup: Setup,
-) -> Iterator[Switch]:
+def switches(setup: Setup) -> Iterator[Switch]:
     "Yield all switches that would change this setup, cheapest first."
     return chain(*(group(setup) for group in (_free, _nearly_free, _slower, _dear)))
 
@@ -873,9 +859,7 @@ def _next_switch(plan, chosen):
     return None, plan
 
 
-def switches_for(
-    plan: Plan,
-) -> list[Switch]:  # cheapest first; all that help if none is enough
+def switches_for(plan: Plan) -> list[Switch]:  # cheapest first; all that help if none is enough
     "The cheapest switches that make a plan fit, without superfluous ones."
     chosen, now = [], plan
     while not now.fits:
@@ -918,9 +902,7 @@ def _by_saving(plan, chosen):
     return order, now
 
 
-def advise(
-    plan: Plan,
-) -> list[Advice]:  # empty if the plan fits, or if nothing helps
+def advise(plan: Plan) -> list[Advice]:  # empty if the plan fits, or if nothing helps
     """The switches that make a plan fit: chosen by cost, listed by size, the largest saving first.
     The plan of the last one shows whether all together are enough."""
     chosen = switches_for(plan)
@@ -932,9 +914,7 @@ def advise(
     return found if helps else cheap  # switches that only help together stay in that order
 
 # %% ../../nbs/planning/01_plan.ipynb #7e25ab0e
-def larger_card(
-    plan: Plan,
-) -> Card | None:  # None: no card that is known here
+def larger_card(plan: Plan) -> Card | None:  # None: no card that is known here
     "The smallest card in CARDS, larger than the plan's own, on which the plan fits."
     setup = plan.setup
     for card in sorted(CARDS.values(), key=lambda card: card.usable):

@@ -21,11 +21,7 @@ class Rates:
     tflops: float  # 10^12 operations of products in 16 bits
     gigabytes: float  # 10^9 bytes of its memory, read or written
 
-    def seconds(
-        self,
-        operations: float,
-        bytes_: float,
-    ) -> float:
+    def seconds(self, operations: float, bytes_: float) -> float:
         "The longer of the two: arithmetic goes on while bytes arrive."
         return max(operations / (self.tflops * 1e12), bytes_ / (self.gigabytes * 1e9))
 
@@ -137,10 +133,7 @@ def training_work(
             products("attention", attention) * tokens,
             moved("attention", batches, attention) + flow(attention, 2 * (shape.hidden + q + k)),
         ),
-        "attention": (
-            (attention + 1.5) * 4 * q * seen,
-            flow(attention, 2 * (q + k)),
-        ),
+        "attention": ((attention + 1.5) * 4 * q * seen, flow(attention, 2 * (q + k))),
         "head": (
             4 * shape.vocab * shape.hidden * tokens,
             2 * cut(1024) * 2 * shape.vocab * shape.hidden,

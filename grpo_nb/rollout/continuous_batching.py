@@ -22,14 +22,7 @@ from ..model.limits import PREFILL_TOKENS
 from . import decode_ops
 from .arrivals import Asked
 from .decode_ops import DecodeState
-from grpo_nb.rollout.decoder import (
-    SIZES,
-    STRIDE,
-    Decoder,
-    RecordedSteps,
-    draw_tokens,
-    read_prompts,
-)
+from .decoder import SIZES, STRIDE, Decoder, RecordedSteps, draw_tokens, read_prompts
 from .kv_cache import SlotCache
 from .prefixes import Prefixes
 from .sampling import SamplingParams, SurvivorRecord
@@ -40,9 +33,7 @@ DRAWN_AT_ONCE = 128  # first tokens on a GPU: logits of a large vocabulary are l
 
 
 def start_state(
-    rows: int,
-    params: SamplingParams,
-    device: torch.device,
+    rows: int, params: SamplingParams, device: torch.device
 ) -> DecodeState:  # with a spare row; none is alive
     "Rows without a completion."
     state = DecodeState.start([1] * rows, params.max_tokens, device)

@@ -1244,9 +1244,7 @@ def is_near(
 
 
 def normal_tensors(
-    generator: torch.Generator,
-    device: torch.device,
-    dtype: torch.dtype,
+    generator: torch.Generator, device: torch.device, dtype: torch.dtype
 ) -> Callable[..., torch.Tensor]:  # of the sizes, and of the standard deviation `std`
     "A function that draws tensors of any shape."
 
@@ -1274,16 +1272,7 @@ def _trial_layer(generator, device, dtype, H=64, D=32, kv_heads=2):
     )
     q, k, v = (linear(heads * D, H) for heads in (4, kv_heads, kv_heads))
     return LayerWeights(
-        random(H),
-        q,
-        k,
-        v,
-        linear(H, 4 * D),
-        random(4),
-        random(H),
-        random(4, H),
-        random(4),
-        experts,
+        random(H), q, k, v, linear(H, 4 * D), random(4), random(H), random(4, H), random(4), experts
     )
 
 

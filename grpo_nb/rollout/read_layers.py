@@ -31,9 +31,7 @@ class CannotRead(Exception):
 COMPUTE_NOTHING = ("transformers.", "torch.distributed.fsdp.", "grpo_nb.training.sharding")
 
 
-def changed_forward(
-    module: torch.nn.Module,
-) -> str | None:  # what changes it; None: nothing
+def changed_forward(module: torch.nn.Module) -> str | None:  # what changes it; None: nothing
     """A hook, or the forward pass of a subclass, that makes a module compute something else than
     transformers' class."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
@@ -66,9 +64,7 @@ COMPUTE_THE_SAME = (
 )
 
 
-def own_forward(
-    module: torch.nn.Module,
-) -> bool:
+def own_forward(module: torch.nn.Module) -> bool:
     "Whether a forward pass other than that of its class is set on a module itself."
     plain, given = _wrapped(type(module).forward), vars(module).get("forward")
     for forward in _wrapped(given):
@@ -93,9 +89,7 @@ def _wrapped(forward):
     return found
 
 
-def what_changes(
-    module: torch.nn.Module,
-) -> str | None:  # None: nothing
+def what_changes(module: torch.nn.Module) -> str | None:  # None: nothing
     "`changed_forward`, or a forward pass that is set on the module itself."
     return changed_forward(module) or ("a forward pass of its own" if own_forward(module) else None)
 
@@ -136,9 +130,7 @@ def check_tensors(
         raise CannotRead(f"the head is a {type(head).__name__}")
 
 # %% ../../nbs/rollout/08_read_layers.ipynb #c384c86e
-def in_four_bits(
-    module: torch.nn.Module,
-) -> bool:
+def in_four_bits(module: torch.nn.Module) -> bool:
     "Whether a module is bitsandbytes' linear layer in 4 bits."
     kind = type(module)
     return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
@@ -182,8 +174,7 @@ def read_projection(
 
 # %% ../../nbs/rollout/08_read_layers.ipynb #3f2ac4d3
 def check_attention(
-    attention: torch.nn.Module,
-    family: Family,
+    attention: torch.nn.Module, family: Family
 ) -> None:  # CannotRead with the reason
     "Refuse attention of another class: what it does at far positions no trial sees."
     kinds = {
@@ -267,8 +258,7 @@ def family_of(
 
 
 def window_of(
-    attention: torch.nn.Module,
-    family: Family,
+    attention: torch.nn.Module, family: Family
 ) -> int | None:  # tokens; None: it sees all
     "The window of an attention layer."
     return attrgetter(family.window)(attention) if family.window else None

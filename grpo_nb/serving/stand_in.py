@@ -171,10 +171,7 @@ def check_tensors(
             )
 
 # %% ../../nbs/serving/07_stand_in.ipynb #2f3c3ef5
-def check_adapter(
-    config: PeftConfig,
-    max_lora_rank: int,
-) -> None:  # Refusal
+def check_adapter(config: PeftConfig, max_lora_rank: int) -> None:  # Refusal
     "Refuse an adapter that vLLM would not serve."
     if config.peft_type != "LORA":
         raise Refusal(400, f"the adapter is of the kind {config.peft_type}, and LoRA is served.")
@@ -380,10 +377,7 @@ def raw_logps(
     return selective_log_softmax(logits[:, :-1], tokens[:, 1:])[0]
 
 
-def make_raw(
-    rollout: Rollout,
-    model: Any,
-) -> None:
+def make_raw(rollout: Rollout, model: Any) -> None:
     "Replace a rollout's log-probs by those before temperature and cuts."
     for row, size in enumerate(rollout.lengths.tolist()):
         check_there()
@@ -391,12 +385,7 @@ def make_raw(
         rollout.logps[row, :size] = raw_logps(model, ids)[-size:]
 
 # %% ../../nbs/serving/07_stand_in.ipynb #1016b824
-def choice(
-    rollout: Rollout,
-    row: int,
-    tokenizer: Any,
-    asked: dict[str, Any],
-) -> dict[str, Any]:
+def choice(rollout: Rollout, row: int, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
     "One completion in vLLM's form."
     size, skip = int(rollout.lengths[row]), bool(asked.get("skip_special_tokens", True))
     ids = rollout.completion_ids[row, :size].tolist()
@@ -414,10 +403,7 @@ def choice(
     return one
 
 
-def tokens_choice(
-    rollout: Rollout,
-    row: int,
-) -> dict[str, Any]:
+def tokens_choice(rollout: Rollout, row: int) -> dict[str, Any]:
     "One completion in the form of the route that says what a cut has left."
     size = int(rollout.lengths[row])
     ids, logps = rollout.completion_ids[row, :size].tolist(), rollout.logps[row, :size].tolist()
@@ -690,10 +676,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_listening(
-    host: str,
-    api_key: str | None,
-) -> None:  # ValueError
+def check_listening(host: str, api_key: str | None) -> None:  # ValueError
     "Refuse to listen beyond this machine without a token."
     if not is_loopback(host) and not api_key:
         raise ValueError(
@@ -878,10 +861,7 @@ class Handler(HandlerReads):
             self.close_connection = True
 
 # %% ../../nbs/serving/07_stand_in.ipynb #058dec99
-def family_of(
-    host: str,
-    port: int,
-) -> socket.AddressFamily:  # OSError
+def family_of(host: str, port: int) -> socket.AddressFamily:  # OSError
     "IPv4 where a host has it, else IPv6."
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     families = [one[0] for one in found]
@@ -896,10 +876,7 @@ CANNOT = {  # number of an error -> what is said of it
 
 
 @contextmanager
-def naming_the_address(
-    host: str,
-    port: int,
-):  # OSError
+def naming_the_address(host: str, port: int):  # OSError
     "An error of the block says which address cannot be used, and what to change."
     try:
         yield

@@ -25,12 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..algorithm.batching import BatchLayout
 from ..rollout.engine import evaluating
-from grpo_nb.rollout.sampling import (
-    MOST_SURVIVORS,
-    TIES,
-    SamplingParams,
-    room_for_survivors,
-)
+from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams, room_for_survivors
 from ..serving.server import VLLMServer
 from ..serving.vllm_requests import has_few_survivors
 from .config import GRPOConfig, warn
@@ -211,9 +206,7 @@ def expert_factors(
 
 
 @contextmanager
-def zeroed(
-    parameters: list[torch.nn.Parameter],
-) -> Iterator[None]:
+def zeroed(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
     "These parameters are 0 inside `with`."
     kept = [(p, held(p)) for p in parameters]
     try:

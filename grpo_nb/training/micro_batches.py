@@ -14,13 +14,7 @@ from ..model.experts_grouped import can_group
 from ..model.fused_layers import adapters_are_fused, can_go_by_heads
 from ..model.kernel_choice import choose_kernel, is_old
 from ..model.limits import SLICES
-from grpo_nb.model.memory_bytes import (
-    Computation,
-    ModelShape,
-    read_shape,
-    step_bytes,
-    unpack_bytes,
-)
+from ..model.memory_bytes import Computation, ModelShape, read_shape, step_bytes, unpack_bytes
 from ..model.packed import PackedWeight, experts_of, has_experts
 from ..model.token_slices import dense_mlps, experts_in_slices
 from .config import GRPOConfig
@@ -62,9 +56,7 @@ def residual_bytes(
     return 2 if frozen_dtype(model) == torch.bfloat16 and autocast in (None, torch.bfloat16) else 4
 
 
-def capability_of(
-    device: torch.device,
-) -> tuple[int, int] | None:  # None: a CPU
+def capability_of(device: torch.device) -> tuple[int, int] | None:  # None: a CPU
     "A device's compute capability; a device without memory counts as the oldest card."
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)

@@ -541,11 +541,10 @@ def test_the_tutorial_with_a_model_from_a_folder(tmp_path, quiet_datasets, capsy
             )
         )
     changes = {
-        'MODEL = "Qwen/Qwen2.5-1.5B-Instruct" if "T4" in CARD.split() else "tiny"': (
-            f"MODEL = {str(tmp_path / 'model')!r}"
+        'MODEL, OUT = HERE["model"], HERE["folder"]': (
+            f"MODEL, OUT = {str(tmp_path / 'model')!r}, {str(tmp_path / 'run')!r}"
         ),
         'DATA = "openai/gsm8k"': f"DATA = {str(tmp_path / 'data')!r}",
-        '"runs/gsm8k"': repr(str(tmp_path / "run")),
         "max_steps=300": "max_steps=2",
         "gradient_accumulation_steps=8": "gradient_accumulation_steps=2",
         "else 320": "else 8",

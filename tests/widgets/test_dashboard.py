@@ -350,7 +350,7 @@ def test_first_run_with_a_model_by_name(tmp_path, monkeypatch):
     )
     for here, there in {
         'MODEL = "tiny"': f"MODEL = {str(tmp_path / 'model')!r}",
-        "OUTPUT = tempfile.mkdtemp()": f"OUTPUT = {str(tmp_path / 'run')!r}",
+        'MODEL, OUTPUT = HERE["model"], HERE["folder"]': f"OUTPUT = {str(tmp_path / 'run')!r}",
         "max_steps=100": "max_steps=2",
         "await dashboard.ended()": "dashboard.wait()",
         "%matplotlib inline": "",
