@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines": 44_700,
     "functions over 60 lines": 12,
     "export cells over 60 lines": 62,  # Triton 140, tables and fields 100
-    "notebooks": 152,
+    "notebooks": 153,
     "first cells over 11 lines": 0,
     "lines of the trainer's page": 500,
     "words in README": 1_200,
