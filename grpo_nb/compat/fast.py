@@ -6,9 +6,10 @@
 __all__ = ['SAMPLER', 'MEMORY', 'PLACE', 'WITHOUT_EFFECT', 'REFUSED', 'ADAPTER_FILES', 'SAVING_WITHOUT_EFFECT', 'SAVING_REFUSED',
            'BOUND', 'SEVEN', 'ADAPTER_WITHOUT_EFFECT', 'ADAPTER_REFUSED', 'asked_for', 'check_others', 'bind',
            'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text', 'request_outputs',
-           'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing', 'fast_generate', 'load_lora',
-           'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf', 'push_to_hub_gguf',
-           'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel', 'FastModel', 'FastVisionModel']
+           'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing', 'as_vllm_asks', 'fast_generate',
+           'load_lora', 'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf',
+           'push_to_hub_gguf', 'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel', 'FastModel',
+           'FastVisionModel']
 
 # %% ../../nbs/compat/01_fast.ipynb #dbaa36ee
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,9 @@ from peft.utils import load_peft_weights
 
 from grpo_nb.model.adapters import (
     adaptable,
+    adapter_folder,
     add_adapters,
+    base_of_adapter,
     describe_adapters,
     keep_adapter,
     lora_config,
@@ -35,6 +38,8 @@ from grpo_nb.model.adapters import (
 from ..model.attention import has_sinks
 from ..model.export import save_adapter, save_merged, save_mxfp4
 from ..model.loading import OVERFLOWING, load_model, select_experts
+from ..model.offload import base_causal_model
+from ..model.pictures import WrittenPrompt, load_processor, sight_of
 from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import Rollout, default_stop_token_ids
 from ..rollout.sampling import SamplingParams
@@ -288,6 +293,18 @@ def wearing(
         set_peft_model_state_dict(model, own)
 
 # %% ../../nbs/compat/01_fast.ipynb #7e3d4a7a
+def as_vllm_asks(
+    prompt: Any,  # a text, a chat, or vLLM's {"prompt": text, "multi_modal_data": {"image": ...}}
+) -> Any:  # as the trainer takes it
+    "A prompt with its pictures."
+    beside = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if not beside or "image" not in beside:
+        return prompt
+    pictures = beside["image"]
+    several = pictures if isinstance(pictures, (list, tuple)) else [pictures]
+    return WrittenPrompt(prompt["prompt"], several)
+
+
 def fast_generate(
     model: torch.nn.Module,  # of from_pretrained or get_peft_model
     prompts: str | Sequence,  # a text or a chat, or a list of them
@@ -296,9 +313,12 @@ def fast_generate(
     lora_request: Any = None,  # from load_lora; None: without the model's adapter
 ) -> list[RequestOutput]:  # one for each prompt
     "Draw completions."
-    one = isinstance(prompts, (str, Mapping)) or all(isinstance(x, Mapping) for x in prompts)
+    one = isinstance(prompts, (str, Mapping)) or all(
+        isinstance(x, Mapping) and "multi_modal_data" not in x for x in prompts
+    )
     prompts, tokenizer = [prompts] if one else list(prompts), model.engine.tokenizer
-    ids = [prompt_token_ids(prompt, tokenizer) for prompt in prompts]
+    reader = getattr(model, "processor", tokenizer)
+    ids = [prompt_token_ids(as_vllm_asks(prompt), reader) for prompt in prompts]
     room = model.max_seq_length - max(map(len, ids))
     params = our_params(sampling_params, room, default_stop_token_ids(model, tokenizer))
     with wearing(model, lora_request):
@@ -489,7 +509,7 @@ ADAPTER_WITHOUT_EFFECT = {  # of get_peft_model: name -> (the value that asks fo
     "finetune_language_layers": (True, "target_modules names the layers"),
     "finetune_attention_modules": (True, "target_modules names the layers"),
     "finetune_mlp_modules": (True, "target_modules names the layers"),
-    "finetune_vision_layers": (False, "language models are all that is loaded"),
+    "finetune_vision_layers": (False, "what sees is frozen"),
 }
 ADAPTER_REFUSED = {  # the same of what cannot be honoured
     "layers_to_transform": (None, "give target_modules in full, as model.named_modules() has them"),
@@ -571,11 +591,15 @@ class FastModel(FastLanguageModel):
 
 
 class FastVisionModel(FastLanguageModel):
-    "The same for the text of a model that also sees."
+    "The same for a model that also sees: its processor stands in the tokenizer's place."
 
     @staticmethod
-    def from_pretrained(model_name: Any, *args: Any, **settings: Any):  # (model, tokenizer)
-        "`from_pretrained`, and a line that says what is not trained."
-        if not settings.get("quiet"):
-            print("pictures are not read or trained on: FastVisionModel is FastLanguageModel here")
-        return from_pretrained(model_name, *args, **settings)
+    def from_pretrained(model_name: Any, *args: Any, **settings: Any):  # (model, processor)
+        "`from_pretrained`, and the processor, which `fast_generate` reads pictures with."
+        model, tokenizer = from_pretrained(model_name, *args, **settings)
+        base = base_causal_model(model)
+        sight_of(base)
+        name = base_of_adapter(folder) if (folder := adapter_folder(model_name)) else model_name
+        base.processor = load_processor(str(name))
+        base.processor.tokenizer.model_max_length = tokenizer.model_max_length
+        return model, base.processor

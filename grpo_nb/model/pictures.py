@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['PATCHES_AND_GRIDS', 'TILES', 'WHOLE_AND_SIZES', 'SIGHTS', 'COLUMNS', 'WRITTEN', 'USED_HERE', 'SeenPrompt',
            'pixels_of', 'rows_of', 'Sight', 'sight_of', 'joined', 'picture_inputs', 'without_token', 'is_place',
-           'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'with_pictures', 'before_text', 'as_picture',
-           'first_words', 'in_grid', 'in_lines', 'in_tiles', 'between_marks', 'PictureProcessor', 'load_processor',
-           'read_pictures', 'without_pixels', 'without_gaps_of', 'tokenizer_in']
+           'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'WrittenPrompt', 'with_pictures', 'before_text',
+           'as_picture', 'first_words', 'in_grid', 'in_lines', 'in_tiles', 'between_marks', 'PictureProcessor',
+           'load_processor', 'read_pictures', 'read_written', 'check_sees', 'without_pixels', 'without_gaps_of',
+           'tokenizer_in']
 
 # %% ../../nbs/model/28_pictures.ipynb #9b061589
 import io
@@ -211,6 +212,23 @@ def pictures_of_row(row: Mapping) -> list:
     return [*(several or [])] if one is None else [one, *(several or [])]
 
 # %% ../../nbs/model/28_pictures.ipynb #7f0011d3
+class WrittenPrompt(str):
+    "A prompt that a chat template has written already, and the pictures that belong to it."
+
+    def __new__(cls, text: str, pictures: Sequence = ()):
+        made = super().__new__(cls, text)
+        made.pictures = [*pictures]
+        return made
+
+    def __eq__(self, other: Any) -> bool:
+        return str(self) == str(other) and self.pictures == getattr(other, "pictures", None)
+
+    def __ne__(self, other: Any) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
 def with_pictures(
     row: Mapping,  # of a data set
 ) -> Any:  # its prompt; ValueError where pictures and places do not match
@@ -220,11 +238,7 @@ def with_pictures(
     if not pictures and not empty:
         return prompt
     if isinstance(prompt, str):
-        raise ValueError(
-            f"the row has {len(pictures)} pictures and its prompt is the string {prompt[:60]!r}: "
-            'give a conversation, e.g. [{"role": "user", "content": "How many dots?"}], and leave '
-            "the chat template to the trainer"
-        )
+        return WrittenPrompt(prompt, pictures)
     if not empty:
         return before_text(prompt, pictures)
     if empty != len(pictures):
@@ -348,10 +362,11 @@ class PictureProcessor:
         self.image_token, self.written = WRITTEN[kind]
         self.patch_pixels, self.image_seq_len = patch_pixels, image_seq_len
 
-    @property
-    def chat_template(self) -> str | None:
-        "The tokenizer's."
-        return self.tokenizer.chat_template
+    def __getattr__(self, name: str) -> Any:
+        "What the tokenizer has: `apply_chat_template`, `decode`, `pad_token_id`, ..."
+        if name == "tokenizer":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.tokenizer, name)
 
     def __call__(
         self,
@@ -417,24 +432,30 @@ def read_pictures(
     write: Callable[[list], str],  # a conversation as the chat template writes it
 ) -> SeenPrompt:  # ValueError
     "The token ids and the tensors of a prompt with pictures."
-    if getattr(processor, "image_processor", None) is None:
-        raise ValueError(
-            f"the prompt has pictures, and processing_class is a {type(processor).__name__}, which "
-            "reads texts alone: pass processing_class=AutoProcessor.from_pretrained(...)"
-        )
+    check_sees(processor)
     pictures = [held_in(part) for part in places_of(prompt)]
     if any(picture is None for picture in pictures):
         raise ValueError(
             f"the messages have {len(pictures)} places for pictures and "
             f"{sum(picture is not None for picture in pictures)} pictures: give each place its own"
         )
-    text = write([*map(without_pixels, prompt)])
+    return read_written(write([*map(without_pixels, prompt)]), pictures, processor)
+
+
+def read_written(
+    text: str,  # a prompt as the chat template writes it
+    pictures: Sequence,  # in the order of their places
+    processor: Any,  # of transformers, or a `PictureProcessor`
+) -> SeenPrompt:  # ValueError
+    "The same for a prompt that is written."
+    check_sees(processor)
     token = processor.image_token
     if text.count(token) != len(pictures):
         raise ValueError(
-            f"the prompt has {len(pictures)} pictures, and the chat template writes "
-            f"{text.count(token)} times {token!r}, the place of one: use the template of a model "
-            "that sees, or content in parts that it knows"
+            f"the prompt has {len(pictures)} pictures, and as text it has {text.count(token)} "
+            f"times {token!r}, the place of one: give a conversation, e.g. "
+            '[{"role": "user", "content": "How many dots?"}], and the chat template of a model '
+            "that sees"
         )
     starts = getattr(processor.tokenizer, "bos_token", None)
     made = processor(
@@ -446,6 +467,15 @@ def read_pictures(
     of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", *USED_HERE)
     pixels = {name: value for name, value in made.items() if name not in of_text}
     return SeenPrompt(made["input_ids"][0].tolist(), pixels)
+
+
+def check_sees(processor: Any) -> None:  # ValueError
+    "Refuse a tokenizer where a processor is needed."
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(
+            f"the prompt has pictures, and processing_class is a {type(processor).__name__}, which "
+            "reads texts alone: pass processing_class=AutoProcessor.from_pretrained(...)"
+        )
 
 
 def without_pixels(message: Mapping) -> dict[str, Any]:

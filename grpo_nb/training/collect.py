@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 
 from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import BatchLayout, completion_order, prompt_order
-from ..model.pictures import has_pictures, pixels_of, places_of, with_pictures
+from ..model.pictures import WrittenPrompt, has_pictures, pixels_of, places_of, with_pictures
 from ..rollout.rollout import Rollout, pad_left, passed_over
 from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams
@@ -169,7 +169,7 @@ class SourceSees(SourceQuestions):
     def with_pixels(self, rows: list[dict], rollout: Rollout) -> Rollout:  # ValueError
         "A rollout of a function, whose prompts get the pictures of the data."
         prompts = [with_pictures(row) for row in rows]
-        if not any(map(places_of, prompts)):
+        if not any(places_of(p) or isinstance(p, WrittenPrompt) for p in prompts):
             return rollout
         variables = [template_kwargs(row, self.config.chat_template_kwargs) for row in rows]
         read = many_prompt_token_ids(prompts, self.processor, variables)

@@ -28,7 +28,13 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..environments.isolated_rewards import visible
-from ..model.pictures import places_of, read_pictures, tokenizer_in
+from grpo_nb.model.pictures import (
+    WrittenPrompt,
+    places_of,
+    read_pictures,
+    read_written,
+    tokenizer_in,
+)
 from ..rollout.rollout import takes, text_of, text_token_ids
 from .config import OTHER_NAMES, GRPOConfig, warn
 
@@ -163,6 +169,8 @@ def prompt_token_ids(
 ) -> list[int]:  # at least one id; nothing is cut; a `SeenPrompt` where there are pictures
     "The token ids that the model is prompted with."
     processor, tokenizer = tokenizer, tokenizer_in(tokenizer)
+    if isinstance(prompt, WrittenPrompt):
+        return read_written(prompt, prompt.pictures, processor)
     if not is_conversational(prompt):
         ids = text_token_ids(prompt, tokenizer)
     else:

@@ -10,7 +10,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from grpo_nb import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
+from grpo_nb import FastLanguageModel, FastVisionModel, GRPOConfig, GRPOTrainer, SamplingParams
 from grpo_nb.compat import fast
 from grpo_nb.model.export import save_mxfp4
 from grpo_nb.model.packed import PackedWeight
@@ -454,3 +454,41 @@ def test_a_trainer_takes_the_model_as_notebooks_give_it(folder, request, tmp_pat
     model.save_lora(tmp_path / "lora")
     assert all(p.any() for p in load_file(tmp_path / "lora/adapter_model.safetensors").values())
     assert texts(model) == before != texts(model, model.load_lora(tmp_path / "lora"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_vision_model_is_the_released_class_and_reads_pictures(tmp_path):
+    from seeing_models import asked, dots, seeing
+
+    model, processor = seeing("qwen3_vl")
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    loaded, reader = FastVisionModel.from_pretrained(
+        str(tmp_path / "model"), max_seq_length=128, load_in_4bit=False, quiet=True
+    )
+    assert type(loaded) is type(model)
+    loaded = FastVisionModel.get_peft_model(loaded, r=4, finetune_vision_layers=False, quiet=True)
+    names = [n for n, p in loaded.named_parameters() if p.requires_grad]
+    assert names and not any("visual" in name for name in names)
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    chat = asked(dots(2))["prompt"]
+    text = reader.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    parts = [{"type": "image", "image": dots(2)}, {"type": "text", "text": chat[0]["content"]}]
+    asks = [
+        {"prompt": text, "multi_modal_data": {"image": dots(2)}},
+        [{"role": "user", "content": parts}],
+    ]
+    said = [one.outputs[0].token_ids for one in loaded.fast_generate(asks, greedy)]
+    ids = processor([text], [[dots(2)]])
+    their = model.generate(
+        **{k: ids[k] for k in ("input_ids", "pixel_values", "image_grid_thw")},
+        mm_token_type_ids=(ids["input_ids"] == model.config.image_token_id).long(),
+        attention_mask=torch.ones_like(ids["input_ids"]),
+        max_new_tokens=6,
+        do_sample=False,
+    )[0, ids["input_ids"].shape[1] :]
+    assert list(said[0]) == list(said[1]) == their.tolist()

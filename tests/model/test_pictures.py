@@ -28,7 +28,7 @@ from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
-from grpo_nb.training.data import prompt_token_ids
+from grpo_nb.training.data import many_prompt_token_ids, prompt_token_ids
 from grpo_nb.training.policy_logprobs import (
     TrainingBatch,
     completion_logps,
@@ -278,7 +278,8 @@ def says(content, **columns):
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"prompt": "how many?", "image": dots(1)}, "has 1 pictures and its prompt is the string"),
+        ({"prompt": "how many?", "image": dots(1)}, "as text it has 0 times '<image>'"),
+        ({"prompt": "<image><image>", "image": dots(1)}, "has 1 pictures, and as text it has 2"),
         (says([{"type": "text", "text": "a"}], images=[dots(1)]), "have no place for them"),
         (says([PLACE], images=[dots(1), dots(2)]), "has 2 pictures .* have 1 places"),
         (says([PLACE]), "has 0 pictures .* have 1 places"),
@@ -299,7 +300,7 @@ def test_a_template_without_places_and_a_tokenizer_alone_are_sentences():
     processor.tokenizer.chat_template = (
         "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
     )
-    with pytest.raises(ValueError, match="writes 0 times '<image>'"):
+    with pytest.raises(ValueError, match="it has 0 times '<image>'"):
         prompt_token_ids(with_pictures(ROWS[0]), processor)
 
 
@@ -310,6 +311,16 @@ def test_models_without_sight_are_sentences():
     model.config.model_type = "other"
     with pytest.raises(ValueError, match="what a other takes .* take one of qwen2_vl"):
         sight_of(model)
+
+
+def test_a_prompt_that_is_written_already():
+    processor = processor_of("idefics3")
+    one, other = ({"prompt": "<image>?", "image": dots(n)} for n in (1, 2))
+    first, again = with_pictures(one), with_pictures(other)
+    assert first != again and first == with_pictures(dict(one))
+    read = many_prompt_token_ids([first, first, again], processor)
+    assert read[0] == read[1] == read[2] and read[0].pixels is read[1].pixels
+    assert not torch.equal(read[0].pixels["pixel_values"], read[2].pixels["pixel_values"])
 
 
 def test_rows_of_pixels():
