@@ -31,6 +31,7 @@ COMPONENTS = [
     "chunks",
     "clipping",
     "masks",
+    "memory",
     "transcript",
 ]  # they need no kernel
 LESSONS = [
@@ -140,7 +141,7 @@ def lab(chromium, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(chromium, tmp_path_factory):
-    """A page without a kernel that shows the six components, as any site can: (page, its
+    """A page without a kernel that shows the components, as any site can: (page, its
     complaints)."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "grpo_nb/widgets/js", folder / "js")
@@ -187,7 +188,9 @@ def widget(site):
             }""",
             [name, values],
         )
-        return site.locator(f".grpo-{name}-viz")
+        root = site.locator(f".grpo-{name}-viz")
+        root.locator("details").evaluate_all("all => all.forEach(fold => { fold.open = true; })")
+        return root
 
     return begin
 
@@ -203,14 +206,14 @@ def settled(root):
     )
 
 
-MOVED = dict(advantages=6, batch=7, chunks=7, clipping=11, masks=4, transcript=4)
+MOVED = dict(advantages=6, batch=7, chunks=7, clipping=11, masks=4, memory=20, transcript=4)
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_every_control_moves_a_component(widget, name):
     root = widget(name, **({"delta": 2.0} if name == "clipping" else {}))
     moved, start = 0, settled(root)
-    for control in root.locator("input, select, [role=slider]").all():
+    for control in root.locator("input:not([type=file]), select, [role=slider]").all():
         kind = control.evaluate("e => e.type || e.getAttribute('role')")
         if kind == "checkbox":
             control.click()
@@ -365,6 +368,109 @@ def test_a_token_tells_its_owner_and_its_ratio(widget, site):
     assert detail().startswith("Point at a token")
 
 
+def test_a_card_is_emptied_by_switches_and_the_task_is_checked(widget, site):
+    root = widget("memory")
+
+    def said(kind):
+        settled(root)
+        return root.locator(kind).inner_text()
+
+    assert said(".task").startswith("Task: fit gpt-oss-20b") and "does not fit" in said(".caption")
+    inputs = root.locator("[data-control=offload_activations]")
+    site.wait_for_function(
+        "document.querySelector('.grpo-memory-viz .gain.frees')?.textContent == '−4.0 GiB'"
+    )
+    inputs.click()
+    assert re.match(r"offload_activations frees 4\.02 GiB: the fullest moment", said(".detail"))
+    assert "In host memory: layer inputs 4.2 GiB" in said(".caption")
+    root.get_by_role("button", name="Make it fit").click()
+    assert said(".task").startswith("Task done") and "It fits" in said(".caption")
+    assert site.evaluate("model.get('offload_embedding')")
+    root.get_by_role("button", name="Use it").click()
+    assert site.evaluate("model.get('context')") > 16_384 and "It fits" in said(".caption")
+    root.locator("[data-control=context]").press("Home")
+    assert said(".task").startswith("Task: fit")
+
+
+def test_a_block_says_its_formula_and_the_step_is_played(widget, site):
+    root = widget("memory", moment="load")
+    picture = root.get_by_role("application")
+    picture.press("ArrowUp")
+    settled(root)
+    said = root.locator(".detail").inner_text()
+    assert said.startswith(
+        "weights at “load”: 12.82 GiB. embedding: 0.58 billion numbers × 16 bits"
+    )
+    assert "experts: 19.11 billion numbers × 4.25 bits = 9.46" in said
+    picture.press("ArrowRight")
+    picture.press("ArrowUp")
+    picture.press("ArrowUp")
+    settled(root)
+    assert root.locator(".detail").inner_text().startswith("keys and values at “draw”: 0.75 GiB.")
+    picture.scroll_into_view_if_needed()
+    box = picture.bounding_box()
+    site.mouse.move(box["x"] + box["width"] * 0.96, box["y"] + 200)
+    settled(root)
+    assert "in the usual practice" in root.locator(".detail").inner_text()
+    site.mouse.move(box["x"] + box["width"] * 0.53, box["y"] + 200)
+    site.mouse.down()
+    assert site.evaluate("model.get('moment')") == "load"
+    site.mouse.move(box["x"] + box["width"] * 0.73, box["y"] + 200)
+    site.mouse.up()
+    assert site.evaluate("model.get('moment')") == "head"
+    root.get_by_role("button", name="Play the step").click()
+    site.wait_for_function("model.get('moment') === 'update'")
+    site.wait_for_function(
+        "document.querySelector('.grpo-memory-viz .play').textContent === 'Play the step'"
+    )
+
+
+DROP = """([root, text]) => {
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([text], 'config.json', { type: 'application/json' }));
+  root.dispatchEvent(new DragEvent('drop', { dataTransfer: transfer, bubbles: true }));
+}"""
+
+
+def test_a_dropped_configuration_is_a_model_and_a_link_holds_it(widget, site):
+    config = dict(
+        model_type="llama",
+        num_hidden_layers=80,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128_256,
+        _name_or_path="someone/<b>own</b>-70B",
+    )
+    root = widget("memory", card="H100")
+    site.evaluate(DROP, [root.element_handle(), json.dumps(config)])
+    root.locator(".caption", has_text="b>-70B in nf4 on a H100").wait_for()
+    assert root.locator(".caption b").count() == 0
+    root.get_by_role("button", name="Copy a link").click()
+    address = site.url
+    assert "shape=" in address and "card=H100" in address and "model=" not in address
+    before = root.locator(".facts").inner_text()
+    root = widget("memory")
+    settled(root)
+    assert root.locator(".facts").inner_text() == before
+    site.evaluate(DROP, [root.element_handle(), '{"model_type": "bert"}'])
+    root.locator(".told", has_text="has no num_hidden_layers").wait_for()
+    site.evaluate("history.replaceState(null, '', location.pathname)")
+
+
+def test_one_change_moves_batch_and_memory(widget, site):
+    widget("batch")
+    site.evaluate("window.batch = model")
+    root = widget("memory")
+    root.locator("[data-control=num_generations]").fill("6")
+    assert site.evaluate("batch.get('num_generations')") == 6
+    site.locator(".grpo-batch-viz [data-control=steps_per_generation]").press("ArrowRight")
+    assert site.evaluate("model.get('generation_batch_size')") == 15
+    root.locator("[data-control=num_generations]").fill("16")
+    assert site.evaluate("batch.get('num_generations')") == 6  # as far as its slider goes
+
+
 LONG = [[text, "policy", -1.0, -1.5] for text in "abc<|end|>"] + [["\n", "a tool", -9.0, None]]
 LARGEST = {
     "advantages": {"rewards": [0.5, 1.0] * 6, "scale": "batch"},
@@ -380,6 +486,7 @@ LARGEST = {
     "chunks": {"batch": 16, "mini_batch": 16, "logit_chunk_multiplier": 32},
     "clipping": {"delta": 1.1},
     "masks": {"step": 6, "window": 5},
+    "memory": {"model": "gpt-oss-120b", "num_generations": 64, "per_device_train_batch_size": 16},
     "transcript": {
         "completions": [
             {
@@ -557,7 +664,7 @@ def test_every_widget_follows_its_reader(run_notebook):
     ]
     cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
-    assert {*COMPONENTS, "board", "memory"} <= set(WIDGETS)
+    assert {*COMPONENTS, "board"} <= set(WIDGETS)
     for name in COMPONENTS:
         page.locator(f".grpo-{name}-viz svg").first.wait_for()
     page.evaluate(IN_PYTHON, "clipping.epsilon_high = 0.5; advantages.rewards = [0.5, 0.5, 0.5]")
@@ -566,36 +673,14 @@ def test_every_widget_follows_its_reader(run_notebook):
     page.locator(".grpo-batch-viz [data-control=num_iterations]").press("ArrowRight")
     page.locator(".grpo-batch-viz", has_text="4 × 2 / 4 = 2").wait_for()
     assert page.evaluate(IN_PYTHON, "print(batch.num_iterations)") == "2"
+    page.evaluate(IN_PYTHON, "memory.card = 'L4'")
+    page.locator(".grpo-memory-viz .caption", has_text="on a L4").wait_for()
+    page.locator(".grpo-memory-viz [data-control=offload_activations]").click()
+    page.locator(".grpo-memory-viz .caption", has_text="layer inputs 2.1 GiB").wait_for()
+    peak = page.evaluate(IN_PYTHON, "print(f'{memory.plan.totals[\"layer\"] / 2**30:.2f}')")
+    assert peak in page.locator(".grpo-memory-viz .facts").inner_text()
     for name in set(WIDGETS) - set(COMPONENTS):
         move_every_slider(page, name)
-
-
-def test_memory_widget_follows_its_lists_and_switches(run_notebook):
-    cells = [
-        nbformat.v4.new_code_cell(
-            "from grpo_nb.widgets.memory import memory_widget\nmemory_widget()"
-        )
-    ]
-    page = run_notebook(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL))
-    box = page.locator(".grpo-memory-viz").first
-
-    def shown(words):
-        page.wait_for_function(
-            "([box, words]) => box.querySelector('svg')?.textContent.includes(words)",
-            arg=[box.element_handle(), words],
-        )
-
-    shown("gpt-oss-20b, mxfp4, 8,192 tokens: does not fit")
-    for label in ("offload the embedding", "offload layer inputs"):
-        box.get_by_label(label).or_(box.locator("label", has_text=label)).first.click()
-    shown("gpt-oss-20b, mxfp4, 8,192 tokens: fits")
-    for list_number, option, words in (
-        (0, "Phi-4", "Phi-4, nf4"),
-        (1, "H200", "H200: 139.8 GiB"),
-        (2, "16 bit", "Phi-4, bf16"),
-    ):
-        box.locator("select").nth(list_number).select_option(option)
-        shown(words)
 
 
 def test_rewards_widget_judges_what_is_pasted(run_notebook):

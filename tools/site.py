@@ -38,18 +38,7 @@ import learner
 from readme import directives
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
-from grpo_nb.planning.plan import setup_of  # noqa: E402
-
-PLANNED = {  # model -> how its weights are held, and what waits on the host
-    "gpt-oss-20b": {"weights": "mxfp4", "offload_embedding": True},
-    "Qwen3-4B": {"weights": "nf4"},
-    "Qwen3-8B": {"weights": "nf4"},
-    "Llama-3.1-8B": {"weights": "nf4"},
-    "Phi-4": {"weights": "nf4"},
-}
-PLANNED_CARDS = ("T4", "L4", "A100-40", "A100-80", "H200")
 TEXTS = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # pages beside the notebooks, and INSIDE
 MAP = re.compile(r"\[!\[([^\]]+)\]\((docs/diagrams/course_map\.svg)\)\]\(\2\)")
 DRAWN_MAP = r'<object type="image/svg+xml" data="_static/course_map.svg" aria-label="\1"></object>'
@@ -201,23 +190,6 @@ def has_picture(cell):
     )
 
 
-def memory_table():
-    "The longest contexts that fit, where `memory_widget` would let one move the sliders."
-    rows = [["model, weights", *PLANNED_CARDS], ["---", *["--:"] * len(PLANNED_CARDS)]]
-    for model, held in PLANNED.items():
-        setups = (setup_of(model, card, offload_activations=True, **held) for card in PLANNED_CARDS)
-        longest = [f"{setup.longest_context():,}" for setup in setups]
-        rows.append([f"{model}, {held['weights']}", *longest])
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return (
-        "The widget needs Python; here is what the planner says ahead. The longest prompt and "
-        "completion together, in tokens, that one training step takes on each card: adapters of "
-        "rank 32, one sequence at a time, layer inputs on the host (gpt-oss: its embedding too). "
-        f"Memory only: models have limits of their own.\n\n{table}\n\n"
-        "Any other setting: `grpo-nb plan MODEL --card CARD`, which needs no GPU."
-    )
-
-
 def literals(pairs):
     "name -> value, for the pairs of a name and a node that is a plain value."
     found = {}
@@ -251,8 +223,6 @@ def mounted(source, path, live, outputs=()):
     """The place of a widget that a cell shows, as widgets/js/mount.js looks for it, or nothing.
     `live`: the widgets that have a module. A stored output may hold the place and its values."""
     name, values = widget_of(source)
-    if name == "memory":
-        return memory_table()
     if name not in live:
         return None
     pages = ["".join(output.get("data", {}).get("text/html", "")) for output in outputs]

@@ -60,7 +60,7 @@ def interactive_figure(
     return box
 
 # %% ../../nbs/widgets/12_figures.ipynb #a106632c
-IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?:kit|arithmetic)\.js";\n', re.M)
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.M)
 
 
 def component(
@@ -68,7 +68,10 @@ def component(
 ) -> tuple[str, str]:  # one ES module that imports nothing, and the style sheet: `_esm`, `_css`
     "What anywidget shows for a component."
     folder = files("grpo_nb.widgets") / "js"
-    shared = [(folder / part).read_text("utf-8") for part in ("arithmetic.js", "kit.js")]
+    own = (folder / f"{name}.js").read_text("utf-8")
+    shared = [
+        (folder / f"{part}.js").read_text("utf-8") for part in dict.fromkeys(IMPORT.findall(own))
+    ]
     shared = [re.sub(r"^export ", "", text, flags=re.M) for text in shared]
-    own = IMPORT.sub("", (folder / f"{name}.js").read_text("utf-8"))
-    return "\n".join([*shared, own]), (folder / "widgets.css").read_text("utf-8")
+    joined = IMPORT.sub("", "\n".join([*shared, own]))
+    return joined, (folder / "widgets.css").read_text("utf-8")

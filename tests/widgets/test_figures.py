@@ -16,6 +16,7 @@ from grpo_nb.widgets.chunks import ChunksWidget
 from grpo_nb.widgets.clipping import ClippingWidget
 from grpo_nb.widgets.figures import component, figure_svg, interactive_figure
 from grpo_nb.widgets.masks import MasksWidget
+from grpo_nb.widgets.memory import MemoryWidget
 from grpo_nb.widgets.transcript import TranscriptWidget
 
 COMPONENTS = {
@@ -24,6 +25,7 @@ COMPONENTS = {
     "chunks": ChunksWidget,
     "clipping": ClippingWidget,
     "masks": MasksWidget,
+    "memory": MemoryWidget,
     "transcript": TranscriptWidget,
 }
 TELL = "import(process.argv[1]).then((m) => console.log(JSON.stringify(m.defaults)))"

@@ -1,11 +1,141 @@
 """The memory widget's figure without a browser: what it plans, and what it says."""
 
+import json
+import random
+from pathlib import Path
+
 import pytest
+from node import run_module
 
 from grpo_nb.model.memory_bytes import MODELS, GiB
-from grpo_nb.model.memory_fit import CARDS
-from grpo_nb.planning.plan import plan
-from grpo_nb.widgets.memory import WEIGHTS, memory_figure, memory_widget, planned, rule_of_thumb
+from grpo_nb.model.memory_fit import ALL, CARDS, SAMPLERS
+from grpo_nb.planning.plan import fitting, plan
+from grpo_nb.widgets.memory import (
+    WEIGHTS,
+    MemoryWidget,
+    memory_figure,
+    memory_widget,
+    planned,
+    rule_of_thumb,
+)
+
+WIDGET = Path(__file__).resolve().parents[2] / "grpo_nb/widgets/js/memory.js"
+RUN = """
+const load = (name) => import(new URL(name, `file://${process.argv[1]}`));
+Promise.all([load("memory.js"), load("planner.js")]).then(async ([widget, planner]) => {
+  let given = "";
+  for await (const part of process.stdin) given += part;
+  const { defaults, settle, valuesIn, linkOf, asValues, inPython } = widget;
+  const here = "https://host/page.html";
+  const told = JSON.parse(given).map((changes) => {
+    const values = { ...defaults, ...changes };
+    const plan = planner.planOf(settle(values).setup);
+    const found = planner.fitting(plan);
+    const mended = found && { ...values, ...asValues(found.changes, plan.setup) };
+    const link = linkOf(values, here);
+    return {
+      values,
+      moments: plan.moments,
+      fits: found && planner.planOf(settle(mended).setup).fits,
+      mended,
+      link,
+      read: { ...defaults, ...valuesIn(new URL(link).search) },
+      python: inPython(values),
+    };
+  });
+  process.stdout.write(JSON.stringify(told));
+});
+"""
+
+
+def browser_says(cases):
+    return json.loads(run_module(RUN, WIDGET, json.dumps(cases)))
+
+
+def shown(count, seed=0):
+    "What the controls can be set to, those that exclude each other too."
+    draw = random.Random(seed)
+    for _ in range(count):
+        yield dict(
+            model=draw.choice(list(MODELS)),
+            card=draw.choice(list(CARDS)),
+            weights=draw.choice(list(WEIGHTS)),
+            context=draw.choice([1024, 1536, 8192, 16_384, 131_072]),
+            prompt_length=draw.choice([None, None, 128, 2048]),
+            num_generations=draw.randint(2, 64),
+            generation_batch_size=draw.choice([None, 12]),
+            per_device_train_batch_size=draw.choice([1, 1, 5]),
+            lora_r=draw.choice([0, 16, 64]),
+            lora_targets=draw.choice([None, ["attention"], ["attention", "mlp"]]),
+            optim=draw.choice(["adamw_torch_fused", "adamw_8bit"]),
+            gradient_checkpointing=draw.random() < 0.8,
+            offload_embedding=draw.random() < 0.5,
+            offload_activations=draw.random() < 0.5,
+            slice_tokens=draw.choice([None, ALL]),
+            logit_chunk_multiplier=draw.choice([None, 1]),
+            share_prompt=draw.random() < 0.3,
+            reference=draw.random() < 0.2,
+            sampler=draw.choice(SAMPLERS),
+        )
+
+
+def widget_of(values):
+    "The widget in Python with these values; a prompt that is all of the context is half of it."
+    prompt = values["prompt_length"]
+    if prompt and prompt >= values["context"]:
+        values = values | {"prompt_length": values["context"] // 2}
+    return MemoryWidget(**values)
+
+
+def test_the_widget_plans_in_the_browser_what_it_plans_in_python():
+    cases = list(shown(200))
+    mended = 0
+    for case, said in zip(cases, browser_says(cases)):
+        made = widget_of(case).plan
+        assert said["moments"] == made.moments, case
+        assert said["read"] == said["values"]  # the link holds them
+        ours = fitting(made)
+        assert bool(ours) == bool(said["fits"])
+        if ours:
+            assert widget_of(said["mended"]).plan.fits
+            mended += not made.fits
+    assert mended > 40
+
+
+def test_the_code_that_it_shows_prints_the_same_plan(capsys):
+    from grpo_nb.planning.plan import describe
+
+    cases = [case for case in shown(12, seed=4) if case["prompt_length"] != 2048]
+    for case, said in zip(cases, browser_says(cases)):
+        exec(said["python"], {})
+        assert capsys.readouterr().out.strip() == describe(widget_of(case).plan).strip(), case
+
+
+def test_an_address_that_holds_nonsense_is_left_out():
+    program = """
+import(process.argv[1]).then(({ valuesIn }) =>
+  process.stdout.write(JSON.stringify(valuesIn(
+    "?card=H300&context=-4&lora_r=many&offload_embedding=1&weights=constructor&moment=head" +
+    '&shape={"name":"x","layers":2}&sampler=vllm&nothing=3'))));
+"""
+    assert json.loads(run_module(program, WIDGET)) == {"moment": "head", "sampler": "vllm"}
+
+
+def test_a_folder_is_a_model(tmp_path):
+    config = dict(
+        model_type="llama",
+        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        vocab_size=100,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = memory_widget(tmp_path, card="L4", lora_r=8)
+    assert made.model == tmp_path.name and made.shape["hidden"] == 64
+    assert made.plan.moments == planned(tmp_path, "L4", lora_r=8).moments
+    (said,) = browser_says([{"model": made.model, "shape": made.shape, "card": "L4", "lora_r": 8}])
+    assert said["moments"] == made.plan.moments
 
 
 def texts(figure):
@@ -51,9 +181,3 @@ def test_switches_that_exclude_each_other_are_told_and_not_refused():
 def test_the_title_says_whether_it_fits():
     assert "does not fit" in texts(memory_figure(context=131_072))
     assert "fits, " in texts(memory_figure("Qwen2.5-1.5B", "H200"))
-
-
-def test_every_control_is_an_argument():
-    box = memory_widget()
-    values = {name: control.value for name, control in box.controls.items()}
-    assert planned(**values).setup.model is MODELS["gpt-oss-20b"]

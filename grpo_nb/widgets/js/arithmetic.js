@@ -1,4 +1,4 @@
-// What the six widgets compute, without a page: pure functions of plain values, in the words of
+// What the widgets compute, without a page: pure functions of plain values, in the words of
 // grpo_nb/algorithm and grpo_nb/model, and held to them by tests/widgets/test_arithmetic.py.
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);

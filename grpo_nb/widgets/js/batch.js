@@ -22,6 +22,18 @@ const RANGES = {
   num_iterations: [1, 2],
   num_processes: [1, 4],
 };
+/** What a memory widget on the same page follows: completions, and how many are drawn at once. */
+export const shared = (settings) => ({
+  num_generations: settings.num_generations,
+  per_device_train_batch_size: settings.per_device_train_batch_size,
+  generation_batch_size: settings.per_device_train_batch_size * settings.steps_per_generation,
+});
+/** And what is followed of it, as far as the sliders go. */
+export const follows = (given) =>
+  Object.fromEntries(
+    Object.entries(given).filter(([name, value]) => value <= (RANGES[name]?.[1] ?? 0)),
+  );
+
 const CYCLES = 2;
 const LEFT = 26; // of the squares: the processes' names stand there
 const TOP = 24; // of the squares in a block: the cycle's name stands there

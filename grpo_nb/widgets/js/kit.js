@@ -1,4 +1,4 @@
-// What the six widgets share: elements, controls that follow a model, and a frame that redraws.
+// What the widgets share: elements, controls that follow a model, and a frame that redraws.
 // A model has get, set, save_changes, on and off: anywidget's in a notebook, mount.js's on a page.
 
 /** An element and what is in it; "svg:rect" is one of a picture, {onclick: f} a listener. */

@@ -3,6 +3,27 @@
 
 import { Model } from "./model.js";
 
+let shown = []; // {element, name, widget, model} of the widgets that share settings
+
+/** One change moves both: what a widget shares is set in those of other kinds that follow it. */
+function tie(element, name, widget, model) {
+  if (!widget.shared) return;
+  shown = shown.filter((other) => other.element !== element);
+  const values = () => Object.fromEntries(Object.keys(widget.defaults).map((n) => [n, model.get(n)]));
+  let before = widget.shared(values());
+  const tell = () => {
+    const now = widget.shared(values());
+    const moved = Object.entries(now).filter(([key, value]) => value !== before[key]);
+    before = now;
+    for (const other of shown.filter((one) => one.name !== name)) {
+      const given = Object.entries(other.widget.follows(Object.fromEntries(moved)));
+      for (const [key, value] of given) other.model.set(key, value);
+    }
+  };
+  for (const key of Object.keys(widget.defaults)) model.on(`change:${key}`, tell);
+  shown.push({ element, name, widget, model });
+}
+
 /** Show one widget in an element, in place of what is in it; returns its model. */
 export async function mount(element, name, values = {}) {
   const widget = await import(`./${name}.js`);
@@ -10,6 +31,7 @@ export async function mount(element, name, values = {}) {
   element.replaceChildren();
   widget.default.render({ model, el: element });
   element.dataset.mounted = "true";
+  tie(element, name, widget, model);
   return model;
 }
 
