@@ -2,6 +2,7 @@
 interrupts, and what is shown."""
 
 import asyncio
+import html
 import html.parser
 import json
 import math
@@ -17,7 +18,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
+from node import run_module
 from small_runs import digits, small_model, small_trainer, weights_of, without_clocks
 
 from grpo_nb.training.checkpoint import checkpoints
@@ -26,12 +27,18 @@ from grpo_nb.training.report import smoothed
 from grpo_nb.training.rewards import RewardError
 from grpo_nb.widgets import dashboard as module
 from grpo_nb.widgets.dashboard import (
+    PANELS,
     Dashboard,
     Gate,
+    curves_of,
     dashboard_figure,
+    dashboard_html,
+    dashboard_widget,
     progress_line,
+    run_of,
     samples_table,
     shown_text,
+    stored_run,
     thinned,
 )
 
@@ -52,9 +59,8 @@ def at_step(dashboard, step):
 
 
 @pytest.fixture
-def dashboard(monkeypatch):
-    "One that draws little, and whose run does not outlive the test."
-    monkeypatch.setattr(module, "dashboard_figure", lambda history: Figure(figsize=(1, 1)))
+def dashboard():
+    "One whose run does not outlive the test."
     made = Dashboard()
     yield made
     made.gate.set("stop")
@@ -79,10 +85,7 @@ def assert_equal_runs(trainer, whole):
 # orders
 
 
-def test_a_run_under_the_dashboard_is_the_run_without_it(
-    dashboard, whole, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(module, "dashboard_figure", dashboard_figure)  # all of it is drawn
+def test_a_run_under_the_dashboard_is_the_run_without_it(dashboard, whole, tmp_path, capsys):
     trainer = small_trainer(tmp_path, max_steps=8, disable_tqdm=False)
     trainer.log.show = True
     box = dashboard.run(trainer)
@@ -99,7 +102,7 @@ def test_a_run_under_the_dashboard_is_the_run_without_it(
         and dashboard not in trainer.callbacks.handler.callbacks
     )  # all put back
     assert capsys.readouterr() == ("", "")  # neither table nor bar
-    assert box.pause.disabled and box.stop.disabled and not dashboard.problem
+    assert not box.state["steered"] and not dashboard.problem
 
 
 def test_pause_stands_still_and_changes_nothing(dashboard, whole, tmp_path):
@@ -107,16 +110,13 @@ def test_pause_stands_still_and_changes_nothing(dashboard, whole, tmp_path):
     dashboard.pause()  # nothing runs: forgotten when something does
     began = time.perf_counter()
     dashboard.run(trainer)
-    dashboard.box.pause.click()
-    until(lambda: "paused at step" in dashboard.box.label.value)
+    dashboard.box.order = "pause"
+    until(lambda: "paused at step" in dashboard.box.state["status"])
     at = trainer.state.global_step
-    assert (
-        dashboard.status == f"paused at step {at}" in dashboard.box.label.value
-        and dashboard.box.pause.description == "Resume"
-    )
+    assert dashboard.status == f"paused at step {at}" == dashboard.box.state["status"]
     time.sleep(0.5)
     assert trainer.state.global_step == at and dashboard.held
-    dashboard.box.pause.click()
+    dashboard.box.order = "go"
     assert dashboard.wait().global_step == 8
     assert_equal_runs(trainer, whole)
     assert (
@@ -133,7 +133,7 @@ def test_stop_leaves_a_checkpoint_and_the_next_run_goes_on(dashboard, whole, tmp
         until(lambda: dashboard.held)
     else:
         at_step(dashboard, 1)
-    dashboard.box.stop.click()
+    dashboard.box.order = "stop"
     stopped = dashboard.wait().global_step
     assert 1 <= stopped < 8 and dashboard.status == f"stopped at step {stopped}"
     assert [p.name for p in checkpoints(tmp_path)] == [f"checkpoint-{stopped}"]
@@ -171,10 +171,12 @@ def test_no_order_after_stop_is_heard():
 
 def test_many_clicks_from_many_threads(dashboard, tmp_path):
     dashboard.run(small_trainer(tmp_path, max_steps=ENDLESS))
-    clickers = [
-        threading.Thread(target=lambda: [dashboard.box.pause.click() for _ in range(21)])
-        for _ in range(3)
-    ]
+
+    def click():
+        for _ in range(21):
+            dashboard.box.order = "go" if dashboard.box.order == "pause" else "pause"
+
+    clickers = [threading.Thread(target=click) for _ in range(3)]
     for clicker in clickers:
         clicker.start()
     for clicker in clickers:
@@ -185,7 +187,7 @@ def test_many_clicks_from_many_threads(dashboard, tmp_path):
         dashboard.status == f"stopped at step {dashboard.state.global_step}"
         and not dashboard.problem
     )
-    assert re.match(r"<b>stopped at step \d+</b>", dashboard.box.label.value)
+    assert re.fullmatch(r"stopped at step \d+", dashboard.box.state["status"])
 
 
 # what goes wrong
@@ -204,9 +206,9 @@ def test_a_failure_is_shown_and_raised(dashboard, tmp_path, capsys):
             dashboard.wait()
     assert (
         dashboard.status.startswith("failed: RewardError: reward function 'fails_later'")
-        and dashboard.box.stop.disabled
+        and not dashboard.box.state["steered"]
     )
-    assert "&lt;i&gt;who?" in dashboard.box.label.value and "<i>" not in dashboard.box.label.value
+    assert "<i>who?" in dashboard.box.state["status"]  # the browser shows it as text
     assert [p.name for p in checkpoints(tmp_path)] == [
         "checkpoint-2"
     ] and "goes on from" in capsys.readouterr().out
@@ -244,22 +246,21 @@ def test_two_runs_at_once_are_refused(dashboard, tmp_path, monkeypatch):
 def test_a_closed_box_does_not_end_the_run(dashboard, tmp_path):
     box = dashboard.run(small_trainer(tmp_path, max_steps=ENDLESS))
     at_step(dashboard, 1)
-    for widget in (box.drawing, box.label, box.pause, box):
-        widget.close()
+    box.close()
     step = dashboard.state.global_step
     at_step(dashboard, step + 3)
     dashboard.stop()
     assert dashboard.wait().global_step >= step + 3
     assert dashboard.run(small_trainer(tmp_path / "next")) is dashboard.box is not box
     dashboard.wait()
-    assert dashboard.box.comm is not None and "finished" in dashboard.box.label.value
+    assert dashboard.box.comm is not None and dashboard.box.state["status"] == "finished"
 
 
 def test_what_cannot_be_drawn_does_not_end_the_run(dashboard, tmp_path, monkeypatch):
-    def broken(history):
+    def broken(*_):
         raise OSError("the browser is gone")
 
-    monkeypatch.setattr(module, "dashboard_figure", broken)
+    monkeypatch.setattr(module, "run_of", broken)
     dashboard.run(small_trainer(tmp_path))
     with pytest.warns(UserWarning, match="run is not affected.*the browser is gone"):
         assert dashboard.wait().global_step == 2
@@ -268,12 +269,8 @@ def test_what_cannot_be_drawn_does_not_end_the_run(dashboard, tmp_path, monkeypa
 CHILD = """
 import asyncio, sys
 import torch
-from grpo_nb.widgets import dashboard as module
 from grpo_nb.widgets.dashboard import Dashboard
-from matplotlib.figure import Figure
 from small_runs import small_trainer
-
-module.dashboard_figure = lambda history: Figure(figsize=(1, 1))
 
 torch.set_num_threads(1)
 for how in ("wait", "ended", None):
@@ -383,20 +380,20 @@ def test_as_a_plain_callback_it_draws(tmp_path):
         trainer.train()
         assert (
             board.status == "finished"
-            and "step 2 of 2" in board.box.label.value
-            and board.box.drawing.value.startswith("<svg")
+            and "step 2 of 2" in board.box.state["line"]
+            and len(board.box.runs[0]["curves"]["reward"]) == 2
         )
 
 
 def test_drawing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
     drawn = []
 
-    def slow(history):
+    def slow(history, samples):
         drawn.append(len(history))
         time.sleep(0.02)
-        return Figure(figsize=(1, 1))
+        return run_of(history, samples)
 
-    monkeypatch.setattr(module, "dashboard_figure", slow)
+    monkeypatch.setattr(module, "run_of", slow)
     board = Dashboard(every=0)
     drawn.clear()
     began = time.perf_counter()
@@ -414,16 +411,21 @@ def test_drawing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
 
 
 def test_samples_and_hints_are_those_of_the_trainer(dashboard, tmp_path, monkeypatch):
-    trainer = small_trainer(tmp_path)
+    trainer = small_trainer(tmp_path, max_steps=3)
     monkeypatch.setattr(Hints, "look", lambda self, record: ["look <here> & there"])
     dashboard.run(trainer)
     dashboard.wait()
-    shown = Text(dashboard.box.hints.value)
-    assert "look <here> & there" in shown.text and shown.tags == {"ul", "li"}
-    assert (
-        dashboard.box.table.value == samples_table(trainer.samples)
-        and " of 16<table" in dashboard.box.table.value
-    )
+    assert dashboard.box.state["hints"][-1] == "look <here> & there"
+    (run,) = dashboard.box.runs
+    last = [sample for sample in run["samples"] if sample["step"] == trainer.samples[0]["step"]]
+    drawn = [(one["completion"], one["advantage"]) for one in trainer.samples]
+    assert last and all((one["completion"], one["advantage"]) in drawn for one in last[:8])
+    assert run["samples"][0]["step"] == 1  # and those of the first update, to compare
+    assert run["curves"] == {
+        name: [(r["step"], r[name]) for r in trainer.log_history if name in r]
+        for name in PANELS
+        if name in trainer.log_history[0]
+    }
 
 
 class Text(html.parser.HTMLParser):
@@ -521,24 +523,64 @@ def test_curves_against_pandas(values, n):
     ]
 
 
+def a_log(updates=30):
+    return [
+        {"step": s, "reward": s / 2, "entropy": 2.0, "completions/mean_length": 3.0 + s % 7}
+        for s in range(1, updates + 1)
+    ] + [{"step": updates, "eval_reward": 9.0, "reward": None}]
+
+
 def test_the_figure_shows_the_log():
-    history = [
-        {
-            "step": s,
-            "reward": s / 2,
-            "reward_group_std": 1.0,
-            "entropy": 2.0,
-            "completions/mean_length": 3.0,
-        }
-        for s in range(1, 31)
-    ] + [{"step": 30, "eval_reward": 9.0}]
-    reward, *others = dashboard_figure(history).axes
+    reward, *others = dashboard_figure(a_log()).axes
     faint, strong = reward.lines
-    assert list(faint.get_ydata()) == [s / 2 for s in range(1, 31)] and list(
-        strong.get_ydata()
-    ) == smoothed([s / 2 for s in range(1, 31)], 2)
-    assert [axes.lines[0].get_ydata()[0] for axes in others] == [1.0, 2.0, 3.0]
+    assert list(faint.get_ydata()) == [s / 2 for s in range(1, 31)]
+    assert list(strong.get_ydata()) == smoothed([s / 2 for s in range(1, 31)], 2)
+    assert [axes.lines[0].get_ydata()[0] for axes in others] == [4.0, 2.0]
     assert all(not axes.lines for axes in dashboard_figure([]).axes)
+
+
+READ = """import(process.argv[1]).then(async ({ readLog }) => {
+  let text = "";
+  for await (const part of process.stdin) text += part;
+  console.log(JSON.stringify(readLog(text, "a name")));
+})"""
+SCRIPTS = Path(module.__file__).parent / "js"
+
+
+@pytest.mark.parametrize("updates", [1, 30, 777])
+def test_a_log_is_read_in_the_browser_as_in_python(updates):
+    log = a_log(updates)
+    lines = "\n".join(json.dumps(record) for record in log)
+    expected = json.loads(json.dumps({"name": "a name", "curves": curves_of(log)}))
+    for text in (lines, json.dumps(log), json.dumps({"log_history": log, "epoch": 1.0})):
+        found = json.loads(run_module(READ, SCRIPTS / "arithmetic.js", text))
+        assert found["curves"].keys() == expected["curves"].keys()
+        for name, points in expected["curves"].items():
+            assert found["curves"][name] == [pytest.approx(point) for point in points]
+
+
+def test_a_run_of_another_day_is_shown(tmp_path):
+    trainer = small_trainer(tmp_path / "run", max_steps=3, log_completions=True)
+    trainer.train()
+    board = dashboard_widget(tmp_path / "run", run_of(a_log(), name="<b>", before=0.25, after=0.5))
+    first, second = board.runs
+    assert first["name"] == "run" and first == stored_run(tmp_path / "run")
+    assert [value for _, value in first["curves"]["reward"]] == pytest.approx(
+        [record["reward"] for record in trainer.log_history if "reward" in record], abs=1e-4
+    )
+    assert {sample["step"] for sample in first["samples"]} == {1, 2, 3}
+    assert set(first["samples"][0]["rewards"]) == {"digits"}
+    page = board._repr_mimebundle_()[0]["text/html"]
+    assert (
+        Text(page).tags >= {"table", "tr", "th"}
+        and "b" not in Text(dashboard_html({"runs": [second]})).tags
+    )
+    held = re.search("data-values='([^']*)'", page)[1]
+    assert json.loads(html.unescape(held))["runs"] == json.loads(json.dumps(board.runs))
+    with pytest.raises(ValueError, match="run is 2, and there are 2 runs"):
+        dashboard_widget(first, second, run=2)
+    with pytest.raises(ValueError, match="no log.jsonl"):
+        dashboard_widget(tmp_path)
 
 
 def test_the_line_knows_only_what_was_measured():

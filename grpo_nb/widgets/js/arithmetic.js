@@ -334,3 +334,58 @@ export function tokenTerms(policy, sampler, advantage, { epsilon, epsilon_high }
   const [objective, pull] = clippingPoint(ratio, advantage, "dapo", borders);
   return { ratio, objective, pull };
 }
+
+// ---------------------------------------------------------------- the curves of a log
+
+/** The mean of each value and those before it: grpo_nb/training/report.py. */
+export function smoothed(values, window) {
+  return values.map((_, i) => {
+    const part = values.slice(Math.max(0, i - window + 1), i + 1);
+    return part.reduce((sum, value) => sum + value, 0) / part.length;
+  });
+}
+
+/** At most `most` points, each the mean of neighbours: grpo_nb/widgets/dashboard.py. */
+export function thinned(points, most = 200) {
+  const size = Math.ceil(points.length / most) || 1;
+  const mean = (part, place) => part.reduce((sum, one) => sum + one[place], 0) / part.length;
+  return range(Math.ceil(points.length / size)).map((i) => {
+    const part = points.slice(i * size, (i + 1) * size);
+    return [mean(part, 0), mean(part, 1)];
+  });
+}
+
+// Names in a log, and what the board calls them.
+export const PANELS = {
+  reward: "reward",
+  "completions/mean_length": "length, tokens",
+  entropy: "entropy, nats a token",
+  frac_reward_zero_std: "groups without spread",
+  "sampling/gap_mean": "gap to the sampler, nats",
+  reward_group_std: "spread in a group",
+};
+
+/** The curves of a log's records. */
+export function curvesOf(records) {
+  const found = Object.keys(PANELS).map((name) => {
+    const told = records.filter((record) => typeof record[name] === "number");
+    return [name, thinned(told.map((record) => [record.step, record[name]]))];
+  });
+  return Object.fromEntries(found.filter(([, points]) => points.length));
+}
+
+/** A file of a run as the board holds it: log.jsonl, trainer_state.json, or a dict with a `log`. */
+export function readLog(words, name) {
+  let held;
+  try {
+    held = JSON.parse(words);
+  } catch {
+    const lines = words.split("\n").filter((line) => line.trim());
+    held = { log: lines.map((line) => JSON.parse(line)) };
+  }
+  const records = Array.isArray(held) ? held : (held.log_history ?? held.log ?? [held]);
+  if (!Array.isArray(records)) throw new Error("it holds no log, log_history or lines of JSON");
+  const curves = curvesOf(records);
+  if (!Object.keys(curves).length) throw new Error("its records have none of the board's numbers");
+  return { name, curves };
+}
