@@ -82,6 +82,7 @@ _former = {  # room -> the paths that its modules had in the last release
     "compat": "model.fast",
 }
 _moved = {old: room for room, paths in _former.items() for old in paths.split()}
+_joined = dict.fromkeys(["widgets.reward_table", "widgets.reward_tasks"], "widgets.rewards")
 
 
 class _Moved:
@@ -89,11 +90,12 @@ class _Moved:
 
     def find_spec(self, name, path=None, target=None):
         old = name.removeprefix("grpo_nb.")
-        return ModuleSpec(name, self) if name != old and old in _moved else None
+        return ModuleSpec(name, self) if name != old and old in _moved | _joined else None
 
     def create_module(self, spec):
         old = spec.name.removeprefix("grpo_nb.")
-        module = importlib.import_module(f"grpo_nb.{_moved[old]}.{old.rpartition('.')[2]}")
+        now = _joined.get(old) or f"{_moved[old]}.{old.rpartition('.')[2]}"
+        module = importlib.import_module(f"grpo_nb.{now}")
         self.own = module.__spec__
         return module
 

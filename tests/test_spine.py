@@ -26,6 +26,7 @@ SPINE = [  # those with exercises whose solutions have a file
     "algorithm/02_losses",
     "algorithm/03_batching",
     "tutorials/01_first_run",
+    "lessons/10_a_real_run_read",
     "lessons/02_when_the_reward_does_not_rise",
     "planning/01_plan",
     "tutorials/02_gpt_oss_20b_t4",

@@ -23,7 +23,7 @@ from grpo_nb.training.reporting import HintWriter, Log, metrics_text, say
 from grpo_nb.training.rewards import RewardError, score_completions
 from grpo_nb.training.samples import message_text, samples_text
 from grpo_nb.widgets.dashboard import hints_list, samples_table
-from grpo_nb.widgets.reward_table import Judgement, colours_of, highlighted, judgements_table
+from grpo_nb.widgets.rewards import Judgement, colours_of, highlighted, judgements_table
 from grpo_nb.widgets.transcript import transcript_html
 
 # a title, a cleared screen, a colour, a bell, an overwritten line; one byte as an escape; letters
@@ -193,7 +193,7 @@ def test_pages_show_tags_as_text():
         sample_html({**sample, attack: 1.0}, [attack]),
         hints_list([attack]),
         highlighted(attack, one, colours_of(one)),
-        judgements_table(attack, one, [1.0], 1.0, colours_of(one)),
+        judgements_table(attack, one, [1.0], colours_of(one)),
         transcript_html([tokens]),
     ]
     for page in map(Page, pages):

@@ -129,12 +129,12 @@ def samples_table(
             for name in ("prompt", "completion", *names, "advantage")
         ]
     ]
-    first = next((i for i, sample in enumerate(samples) if sample["advantage"]), 0)
+    first = next((i for i, sample in enumerate(samples) if sample.get("advantage")), 0)
     part = samples[first : first + shown]
     for sample in part:
         numbers = [
             *(number(sample["rewards"].get(name)) for name in names),
-            number(sample["advantage"], "{:+.2f}"),
+            number(sample.get("advantage"), "{:+.2f}"),
         ]
         rows.append(
             [
@@ -245,7 +245,8 @@ class DashboardWidget(anywidget.AnyWidget):
         names = "runs", "run", "step", "pair", "compare", "task"
         values = {name: getattr(self, name) for name in names}
         words = f"DashboardWidget({len(self.runs)} run{'s' * (len(self.runs) != 1)})"
-        return bundle | {"text/plain": words, "text/html": dashboard_html(values)}, metadata
+        page = {"text/html": dashboard_html(values)} if any(r["curves"] for r in self.runs) else {}
+        return bundle | {"text/plain": words} | page, metadata
 
 
 def dashboard_widget(

@@ -38,7 +38,7 @@ from grpo_nb.rollout.turns import FORMATS, HERMES, parse_hermes, parse_llama, ty
 from grpo_nb.training.report import sample_html
 from grpo_nb.training.samples import samples_text, several_turns
 from grpo_nb.widgets.dashboard import samples_table
-from grpo_nb.widgets.reward_table import Judgement, advantages_table, colours_of, highlighted
+from grpo_nb.widgets.rewards import Judgement, advantages_table, colours_of, highlighted
 
 # parameters that hold what a model wrote
 READS = ("text", "texts", "completion", "completions")

@@ -921,7 +921,6 @@ PAGES = [
     "tutorials/06_game2048_gpt_oss",
     "tutorials/07_matmul_gpt_oss",
     "tutorials/09_from_unsloth_gpt_oss_2048",
-    "widgets/08_reward_tasks",
     "widgets/09_rewards",
 ]
 

@@ -1,4 +1,4 @@
-"""widgets.reward_table: a completion is shown as it is; bars; totals and advantages are the
+"""widgets.reward_table: a completion is shown as it is; totals and advantages are the
 trainer's."""
 
 import math
@@ -9,9 +9,8 @@ import pytest
 
 from grpo_nb.algorithm.advantages import group_advantages
 from grpo_nb.environments.verifiers import Explanation
-from grpo_nb.widgets.reward_table import (
+from grpo_nb.widgets.rewards import (
     Judgement,
-    bar_svg,
     colours_of,
     group_html,
     highlighted,
@@ -74,13 +73,7 @@ def test_a_completion_is_shown_as_it_is():
     )
 
 
-def test_bars_and_short_texts():
-    assert (
-        "h58.00" in bar_svg(2.0, 2.0)
-        and "h-29.00" in bar_svg(-1.0, 2.0)
-        and "h0.00" in bar_svg(math.nan, 2.0)
-        and "h0.00" in bar_svg(0.0, 0.0)
-    )
+def test_short_texts():
     assert shortened("a\n b") == "a b" and len(shortened("x" * 999)) == 60
 
 

@@ -4,8 +4,7 @@ made."""
 import pytest
 
 from grpo_nb.environments import arithmetic
-from grpo_nb.widgets.reward_tasks import TASKS, RewardTask
-from grpo_nb.widgets.rewards import judge_group, total
+from grpo_nb.widgets.rewards import TASKS, RewardTask, judge_group, total
 
 
 @pytest.mark.parametrize(

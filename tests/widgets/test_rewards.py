@@ -27,18 +27,20 @@ from grpo_nb.environments.verifiers import (
     program_marks,
 )
 from grpo_nb.widgets import rewards as room
-from grpo_nb.widgets.reward_table import Judgement, group_html, total
 from grpo_nb.widgets.rewards import (
     NEXT,
     TASKS,
+    Judgement,
     RewardTask,
     ask,
     explainer,
     explanation,
+    group_html,
     judge_group,
     read_row,
     rewards_widget,
     split_group,
+    total,
 )
 
 PIECES = [
