@@ -561,9 +561,7 @@ def judgements_table(
         before = one.why
     points = total(judgements, weights)
     silence = "nobody has judged it: it is left out of its group" if math.isnan(points) else ""
-    rows.append(
-        ("<b>total</b>", "", "", f"<b>{number(points)}</b>", "", silence)
-    )
+    rows.append(("<b>total</b>", "", "", f"<b>{number(points)}</b>", "", silence))
     head = ("reward", "score", "weight", "points", "read", "why")
     return table_html(head, rows, numbers=(1, 2, 3))
 

@@ -1,38 +1,82 @@
-"What the tutorial on GSM8K says of the stored runs is what their logs say."
+"What the lesson on a real run says of the stored runs is what their logs say."
 
 import json
+import re
+from itertools import combinations
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = [
-    json.loads((ROOT / f"benchmarks/results/gsm8k/right_{seed}.json").read_text())
-    for seed in (0, 1)
-]
-PAGE = "".join(
-    "".join(cell["source"])
-    for cell in json.loads((ROOT / "nbs/tutorials/03_gsm8k.ipynb").read_text())["cells"]
-)
+
+
+def stored(name):
+    return json.loads((ROOT / f"benchmarks/results/gsm8k/{name}.json").read_text())
+
+
+RUNS = [stored("right_0"), stored("right_1")]
+CELLS = json.loads((ROOT / "nbs/lessons/10_a_real_run_read.ipynb").read_text())["cells"]
+PAGE = "".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
+BEFORE = RUNS[0]["before"]["marks"]
+COUNTS = stored("before_samples")["samples"]["counts"]
+
+
+def pairs_of(run):
+    "(right before, right after) of each test problem."
+    return [(a == "r", b == "r") for a, b in zip(BEFORE, run["after"]["marks"], strict=True)]
 
 
 def test_gains_and_losses_are_those_of_the_logs():
-    before = RUNS[0]["before"]["marks"]
+    pairs = pairs_of(RUNS[0])
+    before, after = (sum(part) for part in zip(*pairs))
+    won, lost = pairs.count((False, True)), pairs.count((True, False))
+    assert f"answers {before} of {len(pairs):,} test problems before and {after} after" in PAGE
+    assert f"{lost}. It won {won} and lost {lost}." in PAGE
+    lengths = [RUNS[0]["log"][i]["completions/mean_length"] for i in (0, -1)]
+    assert "{:.0f} tokens in the first update and {:.0f} in the last".format(*lengths) in PAGE
+
+
+def test_what_was_won_was_mostly_solved_before():
+    told = []
     for run in RUNS:
-        pairs = list(zip(before, run["after"]["marks"]))
-        gained = sum(a != "r" and b == "r" for a, b in pairs)
-        lost = sum(a == "r" and b != "r" for a, b in pairs)
-        assert len(pairs) == 1319
-        assert f"seed {run['arguments']['seed']} gains {gained} and loses {lost}" in PAGE
+        won = [i for i, pair in enumerate(pairs_of(run)[:256]) if pair == (False, True)]
+        told.append(f"{sum(COUNTS[i] > 0 for i in won)} of {len(won)}")
+    assert f"{told[0]} and {told[1]} had been solved before" in PAGE
+    assert f"Of the 256 problems, {COUNTS.count(0)} were never solved" in PAGE
 
 
-def test_the_table_is_that_of_the_log():
-    first, late = RUNS[0]["log"][0], RUNS[0]["log"][105]
-    rows = {
-        "tokens of a completion": ("completions/mean_length", "{:.0f}"),
-        "entropy, nats a token": ("entropy", "{:.2f}"),
-        "groups without spread": ("frac_reward_zero_std", "{:.0%}"),
-        "gap of sampler and trainer, nats": ("sampling/gap_mean", "{:.4f}"),
-    }
-    assert late["step"] == 106
-    for name, (key, shape) in rows.items():
-        shown = [shape.format(one[key]).lstrip("0").replace("%", " %") for one in (first, late)]
-        assert f"| {name} | {shown[0]} | {shown[1]} |" in PAGE
+def test_two_texts_of_sixty_have_a_word_of_doubt():
+    (pattern,) = re.findall(
+        r're\.compile\(r"(.+)", re\.I\)', "".join(sum((c["source"] for c in CELLS), []))
+    )
+    texts = [one for run in RUNS for one in run["completions"]]
+    doubts = [one for one in texts if re.search(pattern, one["completion"], re.I)]
+    assert len(texts) == 60 and [one["update"] + 1 for one in doubts] == [6, 6]
+    assert any("Let's recheck" in one["completion"] for one in doubts)
+
+
+def test_the_second_problem_lost_is_the_one_that_is_told():
+    beeswax = RUNS[0]["lost"][1]
+    assert "One pound of beeswax" in beeswax["question"] and "20 candles" in beeswax["question"]
+    assert beeswax["answer"] == "20" and "-160" in beeswax["after"]
+    assert "egg" in RUNS[0]["won"][0]["question"]
+
+
+def test_the_run_that_stopped_thinking():
+    run = stored("form_0")
+    assert f"from {run['log'][0]['reward']:.2f}".replace("0.", ".") in PAGE
+    shares = [100 * run[when]["right"] for when in ("before", "after")]
+    assert "it falls from {:.0f} % to {:.0f} %".format(*shares) in PAGE
+    best = stored("prompts")["teacher"]["right"]
+    assert f"the best of five gives {best:.1%}".replace("%", " %") in PAGE
+
+
+@pytest.mark.parametrize("c", range(7))
+def test_pass_at_k_of_the_lesson_is_the_share_of_all_subsets(c):
+    (source,) = ["".join(x["source"]) for x in CELLS if "def pass_at(" in "".join(x["source"])]
+    names = {"math": __import__("math")}
+    exec("def pass_at" + source.split("def pass_at")[1].split("\n\n\n")[0], names)
+    answers = [True] * c + [False] * (6 - c)
+    for k in range(1, 7):
+        drawn = [any(some) for some in combinations(answers, k)]
+        assert names["pass_at"](k, c, 6) == pytest.approx(sum(drawn) / len(drawn))

@@ -14,6 +14,7 @@ from grpo_nb.widgets.advantages import AdvantagesWidget
 from grpo_nb.widgets.batch import BatchWidget
 from grpo_nb.widgets.chunks import ChunksWidget
 from grpo_nb.widgets.clipping import ClippingWidget
+from grpo_nb.widgets.dashboard import DashboardWidget
 from grpo_nb.widgets.figures import component, figure_svg, interactive_figure
 from grpo_nb.widgets.masks import MasksWidget
 from grpo_nb.widgets.memory import MemoryWidget
@@ -24,6 +25,7 @@ COMPONENTS = {
     "batch": BatchWidget,
     "chunks": ChunksWidget,
     "clipping": ClippingWidget,
+    "dashboard": DashboardWidget,
     "masks": MasksWidget,
     "memory": MemoryWidget,
     "transcript": TranscriptWidget,

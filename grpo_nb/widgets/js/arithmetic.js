@@ -356,7 +356,7 @@ export function thinned(points, most = 200) {
 }
 
 // Names in a log, and what the board calls them.
-export const PANELS = {
+export const BOARD = {
   reward: "reward",
   "completions/mean_length": "length, tokens",
   entropy: "entropy, nats a token",
@@ -367,7 +367,7 @@ export const PANELS = {
 
 /** The curves of a log's records. */
 export function curvesOf(records) {
-  const found = Object.keys(PANELS).map((name) => {
+  const found = Object.keys(BOARD).map((name) => {
     const told = records.filter((record) => typeof record[name] === "number");
     return [name, thinned(told.map((record) => [record.step, record[name]]))];
   });

@@ -1,6 +1,6 @@
 // A run, live or stored: its curves, what it wrote, and what it won and lost.
 
-import { PANELS, range, readLog, smoothed } from "./arithmetic.js";
+import { BOARD, range, readLog, smoothed } from "./arithmetic.js";
 import { button, change, clamp, frame, line, node, plural } from "./kit.js";
 import { rect, slider, text, thousands, tick } from "./kit.js";
 
@@ -143,7 +143,7 @@ export default {
       const steps = { class: "quiet" };
       const hair = place.x + ((read - place.low) / (place.high - place.low || 1)) * place.width;
       return [
-        text(place.x - PANEL.left + 2, place.y - 26, PANELS[name], { class: "title" }),
+        text(place.x - PANEL.left + 2, place.y - 26, BOARD[name], { class: "title" }),
         text(place.x, place.y - 8, told(value?.[1], name), { class: `${KINDS[at % KINDS.length]} value` }),
         line(place.x, base, place.x + place.width, base, { class: "axis" }),
         line(place.x, place.y, place.x + place.width, place.y, { class: "hair" }),
@@ -158,7 +158,7 @@ export default {
 
     function draw(values, width) {
       const now = chosen(values);
-      const names = Object.keys(PANELS).filter((name) =>
+      const names = Object.keys(BOARD).filter((name) =>
         now.drawn.some(({ curves }) => curves[name]?.length),
       );
       const columns = width >= 760 ? 3 : width >= 480 ? 2 : 1;
@@ -188,7 +188,7 @@ export default {
 
     function inWords({ one, read, last }, names) {
       if (!names.length) return "Curves appear after the first update.";
-      const said = names.map((name) => `${PANELS[name]} ${told(nearest(one.curves[name], read)?.[1], name)}`);
+      const said = names.map((name) => `${BOARD[name]} ${told(nearest(one.curves[name], read)?.[1], name)}`);
       return `${one.name ? `${one.name}, ` : ""}update ${thousands(read)} of ${thousands(last)}: ${said.join("; ")}.`;
     }
 
@@ -198,7 +198,7 @@ export default {
         const point = nearest(curves[pointed.name], pointed.step);
         return `${name || "this run"} ${told(point?.[1], pointed.name)} (update ${point?.[0] ?? "–"})`;
       });
-      return `${PANELS[pointed.name]} near update ${pointed.step}: ${said.join("; ")}.`;
+      return `${BOARD[pointed.name]} near update ${pointed.step}: ${said.join("; ")}.`;
     }
 
     // ------------------------------------------------------------ what was written
