@@ -160,7 +160,8 @@ def settings(given, out):
     return GRPOConfig(
         output_dir=str(out),
         max_steps=given.updates,
-        per_device_train_batch_size=given.prompts * given.group,
+        per_device_train_batch_size=given.rows or given.prompts * given.group,
+        gradient_accumulation_steps=given.prompts * given.group // given.rows if given.rows else 1,
         num_generations=given.group,
         max_completion_length=given.tokens,
         temperature=given.temperature,
@@ -192,6 +193,11 @@ def parsed():
     add("--updates", type=int, default=10_000)
     add("--prompts", type=int, default=8, help="problems in an update")
     add("--group", type=int, default=8, help="answers to each")
+    add(
+        "--rows",
+        type=int,
+        help="answers that are trained on at a time: the same update, less memory",
+    )
     add("--tokens", type=int, default=40, help="of an answer at most")
     add("--shots", type=int, default=0, help="solved problems before each")
     add("--rate", type=float, default=5e-4)

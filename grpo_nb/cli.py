@@ -67,6 +67,7 @@ def _integer(
 
 # %% ../nbs/91_cli.ipynb #192e39f9
 _marker = "demo.json"
+_kinds = {"seed": int, "steps": int, "save_steps": int, "model": str}  # what it holds
 
 
 def _aside(
@@ -82,12 +83,14 @@ def _aside(
 def _read_run(
     path: Path,  # the marker file of a run
     seed: int | None,  # as given on the command line
-) -> dict:  # {"seed", "steps", "save_steps"}; ValueError if it is damaged and no seed is given
+) -> dict:  # {"seed", "steps", "save_steps", "model"}; ValueError if damaged and no seed is given
     "The settings that a run was started with."
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-        run = {name: run.get(name) for name in ("seed", "steps", "save_steps")}
-        if type(run["seed"]) is int and all(type(v) in (int, type(None)) for v in run.values()):
+        run = {name: run.get(name) for name in _kinds}
+        if run["seed"] is not None and all(
+            type(run[k]) in (t, type(None)) for k, t in _kinds.items()
+        ):
             return run
     except (ValueError, AttributeError):
         pass
@@ -96,13 +99,13 @@ def _read_run(
             f"{path} is damaged, so the seed of the run is not known: give it with --seed (and "
             "--steps, if it was given), or leave --resume out to move the run aside and start anew"
         )
-    return {"seed": seed, "steps": None, "save_steps": None}
+    return dict.fromkeys(_kinds) | {"seed": seed}
 
 # %% ../nbs/91_cli.ipynb #bbdd2c83
 def _prepare(
     out: Path,  # absolute
     resume: bool,  # go on with the run that is in `out`
-    given: dict,  # {"seed", "steps", "save_steps"} of the command line, None where left out
+    given: dict,  # "seed" and the rest of `_kinds` of the command line, None where left out
     one_run: OneRun,  # that `out` is held by
 ) -> dict:  # the same for the run; ValueError if `out` cannot be used
     "Write the marker file of a run; an earlier run is moved aside."
@@ -116,13 +119,14 @@ def _prepare(
             )
         if resume and not ours:
             raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
-        run = {"seed": 0, "steps": None, "save_steps": None}
+        run = dict.fromkeys(_kinds) | {"seed": 0}
         run = _read_run(out / _marker, given["seed"]) if resume else run
-        if resume and given["seed"] not in (None, run["seed"]):
-            raise ValueError(
-                f"the run in {out} was started with --seed {run['seed']}; leave --seed out "
-                "to resume it, or --resume to start a new one"
-            )
+        for name in ("seed", "model") if resume else ():
+            if given[name] not in (None, run[name]):
+                raise ValueError(
+                    f"the run in {out} was started with --{name} {run[name]}; leave --{name} out "
+                    "to resume it, or --resume to start a new one"
+                )
         run |= {name: value for name, value in given.items() if value is not None}
         if ours and not resume:
             one_run.folder = out.rename(_aside(out))
@@ -160,14 +164,14 @@ def _ending_at_sigterm() -> Iterator[None]:
 
 
 def demo(
-    args: argparse.Namespace,  # steps, seed, out, resume, save_steps, quiet
+    args: argparse.Namespace,  # steps, seed, model, out, resume, save_steps, quiet
     # exit status: 0 done, 1 for an error, 2 for a folder that cannot be used, 130 after Ctrl-C, 143
     # after SIGTERM
 ) -> int:
     "Run the first lesson: a tiny gpt-oss learns arithmetic."
     from grpo_nb.training.config import check_path
 
-    given = {name: getattr(args, name) for name in ("seed", "steps", "save_steps")}
+    given = {name: getattr(args, name) for name in _kinds}
     out = args.out.absolute()
     one_run = OneRun(out)
     try:
@@ -1125,8 +1129,9 @@ class _Parser(argparse.ArgumentParser):
 
 # %% ../nbs/91_cli.ipynb #d88db687
 _DEMO = """
+--model MODEL | | a folder or a name: train an adapter for it, on sums (default: a tiny gpt-oss)
 --steps N | 1..1000000: a run has at least 1 step and at most a million | training steps (default:
-    the length of the lesson)
+    the length of the lesson; 20 with --model)
 --seed N | 0..4294967295: seeds go from 0 to 4294967295 | of the model, the tasks and the sampling
     (default: 0)
 --out FOLDER | | where the run is kept (default: runs/demo)

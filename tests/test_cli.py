@@ -162,12 +162,13 @@ def test_help_needs_nothing_heavy(arguments, words, said):
     assert status == 0 and all(word in out for word in words)
 
 
-DEFAULTS = dict(steps=None, seed=0, save_steps=None, out="runs/demo", resume=False, quiet=False)
+DEFAULTS = dict(seed=0, out="runs/demo", resume=False, quiet=False)
+DEFAULTS |= dict.fromkeys(["steps", "save_steps", "model"])
 
 
 def test_arguments_reach_the_demo(runs, tmp_path):
     out = str(tmp_path / "new" / "run")
-    flags = dict(steps=7, seed=3, save_steps=2, out=out)
+    flags = dict(steps=7, seed=3, save_steps=2, out=out, model="tiny")
     words = [word for name, x in flags.items() for word in (f"--{name.replace('_', '-')}", str(x))]
     assert cli.main(["demo", *words, "--quiet"]) == 0
     assert runs == [flags | dict(resume=False, quiet=True, bars=False)]

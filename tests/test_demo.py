@@ -5,6 +5,7 @@ end, with every seed."""
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -286,3 +287,44 @@ def test_every_seed_learns(tmp_path):
     assert all(s["accuracy_before"] <= 0.65 for s in summaries)
     assert all(s["accuracy_after"] >= 0.93 for s in summaries)
     assert sum(s["accuracy_after"] for s in summaries) / 5 >= 0.95
+
+
+def has_a_one(completions, **row):
+    return [float("1" in one[0]["content"]) for one in completions]
+
+
+@pytest.mark.long
+def test_a_trained_model_learns_by_an_adapter_and_goes_on(tmp_path, monkeypatch):
+    from peft import AutoPeftModelForCausalLM
+    from test_one_page import saved_qwen3
+    from transformers import AutoTokenizer
+
+    base, out = tmp_path / "base", tmp_path / "run"
+    saved_qwen3(base)
+    before = load_file(base / "model.safetensors")
+    fewer = dict(per_device_train_batch_size=4, num_generations=4, warmup_steps=0)
+    monkeypatch.setattr(grpo_nb.demo, "REAL", grpo_nb.demo.REAL | fewer)
+    monkeypatch.setattr(grpo_nb.demo, "number_matches", lambda text, answer: "1" in text)
+    monkeypatch.setattr(grpo_nb.demo, "correct_number_reward", has_a_one)
+    words = ["demo", "--model", str(base), "--out", str(out), "--save-steps", "1", "--quiet"]
+    assert cli.main([*words, "--steps", "2"]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    model = AutoPeftModelForCausalLM.from_pretrained(out / "model").eval()
+    rows = grpo_nb.demo.asked_in_words(0)[1]
+    (said,) = rows[0]["prompt"]
+    a, b = re.fullmatch(
+        r"What is (\d+)\+(\d+)\? Answer with the number\.", said["content"]
+    ).groups()
+    assert said["role"] == "user" and int(a) + int(b) == int(rows[0]["answer"])
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert grpo_nb.demo.greedy_accuracy(model, tokenizer, rows) == summary["accuracy_after"]
+    adapter = load_file(out / "model" / "adapter_model.safetensors")
+    assert any(x.abs().max() > 0 for name, x in adapter.items() if "lora_B" in name)
+    after = load_file(base / "model.safetensors")
+    assert all((after[name] == x).all() for name, x in before.items())
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "checkpoint-2")
+    assert cli.main(["demo", "--resume", "--out", str(out), "--quiet"]) == 0  # the marker knows
+    again = json.loads((out / "summary.json").read_text())
+    assert again["accuracy_after"] == summary["accuracy_after"] and again["steps"] == 2
+    assert cli.main(["demo", "--resume", "--out", str(out), "--model", "other"]) == 2

@@ -59,7 +59,7 @@ def test_the_page_imports_nothing_of_the_library():
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     named |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in named} == {
-        *("matplotlib", "random", "time", "torch", "transformers")
+        *("matplotlib", "random", "re", "time", "torch", "transformers")
     }
 
 

@@ -32,20 +32,7 @@ SHOPS = [  # name, phone (numbers kept free for fiction), e-mail, address
     ("Harbour Books", "+44 20 7946 0123", "hello@harbour-books.example", "12 Quay Street, Bristol"),
     ("Aurora Coffee", "+44 20 7946 0456", "team@aurora-coffee.example", "3 Hill Road, York"),
 ]
-NAMES = [
-    "Ann",
-    "Ann-Marie",
-    "Grace",
-    "José",
-    "Jörg",
-    "Łukasz",
-    "Mei",
-    "Omar",
-    "Priya",
-    "Renée",
-    "Søren",
-    "Zoë",
-]
+NAMES = "Ann Ann-Marie Grace José Jörg Łukasz Mei Omar Priya Renée Søren Zoë".split()
 KINDS = [  # the mail, the fact that the shop knows, its keyword, the sentence that answers
     (
         "I sent order {order} back last week. When will I see my money?",

@@ -161,21 +161,10 @@ def curve_svg(
     )
 
 # %% ../../nbs/training/23_report.ipynb #732697c7
-FIRST = (  # beginnings of names in the log, in the order of the page
-    "reward",
-    "rewards/",
-    "eval_reward",
-    "held_out",
-    "reward_group_std",
-    "frac_reward_zero_std",
-    "dynamic_sampling/",
-    "tools/",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "entropy",
-    "kl",
-    "grad_norm",
-)
+# beginnings of names in the log, in the order of the page
+FIRST = """reward rewards/ eval_reward held_out reward_group_std frac_reward_zero_std
+dynamic_sampling/ tools/ completions/mean_length completions/clipped_ratio entropy kl
+grad_norm""".split()
 NOT_DRAWN = ("step", "epoch", "seconds_left")
 
 

@@ -30,16 +30,7 @@ def prompt_grid(
     return np.array(prompts).reshape(cycles * layout.micro_batches_per_cycle, -1).T
 
 # %% ../../nbs/widgets/03_batch.ipynb #498510c5
-PROMPT_COLORS = [
-    "#56B4E9",
-    "#E69F00",
-    "#7FCDBB",
-    "#F0E442",
-    "#CC79A7",
-    "#BBBBBB",
-    "#D98B5F",
-    "#8DA0CB",
-]
+PROMPT_COLORS = "#56B4E9 #E69F00 #7FCDBB #F0E442 #CC79A7 #BBBBBB #D98B5F #8DA0CB".split()
 
 
 def derived_text(layout: BatchLayout) -> str:
