@@ -40,8 +40,8 @@ class ModelSettings(Settings):
     model_name_or_path: str | None = setting(None)
     # a branch, tag or commit of the model on the hub
     model_revision: str = setting("main")
-    # of weights that are not packed in 4 bits; auto: what suits the device; None: auto with
-    # load_in_4bit, else float32
+    # of weights that are not packed in 4 or 8 bits; auto: what suits the device; None: auto with
+    # load_in_4bit or load_in_fp8, else float32
     dtype: str | None = setting(None, ("auto", "bfloat16", "float16", "float32"))
     # a chat template in Jinja, in place of the tokenizer's own
     chat_template: str | None = setting(None)
@@ -49,6 +49,9 @@ class ModelSettings(Settings):
     attn_implementation: str | None = setting(None)
     # gpt-oss: experts in MXFP4; others: linear layers in NF4 (needs bitsandbytes)
     load_in_4bit: bool = setting(False)
+    # linear layers and experts in float8, a scale for each "row" (true) or each "block" of 128 x
+    # 128; null: as the checkpoint has them
+    load_in_fp8: bool | str | None = setting(None)
     # gpt-oss: attention's linear layers in NF4 too (needs bitsandbytes)
     attention_4bit: bool = setting(False)
     # the input embedding stays in host memory; for models whose head is not their embedding
@@ -58,7 +61,7 @@ class ModelSettings(Settings):
 
     def number_format(self) -> str:
         "The dtype that a model is loaded in."
-        return self.dtype or ("auto" if self.load_in_4bit else "float32")
+        return self.dtype or ("auto" if self.load_in_4bit or self.load_in_fp8 else "float32")
 
 
 @dataclass(kw_only=True)
@@ -114,7 +117,7 @@ class DataSettings(Settings):
 # %% ../nbs/88_recipe.ipynb #306f6328
 MADE_IN_A_FILE = "it is given where the reward is made: make it in a file, file.py:name"
 NOT_HERE = {  # name -> (values that ask for nothing, what to do for any other)
-    "load_in_8bit": ((False,), "weights are kept in 32, 16 or 4 bits: set load_in_4bit"),
+    "load_in_8bit": ((False,), "8 bits are float8: set load_in_fp8, or set load_in_4bit"),
     "bnb_4bit_quant_type": (("nf4",), "4 bits are NF4, for gpt-oss' experts MXFP4: leave it out"),
     "use_bnb_nested_quant": ((False, True), ""),  # the scales of NF4 are always quantised too
     "bnb_4bit_quant_storage": ((None,), "weights in 4 bits are stored as bytes: leave it out"),
@@ -578,6 +581,8 @@ def stored_as(
             )
         packed = "mxfp4+nf4" if model.attention_4bit else "mxfp4"
         return packed if shape.sinks else "nf4"
+    if model.load_in_fp8:
+        return "fp8"
     half = "fp16" if is_old(card.capability) else "bf16"
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "auto": half}
     return names[model.number_format()]

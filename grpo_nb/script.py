@@ -190,6 +190,7 @@ def named_model(recipe: Recipe) -> tuple[Any, Any]:  # model, and its tokenizer 
         dtype=choose_dtype(model.number_format(), torch.device(device_of(config))),
         attn_implementation=model.attn_implementation or "auto",
         load_in_4bit=model.load_in_4bit,
+        load_in_fp8=model.load_in_fp8,
         attention_4bit=model.attention_4bit,
         offload_embedding=model.offload_embedding,
         device=read_to(config),
@@ -482,7 +483,8 @@ def planned_for(
     "The plan of a trainer's run on a card."
     model, half = trainer.model, {torch.bfloat16: "bf16", torch.float16: "fp16"}
     kinds = {type(p).__name__: p.dtype for p in sorted(model.parameters(), key=torch.numel)}
-    packed = "mxfp4" * ("PackedWeight" in kinds) or "nf4" * ("Params4bit" in kinds)
+    packed = {"PackedWeight": "mxfp4", "Params4bit": "nf4", "Float8Weight": "fp8"}
+    packed = next((name for kind, name in packed.items() if kind in kinds), None)
     given = dict(weights=packed or half.get([*kinds.values()][-1], "fp32"), lora_r=0)
     for adapter in getattr(model, "peft_config", {}).values():
         both = adapter.target_modules, adapter.target_parameters

@@ -82,16 +82,6 @@ EDITS = {  # name -> (pattern, replacement, why)
         "use_vllm = False",
         "no vLLM is installed here, and FastLanguageModel draws on the trained tensors",
     ),
-    "no vllm_engine": (
-        r"(?m)^model\.vllm_engine\..*",
-        "pass",
-        "there is no second engine that could sleep",
-    ),
-    "load_in_fp8=False": (
-        r"load_in_fp8\s*=\s*True",
-        "load_in_fp8 = False",
-        "weights are kept in 32, 16 or 4 bits",
-    ),
 }
 PICTURES = ("Vision", "_VL_")  # notebooks that train on pictures
 LIMIT = 400  # seconds for one notebook

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['SAMPLER', 'MEMORY', 'PLACE', 'WITHOUT_EFFECT', 'REFUSED', 'ADAPTER_FILES', 'SAVING_WITHOUT_EFFECT', 'SAVING_REFUSED',
            'BOUND', 'SEVEN', 'ADAPTER_WITHOUT_EFFECT', 'ADAPTER_REFUSED', 'asked_for', 'check_others', 'bind',
-           'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text', 'request_outputs',
-           'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing', 'as_vllm_asks', 'fast_generate',
-           'load_lora', 'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf',
-           'push_to_hub_gguf', 'from_pretrained', 'targets_of', 'get_peft_model', 'FastLanguageModel', 'FastModel',
-           'FastVisionModel']
+           'NoSecondEngine', 'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text',
+           'request_outputs', 'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing',
+           'as_vllm_asks', 'fast_generate', 'load_lora', 'save_lora', 'save_pretrained_merged', 'push_to_hub_merged',
+           'save_pretrained_gguf', 'push_to_hub_gguf', 'from_pretrained', 'targets_of', 'get_peft_model',
+           'FastLanguageModel', 'FastModel', 'FastVisionModel']
 
 # %% ../../nbs/compat/01_fast.ipynb #dbaa36ee
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,8 +70,7 @@ WITHOUT_EFFECT = {  # of from_pretrained: name -> (the value that asks for nothi
     "text_only": (False, "language models are all that is loaded"),
 }
 REFUSED = {  # of from_pretrained: name -> (the value that asks for nothing, what to do)
-    "load_in_8bit": (False, "give load_in_4bit=True, or False for 16 bit"),
-    "load_in_fp8": (False, "give load_in_4bit=True, or False for 16 bit"),
+    "load_in_8bit": (False, "give load_in_fp8=True, load_in_4bit=True, or False for 16 bit"),
     "quantization_config": (None, "give load_in_4bit=True, or False for 16 bit"),
     "qat_scheme": (None, "train without it, and round when saving"),
     "rope_scaling": (None, "write rope_parameters into the folder's config.json"),
@@ -123,9 +122,20 @@ def bind(
     model.engine = RolloutEngine(
         model, tokenizer, autocast_dtype=torch.float16 if overflows else None
     )
+    model.vllm_engine = NoSecondEngine()
     for function in functions:
         setattr(model, function.__name__, MethodType(function, model))
     return model
+
+
+class NoSecondEngine:
+    "What notebooks call `model.vllm_engine`: no engine beside the model holds memory."
+
+    def sleep(self, level: int = 1) -> None:
+        "Nothing: completions are drawn on the tensors that are trained."
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        "Nothing."
 
 
 def for_inference(
@@ -474,6 +484,8 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,  # None: what the device computes fast
     load_in_4bit: bool = True,  # gpt-oss: experts in MXFP4; others: linear layers in NF4
     *,
+    # linear layers and experts in float8: True or "row", a scale for each row; or "block"
+    load_in_fp8: bool | str = False,
     full_finetuning: bool = False,  # all weights train, in 16 or 32 bit
     offload_embedding: bool = False,  # the input embedding stays in host memory
     random_state: int = 3407,  # of random weights
@@ -489,7 +501,8 @@ def from_pretrained(
     model, tokenizer = load_model(
         model_name,
         max_seq_length=max_seq_length,
-        load_in_4bit=load_in_4bit and not full_finetuning,
+        load_in_4bit=load_in_4bit and not full_finetuning and not load_in_fp8,
+        load_in_fp8=load_in_fp8 or None,
         dtype=dtype or torch_dtype or "auto",
         offload_embedding=offload_embedding,
         seed=random_state,

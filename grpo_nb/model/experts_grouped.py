@@ -34,7 +34,7 @@ from grpo_nb.model.experts import (
     swiglu,
 )
 from .limits import PAIRS_BACKWARD, PAIRS_FORWARD, ROWS_OF_ONE, UNPACKED, WIDE_PAIRS
-from .packed import PackedWeight
+from .packed import FrozenWeight
 
 # %% ../../nbs/model/11_experts_grouped.ipynb #6d44f285
 def _row_chunks(*tensors):
@@ -89,7 +89,7 @@ def experts_at_a_time(
     dtype: torch.dtype,  # that packed ones become
 ) -> int:
     "How many experts are dense at a time: all, or as many packed ones as UNPACKED allows."
-    if not isinstance(weight, PackedWeight):
+    if not isinstance(weight, FrozenWeight):
         return len(weight)
     return min(
         len(weight), max(1, UNPACKED // (weight.shape[1] * weight.shape[2] * dtype.itemsize))
@@ -223,7 +223,7 @@ def expert_products(
     weight: torch.Tensor,  # (E, in, out), dense or packed
 ) -> torch.Tensor:  # (P, out)
     "Each row times its expert's matrix; of packed weights some experts are unpacked at a time."
-    if not isinstance(weight, PackedWeight):
+    if not isinstance(weight, FrozenWeight):
         return grouped_mm(x, weight.to(x.dtype), offs=pairs.ends)
     step = experts_at_a_time(weight, x.dtype)
     if pairs.at_once or (step == len(weight) and pairs.whole is None):
@@ -564,7 +564,7 @@ class GroupedExperts(torch.autograd.Function):
         with _no_autocast(t.hidden.device):
             pairs = PairOrder(indices, len(t.gate_up))
             some = experts_at_a_time(t.gate_up, dtype) < len(t.gate_up)
-            in_parts = isinstance(t.gate_up, PackedWeight) and len(pairs.ids) > PAIRS_BACKWARD
+            in_parts = isinstance(t.gate_up, FrozenWeight) and len(pairs.ids) > PAIRS_BACKWARD
             if t.hidden.is_cuda and (some or in_parts) and not pairs.at_once:
                 pairs.send_bounds()
             if skip:
@@ -593,7 +593,7 @@ class GroupedExperts(torch.autograd.Function):
             shares = t.weights.to(wide).reshape(-1)  # (T * K,)
             if needs.weights:
                 of_biases = gradient.to(wide) @ t.down_bias.to(wide).T  # (T, E)
-            if pairs.at_once and isinstance(t.gate_up, PackedWeight):
+            if pairs.at_once and isinstance(t.gate_up, FrozenWeight):
                 dense = t.gate_up.dequantize().to(options.dtype)
                 t = t._replace(gate_up=dense)  # once for both of its products
             for part in pairs.parts(None if one else PAIRS_BACKWARD):
@@ -630,7 +630,7 @@ def _row_slices(start, end):
 
 def _expert_matrix(weight, e, dtype):
     "One expert's matrix, dense, in the products' dtype."
-    return (weight.dequantize(e) if isinstance(weight, PackedWeight) else weight[e]).to(dtype)
+    return (weight.dequantize(e) if isinstance(weight, FrozenWeight) else weight[e]).to(dtype)
 
 
 def _of_one(t, name, e, dtype):
@@ -847,7 +847,7 @@ def choose_path(
 ) -> str:  # "few", "loop" or "many"
     "What `auto` takes."
     gathered = indices.numel() * (experts.gate_up[0].numel() + experts.down[0].numel())
-    if isinstance(experts.gate_up, PackedWeight):
+    if isinstance(experts.gate_up, FrozenWeight):
         gathered *= 4  # they are unpacked to be gathered
     if gathered <= FEW_ELEMENTS.get(hidden.device.type, 0) and not trains:
         return "few"

@@ -39,7 +39,7 @@ from .files import NO_ROOM, naming_a_full_disk
 from .loading import choose_dtype
 from .lora import read_lora
 from .mxfp4 import BLOCK, dequantize, e2m1_values, has_float64, quantize
-from .packed import EXPERTS, PackedWeight, experts_of
+from .packed import EXPERTS, FrozenWeight, PackedWeight, experts_of
 from grpo_nb.model.stored_weights import (
     DTYPES,
     read_checkpoint,
@@ -226,7 +226,7 @@ class AdaptedWeight:
     "A weight of the base model, and functions that compute what its active adapters add."
 
     name: str  # as in the base model's own state dict
-    weight: torch.Tensor  # dense, PackedWeight, or NF4 of bitsandbytes
+    weight: torch.Tensor  # dense, a FrozenWeight, or NF4 of bitsandbytes
     # one per adapter: expert's number (0 without experts) -> float32 matrix
     deltas: tuple[Callable[[int], torch.Tensor], ...] = ()
 
@@ -241,9 +241,9 @@ class AdaptedWeight:
         e: int,  # the expert; 0 where there are none
     ) -> torch.Tensor:  # the weight of one expert, or the whole one
         "The weight without its adapters, unpacked."
-        if len(self.shape) == 3:
-            packed = isinstance(self.weight, PackedWeight)
-            return self.weight[e].dequantize() if packed else self.weight[e]
+        if len(self.shape) == 3 or isinstance(self.weight, FrozenWeight):
+            one = self.weight[e] if len(self.shape) == 3 else self.weight
+            return one.dequantize() if isinstance(one, FrozenWeight) else one
         if getattr(self.weight, "quant_state", None) is None:
             return self.weight
         from bitsandbytes.functional import dequantize_4bit
@@ -655,7 +655,7 @@ def as_released(
         found = [stored.pop(name, None) for name, _, _ in plain.entries]
         fits = all(x and x.shape == shape for x, (_, _, shape) in zip(found, plain.entries))
         if fits and not weight.deltas:
-            lazy.append(_copied(found, None if _is_nf4(weight.weight) else plain))
+            lazy.append(_copied(found, None if _is_rounded(weight.weight) else plain))
         elif whole and weight.deltas and folder and not all(found):
             raise ValueError(
                 f"{weight.name} has an adapter, and {folder} stores it in parts, together with "
@@ -850,18 +850,23 @@ def _is_nf4(weight):
     return getattr(weight, "quant_state", None) is not None
 
 
+def _is_rounded(weight):
+    "Whether the files it was read from have it more exactly."
+    return _is_nf4(weight) or isinstance(weight, FrozenWeight)
+
+
 def check_can_be_unpacked(weight: AdaptedWeight) -> None:
-    "Refuse weights in any format but dense, MXFP4 and NF4."
+    "Refuse weights in any format but dense, MXFP4, float8 and NF4."
     known = weight.weight.is_floating_point() or _is_nf4(weight.weight)
     if not known and isinstance(weight.weight, torch.nn.Parameter):
         raise ValueError(
             f"{weight.name} is stored as {weight.weight.dtype}, which cannot be unpacked "
-            "here: only dense weights, MXFP4 and NF4 of bitsandbytes can be merged"
+            "here: only dense weights, MXFP4, float8 and bitsandbytes' NF4 can be merged"
         )
 
 
 def save_merged(
-    model: torch.nn.Module,  # of transformers, with adapters or without; dense, MXFP4 or NF4
+    model: torch.nn.Module,  # of transformers, with adapters or without; dense, MXFP4, float8, NF4
     path: str | Path,  # of the new folder
     *,
     dtype: torch.dtype | str = "bfloat16",  # "bfloat16", "float16" or "float32"

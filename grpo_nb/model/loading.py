@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['CODE_RMS', 'PARTS', 'OVERFLOWING', 'LEFT_ALONE', 'WORKING_MEMORY', 'fill', 'random_parameters', 'memory_by_part',
            'describe', 'choose_device', 'choose_dtype', 'choose_attention', 'check_capped_scores', 'stays_on_cpu',
-           'check_numbers', 'check_one_adapter', 'check_options', 'check_length', 'check_blocks', 'Layout', 'lay_out',
-           'check_room', 'empty_parameters', 'read_weights', 'finish', 'select_experts', 'load_model']
+           'check_numbers', 'check_one_adapter', 'check_options', 'check_length', 'is_float8', 'check_one_format',
+           'check_scales', 'check_blocks', 'Layout', 'lay_out', 'check_room', 'empty_parameters', 'read_weights',
+           'finish', 'select_experts', 'load_model']
 
 # %% ../../nbs/model/25_loading.ipynb #0dc36676
+import copy
 import gc
 import importlib
 import math
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from transformers import FineGrainedFP8Config
 
 from . import offload
 from grpo_nb.model.adapters import (
@@ -36,20 +39,28 @@ from grpo_nb.model.adapters import (
 )
 from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
 from .experts_lora import IMPLEMENTATIONS, route_adapters
+from grpo_nb.model.float8 import (
+    METHOD,
+    SCALE,
+    Float8Config,
+    Float8Quantizer,
+    block_in_files,
+    block_of,
+)
 from .fused_dense import fuse_dense_layers
 from .fused_layers import fuse_layers
 from .memory_bytes import longest_sequence, why_no_longer
 from .memory_fit import free_memory
 from .mxfp4 import BLOCK, dequantize
-from .packed import EXPERTS, PackedWeight, experts_of
+from .packed import EXPERTS, FrozenWeight, PackedWeight, experts_of
 from grpo_nb.model.stored_weights import (
     Form,
     Step,
     Stored,
     forms,
+    in_form,
     in_towers,
     match,
-    nf4,
     read_checkpoint,
     read_config,
     read_parameter,
@@ -159,7 +170,7 @@ def _random_module(model, path, module, names, wanted, devices):
         tensor, module._parameters[name] = module._parameters[name].data, p
         if form[name].kind == "mxfp4":
             tensor = _random_packed(p.shape, form[name].dtype, device[name], std)
-        yield f"{path}.{name}", nf4(tensor) if form[name].kind == "nf4" else tensor
+        yield f"{path}.{name}", in_form(tensor, form[name])
 
 
 def random_parameters(
@@ -181,8 +192,8 @@ def random_parameters(
 # %% ../../nbs/model/25_loading.ipynb #d55ed53d
 def _stored_bytes(t):
     "Bytes of a tensor in any format, its scales included."
-    if isinstance(t, PackedWeight):
-        return t.blocks.nbytes + t.scales.nbytes
+    if isinstance(t, FrozenWeight):
+        return t.stored_bytes
     state = getattr(t, "quant_state", None)
     if state is None:
         return t.numel() * t.element_size()
@@ -193,9 +204,9 @@ def _stored_bytes(t):
 
 
 def _number_format(t):
-    "The storage format of a tensor, such as `MXFP4`, `NF4` or `bfloat16`."
-    if isinstance(t, PackedWeight):
-        return "MXFP4"
+    "The storage format of a tensor, such as `MXFP4`, `float8`, `NF4` or `bfloat16`."
+    if isinstance(t, FrozenWeight):
+        return t.FORMAT
     quantised = getattr(t, "quant_state", None) is not None
     return "NF4" if quantised else str(t.dtype).removeprefix("torch.")
 
@@ -403,7 +414,7 @@ def check_options(
             "load_in_4bit=True puts all its linear layers in NF4"
         )
 
-# %% ../../nbs/model/25_loading.ipynb #b4861c3e
+# %% ../../nbs/model/25_loading.ipynb #1c9955df
 def check_length(
     config: Any,  # of transformers
     max_seq_length: int,
@@ -433,6 +444,50 @@ def check_length(
         "the config without weights"
     )
 
+# %% ../../nbs/model/25_loading.ipynb #c7274926
+def is_float8(
+    config: Any,  # of transformers
+) -> bool:
+    "Whether a checkpoint's weights are codes of float8 with scales, as FineGrainedFP8Config has."
+    settings = getattr(config, "quantization_config", None) or {}
+    return dict(settings).get("quant_method") == "fp8"
+
+
+def check_one_format(
+    config: Any,  # of transformers
+    in_4bit: bool,
+    load_in_fp8: bool | str | None,
+) -> None:  # ValueError with what to leave out
+    "Refuse two formats for one weight."
+    if load_in_fp8:
+        block_of(load_in_fp8, 1)
+    if in_4bit and (load_in_fp8 or is_float8(config)):
+        there = "the checkpoint is in float8" if is_float8(config) else f"{load_in_fp8=}"
+        raise ValueError(
+            f"weights are asked for in 4 bits, and {there}: give one of load_in_4bit and "
+            "load_in_fp8, and for 4 bits a checkpoint in 16"
+        )
+    settings = dict(getattr(config, "quantization_config", None) or {})
+    if load_in_fp8 and settings and not is_float8(config):
+        raise ValueError(
+            f"the checkpoint is quantised by {settings.get('quant_method')!r} already: leave "
+            "load_in_fp8 out, or give a checkpoint in 16 bits"
+        )
+
+
+def check_scales(
+    stored: dict[str, Stored],  # from `read_checkpoint`
+) -> None:  # ValueError with the names
+    "Refuse codes of float8 whose scales are not beside them under the released names."
+    codes = [name for name, x in stored.items() if x.dtype == "F8_E4M3"]
+    alone = [name for name in codes if f"{name}{SCALE}" not in stored]
+    if alone:
+        raise ValueError(
+            f"{len(alone)} of {len(codes)} weights in float8 have no scales beside them "
+            f"({alone[0]}{SCALE} is not there): only checkpoints of transformers' "
+            "FineGrainedFP8Config are read; take one in bfloat16, with load_in_fp8=True"
+        )
+
 
 def check_blocks(
     model: torch.nn.Module,  # a skeleton
@@ -448,7 +503,7 @@ def check_blocks(
                     f"are divisible by {BLOCK}, or leave load_in_4bit out"
                 )
 
-# %% ../../nbs/model/25_loading.ipynb #a6910be0
+# %% ../../nbs/model/25_loading.ipynb #89760fda
 @dataclass(frozen=True)
 class Layout:
     "A model without weights, and for each parameter its sources, form and device."
@@ -459,6 +514,7 @@ class Layout:
     dtype: torch.dtype
     device: torch.device  # of the model
     load_in_4bit: bool
+    load_in_fp8: bool | str | None  # of weights that files do not have in float8 already
     offload_embedding: bool  # the input embedding's device is the CPU
     forms: dict[str, Form]  # by name of the parameter
     devices: dict[str, torch.device]  # by name of the parameter
@@ -472,13 +528,13 @@ class Layout:
         "Bytes of all parameters in their forms, by device."
         total = Counter()
         for name, p in self.model.named_parameters():
-            total[self.devices[name]] += (forms or self.forms)[name].nbytes(p.numel())
+            total[self.devices[name]] += (forms or self.forms)[name].nbytes(p.shape)
         if forms is None and getattr(self.config, "quantization_config", None):
             in_files = sum(tensor.nbytes for tensor in self.stored.values())
             return Counter({max(total, key=total.get): in_files})
         return total
 
-
+# %% ../../nbs/model/25_loading.ipynb #9c28538b
 def lay_out(
     model: torch.nn.Module,  # a skeleton
     config: Any,  # of transformers
@@ -488,9 +544,11 @@ def lay_out(
     load_in_4bit: bool = False,
     attention_4bit: bool = False,
     offload_embedding: bool = False,  # the embedding's device is the CPU
+    load_in_fp8: bool | str | None = None,  # as in `load_model`
 ) -> Layout:
     "Find forms, devices and sources of all parameters; ValueError if files and model differ."
-    wanted, oss = forms(model, dtype, load_in_4bit, attention_4bit), has_sinks(config)
+    wanted = forms(model, dtype, load_in_4bit, attention_4bit, load_in_fp8)
+    oss = has_sinks(config)
     if oss and load_in_4bit:
         check_blocks(model)
     embedding = model.get_input_embeddings().weight
@@ -499,6 +557,7 @@ def lay_out(
         for name, p in model.named_parameters()
     }
     stored = read_checkpoint(folder) if folder else {}
+    check_scales(stored)
     steps = match(model, stored, wanted) if folder and oss else []
     return Layout(
         model=model,
@@ -507,6 +566,7 @@ def lay_out(
         dtype=dtype,
         device=device,
         load_in_4bit=load_in_4bit,
+        load_in_fp8=load_in_fp8,
         offload_embedding=offload_embedding,
         forms=wanted,
         devices=devices,
@@ -526,6 +586,12 @@ def _advice(layout, device, size):
         smaller = layout.nbytes(packed)[device] + WORKING_MEMORY
         if smaller < size:
             options.append(f"load_in_4bit=True needs {_size(smaller)}")
+    quantised = getattr(layout.config, "quantization_config", None)
+    if not (layout.load_in_4bit or layout.load_in_fp8 or quantised):
+        eight = forms(layout.model, layout.dtype, load_in_fp8=True)
+        smaller = layout.nbytes(eight)[device] + WORKING_MEMORY
+        if smaller < size:
+            options.append(f"load_in_fp8=True needs {_size(smaller)}")
     if cuda:
         options.append("free memory there (nvidia-smi shows who holds it)")
     else:
@@ -554,7 +620,7 @@ def check_room(
                 f"{_advice(layout, device, size)}. Nothing was loaded"
             )
 
-# %% ../../nbs/model/25_loading.ipynb #f0898212
+# %% ../../nbs/model/25_loading.ipynb #d64f0a2f
 def _read_steps(layout, quiet):
     "Yield (name, tensor) of a checkpoint's parameters; a progress bar appears after 2 seconds."
     from tqdm.auto import tqdm
@@ -590,24 +656,42 @@ def _nf4_config(layout):
         bnb_4bit_compute_dtype=layout.dtype,
     )
 
+# %% ../../nbs/model/25_loading.ipynb #21aed1d2
+def _float8_settings(layout):
+    "What transformers' loader is told where weights of files, or those in memory, are in float8."
+    if not is_float8(layout.config):
+        eight = {name: form.scales for name, form in layout.forms.items() if form.kind == "float8"}
+        return {"quantization_config": Float8Config(wanted=eight)}
+    if layout.load_in_fp8 is False:
+        return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    config, block = copy.deepcopy(layout.config), block_in_files(layout.config.quantization_config)
+    config.quantization_config = {"quant_method": METHOD, "block": block}
+    return {"config": config}
+
 
 def _from_pretrained(layout, attention, quiet):
     "Load any architecture but gpt-oss by transformers."
     from transformers.utils import logging
 
     given = {"attn_implementation": attention} if attention else {}
-    if layout.load_in_4bit and not getattr(layout.config, "quantization_config", None):
+    if is_float8(layout.config) or layout.load_in_fp8:
+        given |= _float8_settings(layout)
+    elif layout.load_in_4bit and not getattr(layout.config, "quantization_config", None):
         given["quantization_config"] = towers_in_16_bits(_nf4_config(layout), layout.model)
     shown = logging.is_progress_bar_enabled()
     if quiet:
         logging.disable_progress_bar()
     try:
-        return released_class(layout.config).from_pretrained(
+        model = released_class(layout.config).from_pretrained(
             layout.folder, dtype=layout.dtype, device_map={"": layout.device}, **given
         )
     finally:
         if shown:
             logging.enable_progress_bar()
+    if isinstance(quantizer := getattr(model, "hf_quantizer", None), Float8Quantizer):
+        quantizer.remove_quantization_config(model)
+        model.requires_grad_(False)
+    return model
 
 
 def empty_parameters(
@@ -627,7 +711,7 @@ def empty_parameters(
             blocks = torch.empty(*size, BLOCK // 2, **options)
             yield name, PackedWeight(blocks, torch.empty(size, **options), form.dtype)
         else:
-            yield name, torch.empty_like(p, dtype=form.dtype)
+            yield name, in_form(torch.empty_like(p, dtype=form.dtype), form)
 
 # %% ../../nbs/model/25_loading.ipynb #99c88c25
 def read_weights(
@@ -745,6 +829,9 @@ def load_model(
     max_seq_length: int,
     # gpt-oss: experts in MXFP4, the released ones bit for bit; others: linear layers in NF4
     load_in_4bit: bool = False,
+    # linear layers and experts in float8, with a scale for each row ("row", or True) or for each
+    # 128 x 128 weights ("block"); None: a checkpoint in float8 stays so, bit for bit; False: not
+    load_in_fp8: bool | str | None = None,
     # of all other weights; "auto": bfloat16, float16 (T4) or float32 (CPU)
     dtype: torch.dtype | str = "auto",
     lora_r: int = 0,  # rank of the adapters; 0: none
@@ -777,20 +864,22 @@ def load_model(
     dtype = choose_dtype(dtype, device)
     config, folder = read_config(source, revision, token)
     check_options(config, offload_embedding, attention_4bit)
+    check_one_format(config, load_in_4bit or attention_4bit, load_in_fp8)
     check_length(config, max_seq_length, trained=folder is not None)
     attention = choose_attention(config, attn_implementation)
 
     model = skeleton(config, dtype, attention)
     targets = resolve_targets(model, lora_targets) if lora_r else []
     layout = lay_out(
-        model, config, folder, dtype, device, load_in_4bit, attention_4bit, offload_embedding
+        *(model, config, folder, dtype, device, load_in_4bit, attention_4bit, offload_embedding),
+        load_in_fp8=load_in_fp8,
     )
     check_room(layout, adapter_bytes(model, targets, lora_r))
     if tokenizer is None:
         beside = Path(adapter) if adapter else None  # a run saves its tokenizer with its adapter
         tokenizer = read_tokenizer(beside, max_seq_length) or read_tokenizer(folder, max_seq_length)
     try:
-        frozen = lora_r or adapter or load_in_4bit or attention_4bit
+        frozen = lora_r or adapter or load_in_4bit or attention_4bit or load_in_fp8
         model = read_weights(layout, attention, seed, not frozen, quiet)
         model = finish(model, layout, str(source), max_seq_length)
         if adapter:

@@ -527,8 +527,9 @@ FORMATS = (
     "fp32",
     "mxfp4",
     "nf4",
-    "mxfp4+nf4",
-)  # the last: experts in MXFP4, attention in NF4
+    "mxfp4+nf4",  # experts in MXFP4, attention in NF4
+    "fp8",  # all matrices of the layers in float8, with a scale for each row
+)
 
 
 def weight_bits(
@@ -552,6 +553,8 @@ def weight_bits(
         bits["mlp"] = bits["attention"]
     if "mxfp4" in weights:
         bits["mlp"] = 4 + 8 / 32
+    if weights == "fp8":
+        bits["attention"] = bits["mlp"] = 8 + 32 / min(shape.hidden, shape.intermediate)
     return bits
 
 
@@ -1167,11 +1170,13 @@ def unpack_bytes(
     # all experts in one call; False: one after the other, as below compute capability 8.0
     grouped: bool = True,
 ) -> int:  # bytes; 0 for formats of 16 and 32 bits
-    "Dense weights that exist at the same time, unpacked from 4 bits."
+    "Dense weights that exist at the same time, unpacked from 4 or 8 bits."
     if weights in ("bf16", "fp16", "fp32"):
         return 0
     one = 2 * shape.hidden * shape.intermediate * element  # gate and up of an expert
-    if "mxfp4" not in weights:
+    if weights == "fp8" and shape.experts and not shape.sinks:  # by transformers, all of a layer
+        return shape.experts * one
+    if "mxfp4" not in weights and not (weights == "fp8" and shape.experts):
         return one
     if not grouped:
         return one * 3 // 2  # and down

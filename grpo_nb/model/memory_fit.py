@@ -394,7 +394,7 @@ def check_shares(step):
         for name in ("offload_embedding", "offload_activations", "offload_hidden")
         if getattr(step, name)
     ]
-    if moved or "nf4" in step.weights:
+    if moved or "nf4" in step.weights or step.weights == "fp8":
         what = (
             f"{step.weights} is not shared out" if not moved else f"{moved[0]} does not go with it"
         )

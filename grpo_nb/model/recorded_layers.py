@@ -26,7 +26,7 @@ from .experts_grouped import UNPACK_ALL, checkpoint_contexts, draws_numbers
 from .fused_layers import has_hooks
 from .masks import Mask
 from .memory_fit import free_memory, keep_back
-from .packed import PackedWeight
+from .packed import FrozenWeight
 from .shared_prefix import Sharing
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #ccf4fde8
@@ -179,7 +179,7 @@ def layer_state(
             state += _lora_state(m)
         for p in (*m._parameters.values(), *m._buffers.values()):
             if p is not None:
-                held = p.blocks if isinstance(p, PackedWeight) else p
+                held = p.blocks if isinstance(p, FrozenWeight) else p
                 state += [held.data_ptr(), p.dtype, p.requires_grad]
     return state
 
@@ -192,7 +192,8 @@ def check_layer(
         raise CannotRecord("it may draw random numbers (dropout, or a module of another package)")
     for m in layer.modules():
         for p in m._parameters.values():
-            if p is not None and type(p) not in (nn.Parameter, PackedWeight):
+            known = type(p) is nn.Parameter or isinstance(p, FrozenWeight)
+            if p is not None and not known:
                 raise CannotRecord(f"a {type(m).__name__} has weights in a {type(p).__name__}")
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #6f6a40f7

@@ -6,7 +6,7 @@
 __all__ = ['DTYPES', 'WANTED', 'NOT_WANTED', 'Stored', 'read_header', 'read_checkpoint', 'find_folder', 'check_architecture',
            'read_config', 'read_tokenizer', 'released_class', 'towers', 'in_towers', 'released_files',
            'towers_in_16_bits', 'skeleton', 'Form', 'forms', 'Step', 'check_sources', 'check_complete', 'match',
-           'read_stored', 'nf4', 'pack_dense', 'unpack_experts', 'read_parameter']
+           'read_stored', 'nf4', 'pack_dense', 'unpack_experts', 'read_parameter', 'in_form']
 
 # %% ../../nbs/model/23_stored_weights.ipynb #81ccd0d7
 import copy
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .attention import has_sinks
+from .float8 import as_float8, block_of, grid, lies_turned
 from .mxfp4 import BLOCK, dequantize, dequantize_table, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
 
@@ -33,6 +34,8 @@ DTYPES = {
     "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -371,26 +374,32 @@ def skeleton(
     with torch.device("meta"):
         return released_class(config).from_config(config, dtype=dtype, **given).eval()
 
-# %% ../../nbs/model/23_stored_weights.ipynb #7b8b5dad
+# %% ../../nbs/model/23_stored_weights.ipynb #db2744e9
 @dataclass(frozen=True)
 class Form:
     "How a parameter is kept in memory."
 
-    kind: str  # "dense", "mxfp4" or "nf4"
+    kind: str  # "dense", "mxfp4", "nf4" or "float8"
     dtype: torch.dtype  # of a dense parameter; for the others, the dtype that they are unpacked to
+    scales: str = "row"  # of float8: one for each "row" or for each "block"
+    turned: bool = True  # of float8: the matrices are (out, in)
 
     def nbytes(
         self,
-        numel: int,  # weights
+        shape: torch.Size | int,  # of the parameter; a number of weights will do, but for float8
     ) -> int:
         "Bytes of a parameter in this form, scales included."
+        numel = shape if isinstance(shape, int) else math.prod(shape)
         if self.kind == "mxfp4":
             return numel // 2 + numel // BLOCK
         if self.kind == "nf4":  # a byte for 64 codes, a float for 256 of those bytes
             return numel // 2 + math.ceil(numel / 64 * (1 + 4 / 256))
+        if self.kind == "float8":
+            stored = shape if self.turned else (*shape[:-2], shape[-1], shape[-2])
+            return numel + 4 * math.prod(grid(stored, block_of(self.scales, stored[-1])))
         return numel * self.dtype.itemsize
 
-
+# %% ../../nbs/model/23_stored_weights.ipynb #73b68a62
 def _linear_weights(model):
     "Names of the weights of linear layers in a model's decoder layers."
     beside = in_towers(model)
@@ -401,15 +410,34 @@ def _linear_weights(model):
     }
 
 
+def _float8_weights(model):
+    "{name: whether its matrices are (out, in)} of linear layers and experts, routers left out."
+    linear = {
+        name: True
+        for name in _linear_weights(model)
+        if not re.search(r"\.(router|gate|shared_expert_gate)\.", name)
+    }
+    beside, modules = in_towers(model), dict(model.named_modules())
+    return linear | {
+        name: lies_turned(modules[name.rpartition(".")[0]])
+        for name, p in model.named_parameters()
+        if p.dim() == 3 and ".experts." in name and not name.endswith("bias")
+        if not name.startswith(beside)
+    }
+
+
 def forms(
     model: torch.nn.Module,  # a skeleton or a model
     dtype: torch.dtype,
     # experts of a gpt-oss as MXFP4; of other models, the linear layers as NF4
     load_in_4bit: bool = False,
     attention_4bit: bool = False,  # of a gpt-oss: attention's linear layers as NF4
+    # linear layers and experts in float8: "row" (or True) or "block"
+    load_in_fp8: bool | str | None = None,
 ) -> dict[str, Form]:  # by name of the parameter
     "The form of each parameter. In float16, transformers keeps some modules in float32."
     experts = {f"{name}.{p}" for name in experts_of(model) for p in EXPERTS}
+    eight = _float8_weights(model) if load_in_fp8 else {}
     nf4, float32 = set(), set()
     if experts and attention_4bit:
         nf4 = {name for name in _linear_weights(model) if "attn" in name}
@@ -423,6 +451,8 @@ def forms(
             return Form("mxfp4", dtype)
         if name in nf4:
             return Form("nf4", dtype)
+        if name in eight:
+            return Form("float8", dtype, "block" if load_in_fp8 == "block" else "row", eight[name])
         return Form("dense", torch.float32 if float32 & set(name.split(".")) else dtype)
 
     return {name: form(name) for name, _ in model.named_parameters()}
@@ -585,7 +615,17 @@ def read_parameter(
         return _read_packed(step, *tensors, device)
     if form.kind == "mxfp4":
         return pack_dense(tensors[0], device, form.dtype)
-    tensor = tensors[0].to(device, form.dtype, copy=True)
+    dtype = None if form.kind == "float8" else form.dtype  # rounded once
+    return in_form(tensors[0].to(device, dtype, copy=True), form)
+
+
+def in_form(
+    tensor: torch.Tensor,  # dense, in the form's dtype (of float8: any), on its device
+    form: Form,  # dense, "nf4" or "float8"
+) -> torch.Tensor:
+    "A dense parameter in its form."
+    if form.kind == "float8":
+        return as_float8(tensor, form.scales, form.dtype, form.turned)
     return nf4(tensor) if form.kind == "nf4" else tensor
 
 
@@ -600,4 +640,4 @@ def _read_packed(step, blocks, scales, device):
         return PackedWeight(
             blocks.to(device, copy=True), scales.to(device, copy=True), step.form.dtype
         )
-    return unpack_experts(blocks, scales, device, step.form.dtype)
+    return in_form(unpack_experts(blocks, scales, device, step.form.dtype), step.form)

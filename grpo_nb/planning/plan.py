@@ -548,9 +548,10 @@ def _drawn_by_vllm(s):
         gone = ", and gives it back while the trainer trains" * asleep
         share = f"vLLM takes {s.vllm_share:.0%} of the card{gone}"
         yield f"{share}: {_on_vllm(s)}."
-    if s.sampler != "engine" and "nf4" in s.weights:
+    if s.sampler != "engine" and ("nf4" in s.weights or s.weights == "fp8"):
         yield (
-            "vLLM has its own weights in 16 bits where the trainer's are in NF4: the two are "
+            "vLLM has its own weights in 16 bits where the trainer's are in "
+            f"{'float8' if s.weights == 'fp8' else 'NF4'}: the two are "
             "different policies, and the correction weighs the tokens."
         )
 
@@ -805,6 +806,8 @@ def as_settings(
     }
     if dtype := DTYPES.get(changes.get("weights")):
         theirs["weights"] = {"dtype": dtype}
+    elif changes.get("weights") == "fp8":
+        theirs["weights"] = {"load_in_fp8": True}
     else:
         theirs["weights"] = {"load_in_4bit": True}
     found = {}

@@ -41,7 +41,8 @@ class Projection:
     a: torch.Tensor | None = None  # (r, K), LoRA's down projection; None: no adapter
     b: torch.Tensor | None = None  # (N, r), LoRA's up projection
     scaling: float = 1.0  # PEFT's lora_alpha / r
-    # called in place of the product, bias included, where the weight is in 4 bits (bitsandbytes)
+    # called in place of the product, bias included, where the weight is in 4 bits (bitsandbytes) or
+    # in float8
     module: torch.nn.Module | None = None
 
 

@@ -19,9 +19,10 @@ from transformers import GptOssForCausalLM, PreTrainedModel
 
 from ..model.attention import sink_attention
 from ..model.experts_lora import expert_weights
+from ..model.float8 import Float8Weight
 from ..model.masks import attention_mask
 from ..model.memory_bytes import longest_sequence
-from ..model.packed import PackedWeight
+from ..model.packed import FrozenWeight
 from . import decode_ops, dense_ops
 from .decode_ops import DecodeState, LayerWeights, Projection
 from .dense_ops import Norm
@@ -198,6 +199,9 @@ class GptOssTensors:
 
     def _why_no_kernels(self):
         experts = getattr(self.config, "num_local_experts", None)
+        held = [layer.experts.gate_up for layer in self.layers if isinstance(layer, LayerWeights)]
+        if any(isinstance(weight, Float8Weight) for weight in held):
+            return "the decoding kernels read experts in 16 bits or MXFP4, and these are in float8"
         return why_no_kernels(self.device, self.dtype, self.head_dim, experts, self.windows)
 
     @property
@@ -492,7 +496,7 @@ def is_small(
     formats = {decoder.dtype, decoder.head.weight.dtype, decoder.residual}
     return (
         decoder.device.type == "cpu"
-        and not any(isinstance(weight, PackedWeight) for weight in matrices)
+        and not any(isinstance(weight, FrozenWeight) for weight in matrices)
         and len(formats) == 1
         and decoder.dtype in (torch.float32, torch.float64)
         and sum(weight.numel() for weight in matrices) <= SMALL

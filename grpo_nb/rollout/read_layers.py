@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..model.families import FAMILIES, Family
+from ..model.float8 import Float8Weight
 from ..model.lora import read_lora
 from ..model.offload import HostEmbedding
 from ..model.packed import PackedWeight
@@ -102,7 +103,12 @@ def modules_around(
     return list(takewhile(lambda module: module is not base, model.modules()))
 
 
-TENSORS = (torch.Tensor, torch.nn.Parameter, PackedWeight)  # whose numbers can be read
+TENSORS = (
+    torch.Tensor,
+    torch.nn.Parameter,
+    PackedWeight,
+    Float8Weight,
+)  # whose numbers can be read
 
 
 def kind_of_tensor(
@@ -138,7 +144,7 @@ def in_four_bits(module: torch.nn.Module) -> bool:
 
 def _base_projection(base):
     "A linear layer without adapters."
-    if in_four_bits(base):
+    if in_four_bits(base) or type(base) is torch.nn.Linear and type(base.weight) is Float8Weight:
         return dict(weight=base.weight, module=base)
     if type(base) is not torch.nn.Linear:
         raise CannotRead(f"a layer is a {type(base).__name__}, not a plain linear layer")

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ..model.float8 import Float8Weight
 from ..model.memory_bytes import GiB
 from ..model.memory_fit import VLLM_GRAPHS, rank_flag
 from ..model.packed import PackedWeight
@@ -179,13 +180,13 @@ def bytes_served(
     model: Any,  # that is trained
     dtype: torch.dtype,  # that vLLM loads it in
 ) -> int:
-    "What a model's weights take in vLLM: MXFP4 as it is, NF4 in 16 bits."
+    "What a model's weights take in vLLM: MXFP4 as it is, NF4 and float8 in 16 bits."
     total = 0
     for module in model.modules():
         four_bits = in_four_bits(module)
         for name, p in module._parameters.items():
             if isinstance(p, PackedWeight):
-                total += p.blocks.nbytes + p.scales.nbytes
+                total += p.stored_bytes
             elif p is not None:  # two numbers lie in a byte of NF4
                 total += p.numel() * (4 if four_bits and name == "weight" else dtype.itemsize)
     return total
@@ -218,13 +219,16 @@ def doubt_of_weights(
     model: Any,  # that is trained
 ) -> str | None:  # a sentence; None: vLLM loads what is trained
     "Whether vLLM's copy of a model would have other weights than the trainer's."
-    if not any(in_four_bits(module) for module in model.modules()):
+    eight = any(isinstance(p, Float8Weight) for p in model.parameters())
+    if not eight and not any(in_four_bits(module) for module in model.modules()):
         return None
+    name, times, off = ("float8", "twice", "fp8") if eight else ("NF4", "four times", "4bit")
     return (
-        "The trainer has the base model in NF4, and the vLLM that it starts loads it in 16 bits: "
-        "that takes about four times the memory, and log-probs differ as the weights do, so tokens "
-        "are weighed. Load the model in 16 bits (load_in_4bit=False) to train what is drawn from, "
-        "or leave use_vllm out: the library's own engine draws on the weights that are trained"
+        f"The trainer has the base model in {name}, and the vLLM that it starts loads it in 16 "
+        f"bits: that takes about {times} the memory, and log-probs differ as the weights do, so "
+        f"tokens are weighed. Load the model in 16 bits (load_in_{off}=False) to train what is "
+        "drawn from, or leave use_vllm out: the library's own engine draws on the weights that are "
+        "trained"
     )
 
 # %% ../../nbs/serving/06_colocated.ipynb #0c96849d

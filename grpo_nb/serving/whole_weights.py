@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 
 from ..model.export import check_disk_space, no_file_bars
-from ..model.packed import PackedWeight
+from ..model.packed import FrozenWeight
 from .adapter_versions import AdapterVersions
 from .addresses import Address, ServerError, refusal
 
@@ -42,9 +42,9 @@ def check_whole(
     model: Any,  # that is trained
 ) -> None:  # ValueError
     "Refuse weights that a server cannot read in place of its own."
-    if any(isinstance(p, PackedWeight) for p in model.parameters()):
+    if any(isinstance(p, FrozenWeight) for p in model.parameters()):
         raise ValueError(
-            "the experts are in MXFP4, and a vLLM server cannot read such weights anew while it "
+            "weights are in MXFP4 or float8, and a vLLM server cannot read such ones anew while it "
             "runs: train a LoRA adapter (load_model(lora_r=16)), or load the model in 16 bits "
             "(load_in_4bit=False), or leave use_vllm out"
         )

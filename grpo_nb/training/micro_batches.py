@@ -15,7 +15,7 @@ from ..model.fused_layers import adapters_are_fused, can_go_by_heads
 from ..model.kernel_choice import choose_kernel, is_old
 from ..model.limits import SLICES
 from ..model.memory_bytes import Computation, ModelShape, read_shape, step_bytes, unpack_bytes
-from ..model.packed import PackedWeight, experts_of, has_experts
+from ..model.packed import FrozenWeight, experts_of
 from ..model.token_slices import dense_mlps, experts_in_slices
 from .config import GRPOConfig
 from .policy_logprobs import TrainingBatch, base_causal_model, reads_a_row
@@ -148,9 +148,7 @@ def piece_bytes(
         keys=keys,
         logit_chunk_multiplier=config.logit_chunk_multiplier,
     )
-    experts = next(filter(has_experts, base_causal_model(model).modules()), None)
-    packed = isinstance(getattr(experts, "gate_up_proj", None), PackedWeight)
-    weights = "mxfp4" if shape.experts and packed else "bf16"
+    weights = next((p.PLANNED for p in model.parameters() if isinstance(p, FrozenWeight)), "bf16")
     return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(
         shape, weights, how.element, not how.each
     )

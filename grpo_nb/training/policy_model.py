@@ -26,7 +26,7 @@ from ..model.experts_grouped import checkpoint_contexts, draws_numbers
 from ..model.fused_dense import fuse_dense_layers
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
-from ..model.packed import PackedWeight
+from ..model.packed import FrozenWeight
 from ..model.pictures import load_processor
 from ..model.stored_weights import released_class, skeleton, towers, towers_in_16_bits
 from .config import GRPOConfig, warn
@@ -273,9 +273,9 @@ def check_trainable(
         )
     if hasattr(model, "peft_config"):
         check_adapters(model)
-    elif any(isinstance(p, PackedWeight) for p in model.parameters()):
+    elif any(isinstance(p, FrozenWeight) for p in model.parameters()):
         raise ValueError(
-            "weights of the model itself train beside experts packed in MXFP4, and no "
+            "weights of the model itself train beside others in MXFP4 or float8, and no "
             "checkpoint of such a model can be written: train an adapter (load_model(..., "
             "lora_r=8), or a peft_config)"
         )

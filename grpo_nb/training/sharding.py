@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..model.float8 import Float8Weight
 from ..model.packed import EXPERTS, PackedWeight, has_experts
 from ..rollout.engine import RolloutEngine
 from .config import GRPOConfig
@@ -131,6 +132,8 @@ def check_shardable(
         why = "the model was spread by device_map: load it without"
     elif any(type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters()):
         why = "weights of bitsandbytes are not: take 16 bits, or MXFP4 of a gpt-oss"
+    elif any(isinstance(p, Float8Weight) for p in model.parameters()):
+        why = "weights in float8 are not: take 16 bits, or MXFP4 of a gpt-oss"
     elif any(type(module).__name__ == "HostEmbedding" for module in model.modules()):
         why = "an embedding in host memory is not: load the model with offload_embedding=False"
     elif not layers_of(model):
@@ -523,7 +526,7 @@ def gathered_bytes(model: torch.nn.Module) -> int:
 
 def bytes_of(p: torch.Tensor) -> int:
     "The bytes of a weight, packed or not."
-    return p.blocks.nbytes + p.scales.nbytes if isinstance(p, PackedWeight) else p.nbytes
+    return p.stored_bytes if isinstance(p, PackedWeight) else p.nbytes
 
 # %% ../../nbs/training/25_sharding.ipynb #d0e18578
 def held(p: torch.nn.Parameter) -> torch.Tensor:

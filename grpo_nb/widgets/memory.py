@@ -69,6 +69,7 @@ WEIGHTS = {
     "4 bit": ("mxfp4", "nf4", False),
     "4 bit, attention too": ("mxfp4+nf4", "nf4", False),
     "4 bit, double quantisation": ("mxfp4+nf4", "nf4", True),
+    "8 bit": ("fp8", "fp8", False),
     "16 bit": ("bf16", "bf16", False),
     "32 bit": ("fp32", "fp32", False),
 }

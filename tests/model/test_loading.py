@@ -406,7 +406,8 @@ def test_not_enough_memory(released, monkeypatch):
         ValueError,
         match=(
             r"needs [\d,.]+ GiB on cpu, where [\d.]+ GiB are free: "
-            r"load_in_4bit=True needs [\d,.]+ GiB, or close other programs. Nothing was loaded"
+            r"load_in_4bit=True needs [\d,.]+ GiB, or "
+            r"load_in_fp8=True needs [\d,.]+ GiB, or close other programs. Nothing was loaded"
         ),
     ):
         load(huge)
