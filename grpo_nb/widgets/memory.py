@@ -96,7 +96,7 @@ def planned(
         lora_r=lora_r,
         gradient_checkpointing=gradient_checkpointing,
         slice_tokens=None if slices else ALL,
-        weights=held if lora_r or not weights.startswith("4") else "fp32",
+        weights=held if lora_r or not weights.startswith(("4", "8")) else "fp32",
         double_quant=double_quant,
         logit_chunk_multiplier=None if chunks else 1,
         offload_embedding=offload_embedding and not shape.tied,
@@ -108,9 +108,10 @@ def planned(
 def rule_of_thumb(
     made: Plan,
 ) -> float:  # GiB
-    "As many GB as billions of parameters in 4 bit, four times that in 16 bit; GB are decimal."
+    "As many GB as billions of parameters in 4 bit, 2 and 4 times that in 8 and 16; decimal GB."
     parameters = sum(made.setup.model.parameters.values())
-    return (4 if made.setup.weights in ("bf16", "fp16", "fp32") else 1) * parameters / GiB
+    times = dict(bf16=4, fp16=4, fp32=4, fp8=2).get(made.setup.weights, 1)
+    return times * parameters / GiB
 
 
 def _title(figure, made):

@@ -69,7 +69,7 @@ def one_setting(draw):
     "Settings as `plan` takes them, among them those that exclude each other."
     model, card = draw.choice(list(MODELS)), draw.choice(list(CARDS))
     adapters = draw.random() < 0.85
-    held = ["bf16", "fp16", "fp32"] + ["nf4"] * 3 * adapters
+    held = ["bf16", "fp16", "fp32"] + ["nf4", "nf4", "nf4", "fp8"] * adapters
     if MODELS[model].sinks and adapters:
         held += ["mxfp4", "mxfp4+nf4"] * 2
     checkpointing = draw.random() < 0.8

@@ -39,6 +39,7 @@ export const WEIGHTS = {
   "4 bit": ["mxfp4", "nf4", false],
   "4 bit, attention too": ["mxfp4+nf4", "nf4", false],
   "4 bit, double quantisation": ["mxfp4+nf4", "nf4", true],
+  "8 bit": ["fp8", "fp8", false],
   "16 bit": ["bf16", "bf16", false],
   "32 bit": ["fp32", "fp32", false],
 };

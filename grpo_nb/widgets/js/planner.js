@@ -254,6 +254,9 @@ export function weightBits(shape, weights, doubleQuant = false) {
   if (isNf4(weights)) bits.attention = 4 + (doubleQuant ? 8 / 64 + 32 / (64 * 256) : 32 / 64);
   if (weights === "nf4" && !shape.experts) bits.mlp = bits.attention;
   if (isMxfp4(weights)) bits.mlp = 4 + 8 / 32;
+  if (weights === "fp8") {
+    bits.attention = bits.mlp = 8 + 32 / Math.min(shape.hidden, shape.intermediate);
+  }
   return bits;
 }
 
@@ -546,7 +549,9 @@ function rolloutBytes(shape, rows, step) {
 function unpackBytes(shape, weights, element, grouped) {
   if (TRAINABLE.includes(weights)) return 0;
   const one = 2 * shape.hidden * shape.intermediate * element;
-  if (!isMxfp4(weights)) return one;
+  const eight = weights === "fp8" && shape.experts;
+  if (eight && !shape.sinks) return shape.experts * one;
+  if (!isMxfp4(weights) && !eight) return one;
   if (!grouped) return floorOf(one * 3, 2);
   return Math.min(shape.experts, Math.max(1, floorOf(limits.UNPACKED, one))) * one;
 }
@@ -1182,7 +1187,7 @@ const OF_PART = {
     const [{ shape, tokens: [tokens] }, all] = [step, plan.moments[moment].mlp];
     const dense = unpackBytes(shape, step.weights, step.element, !step.old);
     const unpacked = [
-      `weights unpacked from 4 bits, as long as they are multiplied`,
+      `weights unpacked from ${step.weights === "fp8" ? 8 : 4} bits, as long as they are multiplied`,
       dense,
     ];
     if (moment === "rollout") return [unpacked, ["prompts being read", Infinity]];
