@@ -28,6 +28,7 @@ SHOWN = {  # a page of each kind
     "index": "index.html",
     "widget": "nbs/algorithm/01_advantages.html",
     "formulas": "nbs/algorithm/03_batching.html",
+    "memory": "nbs/widgets/06_memory.html",
     "reference": "api/algorithm.html",
 }
 

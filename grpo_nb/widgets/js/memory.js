@@ -207,7 +207,8 @@ export function inPython(values) {
   const model = values.shape.layers ? "FOLDER" : setup.shape.name;
   return (
     "from grpo_nb.planning.plan import describe, plan\n\n" +
-    `print(describe(plan(${JSON.stringify(model)}, ${JSON.stringify(values.card)}, ${told.join(", ")})))`
+    `made = plan(\n    ${[JSON.stringify(model), JSON.stringify(values.card), ...told].join(",\n    ")},\n)\n` +
+    "print(describe(made))"
   );
 }
 
@@ -418,7 +419,8 @@ export default {
             : null,
           text(middle, y, words, {
             "text-anchor": "middle",
-            class: `small ${name === moment && !narrow ? "bold" : "quiet"} ${over ? "too-much" : ""}`,
+            class: `small ${narrow ? "tiny" : ""} ${name === moment && !narrow ? "bold" : "quiet"} ` +
+              `${over ? "too-much" : ""}`,
           }),
         ];
       });
@@ -453,7 +455,13 @@ export default {
       const waits = Object.entries(plan.host).filter(([name, size]) => size && name !== "process");
       const host = waits.map(([name, size]) => `${name} ${gib(size)} GiB`).join(", ");
       const away = host ? [`In host memory: ${host}.`] : [];
-      const close = Math.abs(spare) < 0.03 * plan.room ? " That is close: a plan is right to a few per cent." : "";
+      const fills = plan.fits && plan.worst === "rollout" && plan.rows < plan.step.generation_batch_size;
+      const together = `${plan.rows} of ${plan.step.generation_batch_size} completions`;
+      const close = fills
+        ? ` Drawing takes what is free: ${together} at a time.`
+        : Math.abs(spare) < 0.03 * plan.room
+          ? " That is close: a plan is right to a few per cent."
+          : "";
       const what = `${setup.shape.name} in ${setup.weights} on a ${setup.card.name}, ` +
         `${thousands(context)} tokens. `;
       return [what + told + close, ...away, ...notes, ...doubts].join(" ");
@@ -476,7 +484,8 @@ export default {
       if (pointed?.moment === "usual") return USUAL;
       if (last && Math.abs(last.before - last.after) >= CONSTANTS.GiB / 100) {
         const moved = last.before - last.after;
-        const verb = moved > 0 ? "frees" : "takes";
+        const several = last.names.length === 2 ? "" : "s";
+        const verb = `${moved > 0 ? "free" : "take"}${several}`;
         const what = last.names.length > 2 ? "That" : last.names.join(" and ");
         return (
           `${what} ${verb} ${gib(Math.abs(moved), 2)} GiB: the fullest moment goes from ` +
@@ -495,7 +504,7 @@ export default {
       const heads = [...few.map((name) => MOMENTS[name][0]), "usual"];
       const rows = Object.entries(CONSTANTS.PARTS)
         .filter(([part]) => columns.some((parts) => parts[part]))
-        .map(([part, words]) => [words, ...columns.map((parts) => gib(parts[part], 2))]);
+        .map(([part, words]) => [words, ...columns.map((parts) => (parts[part] ? gib(parts[part], 2) : "–"))]);
       return [
         ["GiB", ...heads],
         ...rows,
@@ -546,7 +555,9 @@ export default {
       advice.replaceChildren(...advised(now, values));
     }
 
-    const press = (changes) => () => change(model, { ...changes, moment: "" });
+    /** Change settings and stay at the moment that is shown, so that one sees it empty. */
+    const staying = () => ({ moment: momentOf(known, valuesNow()) });
+    const press = (changes) => () => change(model, { ...changes, ...staying() });
 
     function advised({ plan }, values) {
       if (plan.fits) {
@@ -655,7 +666,9 @@ export default {
         ...(name === "offload_hidden"
           ? { mini_batch: yes ? model.get("per_device_train_batch_size") : 1 } : {}),
       });
-      const control = tick(model, name, { label, read, write });
+      const control = tick(model, name, {
+        label, read, write: (yes) => ({ ...write(yes), ...staying() }),
+      });
       const output = node("span", { class: "gain", "aria-hidden": "true" });
       control.element.append(output);
       control.input.setAttribute("aria-label", label);
@@ -708,7 +721,7 @@ export default {
       }),
       menu(model, "weights", { options: Object.keys(WEIGHTS).map((name) => [name, name]) }),
       slider(model, "context", {
-        label: "tokens of prompt and completion",
+        label: "context in tokens",
         values: CONTEXTS,
         read: (all) => nearest(CONTEXTS, all.context),
         format: () => thousands(model.get("context")),
@@ -798,6 +811,6 @@ export default {
 };
 
 const LEFT_OUT =
-  "Every number is the planner's, for one card. Left to `grpo-nb plan`: cards that share the " +
+  "Every number is the planner's, for one card. Left to grpo-nb plan: cards that share the " +
   "weights or only draw, the least time of a step, and models whose numbers are counted in their " +
   "class. A config.json may be dropped anywhere on this widget; it stays in this page.";

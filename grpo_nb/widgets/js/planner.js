@@ -217,11 +217,11 @@ export function readShape(given) {
   const doubts = [];
   if (!REFUSED.exact.includes(kind)) {
     doubts.push(
-      `The numbers of a ${kind} are reckoned from its sizes; \`grpo-nb plan\` counts them in its class.`,
+      `The numbers of a ${kind} are reckoned from its sizes; grpo-nb plan counts them in its class.`,
     );
   }
   if (whole.vision_config || whole.audio_config) {
-    doubts.push("What sees or hears in it is not counted here; `grpo-nb plan` counts it.");
+    doubts.push("What sees or hears in it is not counted here; grpo-nb plan counts it.");
   }
   return { shape, doubts };
 }
