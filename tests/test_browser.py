@@ -30,6 +30,7 @@ COMPONENTS = [
     "batch",
     "chunks",
     "clipping",
+    "dashboard",
     "masks",
     "memory",
     "transcript",
@@ -174,11 +175,42 @@ def site(chromium, tmp_path_factory):
     assert not complaints
 
 
+def a_run(name, updates, start, won=2):
+    "A run as the board holds it, whose reward rises and whose completions shrink."
+    steps = range(1, updates + 1)
+    drawn = [{"rewards": {"right": float(k)}, "advantage": k - 0.5} for k in range(2)]
+    texts = [{"step": s, "prompt": "2+3=", "completion": f"<b>{s}</b>"} for s in (1, updates)]
+    problem = {"prompt": "12 eggs?", "answer": "18", "before": "3 + 4 <i>", "after": "16 - 7"}
+    run = {
+        "name": name,
+        "curves": {
+            "reward": [[s, start + s / updates / 2] for s in steps],
+            "completions/mean_length": [[s, 40 / s] for s in steps],
+            "entropy": [[s, 1 / (s + 3)] for s in steps],
+            "frac_reward_zero_std": [[s, 0.4] for s in steps],
+        },
+        "samples": [text | one for text in texts for one in drawn],
+    }
+    judged = {"before": 0.25, "after": 0.5, "of": "20 problems", "won": [problem] * won}
+    return run | judged | {"lost": [problem | {"after": "lost"}]} if won else run
+
+
+TASK = {
+    "words": "go to the first update with fewer than 5 tokens.",
+    "done": "Nine updates.",
+    "run": 1,
+    "curve": "completions/mean_length",
+    "below": 5,
+}
+START = {"dashboard": {"runs": [a_run("one", 12, 0.1), a_run("two", 30, 0.3)], "task": TASK}}
+
+
 @pytest.fixture
 def widget(site):
     "A function: name -> its root, begun anew."
 
     def begin(name, **values):
+        values = START.get(name, {}) | values
         site.set_viewport_size({"width": 800, "height": 900})
         site.evaluate(
             """async ([name, values]) => {
@@ -206,7 +238,9 @@ def settled(root):
     )
 
 
-MOVED = dict(advantages=6, batch=7, chunks=7, clipping=11, masks=4, memory=20, transcript=4)
+MOVED = dict(
+    advantages=6, batch=7, chunks=7, clipping=11, dashboard=4, masks=4, memory=20, transcript=4
+)
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
@@ -471,6 +505,87 @@ def test_one_change_moves_batch_and_memory(widget, site):
     assert site.evaluate("batch.get('num_generations')") == 6  # as far as its slider goes
 
 
+def test_a_run_is_read_update_by_update(widget, site):
+    root = widget("dashboard")
+    picture = root.get_by_role("application")
+
+    def said(part):
+        settled(root)
+        return root.locator(part).first.inner_text()
+
+    assert said(".caption").startswith("one, update 12 of 12: reward 0.6; length, tokens 3.33")
+    assert said(".result") == "20 problems: 25.0 % before, 50.0 % after."
+    picture.press("Home")
+    picture.press("ArrowRight")
+    assert said(".caption").startswith("one, update 2 of 12: reward 0.183; length, tokens 20")
+    assert "completions of update 1 (kept of updates 1, 12)" in said(".samples")
+    root.locator("[data-control=run]").press("ArrowRight")
+    assert said(".caption").startswith("two, update 30 of 30: reward 0.8;")
+    root.locator("[data-control=pair]").press("End")
+    assert said("pre") == "3 + 4 <i>" and "lost 1 of 1" in root.inner_text()
+    assert root.locator("pre i, pre b").count() == 0  # what a model wrote is text
+    assert said(".task") == f"Your task: {TASK['words']}"
+    picture.press("Home")
+    for _ in range(8):
+        picture.press("ArrowRight")
+    assert said(".task") == "Done. Nine updates."
+    picture.scroll_into_view_if_needed()
+    box = picture.bounding_box()
+    site.mouse.click(box["x"] + 146, box["y"] + 100)
+    assert re.match(r"two, update (1\d|2\d) of 30", said(".caption"))
+    assert said(".detail").startswith("reward near update")
+
+
+def test_what_is_shown_stands_in_the_address(widget, site):
+    place = "document.querySelector('[data-widget=dashboard]')"
+    root = widget("dashboard")
+    root.locator("[data-control=run]").press("ArrowRight")
+    root.get_by_role("application").press("Home")
+    site.wait_for_function("location.hash === '#dashboard?run=1&step=1'")
+    site.evaluate(f"delete {place}.dataset.mounted")
+    root = widget("dashboard")  # as on a page that is opened by that link
+    settled(root)
+    assert root.locator(".caption").inner_text().startswith("two, update 1 of 30")
+    root.locator("[data-control=run]").press("ArrowLeft")
+    site.wait_for_function("location.hash === ''")
+    for wrong in ("dashboard?run=x", "dashboard?run=%22a%22&order=%22stop%22", "other?run=1"):
+        site.evaluate("hash => history.replaceState(null, '', '#' + hash)", wrong)
+        site.evaluate(f"delete {place}.dataset.mounted")
+        widget("dashboard")
+        assert site.evaluate("[model.get('run'), model.get('order')]") == [0, "go"]
+    site.evaluate("history.replaceState(null, '', '/')")
+
+
+def test_a_log_of_ones_own_is_read_in_the_page(widget, tmp_path):
+    root = widget("dashboard")
+    records = [{"step": s, "reward": s / 10, "other": "x"} for s in (1, 2, 3)]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "not.json").write_text("{")
+    root.locator("input[type=file]").set_input_files(tmp_path / "log.jsonl")
+    root.locator(".caption", has_text="log.jsonl, update 3 of 3: reward 0.3").wait_for()
+    root.locator("input[type=file]").set_input_files(tmp_path / "not.json")
+    root.locator(".task", has_text="not.json cannot be read").wait_for()
+
+
+def test_a_live_board_has_buttons(widget, site):
+    state = {"status": "training", "line": "step 3 of 9", "steered": True, "hints": ["<b>look</b>"]}
+    root = widget("dashboard", runs=[a_run("one", 3, 0.1, won=0)], state=state, task={})
+    settled(root)
+    assert "training · step 3 of 9" in root.inner_text() and "<b>look</b>" in root.inner_text()
+    assert "Reward: 0.267 in the first update, 0.6 in the last." in root.inner_text()
+    assert "the best of updates 1 and 3" in root.inner_text()
+    root.get_by_role("button", name="Pause").click()
+    root.get_by_role("button", name="Resume").click()
+    assert site.evaluate("model.get('order')") == "go"
+    root.get_by_role("button", name="Stop").click()
+    settled(root)
+    assert root.get_by_role("button", name="Stop").is_disabled()
+    assert root.get_by_role("button", name="Read a log of yours").count() == 0
+    empty = widget("dashboard", runs=[], task={})
+    settled(empty)
+    assert "Curves appear after the first update." in empty.inner_text()
+
+
 LONG = [[text, "policy", -1.0, -1.5] for text in "abc<|end|>"] + [["\n", "a tool", -9.0, None]]
 LARGEST = {
     "advantages": {"rewards": [0.5, 1.0] * 6, "scale": "batch"},
@@ -485,6 +600,7 @@ LARGEST = {
     ),
     "chunks": {"batch": 16, "mini_batch": 16, "logit_chunk_multiplier": 32},
     "clipping": {"delta": 1.1},
+    "dashboard": {"runs": [a_run("x" * 40, 200, 0.1, won=9) for _ in range(5)]},
     "masks": {"step": 6, "window": 5},
     "memory": {"model": "gpt-oss-120b", "num_generations": 64, "per_device_train_batch_size": 16},
     "transcript": {
@@ -775,11 +891,9 @@ def label(page, pattern):
 
 
 def wait_for_another_picture(page):
-    box = page.locator(".grpo-dashboard-viz")
-    box.locator("svg").wait_for()
-    page.wait_for_function(
-        f"([box, start]) => ({SEEN})(box) !== start", arg=[box.element_handle(), box.evaluate(SEEN)]
-    )
+    seen = "document.querySelector('.grpo-dashboard-viz .caption')?.textContent"
+    page.wait_for_function(f"/update \\d/.test({seen})")
+    page.wait_for_function(f"before => {seen} !== before", arg=page.evaluate(seen))
 
 
 def test_dashboard_steers_a_run(run_notebook, lab):
@@ -795,7 +909,7 @@ def test_dashboard_steers_a_run(run_notebook, lab):
     label(page, r"training.*step [1-9]\d* of")
     wait_for_another_picture(page)
     wait_for_another_picture(page)
-    assert page.locator(".grpo-dashboard-viz td").count() > 4  # a heading and completions
+    assert page.locator(".grpo-dashboard-viz .samples details").count() > 4
 
     click(page, "pause")  # while the second cell waits
     at = label(page, r"^paused at step (\d+)[^\d].*step \1 of")
@@ -803,6 +917,9 @@ def test_dashboard_steers_a_run(run_notebook, lab):
     assert (
         label(page, "^paused") == at and page.locator("button.grpo-pause").inner_text() == "Resume"
     )
+    page.reload()  # the kernel holds the board, and the page finds it again
+    page.locator(".grpo-dashboard-viz .samples details").first.wait_for()
+    assert label(page, "^paused") == at
     click(page, "pause")
     assert label(page, rf"^training.*step (?!{at} )\d+ of") > at
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import unescape
 from itertools import combinations
 from pathlib import Path
 
@@ -18,6 +19,7 @@ RUNS = [stored("right_0"), stored("right_1")]
 CELLS = json.loads((ROOT / "nbs/lessons/10_a_real_run_read.ipynb").read_text())["cells"]
 PAGE = "".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
 BEFORE = RUNS[0]["before"]["marks"]
+OUTPUTS = [output for cell in CELLS for output in cell.get("outputs", ())]
 COUNTS = stored("before_samples")["samples"]["counts"]
 
 
@@ -80,3 +82,16 @@ def test_pass_at_k_of_the_lesson_is_the_share_of_all_subsets(c):
     for k in range(1, 7):
         drawn = [any(some) for some in combinations(answers, k)]
         assert names["pass_at"](k, c, 6) == pytest.approx(sum(drawn) / len(drawn))
+
+
+def test_the_board_of_the_page_holds_the_stored_logs():
+    pages = ["".join(o.get("data", {}).get("text/html", "")) for o in OUTPUTS]
+    (held,) = [found[1] for page in pages if (found := re.search("data-values='([^']*)'", page))]
+    runs = json.loads(unescape(held))["runs"]
+    logs = [run["log"] for run in (*RUNS, stored("form_0"), stored("form_batch_0"))]
+    assert len(runs) == len(logs)
+    for run, log in zip(runs, logs):
+        assert run["curves"]["reward"] == [[one["step"], one["reward"]] for one in log]
+        assert {one["step"] for one in run["samples"]} <= {one["step"] for one in log}
+    problem = RUNS[0]["lost"][1]
+    assert runs[0]["lost"][1]["before"] == problem["before"]

@@ -333,7 +333,7 @@ export default {
       class: "grpo-stop",
       title: "end after the update that is being computed, with a checkpoint to go on from",
     });
-    const file = node("input", { type: "file", accept: ".json,.jsonl", hidden: true, tabindex: -1, onchange: read });
+    const file = node("input", { type: "file", accept: ".json,.jsonl", hidden: true, "aria-label": "a log of yours", onchange: read });
     const choose = button("Read a log of yours", () => file.click(), {
       class: "grpo-read",
       title: "log.jsonl or trainer_state.json; it stays in this browser",

@@ -71,7 +71,7 @@ export async function mount(element, name, values = {}) {
   const widget = await import(`./${name}.js`);
   const start = { ...widget.defaults, ...values };
   const link = nameInLink(element, name);
-  const linked = fromLink(link, widget);
+  const linked = element.dataset.mounted ? {} : fromLink(link, widget);
   const model = new Model({ ...start, ...linked });
   element.replaceChildren();
   widget.default.render({ model, el: element });
