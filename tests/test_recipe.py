@@ -64,6 +64,8 @@ def test_the_names_and_defaults_of_trl(theirs):
         ({"dtype": "bfloat16"}, "bfloat16", "bf16"),
         ({"load_in_4bit": True}, "auto", "mxfp4"),
         ({"load_in_4bit": True, "dtype": "float16"}, "float16", "mxfp4"),
+        ({"load_in_fp8": True}, "auto", "fp8"),
+        ({"load_in_fp8": "block", "dtype": "float32"}, "float32", "fp8"),
     ],
 )
 def test_the_number_format_is_trl_s_but_for_what_is_left_beside_4_bits(given, loaded, planned):

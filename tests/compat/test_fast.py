@@ -13,6 +13,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from grpo_nb import FastLanguageModel, FastVisionModel, GRPOConfig, GRPOTrainer, SamplingParams
 from grpo_nb.compat import fast
 from grpo_nb.model.export import save_mxfp4
+from grpo_nb.model.float8 import float8_weights
 from grpo_nb.model.packed import PackedWeight
 from grpo_nb.model.tiny import tiny_gpt_oss
 
@@ -87,6 +88,18 @@ def same(a, b):
 
 
 # ---- arguments
+
+
+@pytest.mark.parametrize("kind, rows", [(True, 1), ("row", 1), ("block", 128)])
+def test_float8_as_notebooks_ask_for_it(kind, rows, oss):
+    "True is a scale for each row, as there; no other argument has to change."
+    model, _ = load(oss, load_in_4bit=True, load_in_fp8=kind, fast_inference=True)
+    found = float8_weights(model)
+    assert found and {p.block[0] for p in found.values()} == {rows}
+    assert any("experts" in name for name in found)
+    model.vllm_engine.sleep(2), model.vllm_engine.wake_up()
+    with pytest.raises(ValueError, match="give load_in_fp8=True"):
+        load(oss, load_in_8bit=True)
 
 
 @pytest.mark.parametrize(

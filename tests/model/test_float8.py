@@ -36,6 +36,7 @@ from grpo_nb.model.float8 import (
     use_scaled_products,
 )
 from grpo_nb.model.loading import lay_out, memory_by_part
+from grpo_nb.model.memory_bytes import MODELS, read_shape, weight_bits, weight_bytes
 from grpo_nb.model.stored_weights import skeleton
 from grpo_nb.model.tiny import tiny_gpt_oss, tiny_tokenizer
 from grpo_nb.rollout.engine import RolloutEngine
@@ -245,6 +246,21 @@ def test_bytes_are_counted_before_anything_is_read(folders, kind):
         rows = memory_by_part(model)
         assert layout.nbytes() == {cpu: sum(row["bytes"] for row in rows)}
         assert "float8" in {row["stored as"] for row in rows}
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+def test_the_planner_counts_these_bytes(folders, name):
+    "Each row's scale at most: never less than there is, and not 3 % more, with rows this short."
+    model = load(folders / name, load_in_fp8=True)
+    held = {row["part"]: row["bytes"] for row in memory_by_part(model)}
+    planned = weight_bytes(read_shape(model.config.to_dict()), "fp8")
+    for kind, part in (
+        ("attention", "attention"),
+        ("mlp", "MLP" if name == "dense" else "experts"),
+    ):
+        assert held[part] <= planned[kind] <= 1.03 * held[part]
+    assert weight_bits(MODELS["Qwen3-8B"], "fp8")["mlp"] == pytest.approx(8, rel=1e-2)
+    assert weight_bits(MODELS["Qwen3-8B"], "fp8")["head"] == 16
 
 
 # ---- training

@@ -130,7 +130,7 @@ def test_what_cannot_be_sent_is_refused(start, tmp_path):
     assert [text.split()[0] for text in sampler.versions.faults(settings, 0)] == ["its", "weights"]
     packed, _ = tiny_gpt_oss(hidden_size=32, intermediate_size=32)
     pack_experts(packed)
-    with pytest.raises(ValueError, match="experts are in MXFP4"):
+    with pytest.raises(ValueError, match="weights are in MXFP4 or float8"):
         check_whole(packed)
     with pytest.raises(ValueError, match="max_staleness=1 draws while the weights move"):
         trainer_on(url, tmp_path / "late", whole=True, max_staleness=1)
