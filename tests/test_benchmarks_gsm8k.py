@@ -76,6 +76,70 @@ def test_the_recipe_has_the_settings_of_the_stored_runs(seed):
     assert made["right"](texts, answers) == gsm8k.right(texts, answers) == [1, 0, 0, 0]
 
 
+@pytest.fixture
+def command(monkeypatch):
+    "What `python benchmarks/gsm8k.py` was told to do, or does."
+    import gsm8k
+
+    def run(*words, only_parsed=False):
+        told = []
+        if only_parsed:
+            monkeypatch.setattr(gsm8k, "WAYS", {name: told.append for name in gsm8k.WAYS})
+        monkeypatch.setattr(sys, "argv", ["gsm8k.py", *map(str, words)])
+        gsm8k.main()
+        return told
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:vllm_mode changes nothing")
+def test_a_card_for_a_stored_run_is_what_the_hub_reads(command, tmp_path, monkeypatch):
+    from gsm8k import interval
+    from huggingface_hub import ModelCard
+
+    from grpo_nb.training.local_hub import LocalHub
+
+    stored, adapter = FOLDER / "results/gsm8k", tmp_path / "right_1"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    words = ["-", "--out", stored, "publish", "--name", "right_1", "--adapter", adapter]
+    with LocalHub(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        command(*words, "--to", "me/right_1")
+    arrived = {path.name for path in (tmp_path / "hub/me/right_1/main").iterdir()}
+    assert {"README.md", "curve.png", "adapter_config.json"} <= arrived
+    card = ModelCard.load(adapter / "README.md")  # refuses a model index that the hub would
+    run, asked = (json.loads((stored / f"{n}.json").read_text()) for n in ("right_1", "prompts"))
+    data, text = card.data, card.text
+    assert (data.base_model, data.datasets) == (
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        ["openai/gsm8k"],
+    )
+    assert [one.metric_value for one in data.eval_results] == [0.3882, 0.3965]
+    for key, before in (("after", "teacher"), ("after_1024", "teacher, 1024")):
+        gain = interval([run[key]["marks"]], asked[before]["marks"])
+        assert "{:+.1f} points ({:+.1f} to {:+.1f}".format(*gain) in text
+        assert f"wrong {run[key]['marks'].count('w')}" in text
+    assert "taken back to bfloat16" in text and "not tried on those" in text
+    assert "learning_rate: 2.0e-05" in text and "max_steps: 110" in text
+
+
+def test_every_run_that_waits_for_a_card_can_be_parsed(command):
+    from gsm8k import name_of
+    from on_cards import read
+
+    names = []
+    for cards, minutes, name, first, line in read(FOLDER / "gsm8k_runs.txt"):
+        assert cards == 1 and 0 < minutes < 20 and first in (None, *names)
+        names.append(name)
+        words = line.replace("$OUT", "/out").replace("$NAME", name).split()
+        if "benchmarks/gsm8k.py" in words:
+            (given,) = command(*words[words.index("benchmarks/gsm8k.py") + 1 :], only_parsed=True)
+            left = f"{given.name}_samples" if given.what == "samples" else name_of(given)
+            assert left == name
+            assert given.adapter is None or given.adapter.name == first
+
+
 def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_answer():
     from gsm8k import pass_at
 
