@@ -551,6 +551,12 @@ def lay_out(
     oss = has_sinks(config)
     if oss and load_in_4bit:
         check_blocks(model)
+    eight = any(form.kind == "float8" for form in wanted.values())
+    if load_in_fp8 and not eight and not is_float8(config):
+        raise ValueError(
+            f"load_in_fp8 is {load_in_fp8!r}, and a {config.model_type} has no linear layers or "
+            "experts of torch's own in its layers that could be stored so: leave it out"
+        )
     embedding = model.get_input_embeddings().weight
     devices = {
         name: torch.device("cpu") if p is embedding and offload_embedding else device

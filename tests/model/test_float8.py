@@ -3,6 +3,8 @@ the dequantised weights, checkpoints, both ways of decoding, products in float8,
 
 import copy
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -231,6 +233,22 @@ def test_one_scale_for_a_whole_matrix(folders, tmp_path):
     p = model.model.layers[0].self_attn.q_proj.weight
     assert p.block == (128, 128) and torch.equal(p.scales, torch.tensor([[0.02]]))
     assert torch.equal(p.dequantize(), p.blocks.float() * torch.tensor(0.02))
+
+
+@pytest.mark.parametrize("family, count", [("bloom", 8), ("gemma3n_text", 24), ("llama4_text", 32)])
+def test_families(family, count, tmp_path):
+    "Layers of other names, matrices too small to be stored so, and experts that lie turned."
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+    import tiny_families
+
+    tiny_families.write_released(family, tiny_tokenizer(), tmp_path)
+    model = load(tmp_path, load_in_fp8=True)
+    found = float8_weights(model)
+    assert len(found) == count and min(min(p.shape) for p in found.values()) >= 16
+    with torch.no_grad():
+        assert torch.allclose(model(IDS % 16).logits, dense_twin(model)(IDS % 16).logits, atol=1e-6)
+    with pytest.raises(ValueError, match="a gpt2 has no linear layers"):
+        load(dict(model_type="gpt2", n_layer=1, n_embd=32, n_head=2), load_in_fp8=True)
 
 
 @pytest.mark.parametrize("kind", ["row", "block"])
