@@ -111,6 +111,32 @@ def test_the_code_that_it_shows_prints_the_same_plan(capsys):
         assert capsys.readouterr().out.strip() == describe(widget_of(case).plan).strip(), case
 
 
+SIZES = "layers hidden intermediate heads kv_heads head_dim vocab".split()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layers": 2},
+        {"layers": 10**9},
+        {"windows": ["8"]},
+        {"windows": 8},
+        {"counted": [["mlp", "x"]]},
+        {"vocab": 0.5},
+        {"name": "x" * 200},
+    ],
+)
+def test_an_address_that_holds_no_shape_is_left_out(wrong):
+    shape = dict.fromkeys(SIZES, 8) | {"name": "x"} | wrong
+    program = f"""
+import(process.argv[1]).then(({{ valuesIn }}) =>
+  process.stdout.write(JSON.stringify(valuesIn(new URLSearchParams(
+    {{ shape: {json.dumps(json.dumps(shape))} }})))));
+"""
+    found = json.loads(run_module(program, WIDGET))
+    assert found == ({"shape": shape, "model": "x"} if wrong == {"layers": 2} else {})
+
+
 def test_an_address_that_holds_nonsense_is_left_out():
     program = """
 import(process.argv[1]).then(({ valuesIn }) =>

@@ -151,7 +151,11 @@ const WORDS = {
 const FEW = { num_generations: 2, lora_r: 0, prompt_length: 0, context: 2 };
 
 function legalValue(name, value) {
-  if (name === "shape") return typeof value?.name === "string" && !shapeProblem(shapeOf(value));
+  if (name === "shape") {
+    const named = typeof value?.name === "string" && value.name.length < 100;
+    const listed = [value?.windows ?? [], value?.counted ?? []].every(Array.isArray);
+    return named && listed && !shapeProblem(shapeOf(value));
+  }
   if (name === "lora_targets") {
     return Array.isArray(value) && value.length > 0 &&
       value.every((one) => ["attention", "mlp"].includes(one));

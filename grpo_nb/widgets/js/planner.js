@@ -236,10 +236,14 @@ export function shapeProblem(shape) {
       "of at least 1";
   }
   const others = ["experts", "experts_per_token", "norms", "towers", "state"];
+  const lists = {
+    windows: (one) => one === null || whole(one, 0),
+    counted: (one) => Array.isArray(one) && one[0] in KINDS && whole(one[1], 0),
+  };
   const bad = others.find((name) => !whole(shape[name], 0)) ??
-    (shape.layers > 4096 || !Array.isArray(shape.windows) || !Array.isArray(shape.counted)
-      ? "windows" : null);
-  return bad ? `${bad} of ${shape.name} is no count` : null;
+    (shape.layers > 4096 ? "layers" : null) ??
+    Object.keys(lists).find((name) => !Array.isArray(shape[name]) || !shape[name].every(lists[name]));
+  return bad ? `${bad} of ${shape.name} holds what is no count` : null;
 }
 
 // ---------------------------------------------------------------- weights and what trains
