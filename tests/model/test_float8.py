@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     FineGrainedFP8Config,
+    GPT2Config,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -248,7 +249,7 @@ def test_families(family, count, tmp_path):
     with torch.no_grad():
         assert torch.allclose(model(IDS % 16).logits, dense_twin(model)(IDS % 16).logits, atol=1e-6)
     with pytest.raises(ValueError, match="a gpt2 has no linear layers"):
-        load(dict(model_type="gpt2", n_layer=1, n_embd=32, n_head=2), load_in_fp8=True)
+        load_model(GPT2Config(n_layer=1, n_embd=32, n_head=2), max_seq_length=8, load_in_fp8=True)
 
 
 @pytest.mark.parametrize("kind", ["row", "block"])
