@@ -796,7 +796,9 @@ def test_every_widget_follows_its_reader(run_notebook):
     peak = page.evaluate(IN_PYTHON, "print(f'{memory.plan.totals[\"layer\"] / 2**30:.2f}')")
     assert peak in page.locator(".grpo-memory-viz .facts").inner_text()
     page.locator(".grpo-memory-viz button", has_text="Copy a link").click()
-    page.locator(".grpo-memory-viz .told", has_text="06_memory.html?card=L4&offload").wait_for()
+    page.locator(
+        ".grpo-memory-viz .told", has_text="06_memory.html#memory?card=L4&offload"
+    ).wait_for()
     move_every_slider(page, "board")  # rewards and dashboard have tests of their own
 
 

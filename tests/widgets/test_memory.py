@@ -39,7 +39,7 @@ Promise.all([load("memory.js"), load("planner.js")]).then(async ([widget, planne
       fits: found && planner.planOf(settle(mended).setup).fits,
       mended,
       link,
-      read: { ...defaults, ...valuesIn(new URL(link).search) },
+      read: { ...defaults, ...valuesIn(new URL(link).hash) },
       python: inPython(values),
     };
   });
@@ -130,7 +130,7 @@ def test_an_address_that_holds_no_shape_is_left_out(wrong):
     shape = dict.fromkeys(SIZES, 8) | {"name": "x"} | wrong
     program = f"""
 import(process.argv[1]).then(({{ valuesIn }}) =>
-  process.stdout.write(JSON.stringify(valuesIn(new URLSearchParams(
+  process.stdout.write(JSON.stringify(valuesIn("#memory?" + new URLSearchParams(
     {{ shape: {json.dumps(json.dumps(shape))} }})))));
 """
     found = json.loads(run_module(program, WIDGET))
@@ -141,7 +141,7 @@ def test_an_address_that_holds_nonsense_is_left_out():
     program = """
 import(process.argv[1]).then(({ valuesIn }) =>
   process.stdout.write(JSON.stringify(valuesIn(
-    "?card=H300&context=-4&lora_r=many&offload_embedding=1&weights=constructor&moment=head" +
+    "#memory?card=H300&context=-4&lora_r=many&offload_embedding=1&weights=constructor&moment=head" +
     '&shape={"name":"x","layers":2}&sampler=vllm&nothing=3'))));
 """
     assert json.loads(run_module(program, WIDGET)) == {"moment": "head", "sampler": "vllm"}

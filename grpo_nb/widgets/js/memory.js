@@ -165,10 +165,11 @@ function legalValue(name, value) {
   return Number.isInteger(value) && value >= (FEW[name] ?? 1) && value <= CONSTANTS.ALL;
 }
 
-/** Settings in an address; what is none is left out. */
-export function valuesIn(search) {
+/** Settings in an address, #memory?card=L4; what is none is left out. */
+export function valuesIn(hash) {
   const found = {};
-  for (const [name, words] of new URLSearchParams(search)) {
+  if (!hash.startsWith("#memory?")) return found;
+  for (const [name, words] of new URLSearchParams(hash.slice("#memory?".length))) {
     if (!Object.hasOwn(defaults, name)) continue;
     let value = words;
     try {
@@ -190,8 +191,8 @@ export function linkOf(values, address) {
   const own = values.shape.layers ? { ...values, shape: shortShape(values.shape) } : values;
   const kept = changed.filter((name) => name !== "model" || !values.shape.layers);
   const asText = (name) => (name in WORDS ? own[name] : JSON.stringify(own[name]));
-  url.search = new URLSearchParams(kept.map((name) => [name, asText(name)]));
-  url.hash = "";
+  const words = new URLSearchParams(kept.map((name) => [name, asText(name)]));
+  url.hash = kept.length ? `memory?${words}` : "";
   return url.href;
 }
 
@@ -246,7 +247,9 @@ export default {
   render({ model, el }) {
     const inNotebook = typeof model.send === "function"; // anywidget's model; a page's has no kernel
     if (!inNotebook) {
-      for (const [name, value] of Object.entries(valuesIn(location.search))) model.set(name, value);
+      const given = Object.entries(valuesIn(location.hash));
+      for (const [name, value] of given) model.set(name, value);
+      if (given.length) requestAnimationFrame(() => el.scrollIntoView());
     }
     const still = matchMedia("(prefers-reduced-motion: reduce)");
     const names = Object.keys(defaults);
