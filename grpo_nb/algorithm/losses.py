@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['LEVELS', 'LOG_W_RANGE', 'LOSSES', 'WINDOW_TOKEN_LOSSES', 'CORRECTION_MODES', 'DIVERGENCES', 'CHOICES', 'AT_LEAST_0',
-           'ABOVE_0', 'RANGES', 'TOKENS', 'ASKED', 'LOSS_DEFAULTS', 'sequence_mean', 'clipped_loss', 'masked_mean',
-           'mean_of_means', 'batch_token_mean', 'constant_mean', 'window_token_mean', 'mean_of_sums', 'cispo_loss',
-           'by_sign', 'sapo_loss', 'vespo_weight', 'vespo_loss', 'reinforce_loss', 'clipped_borders', 'Loss', 'k3',
-           'one_of', 'rollout_correction', 'off_policy_mask', 'binary_kl', 'divergence_mask', 'high_entropy_mask',
-           'without_effect', 'doubtful_combinations', 'check_loss_settings', 'check_inputs', 'LossOutput',
-           'ratio_metrics', 'cleaned', 'warn_of', 'grpo_loss']
+           'ABOVE_0', 'RANGES', 'TOKENS', 'ASKED', 'LOSS_DEFAULTS', 'sequence_mean', 'clipped_loss', 'k3',
+           'mean_of_means', 'batch_token_mean', 'constant_mean', 'window_token_mean', 'mean_of_sums', 'masked_mean',
+           'cispo_loss', 'by_sign', 'sapo_loss', 'vespo_weight', 'vespo_loss', 'reinforce_loss', 'clipped_borders',
+           'Loss', 'one_of', 'rollout_correction', 'off_policy_mask', 'binary_kl', 'divergence_mask',
+           'high_entropy_mask', 'without_effect', 'doubtful_combinations', 'check_loss_settings', 'check_inputs',
+           'LossOutput', 'ratio_metrics', 'cleaned', 'warn_of', 'grpo_loss']
 
 # %% ../../nbs/algorithm/02_losses.ipynb #8671867c
 import difflib
@@ -56,15 +56,15 @@ def clipped_loss(
     unclipped = ratio if delta is None else ratio.clamp(max=delta)
     return -torch.min(unclipped * advantages, clipped * advantages)
 
-# %% ../../nbs/algorithm/02_losses.ipynb #594d76a1
-def masked_mean(
-    x: Tensor,  # (B, T), or (B, 1): one value a sequence
-    mask: Tensor,  # (B, T) bool
-) -> Tensor:  # 0-d; 0 where nothing counts
-    "Mean of `x` over active tokens; of one value a sequence, over the sequences that have any."
-    if x.shape[1] == 1:
-        mask = mask.any(-1, keepdim=True)
-    return (x * mask).sum() / mask.sum().clamp(min=1)
+# %% ../../nbs/algorithm/02_losses.ipynb #37c626f0
+def k3(
+    logps: Tensor,  # (B, T) of the policy being trained
+    ref_logps: Tensor,  # (B, T) of the reference
+) -> Tensor:  # (B, T) nats, never negative
+    """exp(d) - d - 1 with d = ref_logps - logps: an unbiased, quiet estimate of KL(policy,
+    reference)."""
+    d = ref_logps - logps
+    return torch.expm1(d) - d
 
 # %% ../../nbs/algorithm/02_losses.ipynb #1b8f979e
 def mean_of_means(token_loss: Tensor, mask: Tensor, **_) -> Tensor:
@@ -90,6 +90,16 @@ def window_token_mean(token_loss: Tensor, mask: Tensor, *, num_items: Tensor, **
 def mean_of_sums(token_loss: Tensor, mask: Tensor, **_) -> Tensor:
     "Each sequence weighs as much as it has tokens (LUSPO, arXiv 2602.05261)."
     return (token_loss * mask).sum(-1).mean()
+
+# %% ../../nbs/algorithm/02_losses.ipynb #594d76a1
+def masked_mean(
+    x: Tensor,  # (B, T), or (B, 1): one value a sequence
+    mask: Tensor,  # (B, T) bool
+) -> Tensor:  # 0-d; 0 where nothing counts
+    "Mean of `x` over active tokens; of one value a sequence, over the sequences that have any."
+    if x.shape[1] == 1:
+        mask = mask.any(-1, keepdim=True)
+    return (x * mask).sum() / mask.sum().clamp(min=1)
 
 # %% ../../nbs/algorithm/02_losses.ipynb #97cd5c8c
 def cispo_loss(
@@ -256,16 +266,6 @@ LOSSES: dict[str, Loss] = {
 WINDOW_TOKEN_LOSSES = tuple(
     name for name, loss in LOSSES.items() if loss.reduction is window_token_mean
 )
-
-# %% ../../nbs/algorithm/02_losses.ipynb #37c626f0
-def k3(
-    logps: Tensor,  # (B, T) of the policy being trained
-    ref_logps: Tensor,  # (B, T) of the reference
-) -> Tensor:  # (B, T) nats, never negative
-    """exp(d) - d - 1 with d = ref_logps - logps: an unbiased, quiet estimate of KL(policy,
-    reference)."""
-    d = ref_logps - logps
-    return torch.expm1(d) - d
 
 # %% ../../nbs/algorithm/02_losses.ipynb #7128a660
 def one_of(name: str, value: str, allowed) -> None:
