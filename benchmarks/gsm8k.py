@@ -313,7 +313,7 @@ def imitate(trainer, arguments):
     model.train()
     while time.perf_counter() - began < arguments.seconds:
         batch = written_batch(rng.sample(rows, 32), tokenizer, model.device)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16):
             losses.append(fine_tuning_step(model, batch, optimizer, schedule))
     model.eval()
     return losses

@@ -348,10 +348,10 @@ def test_first_run_with_a_model_by_name(tmp_path, monkeypatch):
     for here, there in {
         'MODEL = "tiny"': f"MODEL = {str(tmp_path / 'model')!r}",
         'MODEL, OUTPUT = HERE["model"], HERE["folder"]': f"OUTPUT = {str(tmp_path / 'run')!r}",
-        "max_steps=100": "max_steps=2",
+        "max_steps=12": "max_steps=2",
         "await dashboard.ended()": "dashboard.wait()",
         "%matplotlib inline": "",
-        "(9_900, 9_999), 100, 48": "(9_990, 9_999), 6, 4",
+        "(1, 30), 100, 24": "(9_990, 9_999), 6, 4",
     }.items():
         assert here in source, here
         source = source.replace(here, there)
