@@ -12,21 +12,21 @@ from collections.abc import Callable
 import torch
 from tqdm.auto import tqdm
 
-from ..rollout.rollout import pad_left, text_token_ids
+from ..model.pictures import pixels_of, tokenizer_in, with_pictures
+from ..rollout.rollout import pad_left
+from .data import prompt_token_ids
 from .policy_logprobs import TrainingBatch, completion_logps
 
 # %% ../../nbs/training/18_fine_tuning.ipynb #81a3572a
 def written_batch(
-    rows: list[dict],  # {"prompt": text, "answer": text}
-    tokenizer,  # with an end token
+    rows: list[dict],  # {"prompt": text or chat, "answer": text}, and pictures
+    tokenizer,  # with an end token; for rows with pictures a processor
     device: torch.device | str = "cpu",
 ) -> TrainingBatch:  # advantages are all 1: every answer is one to be imitated
     "Prompts with worked answers, each closed by an end token, as a batch."
-    prompt_ids, prompt_mask = pad_left(
-        [text_token_ids(row["prompt"], tokenizer) for row in rows],
-        tokenizer.pad_token_id or 0,
-        device,
-    )
+    reader, tokenizer = tokenizer, tokenizer_in(tokenizer)
+    prompts = [prompt_token_ids(with_pictures(row), reader) for row in rows]
+    prompt_ids, prompt_mask = pad_left(prompts, tokenizer.pad_token_id or 0, device)
     answers = [
         ids + [tokenizer.eos_token_id]
         for ids in tokenizer([row["answer"] for row in rows], add_special_tokens=False).input_ids
@@ -34,9 +34,8 @@ def written_batch(
     T = max(map(len, answers))
     ids = torch.tensor([a + [0] * (T - len(a)) for a in answers], device=device)
     mask = torch.tensor([[True] * len(a) + [False] * (T - len(a)) for a in answers], device=device)
-    return TrainingBatch(
-        prompt_ids, prompt_mask, ids, mask, mask, torch.ones(len(rows), device=device)
-    )
+    ones, pixels = torch.ones(len(rows), device=device), pixels_of(prompts)
+    return TrainingBatch(prompt_ids, prompt_mask, ids, mask, mask, ones, pixels=pixels)
 
 # %% ../../nbs/training/18_fine_tuning.ipynb #2400bbbf
 def fine_tuning_step(

@@ -99,3 +99,24 @@ def test_frozen_parameters_stay(tiny):
 def test_no_rows_is_an_error(tiny):
     with pytest.raises(ValueError, match="at least one"):
         fine_tune(*tiny, [])
+
+
+def test_worked_answers_about_pictures():
+    "They become likelier under their own pictures, and the tower moves with the rest."
+    from seeing_models import dots
+
+    from grpo_nb.model.pictures import tiny_seer
+
+    model, processor = tiny_seer()
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "="}],
+            "image": dots(1 + 2 * i % 4, seed=i),
+            "answer": str(1 + 2 * i % 4),
+        }
+        for i in range(8)
+    ]
+    before = model.model.visual.patch_embed.proj.weight.clone()
+    losses = fine_tune(model, processor, rows, steps=4, batch_size=8, progress=False)
+    assert losses[-1] < losses[0] - 0.5
+    assert not torch.equal(before, model.model.visual.patch_embed.proj.weight)
