@@ -88,7 +88,7 @@ def widget_of(values):
 
 
 def test_the_widget_plans_in_the_browser_what_it_plans_in_python():
-    cases = list(shown(200))
+    cases = list(shown(100))
     mended = 0
     for case, said in zip(cases, browser_says(cases)):
         made = widget_of(case).plan
@@ -99,7 +99,7 @@ def test_the_widget_plans_in_the_browser_what_it_plans_in_python():
         if ours:
             assert widget_of(said["mended"]).plan.fits
             mended += not made.fits
-    assert mended > 40
+    assert mended > 20
 
 
 def test_the_code_that_it_shows_prints_the_same_plan(capsys):
