@@ -33,6 +33,7 @@ COMPONENTS = [
     "dashboard",
     "masks",
     "memory",
+    "rewards",
     "transcript",
 ]  # they need no kernel
 LESSONS = [
@@ -202,7 +203,27 @@ TASK = {
     "curve": "completions/mean_length",
     "below": 5,
 }
+SUMS = {
+    "prompt": "12+34=",
+    "row": '{"answer": "46"}',
+    "functions": [f"{name}_reward" for name in ("number_found", "correct_number", "exact_answer")],
+    "weights": [1, 1, 1],
+    "examples": {"talkative": "46, as on page 7.", "right": "46"},
+}
+STORED = {  # of a task whose functions need Python
+    **SUMS,
+    "functions": ["of_python", "of_another"],
+    "weights": [2, 1],
+    "examples": {"one": "a text", "other": "another"},
+    "judged": {"one": [[0.5, "a reason", [["place", 2, 6]], ""], [0, "none", [], ""]]},
+}
 START = {"dashboard": {"runs": [a_run("one", 12, 0.1), a_run("two", 30, 0.3)], "task": TASK}}
+START["rewards"] = {
+    "tasks": {"sums": SUMS, "stored": STORED},
+    "names": ["sums", "stored"],
+    "text": "46, as on page 7.",
+    "weights": [1, 1, 1],
+}
 
 
 @pytest.fixture
@@ -239,7 +260,15 @@ def settled(root):
 
 
 MOVED = dict(
-    advantages=6, batch=7, chunks=7, clipping=11, dashboard=4, masks=4, memory=20, transcript=4
+    advantages=6,
+    batch=7,
+    chunks=7,
+    clipping=11,
+    dashboard=4,
+    masks=4,
+    memory=20,
+    transcript=4,
+    rewards=5,
 )
 
 
@@ -586,6 +615,35 @@ def test_a_live_board_has_buttons(widget, site):
     assert "Curves appear after the first update." in empty.inner_text()
 
 
+def test_a_completion_is_written_and_judged_without_python(widget):
+    root = widget("rewards")
+
+    def said(part):
+        settled(root)
+        return root.locator(part).first.inner_text()
+
+    assert said(".caption") == "Completion 1 of 1 earns −2 points."
+    assert "correct_number_reward: the last number is 7, and 46 is right" in said(".reasons")
+    assert said(".task").startswith("Your task: earn the full 3 points")
+    box = root.get_by_label("completion", exact=True)
+    box.fill("<img src=x> 46")
+    assert said(".task").startswith("Done.") and root.locator("img").count() == 0
+    assert said("mark") == "<img src=x> " and root.locator("mark").last.inner_text() == "46"
+    root.locator("[data-control=weight_1]").fill("0")
+    assert said(".caption") == "Completion 1 of 1 earns 1 points."
+    box.fill("46\n=== next completion ===\n45")
+    assert said(".caption") == "Completion 1 of 2 earns 2 points. Its advantage is +0.71."
+    root.get_by_role("button", name="Next completion").click()
+    assert said(".caption").endswith("Its advantage is −0.71.")
+    root.get_by_label("the other columns of the row").fill("[")
+    settled(root)
+    assert "no JSON object" in root.get_by_role("alert").inner_text()
+    root.locator("[data-control=task]").select_option("stored")
+    assert said(".caption") == "Completion 1 of 1 earns 1 points." and said("mark") == "text"
+    box.fill("changed")
+    assert "it needs Python: only the examples are stored here" in said(".reasons")
+
+
 LONG = [[text, "policy", -1.0, -1.5] for text in "abc<|end|>"] + [["\n", "a tool", -9.0, None]]
 LARGEST = {
     "advantages": {"rewards": [0.5, 1.0] * 6, "scale": "batch"},
@@ -603,6 +661,7 @@ LARGEST = {
     "dashboard": {"runs": [a_run("x" * 40, 200, 0.1, won=9) for _ in range(5)]},
     "masks": {"step": 6, "window": 5},
     "memory": {"model": "gpt-oss-120b", "num_generations": 64, "per_device_train_batch_size": 16},
+    "rewards": {"text": "\n=== next completion ===\n".join(["x" * 200 + " 46", "45"] * 4)},
     "transcript": {
         "completions": [
             {
@@ -812,32 +871,20 @@ def test_rewards_widget_judges_what_is_pasted(run_notebook):
     box = page.locator(".grpo-rewards-viz").first
 
     def shown(words):
-        page.wait_for_function(
-            "([box, words]) => box.querySelector('table')?.innerText.includes(words)",
-            arg=[box.element_handle(), words],
-        )
+        box.locator(".reasons", has_text=words).wait_for()
 
     shown("the last number is 7, and 46 is right")
-    box.locator("select").nth(1).select_option("right")
+    box.locator("[data-control=example]").select_option("right")
     shown("the last number is 46, which is right")
-    row, completion = (box.locator("textarea").nth(k) for k in (0, 1))
-    page.wait_for_function(
-        "area => area.value.includes('46')", arg=completion.element_handle()
-    )  # the example stands in the box before it is overwritten
-    completion.fill('<img src=x onerror="document.title=1"> 12')
-    completion.dispatch_event("change")  # what leaving the field does
-    box.get_by_role("button", name="Judge").click()
+    box.get_by_label("completion", exact=True).fill('<img src=x onerror="document.title=1"> 12')
     shown("the last number is 12, and 46 is right")
-    assert (
-        box.locator("img").count() == 0 and "<img src=x" in box.locator("mark").first.inner_text()
-    )
-    row.fill('{"answer": "12"}')
-    completion.focus()  # leaving the field is enough
+    assert box.locator("img").count() == 0
+    box.get_by_label("the other columns of the row").fill('{"answer": "12"}')
     shown("the last number is 12, which is right")
-    box.locator("select").nth(0).select_option("GSM8K")
+    box.locator("[data-control=task]").select_option("GSM8K")  # Python makes it
     shown("it is the form of the prompt, line by line")
-    box.locator("select").nth(1).select_option("all of them, as a group")
-    shown("advantage")
+    box.locator("[data-control=example]").select_option("all of them, as a group")
+    box.locator("svg", has_text="advantages in the group").wait_for()
 
 
 @pytest.mark.parametrize(
@@ -920,6 +967,7 @@ def test_dashboard_steers_a_run(run_notebook, lab):
     assert (
         label(page, "^paused") == at and page.locator("button.grpo-pause").inner_text() == "Resume"
     )
+    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
     page.reload()  # the kernel holds the board, and the page finds it again
     page.locator(".grpo-dashboard-viz .samples details").first.wait_for()
     assert label(page, "^paused") == at

@@ -550,6 +550,7 @@ class Dashboard(Ordering, Showing, Watching, Starting, TrainerCallback):
         box = DashboardWidget()
         orders = {"go": self.resume, "pause": self.pause, "stop": self.stop}
         box.observe(lambda change: orders[change.new](), "order")
+        box.on_msg(lambda box, said, buffers: orders.get(said.get("order"), self.refresh)())
         return box
 
     def figure(self) -> Figure:

@@ -7,7 +7,8 @@ __all__ = ['TASKS', 'COLOURS', 'SHOWN', 'MONO', 'NEXT', 'Judgement', 'total', 'R
            'countdown_task', 'email_task', 'mathematics_task', 'fenced', 'game2048_task', 'matmul_task', 'ask',
            'explainer', 'explanation', 'arguments_of', 'remarks_of', 'judge_group', 'colours_of', 'marked',
            'highlighted', 'number', 'shortened', 'read_html', 'table_html', 'judgement_row', 'judgements_table',
-           'advantages_table', 'group_html', 'split_group', 'read_row', 'RewardsPanel', 'rewards_widget']
+           'advantages_table', 'group_html', 'split_group', 'read_row', 'said_of', 'held_task', 'RewardsWidget',
+           'rewards_widget']
 
 # %% ../../nbs/widgets/09_rewards.ipynb #f1d1ee51
 import functools
@@ -23,7 +24,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import ipywidgets
+import anywidget
+import traitlets
 
 from ..algorithm.advantages import group_advantages
 from ..environments import arithmetic, countdown, email_replies, gsm8k, procedural
@@ -42,6 +44,7 @@ from grpo_nb.training.rewards import (
     reward_name,
     run_coroutines,
 )
+from .figures import component
 
 # %% ../../nbs/widgets/09_rewards.ipynb #382536d0
 @dataclass(frozen=True)
@@ -640,169 +643,123 @@ def read_row(
         )
     return row
 
-# %% ../../nbs/widgets/09_rewards.ipynb #21df2bae
-class RewardsPanel:
-    "The widgets of `rewards_widget` and what they do."
-
-    def __init__(
-        self,
-        tasks: dict[str, Callable[[], RewardTask]],  # name -> makes the task
-        first: str,  # of the names
-        timeout_s: float,
-    ):
-        self.tasks, self.timeout_s = tasks, timeout_s
-        self.made: dict[str, RewardTask] = {}  # name -> task
-        self.judged, self.texts, self.quiet = [], [], False
-        self.make_controls(list(tasks), first)
-        top = ipywidgets.Layout(flex_flow="row wrap")
-        self.box = ipywidgets.VBox(
-            [
-                ipywidgets.HBox([self.name, self.example], layout=top),
-                self.prompt,
-                self.row,
-                self.completion,
-                self.button,
-                self.drawing,
-                self.sliders,
-            ]
-        )
-        self.box.add_class("grpo-rewards-viz")
-        self.name.observe(self.choose, names="value")
-        self.example.observe(self.take_example, names="value")
-        for control in (self.row, self.completion):
-            control.observe(self.judge, names="value")
-        self.button.on_click(self.judge)
-        self.choose()
-
-    def make_controls(self, names: list[str], first: str) -> None:
-        "Menus, text boxes, the button and the places for prompt, drawing and sliders."
-        style = {"description_width": "6em"}
-        text = {
-            "style": style,
-            "layout": ipywidgets.Layout(width="60em", max_width="100%"),
-            "continuous_update": False,
-        }
-        menu, area = ipywidgets.Dropdown, ipywidgets.Textarea
-        self.name = menu(options=names, value=first, description="task", style=style)
-        self.example = menu(options=[], description="example", style=style)
-        self.prompt, self.drawing = ipywidgets.HTML(), ipywidgets.HTML()
-        self.row = area(description="row", rows=2, **text)
-        self.completion = area(description="completion", rows=8, **text)
-        self.button = ipywidgets.Button(
-            description="Judge",
-            icon="balance-scale",
-            tooltip="ask every reward function about what stands in the box",
-        )
-        self.sliders = ipywidgets.VBox()
-
-    def choose(self, change=None) -> None:
-        "Another task; while it is made, nothing of the last one is shown."
-        name = self.name.value
-        self.clear(f"loading {name} …")
-        try:
-            self.task = self.made[name] = self.made.get(name) or self.tasks[name]()
-        except (ImportError, RuntimeError, ValueError) as error:
-            return self.say(str(error))
-        self.quiet = True
-        style = f"{MONO};line-height:1.4;max-height:8.4em;overflow:auto"
-        prompt = html.escape(prompt_text(self.task.prompt))
-        self.prompt.value = (
-            f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{prompt}</div>'
-        )
-        self.row.value = json.dumps(self.task.row, ensure_ascii=False)
-        self.sliders.children = [
-            self.slider(function, weight)
-            for function, weight in zip(self.task.functions, self.task.weights)
+# %% ../../nbs/widgets/09_rewards.ipynb #a17d4fc6
+def said_of(
+    judgements: list[Judgement],  # about one completion
+) -> list[list]:  # score or None, reason, marks, what went wrong, as the browser holds them
+    "Judgements without NaN and tuples."
+    return [
+        [
+            None if math.isnan(one.score) else one.score,
+            one.why.reason,
+            [list(mark) for mark in one.why.marks],
+            one.fault,
         ]
-        group = ["all of them, as a group"] if len(self.task.examples) > 1 else []
-        self.example.options = [*self.task.examples, *group]
-        if self.example.options:
-            self.example.index = 0
-        else:
-            self.completion.value = ""
-        self.quiet = False
-        self.take_example()
+        for one in judgements
+    ]
 
-    def clear(self, sentence: str) -> None:
-        "No task, and a sentence in its place."
-        self.task, self.judged, self.texts = None, [], []
-        self.quiet = True
-        self.prompt.value = self.row.value = self.completion.value = ""
-        self.sliders.children = self.example.options = ()
-        self.quiet = False
-        self.drawing.value = f"<p>{html.escape(sentence)}</p>"
 
-    def slider(self, function: Callable, weight: float) -> ipywidgets.FloatSlider:
-        "A weight."
-        ends = {"min": min(0.0, 2 * weight), "max": max(2.0, 2 * weight), "step": 0.1}
-        layout = ipywidgets.Layout(width="42em", max_width="100%")
-        slider = ipywidgets.FloatSlider(
-            weight,
-            **ends,
-            description=f"weight of {reward_name(function)}",
-            style={"description_width": "20em"},
-            layout=layout,
-        )
-        slider.observe(self.draw, names="value")
-        return slider
+def held_task(
+    task: RewardTask,
+    timeout_s: float | None = None,  # None: the examples are not judged
+) -> dict[str, Any]:
+    "A task as the browser holds it."
+    names, texts = list(task.examples), list(task.examples.values())
+    judged = [] if timeout_s is None else map(said_of, judge_group(task, texts, timeout_s))
+    return {
+        "prompt": prompt_text(task.prompt),
+        "row": json.dumps(task.row, ensure_ascii=False),
+        "functions": [reward_name(function) for function in task.functions],
+        "weights": list(task.weights),
+        "examples": dict(task.examples),
+        "judged": dict(zip(names, judged)),
+    }
 
-    def take_example(self, change=None) -> None:
-        "A completion that is there already."
-        if self.quiet:
+# %% ../../nbs/widgets/09_rewards.ipynb #bf98aa2d
+class RewardsWidget(anywidget.AnyWidget):
+    "Rewards of completions, function by function, in the browser."
+
+    _esm, _css = component("rewards")
+    tasks = traitlets.Dict({"sums": held_task(sums_task())}).tag(sync=True)  # those that are made
+    names = traitlets.List(traitlets.Unicode(), ["sums"]).tag(sync=True)
+    task = traitlets.Unicode("sums").tag(sync=True)
+    text = traitlets.Unicode(next(iter(sums_task().examples.values()))).tag(sync=True)
+    row = traitlets.Unicode('{"answer": "46"}').tag(sync=True)  # its other columns, JSON
+    weights = traitlets.List(traitlets.Float(), [1.0] * 4).tag(sync=True)
+    judged = traitlets.List().tag(sync=True)  # of each completion, as `said_of`
+    problem = traitlets.Unicode().tag(sync=True)
+    live = traitlets.Bool(False).tag(sync=True)  # whether Python judges
+
+    def judge(self, change: Any = None) -> None:
+        "Ask every function about what stands in the box."
+        task = self.made.get(self.task)
+        if task is None or self.quiet:
             return
-        self.quiet = True
-        examples = self.task.examples
-        if self.example.value:
-            self.completion.value = examples.get(self.example.value) or f"\n{NEXT}\n".join(
-                examples.values()
-            )
+        try:
+            given = replace(task, row=read_row(self.row))
+        except ValueError as error:
+            self.problem = str(error)
+            return
+        said = judge_group(given, split_group(self.text), self.timeout_s)
+        self.problem, self.judged = "", [said_of(one) for one in said]
+
+    def choose(self, change: Any = None) -> None:
+        "Another task, which is made when it is chosen first, with its first example."
+        name = self.task
+        if name not in self.made:
+            self.problem = f"loading {name} …"
+            try:
+                self.made[name] = self.makers[name]()
+            except (ImportError, RuntimeError, ValueError) as error:
+                self.problem = str(error)
+                return
+        self.quiet, task = True, held_task(self.made[name])
+        self.tasks = self.tasks | {name: task}
+        self.row, self.weights = task["row"], task["weights"]
+        self.text = next(iter(task["examples"].values()), "")
         self.quiet = False
         self.judge()
 
-    def judge(self, change=None) -> None:
-        "Ask every function about what stands in the box."
-        if self.quiet or self.task is None:
-            return
-        try:
-            row = read_row(self.row.value)
-        except ValueError as error:
-            return self.say(str(error))
-        self.drawing.value = "<p>judging …</p>"
-        self.texts = split_group(self.completion.value)
-        self.judged = judge_group(replace(self.task, row=row), self.texts, self.timeout_s)
-        self.draw()
+    def _repr_mimebundle_(self, **how):
+        "The widget, and a page for those that cannot show it: its tasks with their examples."
+        bundle, metadata = super()._repr_mimebundle_(**how)
+        tasks = {name: held_task(task, self.timeout_s) for name, task in self.made.items()}
+        names = "task", "text", "row", "weights", "judged"
+        values = {name: getattr(self, name) for name in names}
+        values |= {"tasks": tasks, "names": list(tasks)}
+        held = html.escape(json.dumps(values), quote=False).replace("'", "&#x27;")
+        page = f"<div data-widget=\"rewards\" data-values='{held}'>{self.page()}</div>"
+        words = f"RewardsWidget(task={self.task!r})"
+        return bundle | {"text/plain": words, "text/html": page}, metadata
 
-    def draw(self, change=None) -> None:
-        "The judgements with the weights of the sliders."
-        if self.judged and not self.quiet:
-            self.drawing.value = group_html(
-                self.texts, self.judged, [slider.value for slider in self.sliders.children]
-            )
+    def page(self) -> str:  # HTML
+        "What is shown, as tables."
+        if self.task not in self.made or self.problem:
+            return f"<p>{html.escape(self.problem)}</p>"
+        given = replace(self.made[self.task], row=read_row(self.row))
+        texts = split_group(self.text)
+        return group_html(texts, judge_group(given, texts, self.timeout_s), self.weights)
 
-    def say(self, sentence: str) -> None:
-        "Something is not as it should be."
-        self.judged = []
-        self.drawing.value = f'<p style="color:#e0524d">{html.escape(sentence)}</p>'
 
-# %% ../../nbs/widgets/09_rewards.ipynb #6ae2fda0
 def rewards_widget(
     # a name of `TASKS` to begin with; or a task of your own, which is then the only one
     task: str | RewardTask = "sums",
     timeout_s: float = 20.0,  # for each reward function
-) -> ipywidgets.VBox:  # CSS class `grpo-rewards-viz`
-    """Paste a completion, and see each reward, what was read, and why. `box.controls[name].value`
-    moves it: task, example, row, completion."""
+) -> RewardsWidget:  # `.task`, `.text` and `.row` follow the reader's hand, and may be set
+    "Paste a completion, and see each reward, what was read, and why."
     if isinstance(task, str) and task not in TASKS:
         raise ValueError(
             f"there is no task {task!r}; there are {', '.join(map(repr, TASKS))}, or a "
             "RewardTask of your own"
         )
+    widget = RewardsWidget(tasks={}, live=True)
+    widget.makers, widget.made = dict(TASKS), {}
+    widget.timeout_s, widget.quiet = timeout_s, False
     if isinstance(task, RewardTask):
-        panel = RewardsPanel({"yours": lambda: task}, "yours", timeout_s)
-    else:
-        panel = RewardsPanel(TASKS, task, timeout_s)
-    box = panel.box
-    names = {"task": "name", "example": "example", "row": "row", "completion": "completion"}
-    box.controls = {name: getattr(panel, attribute) for name, attribute in names.items()}
-    box.sliders, box.drawing = panel.sliders, panel.drawing
-    return box
+        widget.makers = {"yours": lambda: task}
+    widget.names = list(widget.makers)
+    widget.task = task if isinstance(task, str) else "yours"
+    widget.observe(widget.choose, "task")
+    widget.observe(widget.judge, ["text", "row"])
+    widget.choose()
+    return widget

@@ -18,6 +18,7 @@ from grpo_nb.widgets.dashboard import DashboardWidget
 from grpo_nb.widgets.figures import component, figure_svg, interactive_figure
 from grpo_nb.widgets.masks import MasksWidget
 from grpo_nb.widgets.memory import MemoryWidget
+from grpo_nb.widgets.rewards import RewardsWidget
 from grpo_nb.widgets.transcript import TranscriptWidget
 
 COMPONENTS = {
@@ -28,6 +29,7 @@ COMPONENTS = {
     "dashboard": DashboardWidget,
     "masks": MasksWidget,
     "memory": MemoryWidget,
+    "rewards": RewardsWidget,
     "transcript": TranscriptWidget,
 }
 TELL = "import(process.argv[1]).then((m) => console.log(JSON.stringify(m.defaults)))"

@@ -4,16 +4,20 @@ the trainer's."""
 
 import functools
 import html
+import json
 import math
 import random
 import re
 import textwrap
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from node import run_module
 
+from grpo_nb.algorithm.advantages import group_advantages
 from grpo_nb.environments import arithmetic, countdown, email_replies, gsm8k, procedural
 from grpo_nb.environments.game2048 import CORNER, OnceABatch, StrategyRewards
 from grpo_nb.environments.isolated_rewards import isolated
@@ -36,9 +40,11 @@ from grpo_nb.widgets.rewards import (
     explainer,
     explanation,
     group_html,
+    held_task,
     judge_group,
     read_row,
     rewards_widget,
+    said_of,
     split_group,
     total,
 )
@@ -606,13 +612,12 @@ def test_nothing_that_is_said_becomes_markup():
         }
         assert page.text.count(nasty) >= 3 * len(group)
     box = rewards_widget(RewardTask([reward], nasty, {}, {"one": nasty}))
-    panel_texts = [widget.value for widget in (box.children[1], box.drawing)]
-    assert (
-        all(set(Page(text).tags) <= OURS for text in panel_texts)
-        and nasty in Page(panel_texts[0]).text
-    )
-    box.controls["row"].value = nasty
-    assert set(Page(box.drawing.value).tags) == {"p"}
+    page = box._repr_mimebundle_()[0]["text/html"]
+    assert set(Page(page).tags) <= OURS and nasty in Page(page).text
+    held = json.loads(html.unescape(re.search("data-values='([^']*)'", page)[1]))
+    assert held["tasks"]["yours"]["examples"] == {"one": nasty} and held["text"] == nasty
+    box.row = nasty
+    assert "JSON" in box.problem
 
 
 # the widget
@@ -620,40 +625,90 @@ def test_nothing_that_is_said_becomes_markup():
 
 def test_the_widget_follows_every_control():
     box = rewards_widget()
-    assert (
-        "grpo-rewards-viz" in box._dom_classes
-        and "the last number is 7" in box.drawing.value
-        and "12+34=" in box.children[1].value
-    )
-    before = box.drawing.value
-    for slider in box.sliders.children:
-        slider.value += 0.5
-        assert box.drawing.value != before or "exact" in slider.description
-        slider.value -= 0.5
-        assert box.drawing.value == before
-    box.controls["row"].value = '{"answer": 7}'
-    assert "which is right" in box.drawing.value
-    box.controls["completion"].value = f"1\n {NEXT} \n2\n{NEXT}\n7"
-    assert box.drawing.value.count("completion ") >= 3 and "+1.15" in box.drawing.value
+    assert "the last number is 7" in box.judged[0][0][1] and box.tasks["sums"]["prompt"] == "12+34="
+    box.row = '{"answer": 7}'
+    assert "which is right" in box.judged[0][1][1]
+    box.text = f"1\n {NEXT} \n2\n{NEXT}\n7"
+    assert [said[1][0] for said in box.judged] == [-3.0, -3.0, 3.0]
+    before = box.judged
     for wrong in ("46", "[1]", "{"):
-        box.controls["row"].value = wrong
-        assert Page(box.drawing.value).tags == ["p"] and "JSON" in box.drawing.value
-        box.sliders.children[0].value += 0.1
-        assert Page(box.drawing.value).tags == ["p"]
-    box.controls["row"].value = '{"answer": "2"}'
-    assert box.drawing.value.count("which is right") == 2  # two functions about one of three
-    box.controls["example"].value = "all of them, as a group"
-    assert box.drawing.value.count("margin-top:12px") == len(TASKS["sums"]().examples)
+        box.row = wrong
+        assert "JSON" in box.problem and box.judged == before
+    box.row = '{"answer": "2"}'
+    assert not box.problem and [said[1][0] for said in box.judged] == [-3.0, 3.0, -3.0]
     for name in ("countdown", "GSM8K", "e-mail", "sums"):
-        box.controls["task"].value = name
+        box.task = name
         task = TASKS[name]()
-        assert box.controls["completion"].value == next(iter(task.examples.values())) and len(
-            box.sliders.children
-        ) == len(task.functions)
-        assert (
-            read_row(box.controls["row"].value) == task.row
-            and Page(box.drawing.value).tags.count("mark") >= 1
-        )
+        first = next(iter(task.examples.values()))
+        assert box.text == first and box.weights == task.weights
+        assert read_row(box.row) == task.row
+        (said,) = judge_group(task, [first])
+        assert box.judged == [said_of(said)] and any(marks for _, _, marks, _ in box.judged[0])
+
+
+JUDGE = """import(process.argv[1]).then(async ({ judge }) => {
+  let text = "";
+  for await (const part of process.stdin) text += part;
+  const told = JSON.parse(text).map((one) => judge(...one));
+  process.stdout.write(JSON.stringify(told));
+})"""
+SCRIPTS = Path(room.__file__).parent / "js"
+SUMS = [
+    arithmetic.number_found_reward,
+    arithmetic.correct_number_reward,
+    arithmetic.exact_answer_reward,
+    arithmetic.proximity_reward,
+]
+
+
+@pytest.mark.parametrize("function", [*SUMS, *gsm8k.GSM8K_REWARDS], ids=lambda f: f.__name__)
+def test_the_browser_pays_what_the_library_pays(function):
+    pieces = [*PIECES, "<answer>", "</answer>", ".5", "-", "/", "$", ","]
+    drawn = texts(900, pieces, seed=1)
+    cases = [[function.__name__, text, {"answer": "46"}] for text in drawn]
+    told = json.loads(run_module(JUDGE, SCRIPTS / "judges.js", json.dumps(cases)))
+    for text, said in zip(drawn, told, strict=True):
+        why = function.explain(text, answer="46")
+        assert said["points"] == pytest.approx(why.points, abs=1e-9), text
+        if function is not arithmetic.proximity_reward:  # a box and LaTeX are not marked
+            assert said["marks"] == [list(mark) for mark in why.marks], text
+
+
+HERE = """import(process.argv[1]).then(async ({ advantagesOf, judgeHere, splitGroup, totalOf }) => {
+  let text = "";
+  for await (const part of process.stdin) text += part;
+  const told = JSON.parse(text).map((values) => {
+    const texts = splitGroup(values.text);
+    const totals = judgeHere(values, texts).map((said) => totalOf(said, values.weights));
+    return { texts, totals, advantages: advantagesOf(totals) };
+  });
+  process.stdout.write(JSON.stringify(told));
+})"""
+
+
+def test_a_page_without_python_has_the_same_totals_and_advantages():
+    "Sums and GSM8K by its own judges, the others by what is stored of their examples."
+    tasks = {name: TASKS[name]() for name in ("sums", "GSM8K", "countdown", "e-mail")}
+    held = {name: held_task(task, 5.0) for name, task in tasks.items()}
+    cases = [
+        {
+            "tasks": held,
+            "task": name,
+            "row": held[name]["row"],
+            "text": f"\n{NEXT}\n".join(task.examples.values()),
+            "weights": [1.0, 0.5, 2.0, -1.0, 1.0][: len(task.functions)],
+        }
+        for name, task in tasks.items()
+    ]
+    told = json.loads(run_module(HERE, SCRIPTS / "rewards.js", json.dumps(cases)))
+    for values, said, task in zip(cases, told, tasks.values(), strict=True):
+        assert said["texts"] == split_group(values["text"]) == list(task.examples.values())
+        judged = judge_group(task, said["texts"])
+        totals = [total(one, values["weights"]) for one in judged]
+        assert said["totals"] == pytest.approx(totals)
+        scores = [[one.score for one in row] for row in judged]
+        ours = group_advantages(scores, len(scores), weights=values["weights"]).values
+        assert said["advantages"] == pytest.approx(ours.tolist(), abs=1e-4)
 
 
 def test_a_task_that_cannot_be_made_says_why(monkeypatch):
@@ -662,22 +717,18 @@ def test_a_task_that_cannot_be_made_says_why(monkeypatch):
 
     monkeypatch.setitem(TASKS, "mathematics", missing)
     box = rewards_widget()
-    box.controls["task"].value = "mathematics"
-    assert "grpo_nb[tasks]" in html.unescape(box.drawing.value)
-    box.controls["task"].value = "sums"
-    assert "the last number is 7" in box.drawing.value
+    box.task = "mathematics"
+    assert "grpo_nb[tasks]" in box.problem and "mathematics" not in box.tasks
+    box.task = "sums"
+    assert not box.problem and "the last number is 7" in box.judged[0][0][1]
 
 
 def test_a_task_of_ones_own():
     box = rewards_widget(RewardTask([silent, too_few], "?", weights=[0.0, -3.0]))
-    assert (
-        box.controls["task"].options == ("yours",)
-        and not box.controls["completion"].value
-        and "no&nbsp;score" in box.drawing.value
-    )
-    assert [slider.value for slider in box.sliders.children] == [0.0, -3.0]
-    box.controls["completion"].value = "a"
-    assert "-3" in box.drawing.value
+    assert box.names == ["yours"] and not box.text and box.weights == [0.0, -3.0]
+    assert box.judged[0][0][0] is None
+    box.text = f"a\n{NEXT}\nb"
+    assert "returned 1 rewards for 2 completions" in box.judged[0][1][3]
     with pytest.raises(ValueError, match="there is no task 'chess'; there are 'sums'"):
         rewards_widget("chess")
     with pytest.raises(ValueError, match="1 weights and 2 reward functions"):
@@ -699,25 +750,17 @@ def test_pasted_groups():
     )
 
 
-def test_a_task_that_loads_or_fails_shows_nothing_of_the_last_one(monkeypatch):
-    "Neither its row nor its judgement, nor does Judge ask it."
+def test_a_task_that_loads_says_so(monkeypatch):
     shown = []
 
-    def parts():
-        row, completion = box.controls["row"].value, box.controls["completion"].value
-        return box.drawing.value, row, completion, len(box.sliders.children)
-
     def slow():
-        shown.append(parts())
+        shown.append(box.problem)
         raise ImportError("it is not installed")
 
     monkeypatch.setitem(room.TASKS, "slow", slow)
     box = rewards_widget("sums")
-    assert parts()[1] and parts()[3]
-    box.controls["task"].value = "slow"
-    assert shown == [("<p>loading slow …</p>", "", "", 0)]
-    assert "it is not installed" in box.drawing.value and parts()[1:] == ("", "", 0)
-    box.controls["completion"].value = "46"
-    assert "it is not installed" in box.drawing.value
-    box.controls["task"].value = "sums"
-    assert "the last number is 7" in box.drawing.value and parts()[3]
+    box.task = "slow"
+    assert shown == ["loading slow …"] and box.problem == "it is not installed"
+    box.text = "46"
+    assert box.problem == "it is not installed"
+    assert "it is not installed" in Page(box.page()).text

@@ -324,12 +324,14 @@ export default {
 
     // ------------------------------------------------------------ controls
 
+    // a message where there is a kernel: its thread may set the trait at the same moment
+    const say = (order) => (model.send ? model.send({ order }) : change(model, { order }));
     const pause = button(
       "Pause",
-      () => change(model, { order: model.get("order") === "pause" ? "go" : "pause" }),
+      () => say(model.get("order") === "pause" ? "go" : "pause"),
       { class: "grpo-pause", title: "wait after the update that is being computed" },
     );
-    const stop = button("Stop", () => change(model, { order: "stop" }), {
+    const stop = button("Stop", () => say("stop"), {
       class: "grpo-stop",
       title: "end after the update that is being computed, with a checkpoint to go on from",
     });
