@@ -967,10 +967,6 @@ def test_dashboard_steers_a_run(run_notebook, lab):
     assert (
         label(page, "^paused") == at and page.locator("button.grpo-pause").inner_text() == "Resume"
     )
-    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
-    page.reload()  # the kernel holds the board, and the page finds it again
-    page.locator(".grpo-dashboard-viz .samples details").first.wait_for()
-    assert label(page, "^paused") == at
     click(page, "pause")
     assert label(page, rf"^training.*step (?!{at} )\d+ of") > at
 
@@ -982,6 +978,13 @@ def test_dashboard_steers_a_run(run_notebook, lab):
     folder = lab[1] / "run"
     assert [p.name for p in folder.glob("checkpoint-*")] == [f"checkpoint-{stopped}"]
 
+    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    page.reload()  # the kernel holds the board, and the page finds it again
+    page.locator(".grpo-dashboard-viz .samples details").first.wait_for()
+    assert label(page, "^stopped at step") == stopped
+    page.wait_for_function(
+        "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
+    )
     page.evaluate("jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
     page.evaluate("void jupyterapp.commands.execute('notebook:run-all-cells')")
     page.get_by_text(re.compile(rf"going on from .*run/checkpoint-{stopped}\b")).wait_for()

@@ -22,7 +22,7 @@ from grpo_nb.training.report import sample_html
 from grpo_nb.training.reporting import HintWriter, Log, metrics_text, say
 from grpo_nb.training.rewards import RewardError, score_completions
 from grpo_nb.training.samples import message_text, samples_text
-from grpo_nb.widgets.dashboard import hints_list, samples_table
+from grpo_nb.widgets.dashboard import dashboard_html, run_of, samples_table
 from grpo_nb.widgets.rewards import Judgement, colours_of, highlighted, judgements_table
 from grpo_nb.widgets.transcript import transcript_html
 
@@ -191,7 +191,7 @@ def test_pages_show_tags_as_text():
     pages = [
         samples_table([{**sample, "rewards": {attack: 1.0}}]),
         sample_html({**sample, attack: 1.0}, [attack]),
-        hints_list([attack]),
+        dashboard_html({"runs": [run_of([], name=attack)]}),
         highlighted(attack, one, colours_of(one)),
         judgements_table(attack, one, [1.0], colours_of(one)),
         transcript_html([tokens]),
