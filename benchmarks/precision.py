@@ -7,6 +7,11 @@ weights whose head is scaled to an entropy.
             --completions 32 --tokens 64
         the size of gpt-oss-20b; float32 takes 78 GiB for the weights alone
 
+    python benchmarks/precision.py --trained FOLDER --updates 20 --record FILE
+        a trained model instead, on the CPU: largest activations, log-probs, a gradient with and
+        without a scaled loss, an update, and so many updates of the trainer on the same completions
+        in each format; and a gpt-oss whose residual stream leaves float16
+
 The weights are rounded once to numbers that all three formats hold exactly; then the whole model is
 converted from format to format, so only computing differs.
 Completions are drawn in each format by the library's engine (prefill, then a token at a time with a
@@ -20,11 +25,16 @@ scored one at a time, in the same format.
 
 import argparse
 import gc
+import json
+import tempfile
 import time
+from pathlib import Path
 
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM
 
+from grpo_nb import GRPOConfig, GRPOTrainer, load_model, tiny_gpt_oss
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
@@ -145,6 +155,208 @@ def row(sampler, trainer, gap):
     )
 
 
+class Replay(RolloutEngine):
+    "The engine, which keeps what it draws; or plays what another one has kept."
+
+    def __init__(self, *args, tape=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.plays, self.tape = tape is not None, list(tape or [])
+
+    def generate(self, *args, **kwargs):
+        if self.plays:
+            return self.tape.pop(0)
+        self.tape.append(super().generate(*args, **kwargs))
+        return self.tape[-1]
+
+
+def vowels(completions, **_):
+    "The share of vowels: every group has a spread."
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in completions]
+
+
+def adapter_of(model):
+    "The numbers that train, in a row."
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def trained_run(folder, name, tape, args, begin=None):
+    "(trainer, the adapter after each update) of a run in a format; `tape`: completions to play."
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=FORMATS[name])
+    adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    questions = "What is rain?|Name a colour.|Why do cats sleep?|Tell me a story.|How old is iron?"
+    rows = [{"prompt": question} for question in questions.split("|")]
+    with tempfile.TemporaryDirectory() as out:
+        config = GRPOConfig(
+            output_dir=out,
+            max_steps=args.updates,
+            learning_rate=1e-4,
+            lr_scheduler_type="constant",
+            num_generations=4,
+            per_device_train_batch_size=4,
+            max_completion_length=16,
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            guard_every=0,  # what is played was drawn in another format
+            seed=args.seed,
+            bf16=name == "bfloat16",
+            fp16=name == "float16",
+        )
+        torch.manual_seed(args.seed)
+        trainer = GRPOTrainer(
+            model, vowels, config, rows, processing_class=tokenizer, peft_config=adapter
+        )
+        trainer.log.show = False
+        if begin is not None:  # the first numbers of the float32 run
+            torch.nn.utils.vector_to_parameters(
+                begin.clone(), [p for p in trainer.model.parameters() if p.requires_grad]
+            )
+        trainer.source.sampler = Replay(
+            trainer.model, tokenizer, autocast_dtype=trainer.precision.dtype, tape=tape
+        )
+        after, step = [adapter_of(trainer.model).clone()], trainer.policy_update.step
+
+        def watched(number):
+            step(number)
+            after.append(adapter_of(trainer.model).clone())
+
+        trainer.policy_update.step = watched
+        if args.updates:
+            trainer.train()
+    return trainer, after
+
+
+def gradient(trainer, rollout, scale):
+    "Of the log-probs of a rollout, those of its first half up and the others down; unscaled."
+    model, half = trainer.model, len(rollout.mask) // 2
+    sign = torch.tensor([1.0] * half + [-1.0] * (len(rollout.mask) - half))
+    batch = TrainingBatch(
+        *pad_left(rollout.prompt_ids),
+        rollout.completion_ids,
+        rollout.mask,
+        rollout.mask,
+        sign,
+        rollout.logps,
+    )
+    model.zero_grad()
+    with trainer.precision.autocast(), trainer.precision.adapters(model):
+        logps, _ = completion_logps(model, batch)
+        (-(logps * sign[:, None]).sum() / batch.loss_mask.sum() * scale).backward()
+    parts = [p.grad.flatten() / scale for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    return logps.detach(), torch.cat(parts)
+
+
+def largest(model, ids):
+    "The largest number that a layer gives to the next, and that a linear layer gives."
+    found = {"between layers": 0.0, "of a linear layer": 0.0}
+    hooks = []
+    for module in model.modules():
+        kind = "of a linear layer" if type(module) is torch.nn.Linear else None
+        kind = "between layers" if type(module).__name__.endswith("DecoderLayer") else kind
+        if kind:
+
+            def note(module, inputs, output, kind=kind):
+                first = output[0] if isinstance(output, tuple) else output
+                found[kind] = max(found[kind], first.abs().max().item())
+
+            hooks.append(module.register_forward_hook(note))
+    with torch.no_grad():
+        model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def overflowing(args):
+    "A tiny gpt-oss whose residual stream passes 65,504: as it is in float16, and as loaded here."
+    model, tokenizer = tiny_gpt_oss(args.seed)
+    ids = torch.arange(4, 14).repeat(4, 1)
+    kept = {}
+    with torch.no_grad():
+        layers = model.model.layers
+        model.model.embed_tokens.weight *= 4e4 / model.model.embed_tokens.weight.abs().max()
+        for layer in layers:
+            hook = layer.self_attn.o_proj.register_forward_hook(
+                lambda m, i, o: kept.update({m: o.abs().max()})
+            )
+            model(input_ids=ids)
+            hook.remove()
+            factor = 4e4 / kept[layer.self_attn.o_proj]
+            layer.self_attn.o_proj.weight *= factor
+            layer.self_attn.o_proj.bias *= factor
+        model.load_state_dict({k: v.half().float() for k, v in model.state_dict().items()})
+        exact = model(input_ids=ids).logits.log_softmax(-1)
+        wide = largest(model, ids)["between layers"]
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            ours, _ = load_model(folder, max_seq_length=64, dtype=torch.float16, quiet=True)
+            plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
+        with torch.autocast("cpu", torch.float16):
+            loaded = ours.eval()(input_ids=ids).logits.float().log_softmax(-1)
+        as_it_is = plain(input_ids=ids).logits.float()
+    return {
+        "largest between layers": wide,
+        "logits that are finite, float16 as it is": as_it_is.isfinite().float().mean().item(),
+        "logits that are finite, load_model": loaded.isfinite().float().mean().item(),
+        "log-probs off by, load_model": (loaded - exact).abs().max().item(),
+    }
+
+
+def trained(args):
+    "What --trained measures, printed and recorded."
+    began, told = time.perf_counter(), {"torch": torch.__version__, "updates": args.updates}
+    torch.set_num_threads(1)
+    told["gpt-oss, tiny, made large"] = overflowing(args)
+    exact, paths = trained_run(args.trained, "float32", None, args)
+    told["seconds of an update"] = {"float32": exact.log_history[-1]["step_time"]}
+    tape, path = exact.source.sampler.tape, {"float32": paths}
+    first, told["model"] = tape[0], exact.model.config.model_type
+    runs = {"float32": exact}
+    for name in ("bfloat16", "float16"):
+        runs[name], path[name] = trained_run(args.trained, name, tape, args, paths[0])
+        told["seconds of an update"][name] = runs[name].log_history[-1]["step_time"]
+    told["largest activation"] = largest(exact.model, first.completion_ids)
+    moved = (paths[-1] - paths[0]).norm()
+    told["drift"], told["skipped"] = {}, {}
+    for name in ("bfloat16", "float16"):
+        gaps = [(a - b).norm() / (b - paths[0]).norm() for a, b in zip(path[name], paths)][1:]
+        told["drift"][name] = [round(gap.item(), 5) for gap in gaps]
+        told["skipped"][name] = sum(r.get("skipped_updates", 0) for r in runs[name].log_history)
+    told["moved"] = moved.item()
+    told["scale in the end"] = runs["float16"].precision.scaler.get_scale()
+    for run in runs.values():  # all back to the adapter after one update
+        where = [p for p in run.model.parameters() if p.requires_grad]
+        torch.nn.utils.vector_to_parameters(paths[1].clone(), where)
+    logps, right = gradient(exact, first, 1.0)
+    told["log-probs off by"], told["gradient off by"] = {}, {}
+    for name, scale in (("bfloat16", 1), ("float16", 1), ("float16", 2**16)):
+        other, found = gradient(runs[name], first, scale)
+        gap = (other - logps)[first.mask].abs()
+        told["log-probs off by"][name] = {"mean": gap.mean().item(), "max": gap.max().item()}
+        key = f"{name}, loss x {scale:,}"
+        lost = ((found == 0) & (right != 0)).float().mean().item()
+        error = ((found - right).norm() / right.norm()).item()
+        told["gradient off by"][key] = {"relative": error, "numbers that became 0": lost}
+    for name in runs:  # the policies that were learnt, compared in float32
+        where = [p for p in exact.model.parameters() if p.requires_grad]
+        torch.nn.utils.vector_to_parameters(path[name][-1].clone(), where)
+        learnt, _ = gradient(exact, tape[-1], 1.0)
+        if name == "float32":
+            base = learnt
+        else:
+            gap = (learnt - base)[tape[-1].mask].abs().mean().item()
+            told.setdefault("policies apart, nats a token", {})[name] = gap
+    told["seconds"] = round(time.perf_counter() - began)
+    print(json.dumps(told, indent=1))
+    if args.record:
+        args.record.write_text(json.dumps(told, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,7 +391,12 @@ def main():
         help="leave float32 out if the card is too small for it",
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trained", type=Path, help="the folder of a trained model, on the CPU")
+    parser.add_argument("--updates", type=int, default=20, help="of --trained")
+    parser.add_argument("--record", type=Path, help="a file for what --trained measures")
     args = parser.parse_args()
+    if args.trained:
+        return trained(args)
     began = time.perf_counter()
 
     def say(text):

@@ -406,19 +406,19 @@ def ready(
     drive: bool = False,  # keep it on Google Drive
 ) -> dict[str, Any]:  # the first choice that this machine can take, and "folder"
     "Print what this machine has and which choice it can take, with a reason for each it cannot."
-    have, said = machine(), version_doubts()
+    have, lacks = machine(), {}
     for choice in choices:
-        reason = lacking(choice, have)
-        if not reason:
+        if not (reason := lacking(choice, have)):
             break
-        said.append(f"not {choice['model']}: {reason}")
+        lacks.setdefault(reason, {})[choice["model"]] = None  # a model once, in this order
+    said = [f"not {' nor '.join(names)}: {reason}" for reason, names in lacks.items()]
     number = ".".join(map(str, have["capability"]))
     print(
         f"here: {have['name']}" + f" ({number}), {have['card']:.1f} GiB free" * (have["card"] > 0),
         f"{have['host']:.1f} GiB of memory free, {have['download']:.0f} GB of disk free",
         sep="; ",
     )
-    print(*said, f"taken: {choice['model']}", sep="\n")
+    print(*version_doubts(), *said, f"taken: {choice['model']}", sep="\n")
     return {**choice, "folder": run_folder(folder, drive, "download" in choice)}
 
 # %% ../nbs/89_script.ipynb #83bd6e6a

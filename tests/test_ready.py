@@ -16,7 +16,10 @@ from packaging.requirements import Requirement
 
 from grpo_nb import GRPOConfig, GRPOTrainer, load_model, ready, script, tiny_gpt_oss
 from grpo_nb.environments.gsm8k import gsm8k
+from grpo_nb.model.kernel_choice import choose_kernel
+from grpo_nb.model.loading import choose_dtype
 from grpo_nb.model.memory_bytes import GiB
+from grpo_nb.model.memory_fit import find_card
 from grpo_nb.rollout import engine
 from grpo_nb.script import KNOWN, machine, next_cell, version_doubts
 
@@ -81,16 +84,40 @@ def test_each_tutorial_takes_what_the_card_has_room_for(page, pretend, capsys):
     model, taken = PAGES[page]
     for card in ("T4", "L4", "P100", "none"):
         pretend(card)
-        here = switch_of(page, model)["HERE"]
-        said = capsys.readouterr().out
+        names = switch_of(page, model)
+        here, said = names["HERE"], capsys.readouterr().out
+        if card == "T4":  # float16 alone
+            assert names.get("DTYPE", torch.float16) is torch.float16
+            assert names.get("OLD", True) and not names.get("BF16", False)
         assert here["model"] == (taken if card in ("T4", "L4") else "tiny"), said
         if card == "P100":
-            assert f"not {taken}: Tesla P100-PCIE-16GB is too old for the kernels: on Colab" in said
+            assert re.search(
+                f"not {taken}.*: Tesla P100-PCIE-16GB is too old for the kernels: on C", said
+            )
         if card == "none":
-            assert f"not {taken}: no GPU: on Colab choose Runtime, Change runtime type" in said
+            assert re.search(
+                f"not {taken}.*: no GPU: on Colab choose Runtime, Change runtime", said
+            )
         assert card in ("T4", "L4") or "run the page from its first cell" in said
         assert said.endswith(f"taken: {here['model']}\n")
         assert (here["folder"].parts[0] == "runs") == (here["model"] != "tiny")
+
+
+def test_a_t4_gets_float16_and_no_kernel_of_newer_cards(pretend):
+    "The choices, asked with a T4's record; on an L4 they are others."
+    chosen = {}
+    for card in ("T4", "L4"):
+        pretend(card)
+        (able,) = {find_card(card).capability, torch.cuda.get_device_capability()}
+        lengths = [(1, 4096), (512, 512), (16_384, 16_384)]
+        kernels = {
+            choose_kernel(capability=able, queries=q, keys=k, window=w, dtype="float16")[0]
+            for q, k in lengths
+            for w in (None, 128)
+        }
+        chosen[card] = choose_dtype("auto", torch.device("cuda")), kernels
+    assert chosen["T4"] == (torch.float16, {"sdpa_lean"})
+    assert chosen["L4"] == (torch.bfloat16, {"triton"})
 
 
 def test_what_the_pages_ask_for_is_what_the_planner_predicts(pretend):
@@ -121,7 +148,7 @@ def test_what_is_short_is_named_and_something_smaller_taken(pretend, capsys, sho
     pretend(**short)
     here = switch_of("03_gsm8k", None)["HERE"]
     said = capsys.readouterr().out
-    assert f"not {QWEN}: {why}" in said
+    assert re.search(f"not {QWEN}.*: {re.escape(why)}", said)
     smaller = "Qwen/Qwen2.5-0.5B-Instruct" if "disk" in short else "tiny"
     assert here["model"] == smaller and re.search("first cell|this cell again", said)
 

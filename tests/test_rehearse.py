@@ -19,7 +19,9 @@ assert Path.home().parent == Path.cwd().parent and told[1:] == ([], min(2, os.cp
 OUTSIDE = f"open({str(ROOT / 'written')!r}, 'w')"
 FILL = """
 try:
-    open("large", "wb").write(bytes(5 << 30))
+    with open("large", "wb") as file:
+        for _ in range(24):
+            file.write(bytes(64 << 20))
 except OSError as error:
     assert error.errno == 28
 else:

@@ -1,6 +1,7 @@
 """Tutorials from their first to their last cell with Colab's limits: `python tools/rehearse.py`
 for the five that are meant for a T4, or with pages, `--lost` for a session that is lost half way,
-`--models DIR` for real models of a folder, in float16, `--record FILE` to keep what is found.
+`--models DIR` for real models of a folder, in float16, `--colab DIR` for Colab's versions,
+`--record FILE` to keep what is found.
 
 Each page runs in a folder of its own, with an empty home, and cannot write elsewhere. The record
 says what was enforced, what was imitated and what was neither: a rehearsal is no run on a T4.
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import nbformat
@@ -29,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 NAMES = "01_first_run 02_gpt_oss_20b_t4 03_gsm8k 08_from_unsloth_qwen3 11_qlora"
 PAGES = [ROOT / f"nbs/tutorials/{name}.ipynb" for name in NAMES.split()]
-MEMORY, CORES, DISK = 12.7, 2, 4  # GiB and cores of Colab's machine with a T4; less disk than its
+MEMORY, CORES, DISK = 12.7, 2, 1  # GiB, cores of a Colab with a T4; its disk is larger
+VERSIONS = "the versions of Colab's packages (tests/colab.txt)"
 NO_DISK = "a limit of the disk: this system lets nobody mount one"
 NO_WALL = "writing outside the folder is not stopped: this kernel has no Landlock"
 ENFORCED = [
@@ -42,7 +44,7 @@ ENFORCED = [
 MISSING = [
     "a T4, its driver and its kernels: cells marked cuda are skipped",
     "CUDA in float16, and its speed",
-    "the versions of Colab's packages (pytest -m colab has them)",
+    "Colab's Python",
     "an installation by pip: the library is that of the clone",
 ]
 DRIVE = """
@@ -122,6 +124,32 @@ def cannot_write_outside(*folders: Path) -> bool:
         if libc.syscall(445, number, 1, rule, 0):
             return False
     return not libc.syscall(446, number, 0)
+
+
+def pins() -> list[str]:
+    "Colab's versions, as pip takes them."
+    return re.findall(r"(?m)^\w+==\S+", (ROOT / "tests/colab.txt").read_text())
+
+
+def other_versions() -> bool:
+    "Whether a package here has another version than Colab's."
+    try:
+        return any(version(name) != number for name, number in (pin.split("==") for pin in pins()))
+    except PackageNotFoundError:
+        return True
+
+
+def with_colabs_versions(home: Path, words: list[str]) -> None:
+    "Begin again in an environment with Colab's versions, which is made if it is not there."
+    sys.path.insert(0, str(ROOT / "tests"))
+    from venvs import layered
+
+    if not (home / "ready").exists():
+        if problem := layered(home, *pins()):
+            sys.exit(problem)
+        (home / "ready").touch()
+    python = str(home.absolute() / "bin/python")
+    os.execv(python, [python, __file__, *words])
 
 
 def mounting() -> list[str]:
@@ -288,6 +316,7 @@ def rehearse(page: Path, folder: Path, lost: bool = False, models: Path | None =
         )
     if lost:
         told["lost after"] = before["ran"] if before["error"] == "the session was lost" else None
+    (enforced if not other_versions() else missing).append(VERSIONS)
     kinds = {
         "enforced": enforced,
         "imitated": imitated,
@@ -305,7 +334,11 @@ def main():
         "--record", type=Path, help="keep the record there, beside those of other ways"
     )
     parser.add_argument("--session", help=argparse.SUPPRESS)
+    parser.add_argument("--colab", type=Path, help="an environment with its versions; made there")
     asked = parser.parse_args()
+    if asked.colab:
+        words = [w for w in sys.argv[1:] if w not in ("--colab", str(asked.colab))]
+        with_colabs_versions(asked.colab, words)
     if asked.session:
         return print(json.dumps(session(json.loads(asked.session))))
     told = []
@@ -318,6 +351,7 @@ def main():
             f"{row['ran']} of {row['cells']} cells, {row['seconds']} s",
             row["error"] or "",
             *row["next"],
+            flush=True,
         )
     packages = (f"{name} {version(name)}" for name in ("torch", "transformers", "ipywidgets"))
     here = f"Python {platform.python_version()}, {', '.join(packages)}"
