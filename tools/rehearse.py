@@ -32,6 +32,7 @@ NAMES = "01_first_run 02_gpt_oss_20b_t4 03_gsm8k 08_from_unsloth_qwen3 11_qlora"
 PAGES = [ROOT / f"nbs/tutorials/{name}.ipynb" for name in NAMES.split()]
 MEMORY, CORES, DISK = 12.7, 2, 1  # GiB, cores of a Colab with a T4; its disk is larger
 VERSIONS = "the versions of Colab's packages (tests/colab.txt)"
+LOST = "the session was lost"
 NO_DISK = "a limit of the disk: this system lets nobody mount one"
 NO_WALL = "writing outside the folder is not stopped: this kernel has no Landlock"
 ENFORCED = [
@@ -56,12 +57,11 @@ def mount(place):
 """
 KILLER = """
 import os, signal, sys
-written = [0]
-def die(event, args):
+def die(event, args, left=[2], end=lambda os=os, by=signal.SIGKILL: os.kill(os.getpid(), by)):
     if event == "open" and str(args[0]).endswith("manifest.json") and "w" in str(args[1]):
-        written[0] += 1
-        if written[0] == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        if not left[0]:
+            end()
 sys.addaudithook(die)
 """  # the second checkpoint has its weights and not its list of files
 ON_DRIVE = [("DRIVE = False", "DRIVE = True")]
@@ -235,7 +235,7 @@ def session(asked: dict) -> dict:
     except CellExecutionError as problem:
         error = f"{problem.ename}: {problem.evalue}"
     except DeadKernelError:
-        error = "the session was lost"
+        error = LOST
     said = " ".join(
         o.text for c in cells for o in c.get("outputs", []) if o.get("name") == "stdout"
     )
@@ -315,7 +315,9 @@ def rehearse(page: Path, folder: Path, lost: bool = False, models: Path | None =
             "no file is written outside of the page's folder, home and Drive (Landlock)"
         )
     if lost:
-        told["lost after"] = before["ran"] if before["error"] == "the session was lost" else None
+        if before["error"] != LOST:
+            told["error"] = f"it was not lost: {before['error']}; then {told['error']}"
+        told["lost after"] = before["ran"]
     (enforced if not other_versions() else missing).append(VERSIONS)
     kinds = {
         "enforced": enforced,
