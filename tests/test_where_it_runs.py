@@ -63,3 +63,21 @@ def test_what_else_stands_in_an_issue_is_left_out(card):
         tool.read_card("Run card: something on my card")
     with pytest.raises(ValueError, match="no run card in it"):
         tool.read_card(str(card).replace("on CPU", "on <b>CPU</b>"))
+
+
+def test_the_lesson_on_precision_says_what_was_measured():
+    told = json.loads((ROOT / "benchmarks/results/precision.json").read_text())
+    cells = json.loads((ROOT / "nbs/lessons/04_precision.ipynb").read_text())["cells"]
+    (text,) = ("".join(c["source"]) for c in cells if c["id"] == "trained-formats")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    page = {row[0]: [re.findall(r"\d*\.?\d+", cell) for cell in row[1:]] for row in rows[1:]}
+    said = {name: [[float(n) for n in cell] for cell in cells] for name, cells in page.items()}
+    off = [told["log-probs off by"][name] for name in ("bfloat16", "float16")]
+    measured = [[round(one["mean"], 3), round(one["max"], 2)] for one in off]
+    assert said["log-probs off by, nats: mean, most"] == measured
+    for updates in (1, 4, 12):
+        drift = [[round(100 * told["drift"][n][updates - 1])] for n in ("bfloat16", "float16")]
+        (row,) = (v for k, v in said.items() if re.search(rf"after {updates} update", k))
+        assert row == drift
+    assert f"{told['largest activation']['between layers']:,.0f}" in text
+    assert told["skipped"] == {"bfloat16": 0, "float16": 1}
