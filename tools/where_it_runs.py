@@ -85,7 +85,8 @@ def rehearsal_table(record: dict) -> str:
             went = row["error"] or ""
             if row.get("lost after") is not None:
                 number = row["lost after"] + 1
-                went += f"lost in its cell {number}; went on from {', '.join(row['went on'])}"
+                went += f"lost in its cell {number}"
+                went += f"; went on from {row['went on'][0]}" if row["went on"] else ""
             page, ran = row["page"].removesuffix(".ipynb"), f"{row['ran']} of {row['cells']}"
             lines.append(f"| {page} | {ran} | {row['seconds']:.0f} | {row['peak GiB']} | {went} |")
         lines.append("")
