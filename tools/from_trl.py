@@ -95,7 +95,7 @@ def gate(record):
         [
             f"Run on {record['date']} with {names}; the file is {record['source']}.{again}",
             table(("tests", "that"), kinds),
-            "Those that this library does not pass and TRL does; with pictures TRL was not tried:",
+            "Those that this library does not pass and TRL does; with pictures neither was tried:",
             table(("tests", "why"), theirs),
             "Those that do not pass with TRL either, or are skipped:",
             table(("tests", "why"), neither),

@@ -310,7 +310,7 @@ OUTCOMES = {
     "one edit": "run whole with one edit",
     "edits": "run whole with several edits",
     "failed": "end in an error",
-    "pictures": "train on pictures, which this library does not",
+    "pictures": "train on pictures, and have not been run since this library does",
 }
 
 

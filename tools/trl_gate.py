@@ -150,7 +150,7 @@ KINDS = {
     "different": "show a difference that is meant",
     "worded": "want TRL's words: here the same mistake gives another sentence",
     "private": "look at parts of TRL that are not its interface",
-    "pictures": "train on pictures and do not pass here (TRL was not tried: no such models here)",
+    "pictures": "train on pictures, and were run with neither library since pictures train here",
     "fixture": "do not pass with TRL either, on the models and data built here",
     "skipped": "are skipped with both: they need a GPU, or a package that is not installed",
     "unexplained": "differ without a reason",
@@ -221,7 +221,7 @@ REASONS = [  # (kind, reason, tests)
     ),
     (
         "pictures",
-        "this library trains on texts",
+        "most want the tower to move, which is frozen; not counted again since pictures train here",
         [
             "test_train_vlm",
             "test_train_vlm_and_importance_sampling",
