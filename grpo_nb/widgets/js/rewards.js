@@ -38,7 +38,7 @@ export const defaults = {
   problem: "",
   live: false,
 };
-export const linked = ["task", "text"];
+export const linked = ["task", "text", "row", "weights"];
 
 // What a reader is to try, and when it is done: by the scores of the first completion.
 const TRIES = {
@@ -191,7 +191,7 @@ export default {
       }
       [...sliders.querySelectorAll("input")].forEach((input, k) => {
         input.value = weights[k];
-        input.previousElementSibling.querySelector("output").textContent = `× ${number(weights[k])}`;
+        input.previousElementSibling.querySelector("output").textContent = `×\u00a0${number(weights[k])}`;
       });
     }
 
@@ -213,15 +213,17 @@ export default {
     }
 
     function draw(values, width) {
-      const { tasks: held, task, weights } = values;
+      const { tasks: held, task } = values;
       const own = held[task];
+      const given = values.weights; // an address may hold anything
+      const weights = own.weights.map((weight, k) => (Number.isFinite(given?.[k]) ? given[k] : weight));
       const texts = splitGroup(values.text);
       judged = values.live ? values.judged : judgeHere(values, texts);
       shown = clamp(shown, 0, Math.max(judged.length - 1, 0));
       const said = judged[shown] ?? [];
       const totals = judged.map((one) => totalOf(one, weights));
       const advantages = advantagesOf(totals);
-      under(values, own, texts[shown] ?? "", said, totals);
+      under({ ...values, weights }, own, texts[shown] ?? "", said, totals);
       const points = said.map(([score], k) => (score === null ? null : score * weights[k]));
       const all = [...points, ...totals].filter((value) => value !== null).map(Math.abs);
       const scale = Math.max(...all, 1e-9);
@@ -269,7 +271,8 @@ export default {
       const silent = said.filter(([score]) => score === null).length;
       const group = judged.length > 1 ? ` Its advantage is ${signed(advantages[shown])}.` : "";
       const left = silent ? ` ${silent} of ${said.length} functions gave no score.` : "";
-      return `Completion ${shown + 1} of ${judged.length || 1} earns ${number(totals[shown] ?? null)} points.${group}${left}`;
+      const sum = (totals[shown] ?? null) === null ? "has no score" : `earns ${number(totals[shown])} points`;
+      return `Completion ${shown + 1} of ${judged.length || 1} ${sum}.${group}${left}`;
     }
 
     function under({ task, row, weights, live }, own, text, said, totals) {
@@ -296,7 +299,7 @@ export default {
     function check(values) {
       const refuse = (sentence) => ({ sentence, changes: [], refused: true });
       if (values.problem) return refuse(values.problem);
-      if (!values.tasks[values.task]) {
+      if (!Object.hasOwn(values.tasks, values.task)) {
         return refuse(values.live ? `loading ${values.task} …` : `${values.task} needs Python.`);
       }
       try {
