@@ -401,6 +401,7 @@ def load(case, args, tokens, layers=None):
         config_of(case, args, layers),
         max_seq_length=tokens,
         load_in_4bit=case.weights == "nf4" and not args.cpu,
+        load_in_fp8=case.weights == "fp8" or None,
         lora_r=8,
         lora_alpha=16,
         lora_targets="all",

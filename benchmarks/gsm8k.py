@@ -432,7 +432,17 @@ def loaded(arguments):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+    if arguments.fp8 or arguments.four_bit:
+        from grpo_nb import load_model
+
+        model, _ = load_model(
+            arguments.model,
+            **dict(max_seq_length=2048, dtype="bfloat16", quiet=True),
+            **dict(load_in_fp8=arguments.fp8, load_in_4bit=arguments.four_bit),
+        )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
+        model = model.to(device)
     if arguments.adapter:
         model = PeftModel.from_pretrained(model, arguments.adapter)
     return model, AutoTokenizer.from_pretrained(arguments.model)
@@ -675,6 +685,8 @@ def main():
     parser.add_argument("--server", help="address of a vLLM or `grpo-nb serve` that draws")
     parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--adapter", type=Path, help="judge, samples: a folder in PEFT's layout")
+    parser.add_argument("--fp8", choices=("row", "block"), help="the base in float8")
+    parser.add_argument("--four-bit", action="store_true", help="the base in NF4")
     parser.add_argument("--name", help="of the record")
     parser.add_argument("--to", help="publish: a repository on the hub, OWNER/NAME")
     arguments = parser.parse_args()

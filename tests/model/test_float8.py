@@ -43,6 +43,7 @@ from grpo_nb.model.memory_bytes import MODELS, read_shape, weight_bits, weight_b
 from grpo_nb.model.stored_weights import skeleton
 from grpo_nb.model.tiny import tiny_gpt_oss, tiny_tokenizer
 from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.read_layers import read_projection
 
 SIZES = dict(
     **dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2),
@@ -408,6 +409,12 @@ def test_still_packed():
     rows = torch.cat([w, w], 1)
     assert type(rows) is Float8Weight
     assert torch.equal(rows.dequantize(), torch.cat([w.dequantize()] * 2, 1))
+    sides = torch.cat([w.mT, w.mT], 2)  # of matrices that lie as (in, out)
+    assert type(sides) is Float8Weight
+    assert torch.equal(sides.dequantize(), torch.cat([w.dequantize().mT] * 2, 2))
+    linear = torch.nn.Linear(128, 256)
+    linear.weight = torch.nn.Parameter(w[0], requires_grad=False)
+    assert read_projection(linear).module is linear  # no kernel reads the codes
     cut = as_float8(torch.randn(100, 128), "block")
     assert type(torch.cat([cut, cut])) is torch.Tensor  # a block would be cut
     with pytest.raises(RuntimeError, match="stored in 8 bits and frozen"):
