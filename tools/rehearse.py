@@ -331,7 +331,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("pages", type=Path, nargs="*", default=PAGES)
     parser.add_argument("--lost", action="store_true", help="SIGKILL half way, then a new session")
-    parser.add_argument("--models", type=Path, help="a folder that has smollm, a model's folder")
+    parser.add_argument(
+        "--models", type=Path, help="a folder with smollm; no page has ended so yet"
+    )
     parser.add_argument(
         "--record", type=Path, help="keep the record there, beside those of other ways"
     )
