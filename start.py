@@ -58,6 +58,8 @@ def installed(name):
 
 def main(words):
     "Make the environment, then run the demo or the tests."
+    if words[:1] in (["-h"], ["--help"]):
+        return print(__doc__.strip())
     if not (3, 11) <= sys.version_info < (3, 14):
         sys.exit(
             f"This is Python {sys.version.split()[0]}; 3.11 to 3.13 is needed: python3.12 start.py"

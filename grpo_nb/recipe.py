@@ -486,6 +486,11 @@ def check_places(recipe: Recipe) -> None:  # ValueError with what is not there
         raise ValueError(
             f"dataset_name={name!r} has no rows: there is no such file in {os.getcwd()}"
         )
+    if Path(name).suffix in FILES and not Path(name).stat().st_size:
+        raise ValueError(
+            f"dataset_name={name!r} has no rows, the file is empty: write one a line, such as "
+            '{"prompt": "2+3=", "answer": 5}'
+        )
     names = recipe.data.reward_funcs or []
     for name in [names] if isinstance(names, str) else names:
         full = (SHORT | OF_TRL).get(name, name)
@@ -526,6 +531,8 @@ def named_object(
     place, _, last = full.rpartition(":" if ":" in full else ".")
     if not place:
         raise ValueError(no_such_reward(name, of))
+    if full.endswith(".py"):
+        raise ValueError(f"{of} names the file {name!r}: add its function, as in {name}:right.")
     check_there(name, full, of)
     try:
         module = module_of(place)

@@ -141,7 +141,7 @@ def load_rows(
         return with_prompts(rows_of_function(data, split), data)
     try:
         rows = read_rows(data, split)
-    except (OSError, ValueError, KeyError, DatasetsError) as error:
+    except (OSError, ValueError, KeyError, StopIteration, DatasetsError) as error:
         raise ValueError(
             f"dataset_name={data.dataset_name!r} has no rows {split!r} that can be read: "
             f"{' '.join(str(error).split())}"

@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,10 @@ def test_rows_of_each_kind_train_with_the_pages_reward(kind, tmp_path, monkeypat
 def test_the_pages_script_and_its_reward_are_those_that_ship(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     reward, script = blocks("python")
-    exec(reward, names := {})
+    (tmp_path / "my_rows.py").write_text(reward)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rows", raising=False)
+    names = {}
     exec(script.replace("max_steps=100", "max_steps=1"), names)
     assert (tmp_path / "runs/script/log.jsonl").exists()
     ours = runpy.run_path(str(ROOT / "recipes/own_rows.py"))["right"]
@@ -74,6 +78,26 @@ def test_the_pages_script_and_its_reward_are_those_that_ship(tmp_path, monkeypat
     shown = json.loads(blocks("json")[0])
     shipped = [*map(json.loads, (ROOT / "recipes/own_rows.jsonl").read_text().splitlines())]
     assert shown in shipped
+
+
+def test_what_is_no_row_or_no_function_is_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none.jsonl").touch()
+    (tmp_path / "heads.csv").write_text("prompt,answer\n")
+    (tmp_path / "my_rows.py").write_text("def right(completions, **columns): return [0.0]")
+    words = ["train", "--config", str(ROOT / "recipes/own_rows.yaml"), "--output_dir", "runs"]
+    rewarded = ["--reward_funcs", "my_rows.py:right"]
+    for given, sentence in (
+        (["--dataset_name", "none.jsonl"], "has no rows, the file is empty: write one a line"),
+        (["--dataset_name", "heads.csv", *rewarded], "has no rows 'train' that can be read"),
+        (
+            ["--dataset_name", "heads.csv", "--reward_funcs", "my_rows.py"],
+            "names the file 'my_rows.py': add its function",
+        ),
+    ):
+        assert cli.main([*words, *given]) != 0
+        said = capsys.readouterr().err
+        assert sentence in said and "Traceback" not in said
 
 
 def test_gsm8k_reads_a_file(tmp_path):

@@ -50,6 +50,13 @@ def is_conversational(
         and prompt
         and all(isinstance(message, Mapping) and "role" in message for message in prompt)
     ):
+        for number, message in enumerate(prompt):
+            if message.get("content") is None and message["role"] != "assistant":
+                keys = ", ".join(map(repr, message))
+                raise ValueError(
+                    f"Message {number} of a prompt has the keys {keys} and no content: write "
+                    '{"role": "user", "content": "2+3="}.'
+                )
         return True
     raise ValueError(
         f"A prompt is {repr(prompt)[:80]} ({type(prompt).__name__}), but it has to be a "

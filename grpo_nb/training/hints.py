@@ -59,6 +59,10 @@ class RunHistory:
         yield
         self.patience = usual
 
+    def records(self) -> str:
+        "How many records a symptom is looked for in, in words."
+        return "record" if self.patience == 1 else f"{self.patience} records"
+
     def newest(self, name: str) -> float:  # NaN if it was never logged
         "The newest number logged under a name."
         return self.columns.get(name, [math.nan])[-1]
@@ -126,14 +130,14 @@ def loss_is_zero(history: RunHistory) -> str | None:
 def no_spread(history: RunHistory) -> str | None:
     "The completions of each group are all rewarded alike: every advantage is 0."
     idle = history.mean_now("frac_reward_zero_std")
-    if not idle >= 0.98:
+    if not idle >= 0.98 or math.isnan(history.mean_now("reward")):
         return None
     level = {
         name: (history.mean_now(f"rewards/{name}/mean"), history.mean_now(f"rewards/{name}/std"))
         for name in history.reward_names
     }
     start = (
-        f"In {idle:.0%} of the groups of the last {history.patience} records all completions "
+        f"In {idle:.0%} of the groups of the last {history.records()} all completions "
         "earned the same, so every advantage is 0 and nothing is learnt."
     )
     if wrong := [
@@ -170,7 +174,7 @@ def truncated(history: RunHistory) -> str | None:
             else ""
         )
         start = (
-            f"{cut:.0%} of the completions of the last {history.patience} records were cut at "
+            f"{cut:.0%} of the completions of the last {history.records()} were cut at "
             f"max_completion_length={history.config.max_completion_length}.{masked} "
         )
         if token := history.passed_over():
