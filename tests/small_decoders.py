@@ -12,6 +12,7 @@ from grpo_nb.rollout import continuous_batching, decode_ops
 from grpo_nb.rollout.continuous_batching import RowsInTurn
 from grpo_nb.rollout.decoder import Decoder, RecordedSteps
 from grpo_nb.rollout.kv_cache import CacheShape
+from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import sample_tokens
 
 ENDS = tuple(range(12, 18))
@@ -58,3 +59,19 @@ def as_recorded(monkeypatch):
     monkeypatch.setattr(continuous_batching, "draw_tokens", draw)
     monkeypatch.setattr(RowsInTurn, "look", look)
     monkeypatch.setattr(RowsInTurn, "__init__", recorded)
+
+
+def by_modules(model, rollout):
+    "Log-probs of a rollout in one pass over whole sequences, (N, T)."
+    ids, mask = pad_left(rollout.prompt_ids, device=model.device)
+    ids, mask = torch.cat([ids, rollout.completion_ids], 1), torch.cat([mask, rollout.mask], 1)
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+        ).logits
+    start = ids.shape[1] - rollout.completion_ids.shape[1]
+    logps = logits[:, start - 1 : -1].float().log_softmax(-1)
+    return logps.gather(-1, rollout.completion_ids[..., None])[..., 0] * rollout.mask

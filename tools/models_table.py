@@ -351,7 +351,7 @@ def front_sentence(record):
     named = [brand for name, brand in BRANDS.items() if name in rows and whole(rows[name])]
     fine = sum(map(whole, rows.values()))
     return (
-        f"The same calls are for {', '.join(named[:-1])} and {named[-1]}: "
+        f"The same calls serve {', '.join(named[:-1])} and {named[-1]}: "
         f"[{fine} of {len(rows)} families](docs/models.md) pass every check on tiny models."
     )
 
@@ -359,7 +359,7 @@ def front_sentence(record):
 def with_sentence(text, record):
     "The front page with its sentence on families."
     sentence = front_sentence(record)
-    ends = r"The same calls are for [^\n]*? on tiny models\."
+    ends = r"The same calls serve [^\n]*? on tiny models\."
     text, count = re.subn(ends, lambda _: sentence, text)
     if count != 1:
         raise SystemExit(f"{FRONT.name} has {count} sentences on families, not one")

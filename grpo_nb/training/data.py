@@ -51,7 +51,7 @@ def is_conversational(
         and all(isinstance(message, Mapping) and "role" in message for message in prompt)
     ):
         for number, message in enumerate(prompt):
-            if message.get("content") is None and message["role"] != "assistant":
+            if "content" not in message and message["role"] != "assistant":
                 keys = ", ".join(map(repr, message))
                 raise ValueError(
                     f"Message {number} of a prompt has the keys {keys} and no content: write "

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from dense_models import dense_model
+from small_decoders import by_modules
 
 from grpo_nb.rollout.engine import RolloutEngine
-from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampling import SamplingParams
 
 pytestmark = [
@@ -15,22 +15,6 @@ pytestmark = [
 # what the kernels take: heads of at least 32, windows of at least 16
 SIZES = dict(head_dim=64, hidden_size=96, max_position_embeddings=512)
 WINDOWS = {"Qwen2 windows": 16, "Mistral": 32, "Phi3": 16, "Gemma3Text": 16}
-
-
-def by_modules(model, rollout):
-    "Log-probs of a rollout in one pass over whole sequences, (N, T)."
-    ids, mask = pad_left(rollout.prompt_ids, device="cuda")
-    ids, mask = torch.cat([ids, rollout.completion_ids], 1), torch.cat([mask, rollout.mask], 1)
-    with torch.no_grad():
-        logits = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-            use_cache=False,
-        ).logits
-    start = ids.shape[1] - rollout.completion_ids.shape[1]
-    logps = logits[:, start - 1 : -1].float().log_softmax(-1)
-    return logps.gather(-1, rollout.completion_ids[..., None])[..., 0] * rollout.mask
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40, 100])

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from test_dense import by_modules
+from small_decoders import by_modules
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_nb import RolloutEngine, SamplingParams, load_model

@@ -538,13 +538,8 @@ def test_which_evaluation_data_is_wrong(data, words):
     assert check_evaluation_data(parts) == parts and check_evaluation_data(parts["a"]) is parts["a"]
 
 
-@pytest.mark.parametrize(
-    "message", [{"role": "user", "text": "2+3="}, dict(role="user", content=None)]
-)
-def test_a_message_without_content_is_refused(message):
-    with pytest.raises(
-        ValueError, match="Message 0 of a prompt has the keys 'role', '(text|content)'"
-    ):
-        is_conversational([message])
-    call = dict(role="assistant", content=None, tool_calls=[])
+def test_a_message_without_content_is_refused():
+    with pytest.raises(ValueError, match="Message 0 of a prompt has the keys 'role', 'text' and"):
+        is_conversational([{"role": "user", "text": "2+3="}])
+    call = dict(role="assistant", tool_calls=[])
     assert is_conversational([{"role": "user", "content": "2+3="}, call])

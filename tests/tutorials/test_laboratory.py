@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "nbs/tutorials/05_laboratory.ipynb"
 NEEDED = (
-    "laboratory",
+    "A laboratory of cheats",
     "A language of lines",
     "The judge that anybody would write",
     "Three walls",
