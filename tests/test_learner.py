@@ -114,8 +114,8 @@ def slide(page, name, value):
 
 def test_page_and_code_are_small(html):
     assert len(html.encode()) < 200_000
-    folder = ROOT / "grpo_nb/widgets/js"
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 300_000
+    folder = ROOT / "grpo_nb/widgets/js"  # and no page's widgets are more than this together
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 340_000
 
 
 def test_it_learns_collapses_and_recovers_on_a_slow_phone(learner):
