@@ -301,7 +301,7 @@ def train_and_save(
 # %% ../nbs/89_script.ipynb #ec1ae947
 # the oldest that works and the newest that was tried
 KNOWN = {
-    "torch": ("2.9", "2.13"),
+    "torch": ("2.9", "2.14"),
     "transformers": ("5.5", "5.24"),
     "peft": ("0.17", "0.21"),
     "ipywidgets": ("7.7.1", "8.1"),

@@ -21,7 +21,7 @@ import sys
 import types
 import warnings
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -223,7 +223,7 @@ def become_apple():
     # a tensor like this one cannot be made in inference mode
     torch.inference_mode = lambda mode=True: torch.no_grad() if mode else nullcontext()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) by way of the CPU
-    torch.backends.mps.is_available = lambda: True
+    torch.backends.mps.is_available = cache(lambda: True)  # as torch 2.14 has it
     torch.mps.get_rng_state = lambda: torch.get_rng_state()
     torch.mps.set_rng_state = lambda state: torch.set_rng_state(state)
     real = torch.Generator

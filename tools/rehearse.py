@@ -332,7 +332,7 @@ def main():
     parser.add_argument("pages", type=Path, nargs="*", default=PAGES)
     parser.add_argument("--lost", action="store_true", help="SIGKILL half way, then a new session")
     parser.add_argument(
-        "--models", type=Path, help="a folder with smollm; no page has ended so yet"
+        "--models", type=Path, help="a folder with smollm; 11_qlora alone has ended so"
     )
     parser.add_argument(
         "--record", type=Path, help="keep the record there, beside those of other ways"

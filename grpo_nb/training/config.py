@@ -1490,7 +1490,7 @@ class GRPOConfig(
         values = {name: self.used(name) for name in names & self.specs.keys()}
         for new in names & ALIASES.keys():  # transformers 5.23 gave some settings another name
             values[new] = values.pop(ALIASES[new])
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         values["use_cpu"] |= accelerator is None  # or bf16 and fp16 are refused where none is
         made = TrainingArguments(**values)
         made.device  # noqa: B018  # which finds the processes
