@@ -22,6 +22,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -54,18 +55,33 @@ NARROW |= dict(head_dim=16, vocab_size=512, pad_token_id=510, eos_token_id=511)
 BLOCK = 1 << 22
 
 
+def repeated(tensor, block):
+    "The tensor, filled with copies of the block."
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), BLOCK):
+        flat[start : start + BLOCK] = block[: flat.numel() - start]
+    return tensor
+
+
+@contextmanager
 def quickly():
     "Random numbers as a repeated block: seconds, not minutes, for 60 GiB on the host."
-    block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
+    randint, normals = torch.randint, torch.randn(BLOCK)
 
     def normal(tensor, mean=0.0, std=1.0, **given):
         with torch.no_grad():
-            values, flat = (block * std + mean).to(tensor.dtype), tensor.view(-1)
-            for start in range(0, flat.numel(), BLOCK):
-                flat[start : start + BLOCK] = values[: flat.numel() - start]
-        return tensor
+            return repeated(tensor, (normals * std + mean).to(tensor.dtype))
 
-    return mock.patch.object(torch.Tensor, "normal_", normal)
+    def integers(*bounds_and_size, **given):
+        *bounds, size = bounds_and_size
+        block = randint(*bounds, (BLOCK,), **given)
+        return repeated(torch.empty(size, **given), block)
+
+    with (
+        mock.patch.object(torch.Tensor, "normal_", normal),
+        mock.patch.object(torch, "randint", integers),
+    ):
+        yield
 
 
 def model_of(arguments, device):
