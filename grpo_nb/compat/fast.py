@@ -8,8 +8,8 @@ __all__ = ['SAMPLER', 'MEMORY', 'PLACE', 'WITHOUT_EFFECT', 'REFUSED', 'ADAPTER_F
            'NoSecondEngine', 'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text',
            'request_outputs', 'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing',
            'as_vllm_asks', 'fast_generate', 'load_lora', 'save_lora', 'save_pretrained_merged', 'push_to_hub_merged',
-           'save_pretrained_gguf', 'push_to_hub_gguf', 'from_pretrained', 'targets_of', 'get_peft_model',
-           'FastLanguageModel', 'FastModel', 'FastVisionModel']
+           'save_pretrained_gguf', 'push_to_hub_gguf', 'from_pretrained', 'targets_of', 'targets_in_parts',
+           'get_peft_model', 'FastLanguageModel', 'FastModel', 'FastVisionModel']
 
 # %% ../../nbs/compat/01_fast.ipynb #dbaa36ee
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +40,7 @@ from ..model.export import save_adapter, save_merged, save_mxfp4
 from ..model.loading import OVERFLOWING, load_model, select_experts
 from ..model.offload import base_causal_model
 from ..model.pictures import WrittenPrompt, load_processor, sight_of
+from ..model.stored_weights import in_towers
 from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import Rollout, default_stop_token_ids
 from ..rollout.sampling import SamplingParams
@@ -519,10 +520,8 @@ SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 ADAPTER_WITHOUT_EFFECT = {  # of get_peft_model: name -> (the value that asks for nothing, why)
     "max_seq_length": (2048, "from_pretrained's counts"),
     "temporary_location": ("_unsloth_temporary_saved_buffers", "nothing is written"),
-    "finetune_language_layers": (True, "target_modules names the layers"),
     "finetune_attention_modules": (True, "target_modules names the layers"),
     "finetune_mlp_modules": (True, "target_modules names the layers"),
-    "finetune_vision_layers": (False, "what sees is frozen"),
 }
 ADAPTER_REFUSED = {  # the same of what cannot be honoured
     "layers_to_transform": (None, "give target_modules in full, as model.named_modules() has them"),
@@ -548,6 +547,29 @@ def targets_of(
         names = [name if name in there else experts.get(name, name) for name in names]
     return resolve_targets(model, names)
 
+
+def targets_in_parts(
+    model: torch.nn.Module,
+    target_modules: str | Sequence[str],  # of the text model
+    text: bool,  # those get one
+    seeing: bool,  # and every linear layer of the towers and projectors
+) -> list[str]:  # full names; ValueError where there are none
+    "The weights that get an adapter, in the parts that were asked for."
+    inside = in_towers(model)
+    beside = [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(inside) and isinstance(module, torch.nn.Linear)
+    ]
+    found = (targets_of(model, target_modules) if text else []) + (beside if seeing else [])
+    if not found or seeing and not beside:
+        raise ValueError(
+            f"finetune_vision_layers is {seeing} and finetune_language_layers {text}: set one of "
+            f"them, and the first only where a model sees ({type(model).__name__} has "
+            f"{len(beside)} layers that do)"
+        )
+    return found
+
 # %% ../../nbs/compat/01_fast.ipynb #d8a16a39
 def get_peft_model(
     model: torch.nn.Module,  # of from_pretrained
@@ -562,6 +584,8 @@ def get_peft_model(
     use_rslora: bool = False,  # scale by lora_alpha / sqrt(r)
     modules_to_save: list[str] | None = None,  # trained as a whole
     init_lora_weights: bool | str = True,  # as PEFT takes it
+    finetune_vision_layers: bool = False,  # also on all linear layers of what sees
+    finetune_language_layers: bool = True,  # False: on those alone
     quiet: bool = False,  # print nothing
     **others: Any,  # of `ADAPTER_WITHOUT_EFFECT`
 ) -> PeftModel:
@@ -574,12 +598,13 @@ def get_peft_model(
     tokenizer, given = model.engine.tokenizer, dict(lora_dropout=lora_dropout, bias=bias)
     given |= dict(use_rslora=use_rslora, modules_to_save=modules_to_save)
     given |= dict(init_lora_weights=init_lora_weights)
+    empty = without_memory(model) if isinstance(model, PeftModel) else model
+    parts = finetune_language_layers, finetune_vision_layers
+    targets = targets_in_parts(empty, target_modules, *parts)
     if isinstance(model, PeftModel):
-        empty = without_memory(model)
-        wanted = lora_config(empty, r, targets_of(empty, target_modules), lora_alpha, **given)
+        wanted = lora_config(empty, r, targets, lora_alpha, **given)
         note = "; ".join(filter(None, (keep_adapter(model, wanted), note)))
     else:
-        targets = targets_of(model, target_modules)
         model = add_adapters(model, r, targets, lora_alpha, random_state, **given)
     if has_sinks(model.config):
         select_experts(model, model.config._experts_implementation)

@@ -81,7 +81,9 @@ FITS = {  # type -> whether a plain value is one, within what is allowed
     ),
     int: lambda value, allowed: FITS[float](value, allowed) and value == int(value),
     str: lambda value, allowed: isinstance(value, str) and value in (allowed or (value,)),
-    list: lambda value, allowed: isinstance(value, (list, tuple)),
+    list: lambda value, allowed: (
+        isinstance(value, (list, tuple)) and (not allowed or all(one in allowed for one in value))
+    ),
     dict: lambda value, allowed: isinstance(value, dict),
 }
 
@@ -128,6 +130,7 @@ class Setting:
         }
         if isinstance(self.allowed, tuple):
             words[str] = "one of " + ", ".join(map(repr, self.allowed))
+            words[list] = "a list of some of " + ", ".join(map(repr, self.allowed))
         return " or ".join(words[kind] for kind in self.types)
 
     def nearest(
@@ -835,6 +838,11 @@ class MemorySettings(Settings):
     trust_remote_code: bool = setting(False, reader="policy_model")
     # train on the CPU although there is a GPU
     use_cpu: bool = setting(False, reader="trainer_parts")
+    # of a model that sees, what trains: some of "text", "tower", "projector"; None: as in TRL, all
+    # where rows have pictures, and with an adapter the text alone
+    train_parts: list[str] | None = setting(
+        None, ("text", "tower", "projector"), reader="policy_model"
+    )
     # set every dropout to 0, so that the same tokens always get the same log-probs
     disable_dropout: bool = setting(False, reader="policy_model")
     # multiply by the head in float32 for log-probs, also where the rest computes in 16 bit

@@ -550,8 +550,8 @@ class Made(Open):
         uploads = self.config.push_to_hub and self.accelerator.is_main_process
         self.repository = open_repository(self.config) if uploads else None
         set_seed(self.config.seed)  # an adapter begins with random weights
-        elsewhere = bool(self.sharding) and not self.accelerator.is_main_process
-        self.model = load_policy(model, self.config, peft_config, quantization_config, elsewhere)
+        where = bool(self.sharding) and not self.accelerator.is_main_process, self.sees
+        self.model = load_policy(model, self.config, peft_config, quantization_config, *where)
         self.trainable = describe_trainable(self.model, self.sees)
         self.place_weights(optimizers[0], isinstance(model, str))
         self.make_optimizer(*optimizers)

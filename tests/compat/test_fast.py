@@ -480,9 +480,15 @@ def test_a_vision_model_is_the_released_class_and_reads_pictures(tmp_path):
         str(tmp_path / "model"), max_seq_length=128, load_in_4bit=False, quiet=True
     )
     assert type(loaded) is type(model)
+    held = copy.deepcopy(loaded)
     loaded = FastVisionModel.get_peft_model(loaded, r=4, finetune_vision_layers=False, quiet=True)
     names = [n for n, p in loaded.named_parameters() if p.requires_grad]
     assert names and not any("visual" in name for name in names)
+    parts = dict(finetune_vision_layers=True, finetune_language_layers=False)
+    seer = FastVisionModel.get_peft_model(held, r=4, quiet=True, **parts)
+    names = {n.split(".lora_")[0] for n, p in seer.named_parameters() if p.requires_grad}
+    linear = [n for n, m in model.model.visual.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert names == {f"base_model.model.model.visual.{name}" for name in linear}
     greedy = SamplingParams(temperature=0, max_tokens=6)
     chat = asked(dots(2))["prompt"]
     text = reader.apply_chat_template(

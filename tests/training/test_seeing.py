@@ -88,13 +88,55 @@ def test_sampler_and_trainer_see_the_same(kind, tmp_path):
     assert not any("visi" in n and ".lora" in n for n in kept), "the tower has no adapter"
 
 
-def test_the_tower_is_frozen_and_the_text_trains(tmp_path):
-    trainer = run_of("gemma3", tmp_path, adapter=None)
+PROJECTORS = {"gemma3": "model.multi_modal_projector.", "qwen3_vl": "model.visual.merger."}
+
+
+def part_of(name, model, kind):
+    "Which part of a model a weight or an adapter belongs to."
+    name = name.removeprefix("base_model.model.").replace("deepstack_merger_list", "merger")
+    if name.startswith(PROJECTORS[kind]):
+        return "projector"
+    return "tower" if name.startswith(tuple(towers(model))) else "text"
+
+
+@pytest.mark.parametrize("kind", PROJECTORS)
+@pytest.mark.parametrize("parts", [["text"], ["projector"], ["tower", "projector"], None])
+def test_parts_train_by_name(kind, parts, tmp_path):
+    "Without an adapter; None is TRL's: all of them."
+    trainer = run_of(kind, tmp_path, adapter=None, train_parts=parts)
     before = weights_of(trainer.model)
     trainer.train()
-    beside = tuple(towers(trainer.model))
-    for name, weight in weights_of(trainer.model).items():
-        assert torch.equal(weight, before[name]) == name.startswith(beside), name
+    after = weights_of(trainer.model)
+    moved = {
+        part_of(name, trainer.model, kind) for name in after if not after[name].equal(before[name])
+    }
+    assert moved == set(parts or ("text", "tower", "projector"))
+    assert ("and do not train" in trainer.trainable) == (parts == ["text"])
+
+
+@pytest.mark.parametrize("kind", PROJECTORS)
+@pytest.mark.parametrize("parts", [None, ["tower"], ["text", "projector"]])
+def test_adapters_on_parts_by_name(kind, parts, tmp_path):
+    "The same names stand in several parts, and whoever reads the adapter finds it on the same."
+    adapter = peft.LoraConfig(r=2, target_modules="all-linear")
+    trainer = run_of(kind, tmp_path, adapter=adapter, train_parts=parts, max_steps=1)
+    base = trainer.model.get_base_model()
+    having = {part_of(n, base, kind) for n, p in trainer.model.named_parameters() if ".lora" in n}
+    wanted = set(parts or ["text"]) - ({"projector"} if kind == "gemma3" else set())
+    assert having == wanted, "a Gemma 3's projector is a matrix, and no linear layer"
+    trainer.train()
+    assert records_of(trainer)[0]["grad_norm"] > 0
+    trainer.save_model(tmp_path / "adapter")
+    read = peft.PeftModel.from_pretrained(seeing(kind)[0], tmp_path / "adapter")
+    mine = {n for n, _ in trainer.model.named_parameters()}
+    assert mine == {n for n, _ in read.named_parameters()}
+
+
+def test_parts_that_no_row_reaches_are_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="train_parts names tower, which no row reaches"):
+        run_of("gemma3", tmp_path, [{"prompt": "how many?"}] * 4, train_parts=["tower"])
+    with pytest.raises(ValueError, match="a list of some of 'text', 'tower', 'projector'"):
+        config_of(tmp_path, train_parts=["eyes"])
 
 
 @pytest.mark.parametrize("form", ["column", "parts", "one", "dataset", "bytes"])
@@ -274,8 +316,12 @@ def written_before(processor):
 def trained(library, kind, folder, **changes):
     "Weights after 20 updates on the same completions."
     model, processor = seeing(kind)
-    for tower in towers(model).values():
-        tower.requires_grad_(False)
+    if changes.pop("frozen", False):
+        for tower in towers(model).values():
+            tower.requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if name.endswith("k_proj.bias"):  # moves all scores alike: its gradient is rounding
+            weight.requires_grad_(False)
     trainer = library.GRPOTrainer(
         model,
         low,
@@ -298,6 +344,7 @@ def trained(library, kind, folder, **changes):
 @pytest.mark.long
 @pytest.mark.parametrize("kind, changes", [
     ("gemma3", {}),
+    ("gemma3", dict(frozen=True)),
     ("idefics3", dict(gradient_accumulation_steps=2, loss_type="grpo")),
 ])  # fmt: skip
 def test_weights_are_those_of_trl(kind, changes, tmp_path, monkeypatch):
