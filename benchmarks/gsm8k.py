@@ -12,6 +12,7 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
                  form      as `collapse` in the tutorial: .1 for a last line '#### number', 1 for a
                            right number there, another prompt and a higher rate
                  gated     the same, with the .1 only where the number is right
+                 anywhere  the same, with the 1 for a right number wherever it is
         --supervised       the same rows and seconds, imitating GSM8K's worked solutions
         --scale, --beta, --rate   what may cure the collapse
         --server URL --staleness N   completions from a vLLM or `grpo-nb serve`
@@ -81,12 +82,13 @@ PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 FIRST = os.environ.get("RANK", "0") == "0"  # the process that answers and writes
 SHOTS = 8  # worked problems of the training rows that nobody trains on, as turns
 LAST_LINE = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)\s*$")
-FORMS = ("form", "gated")  # rewards of a last line
+FORMS = ("form", "gated", "anywhere")  # rewards of a last line
 REWARDS = {
     "right": "1 for the right number",
     "random": "1 or 0 by a coin",
     "box": "1 for any number in a box",
     "form": ".1 for a last line `#### number`, 1 for a right number there",
+    "anywhere": ".1 for a last line `#### number`, 1 for a right number anywhere",
     "gated": "1.1 for a last line `#### number` with the right number",
 }
 KEPT = (0, 1, 5, 10, 20, 50, 80, 109)  # updates whose first completions are stored
@@ -281,6 +283,7 @@ def make_trainer(arguments, out):
         "random": [Coin(arguments.seed)],
         "box": [box],
         "form": [form_line, right_line],
+        "anywhere": [form_line, right],
         "gated": [gated_line, right_line],
     }[arguments.reward]
     kept, stop = Kept(8), Stop(arguments.seconds)
