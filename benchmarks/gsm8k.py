@@ -12,7 +12,8 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
                  form      as `collapse` in the tutorial: .1 for a last line '#### number', 1 for a
                            right number there, another prompt and a higher rate
                  gated     the same, with the .1 only where the number is right
-                 anywhere  the same, with the 1 for a right number wherever it is
+                 anywhere  as `form`, with the 1 for a right number wherever it is
+                 no_form   as `anywhere`, and nothing for the last line
         --supervised       the same rows and seconds, imitating GSM8K's worked solutions
         --scale, --beta, --rate   what may cure the collapse
         --server URL --staleness N   completions from a vLLM or `grpo-nb serve`
@@ -82,13 +83,14 @@ PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 FIRST = os.environ.get("RANK", "0") == "0"  # the process that answers and writes
 SHOTS = 8  # worked problems of the training rows that nobody trains on, as turns
 LAST_LINE = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)\s*$")
-FORMS = ("form", "gated", "anywhere")  # rewards of a last line
+FORMS = ("form", "gated", "anywhere", "no_form")  # under the prompt that asks for a last line
 REWARDS = {
     "right": "1 for the right number",
     "random": "1 or 0 by a coin",
     "box": "1 for any number in a box",
     "form": ".1 for a last line `#### number`, 1 for a right number there",
     "anywhere": ".1 for a last line `#### number`, 1 for a right number anywhere",
+    "no_form": "1 for a right number anywhere",
     "gated": "1.1 for a last line `#### number` with the right number",
 }
 KEPT = (0, 1, 5, 10, 20, 50, 80, 109)  # updates whose first completions are stored
@@ -284,6 +286,7 @@ def make_trainer(arguments, out):
         "box": [box],
         "form": [form_line, right_line],
         "anywhere": [form_line, right],
+        "no_form": [right],
         "gated": [gated_line, right_line],
     }[arguments.reward]
     kept, stop = Kept(8), Stop(arguments.seconds)
@@ -521,6 +524,15 @@ def profile(arguments):
     print("peak GiB", torch.cuda.max_memory_allocated() / 2**30)
 
 
+WAYS_ASKED = {
+    "after": "greedily, 400 tokens",
+    "after_1024": "greedily, 1,024 tokens",
+    "after_sampled": "sampled, 400 tokens",
+    "after_old_numbers": "581 of them, greedily",
+    "after_new_numbers": "with other numbers",
+}
+
+
 def interval(marks, before, draws=2000):
     "Points gained over `before`: the mean, and 95 % by a bootstrap over problems and seeds."
     rng, count = random.Random(0), len(before)
@@ -558,20 +570,26 @@ def show(arguments):
         show_samples(name.removesuffix("_samples"), stored.pop(name)["samples"])
     prompts = {n: r for n, r in stored["prompts"].items() if "marks" in r and r["most"] == 400}
     best = max(prompts, key=lambda n: prompts[n]["right"])
-    print(stored["prompts"]["arguments"]["model"], "on", stored["prompts"]["card"])
+    print(stored["prompts"]["arguments"]["model"])
     for name, r in prompts.items():
         print(f"{name:22} {r['right']:6.1%} at 400 tokens" + " (the best)" * (name == best))
-    for kind in dict.fromkeys(n.rpartition("_")[0] for n in stored if n != "prompts"):
+    asked, untrained = stored.pop("prompts"), stored.pop("before")
+    told = {"after": asked[best], "after_1024": asked[f"{best}, 1024"]}  # the others: one prompt
+    told |= {way: untrained[way] for way in WAYS_ASKED if way not in told}
+    for kind in dict.fromkeys(n.rpartition("_")[0] for n in stored):
         runs = [r for n, r in stored.items() if n.rpartition("_")[0] == kind]
-        for most, key in ((400, "after"), (1024, "after_1024")):
-            told = stored["prompts"][f"{best}, 1024"] if most == 1024 else prompts[best]
-            gain = "{:+.1f} points ({:+.1f} to {:+.1f})".format(
-                *interval([r[key]["marks"] for r in runs], told["marks"])
-            )
-            rights = ", ".join(f"{r[key]['right']:.1%}" for r in runs)
-            print(f"{kind:8} {most:5} tokens: {rights}; {gain} over the best prompt")
         seconds = ", ".join(f"{r['seconds']:.0f} s" for r in runs)
-        print(f"{kind:8} {len(runs)} seed(s), {len(runs[0]['log'])} updates in {seconds}")
+        count = len(runs[0].get("log") or runs[0]["losses"])
+        print(f"{kind}: {len(runs)} seed(s), {count} updates in {seconds}")
+        for way, words in WAYS_ASKED.items():
+            judged_runs = [r[way] for r in runs if way in r]
+            if judged_runs:
+                marks = [r["marks"] for r in judged_runs]
+                gain = "{:+.1f} points ({:+.1f} to {:+.1f})".format(
+                    *interval(marks, told[way]["marks"])
+                )
+                rights = ", ".join(f"{r['right']:.1%}" for r in judged_runs)
+                print(f"    {words:24} {rights}; {gain} over {told[way]['right']:.1%}")
 
 
 BASE = "Qwen/Qwen2.5-Coder-0.5B-Instruct"  # what the GGUF's weights are near to
