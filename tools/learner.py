@@ -39,7 +39,9 @@ a {{ color: light-dark(#0067a5, #5ab7f2); }}
 </script>
 <script type="module">
 {code}
-widget.render({{ model: new Model(defaults), el: document.getElementById("learner") }});
+const model = new Model(defaults);
+followLink("learner", {{ defaults, legal, inQuery }}, model, defaults);
+widget.render({{ model, el: document.getElementById("learner") }});
 </script>
 </html>
 """
@@ -81,7 +83,7 @@ def picture(out):
             device_scale_factor=1.25,
             reduced_motion="reduce",
         )
-        view.goto(f"{(Path(folder) / PAGE).as_uri()}?seed=7")
+        view.goto(f"{(Path(folder) / PAGE).as_uri()}#learner?seed=7")
         for update in range(1, 31):
             view.get_by_role("button", name="One step").click()
             view.get_by_text(f"update {update}", exact=True).first.wait_for()

@@ -67,11 +67,15 @@ def component(
     name: str,  # of a module in `grpo_nb/widgets/js`
 ) -> tuple[str, str]:  # one ES module that imports nothing, and the style sheet: `_esm`, `_css`
     "What anywidget shows for a component."
-    folder = files("grpo_nb.widgets") / "js"
-    own = (folder / f"{name}.js").read_text("utf-8")
-    shared = [
-        (folder / f"{part}.js").read_text("utf-8") for part in dict.fromkeys(IMPORT.findall(own))
-    ]
+    folder, texts = files("grpo_nb.widgets") / "js", {}
+
+    def add(part):
+        text = (folder / f"{part}.js").read_text("utf-8")
+        [add(other) for other in IMPORT.findall(text) if other not in texts]
+        texts[part] = text
+
+    add(name)
+    *shared, own = texts.values()
     shared = [re.sub(r"^export ", "", text, flags=re.M) for text in shared]
     joined = IMPORT.sub("", "\n".join([*shared, own]))
     return joined, (folder / "widgets.css").read_text("utf-8")

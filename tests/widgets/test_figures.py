@@ -12,6 +12,7 @@ from node import run_module
 
 from grpo_nb.widgets.advantages import AdvantagesWidget
 from grpo_nb.widgets.batch import BatchWidget
+from grpo_nb.widgets.board import BoardWidget, LuckWidget, PacmanWidget
 from grpo_nb.widgets.chunks import ChunksWidget
 from grpo_nb.widgets.clipping import ClippingWidget
 from grpo_nb.widgets.dashboard import DashboardWidget
@@ -24,11 +25,14 @@ from grpo_nb.widgets.transcript import TranscriptWidget
 COMPONENTS = {
     "advantages": AdvantagesWidget,
     "batch": BatchWidget,
+    "board": BoardWidget,
     "chunks": ChunksWidget,
     "clipping": ClippingWidget,
     "dashboard": DashboardWidget,
+    "luck": LuckWidget,
     "masks": MasksWidget,
     "memory": MemoryWidget,
+    "pacman": PacmanWidget,
     "rewards": RewardsWidget,
     "transcript": TranscriptWidget,
 }

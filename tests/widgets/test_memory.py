@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from node import run_module
@@ -22,24 +23,25 @@ from grpo_nb.widgets.memory import (
 WIDGET = Path(__file__).resolve().parents[2] / "grpo_nb/widgets/js/memory.js"
 RUN = """
 const load = (name) => import(new URL(name, `file://${process.argv[1]}`));
-Promise.all([load("memory.js"), load("planner.js")]).then(async ([widget, planner]) => {
+const parts = ["memory.js", "planner.js", "kit.js"].map(load);
+Promise.all(parts).then(async ([widget, planner, { linkTo, valuesIn }]) => {
   let given = "";
   for await (const part of process.stdin) given += part;
-  const { defaults, settle, valuesIn, linkOf, asValues, inPython } = widget;
+  const { defaults, settle, asValues, inPython } = widget;
   const here = "https://host/page.html";
   const told = JSON.parse(given).map((changes) => {
     const values = { ...defaults, ...changes };
     const plan = planner.planOf(settle(values).setup);
     const found = planner.fitting(plan);
     const mended = found && { ...values, ...asValues(found.changes, plan.setup) };
-    const link = linkOf(values, here);
+    const link = linkTo(here, "memory", widget, values);
     return {
       values,
       moments: plan.moments,
       fits: found && planner.planOf(settle(mended).setup).fits,
       mended,
       link,
-      read: { ...defaults, ...valuesIn(new URL(link).hash) },
+      read: { ...defaults, ...valuesIn(new URL(link).hash, "memory", widget) },
       python: inPython(values),
     };
   });
@@ -111,6 +113,21 @@ def test_the_code_that_it_shows_prints_the_same_plan(capsys):
         assert capsys.readouterr().out.strip() == describe(widget_of(case).plan).strip(), case
 
 
+READ = """
+const load = (name) => import(new URL(name, `file://${process.argv[1]}`));
+Promise.all([load("memory.js"), load("kit.js")]).then(async ([widget, { valuesIn }]) => {
+  let link = "";
+  for await (const part of process.stdin) link += part;
+  process.stdout.write(JSON.stringify(valuesIn(link, "memory", widget)));
+});
+"""
+
+
+def read_in(link):
+    "What the widget takes from an address."
+    return json.loads(run_module(READ, WIDGET, f"#{link}"))
+
+
 SIZES = "layers hidden intermediate heads kv_heads head_dim vocab".split()
 
 
@@ -128,23 +145,14 @@ SIZES = "layers hidden intermediate heads kv_heads head_dim vocab".split()
 )
 def test_an_address_that_holds_no_shape_is_left_out(wrong):
     shape = dict.fromkeys(SIZES, 8) | {"name": "x"} | wrong
-    program = f"""
-import(process.argv[1]).then(({{ valuesIn }}) =>
-  process.stdout.write(JSON.stringify(valuesIn("#memory?" + new URLSearchParams(
-    {{ shape: {json.dumps(json.dumps(shape))} }})))));
-"""
-    found = json.loads(run_module(program, WIDGET))
+    found = read_in("memory?" + urlencode({"shape": json.dumps(shape)}))
     assert found == ({"shape": shape, "model": "x"} if wrong == {"layers": 2} else {})
 
 
 def test_an_address_that_holds_nonsense_is_left_out():
-    program = """
-import(process.argv[1]).then(({ valuesIn }) =>
-  process.stdout.write(JSON.stringify(valuesIn(
-    "#memory?card=H300&context=-4&lora_r=many&offload_embedding=1&weights=constructor&moment=head" +
-    '&shape={"name":"x","layers":2}&sampler=vllm&nothing=3'))));
-"""
-    assert json.loads(run_module(program, WIDGET)) == {"moment": "head", "sampler": "vllm"}
+    wrong = "card=H300&context=-4&lora_r=many&offload_embedding=1&weights=constructor&nothing=3"
+    said = read_in(f'memory?{wrong}&shape={{"name":"x","layers":2}}&moment=head&sampler=vllm')
+    assert said == {"moment": "head", "sampler": "vllm"}
 
 
 def test_a_folder_is_a_model(tmp_path):

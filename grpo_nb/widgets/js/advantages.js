@@ -1,7 +1,7 @@
 // Drag the rewards of a group and watch its advantages follow.
 
 import { groupAdvantages, range } from "./arithmetic.js";
-import { button, change, clamp, frame, keyed, line, menu, node } from "./kit.js";
+import { button, change, clamp, frame, keyed, line, menu, node, within } from "./kit.js";
 import { rect, signed, slider, snap, text } from "./kit.js";
 
 export const defaults = { rewards: [1, 0, 0, 0], scale: "group" };
@@ -11,6 +11,10 @@ const SCALES = [
   ["batch", "batch: by the whole batch's deviation"],
   ["none", "none: by nothing"],
 ];
+export function legal(name, value) {
+  if (name === "scale") return SCALES.some(([scale]) => scale === value);
+  return within(value.length, [2, 12]) && value.every((one) => Math.abs(one) <= 100);
+}
 const LEFT = 46; // of the columns
 const REWARDS = { top: 26, height: 140 };
 const ADVANTAGES = { top: 214, height: 170 };
@@ -216,6 +220,12 @@ export default {
       press,
       detail,
       move: (x, y) => point(completionAt(x, y)),
+      page: "widgets/01_advantages",
+      task: {
+        words: "give one completion an advantage of 3 or more.",
+        done: (values) => Math.max(...advantagesOf(values).values.slice(0, values.rewards.length)) >= 3 &&
+          "One that is right among eleven or more: what is rare is pushed furthest.",
+      },
     });
     return view.leave;
   },

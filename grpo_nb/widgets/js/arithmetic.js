@@ -191,15 +191,20 @@ export function batchSizes(s) {
   };
 }
 
-/** The random numbers of a torch.Generator on the CPU: a Mersenne Twister, 32 bits at a time. */
+/** The random numbers of a torch.Generator on the CPU, 32 bits at a time. */
 function generator(seed) {
   const state = new Uint32Array(624);
-  let at = 624;
   state[0] = seed;
   for (let i = 1; i < 624; i++) {
     const last = state[i - 1] ^ (state[i - 1] >>> 30);
     state[i] = Math.imul(1812433253, last) + i;
   }
+  return twister(state);
+}
+
+/** A Mersenne Twister that goes on from 624 numbers. */
+export function twister(state) {
+  let at = 624;
   function refill() {
     for (let i = 0; i < 624; i++) {
       const y = (state[i] & 0x80000000) | (state[(i + 1) % 624] & 0x7fffffff);

@@ -2,7 +2,7 @@
 
 import { batchProblem, batchSizes, groupAdvantages, range, schedule } from "./arithmetic.js";
 import { button, clamp, frame, line, node, player, plural } from "./kit.js";
-import { rect, signed, slider, text, tick } from "./kit.js";
+import { rect, signed, slider, text, tick, within } from "./kit.js";
 
 export const defaults = {
   per_device_train_batch_size: 3,
@@ -22,6 +22,7 @@ const RANGES = {
   num_iterations: [1, 2],
   num_processes: [1, 4],
 };
+export const legal = (name, value) => name === "shuffle" || within(value, RANGES[name]);
 /** What a memory widget on the same page follows: completions, and how many are drawn at once. */
 export const shared = (settings) => ({
   num_generations: settings.num_generations,
@@ -322,6 +323,16 @@ export default {
       key,
       move: (x, y) => point(squareAt(x, y)),
       facts: formulas,
+      page: "widgets/03_batch",
+      task: {
+        words: "draw 24 completions of 6 prompts in a cycle, and move the weights twice in it.",
+        done: (values) => {
+          const sizes = batchSizes(values);
+          const found = [sizes.generation_batch_size, sizes.prompts_per_generation];
+          return String(found) === "24,6" && sizes.optimizer_steps_per_generation === 2 &&
+            "Twice as many steps drawn as are in an update: two updates in a cycle.";
+        },
+      },
     });
     return () => {
       play.stop();

@@ -1,7 +1,7 @@
 // A batch cut into pieces and chunks, and what each way of cutting costs in memory.
 
 import { chunkBytes, chunkRows, pieceEdges, range } from "./arithmetic.js";
-import { clamp, frame, menu, node, plural, rect, slider, text, thousands } from "./kit.js";
+import { clamp, frame, menu, node, plural, rect, slider, text, thousands, within } from "./kit.js";
 
 export const defaults = {
   batch: 4,
@@ -13,6 +13,11 @@ export const defaults = {
   element_bytes: 4,
 };
 
+export function legal(name, value) {
+  const lists = { length: LENGTHS, vocab: VOCABS, hidden: HIDDENS, element_bytes: [4, 2, 1] };
+  return lists[name]?.includes(value) ?? within(value, [1, name === "logit_chunk_multiplier" ? 32 : 16]);
+}
+const TASK = { batch: 4, length: 32768, vocab: 128000, hidden: 4096, element_bytes: 4 };
 const HEIGHT = 200; // of the batch
 const TOP = 22;
 const LENGTHS = range(8).map((k) => 2 ** (10 + k));
@@ -204,6 +209,17 @@ export default {
       detail,
       key,
       move: (x, y) => point(chunkAt(x, y)),
+      page: "widgets/04_chunks",
+      task: {
+        words: "cut 4 sequences of 32,768 tokens so that neither logits nor hidden states take more " +
+          "than half a GiB at a time, in float32.",
+        done: (values) => {
+          const { chunk_logits, piece_states } = chunkBytes(values);
+          const asked = Object.entries(TASK).every(([name, value]) => values[name] === value);
+          return asked && Math.max(chunk_logits, piece_states) <= 2 ** 29 &&
+            "Chunks bound the logits, pieces the hidden states: each has its own knob.";
+        },
+      },
     });
     return view.leave;
   },

@@ -7,6 +7,11 @@ import { rect, signed, slider, snap, text, tick } from "./kit.js";
 
 export const defaults = { loss_type: "dapo", epsilon: 0.2, epsilon_high: 0.28, delta: null };
 
+export const legal = (name, value) =>
+  name === "loss_type"
+    ? LOSSES.includes(value)
+    : value === null ? name === "delta" : value >= 0 && value <= 6;
+
 const MAX_RATIO = 3;
 const RATIOS = range(300).map((i) => 0.01 + (i * (MAX_RATIO - 0.01)) / 299);
 const NAMES = { epsilon: "1 − ε", epsilon_high: "1 + ε_high", delta: "δ" };
@@ -268,6 +273,13 @@ export default {
       move: (x, y) => {
         const panel = x === null ? null : panelAt(x, y);
         point(panel ? ratioAt(panel, x) : null);
+      },
+      page: "widgets/02_clipping",
+      task: {
+        words: "let a bad token (A = −1) be pushed at every ratio, a good one (A = +1) not.",
+        done: ({ loss_type, ...settings }) =>
+          !silent(-1, loss_type, settings).length && silent(1, loss_type, settings).length > 0 &&
+          "Nothing stops a bad token any more, however rare it has become.",
       },
     });
     return view.leave;

@@ -18,6 +18,7 @@ export const defaults = {
   task: {},
 };
 export const linked = ["run", "step", "pair", "compare"]; // the address of a page holds them
+export const legal = (name, value) => name === "compare" || (Number.isInteger(value) && value >= 0);
 
 const KINDS = ["up", "down", "missed", "neutral"]; // the runs' colours
 const PANEL = { left: 46, right: 12, top: 46, height: 118, bottom: 26 };

@@ -123,6 +123,103 @@ export function player(words, advance, beat = 700) {
   return { element, stop };
 }
 
+// ---------------------------------------------------------------- games: arrows, touch, buttons
+
+const ARROWS = { ArrowUp: "↑", ArrowLeft: "←", ArrowDown: "↓", ArrowRight: "→" };
+
+/** What a game of four moves needs of a frame; `go` is called with the name of an arrow. */
+export function steering(go) {
+  const pad = Object.entries(ARROWS).map(([name, sign]) =>
+    button(sign, () => go(name), { "aria-label": name.slice(5).toLowerCase(), class: `arrow ${name}` }),
+  );
+  function press(x, y) {
+    let gone = false; // one move a stroke
+    return (toX, toY) => {
+      const [right, down] = [toX - x, toY - y];
+      if (gone || Math.max(Math.abs(right), Math.abs(down)) < 24) return;
+      gone = true;
+      const across = Math.abs(right) > Math.abs(down);
+      go(across ? (right > 0 ? "ArrowRight" : "ArrowLeft") : down > 0 ? "ArrowDown" : "ArrowUp");
+    };
+  }
+  const key = ({ key: name }) => name in ARROWS && (go(name), true);
+  return { pad: node("div", { class: "pad" }, pad), press, key };
+}
+
+// ---------------------------------------------------------------- links
+// An address holds what the widgets of its page show: #batch?num_generations=6/memory?card=L4
+
+const SITE = "https://grpo-nb.github.io/grpo_nb/nbs/";
+const alike = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+export const within = (value, [low, high]) => Number.isInteger(value) && value >= low && value <= high;
+
+/** What an address holds for a widget: values that it has, of their kind, and legal. */
+export function valuesIn(hash, name, widget) {
+  const { defaults, linked = Object.keys(defaults), legal = () => true, whole = (all) => all } = widget;
+  const part = hash.slice(1).split("/").find((one) => one.startsWith(`${name}?`)) ?? "";
+  const found = {};
+  for (const [key, words] of new URLSearchParams(part.slice(name.length + 1))) {
+    const isText = typeof defaults[key] === "string";
+    let value = words;
+    try {
+      if (!isText || words.startsWith('"')) value = JSON.parse(words);
+    } catch {
+      continue; // somebody has cut the address: the page's own value stays
+    }
+    const kind = [typeof value, Array.isArray(value)];
+    const same = defaults[key] === null || alike(kind, [typeof defaults[key], Array.isArray(defaults[key])]);
+    if (linked.includes(key) && same && legal(key, value)) found[key] = value;
+  }
+  return whole(found);
+}
+
+/** An address with a widget's values, none where they are as the page began; others' stay. */
+export function linkTo(address, name, widget, values, start = widget.defaults) {
+  const { defaults, linked = Object.keys(defaults), shorten = (all) => all } = widget;
+  const url = new URL(address);
+  const all = shorten(values);
+  const words = new URLSearchParams();
+  const moved = linked.some((key) => !alike(values[key], start[key]));
+  for (const key of moved ? linked : []) {
+    const usual = [start, defaults].every((one) => alike(values[key], one[key]));
+    if (usual || !(key in all)) continue;
+    const bare = typeof all[key] === "string" && !all[key].startsWith('"');
+    words.set(key, bare ? all[key] : JSON.stringify(all[key]));
+  }
+  const others = url.hash.slice(1).split("/").filter((one) => one.includes("?") && !one.startsWith(`${name}?`));
+  url.hash = [...others, ...(words.size ? [`${name}?${words}`] : [])].join("/");
+  if (widget.inQuery) url.search = "";
+  return url.href;
+}
+
+/** Take what the address holds, if it is `asked`, and keep it in step; whether it held anything. */
+export function followLink(name, widget, model, start, asked = true) {
+  const names = Object.keys(widget.defaults);
+  const valuesNow = () => Object.fromEntries(names.map((key) => [key, model.get(key)]));
+  let waiting = 0;
+  function write() {
+    clearTimeout(waiting);
+    history.replaceState(history.state, "", linkTo(location.href, name, widget, valuesNow(), start));
+    return location.href;
+  }
+  function read() {
+    const query = widget.inQuery ? `#${name}${location.search}` : ""; // as links of old had it
+    const found = { ...valuesIn(query, name, widget), ...valuesIn(location.hash, name, widget) };
+    for (const [key, value] of Object.entries(found)) model.set(key, value);
+    return Object.keys(found).length > 0;
+  }
+  const held = asked && read();
+  model.link = write;
+  addEventListener("hashchange", read);
+  for (const key of widget.linked ?? names) {
+    model.on(`change:${key}`, () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(write, 300); // browsers refuse many changes a second
+    });
+  }
+  return held;
+}
+
 // ---------------------------------------------------------------- the frame
 
 /** Why a setting is refused or doubtful, and a chip for each change that mends it. */
@@ -173,6 +270,8 @@ const legend = (entries) =>
  * detail    values -> the words for what is pointed at, or null
  * legend    [[class, words], ...] of the picture's colours
  * facts     values -> rows of a table under the picture
+ * task      {words, done}: what a reader is to try, and values -> the sentence when it is done
+ * page      where the site shows it, for links from a notebook; what else `linkTo` reads
  */
 export function frame(model, el, spec) {
   const picture = node("svg:svg", {
@@ -184,10 +283,18 @@ export function frame(model, el, spec) {
   const caption = node("p", { class: "caption", role: "status", "aria-live": "polite" });
   const detail = node("p", { class: "detail", "aria-live": spec.key ? "polite" : null });
   const facts = node("table", { class: "facts" });
+  const task = node("p", { class: "task", "aria-live": "polite" });
+  const told = node("span", { class: "told", "aria-live": "polite" });
+  const copy = button("Copy a link to this", () => {
+    const address = model.link?.() ?? linkTo(`${SITE}${spec.page}.html`, spec.name, spec, valuesNow());
+    navigator.clipboard?.writeText(address).catch(() => {});
+    told.textContent = model.link ? "The address of this page now holds the settings." : address;
+  });
   const box = node("div", { class: "picture" }, picture);
   const root = node(
     "section",
     { class: `grpo-widget grpo-${spec.name}-viz`, "aria-label": spec.label },
+    spec.task ? task : null,
     node("div", { class: "controls" }, spec.controls.map((control) => control.element)),
     spec.extra ? node("div", { class: "buttons" }, spec.extra) : null,
     box,
@@ -196,6 +303,7 @@ export function frame(model, el, spec) {
     caption,
     detail,
     spec.facts ? facts : null,
+    model.link || spec.page ? node("div", { class: "buttons" }, copy, told) : null,
   );
   el.append(root);
 
@@ -209,6 +317,10 @@ export function frame(model, el, spec) {
     root.classList.toggle("refused", Boolean(trouble?.refused));
     showProblem(problem, model, trouble);
     if (trouble?.refused) return;
+    const done = spec.task?.done(values);
+    const tried = done ? `Done. ${done}` : `Your task: ${spec.task?.words}`;
+    if (task.textContent !== tried) task.textContent = tried;
+    task.classList.toggle("done", Boolean(done));
     const width = Math.floor(clamp(box.clientWidth || 600, 280, 976));
     const drawn = spec.draw(values, width);
     repaint(picture, drawn.shapes, width, drawn.height);

@@ -2,7 +2,7 @@
 // it. The weights are kept here; each step is made in a worker, which may be ended if it hangs.
 
 import { range } from "./arithmetic.js";
-import { button, clamp, line, menu, node, rect, signed, slider, text } from "./kit.js";
+import { button, clamp, line, menu, node, rect, signed, slider, text, within } from "./kit.js";
 import { startWeights } from "./learner_start.js";
 import { PROMPTS, REWARDS, learn } from "./learner_step.js";
 import { PARAMETERS, grpoLoss, policyOf } from "./policy.js";
@@ -38,21 +38,11 @@ const NEW =
 const percent = (x) => `${(100 * x).toFixed(x > 0 && x < 0.1 ? 1 : 0)} %`;
 const mean = (values) => values.reduce((total, x) => total + x, 0) / values.length;
 
-/** Settings in an address: what is none of the sliders' places is left out. */
-export function settingsIn(search) {
-  const given = new URLSearchParams(search);
-  const found = {};
-  for (const name of Object.keys(defaults)) {
-    if (!given.has(name)) continue;
-    const value = name === "reward" ? given.get(name) : Number(given.get(name));
-    const legal = {
-      seed: Number.isInteger(value) && value >= 1 && value <= 100,
-      group: Number.isInteger(value) && value >= 2 && value <= 16,
-      reward: Object.hasOwn(REWARDS, value),
-    };
-    if (legal[name] ?? LISTS[name].includes(value)) found[name] = value;
-  }
-  return found;
+export const inQuery = true; // links of old have the settings there
+export function legal(name, value) {
+  if (name === "reward") return Object.hasOwn(REWARDS, value);
+  if (name === "seed") return within(value, [1, 100]);
+  return LISTS[name]?.includes(value) ?? within(value, [2, 16]);
 }
 
 /** What a step says, in one line. `trail`: reward and share sorted of each step so far. */
@@ -195,7 +185,6 @@ function curve(picture, names, trail, events, width) {
 
 export default {
   render({ model, el }) {
-    for (const [name, value] of Object.entries(settingsIn(location.search))) model.set(name, value);
     const names = Object.keys(defaults);
     const settings = () => Object.fromEntries(names.map((name) => [name, model.get(name)]));
     const start = startWeights();
@@ -371,10 +360,7 @@ export default {
     const once = button("One step", touched(() => (pause(), advance())));
     const back = button("Best weights", touched(goBack), { title: "go back to the best weights" });
     const copy = button("Copy a link", () => {
-      const address = new URL(location.href);
-      address.search = new URLSearchParams(settings());
-      history.replaceState(null, "", address);
-      navigator.clipboard?.writeText(address.href).catch(() => {});
+      navigator.clipboard?.writeText(model.link()).catch(() => {});
       status.textContent = "The address of this page now holds the seed and the sliders.";
     });
     const sliders = [

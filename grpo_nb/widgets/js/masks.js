@@ -2,9 +2,12 @@
 
 import { keysRead, masks, range } from "./arithmetic.js";
 import { button, change, clamp, frame, node, player, plural } from "./kit.js";
-import { rect, slider, text } from "./kit.js";
+import { rect, slider, text, within } from "./kit.js";
 
 export const defaults = { prompt_a: 8, prompt_b: 5, step: 2, window: 0 };
+
+export const legal = (name, value) =>
+  within(value, { step: [0, 6], window: [0, 8] }[name] ?? [1, 8]);
 
 const PROMPT = "9+12+34="; // its last letters are the prompts
 const ANSWER = "abcdef"; // what is decoded
@@ -222,6 +225,13 @@ export default {
         ["missed", "/ should be read"],
         ["up pale", "earlier steps"],
       ],
+      page: "widgets/05_masks",
+      task: {
+        words: "find a setting in which the naive mask is right for both prompts.",
+        done: (values) =>
+          !matrices(values).some((matrix) => matrix.name === "naive" && wrong(matrix)) &&
+          "Prompts of one length, and nothing decoded yet: no padding, and no query but the prompt's.",
+      },
     });
     return () => {
       play.stop();

@@ -150,7 +150,7 @@ const WORDS = {
 };
 const FEW = { num_generations: 2, lora_r: 0, prompt_length: 0, context: 2 };
 
-function legalValue(name, value) {
+export function legal(name, value) {
   if (name === "shape") {
     const named = typeof value?.name === "string" && value.name.length < 100;
     const listed = [value?.windows ?? [], value?.counted ?? []].every(Array.isArray);
@@ -165,35 +165,12 @@ function legalValue(name, value) {
   return Number.isInteger(value) && value >= (FEW[name] ?? 1) && value <= CONSTANTS.ALL;
 }
 
-/** Settings in an address, #memory?card=L4; what is none is left out. */
-export function valuesIn(hash) {
-  const found = {};
-  if (!hash.startsWith("#memory?")) return found;
-  for (const [name, words] of new URLSearchParams(hash.slice("#memory?".length))) {
-    if (!Object.hasOwn(defaults, name)) continue;
-    let value = words;
-    try {
-      if (!(name in WORDS)) value = JSON.parse(words);
-    } catch {
-      continue;
-    }
-    if (legalValue(name, value)) found[name] = value;
-  }
-  if (found.shape) found.model = found.shape.name;
-  return found;
+/** A model of one's own stands in a link with what makes it one, in place of its name. */
+export function whole(found) {
+  return found.shape ? { ...found, model: found.shape.name } : found;
 }
-
-/** An address that holds what is not as it was to begin with. */
-export function linkOf(values, address) {
-  const url = new URL(address);
-  const same = (name) => JSON.stringify(values[name]) === JSON.stringify(defaults[name]);
-  const changed = Object.keys(defaults).filter((name) => !same(name));
-  const own = values.shape.layers ? { ...values, shape: shortShape(values.shape) } : values;
-  const kept = changed.filter((name) => name !== "model" || !values.shape.layers);
-  const asText = (name) => (name in WORDS ? own[name] : JSON.stringify(own[name]));
-  const words = new URLSearchParams(kept.map((name) => [name, asText(name)]));
-  url.hash = kept.length ? `memory?${words}` : "";
-  return url.href;
+export function shorten({ model, ...values }) {
+  return values.shape.layers ? { ...values, shape: shortShape(values.shape) } : { ...values, model };
 }
 
 /** The same plan in Python. */
@@ -245,12 +222,6 @@ const nearest = (list, value) =>
 
 export default {
   render({ model, el }) {
-    const inNotebook = typeof model.send === "function"; // anywidget's model; a page's has no kernel
-    if (!inNotebook) {
-      const given = Object.entries(valuesIn(location.hash));
-      for (const [name, value] of given) model.set(name, value);
-      if (given.length) requestAnimationFrame(() => el.scrollIntoView());
-    }
     const still = matchMedia("(prefers-reduced-motion: reduce)");
     const names = Object.keys(defaults);
     const valuesNow = () => Object.fromEntries(names.map((name) => [name, model.get(name)]));
@@ -445,7 +416,7 @@ export default {
       const moment = momentOf(now, values);
       onItsWay(target(values, now, moment));
       drawn = placed(width);
-      follow(values, now, moment);
+      follow(values);
       const shapes = [columnShapes(moment), vesselShapes(moment)];
       return { shapes, height: drawn.floor + 42, caption: verdict(now, values) };
     }
@@ -521,24 +492,16 @@ export default {
 
     // -------------------------------------------------------------- what is found after a pause
 
-    const solved = (values, plan) =>
-      plan.fits && !values.shape.layers && values.model === TASK.model && values.card === TASK.card &&
+    const solved = (values) =>
+      planned(values).plan.fits && !values.shape.layers && values.model === TASK.model && values.card === TASK.card &&
       values.context >= TASK.context;
 
-    const taskLine = node("p", { class: "task", "aria-live": "polite" });
     const gains = new Map(); // switch -> where it says what it would do
     const advice = node("div", { class: "advice" });
     const code = node("pre", { tabindex: 0, "aria-label": "the same plan in Python" });
     const status = node("span", { class: "told", "aria-live": "polite" });
 
-    function follow(values, { plan }) {
-      const done = solved(values, plan);
-      const words = done
-        ? `Task done: ${TASK.model} with ${thousands(values.context)} tokens fits a ${TASK.card}.`
-        : `Task: fit ${TASK.model} on a ${TASK.card} with ${thousands(TASK.context)} tokens, ` +
-          "without another model, card or a shorter context.";
-      if (taskLine.textContent !== words) taskLine.textContent = words;
-      taskLine.classList.toggle("done", done);
+    function follow(values) {
       const python = inPython(values);
       if (code.textContent !== python) code.textContent = python;
     }
@@ -766,14 +729,6 @@ export default {
       format: (name) => MOMENTS[name][0],
     });
 
-    const copy = button("Copy a link to this", () => {
-      const page = inNotebook ? CONSTANTS.SITE : location.href;
-      const address = linkOf(valuesNow(), page);
-      if (!inNotebook) history.replaceState(null, "", address);
-      navigator.clipboard?.writeText(address).catch(() => {});
-      status.textContent = inNotebook ? address : "The address of this page now holds the settings.";
-    });
-
     view = frame(model, el, {
       name: "memory",
       label: "A card as a vessel that fills over the moments of a step",
@@ -790,13 +745,20 @@ export default {
       press: (x) => scrub(x),
       legend: Object.entries(CONSTANTS.PARTS).map(([part, words]) => [`part ${part}`, words]),
       facts,
+      page: "widgets/06_memory",
+      shorten,
+      task: {
+        words: `fit ${TASK.model} on a ${TASK.card} with ${thousands(TASK.context)} tokens, ` +
+          "without another model, card or a shorter context.",
+        done: (values) => solved(values) &&
+          `${TASK.model} with ${thousands(values.context)} tokens fits a ${TASK.card}.`,
+      },
     });
     const root = el.querySelector(".grpo-memory-viz");
-    root.prepend(taskLine);
     root.querySelector(".detail").after(advice);
     const open = button("Open a config.json", () => chosen.click());
     root.append(
-      node("div", { class: "buttons" }, copy, open, chosen, status),
+      node("div", { class: "buttons" }, open, chosen, status),
       node("details", { class: "more" },
         node("summary", {}, "In Python, and what this leaves out"),
         code,

@@ -1,7 +1,8 @@
 // The widgets on a page without a kernel: <div data-widget="batch"></div> becomes the widget.
-// data-values='{"num_generations": 8}' are values to begin with. Those that a widget lists as
-// `linked` stand in the page's address too, #dashboard?run=1&step=50, so that a link opens it there.
+// data-values='{"num_generations": 8}' are values to begin with. What is moved stands in the page's
+// address too, #dashboard?run=1&step=50, so that a link opens it there.
 
+import { followLink } from "./kit.js";
 import { Model } from "./model.js";
 
 let shown = []; // {element, name, widget, model} of the widgets that share settings
@@ -32,53 +33,18 @@ function nameInLink(element, name) {
   return place > 0 ? `${name}-${place + 1}` : name;
 }
 
-/** The values in the address, of the kinds that the widget's own are. */
-function fromLink(link, { linked = [], defaults }) {
-  const [name, words] = location.hash.slice(1).split("?");
-  const found = {};
-  if (name !== link || !words) return found;
-  for (const [key, text] of new URLSearchParams(words)) {
-    if (!linked.includes(key)) continue;
-    try {
-      const value = JSON.parse(text);
-      if (typeof value === typeof defaults[key]) found[key] = value;
-    } catch {
-      // an address that somebody has cut: the page's own value stays
-    }
-  }
-  return found;
-}
-
-/** Keep the address in step with a model, a moment after each change. */
-function keepLink(link, model, { linked = [] }, start) {
-  let waiting = 0;
-  function write() {
-    const moved = linked.filter((key) => model.get(key) !== start[key]);
-    const words = new URLSearchParams(moved.map((key) => [key, JSON.stringify(model.get(key))]));
-    const bare = location.pathname + location.search;
-    history.replaceState(history.state, "", moved.length ? `#${link}?${words}` : bare);
-  }
-  for (const key of linked) {
-    model.on(`change:${key}`, () => {
-      clearTimeout(waiting);
-      waiting = setTimeout(write, 300); // browsers refuse many changes a second
-    });
-  }
-}
-
 /** Show one widget in an element, in place of what is in it; returns its model. */
 export async function mount(element, name, values = {}) {
   const widget = await import(`./${name}.js`);
   const start = { ...widget.defaults, ...values };
-  const link = nameInLink(element, name);
-  const linked = element.dataset.mounted ? {} : fromLink(link, widget);
-  const model = new Model({ ...start, ...linked });
+  const model = new Model(start);
+  const asked = !element.dataset.mounted;
+  const held = followLink(nameInLink(element, name), widget, model, start, asked);
   element.replaceChildren();
   widget.default.render({ model, el: element });
   element.dataset.mounted = "true";
   tie(element, name, widget, model);
-  keepLink(link, model, widget, start);
-  if (Object.keys(linked).length) element.scrollIntoView();
+  if (held) element.scrollIntoView();
   return model;
 }
 

@@ -39,6 +39,7 @@ export const defaults = {
   live: false,
 };
 export const linked = ["task", "text", "row", "weights"];
+export const legal = (name, value) => name !== "weights" || value.every(Number.isFinite);
 
 // What a reader is to try, and when it is done: by the scores of the first completion.
 const TRIES = {

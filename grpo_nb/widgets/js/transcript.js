@@ -53,6 +53,12 @@ export const defaults = {
   epsilon_high: 0.28,
 };
 
+export const linked = ["completion", "colour", "epsilon", "epsilon_high"];
+export function legal(name, value) {
+  if (name === "colour") return COLOURS.some(([colour]) => colour === value);
+  return value >= 0 && (name === "completion" ? value in EXAMPLE : value <= 2);
+}
+
 const COLOURS = [
   ["owner", "owner: who wrote it"],
   ["loss", "loss: in it or not"],
@@ -291,6 +297,11 @@ export default {
       detail: () => (pointed === null ? null : tokenInWords(tokens[pointed], tokens.length)),
       key,
       move: (x, y) => point(tokenAt(x, y)),
+      task: {
+        words: "colour by pull, and move a border until the clip silences no token of this completion.",
+        done: (values) => values.colour === "pull" && !tokensOf(values).some((token) => token.clipped) &&
+          `With epsilon_high = ${values.epsilon_high.toFixed(2)} each token that was drawn is pushed.`,
+      },
     });
     return view.leave;
   },
