@@ -664,7 +664,7 @@ def test_a_log_of_ones_own_is_read_in_the_page(widget, tmp_path):
     root.locator("input[type=file]").set_input_files(tmp_path / "log.jsonl")
     root.locator(".caption", has_text="log.jsonl, update 3 of 3: reward 0.3").wait_for()
     root.locator("input[type=file]").set_input_files(tmp_path / "not.json")
-    root.locator(".task", has_text="not.json cannot be read").wait_for()
+    root.locator(".grpo-status", has_text="not.json cannot be read").wait_for()
 
 
 def test_a_live_board_has_buttons(widget, site):

@@ -268,7 +268,6 @@ export default {
       status: node("p", { class: "grpo-status", "aria-live": "polite" }),
       hints: node("ul", { class: "hints" }),
       legend: node("ul", { class: "legend" }),
-      task: node("p", { class: "task", "aria-live": "polite" }),
       result: node("p", { class: "result" }),
       pair: node("div", { class: "pair" }),
       samples: node("div", { class: "samples" }),
@@ -288,11 +287,6 @@ export default {
       return patch;
     }
 
-    function taskWords({ task, ...values }) {
-      if (!task.words) return "";
-      return taskDone({ task, ...values }) ? `Done. ${task.done ?? ""}` : `Your task: ${task.words}`;
-    }
-
     /** The parts under the picture, and the buttons of a live run. */
     function under(values, now) {
       const { state, runs, order } = values;
@@ -307,8 +301,6 @@ export default {
       fill("legend", drawn.map(({ name, i }) => [name, i]), () =>
         drawn.length > 1 ? drawn.map(({ name, i }) => node("li", {}, swatch(i), name)) : [],
       );
-      fill("task", taskWords(values), () => taskWords(values));
-      own.task.classList.toggle("done", taskDone(values));
       fill("result", resultOf(one), () => resultOf(one));
       fill("pair", [pair, one.name, pairs[pair]], () => pairParts(pairs[pair]));
       fill("samples", [one.name, (one.samples ?? []).filter((s) => s.step <= read).length, one.samples], () =>
@@ -350,8 +342,8 @@ export default {
         const runs = [...model.get("runs"), run];
         change(model, { runs, run: runs.length - 1, step: 0 });
       } catch (error) {
-        own.task.textContent = `${given.name} cannot be read: ${error.message}`;
-        shown.task = null;
+        own.status.textContent = `${given.name} cannot be read: ${error.message}`;
+        shown.status = null;
       }
       file.value = "";
     }
@@ -438,10 +430,14 @@ export default {
         pointed = now;
         return other;
       },
+      task: {
+        words: ({ task }) => task.words ?? "",
+        done: (values) => taskDone(values) && (values.task.done ?? "That is it."),
+      },
     });
     const root = el.lastElementChild;
     root.querySelector(".picture").after(own.legend, own.hints);
-    root.append(own.task, own.result, controls.pair.element, own.pair, own.samples);
+    root.append(own.result, controls.pair.element, own.pair, own.samples);
     return view.leave;
   },
 };

@@ -270,7 +270,8 @@ const legend = (entries) =>
  * detail    values -> the words for what is pointed at, or null
  * legend    [[class, words], ...] of the picture's colours
  * facts     values -> rows of a table under the picture
- * task      {words, done}: what a reader is to try, and values -> the sentence when it is done
+ * task      {words, done}: what a reader is to try, in words or a function of the values, and
+ *           values -> the sentence when it is done
  * page      where the site shows it, for links from a notebook; what else `linkTo` reads
  */
 export function frame(model, el, spec) {
@@ -317,14 +318,11 @@ export function frame(model, el, spec) {
     root.classList.toggle("refused", Boolean(trouble?.refused));
     showProblem(problem, model, trouble);
     if (trouble?.refused) return;
-    const done = spec.task?.done(values);
-    const tried = done ? `Done. ${done}` : `Your task: ${spec.task?.words}`;
-    if (task.textContent !== tried) task.textContent = tried;
-    task.classList.toggle("done", Boolean(done));
     const width = Math.floor(clamp(box.clientWidth || 600, 280, 976));
     const drawn = spec.draw(values, width);
     repaint(picture, drawn.shapes, width, drawn.height);
     if (caption.textContent !== drawn.caption) caption.textContent = drawn.caption;
+    if (spec.task) showTask(values);
     const words = spec.detail?.(values) ?? spec.hint;
     if (detail.textContent !== words) detail.textContent = words;
     const rows = spec.facts?.(values) ?? [];
@@ -333,6 +331,15 @@ export function frame(model, el, spec) {
         node("tr", {}, node("th", { scope: "row" }, name), cells.map((c) => node("td", {}, c))),
       ),
     );
+  }
+
+  function showTask(values) {
+    const { words, done } = spec.task;
+    const end = done(values);
+    const asked = typeof words === "string" ? words : words(values);
+    const tried = end ? `Done. ${end}` : asked && `Your task: ${asked}`;
+    if (task.textContent !== tried) task.textContent = tried;
+    task.classList.toggle("done", Boolean(end));
   }
 
   let waiting = 0; // one drawing a frame, however many values have changed

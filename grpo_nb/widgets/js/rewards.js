@@ -51,7 +51,7 @@ const TRIES = {
   GSM8K: {
     words: "earn at least 2 points with a wrong answer.",
     done: "The form alone is worth as much as the right number.",
-    is: (score, total) => score.correctness_reward_func === 0 && total >= 2,
+    is: (score) => score.correctness_reward_func === 0 && score.total >= 2,
   },
 };
 
@@ -110,7 +110,7 @@ export default {
     const marksOf = node("div", { class: "read", tabindex: 0, role: "group", "aria-label": "what was read" });
     const reasons = node("ul", { class: "reasons" });
     const prompt = node("p", { class: "prompt" });
-    const tried = node("p", { class: "task", "aria-live": "polite" });
+    let earned = {}; // what the functions pay for the completion that is shown, and in all
     const fields = Object.fromEntries(
       ["text", "row"].map((name) => [
         name,
@@ -276,7 +276,7 @@ export default {
       return `Completion ${shown + 1} of ${judged.length || 1} ${sum}.${group}${left}`;
     }
 
-    function under({ task, row, weights, live }, own, text, said, totals) {
+    function under({ row, weights, live }, own, text, said, totals) {
       for (const [name, field] of Object.entries(fields)) {
         const now = model.get(name);
         if (field.value !== now) field.value = now;
@@ -289,11 +289,8 @@ export default {
           node("li", {}, node("b", {}, own.functions[k]), ": ", fault || reason || "it gives no reason"),
         ),
       );
-      const goal = TRIES[task];
-      const scores = Object.fromEntries(own.functions.map((name, k) => [name, said[k]?.[0]]));
-      const done = Boolean(goal?.is(scores, totals[shown]));
-      tried.textContent = goal ? (done ? `Done. ${goal.done}` : `Your task: ${goal.words}`) : "";
-      tried.classList.toggle("done", done);
+      earned = Object.fromEntries(own.functions.map((name, k) => [name, said[k]?.[0]]));
+      earned.total = totals[shown];
       fields.row.hidden = !live && Object.keys(JSON.parse(row || "{}")).join() !== "answer";
     }
 
@@ -346,10 +343,14 @@ export default {
         view.redraw();
         return () => {};
       },
+      task: {
+        words: ({ task }) => TRIES[task]?.words ?? "",
+        done: ({ task }) => TRIES[task]?.is(earned) && TRIES[task].done,
+      },
     });
     const root = el.lastElementChild;
     root.querySelector(".picture").before(prompt, fields.text, fields.row);
-    root.append(marksOf, reasons, sliders, tried);
+    root.append(marksOf, reasons, sliders);
     return view.leave;
   },
 };
