@@ -750,7 +750,8 @@ LARGEST = {
 SIZES = """root => {
   const texts = [...root.querySelectorAll('*')].filter(e => e.checkVisibility()
     && [...e.childNodes].some(child => child.nodeType === 3 && child.textContent.trim()));
-  return texts.map(e => [parseFloat(getComputedStyle(e).fontSize), e.closest('svg, pre, table') !== null]);
+  const inside = e => e.closest('svg, pre, table') !== null;
+  return texts.map(e => [parseFloat(getComputedStyle(e).fontSize), inside(e)]);
 }"""
 
 OUTSIDE = """root => {
