@@ -12,6 +12,7 @@ SPECIAL = {  # family -> the tokens of pictures, that of a vector first
     "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "llava": ["<image>"],
     "idefics3": [
         *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
         *(f"<row_{i + 1}_col_{j + 1}>" for i in range(2) for j in range(2)),
@@ -23,6 +24,7 @@ WRITTEN = {  # family -> what a chat template writes for a picture
     "gemma4": "<|image|>",
     "mistral3": "[IMG]",
     "idefics3": "<image>",
+    "llava": "<image>",
 }
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'][0] }}:{% if m['content'] is string %}"
@@ -68,6 +70,12 @@ LINEAR = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=8,
 )
+EXPERTS = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+)
 FAMILIES = {  # model_type -> tokens, settings of text, of the tower, of both
     "qwen2_5_vl": (
         "qwen",
@@ -94,10 +102,16 @@ FAMILIES = {  # model_type -> tokens, settings of text, of the tower, of both
         PATCHES | dict(num_position_embeddings=16),
         {},
     ),
+    "qwen3_5_moe": (
+        "qwen",
+        LINEAR | EXPERTS | dict(rope_parameters=SECTIONS | dict(partial_rotary_factor=1.0)),
+        PATCHES | dict(num_position_embeddings=16),
+        {},
+    ),
     "gemma3": (
         "gemma3",
         SLIDING | dict(query_pre_attn_scalar=8),
-        SIGLIP,
+        SIGLIP | dict(vision_use_head=False),
         dict(mm_tokens_per_image=4),
     ),
     "gemma4": (
@@ -124,6 +138,12 @@ FAMILIES = {  # model_type -> tokens, settings of text, of the tower, of both
         SIGLIP | dict(model_type="pixtral", head_dim=8, image_size=32),
         dict(spatial_merge_size=2),
     ),
+    "llava_next": (
+        "llava",
+        dict(model_type="llama"),
+        SIGLIP | dict(model_type="clip_vision_model"),
+        dict(image_grid_pinpoints=[[16, 32], [32, 16]]),
+    ),
 }
 
 
@@ -139,6 +159,8 @@ def tokenizer_of(tokens):
     if tokens.startswith("gemma"):
         image, begin, end = SPECIAL[tokens][:3]
         more = dict(image_token=image, boi_token=begin, eoi_token=end)
+        if tokens == "gemma4":
+            more |= dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<|audio|>")
     made = T.PreTrainedTokenizerFast(
         tokenizer_object=whole,
         eos_token="<|end|>",
@@ -168,6 +190,16 @@ def processor_of(kind):
     elif tokens == "mistral3":
         images = T.PixtralImageProcessorPil(size={"longest_edge": 24}, patch_size=8)
         return PictureProcessor(tokenizer, images, kind, patch_pixels=8)
+    elif tokens == "llava":
+        size = {"height": 16, "width": 16}
+        images = T.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=[[16, 32], [32, 16]]
+        )
+        sizes = dict(patch_size=4, num_additional_image_tokens=1)
+        sizes |= dict(vision_feature_select_strategy="default")
+        return T.LlavaNextProcessor(
+            images, tokenizer, chat_template=tokenizer.chat_template, **sizes
+        )
     else:
         side = {"longest_edge": 16}
         images = T.Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size=side)
@@ -176,6 +208,26 @@ def processor_of(kind):
             return T.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
         return PictureProcessor(tokenizer, images, kind, image_seq_len=4)
     return PictureProcessor(tokenizer, images, kind)
+
+
+FILMS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2VL", "gemma4": "Gemma4"}
+
+
+def processor_of_transformers(kind):
+    "The same parts in transformers' own processor of the family; some want torchvision."
+    made = processor_of(kind)
+    own = getattr(T, T.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES[kind])
+    if isinstance(made, own):
+        return made
+    words = made.tokenizer
+    given = dict(image_processor=made.image_processor, tokenizer=words)
+    given |= dict(chat_template=words.chat_template)
+    if kind == "mistral3":
+        return own(**given, patch_size=4, spatial_merge_size=2)
+    given |= dict(video_processor=getattr(T, f"{FILMS.get(kind, 'Qwen3VL')}VideoProcessor")())
+    if kind == "gemma4":
+        given |= dict(feature_extractor=T.Gemma4AudioFeatureExtractor())
+    return own(**given)
 
 
 def seeing(
@@ -189,7 +241,7 @@ def seeing(
     ids = dict(vocab_size=len(words), pad_token_id=words.pad_token_id, bos_token_id=None)
     ids |= dict(eos_token_id=words.eos_token_id)
     image = words.convert_tokens_to_ids(SPECIAL[tokens][0])
-    name = "image_token_index" if kind in ("gemma3", "mistral3") else "image_token_id"
+    name = "image_token_index" if kind in ("gemma3", "mistral3", "llava_next") else "image_token_id"
     more = {name: image} | both
     if tokens == "qwen":
         video = words.convert_tokens_to_ids("<|video_pad|>")

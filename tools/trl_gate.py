@@ -3,11 +3,12 @@
     python tools/trl_gate.py PATH/test_grpo_trainer.py --out gate [-k EXPRESSION] [-n 2]
 
 PATH is a file of TRL's public repository, which is not kept here. The tiny models and data sets
-that the tests take from the Hugging Face hub are built on disk under the same names (the models
-of images are not), the line that imports the trainer is swapped, and every test runs once for
-each library. OUT/gate.json holds each test's outcome for both, with versions and date. What is
-printed counts them, and names each test that TRL passes and this library does not, with its
-reason. docs/trl_gate.json is what --record wrote last; docs/from_trl.md has a section made of it.
+that the tests take from the Hugging Face hub are built on disk under the same names (those that
+see only where torchvision is installed, which transformers' processors need), the line that
+imports the trainer is swapped, and every test runs once for each library. OUT/gate.json holds
+each test's outcome for both, with versions and date. What is printed counts them, and names each
+test that TRL passes and this library does not, with its reason. docs/trl_gate.json is what
+--record wrote last; docs/from_trl.md has a section made of it.
 
 Half an hour on two cores. `--only grpo_nb` runs one half and takes the other from OUT, `--only
 none` counts again. With `--again` the tests that -k chooses replace their entries in the record,
@@ -18,6 +19,7 @@ import argparse
 import collections
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -28,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
 HUB = "trl-internal-testing/"
 LIBRARIES = {"grpo_nb": "from grpo_nb import GRPOConfig, GRPOTrainer", "trl": None}
 IMPORT = "from trl import GRPOConfig, GRPOTrainer"
@@ -61,6 +64,15 @@ JUDGES = {
     "tiny-Qwen2ForSequenceClassification-2.5": "Qwen2Config",
     "tiny-Qwen3ForSequenceClassification": "Qwen3Config",
     "tiny-LlamaForSequenceClassification-3.2": "LlamaConfig",
+}
+SEERS = {  # name on the hub -> family in tests/seeing_models.py
+    "tiny-Gemma3ForConditionalGeneration": "gemma3",
+    "tiny-Gemma4ForConditionalGeneration": "gemma4",
+    "tiny-LlavaNextForConditionalGeneration": "llava_next",
+    "tiny-Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "tiny-Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "tiny-Qwen3_5ForConditionalGeneration-NoThink": "qwen3_5",
+    "tiny-Qwen3_5MoeForConditionalGeneration-3.6": "qwen3_5_moe",
 }
 SIZES = {  # of every tiny model
     "hidden_size": 8,
@@ -361,6 +373,57 @@ def build_models(
         words.save_pretrained(folder / name)
 
 
+def build_seers(
+    folder: Path,  # gets one folder for each model
+) -> None:
+    "Tiny random models that see, with processors of transformers' own classes."
+    sys.path.insert(0, str(ROOT / "tests"))
+    from seeing_models import processor_of_transformers, seeing
+
+    for name, family in SEERS.items():
+        seeing(family)[0].save_pretrained(folder / name)
+        processor_of_transformers(family).save_pretrained(folder / name)
+
+
+def build_pictures(
+    folder: Path,  # gets the data sets zen-image and zen-multi-image
+) -> None:
+    "Prompts with noise as their pictures: one each, or several at places in the message."
+    import datasets
+    import numpy as np
+
+    random = np.random.default_rng(0)
+
+    def noise():
+        return random.integers(0, 255, (*random.integers(32, 64, 2), 3), dtype=np.uint8)
+
+    rows = {"zen-image": [], "zen-multi-image": []}
+    for number, sentence in enumerate(SENTENCES):
+        text = {"type": "text", "text": sentence}
+        rows["zen-image"].append(
+            {"prompt": [{"role": "user", "content": sentence}], "image": noise()}
+        )
+        places = [{"type": "image"}] * (number % 3)
+        content = [*places[:1], text, *places[1:]]
+        rows["zen-multi-image"].append(
+            {"prompt": [{"role": "user", "content": content}], "images": [noise() for _ in places]}
+        )
+    for name, made in rows.items():
+        picture = datasets.Image()
+        whole = datasets.Dataset.from_list(made)
+        one = "image" in made[0]
+        whole = whole.cast_column(
+            "image" if one else "images", picture if one else datasets.List(picture)
+        )
+        inside = folder / name / "conversational_prompt_only"
+        inside.mkdir(parents=True)
+        card = ["---", "configs:", "- config_name: conversational_prompt_only", "  data_files:"]
+        for split, chosen in (("train", range(17)), ("test", range(17, 19))):
+            whole.select(chosen).to_parquet(inside / f"{split}.parquet")
+            card += [f"  - split: {split}", f"    path: {inside.name}/{split}.parquet"]
+        (folder / name / "README.md").write_text("\n".join([*card, "---", ""]))
+
+
 def build_data(
     folder: Path,  # gets the data set, in the layout that `load_dataset` reads from a folder
 ) -> None:
@@ -520,6 +583,9 @@ def main():
         shutil.rmtree(args.out, ignore_errors=True)
         build_models(args.out / "hub")
         build_data(args.out / "hub" / "zen")
+        if importlib.util.find_spec("torchvision"):
+            build_seers(args.out / "hub")
+            build_pictures(args.out / "hub")
     found = {library: found_of(library, args, rest) for library in LIBRARIES}
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     tests, hub = {}, f"{args.out / 'hub'}/"
