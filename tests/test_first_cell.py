@@ -48,7 +48,7 @@ def bare(tmp_path):
         (packages / f"{name}.py").write_text("")
     here.mkdir()
 
-    def run(here=here, has="nothing", without=(), then=""):
+    def run(here=here, has="nothing", without=(), then="", start=()):
         """(what pip was asked for, the sentence that the cell ended with, from where the library
         came) of the cell, run in a folder; pip finds what `has` says."""
         for name in without:
@@ -56,7 +56,7 @@ def bare(tmp_path):
         asked = tmp_path / "asked"
         asked.write_text("")
         found = "print(getattr(grpo_nb, 'came_from', grpo_nb.__file__), flush=True)"
-        code = f"{source_of()}\nimport grpo_nb; {found}{then}"
+        code = "\n".join([*start, source_of()]) + f"\nimport grpo_nb; {found}{then}"
         env = {
             "PYTHONPATH": str(packages),
             "ASKED": str(asked),
@@ -90,7 +90,18 @@ def test_nothing_there_and_no_network_ends_in_a_sentence_with_the_command(bare):
     asked, said, _ = bare()
     assert asked == [REPOSITORY]
     assert said.startswith("ImportError: no clone, no wheel, no network; with one: %pip ")
-    assert said.endswith(f"install --no-deps {REPOSITORY}")
+    assert f"install --no-deps {REPOSITORY}. JupyterLite" in said
+
+
+def test_a_browser_has_no_pip_and_no_processes_and_says_so(bare):
+    "Pyodide's Python: its platform, a call that refuses, and no torch."
+    (bare.packages / "sitecustomize.py").write_text(
+        "import subprocess, sys\n"
+        "def call(*_): raise OSError(138, 'emscripten does not support processes.')\n"
+        "subprocess.call, sys.platform = call, 'emscripten'\n"
+    )
+    asked, said, _ = bare(then="", start=("import sitecustomize",))
+    assert not asked and said.endswith("JupyterLite has no pip and no torch: take Colab")
 
 
 @pytest.mark.parametrize("below", ["", "nbs/training"])

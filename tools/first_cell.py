@@ -9,7 +9,9 @@ from subprocess import call
 at, git = Path.cwd(), "git+$git_url@$branch"
 sys.path += [str(p) for p in (at, *at.parents, at / "$repo") if (p / "$lib_path/cli.py").exists()]
 pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-input", "--retries=1"]
-for place in [*at.glob("$lib_name-*.whl"), *Path("/kaggle/input").rglob("$lib_name-*.whl"), git]:
-    if not getattr(find_spec("$lib_name"), "origin", None) and call([*pip, place]) and place == git:
-        raise ImportError(f"no clone, no wheel, no network; with one: %pip install --no-deps {git}")
+found = [*at.glob("$lib_name-*.whl"), *Path("/kaggle/input").rglob("$lib_name-*.whl"), git]
+if not getattr(find_spec("$lib_name"), "origin", None):
+    if sys.platform == "emscripten" or all(call([*pip, place]) for place in found):
+        no = "no clone, no wheel, no network; with one: %pip install --no-deps"
+        raise ImportError(f"{no} {git}. JupyterLite has no pip and no torch: take Colab")
 __import__("$lib_name").open_page()
