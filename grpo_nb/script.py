@@ -430,7 +430,9 @@ _FULL = {  # rooms that an error of memory came through -> what takes less
     "": "load a smaller model, or the same one with load_in_4bit=True",
 }
 _AWAY = {"ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "TimeoutError"}
-_AWAY |= {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}
+_AWAY |= {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "HfHubHTTPError", "ProxyError"}
+_AWAY |= {"ReadError", "RemoteProtocolError", "ChunkedEncodingError", "IncompleteRead"}
+_NO_ROOM = "can't allocate memory", "out of memory", "_ALLOC_FAILED"  # of the host, CUDA, cuBLAS
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
@@ -445,8 +447,13 @@ def next_cell(error: BaseException) -> str | None:  # None: it is of another kin
     if isinstance(error, ModuleNotFoundError):
         return f"Next: %pip install {error.name} in a cell of its own, then run this cell again."
     if is_disk_full(error, Path.cwd()):
-        return "Next: delete what is not needed, then run this cell again; checkpoints are whole."
-    if kinds & {"OutOfMemoryError", "MemoryError"} or "can't allocate memory" in said:
+        return (
+            "Next: delete what is not needed, then run this cell again (a dashboard's run: the one "
+            "with dashboard.run). It goes on from the newest checkpoint, which is whole."
+        )
+    if "no kernel image" in said:  # PyTorch was not built for a card as old as this
+        return f"Next: {_CHOOSE}."
+    if kinds & {"OutOfMemoryError", "MemoryError"} or any(words in said for words in _NO_ROOM):
         frames = [f for one in chain for f, _ in walk_tb(one.__traceback__)]
         names = [frame.f_globals.get("__name__", "") for frame in frames]
         what = next(way for room, way in _FULL.items() if any(n.startswith(room) for n in names))

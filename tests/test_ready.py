@@ -241,6 +241,30 @@ def test_an_account_is_asked_for_where_its_makers_want_one_alone(monkeypatch, tm
     assert script.unreachable(str(tmp_path)) == ""
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_is_busy(status, monkeypatch):
+    "The client's own errors, from a server of this machine."
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    import huggingface_hub.constants as constants
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(status)
+
+        log_message = print
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        api = script.HfApi(endpoint=f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(Exception) as met:
+            api.model_info("somebody/some-model", timeout=5)
+        server.shutdown()
+    assert next_cell(met.value).startswith("Next: with a network, run this cell again")
+
+
 @pytest.mark.parametrize(
     "load",
     [
@@ -328,6 +352,22 @@ def test_memory_of_the_host():
     with pytest.raises(MemoryError) as met:
         bytearray(2**60)
     assert next_cell(met.value).startswith("Next: load a smaller model")
+
+
+@pytest.mark.parametrize(
+    "words, begins",
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "load a sm"),
+        ("CUDA error: out of memory", "load a sm"),
+        ("CUDA error: no kernel image is available for execution on the device", "on Colab choose"),
+    ],
+)
+def test_words_of_cuda(words, begins):
+    "Torch's AcceleratorError, and the RuntimeError of versions before it."
+    for kind in (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)):
+        with pytest.raises(RuntimeError) as met:
+            raise kind(words)
+        assert next_cell(met.value).startswith(f"Next: {begins}")
 
 
 # the disk, packages, and what is nobody's business

@@ -268,9 +268,10 @@ def with_adapter(
         return model
     if hasattr(model, "peft_config"):
         raise ValueError(
-            "transformers has put an adapter on the model, as from_pretrained does with an "
-            "adapter's folder, and peft_config asks for one: give the trainer the folder itself as "
-            "the model, or PeftModel.from_pretrained(model, folder, is_trainable=True)"
+            "the model has an adapter already, and peft_config asks for one. If a trainer put it "
+            "there, as when its cell is run again: give trainer.model in place of model. If "
+            "from_pretrained did, with an adapter's folder: give the trainer the folder itself, or "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)"
         )
     return get_peft_model(for_adapters(model), within_parts(peft_config, model, parts))
 
