@@ -90,3 +90,12 @@ def test_a_tutorial_comes_to_its_last_cell(tmp_path):
     (row,) = told["pages"]
     assert status == 0 and row["error"] is None and row["ran"] == row["cells"] > 15
     assert row["peak GiB"] < 12.7 and told["neither real nor imitated"]
+
+
+def test_memory_and_disk_that_end_are_followed_by_the_next_cell(tmp_path):
+    "Refused by the system, on a page."
+    words = ["--forced", "drawing", "fills"]
+    status, told = rehearsed(ROOT / "nbs/tutorials/11_qlora.ipynb", tmp_path, *words)
+    drawing, filled = told["pages"].values()
+    assert status == 0 and drawing["ended well"] and "shorter completions" in drawing["said"]
+    assert "No space left" in filled["error"] and "delete" in filled["said"]

@@ -1,13 +1,14 @@
 """Tutorials from their first to their last cell with Colab's limits: `python tools/rehearse.py`
 for the five that are meant for a T4, or with pages, `--lost` for a session that is lost half way,
-`--models DIR` for real models of a folder, in float16, `--colab DIR` for Colab's versions,
-`--record FILE` to keep what is found.
+`--models DIR` for real models of a folder, in float16 (`--card L4`: bfloat16), `--forced` for what
+goes wrong, `--colab DIR` for Colab's versions, `--record FILE` to keep what is found.
 
 Each page runs in a folder of its own, with an empty home, and cannot write elsewhere. The record
 says what was enforced, what was imitated and what was neither: a rehearsal is no run on a T4.
 """
 
 import argparse
+import copy
 import ctypes
 import datetime
 import json
@@ -25,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import nbformat
+from forced import AS_A_CARD, CARDS, FAULTS, LARGE_DISK, LOADING, UNSLOTH, WANTS, card
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -65,6 +67,11 @@ def die(event, args, left=[2], end=lambda os=os, by=signal.SIGKILL: os.kill(os.g
 sys.addaudithook(die)
 """  # the second checkpoint has its weights and not its list of files
 ON_DRIVE = [("DRIVE = False", "DRIVE = True")]
+HARMONY = (  # that of the page 02, shortened, which a released model brings along
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>{% for m in messages "
+    "%}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 OFTEN = {  # page -> what makes the tiny run write checkpoints on its way
     "02_gpt_oss_20b_t4": [("max_steps=16,", "max_steps=16, save_steps=4,")],
     "08_from_unsloth_qwen3": [("save_steps=100 if TINY else 10", "save_steps=10")],
@@ -78,14 +85,12 @@ REAL = {  # page -> what takes a real model of a folder, and makes the run short
     "01_first_run": [
         ('MODEL = "tiny"', 'MODEL = "{model}"'),
         ("(1, 30), 100, 24", "(1, 30), 8, 16"),
-        ("fp16=no_bfloat16", "fp16=True"),
         ("max_steps=12", "max_steps=2"),
     ],
     "03_gsm8k": [
         ('MODEL, OUT = HERE["model"], HERE["folder"]', 'MODEL, OUT = "{model}", HERE["folder"]'),
         ('DATA = "openai/gsm8k"', 'DATA = "{data}"'),
-        ("torch.float16 if GPU else torch.float32", "torch.float16"),
-        ("fp16=GPU and not BF16", "fp16=True"),
+        ('.to("cuda" if GPU else "cpu")', ""),
         ("max_steps=300", "max_steps=2"),
         ("gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
         ("else 320", "else 24"),
@@ -94,15 +99,27 @@ REAL = {  # page -> what takes a real model of a folder, and makes the run short
     "08_from_unsloth_qwen3": [
         ('MODEL = "tiny"', 'MODEL = "{model}"'),
         ('gsm8k("train", system', 'gsm8k("train", "{data}", system'),
-        ("fp16=torch.cuda.is_available() and not BF16,\n)", "fp16=True,\n)"),
+        (  # TRL trains in float16 on a card alone
+            "fp16=torch.cuda.is_available() and not BF16,\n        dataloader_pin_memory="
+            "torch.cuda.is_available(),",
+            "use_cpu=True,",
+        ),
         ("max_steps=30 if TINY else 128", "max_steps=2"),
         ("range(25)", "range(2)"),
         *SMALL,
     ],
+    "02_gpt_oss_20b_t4": [
+        ('"openai/gpt-oss-20b"', '"{small}"'),
+        ('gsm8k("test", ', 'gsm8k("test", "{data}", '),
+        ('gsm8k("train", ', 'gsm8k("train", "{data}", '),
+        ("range(100)", "range(8)"),
+        ("problems[:100], problems[100:]", "problems[:8], problems[8:]"),
+        ("else 512", "else 16"),
+        ("max_steps=100", "max_steps=2"),
+    ],
     "11_qlora": [
         ('MODEL = "tiny"', 'MODEL = "{model}"'),
         ('gsm8k("train", system', 'gsm8k("train", "{data}", system'),
-        ("fp16=OLD", "fp16=True"),
         ("max_steps=250", "max_steps=2"),
         ('optim="adamw_8bit"', 'optim="adamw_torch"'),  # bitsandbytes needs a GPU
         ("range(25)", "range(4)"),
@@ -226,8 +243,14 @@ def session(asked: dict) -> dict:
 
     notebook = changed(Path(asked["page"]), asked["changes"])
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    if asked["killed"]:
-        cells[0].source = KILLER + cells[0].source
+    cells[0].source = asked["before"] + cells[0].source
+    if asked["until"]:  # later cells are as without a fault
+        last = next(i for i, cell in enumerate(cells) if asked["until"] in cell.source)
+        for cell in cells[last + 1 :]:
+            cell.metadata["tags"] = ["skip-execution"]
+    if asked["twice"]:
+        notebook.cells = [c for one in notebook.cells for c in (one, copy.deepcopy(one))]
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     start, error = time.perf_counter(), None
     where = {"metadata": {"path": folder / "machine/content"}}
     try:
@@ -236,9 +259,11 @@ def session(asked: dict) -> dict:
         error = f"{problem.ename}: {problem.evalue}"
     except DeadKernelError:
         error = LOST
-    said = " ".join(
-        o.text for c in cells for o in c.get("outputs", []) if o.get("name") == "stdout"
-    )
+    spoken = [
+        "".join(o.text for o in c.get("outputs", []) if o.get("name") == "stdout") for c in cells
+    ]
+    said = "\n".join(spoken)
+    found = [(i, line) for i, text in enumerate(spoken) for line in text.splitlines()]
     return {
         "page": Path(asked["page"]).name,
         "error": error,
@@ -249,18 +274,23 @@ def session(asked: dict) -> dict:
         "next": [line for line in said.splitlines() if line.startswith("Next: ")],
         "went on": re.findall(r"going on from \S*?(checkpoint-\d+)", said),
         "missing": missing,
+        "said": next(((i + 1, t) for i, t in found if re.search(asked["says"] or "$^", t)), None),
     }
 
 
-def started(page: Path, folder: Path, changes=(), killed=False) -> dict:
-    "A session on a new machine; the folder's Drive stays from one to the next."
+def started(
+    page: Path, folder: Path, changes=(), before="", until=None, says=None, twice=False
+) -> dict:
+    """A session on a new machine; the folder's Drive stays from one to the next. `before`: source
+    before the first cell; `until`: words of the last cell to run; `says`: a line to look for;
+    `twice`: each cell is run again before the next one."""
     shutil.rmtree(folder / "machine", ignore_errors=True)
     for name in ("machine", "drive", "imitated/google/colab"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "imitated/google/colab/drive.py").write_text(DRIVE)
     how = mounting()
-    asked = dict(page=str(page), folder=str(folder), changes=list(changes), killed=killed)
-    words = json.dumps(asked | {"mounts": bool(how)})
+    asked = dict(page=str(page), folder=str(folder), changes=list(changes), mounts=bool(how))
+    words = json.dumps(asked | dict(before=before, until=until, says=says, twice=twice))
     done = subprocess.run(
         [*how, sys.executable, __file__, "--session", words],
         capture_output=True,
@@ -287,26 +317,78 @@ def small_data(folder: Path) -> Path:
     return folder / "data"
 
 
-def rehearse(page: Path, folder: Path, lost: bool = False, models: Path | None = None) -> dict:
+def force(page: Path, folder: Path, fault: str) -> dict:
+    "Run a page in which something goes wrong, and tell what it says and where it ends."
+    before, wants, until, says = FAULTS[fault]
+    name = page.stem
+    if fault == "no memory: loading":
+        before = before.format(where=LOADING.get(name, UNSLOTH))
+    changes = WANTS.get(name, []) if wants else OFTEN.get(name, [])
+    told = started(page, folder, changes, before, until, says)
+    place, line = told["said"] or (None, None)
+    stopped = told["error"] is not None
+    return {"cell": place, "said": line, "error": told["error"], "seconds": told["seconds"]} | {
+        "next": told["next"],
+        "ended well": line is not None and stopped == bool(told["next"]),
+    }
+
+
+def small_gpt_oss(words: Path, folder: Path) -> Path:
+    "A gpt-oss of random weights with the real tokenizer, as a folder like the released one."
+    from transformers import AutoTokenizer
+
+    from grpo_nb.model.export import save_mxfp4
+    from grpo_nb.model.tiny import tiny_gpt_oss
+
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    tokenizer.chat_template = HARMONY
+    model, _ = tiny_gpt_oss(0, hidden_size=64)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    save_mxfp4(model, folder, tokenizer=tokenizer, quiet=True)
+    return folder
+
+
+def with_a_model(page: Path, folder: Path, models: Path) -> tuple[list, str]:
+    "(what is changed in a page for a model of a folder, what that model is)."
+    model, words = models.resolve() / "smollm", models.resolve() / "gptoss-tokenizer"
+    names = {"{model}": str(model), "{data}": str(small_data(folder))}
+    what = f"the model: {model.name} of a folder"
+    if page.stem == "02_gpt_oss_20b_t4":
+        names["{small}"] = str(small_gpt_oss(words, folder / "gpt-oss"))
+        what = "the model: a gpt-oss of random weights with gpt-oss' own tokenizer, in MXFP4"
+    changes = []
+    for old, new in REAL[page.stem]:
+        for name, value in names.items():
+            new = new.replace(name, value)
+        changes.append((old, new))
+    return changes, what
+
+
+def rehearse(page: Path, folder: Path, lost=False, models=None, seen="T4", twice=False) -> dict:
     "Run a page, and tell how far it came, under what."
-    enforced, imitated, changes = [*ENFORCED], [], []
+    enforced, imitated, changes, source = [*ENFORCED], [], [], ""
     if models and page.stem in REAL:
-        (model,) = [p for p in models.resolve().iterdir() if p.name == "smollm"]
-        names = {"model": str(model), "data": str(small_data(folder))}
-        changes = [
-            (old, new.replace("{model}", names["model"]).replace("{data}", names["data"]))
-            for old, new in REAL[page.stem]
+        changes, what = with_a_model(page, folder, models)
+        source = card(seen) + LARGE_DISK + AS_A_CARD
+        imitated += [
+            f"{what}; two updates, a few short completions, on the CPU",
+            f"the card: the page and `ready` are told of the {seen}, and choose for it; "
+            "the library computes on the CPU",
+            "products in float16: summed in float32 and rounded once, as a card's are",
         ]
-        imitated.append(f"the model: {model.name} of a folder, two updates, in float16 on the CPU")
     else:
         imitated.append("the model: the page's tiny one, in float32")
     before = None
     if lost:
         changes = [*changes, *ON_DRIVE, *OFTEN.get(page.stem, [])]
-        before = started(page, folder, changes, killed=True)
+        before = started(page, folder, changes, before=KILLER)
         imitated.append("Google Drive: a folder that outlives the machine")
         enforced.append("SIGKILL as the second checkpoint is written, then a new machine")
-    told = started(page, folder, changes)
+    if twice:
+        enforced.append("each cell is run a second time before the next one")
+    told = started(page, folder, changes, source, twice=twice)
     missing = told.pop("missing")
     if NO_DISK not in missing:
         enforced.append(f"a disk of {DISK} GiB (tmpfs), less than Colab's")
@@ -327,15 +409,45 @@ def rehearse(page: Path, folder: Path, lost: bool = False, models: Path | None =
     return told | kinds
 
 
+def forced(asked: argparse.Namespace) -> None:
+    "Each failure on each page; ends with 1 if one does not end in its sentence."
+    faults = [f for f in FAULTS if not asked.forced or any(word in f for word in asked.forced)]
+    well, file = [], asked.record
+    for fault in faults:
+        for page in asked.pages:
+            with tempfile.TemporaryDirectory() as folder:
+                row = force(page.resolve(), Path(folder), fault)
+            print(f"{page.stem}: {fault}: {row}", flush=True)
+            well.append(row["ended well"])
+            if file:  # hours of rows are kept one by one
+                kept = json.loads(file.read_text()) if file.exists() else {}
+                here = kept.setdefault("forced", {"pages": {}})
+                here |= {"on": f"{datetime.date.today()}", "with": packages()}
+                here["pages"][f"{page.stem}: {fault}"] = row
+                file.write_text(json.dumps(kept, indent=1) + "\n")
+    sys.exit(not all(well))
+
+
+def packages() -> str:
+    "What the pages ran with."
+    found = (f"{name} {version(name)}" for name in ("torch", "transformers", "ipywidgets"))
+    return f"Python {platform.python_version()}, {', '.join(found)}"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("pages", type=Path, nargs="*", default=PAGES)
     parser.add_argument("--lost", action="store_true", help="SIGKILL half way, then a new session")
     parser.add_argument(
-        "--models", type=Path, help="a folder with smollm; 11_qlora alone has ended so"
+        "--models", type=Path, help="a folder with the folders smollm and gptoss-tokenizer"
     )
+    parser.add_argument("--twice", action="store_true", help="each cell two times")
+    parser.add_argument("--card", choices=CARDS, default="T4", help="that --models is told of")
     parser.add_argument(
         "--record", type=Path, help="keep the record there, beside those of other ways"
+    )
+    parser.add_argument(
+        "--forced", nargs="*", metavar="WORD", help="what goes wrong, one by one; of these words"
     )
     parser.add_argument("--session", help=argparse.SUPPRESS)
     parser.add_argument("--colab", type=Path, help="an environment with its versions; made there")
@@ -345,10 +457,13 @@ def main():
         with_colabs_versions(asked.colab, words)
     if asked.session:
         return print(json.dumps(session(json.loads(asked.session))))
+    if asked.forced is not None:
+        return forced(asked)
     told = []
     for page in asked.pages:
         with tempfile.TemporaryDirectory() as folder:
-            told.append(rehearse(page.resolve(), Path(folder), asked.lost, asked.models))
+            how = asked.lost, asked.models, asked.card, asked.twice
+            told.append(rehearse(page.resolve(), Path(folder), *how))
         row = told[-1]
         print(
             row["page"],
@@ -357,16 +472,16 @@ def main():
             *row["next"],
             flush=True,
         )
-    packages = (f"{name} {version(name)}" for name in ("torch", "transformers", "ipywidgets"))
-    here = f"Python {platform.python_version()}, {', '.join(packages)}"
     shared = {k: told[0].pop(k) for k in ("enforced", "imitated", "neither real nor imitated")}
     for row in told[1:]:
         for name in shared:
             row.pop(name)
-    record = {"on": f"{datetime.date.today()}", "with": here, **shared, "pages": told}
+    record = {"on": f"{datetime.date.today()}", "with": packages(), **shared, "pages": told}
     if asked.record:
         kept = json.loads(asked.record.read_text()) if asked.record.exists() else {}
-        kept["lost" if asked.lost else "models" if asked.models else "whole"] = record
+        way = "models" if asked.card == "T4" else f"models, {asked.card}"
+        way = way if asked.models else "twice" if asked.twice else "whole"
+        kept["lost" if asked.lost else way] = record
         asked.record.write_text(json.dumps(kept, indent=1) + "\n")
     print(json.dumps(shared, indent=1))
     sys.exit(any(row["error"] for row in told))
