@@ -432,7 +432,7 @@ _FULL = {  # rooms that an error of memory came through -> what takes less
 _AWAY = {"ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "TimeoutError"}
 _AWAY |= {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "HfHubHTTPError", "ProxyError"}
 _AWAY |= {"ReadError", "RemoteProtocolError", "ChunkedEncodingError", "IncompleteRead"}
-_NO_ROOM = "can't allocate memory", "out of memory", "_ALLOC_FAILED"  # of the host, CUDA, cuBLAS
+_NO_ROOM = "'t allocate memory", "Cannot allocate memory", "out of memory", "_ALLOC_FAILED"
 
 
 def causes(error: BaseException | None) -> list[BaseException]:

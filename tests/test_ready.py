@@ -359,6 +359,7 @@ def test_memory_of_the_host():
     [
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "load a sm"),
         ("CUDA error: out of memory", "load a sm"),
+        ("unable to mmap 709104 bytes from file <a>: Cannot allocate memory (12)", "load a sm"),
         ("CUDA error: no kernel image is available for execution on the device", "on Colab choose"),
     ],
 )
