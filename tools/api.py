@@ -179,6 +179,16 @@ def constants(tree, names):
     return ["Values:", "", *lines, ""] if lines else []
 
 
+def as_called(node):
+    "A function as it is called: `judged` makes of a judge of one completion a reward of lists."
+    if "judged" in map(ast.unparse, getattr(node, "decorator_list", ())):
+        for one in (text := node.args.posonlyargs.pop(), *node.args.args):
+            one.annotation = ast.Name(f"list[{ast.unparse(one.annotation)}]")
+        text.arg, node.returns = "completions", ast.Name("list[float | None]")
+        node.args.args.insert(0, text)
+    return node
+
+
 def of_module(root, path, source_url):
     "A module as a section of its page; nothing where it has no public name."
     text = path.read_text(encoding="utf-8")
@@ -193,7 +203,7 @@ def of_module(root, path, source_url):
     classes = {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
     parts = [
         line
-        for node in tree.body
+        for node in map(as_called, tree.body)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         and node.name in names
         for line in entry(node, notes, where, classes)

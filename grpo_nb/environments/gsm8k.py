@@ -5,12 +5,10 @@
 # %% auto #0
 __all__ = ['SYSTEM_PROMPT', 'NAMES', 'THINGS', 'TAGS', 'INTEGER', 'WELL_FORMED', 'GSM8K_REWARDS', 'THINK_TAGS', 'THINK_FORM',
            'WORKING_TAGS', 'WORKING_TEMPLATE', 'gold_answer', 'problem_row', 'next_event', 'word_problem',
-           'word_problems', 'gsm8k', 'pieces', 'answer_place', 'answer_text', 'answer_value', 'answer_marks',
-           'explain_number', 'judge_answer', 'judge_whole_number', 'correctness_reward_func', 'int_reward_func',
-           'form_fault', 'line_fault', 'tag_marks', 'judge_lines', 'judge_form', 'strict_format_reward_func',
-           'soft_format_reward_func', 'judge_tags', 'xmlcount_reward_func', 'judge_think_form', 'judge_think_tags',
-           'think_answer_format_reward', 'think_answer_tags_reward', 'worked_completion', 'judge_solution_form',
-           'judge_solution', 'solution_format_reward', 'solution_proximity_reward']
+           'word_problems', 'gsm8k', 'pieces', 'answer_place', 'answer_text', 'answer_value', 'explain_number',
+           'correctness_reward_func', 'int_reward_func', 'form_fault', 'line_fault', 'tag_marks',
+           'strict_format_reward_func', 'soft_format_reward_func', 'xmlcount_reward_func', 'think_answer_format_reward',
+           'think_answer_tags_reward', 'worked_completion', 'solution_format_reward', 'solution_proximity_reward']
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #c5c9b946
 import random
@@ -24,8 +22,7 @@ from .arithmetic import proximity
 from .isolated_rewards import short
 from grpo_nb.environments.verifiers import (
     Explanation,
-    completion_text,
-    explained_by,
+    judged,
     right_number,
     stated_in,
     stated_value,
@@ -244,25 +241,16 @@ INTEGER = re.compile(
 )  # thousands may be separated by commas
 
 
-def answer_marks(
-    text: str,  # a completion
-    tags: tuple[str, ...] = TAGS,
-) -> tuple[tuple[str, int, int], ...]:  # for an `Explanation`
-    "The place of the answer, if there is one."
-    place = answer_place(text, tags)
-    return (("answer", *place),) if place else ()
-
-
 def explain_number(
     text: str,  # a completion
     answer: int | float | str,  # the right one; ValueError if it holds no number
     tags: tuple[str, ...] = TAGS,
 ) -> Explanation:  # without points
     "The one number between the last two tags, beside the right one."
-    right, marks = right_number(answer), answer_marks(text, tags)
-    if not marks:
+    right, place = right_number(answer), answer_place(text, tags)
+    if place is None:
         return Explanation(f"there is no answer between {tags[-2]} and {tags[-1]}")
-    inside = answer_text(text, tags)
+    inside, marks = text[slice(*place)], (("answer", *place),)
     count = len(stated_in(inside))
     if count != 1:
         return Explanation(f"the answer holds {count or 'no'} numbers, and one is asked for", marks)
@@ -270,48 +258,32 @@ def explain_number(
     return Explanation(f"the answer is {short(inside, 60)}, {said}", marks)
 
 
-def judge_answer(
+@judged
+def correctness_reward_func(
     text: str,
     /,
     answer: int | float | str,  # the right one; ValueError if it holds no number
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # 2 points or 0
-    "The value of the answer."
+    "Is the answer right, as a value?"
     right = answer_value(text) == right_number(answer)
     return replace(explain_number(text, answer), points=2.0 * right)
 
 
-def judge_whole_number(
+@judged
+def int_reward_func(
     text: str,
     /,
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # half a point or 0
-    "The spelling of the answer."
-    marks, inside = answer_marks(text), answer_text(text)
-    if inside is None:
+    "Is the answer spelt as a whole number?"
+    place = answer_place(text)
+    if place is None:
         return Explanation("there is no answer between <answer> and </answer>", (), 0.0)
+    inside = text[slice(*place)]
     whole = bool(INTEGER.fullmatch(inside))
     said = f"{short(inside, 60)} is {'' if whole else 'not '}spelt as a whole number"
-    return Explanation(said, marks, 0.5 * whole)
-
-# %% ../../nbs/environments/03_gsm8k.ipynb #02967fa6
-@explained_by(judge_answer)
-def correctness_reward_func(
-    completions: list,  # strings or chat messages
-    answer: list,  # the right answers; ValueError for one without a number
-    **kwargs,  # other columns, not needed
-) -> list[float]:  # 2.0 or 0.0
-    "Is the answer right, as a value?"
-    return [judge_answer(completion_text(c), a).points for c, a in zip(completions, answer)]
-
-
-@explained_by(judge_whole_number)
-def int_reward_func(
-    completions: list,  # strings or chat messages
-    **kwargs,  # other columns, not needed
-) -> list[float]:  # 0.5 or 0.0
-    "Is the answer spelt as a whole number?"
-    return [judge_whole_number(completion_text(c)).points for c in completions]
+    return Explanation(said, (("answer", *place),), 0.5 * whole)
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #95023535
 def form_fault(
@@ -356,51 +328,36 @@ def tag_marks(
 WELL_FORMED = "all tags are there once and in order, with something in them and nothing outside"
 
 
-def judge_lines(
+@judged
+def strict_format_reward_func(
     text: str,
     /,
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # half a point or 0
-    "The form, line by line."
+    "Is the form that of the prompt, line by line?"
     fault = line_fault(text)
     said = fault or "it is the form of the prompt, line by line"
     return Explanation(said, tag_marks(text), 0.5 * (not fault))
 
 
-def judge_form(
+@judged
+def soft_format_reward_func(
     text: str,
     /,
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # half a point or 0
-    "The form, line breaks aside."
+    "Is the form that of the prompt, line breaks aside?"
     fault = form_fault(text)
     return Explanation(fault or WELL_FORMED, tag_marks(text), 0.5 * (not fault))
 
-
-@explained_by(judge_lines)
-def strict_format_reward_func(
-    completions: list,  # strings or chat messages
-    **kwargs,  # other columns, not needed
-) -> list[float]:  # 0.5 or 0.0
-    "Is the form that of the prompt, line by line?"
-    return [judge_lines(completion_text(c)).points for c in completions]
-
-
-@explained_by(judge_form)
-def soft_format_reward_func(
-    completions: list,  # strings or chat messages
-    **kwargs,  # other columns, not needed
-) -> list[float]:  # 0.5 or 0.0
-    "Is the form that of the prompt, line breaks aside?"
-    return [judge_form(completion_text(c)).points for c in completions]
-
 # %% ../../nbs/environments/03_gsm8k.ipynb #2b7faff6
-def judge_tags(
+@judged
+def xmlcount_reward_func(
     text: str,
     /,
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # 0 to 0.5 points
-    "0.125 for each tag that occurs exactly once, less a little for text after the end."
+    "How much of the form is there?"
     once = [tag for tag in TAGS if text.count(tag) == 1]
     after = text.rpartition(TAGS[-1])[2].strip() if TAGS[-1] in once else ""
     late = f"; {len(after):,} characters after the end take a little off" if after else ""
@@ -409,15 +366,6 @@ def judge_tags(
         tag_marks(text),
         0.125 * len(once) - min(0.001 * len(after), 0.125),
     )
-
-
-@explained_by(judge_tags)
-def xmlcount_reward_func(
-    completions: list,  # strings or chat messages
-    **kwargs,  # other columns, not needed
-) -> list[float]:  # 0.0 to 0.5
-    "How much of the form is there?"
-    return [judge_tags(completion_text(c)).points for c in completions]
 
 
 GSM8K_REWARDS = [
@@ -433,12 +381,13 @@ THINK_TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 THINK_FORM = ("<think>\n", "\n</think>\n<answer>\n", re.compile("\n</answer>$", re.MULTILINE))
 
 
-def judge_think_form(
+@judged
+def think_answer_format_reward(
     text: str,
     /,
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # a point or 0
-    "Thoughts and an answer from the start on; the first middle is as good as any later one."
+    "Does a completion begin with thoughts and an answer, each between tags on lines of their own?"
     start, middle, end = THINK_FORM
     found = text.find(middle, len(start)) if text.startswith(start) else -1
     formed = found >= 0 and bool(end.search(text, found + len(middle)))
@@ -447,33 +396,16 @@ def judge_think_form(
     return Explanation(said, tag_marks(text, THINK_TAGS), float(formed))
 
 
-def judge_think_tags(
+@judged
+def think_answer_tags_reward(
     text: str,
     /,
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # a quarter of a point for each
-    "Tags that occur exactly once, their line breaks included."
+    "How many of the four tags are there?"
     once = sum(text.count(tag) == 1 for tag in THINK_TAGS)
     said = f"{once} of {len(THINK_TAGS)} tags occur exactly once"
     return Explanation(said, tag_marks(text, THINK_TAGS), once / len(THINK_TAGS))
-
-
-@explained_by(judge_think_form)
-def think_answer_format_reward(
-    completions: list,  # strings or chat messages
-    **kwargs,  # other columns, not needed
-) -> list[float]:  # 1.0 or 0.0
-    "Does a completion begin with thoughts and an answer, each between tags on lines of their own?"
-    return [judge_think_form(completion_text(c)).points for c in completions]
-
-
-@explained_by(judge_think_tags)
-def think_answer_tags_reward(
-    completions: list,  # strings or chat messages
-    **kwargs,  # other columns, not needed
-) -> list[float]:  # 0.25 for each tag that occurs exactly once
-    "How many of the four tags are there?"
-    return [judge_think_tags(completion_text(c)).points for c in completions]
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #06bf8f23
 def worked_completion(
@@ -493,46 +425,28 @@ WORKING_TEMPLATE = (  # messages, a line each; then the model is in the middle o
 )
 
 
-def judge_solution_form(
+@judged
+def solution_format_reward(
     text: str,  # the first tag, which the template has written, may be missing
     /,
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point or 0
-    "Working out, then one solution, and nothing else."
+    "Is there working out, then one solution, and nothing else?"
     whole = text if text.startswith(WORKING_TAGS[0]) else WORKING_TAGS[0] + text
     fault = form_fault(whole, WORKING_TAGS)
     return Explanation(fault or WELL_FORMED, tag_marks(text, WORKING_TAGS), float(not fault))
 
 
-def judge_solution(
+@judged
+def solution_proximity_reward(
     text: str,
     /,
     answer: int | float | str,  # the right one; ValueError if it holds no number
     **row: Any,  # other columns, not needed
 ) -> Explanation:  # points as `proximity`; -1 without the form
-    "The number in the solution, if the form is right."
-    right, form = right_number(answer), judge_solution_form(text)
+    "How near is the number in the solution tags?"
+    right, form = right_number(answer), solution_format_reward.explain(text)
     if not form.points:
         return replace(form, points=proximity(None, right))
     points = proximity(answer_value(text, WORKING_TAGS), right)
     return replace(explain_number(text, answer, WORKING_TAGS), points=points)
-
-
-@explained_by(judge_solution_form)
-def solution_format_reward(
-    completions: list,  # strings or chat messages
-    **kwargs,  # other columns, not needed
-) -> list[float]:  # 1.0 or 0.0
-    "Is there working out, then one solution, and nothing else?"
-    return [judge_solution_form(completion_text(c)).points for c in completions]
-
-
-@explained_by(judge_solution)
-def solution_proximity_reward(
-    completions: list,  # strings or chat messages
-    answer: list,  # the right answers; ValueError for one without a number
-    **kwargs,  # other columns, not needed
-    # 1 for the right number, then from 0.5 down to -1; -1 too for a completion without the form
-) -> list[float]:
-    "How near is the number in the solution tags?"
-    return [judge_solution(completion_text(c), a).points for c, a in zip(completions, answer)]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORD', 'LIMITS', 'check_arguments', 'Rubric', 'ramp', 'length_penalty', 'pass_rates', 'mastered_length_penalty',
-           'readability_faults', 'judge_readability', 'readability_points', 'readability_penalty']
+           'readability_faults', 'judge_readability', 'readability_penalty']
 
 # %% ../../nbs/environments/04_rubric.ipynb #55c2f153
 import inspect
@@ -215,14 +215,7 @@ def judge_readability(
     "How bad each fault is."
     faults = readability_faults(text)
     said = ", ".join(f"{fault} {100 * share:.0f} %" for fault, share in faults.items())
-    return Explanation(said, (), readability_points(faults))
-
-
-def readability_points(
-    faults: dict[str, float],  # of `readability_faults`
-) -> float:  # from -1 to 0
-    "The mean of the faults, as points off."
-    return 0.0 - sum(faults.values()) / len(faults)
+    return Explanation(said, (), 0.0 - sum(faults.values()) / len(faults))
 
 
 @explained_by(judge_readability)
@@ -234,7 +227,8 @@ def readability_penalty(
 ) -> list[float]:  # from -1 to 0
     """Points off for text that is hard to read; the mean of each fault is logged as
     readability/FAULT."""
-    table = [readability_faults(completion_text(c)) for c in completions]
-    for fault in LIMITS if log_metric and table else ():
+    texts = [completion_text(c) for c in completions]
+    table = [readability_faults(text) for text in texts] if log_metric else []
+    for fault in LIMITS if table else ():
         log_metric(f"readability/{fault}", sum(faults[fault] for faults in table) / len(table))
-    return [readability_points(faults) for faults in table]
+    return [judge_readability(text).points for text in texts]

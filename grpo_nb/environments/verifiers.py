@@ -8,9 +8,11 @@ __all__ = ['MAX_MARKS', 'HIDDEN_MARKS', 'NUMBER', 'NUMERAL', 'STATED', 'THOUSAND
            'number_matches', 'exact_match', 'numeral_value', 'stated_in', 'stated_value', 'numbers_in', 'box_place',
            'boxed', 'final_number', 'right_number', 'value_matches', 'trimmed', 'stated_place', 'stated_answer',
            'final_place', 'final_channel', 'Program', 'fenced_blocks', 'python_blocks', 'last_program', 'Explanation',
-           'explained_by', 'verdict', 'judge_exact', 'final_number_marks', 'program_marks']
+           'explained_by', 'judged', 'verdict', 'judge_exact', 'final_number_marks', 'program_marks']
 
 # %% ../../nbs/environments/01_verifiers.ipynb #1e7e3413
+import functools
+import inspect
 import re
 import textwrap
 import unicodedata
@@ -124,10 +126,8 @@ def stated_value(
     found: re.Match,  # of `STATED`
 ) -> Fraction | None:  # exact; None if there is none, as for 1/0
     "The value of a stated number."
-    top, bottom = (
-        numeral_value(found["top"] or found["number"]),
-        numeral_value(found["bottom"] or found["over"]),
-    )
+    top = numeral_value(found["top"] or found["number"])
+    bottom = numeral_value(found["bottom"] or found["over"])
     sign = -1 if found["sign"] in ("-", "\u2212") else 1
     return sign * top / bottom if top is not None and bottom else None
 
@@ -350,6 +350,27 @@ def explained_by(
         return reward
 
     return attach
+
+
+def judged(
+    judge: Callable[..., Explanation],  # judge(text, /, COLUMN, ..., **row): of one completion
+) -> Callable:  # reward(completions, COLUMN, ..., **kwargs)
+    "The reward function that pays each completion what its judge says, and keeps it as `explain`."
+    _, *columns, rest = inspect.signature(judge).parameters.values()
+    lists = [one.replace(annotation=list) for one in columns]
+    given = inspect.Parameter("completions", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    shape = inspect.Signature([given, *lists, rest.replace(name="kwargs")])
+
+    @functools.wraps(judge)
+    def reward(*args, **kwargs) -> list[float | None]:
+        table = shape.bind(*args, **kwargs).arguments
+        named = [one.name for one in columns if table.get(one.name) is not None]
+        rows = [{name: table[name][i] for name in named} for i in range(len(table["completions"]))]
+        texts = map(completion_text, table["completions"])
+        return [judge(text, **row).points for text, row in zip(texts, rows)]
+
+    reward.explain, reward.__signature__ = judge, shape
+    return reward
 
 
 def verdict(

@@ -11,8 +11,6 @@ from grpo_nb.environments.arithmetic import (
     addition_problems,
     correct_number_reward,
     exact_answer_reward,
-    judge_nearness,
-    judge_number,
     number_found_reward,
     proximity,
     proximity_reward,
@@ -117,10 +115,10 @@ def test_the_examples_of_the_guide():
 
 
 def test_a_judge_says_what_was_paid():
-    assert judge_number("so 46.", "46").marks == (("number", 3, 5),)
-    assert "and 46 is right" in judge_number("45", "46").reason
-    assert judge_number("none", "46").points == -3
-    assert judge_nearness(r"page 7: \boxed{46}", "46").marks == (
+    assert correct_number_reward.explain("so 46.", answer="46").marks == (("number", 3, 5),)
+    assert "and 46 is right" in correct_number_reward.explain("45", answer="46").reason
+    assert correct_number_reward.explain("none", answer="46").points == -3
+    assert proximity_reward.explain(r"page 7: \boxed{46}", "46").marks == (
         ("box", 15, 17),
         ("number", 15, 17),
     )

@@ -2,6 +2,7 @@
 cheat them, and the data."""
 
 import asyncio
+import inspect
 import math
 import re
 import unicodedata
@@ -253,7 +254,7 @@ def test_a_row_that_asks_for_nothing_is_not_judged():
         (too_long_reward, None),
         (exact_reply_reward, None),
     ):
-        column = function.__annotations__ and function.__code__.co_varnames[1]
+        column = list(inspect.signature(function).parameters)[1]
         assert function(completions=["a"], **{column: [value]}) == [None]
     assert too_long_reward(["", "a"], [0, 0]) == [0, -1]
 

@@ -19,10 +19,9 @@ from random import Random
 import pytest
 
 import grpo_nb.environments as environments
-from grpo_nb.environments.countdown import judge_rules, points_of
-from grpo_nb.environments.email_replies import MailCheck, judge_keywords, reply_problems
+from grpo_nb.environments.email_replies import reply_problems
 from grpo_nb.environments.game2048 import StrategyRewards
-from grpo_nb.environments.gsm8k import judge_tags
+from grpo_nb.environments.gsm8k import xmlcount_reward_func
 from grpo_nb.environments.judge import Judge, judge_messages
 from grpo_nb.environments.matmul import MatmulRewards
 from grpo_nb.environments.procedural import (
@@ -106,7 +105,6 @@ OBJECTS = {  # of the classes whose methods read completions; made for each text
     "StrategyRewards": lambda: StrategyRewards(POOL, scale="published", secret="0"),
     "MatmulRewards": lambda: MatmulRewards(POOL, secret="0"),
     "OnceABatch": lambda: StrategyRewards(POOL, scale="published", secret="0").reports,
-    "MailCheck": lambda: MailCheck("keywords", judge_keywords),
     "Judge": lambda: Judge(*"umikcl", 1, (0, 1), 1.0, 1.0, {}, "judge"),
 }
 OF_TEXT = {}  # class -> the text that was read last, and the object that has read it
@@ -124,7 +122,6 @@ MADE = {  # what is made by a call, or takes a completion under another name
     "judge.judge_messages": lambda text: judge_messages("question", text, "instructions"),
     "procedural.harmless lists": lambda text: harmless(EVALUATES_LISTS[0], text),
     "procedural.harmless formulas": lambda text: harmless(EVALUATES_FORMULAS[0], text),
-    "countdown.points_of": lambda text: points_of(judge_rules, [text], numbers=[[2, 3]]),
     "procedural.explain_task": lambda text: explain_task(text, task=EVALUATES_FORMULAS[0]),
     "procedural.harmless literal": lambda text: harmless(EVALUATES_LISTS[0], f"[({text})]"),
 }
@@ -141,7 +138,7 @@ def sample_of(text):
 
 def seen(text):
     "A completion in the table of rewards."
-    marks = judge_tags(text).marks
+    marks = xmlcount_reward_func.explain(text).marks
     one = [Judgement("tags", 1.0, Explanation(text, marks))]
     highlighted(text, one, colours_of(one))
     advantages_table([text, "4"], [one, one], [1.0])
