@@ -104,6 +104,7 @@ OBJECTS = {  # of the classes whose methods read completions; made for each text
     "Rubric": lambda: Rubric({"fenced": (lambda text: bool(fenced_blocks(text)), 1.0)}),
     "StrategyRewards": lambda: StrategyRewards(POOL, scale="published", secret="0"),
     "MatmulRewards": lambda: MatmulRewards(POOL, secret="0"),
+    "ProgramRewards": lambda: StrategyRewards(POOL, scale="published", secret="0"),
     "OnceABatch": lambda: StrategyRewards(POOL, scale="published", secret="0").reports,
     "Judge": lambda: Judge(*"umikcl", 1, (0, 1), 1.0, 1.0, {}, "judge"),
 }

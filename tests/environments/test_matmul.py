@@ -760,7 +760,7 @@ def test_under_the_trainers_eyes(pool):
 
 
 def test_settings_that_cannot_be():
-    with pytest.raises(ValueError, match="scale is 'nice', and it must be plain or published"):
+    with pytest.raises(ValueError, match="scale is 'nice', and it must be one of plain, published"):
         MatmulRewards(scale="nice")
     with pytest.raises(TypeError, match="no settings of these names: games; there are size"):
         MatmulRewards(games=4)
