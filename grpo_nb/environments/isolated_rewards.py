@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['MODULE_AND_NAME', 'MAX_BYTES', 'LENGTH', 'LARGEST', 'SET_PDEATHSIG', 'SET_CHILD_SUBREAPER', 'WATCHDOG_SCRIPT',
-           'MARGIN_S', 'LOG_FUNCTIONS', 'refusal', 'reachable', 'find', 'DeadlinePassed', 'ConnectionClosed',
-           'exchange', 'send', 'plain_scores', 'visible', 'short', 'load', 'describe', 'ask_function',
-           'scores_or_fault', 'run_awaitable', 'run_worker', 'prctl', 'descendants', 'TrainerEnded', 'Watchdog',
-           'run_watchdog', 'close_watchdog', 'WorkerProcess', 'NotScored', 'pickled_arguments', 'one_by_one',
-           'RewardProcesses', 'RewardReports', 'IsolatedReward', 'rebuild', 'check_limits', 'isolated']
+           'MARGIN_S', 'LOG_FUNCTIONS', 'reachable', 'DeadlinePassed', 'ConnectionClosed', 'exchange', 'send',
+           'plain_scores', 'visible', 'short', 'load', 'describe', 'ask_function', 'run_worker', 'prctl', 'descendants',
+           'TrainerEnded', 'Watchdog', 'run_watchdog', 'close_watchdog', 'WorkerProcess', 'NotScored',
+           'pickled_arguments', 'one_by_one', 'RewardProcesses', 'RewardReports', 'IsolatedReward', 'check_limits',
+           'isolated']
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #a4cbfccf
 import contextlib
 import ctypes
+import functools
 import importlib
 import inspect
 import itertools
@@ -35,24 +36,12 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #68ab5f1a
 MODULE_AND_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-def refusal(
-    what: str,  # the function, in words
-    why: str,
-    name: str = "function",  # what it could be called
-) -> ValueError:
-    "The sentence for a function that a worker cannot find."
-    return ValueError(
-        f"{what} {why}, so a process of its own cannot find it: write it as a plain function "
-        "at the top of a file, for example rewards.py, "
-        f"and pass isolated('rewards:{name}'); what it closed over goes into arguments={{...}}"
-    )
 
 
 def reachable(
@@ -66,40 +55,28 @@ def reachable(
             f"{function!r} does not name a function: write 'module:function', for example "
             "'rewards:length_reward'"
         )
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not callable(function):
         raise ValueError(f"{function!r} is no function: pass one, or its name as 'module:function'")
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    called = getattr(function, "__name__", "function")
     if name is None or not isinstance(getattr(function, "__self__", None), (type(None), type(sys))):
-        raise refusal(f"{function!r}", "is an object with a state")
-    if "<lambda>" in name:
-        raise refusal("a lambda", "has no name")
-    if "<locals>" in name:
-        raise refusal(f"{name!r}", "was made inside another function", function.__name__)
-    if module in (None, "__main__", "__mp_main__"):
-        raise refusal(
-            f"{name!r}", "was written in a notebook or in the script that runs", function.__name__
-        )
-    try:
-        found = find(sys.modules.get(module), name)
-    except AttributeError:
-        found = None
-    if found is not function:
-        raise refusal(
-            f"{module}:{name}",
-            "is not this function but another one, or nothing",
-            function.__name__,
-        )
-    return f"{module}:{name}"
-
-
-def find(
-    module: Any,
-    name: str,  # with dots for attributes of attributes
-) -> Any:  # AttributeError if there is none
-    "What a name means in a module."
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module
+        called, why = "function", f"{function!r} is an object with a state"
+    elif "<lambda>" in name:
+        called, why = "function", "a lambda has no name"
+    elif "<locals>" in name:
+        why = f"{name!r} was made inside another function"
+    elif module in (None, "__main__", "__mp_main__"):
+        why = f"{name!r} was written in a notebook or in the script that runs"
+    else:
+        with contextlib.suppress(AttributeError):
+            if attrgetter(name)(sys.modules.get(module)) is function:
+                return f"{module}:{name}"
+        why = f"{module}:{name} is not this function but another one, or nothing"
+    raise ValueError(
+        f"{why}, so a process of its own cannot find it: write it as a plain function at the top "
+        f"of a file, for example rewards.py, and pass isolated('rewards:{called}'); what it closed "
+        "over goes into arguments={...}"
+    )
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #081a59a4
 MAX_BYTES = 1 << 28  # of one message
@@ -122,17 +99,12 @@ def exchange(
     check: Callable[[], Any] = lambda: None,  # called after each quiet quarter second; may raise
 ) -> bytes:  # the frame that came back; raises DeadlinePassed and ConnectionClosed
     "Send one message and wait for one."
-    left_to_send, received = (
-        memoryview(LENGTH.pack(len(frame)) + frame if frame is not None else b""),
-        bytearray(),
-    )
-    poll = select.poll()
+    left_to_send = memoryview(LENGTH.pack(len(frame)) + frame if frame is not None else b"")
+    received, awaited, poll = bytearray(), LENGTH.size, select.poll()
     poll.register(read_from, select.POLLIN)
     if left_to_send:
         poll.register(write_to, select.POLLOUT)
-    while (
-        len(received) < LENGTH.size or len(received) < LENGTH.size + LENGTH.unpack_from(received)[0]
-    ):
+    while len(received) < awaited:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
             raise DeadlinePassed
@@ -153,6 +125,8 @@ def exchange(
             received += piece
             if len(received) > MAX_BYTES:
                 raise ConnectionClosed
+            if len(received) >= LENGTH.size:
+                awaited = LENGTH.size + LENGTH.unpack_from(received)[0]
     return bytes(received[LENGTH.size :])
 
 
@@ -225,7 +199,7 @@ def load(
 ) -> Callable:
     "Import the module of a function, and look the function up."
     module, _, name = target.partition(":")
-    function = find(importlib.import_module(module), name)
+    function = attrgetter(name)(importlib.import_module(module))
     if not callable(function):
         raise TypeError(f"{target} is {short(function)}, and no function")
     return function
@@ -237,10 +211,9 @@ def describe(error: BaseException) -> str:  # with the place where it was raised
         said = visible(f"{type(error).__name__}: {str(error)[:500]}")
     except BaseException:
         said = type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    return said + (
-        f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    )
+    for frame in traceback.extract_tb(error.__traceback__)[-1:]:
+        said += f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
+    return said
 
 
 def ask_function(
@@ -249,41 +222,29 @@ def ask_function(
 ) -> bytes:  # JSON: {"scores", "metrics", "extras"}, or {"fault"}: what went wrong
     "Ask the function once."
     metrics, extras = [], {}
+    collect = {
+        "log_metric": lambda name, value: metrics.append((str(name), float(value))),
+        "log_extra": lambda name, values: extras.update({str(name): list(values)}),
+    }
     try:
         given = pickle.loads(question)
-        collect = {
-            "log_metric": lambda name, value: metrics.append((str(name), float(value))),
-            "log_extra": lambda name, values: extras.update({str(name): list(values)}),
-        }
-        values = function(
-            **given["arguments"], **{name: collect[name] for name in given["log_functions"]}
-        )
+        loggers = {name: collect[name] for name in given["log_functions"]}
+        values = function(**given["arguments"], **loggers)
         if inspect.isawaitable(values):
-            values = run_awaitable(values)
-        return json.dumps(
-            {**scores_or_fault(values, given["count"]), "metrics": metrics, "extras": extras},
-            default=short,
-        ).encode()
+            import asyncio  # where it is used: workers start twice as fast without it
+
+            async def wait(awaitable):
+                return await awaitable
+
+            values = asyncio.run(wait(values))
+        try:
+            said = {"scores": plain_scores(values, given["count"])}
+        except ValueError as error:
+            said = {"fault": f"it {error}"}
+        answer = {**said, "metrics": metrics, "extras": extras}
+        return json.dumps(answer, default=short).encode()
     except BaseException as error:  # SystemExit is no better than any other
         return json.dumps({"fault": f"it raised {describe(error)}"}).encode()
-
-
-def scores_or_fault(values: Any, count: int) -> dict:
-    "The scores, or what is wrong with them."
-    try:
-        return {"scores": plain_scores(values, count)}
-    except ValueError as error:
-        return {"fault": f"it {error}"}
-
-
-def run_awaitable(awaitable: Any) -> Any:
-    "What comes of an async function, waited for in an event loop of its own."
-    import asyncio  # where it is used: workers start twice as fast without it
-
-    async def wait():
-        return await awaitable
-
-    return asyncio.run(wait())
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #4523a782
 def run_worker(
@@ -323,23 +284,11 @@ def prctl(option: int, value: int) -> None:
 
 def descendants(
     root: int,  # a process id
-) -> list[int]:  # without itself; empty where there is no /proc
+) -> list[int]:  # without itself
     "All processes that a process has started, and those have started, and so on."
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                parent = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError):
-            continue  # it has just ended
-        children.setdefault(parent, []).append(int(name))
-    found, level = [], [root]
-    while level:
-        level = [child for parent in level for child in children.get(parent, ())]
-        found += level
-    return found
+    import psutil  # where it is used, as asyncio above
+
+    return [process.pid for process in psutil.Process(root).children(recursive=True)]
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #ebea5b32
 class TrainerEnded(Exception):
@@ -361,17 +310,14 @@ class Watchdog:
         questions, self.questions = os.pipe()
         self.answers, answers = os.pipe()
         self.ready, self.status, watchdog = False, None, os.getpid()
-        self.worker = (
-            os.fork()
-        )  # safe here: this process has no threads and has imported this module alone
+        self.worker = os.fork()  # safe: no threads here, and nothing imported but this module
         if self.worker == 0:
             try:
                 self.become_worker(watchdog)
                 run_worker(self.target, self.prepare, questions, answers)
             finally:
                 os._exit(0)
-        for line in (questions, answers):
-            os.close(line)
+        os.close(questions), os.close(answers)
         os.set_blocking(self.questions, False)
 
     def become_worker(self, watchdog: int) -> None:
@@ -392,11 +338,12 @@ class Watchdog:
             return
         deadline = time.monotonic() + 1
         while True:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.worker, signal.SIGKILL)
-            for process in descendants(os.getpid()):
+            for kill, process in [
+                (os.killpg, self.worker),
+                *((os.kill, one) for one in descendants(os.getpid())),
+            ]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, signal.SIGKILL)
+                    kill(process, signal.SIGKILL)
             if not self.reap() or time.monotonic() > deadline:
                 break
             time.sleep(0.002)
@@ -440,18 +387,15 @@ class Watchdog:
         if self.worker is None:
             self.start()
         try:
+            said = json.dumps({"ready": True}).encode()
             if not self.ready:
                 said = exchange(None, -1, self.answers, deadline, self.check_processes)
                 self.ready = b"fault" not in said
                 if not self.ready:
                     self.end()
-                if not self.ready or not question:
-                    return said
-            return (
-                exchange(question, self.questions, self.answers, deadline, self.check_processes)
-                if question
-                else json.dumps({"ready": True}).encode()
-            )
+            if not self.ready or not question:
+                return said
+            return exchange(question, self.questions, self.answers, deadline, self.check_processes)
         except DeadlinePassed:
             fault = (
                 f"it was not {'done' if self.ready else 'ready'} after {within_s:.3g} s, and "
@@ -536,17 +480,9 @@ class WorkerProcess:
                 "isolated reward functions need a system with fork (Linux, macOS); call the "
                 "function in the training process instead"
             )
-        command = [
-            sys.executable,
-            "-c",
-            WATCHDOG_SCRIPT,
-            json.dumps(sys.path),
-            self.target,
-            self.prepare,
-            str(os.getpid()),
-        ]
+        given = json.dumps(sys.path), self.target, self.prepare, str(os.getpid())
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", WATCHDOG_SCRIPT, *given],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -554,9 +490,8 @@ class WorkerProcess:
             start_new_session=True,
         )
         os.set_blocking(self.process.stdin.fileno(), False)
-        self.close = weakref.finalize(
-            self, close_watchdog, self.process, os.getpid()
-        )  # called when the worker is dropped, and at exit
+        # called when the worker is dropped, and at exit
+        self.close = weakref.finalize(self, close_watchdog, self.process, os.getpid())
 
     def ask(
         self,
@@ -567,14 +502,10 @@ class WorkerProcess:
         failed."""
         if self.process is None:
             self.open()
+        pipes = self.process.stdin.fileno(), self.process.stdout.fileno()
+        late = time.monotonic() + within_s + MARGIN_S
         try:
-            answer = exchange(
-                f"{within_s}\n".encode() + question,
-                self.process.stdin.fileno(),
-                self.process.stdout.fileno(),
-                time.monotonic() + within_s + MARGIN_S,
-            )
-            return dict(json.loads(answer))
+            return dict(json.loads(exchange(f"{within_s}\n".encode() + question, *pipes, late)))
         except ConnectionClosed:
             fault = f"its watchdog ended: {self.error_output()}"
         except DeadlinePassed:
@@ -622,15 +553,9 @@ def pickled_arguments(
 ) -> bytes:  # ValueError, with its name, for one that cannot be sent
     "The arguments for the worker."
     sent = {name: value for name, value in arguments.items() if name not in LOG_FUNCTIONS}
-    state = sent.get("trainer_state")
-    if state is not None:
-        sent["trainer_state"] = SimpleNamespace(
-            **{
-                name: value
-                for name, value in vars(state).items()
-                if isinstance(value, (int, float, str, type(None)))
-            }
-        )
+    if (state := sent.get("trainer_state")) is not None:
+        plain = {n: v for n, v in vars(state).items() if isinstance(v, int | float | str | None)}
+        sent["trainer_state"] = SimpleNamespace(**plain)
     given = {
         "arguments": sent,
         "count": len(sent["completions"]),
@@ -656,9 +581,8 @@ def one_by_one(
     count: int,  # of completions
 ) -> list[dict[str, Any]]:
     "The same arguments for each completion alone."
-    columns = {
-        name for name, value in arguments.items() if isinstance(value, list) and len(value) == count
-    }  # a setting that is no column is given as a tuple
+    # a setting that is no column is given as a tuple
+    columns = {n for n, v in arguments.items() if isinstance(v, list) and len(v) == count}
     return [
         {name: value[i : i + 1] if name in columns else value for name, value in arguments.items()}
         for i in range(count)
@@ -670,11 +594,8 @@ class RewardProcesses:
 
     def open(self) -> None:
         "Begin to start the workers."
-        self.owner, self.idle, self.all = (
-            os.getpid(),
-            queue.LifoQueue(),
-            [WorkerProcess(self.target, self.prepare) for _ in range(self.workers)],
-        )
+        self.owner, self.idle = os.getpid(), queue.LifoQueue()
+        self.all = [WorkerProcess(self.target, self.prepare) for _ in range(self.workers)]
         for worker in self.all:
             worker.open()
             self.idle.put(worker)
@@ -711,17 +632,13 @@ class RewardProcesses:
 
         def answer_some(worker):
             while (i := next(numbers)) < len(questions) and time.monotonic() < deadline:
-                if self.each_timeout_s is not None:
-                    worker.ask(
-                        min(self.start_timeout_s, max(deadline - time.monotonic(), 0))
-                    )  # after a fault it is starting again
+                if self.each_timeout_s is not None:  # after a fault it is starting again
+                    worker.ask(min(self.start_timeout_s, max(deadline - time.monotonic(), 0)))
                 left = deadline - time.monotonic()
                 if left > 0:
                     answers[i] = worker.ask(min(left, self.each_timeout_s or left), questions[i])
 
-        threads = [
-            threading.Thread(target=answer_some, args=(worker,), daemon=True) for worker in able[1:]
-        ]
+        threads = [threading.Thread(target=answer_some, args=(w,), daemon=True) for w in able[1:]]
         for thread in threads:
             thread.start()
         answer_some(able[0])
@@ -745,15 +662,10 @@ class RewardReports(RewardProcesses):
         for name, value in (pair for answer in answers for pair in answer.get("metrics", ())):
             log_metric(name, value)
         sizes = [1] * count if self.each_timeout_s is not None else [count]
-        for name in dict.fromkeys(name for answer in answers for name in answer.get("extras", ())):
-            log_extra(
-                name,
-                [
-                    value
-                    for answer, size in zip(answers, sizes)
-                    for value in answer.get("extras", {}).get(name, [None] * size)
-                ],
-            )
+        extras = [answer.get("extras", {}) for answer in answers]
+        for name in dict.fromkeys(name for one in extras for name in one):
+            columns_of = (one.get(name, [None] * size) for one, size in zip(extras, sizes))
+            log_extra(name, list(itertools.chain(*columns_of)))
         if log_metric and count:
             log_metric(f"{self.__name__}/failed", faults.total() / count)
         if faults:
@@ -770,25 +682,16 @@ class IsolatedReward(RewardReports):
     def __init__(
         self,
         target: str,  # "module:name"
-        timeout_s: float,
-        workers: int,
-        each_timeout_s: float | None,
-        start_timeout_s: float,
-        arguments: dict[str, Any],
-        prepare: str,  # "module:name", or empty
-        name: str,  # in the log
+        settings: dict[str, Any],  # arguments of `isolated`, the name in the log among them
     ):
-        self.target, self.workers, self.start_timeout_s = target, workers, start_timeout_s
-        self.timeout_s, self.each_timeout_s = timeout_s, each_timeout_s
-        self.arguments, self.prepare, self.__name__ = arguments, prepare, name
+        self.target, self.settings, self.__name__ = target, settings, settings["name"]
+        self.timeout_s, self.each_timeout_s = settings["timeout_s"], settings["each_timeout_s"]
+        self.workers, self.start_timeout_s = settings["workers"], settings["start_timeout_s"]
+        self.arguments, self.prepare = settings["arguments"], settings["prepare"]
         self.open()
 
-    def __reduce__(self):
-        names = "timeout_s each_timeout_s workers start_timeout_s arguments prepare".split()
-        return rebuild, (
-            self.target,
-            {name: getattr(self, name) for name in names} | {"name": self.__name__},
-        )
+    def __reduce__(self):  # copied, or sent to another process, it starts workers of its own
+        return functools.partial(isolated, self.target, **self.settings), ()
 
     def __enter__(self):
         return self
@@ -803,10 +706,8 @@ class IsolatedReward(RewardReports):
         **columns: Any,  # the data set's columns and the trainer's things
     ) -> list[float | None]:  # None where there is no score; a `NotScored` if there is none at all
         "Ask the function, and wait no longer than the deadline."
-        arguments, count = (
-            {"prompts": prompts, "completions": completions, **columns, **self.arguments},
-            len(completions),
-        )
+        arguments = {"prompts": prompts, "completions": completions, **columns, **self.arguments}
+        count = len(completions)
         pieces = [arguments] if self.each_timeout_s is None else one_by_one(arguments, count)
         answers = self.ask([pickled_arguments(piece) for piece in pieces])
         scores, faults = [], Counter()
@@ -815,34 +716,23 @@ class IsolatedReward(RewardReports):
             if "fault" in answer:
                 faults[answer["fault"]] += len(piece["completions"])
         self.report(answers, faults, count, columns)
-        return (
-            NotScored(count, faults.most_common(1)[0][0])
-            if count and faults.total() == count
-            else scores
-        )
+        if count and faults.total() == count:
+            return NotScored(count, faults.most_common(1)[0][0])
+        return scores
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #c44705e5
-def rebuild(target: str, settings: dict) -> IsolatedReward:
-    """An isolated reward function that was copied or sent to another process starts workers of its
-    own."""
-    return isolated(target, **settings)
-
-
 def check_limits(
-    timeout_s: float, each_timeout_s: float | None, start_timeout_s: float, workers: int
+    settings: dict[str, Any],  # arguments of `isolated`
 ) -> None:
     "ValueError for limits that cannot be kept."
-    for what, value in (
-        ("timeout_s", timeout_s),
-        ("each_timeout_s", each_timeout_s),
-        ("start_timeout_s", start_timeout_s),
-    ):
-        if value is not None and not 0 < value < math.inf:
+    for what in ("timeout_s", "each_timeout_s", "start_timeout_s"):
+        if (value := settings[what]) is not None and not 0 < value < math.inf:
             raise ValueError(f"{what} is {value!r}; give a positive number of seconds")
-    if each_timeout_s is not None and each_timeout_s > timeout_s:
+    each, whole, workers = (settings[n] for n in ("each_timeout_s", "timeout_s", "workers"))
+    if each is not None and each > whole:
         raise ValueError(
-            f"each_timeout_s is {each_timeout_s:g} and timeout_s, the limit of the whole "
-            f"call, is {timeout_s:g}: give each less than all"
+            f"each_timeout_s is {each:g} and timeout_s, the limit of the whole call, is "
+            f"{whole:g}: give each less than all"
         )
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"workers is {workers!r}; give a whole number, 1 or more")
@@ -863,28 +753,24 @@ def isolated(
     start_timeout_s: float = 60.0,
     # further arguments of the function, the same in every call: settings that a closure would hold
     arguments: dict[str, Any] | None = None,
-    prepare: Callable
-    | str
     # called once in a fresh worker, without arguments, before it is ready: to import or load what
     # is slow
-    | None = None,
+    prepare: Callable | str | None = None,
     name: str | None = None,  # in the log; None: the function's own
 ) -> (
     IsolatedReward
 ):  # ValueError for a function that cannot be found by name, RuntimeError if it cannot be imported
     "A reward function that runs in a process of its own, with a deadline that holds."
+    settings = {name: value for name, value in locals().items() if name != "function"}
     target = reachable(function)
-    check_limits(timeout_s, each_timeout_s, start_timeout_s, workers)
-    reward = IsolatedReward(
-        target,
-        float(timeout_s),
-        workers,
-        each_timeout_s,
-        float(start_timeout_s),
-        dict(arguments or {}),
-        reachable(prepare) if prepare else "",
-        name or target.rpartition(":")[2].rpartition(".")[2],
-    )
+    check_limits(settings)
+    settings |= {"timeout_s": float(timeout_s), "start_timeout_s": float(start_timeout_s)}
+    settings |= {
+        "arguments": dict(arguments or {}),
+        "prepare": reachable(prepare) if prepare else "",
+    }
+    settings["name"] = name or target.rpartition(":")[2].rpartition(".")[2]
+    reward = IsolatedReward(target, settings)
     ready = reward.all[0].ask(start_timeout_s)
     if "fault" not in ready:
         return reward
