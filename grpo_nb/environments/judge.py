@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCORE_LINE', 'SCORE', 'PASSING', 'ONE_ANSWERS_FAULT', 'REMEDIES', 'read_score', 'mark_for', 'judge_messages',
-           'JudgeError', 'NoJudgement', 'Judge', 'http_library', 'http_client', 'retry_after', 'content_of', 'failure',
-           'ask_once', 'ask', 'Verdict', 'judge_pairs', 'prompt_text', 'report', 'check_judge', 'judge_reward']
+           'JudgeError', 'NoJudgement', 'Judge', 'http_library', 'http_client', 'retry_after', 'failure', 'ask_once',
+           'ask', 'Verdict', 'judge_pairs', 'prompt_text', 'report', 'check_judge', 'judge_reward']
 
 # %% ../../nbs/environments/06_judge.ipynb #f62ff566
 import asyncio
@@ -107,17 +107,18 @@ class Judge:
     "A judge's address, its instructions, and the limits on time and retries."
 
     url: str = field(repr=False)  # of chat/completions; it may hold a password
-    model: str
-    instructions: str
-    api_key: str | None = field(repr=False)
-    concurrency: int
-    timeout_s: float
-    retries: int
-    scale: tuple[float, float]
-    backoff_s: float
-    deadline_s: float
-    options: dict[str, Any]
-    name: str
+    model: str  # its name on that server
+    instructions: str  # what makes an answer good, in words: the rubric
+    api_key: str | None = field(default=None, repr=False)  # a bearer token; None: nothing is sent
+    concurrency: int = 16  # requests on their way at a time
+    timeout_s: float = 30.0  # for one request, from its first byte to the last of its answer
+    retries: int = 2  # further requests after one that failed in a way that may pass
+    scale: tuple[float, float] = (0, 10)  # smallest and largest score, which is the reward
+    backoff_s: float = 0.5  # before the first retry, doubled for each further one
+    deadline_s: float = 300.0  # for a whole call; what is not judged by then is None
+    # of the request; None: {"temperature": 0.0, "max_tokens": 1024}
+    options: dict[str, Any] | None = None
+    name: str = "judge"  # of the function, its metrics and its column of comments, NAME/said
 
     def hide(self, text: str) -> str:
         "A text without the key and the address's password, should a server repeat them."
@@ -142,24 +143,20 @@ def http_client(
 ):  # an AsyncClient for this event loop
     """A client that keeps its connections while it is open; this machine's own addresses are never
     reached through a proxy."""
-    headers = {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {judge.api_key}"} if judge.api_key else {}
-    )
+    headers = {"Content-Type": "application/json"}
+    if judge.api_key:
+        headers["Authorization"] = f"Bearer {judge.api_key}"
     here = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
     limits = http_library().Limits(
         max_connections=judge.concurrency, max_keepalive_connections=judge.concurrency
     )
-    return http_library().AsyncClient(
-        headers=headers, limits=limits, mounts=here, timeout=None
-    )  # time-outs are ours: httpx's begin anew with every byte
+    # time-outs are ours: httpx's begin anew with every byte
+    return http_library().AsyncClient(headers=headers, limits=limits, mounts=here, timeout=None)
 
 # %% ../../nbs/environments/06_judge.ipynb #7135af54
 PASSING = (408, 409, 425, 429)  # and 5xx: worth another try
-ONE_ANSWERS_FAULT = (
-    400,
-    413,
-    422,
-)  # may be about one answer alone: too long for the judge, refused by a filter
+# may be about one answer alone: too long for the judge, refused by a filter
+ONE_ANSWERS_FAULT = (400, 413, 422)
 REMEDIES = {
     400: (
         "the server does not understand the request: look at model and options (some models "
@@ -181,21 +178,6 @@ def retry_after(
         return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
     except (TypeError, ValueError):
         return 0.0
-
-
-def content_of(
-    response,  # of httpx, status 200
-) -> str:  # choices[0].message.content
-    "What the judge wrote; NoJudgement if the answer has another form."
-    try:
-        content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        content = None
-    if isinstance(content, str):
-        return content
-    raise NoJudgement(
-        f"the answer has no text in choices[0].message.content: {response.text[:200]!r}"
-    )
 
 
 def failure(
@@ -228,9 +210,8 @@ async def ask_once(
     "One request; NoJudgement or JudgeError if it brings no score."
     body = json.dumps({"model": judge.model, "messages": messages, **judge.options})
     try:
-        async with asyncio.timeout(
-            judge.timeout_s
-        ):  # from the first byte sent to the last received, however slowly they drip
+        # from the first byte sent to the last received, however slowly they drip
+        async with asyncio.timeout(judge.timeout_s):
             response = await client.post(judge.url, content=body)
     except TimeoutError:
         raise NoJudgement(f"no answer within {judge.timeout_s:g} s") from None
@@ -238,9 +219,15 @@ async def ask_once(
         raise NoJudgement(judge.hide(f"{type(error).__name__}: {error}")) from None
     if not response.is_success:
         raise failure(judge, response)
-    text = content_of(response)
-    score = read_score(text, judge.scale)
-    if score is None:
+    try:
+        text = response.json()["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise NoJudgement(
+            f"the answer has no text in choices[0].message.content: {response.text[:200]!r}"
+        )
+    if (score := read_score(text, judge.scale)) is None:
         raise NoJudgement(
             f"no score from {judge.scale[0]:g} to {judge.scale[1]:g} at the end of {text[-200:]!r}"
         )
@@ -260,10 +247,8 @@ async def ask(
         try:
             return await ask_once(client, judge, messages)
         except NoJudgement as failed:
-            reason, wait = (
-                str(failed),
-                max(failed.wait_s, judge.backoff_s * 2**attempt * jitter.uniform(1, 1.5)),
-            )
+            reason, pause = str(failed), judge.backoff_s * 2**attempt * jitter.uniform(1, 1.5)
+            wait = max(failed.wait_s, pause)
         if attempt == judge.retries or asyncio.get_running_loop().time() + wait >= end:
             break
         await asyncio.sleep(wait)
@@ -291,13 +276,8 @@ async def judge_pairs(
         async with gate:  # kept while it waits to ask again, so that a busy server is asked less
             began = time.perf_counter()
             try:
-                found = await ask(
-                    client,
-                    judge,
-                    judge_messages(*pair, judge.instructions, judge.scale),
-                    end,
-                    jitter,
-                )
+                asked = judge_messages(*pair, judge.instructions, judge.scale)
+                found = await ask(client, judge, asked, end, jitter)
             except JudgeError as error:
                 if error.status not in ONE_ANSWERS_FAULT:
                     raise
@@ -319,9 +299,8 @@ async def judge_pairs(
         raise failed.exceptions[0] from None
     if refused and all(verdict.score is None for verdict in verdicts.values()):
         raise refused[0]  # not the fault of one answer
-    late = Verdict(
-        None, f"not judged within the deadline of {judge.deadline_s:g} s", judge.deadline_s
-    )
+    limit = judge.deadline_s
+    late = Verdict(None, f"not judged within the deadline of {limit:g} s", limit)
     return {pair: verdicts.get(pair, late) for pair in pairs}
 
 # %% ../../nbs/environments/06_judge.ipynb #6820fb16
@@ -344,10 +323,8 @@ def report(
 ) -> None:
     """Log the share that was not judged, the seconds a judgement took, and what was said; warn if
     nothing was judged."""
-    seconds, reasons = (
-        [v.seconds for v in verdicts if v.score is not None],
-        Counter(v.text for v in verdicts if v.score is None),
-    )
+    seconds = [v.seconds for v in verdicts if v.score is not None]
+    reasons = Counter(v.text for v in verdicts if v.score is None)
     if log_metric:
         log_metric(f"{name}/failed", reasons.total() / len(verdicts))
         if seconds:
@@ -363,9 +340,7 @@ def report(
         )
 
 # %% ../../nbs/environments/06_judge.ipynb #b087ebb8
-def check_judge(
-    judge: Judge,
-) -> Judge:  # the same
+def check_judge(judge: Judge) -> None:
     "Refuse settings that no request could work with; ValueError names the one to change."
     if not re.match(r"https?://[^/\s]", judge.url):
         raise ValueError(
@@ -392,12 +367,8 @@ def check_judge(
         )
     if not isinstance(judge.retries, int) or judge.retries < 0:
         raise ValueError(f"retries is {judge.retries!r}; give 0 or more")
-    for name, value in (
-        ("timeout_s", judge.timeout_s),
-        ("deadline_s", judge.deadline_s),
-        ("backoff_s", judge.backoff_s),
-    ):
-        if not 0 < value < math.inf:
+    for name in ("timeout_s", "deadline_s", "backoff_s"):
+        if not 0 < (value := getattr(judge, name)) < math.inf:
             raise ValueError(f"{name} is {value!r}; give a positive number of seconds")
     clash = sorted({"model", "messages", "stream", "n"} & judge.options.keys())
     if clash:
@@ -405,49 +376,21 @@ def check_judge(
             f"options holds {clash[0]!r}, which cannot be set there: each answer is judged "
             "alone and read as a whole"
         )
-    return judge
 
 # %% ../../nbs/environments/06_judge.ipynb #1851adcd
 def judge_reward(
     base_url: str,  # of an OpenAI-compatible server, for most up to and including /v1
     model: str,  # its name on that server
     instructions: str,  # what makes an answer good, in words: the rubric
-    *,
-    api_key: str | None = None,  # sent as a bearer token; None: nothing is sent
-    concurrency: int = 16,  # requests on their way at a time
-    # seconds for one request, from its first byte to the last of its answer
-    timeout_s: float = 30.0,
-    retries: int = 2,  # further requests after one that failed in a way that may pass
-    scale: tuple[float, float] = (
-        0,
-        10,
-    ),  # smallest and largest score; the reward is the score as it is
-    backoff_s: float = 0.5,  # seconds before the first retry, doubled for each further one
-    deadline_s: float = 300.0,  # seconds for a whole call; what is not judged by then is None
-    # of the request; None: {"temperature": 0.0, "max_tokens": 1024}
-    options: dict[str, Any] | None = None,
-    name: str = "judge",  # of the function, its metrics and its column of comments, NAME/said
+    **settings: Any,  # api_key, timeout_s, scale and the other fields of `Judge`
 ) -> Callable:  # an async reward function for GRPOTrainer
     """A reward function that asks a language model on a server for a score. A failure that will not
     pass is a RewardError of the trainer, caused by a JudgeError."""
-    options = {"temperature": 0.0, "max_tokens": 1024} if options is None else dict(options)
     url = base_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-    judge = check_judge(
-        Judge(
-            url,
-            model,
-            instructions,
-            api_key,
-            concurrency,
-            timeout_s,
-            retries,
-            tuple(scale),
-            backoff_s,
-            deadline_s,
-            options,
-            name,
-        )
-    )
+    if settings.get("options") is None:
+        settings["options"] = {"temperature": 0.0, "max_tokens": 1024}
+    judge = Judge(url, model, instructions, **settings)
+    check_judge(judge)
     http_library()  # if it is missing, the error comes now and not at the first step
 
     async def reward(
@@ -461,8 +404,8 @@ def judge_reward(
         pairs = [(prompt_text(p), completion_text(c)) for p, c in zip(prompts, completions)]
         verdicts = await judge_pairs(judge, list(dict.fromkeys(pairs)))
         if pairs:
-            report(name, [verdicts[pair] for pair in pairs], log_metric, log_extra)
+            report(judge.name, [verdicts[pair] for pair in pairs], log_metric, log_extra)
         return [verdicts[pair].score for pair in pairs]
 
-    reward.__name__ = reward.__qualname__ = name
+    reward.__name__ = reward.__qualname__ = judge.name
     return reward
