@@ -24,9 +24,10 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,12 @@ def _read_run(
     seed: int | None,  # as given on the command line
 ) -> dict:  # {"seed", "steps", "save_steps", "model"}; ValueError if damaged and no seed is given
     "The settings that a run was started with."
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        run = {name: run.get(name) for name in _kinds}
-        if run["seed"] is not None and all(
-            type(run[k]) in (t, type(None)) for k, t in _kinds.items()
-        ):
+    with suppress(ValueError, AttributeError):
+        held = json.loads(path.read_text(encoding="utf-8"))
+        run = {name: held.get(name) for name in _kinds}
+        kinds_fit = all(type(run[name]) in (kind, type(None)) for name, kind in _kinds.items())
+        if run["seed"] is not None and kinds_fit:
             return run
-    except (ValueError, AttributeError):
-        pass
     if seed is None:
         raise ValueError(
             f"{path} is damaged, so the seed of the run is not known: give it with --seed (and "
@@ -187,47 +185,46 @@ def demo(
         return 2
 
 # %% ../nbs/91_cli.ipynb #06eb2da4
+def _ended(
+    command: str,  # demo or train
+    go_on: str,  # the command that resumes the run
+    work: Callable[[], Any],
+    saved: Callable[[], bool] = lambda: True,  # whether there is something to resume
+) -> int:  # exit status
+    "Carry out a run; where it ends before its time, a last line says how to go on."
+    try:
+        work()
+    except (KeyboardInterrupt, SystemExit) as stop:
+        left = f"To go on with what was saved: {go_on}" if saved() else "Nothing was saved."
+        _tell(f"\nStopped. {left}", sys.stderr)
+        return stop.code if isinstance(stop, SystemExit) else 130
+    except (OSError, ValueError) as error:  # a ValueError says what to change
+        then = f". Then go on: {go_on}" if isinstance(error, OSError) else ""
+        _tell(f"grpo-nb {command}: {error}{then}", sys.stderr)
+        return 1
+    return 0
+
+
 def _carry_out(
     args: argparse.Namespace,  # out, resume, quiet
     run: dict,  # from `_prepare`
     one_run: OneRun,  # that the folder is held by
 ) -> int:  # exit status
-    "The demo itself, and a last line that says how to go on."
-    go_on = f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}"
-    try:
+    "The demo itself."
+
+    def work():
         from grpo_nb.demo import run_demo
 
+        given = dict(run, out=str(args.out), resume=args.resume, quiet=args.quiet, one_run=one_run)
         with _ending_at_sigterm(), naming_a_full_disk(args.out):
-            run_demo(
-                **run,
-                out=str(args.out),
-                resume=args.resume,
-                quiet=args.quiet,
-                bars=sys.stderr.isatty(),
-                one_run=one_run,
-            )
-    except (KeyboardInterrupt, SystemExit) as stop:
-        status = stop.code if isinstance(stop, SystemExit) else 130
-        _tell(f"\nStopped. To go on with what was saved: {go_on}", sys.stderr)
-        return status
-    except OSError as error:
-        _tell(f"grpo-nb demo: {error}. Then go on: {go_on}", sys.stderr)
-        return 1
-    except ValueError as error:  # a sentence that says what to change
-        _tell(f"grpo-nb demo: {error}", sys.stderr)
-        return 1
-    if not args.quiet:
+            run_demo(**given, bars=sys.stderr.isatty())
+
+    status = _ended("demo", f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}", work)
+    if not (status or args.quiet):
         print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
-    return 0
+    return status
 
 # %% ../nbs/91_cli.ipynb #94b37e01
-def _to_resume(
-    words: list[str],  # of the command line
-) -> str:
-    "The command that goes on with a run."
-    return f"grpo-nb {shlex.join([word for word in words if word != '--resume'])} --resume"
-
-
 _counts = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # torch, MPI
 
 
@@ -281,26 +278,20 @@ def train(
         _tell(f"grpo-nb train: {error}", sys.stderr)
         return 2
     from grpo_nb.script import train_and_save
-
-    out, go_on = recipe.config.output_dir, _to_resume(args.words)
     from grpo_nb.training.checkpoint import checkpoints
 
-    try:
+    out = recipe.config.output_dir
+    words = [word for word in args.words if word != "--resume"]
+
+    def work():
         with naming_a_full_disk(Path(out)):
             train_and_save(trainer, recipe)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        saved = f"To go on with what was saved: {go_on}"
-        _tell(f"\nStopped. {saved if checkpoints(out) else 'Nothing was saved.'}", sys.stderr)
-        return stop.code if isinstance(stop, SystemExit) else 130
-    except OSError as error:
-        _tell(f"grpo-nb train: {error}. Then go on: {go_on}", sys.stderr)
-        return 1
-    except ValueError as error:  # a sentence that says what to change
-        _tell(f"grpo-nb train: {error}", sys.stderr)
-        return 1
-    if trainer.is_world_process_zero():
+
+    saved = partial(checkpoints, out)
+    status = _ended("train", f"grpo-nb {shlex.join(words)} --resume", work, saved)
+    if not status and trainer.is_world_process_zero():
         _tell(f"The model is in {out}, and the log in {Path(out) / 'log.jsonl'}.")
-    return 0
+    return status
 
 # %% ../nbs/91_cli.ipynb #aa5cf9c4
 def _served(
@@ -311,61 +302,39 @@ def _served(
         from grpo_nb.model.tiny import tiny_gpt_oss
 
         return tiny_gpt_oss()
-    from grpo_nb.recipe import recipe_of
-    from grpo_nb.script import model_of
-
-    return model_of(recipe_of({"model_name_or_path": name}))
-
-
-def _tokenizer_of(name: str, tokenizer):
-    "The given tokenizer, or the one that lies with the model."
     from transformers import AutoTokenizer
 
-    from grpo_nb.recipe import is_function
+    from grpo_nb.recipe import is_function, recipe_of
+    from grpo_nb.script import model_of
 
+    model, tokenizer = model_of(recipe_of({"model_name_or_path": name}))
     if tokenizer is None and is_function(name):
         raise ValueError(
             f"{name} returns a model without a tokenizer, and requests may be texts: let it return "
             "(model, tokenizer)"
         )
-    return AutoTokenizer.from_pretrained(name) if tokenizer is None else tokenizer
-
-
-def _make_lora_dir(folder: Path) -> None:  # OSError
-    "Make the folder that adapters are read from."
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"--lora-dir is {folder}, which is no folder and cannot be made one "
-            f"({error.strerror}): name a folder, one that is there or a new one"
-        ) from None
-
-
-def _stand_in(args: argparse.Namespace):
-    "What `serve` answers with; ValueError, OSError and the like."
-    from grpo_nb.serving.stand_in import StandIn
-
-    model, tokenizer = _served(args.model)
-    names = ("lora_dir", "max_loras", "max_lora_rank", "logprobs_mode", "api_key")
-    return StandIn(
-        model,
-        _tokenizer_of(args.model, tokenizer),
-        name=args.served_model_name or args.model,
-        **{name: getattr(args, name) for name in names},
-    )
+    return model, AutoTokenizer.from_pretrained(name) if tokenizer is None else tokenizer
 
 
 def _listening(args: argparse.Namespace):
     "The server of `serve`, which listens already; ValueError, OSError and the like."
-    from grpo_nb.serving.stand_in import Server, check_listening
+    from grpo_nb.serving.stand_in import Server, StandIn, check_listening
 
     check_listening(args.host, args.api_key)
     server = Server(args.host, args.port)  # before the model is loaded, which may take minutes
     try:
-        if args.lora_dir is not None:
-            _make_lora_dir(args.lora_dir)
-        server.listen(_stand_in(args))
+        try:
+            if args.lora_dir is not None:
+                args.lora_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"--lora-dir is {args.lora_dir}, which is no folder and cannot be made one "
+                f"({error.strerror}): name a folder, one that is there or a new one"
+            ) from None
+        names = ("lora_dir", "max_loras", "max_lora_rank", "logprobs_mode", "api_key")
+        given = {name: getattr(args, name) for name in names}
+        named = args.served_model_name or args.model
+        server.listen(StandIn(*_served(args.model), name=named, **given))
     except BaseException:
         server.server_close()
         raise
@@ -438,21 +407,14 @@ _LEFT_OUT = {  # setting -> flag that the advice removes
 _OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit", "sgd": "sgd"}
 
 
-def _flag(
-    setting: str,  # a key of _VALUES
-    value,  # its value
-) -> str:  # "--lora-r 8"
-    "A setting as a flag with its value."
-    return f"{_VALUES[setting]} {value if isinstance(value, (int, str)) else ' '.join(value)}"
-
-
 def _as_flags(
     before,  # the Setup that was planned
     after,  # the Setup with the advice applied
 ) -> str:  # "--offload embedding --lora-r 8", to be added to the command
     "The differences of two setups as flags of this command."
     changes, now = after.differences(before), after.settings()
-    flags = [_flag(name, changes[name]) for name in _VALUES if changes.get(name) is not None]
+    given = {flag: changes[name] for name, flag in _VALUES.items() if changes.get(name) is not None}
+    flags = [f"{f} {v if isinstance(v, (int, str)) else ' '.join(v)}" for f, v in given.items()]
     if not changes.keys().isdisjoint(_OFFLOADS.values()):
         flags.insert(0, " ".join(["--offload", *(w for w, name in _OFFLOADS.items() if now[name])]))
     if "share_prompt" in changes:
@@ -741,9 +703,7 @@ def _version(
         return None
 
 
-def packages() -> list[
-    dict
-]:  # one {"name", "installed", "needed", "ok", "hint"} for each package that grpo_nb needs
+def packages() -> list[dict]:  # name, installed, needed, optional, ok and hint of each
     "Each required or optional package: installed version, needed version, install command."
     from packaging.requirements import Requirement
 
@@ -757,16 +717,8 @@ def packages() -> list[
         here = _version(need.name)
         fits = here is not None and need.specifier.contains(here, prereleases=True)
         hint = "" if fits else f"pip install {shlex.quote(f'{need.name}{need.specifier}')}"
-        rows.append(
-            {
-                "name": need.name,
-                "installed": here,
-                "needed": str(need.specifier),
-                "optional": purpose,
-                "ok": fits,
-                "hint": hint,
-            }
-        )
+        row = {"name": need.name, "installed": here, "needed": str(need.specifier)}
+        rows.append(row | {"optional": purpose, "ok": fits, "hint": hint})
     return rows
 
 # %% ../nbs/91_cli.ipynb #5d9d8495
@@ -830,9 +782,6 @@ def report() -> dict:  # {"grpo_nb", "python", ..., "sandbox", "kernels"}, for j
     }
 
 
-_VLLM = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
-
-
 def vllm_report(
     server: str | None,  # addresses with commas between; None: none is asked
     api_key: str | None,  # that it wants
@@ -847,7 +796,12 @@ def vllm_report(
 
         try:
             told = probe(server, api_key)
-            said = [_one_server(told["model"], one) for one in told["servers"]]
+            said = [
+                f"{one['url']}: version {one['version']}, {told['model']}"
+                + "".join(f", {name} {value}" for name, value in one["adapters"].items() if value)
+                + f"; {'; '.join(one['faults']) or 'a run can use it'}"
+                for one in told["servers"]
+            ]
             ok = not any(one["faults"] for one in told["servers"])
         except (ServerError, ValueError, OSError, HTTPException) as error:
             said, ok = [str(error) or type(error).__name__], False
@@ -857,18 +811,12 @@ def vllm_report(
         found["python"] = {"ok": ok, "said": [f"{python}: {said}"]}
     return found
 
-
-def _one_server(model: str, told: dict) -> str:
-    "A server in a line."
-    held = [f"{name} {value}" for name, value in told["adapters"].items() if value]
-    about = ", ".join([f"version {told['version']}", model, *held])
-    return f"{told['url']}: {about}; {'; '.join(told['faults']) or 'a run can use it'}"
-
 # %% ../nbs/91_cli.ipynb #151f9fa4
 def _vllm_of(python: str) -> tuple[str, bool]:
     "The version of vLLM in another environment, and whether there is one."
+    code = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
     try:
-        done = subprocess.run([python, "-c", _VLLM], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"cannot be run ({error})", False
     if done.returncode:
@@ -884,9 +832,8 @@ def _lines(
     torch, gib = facts["torch"], lambda size: f"{size / 2**30:.1f}"
     lines = [
         f"grpo_nb {facts['grpo_nb']}, Python {facts['python']}, {facts['platform']}",
-        (
-            f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}, {torch['threads']} "
-            f"threads on {torch['cores']} cores"
+        "torch {version}, CUDA {cuda}, {threads} threads on {cores} cores".format(
+            **torch | {"cuda": torch["cuda"] or "none"}
         ),
         "",
         "Devices",
@@ -909,26 +856,16 @@ def _lines(
             there = "" if Path(folder).is_dir() else ", which is not there yet"
             lines.append(f"  {folder}{there} ({name})")
     if facts.get("vllm"):
-        lines += [
-            "",
-            "vLLM",
-            *(f"  {said}" for one in facts["vllm"].values() for said in one["said"]),
-        ]
+        said = [f"  {line}" for one in facts["vllm"].values() for line in one["said"]]
+        lines += ["", "vLLM", *said]
     for title, wanted in (("Required", False), ("Optional", True)):
         lines += ["", title]
         for row in facts["packages"]:
             if bool(row["optional"]) == wanted:
                 needed = f"(needs {row['needed']})" if row["needed"] and not row["ok"] else ""
-                about = (
-                    f"{row['optional']}" + (f": {row['hint']}" if row["hint"] else "")
-                    if wanted
-                    else row["hint"]
-                )
-                lines.append(
-                    (
-                        f"  {row['name']:<13} {row['installed'] or 'missing':<14} {needed} {about}"
-                    ).rstrip()
-                )
+                about = ": ".join(filter(None, (row["optional"], row["hint"])))
+                here = row["installed"] or "missing"
+                lines.append(f"  {row['name']:<13} {here:<14} {needed} {about}".rstrip())
     return lines
 
 # %% ../nbs/91_cli.ipynb #d6a993cd
@@ -1011,73 +948,34 @@ model MODEL | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, w
 """
 
 # %% ../nbs/91_cli.ipynb #7415bd8c
-def _add_plan(commands) -> None:
-    "The arguments of `grpo-nb plan`."
-    about = (
-        "Plan the memory of a GRPO step, of adapters or (--lora-r 0) of all weights: bytes by part "
-        "at four moments, beside the usual practice, whether it fits, and what to change if it "
-        "does not; then the last line says what it fits with, and --fit plans with that. "
-        "Arithmetic only: no GPU, no network, nothing is loaded. Exit status 0: it fits; 1: "
-        "it does not; 2: wrong arguments."
-    )
-    p = commands.add_parser("plan", help="plan the memory of a training step", description=about)
-
-    _add_flags(
-        p,
-        _PLAN,
-        model=dict(nargs="?", default="gpt-oss-20b"),
-        cards=dict(default=1),
-        fsdp=dict(choices=("full_shard", "shard_grad_op")),
-        samplers=dict(default=0),
-        format=dict(dest="weights", choices=FORMATS),
-        lora_targets=dict(choices=(*TARGETS, "all")),
-        optimizer=dict(choices=_OPTIMIZERS),
-        offload=dict(nargs="+", choices=_OFFLOADS, default=[]),
-        attention=dict(choices=(*KERNELS, *TRANSFORMERS_NAMES)),
-        write=dict(type=Path),
-    )
-    p.set_defaults(run=plan, parser=p)
+_PLAN_KNOWS = dict(  # what argparse is to know of these besides
+    model=dict(nargs="?", default="gpt-oss-20b"),
+    cards=dict(default=1),
+    fsdp=dict(choices=("full_shard", "shard_grad_op")),
+    samplers=dict(default=0),
+    format=dict(dest="weights", choices=FORMATS),
+    lora_targets=dict(choices=(*TARGETS, "all")),
+    optimizer=dict(choices=_OPTIMIZERS),
+    offload=dict(nargs="+", choices=_OFFLOADS, default=[]),
+    attention=dict(choices=(*KERNELS, *TRANSFORMERS_NAMES)),
+    write=dict(type=Path),
+)
 
 # %% ../nbs/91_cli.ipynb #3a61fcd4
-def _add_train(
-    commands,  # of argparse
-    words: list[str],  # of the command line
-) -> None:
-    "The arguments of `grpo-nb train`; the settings' flags only where they are wanted."
-    about = (
-        "Train a model with GRPO as a recipe says, a file in YAML, and flags on top of it: model, "
-        "data, reward functions and every setting of GRPOConfig, under the names of TRL. Exit "
-        "status 0: trained; 1: an error in the run; 2: a bad start, and nothing was written."
-    )
-    several = (
+_TRAIN = """
+--config FILE | | the recipe
+--resume | | go on from the newest checkpoint in output_dir, or begin if there is none
+--verbose | | print every setting that follows from others, and defaults that are not TRL's
+"""
+_TRAIN_USAGE = dict(
+    usage="grpo-nb train [--config FILE] [--resume] [--SETTING VALUE ...]",
+    epilog=(
         "Several processes, on GPUs or CPUs: torchrun --nproc-per-node 2 -m grpo_nb train --config "
         "FILE. On GPUs also: accelerate launch --multi_gpu --num_processes 2 -m grpo_nb train "
         "--config FILE (its --cpu starts one process, whatever --num_processes says)."
-    )
-    p = commands.add_parser(
-        "train",
-        help="train a model as a recipe says",
-        usage="grpo-nb train [--config FILE] [--resume] [--SETTING VALUE ...]",
-        description=about,
-        epilog=several,
-        allow_abbrev=False,
-    )
-    p.add_argument("--config", type=Path, metavar="FILE", help="the recipe")
-    p.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the newest checkpoint in output_dir, or begin if there is none",
-    )
-    p.add_argument(
-        "--verbose",
-        action="store_true",
-        help="print every setting that follows from others, and defaults that are not TRL's",
-    )
-    if words[:1] == ["train"]:
-        from grpo_nb.recipe import add_flags
-
-        add_flags(p)
-    p.set_defaults(run=train, parser=p, words=words)
+    ),
+    allow_abbrev=False,
+)
 
 # %% ../nbs/91_cli.ipynb #1784a1c4
 _SERVE = """
@@ -1095,21 +993,10 @@ model MODEL | | tiny, or a name, folder or module:function
 """
 
 
-def _add_serve(commands) -> None:
-    "The arguments of `grpo-nb serve`, under vLLM's names."
-    about = (
-        "Draw completions for other programs with this library's engine, over the routes of a vLLM "
-        "server: /v1/completions with token ids and log-probs, /v1/load_lora_adapter and the "
-        "rest that GRPOConfig(use_vllm=True, vllm_mode='server') asks for. For trying and testing; "
-        "vLLM itself is faster."
-    )
-    p = commands.add_parser(
-        "serve", help="draw completions for a trainer in another process", description=about
-    )
+def _serve_knows() -> dict:
+    "What argparse is to know of flags of `serve` besides, one of them from the environment."
     modes = "processed_logprobs", "raw_logprobs"
-    _add_flags(
-        p,
-        _SERVE,
+    return dict(
         host=dict(default="127.0.0.1"),
         port=dict(default=8000),
         api_key=dict(default=os.environ.get("GRPO_NB_API_KEY")),
@@ -1118,7 +1005,6 @@ def _add_serve(commands) -> None:
         max_lora_rank=dict(default=64),
         logprobs_mode=dict(choices=modes, default=modes[0]),
     )
-    p.set_defaults(run=serve, parser=p)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -1151,51 +1037,80 @@ _DOCTOR = """
 --vllm-python PATH | | look for vLLM in that environment
 """
 
+# %% ../nbs/91_cli.ipynb #a9f7fe44
+_COMMANDS = {  # name -> its function, what it is for, and more about it (None: its docstring)
+    "demo": (
+        demo,
+        "train a tiny gpt-oss on arithmetic, on the CPU",
+        "Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no "
+        "network and no other files.",
+    ),
+    "train": (
+        train,
+        "train a model as a recipe says",
+        "Train a model with GRPO as a recipe says, a file in YAML, and flags on top of it: model, "
+        "data, reward functions and every setting of GRPOConfig, under the names of TRL. Exit "
+        "status 0: trained; 1: an error in the run; 2: a bad start, and nothing was written.",
+    ),
+    "serve": (
+        serve,
+        "draw completions for a trainer in another process",
+        "Draw completions for other programs with this library's engine, over the routes of a vLLM "
+        "server: /v1/completions with token ids and log-probs, /v1/load_lora_adapter and the "
+        "rest that GRPOConfig(use_vllm=True, vllm_mode='server') asks for. For trying and testing; "
+        "vLLM itself is faster.",
+    ),
+    "plan": (
+        plan,
+        "plan the memory of a training step",
+        "Plan the memory of a GRPO step, of adapters or (--lora-r 0) of all weights: bytes by part "
+        "at four moments, beside the usual practice, whether it fits, and what to change if it "
+        "does not; then the last line says what it fits with, and --fit plans with that. "
+        "Arithmetic only: no GPU, no network, nothing is loaded. Exit status 0: it fits; 1: "
+        "it does not; 2: wrong arguments.",
+    ),
+    "report": (report_of_run, "make a page of a run", None),
+    "lessons": (lessons, "copy the notebooks of the course", None),
+    "doctor": (doctor, "show versions, devices and what is missing", None),
+}
+
+# %% ../nbs/91_cli.ipynb #857809bf
+def _flags_of(
+    command: str,
+) -> tuple[str, dict]:  # a table for `_add_flags`, and what else argparse is to know
+    "The flags of a command."
+    folder = dict(type=Path)
+    return {
+        "demo": (_DEMO, dict(out=dict(type=Path, default=Path("runs/demo")))),
+        "train": (_TRAIN, dict(config=folder)),
+        "serve": (_SERVE, _serve_knows()),
+        "plan": (_PLAN, _PLAN_KNOWS),
+        "report": (_REPORT, dict(folder=folder, out=folder)),
+        "lessons": ("folder FOLDER | | a folder that is new or empty", dict(folder=folder)),
+        "doctor": (_DOCTOR, {}),
+    }[command]
+
 
 def _parser(
     words: list[str],  # of the command line
 ) -> argparse.ArgumentParser:
     "The parser of the whole command line, with its subcommands."
-    # each subcommand sets `run`, its function, and `parser`, which reports unknown arguments
     parser = _Parser(
         "grpo-nb",
         description="GRPO for gpt-oss: a course in notebooks and the library they export.",
     )
     parser.add_argument("--version", action="version", version=f"grpo-nb {_version('grpo_nb')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (run, about, more) in _COMMANDS.items():
+        usage = _TRAIN_USAGE if run is train else {}
+        one = commands.add_parser(name, help=about, description=more or run.__doc__, **usage)
+        flags, knows = _flags_of(name)
+        _add_flags(one, flags, **knows)
+        if run is train and words[:1] == ["train"]:  # hundreds, so only where they are wanted
+            from grpo_nb.recipe import add_flags
 
-    about = (
-        "Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no "
-        "network and no other files."
-    )
-    one = commands.add_parser(
-        "demo", help="train a tiny gpt-oss on arithmetic, on the CPU", description=about
-    )
-    _add_flags(one, _DEMO, out=dict(type=Path, default=Path("runs/demo")))
-    one.set_defaults(run=demo, parser=one)
-
-    _add_train(commands, words)
-    _add_serve(commands)
-    _add_plan(commands)
-
-    four = commands.add_parser(
-        "report", help="make a page of a run", description=report_of_run.__doc__
-    )
-    folder = dict(type=Path)
-    _add_flags(four, _REPORT, folder=folder, out=dict(type=Path))
-    four.set_defaults(run=report_of_run, parser=four)
-
-    three = commands.add_parser(
-        "lessons", help="copy the notebooks of the course", description=lessons.__doc__
-    )
-    _add_flags(three, "folder FOLDER | | a folder that is new or empty", folder=folder)
-    three.set_defaults(run=lessons, parser=three)
-
-    two = commands.add_parser(
-        "doctor", help="show versions, devices and what is missing", description=doctor.__doc__
-    )
-    _add_flags(two, _DOCTOR)
-    two.set_defaults(run=doctor, parser=two)
+            add_flags(one)
+        one.set_defaults(run=run, parser=one, words=words)
     return parser
 
 # %% ../nbs/91_cli.ipynb #3ff66594
