@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['KINDS', 'ADAPTER_FILES', 'UNREADABLE', 'READING', 'MATCH_S', 'MATCHES', 'NEUTRAL', 'MOST_COMPLETIONS', 'MOST_ROWS',
            'LEFT', 'LOOK_S', 'WAIT_S', 'MOST_WAITING', 'GET', 'POST', 'QUERIES', 'MOST_BYTES', 'MOST_HELD',
-           'MOST_CONNECTIONS', 'END_S', 'BODY_S', 'CANNOT', 'FULL', 'Refusal', 'check_adapter_folder', 'check_folder',
-           'check_below', 'tensors_of', 'replace_weights', 'check_tensors', 'check_adapter', 'check_patterns',
-           'Adapters', 'check_done_here', 'part_of', 'stops_of', 'sampling_of', 'prompts_of', 'check_there',
-           'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'Looks', 'Turns', 'StandInRoutes',
-           'StandInDraws', 'StandIn', 'is_loopback', 'check_listening', 'HandlerReads', 'Handler', 'family_of',
-           'naming_the_address', 'Server', 'open_server', 'serving']
+           'MOST_CONNECTIONS', 'END_S', 'BODY_S', 'CANNOT', 'FULL', 'Refusal', 'check_folder', 'check_below',
+           'tensors_of', 'replace_weights', 'check_tensors', 'check_adapter', 'check_patterns', 'Adapters', 'part_of',
+           'sampling_of', 'prompts_of', 'check_there', 'raw_logps', 'make_raw', 'choice', 'tokens_choice',
+           'prompt_logprobs', 'Looks', 'Turns', 'StandInRoutes', 'StandInDraws', 'StandIn', 'is_loopback',
+           'check_listening', 'HandlerReads', 'Handler', 'naming_the_address', 'Server', 'open_server', 'serving']
 
 # %% ../../nbs/serving/07_stand_in.ipynb #605f53b2
 import errno
@@ -51,15 +50,9 @@ from grpo_nb.rollout.rollout import (
 from ..rollout.sampling import SamplingParams
 
 # %% ../../nbs/serving/07_stand_in.ipynb #0738a017
-KINDS = {400: "BadRequestError", 401: "UnauthorizedError", 403: "PermissionDeniedError"}
-KINDS |= {
-    404: "NotFoundError",
-    408: "RequestTimeout",
-    413: "BadRequestError",
-    429: "TooManyRequests",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-}
+KINDS = {401: "UnauthorizedError", 403: "PermissionDeniedError", 404: "NotFoundError"}
+KINDS |= {408: "RequestTimeout", 429: "TooManyRequests", 500: "InternalServerError"}
+KINDS |= {503: "ServiceUnavailableError"}  # and any other, 400 or 413, is a BadRequestError
 
 
 class Refusal(Exception):
@@ -72,30 +65,25 @@ class Refusal(Exception):
     @property
     def answer(self) -> dict[str, Any]:
         "The JSON that is sent."
-        error = {"message": str(self), "type": KINDS[self.status], "param": None}
-        return {"error": {**error, "code": self.status}}
+        kind = KINDS.get(self.status, "BadRequestError")
+        error = {"message": str(self), "type": kind, "param": None, "code": self.status}
+        return {"error": error}
 
 # %% ../../nbs/serving/07_stand_in.ipynb #3cc4bcad
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def check_adapter_folder(
-    path: Any,  # as the request names it
-    lora_dir: Path,  # adapters lie below it
-) -> Path:  # the folder itself; Refusal
-    "Refuse a path outside of `lora_dir`, and a folder without the two files of an adapter."
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise Refusal(400, "'lora_path' is missing: name a folder with an adapter.")
-    return check_folder(path, lora_dir, "adapter", ADAPTER_FILES)
-
-
 def check_folder(
-    path: str,
+    path: Any,  # as the request names it
     root: Path,  # it lies below it
     kind: str,  # of what is read from it
     names: Sequence[str],  # of files that have to be in it
 ) -> Path:  # the folder itself; Refusal
     "Refuse a path outside of `root`, links that lead there, and a folder without these files."
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise Refusal(
+            400, f"'lora_path' or 'weights_path' is missing: name a folder with a {kind}."
+        )
     try:
         folder = Path(path).resolve()
         check_below(path, [folder], root)
@@ -295,13 +283,6 @@ MOST_COMPLETIONS = 2**14  # of a prompt in a request, as in vLLM
 MOST_ROWS = 2**16  # completions of all prompts of a request
 
 
-def check_done_here(asked: dict[str, Any]) -> None:  # Refusal
-    "Refuse what would change how tokens are drawn, and is not done here."
-    for name, values in NEUTRAL.items():
-        if name in asked and asked[name] not in values:
-            raise Refusal(400, f"{name}={asked[name]!r} is not done by this server: leave it out.")
-
-
 def part_of(
     asked: dict[str, Any],  # the JSON of a request
     name: str,  # of an object in it
@@ -313,28 +294,24 @@ def part_of(
     return part or {}
 
 
-def stops_of(
-    asked: dict[str, Any],
-    own: tuple[int, ...],  # end-of-sequence tokens of the model
-) -> tuple[int, ...]:
-    "The token ids that end a completion."
-    given = tuple(asked.get("stop_token_ids") or ())
-    return given if asked.get("ignore_eos") else tuple(dict.fromkeys([*own, *given]))
-
-
 def sampling_of(
     asked: dict[str, Any],  # the JSON of a request
     own: tuple[int, ...],  # end-of-sequence tokens of the model
 ) -> SamplingParams:  # Refusal
     "How a request wants its completions drawn."
-    check_done_here(asked)
+    for name, neutral in NEUTRAL.items():
+        if name in asked and asked[name] not in neutral:
+            raise Refusal(400, f"{name}={asked[name]!r} is not done by this server: leave it out.")
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "seed", "stop")
     given = {name: asked[name] for name in names if asked.get(name) is not None}
     if isinstance(given.get("n"), int) and given["n"] > MOST_COMPLETIONS:
         raise Refusal(400, f"n is {given['n']}: a request draws at most {MOST_COMPLETIONS}.")
     try:
         most = 16 if asked.get("max_tokens") is None else asked["max_tokens"]
-        return SamplingParams(**given, max_tokens=most, stop_token_ids=stops_of(asked, own))
+        stops = tuple(asked.get("stop_token_ids") or ())
+        if not asked.get("ignore_eos"):
+            stops = tuple(dict.fromkeys([*own, *stops]))
+        return SamplingParams(**given, max_tokens=most, stop_token_ids=stops)
     except (ValueError, TypeError) as error:
         raise Refusal(400, str(error)) from None
 
@@ -389,12 +366,9 @@ def choice(rollout: Rollout, row: int, tokenizer: Any, asked: dict[str, Any]) ->
     "One completion in vLLM's form."
     size, skip = int(rollout.lengths[row]), bool(asked.get("skip_special_tokens", True))
     ids = rollout.completion_ids[row, :size].tolist()
-    one = {
-        "index": row,
-        "text": tokenizer.decode(ids, skip_special_tokens=skip),
-        "finish_reason": rollout.finish_reasons[row],
-        "logprobs": None,
-    }
+    text = tokenizer.decode(ids, skip_special_tokens=skip)
+    one = {"index": row, "text": text, "finish_reason": rollout.finish_reasons[row]}
+    one["logprobs"] = None
     if asked.get("logprobs") is not None:
         tokens = [tokenizer.decode([i]) for i in ids]
         one["logprobs"] = {"tokens": tokens, "token_logprobs": rollout.logps[row, :size].tolist()}
@@ -411,13 +385,8 @@ def tokens_choice(rollout: Rollout, row: int) -> dict[str, Any]:
     left = None
     if rollout.survivors is not None:
         left = [[i for i in few if i >= 0] for few in rollout.survivors[row, :size].tolist()]
-    return {
-        "index": row,
-        "finish_reason": rollout.finish_reasons[row],
-        "token_ids": ids,
-        "logprobs": {"content": content},
-        "sampling_mask": left,
-    }
+    one = {"index": row, "finish_reason": rollout.finish_reasons[row], "token_ids": ids}
+    return one | {"logprobs": {"content": content}, "sampling_mask": left}
 
 
 def prompt_logprobs(
@@ -486,10 +455,8 @@ class StandInRoutes:
         "The names that a request may give: the base first, then the adapters."
         longest = longest_sequence(self.adapters.model.config.get_text_config())
         base = {"id": self.name, "root": self.name, "parent": None, "max_model_len": longest}
-        others = [
-            {"id": name, "root": str(folder), "parent": self.name}
-            for name, folder in list(self.adapters.folders.items())
-        ]
+        held = list(self.adapters.folders.items())
+        others = [{"id": name, "root": str(path), "parent": self.name} for name, path in held]
         kind = {"object": "model", "owned_by": "grpo_nb"}
         return {"object": "list", "data": [{**one, **kind} for one in (base, *others)]}
 
@@ -507,7 +474,7 @@ class StandInRoutes:
         name = asked.get("lora_name")
         if not isinstance(name, str) or not name or "." in name or "/" in name:
             raise Refusal(400, f"'lora_name' is {name!r}: give letters, digits and dashes.")
-        folder = check_adapter_folder(asked.get("lora_path"), self.lora_dir)
+        folder = check_folder(asked.get("lora_path"), self.lora_dir, "adapter", ADAPTER_FILES)
         with self.lock:
             if name in (*self.adapters.folders, self.name):
                 raise Refusal(400, f"The lora adapter '{name}' has already been loaded.")
@@ -553,17 +520,13 @@ class StandInDraws(StandInRoutes):
     def completions(self, asked: dict) -> dict:
         "Draw."
         rollout, before, each = self.drawn(asked)
-        choices = [
-            choice(rollout, row, self.tokenizer, asked) for row in range(len(rollout.prompt_ids))
-        ]
-        for row, one in enumerate(choices):
-            one["prompt_logprobs"] = before and before[row // each]
-        head = {
-            "id": f"cmpl-{self.count}",
-            "object": "text_completion",
-            "created": int(time.time()),
-        }
-        return {**head, "model": asked.get("model") or self.name, "choices": choices}
+        choices = []
+        for row in range(len(rollout.prompt_ids)):
+            said = {"prompt_logprobs": before and before[row // each]}
+            choices.append(choice(rollout, row, self.tokenizer, asked) | said)
+        head = {"id": f"cmpl-{self.count}", "object": "text_completion"}
+        head |= {"created": int(time.time()), "model": asked.get("model") or self.name}
+        return {**head, "choices": choices}
 
     def generate(self, asked: dict) -> dict:
         "Draw, and say of each token what it was drawn from; one prompt, and top_k is needed."
@@ -593,14 +556,14 @@ class StandInDraws(StandInRoutes):
             if self.asleep:
                 raise Refusal(503, "the server is asleep: POST /wake_up first.")
             with self.adapters.using(self.adapter_of(asked)) as model:
-                rollout, before = self.draw(model, prompts, params, asked)
+                rollout = self.draw(model, prompts, params)
+                scored = asked.get("prompt_logprobs") is not None
+                before = [prompt_logprobs(model, ids) for ids in prompts] if scored else None
             self.count += 1
         return rollout, before, params.n
 
-    def draw(
-        self, model: Any, prompts: list[list[int]], params: SamplingParams, asked: dict
-    ) -> tuple[Rollout, list | None]:
-        "The completions, and the log-probs of the prompts where they are asked for."
+    def draw(self, model: Any, prompts: list[list[int]], params: SamplingParams) -> Rollout:
+        "The completions."
         try:
             engine = RolloutEngine(model, self.tokenizer, progress=False, on_step=Looks())
             rollout = engine.generate(prompts, params)
@@ -608,9 +571,7 @@ class StandInDraws(StandInRoutes):
             raise Refusal(400, str(error)) from None
         if self.logprobs_mode == "raw_logprobs":
             make_raw(rollout, model)
-        if asked.get("prompt_logprobs") is None:
-            return rollout, None
-        return rollout, [prompt_logprobs(model, ids) for ids in prompts]
+        return rollout
 
 # %% ../../nbs/serving/07_stand_in.ipynb #94b21c82
 class StandIn(StandInDraws):
@@ -685,23 +646,10 @@ def check_listening(host: str, api_key: str | None) -> None:  # ValueError
         )
 
 # %% ../../nbs/serving/07_stand_in.ipynb #ffdf0840
-GET = {  # route -> method of StandIn
-    "/health": "health",
-    "/version": "version",
-    "/v1/models": "models",
-    "/server_info": "server_info",
-    "/is_sleeping": "is_sleeping",
-}
-POST = {
-    "/v1/completions": "completions",
-    "/inference/v1/generate": "generate",
-    "/v1/load_lora_adapter": "load_lora_adapter",
-    "/v1/unload_lora_adapter": "unload_lora_adapter",
-    "/collective_rpc": "collective_rpc",
-    "/reset_prefix_cache": "reset_prefix_cache",
-    "/sleep": "sleep",
-    "/wake_up": "wake_up",
-}
+# routes; the last word of each is the method of StandIn that it calls
+GET = "/health /version /v1/models /server_info /is_sleeping".split()
+POST = """/v1/completions /inference/v1/generate /v1/load_lora_adapter /v1/unload_lora_adapter
+    /collective_rpc /reset_prefix_cache /sleep /wake_up""".split()
 QUERIES = ("/sleep", "/wake_up", "/reset_prefix_cache")  # POST routes whose settings it brings
 MOST_BYTES = 2**26  # of a request
 MOST_HELD = 2**28  # bytes of all requests at once
@@ -713,30 +661,29 @@ BODY_S = 60.0  # in which a request has arrived
 class HandlerReads(BaseHTTPRequestHandler):
     "What is read of a request, with a bound, and who may send one."
 
-    def check_key(self) -> None:  # Refusal
-        "Refuse a request without the token."
-        key, given = self.stand_in.api_key, self.headers.get("Authorization", "")
-        if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise Refusal(401, "Unauthorized: send the header 'Authorization: Bearer TOKEN'.")
-
-    def check_sender(self, route: str, query: str) -> None:  # Refusal
-        "Refuse what a page in a browser of this machine could have sent: it cannot read, but send."
+    def check_head(self, path: str, query: str, routes: list[str]) -> int:  # Refusal
+        "Refuse what can be refused before the body is read; its size."
+        given, post = self.headers.get("Host", "localhost"), self.command == "POST"
+        try:
+            host = urlsplit(f"//{given}").hostname or ""
+        except ValueError:
+            host = ""
+        # a name that somebody else has made lead to this machine
+        if is_loopback(self.server.host) and not is_loopback(host):
+            raise Refusal(403, f"{given[:100]!r} is not this machine: ask {self.server.url}.")
+        # what a page in a browser of this machine could have sent: it cannot read, but send
         if origin := self.headers.get("Origin"):
             raise Refusal(403, f"a page of {origin} asks, and only programs are answered here.")
-        if self.command == "POST" and self.headers.get_content_type() != "application/json":
+        if post and self.headers.get_content_type() != "application/json":
             raise Refusal(400, "send the header 'Content-Type: application/json' with every POST.")
-        if self.command == "POST" and query and route not in QUERIES:
-            raise Refusal(400, f"{route} takes no query: send ?{query} as JSON in the body.")
-
-    def check_host(self) -> None:  # Refusal
-        "Refuse a name that somebody else has made lead to this machine."
-        given = self.headers.get("Host", "localhost")
-        try:
-            host = urlsplit(f"//{given}").hostname
-        except ValueError:
-            host = None
-        if is_loopback(self.server.host) and not is_loopback(host or ""):
-            raise Refusal(403, f"{given[:100]!r} is not this machine: ask {self.server.url}.")
+        if post and query and path not in QUERIES:
+            raise Refusal(400, f"{path} takes no query: send ?{query} as JSON in the body.")
+        key, given = self.stand_in.api_key, self.headers.get("Authorization", "").encode()
+        if path != "/health" and key and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            raise Refusal(401, "Unauthorized: send the header 'Authorization: Bearer TOKEN'.")
+        if path not in routes:
+            raise Refusal(404, f"{self.command} {path} is no route of this server.")
+        return self.size()
 
     def size(self) -> int:  # Refusal
         "The bytes of the body."
@@ -774,16 +721,6 @@ class HandlerReads(BaseHTTPRequestHandler):
             raise Refusal(400, "the body is no JSON object.")
         return asked
 
-    def check_head(self, path: str, query: str, routes: dict[str, str]) -> int:  # Refusal
-        "Refuse what can be refused before the body is read; its size."
-        self.check_host()
-        self.check_sender(path, query)
-        if path != "/health":
-            self.check_key()
-        if path not in routes:
-            raise Refusal(404, f"{self.command} {path} is no route of this server.")
-        return self.size()
-
 # %% ../../nbs/serving/07_stand_in.ipynb #de4b4ffe
 class Handler(HandlerReads):
     "A request over HTTP: who asks, which route, and the answer as JSON."
@@ -814,7 +751,7 @@ class Handler(HandlerReads):
         except ValueError:  # a number that select does not take
             return False
 
-    def said(self, routes: dict[str, str]) -> Any:  # Refusal
+    def said(self, routes: list[str]) -> Any:  # Refusal
         "Do what is asked."
         url = urlsplit(self.path)
         try:
@@ -830,18 +767,17 @@ class Handler(HandlerReads):
             LEFT.set(self.has_left)
             body = self.read()
             asked = {name: values[-1] for name, values in parse_qs(url.query).items()} | body
-            return getattr(self.stand_in, routes[url.path])(asked)
+            return getattr(self.stand_in, url.path.rpartition("/")[2])(asked)
 
-    def answer(self, routes: dict[str, str]) -> None:
+    def answer(self, routes: list[str]) -> None:
         "Do what is asked, and send what comes of it."
         try:
-            status, said = 200, self.said(routes)
+            return self.send(200, self.said(routes))
         except Refusal as refusal:
-            status, said = refusal.status, refusal.answer
+            said = refusal
         except Exception as error:
-            fault = Refusal(500, f"{type(error).__name__}: {error}")
-            status, said = fault.status, fault.answer
-        self.send(status, said)
+            said = Refusal(500, f"{type(error).__name__}: {error}")
+        self.send(said.status, said.answer)
 
     def send(self, status: int, said: Any) -> None:
         "Send an answer; a client that has gone does not get it."
@@ -861,13 +797,6 @@ class Handler(HandlerReads):
             self.close_connection = True
 
 # %% ../../nbs/serving/07_stand_in.ipynb #058dec99
-def family_of(host: str, port: int) -> socket.AddressFamily:  # OSError
-    "IPv4 where a host has it, else IPv6."
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    families = [one[0] for one in found]
-    return socket.AF_INET if socket.AF_INET in families else families[0]
-
-
 CANNOT = {  # number of an error -> what is said of it
     errno.EADDRINUSE: "is taken by another program: end it, or give another port (0: a free one)",
     errno.EADDRNOTAVAIL: "is on another machine: give an address of this one, as 127.0.0.1",
@@ -908,7 +837,11 @@ class Server(ThreadingHTTPServer):
         self.busy, self.held = 0, 0  # requests under way, and their bytes
         self.ending, self.cut = False, 0  # requests that were under way at the end
         with naming_the_address(host, port):
-            self.host, self.address_family = host, family_of(host, port)
+            how = dict(type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            families = [one[0] for one in socket.getaddrinfo(host, port, **how)]
+            # IPv4 where a host has it, else IPv6
+            v4 = socket.AF_INET
+            self.host, self.address_family = host, v4 if v4 in families else families[0]
             super().__init__((host, port), Handler, bind_and_activate=False)
             try:
                 self.server_bind()
