@@ -21,6 +21,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ import traitlets
 from ..algorithm.advantages import group_advantages
 from ..environments import arithmetic, countdown, email_replies, gsm8k, procedural
 from ..environments.game2048 import CORNER, StrategyRewards, game2048_problems
-from ..environments.isolated_rewards import IsolatedReward, NotScored, find, short
+from ..environments.isolated_rewards import IsolatedReward, NotScored, short
 from ..environments.judge import prompt_text
 from ..environments.matmul import NAIVE, MatmulRewards, matmul_problems
 from ..environments.sandbox import SandboxPool
@@ -326,7 +327,7 @@ def explainer(
     inner, settings = getattr(function, "func", None), getattr(function, "keywords", {})
     if isinstance(function, IsolatedReward):
         (module, _, name), settings = function.target.partition(":"), function.arguments
-        inner = find(sys.modules[module], name) if module in sys.modules else None
+        inner = attrgetter(name)(sys.modules[module]) if module in sys.modules else None
     if inner is None:
         return None
     found = explainer(inner)
