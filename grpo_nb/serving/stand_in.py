@@ -556,14 +556,14 @@ class StandInDraws(StandInRoutes):
             if self.asleep:
                 raise Refusal(503, "the server is asleep: POST /wake_up first.")
             with self.adapters.using(self.adapter_of(asked)) as model:
-                rollout = self.draw(model, prompts, params)
-                scored = asked.get("prompt_logprobs") is not None
-                before = [prompt_logprobs(model, ids) for ids in prompts] if scored else None
+                rollout, before = self.draw(model, prompts, params, asked)
             self.count += 1
         return rollout, before, params.n
 
-    def draw(self, model: Any, prompts: list[list[int]], params: SamplingParams) -> Rollout:
-        "The completions."
+    def draw(
+        self, model: Any, prompts: list[list[int]], params: SamplingParams, asked: dict
+    ) -> tuple[Rollout, list | None]:
+        "The completions, and the log-probs of the prompts where they are asked for."
         try:
             engine = RolloutEngine(model, self.tokenizer, progress=False, on_step=Looks())
             rollout = engine.generate(prompts, params)
@@ -571,7 +571,8 @@ class StandInDraws(StandInRoutes):
             raise Refusal(400, str(error)) from None
         if self.logprobs_mode == "raw_logprobs":
             make_raw(rollout, model)
-        return rollout
+        scored = asked.get("prompt_logprobs") is not None
+        return rollout, [prompt_logprobs(model, ids) for ids in prompts] if scored else None
 
 # %% ../../nbs/serving/07_stand_in.ipynb #94b21c82
 class StandIn(StandInDraws):
