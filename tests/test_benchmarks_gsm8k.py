@@ -50,7 +50,7 @@ def test_a_problem_in_doubt_is_left_out(question, solution):
     assert changed(question, solution, random.Random(0)) is None
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.filterwarnings("ignore:vllm_mode changes nothing")
 def test_the_recipe_has_the_settings_of_the_stored_runs(seed):
     import gsm8k

@@ -557,15 +557,31 @@ WORDS = {  # what prompts.json calls them, when the model was not trained
     "teacher": "before, best of five prompts",
     "eight worked problems": "before, eight examples",
 }
+CONTROLS = {"random_0": "1 or 0 by a coin", "box_0": "1 for any number in a box"}
+CONTROLS |= {"supervised_0": "imitating solutions"}
+FORMS = {  # runs under the prompt that asks for a last line `#### number`
+    "form_0": ".1 for the form of the last line",
+    "form_batch_0": "by the batch's spread",
+    "form_beta_0": "beta = 0.1",
+    "form_slow_0": "a fifth of the rate",
+    "anywhere_0": "1 for a right number anywhere",
+    "gated_0": "the form, if the number is right",
+}
+
+
+def gsm8k_run(name):
+    "A record of RESULTS."
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def trained_runs():
     "(records by seed, share of right answers by what was tried) of the runs in RESULTS."
-    runs = [json.loads(p.read_text("utf-8")) for p in sorted(RESULTS.glob("right_*.json"))]
-    asked = json.loads((RESULTS / "prompts.json").read_text("utf-8"))
+    runs = [gsm8k_run(p.stem) for p in sorted(RESULTS.glob("right_*.json"))]
+    asked = gsm8k_run("prompts")
     right = {words: asked[name]["right"] for name, words in WORDS.items()}
     after = [(f"after, seed {run['arguments']['seed']}", run["after"]["right"]) for run in runs]
-    return [run["log"] for run in runs], right | dict(after)
+    others = {words: gsm8k_run(name)["after"]["right"] for name, words in CONTROLS.items()}
+    return [run["log"] for run in runs], right | dict(after) | others
 
 
 def smooth(values, width=9):
@@ -575,7 +591,7 @@ def smooth(values, width=9):
 
 
 def chart(title, curves, top, most, shape):
-    "Lines from 0 to `most`, a value an update; `curves` maps a colour to its values."
+    "Lines from 0 to `most`, a value an update; `curves` are pairs of a colour and its values."
     left, height, width = 58, 128, 386
     base = top + 14 + height
     yield text(left, top, title, "soft", anchor="start")
@@ -584,7 +600,7 @@ def chart(title, curves, top, most, shape):
         dash = "2 4" if share else None
         yield path(f"M{left} {number(y)}H{left + width}", "grey-line", 1, dash=dash)
         yield text(left - 8, y + 5, shape.format(share), "soft", anchor="end")
-    for colour, values in curves.items():
+    for colour, values in curves:
         step = width / (len(values) - 1)
         points = [
             f"{number(left + i * step)} {number(base - v / most * height)}"
@@ -595,55 +611,63 @@ def chart(title, curves, top, most, shape):
     yield text(left + width, base + 20, f"update {len(values)}", "soft", anchor="end")
 
 
-@diagram(
-    396,
-    "A trained model learns school maths",
-    "Qwen2.5-Coder-0.5B-Instruct on GSM8K, two seeds. The share of right completions rises over "
-    "110 updates from a fifth to two fifths. Below, the share of the 1,319 test problems that is "
-    "answered right: about a quarter before, with the best of five prompts 28 percent, after "
-    "training 37 and 39 percent.",
-    shown=412,
-)
-def trained_run():
-    logs, right = trained_runs()
-    curves = {
-        colour: smooth([one["rewards/right/mean"] for one in log])
-        for log, colour in zip(logs, ("blue", "orange", "green"))
-    }
-    yield from chart("right completions in training", curves, 50, 0.5, "{:.0%}")
-    first = 248
-    yield text(16, first - 12, "1,319 test problems, answered right", "soft", anchor="start")
+def shares(top, right, widest, colour):
+    "A bar for each share of the test problems; on its foot the 95 % interval over them."
     for i, (name, share) in enumerate(right.items()):
-        y = first + 28 * i
-        cls = "green" if name.startswith("after") else "grey"
-        yield rect(16, y, share * 900, 22, cls)
+        y, wide = top + 28 * i, 428 / widest
+        yield rect(16, y, share * wide, 22, colour(name))
+        low, high = between(share, 1319)
+        yield path(
+            f"M{number(16 + low * wide)} {y + 21.5}H{number(16 + high * wide)}", "soft-line", 3
+        )
         yield text(24, y + 16, name, anchor="start")
         yield text(444, y + 16, f"{share:.1%}", anchor="end", weight=600)
 
 
 @diagram(
-    410,
+    512,
+    "A trained model learns school maths",
+    "Qwen2.5-Coder-0.5B-Instruct on GSM8K, three seeds. The share of right completions rises over "
+    "110 updates from a fifth to two fifths. Below, the share of the 1,319 test problems that is "
+    "answered right: about a quarter before, with the best of five prompts 28 percent, after "
+    "training 37, 39 and 37 percent; with rewards by a coin 8, paid for any number in a box 10, "
+    "and after imitating worked solutions 19 percent.",
+    shown=412,
+)
+def trained_run():
+    logs, right = trained_runs()
+    curves = [
+        (colour, smooth([one["rewards/right/mean"] for one in log]))
+        for log, colour in zip(logs, ("blue", "orange", "green"))
+    ]
+    yield from chart("right completions in training", curves, 50, 0.5, "{:.0%}")
+    yield text(16, 236, "1,319 test problems, answered right", "soft", anchor="start")
+    colours = {"before": "grey", "after": "green"}
+    yield from shares(248, right, 0.476, lambda name: colours.get(name.split(",")[0], "orange"))
+
+
+@diagram(
+    474,
     "Paid for the form, it stops to think",
-    "The same model, paid .1 for a last line of the right form and 1 for the right number. Within "
-    "seven updates its completions shrink from 160 tokens to 5, while those of the run that is "
-    "paid for the number alone stay at 280. The share with the right form rises from a quarter to "
-    "all of them, and the share with the right number stays at 3 percent.",
+    "The same model under a prompt that asks for a last line '#### number'. Paid 1 for the right "
+    "number alone, its completions keep some 250 tokens, and it answers 32 percent of the test "
+    "problems right, 17 before. Paid .1 for the form of that line too, completions shrink to 5 "
+    "tokens within nine updates, whatever else is changed, and 2 to 6 percent are right.",
     shown=412,
 )
 def collapsed_run():
-    log = json.loads((RESULTS / "form_0.json").read_text("utf-8"))["log"]
-    sound = trained_runs()[0][0][: len(log)]
-    lengths = [[one["completions/mean_length"] for one in run] for run in (sound, log)]
-    yield from chart(
-        "tokens of a completion", dict(zip(("blue", "orange"), lengths)), 50, 400, "{:.0f}"
-    )
-    yield text(444, 84, "paid for the number", "blue-text", anchor="end")
-    yield text(444, 176, "paid for the form too", "orange-text", anchor="end")
-    form = [one["rewards/form_line/mean"] / 0.1 for one in log]
-    right = [one["rewards/right_line/mean"] for one in log]
-    yield from chart("of its completions", {"grey": form, "green": right}, 236, 1, "{:.0%}")
-    yield text(444, 276, "have the form", "soft", anchor="end")
-    yield text(444, 358, "have the number", "green-text", anchor="end")
+    logs = {name: gsm8k_run(name)["log"][:20] for name in ["no_form_0", *reversed(FORMS)]}
+    lengths = {n: [one["completions/mean_length"] for one in log] for n, log in logs.items()}
+    curves = [("blue" if name == "no_form_0" else "orange", v) for name, v in lengths.items()]
+    yield from chart("tokens of a completion", curves, 50, 400, "{:.0f}")
+    yield text(444, 104, "paid for the number alone", "blue-text", anchor="end")
+    yield text(444, 176, "for the form too: six tries", "orange-text", anchor="end")
+    right = {"before": gsm8k_run("prompts")["line"]["right"]}
+    right |= {"the number alone": gsm8k_run("no_form_0")["after"]["right"]}
+    right |= {words: gsm8k_run(name)["after"]["right"] for name, words in FORMS.items()}
+    yield text(16, 236, "1,319 test problems, answered right", "soft", anchor="start")
+    colours = {"before": "grey", "the number alone": "blue"}
+    yield from shares(248, right, 0.476, lambda name: colours.get(name, "orange"))
 
 
 LAPTOP = ROOT / "benchmarks/results/laptop"
@@ -683,9 +707,9 @@ def laptop_run():
         colour: [one["reward"] for one in run["log"][:fewest]]
         for run, colour in zip(runs, ("blue", "orange", "green"))
     }
-    yield from chart("a sentence becomes JSON: right completions", curves, 50, 1, "{:.0%}")
+    yield from chart("a sentence becomes JSON: right completions", curves.items(), 50, 1, "{:.0%}")
     right = {"grey": [(one["reward"] + 3) / 6 for one in sums["log"]]}
-    yield from chart("sums in words: right completions", right, 246, 1, "{:.0%}")
+    yield from chart("sums in words: right completions", right.items(), 246, 1, "{:.0%}")
     y = 434
     yield text(16, y, "100 problems held out, answered greedily", "soft", anchor="start")
     count = runs[0]["settings"]["held_out"]

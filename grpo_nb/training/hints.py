@@ -250,8 +250,8 @@ def shrunk(history: RunHistory) -> str | None:
             f"not risen with that ({history.mean_at_start(mean):.2f}, now "
             f"{history.mean_now(mean):.2f}): the policy is paid for being short, and no longer "
             "works its answers out. Look for what pays without the answer, a format or a length "
-            "for instance. Pay for it only where the answer is right, or leave it out, and begin "
-            "again from an earlier checkpoint."
+            "for instance. Leave it out, pay for a right answer in any form, and begin again "
+            "from an earlier checkpoint."
         )
 
 # %% ../../nbs/training/17_hints.ipynb #21baca18

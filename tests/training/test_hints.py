@@ -561,9 +561,14 @@ def test_dropout_is_the_first_cause_that_is_named(numbers, changes):
     assert max(map(found[0.1].find, rest)) > found[0.1].index(first)
 
 
-@pytest.mark.parametrize("name, when", [("form_0", 8), ("right_0", None), ("right_1", None)])
+COLLAPSED = dict(form=8, form_batch=8, form_beta=8, gated=9, anywhere=9, form_slow=11)
+SOUND = dict.fromkeys(["right", "no_form", "random", "box"])
+
+
+@pytest.mark.parametrize("name, when", (COLLAPSED | SOUND).items())
 def test_stored_runs_of_a_trained_model_are_told_what_went_wrong(name, when):
-    "A form that is paid for ended the reasoning at update 5; the other two runs learnt."
+    "A form that is paid for ended the reasoning; where it was not, completions stayed long."
+    name = f"{name}_0"
     found = json.loads((RESULTS / f"{name}.json").read_text())
     made = dict(per_device_train_batch_size=256, num_generations=8, max_completion_length=400)
     history, told = RunHistory(GRPOConfig(logging_steps=1, **made)), None
