@@ -1,5 +1,5 @@
 """The learner, in a real Chromium: the page of one file from the disk, on a processor slowed six
-times. It learns, collapses and recovers, is linked to, and outlives a reward that hangs."""
+times. It learns, collapses and recovers, is linked to, and outlives a bad reward."""
 
 import os
 import runpy
@@ -56,17 +56,18 @@ def browser():
 @pytest.fixture
 def learner(browser, html, tmp_path):
     "A function that opens the page at 360 px, slowed or not; it may ask for nothing."
-    wrong = []
+    pages, wrong = [], []
 
-    def opened(query="", slow=False, scheme="light"):
-        text = html
+    def opened(query="", slow=False, scheme="light", motion="reduce", above=""):
+        text = html.replace("<main>", f"<main>{above}")
         if slow:
-            text = html.replace("</script>\n<script type", f"{SLOWED}</script>\n<script type", 1)
-            assert text != html
+            text = text.replace("</script>\n<script type", f"{SLOWED}</script>\n<script type", 1)
+            assert SLOWED in text
         (tmp_path / "learn.html").write_text(text)
         page = browser.new_page(
-            viewport={"width": 360, "height": 800}, color_scheme=scheme, reduced_motion="reduce"
+            viewport={"width": 360, "height": 800}, color_scheme=scheme, reduced_motion=motion
         )
+        pages.append(page)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda r: r.url.startswith(("file:", "blob:")) or wrong.append(r.url))
         if slow:
@@ -76,9 +77,12 @@ def learner(browser, html, tmp_path):
         return page
 
     yield opened
+    for page in pages:
+        page.close()  # a run of its own goes on otherwise
     assert not wrong
 
 
+STEPS = "+document.querySelector('.figures').textContent.match(/update (\\d+)/)[1]"
 REWARD = "+document.querySelector('.figures .up').textContent.replace('reward ', '')"
 
 
@@ -166,14 +170,113 @@ def test_a_link_restores_seed_and_sliders(learner):
     assert bad.locator("[data-control=rate]").get_attribute("aria-valuetext") == "0.002"
 
 
+def test_it_starts_when_it_is_seen_and_goes_on_when_it_is_back(learner):
+    page = learner(motion="no-preference", above="<div style='height: 2000px'></div>")
+    page.wait_for_timeout(300)
+    assert page.evaluate(STEPS) == 0
+    for more in (3, 6):
+        page.locator(".boxes").scroll_into_view_if_needed()
+        seconds_until(page, f"{STEPS} >= {more}")
+        page.evaluate("scrollTo(0, 0)")
+        page.get_by_role("button", name="Run", exact=True).wait_for()  # paused
+
+
+def test_a_run_is_one_loop_however_often_it_is_begun(learner):
+    page = learner()
+    page.evaluate("for (let i = 0; i < 9; i++) document.querySelector('button.play').click()")
+    began, first = page.evaluate(f"[performance.now(), {STEPS}]")
+    seconds_until(page, f"{STEPS} >= 12")
+    ended, last = page.evaluate(f"[performance.now(), {STEPS}]")
+    assert last - first <= (ended - began) / 160 + 2  # a step at a beat, never two
+
+
+def test_a_prompt_keeps_the_focus_while_boxes_fill(learner):
+    page = learner()
+    press(page, "One step")
+    chip = page.locator(".prompts button").nth(3)
+    chip.press("Enter")
+    page.evaluate("document.querySelector('button.play').click()")
+    seconds_until(page, f"{STEPS} >= 4")
+    assert chip.evaluate("chip => chip === document.activeElement")
+    assert chip.get_attribute("aria-pressed") == "true"
+
+
+def write(page, code):
+    "Type a reward of one's own, and leave the field."
+    if not page.get_by_role("textbox").is_visible():
+        page.get_by_text("choose one, or write your own").click()
+    page.get_by_role("textbox").fill(code)
+    page.get_by_role("textbox").blur()
+
+
+def test_a_half_written_reward_is_not_run(learner):
+    page = learner()
+    write(page, "return 0;")
+    press(page, "Run")
+    seconds_until(page, f"{STEPS} >= 2")
+    page.get_by_role("textbox").fill("return answer[0] === (")
+    seen = page.evaluate(STEPS)
+    seconds_until(page, f"{STEPS} >= {seen + 3}")
+    assert not page.get_by_role("alert").is_visible()
+
+
+@pytest.mark.parametrize(
+    "meddling",
+    [
+        "self.postMessage('hello');",
+        "self.postMessage({ policy: null, report: null });",
+        "self.postMessage = () => {};",
+        "setTimeout(() => { throw new Error('later'); }, 0);",
+        "start = 1;",  # a name of the page's own worker
+    ],
+)
+def test_a_reward_that_meddles_with_its_worker_is_paid_all_the_same(learner, meddling):
+    page = learner()
+    write(page, f"try {{ {meddling} }} catch {{}} return answer[0] === 'a';")
+    press(page, "Run")
+    seconds_until(page, f"{STEPS} >= 3")
+    assert not page.get_by_role("alert").is_visible()
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    ["self.close();", "self.onmessage = null;", "Float32Array.prototype.subarray = null;"],
+)
+def test_another_reward_has_a_fresh_worker(learner, spoilt):
+    page = learner()
+    write(page, f"{spoilt} return 1;")
+    press(page, "Run")
+    page.get_by_role("alert").wait_for()
+    seen = page.evaluate(STEPS)
+    write(page, "return 1;")
+    assert not page.get_by_role("alert").is_visible()
+    press(page, "One step")
+    seconds_until(page, f"{STEPS} == {seen + 1}")
+
+
+def test_words_fit_the_size_and_the_meaning_of_a_reward(learner):
+    page = learner("?reward=order&rate=0.0002")
+    write(page, "return 50 + 50 * (answer[0] < 'e') + 5 * (answer.charCodeAt(3) % 9);")
+    page.evaluate(  # every word that the run says
+        "window.said = []; new MutationObserver(() => said.push("
+        "document.querySelector('.caption').textContent)).observe("
+        "document.querySelector('.caption'), { childList: true })"
+    )
+    press(page, "Run")
+    seconds_until(page, f"{STEPS} >= 20")
+    said = page.evaluate("said")
+    assert said and not [words for words in said if "fell" in words or "meant" in words]
+
+
 def test_own_rewards_are_used_and_one_that_hangs_is_ended(learner):
     page = learner()
     page.get_by_text("choose one, or write your own").click()
     written = page.get_by_role("textbox")
     told = page.get_by_role("alert")
     for code, words in (
-        ("while (true);", "it took longer than 2 seconds"),
-        ("return;", "it returned no number"),
+        ("while (true);", "it took longer than 4 seconds"),
+        ("return;", "returned undefined, and no number"),
+        ("throw 'mine';", 'instead of returning a number: "mine"'),
         ("return (", "Unexpected token"),
     ):
         written.fill(code)

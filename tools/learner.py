@@ -61,10 +61,11 @@ def page(root):
     style = (root / "grpo_nb/widgets/js/widgets.css").read_text(encoding="utf-8")
     settings = (root / "settings.ini").read_text(encoding="utf-8")
     user, repo = (re.search(rf"^{name} = (\S+)", settings, re.M)[1] for name in ("user", "repo"))
+    worker = joined(root, (*SHARED, "learner_worker"))
     return HTML.format(
         style=style,
         site=f"https://{user}.github.io/{repo}/nbs/lessons/01_what_rl_is.html",
-        worker=joined(root, (*SHARED, "learner_worker")),
+        worker=f"(() => {{\n{worker}}})();",  # a reward sees none of its names
         code=joined(root, MODULES),
     )
 

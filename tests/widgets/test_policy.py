@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from node import run_module
 
@@ -93,7 +94,7 @@ def policy_logps(flat, shapes, prompts, answers, temperature):
 
 def far(a, b):
     "The distance of two tensors, relative to the second one."
-    return ((a - b).norm() / b.norm().clamp(min=1e-2)).item()
+    return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
 
 
 def test_values_gradients_and_updates_are_the_library_s():
@@ -142,3 +143,59 @@ def test_values_gradients_and_updates_are_the_library_s():
         worst = {name: max(worst[name], found[name]) for name in worst}
     assert max(worst.values()) <= 1e-4, worst
     assert 10 < idle < BATCHES / 2  # some batches taught nothing, most something
+
+
+STEP = """
+import(process.argv[1] + "/learner_step.js").then(async (L) => {
+  let text = "";
+  for await (const part of process.stdin) text += part;
+  let said = null;
+  try {
+    said = L.rewardFrom(text)("dbca", "abcd");
+  } catch (error) {
+    said = error.message;
+  }
+  process.stdout.write(JSON.stringify(said));
+});
+"""
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("return -2.5;", -2.5),
+        ("return answer > prompt;", 0),
+        ("return '0.5';", 'returned "0.5", and no number'),
+        ("return [];", "returned , and no number"),
+        ("return 0 / 0;", "returned NaN, and no number"),
+        ("return 1e7;", "returned 10000000, and no number"),
+        ("return Symbol('x');", "returned Symbol(x), and no number"),
+        ("throw null;", "instead of returning a number: null"),
+        ("throw new Error('');", "instead of returning a number: Error"),
+        ("throw Object.create(null);", "instead of returning a number: something without words"),
+        ("return f(;", "it is no JavaScript: Unexpected token"),
+    ],
+)
+def test_a_reward_is_a_number_or_is_refused_with_a_sentence(code, said):
+    found = json.loads(run_module(STEP, FOLDER, code))
+    assert said in found if isinstance(said, str) else found == said
+
+
+ENDS = """
+Promise.all(["policy.js", "learner_step.js", "learner_start.js"].map(
+  (name) => import(process.argv[1] + "/" + name),
+)).then(([P, L, S]) => {
+  const start = S.startWeights();
+  const policy = P.policyOf(start);
+  const code = L.REWARDS.sorted[1];
+  const settings = { seed: 1, group: 4, rate: 0.1, beta: 1, temperature: 0.5, clip: 1, code };
+  const reports = [1, 2, 3].map(() => L.stepOf(policy, start, settings));
+  const finite = policy.weights.every(Number.isFinite);
+  process.stdout.write(JSON.stringify({ finite, norms: reports.map((r) => String(r.norm)) }));
+});
+"""
+
+
+def test_an_update_whose_gradient_is_not_finite_is_left_out():
+    told = json.loads(run_module(ENDS, FOLDER))
+    assert told["finite"] and {"NaN", "Infinity"} & {*told["norms"]}

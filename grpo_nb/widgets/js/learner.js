@@ -1,7 +1,7 @@
 // A small policy learns by GRPO while one watches: six boxes that fill, its curve, and what moves
 // it. The weights are kept here; each step is made in a worker, which may be ended if it hangs.
 
-import { range } from "./arithmetic.js";
+import { range, thinned } from "./arithmetic.js";
 import { button, clamp, line, menu, node, rect, signed, slider, text, within } from "./kit.js";
 import { startWeights } from "./learner_start.js";
 import { PROMPTS, REWARDS, learn } from "./learner_step.js";
@@ -23,7 +23,7 @@ export const defaults = {
 };
 
 const BEAT = 160; // ms from step to step, so that the eye can follow
-const LIMIT = 2000; // ms that a step may take: then the reward hangs
+const LIMIT = 4000; // ms that a step may take, on a busy phone too: then the reward hangs
 const WATCHED = 150; // steps after which a run that nobody started ends
 const LEAD =
   `Given four letters, a policy of ${PARAMETERS.toLocaleString("en-US")} numbers writes four ` +
@@ -45,20 +45,26 @@ export function legal(name, value) {
   return LISTS[name]?.includes(value) ?? within(value, [2, 16]);
 }
 
-/** What a step says, in one line. `trail`: reward and share sorted of each step so far. */
-function inWords(report, shown, trail, best, rewardName) {
+/** What a step says, in one line. `trail`: reward and share sorted of each step so far; `spread`: how
+ * far apart two answers were paid; `paid`: the preset that pays, or null for a reward of one's own. */
+function inWords(report, shown, trail, best, spread, paid) {
   const { alike, group } = report;
   const idle = alike.filter(Boolean).length;
   const fell = best - mean(trail.slice(-3).map((h) => h.reward));
-  const nearly = report.reward > 0.85;
-  if (fell > 0.4) {
+  if (!Number.isFinite(report.norm)) {
+    return (
+      "The gradient is no finite number: this update is left out. " +
+      "Lower the rate or beta, then go back to the best weights."
+    );
+  }
+  if (spread > 0 && fell > 0.4 * spread) {
     const why = idle > PROMPTS / 2 ? "The answers of a group are alike: nothing to learn. " : "";
     return (
       `${why}The reward fell from ${best.toFixed(2)} to ${report.reward.toFixed(2)}, ` +
       "as it does when steps are too large. Lower the rate, then go back to the best weights."
     );
   }
-  if (rewardName !== "sorted" && nearly && report.sorted < 0.3) {
+  if (paid && paid !== "sorted" && report.reward > 0.85 && report.sorted < 0.3) {
     return (
       `The reward is ${report.reward.toFixed(2)}, and ${percent(report.sorted)} of the answers ` +
       "are sorted: the policy learnt what is paid, not what was meant."
@@ -84,32 +90,57 @@ function inWords(report, shown, trail, best, rewardName) {
   );
 }
 
-/** A worker that makes steps, one at a time. */
+/** A worker that makes steps, one at a time: {step, end}. */
 function stepper(start) {
   const source = document.getElementById("learner-worker")?.textContent; // in a page of one file
   const at = source
     ? URL.createObjectURL(new Blob([source], { type: "text/javascript" }))
     : new URL("learner_worker.js", import.meta.url);
   const worker = new Worker(at, { type: source ? "classic" : "module" });
-  const said = () =>
-    new Promise((resolve) => {
-      worker.onmessage = ({ data }) => resolve(data);
-      worker.onerror = (event) => resolve({ problem: event.message || "the worker did not start" });
-    });
-  const ready = said();
+  let leave = null;
+  const left = new Promise((resolve) => (leave = resolve)); // {ended} of a worker that was ended
+  const said = (isIt) =>
+    new Promise((resolve) =>
+      worker.addEventListener("message", function hear({ data }) {
+        if (!isIt(data)) return; // a reward may post what it likes
+        worker.removeEventListener("message", hear);
+        resolve(data);
+      }),
+    );
+  const failed = new Promise((resolve) => {
+    worker.onerror = (event) => {
+      event.preventDefault(); // a timer of the reward; or the worker has no code
+      resolve({ ended: true, problem: event.message || "its worker did not start." });
+    };
+  });
+  const ready = Promise.race([said((data) => data?.ready), failed, left]);
   worker.postMessage({ start });
-  /** {policy, report}, or {problem}: a sentence. */
+  let id = 0;
+  /** {policy, report}, or {problem}: a sentence; {ended} of a worker that is of no use any more. */
   async function step(policy, settings) {
     const began = await ready;
-    if (began.problem) return began;
-    const answer = said();
-    worker.postMessage({ policy, settings });
-    const late = new Promise((resolve) => setTimeout(resolve, LIMIT, null));
-    const data = await Promise.race([answer, late]);
+    if (began.ended) return began;
+    id += 1;
+    const mine = id;
+    const answer = said((data) => data?.id === mine);
+    worker.postMessage({ id, policy, settings });
+    let timer = 0;
+    const late = new Promise((resolve) => (timer = setTimeout(resolve, LIMIT, null)));
+    const data = await Promise.race([answer, late, left]);
+    clearTimeout(timer);
     if (data) return data;
-    return { ended: true, problem: `it took longer than ${LIMIT / 1000} seconds and was ended.` };
+    return {
+      ended: true,
+      problem:
+        `it took longer than ${LIMIT / 1000} seconds and was ended. ` +
+        "Look for a loop that does not end, or for a change of `self`.",
+    };
   }
-  return { step, end: () => worker.terminate() };
+  function end() {
+    worker.terminate();
+    leave({ ended: true });
+  }
+  return { step, end };
 }
 
 // ---------------------------------------------------------------- the boxes
@@ -154,11 +185,11 @@ function box(name, title, words) {
 function curve(picture, names, trail, events, width) {
   const [left, top, height] = [30, 16, 96];
   const room = width - left - 6;
-  const all = trail.flatMap((h) => [h.reward, h.sorted]);
+  const drawn = names.map((name) => thinned(trail.map((h, i) => [i, h[name]]), 300));
+  const all = drawn.flat().map(([, value]) => value);
   const [low, high] = [Math.min(0, ...all), Math.max(1, ...all)];
   const x = (i) => left + (room * i) / Math.max(59, trail.length - 1);
   const y = (value) => top + height * (1 - (value - low) / (high - low));
-  const points = (name) => trail.map((h, i) => `${x(i).toFixed(1)},${y(h[name]).toFixed(1)}`);
   const end = { "text-anchor": "end", class: "small quiet" };
   const label = (value) => text(left - 4, y(value) + 4, String(Number(value.toPrecision(2))), end);
   const last = events.at(-1);
@@ -172,10 +203,11 @@ function curve(picture, names, trail, events, width) {
     const side = x(last.at) > width / 2 ? "end" : "start";
     shapes.push(text(x(last.at), top - 4, last.words, { "text-anchor": side, class: "small" }));
   }
-  for (const name of names) {
+  names.forEach((name, n) => {
     const kind = name === "reward" ? "up" : "down";
-    shapes.push(node("svg:polyline", { points: points(name).join(" "), class: `curve ${kind}` }));
-  }
+    const points = drawn[n].map(([i, value]) => `${x(i).toFixed(1)},${y(value).toFixed(1)}`);
+    shapes.push(node("svg:polyline", { points: points.join(" "), class: `curve ${kind}` }));
+  });
   picture.setAttribute("width", width);
   picture.setAttribute("height", top + height + 18);
   picture.replaceChildren(...shapes);
@@ -188,9 +220,11 @@ export default {
     const names = Object.keys(defaults);
     const settings = () => Object.fromEntries(names.map((name) => [name, model.get(name)]));
     const start = startWeights();
-    let [policy, best, trail, events, report] = [];
+    let [policy, best, trail, events, report, spread] = [];
     let chosen = null; // the prompt whose group is shown; null: the first that teaches something
     let [running, busy] = [false, false];
+    let runs = 0; // how often a run was begun: of two loops only the later one goes on
+    let code = REWARDS[model.get("reward")][1]; // the reward that pays
     let alone = true; // nobody has pressed a button yet
     let waiting = !matchMedia("(prefers-reduced-motion: reduce)").matches; // to be seen
     let worker = null;
@@ -216,7 +250,7 @@ export default {
       turn += 1;
       policy = policyOf(start);
       best = { reward: -Infinity, policy };
-      [trail, events, report] = [[], [], null];
+      [trail, events, report, spread] = [[], [], null, 0];
       draw();
     }
 
@@ -234,8 +268,15 @@ export default {
       draw();
     }
 
+    /** Pay by what is written now, in a fresh worker: the other reward may have spoilt it, or hang. */
     function takeReward() {
+      if (code === written.value) return;
+      code = written.value;
+      turn += 1;
+      worker?.end();
+      worker = null;
       best = { reward: -Infinity, policy };
+      spread = 0; // another scale
       problem.hidden = true;
       mark("reward", "another reward");
     }
@@ -245,13 +286,17 @@ export default {
       busy = true;
       const mine = turn;
       worker ??= stepper(start);
-      const told = await worker.step(policy, { ...settings(), code: written.value });
+      const own = worker;
+      const told = await own.step(policy, { ...settings(), code });
       busy = false;
       if (told.ended) {
-        worker.end();
-        worker = null;
+        own.end();
+        if (worker === own) worker = null;
       }
       if (mine !== turn) return;
+      if (!told.problem && !told.policy.weights.every(Number.isFinite)) {
+        told.problem = "the weights would be no numbers any more.";
+      }
       problem.hidden = !told.problem;
       if (told.problem) {
         pause();
@@ -259,6 +304,7 @@ export default {
         return;
       }
       ({ policy, report } = told);
+      spread = Math.max(spread, Math.max(...report.rewards) - Math.min(...report.rewards));
       trail.push({ reward: report.reward, sorted: report.sorted });
       const lately = mean(trail.slice(-5).map((h) => h.reward));
       if (trail.length > 4 && lately > best.reward) best = { reward: lately, policy };
@@ -268,8 +314,10 @@ export default {
     async function run() {
       if (running) return;
       running = true;
+      runs += 1;
+      const mine = runs;
       play.textContent = "Pause";
-      while (running) {
+      while (running && mine === runs) {
         const began = performance.now();
         await advance();
         if (alone && trail.length >= WATCHED) pause();
@@ -292,6 +340,11 @@ export default {
       }),
     );
 
+    const gradientIn = ({ norm }) => {
+      if (!Number.isFinite(norm)) return "gradient not finite: left out";
+      return `gradient ${norm.toFixed(2)}${norm > 1 ? ", cut to 1" : ""}`;
+    };
+
     const shownOf = ({ alike }) => chosen ?? Math.max(0, alike.indexOf(false));
 
     function fill(shown) {
@@ -305,7 +358,7 @@ export default {
       const reach = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
       const short = (x) => String(Number(x.toFixed(2))).replace("-", "−");
       const list = (item) => node("ul", {}, own.map((n) => node("li", {}, item(n))));
-      boxes.prompts.fill(chips);
+      if (!chips[0].isConnected) boxes.prompts.fill(chips); // once: one of them may have the focus
       boxes.completions.fill(list((n) => word(answers[n], advantages[n])));
       boxes.rewards.fill(list((n) => bar(rewards[n], reach, short(rewards[n]))));
       boxes.advantages.fill(
@@ -324,12 +377,14 @@ export default {
       const ends = report.alike[shown] ? order.slice(0, 1) : [order[0], order.at(-1)];
       boxes.update.fill(
         node("ul", {}, ends.map(likely)),
-        node("p", {}, `gradient ${report.norm.toFixed(2)}${report.norm > 1 ? ", cut to 1" : ""}`),
+        node("p", {}, gradientIn(report)),
       );
     }
 
     /** Whether the reward is something else than being sorted. */
-    const both = () => report && written.value !== REWARDS.sorted[1];
+    const both = () => report && code !== REWARDS.sorted[1];
+    /** The preset that pays; null for a reward of the reader's own. */
+    const preset = () => Object.keys(REWARDS).find((name) => REWARDS[name][1] === code) ?? null;
 
     function draw() {
       controls.forEach((control) => control.follow(settings()));
@@ -337,7 +392,7 @@ export default {
       if (report) fill(shownOf(report));
       else Object.values(boxes).forEach((one) => one.fill());
       const words = report
-        ? inWords(report, shownOf(report), trail, best.reward, model.get("reward"))
+        ? inWords(report, shownOf(report), trail, best.reward, spread, preset())
         : "Press Run, or make one step: the boxes fill from 1 to 6.";
       status.setAttribute("aria-live", running ? "off" : "polite");
       if (status.textContent !== words) status.textContent = words;
@@ -361,8 +416,11 @@ export default {
     const back = button("Best weights", touched(goBack), { title: "go back to the best weights" });
     const copy = button("Copy a link", () => {
       navigator.clipboard?.writeText(model.link()).catch(() => {});
-      status.textContent = "The address of this page now holds the seed and the sliders.";
+      copied.textContent =
+        "The address of this page now holds the seed and the sliders." +
+        (preset() ? "" : " Your own reward is not in it: send its lines too.");
     });
+    const copied = node("p", { role: "status" }); // a run's own words change at each step
     const sliders = [
       slider(model, "group", { label: "group size", min: 2, max: 16 }),
       slider(model, "rate", { values: RATES }),
@@ -377,7 +435,7 @@ export default {
     });
     const controls = [...sliders, presets];
     const written = node("textarea", {
-      rows: 4,
+      rows: 6,
       spellcheck: "false",
       "aria-label": "the reward: JavaScript, from prompt and answer to a number",
       onchange: takeReward,
@@ -394,7 +452,7 @@ export default {
       model.on(`change:${name}`, act);
       return () => model.off(`change:${name}`, act);
     });
-    written.value = REWARDS[model.get("reward")][1];
+    written.value = code;
 
     const source = [learn, grpoLoss].map((f) => f.toString()).join("\n\n");
     const root = node(
@@ -403,6 +461,7 @@ export default {
       node("p", { class: "opening" }, LEAD),
       node("div", { class: "buttons" }, play, once, button("Start over", touched(begin)), back),
       status,
+      problem,
       node("div", { class: "boxes" }, Object.values(boxes).map((one) => one.element)),
       figures,
       place,
@@ -415,7 +474,6 @@ export default {
         node("p", {}, OWN),
         written,
       ),
-      problem,
       node(
         "details",
         {},
@@ -423,14 +481,15 @@ export default {
         node("pre", { tabindex: 0 }, source),
       ),
       node("div", { class: "buttons" }, copy),
+      copied,
       node("p", { class: "note" }, NEW),
     );
     el.append(root);
     begin();
     const watch = new IntersectionObserver(([{ isIntersecting }]) => {
       if (isIntersecting && waiting) run();
-      if (!isIntersecting && running) pause();
-      else waiting = false;
+      if (isIntersecting || running) waiting = !isIntersecting; // what ran goes on when it is back
+      if (!isIntersecting) pause();
     });
     watch.observe(root);
     return () => {

@@ -22,15 +22,36 @@ return pairs / 3;`,
   ],
 };
 
-/** A reward from its code; what is no number is refused with a sentence. */
+/** What was thrown or returned, in a few words, whatever it is. */
+function wordsOfThing(thing) {
+  try {
+    return String(thing?.message || (typeof thing === "string" ? `"${thing}"` : thing)).slice(0, 200);
+  } catch {
+    return "something without words"; // an object that is no text either
+  }
+}
+
+/** A reward from its code; what throws, or is no number, is refused with a sentence. */
 export function rewardFrom(code) {
-  const written = new Function("prompt", "answer", `"use strict"; ${code}`);
+  let written = null;
+  try {
+    written = new Function("prompt", "answer", `"use strict"; ${code}`);
+  } catch (error) {
+    throw new Error(`it is no JavaScript: ${error.message}`);
+  }
   return (prompt, answer) => {
-    const reward = Number(written(prompt, answer) ?? NaN);
-    if (Number.isFinite(reward) && Math.abs(reward) <= 1e6) return reward;
+    const asked = `for the prompt "${prompt}" and the answer "${answer}" it`;
+    let reward = null;
+    try {
+      reward = written(prompt, answer);
+    } catch (error) {
+      throw new Error(`${asked} threw an error instead of returning a number: ${wordsOfThing(error)}`);
+    }
+    if (typeof reward === "boolean") return +reward;
+    if (typeof reward === "number" && Math.abs(reward) <= 1e6) return reward;
     throw new Error(
-      `for the prompt "${prompt}" and the answer "${answer}" it returned no number up to a ` +
-        `million; end it with a line such as: return answer === prompt ? 1 : 0;`,
+      `${asked} returned ${wordsOfThing(reward)}, and no number up to a million; end it with a line ` +
+        "such as: return answer === prompt ? 1 : 0;",
     );
   };
 }
@@ -78,7 +99,7 @@ export function learn(policy, start, settings, rewardOf, random) {
     told = grpoLoss(now.logps, old, ref, advantages, settings);
     const gradient = backward(policy.weights, prompts, answers, temperature, now, told.slope);
     norm = clipNorm(gradient, 1);
-    adamw(policy, gradient, rate);
+    if (Number.isFinite(norm)) adamw(policy, gradient, rate); // else the update is left out
   }
   const after = score(policy.weights, prompts, answers, temperature).logps;
   const { loss, kl, silent } = told;

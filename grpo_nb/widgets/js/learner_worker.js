@@ -3,17 +3,19 @@
 import { stepOf } from "./learner_step.js";
 
 let start = null; // the weights that every run begins with, which are the reference
+const post = self.postMessage.bind(self); // a reward may change what `self` has
 
+// Each answer has the number of its question: what a reward posts by itself has none.
 self.onmessage = ({ data }) => {
   if (data.start) {
     start = data.start;
-    return self.postMessage({ ready: true });
+    return post({ ready: true });
   }
-  const { policy, settings } = data;
+  const { policy, settings, id } = data;
   try {
     const report = stepOf(policy, start, settings);
-    self.postMessage({ policy, report });
+    post({ id, policy, report });
   } catch (error) {
-    self.postMessage({ problem: error.message });
+    post({ id, problem: error.message || String(error) });
   }
 };
