@@ -67,6 +67,13 @@ def test_the_map_of_the_site_leads_to_its_pages(tools):
     assert tools["MAP"].search(front)[1].startswith("Two columns of lessons")
 
 
+def test_the_site_s_workflow_runs_tests_that_need_no_library():
+    workflow = (ROOT / ".github/workflows/pages.yml").read_text()
+    (named,) = re.findall("pytest .*--noconftest.*", workflow)
+    for name in re.findall(r"tests/\S+", named):  # its environment has no torch
+        assert not re.findall(r"^(?:from|import) grpo_nb\b.*", (ROOT / name).read_text(), re.M)
+
+
 # The reference, from source
 
 

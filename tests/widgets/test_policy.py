@@ -12,6 +12,7 @@ from node import run_module
 
 from grpo_nb.algorithm.advantages import group_advantages
 from grpo_nb.algorithm.losses import grpo_loss
+from grpo_nb.widgets.figures import component
 
 FOLDER = Path(__file__).resolve().parents[2] / "grpo_nb/widgets/js"
 LETTERS, LENGTH, BATCHES, PROMPTS = 8, 4, 1000, 3
@@ -199,3 +200,9 @@ Promise.all(["policy.js", "learner_step.js", "learner_start.js"].map(
 def test_an_update_whose_gradient_is_not_finite_is_left_out():
     told = json.loads(run_module(ENDS, FOLDER))
     assert told["finite"] and {"NaN", "Infinity"} & {*told["norms"]}
+
+
+def test_scripts_are_small():
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 350_000
+    for path in FOLDER.glob("*.js"):  # what one widget loads
+        assert sum(len(part.encode()) for part in component(path.stem)) < 160_000, path
