@@ -2,6 +2,7 @@
 it builds, in a real Chromium without a network."""
 
 import functools
+import gzip
 import http.server
 import json
 import os
@@ -287,6 +288,39 @@ def test_the_build_writes_the_pages_that_forward(tools, tmp_path, monkeypatch):
         assert (tmp_path / "site" / name).read_text(encoding="utf-8") == text
 
 
+def test_pages_are_rid_of_what_they_do_not_need(tools, tmp_path):
+    style = tmp_path / tools["STYLES"]
+    style.parent.mkdir(parents=True)
+    style.write_text(
+        "@font-face{font-family:Font Awesome;src:url(a)}.used,.gone{a:b}.gone .used{c:d}"
+        "@media (max-width:9px){.gone{e:f}p .made{g:h}}:is(.gone,.x){i:j}p{k:l}"
+    )
+    (tmp_path / "_static/a.js").write_text('e.classList.add("made")')
+    (tmp_path / "a.png").write_bytes(b"\x89PNG" + bytes(12) + bytes([0, 0, 1, 44, 0, 0, 0, 200]))
+    page, search = tmp_path / "index.html", tmp_path / "search.html"
+    for path in (page, search):
+        path.write_text(
+            '<p class="used x"><script src="searchindex.js"></script><img alt="a" src="a.png">'
+            '<script defer="defer" src="../_static/mathjax.js?v=1"></script>'
+        )
+    tools["mend"](tmp_path)
+    assert style.read_text() == (
+        ".used,.gone{a:b}@media (max-width:9px){p .made{g:h}}:is(.gone,.x){i:j}p{k:l}"
+    )
+    assert "searchindex" in search.read_text() and "searchindex" not in page.read_text()
+    assert '<img loading="lazy" width="300" height="200" alt="a" src="a.png">' in page.read_text()
+    assert "<script defer" not in page.read_text()
+    assert '{ src: "../_static/mathjax.js?v=1" }' in page.read_text()
+
+
+def test_the_search_knows_the_pages_of_the_two_paths(tools):
+    (pattern,) = re.findall(r"PATHS = /(.+)/;", (ROOT / "docs/site/scorer.js").read_text())
+    parts = dict(tools["branches"](ROOT))
+    spine = {page for name in ("One page", "The afternoon", "Build it") for page in parts[name]}
+    every = {page for pages in parts.values() for page in pages}
+    assert {page for page in every if re.search(pattern.replace("\\/", "/"), page)} == spine
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     "The folder of the site: that of GRPO_NB_SITE, or built here, with packages of its own."
@@ -412,6 +446,8 @@ def test_neighbours_are_those_of_the_map(site, tools):
 @pytest.mark.parametrize("width, scheme", [(360, "dark"), (1_400, "light")])
 def test_page_is_accessible_and_fits_its_width(open_page, axe, name, width, scheme):
     page = open_page(SHOWN[name], width, scheme)
+    if page.locator(".math").count():
+        page.locator("mjx-container").first.wait_for(state="attached")
     page.evaluate("window.MathJax?.startup?.promise")
     for narrow in (800, width):
         page.set_viewport_size({"width": narrow, "height": 900})
@@ -434,6 +470,54 @@ def test_formulas_are_drawn_with_their_backslashes(open_page):
     said = page.locator(".bd-article mjx-assistive-mml").all_text_contents()
     assert any("generation_batch_size" in text for text in said)
     assert page.locator("mjx-merror, [data-mjx-error]").count() == 0
+
+
+@pytest.mark.site
+def test_a_formula_that_is_wider_than_the_page_shows_it(open_page):
+    page = open_page("nbs/algorithm/02_losses.html", 360)
+    wide = page.locator("div.math mjx-container.wide")
+    wide.first.wait_for(state="attached")
+    assert wide.first.get_attribute("tabindex") == "0"
+    assert "linear-gradient" in wide.first.evaluate("e => getComputedStyle(e).backgroundImage")
+    page.set_viewport_size({"width": 1_400, "height": 900})
+    wide.first.wait_for(state="detached")
+
+
+FIRST = """new MutationObserver(() => {
+  if (!document.querySelector('[data-mounted]') || window.loaded) return;
+  const all = [...performance.getEntriesByType('resource')].map((entry) => entry.name);
+  window.loaded = [location.href, ...all];
+}).observe(document, { subtree: true, childList: true, attributes: true });"""
+
+
+@pytest.mark.site
+@pytest.mark.parametrize("name", ["index.html", "nbs/planning/01_plan.html", SHOWN["formulas"]])
+def test_little_is_sent_before_the_first_widget(open_page, site, address, name):
+    "As a host sends it: text is packed."
+    page = open_page("search.html")
+    page.add_init_script(FIRST)
+    page.goto(f"{address}/{name}")
+    page.wait_for_function("window.loaded")
+    sent = 0
+    for url in page.evaluate("window.loaded"):
+        path = site / url.removeprefix(f"{address}/").split("?")[0]
+        content = path.read_bytes()
+        sent += len(gzip.compress(content) if path.suffix != ".png" else content)
+    assert 50_000 < sent < 300_000
+
+
+@pytest.mark.site
+def test_search_ranks_lessons_first(open_page):
+    for word, lesson in {
+        "advantages": "nbs/algorithm/01_advantages",
+        "batch": "nbs/algorithm/03_batching",
+        "attention": "nbs/model/03_attention",
+        "gradient": "nbs/algorithm/00_gradient",
+    }.items():
+        page = open_page(f"search.html?q={word}")
+        first = page.locator("#search-results li a").first
+        first.wait_for()
+        assert lesson in first.get_attribute("href"), word
 
 
 @pytest.mark.site

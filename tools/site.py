@@ -470,14 +470,66 @@ UNMENDED = {  # names for screen readers that are other than what one sees
 }
 
 
+# what a page does without: a script of 2,000 icons, and the search's index but for its own page
+UNNEEDED = re.compile(
+    r'\s*<script [^>]*src="[^"]*(?:fontawesome|searchtools|language_data|searchindex)\.js[^"]*">'
+    r"</script>"
+)
+FORMULAS = re.compile(r'<script defer="defer" src="([^"]*/mathjax\.js[^"]*)"></script>')
+LATER = """<script>addEventListener("load", async () => {{
+  const widgets = document.querySelector("script[src$='widgets/mount.js']");
+  // formulas are drawn when the widgets stand
+  if (widgets) await import(widgets.src).catch(() => {{}});
+  const script = Object.assign(document.createElement("script"), {{ src: "{}" }});
+  script.onload = () => MathJax.startup.promise.then(() => dispatchEvent(new Event("resize")));
+  document.head.append(script);
+}});</script>"""
+STYLES = "_static/styles/pydata-sphinx-theme.css"
+RULE = re.compile(r"([^{}@;]+)\{[^{}]*\}")
+PICTURE = re.compile(r'<img (?![^>]*\b(?:width|loading)=)([^>]*?src="([^":]+\.png)")')
+
+
 def mend(out):
-    "Write the pages again without what UNMENDED has."
+    "Write the pages again without what UNMENDED has, and without what none of them needs."
+    classes = set()
     for path in out.rglob("*.html"):
         text = before = path.read_text(encoding="utf-8")
         for wrong, right in UNMENDED.items():
             text = text.replace(wrong, right)
+        text = FORMULAS.sub(lambda found: LATER.format(found[1]), text)
+        text = PICTURE.sub(lambda found: sized(found, path.parent), text)
+        if path.name != "search.html":
+            text = UNNEEDED.sub("", text)
         if text != before:
             path.write_text(text, encoding="utf-8")
+        classes |= {
+            name for words in re.findall(r'class="([^"]*)"', text) for name in words.split()
+        }
+    for path in out.glob("_static/**/*.js"):
+        if path.name not in ("fontawesome.js", "mathjax.js"):
+            classes |= set(re.findall(r"[\w-]+", path.read_text(encoding="utf-8")))
+    for style in out.glob(STYLES):
+        style.write_text(pruned(style.read_text(encoding="utf-8"), classes), encoding="utf-8")
+
+
+def sized(found, folder):
+    "A picture that is fetched when it comes near, and has its room before."
+    head = (folder / unquote(found[2])).read_bytes()[16:24]
+    width, height = (int.from_bytes(head[i : i + 4], "big") for i in (0, 4))
+    return f'<img loading="lazy" width="{width}" height="{height}" {found[1]}'
+
+
+def pruned(style, classes):
+    "A style sheet without the rules for classes that no page has, and without fonts of icons."
+
+    def kept(rule):
+        selectors = rule[1]
+        if "(" in selectors or "\\" in selectors:
+            return rule[0]
+        names = (re.findall(r"\.([\w-]+)", one) for one in selectors.split(","))
+        return rule[0] if any(classes.issuperset(each) for each in names) else ""
+
+    return RULE.sub(kept, re.sub(r"@font-face\{[^}]*Awesome[^}]*\}", "", style))
 
 
 FORWARD = """<!doctype html>

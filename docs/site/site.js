@@ -1,15 +1,17 @@
 // What is wider than its column scrolls by itself: the keyboard has to reach it.
-const WIDE = ".bd-article table, .bd-article div.math, .bd-article .cell_output";
+const WIDE = ".bd-article :is(table, .cell_output, div.math mjx-container)";
 // A drawing that would shrink to less than 0.6 of its size, words and all, keeps 0.7 and scrolls.
 const legible = () => document.querySelectorAll(".bd-article .cell_output img").forEach((img) => {
   const room = img.closest(".cell_output").clientWidth;
   img.style.minWidth = 0.6 * img.naturalWidth > room ? `${0.7 * img.naturalWidth}px` : "";
 });
 const reach = () => document.querySelectorAll(WIDE).forEach((box) => {
-  if (box.scrollWidth > box.clientWidth + 1) box.tabIndex = 0;
-  else box.removeAttribute("tabindex");
+  const wide = box.scrollWidth > box.clientWidth + 1;
+  box.classList.toggle("wide", wide);
+  if (wide) box.tabIndex = 0;
+  else if (box.tagName !== "MJX-CONTAINER") box.removeAttribute("tabindex");  // it has one of its own
 });
-for (const when of ["load", "resize"]) addEventListener(when, () => { legible(); reach(); });
+for (const when of ["load", "resize"]) addEventListener(when, () => { legible(); reach(); }, true);  // of pictures too
 
 // Where a page has widgets, a button leads to the first one.
 document.addEventListener("DOMContentLoaded", () => {

@@ -66,4 +66,4 @@ export function mountAll(below = document) {
   );
 }
 
-mountAll();
+await mountAll(); // who imports this module waits until the widgets stand
