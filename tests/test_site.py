@@ -463,6 +463,27 @@ def test_page_is_accessible_and_fits_its_width(open_page, axe, name, width, sche
     assert not bad, json.dumps(bad, indent=1)
 
 
+CROWDED = """
+() => {
+  const words = document.querySelectorAll(".grpo-memory-viz svg text");
+  const all = [...words].filter((t) => t.textContent);
+  const boxes = all.map((t) => [t.textContent, t.getBoundingClientRect()]);
+  return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
+    .filter(([, q]) => Math.min(p.right, q.right) - Math.max(p.left, q.left) > -3
+      && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 4)
+    .map(([b]) => `${a} | ${b}`));
+}
+"""
+
+
+@pytest.mark.site
+@pytest.mark.parametrize("width", [320, 360, 800])
+def test_words_of_the_vessel_keep_apart(open_page, width):
+    page = open_page(SHOWN["memory"], width)
+    page.locator(".grpo-memory-viz svg text").first.wait_for()
+    assert page.evaluate(CROWDED) == []
+
+
 @pytest.mark.site
 def test_formulas_are_drawn_with_their_backslashes(open_page):
     page = open_page(SHOWN["formulas"])

@@ -306,7 +306,8 @@ export default {
       const left = vessel + (narrow ? 24 : 46);
       const each = (width - left) / 6;
       const high = narrow ? 290 : 340;
-      return { narrow, x: 10, vessel, left, each, top: 24, high, floor: 24 + high };
+      const rows = each < 30 ? 3 : each < 56 ? 2 : 1; // of labels, so that neighbours keep apart
+      return { narrow, x: 10, vessel, left, each, rows, top: 24, high, floor: 24 + high };
     }
 
     const yOf = (size) => drawn.floor - (drawn.high * size) / shown.top;
@@ -381,14 +382,14 @@ export default {
     }
 
     function columnShapes(moment) {
-      const { left, each, floor, x, vessel, narrow } = drawn;
+      const { left, each, rows, floor, x, vessel, narrow } = drawn;
       const wide = Math.min(56, each * (narrow ? 0.7 : 0.62));
       const shapes = [...Object.keys(MOMENTS), "usual"].map((name, i) => {
         const middle = left + each * (i + 0.5);
         const [blocks, level, size] = stack(name, middle - wide / 2, wide, name);
         const words = name === "usual" ? "usual" : MOMENTS[name][0];
         const over = size > shown.room;
-        const y = floor + (each < 56 && i % 2 ? 36 : 20);
+        const y = floor + 20 + 16 * (i % rows);
         return [
           name === moment ? rect(middle - each / 2, 16, each, floor - 16, { class: "here" }) : null,
           blocks,
@@ -418,7 +419,7 @@ export default {
       drawn = placed(width);
       follow(values);
       const shapes = [columnShapes(moment), vesselShapes(moment)];
-      return { shapes, height: drawn.floor + 42, caption: verdict(now, values) };
+      return { shapes, height: drawn.floor + 26 + 16 * Math.max(1, drawn.rows - 1), caption: verdict(now, values) };
     }
 
     // -------------------------------------------------------------- words
@@ -563,12 +564,12 @@ export default {
 
     function pointAt(x, y) {
       if (x === null || !drawn || !shown) return null;
-      const { left, each, x: first, vessel, floor } = drawn;
+      const { left, each, x: first, vessel, floor, rows } = drawn;
       const i = Math.floor((x - left) / each);
       const column = [...Object.keys(MOMENTS), "usual"][i];
       const inside = x >= first - 6 && x <= first + vessel + 6;
       const moment = inside ? momentOf(known, valuesNow()) : column;
-      if (!moment || y > floor + 40) return null;
+      if (!moment || y > floor + 8 + 16 * Math.max(2, rows)) return null;
       let below = 0;
       for (const [part, size] of partsOf(inside ? "vessel" : column)) {
         below += size;
