@@ -161,7 +161,7 @@ def _divide(deviation: torch.Tensor, std: torch.Tensor, eps: float) -> torch.Ten
     "deviation / (std + eps), and 0 where both are 0."
     return deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)
 
-# %% ../../nbs/algorithm/01_advantages.ipynb #dc0b6ed2
+# %% ../../nbs/algorithm/01_advantages.ipynb #53faa149
 def group_advantages(
     # (N,) or (N, K): K reward functions; the G completions of a prompt stand side by side; NaN or
     # None = not scored by that function
