@@ -589,6 +589,31 @@ def test_lessons_are_copied_and_nothing_is_written_over(tmp_path, capsys):
     assert (folder / "index.ipynb").read_text() == "mine"
 
 
+def test_exercises_are_counted_as_they_were_saved(tmp_path, capsys):
+    def saved(name, said):
+        "A page with one exercise whose check printed this."
+        words = dict(cell_type="markdown", source=["### Exercise: Sort (5 minutes)\n", "Do."])
+        shown = [dict(output_type="execute_result", data={"text/plain": [said]})] if said else []
+        stub = dict(cell_type="code", source="# your turn\ncheck(f)", outputs=shown)
+        after = dict(cell_type="code", source="check", outputs=shown)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"cells": [words, stub, after]}))
+
+    for name, said in {
+        "a": "True",
+        "b/c": "False",
+        "d": "",
+        ".ipynb_checkpoints/a": "True",
+    }.items():
+        saved(f"{name}.ipynb", said)
+    assert cli.main(["exercises", str(tmp_path)]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines == ["[x] a.ipynb: Sort", "[ ] b/c.ipynb: Sort", "[ ] d.ipynb: Sort"]
+    assert last.startswith("1 of 3 are solved.")
+    assert cli.main(["exercises", str(tmp_path / "b" / "none")]) == 1
+    assert "no exercises in" in capsys.readouterr().err
+
+
 def linked(page):
     "The targets of a page's links and pictures."
     text = page.read_text(encoding="utf-8")
