@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-# %% ../../nbs/algorithm/04_logprobs.ipynb #bfae3c6a
+# %% ../../nbs/algorithm/04_logprobs.ipynb #27283630
 def _check_index(index, vocab):
     """Refuse an index outside the vocabulary (reads `index` once, which waits for a GPU; skipped
     while a CUDA graph is recorded)."""
@@ -47,7 +47,7 @@ def cannot_be_drawn(
     spare = survivors.long().masked_fill(~there, vocab)
     return left_out.scatter_(-1, spare, False)[..., :vocab]  # without the column for -1
 
-
+# %% ../../nbs/algorithm/04_logprobs.ipynb #949e91c7
 def selective_log_softmax(
     logits: torch.Tensor,  # (B, T, V), any floating dtype; any leading shape will do
     index: torch.Tensor,  # (B, T) integers from 0 to V - 1: the tokens that were written
@@ -383,9 +383,9 @@ def _product_dtype(hidden_states, lm_head):
         )
     return hidden_states.dtype
 
-# %% ../../nbs/algorithm/04_logprobs.ipynb #a07ae2c5
+# %% ../../nbs/algorithm/04_logprobs.ipynb #31320dea
 def chunked_hidden_states_selective_log_softmax(
-    hidden_states: torch.Tensor,  # (B, T, H), what the last layer hands to the head
+    hidden_states: torch.Tensor,  # (B, T, H), the head's input
     # (V, H), the head's weight, trained or frozen, its own or the embedding's
     lm_head: torch.Tensor,
     index: torch.Tensor,  # (B, T) integers from 0 to V - 1: the tokens that were written
@@ -437,7 +437,7 @@ def chunked_hidden_states_selective_log_softmax(
         else logps.view(batch, length)
     )
 
-# %% ../../nbs/algorithm/04_logprobs.ipynb #2f80cb7c
+# %% ../../nbs/algorithm/04_logprobs.ipynb #51f11c89
 @dataclass(frozen=True)
 class Chunks:
     "How a batch is split, and what one piece of it needs."
@@ -508,7 +508,7 @@ def choose_chunks(
         )
     )
 
-# %% ../../nbs/algorithm/04_logprobs.ipynb #762cc382
+# %% ../../nbs/algorithm/04_logprobs.ipynb #af118567
 def _nothing_fits(pieces, multiplier, states, needed, free):
     GiB = 2**30
     return (
