@@ -11,7 +11,7 @@ __all__ = ['share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', '
 # %% ../../nbs/rollout/03_engine.ipynb #2766139d
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,9 +80,8 @@ class DecodeBatch:
     rows: torch.Tensor  # (B,) which completion each row is
     cache: Cache  # keys and values of every layer, B rows of L positions
     mask: torch.Tensor  # (B, L) bool, False for the padding of the prompts
-    seen: (
-        torch.Tensor | None
-    )  # (B, V) bool, tokens of the prompt and the completion; None without a penalty
+    # (B, V) bool, tokens of the prompt and the completion; None without a penalty
+    seen: torch.Tensor | None
     # (B, 1) how far a token's place is from the number of tokens before it, after pictures
     ahead: torch.Tensor | None = None
     never: int | None = None  # a token that is not drawn: the placeholder of pictures
@@ -133,9 +132,8 @@ def prefill(
     cache = getattr(out, cache_name(model), None)
     if cache is None or not any(hasattr(layer, "keys") for layer in cache.layers):
         raise ValueError(
-            f"{type(model).__name__} returns no keys and values, and completions are "
-            "continued from these: use a model with attention (a pure state space model "
-            "has none)"
+            f"{type(model).__name__} returns no keys and values, and completions are continued "
+            "from these: use a model with attention (a pure state space model has none)"
         )
     seen = tokens_seen(ids, mask, out.logits.shape[-1]) if track_seen else None
     index = torch.tensor(index, device=device)  # (B,)
@@ -195,27 +193,21 @@ def check_prompts(
     if not len(prompt_ids):
         raise ValueError("prompts is empty: give at least one prompt")
     for i, ids in enumerate(prompt_ids):
-        if not len(ids):
-            raise ValueError(
-                f"prompt {i} has no tokens, and a model needs at least one to continue: "
-                "begin it with a start token or use the chat template"
-            )
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise ValueError(
-                f"prompt {i} holds token ids from {min(ids)} to {max(ids)}, and the model's "
-                f"vocabulary goes from 0 to {vocab_size - 1}: use the model's own tokenizer"
-            )
-        if max_positions is not None and len(ids) + max_tokens > max_positions:
-            room = max_positions - len(ids)
-            change = (
-                f"set max_tokens to at most {room}"
-                if room > 0
-                else f"shorten the prompt, as both together may have at most {max_positions}"
-            )
-            raise ValueError(
-                f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}, and the "
-                f"model's longest sequence is {max_positions}{because}: {change}"
-            )
+        size, why = len(ids), None
+        if not size:
+            why = "has no tokens, and a model needs at least one to continue: begin it with a "
+            why += "start token or use the chat template"
+        elif min(ids) < 0 or max(ids) >= vocab_size:
+            why = f"holds token ids from {min(ids)} to {max(ids)}, and the model's vocabulary goes "
+            why += f"from 0 to {vocab_size - 1}: use the model's own tokenizer"
+        elif max_positions is not None and size + max_tokens > max_positions:
+            change = f"set max_tokens to at most {max_positions - size}"
+            if size >= max_positions:
+                change = f"shorten the prompt, as both together may have at most {max_positions}"
+            why = f"has {size} tokens and max_tokens is {max_tokens}, and the model's longest "
+            why += f"sequence is {max_positions}{because}: {change}"
+        if why:
+            raise ValueError(f"prompt {i} {why}")
 
 # %% ../../nbs/rollout/03_engine.ipynb #00b21d70
 def complete(
@@ -232,19 +224,11 @@ def complete(
     started: tuple[DecodeBatch, torch.Tensor] | None = None,
 ) -> Rollout:  # B completions
     "Continue every prompt until it stops or has max_tokens, with a cache that grows."
-    batch, logits = started or prefill(
-        model,
-        prompt_ids,
-        pad_token_id=pad_token_id,
-        track_seen=params.repetition_penalty != 1,
-        device=stop.device,
-    )
+    reading = dict(track_seen=params.repetition_penalty != 1, device=stop.device)
+    batch, logits = started or prefill(model, prompt_ids, pad_token_id=pad_token_id, **reading)
     completion_ids = batch.rows.new_full((len(prompt_ids), params.max_tokens), pad_token_id)
-    logps, lengths = (
-        torch.zeros(completion_ids.shape, dtype=torch.float32, device=stop.device),
-        torch.zeros_like(batch.rows),
-    )
-    alive = torch.ones_like(batch.rows, dtype=torch.bool)  # (B,)
+    logps = torch.zeros(completion_ids.shape, dtype=torch.float32, device=stop.device)
+    lengths, alive = torch.zeros_like(batch.rows), torch.ones_like(batch.rows, dtype=torch.bool)
     record = SurvivorRecord.start(len(prompt_ids), params, stop.device)
     for t in range(params.max_tokens):
         at = torch.full_like(batch.rows, t)
@@ -340,26 +324,13 @@ def complete_in_place(
 ) -> Rollout:  # B completions
     """`complete` with a cache that has room for all tokens, if the memory suffices; on a GPU steps
     are recorded."""
-    batch, logits = prefill(
-        model,
-        prompt_ids,
-        pad_token_id=pad_token_id,
-        track_seen=params.repetition_penalty != 1,
-        device=stop.device,
-    )
-    if extra_bytes(batch.cache, batch.mask.shape[1], params.max_tokens) > free_memory(
-        stop.device
-    ):  # rows that end early may yet fit into a cache that grows
-        return complete(
-            model,
-            prompt_ids,
-            params,
-            stop,
-            pad_token_id=pad_token_id,
-            keys=keys,
-            on_token=lambda: on_tokens(1),
-            started=(batch, logits),
-        )
+    reading = dict(track_seen=params.repetition_penalty != 1, device=stop.device)
+    started = prefill(model, prompt_ids, pad_token_id=pad_token_id, **reading)
+    batch, logits = started
+    size = extra_bytes(batch.cache, batch.mask.shape[1], params.max_tokens)
+    if size > free_memory(stop.device):  # rows that end early may yet fit into a cache that grows
+        how = dict(pad_token_id=pad_token_id, keys=keys, on_token=lambda: on_tokens(1))
+        return complete(model, prompt_ids, params, stop, started=started, **how)
     given = batch.cache, batch.mask, params, stop, batch.seen, keys
     rows = ModuleDecoder(model, *given)
     rows.run(logits, on_tokens)
@@ -372,13 +343,8 @@ def logits_bytes(
     params: SamplingParams,
 ) -> int:
     "Memory of a row of logits while a token is drawn from it; filters sort a copy."
-    filters = (
-        params.top_k
-        or params.top_p < 1
-        or params.min_p
-        or params.repetition_penalty != 1
-        or params.temperature == 0
-    )
+    cuts = params.top_k or params.top_p < 1 or params.min_p
+    filters = cuts or params.repetition_penalty != 1 or params.temperature == 0
     room = room_for_survivors(params)
     kept = 4 * (room + 1) * params.max_tokens if room else 0
     return vocab_size * (size + (32 if filters else 8)) + kept
@@ -401,15 +367,13 @@ def working_bytes(
     c, size = decoder.config, decoder.dtype.itemsize
     rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
     if isinstance(decoder, DenseDecoder):  # gate, up and their product
-        mlp = 4 * c.intermediate_size * tokens
-        return logits_bytes(c.vocab_size, size, params), (mlp + rest) * size
-    grouped = can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size)
-    # pairs of a token and an expert in one layer at a time
-    pairs = (
-        c.num_experts_per_tok * min(tokens, PREFILL_TOKENS) if grouped else min(tokens, ROWS_OF_ONE)
-    )
-    experts = (6 * c.intermediate_size + 4 * c.hidden_size) * pairs
-    return logits_bytes(c.vocab_size, size, params), (experts + rest) * size
+        inside = 4 * c.intermediate_size * tokens
+    else:  # pairs of a token and an expert in one layer at a time
+        pairs = min(tokens, ROWS_OF_ONE)
+        if can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size):
+            pairs = c.num_experts_per_tok * min(tokens, PREFILL_TOKENS)
+        inside = (6 * c.intermediate_size + 4 * c.hidden_size) * pairs
+    return logits_bytes(c.vocab_size, size, params), (inside + rest) * size
 
 # %% ../../nbs/rollout/03_engine.ipynb #3eee1348
 @dataclass(frozen=True)
@@ -424,22 +388,15 @@ class GrowingShape(CacheShape):
     ) -> int:
         "Bytes of the cache once every completion has its full length."
         longest = max(lengths) + max_tokens - 1  # the last token drawn is never read
-        return (
-            2
-            * self.kv_heads
-            * self.head_dim
-            * self.dtype.itemsize
-            * sum(groups)
-            * sum(min(window or longest, longest) for window in self.windows)
-        )
+        token = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        kept = sum(min(window or longest, longest) for window in self.windows)
+        return token * sum(groups) * kept
 
 
 def growing_shape(
     config: PretrainedConfig,  # of the model's text part
     dtype: torch.dtype,  # of keys and values
-) -> (
-    GrowingShape
-):  # without layers if the configuration is of a kind that `read_shape` does not know
+) -> GrowingShape:  # without layers if the kind of configuration is none that `read_shape` knows
     "The cache of a model that is decoded through its modules."
     kinds = getattr(config, "layer_types", None)  # some layers have no keys
     try:
@@ -522,12 +479,10 @@ def split_rows(
     most: int,  # rows of a batch
 ) -> list[list[list[int]]]:  # MemoryError with the numbers if a completion does not fit
     "The prompts in batches that fit, in their order."
-    batches, start = [], 0
+    batches, start, beside = [], 0, (memory.row_bytes, memory.fixed_bytes)
     while start < len(rows):
         lengths = [len(ids) for ids in rows[start : start + most]]
-        size = rows_that_fit(
-            memory.shape, lengths, max_tokens, free, memory.row_bytes, memory.fixed_bytes
-        )
+        size = rows_that_fit(memory.shape, lengths, max_tokens, free, *beside)
         batches.append(rows[start : start + size])
         start += size
     return batches
@@ -581,14 +536,13 @@ class RolloutEngine:
         self.trials.updates, self.trials.reach = self.version, max(reach, self.trials.reach)
         return open_decoder(self.model, self.autocast_dtype, self.trials)
 
+    @contextmanager
     def _running(self):
         """The model in evaluation mode, without gradients, under autocast where the engine has a
         dtype for it."""
-        with ExitStack() as stack:
-            stack.enter_context(evaluating(self.model))
-            if self.autocast_dtype:
-                stack.enter_context(torch.autocast(self.model.device.type, self.autocast_dtype))
-            return stack.pop_all()
+        kind, dtype = self.model.device.type, self.autocast_dtype
+        with evaluating(self.model), torch.autocast(kind, dtype) if dtype else nullcontext():
+            yield
 
     def _not_recorded(self):
         "Why the steps of a model without a decoder are not recorded, or None."
@@ -598,11 +552,9 @@ class RolloutEngine:
             return reason
         # a list of PEFT's; transformers has a method of this name
         adapters = getattr(self.model, "active_adapters", None)
-        kind = (
-            self.model.config.get_text_config()._attn_implementation,
-            self.model.dtype,
-            None if callable(adapters) else str(adapters),
-        )
+        adapters = None if callable(adapters) else str(adapters)
+        attention = self.model.config.get_text_config()._attn_implementation
+        kind = attention, self.model.dtype, adapters
         if kind not in self.tried:
             try:
                 with self._running():
@@ -619,11 +571,8 @@ class RolloutEngine:
             return f"directly: {reason}"
         if (why := self._not_recorded()) is None:
             return f"through the model's modules, a step recorded: {reason}"
-        return f"through the model's modules: {reason}" + (
-            f"; not recorded: {why}"
-            if self.model.device.type == "cuda" and not self.through_modules
-            else ""
-        )
+        could = self.model.device.type == "cuda" and not self.through_modules
+        return f"through the model's modules: {reason}" + f"; not recorded: {why}" * could
 
     def encode(
         self,
@@ -631,15 +580,15 @@ class RolloutEngine:
         prompts: str | Sequence[str | Sequence[int]],
     ) -> list[list[int]]:  # token ids of each, without padding
         "Prompts as token ids."
-        prompts = [prompts] if isinstance(prompts, str) else prompts
 
-        def as_list(ids):
-            held = isinstance(ids, SeenPrompt)
-            return ids if held else ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        def ids_of(prompt):
+            if isinstance(prompt, str):
+                return text_token_ids(prompt, self.tokenizer)
+            if isinstance(prompt, SeenPrompt):
+                return prompt
+            return prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
 
-        return [
-            text_token_ids(p, self.tokenizer) if isinstance(p, str) else as_list(p) for p in prompts
-        ]
+        return [*map(ids_of, [prompts] if isinstance(prompts, str) else prompts)]
 
     def batches(
         self,
@@ -673,11 +622,8 @@ class RolloutEngine:
             most = min(most, MOST_DRAWN_TOGETHER)
         growth = params.max_tokens - 1 if returns else 0
         memory = memory_of_decoder(decoder, rows, params, free, growth)
-        lengths, once = (
-            list(map(len, unique)),
-            memory.fixed_bytes + len(rows) * result_bytes(params),
-        )
-        each, max_tokens = memory.row_bytes, params.max_tokens
+        once = memory.fixed_bytes + len(rows) * result_bytes(params)
+        lengths, each, max_tokens = [*map(len, unique)], memory.row_bytes, params.max_tokens
         sizes = slots_that_fit(memory.shape, lengths, groups, max_tokens, free, most, each, once)
         if prefixes is not None:  # they get what is left beside the cache
             taken = memory.shape.size(*sizes, max(lengths) + max_tokens - 1)
@@ -687,22 +633,10 @@ class RolloutEngine:
         keys = (stream_keys(len(rows), params.seed) if keys is None else keys)[order]
         if returns:
             returns["asked"] = [returns["asked"][place] for place in order.tolist()]
-        state = complete_in_turn(
-            decoder,
-            unique,
-            groups,
-            params,
-            drawing["stop"],
-            keys.to(decoder.device),
-            *sizes,
-            memory.prefill_tokens,
-            self._told(bar),
-            prefixes,
-            **returns,
-        )
-        if returns:
-            return None
-        return rollout_of(state, rows, back, drawing["stop"], drawing["pad_token_id"], prefixes)
+        stop, pad = drawing["stop"], drawing["pad_token_id"]
+        how = stop, keys.to(decoder.device), *sizes, memory.prefill_tokens, self._told(bar)
+        state = complete_in_turn(decoder, unique, groups, params, *how, prefixes, **returns)
+        return None if returns else rollout_of(state, rows, back, stop, pad, prefixes)
 
     def _batches_that_fit(self, rows, params, decoder):
         "`batches`, and whether the cache has its full size from the start."

@@ -7,7 +7,7 @@ __all__ = ['Kinds', 'DEEPEST', 'STRING', 'WORD', 'UNESCAPED', 'WORDS', 'FITS', '
            'MARKS', 'THOUGHTS', 'MESSAGE_END', 'Parser', 'FORMATS', 'LOOK_UP', 'WHERE', 'TRIAL', 'LONG_S', 'NOT_TOOLS',
            'NO_PROMPT', 'as_call', 'as_message', 'unquoted', 'Reader', 'kinds_of', 'kinds_in', 'typed', 'tagged_call',
            'read_calls', 'without_thoughts', 'parse_hermes', 'parse_llama', 'harmony_messages', 'parse_harmony',
-           'on_text', 'described_by', 'rendered', 'turn_with', 'trials', 'what_came_back', 'choose_parser',
+           'on_text', 'described_by', 'rendered', 'look_up', 'turn_with', 'trials', 'what_came_back', 'choose_parser',
            'short_call', 'turn_end', 'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne',
            'awaited', 'run_calls', 'say_what_takes_long', 'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left',
            'check_template', 'next_turn', 'TurnCalls', 'TurnDraws', 'TurnSampler', 'methods_of', 'reward_of',
@@ -412,23 +412,21 @@ def rendered(
     )
 
 # %% ../../nbs/rollout/18_turns.ipynb #bdf5549d
-LOOK_UP = {  # a tool that nobody has, to try parsers with
-    "word": {"type": "string"},
-    "count": {"type": "integer"},
-    "exact": {"type": "boolean"},
-    "words": {"type": "array", "items": {"type": "string"}},
-    "where": {"type": "object"},
-}
-LOOK_UP = {
-    "name": "look_up",
-    "description": "Look up a word.",
-    "parameters": {
-        "type": "object",
-        "properties": {k: {**v, "description": k} for k, v in LOOK_UP.items()},
-        "required": ["word"],
-    },
-}
-LOOK_UP = {"type": "function", "function": LOOK_UP}
+def look_up(
+    word: str, count: int = 0, exact: bool = False, words: list[str] = (), where: dict = None
+):
+    """Look up a word.
+
+    Args:
+        word: word
+        count: count
+        exact: exact
+        words: words
+        where: where
+    """
+
+
+LOOK_UP = get_json_schema(look_up)  # a tool that nobody has, to try parsers with
 WHERE = {"at": "C:\\new 'x'", "deep": [1, {"y": "2, (z)", "yes": True}]}
 TRIAL = (
     as_call("look_up", dict(word="7", count=7, exact=True, words=["it's", "8"], where=WHERE)),
@@ -457,23 +455,18 @@ def trials(
     variables: Mapping[str, Any],  # of the chat template
 ) -> list[tuple[list[dict], list[int], list[int]]]:  # calls, ids before the turn, the turn
     "Turns with calls to try parsers with; ValueError if the template writes none."
-    found = []
+    found, why = [], ""
     for calls in (TRIAL[:1], TRIAL[1:], TRIAL):
         try:
-            before, turn = turn_with(calls, tokenizer, variables)
+            found.append((list(calls), *turn_with(calls, tokenizer, variables)))
         except Exception as error:
-            if found:  # one call a turn, says the template
-                break
-            raise ValueError(
-                f"the chat template writes no calls ({type(error).__name__}: {error}): take the "
-                "tokenizer of a model that was trained with tools, or set a template that does"
-            ) from error
-        found.append((list(calls), before, turn))
+            why = f" ({type(error).__name__}: {error})"
+            break  # one call a turn, says the template, if others were written
     texts = [tokenizer.decode(turn) for *_, turn in found]
-    if not all("look_up" in text for text in texts):
+    if not texts or not all("look_up" in text for text in texts):
         raise ValueError(
-            "the chat template writes no calls: take the tokenizer of a model that was trained "
-            "with tools, or set a template that does"
+            f"the chat template writes no calls{why}: take the tokenizer of a model that was "
+            "trained with tools, or set a template that does"
         )
     return found if "second" in texts[-1] else found[:2]
 
@@ -500,35 +493,35 @@ def choose_parser(
     variables: Mapping[str, Any] = {},  # of the chat template
 ) -> Parser:  # ValueError if none reads what the template writes
     "The parser that gives back the calls that the chat template writes."
-    own = getattr(tokenizer, "response_template", None) or getattr(
-        tokenizer, "response_schema", None
-    )
-    parsers = [described_by(tokenizer)] if own is not None else []
+    names = "response_template", "response_schema"
+    own = any(getattr(tokenizer, name, None) is not None for name in names)
+    parsers = [described_by(tokenizer)] if own else []
     parsers += [on_text(parse, tokenizer) for parse in FORMATS]
     try:
         turns, wrong = trials(tokenizer, variables), []
     except ValueError:  # a format with its own description may spell one tool's calls alone
-        if own is None:
+        if not own:
             raise
         return parsers[0]
-    for number, parser in enumerate(parsers):
+    for parser in parsers:
         came = next(filter(None, (what_came_back(parser, *turn) for turn in turns)), None)
-        if came is None:
-            if number and own is not None:
-                warnings.warn(
-                    "the tokenizer's response_template does not give back the call that its chat "
-                    f"template writes (what came back: {wrong[0][:300]}), so a parser of this "
-                    "library reads the calls",
-                    stacklevel=2,
-                )
-            return parser
-        wrong.append(came)
+        if came is not None:
+            wrong.append(came)
+            continue
+        if wrong and own:
+            warnings.warn(
+                "the tokenizer's response_template does not give back the call that its chat "
+                f"template writes (what came back: {wrong[0][:300]}), so a parser of this "
+                "library reads the calls",
+                stacklevel=2,
+            )
+        return parser
     calls, _, turn = turns[0]
     last = ["no call", "ValueError: the text has no message"]  # what says least
-    told = sorted(wrong, key=lambda one: (one in last and last.index(one) + 1, one[0] != "["))
+    told = min(wrong, key=lambda one: (one in last and last.index(one) + 1, one[0] != "["))
     raise ValueError(
         f"no parser gives back the call {calls[0]['function']}, which the chat template writes as "
-        f"{tokenizer.decode(turn)[:400]!r} (what came back: {told[0][:400]}): set "
+        f"{tokenizer.decode(turn)[:400]!r} (what came back: {told[:400]}): set "
         "tokenizer.response_template, which transformers' parse_response reads"
     )
 
@@ -612,12 +605,10 @@ def toolset(
     tools: Sequence[Callable],  # functions or bound methods, plain or async
 ) -> Toolset:  # ValueError for a function that cannot be described, or two of one name
     "Functions under their names, with their descriptions."
-    schemas, functions = tool_schemas(tools), {tool.__name__: tool for tool in tools}
-    if len(functions) < len(tools):
-        names = [tool.__name__ for tool in tools]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two tools have the name {twice!r}, and a call has nothing but a name")
-    return Toolset(functions, schemas)
+    names = [tool.__name__ for tool in tools if hasattr(tool, "__name__")]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two tools have the name {twice[0]!r}, and a call has nothing but a name")
+    return Toolset({tool.__name__: tool for tool in tools}, tool_schemas(tools))
 
 # %% ../../nbs/rollout/18_turns.ipynb #bf9c799f
 LONG_S = 30.0  # after which a tool that is still running is named
@@ -661,16 +652,12 @@ class CallsOfOne:
             answer = self.begin(i, **call["function"])
             if answer is not None:
                 waiting.append((i, answer))
-            if self.thread is not None or i + 1 == len(self.calls):
-                while waiting:
-                    self.wait_for(*waiting.pop(0))
+            while waiting and (self.thread is not None or i + 1 == len(self.calls)):
+                place, answer = waiting.pop(0)
+                future = asyncio.run_coroutine_threadsafe(awaited(answer), self.loop)
+                self.answers[place] = ("value", future)
+                future.add_done_callback(lambda _: self.wake())
         self.wake()
-
-    def wait_for(self, i: int, answer: Any) -> None:
-        "Have the loop await an answer."
-        future = asyncio.run_coroutine_threadsafe(awaited(answer), self.loop)
-        self.answers[i] = ("value", future)
-        future.add_done_callback(lambda _: self.wake())
 
     def begin(self, i: int, name: str, arguments: dict) -> Any:  # None, or what is to be awaited
         "Call a tool, with gradients as a plain program has them."
@@ -705,9 +692,8 @@ class CallsOfOne:
 
     def seconds_left(self) -> float | None:  # None: any number
         "The time to the deadline."
-        if self.deadline == math.inf:
-            return None
-        return max(0.0, self.deadline - time.monotonic())
+        endless = self.deadline == math.inf
+        return None if endless else max(0.0, self.deadline - time.monotonic())
 
     def answer(
         self,
@@ -716,28 +702,25 @@ class CallsOfOne:
         "What came of a call, as text."
         if self.answers[i] is None:  # else the thread may wait for whoever asks, to wake it
             self.thread.join(self.seconds_left())
-        kind, value = self.answers[i] or ("error", TimeoutError(self.words))
         late = self.answers[i] is None
+        kind, value = self.answers[i] or ("error", TimeoutError(self.words))
         if isinstance(value, Future):
             try:
                 value = value.result(self.seconds_left())
             except BaseException as error:
                 late = value.cancel()
                 kind, value = "error", TimeoutError(self.words) if late else error
-        return (
-            (str({"error": str(value)}), True, late)
-            if kind == "error"
-            else (str(value), False, False)
-        )
+        failed = kind == "error"
+        return str({"error": str(value)} if failed else value), failed, late
 
     def replies(self) -> list[tuple[dict, bool, bool]]:
         "Of each call a message, whether it is an error, and whether it is late; it waits for them."
-        names = [call["function"]["name"] for call in self.calls]
-        given = [(name, *self.answer(i)) for i, name in enumerate(names)]
-        return [
-            ({"role": "tool", "name": name, "content": text}, failed, late)
-            for name, text, failed, late in given
-        ]
+        found = []
+        for i, call in enumerate(self.calls):
+            text, *how = self.answer(i)
+            name = call["function"]["name"]
+            found.append(({"role": "tool", "name": name, "content": text}, *how))
+        return found
 
 # %% ../../nbs/rollout/18_turns.ipynb #3eb1016f
 async def awaited(answer: Any) -> Any:
@@ -888,10 +871,7 @@ def next_turn(
     max_tokens: int,  # of a whole completion
 ) -> Asked:
     "A row's next turn. Its random numbers go on where the last turn's ended."
-    prefix, row.prefix = (
-        row.prefix,
-        None,
-    )  # the sampler alone has it, and lets it go once it is read
+    prefix, row.prefix = row.prefix, None  # the sampler alone has it, until it is read
     key = int(behind(torch.tensor([row.key]), [len(row.ids)]))
     return Asked(number, row.prompt + row.ids, max_tokens - len(row.ids), key, prefix)
 
@@ -1005,23 +985,21 @@ class TurnDraws(TurnCalls):
 
     def record(self, rows: list[Transcript], stop: Sequence[int]) -> TurnRollout:
         "The rows as a rollout."
-        names = dict(
-            prompt_ids="prompt", completion_ids="ids", logprobs="logps", env_mask="written"
-        )
-        output = {key: [getattr(row, name) for row in rows] for key, name in names.items()}
+
+        def of(name):
+            return [getattr(row, name) for row in rows]
+
+        output = dict(prompt_ids=of("prompt"), completion_ids=of("ids"), logprobs=of("logps"))
+        output["env_mask"] = of("written")
         rollout = drawn_elsewhere(output, len(rows), stop, self.device)
         if all(row.versions for row in rows):
-            oldest = [min(row.versions) for row in rows]
-            rollout.versions = torch.tensor(oldest, device=self.device)
-        of_rows = {
-            name: [getattr(row, name) for row in rows]
-            for name in ("messages", "calls", "failures", "late")
-        }
-        rollout.finish_reasons = [row.reason for row in rows]
+            rollout.versions = torch.tensor([*map(min, of("versions"))], device=self.device)
+        rollout.finish_reasons = of("reason")
         self.say_what_never_works(rows)
         if (left := what_was_left(rows)) is not None:
             rollout.survivors, rollout.log_mass = left
-        return TurnRollout(**vars(rollout), **of_rows)
+        told = {name: of(name) for name in ("messages", "calls", "failures", "late")}
+        return TurnRollout(**vars(rollout), **told)
 
 # %% ../../nbs/rollout/18_turns.ipynb #e226be3e
 class TurnSampler(TurnDraws):
@@ -1138,8 +1116,9 @@ class Environments:
     ):
         self.several = isinstance(factories, Mapping)
         self.factories = dict(factories) if self.several else {None: factories}
-        self.pool: dict[Any, list] = {name: [] for name in self.factories}
         self.tools, self.depth = list(tools), 0
+        # of each: its instances, its class, and what its tools are described as
+        self.pool: dict[Any, list] = {}
         self.kinds: dict[Any, type] = {}
         self.schemas: dict[Any, list[dict]] = {}
         for name in self.factories:
@@ -1153,8 +1132,7 @@ class Environments:
                 f"environment_factory made {type(one).__name__}, which has no method reset: give "
                 "it one, which is called with the row of the data before each completion"
             )
-        self.pool[name].append(one)
-        self.kinds[name] = type(one)
+        self.pool[name], self.kinds[name] = [one], type(one)
         self.schemas[name] = toolset([*self.tools, *methods_of(one)]).schemas
 
     def methods(self) -> list[Callable]:
@@ -1195,9 +1173,8 @@ class Environments:
 
     def reset(self, row: Mapping, instance: Any) -> str | None:
         "Begin a completion; the text is for the end of the prompt."
-        given = {k: v for k, v in row.items() if v is not NO_PROMPT}
-        if self.several:
-            given.pop("environment", None)
+        hidden = {"environment"} if self.several else ()
+        given = {k: v for k, v in row.items() if v is not NO_PROMPT and k not in hidden}
         return instance.reset(**given)
 
     def drop(self, instance: Any) -> None:
@@ -1261,6 +1238,5 @@ def begin(
         return Beginning([list(row["prompt"]) for row in rows], [tools] * len(rows))
     instances = environments.take(rows)
     pairs = list(zip(rows, instances))
-    texts = [environments.reset(*pair) for pair in pairs]
-    prompts = [appended(row["prompt"], text) for row, text in zip(rows, texts)]
+    prompts = [appended(row["prompt"], environments.reset(row, its)) for row, its in pairs]
     return Beginning(prompts, [environments.toolset(*pair) for pair in pairs], instances)

@@ -7,11 +7,11 @@ __all__ = ['FITS', 'SECRETS', 'OTHER_NAMES', 'ENDINGS', 'OVERRIDING', 'SAME_IN_G
            'LOSS_TYPES', 'ONLY_SERVER', 'ONLY_COLOCATE', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON',
            'IGNORED_BY_REASON', 'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL',
            'SAMPLING', 'NOT_SAMPLED', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
-           'types_of', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings', 'not_generated',
-           'check_generation', 'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings',
-           'CorrectionSettings', 'OptimizerSettings', 'MemorySettings', 'check_path', 'RunSettings', 'HubSettings',
-           'refuse', 'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'plain_json',
-           'GRPOConfig', 'unlike_trl']
+           'types_of', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings', 'check_generation',
+           'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings',
+           'OptimizerSettings', 'MemorySettings', 'check_path', 'RunSettings', 'HubSettings', 'refuse',
+           'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig',
+           'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
@@ -117,21 +117,22 @@ class Setting:
 
     def in_words(self) -> str:  # e.g. "a number in (0, 1] or None"
         "The accepted values in words, for an error."
-        words = {
-            float: f"a whole number in {self.allowed}, or below 1 a share of the run"
+        whole, word, words = f"a whole number in {self.allowed}", "a string", "a list"
+        if isinstance(self.allowed, tuple):
+            names = ", ".join(map(repr, self.allowed))
+            word, words = f"one of {names}", f"a list of some of {names}"
+        said = {
+            float: f"{whole}, or below 1 a share of the run"
             if self.share
             else f"a number in {self.allowed}",
-            int: f"a whole number in {self.allowed}",
-            str: "a string",
+            int: whole,
+            str: word,
             bool: "True or False",
-            list: "a list",
+            list: words,
             dict: "a dict (or its JSON, as on a command line)",
             NoneType: "None",
         }
-        if isinstance(self.allowed, tuple):
-            words[str] = "one of " + ", ".join(map(repr, self.allowed))
-            words[list] = "a list of some of " + ", ".join(map(repr, self.allowed))
-        return " or ".join(words[kind] for kind in self.types)
+        return " or ".join(said[kind] for kind in self.types)
 
     def nearest(
         self,
@@ -341,12 +342,8 @@ class BatchSettings(Settings):
         """gradient_accumulation_steps; where batches of that many would cut a group, and nothing
         else says how many completions are drawn, as many micro-batches as give each of them G
         completions instead of its own, rounded up to whole groups."""
-        batch, steps, group = (
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            self.num_generations,
-        )
-        at_once = batch * num_processes
+        batch, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        group, at_once = self.num_generations, batch * num_processes
         if self.generation_batch_size or self.steps_per_generation or at_once * steps % group == 0:
             return steps
         whole = group // math.gcd(at_once, group)  # micro-batches that hold whole groups
@@ -355,25 +352,24 @@ class BatchSettings(Settings):
     def layout(
         self,
         num_processes: int = 1,  # devices that train side by side
-    ) -> (
-        "grpo_nb.algorithm.batching.BatchLayout"
-    ):  # ValueError where groups would be cut or steps do not divide
+        # ValueError where groups would be cut or steps do not divide
+    ) -> "grpo_nb.algorithm.batching.BatchLayout":
         "The batch layout that follows from these settings."
         from grpo_nb.algorithm.batching import BatchLayout
 
-        others = dict(
+        sizes, drawn = (self.per_device_train_batch_size, self.num_generations), {}
+        make = BatchLayout.from_generation_batch_size
+        if self.generation_batch_size is None:
+            make, drawn = BatchLayout, {"steps_per_generation": self.steps_per_generation}
+        else:
+            sizes += (self.generation_batch_size,)
+        return make(
+            *sizes,
             gradient_accumulation_steps=self.accumulation(num_processes),
             num_iterations=self.num_iterations,
             num_processes=num_processes,
+            **drawn,
         )
-        batch, group, drawn = (
-            self.per_device_train_batch_size,
-            self.num_generations,
-            self.generation_batch_size,
-        )
-        if drawn is not None:
-            return BatchLayout.from_generation_batch_size(batch, group, drawn, **others)
-        return BatchLayout(batch, group, steps_per_generation=self.steps_per_generation, **others)
 
 # %% ../../nbs/training/01_config.ipynb #51e64765
 ENDINGS = ("eos_token_id", "stop_strings")  # what ends a completion
@@ -391,14 +387,6 @@ AS_IT_IS = {  # key -> the value that describes what happens anyway
 WITHOUT_EFFECT = ("bos_token_id", "length_penalty", "pad_token_id")  # no beams; masks are explicit
 
 
-def not_generated(name: str, value: Any) -> str:
-    "The error for a key of generation_kwargs that cannot be honoured."
-    known = ", ".join(map(repr, (*ENDINGS, *OVERRIDING)))
-    return (
-        f"generation_kwargs holds {name!r}: {value!r}, which cannot be honoured: a completion is "
-        "drawn here token by token, from the probabilities that the loss knows. Leave it out; "
-        f"what is read here is {known}."
-    )
 
 
 def check_generation(
@@ -409,15 +397,19 @@ def check_generation(
         ours = SAME_IN_GENERATION.get(name)
         if ours and value != getattr(config, ours):
             raise ValueError(
-                f"generation_kwargs has {name}={value!r} and {ours} is "
-                f"{getattr(config, ours)!r}: the loss reads it too, so set {ours} and leave it out "
-                "here."
+                f"generation_kwargs has {name}={value!r} and {ours} is {getattr(config, ours)!r}: "
+                f"the loss reads it too, so set {ours} and leave it out here."
             )
         if name in OVERRIDING:
             config.specs[name].checked(value)
         elif not ours and name not in (*ENDINGS, *WITHOUT_EFFECT):
             if name not in AS_IT_IS or value != AS_IT_IS[name]:
-                raise ValueError(not_generated(name, value))
+                raise ValueError(
+                    f"generation_kwargs holds {name!r}: {value!r}, which cannot be honoured: a "
+                    "completion is drawn here token by token, from the probabilities that the loss "
+                    "knows. Leave it out; what is read here is "
+                    f"{', '.join(map(repr, (*ENDINGS, *OVERRIDING)))}."
+                )
 
 # %% ../../nbs/training/01_config.ipynb #51e64766
 @dataclass(kw_only=True)
@@ -478,24 +470,13 @@ class SamplingSettings(Settings):
         from grpo_nb.rollout.sampling import SamplingParams
 
         named = self.generation_kwargs or {}
-        drawn = {"temperature": self.temperature}
+        drawn = {"temperature": self.temperature, "max_tokens": self.max_completion_length}
         for name in OVERRIDING:
             drawn[name] = self.specs[name].checked(named.get(name, getattr(self, name)))
-        ends = named.get("eos_token_id")
-        if ends is not None:
-            changes = {
-                "stop_token_ids": (ends,) if isinstance(ends, int) else tuple(ends),
-                **changes,
-            }
-        return SamplingParams(
-            **{
-                "stop": named.get("stop_strings"),
-                "max_tokens": self.max_completion_length,
-                **drawn,
-                "top_k": drawn["top_k"] or None,
-                **changes,
-            }
-        )
+        drawn |= {"stop": named.get("stop_strings"), "top_k": drawn["top_k"] or None}
+        if (ends := named.get("eos_token_id")) is not None:
+            drawn["stop_token_ids"] = (ends,) if isinstance(ends, int) else tuple(ends)
+        return SamplingParams(**drawn | changes)
 
 # %% ../../nbs/training/01_config.ipynb #a01c5160
 @dataclass(kw_only=True)
@@ -523,16 +504,13 @@ class RewardSettings(Settings):
 
     def check(self):
         weights = self.reward_weights
-        if weights is not None and (
-            not weights
-            or not all(
-                isinstance(w, Real) and not isinstance(w, bool) and math.isfinite(w)
-                for w in weights
-            )
-        ):
+        if weights is None:
+            return
+        fits = (FITS[float](w, "(-inf, inf)") for w in weights)
+        if not weights or not all(fits):
             raise ValueError(
-                f"reward_weights is {weights!r}, but it has to hold one finite number for "
-                "each reward function, e.g. [1.0, 0.5]; None weighs all with 1.0."
+                f"reward_weights is {weights!r}, but it has to hold one finite number for each "
+                "reward function, e.g. [1.0, 0.5]; None weighs all with 1.0."
             )
 
 # %% ../../nbs/training/01_config.ipynb #88e2fe10
@@ -634,10 +612,8 @@ class LossSettings(Settings):
 # %% ../../nbs/training/01_config.ipynb #9dca79aa
 ONLY_SERVER = ("base_url", "host", "port", "api_key")  # of vllm_server_...
 # of vllm_...
-ONLY_COLOCATE = tuple(
-    """python gpu_memory_utilization max_model_length tensor_parallel_size model_impl
-    enable_sleep_mode""".split()
-)
+ONLY_COLOCATE = tuple("python gpu_memory_utilization max_model_length".split())
+ONLY_COLOCATE += ("tensor_parallel_size", "model_impl", "enable_sleep_mode")
 
 
 @dataclass(kw_only=True)
@@ -725,28 +701,19 @@ class CorrectionSettings(Settings):
     guard_slope_margin: float = setting(0.25, "(0, inf)", reader="guard")
 
     def check(self):
-        low, high, mode = (
-            self.vllm_importance_sampling_clip_min,
-            self.vllm_importance_sampling_clip_max,
-            self.vllm_importance_sampling_mode,
+        name = "vllm_importance_sampling"
+        low, high, mode, corrects = (
+            getattr(self, f"{name}_{part}") for part in ("clip_min", "clip_max", "mode", "correction")
         )
         if low is not None and high is not None and low >= high:
             raise ValueError(
-                f"vllm_importance_sampling_clip_min is {low} and "
-                f"vllm_importance_sampling_clip_max is {high}: the lower bound has to be the "
-                "smaller one."
+                f"{name}_clip_min is {low} and {name}_clip_max is {high}: the lower bound has to "
+                "be the smaller one."
             )
-        if (
-            self.vllm_importance_sampling_correction
-            and low is None
-            and high is None
-            and mode.endswith("truncate")
-        ):
+        if corrects and low is None and high is None and mode.endswith("truncate"):
             raise ValueError(
-                f"vllm_importance_sampling_mode={mode!r} needs a bound: give "
-                "vllm_importance_sampling_clip_max (the default is 2.0) "
-                "or vllm_importance_sampling_clip_min, or set "
-                "vllm_importance_sampling_correction=False."
+                f"{name}_mode={mode!r} needs a bound: give {name}_clip_max (the default is 2.0) or "
+                f"{name}_clip_min, or set {name}_correction=False."
             )
 
 # %% ../../nbs/training/01_config.ipynb #48d42c0d
@@ -906,9 +873,8 @@ class MemorySettings(Settings):
         return "bf16" if bf16_available and self.bf16 is not False else "no"
 
 # %% ../../nbs/training/01_config.ipynb #da15818e
-TRACKERS = tuple(
-    """aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab""".split()
-)  # accelerate's names
+# accelerate's names
+TRACKERS = tuple("aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab".split())
 
 
 def check_path(
@@ -920,16 +886,15 @@ def check_path(
     try:
         longest = max(map(len, os.fsencode(path).split(os.fsencode(os.sep))), default=0)
         path.encode()  # what writes tokenizers knows UTF-8 alone
+        if "\0" in path:
+            why = "holds the character NUL, which no file name has: leave it out"
+        elif longest > 255:
+            why = f"has a part of {longest} bytes, and a file name has at most 255: shorten it"
     except UnicodeEncodeError:
         why = (
             "holds characters that cannot be written in the encoding of file names here, "
             f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1, or name another folder"
         )
-    else:
-        if "\0" in path:
-            why = "holds the character NUL, which no file name has: leave it out"
-        elif longest > 255:
-            why = f"has a part of {longest} bytes, and a file name has at most 255: shorten it"
     if why:
         raise ValueError(f"{name} is {shown}, and {why}.")
 
@@ -997,15 +962,13 @@ class RunSettings(Settings):
         self.output_dir = os.path.expanduser(self.output_dir)  # as transformers' TrainingArguments
         check_path("output_dir", self.output_dir)
         self.trackers()
-        judged = (
-            f"lr_scheduler_type={getattr(self, 'lr_scheduler_type', '')!r}"
-            if getattr(self, "lr_scheduler_type", "") in ("reduce_lr_on_plateau", "greedy")
-            else "load_best_model_at_end=True"
-            if self.load_best_model_at_end
-            else "save_strategy='best'"
-            if self.save_strategy == "best"
-            else None
-        )
+        schedule, best = getattr(self, "lr_scheduler_type", ""), self.save_strategy == "best"
+        judged = {
+            f"lr_scheduler_type={schedule!r}": schedule in ("reduce_lr_on_plateau", "greedy"),
+            "load_best_model_at_end=True": self.load_best_model_at_end,
+            "save_strategy='best'": best,
+        }
+        judged = next((name for name, asked in judged.items() if asked), None)
         if judged and self.eval_strategy == "no":
             raise ValueError(
                 f"{judged} needs evaluations to tell how good the model is, and eval_strategy "
@@ -1014,13 +977,9 @@ class RunSettings(Settings):
         if judged or self.metric_for_best_model:  # EarlyStoppingCallback reads both
             name, self.greater_is_better = self.best_is()
             self.metric_for_best_model = self.metric_for_best_model or name.removeprefix("eval_")
-        if not self.load_best_model_at_end or self.save_strategy == "best":
-            return
-        if (
-            self.save_strategy != self.eval_strategy
-            or self.save_strategy == "steps"
-            and self.save_steps % self.used("eval_steps")
-        ):
+        apart = self.save_strategy == "steps" and self.save_steps % self.used("eval_steps")
+        apart = apart or self.save_strategy != self.eval_strategy
+        if self.load_best_model_at_end and not best and apart:
             raise ValueError(
                 "load_best_model_at_end=True needs a checkpoint of every model that is "
                 f"evaluated at its time, and eval_strategy is {self.eval_strategy!r} "
@@ -1049,12 +1008,10 @@ class RunSettings(Settings):
         for name in given:
             if name not in (*TRACKERS, "all", "none"):
                 close = difflib.get_close_matches(str(name), TRACKERS, 1)
+                nearest = f" The nearest is {close[0]!r}." if close else ""
                 raise ValueError(
-                    (
-                        f"report_to names {name!r}, which is no tracker of accelerate: it has "
-                        f"{', '.join(TRACKERS)}, besides 'all' and 'none'."
-                    )
-                    + (f" The nearest is {close[0]!r}." if close else "")
+                    f"report_to names {name!r}, which is no tracker of accelerate: it has "
+                    f"{', '.join(TRACKERS)}, besides 'all' and 'none'.{nearest}"
                 )
         return ["all"] if "all" in given else [name for name in given if name != "none"]
 
@@ -1083,15 +1040,9 @@ class HubSettings(Settings):
     hub_always_push: bool = setting(False, reader="hub")
 
 # %% ../../nbs/training/01_config.ipynb #b8c23d91
-_KINDS = {
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "str": str,
-    "dict": dict,
-    "list[str]": list[str],
-}
+_KINDS = {kind.__name__: kind for kind in (bool, int, float, str, dict)}
 _KINDS |= {"dict|str|None": dict | str | None, "None|str|list[str]": None | str | list[str]}
+_KINDS["list[str]"] = list[str]
 
 
 def _by_reason(
@@ -1188,21 +1139,17 @@ torch_empty_cache_steps=int
 """)
 
 # %% ../../nbs/training/01_config.ipynb #d39469bf
-REFUSED: dict[str, str] = {
-    name: reason for reason, names in REFUSED_BY_REASON for name in names
-}  # keyword -> why it cannot be honoured
-IGNORED: dict[str, str] = {
-    name: reason for reason, names in IGNORED_BY_REASON for name in names
-}  # keyword -> why it changes nothing
-HELD = {
-    name: value
-    for _, names in REFUSED_BY_REASON + IGNORED_BY_REASON
-    for name, value in names.items()
-}  # keyword -> its default, or where that is None the type
-NEUTRAL: dict[str, Any] = {
+# keyword -> why it cannot be honoured, and why it changes nothing
+REFUSED: dict[str, str] = {name: why for why, names in REFUSED_BY_REASON for name in names}
+IGNORED: dict[str, str] = {name: why for why, names in IGNORED_BY_REASON for name in names}
+# keyword -> its default, or where that is None the type
+HELD: dict[str, Any] = {}
+for _, names in REFUSED_BY_REASON + IGNORED_BY_REASON:
+    HELD |= names
+NEUTRAL: dict[str, Any] = {  # keyword -> its neutral value, which is accepted without a message
     name: None if isinstance(value, (type, GenericAlias, UnionType)) else value
     for name, value in HELD.items()
-}  # keyword -> its neutral value, which is accepted without a message
+}
 ALSO_NEUTRAL = {  # keyword -> another value that describes what happens anyway
     "pad_to_multiple_of": None,
     "logging_nan_inf_filter": False,
@@ -1244,11 +1191,8 @@ SAMPLING = {  # attribute of a SamplingParams, vLLM's or ours -> setting
 }
 
 
-# attributes that ask for another sampler
-NOT_SAMPLED = tuple(
-    """presence_penalty frequency_penalty min_tokens logit_bias bad_words logits_processors
-    structured_outputs guided_decoding prompt_logprobs""".split()
-)
+NOT_SAMPLED = tuple("presence_penalty frequency_penalty min_tokens logit_bias bad_words".split())
+NOT_SAMPLED += tuple("logits_processors structured_outputs guided_decoding prompt_logprobs".split())
 
 
 def sampling_settings(
@@ -1262,14 +1206,14 @@ def sampling_settings(
                 f"read of it is stop, {', '.join(SAMPLING)}; generation_kwargs={{'eos_token_id': "
                 "[...]} sets the tokens that end a completion."
             )
-    usual = type(params)()
-    stop = getattr(params, "stop", None)
-    texts = [stop] if isinstance(stop, str) else list(stop or ())
-    return ({"generation_kwargs": {"stop_strings": texts}} if texts else {}) | {
-        ours: getattr(params, name)
-        for name, ours in SAMPLING.items()
-        if hasattr(params, name) and getattr(params, name) != getattr(usual, name)
-    }
+    usual, given = type(params)(), {}
+    if stop := getattr(params, "stop", None):
+        texts = [stop] if isinstance(stop, str) else list(stop)
+        given["generation_kwargs"] = {"stop_strings": texts}
+    for name, ours in SAMPLING.items():
+        if hasattr(params, name) and getattr(params, name) != getattr(usual, name):
+            given[ours] = getattr(params, name)
+    return given
 
 # %% ../../nbs/training/01_config.ipynb #ff584098
 def translated(
@@ -1317,8 +1261,7 @@ def default_of(
     one: Field,  # of a dataclass
 ):  # MISSING where a value has to be given
     "The default of a field, whichever way it is written."
-    made = one.default is MISSING and one.default_factory is not MISSING
-    return one.default_factory() if made else one.default
+    return one.default if one.default_factory is MISSING else one.default_factory()
 
 
 HINTS = {one.name: one.type for group in Settings.__subclasses__() for one in fields(group)}
@@ -1424,8 +1367,8 @@ class GRPOConfig(
         if LOSSES[self.loss_type].weight is not None:
             raise ValueError(
                 f"loss_type={self.loss_type!r} multiplies the rollout weights of a completion's "
-                "tokens itself, so vllm_importance_sampling_mode={mode!r} "
-                f"does not fit: choose 'token_{mode.removeprefix('sequence_')}', or set "
+                f"tokens itself, so vllm_importance_sampling_mode={mode!r} does not fit: choose "
+                f"'token_{mode.removeprefix('sequence_')}', or set "
                 "vllm_importance_sampling_correction=False."
             )
 
@@ -1434,43 +1377,33 @@ class GRPOConfig(
         num_processes: int = 1,  # devices that train side by side
     ) -> list[dict[str, Any]]:  # rows {"setting", "value", "from"}
         "The values that follow from settings left at None, and from which."
-        layout = self.layout(num_processes)
-        rows = [
-            (name, self.used(name), spec.use)
-            for name, spec in self.specs.items()
-            if getattr(self, name) is None and spec.use
-        ]
+        layout, drawn = self.layout(num_processes), self.generation_batch_size
+        unset = [name for name in self.specs if getattr(self, name) is None]
+        sources = {name: use for name in unset if (use := self.specs[name].use)}
         if layout.gradient_accumulation_steps != self.gradient_accumulation_steps:
-            whole = "num_generations: groups stay whole"
-            rows.append(("gradient_accumulation_steps", layout.gradient_accumulation_steps, whole))
+            sources["gradient_accumulation_steps"] = "num_generations: groups stay whole"
         if self.steps_per_generation is None:
-            rows.append(
-                (
-                    "steps_per_generation",
-                    layout.steps_per_generation,
-                    "generation_batch_size"
-                    if self.generation_batch_size
-                    else "gradient_accumulation_steps",
-                )
-            )
-        sizes = (
-            "generation_batch_size",
-            "prompts_per_generation",
-            "effective_batch_size",
-            "optimizer_steps_per_generation",
-        )
-        rows += [(name, getattr(layout, name), "batch layout") for name in sizes]
-        return [dict(zip(("setting", "value", "from"), row)) for row in rows]
+            by = "generation_batch_size" if drawn else "gradient_accumulation_steps"
+            sources["steps_per_generation"] = by
+        for name in "generation_batch_size prompts_per_generation effective_batch_size".split():
+            sources[name] = "batch layout"
+        sources["optimizer_steps_per_generation"] = "batch layout"
+        return [
+            {
+                "setting": name,
+                "value": getattr(layout, name) if hasattr(layout, name) else self.used(name),
+                "from": source,
+            }
+            for name, source in sources.items()
+        ]
 
     def describe(
         self,
         num_processes: int = 1,  # devices that train side by side
     ) -> str:  # one line for each derived value
         "The derived values as text, for the head of a log."
-        return "\n".join(
-            f"{row['setting']} = {row['value']:g} (from {row['from']})"
-            for row in self.derived(num_processes)
-        )
+        rows = self.derived(num_processes)
+        return "\n".join("{setting} = {value:g} (from {from})".format(**row) for row in rows)
 
     def summary(
         self,
@@ -1478,14 +1411,14 @@ class GRPOConfig(
     ) -> str:  # and a line for each setting that was given and is used with another value
         "The batch sizes in a line, and how many settings follow from others."
         layout, rows = self.layout(num_processes), self.derived(num_processes)
-        changed = [
-            f"{row['setting']} = {row['value']:g} (from {row['from']})"
-            for row in rows
-            if getattr(self, row["setting"], None) not in (None, row["value"])
-        ]
         prompts = layout.prompts_per_generation
         drawn = f"{prompts} prompt{'s' * (prompts != 1)} x {self.num_generations} completions"
         each = f"{layout.effective_batch_size} an update; {len(rows)} more with --verbose"
+        changed = [
+            "{setting} = {value:g} (from {from})".format(**row)
+            for row in rows
+            if getattr(self, row["setting"], None) not in (None, row["value"])
+        ]
         return "\n".join([f"{drawn} at once, {each}", *changed])
 
     def training_arguments(self) -> "transformers.TrainingArguments":

@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['ROW_SETTINGS', 'TEMPLATE_ROOM', 'NOT_FOR_REWARDS', 'ARGUMENTS', 'KEPT_ROWS', 'DIGESTED', 'is_conversational',
-           'without_none', 'without_gaps', 'form_of', 'check_content', 'as_string', 'as_template_takes', 'as_parts',
-           'without_empty', 'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'equal',
-           'check_prompt_lengths', 'column_names', 'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens',
-           'check_long_prompts', 'whole_prompts', 'shortened', 'stops_by_name', 'room_left', 'completion_as_given',
-           'reward_columns', 'check_shape', 'check_rows', 'is_stream', 'listed', 'BrokenStream', 'unbroken',
-           'StreamedRows', 'text_of_row', 'digest_of', 'check_columns', 'check_prompts', 'check_row_settings',
-           'check_dataset', 'check_evaluation_data', 'unread_settings', 'filled_arguments', 'row_variables',
-           'unread_variables']
+           'without_none', 'without_gaps', 'form_of', 'as_string', 'as_template_takes', 'without_empty',
+           'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'equal', 'check_prompt_lengths',
+           'column_names', 'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens', 'check_long_prompts',
+           'shortened', 'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns', 'check_shape',
+           'check_rows', 'is_stream', 'listed', 'BrokenStream', 'unbroken', 'StreamedRows', 'text_of_row', 'digest_of',
+           'check_columns', 'check_prompts', 'check_row_settings', 'check_dataset', 'check_evaluation_data',
+           'unread_settings', 'filled_arguments', 'row_variables', 'unread_variables']
 
 # %% ../../nbs/training/02_data.ipynb #b5d7708d
 import copy
@@ -23,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from types import NoneType
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -45,24 +45,19 @@ def is_conversational(
     "Whether a prompt is a conversation; ValueError if it is neither that nor a string."
     if isinstance(prompt, str):
         return False
-    if (
-        isinstance(prompt, (list, tuple))
-        and prompt
-        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
-    ):
-        for number, message in enumerate(prompt):
-            if "content" not in message and message["role"] != "assistant":
-                keys = ", ".join(map(repr, message))
-                raise ValueError(
-                    f"Message {number} of a prompt has the keys {keys} and no content: write "
-                    '{"role": "user", "content": "2+3="}.'
-                )
-        return True
-    raise ValueError(
-        f"A prompt is {repr(prompt)[:80]} ({type(prompt).__name__}), but it has to be a "
-        "string, or a list of at least one message such as "
-        '{"role": "user", "content": "2+3="}.'
-    )
+    several = isinstance(prompt, (list, tuple)) and bool(prompt)
+    if not several or not all(isinstance(one, Mapping) and "role" in one for one in prompt):
+        raise ValueError(
+            f"A prompt is {repr(prompt)[:80]} ({type(prompt).__name__}), but it has to be a "
+            'string, or a list of at least one message such as {"role": "user", "content": "2+3="}.'
+        )
+    for number, message in enumerate(prompt):
+        if "content" not in message and message["role"] != "assistant":
+            raise ValueError(
+                f"Message {number} of a prompt has the keys {', '.join(map(repr, message))} and no "
+                'content: write {"role": "user", "content": "2+3="}.'
+            )
+    return True
 
 # %% ../../nbs/training/02_data.ipynb #20ee48a0
 def without_none(value: Any) -> Any:
@@ -90,19 +85,6 @@ def form_of(
     return tuple(isinstance(part, Mapping) and str(part.get("type")) for part in content)
 
 
-def check_content(
-    message: Mapping,
-    place: int,  # in its conversation
-) -> None:  # ValueError
-    "Refuse a content that is neither text nor parts."
-    content = message.get("content")
-    if content is not None and not isinstance(content, (str, list, tuple, Mapping)):
-        raise ValueError(
-            f"message {place} has the content {content!r}, a {type(content).__name__}: write it as "
-            f"text, {str(content)!r}"
-        )
-
-
 def as_string(
     message: dict[str, Any],  # for a template that writes strings
     place: int,  # in its conversation
@@ -128,29 +110,29 @@ def as_template_takes(
     variables: Mapping[str, Any],  # of the template
 ) -> list[dict[str, Any]]:  # ValueError
     "A conversation of which the template writes neither a None nor a list as Python prints it."
-    messages, template = [without_gaps(message) for message in prompt], tokenizer.chat_template
+    messages, forms = [without_gaps(message) for message in prompt], set()
     for place, message in enumerate(messages):
-        check_content(message, place)
-    forms = {type(message.get("content")) for message in messages}
-    if forms - {str, type(None)} and takes(tokenizer, False, variables):
-        if not takes(tokenizer, True, variables):
+        content = message.get("content")
+        forms.add(kind := type(content))
+        if not isinstance(content, (NoneType, str, list, tuple, Mapping)):
+            raise ValueError(
+                f"message {place} has the content {content!r}, a {kind.__name__}: write it as "
+                f"text, {str(content)!r}"
+            )
+    takes_text, takes_parts = (partial(takes, tokenizer, form, variables) for form in (False, True))
+    if forms - {str, NoneType} and takes_text():
+        if not takes_parts():
             messages = [as_string(message, place) for place, message in enumerate(messages)]
-    elif str in forms and "text" in str(template) and not takes(tokenizer, False, variables):
-        if takes(tokenizer, True, variables):
-            messages = [as_parts(message) for message in messages]
+    elif str in forms and "text" in str(tokenizer.chat_template) and not takes_text():
+        if takes_parts():  # and of a string it writes nothing
+            for message in messages:
+                if isinstance(text := message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": text}]
     if any(message.get("content", "") is None for message in messages):
         messages = without_empty(messages, tokenizer, variables)
     return messages
 
 # %% ../../nbs/training/02_data.ipynb #6f9b28d3
-def as_parts(message: dict[str, Any]) -> dict[str, Any]:
-    "A message for a template that writes lists of parts, and of a string nothing."
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return message | {"content": [{"type": "text", "text": content}]}
-
-
 def without_empty(
     messages: list[dict[str, Any]],  # of some the content is None
     tokenizer,  # of transformers
@@ -180,23 +162,22 @@ def prompt_token_ids(
         return read_written(prompt, prompt.pictures, processor)
     if not is_conversational(prompt):
         ids = text_token_ids(prompt, tokenizer)
+    elif tokenizer.chat_template is None:
+        raise ValueError(
+            "The prompt is a conversation, and the tokenizer has no chat template to write it with "
+            "(base models have none). Set tokenizer.chat_template, take the tokenizer of an "
+            "instruct model, or give prompts as strings."
+        )
     else:
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "The prompt is a conversation, and the tokenizer has no chat template to "
-                "write it with (base models have none). "
-                "Set tokenizer.chat_template, take the tokenizer of an instruct model, or "
-                "give prompts as strings."
-            )
-        goes_on = prompt[-1]["role"] == "assistant"
+        goes_on, variables = prompt[-1]["role"] == "assistant", chat_template_kwargs or {}
 
         def written(messages, **how):
             return tokenizer.apply_chat_template(
-                as_template_takes(messages, tokenizer, chat_template_kwargs or {}),
+                as_template_takes(messages, tokenizer, variables),
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
                 **how,
-                **(chat_template_kwargs or {}),
+                **variables,
             )
 
         if places_of(prompt):
@@ -210,10 +191,8 @@ def prompt_token_ids(
     return list(ids)
 
 # %% ../../nbs/training/02_data.ipynb #1cf453a3
-ROW_SETTINGS = {  # column -> the kind of its values; the variables of a row's own
-    "chat_template_kwargs": Mapping,
-    "reasoning_effort": str,
-}
+# column -> the kind of its values; the variables of a row's own
+ROW_SETTINGS = {"chat_template_kwargs": Mapping, "reasoning_effort": str}
 
 
 def template_kwargs(
@@ -260,20 +239,20 @@ def check_prompt_lengths(
 ) -> None:  # ValueError for the first prompt that is too long
     "Make sure that every prompt leaves room for its completion."
     for place, ids in zip(rows if rows is not None else count(), prompt_ids):
-        if max_prompt_length is not None and len(ids) > max_prompt_length:
+        size = len(ids)
+        if max_prompt_length is not None and size > max_prompt_length:
             raise ValueError(
-                f"The prompt of row {place} has {len(ids)} tokens, and max_prompt_length is "
+                f"The prompt of row {place} has {size} tokens, and max_prompt_length is "
                 f"{max_prompt_length}. Prompts are not cut: leave the row out, or raise the limit."
             )
-        if max_positions is not None and len(ids) + max_completion_length > max_positions:
-            room = max_positions - len(ids)
-            change = f"lower max_completion_length to {room} or less, or " if room > 0 else ""
+        whole, longest = size + max_completion_length, max_positions
+        if longest is not None and whole > longest:
+            change = f"lower max_completion_length to {longest - size} or less, or "
             raise ValueError(
-                f"The prompt of row {place} has {len(ids)} tokens; with "
-                f"max_completion_length {max_completion_length} that is "
-                f"{len(ids) + max_completion_length}, and the model's longest sequence is "
-                f"{max_positions}{because}. Prompts are not cut: {change}leave the row out "
-                f"(a prompt may have {max(max_positions - max_completion_length, 0)} tokens)."
+                f"The prompt of row {place} has {size} tokens; with max_completion_length "
+                f"{max_completion_length} that is {whole}, and the model's longest sequence is "
+                f"{longest}{because}. Prompts are not cut: {change * (longest > size)}leave the "
+                f"row out (a prompt may have {max(longest - whole + size, 0)} tokens)."
             )
 
 # %% ../../nbs/training/02_data.ipynb #454f4ff5
@@ -340,11 +319,11 @@ def check_long_prompts(
     """Make sure that every prompt of a dataset leaves room for its completion, and that the
     tokenizer takes prompts of its kinds."""
     room = math.inf if max_positions is None else max_positions - max_completion_length
-    room = min(room, math.inf if max_prompt_length is None else max_prompt_length)
+    limit = math.inf if max_prompt_length is None else max_prompt_length
     kinds, doubtful, longer = set(), [], {}
     for number, row in enumerate(prompt_rows(dataset)):
         given = row["prompt"], template_kwargs(row, chat_template_kwargs)
-        if (kind := kind_of_prompt(*given)) not in kinds or most_tokens(*given) > room:
+        if (kind := kind_of_prompt(*given)) not in kinds or most_tokens(*given) > min(room, limit):
             doubtful.append((number, *given))
         kinds.add(kind)
     for number, prompt, variables in tqdm(doubtful, desc="prompt lengths", delay=2, leave=False):
@@ -355,28 +334,18 @@ def check_long_prompts(
                 f"The prompt of row {number} cannot be tokenized ({type(error).__name__}): {error}"
             ) from error
         check_prompt_lengths([ids], max_completion_length, max_positions, [number], None, because)
-        if max_prompt_length is not None and len(ids) > max_prompt_length:
+        if len(ids) > limit:
             longer[number] = len(ids)
     if longer:
-        warn(whole_prompts(longer, len(dataset), max_prompt_length, max_completion_length))
+        most, number = max((size, -number) for number, size in longer.items())
+        warn(
+            f"The prompts of {len(longer):,} of {len(dataset):,} rows are longer than "
+            f"max_prompt_length={max_prompt_length}; the longest, of row {-number}, has {most} "
+            "tokens. Prompts are not cut: they are used whole, with room and memory for "
+            f"{most + max_completion_length:,} tokens a sequence. Leave the rows out, or set "
+            "max_prompt_length to that length."
+        )
     return len(doubtful)
-
-
-def whole_prompts(
-    longer: dict[int, int],  # number of a row -> tokens of its prompt, more than max_prompt_length
-    rows: int,  # of the data
-    max_prompt_length: int,
-    max_completion_length: int,
-) -> str:  # a sentence
-    "What is said where prompts are longer than a script thinks and the model has room for them."
-    number = max(longer, key=longer.get)
-    most = longer[number]
-    return (
-        f"The prompts of {len(longer):,} of {rows:,} rows are longer than max_prompt_length="
-        f"{max_prompt_length}; the longest, of row {number}, has {most} tokens. Prompts are not "
-        f"cut: they are used whole, with room and memory for {most + max_completion_length:,} "
-        "tokens a sequence. Leave the rows out, or set max_prompt_length to that length."
-    )
 
 # %% ../../nbs/training/02_data.ipynb #e9a3c74e
 def shortened(
@@ -423,20 +392,11 @@ def completion_as_given(
     return [{"role": "assistant", "content": begun + text}]
 
 # %% ../../nbs/training/02_data.ipynb #03221d2d
-NOT_FOR_REWARDS = (
-    "prompt",
-    "completion",
-    "completion_ids",
-)  # columns that are not handed on; prompts and completions come from the rollout
-ARGUMENTS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "environments",
-)  # what reward functions receive beside the columns
+# columns that are not handed on; prompts and completions come from the rollout
+NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
+# what reward functions receive beside the columns
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra")
+ARGUMENTS += ("log_metric", "environments")
 
 
 def reward_columns(
@@ -444,44 +404,32 @@ def reward_columns(
     keys: Iterable[str] | None = None,  # the columns wanted; None: all that the first row has
 ) -> dict[str, list]:  # column -> one value for each completion
     "The dataset's other columns, as reward functions receive them."
-    wanted = [
-        key
-        for key in (keys if keys is not None else rows[0] if rows else ())
-        if key not in NOT_FOR_REWARDS
-    ]
-    return {key: [row[key] for row in rows] for key in wanted}
+    if keys is None:
+        keys = rows[0] if rows else ()
+    return {key: [row[key] for row in rows] for key in keys if key not in NOT_FOR_REWARDS}
 
 # %% ../../nbs/training/02_data.ipynb #4a258079
 def check_shape(
     dataset,  # anything
 ) -> None:  # raises unless it has rows that can be counted and looked up
     "Refuse what is not a table with rows."
-    kind = type(dataset).__name__
+    kind, why = type(dataset).__name__, None
+    counted = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, Mapping) and "prompt" in dataset:
-        raise ValueError(
-            f"The dataset is a {kind} of columns, but a table with rows is needed: pass "
-            "datasets.Dataset.from_dict(dataset)."
-        )
-    if isinstance(dataset, Mapping):
-        raise ValueError(
-            f"The dataset is a {kind} with {', '.join(map(repr, dataset))}, but one table is "
-            "needed: "
-            f"pass one split, e.g. dataset[{next(iter(dataset), 'train')!r}]."
-        )
-    if (
-        isinstance(dataset, str)
-        or not hasattr(dataset, "__len__")
-        or not hasattr(dataset, "__getitem__")
-    ):
-        raise ValueError(
-            f"The dataset is a {kind}, whose rows cannot be counted and looked up by number. "
-            "Pass a datasets.Dataset, a datasets.IterableDataset (a stream) or a list of dicts."
-        )
-    if not len(dataset):
-        raise ValueError(
-            f"The dataset ({kind}) has no rows: give some; to train on, at least as many as "
-            "a generation draws prompts."
-        )
+        why = f"is a {kind} of columns, and rows are needed: pass "
+        why += "datasets.Dataset.from_dict(dataset)"
+    elif isinstance(dataset, Mapping):
+        split = next(iter(dataset), "train")
+        why = f"is a {kind} with {', '.join(map(repr, dataset))}, but one table is needed: pass "
+        why += f"one split, e.g. dataset[{split!r}]"
+    elif isinstance(dataset, str) or not counted:
+        why = f"is a {kind}, whose rows cannot be counted and looked up by number. Pass a "
+        why += "datasets.Dataset, a datasets.IterableDataset (a stream) or a list of dicts"
+    elif not len(dataset):
+        why = f"({kind}) has no rows: give some; to train on, at least as many as a generation "
+        why += "draws prompts"
+    if why:
+        raise ValueError(f"The dataset {why}.")
 
 
 def check_rows(
@@ -531,9 +479,8 @@ def unbroken(stream: Iterable) -> Iterator:  # BrokenStream
     "The rows of a stream, whose own errors say at which row they came."
     number = 0
     try:
-        for row in stream:
+        for number, row in enumerate(stream, 1):  # noqa: B007  # the number is for the error
             yield row
-            number += 1
     except Exception as error:  # of a network, a file, or the user's own program
         raise BrokenStream(
             f"the stream of rows ended with an error at row {number} "
@@ -570,8 +517,7 @@ class StreamedRows:
 
     def following(self) -> Mapping:
         "The next row, checked; the first one after the last."
-        row = next(self.rows, None)
-        if row is None:
+        if (row := next(self.rows, None)) is None:
             self.rows = unbroken(self.stream)
             row = next(self.rows, None)
         if row is None:
@@ -581,18 +527,14 @@ class StreamedRows:
             check_columns(list(row))
             self.first = row
         check_row_settings([row], self.read)
-        if not self.fits(row):
+        same = isinstance(row, Mapping) and row.keys() == self.first.keys()
+        if not same or len({is_conversational(one["prompt"]) for one in (row, self.first)}) > 1:
             raise ValueError(
                 f"Row {self.read} of the stream is {repr(row)[:200]}, and its first row is "
                 f"{repr(self.first)[:200]}: give all rows the same columns, and all prompts as "
                 "strings or all as conversations."
             )
         return row
-
-    def fits(self, row: Any) -> bool:
-        "Whether a row has the columns and the form of prompt that the first one has."
-        same = isinstance(row, Mapping) and row.keys() == self.first.keys()
-        return same and is_conversational(row["prompt"]) == is_conversational(self.first["prompt"])
 
 # %% ../../nbs/training/02_data.ipynb #0fe9a544
 DIGESTED = 1_000  # rows of a table
@@ -626,11 +568,10 @@ def digest_of(
     places = sorted({i * size // DIGESTED for i in range(DIGESTED)} | {size - 1})
 
     def digest():
-        rows = (
-            dataset.with_format("arrow")[places].to_pylist()  # as stored
-            if hasattr(dataset, "with_format")
-            else map(dataset.__getitem__, places)
-        )
+        if hasattr(dataset, "with_format"):
+            rows = dataset.with_format("arrow")[places].to_pylist()  # as stored
+        else:
+            rows = map(dataset.__getitem__, places)
         texts = [str(size), *map(text_of_row, rows)]
         return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
@@ -648,17 +589,14 @@ def check_columns(
             "Rename the one that holds the questions: dataset.rename_column(..., 'prompt')."
         )
     for name in columns:
+        why = None
         if not isinstance(name, str):
-            raise ValueError(
-                f"The dataset has a column {name!r}, a {type(name).__name__}, and reward functions "
-                f"are given columns by name: call it {str(name)!r}, or drop it."
-            )
-    clashes = [name for name in columns if name in ARGUMENTS and name not in NOT_FOR_REWARDS]
-    if clashes:
-        raise ValueError(
-            f"The dataset's column {clashes[0]!r} has the name of something that reward "
-            "functions are given anyway: rename it."
-        )
+            why = f", a {type(name).__name__}, and reward functions are given columns by name: "
+            why += f"call it {str(name)!r}, or drop it"
+        elif name in ARGUMENTS and name not in NOT_FOR_REWARDS:
+            why = ", and reward functions are given something of that name anyway: rename it"
+        if why:
+            raise ValueError(f"The dataset has a column {name!r}{why}.")
 
 
 def check_prompts(
@@ -685,18 +623,20 @@ def check_row_settings(
     "Refuse variables of a row's own that are of the wrong kind, or that say two things."
     words = {Mapping: "a dict of the chat template's variables", str: "a string"}
     for number, row in enumerate(prompt_rows(dataset), first):
+        where = f"Row {number} of the dataset:"
         for name in row.keys() & ROW_SETTINGS:
-            if not isinstance(row[name], ROW_SETTINGS[name] | None):
+            kind = ROW_SETTINGS[name]
+            if not isinstance(row[name], kind | None):
                 raise ValueError(
-                    f"Row {number} of the dataset: {name} is {repr(row[name])[:80]}, but it has to "
-                    f"be {words[ROW_SETTINGS[name]]}, or None for what GRPOConfig says."
+                    f"{where} {name} is {repr(row[name])[:80]}, but it has to be {words[kind]}, or "
+                    "None for what GRPOConfig says."
                 )
         inside = (row.get("chat_template_kwargs") or {}).get("reasoning_effort")
         beside = row.get("reasoning_effort")
         if None not in (inside, beside) and inside != beside:
             raise ValueError(
-                f"Row {number} of the dataset: reasoning_effort is {beside!r}, and "
-                f"chat_template_kwargs holds {inside!r}: give one of them."
+                f"{where} reasoning_effort is {beside!r}, and chat_template_kwargs holds "
+                f"{inside!r}: give one of them."
             )
 
 # %% ../../nbs/training/02_data.ipynb #7e7113d2
@@ -768,9 +708,7 @@ def row_variables(
     dataset,  # one that `check_dataset` has seen
 ) -> list[str]:  # names, each once
     "The variables that rows set for the chat template."
-    return list(
-        dict.fromkeys(name for row in prompt_rows(dataset) for name in template_kwargs(row))
-    )
+    return [*dict.fromkeys(name for row in prompt_rows(dataset) for name in template_kwargs(row))]
 
 
 def unread_variables(

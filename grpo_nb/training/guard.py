@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['GAP_BOUNDS', 'STALE_GAP', 'LEAST_EFFECT', 'LEAST_TOKENS', 'LEAST_OF_ONE', 'FAR', 'FREQUENCIES', 'CAUSES', 'MOST_ROWS',
-           'WHICH', 'PLAIN_TOKENS', 'Comparison', 'computing_format', 'gap_bound', 'at_most_rounding', 'is_read',
-           'gap_is_wrong', 'slope_is_wrong', 'without_adapter', 'expert_factors', 'zeroed', 'scaled_rotary',
-           'far_positions', 'fits', 'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere',
-           'some_completions', 'explains', 'base_served', 'experts_left_out', 'other_adapter', 'scaled_positions',
-           'other_base', 'cause_of', 'SamplerMismatch', 'chosen_rows', 'needs_more', 'doubt_of_cuts', 'drawn_plainly',
-           'GuardLooks', 'GuardCompares', 'Guard']
+           'WHICH', 'PLAIN_TOKENS', 'Comparison', 'at_most_rounding', 'is_read', 'gap_is_wrong', 'slope_is_wrong',
+           'without_adapter', 'expert_factors', 'replaced', 'scaled_rotary', 'far_positions', 'fits',
+           'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere', 'some_completions', 'explains',
+           'base_served', 'experts_left_out', 'other_adapter', 'scaled_positions', 'other_base', 'cause_of',
+           'SamplerMismatch', 'chosen_rows', 'needs_more', 'doubt_of_cuts', 'drawn_plainly', 'GuardLooks',
+           'GuardCompares', 'Guard']
 
 # %% ../../nbs/training/24_guard.ipynb #cac73cbf
 import math
@@ -29,6 +29,7 @@ from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams, room_for_su
 from ..serving.server import VLLMServer
 from ..serving.vllm_requests import has_few_survivors
 from .config import GRPOConfig, warn
+from .hints import paragraph
 from .policy_logprobs import TrainingBatch, completion_logps
 from .policy_update import PolicyUpdate
 from .precision import frozen_dtype
@@ -108,34 +109,15 @@ class Comparison:
         return means, means - 2 * chance
 
 # %% ../../nbs/training/24_guard.ipynb #a7d1a223
-GAP_BOUNDS = {  # mean gap that is taken for rounding, nats a token
-    torch.bfloat16: 0.1,
-    torch.float16: 0.02,
-    torch.float32: 0.001,
-    torch.float64: 0.001,
-}
+# mean gap that is taken for rounding, nats a token
+GAP_BOUNDS = {torch.bfloat16: 0.1, torch.float16: 0.02}
+GAP_BOUNDS |= dict.fromkeys((torch.float32, torch.float64), 0.001)
 # of a policy that has moved on since: three updates behind, a tiny model differs by .02 to .03
 STALE_GAP = 0.3
 LEAST_EFFECT = 2  # times what is left unexplained, for the slope to say something
 LEAST_TOKENS = 16  # likewise
 LEAST_OF_ONE = 4  # tokens of a completion that is judged by itself
 FAR = 3  # bounds: what one completion may be off, where the others are right
-
-
-def computing_format(
-    model: Any,
-    autocast: torch.dtype | None,  # None: products are computed in the weights' format
-) -> torch.dtype:
-    "The number format in which log-probs are computed."
-    return autocast or frozen_dtype(model) or next(model.parameters()).dtype
-
-
-def gap_bound(
-    config: GRPOConfig,
-    dtype: torch.dtype,  # from `computing_format`
-) -> float:  # nats a token
-    "The mean gap beyond which a run stops."
-    return config.guard_max_gap or GAP_BOUNDS.get(dtype, 0.1)
 
 
 def at_most_rounding(
@@ -206,16 +188,19 @@ def expert_factors(
 
 
 @contextmanager
-def zeroed(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    "These parameters are 0 inside `with`."
+def replaced(
+    parameters: list[torch.nn.Parameter],
+    numbers: Sequence[torch.Tensor],  # for each of them
+) -> Iterator[None]:
+    "Parameters have other numbers inside `with`."
     kept = [(p, held(p)) for p in parameters]
     try:
-        for p, data in kept:
-            put(p, torch.zeros_like(data))
+        for p, other in zip(parameters, numbers):
+            put(p, other)
         yield
     finally:
-        for p, data in kept:
-            put(p, data)
+        for p, own in kept:
+            put(p, own)
 
 # %% ../../nbs/training/24_guard.ipynb #86577b23
 def scaled_rotary(
@@ -267,21 +252,17 @@ def no_logprobs(found, bound, under):
     s = found.sampler
     if are_placeholders(s):
         what = "are all the same" if s.min() == s.max() else f"go up to {s.max().item():.3g}"
-        return (
-            f"They {what}, so they are no log-probs of tokens. Return those that the tokens were "
-            "drawn with, or None where there are none"
-        )
+        return f"""They {what}, so they are no log-probs of tokens. Return those that the tokens
+            were drawn with, or None where there are none"""
 
 
 def raw(found, bound, under):
     "Log-probs from before the temperature, or before top_p, top_k or min_p."
     for name, step in (("raw", "temperature"), ("whole", "truncation (top_p, top_k, min_p)")):
         if fits(found, under(name), bound):
-            return (
-                f"They are those of the policy before its {step}: the sampler returns raw "
-                "log-probs. Let it return those that it draws with (vLLM: "
-                "--logprobs-mode processed_logprobs)"
-            )
+            return f"""They are those of the policy before its {step}: the sampler returns raw
+                log-probs. Let it return those that it draws with (vLLM:
+                --logprobs-mode processed_logprobs)"""
 
 
 def other_order(found, bound, under):
@@ -289,19 +270,15 @@ def other_order(found, bound, under):
     s, t = found.sampler, found.trainer
     others = (t - t.flip(0)).abs().mean().item()
     if found.gap_mean > 0.5 * others and fits(found, t.sort()[0][s.argsort().argsort()], bound):
-        return (
-            "The same numbers stand at other tokens: the sampler's log-probs and tokens are not in "
-            "one order. Look at how they are put together"
-        )
+        return """The same numbers stand at other tokens: the sampler's log-probs and tokens are not
+            in one order. Look at how they are put together"""
 
 # %% ../../nbs/training/24_guard.ipynb #f3efdd96
 def cut_elsewhere(found, bound, under):
     "Each token likelier than the trainer says, none less."
     if len(found.gap) >= LEAST_TOKENS and (found.gap >= -bound).all():
-        return (
-            "None is below the trainer's, as if the sampler left unlikely tokens out: it may draw "
-            "with a top_p, top_k or min_p that GRPOConfig does not name. Set the same in both"
-        )
+        return """None is below the trainer's, as if the sampler left unlikely tokens out: it may
+            draw with a top_p, top_k or min_p that GRPOConfig does not name. Set the same in both"""
 
 
 def some_completions(found, bound, under):
@@ -309,11 +286,9 @@ def some_completions(found, bound, under):
     means, sure = found.gaps()
     right, off = means[means <= bound], means[sure > FAR * bound]
     if len(right) and len(off) and off.min() > 10 * right.max():
-        return (
-            f"Completions that are far off: {len(off)} of {len(means)}, by {off.mean().item():.3g} "
-            f"nats; those that are right: {len(right)}. So one of several servers may have another "
-            "model, or another adapter. Ask each of them alone"
-        )
+        return f"""Completions that are far off: {len(off)} of {len(means)}, by
+            {off.mean().item():.3g} nats; those that are right: {len(right)}. So one of several
+            servers may have another model, or another adapter. Ask each of them alone"""
 
 
 def explains(found: Comparison) -> bool:
@@ -324,10 +299,8 @@ def explains(found: Comparison) -> bool:
 def base_served(found, bound, under):
     "The sampler has no adapter."
     if explains(found) and fits(found, found.base, bound):
-        return (
-            "They are those of the model without its adapter: the sampler serves the base. Look at "
-            "whether the adapter was loaded, and under which name completions were asked for"
-        )
+        return """They are those of the model without its adapter: the sampler serves the base. Look
+            at whether the adapter was loaded, and under which name completions were asked for"""
 
 
 def experts_left_out(found, bound, under):
@@ -342,11 +315,9 @@ def experts_left_out(found, bound, under):
     shares = torch.linalg.lstsq(parts, y[:, None]).solution[:, 0]  # of attention, of experts
     better = (y - parts @ shares).norm() < 0.85 * found.rest().norm()
     if better and abs(shares[0] - 1) < 0.18 and shares[1] < 0.35:
-        return (
-            f"The adapter of attention is served ({shares[0]:.2f} of its effect), that of the "
-            f"experts is not ({shares[1]:.2f}): its tensors may lie in a layout that the sampler "
-            "reads otherwise. Compare the shapes in adapter_model.safetensors with what it expects"
-        )
+        return f"""The adapter of attention is served ({shares[0]:.2f} of its effect), that of the
+            experts is not ({shares[1]:.2f}): its tensors may lie in a layout that the sampler reads
+            otherwise. Compare the shapes in adapter_model.safetensors with what it expects"""
 
 
 def other_adapter(found, bound, under):
@@ -356,38 +327,30 @@ def other_adapter(found, bound, under):
     if found.rest(slope).abs().mean() > found.effects[0].abs().mean():
         return None
     if slope > 1:
-        return (
-            f"The adapter's effect on the sampler is {slope:.2f} times that on the trainer: it is "
-            "scaled otherwise (lora_alpha, use_rslora), or it is another one"
-        )
-    return (
-        f"The adapter's effect on the sampler is {slope:.2f} of that on the trainer: the sampler "
-        "serves an older version, or scales it down. Look at whether each version is loaded under "
-        "a name of its own, and before completions are asked for"
-    )
+        return f"""The adapter's effect on the sampler is {slope:.2f} times that on the trainer: it
+            is scaled otherwise (lora_alpha, use_rslora), or it is another one"""
+    return f"""The adapter's effect on the sampler is {slope:.2f} of that on the trainer: the
+        sampler serves an older version, or scales it down. Look at whether each version is loaded
+        under a name of its own, and before completions are asked for"""
 
 # %% ../../nbs/training/24_guard.ipynb #19bda1b8
 def scaled_positions(found, bound, under):
     "The sampler turns positions as in sequences beyond the border."
     if fits(found, under("far"), bound):
-        return (
-            "They are those of the model with its positions scaled as for long sequences, and the "
-            "trainer's are not: longrope and dynamic scaling turn all keys otherwise from a "
-            "length on, and a server may do so for every length if it allows longer ones (vLLM: "
-            "--max-model-len). Let it allow no more than original_max_position_embeddings "
-            "(longrope) or max_position_embeddings (dynamic) of the model's configuration"
-        )
+        return """They are those of the model with its positions scaled as for long sequences, and
+            the trainer's are not: longrope and dynamic scaling turn all keys otherwise from a
+            length on, and a server may do so for every length if it allows longer ones (vLLM:
+            --max-model-len). Let it allow no more than original_max_position_embeddings (longrope)
+            or max_position_embeddings (dynamic) of the model's configuration"""
 
 
 def other_base(found, bound, under):
     "Neither with the adapter nor without."
     off = found.trainer if found.base is None else found.base
     off = (found.sampler - off).abs().mean().item()
-    without = "" if found.base is None else f" With the adapter off they differ by {off:.3g}."
-    return (
-        f"An older adapter does not explain it.{without} The sampler has another base model, or "
-        "the same one in another number format, or it reads the prompts as other tokens"
-    )
+    without = "" if found.base is None else f"With the adapter off they differ by {off:.3g}."
+    return f"""An older adapter does not explain it. {without} The sampler has another base model,
+        or the same one in another number format, or it reads the prompts as other tokens"""
 
 
 CAUSES = (  # asked in this order; the last one always answers
@@ -410,7 +373,7 @@ def cause_of(
     under: Callable[[str], torch.Tensor | None],  # name of a policy -> its log-probs (n,)
 ) -> str:
     "The likely cause of a gap, in a sentence or two."
-    return next(said for cause in CAUSES if (said := cause(found, bound, under)))
+    return paragraph(next(said for cause in CAUSES if (said := cause(found, bound, under))))
 
 # %% ../../nbs/training/24_guard.ipynb #627f79aa
 MOST_ROWS = 8  # completions of a process that are compared
@@ -521,7 +484,8 @@ class GuardLooks:
             found = self.compare(rows)
             if not len(found.gap):  # some completions have log-probs, these have none
                 return
-            bound, known = gap_bound(self.config, self.dtype), version is not None
+            known = version is not None
+            bound = self.config.guard_max_gap or GAP_BOUNDS.get(self.dtype, 0.1)
             bound = bound if known else max(bound, STALE_GAP)
             if due:  # else only a resumed run has it: its log stays the same
                 self.metrics.add(self.numbers(found, bound, known))
@@ -552,15 +516,10 @@ class GuardLooks:
     @contextmanager
     def as_it_was(self, version: int | None) -> Iterator[None]:
         "The model with the adapter of a version that was kept; any other: as it is."
-        kept = [(p, held(p), old) for p, old in zip(self.adapter(), self.past.get(version, ()))]
-        with self.undisturbed() if kept else nullcontext():
-            try:
-                for p, _, old in kept:
-                    put(p, old)
+        old = self.past.get(version, ())
+        with self.undisturbed() if old else nullcontext():
+            with replaced(self.adapter() if old else [], old):
                 yield
-            finally:
-                for p, now, _ in kept:
-                    put(p, now)
 
     def tell(self, missing: str) -> None:
         "Say once why nothing is compared."
@@ -613,8 +572,8 @@ class GuardCompares(GuardLooks):
 
     def numbers(self, found: Comparison, bound: float, known: bool) -> dict[str, float]:
         "What the log gets; the slope only where it says something."
-        numbers = dict(gap_mean=found.gap_mean, gap_max=found.gap.abs().max().item())
-        numbers |= dict(gap_bound=bound, effect=found.effect)
+        numbers = {"gap_mean": found.gap_mean, "gap_max": found.gap.abs().max().item()}
+        numbers |= {"gap_bound": bound, "effect": found.effect}
         if known and is_read(found, bound):
             numbers["slope"] = found.slope()
         return {f"guard/{name}": value for name, value in numbers.items()}
@@ -638,7 +597,9 @@ class Guard(GuardCompares):
         self.config, self.accelerator, self.update = config, accelerator, update
         self.server, self.undisturbed = server, undisturbed
         self.model, self.metrics = update.model, metrics
-        self.dtype = computing_format(self.model, update.precision.dtype)
+        # in which log-probs are computed
+        self.dtype = update.precision.dtype or frozen_dtype(self.model)
+        self.dtype = self.dtype or next(self.model.parameters()).dtype
         updates = config.guard_every / layout.optimizer_steps_per_generation
         self.cycles = max(round(updates), 1)  # between two checks
         self.begin()
@@ -664,18 +625,17 @@ class Guard(GuardCompares):
 
     def under(self, name: str, rows: TrainingBatch) -> torch.Tensor | None:
         "Log-probs (n,) of another policy; None where it is the same one."
-        if name == "no experts":
-            if not (factors := expert_factors(self.model)):
-                return None
-            with zeroed(factors):
-                return self.tokens(rows, [rows.rollout_logps, self.logps(rows)])[1]
-        if name == "far":
-            if (rotary := scaled_rotary(self.model)) is None:
-                return None
-            with far_positions(rotary):
+        changed = None
+        if name == "no experts" and (factors := expert_factors(self.model)):
+            changed = replaced(factors, [torch.zeros_like(held(p)) for p in factors])
+        if name == "far" and (rotary := scaled_rotary(self.model)) is not None:
+            changed = far_positions(rotary)
+        if changed is not None:
+            with changed:
                 return self.tokens(rows, [rows.rollout_logps, self.logps(rows)])[1]
         temperature = 1.0 if name == "raw" else self.config.temperature
-        if self.config.temperature == 1 if name == "raw" else rows.survivors is None:
+        same = self.config.temperature == 1 if name == "raw" else rows.survivors is None
+        if same or name in ("no experts", "far"):
             return None
         rows = replace(rows, survivors=None, log_mass=None)
         with evaluating(self.model), self.update.precision.autocast():

@@ -75,11 +75,8 @@ class EntropyBonus:
 
     def weight(self) -> float:  # what the loss multiplies the entropy with
         "The weight for the next loss; 0 while an adaptive bonus finds the entropy high enough."
-        if not self.config.use_adaptive_entropy:
-            return self.coef
-        return (
-            self.coef if self.last is not None and self.last <= self.config.entropy_target else 0.0
-        )
+        low = self.last is not None and self.last <= self.config.entropy_target
+        return self.coef if low or not self.config.use_adaptive_entropy else 0.0
 
     def see(
         self,
@@ -178,16 +175,9 @@ class MicroBatchFitter:
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The micro-batch in pieces: as `mini_batch` says, or as few as fit into free memory."
-        count, tokens = choose_pieces(
-            self.model,
-            batch,
-            self.config,
-            free_memory(self.device) - self.weights.spare_bytes,
-            self.shape,
-            self.slices,
-            self.residual,
-            most=len(batch) if self.cuts else 1,
-        )
+        free = free_memory(self.device) - self.weights.spare_bytes
+        sizes, most = (self.shape, self.slices, self.residual), len(batch) if self.cuts else 1
+        count, tokens = choose_pieces(self.model, batch, self.config, free, *sizes, most=most)
         self.slice(tokens)
         self.count = self.weights.agreed(count)
         return split(batch, self.count)
@@ -254,15 +244,10 @@ class Window:
 
     def reduce(self, accelerator: Accelerator, device: torch.device) -> None:
         "Replace the sums of this process by those of all processes."
-        counted = self.sums | {"micro_batches": self.micro_batches}
-        summed = {
-            name: accelerator.reduce(
-                torch.as_tensor(value, dtype=torch.float32, device=device), "sum"
-            )
-            for name, value in counted.items()
-        }
-        self.micro_batches = float(summed.pop("micro_batches"))
-        self.sums = summed
+        for name, value in (self.sums | {"micro_batches": self.micro_batches}).items():
+            value = torch.as_tensor(value, dtype=torch.float32, device=device)
+            self.sums[name] = accelerator.reduce(value, "sum")
+        self.micro_batches = float(self.sums.pop("micro_batches"))
 
     def factor(
         self,
@@ -358,9 +343,9 @@ class ArrangedUpdate(UpdateParts):
         "Whether short layers are recorded: in one process, on a large GPU, computed again."
         config, alone = self.config, self.accelerator.num_processes == 1
         again = config.gradient_checkpointing and not config.gradient_checkpointing_kwargs
-        sleeps = config.use_vllm and config.vllm_mode == "colocate"  # and needs the memory awake
-        sleeps = sleeps and config.vllm_enable_sleep_mode
-        wanted = limits.RECORDED_TOKENS and again and alone and not sleeps
+        # vLLM, once it is awake, needs the memory
+        sleeps = config.vllm_mode == "colocate" and config.vllm_enable_sleep_mode
+        wanted = limits.RECORDED_TOKENS and again and alone and not (config.use_vllm and sleeps)
         return bool(wanted and is_large(self.device))
 
     def begin(
@@ -415,14 +400,10 @@ class UpdateLogps(ArrangedUpdate):
                 with self.reference.policy(self.model) as reference:
                     batch.ref_logps = self.logps_of(reference, batch)
         if self.corrects:
-            batch.rollout_weights = rollout_correction(
-                batch.old_logps,
-                batch.rollout_logps,
-                batch.completion_mask,
-                mode=self.config.vllm_importance_sampling_mode,
-                clip_max=self.config.vllm_importance_sampling_clip_max,
-                clip_min=self.config.vllm_importance_sampling_clip_min,
-            )
+            names, of = ("mode", "clip_max", "clip_min"), "vllm_importance_sampling_"
+            given = {name: getattr(self.config, of + name) for name in names}
+            logps = batch.old_logps, batch.rollout_logps, batch.completion_mask
+            batch.rollout_weights = rollout_correction(*logps, **given)
         return batch
 
     def logps_of(self, policy, batch: TrainingBatch) -> torch.Tensor:
@@ -524,16 +505,12 @@ class UpdateLoss(UpdateLogps):
 
     def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         "(B, T), the tokens of highest entropy among those of all processes; None: all are used."
-        quantile = self.config.top_entropy_quantile
+        quantile, entropies = self.config.top_entropy_quantile, entropies.detach()
         if quantile >= 1:
             return None
-        active = self.accelerator.pad_across_processes(
-            entropies.detach()[mask.bool()], pad_index=-1
-        )
+        active = self.accelerator.pad_across_processes(entropies[mask.bool()], pad_index=-1)
         gathered = self.accelerator.gather(active)
-        return high_entropy_mask(
-            entropies.detach(), mask, quantile, gathered=gathered[gathered >= 0]
-        )
+        return high_entropy_mask(entropies, mask, quantile, gathered=gathered[gathered >= 0])
 
 # %% ../../nbs/training/12_policy_update.ipynb #2152c8d8
 class UpdateGap(UpdateLoss):
@@ -541,27 +518,24 @@ class UpdateGap(UpdateLoss):
 
     def measure_gap(self, logps: torch.Tensor, batch: TrainingBatch) -> None:
         "How far the sampler's log-probs are from the trainer's."
-        old = logps if batch.old_logps is None else batch.old_logps
-        gap = rollout_gap(old, batch.rollout_logps, batch.completion_mask)
-        self.metrics.add(
-            {f"sampling/gap_{name}": value for name, value in gap.items()},
-            weight=batch.completion_mask.sum().item(),
-        )
+        old, drawn = logps if batch.old_logps is None else batch.old_logps, batch.completion_mask
+        gap = rollout_gap(old, batch.rollout_logps, drawn)
+        named = {f"sampling/gap_{name}": value for name, value in gap.items()}
+        self.metrics.add(named, weight=drawn.sum().item())
         if self.corrects:
             self.measure_weights(gap, batch)
 
     def measure_weights(self, gap: dict[str, float], batch: TrainingBatch) -> None:
         "The gap and the weights of the rollout correction, under TRL's names."
-        whole = self.config.vllm_importance_sampling_mode.startswith("sequence")
-        weights, drawn = batch.rollout_weights, batch.completion_mask
-        weights = weights.flatten() if whole else weights[drawn]
+        whole, weights = self.config.vllm_importance_sampling_mode, batch.rollout_weights
+        whole = whole.startswith("sequence")
+        weights = weights.flatten() if whole else weights[batch.completion_mask]
         weights = weights if len(weights) else weights.new_zeros(1)
         named = {f"sampling_logp_difference/{name}": gap[name] for name in ("mean", "max")}
         for name in ("min", "mean", "max"):
             named[f"importance_sampling_ratio/{name}"] = getattr(weights, name)()
-        self.metrics.add(
-            {f"sampling/{name}": value for name, value in named.items()}, weight=len(weights)
-        )
+        named = {f"sampling/{name}": value for name, value in named.items()}
+        self.metrics.add(named, weight=len(weights))
 
 # %% ../../nbs/training/12_policy_update.ipynb #9e092380
 class UpdateGradients(UpdateGap):
@@ -597,9 +571,9 @@ class UpdateGradients(UpdateGap):
         config, moving = self.config, moving_rows(batch)
         more = config.beta or config.entropy_coef or config.use_adaptive_entropy
         own = type(self).loss_of is not UpdateLoss.loss_of  # may count every completion
-        if more or own or self.weights.sharded or not self.fitter.cuts:
-            return [(batch, True)]
-        if moving.all() or not moving.any():  # zeros are gradients for the optimizer's moments
+        whole = more or own or self.weights.sharded or not self.fitter.cuts
+        # zeros are gradients for the optimizer's moments
+        if whole or moving.all() or not moving.any():
             return [(batch, True)]
         return [(batch.rows(moving), True), (batch.rows(~moving), False)]
 
@@ -703,16 +677,14 @@ class UpdateStep(UpdateGradients):
 
     def note_step(self, factor: float, norm: float) -> None:
         "Add the numbers of an update to the metrics, and regulate the entropy bonus."
-        finite = math.isfinite(norm)
-        loss, policy_loss = (
-            (self.window.sums[name] * factor).item() for name in ("loss", "policy_loss")
-        )
+        sums, config, bonus = self.window.sums, self.config, self.entropy_bonus
+        loss, policy_loss = ((sums[name] * factor).item() for name in ("loss", "policy_loss"))
         self.metrics.add({"loss": loss, "grad_norm": norm})
-        self.metrics.add({"skipped_updates": float(not finite)})
-        if self.config.use_adaptive_entropy:
-            self.entropy_bonus.see(self.window.mean_entropy())
-        if self.config.entropy_coef or self.config.use_adaptive_entropy:
-            self.metrics.add({"policy_loss": policy_loss, "entropy_coef": self.entropy_bonus.coef})
+        self.metrics.add({"skipped_updates": float(not math.isfinite(norm))})
+        if config.use_adaptive_entropy:
+            bonus.see(self.window.mean_entropy())
+        if config.entropy_coef or config.use_adaptive_entropy:
+            self.metrics.add({"policy_loss": policy_loss, "entropy_coef": bonus.coef})
 
 # %% ../../nbs/training/12_policy_update.ipynb #2f2f0ff9
 class UpdateEvaluation(UpdateStep):
@@ -724,9 +696,8 @@ class UpdateEvaluation(UpdateStep):
         metrics: Metrics,  # gets the numbers of each batch's loss
     ) -> list[float]:
         "The loss of each batch. Every process that holds a share of the weights has to call it."
-        most = self.weights.agreed(len(batches))
         losses = [self.loss_without_update(batch, metrics) for batch in batches]
-        for _ in range(most - len(batches)):
+        for _ in range(self.weights.agreed(len(batches)) - len(batches)):
             self.loss_without_update(self.one_token())
         return losses
 
@@ -801,8 +772,8 @@ class UpdateCheckpoint(UpdateEvaluation):
             wanted = f"of {saved['trained']}, as was stored"
             check.refuse("the optimizer's state", f"of {len(state)} parameters", wanted)
         check_schedule_state(self.schedule or self.pattern(), saved["schedule"], groups, check)
-        if self.precision.scaler.is_enabled():
-            check_like(self.precision.scaler.state_dict(), saved["scaler"], "the scaler", check)
+        if (scaler := self.precision.scaler).is_enabled():
+            check_like(scaler.state_dict(), saved["scaler"], "the scaler", check)
             check.number(saved["scaler"]["scale"], "scale of the scaler", least=1e-300)
         self.entropy_bonus.check_state_dict(saved["entropy_bonus"], check)
         self.check_reference(saved["reference"], saved["reference_norms"], check)
@@ -822,14 +793,23 @@ class UpdateCheckpoint(UpdateEvaluation):
             check.keys(dict(enumerate(saved or [])), range(len(own)), "the reference")
             for weight, here in zip(saved, own):
                 check.tensor(weight, "a weight of the reference", here.shape, (here.dtype,))
-        if now and then:
-            far = len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then)
-            if far:
-                raise ValueError(
-                    "the reference policy is the model that the trainer was given, and the run of "
-                    f"{check} began with another one: give the model that it began with, its "
-                    "weights come from the checkpoint"
-                )
+        if not (now and then):
+            return
+        if len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then):
+            raise ValueError(
+                "the reference policy is the model that the trainer was given, and the run of "
+                f"{check} began with another one: give the model that it began with, its weights "
+                "come from the checkpoint"
+            )
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        "Load the optimizer's state, of each moment this process's share."
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {
+            i: {name: self.weights.like(parameters[i], value) for name, value in entries.items()}
+            for i, entries in saved["state"].items()
+        }
+        self.optimizer.load_state_dict({**saved, "state": state})
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         "Load optimizer, schedule, scaler and entropy bonus, and a reference that was saved."
@@ -841,18 +821,6 @@ class UpdateCheckpoint(UpdateEvaluation):
             for kept, weight in zip(self.reference.weights(), saved["reference"]):
                 kept.data.copy_(self.weights.like(kept, weight))
         self.read_rate()
-
-    def load_optimizer(self, saved: dict[str, Any]) -> None:
-        "Load the optimizer's state, of each moment this process's share."
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = {
-            number: {
-                name: self.weights.like(parameters[number], value)
-                for name, value in entries.items()
-            }
-            for number, entries in saved["state"].items()
-        }
-        self.optimizer.load_state_dict({**saved, "state": state})
 
 # %% ../../nbs/training/12_policy_update.ipynb #d448dca1
 COMPILED_TOKENS = 256  # of a prompt and of a completion that kernels are compiled with

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['EVENT_LOOPS', 'KEYWORDS', 'RewardError', 'reward_name', 'reward_names', 'as_scores', 'TooLate', 'EventLoop',
            'run_coroutines', 'CallThread', 'call_within', 'can_be_copied', 'sendable', 'answer_and_exit', 'CallProcess',
-           'answers_of', 'own', 'in_this_process', 'warn_of_thread', 'keywords_given', 'asks_for_others',
-           'checked_scores', 'scores_of_late', 'check_judged', 'score_completions', 'loading', 'load_classifier',
-           'check_classifier', 'ModelReward', 'reward_functions']
+           'own', 'answers_of', 'warn_of_thread', 'checked_scores', 'scores_of_late', 'check_judged',
+           'score_completions', 'loading', 'load_classifier', 'check_classifier', 'ModelReward', 'reward_functions']
 
 # %% ../../nbs/training/03_rewards.ipynb #90ccbcee
 import asyncio
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerState
 
 from grpo_nb.environments.isolated_rewards import (
@@ -68,11 +68,8 @@ def reward_names(
     "Different names for several reward functions."
     names = []
     for name in map(reward_name, functions):
-        names.append(
-            next(
-                other for n in count(1) if (other := name if n == 1 else f"{name}_{n}") not in names
-            )
-        )
+        tried = (name if n == 1 else f"{name}_{n}" for n in count(1))
+        names.append(next(other for other in tried if other not in names))
     return names
 
 # %% ../../nbs/training/03_rewards.ipynb #b0224582
@@ -153,15 +150,23 @@ class CallThread(threading.Thread):
         given: dict[str, Any],  # its arguments
     ):
         super().__init__(name=f"reward {reward_name(function)}", daemon=True)
-        self.function, self.given, self.answer = function, given, TooLate()
+        self.function, self.given, self.answered = function, given, TooLate()
         self.start()
 
     def run(self) -> None:
-        "Call the function, and keep what it returns or raises in `answer`."
+        "Call the function, and keep what it returns or raises."
         try:
-            self.answer = self.function(**self.given)
+            self.answered = self.function(**self.given)
         except BaseException as error:
-            self.answer = error
+            self.answered = error
+
+    def answer(self, timeout_s: float | None = None) -> Any:  # `TooLate` if it was not done
+        "Wait for what the function returns or raises."
+        self.join(timeout_s)
+        return self.answered
+
+    def close(self) -> None:
+        "Leave the thread behind."
 
 
 def call_within(
@@ -176,14 +181,10 @@ def call_within(
             return function(**given)
         except (Exception, SystemExit) as error:
             return error
-    if any(
-        isinstance(thread, CallThread) and thread.function is function
-        for thread in threading.enumerate()
-    ):
+    calls = [thread for thread in threading.enumerate() if isinstance(thread, CallThread)]
+    if any(call.function is function for call in calls):
         return TooLate()  # still busy with an earlier step
-    call = CallThread(function, given)
-    call.join(timeout_s)
-    return call.answer
+    return CallThread(function, given).answer(timeout_s)
 
 # %% ../../nbs/training/03_rewards.ipynb #e1a4472c
 def can_be_copied(
@@ -261,10 +262,10 @@ class CallProcess:
     def answer(self) -> Any:  # what the function returned or raised; `TooLate` if it was not done
         "Wait for the copy, end it, and pass on what the function logged."
         try:
-            self.reading.join()
-            if isinstance(self.reading.answer, BaseException):
-                raise self.reading.answer
-            answer, told = pickle.loads(self.reading.answer)
+            read = self.reading.answer()
+            if isinstance(read, BaseException):
+                raise read
+            answer, told = pickle.loads(read)
             for name, values in told:
                 self.given[name](*values)
             return answer
@@ -291,35 +292,6 @@ class CallProcess:
         return os.waitstatus_to_exitcode(status if ended else os.waitpid(process, 0)[1])
 
 # %% ../../nbs/training/03_rewards.ipynb #d99f3a29
-def answers_of(
-    functions: list[Callable],  # plain, async or isolated
-    given: dict[str, Any],  # their arguments
-    timeout_s: float | None,  # for those of this process
-) -> list[Any]:  # what each returned or raised; `TooLate` for one that was not done
-    """Call every function: isolated ones and copies at once, plain ones in turn, async ones
-    together."""
-    isolated = {
-        k: CallThread(function, given)
-        for k, function in enumerate(functions)
-        if isinstance(function, IsolatedReward)
-    }
-    copies = {
-        k: CallProcess(function, given, timeout_s)
-        for k, function in enumerate(functions)
-        if timeout_s is not None and k not in isolated and can_be_copied(function)
-    }
-    try:
-        answers = in_this_process(functions, given, timeout_s, {*isolated, *copies})
-        answers |= {k: call.answer() for k, call in copies.items()}
-    finally:
-        for call in copies.values():
-            call.close()
-    for k, call in isolated.items():
-        call.join()
-        answers[k] = call.answer
-    return [answers[k] for k in range(len(functions))]
-
-
 def own(value: Any) -> Any:
     "A list, or the trainer's state, as a copy: what a function sets there changes nothing."
     if type(value) is list:
@@ -330,25 +302,35 @@ def own(value: Any) -> Any:
     return value
 
 
-def in_this_process(
-    functions: list[Callable],
+def answers_of(
+    functions: list[Callable],  # plain, async or isolated
     given: dict[str, Any],  # their arguments
-    timeout_s: float | None,
-    elsewhere: set[int],  # the numbers of those that are called in other processes
-) -> dict[int, Any]:  # number of a function -> what it returned or raised
-    "Call the functions that are left: plain ones in turn, async ones together."
-    answers = {}
-    for k, function in enumerate(functions):
-        if k in elsewhere:
-            continue
-        if timeout_s is not None:
-            warn_of_thread(function)
-        answers[k] = call_within(timeout_s, function, {n: own(value) for n, value in given.items()})
-    waiting = [k for k, answer in answers.items() if inspect.isawaitable(answer)]
-    if waiting:
-        results = run_coroutines([answers[k] for k in waiting], timeout_s)
-        answers.update(zip(waiting, results))
-    return answers
+    timeout_s: float | None,  # for those of this process
+) -> list[Any]:  # what each returned or raised; `TooLate` for one that was not done
+    """Call every function: isolated ones and copies at once, plain ones in turn, async ones
+    together."""
+    calls, answers = {}, {}
+    try:
+        for k, function in enumerate(functions):
+            if isinstance(function, IsolatedReward):
+                calls[k] = CallThread(function, given)
+            elif timeout_s is not None and can_be_copied(function):
+                calls[k] = CallProcess(function, given, timeout_s)
+        for k, function in enumerate(functions):
+            if k not in calls:
+                if timeout_s is not None:
+                    warn_of_thread(function)
+                copies = {name: own(value) for name, value in given.items()}
+                answers[k] = call_within(timeout_s, function, copies)
+        waiting = [k for k, answer in answers.items() if inspect.isawaitable(answer)]
+        if waiting:
+            results = run_coroutines([answers[k] for k in waiting], timeout_s)
+            answers.update(zip(waiting, results))
+        answers |= {k: call.answer() for k, call in calls.items()}
+    finally:
+        for call in calls.values():
+            call.close()
+    return [answers[k] for k in range(len(functions))]
 
 
 def warn_of_thread(
@@ -360,51 +342,29 @@ def warn_of_thread(
         f"reward function {reward_name(function)!r} {why}, so reward_timeout_s leaves it behind in "
         "a thread that nobody can stop, and a call that hangs in C holds the run; isolated(...) "
         "gives a function a process that is killed",
-        stacklevel=4,
+        stacklevel=3,
     )
 
 # %% ../../nbs/training/03_rewards.ipynb #41b895a5
 # what a reward function is called with beside the data's columns
-KEYWORDS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_metric",
-    "log_extra",
-)
-
-
-def keywords_given(given: dict[str, Any]) -> str:
-    "A sentence for the author of a function that takes other keywords than there are."
-    own, columns = ([name for name in given if (name in KEYWORDS) == own] for own in (True, False))
-    return (
-        f". A reward function is called with the keywords {', '.join(own)} and the data's "
-        f"other columns, here {', '.join(columns) or 'none'}; those that it does not use go "
-        "into **kwargs"
-    )
-
-
-def asks_for_others(
-    error: BaseException,  # what a reward function raised
-    given: dict[str, Any],  # its arguments
-) -> bool:
-    "Whether a function seems to have failed because it takes an argument that does not exist."
-    if isinstance(error, TypeError):
-        return any(word in str(error) for word in ("argument", "NoneType"))
-    return isinstance(error, KeyError) and bool(error.args) and error.args[0] not in given
+KEYWORDS = "prompts completions completion_ids trainer_state log_metric log_extra".split()
 
 
 def checked_scores(answer: Any, given: dict[str, Any], name: str, step: int) -> list[float]:
     """The scores of one function, or a RewardError that says at which step and on which completion
     it failed."""
-    completions = given["completions"]
-    where = f"at step {step}"
+    completions, where = given["completions"], f"at step {step}"
     if completions:
         where += f"; the first completion it was given is {completions[0]!r}"
     if isinstance(answer, BaseException):
-        if asks_for_others(answer, given):
-            where += keywords_given(given)
+        wants = isinstance(answer, KeyError) and bool(answer.args) and answer.args[0] not in given
+        if isinstance(answer, TypeError):
+            wants = any(word in str(answer) for word in ("argument", "NoneType"))
+        if wants:  # an argument that does not exist, it seems
+            names = ", ".join(name for name in given if name in KEYWORDS)
+            columns = ", ".join(name for name in given if name not in KEYWORDS) or "none"
+            where += f". A reward function is called with the keywords {names} and the data's other"
+            where += f" columns, here {columns}; those that it does not use go into **kwargs"
         said = f"reward function {name!r} raised {type(answer).__name__}: {answer} {where}"
         raise RewardError(visible(said)) from answer
     try:
@@ -415,20 +375,17 @@ def checked_scores(answer: Any, given: dict[str, Any], name: str, step: int) -> 
 # %% ../../nbs/training/03_rewards.ipynb #c82bb4e4
 def scores_of_late(function: Callable, count: int, step: int, timeout_s: float) -> NotScored:
     "The missing scores of a function that was not done in time, and a warning that names it."
-    reason = f"it was not done after {timeout_s:g} s (reward_timeout_s), and "
+    name, reason = reward_name(function), f"it was not done after {timeout_s:g} s (reward_timeout_s"
     if can_be_copied(function):
-        reason += "the copy of this process that called it was killed"
+        reason += "), and the copy of this process that called it was killed"
         advice = "raise reward_timeout_s, or make the function faster"
     else:
-        reason += "goes on in a thread that nobody can stop"
-        advice = (
-            "give it a process of its own, which can be killed: "
-            f"grpo_nb.environments.isolated_rewards.isolated('module:{reward_name(function)}', "
-            f"timeout_s={timeout_s:g})"
-        )
+        reason += "), and goes on in a thread that nobody can stop"
+        advice = "give it a process of its own, which can be killed: grpo_nb.environments."
+        advice += f"isolated_rewards.isolated('module:{name}', timeout_s={timeout_s:g})"
     warnings.warn(
-        f"reward function {reward_name(function)!r} gave no score to {count} of {count} "
-        f"completions at step {step}: {reason}; {advice}",
+        f"reward function {name!r} gave no score to {count} of {count} completions at step {step}: "
+        f"{reason}; {advice}",
         stacklevel=3,
     )
     return NotScored(count, reason)
@@ -441,20 +398,17 @@ def check_judged(
     step: int,
 ) -> None:
     "Warn of functions that judged nothing, and say so if that is true of every function."
-    where = (
-        f"(None or NaN for all {len(completions)}) at step {step}; the first completion is "
-        f"{completions[0]!r}"
-    )
+    where = f"(None or NaN for all {len(completions)}) at step {step}; the first completion is "
+    where += repr(completions[0])
+    told = [f"reward function {name!r} judged no completion {where}" for name in silent]
     if silent and len(silent) == len(names):
-        warnings.warn(
-            f"no reward function judged any completion: {', '.join(map(repr, names))} "
-            f"{where}. Nothing can be learnt from them. If that may happen, give 0 in place of "
-            "None, or draw more prompts at a time",
-            stacklevel=3,
-        )
-        return
-    for name in silent:
-        warnings.warn(f"reward function {name!r} judged no completion {where}", stacklevel=3)
+        told = [
+            f"no reward function judged any completion: {', '.join(map(repr, names))} {where}. "
+            "Nothing can be learnt from them. If that may happen, give 0 in place of None, or draw "
+            "more prompts at a time"
+        ]
+    for sentence in told:
+        warnings.warn(sentence, stacklevel=3)
 
 # %% ../../nbs/training/03_rewards.ipynb #67352f25
 def score_completions(
@@ -500,22 +454,12 @@ def loading(
     try:
         yield
     except OSError as error:
-        reason = (
-            str(error).strip().splitlines()[0].rstrip(".")
-            if str(error).strip()
-            else "no reason given"
-        )
-        why, what = (
-            ("that folder lacks something", "Look into the folder")
-            if Path(name).is_dir()
-            else (
-                f"it is no folder in {Path.cwd()}, and the hub gave no model of that name",
-                (
-                    "Check the spelling and the connection, log in for a closed model, or give a "
-                    "local folder"
-                ),
-            )
-        )
+        reason = (str(error).strip() or "no reason given").splitlines()[0].rstrip(".")
+        why, what = "that folder lacks something", "Look into the folder"
+        if not Path(name).is_dir():
+            why = f"it is no folder in {Path.cwd()}, and the hub gave no model of that name"
+            what = "Check the spelling and the connection, log in for a closed model, or give a "
+            what += "local folder"
         raise ValueError(
             f"{given}: {why} ({type(error).__name__}: {reason}). {what}{otherwise}"
         ) from error
@@ -528,11 +472,8 @@ def load_classifier(
     "A classifier with one output, by its name."
     from transformers import AutoModelForSequenceClassification
 
-    with loading(
-        f"reward_funcs holds {name!r}",
-        name,
-        "; or if a function is meant, give the function itself",
-    ):
+    otherwise = "; or if a function is meant, give the function itself"
+    with loading(f"reward_funcs holds {name!r}", name, otherwise):
         return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **load})
 
 # %% ../../nbs/training/03_rewards.ipynb #bb5e5feb
@@ -546,13 +487,15 @@ def check_classifier(
             f"reward_funcs holds {type(model).__name__}, a network that is no model of "
             "transformers: call it inside a function"
         )
-    path = getattr(model.config, "_name_or_path", "")
+    path, outputs = (
+        getattr(model.config, "_name_or_path", ""),
+        getattr(model.config, "num_labels", 1),
+    )
     name = path.rstrip("/").split("/")[-1] or type(model).__name__
-    if getattr(model.config, "num_labels", 1) != 1:
+    if outputs != 1:
         raise ValueError(
-            f"the reward model {name!r} has {model.config.num_labels} outputs, "
-            "and a reward is one number: load it with num_labels=1, or write a function "
-            "that picks one"
+            f"the reward model {name!r} has {outputs} outputs, and a reward is one number: load it "
+            "with num_labels=1, or write a function that picks one"
         )
     if tokenizer is None and not path:
         raise ValueError(
@@ -602,34 +545,22 @@ class ModelReward:
         **columns: Any,  # not looked at
     ) -> list[float]:  # the model's output for each
         "Score every completion with the model, `batch_size` texts at a time."
-        ids = [
-            self.tokenizer(self.text(p, c), add_special_tokens=False).input_ids
-            for p, c in zip(prompts, completions)
-        ]
-        scores = []
-        for i in range(0, len(ids), self.batch_size):
-            scores += self.judge(ids[i : i + self.batch_size])
-        return scores
+        texts = [self.text(*pair) for pair in zip(prompts, completions)]
+        ids = [self.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        starts = range(0, len(ids), self.batch_size)
+        return [score for i in starts for score in self.judge(ids[i : i + self.batch_size])]
 
     def judge(self, ids: list[list[int]]) -> list[float]:
         "The outputs for one batch, padded on the right with a token that none of its texts holds."
         config, used = self.model.config.get_text_config(), {token for row in ids for token in row}
-        pad, before = (
-            next((token for token in range(config.vocab_size) if token not in used), None),
-            config.pad_token_id,
-        )
-        if pad is None and len(ids) > 1:
-            return [
-                score for row in ids for score in self.judge([row])
-            ]  # every token occurs: one at a time needs no padding
-        width = max(map(len, ids))
-        rows = torch.tensor(
-            [row + [pad] * (width - len(row)) for row in ids], device=self.device
-        )  # (B, L)
-        mask = torch.tensor(
-            [[1] * len(row) + [0] * (width - len(row)) for row in ids], device=self.device
-        )
-        config.pad_token_id = pad
+        pad = next((token for token in range(config.vocab_size) if token not in used), None)
+        if pad is None and len(ids) > 1:  # every token occurs: one at a time needs no padding
+            return [score for row in ids for score in self.judge([row])]
+        lengths = torch.tensor([[len(row)] for row in ids], device=self.device)
+        rows = [torch.tensor(row, dtype=torch.long, device=self.device) for row in ids]
+        rows = pad_sequence(rows, batch_first=True, padding_value=pad or 0)  # (B, L)
+        mask = (torch.arange(rows.shape[1], device=self.device) < lengths).long()
+        before, config.pad_token_id = config.pad_token_id, pad
         try:
             return self.model(input_ids=rows, attention_mask=mask).logits[:, 0].float().tolist()
         finally:
@@ -644,20 +575,16 @@ def reward_functions(
     **settings: Any,  # for `ModelReward`
 ) -> list[Callable]:  # every one a function
     "A list of functions from the `reward_funcs` of GRPOTrainer; models become `ModelReward`."
-    functions = (
-        list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    )
+    functions = [*given] if isinstance(given, (list, tuple)) else [given][: given is not None]
     if not functions:
         raise ValueError(
             "No reward source provided, so there is nothing to learn: pass "
             "reward_funcs=[function, ...], or to GRPOTrainer an environment_factory whose "
             "environments have get_reward()"
         )
-    tokenizers = (
-        list(processing_classes)
-        if isinstance(processing_classes, (list, tuple))
-        else [processing_classes] * (1 if processing_classes else len(functions))
-    )
+    tokenizers = processing_classes
+    if not isinstance(tokenizers, (list, tuple)):
+        tokenizers = [tokenizers] * (1 if tokenizers else len(functions))
     if len(tokenizers) != len(functions):
         raise ValueError(
             f"reward_processing_classes has {len(tokenizers)} entries and there are "

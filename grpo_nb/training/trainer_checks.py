@@ -26,24 +26,22 @@ from .data import column_names, is_stream
 # %% ../../nbs/training/28_trainer_checks.ipynb #642a4112
 def check_launch(accelerator: Accelerator) -> None:
     "Refuse other launches, and a number format that is set in the launcher and not in the config."
-    kind = accelerator.distributed_type.value
+    kind, format_, why = accelerator.distributed_type.value, accelerator.mixed_precision, None
     started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
     if started > 1 and accelerator.num_processes == 1:
-        raise ValueError(
-            f"{started} processes were started, and without a GPU each would train alone, in the "
-            "same folder: set use_cpu=True in GRPOConfig, so that they train together"
+        why = f"{started} processes were started, and without a GPU each would train alone, in the "
+        why += "same folder: set use_cpu=True in GRPOConfig, so that they train together"
+    elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
+        why = f"the run was launched as {kind}, and this trainer knows one process, several that "
+        why += "each hold the whole model (torchrun, accelerate launch --multi_gpu), or a share of "
+        why += "it (FSDP2, fsdp in GRPOConfig)"
+    elif format_ != "no":
+        why = (
+            f"the launcher asks for mixed_precision={format_!r}; leave it out there, and set bf16 "
         )
-    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
-        raise ValueError(
-            f"the run was launched as {kind}, and this trainer knows one process, several that "
-            "each hold the whole model (torchrun, accelerate launch --multi_gpu), or a share of "
-            "it (FSDP2, fsdp in GRPOConfig)"
-        )
-    if accelerator.mixed_precision != "no":
-        raise ValueError(
-            f"the launcher asks for mixed_precision={accelerator.mixed_precision!r}; leave it out "
-            "there, and set bf16 or fp16 in GRPOConfig"
-        )
+        why += "or fp16 in GRPOConfig"
+    if why:
+        raise ValueError(why)
 
 
 def check_arguments(
@@ -58,12 +56,12 @@ def check_arguments(
             "functions: give one weight each"
         )
     there = [str(tracker) for tracker in get_available_trackers()]
-    missing = [name for name in config.trackers() if name not in ("all", *there)]
-    if missing:
-        raise ValueError(
-            f"report_to names {missing[0]!r}, which is not installed: install it, or report to "
-            f"one of {', '.join(there) or 'none'}"
-        )
+    for name in config.trackers():
+        if name not in ("all", *there):
+            raise ValueError(
+                f"report_to names {name!r}, which is not installed: install it, or report to one "
+                f"of {', '.join(there) or 'none'}"
+            )
 
 # %% ../../nbs/training/28_trainer_checks.ipynb #0b697cb6
 def check_config(
@@ -98,14 +96,13 @@ def check_evaluation(
             f"eval_strategy={config.eval_strategy!r} asks for evaluations and there is no "
             "eval_dataset: pass one, or leave eval_strategy at 'no'"
         )
-    if not (config.load_best_model_at_end or config.save_strategy == "best"):
-        return
+    judged = config.load_best_model_at_end or config.save_strategy == "best"
     name = config.best_is()[0].removeprefix("eval_")
-    several = isinstance(eval_dataset, dict)
-    if several and not any(name.startswith(f"{part}_") for part in eval_dataset):
+    parts = eval_dataset if judged and isinstance(eval_dataset, dict) else {}
+    if parts and not any(name.startswith(f"{part}_") for part in parts):
         raise ValueError(
-            f"metric_for_best_model is {name!r}, and each of the {len(eval_dataset)} evaluation "
-            f"sets has one: say which, for instance {next(iter(eval_dataset))}_{name!s}"
+            f"metric_for_best_model is {name!r}, and each of the {len(parts)} evaluation "
+            f"sets has one: say which, for instance {next(iter(parts))}_{name!s}"
         )
 
 
@@ -133,16 +130,16 @@ def check_tools(
     rollout_func: Any,
 ) -> None:  # ValueError, TypeError
     "Refuse tools that cannot be called, and those that would never be."
-    several = isinstance(environment_factory, dict)
-    factories = environment_factory.values() if several else [environment_factory]
+    factory = environment_factory
+    factories = factory.values() if isinstance(factory, dict) else [factory]
     if not isinstance(tools, list | tuple | None) or not all(map(callable, tools or [])):
         raise TypeError(f"tools is {tools!r}: give a list of functions")
-    if environment_factory is not None and not all(map(callable, factories)):
+    if factory is not None and not all(map(callable, factories)):
         raise TypeError(
-            f"environment_factory is {environment_factory!r}: give a class or function that makes "
-            "an environment, or a dict of several by name"
+            f"environment_factory is {factory!r}: give a class or function that makes an "
+            "environment, or a dict of several by name"
         )
-    check_drawn_one_way(rollout_func, tools, environment_factory)
+    check_drawn_one_way(rollout_func, tools, factory)
 
 
 def check_pictures(
@@ -152,16 +149,13 @@ def check_pictures(
 ) -> None:  # ValueError
     "Refuse pictures for a model of texts, and for those who draw without seeing them."
     sight_of(model)
-    blind = {
-        "use_vllm=True": config.use_vllm,
-        "tools and environments": bool(tools),
-        "max_staleness": bool(config.max_staleness),
-    }
-    for name in [name for name, used in blind.items() if used]:
-        raise ValueError(
-            f"the data has pictures, and with {name} they would not reach whoever draws: leave it "
-            "out, so that the trainer's own engine draws"
-        )
+    blind = {"use_vllm=True": config.use_vllm, "tools and environments": tools}
+    for name, used in (blind | {"max_staleness": config.max_staleness}).items():
+        if used:
+            raise ValueError(
+                f"the data has pictures, and with {name} they would not reach whoever draws: leave "
+                "it out, so that the trainer's own engine draws"
+            )
 
 # %% ../../nbs/training/28_trainer_checks.ipynb #1184c5eb
 def check_drawn_one_way(
@@ -185,18 +179,17 @@ def rows_for_environments(
 ) -> Any:  # ValueError where environments alone are no data
     "Rows with a prompt each: an empty one, which `reset` completes, where the data has none."
     empty = {"prompt": NO_PROMPT}
-    if rows is None and environments.several:
+    if rows is not None:
+        complete = is_stream(rows) or not len(rows) or "prompt" in column_names(rows)
+        return rows if complete else [empty | row for row in rows]
+    if environments.several:
         raise ValueError(
             "environment_factory is a dict, and each row's column 'environment' chooses one of it, "
             "so it requires a `train_dataset` that has this column"
         )
-    if rows is None and config.max_steps < 1:
+    if config.max_steps < 1:
         raise ValueError(
             "environments that bring their own prompts have no end, so the run needs one: set "
             "max_steps in GRPOConfig, or give a train_dataset"
         )
-    if rows is None:
-        return [empty] * layout.prompts_per_generation
-    if is_stream(rows) or not len(rows) or "prompt" in column_names(rows):
-        return rows
-    return [empty | row for row in rows]
+    return [empty] * layout.prompts_per_generation
