@@ -387,8 +387,6 @@ AS_IT_IS = {  # key -> the value that describes what happens anyway
 WITHOUT_EFFECT = ("bos_token_id", "length_penalty", "pad_token_id")  # no beams; masks are explicit
 
 
-
-
 def check_generation(
     config: Any,  # with `generation_kwargs` and the settings of sampling
 ) -> None:  # ValueError
@@ -703,7 +701,8 @@ class CorrectionSettings(Settings):
     def check(self):
         name = "vllm_importance_sampling"
         low, high, mode, corrects = (
-            getattr(self, f"{name}_{part}") for part in ("clip_min", "clip_max", "mode", "correction")
+            getattr(self, f"{name}_{part}")
+            for part in ("clip_min", "clip_max", "mode", "correction")
         )
         if low is not None and high is not None and low >= high:
             raise ValueError(

@@ -164,8 +164,6 @@ def load_named(
         return kind.from_pretrained(name, **given)
 
 
-
-
 def for_adapters(
     model,  # of transformers
 ):  # the same model
@@ -315,8 +313,6 @@ def check_trainable(
         raise ValueError(why)
 
 
-
-
 def dropouts(
     model,  # with its adapter
 ) -> list[tuple[str, torch.nn.Module, str, float]]:  # name, module, attribute, share
@@ -460,12 +456,12 @@ def load_tokenizer(
 
 def name_of(
     model: Any,  # a model, or its name
-    lacks: str,  # what is not known without a name, and what to pass
+    otherwise: str,  # what is not known then, and what to pass
 ) -> str:  # ValueError if no name is known
     "The name or folder that a model was loaded from."
     name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
     if not name:
-        raise ValueError(f"the model was not loaded from anywhere, so {lacks}")
+        raise ValueError(f"the model was not loaded from anywhere{otherwise}")
     return name
 
 
@@ -473,8 +469,8 @@ def processor_of(
     model: Any,  # a model, or its name
 ) -> Any:  # ValueError if no name is known, or there are no files
     "The processor of a model that came without one, for data with pictures."
-    lacks = "a processor for the pictures is not known: pass processing_class=AutoProcessor."
-    name = name_of(model, lacks + "from_pretrained(...)")
+    advice = ": pass processing_class=AutoProcessor.from_pretrained(...)"
+    name = name_of(model, f"{advice}, which reads the pictures of the data")
     if folder := adapter_folder(model):
         name = base_of_adapter(folder)
     with loading(f"model={name!r}", name, ", or pass processing_class=processor"):
@@ -485,7 +481,7 @@ def tokenizer_of(
     model: Any,  # a model, or its name
 ) -> Any:  # ValueError if no name is known
     "The tokenizer of a model that came without one."
-    name = name_of(model, "its tokenizer is not known: pass processing_class=tokenizer")
+    name = name_of(model, ", so its tokenizer is not known: pass processing_class=tokenizer")
     adapter = adapter_folder(model)
     if adapter and not (Path(adapter) / "tokenizer_config.json").is_file():
         name = base_of_adapter(adapter)
