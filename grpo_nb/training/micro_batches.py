@@ -157,10 +157,8 @@ def piece_bytes(
 # bytes in the gaps between tensors in torch's cache; beside them a tenth of the free memory is kept
 # for what the formulas leave out
 GAPS = 2**27
-LARGE, SMALL = (
-    SLICES[:3],
-    SLICES[3:],
-)  # tokens of a slice: those that cost little time, and those for want of memory
+# tokens of a slice: those that cost little time, and those for want of memory
+LARGE, SMALL = SLICES[:3], SLICES[3:]
 
 
 def slice_sizes(
