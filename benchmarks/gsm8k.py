@@ -130,7 +130,7 @@ def answered(model, tokenizer, prompts, answers, most=400, temperature=0.0, batc
     )
     record = dict(
         marks=marks,
-        right=round(marks.count("r") / len(marks), 4),
+        right=round(marks.count("r") / len(marks), 6),
         tokens=round(float(drawn.lengths.float().mean()), 1),
         most=most,
         seconds=round(time.perf_counter() - began, 1),

@@ -115,7 +115,7 @@ def test_a_card_for_a_stored_run_is_what_the_hub_reads(command, tmp_path, monkey
         "Qwen/Qwen2.5-Coder-0.5B-Instruct",
         ["openai/gsm8k"],
     )
-    assert [one.metric_value for one in data.eval_results] == [0.3882, 0.3965]
+    assert [one.metric_value for one in data.eval_results] == [0.388173, 0.396513]
     for key, before in (("after", "teacher"), ("after_1024", "teacher, 1024")):
         gain = interval([run[key]["marks"]], asked[before]["marks"])
         assert "{:+.1f} points ({:+.1f} to {:+.1f}".format(*gain) in text
