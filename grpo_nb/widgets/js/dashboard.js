@@ -430,6 +430,7 @@ export default {
         pointed = now;
         return other;
       },
+      below: [own.result, controls.pair.element, own.pair, own.samples],
       task: {
         words: ({ task }) => task.words ?? "",
         done: (values) => taskDone(values) && (values.task.done ?? "That is it."),
@@ -437,7 +438,6 @@ export default {
     });
     const root = el.lastElementChild;
     root.querySelector(".picture").after(own.legend, own.hints);
-    root.append(own.result, controls.pair.element, own.pair, own.samples);
     return view.leave;
   },
 };

@@ -272,6 +272,7 @@ const legend = (entries) =>
  * facts     values -> rows of a table under the picture
  * task      {words, done}: what a reader is to try, in words or a function of the values, and
  *           values -> the sentence when it is done
+ * below     what stands under all that
  * page      where the site shows it, for links from a notebook; what else `linkTo` reads
  */
 export function frame(model, el, spec) {
@@ -304,6 +305,7 @@ export function frame(model, el, spec) {
     caption,
     detail,
     spec.facts ? facts : null,
+    spec.below ?? null,
     model.link || spec.page ? node("div", { class: "buttons" }, copy, told) : null,
   );
   el.append(root);

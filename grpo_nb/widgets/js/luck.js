@@ -70,14 +70,17 @@ function answerAt(pi, number) {
 function learn({ p, G, seed }) {
   const random = chance(seed);
   const right = WORDS.length + NUMBERS.length;
+  const numbers = new Float64Array(G);
   return range(RUNS).map(() => {
     let z = babble(p).map(Math.log);
     let pi = softmax(z);
     return range(STEPS + 1).map(() => {
       const was = pi[right];
-      const numbers = range(G).map(random);
-      const hits = numbers.filter((number) => number < was).length; // the right one lies first
-      if (hits > 0 && hits < G) pi = softmax((z = pushed(z, numbers.map((n) => answerAt(pi, n)), right)));
+      let hits = 0;
+      for (let g = 0; g < G; g++) hits += (numbers[g] = random()) < was; // the right one lies first
+      if (hits === 0 || hits === G) return was; // all alike: nothing is pushed
+      z = pushed(z, Array.from(numbers, (n) => answerAt(pi, n)), right);
+      pi = softmax(z);
       return was;
     });
   });

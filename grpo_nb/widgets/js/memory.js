@@ -730,6 +730,7 @@ export default {
       format: (name) => MOMENTS[name][0],
     });
 
+    const open = button("Open a config.json", () => chosen.click());
     view = frame(model, el, {
       name: "memory",
       label: "A card as a vessel that fills over the moments of a step",
@@ -746,6 +747,13 @@ export default {
       press: (x) => scrub(x),
       legend: Object.entries(CONSTANTS.PARTS).map(([part, words]) => [`part ${part}`, words]),
       facts,
+      below: [
+        node("div", { class: "buttons" }, open, chosen, status),
+        node("details", { class: "more" },
+          node("summary", {}, "In Python, and what this leaves out"),
+          code,
+          node("p", {}, LEFT_OUT)),
+      ],
       page: "widgets/06_memory",
       shorten,
       task: {
@@ -757,14 +765,6 @@ export default {
     });
     const root = el.querySelector(".grpo-memory-viz");
     root.querySelector(".detail").after(advice);
-    const open = button("Open a config.json", () => chosen.click());
-    root.append(
-      node("div", { class: "buttons" }, open, chosen, status),
-      node("details", { class: "more" },
-        node("summary", {}, "In Python, and what this leaves out"),
-        code,
-        node("p", {}, LEFT_OUT)),
-    );
     root.addEventListener("dragover", (event) => event.preventDefault());
     root.addEventListener("drop", (event) => {
       event.preventDefault();

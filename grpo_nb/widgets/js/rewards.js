@@ -335,6 +335,7 @@ export default {
       check,
       hint: "Write over the completion; a line === next completion === begins another. Press a row to read it.",
       draw,
+      below: [marksOf, reasons, sliders],
       press: (x, y) => {
         const own = model.get("tasks")[model.get("task")];
         const i = Math.floor((y - own.functions.length * ROW - 66) / ROW);
@@ -350,7 +351,6 @@ export default {
     });
     const root = el.lastElementChild;
     root.querySelector(".picture").before(prompt, fields.text, fields.row);
-    root.append(marksOf, reasons, sliders);
     return view.leave;
   },
 };
