@@ -372,6 +372,11 @@ export function frame(model, el, spec) {
       drag = null;
     });
   }
+  picture.addEventListener(
+    "touchstart", // a finger on a grip drags it, and does not scroll the page
+    (event) => event.target.closest(".grip") && event.preventDefault(),
+    { passive: false },
+  );
   picture.addEventListener("pointerleave", (event) => {
     if (event.pointerType === "mouse" && !drag && spec.move?.(null, null)) redraw();
   });
