@@ -48,6 +48,13 @@ CELLS = {  # what somebody might write -> what is run, and the rules or edits th
         [],
         ["return_dict=False"],
     ),
+    'x = f"{d[1]["a"]}: {b}"': ("x = f\"{d[1]['a']}: {b}\"", ["versions"], []),
+    'prompt = train_dataset[1]["prompt"]\n\ninputs = tokenizer(': (
+        'prompt = tokenizer.apply_chat_template(train_dataset[1]["prompt"], tokenize = False)'
+        "\n\ninputs = tokenizer(",
+        [],
+        ["apply_chat_template"],
+    ),
     "t.apply_chat_template(x, tokenize = False)": (
         "t.apply_chat_template(x, tokenize = False)",
         [],
@@ -68,6 +75,7 @@ def test_what_is_replaced_in_a_cell(cell):
         (["x = 1", "assert x == 1"], 1, None),
         (["x = 1", "1 / 0", "x = 2"], 1, "ZeroDivisionError: division by zero"),
         (["from stand_ins import model", "assert model('a') == 'b'"], 1, None),
+        (["from stand_ins import Version", "assert Version('x') < Version('1.10')"], 1, None),
         (["import sys", "sys.exit(3)"], 1, "SystemExit: 3"),
     ],
 )
@@ -76,7 +84,7 @@ def test_a_notebook_runs_in_order_and_ends_at_its_first_error(tmp_path, cells, a
     made = [{"cell_type": "code", "source": cell.splitlines(True)} for cell in cells]
     path.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["x"]}, *made]}))
     assert code_cells(path) == cells
-    told = run_notebook(path, cells, ({"a": "b"}, {}), tmp_path)
+    told = run_notebook(path, cells, ({"a": "b"}, {}, {"x": "1.2"}), tmp_path)
     assert told == {"at": at, "error": error}
     assert outcome(path, [], told) == ("failed" if error else "ran")
     assert outcome(path, ["return_dict=False"], told) == ("failed" if error else "one edit")
@@ -86,6 +94,7 @@ def test_a_model_is_stood_in_for_by_its_family():
     assert family_of("unsloth/gpt-oss-20b-BF16") == "gpt_oss"
     assert family_of("meta-llama/Llama-3.2-3B-Instruct") == "llama"
     assert family_of("unsloth/mistral-7b-instruct-v0.3-bnb-4bit") == "mistral"
+    assert family_of("unsloth/Qwen3-VL-8B-Instruct", seeing=True) == "qwen3_vl"
 
 
 def test_the_record_counts_what_it_holds():
@@ -104,7 +113,7 @@ def test_the_record_counts_what_it_holds():
 
 def test_the_front_page_says_what_the_record_counts():
     counts = RECORD["counts"]
-    texts = sum(counts.values()) - counts["pictures"]
     passing = counts["ran"] + counts["one edit"]
-    said = f"Of the {texts} notebooks on GRPO that Unsloth publishes for texts {passing} run whole"
+    every = sum(counts.values())
+    said = f"Of the {every} notebooks on GRPO that Unsloth publishes {passing} run whole"
     assert said in (ROOT / "README.md").read_text()

@@ -11,8 +11,8 @@ change is an EDIT, which a reader of from_trl.md would make, too; a notebook cou
 at most one. All code cells run in their order in one process, on a CPU; the first error ends it.
 
 Five minutes on two cores for 31 notebooks. Packages that they install themselves have to be here:
-pip install langid uvicorn. The record has counts, outcomes and errors; docs/from_trl.md has a
-section made of it (tools/from_trl.py).
+pip install langid uvicorn; those on pictures install torchvision, too. The record has counts,
+outcomes and errors; docs/from_trl.md has a section made of it (tools/from_trl.py).
 """
 
 import argparse
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +49,7 @@ RULES = {  # name -> [(pattern, replacement)] of every cell
             r"from datasets import (Dataset, )?load_dataset(, Dataset)?",
             "from stand_ins import load_dataset; from datasets import Dataset",
         ),
+        (r"from unsloth_zoo.utils import Version", "from stand_ins import Version"),
     ],
     "card": [
         (r"(?s)\A(?!.*gpt-oss)(.*?)load_in_4bit\s*=\s*True", r"\1load_in_4bit = False"),
@@ -61,7 +63,8 @@ RULES = {  # name -> [(pattern, replacement)] of every cell
         ),
     ],
     "tracker": [(r'report_to = "trackio"', 'report_to = "none"')],
-    "versions": [  # SFTTrainer is TRL's own, which no longer takes tokenizer=
+    "versions": [  # SFTTrainer is TRL's own, which no longer takes tokenizer=; Python 3.12's quotes
+        (r"""(?m)(^.*f"[^"\n]*\{[^"\n]*)\["(\w+)"\]""", r"\1['\2']"),
         (r"(SFTTrainer\([^()]*?)tokenizer(\s*=\s*tokenizer)", r"\1processing_class\2"),
     ],
     "sizes": [
@@ -81,6 +84,11 @@ EDITS = {  # name -> (pattern, replacement, why)
         r"use_vllm\s*=\s*True",
         "use_vllm = False",
         "no vLLM is installed here, and FastLanguageModel draws on the trained tensors",
+    ),
+    "apply_chat_template": (
+        r"""(prompt = )(train_dataset\[\d+\]\["prompt"\])(\n\ninputs = tokenizer)""",
+        r"\1tokenizer.apply_chat_template(\2, tokenize = False)\3",
+        "transformers' processors read texts, and the rows have conversations",
     ),
 }
 PICTURES = ("Vision", "_VL_")  # notebooks that train on pictures
@@ -109,14 +117,20 @@ def changed(cells):
     return new, sorted(rules), sorted(edits)
 
 
-def family_of(name):
+def family_of(name, seeing=False):
     "The tiny family that stands in for a released model."
-    for word, family in FAMILY.items():
+    for word, family in (SEEING if seeing else FAMILY).items():
         if word in name.lower():
             return family
     return "llama"
 
 
+SEEING = {  # the same of tests/seeing_models.py
+    "qwen3.5": "qwen3_5",
+    "qwen3": "qwen3_vl",
+    "qwen2": "qwen2_5_vl",
+    "gemma-3": "gemma3",
+}
 FAMILY = {  # a word of a model's name -> of tools/tiny_families.py
     "gpt-oss": "gpt_oss",
     "qwen3.5": "qwen3_5_text",
@@ -144,25 +158,40 @@ ROWS = {  # the last part of a data set's name -> a row with the columns of the 
     },
     "DAPO-Math-17k-Processed": {"prompt": "How much is {a} and {b}?", "solution": "{c}"},
     "DeepScaleR-Preview-Dataset": {"problem": "How much is {a} and {b}?", "answer": "{c}"},
+    "MathVista": {"question": "How many dots are in {a} rows of {b}?", "answer": "{c}"},
 }
 STAND_INS = """
 import json
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import datasets
+from packaging import version as versions
+from PIL import Image
 
 HERE = Path(__file__).parent
-FOLDERS, ROWS = json.loads((HERE / "stand_ins.json").read_text())
+FOLDERS, ROWS, PINS = json.loads((HERE / "stand_ins.json").read_text())
 
 
 def model(name):
     return FOLDERS[name]
 
 
+def Version(name):
+    try:
+        return versions.Version(PINS.get(name) or version(name))
+    except PackageNotFoundError:
+        return versions.Version(name)
+
+
 def load_dataset(name, *args, split=None, **others):
-    row = ROWS[name.rpartition("/")[2]]
-    pairs = [(a, b) for a in range(1, 8) for b in range(1, 8)]
+    row, sees = ROWS[name.rpartition("/")[2]], name.endswith("MathVista")
+    pairs = [(a, b) for a in range(1, 8) for b in range(1, 8)] * (4 if sees else 1)
     made = [{k: v.format(a=a, b=b, c=a + b) for k, v in row.items()} for a, b in pairs]
+    if sees:
+        for (a, b), one in zip(pairs, made):
+            picture = Image.new("RGB", (8 * a, 8 * b), (30 * a, 30 * b, 90))
+            one |= dict(image=f"images/{a}.jpg", decoded_image=picture)
     rows = datasets.Dataset.from_list(made)
     return rows if split else datasets.DatasetDict(train=rows, test=rows)
 """
@@ -254,6 +283,23 @@ def write_game(folder):
     (folder / "envs/openspiel_env/server/app.py").write_text("from envs.openspiel_env import app\n")
 
 
+def write_seers(names, folder):
+    "The same for models that see, with processors that read pictures."
+    sys.path.insert(0, str(ROOT / "tests"))
+    from seeing_models import TEXT, processor_of, processor_of_transformers, seeing
+
+    TEXT.update(max_position_embeddings=32_768)
+    folders, own = {}, find_spec("torchvision") is not None
+    for name in sorted(names):
+        family = family_of(name, seeing=True)
+        if not (folder / family).exists():
+            seeing(family)[0].save_pretrained(folder / family)
+            processor = processor_of_transformers(family) if own else processor_of(family)
+            processor.save_pretrained(folder / family)
+        folders[name] = str(folder / family)
+    return folders
+
+
 def write_models(names, tokenizer, folder):
     "A tiny model for each name; name -> its folder."
     sys.path.insert(0, str(ROOT / "tools"))
@@ -296,10 +342,13 @@ NOT_OURS = {  # a word of a notebook's name -> why it cannot run here, whoever t
 }
 
 
+def sees(path):
+    "Whether a notebook trains on pictures."
+    return any(word in path.name for word in PICTURES)
+
+
 def outcome(path, edits, told):
     "One of OUTCOMES."
-    if any(word in path.name for word in PICTURES) and told["error"]:
-        return "pictures"
     if told["error"]:
         return "failed"
     return ("ran", "one edit", "edits")[min(len(edits), 2)]
@@ -310,26 +359,27 @@ OUTCOMES = {
     "one edit": "run whole with one edit",
     "edits": "run whole with several edits",
     "failed": "end in an error",
-    "pictures": "train on pictures, and have not been run since this library does",
 }
 
 
 def gate(paths, folder):
     "The record of each notebook."
     every = {path: code_cells(path) for path in paths}
-    models = {
-        name
-        for cells in every.values()
-        for name in re.findall(RULES["model"][0][0], "\n".join(cells))
+    asked = {
+        path: {name for _, name in re.findall(RULES["model"][0][0], "\n".join(cells))}
+        for path, cells in every.items()
     }
     tokenizer = tokenizer_of([cell for cells in every.values() for cell in cells])
-    stand_ins = write_models({name for _, name in models}, tokenizer, folder / "models"), ROWS
+    blind = set().union(*(names for path, names in asked.items() if not sees(path)))
+    folders = write_models(blind, tokenizer, folder / "models")
     write_game(folder / "OpenEnv/src")
     record = {}
     for path, cells in every.items():
         began = time.perf_counter()
+        pins = dict(re.findall(r"\b([\w-]+)==([\d.]+)", "\n".join(cells)))  # it asks for these
         cells, rules, edits = changed(cells)
-        told = run_notebook(path, cells, stand_ins, folder)
+        own = write_seers(asked[path], folder / "seeing") if sees(path) else folders
+        told = run_notebook(path, cells, (own, ROWS, pins), folder)
         found = outcome(path, edits, told)
         record[path.name] = {
             "outcome": found,
