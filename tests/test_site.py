@@ -564,3 +564,12 @@ def test_widgets_are_alive_and_folds_open(open_page, site):
     assert folds.count() > 2 and not folds.first.evaluate("fold => fold.open")
     page.get_by_role("button", name="Unfold all code").click()
     assert folds.last.evaluate("fold => fold.open")
+
+
+@pytest.mark.site
+def test_the_learner_needs_no_network_once_it_is_there(open_page):
+    page = open_page("index.html")
+    page.wait_for_load_state("networkidle")
+    page.context.set_offline(True)
+    page.get_by_role("button", name="One step", exact=True).click()
+    page.locator(".grpo-learner-viz").get_by_text("update 1", exact=True).first.wait_for()

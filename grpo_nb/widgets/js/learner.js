@@ -36,6 +36,7 @@ const NEW =
   "here a policy learns over tokens from rewards that you can rewrite, by GRPO, with every " +
   "number of an update in sight and held to a library’s by tests.";
 const percent = (x) => `${(100 * x).toFixed(x > 0 && x < 0.1 ? 1 : 0)} %`;
+const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const mean = (values) => values.reduce((total, x) => total + x, 0) / values.length;
 
 export const inQuery = true; // links of old have the settings there
@@ -90,13 +91,28 @@ function inWords(report, shown, trail, best, spread, paid) {
   );
 }
 
+const addressOf = (code) => URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+
+/** A module and what it imports, fetched once: an address that needs no network any more. */
+async function held(name) {
+  let code = await (await fetch(new URL(name, import.meta.url))).text();
+  for (const [words, other] of [...code.matchAll(/from "\.\/(\w+\.js)"/g)]) {
+    code = code.replaceAll(words, `from "${await held(other)}"`);
+  }
+  return addressOf(code);
+}
+
+/** Where the worker's code is, and of which kind: in a page of one file, or in a module. */
+async function workerCode() {
+  const source = document.getElementById("learner-worker")?.textContent;
+  if (source) return [addressOf(source), "classic"];
+  const name = "learner_worker.js";
+  return [await held(name).catch(() => new URL(name, import.meta.url)), "module"];
+}
+
 /** A worker that makes steps, one at a time: {step, end}. */
-function stepper(start) {
-  const source = document.getElementById("learner-worker")?.textContent; // in a page of one file
-  const at = source
-    ? URL.createObjectURL(new Blob([source], { type: "text/javascript" }))
-    : new URL("learner_worker.js", import.meta.url);
-  const worker = new Worker(at, { type: source ? "classic" : "module" });
+function stepper(start, [address, type]) {
+  const worker = new Worker(address, { type });
   let leave = null;
   const left = new Promise((resolve) => (leave = resolve)); // {ended} of a worker that was ended
   const said = (isIt) =>
@@ -124,10 +140,13 @@ function stepper(start) {
     const mine = id;
     const answer = said((data) => data?.id === mine);
     worker.postMessage({ id, policy, settings });
-    let timer = 0;
-    const late = new Promise((resolve) => (timer = setTimeout(resolve, LIMIT, null)));
-    const data = await Promise.race([answer, late, left]);
-    clearTimeout(timer);
+    let over = false;
+    async function late() {
+      // beat by beat: where the page waits for a busy or sleeping machine too, more is allowed
+      for (let waited = 0; waited < LIMIT && !over; waited += BEAT) await sleep(BEAT);
+    }
+    const data = await Promise.race([answer, late(), left]);
+    over = true;
     if (data) return data;
     return {
       ended: true,
@@ -227,6 +246,7 @@ export default {
     let code = REWARDS[model.get("reward")][1]; // the reward that pays
     let alone = true; // nobody has pressed a button yet
     let waiting = !matchMedia("(prefers-reduced-motion: reduce)").matches; // to be seen
+    const where = workerCode(); // fetched now: later there may be no network
     let worker = null;
     let turn = 0; // what a step of an earlier turn brings is dropped
 
@@ -285,7 +305,8 @@ export default {
       if (busy) return;
       busy = true;
       const mine = turn;
-      worker ??= stepper(start);
+      const found = await where;
+      worker ??= stepper(start, found);
       const own = worker;
       const told = await own.step(policy, { ...settings(), code });
       busy = false;
@@ -322,7 +343,7 @@ export default {
         await advance();
         if (alone && trail.length >= WATCHED) pause();
         const rest = Math.max(0, BEAT - (performance.now() - began));
-        await new Promise((resolve) => setTimeout(resolve, rest));
+        await sleep(rest);
       }
     }
 
