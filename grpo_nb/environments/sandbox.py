@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SOURCE_CHARACTERS', 'GRACE_S', 'REFUSAL', 'NO_FORK', 'DEADLINE', 'READING', 'IMPORTERS', 'SESSIONS', 'SandboxResult',
-           'Protection', 'Trial', 'WallsMissing', 'ways_out', 'MemoryGroup', 'SupervisorLost', 'result_of',
-           'lost_result', 'SupervisorConnection', 'BareConnection', 'checked_timeout', 'program_bytes',
+           'Protection', 'Trial', 'WallsMissing', 'failure', 'ways_out', 'MemoryGroup', 'SupervisorLost', 'result_of',
+           'lost_result', 'interpreter', 'SupervisorConnection', 'BareConnection', 'checked_timeout', 'program_bytes',
            'stop_supervisors', 'deadline', 'time_is_up', 'PoolStart', 'PoolRuns', 'SandboxPool', 'Session',
            'run_python', 'wall_report', 'wall_lines', 'parsed', 'name_in', 'imported_by', 'check_only_stdlib_imports',
            'SandboxError', 'SandboxTimeout', 'LockedDownFunction', 'create_locked_down_function', 'interrupt',
@@ -43,12 +43,9 @@ from . import supervisor
 from .isolated_rewards import visible
 from grpo_nb.environments.supervisor import (
     CALL,
-    FORK,
     FRAME,
     KINDS,
     OPEN,
-    REPLY,
-    REQUEST,
     RUN,
     Unsendable,
     decode,
@@ -98,6 +95,16 @@ class Trial:
 
 class WallsMissing(OSError):
     "A sandbox that does not start, because a program could get out of it."
+
+
+def failure(
+    kind: str,  # see SandboxResult
+    error: str,
+    seconds: float = 0.0,
+    cpu_seconds: float = 0.0,
+) -> SandboxResult:
+    "A result without a value."
+    return SandboxResult(False, None, error, kind, seconds, cpu_seconds)
 
 
 def ways_out(
@@ -203,23 +210,27 @@ def result_of(tag: bytes, seconds: float, cpu_seconds: float, payload: bytes) ->
     """An answer as a SandboxResult. The value is rebuilt from plain bytes: nothing of the program's
     own types or methods comes with it."""
     if tag != b"v":
-        return SandboxResult(
-            False,
-            None,
-            visible(payload[:2000].decode("utf-8", "replace"))[:2000],
-            KINDS[tag],
-            seconds,
-            cpu_seconds,
-        )
+        said = visible(payload[:2000].decode("utf-8", "replace"))[:2000]
+        return failure(KINDS[tag], said, seconds, cpu_seconds)
     try:
         return SandboxResult(True, decode(payload), None, "ok", seconds, cpu_seconds)
     except Unsendable as error:
-        return SandboxResult(False, None, f"it sent {error}", "output", seconds, cpu_seconds)
+        return failure("output", f"it sent {error}", seconds, cpu_seconds)
 
 
 def lost_result(error: Exception | str) -> SandboxResult:
     "The result of a program whose supervisor was lost."
-    return SandboxResult(False, None, f"the supervisor was lost: {error}", "crash", 0.0)
+    return failure("crash", f"the supervisor was lost: {error}")
+
+
+def interpreter(
+    *words: str,  # what the supervisor's script is to do
+    **streams: Any,  # of the process
+) -> subprocess.Popen:
+    "A new interpreter that runs it, in a folder where it may try its walls, and which it leaves."
+    command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(supervisor.__file__)]
+    where = dict(cwd=tempfile.gettempdir(), stderr=subprocess.DEVNULL)
+    return subprocess.Popen([*command, *words], **where, **streams)
 
 # %% ../../nbs/environments/07_sandbox.ipynb #6e6eb724
 class SupervisorConnection:
@@ -242,29 +253,14 @@ class SupervisorConnection:
         """Starts a supervisor: a script on disk in a new interpreter, with none of our memory,
         files or environment variables."""
         ours, theirs = socket.socketpair()
-        environment = {
-            name: os.environ[name]
-            for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-            if name in os.environ
-        }
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-X",
-            "utf8",
-            os.path.abspath(supervisor.__file__),
-            "serve",
-            *without,
-        ]
+        names = {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"} & os.environ.keys()
         with theirs:
-            process = subprocess.Popen(
-                command,
+            process = interpreter(
+                "serve",
+                *without,
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd=tempfile.gettempdir(),  # it tries its walls there, and leaves
-                env=environment,
+                env={name: os.environ[name] for name in names},
                 start_new_session=True,
             )
         started = cls(ours, process)
@@ -325,10 +321,10 @@ class SupervisorConnection:
         deadline = time.monotonic() + timeout_s + GRACE_S
         try:
             self.socket.settimeout(timeout_s + GRACE_S)
-            self.socket.sendall(REQUEST.pack(op, timeout_s, memory_mb, len(body)) + body)
+            self.socket.sendall(supervisor.REQUEST.pack(op, timeout_s, memory_mb, len(body)) + body)
         except OSError as error:
             raise SupervisorLost(f"the line is broken: {error}") from None
-        (tag, wall, used), payload = self.receive(REPLY, deadline)
+        (tag, wall, used), payload = self.receive(supervisor.REPLY, deadline)
         if tag not in KINDS:
             raise SupervisorLost("it answers nonsense")
         return result_of(tag, wall / 1e9, used / 1e9, payload)
@@ -337,15 +333,18 @@ class SupervisorConnection:
         "A connection to a fork of the supervisor, for one session."
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self.socket, [REQUEST.pack(FORK, 0.0, 0.0, 0)], [theirs.fileno()])
+            socket.send_fds(
+                self.socket,
+                [supervisor.REQUEST.pack(supervisor.FORK, 0.0, 0.0, 0)],
+                [theirs.fileno()],
+            )
         return SupervisorConnection(ours)
 
     def stop(self):
         "Closes the connection, which ends the supervisor and its programs."
         with contextlib.suppress(OSError):
-            self.socket.shutdown(
-                socket.SHUT_RDWR
-            )  # also for a fork of this process that holds a copy of it
+            # also for a fork of this process that holds a copy of it
+            self.socket.shutdown(socket.SHUT_RDWR)
         if self.process is not None:
             try:
                 self.process.wait(1.0)
@@ -396,14 +395,8 @@ class BareConnection:
     def start(self):
         "A new interpreter, in place of the last; it is ready when it has said so."
         self.stop()
-        script = os.path.abspath(supervisor.__file__)
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", script, "bare"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=tempfile.gettempdir(),
-        )
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = interpreter("bare", **pipes)
         if self.process.stdout.read(1) != b"r":
             raise SupervisorLost("it has ended")
 
@@ -434,9 +427,8 @@ class BareConnection:
             self.process = None
 
 # %% ../../nbs/environments/07_sandbox.ipynb #c2526097
-DEADLINE = ContextVar(
-    "DEADLINE", default=math.inf
-)  # of the time limit around the present call, by time.monotonic
+# of the time limit around the present call, by time.monotonic
+DEADLINE = ContextVar("DEADLINE", default=math.inf)
 
 
 def checked_timeout(
@@ -573,9 +565,7 @@ class PoolRuns(PoolStart):
         body = program_bytes(source, entry, args)
         checked_timeout(timeout_s, memory_mb)
         if len(source) > SOURCE_CHARACTERS:
-            return SandboxResult(
-                False, None, f"more than {SOURCE_CHARACTERS} characters of source", "syntax", 0.0
-            )
+            return failure("syntax", f"more than {SOURCE_CHARACTERS} characters of source")
         try:
             with self._supervisor() as connection:
                 left = checked_timeout(timeout_s, memory_mb)  # waiting for its turn took time too
@@ -624,17 +614,15 @@ class SandboxPool(PoolRuns):
             raise WallsMissing(NO_FORK)
         if workers < 1:
             raise ValueError(f"workers must be at least 1, not {workers}")
-        unknown = set(without) - set(supervisor.Protections.NAMES)
-        if unknown:
+        names = supervisor.Protections.NAMES
+        if unknown := set(without) - set(names):
             raise ValueError(
-                f"no walls of these names: {sorted(unknown)}; there are "
-                f"{sorted(supervisor.Protections.NAMES)}"
+                f"no walls of these names: {sorted(unknown)}; there are {sorted(names)}"
             )
         self._without, self._allow_weak = tuple(without), allow_weak
         self._owner, self._closed = os.getpid(), False
-        self._supervisors: dict[
-            int, SupervisorConnection
-        ] = {}  # slot -> its supervisor; a slot without one gets a new one when it is used
+        # slot -> its supervisor; a slot without one gets a new one when it is used
+        self._supervisors: dict[int, SupervisorConnection] = {}
         self._idle: queue.LifoQueue = queue.LifoQueue()
         self._group, self.memory_bound = self._limit_together(workers, total_mb)
         self._end = weakref.finalize(
@@ -689,26 +677,19 @@ class Session:
             body = encode(list(args))
         except Unsendable as error:
             raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
-        timeout_s = checked_timeout(
-            self.timeout_s if timeout_s is None else timeout_s, self.memory_mb
-        )
+        asked = self.timeout_s if timeout_s is None else timeout_s
+        limit = checked_timeout(asked, self.memory_mb)
         with self._lock:
-            if self._over is not None:
-                return replace(
-                    self._over,
-                    error=f"the session has ended before: {self._over.error}",
-                    seconds=0.0,
-                    cpu_seconds=0.0,
-                )
-            finished = False
+            if (over := self._over) is not None:
+                return failure(over.kind, f"the session has ended before: {over.error}")
+            result = lost_result("a call was interrupted")
             try:
-                result = self._connection.ask(CALL, timeout_s, self.memory_mb, body)
-                finished = True
+                result = self._connection.ask(CALL, limit, self.memory_mb, body)
             except SupervisorLost as error:
                 result = lost_result(error)
             finally:
-                if not finished or result.kind in ("timeout", "crash"):
-                    self._over = result if finished else lost_result("a call was interrupted")
+                if result.kind in ("timeout", "crash"):
+                    self._over = result
                     self._end()
             return result
 
@@ -716,7 +697,7 @@ class Session:
         "Ends the process."
         with self._lock:
             if self._over is None:
-                self._over = SandboxResult(False, None, "the session was closed", "crash", 0.0)
+                self._over = failure("crash", "the session was closed")
             self._end()
 
     def __enter__(self):
@@ -766,7 +747,8 @@ def wall_lines(report: dict) -> list[str]:  # to be printed one under the other
     lines = [f"  tried and stopped     {', '.join(stopped) or 'nothing'}"]
     lines += [f"  tried, and it worked  {', '.join(got_through)}"] if got_through else []
     lines += [f"  {report['why_not']}"] if report["why_not"] else []
-    return lines + ([f"  memory: {report['memory']}"] if report["memory"] else [])
+    lines += [f"  memory: {report['memory']}"] if report["memory"] else []
+    return lines
 
 # %% ../../nbs/environments/07_sandbox.ipynb #9d50929c
 READING = threading.Lock()  # while warnings are off: all threads share what is shown of them
@@ -815,9 +797,8 @@ def imported_by(
 
 def check_only_stdlib_imports(
     source: str,  # Python
-) -> tuple[
-    bool, dict
-]:  # whether it is all stdlib; stdlib, non_stdlib, relative_imports, and if any: dynamic, error
+    # whether it is all stdlib; stdlib, non_stdlib, relative_imports, and if any: dynamic, error
+) -> tuple[bool, dict]:
     """Reads the import statements of a source, and notes names by which code imports without one
     (`dynamic`). It protects from nothing: names can be put together while code runs. A sandbox
     protects."""
@@ -874,19 +855,13 @@ class LockedDownFunction:
             if self not in kept:
                 kept[self] = self.open()
             return kept[self].call(*args) if kept[self].loaded.ok else kept[self].loaded
-        return self.pool.run(
-            self.source,
-            entry=self.entry,
-            args=args,
-            timeout_s=self.timeout_s,
-            memory_mb=self.memory_mb,
-        )
+        limits = dict(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+        return self.pool.run(self.source, entry=self.entry, args=args, **limits)
 
     def open(self) -> Session:
         "The function in a process that stays, for many quick calls."
-        return self.pool.open(
-            self.source, self.entry, timeout_s=self.timeout_s, memory_mb=self.memory_mb
-        )
+        limits = dict(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+        return self.pool.open(self.source, self.entry, **limits)
 
     def __call__(self, *args):
         "One call; its value, or SandboxError."
@@ -999,16 +974,17 @@ def time_locked(function: LockedDownFunction, args: tuple) -> SandboxResult:
     "One timed call in a new process; reading the program counts, for it may compute there."
     with function.open() as session:
         loaded, called = session.loaded, session.call(*args)
-    seconds, cpu_seconds = (
-        getattr(loaded, name) + getattr(called, name) for name in ("seconds", "cpu_seconds")
+    return replace(
+        called if loaded.ok else loaded,
+        seconds=loaded.seconds + called.seconds,
+        cpu_seconds=loaded.cpu_seconds + called.cpu_seconds,
     )
-    return replace(called if loaded.ok else loaded, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def time_trusted(function: Callable, args: tuple) -> SandboxResult:
     "One timed call in this process, on a copy of the arguments."
-    args = deepcopy(args)
-    cpu, begin, value, error = time.process_time_ns(), time.perf_counter_ns(), None, None
+    args, error, kind, value = deepcopy(args), None, "ok", None
+    cpu, begin = time.process_time_ns(), time.perf_counter_ns()
     try:
         value = function(*args)
     except TimeoutError as caught:
@@ -1016,9 +992,7 @@ def time_trusted(function: Callable, args: tuple) -> SandboxResult:
     except Exception as caught:
         error, kind = f"{type(caught).__name__}: {caught}", "exception"
     wall, cpu = time.perf_counter_ns() - begin, time.process_time_ns() - cpu
-    return SandboxResult(
-        error is None, value, error, "ok" if error is None else kind, wall / 1e9, cpu / 1e9
-    )
+    return SandboxResult(error is None, value, error, kind, wall / 1e9, cpu / 1e9)
 
 
 def time_trusted_within(seconds: float) -> Callable:
@@ -1031,7 +1005,7 @@ def time_trusted_within(seconds: float) -> Callable:
         try:
             return limited(function, args)
         except TimeoutError as error:
-            return SandboxResult(False, None, str(error), "timeout", seconds)
+            return failure("timeout", str(error), seconds)
         finally:
             if collecting:
                 gc.enable()
@@ -1051,19 +1025,16 @@ def summary(calls: list, loops: int, overhead: float) -> dict:
     trials = [calls[i : i + loops] for i in range(0, len(calls), loops)]
     good = [trial for trial in trials if all(call.ok for call in trial)]
     times = [round(statistics.mean(call.seconds for call in trial) * 1e9) for trial in good]
+    used = [statistics.mean(call.cpu_seconds for call in trial) * 1e9 for trial in good]
+    spread = statistics.stdev(times) if len(times) > 1 else 0
     return {
         "median_ns": round(statistics.median(times)) if times else math.inf,
         "mean_ns": round(statistics.mean(times)) if times else math.inf,
-        "stdev_ns": round(statistics.stdev(times)) if len(times) > 1 else 0 if times else math.inf,
+        "stdev_ns": round(spread) if times else math.inf,
         "exceptions": [call.error for call in calls if not call.ok and call.kind != "timeout"],
         "timeouts": sum(call.kind == "timeout" for call in calls),
         "results": [call.value for call in calls],
-        "cpu_ns": statistics.median(
-            statistics.mean(call.cpu_seconds for call in trial) for trial in good
-        )
-        * 1e9
-        if good
-        else math.inf,
+        "cpu_ns": statistics.median(used) if used else math.inf,
         "overhead_ns": overhead * 1e9,
     }
 
@@ -1092,11 +1063,9 @@ class Benchmarker:
         self,
         # from create_locked_down_function; any other is trusted, and timed in this process
         function: Callable,
-        arguments: tuple
-        | list
         # of one call; or a list of such tuples, taken in turn; or a function of (trial, loop) that
         # makes them
-        | Callable,
+        arguments: tuple | list | Callable,
     ) -> dict:  # median_ns, mean_ns, stdev_ns, cpu_ns, overhead_ns, results, exceptions, timeouts
         """Each call of a locked-down function has a process of its own and is timed by the
         supervisor, from the first byte of the arguments to the last of the answer. It does not

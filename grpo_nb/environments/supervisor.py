@@ -8,14 +8,14 @@ __all__ = ['MAX_DEPTH', 'MAX_ITEMS', 'MAX_INT_BYTES', 'MAX_SAME_HASH', 'COUNT', 
            'ANY_BIT', 'RETURN', 'ALLOW', 'REFUSE', 'KILL', 'NUMBER', 'ARCHITECTURE', 'THIRD_ARGUMENT', 'MACHINES',
            'COMPUTING', 'UNLESS_EXECUTABLE', 'DEADLY', 'LIBC', 'NEW_USER', 'NEW_PID', 'NEW_NET', 'NEW_IPC',
            'SET_PDEATHSIG', 'SET_DUMPABLE', 'SET_SECCOMP', 'SET_CHILD_SUBREAPER', 'SET_NO_NEW_PRIVS', 'FIRST_USER',
-           'USERS', 'NOBODY', 'THIS_PROCESS', 'NO_CAPABILITIES', 'RESULT_BYTES', 'PRINT_CHARACTERS', 'DESCRIPTORS',
-           'CHANNEL', 'FRAME', 'CLAIMS', 'KINDS', 'REFUSALS', 'RAISE', 'REQUEST', 'REPLY', 'RUN', 'OPEN', 'CALL',
-           'FORK', 'TRIAL_MB', 'Unsendable', 'encode', 'write_value', 'number_block', 'Reader', 'decode', 'Unavailable',
-           'ForbiddenCall', 'Part', 'part_of', 'load_modules', 'no_module', 'locked_builtins', 'Instruction', 'Filter',
-           'call_table', 'syscall_filter', 'library', 'checked', 'prctl', 'limit', 'switch_user', 'drop_privileges',
-           'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe', 'is_refusal', 'kind_of', 'outcome',
-           'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls', 'try_protections', 'Trials', 'main',
-           'run_bare']
+           'USERS', 'NOBODY', 'FILE_LIMITS', 'THIS_PROCESS', 'NO_CAPABILITIES', 'RESULT_BYTES', 'PRINT_CHARACTERS',
+           'DESCRIPTORS', 'CHANNEL', 'FRAME', 'CLAIMS', 'KINDS', 'REFUSALS', 'RAISE', 'REQUEST', 'REPLY', 'RUN', 'OPEN',
+           'CALL', 'FORK', 'TRIAL_MB', 'Unsendable', 'encode', 'write_value', 'number_block', 'Reader', 'decode',
+           'Unavailable', 'ForbiddenCall', 'Part', 'part_of', 'load_modules', 'no_module', 'locked_builtins',
+           'Instruction', 'Filter', 'call_table', 'syscall_filter', 'library', 'checked', 'prctl', 'limit',
+           'switch_user', 'drop_privileges', 'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe',
+           'is_refusal', 'kind_of', 'outcome', 'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls',
+           'try_protections', 'Trials', 'main', 'run_bare']
 
 # %% ../../nbs/environments/08_supervisor.ipynb #2f967619
 import array
@@ -33,6 +33,7 @@ import sys
 import time
 import types
 import warnings
+from itertools import chain
 
 # %% ../../nbs/environments/08_supervisor.ipynb #8c5225be
 MAX_DEPTH = 64  # lists in lists in lists
@@ -88,9 +89,7 @@ def write_value(
         put(block)
     elif kind is list or kind is tuple or kind is dict:
         put({list: b"l", tuple: b"t", dict: b"d"}[kind] + COUNT.pack(len(value)))
-        for part in (
-            value if kind is not dict else (part for pair in value.items() for part in pair)
-        ):
+        for part in chain.from_iterable(value.items()) if kind is dict else value:
             items = write_value(part, put, depth - 1, items)
             if items > MAX_ITEMS:
                 break
@@ -323,11 +322,9 @@ def locked_builtins(
         text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
         (write if file is None else file.write)(text)
 
-    names = {
-        name: value
-        for name, value in vars(importlib.import_module("builtins")).items()
-        if name not in ("_", "copyright", "credits", "license")
-    }
+    names = dict(vars(importlib.import_module("builtins")))
+    for name in ("_", "copyright", "credits", "license"):
+        names.pop(name, None)
     return {
         **names,
         **{name: refuse(name, Unavailable) for name in LACKING_BUILTINS},
@@ -342,12 +339,8 @@ def locked_builtins(
 class Instruction(ctypes.Structure):
     "One instruction of the kernel's filter machine (struct sock_filter)."
 
-    _fields_ = [
-        ("code", ctypes.c_uint16),
-        ("jump_true", ctypes.c_uint8),
-        ("jump_false", ctypes.c_uint8),
-        ("k", ctypes.c_uint32),
-    ]
+    _fields_ = [("code", ctypes.c_uint16), ("jump_true", ctypes.c_uint8)]
+    _fields_ += [("jump_false", ctypes.c_uint8), ("k", ctypes.c_uint32)]
 
 
 class Filter(ctypes.Structure):
@@ -413,29 +406,17 @@ def syscall_filter(
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
     code, column = MACHINES[machine]
-    lines = [
-        (LOAD, 0, 0, ARCHITECTURE),
-        (EQUAL, 1, 0, code),
-        (RETURN, 0, 0, KILL),
-        (LOAD, 0, 0, NUMBER),
-    ]
-    if machine == "x86_64":
-        lines += [
-            (AT_LEAST, 0, 1, 0x40000000),
-            (RETURN, 0, 0, KILL),
-        ]  # a second table of the same machine
+    lines = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, code), (RETURN, 0, 0, KILL)]
+    lines += [(LOAD, 0, 0, NUMBER)]
+    if machine == "x86_64":  # a second table of the same machine
+        lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
     for table, verdict in ((COMPUTING, ALLOW), (DEADLY, KILL)):
         for numbers in table.values():
             if numbers[column] is not None:
                 lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, verdict)]
     for numbers in UNLESS_EXECUTABLE.values():
-        lines += [
-            (EQUAL, 0, 4, numbers[column]),
-            (LOAD, 0, 0, THIRD_ARGUMENT),
-            (ANY_BIT, 0, 1, 4),
-            (RETURN, 0, 0, REFUSE),
-            (RETURN, 0, 0, ALLOW),
-        ]
+        lines += [(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, THIRD_ARGUMENT)]
+        lines += [(ANY_BIT, 0, 1, 4), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
     lines.append((RETURN, 0, 0, REFUSE))
     return (Instruction * len(lines))(*[Instruction(*line) for line in lines])
 
@@ -458,6 +439,7 @@ NEW_USER, NEW_PID, NEW_NET, NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x0800
 SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 FIRST_USER, USERS = 1_900_000_000, 50_000_000  # ids that no system gives to a person or a service
 NOBODY = 65534
+FILE_LIMITS = "RLIMIT_FSIZE RLIMIT_CORE RLIMIT_MEMLOCK RLIMIT_MSGQUEUE RLIMIT_NOFILE".split()
 # linux/capability.h, version 3
 THIS_PROCESS = (ctypes.c_uint32 * 2)(0x20080522, 0)
 NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
@@ -497,12 +479,9 @@ def switch_user(number: int):
 def drop_privileges():
     "No capabilities, no way to new ones, no debugger, and an end with the supervisor."
     checked(LIBC.capset(THIS_PROCESS, NO_CAPABILITIES))
-    for option, value in (
-        (SET_NO_NEW_PRIVS, 1),
-        (SET_DUMPABLE, 0),
-        (SET_PDEATHSIG, signal.SIGKILL),
-    ):
-        prctl(option, value)
+    prctl(SET_NO_NEW_PRIVS, 1)
+    prctl(SET_DUMPABLE, 0)
+    prctl(SET_PDEATHSIG, signal.SIGKILL)
 
 # %% ../../nbs/environments/08_supervisor.ipynb #50ead3db
 class Protections:
@@ -523,9 +502,7 @@ class Protections:
         self,
         without=(),  # names of protections to leave out
     ):
-        self.missing = {
-            name: "left off on request" for name in without
-        }  # name -> why it is not there
+        self.missing = dict.fromkeys(without, "left off on request")  # name -> why it is not there
         self.root, self.user, self.pids, self.filter = os.geteuid() == 0, FIRST_USER, None, None
 
     def build(self, name: str, action, *args):
@@ -539,10 +516,8 @@ class Protections:
 
     def protect_supervisor(self):
         "What is built once, and inherited by all programs."
-        self.build(
-            "network",
-            lambda: checked(LIBC.unshare(NEW_NET | NEW_IPC | (0 if self.root else NEW_USER))),
-        )
+        spaces = NEW_NET | NEW_IPC | (0 if self.root else NEW_USER)
+        self.build("network", lambda: checked(LIBC.unshare(spaces)))
         self.build("pids", self.prepare_pids)
         self.build("syscalls", self.prepare_filter)
         self.build("privileges", self.set_up)
@@ -587,16 +562,7 @@ class Protections:
         self.build("memory", limit, memory_mb << 20, "RLIMIT_AS")
         if cpu_s:
             limit(cpu_s, "RLIMIT_CPU")
-        self.build(
-            "files",
-            limit,
-            0,
-            "RLIMIT_FSIZE",
-            "RLIMIT_CORE",
-            "RLIMIT_MEMLOCK",
-            "RLIMIT_MSGQUEUE",
-            "RLIMIT_NOFILE",
-        )
+        self.build("files", limit, 0, *FILE_LIMITS)
         self.build("processes", limit, 0, "RLIMIT_NPROC")
         self.build("user", self.change_user)
         self.build("privileges", drop_privileges)
@@ -612,15 +578,9 @@ PRINT_CHARACTERS = 1 << 20  # of one call
 DESCRIPTORS = 256  # of a supervisor, at most
 CHANNEL = 3  # the only descriptor of a program that leads anywhere
 FRAME = struct.Struct("<cI")  # how it went, bytes that follow
-CLAIMS = {
-    b"v": "ok",
-    b"s": "syntax",
-    b"x": "exception",
-    b"m": "memory",
-    b"u": "unavailable",
-    b"f": "forbidden",
-    b"o": "output",
-}  # what a program can say of itself
+# what a program can say of itself
+CLAIMS = {b"v": "ok", b"s": "syntax", b"x": "exception", b"m": "memory", b"u": "unavailable"}
+CLAIMS |= {b"f": "forbidden", b"o": "output"}
 KINDS = {**CLAIMS, b"t": "timeout", b"c": "crash"}  # what the supervisor finds
 REFUSALS = (errno.EPERM, errno.EACCES, errno.EMFILE, errno.EAGAIN)  # what a wall answers
 
@@ -744,9 +704,8 @@ def run_program(
 def processor_ns(pid: int) -> int:  # 0 where the system does not say
     "The processor time that a process has used, as the kernel counts it."
     try:
-        return time.clock_gettime_ns(
-            (~pid << 3) | 2
-        )  # MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED) of linux/posix-timers.h
+        # MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED) of linux/posix-timers.h
+        return time.clock_gettime_ns((~pid << 3) | 2)
     except (OSError, OverflowError, AttributeError):
         return 0
 
@@ -818,9 +777,8 @@ class Program:
         length = FRAME.unpack_from(buffer)[1]
         if length > RESULT_BYTES:
             return b"o", f"it returned more than {RESULT_BYTES} bytes".encode()
-        return tag, memoryview(buffer)[
-            FRAME.size : FRAME.size + length
-        ]  # not a copy, which would stay behind in memory
+        # not a copy, which would stay behind in memory
+        return tag, memoryview(buffer)[FRAME.size : FRAME.size + length]
 
     def how_it_ended(self) -> tuple[bytes, bytes]:
         "How a process ended; it gets a tenth of a second to do so."
@@ -869,10 +827,9 @@ class Supervisor:
         self.program, self.sessions = None, set()  # sessions: process ids
         self.buffer = bytearray(FRAME.size + RESULT_BYTES)
         self.printed = sys.stdout = sys.stderr = PrintCounter()
-        self.names = {
-            "__name__": "program",
-            "__builtins__": locked_builtins(load_modules(), self.printed.write),
-        }  # made once: each program has the copy of its fork
+        builtins = locked_builtins(load_modules(), self.printed.write)
+        # made once: each program has the copy of its fork
+        self.names = {"__name__": "program", "__builtins__": builtins}
 
     def start(self, is_session: bool, timeout_s: float, memory_mb: int, length: int):
         "Forks the process of a program, and waits until its protections are built."
@@ -921,16 +878,11 @@ class Supervisor:
 
     def call(self, timeout_s: float, length: int):
         "Calls the program of a session once more."
-        message, channel = (
-            FRAME.pack(b"v", length) + read_exactly(self.connection.fileno(), length),
-            self.program.channel,
-        )
+        message = FRAME.pack(b"v", length) + read_exactly(self.connection.fileno(), length)
+        channel = self.program.channel
         if select.select([channel], [], [], 0)[0]:
-            words = (
-                b"it answered before it was asked"
-                if channel.recv(1, socket.MSG_PEEK)
-                else b"its process has ended"
-            )
+            early = channel.recv(1, socket.MSG_PEEK)
+            words = b"it answered before it was asked" if early else b"its process has ended"
             self.end()
             return self.reply(b"c", 0, 0, words)
         self.program.timeout_s = timeout_s
@@ -1072,23 +1024,17 @@ class Trials:
     def attempt(self, name: str):
         "Does what is to be stopped."
         path = self.path(name)
-        if name in ("read", "write"):
-            os.open(path, os.O_RDONLY if name == "read" else os.O_WRONLY)
-        elif name == "unlink":
-            os.unlink(path)
-        elif name == "rename":
-            os.rename(path, path + "d")
-        elif name == "symlink":
-            os.symlink("/", path)
-        elif name == "kill":
-            os.kill(self.victim, signal.SIGKILL)
-        elif name == "socket":
-            socket.socket()
-        elif name == "fork":
-            if os.fork() == 0:
-                os._exit(0)
-        elif name == "memory":
-            bytes(2 * TRIAL_MB << 20)
+        {
+            "read": lambda: os.open(path, os.O_RDONLY),
+            "write": lambda: os.open(path, os.O_WRONLY),
+            "unlink": lambda: os.unlink(path),
+            "rename": lambda: os.rename(path, path + "d"),
+            "symlink": lambda: os.symlink("/", path),
+            "kill": lambda: os.kill(self.victim, signal.SIGKILL),
+            "socket": socket.socket,
+            "fork": lambda: os.fork() or os._exit(0),
+            "memory": lambda: bytes(2 * TRIAL_MB << 20),
+        }[name]()
 
     def report(self, name: str) -> bytes:  # a letter - through, stopped, failed - and words
         "What came of an attempt, said by the process that made it."
@@ -1143,9 +1089,7 @@ def main(
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     limit(DESCRIPTORS, "RLIMIT_NOFILE")
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # an interrupted notebook interrupts its own cell only
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted notebook ends its own cell only
     warnings.simplefilter("ignore")
     protections, trials = Protections(without), Trials(os.getcwd())
     os.chdir("/")
