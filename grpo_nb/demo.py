@@ -19,11 +19,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from grpo_nb.environments.arithmetic import (
-    addition_problems,
-    correct_number_reward,
-    exact_answer_reward,
-)
+from .environments import arithmetic
 from .environments.verifiers import exact_match, number_matches
 from .model.files import write_json
 from .model.loading import load_model
@@ -180,7 +176,7 @@ def asked_in_words(
             {**row, "prompt": [{"role": "user", "content": asked.format(row["prompt"][:-1])}]}
             for row in rows
         ]
-        for rows in addition_problems(seed, 100, 1, 30)
+        for rows in arithmetic.addition_problems(seed, 100, 1, 30)
     )
 
 
@@ -190,9 +186,8 @@ def demo_model(
 ):  # model and tokenizer
     "A tiny gpt-oss with attention that takes a batch without padding, a group's prompt once."
     if name:
-        return load_model(
-            name, max_seq_length=512, dtype="float32", lora_r=16, seed=seed, quiet=True
-        )
+        given = dict(max_seq_length=512, dtype="float32", lora_r=16, seed=seed, quiet=True)
+        return load_model(name, **given)
     model, tokenizer = tiny_gpt_oss(seed)
     model.set_attn_implementation("sink")
     return model, tokenizer
@@ -206,16 +201,11 @@ def warmed_up_model(
 ):  # model and tokenizer
     "A tiny gpt-oss that is right about half of the time."
     model, tokenizer = demo_model(seed)
-    check = train[:400]
-    fine_tune(
-        model,
-        tokenizer,
-        train,
-        stop=lambda: greedy_accuracy(model, tokenizer, check) >= target,
-        ask_every=5,
-        seed=seed,
-        progress=progress,
-    )
+
+    def stop():
+        return greedy_accuracy(model, tokenizer, train[:400]) >= target
+
+    fine_tune(model, tokenizer, train, stop=stop, ask_every=5, seed=seed, progress=progress)
     return model, tokenizer
 
 # %% ../nbs/90_demo.ipynb #be63e163
@@ -239,10 +229,8 @@ def state_before(
     began: float,  # `time.perf_counter()` when the run began
 ) -> dict[str, Any]:  # accuracy, answers, seconds
     "Measure the warmed-up model, and save the numbers for a run that is resumed."
-    before = {
-        "accuracy": greedy_accuracy(model, tokenizer, rows),
-        "answers": greedy_answers(model, tokenizer, rows[:20]),
-    }
+    accuracy = greedy_accuracy(model, tokenizer, rows)
+    before = {"accuracy": accuracy, "answers": greedy_answers(model, tokenizer, rows[:20])}
     before["seconds"] = time.perf_counter() - began
     write_json(folder / "before.json", before)
     return before
@@ -270,18 +258,12 @@ def write_results(
     model, tokenizer = trainer.model, trainer.tokenizer
     after = greedy_accuracy(model, tokenizer, rows)
     answers = greedy_answers(model, tokenizer, rows[:20])
-    summary = {
-        "accuracy_before": before["accuracy"],
-        "accuracy_after": after,
-        "seconds": round(before["seconds"] + trainer.log_history[-1]["seconds"], 1),
-        "seed": trainer.config.seed,
-        "steps": trainer.config.max_steps,
-    }
+    seconds = round(before["seconds"] + trainer.log_history[-1]["seconds"], 1)
+    summary = {"accuracy_before": before["accuracy"], "accuracy_after": after, "seconds": seconds}
+    summary |= {"seed": trainer.config.seed, "steps": trainer.config.max_steps}
     trainer.save_model(folder / "model")
-    samples = [
-        {**row, "before": b, "after": a} for row, b, a in zip(rows, before["answers"], answers)
-    ]
-    write_json(folder / "samples.json", samples)
+    both = zip(rows, before["answers"], answers)
+    write_json(folder / "samples.json", [{**row, "before": b, "after": a} for row, b, a in both])
     curve = {0: before["accuracy"], **held_out_curve(trainer.log_history)}
     run_figure(trainer.log_history, curve).savefig(folder / "curves.png", dpi=120)
     trainer.log.rewrite(trainer.log_history)  # a file that something else cut off is whole again
@@ -319,10 +301,8 @@ def starting_point(
         say(f"{folder / 'before.json'} is damaged or gone: its numbers are measured once more")
     if not (name or bars or quiet):
         say("warming up on worked sums", sys.stderr)
-    model, tokenizer = (
-        demo_model(seed, name) if name else warmed_up_model(seed, train, progress=bars)
-    )
-    return model, tokenizer, state_before(folder, model, tokenizer, held_out, began)
+    made = demo_model(seed, name) if name else warmed_up_model(seed, train, progress=bars)
+    return *made, state_before(folder, *made, held_out, began)
 
 # %% ../nbs/90_demo.ipynb #6ef5998a
 def demo_trainer(
@@ -335,14 +315,10 @@ def demo_trainer(
 ) -> GRPOTrainer:
     "A trainer that measures held-out sums, and shows a bar at most."
     watch = [HeldOutAccuracy(held_out), FirstCheckpoint()]
-    trainer = GRPOTrainer(
-        model,
-        exact_answer_reward if isinstance(train[0]["prompt"], str) else correct_number_reward,
-        config,
-        train,
-        processing_class=tokenizer,
-        callbacks=[*watch, *callbacks],
-    )
+    sums = isinstance(train[0]["prompt"], str)
+    reward = arithmetic.exact_answer_reward if sums else arithmetic.correct_number_reward
+    given = dict(processing_class=tokenizer, callbacks=[*watch, *callbacks])
+    trainer = GRPOTrainer(model, reward, config, train, **given)
     for callback in watch:
         callback.trainer = trainer
     trainer.log.show = False  # the bar shows enough
@@ -364,7 +340,7 @@ def run_demo(
     "Warm up, train with GRPO, test on sums never seen, and leave everything in `out`."
     folder, bars = Path(out), bars and not quiet
     one_run = one_run or OneRun(folder)
-    train, held_out = asked_in_words(seed) if model else addition_problems(seed)
+    train, held_out = asked_in_words(seed) if model else arithmetic.addition_problems(seed)
     with one_run.held(waits=resume), nullcontext() if model else one_thread():
         checkpoint = checkpoint_to_resume(folder) if resume else None
         policy, tokenizer, before = starting_point(

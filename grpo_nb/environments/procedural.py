@@ -72,13 +72,10 @@ class Task:
 
     name: str  # one of `task_names()`
     weight: float = 1.0  # its share of the data set, relative to the others'
-    config: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # the task's own settings, {} for its defaults
-    prompt: Callable[[dict], str] | None = (
-        # the entry (question, answer, metadata) -> what the model is asked; None: the question
-        None
-    )
+    # the task's own settings, {} for its defaults
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # the entry (question, answer, metadata) -> what the model is asked; None: the question
+    prompt: Callable[[dict], str] | None = None
 
 # %% ../../nbs/environments/11_procedural.ipynb #8d823f32
 def closest(
@@ -86,15 +83,11 @@ def closest(
     names: list[str],  # what there is
 ) -> str:  # a half-sentence
     "The names that are spelt most like a given one."
-    found = (
-        difflib.get_close_matches(name, names, 3, 0.5)
-        or [other for other in names if set(name.split("_")) & set(other.split("_"))][:3]
-    )
-    return (
-        f"the closest are {', '.join(map(repr, found))}"
-        if found
-        else f"there are {', '.join(map(repr, names[:5]))} and others"
-    )
+    found = difflib.get_close_matches(name, names, 3, 0.5)
+    found = found or [n for n in names if set(name.split("_")) & set(n.split("_"))][:3]
+    if found:
+        return f"the closest are {', '.join(map(repr, found))}"
+    return f"there are {', '.join(map(repr, names[:5]))} and others"
 
 
 def make_task(
@@ -110,9 +103,8 @@ def make_task(
             f"reasoning-gym has no task {name!r}; {closest(str(name), task_names())} "
             f"(task_names() has all {len(task_names())})"
         )
-    settings = sorted(
-        {field.name for field in dataclasses.fields(tasks[name][1])} - {"seed", "size"}
-    )
+    fields = {field.name for field in dataclasses.fields(tasks[name][1])}
+    settings = sorted(fields - {"seed", "size"})
     for setting in config:
         if setting in ("seed", "size"):
             raise ValueError(
@@ -163,13 +155,10 @@ def from_json(
 
 # %% ../../nbs/environments/11_procedural.ipynb #0b20f6b8
 EVALUATES_LISTS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")  # with eval
-EVALUATES_FORMULAS = (
-    "countdown",
-    "intermediate_integration",
-    "polynomial_multiplication",
-    "puzzle24",
-    "simple_integration",
-)  # with sympy.parse_expr
+EVALUATES_FORMULAS = tuple(  # with sympy.parse_expr
+    """countdown intermediate_integration polynomial_multiplication puzzle24
+    simple_integration""".split()
+)
 FORMULA_NAMES = frozenset(
     "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs".split()
 )
@@ -186,16 +175,13 @@ def harmless(
             ast.literal_eval(tree)
         except (TypeError, ValueError, MemoryError, RecursionError):
             return False
-    if task in EVALUATES_FORMULAS:
-        if not re.fullmatch(r"[\w\s+\-*/^().,=]*", answer, re.A) or re.search(
-            r"[A-Za-z_)]\s*\.", answer
-        ):
-            return False
-        return all(
-            len(name) == 1 or name in FORMULA_NAMES
-            for name in re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d+(\.\d*)?([eE]\d+)?", " ", answer))
-        )
-    return True
+    if task not in EVALUATES_FORMULAS:
+        return True
+    plain = re.fullmatch(r"[\w\s+\-*/^().,=]*", answer, re.A)
+    if not plain or re.search(r"[A-Za-z_)]\s*\.", answer):
+        return False
+    words = re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d+(\.\d*)?([eE]\d+)?", " ", answer))
+    return all(len(word) == 1 or word in FORMULA_NAMES for word in words)
 
 
 @functools.lru_cache(maxsize=256)
@@ -266,9 +252,8 @@ def problems(
     made, found, asked = make_task(task.name, task.config, size=tries, seed=seed), [], set()
     for i in range(tries):
         entry = made[i]
-        solved = entry["answer"] is None or harmless(
-            task.name, entry["answer"]
-        )  # the library gives up on some integrals: its answer is then Integral(...)
+        # the library gives up on some integrals: its answer is then Integral(...)
+        solved = entry["answer"] is None or harmless(task.name, entry["answer"])
         if solved and not (unique and entry["question"] in asked):
             found.append(entry)
         asked.add(entry["question"])
@@ -303,20 +288,11 @@ def rows_of(
     rows = []
     for entry in entries:
         prompt = (task.prompt or (lambda entry: entry["question"]))(entry) + instruction
-        rows.append(
-            {
-                "prompt": [{"role": "user", "content": prompt}] if chat else prompt,
-                "answer": entry["answer"],
-                "task": task.name,
-                "config": to_json(task.config),
-                "entry": to_json(entry),
-            }
-        )
-    first = rows[0]
-    if (
-        first["answer"] is not None
-        and task_score(task.name, first["config"], first["entry"], first["answer"]) < 1
-    ):
+        asked = [{"role": "user", "content": prompt}] if chat else prompt
+        row = {"prompt": asked, "answer": entry["answer"], "task": task.name}
+        rows.append(row | {"config": to_json(task.config), "entry": to_json(entry)})
+    first, given = rows[0], (rows[0]["config"], rows[0]["entry"], rows[0]["answer"])
+    if first["answer"] is not None and task_score(task.name, *given) < 1:
         raise ValueError(
             f"the scorer of the task {task.name!r} does not accept the task's own answer "
             f"{first['answer']!r}: this version of reasoning-gym is not understood, try the "
@@ -381,17 +357,11 @@ def procedural(
         rows += rows_of(task, problems(task, count, seed, unique), instruction, chat)
     random.Random(seed).shuffle(rows)
     settings = {"ways": tuple(ways), "partial": partial}
+    if not isolate:
+        return Dataset.from_list(rows), functools.partial(procedural_reward, **settings)
     limits = dict(timeout_s=timeout_s, each_timeout_s=each_timeout_s, workers=workers)
-    reward = (
-        isolated(
-            f"{HERE}:procedural_reward",
-            prepare=f"{HERE}:import_reasoning_gym",
-            arguments=settings,
-            **limits,
-        )
-        if isolate
-        else functools.partial(procedural_reward, **settings)
-    )
+    names = f"{HERE}:procedural_reward", f"{HERE}:import_reasoning_gym"
+    reward = isolated(names[0], prepare=names[1], arguments=settings, **limits)
     return Dataset.from_list(rows), reward
 
 # %% ../../nbs/environments/11_procedural.ipynb #046eeb9c
@@ -436,12 +406,10 @@ def math_points(
     for completion, right in zip(completions, answer):
         text = completion_text(completion)
         inside = boxed(text)
-        given = parse(
-            text if inside is None else rf"\boxed{{{inside}}}", parsing_timeout=1
-        )  # [] if it takes longer
-        points.append(
-            float(verify(right_value(str(right)), given, timeout_seconds=1))
-        )  # False if it takes longer
+        stated = text if inside is None else rf"\boxed{{{inside}}}"
+        given = parse(stated, parsing_timeout=1)  # [] if it takes longer
+        # False if it takes longer
+        points.append(float(verify(right_value(str(right)), given, timeout_seconds=1)))
     return points
 
 
@@ -451,16 +419,10 @@ def math_reward(
     # for one of them; math-verify gives up after a second by itself, and the answer counts as wrong
     each_timeout_s: float = 5.0,
     workers: int = 1,  # processes that judge
-) -> (
-    IsolatedReward
-):  # a reward function: 1.0 or 0.0, None for an answer that brought the judge to a stop
+    # a reward function: 1.0 or 0.0, None for an answer that brought the judge to a stop
+) -> IsolatedReward:
     "A reward function that compares mathematical answers with the column `answer`."
     library("math_verify")
-    return isolated(
-        f"{HERE}:math_points",
-        prepare=f"{HERE}:import_math_verify",
-        timeout_s=timeout_s,
-        each_timeout_s=each_timeout_s,
-        workers=workers,
-        name="math_reward",
-    )
+    limits = dict(timeout_s=timeout_s, each_timeout_s=each_timeout_s, workers=workers)
+    prepare = f"{HERE}:import_math_verify"
+    return isolated(f"{HERE}:math_points", prepare=prepare, name="math_reward", **limits)
