@@ -33,7 +33,6 @@ import sys
 import time
 import types
 import warnings
-from itertools import chain
 
 # %% ../../nbs/environments/08_supervisor.ipynb #8c5225be
 MAX_DEPTH = 64  # lists in lists in lists
@@ -89,7 +88,8 @@ def write_value(
         put(block)
     elif kind is list or kind is tuple or kind is dict:
         put({list: b"l", tuple: b"t", dict: b"d"}[kind] + COUNT.pack(len(value)))
-        for part in chain.from_iterable(value.items()) if kind is dict else value:
+        pairs = (part for pair in value.items() for part in pair) if kind is dict else value
+        for part in pairs:
             items = write_value(part, put, depth - 1, items)
             if items > MAX_ITEMS:
                 break
