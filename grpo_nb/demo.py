@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from .environments import arithmetic
+from grpo_nb.environments.arithmetic import (
+    addition_problems,
+    correct_number_reward,
+    exact_answer_reward,
+)
 from .environments.verifiers import exact_match, number_matches
 from .model.files import write_json
 from .model.loading import load_model
@@ -176,7 +180,7 @@ def asked_in_words(
             {**row, "prompt": [{"role": "user", "content": asked.format(row["prompt"][:-1])}]}
             for row in rows
         ]
-        for rows in arithmetic.addition_problems(seed, 100, 1, 30)
+        for rows in addition_problems(seed, 100, 1, 30)
     )
 
 
@@ -316,7 +320,7 @@ def demo_trainer(
     "A trainer that measures held-out sums, and shows a bar at most."
     watch = [HeldOutAccuracy(held_out), FirstCheckpoint()]
     sums = isinstance(train[0]["prompt"], str)
-    reward = arithmetic.exact_answer_reward if sums else arithmetic.correct_number_reward
+    reward = exact_answer_reward if sums else correct_number_reward
     given = dict(processing_class=tokenizer, callbacks=[*watch, *callbacks])
     trainer = GRPOTrainer(model, reward, config, train, **given)
     for callback in watch:
@@ -340,7 +344,7 @@ def run_demo(
     "Warm up, train with GRPO, test on sums never seen, and leave everything in `out`."
     folder, bars = Path(out), bars and not quiet
     one_run = one_run or OneRun(folder)
-    train, held_out = asked_in_words(seed) if model else arithmetic.addition_problems(seed)
+    train, held_out = asked_in_words(seed) if model else addition_problems(seed)
     with one_run.held(waits=resume), nullcontext() if model else one_thread():
         checkpoint = checkpoint_to_resume(folder) if resume else None
         policy, tokenizer, before = starting_point(
