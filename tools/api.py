@@ -182,10 +182,9 @@ def constants(tree, names):
 def as_called(node):
     "A function as it is called: `judged` makes of a judge of one completion a reward of lists."
     if "judged" in map(ast.unparse, getattr(node, "decorator_list", ())):
-        for one in (text := node.args.posonlyargs.pop(), *node.args.args):
+        for one in node.args.args:
             one.annotation = ast.Name(f"list[{ast.unparse(one.annotation)}]")
-        text.arg, node.returns = "completions", ast.Name("list[float | None]")
-        node.args.args.insert(0, text)
+        node.args.args[0].arg, node.returns = "completions", ast.Name("list[float | None]")
     return node
 
 

@@ -9,7 +9,6 @@ __all__ = ['addition_problems', 'number_found_reward', 'correct_number_reward', 
 # %% ../../nbs/environments/02_arithmetic.ipynb #bb4f0ccd
 import random
 from fractions import Fraction
-from typing import Any
 
 from .isolated_rewards import short
 from grpo_nb.environments.verifiers import (
@@ -48,11 +47,7 @@ def addition_problems(
 
 # %% ../../nbs/environments/02_arithmetic.ipynb #0cd69873
 @judged
-def number_found_reward(
-    text: str,
-    /,
-    **row: Any,  # other columns, not needed
-) -> Explanation:  # 1 point with a number, -1 without
+def number_found_reward(text: str) -> Explanation:  # 1 point with a number, -1 without
     "Is there a number at all?"
     place = last_number_place(text)
     if place is None:
@@ -64,9 +59,7 @@ def number_found_reward(
 @judged
 def correct_number_reward(
     text: str,
-    /,
     answer: float | str,  # the right one
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 3 points if it is right, else -3
     "Is the last number the right one?"
     found, right = number_found_reward.explain(text), number_matches(text, answer)
@@ -77,9 +70,7 @@ def correct_number_reward(
 @judged
 def exact_answer_reward(
     text: str,
-    /,
     answer: str,  # the right one
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point or 0
     "Is this the answer, the whole answer and nothing but the answer?"
     return judge_exact(text, answer)
@@ -101,9 +92,7 @@ def proximity(
 @judged
 def proximity_reward(
     text: str,
-    /,
     answer: int | float | str,  # the right one; ValueError if it holds no number
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # points as `proximity`; the number in the box counts, or the last one
     "The nearer the better, and outliers lose points."
     right, value, marks = right_number(answer), final_number(text), final_number_marks(text)

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 from .arithmetic import proximity
 from .verifiers import Explanation, judged, stated_place, verdict
@@ -180,10 +179,8 @@ def read_attempt(
 @judged
 def countdown_format_reward(
     text: str,
-    /,
     numbers: list[int],  # those that may be used
     use_all: bool | None = None,  # whether all of them have to be
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point or 0
     "Is there an expression that keeps the rules, whatever its value?"
     found, why = read_attempt(text, numbers, use_all)
@@ -193,11 +190,9 @@ def countdown_format_reward(
 @judged
 def countdown_correct_reward(
     text: str,
-    /,
     numbers: list[int],  # those that may be used
     target: int,  # what has to come out
     use_all: bool | None = None,  # whether all numbers have to be used
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point or 0
     "Does the expression keep the rules and give exactly the target?"
     found, why = read_attempt(text, numbers, use_all, target)
@@ -207,11 +202,9 @@ def countdown_correct_reward(
 @judged
 def countdown_closeness_reward(
     text: str,
-    /,
     numbers: list[int],  # those that may be used
     target: int,  # what has to come out
     use_all: bool | None = None,  # whether all numbers have to be used
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # points as `proximity`; -1 without an expression that keeps the rules
     "How near does the expression come to the target, if it keeps the rules?"
     found, why = read_attempt(text, numbers, use_all, target)

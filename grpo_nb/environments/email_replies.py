@@ -153,13 +153,13 @@ def mentions(
 
 # %% ../../nbs/environments/05_email_replies.ipynb #b0343d45
 def where_asked(
-    judge: Callable[..., Explanation],  # judge(text, /, COLUMN, **row): of one text
+    judge: Callable[..., Explanation],  # judge(text, COLUMN): of one text
 ) -> Callable:
     "A judge that gives no points where its column is empty."
-    _, column, _ = inspect.signature(judge).parameters
+    _, column = inspect.signature(judge).parameters
 
     @functools.wraps(judge)
-    def judge_or_not(text: str, /, **row: Any) -> Explanation:
+    def judge_or_not(text: str, **row: Any) -> Explanation:
         if row.get(column) in (None, [], ""):
             return Explanation(f"the column {column!r} is empty")
         return judge(text, **row)
@@ -203,9 +203,7 @@ def own_lines(
 @where_asked
 def keywords_reward(
     text: str,
-    /,
     keywords: list[str] | str,  # column: what a reply has to say, words or phrases
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point if all are in lines of which at most half consists of keywords, else 0
     "Does the reply say what it has to say?"
     phrases, yes = several(keywords), "each of {} is said in a sentence"
@@ -222,9 +220,7 @@ def keywords_reward(
 @where_asked
 def recipient_reward(
     text: str,
-    /,
     recipient: str,  # column: the name of the one who is answered
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point if the first line of the reply names the recipient once, else 0
     "Is the recipient greeted by name?"
     met = mentions((own_lines(text) or [""])[0], recipient) == 1
@@ -236,9 +232,7 @@ def recipient_reward(
 @where_asked
 def signature_reward(
     text: str,
-    /,
     signature: list[str] | str,  # column: its parts (phone, e-mail, address)
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point if all of them are in the last four lines, else 0
     "Does the reply end with the sender's true signature?"
     block = "\n".join(own_lines(text)[-4:])
@@ -251,9 +245,7 @@ def signature_reward(
 @where_asked
 def too_long_reward(
     text: str,
-    /,
     max_length: int,  # column: characters that a reply may have
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # -1 point if it has more, else 0
     "Is the reply too long?"
     said = f"{len(text):,} characters of {max_length:,}"
@@ -264,9 +256,7 @@ def too_long_reward(
 @where_asked
 def exact_reply_reward(
     text: str,
-    /,
     reply: str,  # column: the wanted reply
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point if it is the wanted reply, white space around it aside, else 0
     "Is this the wanted reply, word for word?"
     return judge_exact(text, reply, "the wanted reply")

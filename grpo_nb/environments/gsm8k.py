@@ -261,9 +261,7 @@ def explain_number(
 @judged
 def correctness_reward_func(
     text: str,
-    /,
     answer: int | float | str,  # the right one; ValueError if it holds no number
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 2 points or 0
     "Is the answer right, as a value?"
     right = answer_value(text) == right_number(answer)
@@ -271,11 +269,7 @@ def correctness_reward_func(
 
 
 @judged
-def int_reward_func(
-    text: str,
-    /,
-    **row: Any,  # other columns, not needed
-) -> Explanation:  # half a point or 0
+def int_reward_func(text: str) -> Explanation:  # half a point or 0
     "Is the answer spelt as a whole number?"
     place = answer_place(text)
     if place is None:
@@ -329,11 +323,7 @@ WELL_FORMED = "all tags are there once and in order, with something in them and 
 
 
 @judged
-def strict_format_reward_func(
-    text: str,
-    /,
-    **row: Any,  # other columns, not needed
-) -> Explanation:  # half a point or 0
+def strict_format_reward_func(text: str) -> Explanation:  # half a point or 0
     "Is the form that of the prompt, line by line?"
     fault = line_fault(text)
     said = fault or "it is the form of the prompt, line by line"
@@ -341,22 +331,14 @@ def strict_format_reward_func(
 
 
 @judged
-def soft_format_reward_func(
-    text: str,
-    /,
-    **row: Any,  # other columns, not needed
-) -> Explanation:  # half a point or 0
+def soft_format_reward_func(text: str) -> Explanation:  # half a point or 0
     "Is the form that of the prompt, line breaks aside?"
     fault = form_fault(text)
     return Explanation(fault or WELL_FORMED, tag_marks(text), 0.5 * (not fault))
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #2b7faff6
 @judged
-def xmlcount_reward_func(
-    text: str,
-    /,
-    **row: Any,  # other columns, not needed
-) -> Explanation:  # 0 to 0.5 points
+def xmlcount_reward_func(text: str) -> Explanation:  # 0 to 0.5 points
     "How much of the form is there?"
     once = [tag for tag in TAGS if text.count(tag) == 1]
     after = text.rpartition(TAGS[-1])[2].strip() if TAGS[-1] in once else ""
@@ -382,11 +364,7 @@ THINK_FORM = ("<think>\n", "\n</think>\n<answer>\n", re.compile("\n</answer>$", 
 
 
 @judged
-def think_answer_format_reward(
-    text: str,
-    /,
-    **row: Any,  # other columns, not needed
-) -> Explanation:  # a point or 0
+def think_answer_format_reward(text: str) -> Explanation:  # a point or 0
     "Does a completion begin with thoughts and an answer, each between tags on lines of their own?"
     start, middle, end = THINK_FORM
     found = text.find(middle, len(start)) if text.startswith(start) else -1
@@ -397,11 +375,7 @@ def think_answer_format_reward(
 
 
 @judged
-def think_answer_tags_reward(
-    text: str,
-    /,
-    **row: Any,  # other columns, not needed
-) -> Explanation:  # a quarter of a point for each
+def think_answer_tags_reward(text: str) -> Explanation:  # a quarter of a point for each
     "How many of the four tags are there?"
     once = sum(text.count(tag) == 1 for tag in THINK_TAGS)
     said = f"{once} of {len(THINK_TAGS)} tags occur exactly once"
@@ -428,8 +402,6 @@ WORKING_TEMPLATE = (  # messages, a line each; then the model is in the middle o
 @judged
 def solution_format_reward(
     text: str,  # the first tag, which the template has written, may be missing
-    /,
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # 1 point or 0
     "Is there working out, then one solution, and nothing else?"
     whole = text if text.startswith(WORKING_TAGS[0]) else WORKING_TAGS[0] + text
@@ -440,9 +412,7 @@ def solution_format_reward(
 @judged
 def solution_proximity_reward(
     text: str,
-    /,
     answer: int | float | str,  # the right one; ValueError if it holds no number
-    **row: Any,  # other columns, not needed
 ) -> Explanation:  # points as `proximity`; -1 without the form
     "How near is the number in the solution tags?"
     right, form = right_number(answer), solution_format_reward.explain(text)

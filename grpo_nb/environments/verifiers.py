@@ -353,13 +353,17 @@ def explained_by(
 
 
 def judged(
-    judge: Callable[..., Explanation],  # judge(text, /, COLUMN, ..., **row): of one completion
+    judge: Callable[..., Explanation],  # judge(text, COLUMN, ...): of one completion
 ) -> Callable:  # reward(completions, COLUMN, ..., **kwargs)
-    "The reward function that pays each completion what its judge says, and keeps it as `explain`."
-    _, *columns, rest = inspect.signature(judge).parameters.values()
-    lists = [one.replace(annotation=list) for one in columns]
-    given = inspect.Parameter("completions", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    shape = inspect.Signature([given, *lists, rest.replace(name="kwargs")])
+    """The reward function that pays each completion what its judge says. Its `explain` takes the
+    text and all columns of the row, of which the judge gets those that it names."""
+    text, *columns = inspect.signature(judge).parameters.values()
+    lists = [one.replace(annotation=list) for one in (text.replace(name="completions"), *columns)]
+    others = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
+    shape = inspect.Signature([*lists, others])
+
+    def explain(text: str, /, **row: Any) -> Explanation:
+        return judge(text, **{one.name: row[one.name] for one in columns if one.name in row})
 
     @functools.wraps(judge)
     def reward(*args, **kwargs) -> list[float | None]:
@@ -369,7 +373,7 @@ def judged(
         texts = map(completion_text, table["completions"])
         return [judge(text, **row).points for text, row in zip(texts, rows)]
 
-    reward.explain, reward.__signature__ = judge, shape
+    reward.explain, reward.__signature__ = explain, shape
     return reward
 
 

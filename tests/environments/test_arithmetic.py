@@ -118,7 +118,7 @@ def test_a_judge_says_what_was_paid():
     assert correct_number_reward.explain("so 46.", answer="46").marks == (("number", 3, 5),)
     assert "and 46 is right" in correct_number_reward.explain("45", answer="46").reason
     assert correct_number_reward.explain("none", answer="46").points == -3
-    assert proximity_reward.explain(r"page 7: \boxed{46}", "46").marks == (
+    assert proximity_reward.explain(r"page 7: \boxed{46}", answer="46").marks == (
         ("box", 15, 17),
         ("number", 15, 17),
     )
