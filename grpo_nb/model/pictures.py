@@ -28,6 +28,12 @@ from .tiny import tiny_tokenizer
 class SeenPrompt(list):
     "The token ids of a prompt with pictures in it, and the tensors that the pictures are."
 
+    # for a server, which reads the prompt itself: the conversation, variables of the template, and
+    # the placeholder
+    messages: Sequence[Mapping] | None = None
+    variables: Mapping[str, Any] | None = None
+    place: int | None = None
+
     def __init__(
         self,
         ids: Sequence[int],  # each placeholder as often as the model has vectors for it
@@ -440,7 +446,9 @@ def read_pictures(
             f"the messages have {len(pictures)} places for pictures and "
             f"{sum(picture is not None for picture in pictures)} pictures: give each place its own"
         )
-    return read_written(write([*map(without_pixels, prompt)]), pictures, processor)
+    seen = read_written(write([*map(without_pixels, prompt)]), pictures, processor)
+    seen.messages = prompt
+    return seen
 
 
 def read_written(
@@ -467,7 +475,10 @@ def read_written(
     )
     of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", *USED_HERE)
     pixels = {name: value for name, value in made.items() if name not in of_text}
-    return SeenPrompt(made["input_ids"][0].tolist(), pixels)
+    seen = SeenPrompt(made["input_ids"][0].tolist(), pixels)
+    placeholder = getattr(processor.tokenizer, "image_token", None) or token  # Gemma 3: not `token`
+    seen.place = processor.tokenizer.convert_tokens_to_ids(placeholder)
+    return seen
 
 
 def check_sees(processor: Any) -> None:  # ValueError

@@ -321,7 +321,7 @@ class ServerDraws(ServerRequests):
         keys: Sequence[int] | None = None,
     ) -> Rollout:  # len(prompts) * params.n completions
         "Continue each prompt `params.n` times."
-        rows = [list(ids) for ids in prompts]
+        rows = [ids if hasattr(ids, "pixels") else list(ids) for ids in prompts]
         if not rows or not all(rows):
             raise ValueError("a prompt has no tokens, or there is none: give at least one token")
         if keys is None:

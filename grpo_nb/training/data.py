@@ -181,7 +181,9 @@ def prompt_token_ids(
             )
 
         if places_of(prompt):
-            return read_pictures(prompt, processor, partial(written, tokenize=False))
+            seen = read_pictures(prompt, processor, partial(written, tokenize=False))
+            seen.variables = variables
+            return seen
         ids = written(prompt, tokenize=True, return_dict=True)["input_ids"]
     if not len(ids):
         raise ValueError(

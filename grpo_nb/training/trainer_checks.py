@@ -149,7 +149,7 @@ def check_pictures(
 ) -> None:  # ValueError
     "Refuse pictures for a model of texts, and for those who draw without seeing them."
     sight_of(model)
-    blind = {"use_vllm=True": config.use_vllm, "tools and environments": tools}
+    blind = {"tools and environments": tools}
     for name, used in (blind | {"max_staleness": config.max_staleness}).items():
         if used:
             raise ValueError(
