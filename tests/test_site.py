@@ -485,6 +485,16 @@ def test_words_of_the_vessel_keep_apart(open_page, width):
 
 
 @pytest.mark.site
+def test_the_first_page_has_one_button(open_page):
+    page = open_page("index.html")
+    shown = page.locator(":is(.run-it, .begin) :is(a, button)")
+    filled = "e => getComputedStyle(e).backgroundColor !== 'rgba(0, 0, 0, 0)'"
+    assert [one.inner_text() for one in shown.all() if one.evaluate(filled)] == ["What RL is"]
+    page.locator(".begin a").first.click()
+    assert page.url.endswith("nbs/lessons/01_what_rl_is.html")
+
+
+@pytest.mark.site
 def test_formulas_are_drawn_with_their_backslashes(open_page):
     page = open_page(SHOWN["formulas"])
     page.locator("mjx-container").first.wait_for(state="attached")

@@ -107,7 +107,8 @@ def bar(path, settings):
 
 def start(block):
     "Of the first page's block of links: where to begin. The others have their neighbours' links."
-    return next((part for part in block.split("\n\n") if part.startswith("Begin with")), "")
+    words = next((part for part in block.split("\n\n") if part.startswith("Begin with")), "")
+    return words and f'<div class="begin">\n\n{words}\n\n</div>'
 
 
 # Code

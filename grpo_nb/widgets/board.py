@@ -138,15 +138,17 @@ class BoardWidget(anywidget.AnyWidget):
     move = traitlets.Int(0).tag(sync=True)  # the picture that is shown
     target = traitlets.Int(2048).tag(sync=True)
     size = traitlets.Int(4).tag(sync=True)
+    interval_ms = traitlets.Int(150).tag(sync=True)  # between two pictures
 
 
 def board_widget(
     record: GameRecord | None = None,  # None: a new game
+    interval_ms: int = 150,  # between two pictures of a replay
 ) -> BoardWidget:  # `moves` follows the reader's hand; `move` moves the picture
     "Play 2048, or watch a game again."
     names = ("moves", "target", "size")
     held = {name: getattr(record, name) for name in names} if record else {}
-    return BoardWidget(**held, **({"seed": str(record.seed)} if record else {}))
+    return BoardWidget(seed=str(record.seed if record else 8), interval_ms=interval_ms, **held)
 
 # %% ../../nbs/widgets/10_board.ipynb #61c1f6b8
 class PacmanWidget(anywidget.AnyWidget):

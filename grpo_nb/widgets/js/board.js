@@ -4,12 +4,12 @@ import { game2048 } from "./games.js";
 import { button, change, clamp, frame, player, rect, slider, steering, text, thousands, within } from "./kit.js";
 
 // move: pushes before the picture that is shown, without those that moved nothing
-export const defaults = { seed: "8", moves: "", move: 0, target: 2048, size: 4 };
+export const defaults = { seed: "8", moves: "", move: 0, target: 2048, size: 4, interval_ms: 150 };
 export function legal(name, value) {
   if (name === "seed") return /^\d{1,30}$/.test(value);
   if (name === "moves") return /^[WASD]{0,20000}$/.test(value);
   if (name === "target") return within(Math.log2(value), [3, 17]);
-  return within(value, name === "size" ? [2, 8] : [0, 20_000]);
+  return within(value, { size: [2, 8], interval_ms: [10, 10_000] }[name] ?? [0, 20_000]);
 }
 
 const LETTERS = { ArrowUp: "W", ArrowLeft: "A", ArrowDown: "S", ArrowRight: "D" };
@@ -26,10 +26,10 @@ export default {
     let known = {}; // the game of the values, played on as they grow
     const values = () => Object.fromEntries(Object.keys(defaults).map((name) => [name, model.get(name)]));
 
-    function gameOf({ moves, move: _, ...rest }) {
-      const key = JSON.stringify(rest);
+    function gameOf({ moves, seed, target, size }) {
+      const key = JSON.stringify([seed, target, size]);
       if (known.key !== key || !moves.startsWith(known.moves)) {
-        known = { key, moves: "", game: game2048(rest), after: [0] };
+        known = { key, moves: "", game: game2048({ seed, target, size }), after: [0] };
       }
       for (const move of moves.slice(known.moves.length)) {
         known.game.push(move);
@@ -58,7 +58,7 @@ export default {
       const last = gameOf(all).states.length - 1;
       change(model, { move: place(all) < last ? place(all) + 1 : 0 });
       return place(values()) < last;
-    }, 150);
+    }, model.get("interval_ms"));
 
     function draw(all, width) {
       const { states } = gameOf(all);
