@@ -36,33 +36,22 @@ def changed_forward(module: torch.nn.Module) -> str | None:  # what changes it; 
     """A hook, or the forward pass of a subclass, that makes a module compute something else than
     transformers' class."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(
-        not (getattr(hook, "__module__", None) or "").startswith(COMPUTE_NOTHING) for hook in hooks
-    ):
+    made_in = [getattr(hook, "__module__", None) or "" for hook in hooks]
+    if not all(name.startswith(COMPUTE_NOTHING) for name in made_in):
         return "a forward hook"
-    kinds = [
-        kind
-        for kind in type(module).__mro__
-        if "forward" in vars(kind)
-        and not kind.__module__.startswith(("grpo_nb.", "torch.distributed.fsdp."))
-    ]  # ours compute the same (`fuse_layers`, `SlicedMLP`)
-    if (
-        len(kinds) > 1
-        and not kinds[0].__module__.startswith("transformers.")
-        and kinds[1].__module__.startswith("transformers.models.")
-    ):
-        return f"the forward pass of {kinds[0].__name__}"
+    ours = ("grpo_nb.", "torch.distributed.fsdp.")  # compute the same (`fuse_layers`, `SlicedMLP`)
+    kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
+    first, second, *_ = [k for k in kinds if not k.__module__.startswith(ours)] + [object, object]
+    theirs = second.__module__.startswith("transformers.models.")
+    if theirs and not first.__module__.startswith("transformers."):
+        return f"the forward pass of {first.__name__}"
     return None
 
 
 # these write forward passes that compute the same: in another number format, with weights that
 # are fetched first, or compiled
-COMPUTE_THE_SAME = (
-    "accelerate.utils.operations",
-    "torch.amp.autocast_mode",
-    "accelerate.hooks",
-    "torch._dynamo.eval_frame",
-)
+COMPUTE_THE_SAME = ("accelerate.utils.operations", "torch.amp.autocast_mode")
+COMPUTE_THE_SAME += ("accelerate.hooks", "torch._dynamo.eval_frame")
 
 
 def own_forward(module: torch.nn.Module) -> bool:
@@ -103,12 +92,7 @@ def modules_around(
     return list(takewhile(lambda module: module is not base, model.modules()))
 
 
-TENSORS = (
-    torch.Tensor,
-    torch.nn.Parameter,
-    PackedWeight,
-    Float8Weight,
-)  # whose numbers can be read
+TENSORS = (torch.Tensor, torch.nn.Parameter, PackedWeight, Float8Weight)  # that can be read
 
 
 def kind_of_tensor(
@@ -183,11 +167,10 @@ def check_attention(
     attention: torch.nn.Module, family: Family
 ) -> None:  # CannotRead with the reason
     "Refuse attention of another class: what it does at far positions no trial sees."
-    kinds = {
-        k.__name__ for k in type(attention).__mro__ if k.__module__.startswith("transformers.")
-    }
-    if (kind := f"{family.name}Attention") not in kinds:
-        raise CannotRead(f"a {type(attention).__name__} stands where a {kind} is expected")
+    kinds, wanted = type(attention).__mro__, f"{family.name}Attention"
+    theirs = {kind.__name__ for kind in kinds if kind.__module__.startswith("transformers.")}
+    if wanted not in theirs:
+        raise CannotRead(f"a {kinds[0].__name__} stands where a {wanted} is expected")
 
 
 def read_norm(

@@ -30,11 +30,10 @@ def pad_left(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     "Prompts as a rectangle, the last token of each in the last column."
     width = max(map(len, prompt_ids))
-    ids = torch.tensor(
-        [[pad_token_id] * (width - len(p)) + list(p) for p in prompt_ids], device=device
-    )
+    rows = [[pad_token_id] * (width - len(p)) + list(p) for p in prompt_ids]
     lengths = torch.tensor([len(p) for p in prompt_ids], device=device)
-    return ids, torch.arange(width, device=device) >= width - lengths[:, None]
+    mask = torch.arange(width, device=device) >= width - lengths[:, None]
+    return torch.tensor(rows, device=device), mask
 
 # %% ../../nbs/rollout/02_rollout.ipynb #a3d55064
 @dataclass
@@ -75,9 +74,8 @@ class Rollout:
     @property
     def truncated(self) -> torch.Tensor:  # (N,) bool
         "Which completions ended because max_tokens were drawn."
-        return torch.tensor(
-            [reason == "length" for reason in self.finish_reasons], device=self.mask.device
-        )
+        cut = [reason == "length" for reason in self.finish_reasons]
+        return torch.tensor(cut, device=self.mask.device)
 
     def texts(
         self,
@@ -85,9 +83,8 @@ class Rollout:
         skip_special_tokens: bool = True,  # leave out stop tokens and the like
     ) -> list[str]:  # N
         "The completions decoded to text, without their padding."
-        rows = [
-            ids[:length] for ids, length in zip(self.completion_ids.tolist(), self.lengths.tolist())
-        ]
+        rows = zip(self.completion_ids.tolist(), self.lengths.tolist())
+        rows = [ids[:length] for ids, length in rows]
         return tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)
 
     def rows(
@@ -123,9 +120,8 @@ def finish(
         row, t = (~logps.isfinite()).nonzero()[0].tolist()
         raise FloatingPointError(
             f"the logits for token {t} of completion {row} of this batch are not finite, so "
-            "nothing can be drawn from them: "
-            "use a wider dtype (bfloat16 or float32), or look for the step at which training "
-            "diverged"
+            "nothing can be drawn from them: use a wider dtype (bfloat16 or float32), or look for "
+            "the step at which training diverged"
         )
     last = completion_ids.gather(1, lengths[:, None] - 1)  # (N, 1)
     reasons = ["stop" if stopped else "length" for stopped in (last == stop).any(-1).tolist()]
@@ -185,14 +181,8 @@ def named_ends(
     tokenizer: PreTrainedTokenizerBase | None,  # named as its eos token
 ) -> set[int]:  # may be empty
     "Every end-of-sequence token that the model or its tokenizer names."
-    named = [
-        getattr(source, "eos_token_id", None)
-        for source in (
-            tokenizer,
-            getattr(model, "generation_config", None),
-            model.config.get_text_config(),
-        )
-    ]
+    configs = getattr(model, "generation_config", None), model.config.get_text_config()
+    named = [getattr(source, "eos_token_id", None) for source in (tokenizer, *configs)]
     lists = [[ids] if isinstance(ids, int) else ids or [] for ids in named]
     return {i for ids in lists for i in ids}
 

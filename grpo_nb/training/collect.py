@@ -105,22 +105,17 @@ class SourceQuestions(SourceParts):
         whose: str = "",  # begins the message, "evaluation data: " for instance
     ) -> None:  # ValueError with the row's number
         "Refuse prompts after which a completion would exceed the model's positions."
+        config, limits = self.config, (self.config.max_completion_length, self.max_positions)
         if not self.sampler.takes_token_ids or data is None or isinstance(data, StreamedRows):
             return  # the prompts of a stream are measured as they come
+        shown = {**(config.chat_template_kwargs or {}), **self.tools_shown()}
         for rows in data.values() if isinstance(data, dict) else [data]:
-            limits = self.config.max_completion_length, self.max_positions
             try:
                 if has_pictures(rows, column_names(rows)):  # measured as they come: each is read
                     self.prompts_of([rows[0]], [0])
                     continue
-                check_long_prompts(
-                    rows,
-                    self.tokenizer,
-                    *limits,
-                    {**(self.config.chat_template_kwargs or {}), **self.tools_shown()},
-                    self.config.max_prompt_length,
-                    self.because,
-                )
+                most = config.max_prompt_length, self.because
+                check_long_prompts(rows, self.tokenizer, *limits, shown, *most)
             except ValueError as error:
                 raise ValueError(f"{whose}{error}") from None
             self.measured = True
@@ -135,19 +130,14 @@ class SourceQuestions(SourceParts):
         *data: Any,  # of each: rows, a dict of several data sets, or None
     ) -> list[str]:  # a sentence for each, once
         "What of the data does not reach the model although it looks as if it did."
-        sentences = [
-            sentence
-            for one in data
-            for rows in (one.values() if isinstance(one, dict) else [one])
-            if rows is not None
-            for rows in ([[rows.first]] if isinstance(rows, StreamedRows) else [rows])
-            for sentence in (
-                *unread_settings(rows, self.reward_funcs),
-                *self.unread(rows),
-                *filled_arguments(rows),
-            )
-        ]
-        return list(dict.fromkeys(sentences))
+        sentences = {}
+        for one in data:
+            for rows in one.values() if isinstance(one, dict) else [one]:
+                if rows is not None:
+                    rows = [rows.first] if isinstance(rows, StreamedRows) else rows
+                    found = unread_settings(rows, self.reward_funcs) + self.unread(rows)
+                    sentences |= dict.fromkeys(found + filled_arguments(rows))
+        return list(sentences)
 
     def unread(self, rows: Any) -> list[str]:
         "Variables of the rows that reach no chat template."
@@ -196,11 +186,16 @@ class SourceDraws(SourceSees):
         prompts = [with_pictures(row) for row in rows]
         variables = [template_kwargs(row, self.config.chat_template_kwargs) for row in rows]
         if self.sampler.takes_token_ids:
-            prompts = many_prompt_token_ids(prompts, self.processor, variables)
-            limits = self.config.max_completion_length, self.max_positions
-            longest = None if self.measured else self.config.max_prompt_length
-            check_prompt_lengths(prompts, *limits, numbers, longest, self.because)
+            prompts = self.measured_ids(prompts, self.processor, variables, numbers)
         return prompts, variables
+
+    def measured_ids(self, prompts: list, reader: Any, variables: list, numbers: list | None):
+        "The token ids of prompts, of which each leaves room for its completion."
+        ids, config = many_prompt_token_ids(prompts, reader, variables), self.config
+        longest = None if self.measured else config.max_prompt_length
+        limits = config.max_completion_length, self.max_positions, numbers
+        check_prompt_lengths(ids, *limits, longest, self.because)
+        return ids
 
     def first_prompt(self, rows: Any) -> list[int]:
         "The token ids of the first row's prompt; what an environment adds to it is not there yet."
@@ -245,10 +240,7 @@ class SourceDraws(SourceSees):
             {**template_kwargs(row, self.config.chat_template_kwargs), "tools": its.schemas or None}
             for row, its in zip(rows, started.tools)
         ]
-        prompts = many_prompt_token_ids(started.prompts, self.tokenizer, variables)
-        limits = self.config.max_completion_length, self.max_positions
-        longest = None if self.measured else self.config.max_prompt_length
-        check_prompt_lengths(prompts, *limits, numbers, longest, self.because)
+        prompts = self.measured_ids(started.prompts, self.tokenizer, variables, numbers)
         rollout = self.sampler.generate(prompts, params, started.tools)
         rollout.prompts = started.prompts
         if environments is not None:
@@ -483,12 +475,11 @@ class CollectorDraws(CollectorRows):
         idle_at_first = len(idle)
         while idle and spare and len(rounds) <= config.dynamic_sampling_rounds:
             picked, spare = spare[: len(idle)], spare[len(idle) :]
-            other = self.drawn(state, self.repeated(picked))
+            rounds.append(other := self.drawn(state, self.repeated(picked)))
             still = idle_groups(other.scores[:, outcome], group)
             alive = [i for i in range(len(picked)) if i not in still]
             drawn = drawn.with_groups(idle[: len(alive)], other, alive, group)
             idle = idle[len(alive) :]
-            rounds.append(other)
         self.metrics.add(refill_metrics(rounds, outcome, group, idle_at_first, len(idle)))
         return drawn
 
@@ -506,19 +497,14 @@ class CollectorCompares(CollectorDraws):
         "This process's advantages (N,), from the scores of all; adds to the metrics."
         config, device = self.config, rollout.mask.device
         scores = self.accelerator.gather(own.to(device)).cpu()  # (N of all processes, K)
-        groups = config.num_generations
+        weights, groups = config.reward_weights, config.num_generations
         self.check_judged(scores)
-        advantages = group_advantages(
-            scores,
-            groups,
-            weights=config.reward_weights,
-            scale=config.scale_rewards,
-            aggregation=config.multi_objective_aggregation,
-        )
+        how = dict(scale=config.scale_rewards, aggregation=config.multi_objective_aggregation)
+        advantages = group_advantages(scores, groups, weights=weights, **how)
         lengths, truncated = self.accelerator.gather((rollout.drawn, rollout.truncated))
         self.metrics.add({"frac_reward_zero_std": advantages.zero_std_fraction})
         self.metrics.add(completion_metrics(lengths, truncated))
-        self.metrics.add(reward_metrics(scores, self.reward_names, config.reward_weights, groups))
+        self.metrics.add(reward_metrics(scores, self.reward_names, weights, groups))
         return advantages.values[self.mine()].to(device)
 
     def check_judged(

@@ -134,24 +134,23 @@ def loading_lines(
     adapter: bool,
 ) -> str:
     "The lines of Python that load a model from the hub."
-    package, kind = ("peft", "AutoPeft") if adapter else ("transformers", "Auto")
-    kind += "ModelForCausalLM"
-    names = "AutoTokenizer" if adapter else f"{kind}, AutoTokenizer"
-    imports = [f"from {package} import {kind}"] * adapter + [f"from transformers import {names}"]
-    load = [
-        f'model = {kind}.from_pretrained("{name}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-    ]
+    kind = f"Auto{'Peft' * adapter}ModelForCausalLM"
+    imports = [f"from transformers import {kind}, AutoTokenizer"]
+    if adapter:
+        imports = [f"from peft import {kind}", "from transformers import AutoTokenizer"]
+    pairs = {"model": kind, "tokenizer": "AutoTokenizer"}
+    load = [f'{one} = {made}.from_pretrained("{name}")' for one, made in pairs.items()]
     return "\n".join([*imports, "", *load])
 
 
 def versions() -> str:
     "What ran, in one line."
-    names = ("peft", "huggingface_hub")
-    there = {"grpo_nb": grpo_nb.__version__, "torch": torch.__version__}
-    there |= {"transformers": transformers.__version__} | {name: version(name) for name in names}
-    numbers = ", ".join(f"{name} {number}" for name, number in there.items())
-    return f"{numbers}, Python {platform.python_version()}"
+    there = {"grpo_nb": grpo_nb, "torch": torch, "transformers": transformers, "peft": None}
+    numbers = [
+        f"{name} {module.__version__ if module else version(name)}"
+        for name, module in (there | {"huggingface_hub": None}).items()
+    ]
+    return f"{', '.join(numbers)}, Python {platform.python_version()}"
 
 
 def sections(
@@ -163,21 +162,15 @@ def sections(
 ) -> list[str]:
     "The parts of a card below its table; a part without content is left out."
     curve = f"## The run\n\n![rewards, what there is to learn from, how the policy moves]({CURVE})"
-    elsewhere = (
-        "\n\nIts base model is not on the hub: load that as `base`, and the adapter with "
-        f'`PeftModel.from_pretrained(base, "{name}")`.'
-    ) * (adapter and not on_hub)
+    load = f"## How to load it\n\n```python\n{loading_lines(name, adapter)}\n```"
+    if adapter and not on_hub:
+        load += "\n\nIts base model is not on the hub: load that as `base`, and the adapter with "
+        load += f'`PeftModel.from_pretrained(base, "{name}")`.'
     changed = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    return [
-        *[curve] * bool(of_updates(history)),
-        f"## How to load it\n\n```python\n{loading_lines(name, adapter)}\n```{elsewhere}",
-        *[
-            "## Settings\n\nThose of `GRPOConfig` that differ from the defaults:\n\n"
-            f"```yaml\n{changed}```"
-        ]
-        * bool(settings),
-        f"## Versions\n\n{versions()}",
-    ]
+    differ = "## Settings\n\nThose of `GRPOConfig` that differ from the defaults:\n\n```yaml\n"
+    parts = [curve] * bool(of_updates(history)) + [load]
+    parts += [f"{differ}{changed}```"] * bool(settings)
+    return [*parts, f"## Versions\n\n{versions()}"]
 
 # %% ../../nbs/training/21_hub.ipynb #3d68e457
 def card_data(
@@ -316,13 +309,8 @@ class Repository:
         blocking: bool = True,  # False: return at once; a failure is a warning
     ) -> CommitInfo | Future:  # UploadError
         "Upload a folder, after the uploads before it."
-        call = dict(
-            repo_id=self.name,
-            folder_path=folder,
-            commit_message=message,
-            revision=self.revision,
-            ignore_patterns=list(ignore),
-        )
+        call = dict(repo_id=self.name, folder_path=folder, commit_message=message)
+        call |= dict(revision=self.revision, ignore_patterns=list(ignore))
         future = self.api.run_as_future(self.send, not blocking, **call)
         if not blocking:
             future.add_done_callback(lambda done: self.warn(done, message))
@@ -330,21 +318,18 @@ class Repository:
         try:
             return future.result()
         except Exception as error:
+            words = ["hf", "upload", self.name, str(folder), "."]
+            words += [word for pattern in ignore for word in ("--exclude", pattern)]
+            words += ["--revision", self.revision] * bool(self.revision)
             raise UploadError(
                 f"{folder} could not be uploaded to {self.name} ({one_line(error)}). It is whole, "
-                f"and this command uploads it: {self.by_hand(folder, ignore)}"
+                f"and this command uploads it: {shlex.join(words)}"
             ) from error
 
     def send(self, quiet: bool, **call: Any) -> CommitInfo:
         "Upload now; an upload in the background shows no progress bars."
         with no_bars(quiet):
             return self.api.upload_folder(**call)
-
-    def by_hand(self, folder: str | Path, ignore: Iterable[str]) -> str:
-        "The command that uploads a folder."
-        words = ["hf", "upload", self.name, str(folder), "."]
-        words += [word for pattern in ignore for word in ("--exclude", pattern)]
-        return shlex.join(words + ["--revision", self.revision] * bool(self.revision))
 
     def warn(self, done: Future, message: str) -> None:
         "A warning for an upload that failed."

@@ -9,7 +9,7 @@ __all__ = ['OTHER_STEPS', 'OTHER_MEANING', 'TrainingBatch', 'positions', 'model_
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #db4e06ee
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,19 +35,16 @@ class TrainingBatch:
     prompt_ids: torch.Tensor  # (N, P) padded on the left
     prompt_mask: torch.Tensor  # (N, P) bool, True = a real token
     completion_ids: torch.Tensor  # (N, T) padded on the right
-    completion_mask: (
-        torch.Tensor
-    )  # (N, T) bool, True = a token that was drawn; what attention may see
+    # (N, T) bool, True = a token that was drawn; what attention may see
+    completion_mask: torch.Tensor
     loss_mask: torch.Tensor  # (N, T) bool, True = a token that is trained on
     advantages: torch.Tensor  # (N,)
     rollout_logps: torch.Tensor | None = None  # (N, T) what the sampler computed
-    old_logps: torch.Tensor | None = (
-        None  # (N, T) the same policy, the trainer's numerics; None: equal to `logps`
-    )
+    # (N, T) the same policy, the trainer's numerics; None: equal to `logps`
+    old_logps: torch.Tensor | None = None
     ref_logps: torch.Tensor | None = None  # (N, T) the reference policy, with beta > 0
-    rollout_weights: torch.Tensor | None = (
-        None  # (N, T) or (N, 1) importance weights of the rollout correction
-    )
+    # (N, T) or (N, 1) importance weights of the rollout correction
+    rollout_weights: torch.Tensor | None = None
     # (N,) int64, of the weights that drew each completion; None: the sampler has no versions
     versions: torch.Tensor | None = None
     # (N, T, K) int32, the tokens that top_p, top_k or min_p left each one to be drawn from, and -1;
@@ -64,11 +61,8 @@ class TrainingBatch:
 
     def map(self, function) -> "TrainingBatch":
         "The batch with `function` applied to every tensor that is there."
-        present = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self,
-            **{name: function(x) for name, x in present.items() if isinstance(x, torch.Tensor)},
-        )
+        tensors = {n: x for n, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return replace(self, **{name: function(x) for name, x in tensors.items()})
 
     def rows(self, index) -> "TrainingBatch":
         """Some of the completions: an index tensor, a list or a slice; columns that are padding in
@@ -76,16 +70,11 @@ class TrainingBatch:
         part = self.map(lambda tensor: tensor[index])
         part.pixels = rows_of(self.pixels, index)
         P, T = int(part.prompt_mask.sum(1).max()), max(int(part.completion_mask.sum(1).max()), 1)
-        part.prompt_ids, part.prompt_mask = part.prompt_ids[:, -P:], part.prompt_mask[:, -P:]
-        for f in fields(part):
-            tensor = getattr(part, f.name)
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.ndim > 1
-                and not f.name.startswith("prompt")
-                and tensor.shape[1] > 1
-            ):
-                setattr(part, f.name, tensor[:, :T])
+        for name, x in vars(part).items():
+            if name.startswith("prompt"):
+                setattr(part, name, x[:, -P:])
+            elif isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1:
+                setattr(part, name, x[:, :T])
         return part
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #04b5a8fe
@@ -118,16 +107,11 @@ def plain_completion_logps(
 ) -> torch.Tensor:  # (B, T) float32 or wider; 0 where nothing was drawn
     "The reference: log-probs through the logits of the whole sequence, B x (P+T) x V numbers."
     logits = model(**model_inputs(model, batch)).logits
-    logits = logits[
-        :, batch.prompt_ids.shape[1] - 1 : -1
-    ]  # (B, T, V): each predicts the token after it
-    return before_the_cut(
-        selective_log_softmax(
-            logits, batch.completion_ids, temperature=temperature, survivors=batch.survivors
-        )
-        * batch.completion_mask,
-        batch,
-    )
+    # (B, T, V): each predicts the token after it
+    logits = logits[:, batch.prompt_ids.shape[1] - 1 : -1]
+    how = dict(temperature=temperature, survivors=batch.survivors)
+    logps = selective_log_softmax(logits, batch.completion_ids, **how)
+    return before_the_cut(logps * batch.completion_mask, batch)
 
 
 def before_the_cut(
@@ -149,18 +133,11 @@ class Head:
     scale: float
 
 
-OTHER_STEPS = (
-    "lm_head_multiplier",
-    "logits_mup_width_multiplier",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "output_multiplier",
-    "unpadded_vocab_size",
-)  # settings of configs, each a step between head and logits that `Head` does not have
-OTHER_MEANING = (
-    "hyperclovax",
-    "mpt",
-)  # model types that have `logits_scaling` or `logit_scale` and do something else with it
+# settings of configs, each a step between head and logits that `Head` does not have
+OTHER_STEPS = "lm_head_multiplier logits_mup_width_multiplier logits_soft_cap".split()
+OTHER_STEPS += "output_logit_soft_cap output_multiplier unpadded_vocab_size".split()
+# model types that have `logits_scaling` or `logit_scale` and do something else with it
+OTHER_MEANING = ("hyperclovax", "mpt")
 
 
 def find_head(
@@ -175,15 +152,12 @@ def find_head(
         or any(map(what_changes, (linear, base, *modules_around(model, base))))
         or base.base_model is base
         or {base.base_model, linear} != set(base.children())
+        or config.model_type in OTHER_MEANING
+        or any(getattr(config, name, None) is not None for name in OTHER_STEPS)
     ):
         return None
-    if config.model_type in OTHER_MEANING or any(
-        getattr(config, name, None) is not None for name in OTHER_STEPS
-    ):
-        return None
-    scale = getattr(config, "logit_scale", None) or 1.0 / (
-        getattr(config, "logits_scaling", None) or 1.0
-    )
+    divided = getattr(config, "logits_scaling", None) or 1.0
+    scale = getattr(config, "logit_scale", None) or 1.0 / divided
     return Head(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None), scale)
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #b107a56f
@@ -196,31 +170,21 @@ def pieces_that_fit(
     # mini_batch and logit_chunk_multiplier; ValueError with the numbers if nothing fits
 ) -> tuple[int, int]:
     "The coarsest split of hidden states whose logits fit, at most ROWS_PER_CHUNK rows each."
-    B, T, H = hidden.shape
-    chunks = choose_chunks(
-        B,
-        T,
-        H,
-        vocab,
-        free_bytes,
-        hidden_element_bytes=3 * hidden.element_size(),
-        mini_batch=mini_batch,
-        logit_chunk_multiplier=logit_chunk_multiplier,
-    )
+    B, T, _ = hidden.shape
+    given = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
+    given["hidden_element_bytes"] = 3 * hidden.element_size()
+    chunks = choose_chunks(*hidden.shape, vocab, free_bytes, **given)
     rows = -(-B // chunks.mini_batch) * T
-    return chunks.mini_batch, logit_chunk_multiplier or max(
-        chunks.logit_chunk_multiplier, -(-rows // ROWS_PER_CHUNK)
-    )
+    along = max(chunks.logit_chunk_multiplier, -(-rows // ROWS_PER_CHUNK))
+    return chunks.mini_batch, logit_chunk_multiplier or along
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #2ff97158
 def reads_a_row(
     model,  # a causal language model, PEFT-wrapped or not
 ) -> bool:
     "Whether the model reads a batch in one row: its attention has to be one of ours."
-    return (
-        getattr(base_causal_model(model).config.get_text_config(), "_attn_implementation", None)
-        in TRANSFORMERS_NAMES
-    )
+    config = base_causal_model(model).config.get_text_config()
+    return getattr(config, "_attn_implementation", None) in TRANSFORMERS_NAMES
 
 
 def asked_of_routers(routers: list | None) -> dict[str, bool]:
@@ -245,13 +209,9 @@ def predicting_states(
     """The final hidden states that predict the completions' tokens, the token that each predicts,
     and its place in the batch (B, T) flattened; None: (b, t) is (B, T)."""
     decoder, drawn = base_causal_model(model).base_model, batch.completion_mask
-    if (
-        routers is None
-        and len(batch) > 1  # one completion alone has nothing to share
-        and batch.pixels is None
-        and reads_a_row(model)
-        and drawn.any()
-    ):
+    # one completion alone has nothing to share
+    shares = routers is None and len(batch) > 1 and batch.pixels is None
+    if shares and reads_a_row(model) and drawn.any():
         sharing = share(batch.prompt_ids, batch.prompt_mask, batch.completion_ids, drawn)
         hidden = decoder(
             input_ids=sharing.ids,
@@ -261,11 +221,8 @@ def predicting_states(
             sharing=sharing,
         ).last_hidden_state[0]
         places = sharing.targets()
-        return (
-            sharing.predicting(hidden)[None],
-            batch.completion_ids.flatten()[places][None],
-            places,
-        )
+        tokens = batch.completion_ids.flatten()[places]
+        return sharing.predicting(hidden)[None], tokens[None], places
     output = decoder(**model_inputs(model, batch), **asked_of_routers(routers))
     note_routers(output, routers)
     hidden = output.last_hidden_state  # (B, P+T, H)
@@ -364,10 +321,6 @@ def rollout_gap(
 ) -> dict[str, float]:  # `mean`, `max` (nats a token) and `kl`; all 0 if nothing was drawn
     "How far the trainer's log-probs are from the sampler's."
     d = (old_logps - rollout_logps).float()[mask.bool() & ~rollout_logps.isnan()]
-    if not d.numel():
-        return {"mean": 0.0, "max": 0.0, "kl": 0.0}
-    return {
-        "mean": d.abs().mean().item(),
-        "max": d.abs().max().item(),
-        "kl": (d.exp() - d - 1).mean().item(),
-    }
+    d = d if d.numel() else d.new_zeros(1)
+    gap, kl = d.abs(), (d.exp() - d - 1).mean()
+    return {"mean": gap.mean().item(), "max": gap.max().item(), "kl": kl.item()}
