@@ -128,9 +128,8 @@ def attend(
     "Attention of one new token a row, with sinks."
     B, D = len(qkv), cache.keys.shape[-1]
     heads = qkv.view(B, -1, D)
-    q, k = rotate(heads[:, :-kv_heads], cos, sin).split(
-        [heads.shape[1] - 2 * kv_heads, kv_heads], 1
-    )
+    sizes = heads.shape[1] - 2 * kv_heads, kv_heads
+    q, k = rotate(heads[:, :-kv_heads], cos, sin).split(sizes, 1)
     position = lengths[rows].long()  # (B,)
     where, slot, read, S = find_slots(cache, rows, position, reach)
     cache.keys[where, :, slot], cache.values[where, :, slot] = k, heads[:, -kv_heads:]
@@ -174,12 +173,10 @@ def moe(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
     "Norm, router, experts, residual, and the next norm."
     normed = norm(x, layer.expert_norm, eps, dtype)
-    values, chosen = F.linear(normed, layer.router.to(dtype), layer.router_bias.to(dtype)).topk(
-        top, -1
-    )  # (B, top) each
-    x = x + routed_experts(
-        normed, chosen, values.softmax(-1), layer.experts, path=path, slice_tokens=PREFILL_TOKENS
-    )
+    scores = F.linear(normed, layer.router.to(dtype), layer.router_bias.to(dtype))
+    values, chosen = scores.topk(top, -1)  # (B, top) each
+    how = dict(path=path, slice_tokens=PREFILL_TOKENS)
+    x = x + routed_experts(normed, chosen, values.softmax(-1), layer.experts, **how)
     return x, norm(x, next_norm, eps, dtype)
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #9ee0f87b
@@ -224,14 +221,8 @@ class DecodeState:
 
         before = torch.tensor([*(n - 1 for n in lengths), 0], dtype=torch.int32, device=device)
         alive = torch.arange(rows, device=device) < rows - 1
-        return cls(
-            zeros(torch.long, max_tokens),
-            zeros(torch.float32, max_tokens),
-            zeros(torch.long),
-            before,
-            zeros(torch.int32),
-            alive,
-        )
+        ids, logps = zeros(torch.long, max_tokens), zeros(torch.float32, max_tokens)
+        return cls(ids, logps, zeros(torch.long), before, zeros(torch.int32), alive)
 
 
 def stream_numbers(
@@ -272,16 +263,12 @@ def append_column(
 ) -> None:
     "`append_tokens` in fewer calls, for rows that have drawn equally many tokens."
     going = state.alive[rows]
-    state.ids[rows, column], state.logps[rows, column], state.last[rows] = (
-        tokens,
-        logps,
-        tokens,
-    )
+    state.ids[rows, column], state.logps[rows, column] = tokens, logps
+    state.last[rows] = tokens
     state.counts[rows] += going
     state.lengths[rows] += going
-    state.alive[rows] = (
-        going & (tokens[:, None] != stop).all(-1) if column + 1 < state.ids.shape[1] else False
-    )
+    full = column + 1 >= state.ids.shape[1]
+    state.alive[rows] = False if full else going & (tokens[:, None] != stop).all(-1)
     if state.seen is not None:
         state.seen[rows] = state.seen[rows].scatter(1, tokens[:, None], True)
 

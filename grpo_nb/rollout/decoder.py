@@ -84,28 +84,24 @@ def large_weights(
     layers: Sequence[LayerWeights],
 ) -> list[torch.Tensor]:
     "The matrices of attention (query and output) and of the experts."
-    return [
-        weight
-        for layer in layers
-        for weight in (
+    found = []
+    for layer in layers:
+        found += [
             layer.query.weight,
             layer.output.weight,
             layer.experts.gate_up,
             layer.experts.down,
-        )
-    ]
+        ]
+    return found
 
 
 def check_weights(
     weights: Sequence[torch.Tensor],  # the head (V, H) first
 ) -> None:  # CannotRead with the reason
     "Refuse weights of several number formats or devices, and formats that are not floating point."
-    kinds = {(weight.dtype, weight.device) for weight in weights}
+    kinds = {f"{weight.dtype} on {weight.device}" for weight in weights}
     if len(kinds) > 1:
-        raise CannotRead(
-            "its weights are of several kinds: "
-            f"{', '.join(sorted(f'{dtype} on {device}' for dtype, device in kinds))}"
-        )
+        raise CannotRead(f"its weights are of several kinds: {', '.join(sorted(kinds))}")
     if not weights[0].is_floating_point():
         raise CannotRead(f"its weights are {weights[0].dtype}")
 
@@ -181,10 +177,9 @@ class GptOssTensors:
         check_weights([self.head.weight, *large_weights(self.layers)])
         self.last_norm, self.rotary_kinds = self.inner.norm.weight, (None,)
         self.windows = tuple(layer.self_attn.sliding_window for layer in self.inner.layers)
-        config = self.config
-        self.moe_settings = dict(
-            top=config.num_experts_per_tok, eps=config.rms_norm_eps, dtype=self.dtype
-        )
+        config, dtype = self.config, self.dtype
+        self.moe_settings = {"top": config.num_experts_per_tok, "eps": config.rms_norm_eps}
+        self.moe_settings["dtype"] = dtype
 
     def _read_sizes(self):
         "Norms and sizes from the configuration and the modules."
@@ -207,13 +202,8 @@ class GptOssTensors:
     @property
     def shape(self) -> CacheShape:
         "The cache's layout: one page a row on a CPU, pages of 128 tokens elsewhere."
-        return CacheShape(
-            self.windows,
-            self.kv_heads,
-            self.head_dim,
-            self.dtype,
-            None if self.device.type == "cpu" else 128,
-        )
+        page = None if self.device.type == "cpu" else 128
+        return CacheShape(self.windows, self.kv_heads, self.head_dim, self.dtype, page)
 
     def shape_for(
         self,
@@ -315,17 +305,10 @@ class Decoder(GptOssTensors):
         pad_lens: torch.Tensor | None = None,  # (U,) of the P that are padding; None: none
     ) -> torch.Tensor:  # (U, Hq, L, D)
         "Causal attention of prompts that are padded on the right."
-        return sink_attention(
-            q,
-            k,
-            v,
-            self.layers[number].sinks.to(self.dtype),
-            pad_lens=pad_lens,
-            offset=k.shape[2] - q.shape[2],
-            window=self.windows[number],
-            scale=self.scale,
-            backend="auto" if q.is_cuda else "sdpa",
-        )
+        sinks, backend = self.layers[number].sinks.to(self.dtype), "auto" if q.is_cuda else "sdpa"
+        places = dict(pad_lens=pad_lens, offset=k.shape[2] - q.shape[2])
+        how = dict(window=self.windows[number], scale=self.scale, backend=backend)
+        return sink_attention(q, k, v, sinks, **places, **how)
 
     def heads(
         self,
@@ -490,15 +473,14 @@ def is_small(
 ) -> bool:
     """Whether `SmallDecoder` is faster: on a CPU, in float32 or float64 throughout, few weights, at
     most twice the experts that a token uses."""
-    matrices = [
-        weight for layer in decoder.layers for weight in (layer.key.weight, layer.value.weight)
-    ] + large_weights(decoder.layers)
+    matrices = large_weights(decoder.layers)
+    for layer in decoder.layers:
+        matrices += [layer.key.weight, layer.value.weight]
     formats = {decoder.dtype, decoder.head.weight.dtype, decoder.residual}
     return (
         decoder.device.type == "cpu"
         and not any(isinstance(weight, FrozenWeight) for weight in matrices)
-        and len(formats) == 1
-        and decoder.dtype in (torch.float32, torch.float64)
+        and formats in ({torch.float32}, {torch.float64})
         and sum(weight.numel() for weight in matrices) <= SMALL
         and decoder.config.num_local_experts <= 2 * decoder.moe_settings["top"]
     )
@@ -512,23 +494,16 @@ class SmallDecoder(Decoder):
         model: PreTrainedModel,  # `is_small(Decoder(model))`
     ):
         super().__init__(model)
-        self.small = [
-            decode_ops.small_layer(
-                layer,
-                kv_heads=self.kv_heads,
-                top=self.moe_settings["top"],
-                eps=self.moe_settings["eps"],
-            )
-            for layer in self.layers
-        ]
+        how = {name: self.moe_settings[name] for name in ("top", "eps")}
+        how["kv_heads"] = self.kv_heads
+        self.small = [decode_ops.small_layer(layer, **how) for layer in self.layers]
         self.gamma = self.config.hidden_size**0.5 * self.last_norm.detach()
         self.scale = 1.0  # it is in the copies of the queries' weights
 
     def cache(self, lengths, groups, max_tokens) -> AlignedCache:
         "`Decoder.cache` with every row's newest token in the same column."
-        return AlignedCache(
-            self.shape, lengths, groups, max_tokens, [layer.sinks for layer in self.layers]
-        )
+        sinks = [layer.sinks for layer in self.layers]
+        return AlignedCache(self.shape, lengths, groups, max_tokens, sinks)
 
     def rotation(self, positions):
         "`Decoder.rotation` as complex numbers (T, 1, D/2)."
@@ -538,9 +513,8 @@ class SmallDecoder(Decoder):
         """`Decoder.run_layers` in fewer calls; `x` is overwritten, and the result is not normed
         yet."""
         for number, layer in enumerate(self.small):
-            x = decode_ops.small_moe(
-                x, attend(number, *decode_ops.small_heads(x, layer, *rotation)), layer
-            )
+            heads = decode_ops.small_heads(x, layer, *rotation)
+            x = decode_ops.small_moe(x, attend(number, *heads), layer)
         return x
 
     def step(self, cache, state, rows, reach):
@@ -548,14 +522,11 @@ class SmallDecoder(Decoder):
         x = self.embed(state.last[rows])
         if cache.rows is None or len(x) < len(cache.rows):
             cache.select(rows)
-        rotation = self.rotation_at(state.lengths[rows], reach)
-        return self.run_layers(
-            x,
-            rotation,
-            lambda number, q, k, v: decode_ops.small_attend(
-                q, k, v, cache.layers[number], reach - 1
-            ),
-        )
+
+        def attend(number, q, k, v):
+            return decode_ops.small_attend(q, k, v, cache.layers[number], reach - 1)
+
+        return self.run_layers(x, self.rotation_at(state.lengths[rows], reach), attend)
 
     def logits(self, hidden):
         "The last norm and `Decoder.logits`."
@@ -712,13 +683,12 @@ def read_prompts(
     prefixes: Prefixes | None = None,  # what is known of some prompts
 ) -> torch.Tensor:  # (U, H)
     "The normed hidden state of each prompt's last token."
-    hidden = decoder.head.weight.new_empty(
-        len(prompts), decoder.head.weight.shape[1], dtype=decoder.dtype
-    )
+    head = decoder.head.weight
+    hidden = head.new_empty(len(prompts), head.shape[1], dtype=decoder.dtype)
     for batch in batches_of_prompts([len(p) for p in prompts], prefill_tokens):
-        numbers = torch.tensor(batch, device=decoder.device)
         some = [prompts[u] for u in batch]
         known = prefixes and prefixes.of(some)
+        numbers = torch.tensor(batch, device=decoder.device)
         hidden[numbers] = decoder.prefill(cache, batch, some, known)
     return hidden
 

@@ -45,13 +45,8 @@ class PreallocatedLayer(DynamicLayer):
         slots = torch.arange(columns - held, columns, device=read.keys.device) % self.size
         for name in ("keys", "values"):
             old = getattr(read, name)
-            setattr(
-                self,
-                name,
-                old.new_zeros(*old.shape[:2], self.size, old.shape[3]).index_copy_(
-                    2, slots, old[:, :, -held:]
-                ),
-            )
+            new = old.new_zeros(*old.shape[:2], self.size, old.shape[3])
+            setattr(self, name, new.index_copy_(2, slots, old[:, :, -held:]))
             setattr(read, name, None)
         self.is_initialized, self.dtype, self.device = True, self.keys.dtype, self.keys.device
 
@@ -239,11 +234,8 @@ class ModuleDecoder:
             if n:
                 layer.reach, layer.slot = n, slots[n]
         kinds = getattr(self.config, "layer_types", None) or ["all"]
-        given = (
-            masks[read[0]]
-            if len(set(kinds)) == 1
-            else {kind: masks[n] for kind, n in zip(kinds, read)}
-        )
+        given = {kind: masks[n] for kind, n in zip(kinds, read)}
+        given = masks[read[0]] if len(set(kinds)) == 1 else given
         return self.model(
             input_ids=self.last,
             attention_mask=given,

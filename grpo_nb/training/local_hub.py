@@ -153,14 +153,9 @@ class LocalHub:
         files = []
         for path in (file["path"] for file in json.loads(body)["files"]):
             here = inside(repository / branch, path)
-            files.append(
-                {
-                    "path": path,
-                    "uploadMode": "lfs" if here.suffix in LARGE else "regular",
-                    "shouldIgnore": False,
-                    "oid": file_digest(here) if here.exists() else None,
-                }
-            )
+            way = {"uploadMode": "lfs" if here.suffix in LARGE else "regular"}
+            there = {"oid": file_digest(here) if here.exists() else None, "shouldIgnore": False}
+            files.append({"path": path} | way | there)
         return 200, {"files": files}
 
     def batch(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -183,12 +178,11 @@ class LocalHub:
         if self.refuses:
             return 403, {"error": self.refuses}
         header, *lines = [json.loads(line) for line in body.splitlines()]
-        contents = {
-            inside(repository / branch, file["path"]): base64.b64decode(file["content"])
-            if "content" in file
-            else self.large[file["oid"]]
-            for file in (line["value"] for line in lines)
-        }
+        contents = {}
+        for file in (line["value"] for line in lines):
+            plain = base64.b64decode(file["content"]) if "content" in file else None
+            content = self.large[file["oid"]] if plain is None else plain
+            contents[inside(repository / branch, file["path"])] = content
         for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)

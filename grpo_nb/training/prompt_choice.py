@@ -60,22 +60,21 @@ class Drawn:
         "The same with some groups replaced."
         size, picked = len(self.rows), list(range(len(self.rows)))
         for place, new in zip(places, chosen, strict=True):
-            picked[place * group : (place + 1) * group] = range(
-                size + new * group, size + (new + 1) * group
-            )
+            first = size + new * group
+            picked[place * group : (place + 1) * group] = range(first, first + group)
+
+        def some(ours, theirs):
+            both = [*ours, *theirs]
+            return [both[i] for i in picked]
+
         gap = [None] * len(other.rows)
-        extra = {name: its + other.extra.get(name, gap) for name, its in self.extra.items()}
-
-        def some(values):
-            return [values[i] for i in picked]
-
         return Drawn(
-            some(self.numbers + other.numbers),
-            some(self.rows + other.rows),
+            some(self.numbers, other.numbers),
+            some(self.rows, other.rows),
             concatenate([self.rollout, other.rollout]).rows(picked),
-            some(list(self.completions) + list(other.completions)),
+            some(self.completions, other.completions),
             torch.cat([self.scores, other.scores])[picked],
-            {name: some(values) for name, values in extra.items()},
+            {name: some(its, other.extra.get(name, gap)) for name, its in self.extra.items()},
         )
 
 # %% ../../nbs/training/22_prompt_choice.ipynb #c1a05616
@@ -181,28 +180,27 @@ def check_choice(
 ) -> None:  # ValueError
     "Refuse an outcome that nobody measures, streams, and groups that processes share."
     for setting in ("dynamic_sampling", "curriculum"):
-        name = getattr(config, setting)
-        if name is not None and name not in names:
-            raise ValueError(
-                f"{setting} is {name!r}, and the reward functions are "
-                f"{', '.join(map(repr, names))}: name one of them"
+        name, why = getattr(config, setting), None
+        if name is None:
+            continue
+        if name not in names:
+            why = f"is {name!r}, and the reward functions are {', '.join(map(repr, names))}: name "
+            why += "one of them"
+        elif config.max_staleness:
+            why = "chooses prompts by what the last cycle scored, and with max_staleness="
+            why += f"{config.max_staleness} the next ones are drawn before that is known: set one "
+            why += "of the two"
+        elif isinstance(rows, StreamedRows):
+            why = (
+                "chooses among all rows, and train_dataset is a stream, which has no choice: give "
             )
-        if name is not None and config.max_staleness:
-            raise ValueError(
-                f"{setting} chooses prompts by what the last cycle scored, and with "
-                f"max_staleness={config.max_staleness} the next ones are drawn before that is "
-                "known: set one of the two"
-            )
-        if name is not None and isinstance(rows, StreamedRows):
-            raise ValueError(
-                f"{setting} chooses among all rows, and train_dataset is a stream, which has no "
-                "choice: give a table, for instance Dataset.from_list(list(stream.take(10_000)))"
-            )
-    whole = layout.completions_per_process % config.num_generations == 0
-    if config.dynamic_sampling and not whole:
+            why += "a table, for instance Dataset.from_list(list(stream.take(10_000)))"
+        if why:
+            raise ValueError(f"{setting} {why}")
+    drawn, group = layout.completions_per_process, config.num_generations
+    if config.dynamic_sampling and drawn % group:
         raise ValueError(
-            f"dynamic_sampling replaces whole groups, and a process draws "
-            f"{layout.completions_per_process} completions, which cut groups of "
-            f"{config.num_generations}: make per_device_train_batch_size x steps_per_generation "
-            f"a multiple of num_generations"
+            f"dynamic_sampling replaces whole groups, and a process draws {drawn} completions, "
+            f"which cut groups of {group}: make per_device_train_batch_size x steps_per_generation "
+            "a multiple of num_generations"
         )

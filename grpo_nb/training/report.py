@@ -10,6 +10,7 @@ __all__ = ['WIDTH', 'HEIGHT', 'LEFT', 'RIGHT', 'TOP', 'BOTTOM', 'FIRST', 'NOT_DR
 
 # %% ../../nbs/training/23_report.ipynb #ea786b14
 import json
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -335,10 +336,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no script, and nothi
 
 def left_out(run: RunFiles) -> list[str]:
     "What of a run's files could not be read."
-    lines, files = run.damaged, ", ".join(run.unread)
-    return [f"damaged lines left out: {lines}"] * bool(lines) + [
-        f"damaged files left out: {files}"
-    ] * bool(files)
+    missing = {"lines": run.damaged, "files": ", ".join(run.unread)}
+    return [f"damaged {what} left out: {found}" for what, found in missing.items() if found]
 
 
 def summary_html(run: RunFiles) -> str:
@@ -352,31 +351,21 @@ def summary_html(run: RunFiles) -> str:
             one = len(numbers[name]) == 1
             parts.append(f"{words} {first}" if one else f"{words} {first} at first, {last} at last")
     if "seconds" in numbers:
-        seconds = numbers["seconds"][-1][1]
-        short = seconds < 120
-        parts.append(
-            f"{number(seconds if short else seconds / 60)} {'seconds' if short else 'minutes'}"
-        )
-    parts += left_out(run)
-    return f"<p class=faint>{escape('; '.join(parts))}</p>"
+        took = numbers["seconds"][-1][1]
+        short = took < 120
+        parts.append(f"{number(took)} seconds" if short else f"{number(took / 60)} minutes")
+    return f"<p class=faint>{escape('; '.join(parts + left_out(run)))}</p>"
 
 # %% ../../nbs/training/23_report.ipynb #fa9dc31e
 def report_html(run: RunFiles) -> str:
     "The page of a run."
-    names = [
-        name.removeprefix("rewards/").removesuffix("/mean")
-        for name in series(run.records)
-        if name.startswith("rewards/") and name.endswith("/mean")
-    ]
-    hints = "".join(
-        f"<li>step {escape(str(h['step']))}: {escape(str(h.get('hint')))}</li>" for h in run.hints
-    )
-    nothing = (
-        "<p class=faint>No completions were stored: set log_completions=True in GRPOConfig.</p>"
-    )
+    found = (re.fullmatch("rewards/(.*)/mean", name) for name in series(run.records))
+    names = [one[1] for one in found if one]
+    hints = [f"step {escape(str(h['step']))}: {escape(str(h.get('hint')))}" for h in run.hints]
     several = any(sample.get("turns") for samples in run.samples for sample in samples)
-    told = BY_MESSAGE * several
-    title = escape(run.name)
+    nothing = "No completions were stored: set log_completions=True in GRPOConfig."
+    shown = samples_html(run.samples, names) or f"<p class=faint>{nothing}</p>"
+    title, items = escape(run.name), "".join(f"<li>{hint}</li>" for hint in hints)
     return "".join(
         [
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
@@ -384,9 +373,9 @@ def report_html(run: RunFiles) -> str:
             '<meta name="color-scheme" content="light dark">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             f"<style>{STYLE}</style></head><body><h1>{title}</h1>{summary_html(run)}",
-            f"<h2>Hints</h2><ul>{hints}</ul>" * bool(hints),
+            f"<h2>Hints</h2><ul>{items}</ul>" * bool(hints),
             f"<h2>Curves</h2>{curves_html(run.records)}",
-            f"<h2>Completions</h2>{told}{samples_html(run.samples, names) or nothing}",
+            f"<h2>Completions</h2>{BY_MESSAGE * several}{shown}",
             "</body></html>\n",
         ]
     )
