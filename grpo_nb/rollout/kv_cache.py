@@ -7,6 +7,7 @@ __all__ = ['CacheShape', 'page_tables', 'CacheSlots', 'LayerCache', 'KVCache', '
            'AlignedCache', 'rows_that_fit', 'slots_that_fit']
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #54fe2627
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,10 +124,8 @@ def _span_indices(spans, device, wrap=None):
     token, count, where, slot = torch.tensor(spans).T
     within = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
     token, where, slot = (x.repeat_interleave(count) for x in (token, where, slot))
-    slot = slot + within
-    return tuple(
-        x.to(device) for x in (token + within, where, slot if wrap is None else slot % wrap)
-    )
+    slot = slot + within if wrap is None else (slot + within) % wrap
+    return tuple(x.to(device) for x in (token + within, where, slot))
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #6d731e0f
 @dataclass(frozen=True)
@@ -166,15 +165,9 @@ class KVCache:
             stores[window] = torch.zeros(
                 shape.windows.count(window), 2, *size, dtype=shape.dtype, device=self.device
             )
+        each = {window: iter(store) for window, store in stores.items()}
         self.stores = stores
-        self.layers = [
-            LayerCache(
-                *stores[window][shape.windows[:number].count(window)],
-                window,
-                None if window else table,
-            )
-            for number, window in enumerate(shape.windows)
-        ]
+        self.layers = [LayerCache(*next(each[w]), w, None if w else table) for w in shape.windows]
 
     def _table_tensor(self):
         "The tables as a rectangle, filled up with page 0; the last row is the spare one."
@@ -280,11 +273,9 @@ class SlotCache(KVCache):
         if self.shape.page is None:
             return float("inf")
         shared = self.shape.shared(length)
-        own = self.shape.width(length, max_tokens) - shared
-        left = len(self.free) - shared
-        if own:
-            return max(0, left // own)
-        return float("inf") if left >= 0 else 0
+        own, left = self.shape.width(length, max_tokens) - shared, len(self.free) - shared
+        most = left // own if own else float("inf")
+        return max(0, most) if left >= 0 else 0
 
     def take(
         self,
@@ -432,9 +423,8 @@ class AlignedCache:
         index = self.owner[rows] if self.rows is None else torch.searchsorted(self.rows, rows)
         self.rows = rows
         for i, layer in enumerate(self.layers):
-            self.layers[i] = AlignedLayer(
-                layer.kv.index_select(1, index), layer.mask.index_select(0, index)
-            )
+            kv, mask = layer.kv.index_select(1, index), layer.mask.index_select(0, index)
+            self.layers[i] = AlignedLayer(kv, mask)
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #11ce0bfa
 def rows_that_fit(
@@ -452,18 +442,14 @@ def rows_that_fit(
         return fixed_bytes + rows * row_bytes + shape.bytes(lengths[:rows], [1] * rows, max_tokens)
 
     if need(1) > free:
+        cache = shape.bytes(lengths[:1], [1], max_tokens)
         raise MemoryError(
-            f"a completion of up to {max_tokens:,} tokens after a prompt of {lengths[0]:,} "
-            f"needs {need(1) / 2**30:.2f} GiB beside the model "
-            f"({shape.bytes(lengths[:1], [1], max_tokens) / 2**30:.2f} GiB of it "
-            f"for keys and values), and {free / 2**30:.2f} GiB are free: ask for fewer "
-            "tokens, shorten the prompt, or free memory"
+            f"a completion of up to {max_tokens:,} tokens after a prompt of {lengths[0]:,} needs "
+            f"{need(1) / 2**30:.2f} GiB beside the model ({cache / 2**30:.2f} GiB of it for keys "
+            f"and values), and {free / 2**30:.2f} GiB are free: ask for fewer tokens, shorten the "
+            "prompt, or free memory"
         )
-    low, high = 1, len(lengths)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if need(middle) <= free else (low, middle - 1)
-    return low
+    return bisect_right(range(1, len(lengths) + 1), free, key=need)
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #39a66ac8
 def slots_that_fit(
@@ -490,12 +476,9 @@ def slots_that_fit(
         size = shape.size(rows, pages, longest + max_tokens - 1)
         return fixed_bytes + rows * row_bytes + size
 
-    low, high = 1, min(most, sum(groups))
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = need(middle, pages(middle)) <= free
-        low, high = (middle, high) if fits else (low, middle - 1)
-    if low == sum(groups) or shape.page is None:
-        return low, pages(low)
+    several = range(1, min(most, sum(groups)) + 1)
+    rows = max(bisect_right(several, free, key=lambda rows: need(rows, pages(rows))), 1)
+    if rows == sum(groups) or shape.page is None:
+        return rows, pages(rows)
     page = max(need(0, 1) - need(0, 0), 1)  # more of them, since later prompts may be longer
-    return low, min(1 + low * (least - 1), (free - need(low, 0)) // page)
+    return rows, min(1 + rows * (least - 1), (free - need(rows, 0)) // page)

@@ -60,14 +60,8 @@ def own_logits(
         embedded = model.get_input_embeddings()(ids)
         signs = torch.randint(2, embedded.shape, generator=torch.Generator().manual_seed(0))
         given = dict(inputs_embeds=embedded * (1 + moved * (2 * signs.to(embedded) - 1)))
-    logits = model(
-        **given,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-        use_cache=False,
-        logits_to_keep=1 + FED,
-    ).logits
-    return logits.transpose(0, 1)
+    given |= dict(attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    return model(**given, use_cache=False, logits_to_keep=1 + FED).logits.transpose(0, 1)
 
 
 def decoded_logits(
@@ -193,11 +187,8 @@ def modules_now(
         held, kind = vars(module), type(module)
         hooks = (*module._forward_pre_hooks, *module._forward_hooks)  # numbers that do not return
         found.append((id(kind), id(kind.forward), id(held.get("forward")), *hooks))
-        found.extend(
-            (name, value)
-            for name, value in held.items()
-            if isinstance(value, (bool, int, float, str)) and name != "training"
-        )
+        plain = [pair for pair in held.items() if isinstance(pair[1], (bool, int, float, str))]
+        found.extend(pair for pair in plain if pair[0] != "training")
     return hash(tuple(found))
 
 
