@@ -23,6 +23,9 @@ SPINE = [  # those with exercises whose solutions have a file
     "lessons/01_what_rl_is",
     "algorithm/00_gradient",
     "algorithm/01_advantages",
+    "model/02_masks",
+    "model/03_attention",
+    "algorithm/04_logprobs",
     "algorithm/02_losses",
     "algorithm/03_batching",
     "tutorials/01_first_run",
@@ -30,6 +33,7 @@ SPINE = [  # those with exercises whose solutions have a file
     "lessons/02_when_the_reward_does_not_rise",
     "planning/01_plan",
     "tutorials/02_gpt_oss_20b_t4",
+    "training/19_trainer",
 ]
 # other lessons with exercises whose solutions have a file
 OTHERS = ["lessons/08_a_sampler_in_another_process"]
