@@ -234,7 +234,7 @@ def test_a_reward_that_meddles_with_its_worker_is_paid_all_the_same(learner, med
 
 @pytest.mark.parametrize(
     "spoilt",
-    ["self.close();", "self.onmessage = null;", "Float32Array.prototype.subarray = null;"],
+    ["self.close();", "Float32Array.prototype.subarray = null;"],
 )
 def test_another_reward_has_a_fresh_worker(learner, spoilt):
     page = learner()
@@ -268,7 +268,7 @@ def test_own_rewards_are_used_and_one_that_hangs_is_ended(learner):
     written = page.get_by_role("textbox")
     told = page.get_by_role("alert")
     for code, words in (
-        ("while (true);", "it took longer than 4 seconds"),
+        ("while (true);", "it took longer than 8 seconds"),
         ("return;", "returned undefined, and no number"),
         ("throw 'mine';", 'instead of returning a number: "mine"'),
         ("return (", "Unexpected token"),

@@ -441,6 +441,16 @@ def test_neighbours_are_those_of_the_map(site, tools):
         assert found.with_suffix("").as_posix() == after.rpartition(".")[0]
 
 
+def violations(page):
+    "What axe, which is on the page, finds serious."
+    return [
+        f"{rule['id']}: {node['html'][:200]}"
+        for rule in page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
+    ]
+
+
 @pytest.mark.site
 @pytest.mark.parametrize("name", SHOWN)
 @pytest.mark.parametrize("width, scheme", [(360, "dark"), (1_400, "light")])
@@ -453,14 +463,20 @@ def test_page_is_accessible_and_fits_its_width(open_page, axe, name, width, sche
         page.set_viewport_size({"width": narrow, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= narrow
     page.evaluate(axe)
-    found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
-    bad = [
-        f"{rule['id']}: {node['html'][:200]}"
-        for rule in found
-        if rule["impact"] in ("serious", "critical")
-        for node in rule["nodes"]
-    ]
+    bad = violations(page)
     assert not bad, json.dumps(bad, indent=1)
+
+
+@pytest.mark.site
+def test_every_page_of_the_afternoon_is_accessible_on_a_phone_in_the_dark(open_page, axe, tools):
+    parts = dict(tools["branches"](ROOT))
+    for path in parts["One page"] + parts["The afternoon"]:
+        page = open_page(Path(path).with_suffix(".html").as_posix(), 360, "dark")
+        page.evaluate(axe)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
+        bad = violations(page)
+        assert not bad, f"{path}: {json.dumps(bad, indent=1)}"
+        page.close()
 
 
 CROWDED = """

@@ -23,7 +23,7 @@ export const defaults = {
 };
 
 const BEAT = 160; // ms from step to step, so that the eye can follow
-const LIMIT = 4000; // ms that a step may take, on a busy phone too: then the reward hangs
+const LIMIT = 8000; // ms that a step may take, on a busy phone too: then the reward hangs
 const WATCHED = 150; // steps after which a run that nobody started ends
 const LEAD =
   `Given four letters, a policy of ${PARAMETERS.toLocaleString("en-US")} numbers writes four ` +
