@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from ..model.pictures import SeenPrompt, as_picture, held_in, is_place, without_gaps_of
+from grpo_nb.model.pictures import (
+    AS_DATA,
+    SeenPrompt,
+    as_picture,
+    held_in,
+    is_place,
+    without_gaps_of,
+)
 from ..rollout.rollout import Rollout
 from ..rollout.sampler import pad_right
 from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams
@@ -106,7 +113,7 @@ def in_request(
     held = io.BytesIO()
     as_picture(held_in(part)).save(held, "PNG")
     data = base64.b64encode(held.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return {"type": "image_url", "image_url": {"url": f"{AS_DATA}{data}"}}
 
 # %% ../../nbs/serving/03_vllm_requests.ipynb #aebea858
 def has_few_survivors(

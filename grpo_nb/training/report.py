@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['WIDTH', 'HEIGHT', 'LEFT', 'RIGHT', 'TOP', 'BOTTOM', 'FIRST', 'NOT_DRAWN', 'OWNERS', 'BY_MESSAGE', 'STYLE', 'POLICY',
            'RunFiles', 'read_lines', 'spread', 'read_samples', 'read_run', 'number', 'smoothed', 'ends', 'curve_svg',
-           'is_number', 'series', 'importance', 'curves_html', 'turns_of', 'shortened', 'turn_html', 'sample_html',
-           'counted', 'by_reward', 'samples_html', 'left_out', 'summary_html', 'report_html', 'write_report']
+           'is_number', 'series', 'importance', 'curves_html', 'turns_of', 'pictures_of_sample', 'shortened',
+           'turn_html', 'sample_html', 'counted', 'by_reward', 'samples_html', 'left_out', 'summary_html',
+           'report_html', 'write_report']
 
 # %% ../../nbs/training/23_report.ipynb #ea786b14
 import json
@@ -229,6 +230,17 @@ def turns_of(sample: dict[str, Any]) -> list[tuple[str, str]]:  # (role, text)
     return [("assistant", str(sample["completion"]))]
 
 
+def pictures_of_sample(sample: dict[str, Any]) -> list[str]:  # addresses that hold them
+    "The pictures of a completion's prompt, small."
+    with suppress(ValueError, TypeError, RecursionError):
+        return [
+            one
+            for one in json.loads(sample.get("pictures") or "[]")
+            if one.startswith("data:image/")
+        ]
+    return []
+
+
 def shortened(text: str, most: int = 2000) -> str:
     "A text with its middle left out if it is too long."
     half = most // 2
@@ -255,7 +267,8 @@ def sample_html(
         shown.append(f"{sample['times']} times")
     turns = "".join(turn_html(*turn) for turn in turns_of(sample))
     asked = escape(shortened(str(sample["prompt"]), 600))
-    prompt = f'<div class="turn prompt"><b>prompt</b><pre>{asked}</pre></div>'
+    shows = "".join(f'<img src="{escape(one)}" alt="">' for one in pictures_of_sample(sample))
+    prompt = f'<div class="turn prompt"><b>prompt</b>{shows}<pre>{asked}</pre></div>'
     return f"<article><header>{' · '.join(shown)}</header>{prompt}{turns}</article>"
 
 
@@ -325,13 +338,15 @@ article{background:var(--card);border:1px solid var(--line);border-radius:6px;pa
 margin:0 0 10px}
 article header{font-size:13px;margin-bottom:4px;overflow-wrap:anywhere}
 .turn{border-left:4px solid var(--line);padding:3px 8px;margin:3px 0}
+.turn img{display:inline-block;vertical-align:middle;margin:3px 0 3px 8px;max-width:96px}
 .turn b{font-size:11px;font-weight:600;color:var(--faint)}
 .policy{background:var(--own);border-color:var(--own-ink)}.policy b{color:var(--own-ink)}
 .read{background:var(--read);border-left-style:dotted;border-color:var(--read-ink)}
 .read b{color:var(--read-ink)}
 pre{margin:0;font:12px/1.45 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere}
 """
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no script, and nothing is fetched
+# no script, and nothing is fetched
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def left_out(run: RunFiles) -> list[str]:

@@ -17,9 +17,9 @@ import torch
 
 from ..environments.isolated_rewards import visible
 from ..model.files import written_aside
-from ..model.pictures import is_place, places_of
+from ..model.pictures import is_place, places_of, thumbnails
 from ..rollout.rollout import text_of
-from .data import shortened
+from .data import equal, shortened
 
 if TYPE_CHECKING:
     import pyarrow
@@ -82,7 +82,8 @@ def plain(value: Any) -> Any:
         return as_text(value)
 
 
-COLUMNS = ("step", "prompt", "completion", "turns", "advantage")  # of the table, beside rewards
+# of the table, beside rewards
+COLUMNS = ("step", "prompt", "completion", "turns", "pictures", "advantage")
 
 
 def check_column(
@@ -117,9 +118,13 @@ def sample_rows(
     # what reward functions gave to log_extra, N values a name
     extra: dict[str, list] | None = None,
     # {"step", "prompt", "completion", "rewards": {name: number or None}, "advantage", "extra",
-    # "turns"}
+    # "turns"}, and "pictures" where there are some
 ) -> list[dict[str, Any]]:
     "One dict for each completion of a cycle: prompt, text, rewards and advantage."
+    seen = []  # of each completion, as JSON
+    for i, row in enumerate(rows):
+        again = i and equal(row["prompt"], rows[i - 1]["prompt"])
+        seen.append(seen[-1] if again else json.dumps(thumbnails(row["prompt"])))
     return [
         {
             "step": step,
@@ -129,6 +134,7 @@ def sample_rows(
             "rewards": {name: None if score != score else score for name, score in zip(names, its)},
             "extra": {name: plain(values[i]) for name, values in (extra or {}).items()},
             "turns": several_turns(completion),
+            **({"pictures": seen[i]} if seen[i] != "[]" else {}),
         }
         for i, (row, completion, its, advantage) in enumerate(
             zip(rows, completions, scores.tolist(), advantages.tolist())
@@ -140,7 +146,8 @@ def first_of_each_prompt(
     samples: Sequence[dict],  # from `sample_rows`
 ) -> list[dict]:
     "The first completion of each prompt, in order."
-    return list({sample["prompt"]: sample for sample in reversed(samples)}.values())[::-1]
+    asked = {(s["prompt"], s.get("pictures")): s for s in reversed(samples)}
+    return list(asked.values())[::-1]
 
 
 def samples_text(
@@ -190,8 +197,9 @@ def table_of(samples: Sequence[dict]) -> "pyarrow.Table":
     for part in ("rewards", "extra"):
         for name in samples[0][part]:
             table[name] = [sample[part].get(name) for sample in samples]
-    if any(sample.get("turns") for sample in samples):
-        table["turns"] = [sample.get("turns") for sample in samples]
+    for name in ("turns", "pictures"):
+        if any(sample.get(name) for sample in samples):
+            table[name] = [sample.get(name) for sample in samples]
     table["advantage"] = [sample["advantage"] for sample in samples]
     return pyarrow.table({name: column_of(values) for name, values in table.items()})
 

@@ -1,5 +1,6 @@
 "Pictures in prompts: what transformers' models and processors do with them, and what is refused."
 
+import base64
 import io
 
 import numpy as np
@@ -10,6 +11,7 @@ from seeing_models import FAMILIES, asked, dots, processor_of, seeing
 from seen_by_others import EVERY, READ, ROWS, seen_by_others
 
 from grpo_nb.model.pictures import (
+    AS_DATA,
     SIGHTS,
     PictureProcessor,
     SeenPrompt,
@@ -21,6 +23,7 @@ from grpo_nb.model.pictures import (
     pixels_of,
     rows_of,
     sight_of,
+    thumbnails,
     with_pictures,
     without_token,
 )
@@ -214,6 +217,16 @@ def test_pictures_in_every_form(tmp_path):
     for form in forms:
         assert as_picture(form).tobytes() == picture.tobytes()
     assert as_picture(Image.new("L", (4, 4))).mode == "RGB"
+
+
+def test_thumbnails_are_small_and_keep_their_shape():
+    row = {"prompt": "<image><image>", "images": [dots(1, 400, 100), dots(1, 20, 30)]}
+    prompts = with_pictures(row), with_pictures(asked(*row["images"]))
+    for prompt in prompts:
+        data = [one.removeprefix(AS_DATA) for one in thumbnails(prompt)]
+        small = [Image.open(io.BytesIO(base64.b64decode(one))).size for one in data]
+        assert small == [(96, 24), (20, 30)]
+    assert thumbnails("text") == thumbnails([{"role": "user", "content": "hi"}]) == []
 
 
 def test_pictures_of_columns_go_where_trl_puts_them():

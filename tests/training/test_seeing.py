@@ -1,5 +1,8 @@
 "Runs on rows with pictures: they reach the sampler, the loss, checkpoints and evaluations."
 
+import base64
+import io
+import json
 import random
 
 import datasets
@@ -8,6 +11,7 @@ import pytest
 import torch
 import transformers
 import trl
+from PIL import Image
 from seeing_models import FAMILIES, asked, dots, seeing
 from seen_by_others import EVERY, TRAINED, seen_by_others
 from small_runs import weights_of
@@ -19,6 +23,8 @@ from grpo_nb.model.stored_weights import towers
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.data import many_prompt_token_ids
 from grpo_nb.training.policy_logprobs import completion_logps
+from grpo_nb.training.report import read_run, report_html
+from grpo_nb.widgets import dashboard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = [
@@ -202,7 +208,16 @@ def test_rewards_are_given_pictures_and_prompts(tmp_path):
     trainer.train()
     assert seen["images"][0][0].size == (24, 16) and len(set(seen["answer"])) == 2
     assert [part["type"] for part in seen["prompts"][0][0]["content"]] == ["image", "text"]
-    assert trainer.samples[0]["prompt"] == "user: [picture]how many?"
+    shown = trainer.samples[0]
+    assert shown["prompt"] == "user: [picture]how many?"
+    (small,) = json.loads(shown["pictures"])
+    small = Image.open(io.BytesIO(base64.b64decode(small.removeprefix("data:image/png;base64,"))))
+    assert small.tobytes() == seen["images"][0][0].tobytes(), "it is small already"
+    page, asked_for = report_html(read_run(tmp_path)), json.loads(shown["pictures"])[0]
+    assert f'<img src="{asked_for}" alt="">' in page and "img-src data:" in page
+    assert asked_for in dashboard.samples_table(trainer.samples)
+    board = dashboard.run_of(trainer.state.log_history, trainer.samples)
+    assert board["samples"][0]["pictures"] == [asked_for]
     assert trainer.evaluate()["eval_reward"] == pytest.approx(0.5)
 
 

@@ -5,7 +5,7 @@ import { button, change, clamp, frame, line, node, plural } from "./kit.js";
 import { rect, slider, text, thousands, tick } from "./kit.js";
 
 // A run: {name, curves: {name in the log: [[step, value], ...]}}, and where there are any
-//   samples: [{step, prompt, completion, rewards: {name: number}, advantage}],
+//   samples: [{step, prompt, completion, rewards: {name: number}, advantage, pictures?: [URL]}],
 //   before, after: shares of `of` that are right, won, lost: [{prompt, answer, before, after}]
 export const defaults = {
   runs: [],
@@ -231,13 +231,14 @@ export default {
       const step = steps.filter((it) => it <= read).at(-1) ?? steps[0];
       if (step === undefined) return [];
       const own = samples.filter((sample) => sample.step === step);
-      const prompts = [...new Set(own.map(({ prompt }) => prompt))];
+      const asked = ({ prompt, pictures }) => JSON.stringify([prompt, pictures]);
+      const prompts = new Map(own.map((sample) => [asked(sample), sample]));
       const stored = steps.length > 1 ? ` (kept of updates ${steps.join(", ")})` : "";
       return [
         node("p", { class: "head" }, `${plural(own.length, "completion")} of update ${step}${stored}`),
-        prompts.map((prompt) => [
-          node("p", { class: "prompt" }, prompt),
-          own.filter((sample) => sample.prompt === prompt)
+        [...prompts].map(([key, { prompt, pictures = [] }]) => [
+          node("p", { class: "prompt" }, pictures.map((src) => node("img", { src, alt: "" })), prompt),
+          own.filter((sample) => asked(sample) === key)
             .map((sample) => written(sampleHead(sample), sample.completion)),
         ]),
       ];
