@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KNOWN', 'rewards_of', 'read_rows', 'conversation', 'with_prompts', 'load_rows', 'device_of', 'read_to', 'made_model',
            'named_model', 'target_names', 'with_adapter', 'model_of', 'trainer_of', 'train_and_save', 'machine',
-           'version_doubts', 'unreachable', 'lacking', 'run_folder', 'ready', 'causes', 'next_cell', 'RunCard',
-           'planned_for', 'run_card']
+           'version_doubts', 'impatient', 'unreachable', 'lacking', 'run_folder', 'ready', 'causes', 'next_cell',
+           'RunCard', 'planned_for', 'run_card']
 
 # %% ../nbs/89_script.ipynb #b45feda9
 import os
@@ -24,7 +24,7 @@ from urllib.parse import urlencode
 
 import psutil
 import torch
-from huggingface_hub import HfApi, get_token, try_to_load_from_cache
+from huggingface_hub import HfApi, get_session, get_token, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from packaging.version import Version
 from peft import PeftModel
@@ -321,6 +321,15 @@ def version_doubts() -> list[str]:  # empty: all are between the oldest and the 
     return said
 
 # %% ../nbs/89_script.ipynb #17e200a0
+def impatient(
+    request: Any,  # of the Hub's client
+) -> None:
+    "Give a request 20 seconds where it has no limit of its own: else a silent Hub is waited for."
+    given = request.extensions.get("timeout", {})
+    kinds = ("connect", "read", "write", "pool")
+    request.extensions["timeout"] = {kind: given.get(kind) or 20 for kind in kinds}
+
+
 def unreachable(
     name: str,  # of a model: a folder, or on the Hub
 ) -> str:  # why it cannot be had now; empty: it can
@@ -384,7 +393,8 @@ def ready(
     drive: bool = False,  # keep it on Google Drive
 ) -> dict[str, Any]:  # the first choice that this machine can take, and "folder"
     "Print what this machine has and which choice it can take, with a reason for each it cannot."
-    have, lacks = machine(), {}
+    have, lacks, hooks = machine(), {}, get_session().event_hooks["request"]
+    hooks += [impatient] * (impatient not in hooks)
     for choice in choices:
         if not (reason := lacking(choice, have)):
             break
@@ -437,6 +447,8 @@ def next_cell(error: BaseException) -> str | None:  # None: it is of another kin
         what = next(way for room, way in _FULL.items() if any(n.startswith(room) for n in names))
         kept = "A run whose folder is kept goes on from its newest checkpoint."
         return f"Next: {what}{_THEN}. {kept}"
+    if kinds & {"MessageError"} or said == "mount failed":  # Colab's words, of a Drive refused
+        return "Next: run this cell again and allow the Drive, or put DRIVE = False in it."
     if kinds & {"GatedRepoError"}:
         return "Next: take another model, or huggingface_hub.login(), then run this cell again."
     if kinds & _AWAY or "couldn't connect" in said:

@@ -186,6 +186,25 @@ def test_the_drive_is_one_switch(pretend, monkeypatch, capsys, tmp_path):
     assert inside == tmp_path / "drive/MyDrive/run" and mounted == [str(tmp_path / "drive")]
 
 
+def test_a_drive_that_is_refused(pretend, monkeypatch):
+    "As google.colab.drive.mount ends when its dialogue is closed, and when it gives up."
+    pretend("none")
+    denied = type("MessageError", (Exception,), {})(
+        "Error: credential propagation was unsuccessful"
+    )
+    for error in (denied, ValueError("mount failed")):
+
+        def mount(place, error=error):
+            raise error
+
+        drive = types.SimpleNamespace(mount=mount)
+        for name, module in {"google": {}, "google.colab": {"drive": drive}}.items():
+            monkeypatch.setitem(script.sys.modules, name, types.SimpleNamespace(**module))
+        with pytest.raises(type(error)) as met:
+            ready(dict(model="tiny"), folder="run", drive=True)
+        assert "DRIVE = False" in next_cell(met.value)
+
+
 def test_what_is_known_begins_with_what_is_needed():
     settings = ConfigParser(delimiters=["="])
     settings.read(ROOT / "settings.ini")
@@ -228,6 +247,37 @@ def test_a_hub_that_does_not_answer(fault, monkeypatch):
         said = script.unreachable("somebody/some-model")
     assert said.startswith("the Hub did not answer for it (") and "run this cell again" in said
     assert ("Timeout" in said) == (fault == "slow")
+
+
+def test_a_hub_that_falls_silent_later_is_not_waited_for(monkeypatch, pretend):
+    "The client's own question has no limit of time; after `ready` it has one."
+    import socket
+
+    import huggingface_hub.constants as constants
+
+    pretend("none")
+    ready(dict(model="tiny"), folder="run")
+    ready(dict(model="tiny"), folder="run")
+    hooks = script.get_session().event_hooks["request"]
+    assert hooks.count(script.impatient) == 1
+    asked, real = [], script.impatient
+
+    def hurried(request):
+        real(request)
+        asked.append({**request.extensions["timeout"]})
+        request.extensions["timeout"] = dict.fromkeys(asked[-1], 0.2)
+
+    hooks[hooks.index(real)] = hurried
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        api = script.HfApi(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(Exception) as met:
+            api.model_info("somebody/some-model")
+    hooks.remove(hurried)
+    assert {20} in [set(limits.values()) for limits in asked]
+    assert next_cell(met.value).startswith("Next: with a network, run this cell again")
 
 
 def test_an_account_is_asked_for_where_its_makers_want_one_alone(monkeypatch, tmp_path):
