@@ -10,7 +10,8 @@ weights whose head is scaled to an entropy.
     python benchmarks/precision.py --trained FOLDER --updates 20 --record FILE
         a trained model instead, on the CPU: largest activations, log-probs, a gradient with and
         without a scaled loss, an update, and so many updates of the trainer on the same completions
-        in each format; and a gpt-oss whose residual stream leaves float16
+        in each format; and a gpt-oss whose residual stream leaves float16. Few CPUs multiply it,
+    so its products are summed in float32 and rounded once, as a card's are
 
 The weights are rounded once to numbers that all three formats hold exactly; then the whole model is
 converted from format to format, so only computing differs.
@@ -26,12 +27,14 @@ scored one at a time, in the same format.
 import argparse
 import gc
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM
 
 from grpo_nb import GRPOConfig, GRPOTrainer, load_model, tiny_gpt_oss
@@ -155,6 +158,18 @@ def row(sampler, trainer, gap):
     )
 
 
+class WideSums(TorchDispatchMode):
+    """Products of float16 matrices as a card makes them: summed in float32, rounded once. A CPU
+    without instructions for float16 does the same, up to two hundred times slower."""
+
+    PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm")}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in self.PRODUCTS and args[0].dtype == torch.float16:
+            return function(*(matrix.float() for matrix in args)).half()
+        return function(*args, **(kwargs or {}))
+
+
 class Replay(RolloutEngine):
     "The engine, which keeps what it draws; or plays what another one has kept."
 
@@ -179,8 +194,9 @@ def adapter_of(model):
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
 
-def trained_run(folder, name, tape, args, begin=None):
-    "(trainer, the adapter after each update) of a run in a format; `tape`: completions to play."
+def trained_run(folder, name, tape, args, beside=None):
+    """(trainer, the adapter after some updates, by their number, and how far the last of them went)
+    of a run in a format; `tape`: completions to play; `beside`: the adapters of the float32 run."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=FORMATS[name])
     adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -210,23 +226,32 @@ def trained_run(folder, name, tape, args, begin=None):
             model, vowels, config, rows, processing_class=tokenizer, peft_config=adapter
         )
         trainer.log.show = False
-        if begin is not None:  # the first numbers of the float32 run
+        if beside:  # the first numbers of the float32 run
             torch.nn.utils.vector_to_parameters(
-                begin.clone(), [p for p in trainer.model.parameters() if p.requires_grad]
+                beside[0].clone(), [p for p in trainer.model.parameters() if p.requires_grad]
             )
         trainer.source.sampler = Replay(
             trainer.model, tokenizer, autocast_dtype=trainer.precision.dtype, tape=tape
         )
-        after, step = [adapter_of(trainer.model).clone()], trainer.policy_update.step
+        after, step = {0: adapter_of(trainer.model).clone()}, trainer.policy_update.step
+        every, lengths = max(1, args.updates // 20), {}
 
         def watched(number):
+            kept = number == 1 or number % every == 0
+            before = adapter_of(trainer.model).clone() if kept else None
             step(number)
-            after.append(adapter_of(trainer.model).clone())
+            if kept:
+                after[number] = adapter_of(trainer.model).clone()
+                lengths[number] = (after[number] - before).norm()
+                right = beside[number] if beside else after[number]
+                gap = (after[number] - right).norm() / (right - after[0]).norm()
+                print(f"{name}, update {number}: off by {gap:.4f}", file=sys.stderr, flush=True)
 
         trainer.policy_update.step = watched
         if args.updates:
-            trainer.train()
-    return trainer, after
+            with WideSums():
+                trainer.train()
+    return trainer, after, lengths
 
 
 def gradient(trainer, rollout, scale):
@@ -242,7 +267,7 @@ def gradient(trainer, rollout, scale):
         rollout.logps,
     )
     model.zero_grad()
-    with trainer.precision.autocast(), trainer.precision.adapters(model):
+    with trainer.precision.autocast(), trainer.precision.adapters(model), WideSums():
         logps, _ = completion_logps(model, batch)
         (-(logps * sign[:, None]).sum() / batch.loss_mask.sum() * scale).backward()
     parts = [p.grad.flatten() / scale for p in model.parameters() if p.requires_grad]
@@ -310,24 +335,27 @@ def overflowing(args):
 def trained(args):
     "What --trained measures, printed and recorded."
     began, told = time.perf_counter(), {"torch": torch.__version__, "updates": args.updates}
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     told["gpt-oss, tiny, made large"] = overflowing(args)
-    exact, paths = trained_run(args.trained, "float32", None, args)
+    exact, paths, lengths = trained_run(args.trained, "float32", None, args)
     told["seconds of an update"] = {"float32": exact.log_history[-1]["step_time"]}
     tape, path = exact.source.sampler.tape, {"float32": paths}
     first, told["model"] = tape[0], exact.model.config.model_type
     runs = {"float32": exact}
     for name in ("bfloat16", "float16"):
-        runs[name], path[name] = trained_run(args.trained, name, tape, args, paths[0])
+        runs[name], path[name], _ = trained_run(args.trained, name, tape, args, paths)
         told["seconds of an update"][name] = runs[name].log_history[-1]["step_time"]
     told["largest activation"] = largest(exact.model, first.completion_ids)
-    moved = (paths[-1] - paths[0]).norm()
+    moved = {n: (p - paths[0]).norm() for n, p in paths.items() if n}
     told["drift"], told["skipped"] = {}, {}
     for name in ("bfloat16", "float16"):
-        gaps = [(a - b).norm() / (b - paths[0]).norm() for a, b in zip(path[name], paths)][1:]
-        told["drift"][name] = [round(gap.item(), 5) for gap in gaps]
+        gaps = {n: (path[name][n] - paths[n]).norm() / far for n, far in moved.items()}
+        told["drift"][name] = {n: round(gap.item(), 5) for n, gap in gaps.items()}
         told["skipped"][name] = sum(r.get("skipped_updates", 0) for r in runs[name].log_history)
-    told["moved"] = moved.item()
+    told["one update, of the way"] = {
+        n: round((lengths[n] / far).item(), 5) for n, far in moved.items()
+    }
+    told["moved"] = moved[max(moved)].item()
     told["scale in the end"] = runs["float16"].precision.scaler.get_scale()
     for run in runs.values():  # all back to the adapter after one update
         where = [p for p in run.model.parameters() if p.requires_grad]
@@ -344,7 +372,7 @@ def trained(args):
         told["gradient off by"][key] = {"relative": error, "numbers that became 0": lost}
     for name in runs:  # the policies that were learnt, compared in float32
         where = [p for p in exact.model.parameters() if p.requires_grad]
-        torch.nn.utils.vector_to_parameters(path[name][-1].clone(), where)
+        torch.nn.utils.vector_to_parameters(path[name][max(moved)].clone(), where)
         learnt, _ = gradient(exact, tape[-1], 1.0)
         if name == "float32":
             base = learnt
@@ -393,6 +421,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trained", type=Path, help="the folder of a trained model, on the CPU")
     parser.add_argument("--updates", type=int, default=20, help="of --trained")
+    parser.add_argument("--threads", type=int, default=1, help="of --trained")
     parser.add_argument("--record", type=Path, help="a file for what --trained measures")
     args = parser.parse_args()
     if args.trained:

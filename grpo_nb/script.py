@@ -321,13 +321,10 @@ def version_doubts() -> list[str]:  # empty: all are between the oldest and the 
     return said
 
 # %% ../nbs/89_script.ipynb #17e200a0
-def impatient(
-    request: Any,  # of the Hub's client
-) -> None:
+def impatient(request: Any) -> None:  # of the Hub's client
     "Give a request 20 seconds where it has no limit of its own: else a silent Hub is waited for."
     given = request.extensions.get("timeout", {})
-    kinds = ("connect", "read", "write", "pool")
-    request.extensions["timeout"] = {kind: given.get(kind) or 20 for kind in kinds}
+    request.extensions["timeout"] = {kind: limit or 20 for kind, limit in given.items()}
 
 
 def unreachable(
@@ -435,16 +432,12 @@ def next_cell(error: BaseException) -> str | None:  # None: it is of another kin
     if isinstance(error, ModuleNotFoundError):
         return f"Next: %pip install {error.name} in a cell of its own, then run this cell again."
     if is_disk_full(error, Path.cwd()):
-        return (
-            "Next: delete what is not needed, then run this cell again (a dashboard's run: the one "
-            "with dashboard.run). It goes on from the newest checkpoint, which is whole."
-        )
+        return "Next: delete what is not needed, then run this cell again (or dashboard.run's)."
     if "no kernel image" in said:  # PyTorch was not built for a card as old as this
         return f"Next: {_CHOOSE}."
     if kinds & {"OutOfMemoryError", "MemoryError"} or any(words in said for words in _NO_ROOM):
-        frames = [f for one in chain for f, _ in walk_tb(one.__traceback__)]
-        names = [frame.f_globals.get("__name__", "") for frame in frames]
-        what = next(way for room, way in _FULL.items() if any(n.startswith(room) for n in names))
+        ran = [f.f_globals.get("__name__", "") for e in chain for f, _ in walk_tb(e.__traceback__)]
+        what = next(way for room, way in _FULL.items() if any(n.startswith(room) for n in ran))
         kept = "A run whose folder is kept goes on from its newest checkpoint."
         return f"Next: {what}{_THEN}. {kept}"
     if kinds & {"MessageError"} or said == "mount failed":  # Colab's words, of a Drive refused

@@ -98,4 +98,4 @@ def test_memory_and_disk_that_end_are_followed_by_the_next_cell(tmp_path):
     status, told = rehearsed(ROOT / "nbs/tutorials/11_qlora.ipynb", tmp_path, *words)
     drawing, filled = told["pages"].values()
     assert status == 0 and drawing["ended well"] and "shorter completions" in drawing["said"]
-    assert "No space left" in filled["error"] and "delete" in filled["said"]
+    assert "disk is full" in filled["error"] and "delete" in filled["said"]

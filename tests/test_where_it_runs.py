@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import where_it_runs as tool  # noqa: E402
+from forced import FAULTS  # noqa: E402
+from rehearse import PAGES  # noqa: E402
 
 from grpo_nb import run_card  # noqa: E402
 from grpo_nb.recipe import read_recipe  # noqa: E402
@@ -33,6 +35,14 @@ def test_five_tutorials_came_to_their_last_cell():
         cells = nbformat.read(ROOT / "nbs/tutorials" / row["page"], 4).cells
         number = sum(cell.cell_type == "code" for cell in cells)
         assert (row["error"], row["ran"], row["cells"]) == (None, number, number), row["page"]
+
+
+def test_each_failure_ended_in_a_sentence_on_each_page():
+    "`python tools/rehearse.py --forced --record docs/rehearsal.json` runs what is not there yet."
+    rows = json.loads((ROOT / "docs/rehearsal.json").read_text())["forced"]["pages"]
+    assert rows.keys() == {f"{page.stem}: {fault}" for page in PAGES for fault in FAULTS}
+    for name, row in rows.items():
+        assert row["ended well"] and re.search(FAULTS[name.partition(": ")[2]][-1], row["said"])
 
 
 @pytest.fixture(scope="module")

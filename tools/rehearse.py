@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import nbformat
-from forced import AS_A_CARD, CARDS, FAULTS, LARGE_DISK, LOADING, UNSLOTH, WANTS, card
+from forced import CARDS, FAULTS, LATER, SWITCH, WANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -47,7 +47,6 @@ ENFORCED = [
 MISSING = [
     "a T4, its driver and its kernels: cells marked cuda are skipped",
     "CUDA in float16, and its speed",
-    "Colab's Python",
     "an installation by pip: the library is that of the clone",
 ]
 DRIVE = """
@@ -66,6 +65,7 @@ def die(event, args, left=[2], end=lambda os=os, by=signal.SIGKILL: os.kill(os.g
             end()
 sys.addaudithook(die)
 """  # the second checkpoint has its weights and not its list of files
+CALLS = f"import sys; sys.path.append({str(ROOT / 'tools')!r}); import forced\n"
 ON_DRIVE = [("DRIVE = False", "DRIVE = True")]
 HARMONY = (  # that of the page 02, shortened, which a released model brings along
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>{% for m in messages "
@@ -77,15 +77,13 @@ OFTEN = {  # page -> what makes the tiny run write checkpoints on its way
     "08_from_unsloth_qwen3": [("save_steps=100 if TINY else 10", "save_steps=10")],
     "11_qlora": [('save_strategy="no"', "save_steps=10")],
 }
-SMALL = [
-    ("max_steps=100", "max_steps=2"),
-    ("NEW, RANK = 4, 512, 1536, 32", "NEW, RANK = 4, 512, 24, 8"),
-]
+SMALL = ("NEW, RANK = 4, 512, 1536, 32", "NEW, RANK = 4, 512, 24, 8")
 REAL = {  # page -> what takes a real model of a folder, and makes the run short enough for a CPU
     "01_first_run": [
         ('MODEL = "tiny"', 'MODEL = "{model}"'),
         ("(1, 30), 100, 24", "(1, 30), 8, 16"),
         ("max_steps=12", "max_steps=2"),
+        ("gradient_accumulation_steps=4,", "gradient_accumulation_steps=1,"),
     ],
     "03_gsm8k": [
         ('MODEL, OUT = HERE["model"], HERE["folder"]', 'MODEL, OUT = "{model}", HERE["folder"]'),
@@ -94,7 +92,7 @@ REAL = {  # page -> what takes a real model of a folder, and makes the run short
         ("max_steps=300", "max_steps=2"),
         ("gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
         ("else 320", "else 24"),
-        ("min(200,", "min(8,"),
+        ("min(200,", "min(20,"),
     ],
     "08_from_unsloth_qwen3": [
         ('MODEL = "tiny"', 'MODEL = "{model}"'),
@@ -106,7 +104,8 @@ REAL = {  # page -> what takes a real model of a folder, and makes the run short
         ),
         ("max_steps=30 if TINY else 128", "max_steps=2"),
         ("range(25)", "range(2)"),
-        *SMALL,
+        ("max_steps=40 if TINY else 100", "max_steps=2"),
+        SMALL,
     ],
     "02_gpt_oss_20b_t4": [
         ('"openai/gpt-oss-20b"', '"{small}"'),
@@ -123,7 +122,7 @@ REAL = {  # page -> what takes a real model of a folder, and makes the run short
         ("max_steps=250", "max_steps=2"),
         ('optim="adamw_8bit"', 'optim="adamw_torch"'),  # bitsandbytes needs a GPU
         ("range(25)", "range(4)"),
-        *SMALL[1:],
+        SMALL,
     ],
 }
 
@@ -211,6 +210,16 @@ def changed(page: Path, changes: list) -> nbformat.NotebookNode:
     return notebook
 
 
+def stdout_of(cell: nbformat.NotebookNode) -> str:
+    "What a cell has printed."
+    return "".join(o.text for o in cell.get("outputs", []) if o.get("name") == "stdout")
+
+
+def errors_of(cell: nbformat.NotebookNode) -> list[str]:
+    "The errors that a cell ended in: one, or none."
+    return [o.ename for o in cell.get("outputs", []) if o.output_type == "error"]
+
+
 def session(asked: dict) -> dict:
     "In a process of its own: a page on a new machine, or on one that keeps its Drive."
     folder = Path(asked["folder"])
@@ -243,11 +252,16 @@ def session(asked: dict) -> dict:
 
     notebook = changed(Path(asked["page"]), asked["changes"])
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    cells[0].source = asked["before"] + cells[0].source
-    if asked["until"]:  # later cells are as without a fault
-        last = next(i for i, cell in enumerate(cells) if asked["until"] in cell.source)
-        for cell in cells[last + 1 :]:
-            cell.metadata["tags"] = ["skip-execution"]
+    if asked["before"]:
+        cells[0].source = f"{asked['before']}\n{cells[0].source}"
+    place = next((i for i, cell in enumerate(cells) if "ready(" in cell.source), None)
+    met = {}  # a fault -> the switch, run once more
+    if asked["faults"]:
+        notebook.cells = cells[: place + 1]  # later cells are as without a fault
+        for name, (calls, *_) in asked["faults"].items():
+            met[name] = copy.deepcopy(cells[place])
+            around = [nbformat.v4.new_code_cell(x) for x in (CALLS + calls, "forced.undo()")]
+            notebook.cells += [around[0], met[name], around[1]]
     if asked["twice"]:
         notebook.cells = [c for one in notebook.cells for c in (one, copy.deepcopy(one))]
         cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -259,11 +273,10 @@ def session(asked: dict) -> dict:
         error = f"{problem.ename}: {problem.evalue}"
     except DeadKernelError:
         error = LOST
-    spoken = [
-        "".join(o.text for o in c.get("outputs", []) if o.get("name") == "stdout") for c in cells
-    ]
+    spoken = [stdout_of(cell) for cell in cells]
     said = "\n".join(spoken)
-    found = [(i, line) for i, text in enumerate(spoken) for line in text.splitlines()]
+    told = {name: (place + 1, stdout_of(cell)) for name, cell in met.items()}
+    stopped = next((i for i, cell in enumerate(cells) if errors_of(cell)), None)
     return {
         "page": Path(asked["page"]).name,
         "error": error,
@@ -274,23 +287,22 @@ def session(asked: dict) -> dict:
         "next": [line for line in said.splitlines() if line.startswith("Next: ")],
         "went on": re.findall(r"going on from \S*?(checkpoint-\d+)", said),
         "missing": missing,
-        "said": next(((i + 1, t) for i, t in found if re.search(asked["says"] or "$^", t)), None),
+        "met": told,
+        "stopped": stopped and stopped + 1,
     }
 
 
-def started(
-    page: Path, folder: Path, changes=(), before="", until=None, says=None, twice=False
-) -> dict:
+def started(page: Path, folder: Path, changes=(), before="", faults=None, twice=False) -> dict:
     """A session on a new machine; the folder's Drive stays from one to the next. `before`: source
-    before the first cell; `until`: words of the last cell to run; `says`: a line to look for;
-    `twice`: each cell is run again before the next one."""
+    before the first cell; `faults`: what the page's switch meets, one by one, and then the page
+    ends; `twice`: each cell is run again before the next one."""
     shutil.rmtree(folder / "machine", ignore_errors=True)
     for name in ("machine", "drive", "imitated/google/colab"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "imitated/google/colab/drive.py").write_text(DRIVE)
     how = mounting()
     asked = dict(page=str(page), folder=str(folder), changes=list(changes), mounts=bool(how))
-    words = json.dumps(asked | dict(before=before, until=until, says=says, twice=twice))
+    words = json.dumps(asked | dict(before=before, faults=faults, twice=twice))
     done = subprocess.run(
         [*how, sys.executable, __file__, "--session", words],
         capture_output=True,
@@ -308,7 +320,7 @@ def small_data(folder: Path) -> Path:
 
     rows = [
         (row["prompt"][0]["content"], row["solution"])
-        for row in word_problems(0, 48, system_prompt=None)
+        for row in word_problems(0, 56, system_prompt=None)
     ]
     (folder / "data").mkdir()
     for split, part in (("train", rows[:32]), ("test", rows[32:])):
@@ -317,20 +329,29 @@ def small_data(folder: Path) -> Path:
     return folder / "data"
 
 
-def force(page: Path, folder: Path, fault: str) -> dict:
-    "Run a page in which something goes wrong, and tell what it says and where it ends."
-    before, wants, until, says = FAULTS[fault]
-    name = page.stem
-    if fault == "no memory: loading":
-        before = before.format(where=LOADING.get(name, UNSLOTH))
-    changes = WANTS.get(name, []) if wants else OFTEN.get(name, [])
-    told = started(page, folder, changes, before, until, says)
-    place, line = told["said"] or (None, None)
-    stopped = told["error"] is not None
-    return {"cell": place, "said": line, "error": told["error"], "seconds": told["seconds"]} | {
-        "next": told["next"],
-        "ended well": line is not None and stopped == bool(told["next"]),
-    }
+def ended(says: str, cell: int | None, said: str, told: dict, error: str | None) -> dict:
+    "A row of the record: where a page said the sentence, and whether it ended in it."
+    lines = [line for line in said.splitlines() if re.search(says, line)]
+    row = {"cell": cell, "said": lines[0] if lines else None, "error": error}
+    return row | {"seconds": told["seconds"], "ended well": bool(lines)}
+
+
+def at_the_switch(page: Path, folder: Path, faults: list[str]) -> dict[str, dict]:
+    "What a page's switch says to each of these, in one kernel."
+    asked = {fault: SWITCH[fault] for fault in faults}
+    told = started(page, folder, WANTS.get(page.stem, []), faults=asked)
+    rows = {}
+    for fault, (cell, said) in told["met"].items():
+        rows[fault] = ended(asked[fault][-1], cell, said, told, told["error"])
+    return rows
+
+
+def later(page: Path, folder: Path, fault: str) -> dict[str, dict]:
+    "What a page says when something goes wrong after its switch: it has to stop there."
+    calls, wants, says = LATER[fault]
+    changes = WANTS.get(page.stem, []) if wants else OFTEN.get(page.stem, [])
+    told = started(page, folder, changes, CALLS + calls.format(page=page.stem))
+    return {fault: ended(says, told["stopped"], "\n".join(told["next"]), told, told["error"])}
 
 
 def small_gpt_oss(words: Path, folder: Path) -> Path:
@@ -350,32 +371,32 @@ def small_gpt_oss(words: Path, folder: Path) -> Path:
     return folder
 
 
-def with_a_model(page: Path, folder: Path, models: Path) -> tuple[list, str]:
-    "(what is changed in a page for a model of a folder, what that model is)."
-    model, words = models.resolve() / "smollm", models.resolve() / "gptoss-tokenizer"
-    names = {"{model}": str(model), "{data}": str(small_data(folder))}
-    what = f"the model: {model.name} of a folder"
+def with_a_model(page: Path, folder: Path, models: Path) -> list:
+    "What is changed in a page for a model of a folder."
+    names = {"{model}": models.resolve() / "smollm", "{data}": small_data(folder)}
     if page.stem == "02_gpt_oss_20b_t4":
-        names["{small}"] = str(small_gpt_oss(words, folder / "gpt-oss"))
-        what = "the model: a gpt-oss of random weights with gpt-oss' own tokenizer, in MXFP4"
+        words = models.resolve() / "gptoss-tokenizer"
+        names["{small}"] = small_gpt_oss(words, folder / "gpt-oss")
     changes = []
     for old, new in REAL[page.stem]:
         for name, value in names.items():
-            new = new.replace(name, value)
+            new = new.replace(name, str(value))
         changes.append((old, new))
-    return changes, what
+    return changes
 
 
 def rehearse(page: Path, folder: Path, lost=False, models=None, seen="T4", twice=False) -> dict:
     "Run a page, and tell how far it came, under what."
     enforced, imitated, changes, source = [*ENFORCED], [], [], ""
     if models and page.stem in REAL:
-        changes, what = with_a_model(page, folder, models)
-        source = card(seen) + LARGE_DISK + AS_A_CARD
+        changes = with_a_model(page, folder, models)
+        source = f"{CALLS}forced.card({seen!r}); forced.disk(); forced.as_a_card()"
         imitated += [
-            f"{what}; two updates, a few short completions, on the CPU",
-            f"the card: the page and `ready` are told of the {seen}, and choose for it; "
-            "the library computes on the CPU",
+            "the model: SmolLM2-135M-Instruct (from a 4-bit GGUF), and for the page on gpt-oss one "
+            "of random weights in MXFP4 with gpt-oss' own tokenizer; two updates, a few short "
+            "completions, problems in the form of GSM8K",
+            f"the card: the page and `ready` are told of the {seen} and choose for it; the library "
+            "computes on the CPU",
             "products in float16: summed in float32 and rounded once, as a card's are",
         ]
     else:
@@ -389,7 +410,7 @@ def rehearse(page: Path, folder: Path, lost=False, models=None, seen="T4", twice
     if twice:
         enforced.append("each cell is run a second time before the next one")
     told = started(page, folder, changes, source, twice=twice)
-    missing = told.pop("missing")
+    missing, *_ = (told.pop(name) for name in ("missing", "met", "stopped"))
     if NO_DISK not in missing:
         enforced.append(f"a disk of {DISK} GiB (tmpfs), less than Colab's")
     if NO_WALL not in missing:
@@ -401,6 +422,9 @@ def rehearse(page: Path, folder: Path, lost=False, models=None, seen="T4", twice
             told["error"] = f"it was not lost: {before['error']}; then {told['error']}"
         told["lost after"] = before["ran"]
     (enforced if not other_versions() else missing).append(VERSIONS)
+    number = re.search(r"Python (\d+\.\d+)", (ROOT / "tests/colab.txt").read_text())[1]
+    same = platform.python_version().startswith(f"{number}.")
+    (enforced if same else missing).append(f"Colab's Python, {number}")
     kinds = {
         "enforced": enforced,
         "imitated": imitated,
@@ -411,19 +435,21 @@ def rehearse(page: Path, folder: Path, lost=False, models=None, seen="T4", twice
 
 def forced(asked: argparse.Namespace) -> None:
     "Each failure on each page; ends with 1 if one does not end in its sentence."
-    faults = [f for f in FAULTS if not asked.forced or any(word in f for word in asked.forced)]
-    well, file = [], asked.record
-    for fault in faults:
-        for page in asked.pages:
+    words, well, file = asked.forced, [], asked.record
+    wanted = [fault for fault in FAULTS if not words or any(word in fault for word in words)]
+    first = [fault for fault in wanted if fault in SWITCH]
+    for page in asked.pages:
+        for fault in [None] * bool(first) + [fault for fault in wanted if fault in LATER]:
             with tempfile.TemporaryDirectory() as folder:
-                row = force(page.resolve(), Path(folder), fault)
-            print(f"{page.stem}: {fault}: {row}", flush=True)
-            well.append(row["ended well"])
-            if file:  # hours of rows are kept one by one
+                place = page.resolve(), Path(folder)
+                rows = later(*place, fault) if fault else at_the_switch(*place, first)
+            well += [row["ended well"] for row in rows.values()]
+            print(*(f"{page.stem}: {name}: {row}" for name, row in rows.items()), sep="\n")
+            if file:  # minutes of rows are kept one by one
                 kept = json.loads(file.read_text()) if file.exists() else {}
                 here = kept.setdefault("forced", {"pages": {}})
                 here |= {"on": f"{datetime.date.today()}", "with": packages()}
-                here["pages"][f"{page.stem}: {fault}"] = row
+                here["pages"] |= {f"{page.stem}: {name}": row for name, row in rows.items()}
                 file.write_text(json.dumps(kept, indent=1) + "\n")
     sys.exit(not all(well))
 
@@ -459,12 +485,15 @@ def main():
         return print(json.dumps(session(json.loads(asked.session))))
     if asked.forced is not None:
         return forced(asked)
-    told = []
+    way = "models" if asked.card == "T4" else f"models, {asked.card}"
+    way = way if asked.models else "twice" if asked.twice else "whole"
+    way = "lost" if asked.lost else way
+    names = ("enforced", "imitated", "neither real nor imitated")
+    file, wrong = asked.record, []
     for page in asked.pages:
         with tempfile.TemporaryDirectory() as folder:
             how = asked.lost, asked.models, asked.card, asked.twice
-            told.append(rehearse(page.resolve(), Path(folder), *how))
-        row = told[-1]
+            row = rehearse(page.resolve(), Path(folder), *how)
         print(
             row["page"],
             f"{row['ran']} of {row['cells']} cells, {row['seconds']} s",
@@ -472,19 +501,17 @@ def main():
             *row["next"],
             flush=True,
         )
-    shared = {k: told[0].pop(k) for k in ("enforced", "imitated", "neither real nor imitated")}
-    for row in told[1:]:
-        for name in shared:
-            row.pop(name)
-    record = {"on": f"{datetime.date.today()}", "with": packages(), **shared, "pages": told}
-    if asked.record:
-        kept = json.loads(asked.record.read_text()) if asked.record.exists() else {}
-        way = "models" if asked.card == "T4" else f"models, {asked.card}"
-        way = way if asked.models else "twice" if asked.twice else "whole"
-        kept["lost" if asked.lost else way] = record
-        asked.record.write_text(json.dumps(kept, indent=1) + "\n")
+        wrong += [row["page"]] * bool(row["error"])
+        shared = {name: row.pop(name) for name in names}
+        if file:
+            kept = json.loads(file.read_text()) if file.exists() else {}
+            before = kept.get(way, {}).get("pages", [])
+            rows = {one["page"]: one for one in [*before, row]}
+            told = {"on": f"{datetime.date.today()}", "with": packages(), **shared}
+            kept[way] = told | {"pages": [rows[name] for name in sorted(rows)]}
+            file.write_text(json.dumps(kept, indent=1) + "\n")
     print(json.dumps(shared, indent=1))
-    sys.exit(any(row["error"] for row in told))
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from forced import FAULTS, LATER  # noqa: E402
+
 PAGE, RECORD, CARDS = (
     ROOT / "docs" / name for name in ("where_it_runs.md", "rehearsal.json", "run_cards")
 )
@@ -40,7 +43,8 @@ COLUMNS = (
 WAYS = {
     "whole": "From the first cell to the last",
     "lost": "The session lost half way, and a new machine",
-    "models": "With a real model of a folder",
+    "models": "With a real model of a folder, as on a T4",
+    "models, L4": "With a real model of a folder, as on an L4",
 }
 
 
@@ -96,9 +100,31 @@ def rehearsal_table(record: dict) -> str:
     return "\n\n".join(parts)
 
 
+def forced_table(record: dict) -> str:
+    "What goes wrong: the cell of each page that says what to do, and what it says on one of them."
+    rows, found = record.get("forced", {"pages": {}})["pages"], {}
+    for name, row in rows.items():
+        page, _, fault = name.partition(": ")
+        found.setdefault(fault, {})[page] = row
+    pages = sorted({page for told in found.values() for page in told})
+    lines = [f"| | {' | '.join(page[:2] for page in pages)} | what is said |"]
+    lines.append("|---" * (len(pages) + 2) + "|")
+    for fault in (name for name in FAULTS if name in found):
+        told = found[fault]
+        cells = [
+            str(told[page]["cell"]) if page in told and told[page]["ended well"] else "nothing"
+            for page in pages
+        ]
+        said = next((row["said"] for row in told.values() if row["said"]), "").replace("|", "\\|")
+        stops = ", *stops*" if fault in LATER else ""
+        lines.append(f"| {fault}{stops} | {' | '.join(cells)} | {said} |")
+    return "\n".join(lines)
+
+
 def written(text: str, record: dict, cards: list[str]) -> str:
     "The page with its tables made anew."
-    for name, table in (("rehearsal", rehearsal_table(record)), ("run cards", card_table(cards))):
+    tables = {"rehearsal": rehearsal_table(record), "forced": forced_table(record)}
+    for name, table in (tables | {"run cards": card_table(cards)}).items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
