@@ -11,6 +11,7 @@ import argparse
 import getpass
 import importlib.metadata
 import importlib.resources
+import itertools
 import json
 import os
 import platform
@@ -71,16 +72,6 @@ _marker = "demo.json"
 _kinds = {"seed": int, "steps": int, "save_steps": int, "model": str}  # what it holds
 
 
-def _aside(
-    out: Path,  # a folder that exists
-) -> Path:  # the first of out-1, out-2, ... that does not exist
-    "An unused name in the same folder, to which an earlier run is moved."
-    number = 1
-    while (free := out.with_name(f"{out.name}-{number}")).exists():
-        number += 1
-    return free
-
-
 def _read_run(
     path: Path,  # the marker file of a run
     seed: int | None,  # as given on the command line
@@ -127,7 +118,8 @@ def _prepare(
                 )
         run |= {name: value for name, value in given.items() if value is not None}
         if ours and not resume:
-            one_run.folder = out.rename(_aside(out))
+            names = (out.with_name(f"{out.name}-{number}") for number in itertools.count(1))
+            one_run.folder = out.rename(next(name for name in names if not name.exists()))
             _tell(f"The earlier run in {out} is now in {one_run.folder}.")
             one_run.give_back()
             one_run.folder = out
@@ -228,14 +220,6 @@ def _carry_out(
 _counts = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # torch, MPI
 
 
-def _started_alone(
-    environment: dict,  # of this process
-) -> bool:
-    "Whether `accelerate launch` was asked for several processes and has started one."
-    asked = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environment.keys()
-    return asked and environment.keys().isdisjoint(_counts)
-
-
 def _ready(
     args: argparse.Namespace,  # config, resume, words, and the flags that were given
 ):  # the trainer and its recipe; ValueError and the like with what is wrong
@@ -245,7 +229,8 @@ def _ready(
     given = {name: value for name, value in vars(args).items() if name in NAMES}
     if args.resume:
         given["resume_from_checkpoint"] = "auto"
-    if _started_alone(os.environ):
+    asked_for = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
+    if asked_for and os.environ.keys().isdisjoint(_counts):
         print(
             "grpo-nb train: accelerate launch has started one process, though several were asked "
             "for: with --cpu it starts no more. torchrun --nproc-per-node N -m grpo_nb train does.",
@@ -497,20 +482,6 @@ def _plan_made(
     return planner.plan_of(setup), recipe
 
 # %% ../nbs/91_cli.ipynb #653bc96f
-def _starts(
-    made,  # the Plan
-    recipe,  # that it is of, or None
-    model: str,  # as typed, where there is no recipe
-    run: str,  # the recipe's path
-) -> list[str]:  # the trainer's last
-    "The commands that start a run, on the cards of one machine."
-    from grpo_nb.planning import plan as planner
-
-    loads = "/" in model or Path(model).exists()  # other names are the planner's own
-    name = recipe.model.model_name_or_path if recipe else model if loads else "MODEL"
-    return [*planner.server_lines(made.setup, name), planner.launch_line(made.setup, run)]
-
-
 def _fits_with(
     args: argparse.Namespace,  # from the parser below
     made,  # the Plan
@@ -578,7 +549,11 @@ def plan(
         if recipe:
             lines |= recipes.lines_of_servers(made.setup, recipe.config)
         run = str(args.write or (args.model if recipe else "run.yaml"))
-        starts = _starts(made, recipe, args.model, run)
+        # other names are the planner's own
+        loads = args.model if "/" in args.model or Path(args.model).exists() else "MODEL"
+        name = recipe.model.model_name_or_path if recipe else loads
+        served = planner.server_lines(made.setup, name)
+        starts = [*served, planner.launch_line(made.setup, run)]
         fits = better is not None and same_card
         if args.write and fits:
             text = recipes.with_lines(recipes.read_text(args.model), lines)
@@ -1014,20 +989,6 @@ model MODEL | | tiny, or a name, folder or module:function
 """
 
 
-def _serve_knows() -> dict:
-    "What argparse is to know of flags of `serve` besides, one of them from the environment."
-    modes = "processed_logprobs", "raw_logprobs"
-    return dict(
-        host=dict(default="127.0.0.1"),
-        port=dict(default=8000),
-        api_key=dict(default=os.environ.get("GRPO_NB_API_KEY")),
-        lora_dir=dict(type=Path),
-        max_loras=dict(default=4),
-        max_lora_rank=dict(default=64),
-        logprobs_mode=dict(choices=modes, default=modes[0]),
-    )
-
-
 class _Parser(argparse.ArgumentParser):
     "A parser that reports an error in one sentence, with exit status 2."
 
@@ -1102,10 +1063,20 @@ def _flags_of(
 ) -> tuple[str, dict]:  # a table for `_add_flags`, and what else argparse is to know
     "The flags of a command."
     folder, here = dict(type=Path), dict(type=Path, nargs="?", default=Path())
+    modes = "processed_logprobs", "raw_logprobs"
+    serve_knows = dict(
+        host=dict(default="127.0.0.1"),
+        port=dict(default=8000),
+        api_key=dict(default=os.environ.get("GRPO_NB_API_KEY")),
+        lora_dir=folder,
+        max_loras=dict(default=4),
+        max_lora_rank=dict(default=64),
+        logprobs_mode=dict(choices=modes, default=modes[0]),
+    )
     return {
         "demo": (_DEMO, dict(out=dict(type=Path, default=Path("runs/demo")))),
         "train": (_TRAIN, dict(config=folder)),
-        "serve": (_SERVE, _serve_knows()),
+        "serve": (_SERVE, serve_knows),
         "plan": (_PLAN, _PLAN_KNOWS),
         "report": (_REPORT, dict(folder=folder, out=folder)),
         "lessons": ("folder FOLDER | | a folder that is new or empty", dict(folder=folder)),

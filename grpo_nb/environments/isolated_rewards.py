@@ -507,7 +507,9 @@ class WorkerProcess:
         try:
             return dict(json.loads(exchange(f"{within_s}\n".encode() + question, *pipes, late)))
         except ConnectionClosed:
-            fault = f"its watchdog ended: {self.error_output()}"
+            os.set_blocking(self.process.stderr.fileno(), False)
+            said = (self.process.stderr.read() or b"").decode(errors="replace").strip()[-300:]
+            fault = f"its watchdog ended: {visible(said) or 'it said nothing'}"
         except DeadlinePassed:
             fault = f"its watchdog did not answer within {within_s + MARGIN_S:.3g} s"
         except (ValueError, TypeError):
@@ -519,12 +521,6 @@ class WorkerProcess:
             raise
         self.drop()
         return {"fault": fault}
-
-    def error_output(self) -> str:
-        "The end of what the watchdog wrote to its standard error."
-        os.set_blocking(self.process.stderr.fileno(), False)
-        said = (self.process.stderr.read() or b"").decode(errors="replace").strip()
-        return visible(said[-300:]) or "it said nothing"
 
     def drop(self) -> None:
         "End this process; the next question starts another."

@@ -11,11 +11,11 @@ __all__ = ['MAX_DEPTH', 'MAX_ITEMS', 'MAX_INT_BYTES', 'MAX_SAME_HASH', 'COUNT', 
            'USERS', 'NOBODY', 'FILE_LIMITS', 'THIS_PROCESS', 'NO_CAPABILITIES', 'RESULT_BYTES', 'PRINT_CHARACTERS',
            'DESCRIPTORS', 'CHANNEL', 'FRAME', 'CLAIMS', 'KINDS', 'REFUSALS', 'RAISE', 'REQUEST', 'REPLY', 'RUN', 'OPEN',
            'CALL', 'FORK', 'TRIAL_MB', 'Unsendable', 'encode', 'write_value', 'number_block', 'Reader', 'decode',
-           'Unavailable', 'ForbiddenCall', 'Part', 'part_of', 'load_modules', 'no_module', 'locked_builtins',
-           'Instruction', 'Filter', 'call_table', 'syscall_filter', 'library', 'checked', 'prctl', 'limit',
-           'switch_user', 'drop_privileges', 'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe',
-           'is_refusal', 'kind_of', 'outcome', 'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls',
-           'try_protections', 'Trials', 'main', 'run_bare']
+           'Unavailable', 'ForbiddenCall', 'Part', 'part_of', 'load_modules', 'locked_builtins', 'Instruction',
+           'Filter', 'call_table', 'syscall_filter', 'library', 'checked', 'prctl', 'limit', 'switch_user',
+           'drop_privileges', 'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe', 'is_refusal',
+           'kind_of', 'outcome', 'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls', 'try_protections',
+           'Trials', 'main', 'run_bare']
 
 # %% ../../nbs/environments/08_supervisor.ipynb #2f967619
 import array
@@ -292,12 +292,6 @@ def load_modules() -> dict:  # name -> module; without those that this Python wa
     return {**modules, "os.path": os.path}
 
 
-def no_module(name: str, modules) -> ModuleNotFoundError:
-    "The sentence for a module that programs do not get."
-    there = ", ".join(sorted(set(modules).intersection(ALLOWED_MODULES)))
-    return ModuleNotFoundError(f"no module {name!r} here; there are {there}", name=name)
-
-
 def locked_builtins(
     modules: dict,  # name -> module
     write,  # gets what is printed
@@ -306,7 +300,9 @@ def locked_builtins(
 
     def locked_import(name, globals=None, locals=None, fromlist=(), level=0):
         if level or name not in modules:
-            raise no_module("." * level + name, modules)
+            name, there = "." * level + name, sorted(modules.keys() & set(ALLOWED_MODULES))
+            said = f"no module {name!r} here; there are {', '.join(there)}"
+            raise ModuleNotFoundError(said, name=name)
         return modules[name if fromlist else name.partition(".")[0]]
 
     def refuse(name, error):
@@ -918,15 +914,12 @@ class Supervisor:
             self.protections.set_up()
             prctl(SET_PDEATHSIG, signal.SIGKILL)
 
-    def forget_ended_sessions(self):
-        "Collects the exit status of every session supervisor that has ended."
-        self.sessions = {pid for pid in self.sessions if os.waitpid(pid, os.WNOHANG)[0] == 0}
-
     def serve(self):
         "Answers requests until the training process closes the connection, or ends."
         try:
             while True:
-                self.forget_ended_sessions()
+                # collects the exit status of every session's supervisor that has ended
+                self.sessions = {p for p in self.sessions if os.waitpid(p, os.WNOHANG)[0] == 0}
                 header, descriptors, _, _ = socket.recv_fds(self.connection, REQUEST.size, 1)
                 if not header:
                     return

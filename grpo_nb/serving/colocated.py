@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KEEPER', 'LAUNCHERS', 'TRIED', 'HAS_VLLM', 'start_kept', 'end_kept', 'check_vllm', 'vllm_command', 'vllm_environment',
-           'bytes_served', 'check_share', 'doubt_of_weights', 'free_port', 'release_cache', 'ColocatedVLLM',
-           'check_one_vllm', 'VLLMOfRun']
+           'bytes_served', 'check_share', 'doubt_of_weights', 'release_cache', 'ColocatedVLLM', 'check_one_vllm',
+           'VLLMOfRun']
 
 # %% ../../nbs/serving/06_colocated.ipynb #ae898514
 import gc
@@ -232,13 +232,6 @@ def doubt_of_weights(
     )
 
 # %% ../../nbs/serving/06_colocated.ipynb #0c96849d
-def free_port() -> int:
-    "A port of this machine that nobody listens at."
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def release_cache() -> None:
     "Give the trainer's cached memory back to the GPU; nothing where CUDA was not used."
     gc.collect()
@@ -260,7 +253,10 @@ class ColocatedVLLM(VLLMServer):
     ):
         self.command, self.log, self.sleeps = command, Path(log).absolute(), sleeps
         self.api_key, self.same_python = secrets.token_hex(16), same_python
-        self.port, self.keeper, self.asleep = free_port(), None, False
+        with socket.socket() as one:  # a port of this machine that nobody listens at
+            one.bind(("127.0.0.1", 0))
+            self.port = one.getsockname()[1]
+        self.keeper, self.asleep = None, False
         self.log_begins, self.may_start = 0, start
         self.says_what_is_left = None  # not known before it runs
         super().__init__(f"http://127.0.0.1:{self.port}", api_key=self.api_key, **others)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['request_seeds', 'most_tokens', 'request_body', 'in_chat', 'in_request', 'has_few_survivors', 'addressed',
-           'as_completion', 'what_is_wrong', 'choices_of', 'scored', 'rollout_of', 'padded']
+           'what_is_wrong', 'choices_of', 'scored', 'rollout_of', 'padded']
 
 # %% ../../nbs/serving/03_vllm_requests.ipynb #7934cbf0
 import base64
@@ -140,16 +140,6 @@ def addressed(
         "sampling_params": {**params, "output_kind": 2},  # all at the end, and nothing before
     }
 
-
-def as_completion(
-    one: dict[str, Any],  # a choice, of either route
-) -> dict[str, Any]:
-    "A choice in the form of the completions."
-    tokens = (one.get("logprobs") or {}).get("content")
-    if tokens is None:
-        return one
-    return {**one, "logprobs": {"token_logprobs": [token["logprob"] for token in tokens]}}
-
 # %% ../../nbs/serving/03_vllm_requests.ipynb #e29112d9
 def what_is_wrong(
     one: Any,  # a choice of an answer
@@ -178,7 +168,11 @@ def choices_of(
 ) -> list[dict] | None:  # None: broken off, ask again; ServerError
     "The completions of an answer."
     try:
-        choices = sorted(map(as_completion, answer["choices"]), key=lambda one: one["index"])
+        choices = sorted(answer["choices"], key=lambda one: one["index"])
+        for place, one in enumerate(choices):  # the other route has them in another form
+            if (tokens := (one.get("logprobs") or {}).get("content")) is not None:
+                logps = {"token_logprobs": [token["logprob"] for token in tokens]}
+                choices[place] = {**one, "logprobs": logps}
         reasons = [one["finish_reason"] for one in choices]
         read = answer.get("prompt_token_ids")  # of a chat
     except (KeyError, TypeError, AttributeError):
