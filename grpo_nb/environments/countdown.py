@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_CHARACTERS', 'MAX_DIGITS', 'WRITTEN', 'PIECE', 'BINDING', 'CARRIED_OUT', 'NotAnExpression', 'tokens', 'carry_out',
            'read_expression', 'Attempt', 'attempt', 'read_attempt', 'countdown_format_reward',
-           'countdown_correct_reward', 'countdown_closeness_reward', 'countdown_prompt', 'combine', 'check_puzzles',
+           'countdown_correct_reward', 'countdown_closeness_reward', 'countdown_prompt', 'combine',
            'countdown_problems', 'reachable_values']
 
 # %% ../../nbs/environments/10_countdown.ipynb #59a2487b
@@ -125,9 +125,8 @@ class Attempt:
 
     value: Fraction | None  # of the expression; None if there is a fault
     used: tuple[int, ...]  # the numbers in it
-    fault: (
-        str | None
-    )  # why it does not count; None: it is readable and keeps the rules, right or not
+    # why it does not count; None: it is readable and keeps the rules, right or not
+    fault: str | None
 
 
 def attempt(
@@ -241,22 +240,6 @@ def combine(
         parts.append((CARRIED_OUT[operation](a, b), f"({left}{operation}{right})"))
     return int(parts[0][0]), parts[0][1][1:-1]
 
-
-def check_puzzles(
-    count: int, smallest: int, largest: int, targets: tuple[int, int], operations: str
-) -> None:
-    "Refuse settings for which no puzzle can be made; ValueError."
-    if count < 2 or not 1 <= smallest <= largest < 10**MAX_DIGITS or targets[0] > targets[1]:
-        raise ValueError(
-            f"count is {count}, numbers go from {smallest} to {largest} and targets from "
-            f"{targets[0]} to {targets[1]}: give 2 or more numbers, from 1 upwards, and "
-            "ranges whose first end is not above the second"
-        )
-    if not operations or set(operations) - set(BINDING):
-        raise ValueError(
-            f"operations is {operations!r}; give one or more of {' '.join(BINDING)}, as in '+-'"
-        )
-
 # %% ../../nbs/environments/10_countdown.ipynb #4dc97642
 def countdown_problems(
     size: int,  # how many
@@ -268,12 +251,20 @@ def countdown_problems(
     operations: str = "+-*/",
     use_all: bool = False,  # each number has to be used
     seed: int = 0,
-    prompt: Callable[
-        [list[int], int, bool], str
-    ] = countdown_prompt,  # (numbers, target, use_all) -> what the model is asked
+    # (numbers, target, use_all) -> what the model is asked
+    prompt: Callable[[list[int], int, bool], str] = countdown_prompt,
 ) -> list[dict]:  # {"prompt", "numbers", "target", "use_all", "answer"}, no puzzle twice
     "Puzzles that have a solution, of which `answer` is one; ValueError where there are too few."
-    check_puzzles(count, smallest, largest, targets, operations)
+    if count < 2 or not 1 <= smallest <= largest < 10**MAX_DIGITS or targets[0] > targets[1]:
+        raise ValueError(
+            f"count is {count}, numbers go from {smallest} to {largest} and targets from "
+            f"{targets[0]} to {targets[1]}: give 2 or more numbers, from 1 upwards, and "
+            "ranges whose first end is not above the second"
+        )
+    if not operations or set(operations) - set(BINDING):
+        raise ValueError(
+            f"operations is {operations!r}; give one or more of {' '.join(BINDING)}, as in '+-'"
+        )
     rng, rows, seen, tries = random.Random(seed), [], set(), 0
     while len(rows) < size:
         tries += 1

@@ -26,53 +26,40 @@ SHOPS = [  # name, phone (numbers kept free for fiction), e-mail, address
     ("Aurora Coffee", "+44 20 7946 0456", "team@aurora-coffee.example", "3 Hill Road, York"),
 ]
 NAMES = "Ann Ann-Marie Grace José Jörg Łukasz Mei Omar Priya Renée Søren Zoë".split()
-KINDS = [  # the mail, the fact that the shop knows, its keyword, the sentence that answers
-    (
-        "I sent order {order} back last week. When will I see my money?",
-        "A refund takes {days} working days.",
-        "{days} working days",
-        (
-            "Order {order} has come back to us, and the refund will reach you within {days} "
-            "working days."
-        ),
-    ),
-    (
-        "Order {order} was to come yesterday, and it did not. Where is it?",
-        "Late parcels are delivered on {weekday}.",
-        "{weekday}",
-        "I am sorry that order {order} is late. It will be delivered on {weekday}.",
-    ),
-    (
-        "I have moved house. Can order {order} still go to my new address?",
-        "Addresses can be changed until {weekday}.",
-        "{weekday}",
-        "Yes, we can send order {order} to your new address if you write to us before {weekday}.",
-    ),
-    (
-        "Something in order {order} is broken. What shall I do?",
-        "Broken goods are replaced free of charge.",
-        "free of charge",
-        (
-            "I am sorry about order {order}. We will replace what is broken free of charge, and "
-            "you may keep the old parts."
-        ),
-    ),
-    (
-        "I never received an invoice for order {order}.",
-        "Invoices are sent as a PDF within {days} hours.",
-        "{days} hours",
-        (
-            "The invoice for order {order} is on its way and will be in your mailbox within "
-            "{days} hours."
-        ),
-    ),
-    (
-        "Please cancel order {order}, I do not need it any more.",
-        "Orders can be cancelled at no cost.",
-        "no cost",
-        "We have cancelled order {order} as you wished, at no cost to you.",
-    ),
-]
+# the mail, the fact that the shop knows, its keyword, the sentence that answers
+KINDS = """
+I sent order {order} back last week. When will I see my money?
+A refund takes {days} working days.
+{days} working days
+Order {order} has come back to us, and the refund will reach you within {days} working days.
+
+Order {order} was to come yesterday, and it did not. Where is it?
+Late parcels are delivered on {weekday}.
+{weekday}
+I am sorry that order {order} is late. It will be delivered on {weekday}.
+
+I have moved house. Can order {order} still go to my new address?
+Addresses can be changed until {weekday}.
+{weekday}
+Yes, we can send order {order} to your new address if you write to us before {weekday}.
+
+Something in order {order} is broken. What shall I do?
+Broken goods are replaced free of charge.
+free of charge
+I am sorry about order {order}. We will replace what is broken free of charge, and you may keep \
+the old parts.
+
+I never received an invoice for order {order}.
+Invoices are sent as a PDF within {days} hours.
+{days} hours
+The invoice for order {order} is on its way and will be in your mailbox within {days} hours.
+
+Please cancel order {order}, I do not need it any more.
+Orders can be cancelled at no cost.
+no cost
+We have cancelled order {order} as you wished, at no cost to you.
+"""
+KINDS = [tuple(kind.strip().split("\n")) for kind in KINDS.split("\n\n")]
 MAX_LENGTH = 400  # characters of a reply
 WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
 
@@ -137,9 +124,8 @@ def splits_word(
 ) -> bool:
     "Whether a word goes on across a place in a text; hyphens and accents belong to words."
     pair = text[max(place - 1, 0) : place + 1]
-    return len(pair) == 2 and all(
-        c == "-" or unicodedata.category(c)[0] in "LMN" for c in pair
-    )  # letters, marks, numbers
+    inside = (c == "-" or unicodedata.category(c)[0] in "LMN" for c in pair)  # letters and the like
+    return len(pair) == 2 and all(inside)
 
 
 def mentions(

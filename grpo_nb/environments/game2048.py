@@ -127,9 +127,8 @@ class Game2048:
     @property
     def over(self) -> bool:
         "Whether no push moves anything."
-        return all(map(all, self.board)) and all(
-            shift(self.board, move)[0] == self.board for move in ("W", "A")
-        )  # what S or D could merge, W or A could too
+        stays = (shift(self.board, move)[0] == self.board for move in ("W", "A"))
+        return all(map(all, self.board)) and all(stays)  # S or D could merge no more than these
 
     def lists(self) -> list[list[int]]:
         "A copy of the board that may be written on."
@@ -177,9 +176,8 @@ class GameRecord:
 
 # %% ../../nbs/environments/12_game2048.ipynb #f9e0c951
 def play(
-    strategy: Callable[
-        [list[list[int]]], str
-    ],  # board -> one of MOVES; trusted code, or what `play_program` makes of a program
+    # board -> one of MOVES; trusted code, or what `play_program` makes of a program
+    strategy: Callable[[list[list[int]]], str],
     seed: int = 0,
     *,
     target: int = 2048,  # the tile that wins, and ends the game

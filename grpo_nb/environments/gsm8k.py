@@ -126,9 +126,8 @@ def word_problems(
     steps: int = 3,  # events in a problem at most
     largest: int = 20,  # of the numbers in the text
     system_prompt: str | None = SYSTEM_PROMPT,  # None: the question alone
-) -> (
-    "datasets.Dataset"
-):  # columns prompt, answer, solution; ValueError if there are not so many different ones
+    # columns prompt, answer, solution; ValueError if there are not so many different ones
+) -> "datasets.Dataset":
     """School problems from templates, in the form of `gsm8k`; take `.select(range(n))` of them to
     hold some out."""
     from datasets import Dataset
@@ -162,15 +161,11 @@ def gsm8k(
     kind = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
     if (suffix := folder.suffix) in kind and not folder.is_file():
         raise FileNotFoundError(f"there is no file {path}: give the path of one that is there")
-    part = (
-        {"data_files": {split.partition("[")[0]: str(path)}}
-        if suffix in kind
-        else {"name": "main"}
-        if not folder.is_dir()
-        else {"data_dir": "main"}
-        if (folder / "main").is_dir()
-        else {}
-    )
+    part = {"data_dir": "main"} if (folder / "main").is_dir() else {}
+    if suffix in kind:
+        part = {"data_files": {split.partition("[")[0]: str(path)}}
+    elif not folder.is_dir():
+        part = {"name": "main"}
     try:
         data = load_dataset(kind.get(suffix, str(path)), split=split, **part)
     except OSError as error:
@@ -236,9 +231,8 @@ def answer_value(
     return stated_value(stated[0]) if len(stated) == 1 else None
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #8b4162ec
-INTEGER = re.compile(
-    r"[-+\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
-)  # thousands may be separated by commas
+# thousands may be separated by commas
+INTEGER = re.compile(r"[-+\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
 
 
 def explain_number(

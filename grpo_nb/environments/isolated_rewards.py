@@ -753,9 +753,8 @@ def isolated(
     # is slow
     prepare: Callable | str | None = None,
     name: str | None = None,  # in the log; None: the function's own
-) -> (
-    IsolatedReward
-):  # ValueError for a function that cannot be found by name, RuntimeError if it cannot be imported
+    # ValueError for a function that cannot be found by name, RuntimeError if it cannot be imported
+) -> IsolatedReward:
     "A reward function that runs in a process of its own, with a deadline that holds."
     settings = {name: value for name, value in locals().items() if name != "function"}
     target = reachable(function)

@@ -36,9 +36,8 @@ class Rubric:
 
     def __init__(
         self,
-        criteria: dict[
-            str, tuple[Callable, float]
-        ],  # what is asked -> (check, points); a check returns True, False or a share in [0, 1]
+        # what is asked -> (check, points); a check returns True, False or a share in [0, 1]
+        criteria: dict[str, tuple[Callable, float]],
         name: str = "rubric",  # under which the sum and each criterion are logged
     ):
         if not criteria:
@@ -185,11 +184,8 @@ def mastered_length_penalty(
 
 # %% ../../nbs/environments/04_rubric.ipynb #16bbd52d
 WORD = re.compile(r"[^\W\d_]+")
-LIMITS = {
-    "long sentences": (20, 40),
-    "long words": (6, 9),
-    "repetition": (0.1, 0.5),
-}  # fault -> where it begins, where it is full
+# fault -> where it begins, where it is full
+LIMITS = {"long sentences": (20, 40), "long words": (6, 9), "repetition": (0.1, 0.5)}
 
 
 def readability_faults(

@@ -144,9 +144,8 @@ BRACE = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 
 def box_place(
     text: str,  # anything
-) -> (
-    tuple[int, int] | None
-):  # first character and the one after the last; None without a closed box
+    # first character and the one after the last; None without a closed box
+) -> tuple[int, int] | None:
     r"Where the inside of the last `\boxed{...}` is."
     opened, last = [], None
     for brace in BRACE.finditer(text):
@@ -252,9 +251,8 @@ ENDS = re.compile(r"<\|(?:return|end|call)\|>")
 
 def final_place(
     text: str,  # a completion, with or without special tokens
-) -> (
-    tuple[int, int] | None
-):  # first character and the one after the last; None if it has not come to it
+    # first character and the one after the last; None if it has not come to it
+) -> tuple[int, int] | None:
     "Where the final channel is: all of a text without channels."
     answers = list(ANSWERS.finditer(text))
     if not answers and text.startswith(("analysis", "<|channel|>analysis")):
@@ -280,9 +278,8 @@ class Program:
     "What a completion holds of a program."
 
     code: str | None  # of the last Python block; None without one
-    truncated: bool = (
-        False  # whether the completion ends before the block does, or before the final channel
-    )
+    # whether the completion ends before the block does, or before the final channel
+    truncated: bool = False
 
 
 def fenced_blocks(
@@ -334,9 +331,8 @@ class Explanation:
     "What a judge found in a completion, and what that is worth."
 
     reason: str  # in a sentence
-    marks: tuple[
-        tuple[str, int, int], ...
-    ] = ()  # what was read in the text: its name, its first character and the one after its last
+    # what was read in the text: its name, its first character and the one after its last
+    marks: tuple[tuple[str, int, int], ...] = ()
     points: float | None = None  # the reward; None: no score, or the judge does not count
 
 
