@@ -773,12 +773,12 @@ class Handler(HandlerReads):
     def answer(self, routes: list[str]) -> None:
         "Do what is asked, and send what comes of it."
         try:
-            return self.send(200, self.said(routes))
+            status, said = 200, self.said(routes)
         except Refusal as refusal:
-            said = refusal
+            status, said = refusal.status, refusal.answer
         except Exception as error:
-            said = Refusal(500, f"{type(error).__name__}: {error}")
-        self.send(said.status, said.answer)
+            status, said = 500, Refusal(500, f"{type(error).__name__}: {error}").answer
+        self.send(status, said)  # outside: what breaks off here is no answer
 
     def send(self, status: int, said: Any) -> None:
         "Send an answer; a client that has gone does not get it."
