@@ -696,8 +696,9 @@ class UpdateEvaluation(UpdateStep):
         metrics: Metrics,  # gets the numbers of each batch's loss
     ) -> list[float]:
         "The loss of each batch. Every process that holds a share of the weights has to call it."
+        most = self.weights.agreed(len(batches))  # first: passes gather weights, too
         losses = [self.loss_without_update(batch, metrics) for batch in batches]
-        for _ in range(self.weights.agreed(len(batches)) - len(batches)):
+        for _ in range(most - len(batches)):
             self.loss_without_update(self.one_token())
         return losses
 
