@@ -165,6 +165,46 @@ def test_a_stub_fails_its_check_and_the_solution_passes(lesson, title):
     matplotlib.pyplot.close("all")
 
 
+NEAR = {  # (lesson, title) -> answers that are nearly right
+    ("lessons/01_what_rl_is", "You get what you pay for"): [
+        "def my_reward(answer): return answer.endswith('4')",
+        "def my_reward(answer): return answer.startswith('4')",
+    ],
+    ("algorithm/00_gradient", "Punish everything?"): [
+        "def average_push(pi): return pi * (1 - pi)",
+        "def average_push(pi): return [-1.0] * len(pi)",
+    ],
+    ("algorithm/01_advantages", "Leave one out"): [
+        "def leave_one_out(r, G): return group_advantages(r, G, scale='none').values",
+    ],
+    ("lessons/10_a_real_run_read", 'How many answers make a "never"?'): [
+        "def answers_needed(p): return 1 + math.ceil(math.log(0.05) / math.log(1 - p))",
+    ],
+    ("lessons/02_when_the_reward_does_not_rise", "The smallest group"): [
+        "def smallest_group(p): return math.ceil(math.log(2) / p)",
+        "def smallest_group(p): return {0.5: 2, 0.2: 3, 0.05: 14, 0.01: 69}[p]",
+    ],
+}
+
+
+@pytest.mark.parametrize("lesson, title", NEAR)
+def test_an_answer_that_is_nearly_right_fails_its_check(lesson, title):
+    for answer in NEAR[lesson, title]:
+        names, check = run_stub(lesson, title, answer)
+        exec(answer, names)
+        assert eval(check, names) is False, answer
+    matplotlib.pyplot.close("all")
+
+
+def test_a_list_of_numbers_is_an_answer_too():
+    answer = """def average_push(pi):
+    V = range(len(pi))
+    return [float(sum(-pi[i] * (float(k == i) - pi[k]) for i in V)) for k in V]"""
+    names, check = run_stub("algorithm/00_gradient", "Punish everything?", answer)
+    exec(answer, names)
+    assert eval(check, names) is True
+
+
 @pytest.mark.full
 def test_a_graded_reward_gets_as_far_as_its_solution_says():
     title, (solution, run) = next(iter(solutions("lessons/02_when_the_reward_does_not_rise")))
