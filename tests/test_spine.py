@@ -170,12 +170,27 @@ NEAR = {  # (lesson, title) -> answers that are nearly right
         "def my_reward(answer): return answer.endswith('4')",
         "def my_reward(answer): return answer.startswith('4')",
     ],
+    ("lessons/01_what_rl_is", "How patient must one be?"): [
+        "def groups_needed(p, G, sure): "
+        "return 1 + math.ceil(math.log(1 - sure) / (G * math.log(1 - p)))",
+    ],
     ("algorithm/00_gradient", "Punish everything?"): [
         "def average_push(pi): return pi * (1 - pi)",
         "def average_push(pi): return [-1.0] * len(pi)",
     ],
     ("algorithm/01_advantages", "Leave one out"): [
         "def leave_one_out(r, G): return group_advantages(r, G, scale='none').values",
+    ],
+    ("tutorials/01_first_run", "Pay for being close"): [
+        "def closeness_reward(texts, answer): "
+        "return [-abs((last_number(t) or 0) - float(a)) for t, a in zip(texts, answer)]",
+    ],
+    ("model/02_masks", "Packed documents"): [
+        "def same_document(numbers): return lambda b, h, q, k: numbers[q] <= numbers[k]",
+    ],
+    ("algorithm/02_losses", "The clip with if"): [  # the size of the advantage is left out
+        "def clipped_with_if(c, a, epsilon, epsilon_high, delta): "
+        "return -min(c, 1 + epsilon_high) if a > 0 else min(max(c, 1 - epsilon), delta)",
     ],
     ("lessons/10_a_real_run_read", 'How many answers make a "never"?'): [
         "def answers_needed(p): return 1 + math.ceil(math.log(0.05) / math.log(1 - p))",
