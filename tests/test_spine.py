@@ -185,6 +185,12 @@ NEAR = {  # (lesson, title) -> answers that are nearly right
         "def closeness_reward(texts, answer): "
         "return [-abs((last_number(t) or 0) - float(a)) for t, a in zip(texts, answer)]",
     ],
+    ("algorithm/01_advantages", 'Which hill does "group" climb?'): [  # not 0 at 0
+        "def objective(p): return torch.arcsin(2 * p - 1)",
+    ],
+    ("planning/01_plan", "The part that grows"): [  # GB
+        "def layer_inputs(layers, tokens, hidden): return layers * tokens * hidden * 2 / 1e9",
+    ],
     ("model/02_masks", "Packed documents"): [
         "def same_document(numbers): return lambda b, h, q, k: numbers[q] <= numbers[k]",
     ],
