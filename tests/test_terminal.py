@@ -161,7 +161,7 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
     def ends(args):
         raise RewardError(f"the first completion is {ORDERS}")
 
-    monkeypatch.setattr(cli, "demo", ends)
+    monkeypatch.setitem(cli._COMMANDS, "demo", (ends, *cli._COMMANDS["demo"][1:]))
     assert cli.main(["demo", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert shows(said) and "Traceback" in said and said.count("\n") > 3

@@ -456,6 +456,7 @@ def read_pictures(
     prompt: Sequence[Mapping],  # a conversation with pictures
     processor: Any,  # of transformers, or a `PictureProcessor`
     write: Callable[[list], str],  # a conversation as the chat template writes it
+    variables: Mapping[str, Any] | None = None,  # of the template, for a server that writes it
 ) -> SeenPrompt:  # ValueError
     "The token ids and the tensors of a prompt with pictures."
     check_sees(processor)
@@ -466,7 +467,7 @@ def read_pictures(
             f"{sum(picture is not None for picture in pictures)} pictures: give each place its own"
         )
     seen = read_written(write([*map(without_pixels, prompt)]), pictures, processor)
-    seen.messages = prompt
+    seen.messages, seen.variables = prompt, variables
     return seen
 
 

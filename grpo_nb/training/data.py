@@ -181,9 +181,7 @@ def prompt_token_ids(
             )
 
         if places_of(prompt):
-            seen = read_pictures(prompt, processor, partial(written, tokenize=False))
-            seen.variables = variables
-            return seen
+            return read_pictures(prompt, processor, partial(written, tokenize=False), variables)
         ids = written(prompt, tokenize=True, return_dict=True)["input_ids"]
     if not len(ids):
         raise ValueError(

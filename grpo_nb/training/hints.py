@@ -11,6 +11,7 @@ __all__ = ['MIN_RECORDS', 'MIN_GROUPS', 'HINTS', 'RunHistory', 'paragraph', 'los
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .config import GRPOConfig
@@ -47,6 +48,13 @@ class RunHistory:
         for name, value in record.items():
             if isinstance(value, (int, float)) and math.isfinite(value):
                 self.columns.setdefault(name, []).append(value)
+
+    @contextmanager
+    def patient_for(self, records: int) -> Iterator[None]:
+        "In the block a symptom has to last for so many records."
+        usual, self.patience = self.patience, records
+        yield
+        self.patience = usual
 
     def newest(self, name: str) -> float:  # NaN if it was never logged
         "The newest number logged under a name."
@@ -399,7 +407,5 @@ class Hints:
         risen = rewards[-1] - rewards[0] > history.newest("reward_group_std") / 2
         if not 0 < records < history.patience or risen:
             return []
-        usual, history.patience = history.patience, records
-        new = self.new("no spread in any group", "nearly all truncated")
-        history.patience = usual
-        return new
+        with history.patient_for(records):
+            return self.new("no spread in any group", "nearly all truncated")

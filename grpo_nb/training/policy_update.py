@@ -175,9 +175,16 @@ class MicroBatchFitter:
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The micro-batch in pieces: as `mini_batch` says, or as few as fit into free memory."
-        free = free_memory(self.device) - self.weights.spare_bytes
-        sizes, most = (self.shape, self.slices, self.residual), len(batch) if self.cuts else 1
-        count, tokens = choose_pieces(self.model, batch, self.config, free, *sizes, most=most)
+        count, tokens = choose_pieces(
+            self.model,
+            batch,
+            self.config,
+            free_memory(self.device) - self.weights.spare_bytes,
+            self.shape,
+            self.slices,
+            self.residual,
+            most=len(batch) if self.cuts else 1,
+        )
         self.slice(tokens)
         self.count = self.weights.agreed(count)
         return split(batch, self.count)
@@ -400,10 +407,14 @@ class UpdateLogps(ArrangedUpdate):
                 with self.reference.policy(self.model) as reference:
                     batch.ref_logps = self.logps_of(reference, batch)
         if self.corrects:
-            names, of = ("mode", "clip_max", "clip_min"), "vllm_importance_sampling_"
-            given = {name: getattr(self.config, of + name) for name in names}
-            logps = batch.old_logps, batch.rollout_logps, batch.completion_mask
-            batch.rollout_weights = rollout_correction(*logps, **given)
+            batch.rollout_weights = rollout_correction(
+                batch.old_logps,
+                batch.rollout_logps,
+                batch.completion_mask,
+                mode=self.config.vllm_importance_sampling_mode,
+                clip_max=self.config.vllm_importance_sampling_clip_max,
+                clip_min=self.config.vllm_importance_sampling_clip_min,
+            )
         return batch
 
     def logps_of(self, policy, batch: TrainingBatch) -> torch.Tensor:
@@ -527,9 +538,9 @@ class UpdateGap(UpdateLoss):
 
     def measure_weights(self, gap: dict[str, float], batch: TrainingBatch) -> None:
         "The gap and the weights of the rollout correction, under TRL's names."
-        whole, weights = self.config.vllm_importance_sampling_mode, batch.rollout_weights
-        whole = whole.startswith("sequence")
-        weights = weights.flatten() if whole else weights[batch.completion_mask]
+        whole = self.config.vllm_importance_sampling_mode.startswith("sequence")
+        weights, drawn = batch.rollout_weights, batch.completion_mask
+        weights = weights.flatten() if whole else weights[drawn]
         weights = weights if len(weights) else weights.new_zeros(1)
         named = {f"sampling_logp_difference/{name}": gap[name] for name in ("mean", "max")}
         for name in ("min", "mean", "max"):
