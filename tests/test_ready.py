@@ -318,10 +318,11 @@ def test_a_hub_that_is_busy(status, monkeypatch):
 @pytest.mark.parametrize(
     "load",
     [
-        lambda: load_model("somebody/some-model", max_seq_length=64),
-        lambda: gsm8k("train", "somebody/some-data"),
+        pytest.param(lambda: load_model("somebody/some-model", max_seq_length=64), id="model"),
+        pytest.param(
+            lambda: gsm8k("train", "somebody/some-data"), id="data", marks=pytest.mark.long
+        ),
     ],
-    ids=["model", "data"],
 )
 def test_a_download_that_fails_is_followed_by_the_next_cell(load, monkeypatch):
     with pytest.raises(Exception) as met:
