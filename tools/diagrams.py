@@ -691,9 +691,9 @@ def measured(y, name, share, count, colour):
 
 
 @diagram(
-    590,
+    618,
     "A trained model on a laptop's processor",
-    "SmolLM2-135M-Instruct on two cores. Above: sentences become JSON, two seeds; the share of "
+    "SmolLM2-135M-Instruct on two cores. Above: sentences become JSON, three seeds; the share of "
     "sampled completions that are right rises in ten updates from an eighth to three quarters and "
     "more. In the middle: sums in words, where it rises in twelve from a twentieth to a half. "
     "Below: problems that were held out, before and after, with 95 percent intervals.",
