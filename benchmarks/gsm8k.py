@@ -22,7 +22,7 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR judge --adapter FOLDER --name trl_0
         an adapter in PEFT's layout, or the model without one, judged as at the end of a run
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR samples --adapter FOLDER --name NAME
-        64 sampled answers to each of the first 256 test problems, for pass@k
+        64 sampled answers to each of the first 256 test problems, for pass@k and maj@k
     python benchmarks/gsm8k.py - --out DIR publish --name right_0 --adapter DIR/right_0
         a model card in an adapter's folder, of DIR/NAME.json and DIR/prompts.json: base, data,
         settings, before and after with intervals, failures; --to OWNER/NAME uploads the folder
@@ -44,15 +44,16 @@ import argparse
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import random
 import re
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
+from answers import bootstrap, corrects_itself, majority_at, newly_solved, pass_at
 from datasets import Dataset
 from fresh_numbers import fresh_numbers
 from peft import LoraConfig
@@ -132,6 +133,7 @@ def answered(model, tokenizer, prompts, answers, most=400, temperature=0.0, batc
         marks=marks,
         right=round(marks.count("r") / len(marks), 6),
         tokens=round(float(drawn.lengths.float().mean()), 1),
+        again=sum(map(corrects_itself, texts)),
         most=most,
         seconds=round(time.perf_counter() - began, 1),
         way=engine.way,
@@ -464,16 +466,25 @@ def judge(arguments):
     path.write_text(json.dumps(known | record))
 
 
+def votes_of(texts, answer):
+    "[right answers, counts of the different wrong ones, answers without a number] of a problem."
+    said = Counter(map(final_number, texts))
+    silent, right_ones = said.pop(None, 0), said.pop(right_number(answer), 0)
+    return [right_ones, sorted(said.values(), reverse=True), silent]
+
+
 def samples(arguments):
-    "How many of 64 sampled answers are right, for each of 256 problems."
+    "What 64 sampled answers say, for each of 256 problems."
     asked, answers = test_prompts(arguments, *prompt_of(arguments))
     asked, answers, model = asked[:256], answers[:256], loaded(arguments)
-    asked, answers = [p for p in asked for _ in range(64)], [a for a in answers for _ in range(64)]
-    found, texts = answered(*model, asked, answers, temperature=1.0, batch=1024)
-    marks = found.pop("marks")
-    counts = [marks[i : i + 64].count("r") for i in range(0, len(marks), 64)]
+    repeated = [a for a in answers for _ in range(64)]
+    asked = [p for p in asked for _ in range(64)]
+    found, texts = answered(*model, asked, repeated, temperature=1.0, batch=1024)
+    found.pop("marks")
+    votes = [votes_of(texts[64 * i : 64 * i + 64], answer) for i, answer in enumerate(answers)]
     print(arguments.name, found, flush=True)
-    record = facts(arguments) | dict(samples=found | dict(counts=counts, each=64))
+    found |= dict(counts=[right_ones for right_ones, _, _ in votes], each=64, votes=votes)
+    record = facts(arguments) | dict(samples=found)
     (arguments.out / f"{arguments.name}_samples.json").write_text(json.dumps(record))
 
 
@@ -547,27 +558,43 @@ def interval(marks, before, draws=2000):
     return mean, means[int(0.025 * draws)], means[int(0.975 * draws)]
 
 
-def pass_at(k, right_ones, drawn):
-    "The chance that one of k answers is right, from `drawn` of which `right_ones` are (unbiased)."
-    return 1 - math.comb(drawn - right_ones, k) / math.comb(drawn, k)
+KS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def show_samples(name, found):
-    "pass@k of stored counts, with 95 % by a bootstrap over problems."
-    rng, counts, told = random.Random(0), found["counts"], []
-    for k in (1, 4, 16, 64):
-        values = [pass_at(k, c, found["each"]) for c in counts]
-        means = sorted(sum(rng.choices(values, k=len(values))) for _ in range(2000))
-        low, high = (100 * means[i] / len(values) for i in (50, 1949))
-        told.append(f"{k}: {100 * sum(values) / len(values):.1f} % ({low:.1f} to {high:.1f})")
-    print(f"{name:8} pass@k of {len(counts)} problems: {', '.join(told)}")
+    "pass@k and maj@k of stored answers, with 95 % by a bootstrap over problems."
+    each, ways = found["each"], {"pass": lambda k: [pass_at(k, c, each) for c in found["counts"]]}
+    if "votes" in found:
+        ways["maj"] = lambda k: [majority_at(k, *one) for one in found["votes"]]
+    for way, values in ways.items():
+        means = {k: [100 * x for x in bootstrap(values(k))] for k in KS}
+        told = (f"{k}: {m:.1f} % ({low:.1f} to {high:.1f})" for k, (m, low, high) in means.items())
+        print(f"{name:8} {way}@k of {len(found['counts'])} problems: {', '.join(told)}")
+
+
+def show_new(counts, runs):
+    "What stored runs solve of what was never solved before, and how often they go back."
+    for name, record in runs.items():
+        if "after" not in record:
+            continue
+        never, now = newly_solved(counts, record["after"]["marks"])
+        told = [f"{name:14} {now} of {never} problems without a right answer in 64 before"]
+        kept = record.get("completions", ())
+        for update in dict.fromkeys(row["update"] for row in (*kept[:1], *kept[-1:])):
+            texts = [row["completion"] for row in kept if row["update"] == update]
+            again = sum(map(corrects_itself, texts))
+            told.append(f"at update {update} {again} of {len(texts)} answers correct themselves")
+        print("; ".join(told))
 
 
 def show(arguments):
     "The stored prompts and runs as a table."
     stored = {p.stem: json.loads(p.read_text()) for p in sorted(arguments.out.glob("*.json"))}
-    for name in [name for name, r in stored.items() if "samples" in r]:
-        show_samples(name.removesuffix("_samples"), stored.pop(name)["samples"])
+    drawn = {name: stored.pop(name)["samples"] for name in [*stored] if "samples" in stored[name]}
+    for name, found in drawn.items():
+        show_samples(name.removesuffix("_samples"), found)
+    if "before_samples" in drawn:
+        show_new(drawn["before_samples"]["counts"], stored)
     prompts = {n: r for n, r in stored["prompts"].items() if "marks" in r and r["most"] == 400}
     best = max(prompts, key=lambda n: prompts[n]["right"])
     print(stored["prompts"]["arguments"]["model"])

@@ -140,6 +140,13 @@ def test_every_run_that_waits_for_a_card_can_be_parsed(command):
             assert given.adapter is None or given.adapter.name == first
 
 
+def test_answers_become_votes():
+    from gsm8k import votes_of
+
+    texts = ["\\boxed{5}", "so 5.0", "4", "4", "it is 7", "none"]
+    assert votes_of(texts, "5") == [2, [2, 1], 1]
+
+
 def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_answer():
     from gsm8k import pass_at
 

@@ -1,0 +1,87 @@
+"""benchmarks/answers.py: estimators against every subset of what was drawn, and against numpy."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+
+
+def test_pass_at_k_is_the_published_product():
+    from answers import pass_at
+
+    for right, k in itertools.product((0, 1, 7, 40, 64), (1, 2, 4, 8, 16, 32, 64)):
+        product = numpy.prod(1.0 - k / numpy.arange(64 - right + 1, 65))  # Chen et al. 2021
+        value = 1.0 if 64 - right < k else 1.0 - product
+        assert pass_at(k, right, 64) == pytest.approx(value, abs=1e-12)
+
+
+@pytest.mark.parametrize("drawn", ["rrwwx", "rrrabcd", "rwwx--", "rrww-x", "www", "-r", "rrr"])
+def test_maj_at_k_is_the_share_of_all_subsets_with_a_right_majority(drawn):
+    from answers import majority_at
+
+    counts = Counter(drawn)
+    right, silent = counts.pop("r", 0), counts.pop("-", 0)
+    for k in range(1, len(drawn) + 1):
+        shares = []
+        for chosen in itertools.combinations(drawn, k):
+            votes = Counter(chosen)
+            votes.pop("-", None)
+            most = [one for one in votes if votes[one] == max(votes.values())]
+            shares.append(most.count("r") / len(most) if most else 0.0)
+        found = majority_at(k, right, list(counts.values()), silent)
+        assert found == pytest.approx(sum(shares) / len(shares)), k
+
+
+@pytest.mark.parametrize("count, of", [(0, 64), (1, 64), (30, 64), (64, 64)])
+def test_the_ends_of_an_interval_are_shares_from_which_the_count_is_just_likely(count, of):
+    from answers import Z, wilson
+
+    for end, free in zip(wilson(count, of), (count > 0, count < of)):
+        if free:
+            assert abs(count / of - end) == pytest.approx(Z * math.sqrt(end * (1 - end) / of))
+        else:
+            assert end == count / of
+
+
+def test_a_bootstrap_is_as_wide_as_the_standard_error_says():
+    from answers import bootstrap
+
+    rng = random.Random(1)
+    values = [rng.random() for _ in range(400)]
+    mean, low, high = bootstrap(values)
+    error = numpy.std(values, ddof=1) / 20
+    assert mean == pytest.approx(numpy.mean(values))
+    assert (high - low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "text, again",
+    [
+        ("It is 4. Wait, 3 are gone. So 1.", True),
+        ("Hmm. Let us recheck the sum.", True),
+        ("Let's re-evaluate the problem.", True),
+        ("I made a mistake above.", True),
+        ("She has to wait for 5 minutes.", False),
+        ("They made mistakes in 3 of 7 tests.", False),
+        ("Let's calculate the sum.", False),
+    ],
+)
+def test_an_answer_that_goes_back_on_itself_is_told_by_its_words(text, again):
+    from answers import corrects_itself
+
+    assert corrects_itself(text) == again
+
+
+def test_what_is_newly_solved_was_never_solved_before():
+    from answers import newly_solved
+
+    assert newly_solved([0, 3, 0, 0], "rrwc") == (3, 1)
