@@ -53,7 +53,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from answers import bootstrap, corrects_itself, majority_at, newly_solved, pass_at
+from answers import bootstrap, doubts, majority_at, newly_solved, pass_at
 from datasets import Dataset
 from fresh_numbers import fresh_numbers
 from peft import LoraConfig
@@ -133,7 +133,7 @@ def answered(model, tokenizer, prompts, answers, most=400, temperature=0.0, batc
         marks=marks,
         right=round(marks.count("r") / len(marks), 6),
         tokens=round(float(drawn.lengths.float().mean()), 1),
-        again=sum(map(corrects_itself, texts)),
+        doubts=sum(map(doubts, texts)),
         most=most,
         seconds=round(time.perf_counter() - began, 1),
         way=engine.way,
@@ -573,7 +573,7 @@ def show_samples(name, found):
 
 
 def show_new(counts, runs):
-    "What stored runs solve of what was never solved before, and how often they go back."
+    "What stored runs solve of what was never solved before, and how often they doubt."
     for name, record in runs.items():
         if "after" not in record:
             continue
@@ -582,8 +582,8 @@ def show_new(counts, runs):
         kept = record.get("completions", ())
         for update in dict.fromkeys(row["update"] for row in (*kept[:1], *kept[-1:])):
             texts = [row["completion"] for row in kept if row["update"] == update]
-            again = sum(map(corrects_itself, texts))
-            told.append(f"at update {update} {again} of {len(texts)} answers correct themselves")
+            doubtful = sum(map(doubts, texts))
+            told.append(f"words of doubt at update {update}: {doubtful} of {len(texts)} answers")
         print("; ".join(told))
 
 

@@ -1,6 +1,7 @@
 """benchmarks/answers.py: estimators against every subset of what was drawn, and against numpy."""
 
 import itertools
+import json
 import math
 import random
 from collections import Counter
@@ -63,22 +64,17 @@ def test_a_bootstrap_is_as_wide_as_the_standard_error_says():
     assert (high - low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize(
-    "text, again",
-    [
-        ("It is 4. Wait, 3 are gone. So 1.", True),
-        ("Hmm. Let us recheck the sum.", True),
-        ("Let's re-evaluate the problem.", True),
-        ("I made a mistake above.", True),
-        ("She has to wait for 5 minutes.", False),
-        ("They made mistakes in 3 of 7 tests.", False),
-        ("Let's calculate the sum.", False),
-    ],
-)
-def test_an_answer_that_goes_back_on_itself_is_told_by_its_words(text, again):
-    from answers import corrects_itself
+def test_words_of_doubt_are_those_of_the_lesson():
+    from answers import DOUBT, doubts
 
-    assert corrects_itself(text) == again
+    root = Path(__file__).parents[1]
+    cells = json.loads((root / "nbs/lessons/10_a_real_run_read.ipynb").read_text())["cells"]
+    assert f'r"{DOUBT.pattern}"' in "".join(line for cell in cells for line in cell["source"])
+    runs = [
+        json.loads((root / f"benchmarks/results/gsm8k/right_{i}.json").read_text()) for i in "012"
+    ]
+    texts = [one["completion"] for run in runs for one in run["completions"]]
+    assert [len(texts), sum(map(doubts, texts))] == [90, 5]  # as the lesson says
 
 
 def test_what_is_newly_solved_was_never_solved_before():
