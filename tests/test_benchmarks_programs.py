@@ -78,7 +78,7 @@ def fenced(code):
     ],
 )
 def test_kinds_of_cheats_are_read_from_the_text(task, code, kinds):
-    from programs import tried
+    from cheats import tried
 
     assert tried(code, task) == kinds
 
