@@ -90,41 +90,6 @@ def _store_tile(X, x, at, stride, count: tl.constexpr, length, cols, D: tl.const
     X += at.to(tl.int64) * stride
     tl.store(X + rows[:, None] * stride + cols[None, :], x.to(X.dtype.element_ty), mask=inside)
 
-
-@triton.jit
-def _forward_step(
-    q,
-    acc,
-    m,
-    total,
-    K,
-    V,
-    k_l,
-    v_l,
-    j,
-    positions,
-    pad,
-    window,
-    Lk,
-    scale,
-    cols,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    "A tile of keys: the running output, maximum and sum of its queries after it."
-    k = _tile(K, j, k_l, BN, Lk, cols, D, BD)
-    z = tl.dot(q, tl.trans(k)) * scale  # (BM, BN)
-    if MASKED:
-        keys = j + tl.arange(0, BN)
-        seen = _is_seen(keys[None, :], positions[:, None], pad, window, Lk)
-        z = tl.where(seen, z, float("-inf"))
-    new = tl.maximum(m, tl.max(z, 1))
-    p, fade = tl.exp2(z - new[:, None]), tl.exp2(m - new)
-    v = _tile(V, j, v_l, BN, Lk, cols, D, BD)
-    return tl.dot(p.to(v.dtype), v, acc * fade[:, None]), new, total * fade + tl.sum(p, 1)
-
 # %% ../../nbs/model/05_attention_kernel.ipynb #c4491870
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _forward_kernel(
@@ -182,57 +147,24 @@ def _forward_kernel(
     positions, last = rows + offset, tl.minimum(at + BM, Lq) - 1 + offset
     begin, left, whole, whole_end, partly = _key_tiles(at + offset, last, pad, window, Lk, BN)
     scale *= LOG2E
-    for n in range(0, partly):
-        j = _nth(n, begin, left, whole_end, BN)
-        acc, m, total = _forward_step(
-            q,
-            acc,
-            m,
-            total,
-            K,
-            V,
-            k_l,
-            v_l,
-            j,
-            positions,
-            pad,
-            window,
-            Lk,
-            scale,
-            cols,
-            D,
-            BD,
-            BN,
-            True,
-        )
-    for n in range(0, (whole_end - whole) // BN):
-        j = whole + n * BN
-        acc, m, total = _forward_step(
-            q,
-            acc,
-            m,
-            total,
-            K,
-            V,
-            k_l,
-            v_l,
-            j,
-            positions,
-            pad,
-            window,
-            Lk,
-            scale,
-            cols,
-            D,
-            BD,
-            BN,
-            False,
-        )
+    for WHOLE in tl.static_range(2):  # first the tiles that are seen partly
+        for n in range(0, (whole_end - whole) // BN if WHOLE else partly):
+            j = whole + n * BN if WHOLE else _nth(n, begin, left, whole_end, BN)
+            z = tl.dot(q, tl.trans(_tile(K, j, k_l, BN, Lk, cols, D, BD))) * scale  # (BM, BN)
+            if not WHOLE:
+                keys = j + tl.arange(0, BN)
+                seen = _is_seen(keys[None, :], positions[:, None], pad, window, Lk)
+                z = tl.where(seen, z, float("-inf"))
+            new = tl.maximum(m, tl.max(z, 1))
+            p, fade = tl.exp2(z - new[:, None]), tl.exp2(m - new)
+            v = _tile(V, j, v_l, BN, Lk, cols, D, BD)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+            m, total = new, total * fade + tl.sum(p, 1)
     total = tl.where(total == 0, 1.0, total)
     _store_tile(OUT + b * o_b + h * o_h, acc / total[:, None], at, o_l, BM, Lq, cols, D)
     tl.store(LSE + tl.program_id(0).to(tl.int64) * Lq + rows, m + tl.log2(total), mask=rows < Lq)
 
-# %% ../../nbs/model/05_attention_kernel.ipynb #ddf82ff5
+# %% ../../nbs/model/05_attention_kernel.ipynb #413f1b79
 @triton.jit(do_not_specialize=["Lq"])
 def _delta_kernel(
     OUT,
@@ -259,41 +191,7 @@ def _delta_kernel(
     of_rows = tl.program_id(0).to(tl.int64) * Lq + rows
     tl.store(DELTA + of_rows, tl.sum(o * g, 1), mask=rows < Lq)
 
-
-@triton.jit
-def _dq_step(
-    q,
-    g,
-    dq,
-    lse,
-    delta,
-    K,
-    V,
-    k_l,
-    v_l,
-    j,
-    positions,
-    pad,
-    window,
-    Lk,
-    scale,
-    cols,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    "A tile of keys: what it adds to its queries' gradient."
-    k, v = _tile(K, j, k_l, BN, Lk, cols, D, BD), _tile(V, j, v_l, BN, Lk, cols, D, BD)
-    z = tl.dot(q, tl.trans(k)) * scale  # (BM, BN)
-    if MASKED:
-        keys = j + tl.arange(0, BN)
-        seen = _is_seen(keys[None, :], positions[:, None], pad, window, Lk)
-        z = tl.where(seen, z, float("-inf"))
-    dz = tl.exp2(z - lse[:, None]) * (tl.dot(g, tl.trans(v)) - delta[:, None])
-    return tl.dot(dz.to(k.dtype), k, dq)
-
-# %% ../../nbs/model/05_attention_kernel.ipynb #e35481ac
+# %% ../../nbs/model/05_attention_kernel.ipynb #f79ad92e
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _dq_kernel(
     Q,
@@ -349,98 +247,20 @@ def _dq_kernel(
     dq, z_scale = tl.zeros([BM, BD], tl.float32), scale * LOG2E
     positions, last = rows + offset, tl.minimum(at + BM, Lq) - 1 + offset
     begin, left, whole, whole_end, partly = _key_tiles(at + offset, last, pad, window, Lk, BN)
-    for n in range(0, partly):
-        j = _nth(n, begin, left, whole_end, BN)
-        dq = _dq_step(
-            q,
-            g,
-            dq,
-            lse,
-            delta,
-            K,
-            V,
-            k_l,
-            v_l,
-            j,
-            positions,
-            pad,
-            window,
-            Lk,
-            z_scale,
-            cols,
-            D,
-            BD,
-            BN,
-            True,
-        )
-    for n in range(0, (whole_end - whole) // BN):
-        j = whole + n * BN
-        dq = _dq_step(
-            q,
-            g,
-            dq,
-            lse,
-            delta,
-            K,
-            V,
-            k_l,
-            v_l,
-            j,
-            positions,
-            pad,
-            window,
-            Lk,
-            z_scale,
-            cols,
-            D,
-            BD,
-            BN,
-            False,
-        )
+    for WHOLE in tl.static_range(2):  # first the tiles that are seen partly
+        for n in range(0, (whole_end - whole) // BN if WHOLE else partly):
+            j = whole + n * BN if WHOLE else _nth(n, begin, left, whole_end, BN)
+            k, v = _tile(K, j, k_l, BN, Lk, cols, D, BD), _tile(V, j, v_l, BN, Lk, cols, D, BD)
+            z = tl.dot(q, tl.trans(k)) * z_scale  # (BM, BN)
+            if not WHOLE:
+                keys = j + tl.arange(0, BN)
+                seen = _is_seen(keys[None, :], positions[:, None], pad, window, Lk)
+                z = tl.where(seen, z, float("-inf"))
+            dz = tl.exp2(z - lse[:, None]) * (tl.dot(g, tl.trans(v)) - delta[:, None])
+            dq = tl.dot(dz.to(k.dtype), k, dq)
     _store_tile(DQ + b * x_b + h * x_h, dq * scale, at, x_l, BM, Lq, cols, D)
 
-# %% ../../nbs/model/05_attention_kernel.ipynb #1ecc021e
-@triton.jit
-def _dkv_step(
-    k,
-    v,
-    dk,
-    dv,
-    Q,
-    D_OUT,
-    LSE,
-    DELTA,
-    q_l,
-    g_l,
-    i,
-    keys,
-    offset,
-    pad,
-    window,
-    Lq,
-    Lk,
-    scale,
-    cols,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    "A tile of queries: what it adds to the gradients of its keys and values."
-    q, g = _tile(Q, i, q_l, BM, Lq, cols, D, BD), _tile(D_OUT, i, g_l, BM, Lq, cols, D, BD)
-    rows = i + tl.arange(0, BM)
-    lse = tl.load(LSE + rows, mask=rows < Lq, other=0.0)
-    delta = tl.load(DELTA + rows, mask=rows < Lq, other=0.0)
-    z = tl.dot(k, tl.trans(q)) * scale  # (BN, BM)
-    if MASKED:
-        seen = _is_seen(keys[:, None], (rows + offset)[None, :], pad, window, Lk)
-        z = tl.where(seen & (rows < Lq)[None, :], z, float("-inf"))
-    p = tl.exp2(z - lse[None, :])
-    dv = tl.dot(p.to(g.dtype), g, dv)
-    dz = p * (tl.dot(v, tl.trans(g)) - delta[None, :])
-    return tl.dot(dz.to(q.dtype), q, dk), dv
-
-# %% ../../nbs/model/05_attention_kernel.ipynb #c1862bc9
+# %% ../../nbs/model/05_attention_kernel.ipynb #319eaafe
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _dkv_kernel(
     Q,
@@ -501,62 +321,23 @@ def _dkv_kernel(
     )
     for head in range(0, G):
         row = b * HQ + h * G + head
-        q, g = Q + b * q_b + (h * G + head) * q_h, D_OUT + b * g_b + (h * G + head) * g_h
-        lse, delta = LSE + row * Lq, DELTA + row * Lq
-        for n in range(0, partly):
-            i = _nth(n, begin, left, whole_end, BM)
-            dk, dv = _dkv_step(
-                k,
-                v,
-                dk,
-                dv,
-                q,
-                g,
-                lse,
-                delta,
-                q_l,
-                g_l,
-                i,
-                keys,
-                offset,
-                pad,
-                window,
-                Lq,
-                Lk,
-                z_scale,
-                cols,
-                D,
-                BD,
-                BM,
-                True,
-            )
-        for n in range(0, (whole_end - whole) // BM):
-            i = whole + n * BM
-            dk, dv = _dkv_step(
-                k,
-                v,
-                dk,
-                dv,
-                q,
-                g,
-                lse,
-                delta,
-                q_l,
-                g_l,
-                i,
-                keys,
-                offset,
-                pad,
-                window,
-                Lq,
-                Lk,
-                z_scale,
-                cols,
-                D,
-                BD,
-                BM,
-                False,
-            )
+        of_q, of_g = Q + b * q_b + (h * G + head) * q_h, D_OUT + b * g_b + (h * G + head) * g_h
+        for WHOLE in tl.static_range(2):  # first the tiles that are seen partly
+            for n in range(0, (whole_end - whole) // BM if WHOLE else partly):
+                i = whole + n * BM if WHOLE else _nth(n, begin, left, whole_end, BM)
+                q = _tile(of_q, i, q_l, BM, Lq, cols, D, BD)
+                g = _tile(of_g, i, g_l, BM, Lq, cols, D, BD)
+                rows = i + tl.arange(0, BM)
+                lse = tl.load(LSE + row * Lq + rows, mask=rows < Lq, other=0.0)
+                delta = tl.load(DELTA + row * Lq + rows, mask=rows < Lq, other=0.0)
+                z = tl.dot(k, tl.trans(q)) * z_scale  # (BN, BM)
+                if not WHOLE:
+                    seen = _is_seen(keys[:, None], (rows + offset)[None, :], pad, window, Lk)
+                    z = tl.where(seen & (rows < Lq)[None, :], z, float("-inf"))
+                p = tl.exp2(z - lse[None, :])
+                dv = tl.dot(p.to(g.dtype), g, dv)
+                dz = p * (tl.dot(v, tl.trans(g)) - delta[None, :])
+                dk = tl.dot(dz.to(q.dtype), q, dk)
     _store_tile(DK + b * x_b + h * x_h, dk * scale, at, x_l, BN, Lk, cols, D)
     _store_tile(DV + b * y_b + h * y_h, dv, at, y_l, BN, Lk, cols, D)
 
