@@ -626,7 +626,7 @@ def targets_of(case):
 
 def tile_of(model):
     "Tokens that the experts or the MLP were given at a time, last."
-    from grpo_nb.model.token_slices import slice_tokens_of
+    from grpo_nb.model.fused_layers import slice_tokens_of
 
     return slice_tokens_of(model)
 

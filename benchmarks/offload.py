@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.algorithm.logprobs import chunked_hidden_states_selective_log_softmax
-from grpo_nb.model.experts_lora import route_adapters
+from grpo_nb.model.adapters import route_adapters
 from grpo_nb.model.offload import HostStore, offload_hidden, offload_layers
 
 GiB = 2**30

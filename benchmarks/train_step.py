@@ -390,8 +390,8 @@ class Step:
 
     def slices(self, batch):
         "Let experts or MLPs work on as many tokens at a time as the trainer lets them."
+        from grpo_nb.model.fused_layers import slice_layers, slice_tokens_of
         from grpo_nb.model.memory_fit import free_memory
-        from grpo_nb.model.token_slices import slice_layers, slice_tokens_of
         from grpo_nb.training.micro_batches import choose_pieces
 
         tokens = choose_pieces(

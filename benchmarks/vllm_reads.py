@@ -335,7 +335,7 @@ def models(case, folder, device):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    from grpo_nb.model.experts_lora import route_adapters
+    from grpo_nb.model.adapters import route_adapters
     from grpo_nb.model.loading import load_model
 
     name, adapter = CASES[case]

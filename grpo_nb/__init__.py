@@ -82,7 +82,14 @@ _former = {  # room -> the paths that its modules had in the last release
     "compat": "model.fast",
 }
 _moved = {old: room for room, paths in _former.items() for old in paths.split()}
-_joined = dict.fromkeys(["widgets.reward_table", "widgets.reward_tasks"], "widgets.rewards")
+_joins = {  # a module -> the paths of those that became parts of it
+    "kernels.training_kernels": "kernels.softmax_kernel",
+    "model.adapters": "model.lora model.experts_lora",
+    "model.fused_layers": "model.fused_dense model.token_slices",
+    "model.limits": "model.kernel_choice model.families",
+    "widgets.rewards": "widgets.reward_table widgets.reward_tasks",
+}
+_joined = {old: now for now, paths in _joins.items() for old in paths.split()}
 
 
 class _Moved:

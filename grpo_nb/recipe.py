@@ -25,7 +25,7 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from .model.kernel_choice import TRANSFORMERS_NAMES, asked_kernel, is_old
+from .model.limits import TRANSFORMERS_NAMES, asked_kernel, is_old
 from .model.memory_bytes import ModelShape, released_shape
 from .model.memory_fit import Card, find_card
 from .planning.plan import Setup, as_settings, server_urls

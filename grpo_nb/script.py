@@ -39,10 +39,10 @@ from grpo_nb.model.adapters import (
     keep_adapter,
     lora_config,
     resolve_targets,
+    route_adapters,
     without_memory,
 )
 from .model.attention import has_sinks
-from .model.experts_lora import route_adapters
 from .model.files import is_disk_full
 from .model.loading import choose_dtype, load_model
 from .model.memory_bytes import GiB, longest_sequence

@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import grpo_nb
-from grpo_nb.kernels import softmax_kernel, training_kernels
+from grpo_nb.kernels import training_kernels
 from grpo_nb.model import attention_kernel, offload
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
@@ -267,8 +267,8 @@ def training(s, T=2048, E=32, H=2880):
     wide = s.t(1, T, 9728)
     training_kernels.gate_backward(training_kernels.gate(wide, wide), wide, wide)
     logits = s.t(512, 201_088)
-    softmax_kernel.softmax_chunk(logits, s.longs(512))
-    softmax_kernel.softmax_chunk(logits, s.longs(512), s.floats(512), entropy=True)
+    training_kernels.softmax_chunk(logits, s.longs(512))
+    training_kernels.softmax_chunk(logits, s.longs(512), s.floats(512), entropy=True)
     offload._gather(s.t(201_088, H), s.longs(T), s.half)
 
 

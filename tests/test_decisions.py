@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from grpo_nb.kernels.compile_together import MODULES
+from grpo_nb.model.adapters import IMPLEMENTATIONS
 from grpo_nb.model.attention import BACKENDS
 from grpo_nb.model.experts import ExpertWeights
 from grpo_nb.model.experts_grouped import routed_experts
-from grpo_nb.model.experts_lora import IMPLEMENTATIONS
-from grpo_nb.model.kernel_choice import KERNELS
+from grpo_nb.model.limits import KERNELS
 from grpo_nb.rollout.decoder import Decoder
 
 ROOT = Path(__file__).parent.parent

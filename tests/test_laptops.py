@@ -21,7 +21,6 @@ from grpo_nb.training import reporting
 ROOT = Path(__file__).parent.parent
 # what `pip install .` cannot bring to Windows and macOS: modules that are Triton kernels throughout
 KERNELS = {
-    "grpo_nb.kernels.softmax_kernel",
     "grpo_nb.model.attention_kernel",
     "grpo_nb.kernels.training_kernels",
     "grpo_nb.rollout.decode_kernels",

@@ -40,6 +40,8 @@ def test_a_path_of_the_last_release_gives_the_module_itself():
         module = import_module(f"grpo_nb.{room}.{old.rpartition('.')[2]}")
         assert import_module(f"grpo_nb.{old}") is module
         assert module.__spec__.name == module.__name__
+    for old, now in grpo_nb._joined.items():
+        assert import_module(f"grpo_nb.{old}") is import_module(f"grpo_nb.{now}")
 
 
 def test_what_pages_import_is_recorded():

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from grpo_nb import GRPOConfig, GRPOTrainer, load_model, ready, script, tiny_gpt_oss
 from grpo_nb.environments.gsm8k import gsm8k
-from grpo_nb.model.kernel_choice import choose_kernel
+from grpo_nb.model.limits import choose_kernel
 from grpo_nb.model.loading import choose_dtype
 from grpo_nb.model.memory_bytes import GiB
 from grpo_nb.model.memory_fit import find_card

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_nb.model import limits, memory_bytes, memory_fit  # noqa: E402
-from grpo_nb.model.families import FAMILIES  # noqa: E402
+from grpo_nb.model.limits import FAMILIES  # noqa: E402
 from grpo_nb.planning import plan  # noqa: E402
 
 OUT = ROOT / "grpo_nb/widgets/js/planner_data.js"

@@ -178,7 +178,7 @@ def _fused_softmax_chunk(
             scale=scale,
             entropy=entropy,
         )
-    from grpo_nb.kernels.softmax_kernel import softmax_chunk
+    from grpo_nb.kernels.training_kernels import softmax_chunk
 
     return softmax_chunk(
         logits, index, grad_logps, temperature=temperature, scale=scale, entropy=entropy

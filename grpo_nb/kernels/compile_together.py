@@ -34,7 +34,6 @@ class Launch(NamedTuple):
 
 
 MODULES = (  # that have kernels; some are imported where they are first needed
-    "kernels.softmax_kernel",
     "model.attention_kernel",
     "model.offload",
     "kernels.training_kernels",

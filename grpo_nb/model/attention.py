@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from . import limits
-from grpo_nb.model.kernel_choice import (
+from grpo_nb.model.limits import (
     TRANSFORMERS_NAMES,
     asked_kernel,
     choose_kernel,

@@ -23,7 +23,7 @@ except ImportError as error:
 
 from ..kernels.compile_together import compile_together
 from . import limits
-from .kernel_choice import is_old
+from .limits import is_old
 from .masks import NO_WINDOW, Mask
 
 # %% ../../nbs/model/05_attention_kernel.ipynb #9c4bd72d

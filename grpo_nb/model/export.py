@@ -34,10 +34,9 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers.core_model_loading import revert_weight_conversion
 
-from .experts_lora import low_rank_adapters
+from .adapters import low_rank_adapters, read_lora
 from .files import NO_ROOM, naming_a_full_disk
 from .loading import choose_dtype
-from .lora import read_lora
 from .mxfp4 import BLOCK, dequantize, e2m1_values, has_float64, quantize
 from .packed import EXPERTS, FrozenWeight, PackedWeight, experts_of
 from grpo_nb.model.stored_weights import (

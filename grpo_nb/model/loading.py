@@ -30,15 +30,16 @@ from transformers import FineGrainedFP8Config
 
 from . import offload
 from grpo_nb.model.adapters import (
+    IMPLEMENTATIONS,
     adapter_bytes,
     adapter_folder,
     add_adapters,
     base_of_adapter,
     describe_adapters,
     resolve_targets,
+    route_adapters,
 )
 from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
-from .experts_lora import IMPLEMENTATIONS, route_adapters
 from grpo_nb.model.float8 import (
     METHOD,
     SCALE,
@@ -47,8 +48,7 @@ from grpo_nb.model.float8 import (
     block_in_files,
     block_of,
 )
-from .fused_dense import fuse_dense_layers
-from .fused_layers import fuse_layers
+from .fused_layers import fuse_dense_layers, fuse_layers
 from .memory_bytes import longest_sequence, why_no_longer
 from .memory_fit import free_memory
 from .mxfp4 import BLOCK, dequantize

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import limits
-from .families import family_of_type
+from .limits import family_of_type
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #2854cc0e
 GiB = 2**30
@@ -697,7 +697,7 @@ class Computation:
     element: int = 2  # bytes a number
     residual: int | None = None  # bytes a number of the residual stream; None: element
     targets: tuple[str, ...] = TARGETS  # what has adapters
-    kernel: str = "sdpa"  # of attention, one of kernel_choice.KERNELS
+    kernel: str = "sdpa"  # of attention, one of limits.KERNELS
     # keys are repeated for every query head, as on a T4 and on a CPU
     repeated: bool = False
     # tokens in a slice of the experts or the MLP; gate and up are computed again for each slice.
@@ -846,7 +846,7 @@ def attention_scratch(
     shape: ModelShape,
     element: int,  # bytes a number
     tokens: int,  # of all sequences in the batch
-    kernel: str,  # one of kernel_choice.KERNELS
+    kernel: str,  # one of limits.KERNELS
     # keys of all sequences; a shared prompt counts once for each completion. None: as many as
     # tokens
     keys: int | None = None,
@@ -1001,7 +1001,7 @@ def layer_inputs(
 
 
 def keeps_results(
-    kernel: str,  # one of kernel_choice.KERNELS
+    kernel: str,  # one of limits.KERNELS
     length: int,  # tokens of a sequence
 ) -> bool:
     "Whether offloading keeps a full layer's attention results for its second pass."

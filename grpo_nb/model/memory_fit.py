@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any
 
 from . import limits
-from .kernel_choice import KERNELS, TRANSFORMERS_NAMES, choose_kernel, is_old
+from .limits import KERNELS, TRANSFORMERS_NAMES, choose_kernel, is_old
 from grpo_nb.model.memory_bytes import (
     FORMATS,
     TARGETS,

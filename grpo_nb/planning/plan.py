@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 from ..model import memory_fit
-from ..model.kernel_choice import is_old
+from ..model.limits import is_old
 from grpo_nb.model.memory_bytes import (
     TARGETS,
     GiB,

@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional as F
 from transformers import GptOssForCausalLM, PreTrainedModel
 
+from ..model.adapters import expert_weights
 from ..model.attention import sink_attention
-from ..model.experts_lora import expert_weights
 from ..model.float8 import Float8Weight
 from ..model.masks import attention_mask
 from ..model.memory_bytes import longest_sequence

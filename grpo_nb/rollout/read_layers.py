@@ -15,9 +15,9 @@ from operator import attrgetter
 import torch
 from transformers import PreTrainedModel
 
-from ..model.families import FAMILIES, Family
+from ..model.adapters import read_lora
 from ..model.float8 import Float8Weight
-from ..model.lora import read_lora
+from ..model.limits import FAMILIES, Family
 from ..model.offload import HostEmbedding
 from ..model.packed import PackedWeight
 from .decode_ops import Projection

@@ -11,12 +11,15 @@ import torch
 
 from ..algorithm.losses import LOSSES, batch_token_mean, window_token_mean
 from ..model.experts_grouped import can_group
-from ..model.fused_layers import adapters_are_fused, can_go_by_heads
-from ..model.kernel_choice import choose_kernel, is_old
-from ..model.limits import SLICES
+from grpo_nb.model.fused_layers import (
+    adapters_are_fused,
+    can_go_by_heads,
+    dense_mlps,
+    experts_in_slices,
+)
+from ..model.limits import SLICES, choose_kernel, is_old
 from ..model.memory_bytes import Computation, ModelShape, read_shape, step_bytes, unpack_bytes
 from ..model.packed import FrozenWeight, experts_of
-from ..model.token_slices import dense_mlps, experts_in_slices
 from .config import GRPOConfig
 from .policy_logprobs import TrainingBatch, base_causal_model, reads_a_row
 from .precision import frozen_dtype
@@ -82,7 +85,7 @@ def piece_kernel(
     shape: ModelShape,  # its shape
     sequences: int,
     length: int,  # tokens of the longest
-) -> str:  # one of kernel_choice.KERNELS
+) -> str:  # one of limits.KERNELS
     "The attention kernel that a piece's full layers take."
     base = base_causal_model(model)
     kernel, _ = choose_kernel(

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from ..model.adapters import adapter_folder, base_of_adapter, keep_adapter, unmatched
 from ..model.attention import check_attention
 from ..model.experts_grouped import checkpoint_contexts, draws_numbers
-from ..model.fused_dense import fuse_dense_layers
+from ..model.fused_layers import fuse_dense_layers
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import FrozenWeight

@@ -33,10 +33,10 @@ from grpo_nb.algorithm.losses import (
 from ..kernels.compile_together import compile_early, compile_together
 from ..model import limits
 from ..model.experts_grouped import in_turn
+from ..model.fused_layers import slice_layers, slice_tokens_of
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.recorded_layers import is_large, quiet_collector, record_layers
-from ..model.token_slices import slice_layers, slice_tokens_of
 from ..rollout.engine import evaluating
 from .config import GRPOConfig
 from grpo_nb.training.micro_batches import (
@@ -857,7 +857,7 @@ class PolicyUpdate(UpdateCheckpoint):
 
     def compile_logps(self) -> None:
         "Compile the kernel that a pass without a gradient ends with."
-        from grpo_nb.kernels.softmax_kernel import compile_softmax
+        from grpo_nb.kernels.training_kernels import compile_softmax
 
         dtype = self.precision.dtype or self.model.dtype
         if self.config.cast_lm_head_to_fp32:

@@ -367,8 +367,7 @@ def full_size(residual_scale=1.0):
 def test_the_gap_of_a_full_size_model(residual_scale):
     """Random weights pass every rounding on: the yardstick is what two batch shapes of the
     trainer's own pass differ by."""
-    import grpo_nb.model.attention
-    import grpo_nb.model.experts_lora  # registers "sink" and "routed"  # noqa: F401
+    import grpo_nb.model.adapters  # registers "sink" and "routed"  # noqa: F401
     from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
 
     model = full_size(residual_scale)

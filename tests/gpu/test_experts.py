@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 
+from grpo_nb.model.adapters import expert_weights, route_adapters
 from grpo_nb.model.experts_grouped import routed_experts
-from grpo_nb.model.experts_lora import expert_weights, route_adapters
 from grpo_nb.model.packed import EXPERTS, pack
 
 pytestmark = [

@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
+from grpo_nb.model.adapters import route_adapters
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.experts_grouped import routed_experts
-from grpo_nb.model.experts_lora import route_adapters
 from grpo_nb.model.mxfp4 import dequantize
 from grpo_nb.model.packed import PackedWeight, experts_of, pack_experts, unpack
 from grpo_nb.rollout import decode_kernels, decode_ops, expert_kernel

@@ -280,7 +280,7 @@ WIRED = """
 import json, sys, threading
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from grpo_nb.kernels.softmax_kernel import compile_softmax
+from grpo_nb.kernels.training_kernels import compile_softmax
 from grpo_nb.kernels import compile_together as module
 
 class Card:  # an H100 that is not here

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_nb.algorithm.logprobs import _softmax_chunk
-from grpo_nb.kernels.softmax_kernel import softmax_chunk
+from grpo_nb.kernels.training_kernels import softmax_chunk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_experts import error, experts_module, inputs, value_and_gradients
 
+from grpo_nb.model.adapters import expert_weights
 from grpo_nb.model.experts import (
     LowRank,
     at_least_float32,
@@ -17,7 +18,6 @@ from grpo_nb.model.experts import (
     swiglu,
 )
 from grpo_nb.model.experts_grouped import routed_experts
-from grpo_nb.model.experts_lora import expert_weights
 
 
 def with_factors(module, seed=0):

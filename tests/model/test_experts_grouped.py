@@ -13,6 +13,7 @@ from small_experts import error, experts_module, inputs, value_and_gradients
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_nb.model import experts_grouped, limits
+from grpo_nb.model.adapters import expert_weights
 from grpo_nb.model.experts import LowRank, swiglu
 from grpo_nb.model.experts_grouped import (
     FEW_ELEMENTS,
@@ -21,7 +22,6 @@ from grpo_nb.model.experts_grouped import (
     in_turn,
     routed_experts,
 )
-from grpo_nb.model.experts_lora import expert_weights
 from grpo_nb.model.memory_bytes import MODELS, Computation, mlp_peak
 
 WAYS = {

@@ -9,13 +9,13 @@ from small_experts import error, hidden_and_gradients, with_adapters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_nb.model.experts_grouped import COMPUTED_AGAIN, SKIP_LAST_PRODUCT
-from grpo_nb.model.experts_lora import (
+from grpo_nb.model.adapters import (
     RoutedParamWrapper,
     adapted,
     expert_weights,
     route_adapters,
 )
+from grpo_nb.model.experts_grouped import COMPUTED_AGAIN, SKIP_LAST_PRODUCT
 from grpo_nb.model.tiny import tiny_gpt_oss
 
 
@@ -213,7 +213,7 @@ def test_one_slice_is_kept_and_several_are_computed_again(monkeypatch):
     base = layer
     while hasattr(base, "base_layer"):
         base = base.base_layer
-    import grpo_nb.model.experts_lora as module
+    import grpo_nb.model.adapters as module
 
     real = module.routed_experts
     monkeypatch.setattr(

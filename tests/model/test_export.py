@@ -17,7 +17,7 @@ from small_mixtures import mixture
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_nb.model import export as exporting
-from grpo_nb.model.experts_lora import route_adapters
+from grpo_nb.model.adapters import route_adapters
 from grpo_nb.model.export import (
     adapted_weights,
     new_folder,

@@ -9,11 +9,10 @@ from dense_models import dense_model
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from grpo_nb.model import fused_dense, fused_layers, loading
-from grpo_nb.model.families import FAMILIES
-from grpo_nb.model.fused_dense import FUSED, PARTS, fuse_dense_layers
+from grpo_nb.model import fused_layers, loading
+from grpo_nb.model.fused_layers import FUSED, PARTS, SlicedMLP, fuse_dense_layers, slice_mlps
+from grpo_nb.model.limits import FAMILIES
 from grpo_nb.model.loading import load_model
-from grpo_nb.model.token_slices import SlicedMLP, slice_mlps
 from grpo_nb.rollout.decoder import open_decoder
 from grpo_nb.rollout.read_layers import family_of
 from grpo_nb.training.policy_model import checkpoint_layers
@@ -42,7 +41,7 @@ def by_kernels(monkeypatch):
             return call
 
     counted = Counted()
-    monkeypatch.setattr(fused_dense, "kernels_for", lambda x: counted)
+    monkeypatch.setattr(fused_layers, "kernels_for", lambda x: counted)
     monkeypatch.setattr(fused_layers, "_rotation_for", lambda x: counted.rotate)
     return counts
 
@@ -258,7 +257,7 @@ def test_a_fused_model_is_copied():
 
 
 def test_without_a_gpu_no_kernel_is_asked_for():
-    assert DEVICE == "cuda" or fused_dense.kernels_for(torch.zeros(2)) is None
+    assert DEVICE == "cuda" or fused_layers.kernels_for(torch.zeros(2)) is None
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

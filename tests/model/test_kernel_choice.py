@@ -11,7 +11,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model import attention, limits
 from grpo_nb.model.attention import BACKENDS, choose_backend
-from grpo_nb.model.kernel_choice import (
+from grpo_nb.model.limits import (
     KERNELS,
     TRANSFORMERS_NAMES,
     asked_kernel,
@@ -166,6 +166,6 @@ def test_the_line_between_kernels_is_a_limit(monkeypatch):
 
 
 def test_the_module_is_light():
-    code = "import sys; import grpo_nb.model.kernel_choice; print('torch' in sys.modules)"
+    code = "import sys; import grpo_nb.model.limits; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -9,10 +9,9 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from grpo_nb.model.experts_lora import expert_weights
+from grpo_nb.model.adapters import AdaptedLayer, Adapter, expert_weights, read_lora
 from grpo_nb.model.export import check_mergeable
 from grpo_nb.model.fused_layers import plain_lora
-from grpo_nb.model.lora import AdaptedLayer, Adapter, read_lora
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.decoder import CannotRead, read_projection
 

@@ -18,10 +18,9 @@ from peft.helpers import disable_input_dtype_casting
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo_nb.algorithm import logprobs
-from grpo_nb.model import experts_lora, loading  # noqa: F401 (registers attention with transformers)
-from grpo_nb.model.fused_layers import adapters_are_fused, fuse_layers
-from grpo_nb.model.kernel_choice import KERNELS
-from grpo_nb.model.limits import UNPACKED
+from grpo_nb.model import adapters, loading  # noqa: F401 (registers attention with transformers)
+from grpo_nb.model.fused_layers import adapters_are_fused, fuse_layers, slice_mlps
+from grpo_nb.model.limits import KERNELS, UNPACKED
 from grpo_nb.model.memory_bytes import (
     FORMATS,
     MODELS,
@@ -46,7 +45,6 @@ from grpo_nb.model.memory_bytes import (
     weight_bytes,
 )
 from grpo_nb.model.offload import HostStore, offload_layers
-from grpo_nb.model.token_slices import slice_mlps
 from grpo_nb.rollout.kv_cache import CacheShape
 from grpo_nb.training.config import OPTIMIZERS
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps, plain_completion_logps
@@ -528,7 +526,7 @@ def measured_step(
     it is usually done: PEFT converts, and all logits are there."""
     model, ours = adapted(kind, dtype, targets, sizes), implementation == "ours"
     if kind == "gpt_oss":
-        experts_lora.route_adapters(model, routed)
+        adapters.route_adapters(model, routed)
     if checkpointing:
         checkpoint_layers(model, {"use_reentrant": False})
     if tile:

@@ -25,13 +25,13 @@ import grpo_nb.rollout.decoder
 from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.environments.arithmetic import addition_problems
 from grpo_nb.model import experts_grouped
+from grpo_nb.model.adapters import route_adapters
 from grpo_nb.model.experts_grouped import checkpoint_contexts
-from grpo_nb.model.experts_lora import route_adapters
+from grpo_nb.model.fused_layers import slice_layers, slice_tokens_of
 from grpo_nb.model.loading import load_model
 from grpo_nb.model.offload import offload_embedding, offload_layers
 from grpo_nb.model.packed import EXPERTS, experts_of, pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.model.token_slices import slice_layers, slice_tokens_of
 from grpo_nb.training import policy_update as update_module
 from grpo_nb.training.config import GRPOConfig
 from grpo_nb.training.micro_batches import LARGE, SMALL

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model import experts_grouped
+from grpo_nb.model.adapters import expert_weights, route_adapters
 from grpo_nb.model.experts_grouped import UNPACK_ALL, in_turn, routed_experts
-from grpo_nb.model.experts_lora import expert_weights, route_adapters
 from grpo_nb.model.mxfp4 import dequantize, quantize
 from grpo_nb.model.packed import EXPERTS, PackedWeight, experts_of, pack, pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss

@@ -16,11 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grpo_nb.model import experts_lora
-from grpo_nb.model.experts_lora import route_adapters
-from grpo_nb.model.packed import pack_experts
-from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.model.token_slices import (
+from grpo_nb.model import adapters
+from grpo_nb.model.adapters import route_adapters
+from grpo_nb.model.fused_layers import (
     SlicedMLP,
     dense_mlps,
     experts_in_slices,
@@ -28,6 +26,8 @@ from grpo_nb.model.token_slices import (
     slice_mlps,
     slice_tokens_of,
 )
+from grpo_nb.model.packed import pack_experts
+from grpo_nb.model.tiny import tiny_gpt_oss
 
 SIZES = dict(
     hidden_size=32,
@@ -150,13 +150,13 @@ def test_experts_work_on_slices_of_the_size_that_is_set(monkeypatch, packed):
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)
     route_adapters(model, "routed_lean")
-    plain = experts_lora.routed_experts
+    plain = adapters.routed_experts
 
     def spy(*args, **options):
         seen.append(options["slice_tokens"])
         return plain(*args, **options)
 
-    monkeypatch.setattr(experts_lora, "routed_experts", spy)
+    monkeypatch.setattr(adapters, "routed_experts", spy)
     ids = torch.randint(8, 24, (2, 9), generator=torch.Generator().manual_seed(0))
     for tokens in (None, 1, 5, 16_384, None):
         assert slice_layers(model, tokens) == 2 and slice_tokens_of(model) == (tokens or 4096)

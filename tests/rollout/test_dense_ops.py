@@ -20,7 +20,7 @@ def test_norms_are_the_modules_for_every_pair_of_formats(stream, weight):
 
 
 def test_every_family_of_the_table_is_a_class_of_transformers(monkeypatch):
-    from grpo_nb.model.families import FAMILIES, Family, family_of_type
+    from grpo_nb.model.limits import FAMILIES, Family, family_of_type
 
     monkeypatch.setitem(FAMILIES, "SeedOss", Family("SeedOss"))  # of type seed_oss
     for name, family in FAMILIES.items():

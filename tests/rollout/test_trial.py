@@ -9,7 +9,7 @@ import transformers
 from dense_models import dense_model
 from peft import LoraConfig, get_peft_model
 
-from grpo_nb.model.families import FAMILIES, Family
+from grpo_nb.model.limits import FAMILIES, Family
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import trial
 from grpo_nb.rollout.decoder import DenseDecoder, open_decoder

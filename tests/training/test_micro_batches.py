@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model import attention, limits, shared_prefix
-from grpo_nb.model.experts_lora import route_adapters
+from grpo_nb.model.adapters import route_adapters
 from grpo_nb.model.fused_layers import can_go_by_heads, fuse_layers
 from grpo_nb.model.masks import Mask
 from grpo_nb.model.memory_bytes import GiB

@@ -18,10 +18,10 @@ from trl.trainer.callbacks import SyncRefModelCallback
 
 from grpo_nb import GRPOConfig
 from grpo_nb.algorithm.losses import LOSSES
-from grpo_nb.kernels import softmax_kernel
+from grpo_nb.kernels import training_kernels
 from grpo_nb.kernels.compile_together import noted_launches
 from grpo_nb.model import experts_grouped, limits
-from grpo_nb.model.experts_lora import route_adapters
+from grpo_nb.model.adapters import route_adapters
 from grpo_nb.model.recorded_layers import record_layers
 from grpo_nb.training import policy_update
 from grpo_nb.training.optimizer import Inspector, make_optimizer
@@ -543,7 +543,7 @@ def test_the_kernel_that_is_compiled_early_is_the_one_that_is_launched(dtype, mo
         update.config.cast_lm_head_to_fp32 = True
         update.compile_logps()
         logits = torch.zeros(3, update.model.config.vocab_size, dtype=dtype)
-        softmax_kernel.softmax_chunk(logits, torch.zeros(3, dtype=torch.int64))
+        training_kernels.softmax_chunk(logits, torch.zeros(3, dtype=torch.int64))
     assert len(noted) == 1 + (dtype != torch.float32)
 
 
