@@ -158,12 +158,21 @@ def demo(
     # exit status: 0 done, 1 for an error, 2 for a folder that cannot be used, 130 after Ctrl-C, 143
     # after SIGTERM
 ) -> int:
-    "Run the first lesson: a tiny gpt-oss learns arithmetic."
+    """Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no network and no
+    other files."""
     from grpo_nb.training.config import check_path
 
     given = {name: getattr(args, name) for name in _kinds}
     out = args.out.absolute()
     one_run = OneRun(out)
+
+    def work():
+        from grpo_nb.demo import run_demo
+
+        how = dict(out=str(args.out), resume=args.resume, quiet=args.quiet, one_run=one_run)
+        with _ending_at_sigterm(), naming_a_full_disk(args.out):
+            run_demo(**run, **how, bars=sys.stderr.isatty())
+
     try:
         check_path("--out", str(out))
         if out.exists() and not out.is_dir():
@@ -171,10 +180,15 @@ def demo(
         if args.resume and not out.exists():
             raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
         with one_run.held(args.resume):
-            return _carry_out(args, _prepare(out, args.resume, given, one_run), one_run)
+            run = _prepare(out, args.resume, given, one_run)
+            go_on = f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}"
+            status = _ended("demo", go_on, work)
     except ValueError as error:
         _tell(f"grpo-nb demo: {error}", sys.stderr)
         return 2
+    if not (status or args.quiet):
+        print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
+    return status
 
 # %% ../nbs/91_cli.ipynb #06eb2da4
 def _ended(
@@ -195,26 +209,6 @@ def _ended(
         _tell(f"grpo-nb {command}: {error}{then}", sys.stderr)
         return 1
     return 0
-
-
-def _carry_out(
-    args: argparse.Namespace,  # out, resume, quiet
-    run: dict,  # from `_prepare`
-    one_run: OneRun,  # that the folder is held by
-) -> int:  # exit status
-    "The demo itself."
-
-    def work():
-        from grpo_nb.demo import run_demo
-
-        given = dict(run, out=str(args.out), resume=args.resume, quiet=args.quiet, one_run=one_run)
-        with _ending_at_sigterm(), naming_a_full_disk(args.out):
-            run_demo(**given, bars=sys.stderr.isatty())
-
-    status = _ended("demo", f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}", work)
-    if not (status or args.quiet):
-        print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
-    return status
 
 # %% ../nbs/91_cli.ipynb #94b37e01
 _counts = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # torch, MPI
@@ -256,7 +250,9 @@ def train(
     # exit status: 0 trained, 1 for an error in the run, 2 for a bad start, 130 after Ctrl-C, 143
     # after SIGTERM
 ) -> int:
-    "Train a model as a recipe says, and leave it in output_dir."
+    """Train a model with GRPO as a recipe says, a file in YAML, and flags on top of it: model,
+    data, reward functions and every setting of GRPOConfig, under the names of TRL. Exit status 0:
+    trained; 1: an error in the run; 2: a bad start, and nothing was written."""
     try:
         trainer, recipe = _ready(args)
     except (ValueError, ImportError, OSError) as error:
@@ -329,7 +325,10 @@ def _listening(args: argparse.Namespace):
 def serve(
     args: argparse.Namespace,  # model, host, port, api_key, lora_dir, max_loras, ...
 ) -> int:  # exit status: 2 for a bad start, 130 after Ctrl-C, 143 after SIGTERM
-    "Draw completions for other programs, over the routes of a vLLM server."
+    """Draw completions for other programs with this library's engine, over the routes of a vLLM
+    server: /v1/completions with token ids and log-probs, /v1/load_lora_adapter and the rest that
+    GRPOConfig(use_vllm=True, vllm_mode='server') asks for. For trying and testing; vLLM itself is
+    faster."""
     try:
         with _ending_at_sigterm():
             server = _listening(args)
@@ -534,8 +533,10 @@ def _print_plan(
 def plan(
     args: argparse.Namespace,  # from the parser below
 ) -> int:  # exit status: 0 it fits, 1 it does not, 2 for impossible values
-    """Show what a GRPO step needs in memory, part by part, whether it fits, and what to change if
-    it does not."""
+    """Plan the memory of a GRPO step, of adapters or (--lora-r 0) of all weights: bytes by part at
+    four moments, beside the usual practice, whether it fits, and what to change if it does not;
+    then the last line says what it fits with, and --fit plans with that. Arithmetic only: no GPU,
+    no network, nothing is loaded. Exit status 0: it fits; 1: it does not; 2: wrong arguments."""
     from grpo_nb import recipe as recipes
     from grpo_nb.planning import plan as planner
 
@@ -665,8 +666,8 @@ def exercises(
     args: argparse.Namespace,  # folder: a Path
 ) -> int:  # exit status: 0, 1 without exercises
     "List the exercises of a folder's notebooks, and which of them are solved as saved."
-    marks = []
-    for page in sorted(args.folder.rglob("*.ipynb")):
+    folder, marks = args.folder or Path(), []
+    for page in sorted(folder.rglob("*.ipynb")):
         title, own = None, ".ipynb_checkpoints" not in page.parts
         for cell in own * json.loads(page.read_text(encoding="utf-8"))["cells"]:
             source = "".join(cell["source"])
@@ -674,9 +675,9 @@ def exercises(
             if title and re.match("# (your turn|a solution)", source):
                 shown = ["".join(o.get("data", {}).get("text/plain", "")) for o in cell["outputs"]]
                 marks.append("True" in shown)
-                _tell(f"[{'x' if marks[-1] else ' '}] {page.relative_to(args.folder)}: {title}")
+                _tell(f"[{'x' if marks[-1] else ' '}] {page.relative_to(folder)}: {title}")
     if not marks:
-        _tell(f"grpo-nb exercises: no exercises in {args.folder}; name the folder", sys.stderr)
+        _tell(f"grpo-nb exercises: no exercises in {folder}; name the folder", sys.stderr)
         return 1
     _tell(f"{sum(marks)} of {len(marks)} are solved. Save a notebook before you count.")
     return 0
@@ -803,24 +804,21 @@ def vllm_report(
             said, ok = [str(error) or type(error).__name__], False
         found["server"] = {"ok": ok, "said": said}
     if python:
-        said, ok = _vllm_of(python)
+        code = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
+        ok = False
+        try:
+            done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
+            ok, said = not done.returncode, f"vllm {done.stdout.strip()}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = f"cannot be run ({error})"
+        else:
+            if not ok:
+                needed = next((row["needed"] for row in packages() if row["name"] == "vllm"), "")
+                said = f"has no vllm: uv pip install --python {shlex.quote(python)} vllm{needed}"
         found["python"] = {"ok": ok, "said": [f"{python}: {said}"]}
     return found
 
 # %% ../nbs/91_cli.ipynb #151f9fa4
-def _vllm_of(python: str) -> tuple[str, bool]:
-    "The version of vLLM in another environment, and whether there is one."
-    code = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
-    try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"cannot be run ({error})", False
-    if done.returncode:
-        needed = next((row["needed"] for row in packages() if row["name"] == "vllm"), "")
-        return f"has no vllm: uv pip install --python {shlex.quote(python)} vllm{needed}", False
-    return f"vllm {done.stdout.strip()}", True
-
-
 def _lines(
     facts: dict,  # what `report` returned
 ) -> list[str]:  # to be printed one under the other
@@ -898,6 +896,7 @@ def _add_flags(
             how["type"] = _integer(int(least), int(most or 2**40), why)
         if metavar:
             how["metavar"] = metavar
+            how |= {"type": Path} if metavar in ("FILE", "FOLDER", "RUN_DIR") else {}
         elif name.startswith("--") and "choices" not in how:
             how["action"] = "store_true"
         parser.add_argument(name, **how)
@@ -954,7 +953,6 @@ _PLAN_KNOWS = dict(  # what argparse is to know of these besides
     optimizer=dict(choices=_OPTIMIZERS),
     offload=dict(nargs="+", choices=_OFFLOADS, default=[]),
     attention=dict(choices=(*KERNELS, *TRANSFORMERS_NAMES)),
-    write=dict(type=Path),
 )
 
 # %% ../nbs/91_cli.ipynb #3a61fcd4
@@ -987,6 +985,15 @@ model MODEL | | tiny, or a name, folder or module:function
 --logprobs-mode | | after temperature and cuts, or before, as vLLM's default (default: processed)
 --served-model-name NAME | | in requests (default: MODEL)
 """
+_SERVE_KNOWS = dict(
+    host=dict(default="127.0.0.1"),
+    port=dict(default=8000),
+    max_loras=dict(default=4),
+    max_lora_rank=dict(default=64),
+    logprobs_mode=dict(
+        choices=("processed_logprobs", "raw_logprobs"), default="processed_logprobs"
+    ),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -1008,6 +1015,9 @@ _DEMO = """
     checkpoint to the next (default: 50, and one at the end)
 --quiet | | no progress bar and no results on the screen
 """
+_DEMO_KNOWS = dict(out=dict(default=Path("runs/demo")))
+_LESSONS = "folder FOLDER | | a folder that is new or empty"
+_EXERCISES = "folder FOLDER | | with notebooks (default: this one)"
 _REPORT = """
 folder RUN_DIR | | output_dir of the run
 --out FILE | | the page (default: RUN_DIR/report.html)
@@ -1020,71 +1030,18 @@ _DOCTOR = """
 """
 
 # %% ../nbs/91_cli.ipynb #a9f7fe44
-_COMMANDS = {  # name -> its function, what it is for, and more about it (None: its docstring)
-    "demo": (
-        demo,
-        "train a tiny gpt-oss on arithmetic, on the CPU",
-        "Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no "
-        "network and no other files.",
-    ),
-    "train": (
-        train,
-        "train a model as a recipe says",
-        "Train a model with GRPO as a recipe says, a file in YAML, and flags on top of it: model, "
-        "data, reward functions and every setting of GRPOConfig, under the names of TRL. Exit "
-        "status 0: trained; 1: an error in the run; 2: a bad start, and nothing was written.",
-    ),
-    "serve": (
-        serve,
-        "draw completions for a trainer in another process",
-        "Draw completions for other programs with this library's engine, over the routes of a vLLM "
-        "server: /v1/completions with token ids and log-probs, /v1/load_lora_adapter and the "
-        "rest that GRPOConfig(use_vllm=True, vllm_mode='server') asks for. For trying and testing; "
-        "vLLM itself is faster.",
-    ),
-    "plan": (
-        plan,
-        "plan the memory of a training step",
-        "Plan the memory of a GRPO step, of adapters or (--lora-r 0) of all weights: bytes by part "
-        "at four moments, beside the usual practice, whether it fits, and what to change if it "
-        "does not; then the last line says what it fits with, and --fit plans with that. "
-        "Arithmetic only: no GPU, no network, nothing is loaded. Exit status 0: it fits; 1: "
-        "it does not; 2: wrong arguments.",
-    ),
-    "report": (report_of_run, "make a page of a run", None),
-    "lessons": (lessons, "copy the notebooks of the course", None),
-    "exercises": (exercises, "show which are solved", None),
-    "doctor": (doctor, "show versions, devices and what is missing", None),
+_COMMANDS = {  # name -> its function, what it is for, its flags, what argparse is to know of them
+    "demo": (demo, "train a tiny gpt-oss on arithmetic, on the CPU", _DEMO, _DEMO_KNOWS),
+    "train": (train, "train a model as a recipe says", _TRAIN, {}),
+    "serve": (serve, "draw completions for a trainer in another process", _SERVE, _SERVE_KNOWS),
+    "plan": (plan, "plan the memory of a training step", _PLAN, _PLAN_KNOWS),
+    "report": (report_of_run, "make a page of a run", _REPORT, {}),
+    "lessons": (lessons, "copy the notebooks of the course", _LESSONS, {}),
+    "exercises": (exercises, "show which are solved", _EXERCISES, dict(folder=dict(nargs="?"))),
+    "doctor": (doctor, "show versions, devices and what is missing", _DOCTOR, {}),
 }
 
 # %% ../nbs/91_cli.ipynb #857809bf
-def _flags_of(
-    command: str,
-) -> tuple[str, dict]:  # a table for `_add_flags`, and what else argparse is to know
-    "The flags of a command."
-    folder, here = dict(type=Path), dict(type=Path, nargs="?", default=Path())
-    modes = "processed_logprobs", "raw_logprobs"
-    serve_knows = dict(
-        host=dict(default="127.0.0.1"),
-        port=dict(default=8000),
-        api_key=dict(default=os.environ.get("GRPO_NB_API_KEY")),
-        lora_dir=folder,
-        max_loras=dict(default=4),
-        max_lora_rank=dict(default=64),
-        logprobs_mode=dict(choices=modes, default=modes[0]),
-    )
-    return {
-        "demo": (_DEMO, dict(out=dict(type=Path, default=Path("runs/demo")))),
-        "train": (_TRAIN, dict(config=folder)),
-        "serve": (_SERVE, serve_knows),
-        "plan": (_PLAN, _PLAN_KNOWS),
-        "report": (_REPORT, dict(folder=folder, out=folder)),
-        "lessons": ("folder FOLDER | | a folder that is new or empty", dict(folder=folder)),
-        "exercises": ("folder FOLDER | | with notebooks (default: this one)", dict(folder=here)),
-        "doctor": (_DOCTOR, {}),
-    }[command]
-
-
 def _parser(
     words: list[str],  # of the command line
 ) -> argparse.ArgumentParser:
@@ -1095,23 +1052,21 @@ def _parser(
     )
     parser.add_argument("--version", action="version", version=f"grpo-nb {_version('grpo_nb')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, (run, about, more) in _COMMANDS.items():
+    for name, (run, about, flags, knows) in _COMMANDS.items():
         usage = _TRAIN_USAGE if run is train else {}
-        one = commands.add_parser(name, help=about, description=more or run.__doc__, **usage)
-        flags, knows = _flags_of(name)
+        one = commands.add_parser(name, help=about, description=run.__doc__, **usage)
         _add_flags(one, flags, **knows)
         if run is train and words[:1] == ["train"]:  # hundreds, so only where they are wanted
             from grpo_nb.recipe import add_flags
 
             add_flags(one)
+        if run is serve:
+            one.set_defaults(api_key=os.environ.get("GRPO_NB_API_KEY"))
         one.set_defaults(run=run, parser=one, words=words)
     return parser
 
 # %% ../nbs/91_cli.ipynb #3ff66594
-def _unrecognised(
-    args: argparse.Namespace,  # what was recognised
-    unknown: list[str],  # words
-) -> str:  # for an error
+def _unrecognised(args: argparse.Namespace, unknown: list[str]) -> str:  # for an error
     "What is said about words that no command knows; `train` names the nearest setting."
     if args.run is train and unknown[0].endswith((".yaml", ".yml")):
         return f"the recipe is given by its flag: --config {unknown[0]}"
@@ -1144,23 +1099,15 @@ def main(
         _tell("\nStopped.", sys.stderr)
         return 130
     except OSError as error:
-        return _not_done(error, " ".join(["grpo-nb", *words[:1]]))
-
-
-def _not_done(
-    error: OSError,
-    command: str,  # begins the sentence
-) -> int:  # exit status
-    "Say what could not be written or read; a reader that has closed the pipe, such as head, knows."
-    what = f"{error.filename}: {error.strerror}"
-    if error.filename is None:
-        what = f"standard output cannot be written: {error.strerror or error}"
-        with suppress(OSError):  # or Python prints an error at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):
-        return 0
-    _tell(f"{command}: {what}", sys.stderr)
-    return 1
+        what = f"{error.filename}: {error.strerror}"
+        if error.filename is None:
+            what = f"standard output cannot be written: {error.strerror or error}"
+            with suppress(OSError):  # or Python prints an error at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # a reader that has closed it, such as head, knows
+            return 0
+        _tell(f"{' '.join(['grpo-nb', *words[:1]])}: {what}", sys.stderr)
+        return 1
 
 
 def _run(

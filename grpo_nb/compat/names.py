@@ -113,7 +113,7 @@ ADVICE = {  # pattern of a name -> what to do; {name} is the name
     r"UnslothGRPO(Trainer|Config)": "`from grpo_nb import GRPOTrainer, GRPOConfig`",
     r"Unsloth\w+": "it belongs to training with pictures or to supervised training",
     "get_chat_template": "set `tokenizer.chat_template` to a template in Jinja",
-    "standardize_\\w+|to_sharegpt": "rows with messages of {'role', 'content'} need nothing",
+    "standardize_\\w+|to_sharegpt": "rows with messages of {{'role', 'content'}} need nothing",
     "is_conversational|apply_chat_template|maybe_\\w+|extract_prompt|unpair_\\w+|pack_dataset"
     "|clone_chat_template|create_reference_model|add_response_schema|supports_tool_calling"
     r"|prepare_multimodal_messages|get_training_chat_template|is_conversational_from_value": ""

@@ -6,11 +6,11 @@
 __all__ = ['MANIFEST', 'STATE', 'THEIR_STATE', 'ONLY_MODEL', 'GO_ON', 'IN_OPTIMIZER', 'PER_PROCESS', 'SHAPES_THE_BATCH', 'LOGGED',
            'digest', 'digests', 'manifest_text', 'write_manifest', 'read_manifest', 'listed_fault', 'plain_fault',
            'first_line', 'told', 'file_fault', 'checkpoints', 'newest_whole_checkpoint', 'newest_checkpoint',
-           'find_checkpoint', 'check_ours', 'check_named', 'read_state', 'remove_old_checkpoints', 'set_aside',
-           'deterministic', 'truncate_log', 'check_adapter', 'unreadable', 'check_tensors', 'read_adapters',
-           'read_own_weights', 'read_weights', 'load_weights', 'check_other_number', 'shared_out', 'on_cpu',
-           'saved_config', 'check_history', 'check_tokens', 'check_same_run', 'SavedRun', 'CheckpointFolder',
-           'CheckpointWrites', 'CheckpointReads', 'CheckpointRestores', 'Checkpointer', 'data_doubt']
+           'find_checkpoint', 'check_ours', 'check_named', 'remove_old_checkpoints', 'set_aside', 'deterministic',
+           'truncate_log', 'check_adapter', 'unreadable', 'check_tensors', 'read_adapters', 'read_own_weights',
+           'read_weights', 'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'check_history',
+           'check_same_run', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites', 'CheckpointReads',
+           'CheckpointRestores', 'Checkpointer']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import copy
@@ -297,17 +297,6 @@ def check_named(
         )
 
 # %% ../../nbs/training/13_checkpoint.ipynb #b0ead93a
-def read_state(
-    folder: Path,  # a checkpoint
-    mapped: bool = False,  # tensors stay in the file until they are used
-    # what `Checkpointer.save` wrote beside the model; ValueError if the file is damaged
-) -> dict[str, Any]:
-    "The state of a run, read from `training_state.pt`."
-    path = folder / STATE
-    with told(f"{str(path)!r} cannot be read, it is damaged or was cut off"):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-
-
 def remove_old_checkpoints(
     output_dir: str | Path,  # of the run
     keep: int | None,  # how many to keep, the newest; None: all
@@ -587,16 +576,6 @@ def on_cpu(value: Any) -> Any:
     return tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, value)
 
 # %% ../../nbs/training/13_checkpoint.ipynb #5f711173
-def saved_config(
-    text: Any,  # from a checkpoint
-    whose: str,  # the checkpoint, for messages
-) -> GRPOConfig:  # ValueError
-    "The settings that a checkpoint was written with."
-    with told(f"the settings in {whose} cannot be read"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they were given when that run began
-        return GRPOConfig.from_dict(json.loads(text))
-
-
 LOGGED = re.compile(  # names of numbers that hints and charts read in a log
     r"step|epoch|loss|kl|entropy|grad_norm|learning_rate|num_tokens|skipped_updates|"
     r"reward|reward_std|reward_group_std|frac_reward_zero_std|policy_loss|"
@@ -623,17 +602,6 @@ def check_history(
     except (TypeError, ValueError, RecursionError) as error:
         check.refuse("the log", "no list of plain records", f"one ({error})")
 
-
-def check_tokens(
-    batch: dict[str, Any] | None,  # of a process
-    rows: float,  # of the embedding; infinity: not known
-    check: Inspector,
-) -> None:  # ValueError
-    "Refuse token ids that the model does not know."
-    for name in ("prompt_ids", "completion_ids") if batch else ():
-        if batch[name].numel() and not 0 <= batch[name].min() <= batch[name].max() < rows:
-            check.refuse(f"a token of {name}", "unknown to the model", f"below {rows:,}")
-
 # %% ../../nbs/training/13_checkpoint.ipynb #85928133
 def check_same_run(
     config: GRPOConfig,
@@ -644,7 +612,10 @@ def check_same_run(
     data: str | None = None,  # digest of the rows; None: they have none
 ) -> dict[str, tuple]:  # settings that differ: name -> (now, then); ValueError
     "Refuse other processes, data or settings with which the saved place means nothing."
-    before, wrong = saved_config(saved["config"], whose), None
+    wrong = None
+    with told(f"the settings in {whose} cannot be read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they were given when that run began
+        before = GRPOConfig.from_dict(json.loads(saved["config"]))
     changed = config.differences(before)
     if others := len(saved["processes"]) != processes:
         check_other_number(config, before, saved["processes"], processes, whose)
@@ -795,8 +766,11 @@ class CheckpointReads(CheckpointWrites):
         data: str | None = None,  # their digest; None: they have none
     ) -> SavedRun:  # ValueError if it does not fit this run
         "Read a checkpoint and check all of it; nothing of the run is changed."
-        # of moments that are whole in the file, a process with shares needs its own alone
-        saved, whose = read_state(folder, mapped=self.weights.sharded), repr(str(folder))
+        path, whose = str(folder / STATE), repr(str(folder))
+        with told(f"{path!r} cannot be read, it is damaged or was cut off"):
+            # of moments that are whole in the file, a process with shares needs its own alone
+            how = dict(map_location="cpu", weights_only=True, mmap=self.weights.sharded)
+            saved = torch.load(path, **how)
         with told(f"{whose} does not hold what a run writes", passes=(ValueError,)):
             check = Inspector(whose, rows=rows)
             names = ("processes", "shared", "history", "config", "rows")
@@ -808,7 +782,12 @@ class CheckpointReads(CheckpointWrites):
             copy_weights = read_weights(self.model, folder, self.weights)  # if all else fits too
             saved = {**saved, "processes": shared_out(written, processes)}
             self.check_parts(saved, check, folder)
-            others, doubt = len(written) != processes, data_doubt(saved, data)
+            others, doubt = len(written) != processes, ""
+            if "data" not in saved:
+                doubt = "the checkpoint is older than digests of the data: its rows were not "
+                doubt += "compared"
+            elif None in (data, saved["data"]):
+                doubt = "a stream has no digest: whether it brings the same rows was not compared"
             return SavedRun(folder, saved, copy_weights, changed, others, doubt)
 
     def check_parts(
@@ -830,8 +809,13 @@ class CheckpointReads(CheckpointWrites):
                 if hasattr(part, "check_state_dict"):
                     part.check_state_dict(entry[name], check)
         embedding = getattr(self.model.get_input_embeddings(), "num_embeddings", math.inf)
-        for _, _, entry in pairs:
-            check_tokens(entry["state"]["batch"], embedding, check)
+        for batch in (entry["state"]["batch"] or {} for _, _, entry in pairs):
+            for name in batch.keys() & {"prompt_ids", "completion_ids"}:
+                ids = batch[name]
+                if ids.numel() and not 0 <= ids.min() <= ids.max() < embedding:
+                    check.refuse(
+                        f"a token of {name}", "unknown to the model", f"below {embedding:,}"
+                    )
         check_history(saved["history"], check)
         named = re.fullmatch(r"checkpoint-(\d+)", folder.absolute().name)
         if named and int(named[1]) != step:
@@ -893,28 +877,23 @@ class CheckpointRestores(CheckpointReads):
         return [f"the checkpoints and the log of another run are now in {other}"] if other else []
 
 # %% ../../nbs/training/13_checkpoint.ipynb #db1da54f
+@dataclass(eq=False, repr=False)
 class Checkpointer(CheckpointRestores):
     "Writes the parts of a run, the model and the tokenizer to a folder, and loads them again."
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        accelerator: Accelerator,
-        model: Any,
-        tokenizer: Any,
-        state: TrainState,
-        own: dict[str, Any],  # name -> part; every process has its own
-        shared: dict[str, Any],  # name -> part; the same in all processes
-        log: Log,
-        tell: Callable[[str], None] = lambda event: None,  # called with "on_save"
-        weights: WholeWeights | None = None,  # how the model's weights are held; None: whole
-    ):
-        self.weights = weights or WholeWeights()
-        self.config, self.accelerator, self.tell = config, accelerator, tell
-        self.model, self.tokenizer = model, tokenizer
-        self.state, self.own, self.shared, self.log = state, own, shared, log
-        self.boundary: dict[str, Any] | None = None
-        self.rows, self.data = 0, None
+    config: GRPOConfig
+    accelerator: Accelerator
+    model: Any
+    tokenizer: Any
+    state: TrainState
+    own: dict[str, Any]  # name -> part; every process has its own
+    shared: dict[str, Any]  # name -> part; the same in all processes
+    log: Log
+    tell: Callable[[str], None] = lambda event: None  # called with "on_save"
+    weights: WholeWeights = WholeWeights()  # how the model's weights are held
+
+    def __post_init__(self):
+        self.begin(0)
 
     def begin(
         self,
@@ -922,21 +901,10 @@ class Checkpointer(CheckpointRestores):
         data: str | None = None,  # their digest; None: they have none
     ) -> None:
         "Begin a new run, which has no boundary yet."
-        self.rows, self.data, self.boundary = rows, data, None
+        self.boundary: dict[str, Any] | None = None
+        self.rows, self.data = rows, data
 
     @property
     def step(self) -> int | None:
         "The update that a checkpoint would belong to; None: an update is being made."
         return self.boundary["state"]["global_step"] if self.boundary else None
-
-# %% ../../nbs/training/13_checkpoint.ipynb #bf3e15fb
-def data_doubt(
-    saved: dict[str, Any],  # what a checkpoint holds beside the model
-    data: str | None,  # digest of the rows
-) -> str:  # a line; empty: they were compared
-    "Why it could not be seen whether the rows are those of the checkpoint."
-    if "data" not in saved:
-        return "the checkpoint is older than digests of the data: its rows were not compared"
-    if None in (data, saved["data"]):
-        return "a stream has no digest: whether it brings the same rows was not compared"
-    return ""

@@ -8,7 +8,7 @@ __all__ = ['OF_USERS', 'MOST_UNJUDGED', 'SourceParts', 'SourceQuestions', 'Sourc
 
 # %% ../../nbs/training/11_collect.ipynb #2d5f66ef
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,25 +58,22 @@ from .state import Surroundings, TrainState, own_numbers
 OF_USERS = {TurnSampler: "a tool or an environment", FunctionSampler: "rollout_func"}
 
 # %% ../../nbs/training/11_collect.ipynb #b3b4f542
+@dataclass(eq=False, repr=False)
 class SourceParts:
     "Whoever draws completions, and whoever scores them."
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        sampler: Sampler,
-        params: SamplingParams,  # how completions are drawn
-        tokenizer: Any,
-        reward_funcs: list[Callable],  # K functions
-        state: TrainState,  # handed to the reward functions as trainer_state
-        max_positions: int | None = None,  # of the model; None: no limit is known
-        because: str = "",  # why it has no more, from `why_no_longer`
-        processor: Any = None,  # of prompts with pictures; None: the tokenizer
-    ):
-        self.config, self.sampler, self.params = config, sampler, params
-        self.processor = processor or tokenizer
-        self.tokenizer, self.reward_funcs = tokenizer, reward_funcs
-        self.state, self.max_positions, self.because = state, max_positions, because
+    config: GRPOConfig
+    sampler: Sampler
+    params: SamplingParams  # how completions are drawn
+    tokenizer: Any
+    reward_funcs: list[Callable]  # K functions
+    state: TrainState  # handed to the reward functions as trainer_state
+    max_positions: int | None = None  # of the model; None: no limit is known
+    because: str = ""  # why it has no more, from `why_no_longer`
+    processor: Any = None  # of prompts with pictures; None: the tokenizer
+
+    def __post_init__(self):
+        self.processor = self.processor or self.tokenizer
         self.told_of_many_left, self.surroundings = False, Surroundings()
         self.measured = False  # every row has been: longer ones than max_prompt_length are known
 
@@ -336,27 +333,26 @@ class CompletionSource(SourceDraws):
 MOST_UNJUDGED = 3  # generations in a row without a score, after which a run ends
 
 # %% ../../nbs/training/11_collect.ipynb #64c8833e
+@dataclass(eq=False, repr=False)
 class CollectorParts:
     "What a cycle is made with, and what a run begins with."
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        layout: BatchLayout,
-        accelerator: Accelerator,
-        source: CompletionSource,
-        reward_names: list[str],  # K names, for the log
-        metrics: Metrics,  # each cycle adds its rewards and lengths
-    ):
-        self.config, self.layout, self.accelerator = config, layout, accelerator
-        self.source, self.reward_names, self.metrics = source, reward_names, metrics
+    config: GRPOConfig
+    layout: BatchLayout
+    accelerator: Accelerator
+    source: CompletionSource
+    reward_names: list[str]  # K names, for the log
+    metrics: Metrics  # each cycle adds its rewards and lengths
+
+    def __post_init__(self):
+        config = self.config
         self.rows: Any = None
         self.stream: RolloutStream | None = None  # with `max_staleness`
         self.unjudged = 0  # cycles in a row in which no completion was judged
         self.passed_over: str | None = None  # what looks like an end in what was cut last
         self.samples: list[dict[str, Any]] = []  # what was drawn last, with scores and advantages
         self.curriculum = Curriculum(config.used("data_seed")) if config.curriculum else None
-        check_choice(config, layout, reward_names)
+        check_choice(config, self.layout, self.reward_names)
 
     def begin(
         self,

@@ -7,11 +7,10 @@ __all__ = ['FITS', 'SECRETS', 'OTHER_NAMES', 'ENDINGS', 'OVERRIDING', 'SAME_IN_G
            'LOSS_TYPES', 'ONLY_SERVER', 'ONLY_COLOCATE', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON',
            'IGNORED_BY_REASON', 'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL',
            'SAMPLING', 'NOT_SAMPLED', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
-           'types_of', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings', 'check_generation',
-           'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings',
-           'OptimizerSettings', 'MemorySettings', 'check_path', 'RunSettings', 'HubSettings', 'refuse',
-           'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'plain_json', 'GRPOConfig',
-           'unlike_trl']
+           'types_of', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings', 'SamplingSettings',
+           'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings', 'OptimizerSettings',
+           'MemorySettings', 'check_path', 'RunSettings', 'HubSettings', 'by_sentence', 'refuse', 'sampling_settings',
+           'translated', 'held_field', 'default_of', 'Keywords', 'GRPOConfig', 'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
@@ -139,7 +138,9 @@ class Setting:
         value,  # one that is not allowed
     ) -> str:  # " The nearest is ...", or nothing
         "A sentence with the accepted word that is spelt most like the value."
-        words, text = self.allowed if isinstance(self.allowed, tuple) else (), str(value)
+        words = self.allowed if isinstance(self.allowed, tuple) else ()
+        several = value if isinstance(value, (list, tuple)) else [value]
+        text = next((str(one) for one in several if one not in words), "")
         close = [word for word in words if word.lower() == text.lower()]
         close = close or difflib.get_close_matches(text, words, 1, 0.8)
         return f" The nearest is {close[0]!r}." if close else ""
@@ -386,29 +387,6 @@ AS_IT_IS = {  # key -> the value that describes what happens anyway
 }
 WITHOUT_EFFECT = ("bos_token_id", "length_penalty", "pad_token_id")  # no beams; masks are explicit
 
-
-def check_generation(
-    config: Any,  # with `generation_kwargs` and the settings of sampling
-) -> None:  # ValueError
-    "Refuse keys of `generation_kwargs` that ask for another sampler, or contradict the loss."
-    for name, value in (config.generation_kwargs or {}).items():
-        ours = SAME_IN_GENERATION.get(name)
-        if ours and value != getattr(config, ours):
-            raise ValueError(
-                f"generation_kwargs has {name}={value!r} and {ours} is {getattr(config, ours)!r}: "
-                f"the loss reads it too, so set {ours} and leave it out here."
-            )
-        if name in OVERRIDING:
-            config.specs[name].checked(value)
-        elif not ours and name not in (*ENDINGS, *WITHOUT_EFFECT):
-            if name not in AS_IT_IS or value != AS_IT_IS[name]:
-                raise ValueError(
-                    f"generation_kwargs holds {name!r}: {value!r}, which cannot be honoured: a "
-                    "completion is drawn here token by token, from the probabilities that the loss "
-                    "knows. Leave it out; what is read here is "
-                    f"{', '.join(map(repr, (*ENDINGS, *OVERRIDING)))}."
-                )
-
 # %% ../../nbs/training/01_config.ipynb #51e64766
 @dataclass(kw_only=True)
 class SamplingSettings(Settings):
@@ -456,7 +434,24 @@ class SamplingSettings(Settings):
     max_staleness: int = setting(0, "[0, inf)", reader="trainer_parts")
 
     def check(self):
-        check_generation(self)
+        "Refuse keys of `generation_kwargs` that ask for another sampler, or contradict the loss."
+        for name, value in (self.generation_kwargs or {}).items():
+            ours = SAME_IN_GENERATION.get(name)
+            if ours and value != (here := getattr(self, ours)):
+                raise ValueError(
+                    f"generation_kwargs has {name}={value!r} and {ours} is {here!r}: the loss "
+                    f"reads it too, so set {ours} and leave it out here."
+                )
+            if name in OVERRIDING:
+                self.specs[name].checked(value)
+            elif not ours and name not in (*ENDINGS, *WITHOUT_EFFECT):
+                if name not in AS_IT_IS or value != AS_IT_IS[name]:
+                    raise ValueError(
+                        f"generation_kwargs holds {name!r}: {value!r}, which cannot be honoured: a "
+                        "completion is drawn here token by token, from the probabilities that the "
+                        "loss knows. Leave it out; what is read here is "
+                        f"{', '.join(map(repr, (*ENDINGS, *OVERRIDING)))}."
+                    )
 
     def sampling_params(
         self,
@@ -910,7 +905,9 @@ class RunSettings(Settings):
     # the project in a tracker that its runs are filed under
     project: str = setting("huggingface", reader="reporting")
     # trackers, e.g. "wandb" or ["tensorboard"]; "all": every one that is installed; "none"
-    report_to: None | str | list[str] = setting("none", reader="reporting")
+    report_to: None | str | list[str] = setting(
+        "none", (*TRACKERS, "all", "none"), reader="reporting"
+    )
     # True: no progress bar; None and False show it
     disable_tqdm: bool | None = setting(None, reader="reporting")
     # when a line of the log is written; the last update always writes one
@@ -960,7 +957,6 @@ class RunSettings(Settings):
     def check(self):
         self.output_dir = os.path.expanduser(self.output_dir)  # as transformers' TrainingArguments
         check_path("output_dir", self.output_dir)
-        self.trackers()
         schedule, best = getattr(self, "lr_scheduler_type", ""), self.save_strategy == "best"
         judged = {
             f"lr_scheduler_type={schedule!r}": schedule in ("reduce_lr_on_plateau", "greedy"),
@@ -1004,14 +1000,6 @@ class RunSettings(Settings):
     def trackers(self) -> list[str]:  # empty for "none"; ["all"] for "all"
         "The trackers that a run reports to."
         given = [self.report_to] if isinstance(self.report_to, str) else self.report_to or []
-        for name in given:
-            if name not in (*TRACKERS, "all", "none"):
-                close = difflib.get_close_matches(str(name), TRACKERS, 1)
-                nearest = f" The nearest is {close[0]!r}." if close else ""
-                raise ValueError(
-                    f"report_to names {name!r}, which is no tracker of accelerate: it has "
-                    f"{', '.join(TRACKERS)}, besides 'all' and 'none'.{nearest}"
-                )
         return ["all"] if "all" in given else [name for name in given if name != "none"]
 
 # %% ../../nbs/training/01_config.ipynb #2e6099b6
@@ -1044,6 +1032,14 @@ _KINDS |= {"dict|str|None": dict | str | None, "None|str|list[str]": None | str 
 _KINDS["list[str]"] = list[str]
 
 
+def by_sentence(
+    table: str,  # words, and below them, indented, a sentence
+) -> list[tuple[str, list[str]]]:  # (sentence, its words)
+    "The sentences of a table in their order, and what each is about."
+    parts = re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", table, re.M)
+    return [(" ".join(sentence.split()), words.split()) for words, sentence in parts]
+
+
 def _by_reason(
     table: str,  # keywords, each with TRL's default, or where that is None the type; below why
 ) -> list[tuple[str, dict[str, Any]]]:  # (reason, {keyword: default or type})
@@ -1053,10 +1049,7 @@ def _by_reason(
         name, value = word.split("=", 1)
         return name, _KINDS[value] if value in _KINDS else literal_eval(value)
 
-    return [
-        (" ".join(reason.split()), dict(map(pair, names.split())))
-        for names, reason in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", table, re.M)
-    ]
+    return [(reason, dict(map(pair, words))) for reason, words in by_sentence(table)]
 
 
 REFUSED_BY_REASON = _by_reason("""
@@ -1296,13 +1289,6 @@ class Keywords(type):
         hidden = {"self", *HELD, *ALIASES}
         return inspect.Signature([p for p in parameters if p.name not in hidden])
 
-
-def plain_json(
-    value,  # what json cannot write
-) -> str:  # a dtype as its name ("bfloat16"), anything else as its text
-    "The text of a value in a saved config."
-    return str(value).removeprefix("torch.")
-
 # %% ../../nbs/training/01_config.ipynb #e685af9b
 @dataclass(kw_only=True, repr=False)
 class GRPOConfig(
@@ -1445,12 +1431,12 @@ class GRPOConfig(
         return {name: value for name, value in given.items() if name not in (*ALIASES, *SECRETS)}
 
     def to_json(self) -> str:  # what a checkpoint stores
-        "The settings as JSON."
-        return json.dumps(self.to_dict(), default=plain_json, indent=1)
+        "The settings as JSON; a dtype by its name, bfloat16 for instance."
+        return json.dumps(
+            self.to_dict(), default=lambda value: str(value).removeprefix("torch."), indent=1
+        )
 
-    def to_json_string(self) -> str:
-        "`to_json` under transformers' name, for its callbacks."
-        return self.to_json()
+    to_json_string = to_json  # transformers' name, for its callbacks
 
     def to_sanitized_dict(self) -> dict[str, Any]:  # numbers, strings and True or False
         "The settings as trackers take them; transformers' name."

@@ -7,6 +7,7 @@ __all__ = ['Evaluator']
 
 # %% ../../nbs/training/14_evaluation.ipynb #917974ae
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +23,17 @@ from .reporting import Metrics, completion_metrics, reward_metrics
 from .state import random_state, set_random_state
 
 # %% ../../nbs/training/14_evaluation.ipynb #efd1279f
+@dataclass(eq=False, repr=False)
 class Evaluator:
     "Samples and scores every row of a data set, and leaves the run's random state as it was."
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        accelerator: Accelerator,
-        source: CompletionSource,
-        reward_names: list[str],
-        # from batches of completions to their losses, whose mean is then reported and whose numbers
-        # are added to the metrics; None: no loss
-        losses_of: Callable[[list[TrainingBatch], Metrics], list[float]] | None = None,
-    ):
-        self.config, self.accelerator = config, accelerator
-        self.source, self.reward_names, self.losses_of = source, reward_names, losses_of
+    config: GRPOConfig
+    accelerator: Accelerator
+    source: CompletionSource
+    reward_names: list[str]
+    # from batches of completions to their losses, whose mean is then reported and whose numbers
+    # are added to the metrics; None: no loss
+    losses_of: Callable[[list[TrainingBatch], Metrics], list[float]] | None = None
 
     def evaluate(
         self,

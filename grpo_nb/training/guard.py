@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['GAP_BOUNDS', 'STALE_GAP', 'LEAST_EFFECT', 'LEAST_TOKENS', 'LEAST_OF_ONE', 'FAR', 'FREQUENCIES', 'CAUSES', 'MOST_ROWS',
            'WHICH', 'PLAIN_TOKENS', 'Comparison', 'at_most_rounding', 'is_read', 'gap_is_wrong', 'slope_is_wrong',
-           'without_adapter', 'expert_factors', 'replaced', 'scaled_rotary', 'far_positions', 'fits',
-           'are_placeholders', 'no_logprobs', 'raw', 'other_order', 'cut_elsewhere', 'some_completions', 'explains',
-           'base_served', 'experts_left_out', 'other_adapter', 'scaled_positions', 'other_base', 'cause_of',
-           'SamplerMismatch', 'chosen_rows', 'needs_more', 'doubt_of_cuts', 'drawn_plainly', 'GuardLooks',
-           'GuardCompares', 'Guard']
+           'without_adapter', 'expert_factors', 'replaced', 'far_positions', 'fits', 'are_placeholders', 'no_logprobs',
+           'raw', 'other_order', 'cut_elsewhere', 'some_completions', 'base_served', 'experts_left_out',
+           'other_adapter', 'scaled_positions', 'other_base', 'cause_of', 'SamplerMismatch', 'chosen_rows',
+           'needs_more', 'doubt_of_cuts', 'drawn_plainly', 'GuardLooks', 'GuardCompares', 'Guard']
 
 # %% ../../nbs/training/24_guard.ipynb #cac73cbf
 import math
@@ -30,7 +29,7 @@ from ..serving.server import VLLMServer
 from ..serving.vllm_requests import has_few_survivors
 from .config import GRPOConfig, warn
 from .hints import paragraph
-from .policy_logprobs import TrainingBatch, completion_logps
+from .policy_logprobs import TrainingBatch, base_causal_model, completion_logps
 from .policy_update import PolicyUpdate
 from .precision import frozen_dtype
 from .reporting import Metrics
@@ -68,6 +67,11 @@ class Comparison:
     def effect(self) -> float:  # nats a token; 0 without an adapter, or with a new one
         "Root mean square of what the adapter changes on the trainer."
         return self.effects[0].square().mean().sqrt().item()
+
+    @property
+    def explains_gap(self) -> bool:
+        "Whether the adapter changes enough for a wrong one to explain the gap."
+        return self.effect >= 0.5 * self.gap_mean
 
     def slope(self) -> float:  # NaN without an effect
         "The adapter's effect on the sampler over that on the trainer."
@@ -203,15 +207,6 @@ def replaced(
             put(p, own)
 
 # %% ../../nbs/training/24_guard.ipynb #86577b23
-def scaled_rotary(
-    model: Any,  # of transformers, with PEFT's wrapper or without
-) -> torch.nn.Module | None:  # None: the angles do not depend on the length
-    "The module that turns the positions of a model with longrope or dynamic scaling."
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    rotary = getattr(base.get_decoder(), "rotary_emb", None)
-    return rotary if getattr(rotary, "rope_type", None) in ("longrope", "dynamic") else None
-
-
 @contextmanager
 def far_positions(
     rotary: torch.nn.Module,  # of transformers
@@ -291,14 +286,9 @@ def some_completions(found, bound, under):
             servers may have another model, or another adapter. Ask each of them alone"""
 
 
-def explains(found: Comparison) -> bool:
-    "Whether the adapter changes enough for a wrong one to explain the gap."
-    return found.effect >= 0.5 * found.gap_mean
-
-
 def base_served(found, bound, under):
     "The sampler has no adapter."
-    if explains(found) and fits(found, found.base, bound):
+    if found.explains_gap and fits(found, found.base, bound):
         return """They are those of the model without its adapter: the sampler serves the base. Look
             at whether the adapter was loaded, and under which name completions were asked for"""
 
@@ -306,7 +296,7 @@ def base_served(found, bound, under):
 def experts_left_out(found, bound, under):
     "The adapters of attention are served, those of experts are not, or in another layout."
     attention = under("no experts")
-    if attention is None or not explains(found):
+    if attention is None or not found.explains_gap:
         return None
     parts = torch.stack([attention - found.base, found.trainer - attention], 1)  # (n, 2)
     if parts[:, 1].square().mean().sqrt() < 0.5 * found.gap_mean:  # too small to be the cause
@@ -322,7 +312,8 @@ def experts_left_out(found, bound, under):
 
 def other_adapter(found, bound, under):
     "The base model is right, the adapter is not."
-    if not explains(found) or (slope := found.usual_slope()) < 0.05 or abs(slope - 1) < 0.01:
+    slope = found.usual_slope() if found.explains_gap else 0.0
+    if slope < 0.05 or abs(slope - 1) < 0.01:
         return None
     if found.rest(slope).abs().mean() > found.effects[0].abs().mean():
         return None
@@ -580,28 +571,26 @@ class GuardCompares(GuardLooks):
         return {f"guard/{name}": value for name, value in numbers.items()}
 
 # %% ../../nbs/training/24_guard.ipynb #57dcf1a0
+@dataclass(eq=False, repr=False)
 class Guard(GuardCompares):
     "Stops a run whose sampler does not draw from the policy that is trained."
 
-    def __init__(
-        self,
-        config: GRPOConfig,  # guard_every, guard_max_gap, guard_slope_margin
-        layout: BatchLayout,
-        accelerator: Accelerator,
-        update: PolicyUpdate,  # computes the trainer's log-probs
-        metrics: Metrics,  # gets gap, effect and slope
-        # asked for a few plain completions where those of a batch cannot be compared
-        server: VLLMServer | None = None,
-        # a context manager in which the run is not interrupted
-        undisturbed: Callable[[], Any] = nullcontext,
-    ):
-        self.config, self.accelerator, self.update = config, accelerator, update
-        self.server, self.undisturbed = server, undisturbed
-        self.model, self.metrics = update.model, metrics
+    config: GRPOConfig  # guard_every, guard_max_gap, guard_slope_margin
+    layout: BatchLayout
+    accelerator: Accelerator
+    update: PolicyUpdate  # computes the trainer's log-probs
+    metrics: Metrics  # gets gap, effect and slope
+    # asked for a few plain completions where those of a batch cannot be compared
+    server: VLLMServer | None = None
+    # a context manager in which the run is not interrupted
+    undisturbed: Callable[[], Any] = nullcontext
+
+    def __post_init__(self):
+        self.model = self.update.model
         # in which log-probs are computed
-        self.dtype = update.precision.dtype or frozen_dtype(self.model)
+        self.dtype = self.update.precision.dtype or frozen_dtype(self.model)
         self.dtype = self.dtype or next(self.model.parameters()).dtype
-        updates = config.guard_every / layout.optimizer_steps_per_generation
+        updates = self.config.guard_every / self.layout.optimizer_steps_per_generation
         self.cycles = max(round(updates), 1)  # between two checks
         self.begin()
 
@@ -629,7 +618,9 @@ class Guard(GuardCompares):
         changed = None
         if name == "no experts" and (factors := expert_factors(self.model)):
             changed = replaced(factors, [torch.zeros_like(held(p)) for p in factors])
-        if name == "far" and (rotary := scaled_rotary(self.model)) is not None:
+        # of longrope and dynamic scaling: the angles depend on the length
+        rotary = getattr(base_causal_model(self.model).get_decoder(), "rotary_emb", None)
+        if name == "far" and getattr(rotary, "rope_type", None) in ("longrope", "dynamic"):
             changed = far_positions(rotary)
         if changed is not None:
             with changed:

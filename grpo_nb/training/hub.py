@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['HOME', 'CURVE', 'NOT_UPLOADED', 'NOT_SHOWN', 'check_token', 'is_on_hub', 'base_of', 'license_of', 'dataset_of',
-           'run_facts', 'loading_lines', 'versions', 'sections', 'card_data', 'origin', 'model_card', 'write_card',
-           'one_line', 'no_bars', 'UploadError', 'Repository', 'upload_model', 'link', 'stage', 'shown_settings',
-           'open_repository', 'HubWriter']
+           'run_facts', 'sections', 'model_card', 'write_card', 'one_line', 'no_bars', 'UploadError', 'Repository',
+           'upload_model', 'link', 'stage', 'shown_settings', 'open_repository', 'HubWriter']
 
 # %% ../../nbs/training/21_hub.ipynb #0aee2e1e
 import json
@@ -20,11 +19,12 @@ import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import contextmanager
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import peft
 import torch
 import transformers
 import yaml
@@ -129,30 +129,6 @@ def run_facts(
     return facts
 
 # %% ../../nbs/training/21_hub.ipynb #4d133173
-def loading_lines(
-    name: str,  # of the repository
-    adapter: bool,
-) -> str:
-    "The lines of Python that load a model from the hub."
-    kind = f"Auto{'Peft' * adapter}ModelForCausalLM"
-    imports = [f"from transformers import {kind}, AutoTokenizer"]
-    if adapter:
-        imports = [f"from peft import {kind}", "from transformers import AutoTokenizer"]
-    pairs = {"model": kind, "tokenizer": "AutoTokenizer"}
-    load = [f'{one} = {made}.from_pretrained("{name}")' for one, made in pairs.items()]
-    return "\n".join([*imports, "", *load])
-
-
-def versions() -> str:
-    "What ran, in one line."
-    there = {"grpo_nb": grpo_nb, "torch": torch, "transformers": transformers, "peft": None}
-    numbers = [
-        f"{name} {module.__version__ if module else version(name)}"
-        for name, module in (there | {"huggingface_hub": None}).items()
-    ]
-    return f"{', '.join(numbers)}, Python {platform.python_version()}"
-
-
 def sections(
     name: str,  # of the repository
     adapter: bool,
@@ -162,7 +138,12 @@ def sections(
 ) -> list[str]:
     "The parts of a card below its table; a part without content is left out."
     curve = f"## The run\n\n![rewards, what there is to learn from, how the policy moves]({CURVE})"
-    load = f"## How to load it\n\n```python\n{loading_lines(name, adapter)}\n```"
+    kind = f"Auto{'Peft' * adapter}ModelForCausalLM"
+    begin = f"from transformers import {kind}, AutoTokenizer\n\n"
+    if adapter:
+        begin = f"from peft import {kind}\nfrom transformers import AutoTokenizer\n\n"
+    load = f'## How to load it\n\n```python\n{begin}model = {kind}.from_pretrained("{name}")\n'
+    load += f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
     if adapter and not on_hub:
         load += "\n\nIts base model is not on the hub: load that as `base`, and the adapter with "
         load += f'`PeftModel.from_pretrained(base, "{name}")`.'
@@ -170,43 +151,11 @@ def sections(
     differ = "## Settings\n\nThose of `GRPOConfig` that differ from the defaults:\n\n```yaml\n"
     parts = [curve] * bool(of_updates(history)) + [load]
     parts += [f"{differ}{changed}```"] * bool(settings)
-    return [*parts, f"## Versions\n\n{versions()}"]
+    ran = {one.__name__: one.__version__ for one in (grpo_nb, torch, transformers, peft)}
+    ran |= {"huggingface_hub": huggingface_hub.__version__, "Python": platform.python_version()}
+    return [*parts, f"## Versions\n\n{', '.join(map(' '.join, ran.items()))}"]
 
 # %% ../../nbs/training/21_hub.ipynb #3d68e457
-def card_data(
-    name: str,  # the heading
-    base: str,  # from `base_of`
-    adapter: bool,
-    *,
-    dataset_name: str | None = None,
-    tags: str | Iterable[str] = (),
-    license: str | None = None,  # None: that of the base model, if its card is on this machine
-    language: str | None = None,
-) -> ModelCardData:
-    "The lines of a card that the hub reads; a folder of this machine is not named there."
-    return ModelCardData(
-        base_model=base if is_on_hub(base) else None,
-        datasets=[dataset_name] if dataset_name and is_on_hub(dataset_name) else None,
-        language=language,
-        library_name="peft" if adapter else "transformers",
-        license=license or license_of(base),
-        model_name=name,
-        pipeline_tag="text-generation",
-        tags=["grpo", "grpo_nb", *["lora"] * adapter, *([tags] if isinstance(tags, str) else tags)],
-    )
-
-
-def origin(
-    model: Any,
-    base: str,  # from `base_of`
-) -> str:
-    "What a model began as, for a sentence; of a folder only the last part of its name."
-    if is_on_hub(base):
-        return f"[{base}](https://huggingface.co/{base})"
-    own = model.get_base_model() if hasattr(model, "peft_config") else model
-    return f"`{Path(base).name}`" if base else f"a {type(own).__name__} made by the script"
-
-
 def model_card(
     name: str,  # of the repository, "owner/name"
     model: Any,  # that was trained
@@ -217,12 +166,27 @@ def model_card(
     settings: dict[str, Any] | None = None,  # plain values that differ from the defaults
     model_name: str | None = None,  # the heading; None: the repository's name
     dataset_name: str | None = None,  # on the hub, or a folder
-    **others: Any,  # tags, license and language: see `card_data`
+    tags: str | Iterable[str] = (),  # besides our own
+    license: str | None = None,  # None: that of the base model, if its card is on this machine
+    language: str | None = None,
 ) -> ModelCard:
     "A README for the hub: what was trained, with which rewards, and how to load it."
     base, heading = base_of(model), model_name or name.split("/")[-1]
-    adapter = hasattr(model, "peft_config") if adapter is None else adapter
-    data = card_data(heading, base, adapter, dataset_name=dataset_name, **others)
+    wrapped, on_hub = hasattr(model, "peft_config"), is_on_hub(base)
+    adapter = wrapped if adapter is None else adapter
+    own = model.get_base_model() if wrapped else model
+    # of a folder of this machine only the last part of its name
+    origin = f"`{Path(base).name}`" if base else f"a {type(own).__name__} made by the script"
+    data = ModelCardData(
+        base_model=base if on_hub else None,
+        datasets=[dataset_name] if dataset_name and is_on_hub(dataset_name) else None,
+        language=language,
+        library_name="peft" if adapter else "transformers",
+        license=license or license_of(base),
+        model_name=heading,
+        pipeline_tag="text-generation",
+        tags=["grpo", "grpo_nb", *["lora"] * adapter, *([tags] if isinstance(tags, str) else tags)],
+    )
     source = dataset_name if data.datasets else Path(dataset_name or "").name
     table = {**(facts or {}), **({"data": f"`{source}`"} if source else {})}
     rows = "\n".join(f"| {what} | {value} |" for what, value in table.items())
@@ -230,10 +194,11 @@ def model_card(
     text = "\n\n".join(
         [
             f"# {heading}",
-            f"{began} {origin(model, base)}, trained by reinforcement learning with "
+            f"{began} {f'[{base}](https://huggingface.co/{base})' if on_hub else origin}, trained "
+            "by reinforcement learning with "
             f"[GRPO](https://arxiv.org/abs/2402.03300) in [grpo_nb]({HOME}).",
             *[f"| | |\n|---|---|\n{rows}"] * bool(rows),
-            *sections(name, adapter, bool(data.base_model), history, settings or {}),
+            *sections(name, adapter, on_hub, history, settings or {}),
         ]
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
@@ -406,24 +371,21 @@ def open_repository(
     )
 
 # %% ../../nbs/training/21_hub.ipynb #9fdf18ed
+@dataclass(eq=False, repr=False)
 class HubWriter(TrainerCallback):
     "Uploads what a run saves, with a card: checkpoints in the background, the model at the end."
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        repository: Repository | None,  # None: it is opened by the first `push`
-        model: Any,
-        rewards: list[str],  # names of the reward functions
-        rows: Any,  # of the training data
-        completions: int,  # of one update
-        history: list[dict[str, Any]],  # the log, which grows
-    ):
-        self.config, self.repository, self.model = config, repository, model
-        self.rewards, self.rows = rewards, rows
-        self.completions, self.history = completions, history
-        self.name = repository.name if repository else config.hub_model_id
-        self.last: Future | None = None
+    config: GRPOConfig
+    repository: Repository | None  # None: it is opened by the first `push`
+    model: Any
+    rewards: list[str]  # names of the reward functions
+    rows: Any  # of the training data
+    completions: int  # of one update
+    history: list[dict[str, Any]]  # the log, which grows
+    last: Future | None = None
+
+    def __post_init__(self):
+        self.name = self.repository.name if self.repository else self.config.hub_model_id
 
     def write_card(
         self,

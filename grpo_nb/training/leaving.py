@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +27,7 @@ from .reporting import say
 class CtrlC:
     "`with CtrlC():` leaves the loop between two updates, never inside one."
 
-    def __init__(self):
-        self.asked = self.moving = self.leaving = False
-        self.handler, self.main = None, False
+    asked = moving = leaving = False
 
     def __enter__(self) -> "CtrlC":
         self.asked = self.moving = self.leaving = False
@@ -190,21 +189,20 @@ class Preemption:
 PIECE_BYTES = 2**22  # the store refuses values of more than eight MiB
 
 
+@dataclass(eq=False)
 class Agreement:
     "Brings the parts of a last checkpoint to the first process, without a collective call."
 
-    def __init__(
-        self,
-        rank: int = 0,  # the number of this process
-        count: int = 1,  # of processes
-        store: Any = None,  # of torch.distributed; None: that of the default process group
-        wait_s: float = 8.0,  # for the others
-        let_go: Callable[[], None] = lambda: None,  # forgets what holds the process group besides
-    ):
-        self.rank, self.count, self.wait_s, self.let_go = rank, count, wait_s, let_go
-        if store is None and count > 1:
-            store = torch.distributed.group.WORLD.get_group_store()
-        self.store, self.is_cut = store, False
+    rank: int = 0  # the number of this process
+    count: int = 1  # of processes
+    store: Any = None  # of torch.distributed; None: that of the default process group
+    wait_s: float = 8.0  # for the others
+    let_go: Callable[[], None] = lambda: None  # forgets what holds the process group besides
+    is_cut: bool = False
+
+    def __post_init__(self):
+        if self.store is None and self.count > 1:
+            self.store = torch.distributed.group.WORLD.get_group_store()
 
     def heard(self) -> bool:
         "Whether another process has said that it leaves."
@@ -287,22 +285,19 @@ class Agreement:
             torch.distributed.destroy_process_group()
 
 # %% ../../nbs/training/27_leaving.ipynb #c13c89e5
+@dataclass(eq=False, repr=False)
 class LastCheckpoint:
     "The checkpoint that is written when a run ends early, of whatever number of processes."
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        checkpointer: Checkpointer,
-        state: Any,  # a TrainState
-        let_go: Callable[[], None] = lambda: None,  # forgets what holds the process group besides
-        lost: Callable[[], bool] = lambda: False,  # whether another run has taken the folder
-    ):
-        self.accelerator, self.checkpointer = accelerator, checkpointer
-        self.state, self.lost, self.ctrl_c = state, lost, CtrlC()
-        self.agreement = Agreement(
-            accelerator.process_index, accelerator.num_processes, let_go=let_go
-        )
+    accelerator: Accelerator
+    checkpointer: Checkpointer
+    state: Any  # a TrainState
+    let_go: Callable[[], None] = lambda: None  # forgets what holds the process group besides
+    lost: Callable[[], bool] = lambda: False  # whether another run has taken the folder
+
+    def __post_init__(self):
+        place = self.accelerator.process_index, self.accelerator.num_processes
+        self.agreement, self.ctrl_c = Agreement(*place, let_go=self.let_go), CtrlC()
         self.preemption = Preemption(heard=self.agreement.heard, cut=self.agreement.cut)
 
     def save_last(self) -> None:

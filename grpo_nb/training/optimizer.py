@@ -9,6 +9,7 @@ __all__ = ['LIKE_THE_PARAMETER', 'OF_BLOCKS', 'decay_groups', 'make_optimizer', 
 
 # %% ../../nbs/training/08_optimizer.ipynb #dca06ad5
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -97,16 +98,13 @@ def check_given_optimizer(
         )
 
 # %% ../../nbs/training/08_optimizer.ipynb #ef14cc12
+@dataclass(frozen=True)
 class Inspector:
     "Checks entries of a checkpoint; its errors say which entry, what it is and what it should be."
 
-    def __init__(
-        self,
-        whose: str,  # the checkpoint, as errors name it
-        step: int | None = None,  # updates that the checkpoint claims; None: not known
-        rows: int | None = None,  # of the data
-    ):
-        self.whose, self.step, self.rows = whose, step, rows
+    whose: str  # the checkpoint, as errors name it
+    step: int | None = None  # updates that the checkpoint claims; None: not known
+    rows: int | None = None  # of the data
 
     def __str__(self) -> str:
         return self.whose
@@ -151,11 +149,9 @@ class Inspector:
             self.refuse(what, repr(value)[:60], "a number")
         if not math.isfinite(value) or not least <= value <= most or whole and value != int(value):
             kind = "a whole number" if whole else "a finite number"
-            low, high = (
-                f" {word} {end:,}" * math.isfinite(end)
-                for word, end in (("of at least", least), ("up to", most))
-            )
-            self.refuse(what, repr(value)[:60], kind + low + high)
+            low, high = math.isfinite(least), math.isfinite(most)
+            kind += f" of at least {least:,}" * low + f" up to {most:,}" * high
+            self.refuse(what, repr(value)[:60], kind)
 
     def tensor(
         self,

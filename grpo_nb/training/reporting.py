@@ -16,6 +16,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -381,17 +383,14 @@ class Log(TrainerCallback):
             write_text(self.path, text)
 
 # %% ../../nbs/training/15_reporting.ipynb #db724635
+@dataclass(eq=False, repr=False)
 class Callbacks:
     "Calls transformers' callbacks at each event, and holds the flags that they set (`control`)."
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        state: Any,  # of transformers' kind
-        handler: CallbackHandler,
-    ):
-        self.config, self.state, self.handler = config, state, handler
-        self.control = TrainerControl()
+    config: GRPOConfig
+    state: Any  # of transformers' kind
+    handler: CallbackHandler
+    control: TrainerControl = field(default_factory=TrainerControl)
 
     def begin(
         self,
@@ -449,18 +448,16 @@ def make_handler(
     return CallbackHandler([DefaultFlowCallback(), *callbacks], model, tokenizer, optimizer, None)
 
 # %% ../../nbs/training/15_reporting.ipynb #81311b0c
+@dataclass(eq=False, repr=False)
 class Recorder:
     "Makes a record of the numbers, tokens and seconds since the last one."
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        metrics: Metrics,  # is emptied by each record
-        state: Any,  # a TrainState
-    ):
-        self.accelerator, self.metrics, self.state = accelerator, metrics, state
-        self.total_tokens = self.last_step = 0
-        self.since = time.perf_counter()
+    accelerator: Accelerator
+    metrics: Metrics  # is emptied by each record
+    state: Any  # a TrainState
+    total_tokens: int = 0
+    last_step: int = 0
+    since: float = field(default_factory=time.perf_counter)
 
     def begin(self) -> None:
         "Start the clock of the next record."
@@ -547,17 +544,14 @@ def of_updates(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 NO_BAR = "the progress bar cannot be shown"
 
 
+@dataclass(eq=False, repr=False)
 class ProgressBar(TrainerCallback):
     "A bar over the updates of a run, with notes beside it."
 
-    def __init__(
-        self,
-        config: GRPOConfig,  # disable_tqdm is read when a run begins
-        notes: dict[str, Any],  # name -> what is shown; others may add
-        first_process: bool = True,
-    ):
-        self.config, self.notes, self.first_process = config, notes, first_process
-        self.bar = tqdm(disable=True)  # until a run begins
+    config: GRPOConfig  # disable_tqdm is read when a run begins
+    notes: dict[str, Any]  # name -> what is shown; others may add
+    first_process: bool = True
+    bar: tqdm = field(default_factory=partial(tqdm, disable=True))  # until a run begins
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         "Show the bar; that of a resumed run begins at its step."
@@ -584,47 +578,43 @@ class ProgressBar(TrainerCallback):
             self.bar.close()
 
 # %% ../../nbs/training/15_reporting.ipynb #ae83716e
+@dataclass(eq=False, repr=False)
 class HintWriter(TrainerCallback):
     "Prints a hint, once, when numbers of the log stay wrong for a while."
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        precision: str,  # "bf16", "fp16" or "no"
-        log: Log,  # hints are printed where its table is
-        # the token that looks like an end inside completions that were cut, if there is one
-        passed_over: Callable[[], str | None] = lambda: None,
-        dropout: float = 0.0,  # the largest of the model
-        collector: Any = None,  # of its `samples` one is shown where a short run learnt nothing
-    ):
-        self.settings, self.log = (config, precision, passed_over, dropout), log
-        self.collector = collector
-        self.path = log.path and log.path.with_name("hints.jsonl")
-        self.hints, self.given = Hints(*self.settings), []
+    config: GRPOConfig
+    precision: str  # "bf16", "fp16" or "no"
+    log: Log  # hints are printed where its table is
+    # the token that looks like an end inside completions that were cut, if there is one
+    passed_over: Callable[[], str | None] = lambda: None
+    dropout: float = 0.0  # the largest of the model
+    collector: Any = None  # of its `samples` one is shown where a short run learnt nothing
+
+    def __post_init__(self):
+        self.path = self.log.path and self.log.path.with_name("hints.jsonl")
+        self.begin()
+
+    def begin(self) -> None:
+        "No hint has been given yet."
+        self.hints = Hints(self.config, self.precision, self.passed_over, self.dropout)
+        self.given: list[str] = []
 
     def replay(
         self,
         records: list[dict[str, Any]],  # of updates, from the beginning
     ) -> None:
         "Begin again; hints that these records have given are not printed a second time."
-        self.hints, self.given = Hints(*self.settings), []
+        self.begin()
         if self.path:
             self.path.unlink(missing_ok=True)
         for record in records:
             self.note(record)
 
-    def note(
-        self,
-        record: dict[str, Any],  # of an update
-    ) -> list[str]:  # the hints that it gives
-        "Keep the new hints of a record, in memory and in hints.jsonl."
+    def note(self, record: dict[str, Any]) -> list[str]:  # the hints that it gives
+        "Keep the new hints of an update's record."
         return self.keep(self.hints.look(record), record["step"])
 
-    def keep(
-        self,
-        found: list[str],  # hints
-        step: int,
-    ) -> list[str]:  # the same
+    def keep(self, found: list[str], step: int) -> list[str]:  # the same
         "Keep hints, in memory and in hints.jsonl."
         self.given += found
         if found and self.path:
@@ -652,19 +642,15 @@ class HintWriter(TrainerCallback):
                 say(line)
 
 # %% ../../nbs/training/15_reporting.ipynb #e81c1054
+@dataclass(eq=False, repr=False)
 class SampleWriter(TrainerCallback):
     """Prints and stores completions and sends them to the trackers, with `log_completions`; without
     it stores the last ones of a run."""
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        accelerator: Accelerator,
-        collector: Any,  # its `samples` are those of the last cycle
-        log: Log,  # samples are printed where its table is
-    ):
-        self.config, self.accelerator = config, accelerator
-        self.collector, self.log = collector, log
+    config: GRPOConfig
+    accelerator: Accelerator
+    collector: Any  # its `samples` are those of the last cycle
+    log: Log  # samples are printed where its table is
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         "Show the samples of all processes at every record of training."
@@ -700,11 +686,12 @@ class SampleWriter(TrainerCallback):
                     tracker.log_table("completions", **tracker_table(samples, unique), step=step)
 
 
+@dataclass(eq=False, repr=False)
 class Trackers(TrainerCallback):
     "Sends records to the trackers that `report_to` names."
 
-    def __init__(self, config: GRPOConfig, accelerator: Accelerator):
-        self.config, self.accelerator = config, accelerator
+    config: GRPOConfig
+    accelerator: Accelerator
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Begin the run's page in each tracker. It stays open after the run, for evaluations and a
