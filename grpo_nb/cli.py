@@ -778,7 +778,7 @@ def report() -> dict:  # {"grpo_nb", "python", ..., "sandbox", "kernels"}, for j
         "kernels": kernel_folders(),
     }
 
-
+# %% ../nbs/91_cli.ipynb #5d1c7e0b
 def vllm_report(
     server: str | None,  # addresses with commas between; None: none is asked
     api_key: str | None,  # that it wants

@@ -9,8 +9,8 @@ __all__ = ['MANIFEST', 'STATE', 'THEIR_STATE', 'ONLY_MODEL', 'GO_ON', 'IN_OPTIMI
            'find_checkpoint', 'check_ours', 'check_named', 'remove_old_checkpoints', 'set_aside', 'deterministic',
            'truncate_log', 'check_adapter', 'unreadable', 'check_tensors', 'read_adapters', 'read_own_weights',
            'read_weights', 'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'check_history',
-           'check_same_run', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites', 'CheckpointReads',
-           'CheckpointRestores', 'Checkpointer']
+           'check_tokens', 'check_same_run', 'data_doubt', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites',
+           'CheckpointReads', 'CheckpointRestores', 'Checkpointer']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import copy
@@ -602,6 +602,17 @@ def check_history(
     except (TypeError, ValueError, RecursionError) as error:
         check.refuse("the log", "no list of plain records", f"one ({error})")
 
+
+def check_tokens(
+    batch: dict[str, Any] | None,  # of a process
+    rows: float,  # of the embedding; infinity: not known
+    check: Inspector,
+) -> None:  # ValueError
+    "Refuse token ids that the model does not know."
+    for name in ("prompt_ids", "completion_ids") if batch else ():
+        if batch[name].numel() and not 0 <= batch[name].min() <= batch[name].max() < rows:
+            check.refuse(f"a token of {name}", "unknown to the model", f"below {rows:,}")
+
 # %% ../../nbs/training/13_checkpoint.ipynb #85928133
 def check_same_run(
     config: GRPOConfig,
@@ -642,6 +653,18 @@ def check_same_run(
     return changed
 
 # %% ../../nbs/training/13_checkpoint.ipynb #b8e92a6e
+def data_doubt(
+    saved: dict[str, Any],  # what a checkpoint holds beside the model
+    data: str | None,  # digest of the rows
+) -> str:  # a line; empty: they were compared
+    "Why it could not be seen whether the rows are those of the checkpoint."
+    if "data" not in saved:
+        return "the checkpoint is older than digests of the data: its rows were not compared"
+    if None in (data, saved["data"]):
+        return "a stream has no digest: whether it brings the same rows was not compared"
+    return ""
+
+
 @dataclass
 class SavedRun:
     "A checkpoint that was read and checked, and of which nothing is loaded yet."
@@ -782,12 +805,7 @@ class CheckpointReads(CheckpointWrites):
             copy_weights = read_weights(self.model, folder, self.weights)  # if all else fits too
             saved = {**saved, "processes": shared_out(written, processes)}
             self.check_parts(saved, check, folder)
-            others, doubt = len(written) != processes, ""
-            if "data" not in saved:
-                doubt = "the checkpoint is older than digests of the data: its rows were not "
-                doubt += "compared"
-            elif None in (data, saved["data"]):
-                doubt = "a stream has no digest: whether it brings the same rows was not compared"
+            others, doubt = len(written) != processes, data_doubt(saved, data)
             return SavedRun(folder, saved, copy_weights, changed, others, doubt)
 
     def check_parts(
@@ -809,13 +827,8 @@ class CheckpointReads(CheckpointWrites):
                 if hasattr(part, "check_state_dict"):
                     part.check_state_dict(entry[name], check)
         embedding = getattr(self.model.get_input_embeddings(), "num_embeddings", math.inf)
-        for batch in (entry["state"]["batch"] or {} for _, _, entry in pairs):
-            for name in batch.keys() & {"prompt_ids", "completion_ids"}:
-                ids = batch[name]
-                if ids.numel() and not 0 <= ids.min() <= ids.max() < embedding:
-                    check.refuse(
-                        f"a token of {name}", "unknown to the model", f"below {embedding:,}"
-                    )
+        for _, _, entry in pairs:
+            check_tokens(entry["state"]["batch"], embedding, check)
         check_history(saved["history"], check)
         named = re.fullmatch(r"checkpoint-(\d+)", folder.absolute().name)
         if named and int(named[1]) != step:

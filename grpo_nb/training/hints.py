@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from .config import GRPOConfig
@@ -22,23 +21,24 @@ from .config import GRPOConfig
 MIN_RECORDS, MIN_GROUPS = 5, 32
 
 
-@dataclass(eq=False)
 class RunHistory:
     "The numbers that a run has logged, by name: at its start and now."
 
-    config: GRPOConfig  # of the run
-    precision: str | None = None  # "bf16", "fp16" or "no"; None: as the config says
-    # the token that looks like an end inside completions that were cut, if there is one
-    passed_over: Callable[[], str | None] = lambda: None
-    dropout: float = 0.0  # the largest of the model, on while it trains
-
-    def __post_init__(self):
-        config, self.columns = self.config, {}
-        self.fp16 = (self.precision or ("fp16" if config.fp16 else "no")) == "fp16"
+    def __init__(
+        self,
+        config: GRPOConfig,  # of the run
+        precision: str | None = None,  # "bf16", "fp16" or "no"; None: as the config says
+        # the token that looks like an end inside completions that were cut, if there is one
+        passed_over: Callable[[], str | None] = lambda: None,
+        dropout: float = 0.0,  # the largest of the model, on while it trains
+    ):
+        self.passed_over, self.dropout = passed_over, dropout
+        self.fp16 = (precision or ("fp16" if config.fp16 else "no")) == "fp16"
         micro_batches = max(config.logging_steps, 1) * config.accumulation()  # in a record
         completions = micro_batches * config.per_device_train_batch_size  # of one process
         groups = max(completions / config.num_generations, 1)
         self.patience = max(MIN_RECORDS, math.ceil(MIN_GROUPS / groups))  # records
+        self.config, self.columns = config, {}
 
     def add(
         self,
@@ -369,10 +369,13 @@ class Hints:
 
     def __init__(
         self,
-        *run: Any,  # what `RunHistory` takes
-        **given: Any,
+        config: GRPOConfig,  # of the run
+        # "bf16", "fp16" or "no", as the run chose it; None: as the config says
+        precision: str | None = None,
+        passed_over: Callable[[], str | None] = lambda: None,  # for `RunHistory`
+        dropout: float = 0.0,  # the largest of the model, on while it trains
     ):
-        self.history = RunHistory(*run, **given)
+        self.history = RunHistory(config, precision, passed_over, dropout)
         self.said: dict[str, str] = {}  # name of the hint -> its sentence
 
     def look(

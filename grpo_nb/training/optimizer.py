@@ -128,8 +128,8 @@ class Inspector:
             self.refuse(what, f"of type {type(entry).__name__}", "a dict")
         missing, unexpected = set(names) - set(entry), set(entry) - set(names) - set(optional)
         if missing or unexpected:
-            found = f"without {sorted(map(str, missing))[:3]}" if missing else "a dict"
-            found += f" with {sorted(map(str, unexpected))[:3]}" if unexpected else ""
+            lacks, has = (sorted(map(str, some))[:3] for some in (missing, unexpected))
+            found = (f"without {lacks}" if lacks else "a dict") + f" with {has}" * bool(has)
             self.refuse(what, found, f"a dict with the keys {', '.join(sorted(map(str, names)))}")
 
     def number(

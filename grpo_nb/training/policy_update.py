@@ -15,7 +15,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ from .config import GRPOConfig
 from grpo_nb.training.micro_batches import (
     choose_pieces,
     known_shape,
-    part_of,
     residual_bytes,
     share_of,
     slice_sizes,
@@ -138,25 +136,26 @@ def balance_weight(
     return (own or 0.0) if asked is None else asked
 
 # %% ../../nbs/training/12_policy_update.ipynb #e1a29d37
-@dataclass(eq=False, repr=False)
 class MicroBatchFitter:
     """Cuts a micro-batch into the fewest pieces that fit, and sets the token slices of the policy,
     and of a reference that is a model of its own, so that they do."""
 
-    config: GRPOConfig
-    model: torch.nn.Module
-    reference: Reference | None
-    device: torch.device
-    autocast: torch.dtype | None  # the format of products; None: that of the weights
-    balance: float = 0.0  # weight of the balancing loss
-    weights: WholeWeights = WholeWeights()  # how the models' weights are held
-
-    def __post_init__(self):
-        model, config, reference = self.model, self.config, self.reference
+    def __init__(
+        self,
+        config: GRPOConfig,
+        model: torch.nn.Module,
+        reference: Reference | None,
+        device: torch.device,
+        autocast: torch.dtype | None,  # the format of products; None: that of the weights
+        balance: float = 0.0,  # weight of the balancing loss
+        weights: WholeWeights | None = None,  # how the models' weights are held; None: whole
+    ):
+        self.config, self.model, self.device = config, model, device
+        self.weights = weights or WholeWeights()
         self.models = [m for m in (model, reference and reference.model) if m is not None]
         self.shape, self.slices = known_shape(model), slice_sizes(model, config)
-        self.residual = residual_bytes(model, self.autocast)
-        self.cuts = may_be_cut(config, self.balance)
+        self.residual = residual_bytes(model, autocast)
+        self.cuts = may_be_cut(config, balance)
         self.count = 1  # of the last batch's pieces in the process that had the most
         self.recorded = None  # the policy's layers, where short ones are recorded
 
@@ -231,13 +230,11 @@ class Window:
 
     def begin_piece(
         self,
-        piece: TrainingBatch,
-        batch: TrainingBatch,  # the whole micro-batch
-        loss_type: str,
-    ) -> float:  # the factor of its loss
+        part: float,  # of its micro-batch's tokens
+        share: float,  # factor of its loss
+    ) -> None:
         "Note what the next piece is a part of."
-        self.part, self.share = part_of(piece, batch), share_of(piece, batch, loss_type)
-        return self.share
+        self.part, self.share = part, share
 
     def add(self, **numbers: torch.Tensor) -> None:
         "Add 0-d tensors to the sums of their names, without reading them from the device."
@@ -294,35 +291,40 @@ def timed(
     return decorate
 
 # %% ../../nbs/training/12_policy_update.ipynb #360d25a1
-@dataclass(eq=False, repr=False)
 class UpdateParts:
     "What an update is made of: the parts it owns, and those it is given."
 
-    config: GRPOConfig
-    layout: BatchLayout
-    accelerator: Accelerator
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    precision: Precision
-    metrics: Metrics  # each micro-batch and update adds its numbers
-    _: KW_ONLY
-    reference: Reference | None = None
-    schedule: Any = None  # of the learning rate, if it was given to the trainer
-    corrects: bool = False  # completions are weighed by trainer / sampler probability
-    tell: Callable[[str], None] = lambda event: None  # called around the optimizer's step
-    weights: WholeWeights = WholeWeights()  # how the model's weights are held
-
-    def __post_init__(self):
-        config, model, self.device = self.config, self.model, self.accelerator.device
+    def __init__(
+        self,
+        config: GRPOConfig,
+        layout: BatchLayout,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        metrics: Metrics,  # each micro-batch and update adds its numbers
+        *,
+        reference: Reference | None = None,
+        schedule: Any = None,  # of the learning rate, if it was given to the trainer
+        corrects: bool = False,  # completions are weighed by trainer / sampler probability
+        tell: Callable[[str], None] = lambda event: None,  # called around the optimizer's step
+        weights: WholeWeights | None = None,  # how the model's weights are held; None: whole
+    ):
+        self.weights = weights or WholeWeights()
+        self.config, self.layout, self.accelerator = config, layout, accelerator
+        self.model, self.optimizer, self.precision = model, optimizer, precision
+        self.reference, self.metrics, self.corrects = reference, metrics, corrects
+        self.tell, self.device = tell, accelerator.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.store = HostStore() if config.offload_activations else None
         self.balance = balance_weight(config, model.config)
-        held = self.precision.dtype, self.balance, self.weights
-        self.fitter = MicroBatchFitter(config, model, self.reference, self.device, *held)
+        self.fitter = MicroBatchFitter(
+            config, model, reference, self.device, precision.dtype, self.balance, self.weights
+        )
         self.entropy_bonus, self.window = EntropyBonus(config), Window(self.device)
-        self.learning_rate = config.learning_rate
+        self.schedule, self.learning_rate = schedule, config.learning_rate
         on_gpu = self.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        self.compiles = on_gpu and self.accelerator.num_processes == 1
+        self.compiles = on_gpu and accelerator.num_processes == 1
         if self.compiles:
             compile_early(self.compile_logps)
         self.arrange()
@@ -565,7 +567,8 @@ class UpdateGradients(UpdateGap):
             self.window.expect(self.expected_tokens(whole), steps)
         for part, moves in self.parts(batch):
             for piece in self.fitter.pieces(part):
-                share = self.window.begin_piece(piece, batch, self.config.loss_type)
+                share = share_of(piece, batch, self.config.loss_type)
+                self.window.begin_piece(self.part_of(piece, batch), share)
                 with self.precision.adapters(self.model), quiet_collector():
                     self.accumulate_piece(piece, share, first_pass, moves)
         self.window.close_micro_batch()
@@ -587,6 +590,14 @@ class UpdateGradients(UpdateGap):
         tokens = float(self.accelerator.reduce(whole.loss_mask.sum().float(), "mean"))
         windows = self.layout.steps_per_generation / self.layout.gradient_accumulation_steps
         return max(tokens, 1.0) / windows
+
+    def part_of(
+        self,
+        piece: TrainingBatch,
+        batch: TrainingBatch,  # the whole micro-batch
+    ) -> float:
+        "The part of a micro-batch's trained tokens that a piece holds."
+        return float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
 
     def accumulate_piece(
         self,
@@ -722,7 +733,8 @@ class UpdateEvaluation(UpdateStep):
             with evaluating(self.model):
                 for piece in self.pieces(self.model, batch):
                     logps, entropies, balance = self.with_balance(piece)
-                    share = self.window.begin_piece(piece, batch, self.config.loss_type)
+                    share = share_of(piece, batch, self.config.loss_type)
+                    self.window.begin_piece(self.part_of(piece, batch), share)
                     mask = piece.loss_mask
                     chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
                     output = self.loss_of(piece, logps, entropies, chosen)
