@@ -1,32 +1,37 @@
 #!/usr/bin/env bash
 # One card trains and the other draws: one_draws.sh vllm|ours STALENESS..., with CUDA_VISIBLE_DEVICES=A,B
-# and MODEL, DATA, OUT, VLLM (vllm's command) in the environment. A run for each staleness, and one
-# whose server is killed at its fifth update (`killed` in place of a number); each leaves
-# $OUT/WHO_STALENESS.json and, every half second, how busy both cards were in .csv.
-# A server that answers at the port already is taken as it is.
+# and MODEL, DATA, OUT, VLLM (vllm's command) in the environment; UPDATES of each (30). A run and a
+# server of its own for each staleness, and one whose server is killed at its fifth update (`killed`
+# in place of a number); each leaves $OUT/WHO_STALENESS.json and, every half second, how busy both
+# cards were in .csv.
 set -euo pipefail
 who=$1; shift
 trains=${CUDA_VISIBLE_DEVICES%%,*} draws=${CUDA_VISIBLE_DEVICES##*,} port=$((8000 + ${CUDA_VISIBLE_DEVICES%%,*}))
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 answers() { curl -sf --noproxy '*' "http://127.0.0.1:$port/health" > /dev/null; }
-if answers; then
-  :
-elif [ "$who" = vllm ]; then
-  CUDA_VISIBLE_DEVICES=$draws VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 ${VLLM:-vllm} serve "$MODEL" --port $port --enable-lora \
-    --max-lora-rank 32 --max-loras 4 --logprobs-mode processed_logprobs --max-model-len 1024 > "$OUT/$who.server" 2>&1 &
-else
-  CUDA_VISIBLE_DEVICES=$draws python -m grpo_nb serve "$MODEL" --port $port --lora-dir "$OUT" > "$OUT/$who.server" 2>&1 &
-fi
-for _ in $(seq 240); do answers && break; sleep 1; done
+serve() {  # in a process group of its own, so that all of it can be ended
+  if [ "$who" = vllm ]; then
+    CUDA_VISIBLE_DEVICES=$draws VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 setsid ${VLLM:-vllm} serve "$MODEL" --port $port --enable-lora \
+      --max-lora-rank 32 --max-loras 4 --logprobs-mode processed_logprobs --max-model-len 1024 > "$OUT/$1.server" 2>&1 &
+  else
+    CUDA_VISIBLE_DEVICES=$draws setsid python -m grpo_nb serve "$MODEL" --port $port --lora-dir "$OUT" > "$OUT/$1.server" 2>&1 &
+  fi
+  server=$!
+  for _ in $(seq 240); do answers && return; kill -0 $server || exit 1; sleep 1; done
+}
+if answers; then echo "something answers at port $port already: end it first"; exit 1; fi
 for staleness; do
   name=${who}_$staleness
+  serve "$name"
   nvidia-smi -i "$trains,$draws" --query-gpu=timestamp,index,utilization.gpu,memory.used --format=csv,noheader,nounits -lms 500 > "$OUT/$name.csv" 2>/dev/null & watch=$!
-  CUDA_VISIBLE_DEVICES=$trains python benchmarks/gsm8k.py "$MODEL" --data "$DATA" --out "$OUT" run --batch 256 --updates 30 --no-before --no-after \
+  CUDA_VISIBLE_DEVICES=$trains python benchmarks/gsm8k.py "$MODEL" --data "$DATA" --out "$OUT" run --batch 256 --updates "${UPDATES:-30}" --no-before --no-after \
     --server "http://127.0.0.1:$port" --staleness "${staleness/killed/1}" --name "$name" > "$OUT/$name.log" 2>&1 & run=$!
   if [ "$staleness" = killed ]; then
     until grep -q '^5 reward' "$OUT/$name.log" || ! kill -0 $run 2>/dev/null; do sleep .2; done
-    pkill -9 -f -- "--port $port" || true
+    kill -9 -- -$server
   fi
   wait $run || [ "$staleness" = killed ]
   kill $watch 2>/dev/null || true
+  kill -9 -- -$server 2>/dev/null || true
+  while answers; do sleep 1; done
 done

@@ -62,11 +62,10 @@ class ScriptedSource(CompletionSource):
         ids = [torch.randint(7, 21, (max(lengths),), generator=g) for g in generators]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         reasons = ["length" if n == 7 else "stop" for n in lengths]
+        drawn = torch.stack(ids) * mask, mask, torch.zeros(mask.shape)
         return Rollout(
             [self.tokenizer(row["prompt"]).input_ids for row in rows],
-            torch.stack(ids) * mask,
-            mask,
-            torch.zeros(mask.shape),
+            *(each.to(PartialState().device) for each in drawn),
             reasons,
         )
 

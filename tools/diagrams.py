@@ -670,6 +670,103 @@ def collapsed_run():
     yield from shares(248, right, 0.476, lambda name: colours.get(name, "orange"))
 
 
+TWO_CARDS = ROOT / "benchmarks/results/two_cards"
+PARTS = {"sample": "blue", "train": "orange", "rest": "grey"}  # of an update, and their colours
+
+
+def two_cards_run(name):
+    "A record of TWO_CARDS."
+    return json.loads((TWO_CARDS / f"{name}.json").read_text("utf-8"))
+
+
+def parts_of(name, skipped=5):
+    "Mean seconds of an update: drawing, training, the rest; without the first updates."
+    log = two_cards_run(name)["log"][skipped:]
+    mean = {
+        part: statistics.mean(one[key] for one in log)
+        for part, key in (("sample", "seconds/sample"), ("train", "seconds/train"))
+    }
+    return mean | {"rest": statistics.mean(one["step_time"] for one in log) - sum(mean.values())}
+
+
+def stacked(y, name, parts, scale):
+    "A bar of parts in seconds, and their sum."
+    yield text(16, y - 7, name, anchor="start")
+    x = 16
+    for part, seconds in parts.items():
+        yield rect(x, y, max(seconds * scale - 1, 1), 20, PARTS[part])
+        x += seconds * scale
+    yield text(x + 8, y + 16, f"{sum(parts.values()):.1f} s", anchor="start", weight=600)
+
+
+def busy(y, name, shares, seconds=20):
+    "How busy a card was, a bar every half second."
+    yield text(16, y + 27, name, anchor="start")
+    wide = 330 / (2 * seconds)
+    yield path(f"M114 {y + 34}H444", "grey-line", 1)
+    for i, share in enumerate(shares[: 2 * seconds]):
+        if share:
+            height = share / 100 * 34
+            yield rect(114 + i * wide, y + 34 - height, wide - 1, height, "green", 0)
+
+
+def planned_beside(y, name, planned, torch_peak, driver, scale):
+    "The plan's GiB as a bar, and a line from torch's peak to the driver's."
+    yield text(16, y - 7, name, anchor="start")
+    yield rect(16, y, planned * scale, 20, "grey")
+    x, end = 16 + torch_peak * scale, 16 + driver * scale
+    yield path(f"M{number(x)} {y + 10}H{number(end)}", "orange-line", 7)
+    words = f"{planned:.1f}: {torch_peak:.1f} to {driver:.1f}"
+    yield text(444, y + 16, words, anchor="end", weight=600)
+
+
+@diagram(
+    666,
+    "Two cards",
+    "Two H200. Above: seconds of an update of a 0.5B on GSM8K, by part. One card with 256 "
+    "completions takes 2.2, two with 256 together 2.1, two with 512 together 2.5, one that trains "
+    "beside one on which vLLM draws 3.7. In the middle: while vLLM draws, the card that trains is "
+    "busy in short bursts, and the other one at some 40 percent. Below: GiB on a card, as "
+    "planned and as measured, of Qwen3-32B in two shares and of gpt-oss-20b on both.",
+    shown=412,
+)
+def two_cards():
+    yield text(16, 48, "seconds:", "soft", anchor="start")
+    for x, part, words in (
+        (110, "blue", "drawing"),
+        (220, "orange", "training"),
+        (330, "grey", "rest"),
+    ):
+        yield rect(x, 36, 12, 12, part) + text(x + 18, 48, words, "soft", anchor="start")
+    names = {
+        "one_256": "one card, 256 completions",
+        "ddp_256": "two cards, 256 together",
+        "ddp_512": "two cards, 512 together",
+        "vllm_1": "one trains, vLLM draws on the other, 256",
+    }
+    for i, (run, name) in enumerate(names.items()):
+        yield from stacked(82 + 50 * i, name, parts_of(run), 98)
+    yield text(16, 282, "busy, 20 seconds of the last", "soft", anchor="start")
+    trains, draws = two_cards_run("vllm_1")["busy"]
+    start = len(trains) - 60
+    yield from busy(290, "trains", trains[start:])
+    yield from busy(334, "draws", draws[start:])
+    yield text(16, 404, "GiB on a card, planned: measured", "soft", anchor="start")
+    y = 436
+    for run, model in (("fsdp_32b", "Qwen3-32B, shares"), ("oss_two", "gpt-oss-20b, whole")):
+        record = two_cards_run(run)
+        for part, moment, words in (("sample", "rollout", "draws"), ("train", "layer", "trains")):
+            peaks = (record["peaks"][f"{part} {kind}"] for kind in ("peak", "driver"))
+            yield from planned_beside(
+                y, f"{model}, {words}", record["planned"][moment], *peaks, 2.4
+            )
+            y += 48
+    yield text(
+        16, y, "Measured: torch's peak to what the driver gave away,", "soft", anchor="start"
+    )
+    yield text(16, y + 22, "the larger of the two cards.", "soft", anchor="start")
+
+
 LAPTOP = ROOT / "benchmarks/results/laptop"
 
 

@@ -31,7 +31,7 @@ def ranks(tmp_path_factory):
         check=True,
         timeout=400,
     )
-    return [torch.load(out / f"rank{rank}.pt") for rank in (0, 1)]
+    return [torch.load(out / f"rank{rank}.pt", map_location="cpu") for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,11 +39,12 @@ def test_two_cards_make_the_updates_of_one(name, ranks, tmp_path):
     first, second = ranks
     trainer = scripted(tmp_path, name, 1)
     trainer.train()
-    tolerance = 2e-3 if name == "float16" else 1e-5
+    # a micro-batch of another size rounds otherwise: a token at the quantile may fall beside it
+    tolerance = 2e-3 if name in ("float16", "quantile") else 1e-5
     for key, weight in weights_of(trainer.model).items():
         assert torch.equal(first[name]["weights"][key], second[name]["weights"][key])
         torch.testing.assert_close(
-            first[name]["weights"][key].cpu(), weight.cpu(), atol=tolerance, rtol=0
+            first[name]["weights"][key], weight.cpu(), atol=tolerance, rtol=0
         )
 
 
