@@ -7,7 +7,8 @@ __all__ = ['LONGEST_UNCOMPILED', 'LARGEST_BAND', 'ROWS_PER_PIECE', 'CUDNN_STEP',
            'eager', 'flex_with_sinks', 'compiled_flex', 'run_compiled', 'flex', 'sdpa', 'sdpa_lean', 'reuse_attention',
            'compute_or_reuse', 'FlashWithSinks', 'ShiftLeft', 'check_flash', 'flash', 'choose_backend', 'check_tensors',
            'check_mask', 'in_triton', 'sink_attention', 'ModelMask', 'check_chunks', 'check_rule', 'transformers_mask',
-           'check_features', 'transformers_attention', 'register', 'heads_together', 'has_sinks', 'check_attention']
+           'check_features', 'transformers_attention', 'register', 'heads_together', 'has_sinks', 'for_text',
+           'check_attention']
 
 # %% ../../nbs/model/03_attention.ipynb #06fd8d5a
 import functools
@@ -981,8 +982,15 @@ def check_features(
     dropout: float,  # of attention weights
     softcap: float | None,  # largest score
     attention_mask: Any,  # what the model passes on
+    causal: bool = True,  # no token sees a later one
 ) -> None:  # ValueError with what to change
     "ValueError for dropout, capped scores and masks that this attention does not support."
+    if not causal:
+        raise ValueError(
+            "these layers look in both directions, as a tower for pictures does, and this "
+            "attention is causal: select it for the text alone, as in "
+            "model.set_attn_implementation({'text_config': 'sink'})"
+        )
     if dropout:
         raise ValueError(
             f"attention dropout is {dropout}, and this attention has none: set "
@@ -1019,7 +1027,7 @@ def transformers_attention(
         sharing=None,  # of prompts: see shared_prefix
         **_,
     ):
-        check_features(dropout, softcap, attention_mask)
+        check_features(dropout, softcap, attention_mask, getattr(module, "is_causal", True))
         tensors, options = (query, key, value, s_aux), dict(scale=scaling, backend=backend)
         if sharing is None:
             out = sink_attention(*tensors, mask=attention_mask, **options)  # (B, Hq, Lq, D)
@@ -1070,6 +1078,15 @@ def has_sinks(
     if not isinstance(model, torch.nn.Module):
         return getattr(model, "model_type", None) in MODELS_WITH_SINKS
     return any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
+
+
+def for_text(
+    config: Any,  # of a model
+    name: str | None,  # of an attention
+) -> str | dict[str, str] | None:  # as `attn_implementation`
+    "An attention of this library is for a model's text: its towers keep their own."
+    towers = name in TRANSFORMERS_NAMES and "text_config" in config.sub_configs
+    return {"text_config": name} if towers else name
 
 
 def _why_untrainable(name):

@@ -39,7 +39,7 @@ from grpo_nb.model.adapters import (
     resolve_targets,
     route_adapters,
 )
-from .attention import TRANSFORMERS_NAMES, check_attention, has_sinks
+from .attention import TRANSFORMERS_NAMES, check_attention, for_text, has_sinks
 from grpo_nb.model.float8 import (
     METHOD,
     SCALE,
@@ -283,7 +283,7 @@ def describe(
     experts = (
         f", experts: {model.config._experts_implementation}" if has_sinks(model.config) else ""
     )
-    lines.append(f"attention: {model.config._attn_implementation}{experts}")
+    lines.append(f"attention: {model.config.get_text_config()._attn_implementation}{experts}")
     return "\n".join([*lines, describe_adapters(model)])
 
 # %% ../../nbs/model/25_loading.ipynb #76d0112a
@@ -329,7 +329,7 @@ def choose_dtype(
 def choose_attention(
     config: Any,  # of transformers
     attn_implementation: str,  # "auto", or one of transformers' names
-) -> str | None:  # None: transformers' choice
+) -> str | dict[str, str] | None:  # None: transformers' choice
     "The attention implementation; ValueError if a model could not be trained with it."
     if attn_implementation == "auto":
         attention = "sink" if has_sinks(config) else None
@@ -338,7 +338,7 @@ def choose_attention(
     if has_sinks(config):
         check_attention(config, attention)
     check_capped_scores(config, attention)
-    return attention
+    return for_text(config, attention)
 
 
 def check_capped_scores(

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['PATCHES_AND_GRIDS', 'TILES', 'WHOLE_AND_SIZES', 'SIGHTS', 'COLUMNS', 'AS_DATA', 'SHOWN', 'WRITTEN', 'USED_HERE',
            'SEEING', 'PLACE', 'CHAT', 'SeenPrompt', 'pixels_of', 'rows_of', 'Sight', 'sight_of', 'joined',
-           'picture_inputs', 'without_token', 'thumbnails', 'is_place', 'held_in', 'places_of', 'has_pictures',
-           'pictures_of_row', 'WrittenPrompt', 'with_pictures', 'before_text', 'as_picture', 'first_words', 'in_grid',
-           'in_lines', 'in_tiles', 'between_marks', 'PictureProcessor', 'load_processor', 'read_pictures',
-           'read_written', 'check_sees', 'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
+           'picture_inputs', 'equal_pixels', 'told_apart', 'inputs_of_row', 'without_token', 'thumbnails', 'is_place',
+           'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'WrittenPrompt', 'with_pictures', 'before_text',
+           'as_picture', 'first_words', 'in_grid', 'in_lines', 'in_tiles', 'between_marks', 'PictureProcessor',
+           'load_processor', 'read_pictures', 'read_written', 'check_sees', 'without_pixels', 'without_gaps_of',
+           'tokenizer_in', 'tiny_seer']
 
 # %% ../../nbs/model/28_pictures.ipynb #9b061589
 import base64
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 from .files import write_json
 from .offload import base_causal_model
+from .shared_prefix import Sharing
 from .tiny import tiny_tokenizer
 
 # %% ../../nbs/model/28_pictures.ipynb #85e9997b
@@ -160,6 +162,46 @@ def picture_inputs(
         attention_mask=mask.long(),
     )
     return given | {"position_ids": places}, ahead  # (3, B, L), (B, 1)
+
+
+def equal_pixels(one: Mapping | None, other: Mapping | None) -> bool:
+    "Whether two rows have the same pictures."
+    if not one or not other or one is other:
+        return bool(one) == bool(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def told_apart(
+    pixels: Sequence[Mapping[str, torch.Tensor] | None] | None,  # of B rows
+) -> torch.Tensor | None:  # (B,) equal where rows have the same pictures; None: there are none
+    "For each row the number of the first one that has its pictures."
+    if pixels is None:
+        return None
+    return torch.tensor(
+        [next(i for i, other in enumerate(pixels) if equal_pixels(one, other)) for one in pixels]
+    )
+
+
+def inputs_of_row(
+    model: Any,  # of transformers, PEFT-wrapped or not
+    pixels: Sequence[Mapping[str, torch.Tensor] | None],  # of B rows
+    prompt_ids: torch.Tensor,  # (B, P) padded on the left
+    prompt_mask: torch.Tensor,  # (B, P) bool, True = a real token
+    sharing: Sharing,  # of them, N tokens with U prompts
+) -> dict[str, torch.Tensor]:
+    "What `picture_inputs` gives, for a row in which each prompt and its pictures stand once."
+    first, sight = sharing.first, sight_of(model)  # (U,)
+    ids, mask = prompt_ids[first], prompt_mask[first]  # (U, P)
+    given, ahead = picture_inputs(model, rows_of(pixels, first), ids, mask, ids.shape[1])
+    later = sharing.positions[:, sharing.prompts :]  # (1, n) of the completions' tokens
+    if sight.kinds:
+        of_prompts = given[sight.kinds][mask][None]
+        given[sight.kinds] = torch.cat([of_prompts, torch.zeros_like(later)], 1)  # (1, N)
+    if ahead is not None:
+        later = later + sharing.spread(ahead)[sharing.completion_places // sharing.shape[3], 0]
+        places = torch.cat([given["position_ids"][:, mask], later.expand(3, -1)], 1)
+        given["position_ids"] = places[:, None]  # (3, 1, N)
+    return given
 
 # %% ../../nbs/model/28_pictures.ipynb #479d1663
 def without_token(

@@ -20,6 +20,8 @@ from grpo_nb.model.fused_layers import (
 from ..model.limits import SLICES, choose_kernel, is_old
 from ..model.memory_bytes import Computation, ModelShape, read_shape, step_bytes, unpack_bytes
 from ..model.packed import FrozenWeight, experts_of
+from ..model.pictures import told_apart
+from ..model.shared_prefix import distinct_prompts
 from .config import GRPOConfig
 from .policy_logprobs import TrainingBatch, base_causal_model, reads_a_row
 from .precision import frozen_dtype
@@ -75,7 +77,8 @@ def piece_tokens(
     length = piece.prompt_ids.shape[1] + piece.completion_ids.shape[1]
     if not reads_a_row(model):
         return n * length, drawn, length, None
-    prompts = torch.unique(torch.where(piece.prompt_mask, piece.prompt_ids, -1), dim=0)
+    apart = told_apart(piece.pixels)
+    prompts, _ = distinct_prompts(piece.prompt_ids, piece.prompt_mask, apart)
     tokens = len(prompts) * piece.prompt_ids.shape[1] + drawn
     return tokens, drawn, length, n * length if n > 1 else None
 
@@ -89,7 +92,7 @@ def piece_kernel(
     "The attention kernel that a piece's full layers take."
     base = base_causal_model(model)
     kernel, _ = choose_kernel(
-        getattr(base.config, "_attn_implementation", "eager"),
+        getattr(base.config.get_text_config(), "_attn_implementation", "eager"),
         capability=capability_of(base.get_output_embeddings().weight.device),
         queries=length,
         scores=sequences * shape.heads * length * length,

@@ -23,7 +23,7 @@ from grpo_nb.algorithm.logprobs import (
 from ..model.attention import TRANSFORMERS_NAMES
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, base_causal_model, offload_hidden
-from ..model.pictures import picture_inputs, rows_of
+from ..model.pictures import inputs_of_row, picture_inputs, rows_of, told_apart
 from ..model.shared_prefix import share
 from ..rollout.read_layers import modules_around, what_changes
 
@@ -182,9 +182,11 @@ def pieces_that_fit(
 def reads_a_row(
     model,  # a causal language model, PEFT-wrapped or not
 ) -> bool:
-    "Whether the model reads a batch in one row: its attention has to be one of ours."
+    "Whether the model reads a batch in one row: by attention of ours, in every layer."
     config = base_causal_model(model).config.get_text_config()
-    return getattr(config, "_attn_implementation", None) in TRANSFORMERS_NAMES
+    kinds = {*(getattr(config, "layer_types", None) or ())}  # a state runs on into the next text
+    ours = getattr(config, "_attn_implementation", None) in TRANSFORMERS_NAMES
+    return ours and kinds <= {"full_attention", "sliding_attention"}
 
 
 def asked_of_routers(routers: list | None) -> dict[str, bool]:
@@ -210,15 +212,19 @@ def predicting_states(
     and its place in the batch (B, T) flattened; None: (b, t) is (B, T)."""
     decoder, drawn = base_causal_model(model).base_model, batch.completion_mask
     # one completion alone has nothing to share
-    shares = routers is None and len(batch) > 1 and batch.pixels is None
+    shares = routers is None and len(batch) > 1
     if shares and reads_a_row(model) and drawn.any():
-        sharing = share(batch.prompt_ids, batch.prompt_mask, batch.completion_ids, drawn)
+        prompts, apart = (batch.prompt_ids, batch.prompt_mask), told_apart(batch.pixels)
+        sharing = share(*prompts, batch.completion_ids, drawn, apart)
+        given = {"position_ids": sharing.positions}
+        if batch.pixels is not None:
+            given |= inputs_of_row(model, batch.pixels, *prompts, sharing)
         hidden = decoder(
             input_ids=sharing.ids,
             attention_mask=torch.ones_like(sharing.ids),
-            position_ids=sharing.positions,
             use_cache=False,
             sharing=sharing,
+            **given,
         ).last_hidden_state[0]
         places = sharing.targets()
         tokens = batch.completion_ids.flatten()[places]

@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoTokenizer
 
 from ..model.adapters import adapter_folder, base_of_adapter, keep_adapter, unmatched
-from ..model.attention import check_attention
+from ..model.attention import check_attention, for_text
 from ..model.experts_grouped import checkpoint_contexts, draws_numbers
 from ..model.fused_layers import fuse_dense_layers
 from ..model.loading import check_capped_scores
@@ -156,6 +156,7 @@ def load_named(
     if attention := given.get("attn_implementation"):
         check_attention(model_config, attention)
         check_capped_scores(model_config, attention)
+        given = {**given, "attn_implementation": for_text(model_config, attention)}
     kind, quantization = released_class(model_config), given.get("quantization_config")
     if quantization and kind is AutoModelForImageTextToText:
         empty = skeleton(model_config, torch.float32)
@@ -434,7 +435,7 @@ def quicken(
     named = (config.model_init_kwargs or {}).get("attn_implementation")
     if named or getattr(base.config, "attention_dropout", 0) or not fuse_dense_layers(model):
         return False
-    base.set_attn_implementation("sink")
+    base.set_attn_implementation(for_text(base.config, "sink"))
     return True
 
 # %% ../../nbs/training/06_policy_model.ipynb #80d97c10

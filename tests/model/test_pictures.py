@@ -10,6 +10,7 @@ from PIL import Image
 from seeing_models import FAMILIES, asked, dots, processor_of, seeing
 from seen_by_others import EVERY, READ, ROWS, seen_by_others
 
+from grpo_nb.model.loading import load_model
 from grpo_nb.model.pictures import (
     AS_DATA,
     SIGHTS,
@@ -27,6 +28,7 @@ from grpo_nb.model.pictures import (
     with_pictures,
     without_token,
 )
+from grpo_nb.model.stored_weights import towers
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import pad_left
@@ -57,11 +59,11 @@ def alone(model, prompt, drawn=()):
     return given
 
 
-def batch_of(prompts):
+def batch_of(prompts, drawn=COMPLETIONS):
     "The completions above as rows of a batch."
-    T = max(map(len, COMPLETIONS))
-    ids = torch.tensor([c + [0] * (T - len(c)) for c in COMPLETIONS])
-    mask = torch.arange(T) < torch.tensor([[len(c)] for c in COMPLETIONS])
+    T = max(map(len, drawn))
+    ids = torch.tensor([c + [0] * (T - len(c)) for c in drawn])
+    mask = torch.arange(T) < torch.tensor([[len(c)] for c in drawn])
     zeros = torch.zeros(len(ids))
     return TrainingBatch(*pad_left(prompts), ids, mask, mask, zeros, pixels=pixels_of(prompts))
 
@@ -132,6 +134,75 @@ def test_each_row_has_its_own_pictures(kind):
         logps, _ = completion_logps(model, batch)
     torch.testing.assert_close(logps[1], logps[2], rtol=0, atol=1e-5)
     assert (logps[0] - logps[1]).abs().max() > 1e-3
+
+
+def tower_of(model):
+    "What reads the pictures' patches."
+    return next(iter(towers(model).values()))
+
+
+IN_A_ROW = [kind for kind in FAMILIES if kind != "gemma3"]  # pictures look ahead in a Gemma 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", IN_A_ROW)
+def test_a_prompt_and_its_pictures_stand_once_in_a_row(kind):
+    "As rows each for itself, gradients too; an equal text with another picture is another prompt."
+    model, processor = seeing(kind)
+    prompts = prompts_of(processor)
+    darker = {n: x / 2 if x.is_floating_point() else x for n, x in prompts[0].pixels.items()}
+    copied = SeenPrompt(prompts[0], {n: x.clone() for n, x in prompts[0].pixels.items()})
+    prompts = [*(prompts[i] for i in (0, 1, 0, 2, 1)), copied, prompts[3]]
+    batch = batch_of([*prompts, SeenPrompt(prompts[0], darker)], [*COMPLETIONS, *COMPLETIONS[::-1]])
+    weights = torch.randn(batch.completion_ids.shape, generator=torch.Generator().manual_seed(0))
+    read, found = [], []
+
+    def note(module, inputs, given):
+        held = [
+            x
+            for x in (*inputs, *given.values())
+            if torch.is_tensor(x) and x.dtype.is_floating_point
+        ]
+        read.append(len(held[0]))
+
+    hook = tower_of(model).register_forward_pre_hook(note, with_kwargs=True)
+    for row in (False, True):
+        if row:
+            model.set_attn_implementation({"text_config": "sink"})
+        logps, _ = completion_logps(model, batch)
+        (logps * weights).sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((logps.detach(), grads))
+        model.zero_grad()
+    hook.remove()
+    (logps, grads), (in_row, grads_in_row) = found
+    torch.testing.assert_close(in_row, logps, rtol=0, atol=1e-5)
+    assert grads.keys() == grads_in_row.keys() and any(
+        n.startswith(tuple(towers(model))) for n in grads
+    )
+    for name, grad in grads.items():
+        close = 1e-5 * max(1.0, grad.abs().max().item())
+        torch.testing.assert_close(grads_in_row[name], grad, rtol=0, atol=close, msg=name)
+    linear = kind.startswith("qwen3_5")  # its state would run on from text to text
+    assert read[1] == read[0] if linear else 1.5 * read[1] < read[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_towers_do_not_take_causal_attention(tmp_path):
+    model, processor = seeing("qwen3_vl")
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded, _ = load_model(tmp_path, max_seq_length=64, attn_implementation="sink")
+    assert loaded.config.get_text_config()._attn_implementation == "sink"
+    assert loaded.config.vision_config._attn_implementation == "sdpa"
+    batch = batch_of(prompts_of(processor))
+    with torch.no_grad():
+        expected, _ = completion_logps(model, batch)
+        found, _ = completion_logps(loaded, batch)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    model.set_attn_implementation("sink")
+    with pytest.raises(ValueError, match="look in both directions"):
+        completion_logps(model, batch)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -96,6 +96,27 @@ def test_sampler_and_trainer_see_the_same(kind, tmp_path):
     assert not any("visi" in n and ".lora" in n for n in kept), "the tower has no adapter"
 
 
+def test_a_groups_picture_is_read_once_in_drawing_and_in_training(tmp_path):
+    "And the run is that of rows each for itself."
+    trained, read = [], []
+    for row in (False, True):
+        model, _ = seeing("qwen3_vl")
+        if row:
+            model.set_attn_implementation({"text_config": "sink"})
+            tower = model.model.visual.patch_embed
+            tower.register_forward_pre_hook(lambda _, given: read.append(len(given[0])))
+        trainer = run_of("qwen3_vl", tmp_path, adapter=None, model=model, optim="sgd")
+        trainer.train()
+        trained.append(weights_of(trainer.model))
+    for name, weight in trained[0].items():
+        torch.testing.assert_close(trained[1][name], weight, rtol=0, atol=1e-5, msg=name)
+    _, processor = seeing("qwen3_vl")
+    prompts = many_prompt_token_ids([with_pictures(row) for row in ROWS[:4]], processor)
+    patches = [len(one["pixel_values"]) for one in pixels_of(prompts)]
+    assert {*read} == {sum(patches[:2]), sum(patches[2:])}
+    assert read[-3:] != read[-1:] * 3, "once drawn, once trained"
+
+
 PROJECTORS = {"gemma3": "model.multi_modal_projector.", "qwen3_vl": "model.visual.merger."}
 
 
