@@ -205,6 +205,7 @@ CASES = {
 }
 DEFAULT = ["t4_longest", "t4_grpo", "chunks_8192", "llama_20k"]
 KINDS = {"Llama-3.1-8B": "llama", "Qwen3-8B": "qwen3", "Phi-4": "phi3", "Qwen2.5-1.5B": "qwen2"}
+KINDS |= {"Llama-3.2-3B": "llama"}
 BATCH_LENGTHS = [1024, 2048, 4096, 8192, 16_384, 32_768]
 
 

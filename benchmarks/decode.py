@@ -6,6 +6,8 @@ the bytes that a step must read as the floor.
         H200
     python benchmarks/decode.py --ours --transformers
         only these
+    python benchmarks/decode.py --ours-mxfp4 --transformers --vllm --cases 1x128 8x128 64x128
+        how many times as fast as plain generation, theirs and ours in one call
     python benchmarks/decode.py --unsloth-site DIR --vllm-site DIR
         libraries that stand in folders of their own (pip install --target DIR)
     python benchmarks/decode.py --adapters attention
@@ -797,6 +799,7 @@ class Bench:
             str(deadline),
         ]
         command += ["--device", args.device, "--adapters", args.adapters, *flags]
+        command += ["--cases", *(f"{sequences}x{prompt}" for sequences, prompt in args.cases)]
         if args.small:
             command.append("--small")
         if self.card is None:
@@ -1083,6 +1086,9 @@ def main():
         action="store_true",
         help="a tiny model on the CPU, ours beside transformers, in one process",
     )
+    parser.add_argument(
+        "--cases", nargs="+", metavar="NxT", help="sequences x tokens of each prompt, as in 8x128"
+    )
     for name in ("--child", "--folder", "--deadline"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     for name in ("--probe", "--checkpoint"):
@@ -1091,7 +1097,8 @@ def main():
     if args.cpu:
         return cpu()
 
-    sizes, args.cases = (SMALL, SMALL_CASES) if args.small else (FULL, CASES)
+    sizes, cases = (SMALL, SMALL_CASES) if args.small else (FULL, CASES)
+    args.cases = [tuple(map(int, case.split("x"))) for case in args.cases or ()] or cases
     if args.child:
         args.folder, args.deadline = Path(args.folder), float(args.deadline)
         return child(args.child, args, sizes)

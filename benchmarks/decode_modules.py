@@ -1,10 +1,13 @@
 """Tokens a second while drawing from dense models (random weights of full size, LoRA r=8 on all
-linear layers): ours replayed and call by call, transformers' generate, Unsloth's.
+linear layers): ours replayed and call by call, transformers' generate, Unsloth's, vLLM.
 
     python benchmarks/decode_modules.py
         ours and transformers: Qwen2.5-1.5B in NF4 and bf16, Llama-3.1-8B in NF4
     python benchmarks/decode_modules.py --only replayed unsloth --sites DIR
         beside Unsloth from DIR/site-unsloth; writes a random checkpoint first
+    python benchmarks/decode_modules.py --only replayed vllm --models Llama-3.2-3B:nf4 \\
+            --rows 64 256 512 --sites DIR
+        beside vLLM from DIR/site-vllm, its NF4 by bitsandbytes too, without adapters
     python benchmarks/decode_modules.py --models Qwen2.5-1.5B:nf4 --rows 8 --new 512
         other cases
     python benchmarks/decode_modules.py --cpu
@@ -14,8 +17,8 @@ Different prompts of 128 random tokens, 256 new ones, drawn at temperature 1 fro
 vocabulary; nothing stops early. The second call counts, whole: reading the prompts and recording
 the steps are in it. "replayed" is RolloutEngine as it comes, "modules" is
 RolloutEngine(through_modules=True), "generate" transformers' own on the same model, "unsloth"
-Unsloth's after FastLanguageModel.for_inference. "peak" is torch's, the weights included. The last
-line is JSON.
+Unsloth's after FastLanguageModel.for_inference, "vllm" vLLM's with half of the card. "peak" is
+torch's, the weights included. The last line is JSON.
 """
 
 import json
@@ -26,6 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from context import ATTENTION, KINDS, Case, checkpoint_of, load, sizes_of, write_for_unsloth
+from decode import SETTINGS
 from train_step import (
     arguments,
     attempt,
@@ -41,7 +45,7 @@ from train_step import (
     versions,
 )
 
-OURS = ("replayed", "modules", "generate")
+OURS, THEIRS = ("replayed", "modules", "generate"), ("unsloth", "vllm")
 MODELS = ["Qwen2.5-1.5B:nf4", "Qwen2.5-1.5B:bf16", "Llama-3.1-8B:nf4"]
 
 
@@ -101,9 +105,33 @@ def by_engine(model, through_modules):
     ), engine.way
 
 
+def by_vllm(case, args):
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(checkpoint_of(case, args)),
+        dtype="bfloat16",
+        quantization="bitsandbytes" if case.weights == "nf4" else None,
+        max_model_len=args.prompt + args.new,
+        max_num_seqs=max(args.rows),
+        gpu_memory_utilization=0.5,
+        enable_prefix_caching=False,
+    )
+
+    def draw(ids, new):
+        asked = [{"prompt_token_ids": row} for row in ids.tolist()]
+        params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        drawn = llm.generate(asked, params, use_tqdm=False)
+        return sum(len(one.outputs[0].token_ids) for one in drawn)
+
+    return draw
+
+
 def measure(args, name, library):
     case = case_of(name, library)
-    if library == "unsloth":
+    if library == "vllm":
+        ways = {"vllm": (by_vllm(case, args), "")}
+    elif library == "unsloth":
         from unsloth import FastLanguageModel  # before transformers, as it asks
 
         packed = case.weights == "nf4"
@@ -134,7 +162,7 @@ def measure(args, name, library):
     tell(
         loaded=name,
         **peaks(),
-        **versions("unsloth") if library == "unsloth" else versions("bitsandbytes"),
+        **versions("bitsandbytes" if library == "ours" else library),
     )
     for way, (draw, how) in ways.items():
         for rows in args.rows:
@@ -153,7 +181,7 @@ def measure(args, name, library):
 
 def main():
     parser = arguments(__doc__)
-    parser.add_argument("--only", nargs="+", default=list(OURS), choices=[*OURS, "unsloth"])
+    parser.add_argument("--only", nargs="+", default=list(OURS), choices=[*OURS, *THEIRS])
     parser.add_argument(
         "--models",
         nargs="+",
@@ -217,16 +245,14 @@ def main():
     for name in args.models:
         for library in [
             *(["ours"] if set(args.only) & set(OURS) else []),
-            *(["unsloth"] if "unsloth" in args.only else []),
+            *(library for library in THEIRS if library in args.only),
         ]:
             sites = [
                 Path(args.sites) / f"site-{site}"
-                for site in (
-                    ("unsloth", "bitsandbytes") if library == "unsloth" else ("bitsandbytes",)
-                )
+                for site in (*(library,) * (library in THEIRS), "bitsandbytes")
             ]
             failed = "left out: no time left" if end - time.time() < 20 else None
-            if not failed and library == "unsloth":
+            if not failed and library in THEIRS:
                 failed = run_child(
                     __file__, f"write {name}", sys.argv[1:], limit_s=end - time.time(), hear=hear
                 )
@@ -237,6 +263,7 @@ def main():
                 sites=sites,
                 limit_s=end - time.time(),
                 hear=hear,
+                environment=SETTINGS.get(library),
             )
             if failed:
                 print(f"{name} {library}: {failed}", flush=True)

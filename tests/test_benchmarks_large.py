@@ -1,0 +1,73 @@
+"benchmarks/large.py with narrow models of each family, and its list of runs."
+
+import importlib
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_nb.model.memory_bytes import MODELS, longest_sequence, read_shape
+from grpo_nb.model.stored_weights import read_config
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def large():
+    "The script as a module."
+    before, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    with torch.compiler.set_stance("force_eager"):
+        yield importlib.import_module("large")
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == FOLDER:
+            del sys.modules[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["oss_380k", "oss_262k", "llama_70b", "qwen3_110k"])
+def test_each_family_makes_its_step(large, name):
+    record = large.about(name, large.ROWS[name])
+    large.step(large.ROWS[name], record, Namespace(cpu=True))
+    assert record["way"].startswith("directly") and record["drawn"] == 2 * 6
+    assert {"sample", "train", "update"} <= record["measured"].keys()
+    assert 0 < record["log"]["grad_norm"] and record["log"]["sampling/gap_mean"] < 1e-4
+    json.dumps(record)
+
+
+def test_a_row_has_its_models_shape_and_positions_enough(large):
+    for row in large.ROWS.values():
+        config, _ = read_config(large.config_of(row, narrow=False))
+        assert read_shape(config).parameters == MODELS[row.model].parameters
+        assert longest_sequence(config) >= row.prompt + row.new
+        assert row.completions % row.batch == 0
+
+
+def test_what_is_planned_stands_beside_what_torch_counts(large):
+    told = large.about("llama_70b", large.ROWS["llama_70b"])
+    layer = sum(told["planned"]["layer"].values())
+    assert told["planned_at"] == "layer" and layer == pytest.approx(told["planned_peak"], abs=0.1)
+    assert 0.5 < layer - told["as_torch_counts"]["train"] < 1.5  # CUDA's own, and gaps
+
+
+def test_a_run_whose_time_is_over_says_where_it_was(large, tmp_path):
+    record, left = dict(part="train", measured={}), []
+    thread = large.witness(record, tmp_path / "out.json", 0.02, leave=left.append)
+    thread.join(10)
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert left == [3] and told["ended"] is False and told["error"].endswith("s in train")
+
+
+def test_each_line_of_the_list_is_a_row_or_a_script(large):
+    on_cards = importlib.import_module("on_cards")
+    runs = on_cards.read(FOLDER / "large_runs.txt")
+    assert {name for *_, name, _, command in runs if "large.py" in command} == large.ROWS.keys()
+    for cards, minutes, name, _, command in runs:
+        assert cards == 1 and minutes < 10 and "$OUT/$NAME.json" in command
+        if name in large.ROWS:
+            assert minutes == large.ROWS[name].minutes and minutes < float(command.split()[-1]) < 10
+        assert (FOLDER.parent / command.split()[1]).exists()
