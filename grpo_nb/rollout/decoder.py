@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SMALL', 'SIZES', 'STRIDE', 'read_layer', 'check_readable', 'large_weights', 'check_weights', 'passes_trials',
            'why_no_kernels', 'GptOssTensors', 'packed_positions', 'Decoder', 'DenseDecoder', 'is_small', 'SmallDecoder',
-           'open_decoder', 'draw_tokens', 'RecordedSteps', 'batches_of_prompts', 'prompt_tokens', 'read_prompts',
-           'complete_rows']
+           'open_decoder', 'draw_tokens', 'RecordedSteps', 'batches_of_prompts', 'prompt_tokens', 'read_first_parts',
+           'read_prompts', 'complete_rows']
 
 # %% ../../nbs/rollout/10_decoder.ipynb #b80e0f40
 import importlib.util
@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers import GptOssForCausalLM, PreTrainedModel
 
 from ..model.adapters import expert_weights
@@ -439,8 +440,9 @@ class DenseDecoder(Decoder):
         "`Decoder.attend_prompts` without sinks."
         (_, Hq, L, _), (_, Hk, S, _), window = q.shape, k.shape, self.windows[number]
         k, v = (t.repeat_interleave(Hq // Hk, 1) for t in (k, v))
-        if S == L and (window is None or L <= window):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        if pad_lens is None and (window is None or S <= window):
+            mask = causal_lower_right(L, S)  # every query sees all keys that are not new
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         mask = attention_mask(pad_lens, L, S, offset=S - L, window=window, device=q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=self.scale)
 
@@ -675,6 +677,25 @@ def prompt_tokens(
     return seen
 
 
+def read_first_parts(
+    decoder: Decoder,
+    cache: KVCache,  # written to
+    number: int,  # of the prompt in the cache
+    prompt: Sequence[int],
+    known: Prefix | None,  # with which it begins; None: nothing
+    size: int,  # tokens of a part
+) -> Prefix | None:  # with what is known then
+    "Read a long prompt but for its last part, each part behind a copy of what the cache holds."
+    begun, row = len(known.ids) if known else 0, cache.rows_of(number)[0]
+    for stop in range(begun + size, len(prompt), size):
+        cache.lengths[number] = stop  # as if it ended here
+        decoder.prefill(cache, [number], [prompt[:stop]], [known])
+        known = None  # the copy before this one
+        known = Prefix(tuple(prompt[:stop]), cache.prefix(row, stop))
+    cache.lengths[number] = len(prompt)
+    return known
+
+
 def read_prompts(
     decoder: Decoder,
     cache: KVCache,  # written to
@@ -688,6 +709,10 @@ def read_prompts(
     for batch in batches_of_prompts([len(p) for p in prompts], prefill_tokens):
         some = [prompts[u] for u in batch]
         known = prefixes and prefixes.of(some)
+        if len(some) == 1 and isinstance(cache, KVCache):
+            before = known.pop() if known else None
+            given = batch[0], some[0], before, prefill_tokens
+            known = [read_first_parts(decoder, cache, *given)]
         numbers = torch.tensor(batch, device=decoder.device)
         hidden[numbers] = decoder.prefill(cache, batch, some, known)
     return hidden
@@ -703,7 +728,7 @@ def complete_rows(
     keys: torch.Tensor | None = None,
     # called with the steps done since the last call
     on_tokens: Callable[[int], object] = lambda count: None,
-    # tokens of prompts that are read at a time; a longer prompt is read alone
+    # tokens of prompts that are read at a time; a longer prompt is read alone, in parts
     prefill_tokens: int = PREFILL_TOKENS,
     prefixes: Prefixes | None = None,  # to begin with, and to keep; None: neither
 ) -> DecodeState:  # N completions, those of a prompt side by side

@@ -465,9 +465,13 @@ def memory_of_decoder(
     if decoder.device.type != "cuda":
         return BatchMemory(shape, 0)
     for tokens in (PREFILL_TOKENS, 8192, 4096, 2048, 1024):
-        row, once = working_bytes(decoder, min(whole, max(tokens, longest)), params)
+        row, once = working_bytes(decoder, min(whole, tokens), params)
         if once <= free // 4:
             break
+    if longest > tokens:  # its later parts: a copy of the cache, and of one layer some more
+        wide = decoder.config.num_attention_heads if isinstance(decoder, DenseDecoder) else 0
+        pair = 2 * decoder.head_dim * decoder.dtype.itemsize  # a key and a value
+        once += shape.prefix_bytes(longest) + longest * pair * (4 * shape.kv_heads + wide)
     return BatchMemory(shape, row, once, tokens)
 
 

@@ -125,15 +125,16 @@ class BehindPrefixes:
         number: int,  # of the layer
         kv: torch.Tensor,  # (2, U, Hk, L, D) keys and values of what is new, padded on the right
         # (2, U, Hk, P + L, D) behind those of the prefixes, these padded on the left; all keys and
-        # all values, packed (T, Hk, D) each; the padding on the left of each prompt (U,)
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        # all values, packed (T, Hk, D) each; the padding on the left of each prompt (U,), or None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         "Put a layer's keys and values behind those of the prefixes."
         nothing = kv.new_empty(0, 2, kv.shape[2], kv.shape[4])
         held = [one.layers[number] if one else nothing for one in self.known]
         before = pad_sequence(held, True, padding_side="left")  # (U, P, 2, Hk, D)
         kv = torch.cat([before.permute(2, 0, 3, 1, 4), kv], 3)
-        (P, width), lengths = (before.shape[1], kv.shape[3]), list(map(len, held))
+        P, width = before.shape[1], kv.shape[3]
+        pad_lens = [P - len(one) for one in held]
         # tokens that a ring has lost are nowhere read: any column does for them
         at = self.rows * width + (self.places + P).clamp(min=0)
         k, v = kv.transpose(2, 3).flatten(1, 2)[:, at]
-        return kv, k, v, P - torch.tensor(lengths, device=kv.device)
+        return kv, k, v, torch.tensor(pad_lens, device=kv.device) if any(pad_lens) else None

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_models import dense_model
 from small_decoders import ENDS, KINDS, in_pages
 from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.rollout import decoder as decoders
 from grpo_nb.rollout import engine as engines
 from grpo_nb.rollout.continuous_batching import RowsInTurn
-from grpo_nb.rollout.decoder import Decoder
-from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.rollout.decoder import Decoder, DenseDecoder
+from grpo_nb.rollout.engine import BatchMemory, RolloutEngine
 from grpo_nb.rollout.kv_cache import AlignedCache
 from grpo_nb.rollout.prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.sampling import SamplingParams, stream_keys
@@ -199,3 +200,57 @@ def test_of_several_servers_a_row_goes_back_to_the_one_that_has_read_it(tmp_path
         turns.generate(prompts, SamplingParams(max_tokens=150, seed=0))
     assert {row[0] for row in drawn_by.values()} == {a, b}
     assert all(row == [row[0]] * 4 for row in drawn_by.values())
+
+
+@pytest.mark.parametrize("size", [4, 7])  # tokens of a part: a page of these caches, and not
+@pytest.mark.parametrize("kind, page", [("gpt-oss", None), ("gpt-oss", 4), ("Gemma3Text", 4)])
+def test_a_long_prompt_is_read_in_parts(kind, page, size, read, monkeypatch):
+    if page:
+        in_pages(monkeypatch)
+    model, prompts = KINDS[kind](), [[5 + i % 7 for i in range(23)], [6, 7], [8] * 5]
+    monkeypatch.setattr(  # as where no more fits
+        engines, "memory_of_decoder", lambda d, *_: BatchMemory(d.shape, 0, 0, size)
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=9, n=2, stop_token_ids=())
+    engine = RolloutEngine(model, small_model()[1])
+    engine.generate(prompts, greedy)  # the trial reads, too
+    read.clear()
+    drawn = engine.generate(prompts, greedy)
+    assert max(read) == size and sum(read) == 30  # nothing is read twice
+    for i, prompt in enumerate(prompts):  # transformers reads it whole
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        whole = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+        for row in (2 * i, 2 * i + 1):
+            made = drawn.completion_ids[row]
+            assert made.tolist()[: whole.shape[1] - len(prompt)] == whole[0, len(prompt) :].tolist()
+
+
+def test_a_prompt_behind_a_prefix_is_read_in_parts_too(read):
+    decoder = Decoder(KINDS["gpt-oss"]())
+    ids = [5 + i % 7 for i in range(23)]
+    hidden, begun = [], decoder.cache([9], [1], 1)
+    with torch.inference_mode():
+        decoder.prefill(begun, [0], [ids[:9]])
+        for size in (23, 4):
+            cache = decoder.cache([23], [1], 1)
+            known = Prefixes([Prefix(tuple(ids[:9]), begun.prefix(0, 9))], [ids])
+            hidden.append(decoders.read_prompts(decoder, cache, [ids], size, known))
+        whole = decoder.inner(torch.tensor([ids])).last_hidden_state[:, -1]
+    assert read == [9, 14, 4, 4, 4, 2]
+    torch.testing.assert_close(hidden[0], whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(hidden[1], whole, rtol=0, atol=1e-5)
+
+
+def test_reading_in_parts_needs_no_memory_that_grows_with_the_prompt_but_its_keys_and_values():
+    decoder = DenseDecoder(dense_model("Qwen3", max_position_embeddings=2**20))
+    decoder.device = torch.device("cuda")
+    need = {
+        n: engines.memory_of_decoder(decoder, [[5] * n], SamplingParams(max_tokens=8), 2**40)
+        for n in (2**14, 2**15, 2**16)
+    }
+    more = need[2**16].fixed_bytes - need[2**15].fixed_bytes
+    pair = 2 * 16 * 4  # of a key and a value of one head, in float32
+    # two layers with two heads once, and one layer four times; then all four heads of queries
+    assert more == 2**15 * pair * (2 * 2 + 4 * 2 + 4)
+    assert need[2**15].fixed_bytes - 2 * more // 2 == need[2**14].fixed_bytes
