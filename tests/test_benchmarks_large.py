@@ -44,7 +44,8 @@ def test_a_row_has_its_models_shape_and_positions_enough(large):
         config, _ = read_config(large.config_of(row, narrow=False))
         assert read_shape(config).parameters == MODELS[row.model].parameters
         assert longest_sequence(config) >= row.prompt + row.new
-        assert row.completions % row.batch == 0
+        made = large.planned(row)
+        assert made.fits and made.rows == row.completions and row.completions % row.batch == 0
 
 
 def test_what_is_planned_stands_beside_what_torch_counts(large):

@@ -1147,9 +1147,12 @@ def rollout_bytes(
     "Bytes that drawing completions adds to the model's weights, by part."
     direct = shape.sinks  # gpt-oss has the direct decoder; others run through their modules
     H, inner, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
-    read = -(-rows // group) * prompt
+    read, behind = -(-rows // group) * prompt, 0
     if direct:
-        read = min(read, max(limits.PREFILL_TOKENS, prompt))
+        read = min(read, limits.PREFILL_TOKENS)
+        if prompt > read:  # in parts, behind a copy of the cache and four of a layer's
+            behind = kv_bytes(shape, 1, prompt, element)
+            behind += 8 * prompt * shape.kv_heads * shape.head_dim * element
     mlp = read * 3 * inner
     if shape.experts:
         together = min(read, limits.PREFILL_TOKENS)
@@ -1157,7 +1160,7 @@ def rollout_bytes(
     return {
         "kv": kv_bytes(shape, rows, context, element, prompt=prompt, group=group, paged=direct),
         "hidden": read * 3 * H,
-        "attention": read * 3 * sum(_query_and_key(shape, element)),
+        "attention": read * 3 * sum(_query_and_key(shape, element)) + behind,
         "mlp": mlp,
         "logits": rows * shape.vocab * (element + 8),
     }

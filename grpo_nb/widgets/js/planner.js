@@ -534,8 +534,14 @@ function stepBytes(shape, how, step) {
 function rolloutBytes(shape, rows, step) {
   const { element, context, prompt_length: prompt, num_generations: group } = step;
   const [H, inner] = [shape.hidden * element, shape.intermediate * element];
-  let read = ceilOf(rows, group) * prompt;
-  if (shape.sinks) read = Math.min(read, Math.max(limits.PREFILL_TOKENS, prompt));
+  let [read, behind] = [ceilOf(rows, group) * prompt, 0];
+  if (shape.sinks) {
+    read = Math.min(read, limits.PREFILL_TOKENS);
+    if (prompt > read) {
+      behind = kvBytes(shape, 1, prompt, element);
+      behind += 8 * prompt * shape.kv_heads * shape.head_dim * element;
+    }
+  }
   let mlp = read * 3 * inner;
   if (shape.experts) {
     const together = Math.min(read, limits.PREFILL_TOKENS);
@@ -544,7 +550,7 @@ function rolloutBytes(shape, rows, step) {
   return {
     kv: kvBytes(shape, rows, context, element, { prompt, group, paged: shape.sinks }),
     hidden: read * 3 * H,
-    attention: read * 3 * add(perToken(shape, element)),
+    attention: read * 3 * add(perToken(shape, element)) + behind,
     mlp,
     logits: rows * shape.vocab * (element + 8),
   };
