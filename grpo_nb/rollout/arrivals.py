@@ -74,7 +74,8 @@ class Arrivals:
         with self.changed:
             while not self.closed:
                 self.collect()
-                if self.ready and not (wait and most is None and self.is_patient()):
+                more = self.calls and time.monotonic() < self.patient_until  # may soon be ready
+                if self.ready and not (wait and most is None and more):
                     taken = [self.ready.pop(n) for n in sorted(self.ready)[:most]]
                     self.drawing += len(taken)
                     return taken
@@ -107,10 +108,6 @@ class Arrivals:
                     if not self.ready:
                         self.patient_until = time.monotonic() + self.patience_s
                     self.ready[number] = one
-
-    def is_patient(self) -> bool:
-        "Whether more rows may soon be ready."
-        return bool(self.calls) and time.monotonic() < self.patient_until
 
     def seconds_to_wait(self) -> float | None:
         "How long nothing can change but by a call that ends."

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SMALL', 'SIZES', 'STRIDE', 'read_layer', 'check_readable', 'large_weights', 'check_weights', 'passes_trials',
            'why_no_kernels', 'GptOssTensors', 'packed_positions', 'Decoder', 'DenseDecoder', 'is_small', 'SmallDecoder',
-           'open_decoder', 'draw_tokens', 'RecordedSteps', 'batches_of_prompts', 'prompt_tokens', 'read_first_parts',
-           'read_prompts', 'complete_rows']
+           'open_decoder', 'draw_tokens', 'RecordedSteps', 'batches_of_prompts', 'read_first_parts', 'read_prompts',
+           'complete_rows']
 
 # %% ../../nbs/rollout/10_decoder.ipynb #b80e0f40
 import importlib.util
@@ -664,19 +664,6 @@ def _decode_in_lockstep(advance, state, max_tokens, device, on_tokens):
         on_tokens(1)
 
 # %% ../../nbs/rollout/10_decoder.ipynb #073ee103
-def prompt_tokens(
-    prompts: Sequence[Sequence[int]],  # U prompts
-    owner: Sequence[int],  # of each of N rows: its prompt
-    vocab_size: int,  # V
-    device: torch.device,
-) -> torch.Tensor:  # (N+1, V) bool
-    "Which tokens each row's prompt holds; the last row is the spare one."
-    seen = torch.zeros(len(owner) + 1, vocab_size, dtype=torch.bool, device=device)
-    for row, number in enumerate(owner):
-        seen[row, torch.tensor(list(prompts[number]), device=device)] = True
-    return seen
-
-
 def read_first_parts(
     decoder: Decoder,
     cache: KVCache,  # written to
@@ -710,8 +697,7 @@ def read_prompts(
         some = [prompts[u] for u in batch]
         known = prefixes and prefixes.of(some)
         if len(some) == 1 and isinstance(cache, KVCache):
-            before = known.pop() if known else None
-            given = batch[0], some[0], before, prefill_tokens
+            given = batch[0], some[0], *(known or [None]), prefill_tokens
             known = [read_first_parts(decoder, cache, *given)]
         numbers = torch.tensor(batch, device=decoder.device)
         hidden[numbers] = decoder.prefill(cache, batch, some, known)
@@ -739,8 +725,11 @@ def complete_rows(
     rows = owner.tolist()
     state = DecodeState.start([lengths[u] for u in rows], params.max_tokens, decoder.device)
     state.left = SurvivorRecord.start(len(rows) + 1, params, decoder.device)
-    if params.repetition_penalty != 1:
-        state.seen = prompt_tokens(prompts, rows, len(decoder.head.weight), decoder.device)
+    if params.repetition_penalty != 1:  # which tokens each row's prompt holds
+        sizes, device = (len(rows) + 1, len(decoder.head.weight)), decoder.device
+        state.seen = torch.zeros(sizes, dtype=torch.bool, device=device)
+        for row, number in enumerate(rows):
+            state.seen[row, torch.tensor(list(prompts[number]), device=device)] = True
     state.keys, reading = keys, (prefill_tokens, prefixes)
     _complete(decoder, cache, state, prompts, owner, params, stop, on_tokens, reading)
     return state

@@ -132,9 +132,8 @@ class BehindPrefixes:
         held = [one.layers[number] if one else nothing for one in self.known]
         before = pad_sequence(held, True, padding_side="left")  # (U, P, 2, Hk, D)
         kv = torch.cat([before.permute(2, 0, 3, 1, 4), kv], 3)
-        P, width = before.shape[1], kv.shape[3]
-        pad_lens = [P - len(one) for one in held]
+        (P, width), sizes = (before.shape[1], kv.shape[3]), list(map(len, held))
         # tokens that a ring has lost are nowhere read: any column does for them
         at = self.rows * width + (self.places + P).clamp(min=0)
         k, v = kv.transpose(2, 3).flatten(1, 2)[:, at]
-        return kv, k, v, torch.tensor(pad_lens, device=kv.device) if any(pad_lens) else None
+        return kv, k, v, None if min(sizes) == P else P - torch.tensor(sizes, device=kv.device)

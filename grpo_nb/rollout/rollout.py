@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ASKED', 'SAID', 'THOUGHT', 'CALLED', 'GIVEN', 'pad_left', 'Rollout', 'finish', 'with_survivors', 'joined',
-           'concatenate', 'named_ends', 'content_of', 'text_of', 'takes', 'shown', 'token_ids', 'special_ids',
-           'added_ids', 'long_turns', 'inside_turns', 'turn_closer', 'default_stop_token_ids', 'text_token_ids',
-           'passed_over', 'end_at_text']
+           'concatenate', 'named_ends', 'text_of', 'takes', 'shown', 'token_ids', 'special_ids', 'added_ids',
+           'long_turns', 'inside_turns', 'turn_closer', 'default_stop_token_ids', 'text_token_ids', 'passed_over',
+           'end_at_text']
 
 # %% ../../nbs/rollout/02_rollout.ipynb #f33ef841
 import json
@@ -190,14 +190,6 @@ def named_ends(
 ASKED, SAID, THOUGHT, CALLED, GIVEN = "zqasked", "zqsaid", "zqthought", "zqcalled", "zqgiven"
 
 
-def content_of(
-    text: str,
-    parts: bool,  # whether the template takes lists of parts, and no strings
-) -> str | list[dict]:
-    "What a message says, in the form that the template takes."
-    return [{"type": "text", "text": text}] if parts else text
-
-
 def text_of(
     content: str | Sequence[Mapping] | None,  # of a message, in either form
 ) -> str:  # of parts those with a text
@@ -224,8 +216,9 @@ def shown(
     variables: Mapping[str, Any] = {},  # of the template
 ) -> str:  # empty if the template refuses them
     "A short conversation as the chat template writes it."
-    asked = {"role": "user", "content": ASKED}
-    whole = [{**turn, "content": content_of(turn["content"], parts)} for turn in (asked, *turns)]
+    whole = [{"role": "user", "content": ASKED}, *turns]
+    if parts:
+        whole = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in whole]
     try:
         return tokenizer.apply_chat_template(whole, tokenize=False, **variables)
     except Exception:  # a template raises what it likes

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LENGTHS', 'FED', 'LARGE_WINDOW', 'TIMES', 'LEAST', 'LEAST_TF32', 'rows_to_try', 'special_tokens', 'own_logits',
-           'decoded_logits', 'apart', 'in_nats', 'tolerance', 'compile_first', 'difference', 'tried', 'in_a_line',
-           'modules_now', 'adapters_are_zero', 'Trials']
+           'decoded_logits', 'apart', 'tolerance', 'compile_first', 'difference', 'tried', 'in_a_line', 'modules_now',
+           'adapters_are_zero', 'Trials']
 
 # %% ../../nbs/rollout/09_trial.ipynb #ff4e8a71
 import warnings
@@ -96,14 +96,6 @@ def apart(
     return (logits - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-30)
 
 
-def in_nats(
-    logits: torch.Tensor,  # (..., V)
-    own: torch.Tensor,  # (..., V)
-) -> float:
-    "The mean difference of the log-probs of all tokens."
-    return (logits.double().log_softmax(-1) - own.double().log_softmax(-1)).abs().mean().item()
-
-
 def tolerance(
     spread: float,  # how far two passes of the model are apart
     dtype: torch.dtype,  # of the computation
@@ -143,9 +135,10 @@ def difference(
     for place, own, logits in zip(places, expected, decoded_logits(decoder, rows)):
         off = apart(logits, own).mean().item()
         if not off <= most:  # NaN is none
+            nats = (logits.double().log_softmax(-1) - own.double().log_softmax(-1)).abs().mean()
             return (
                 f"{place} its logits are {off:.2g} of their size from those of the model's own "
-                f"forward pass, {in_nats(logits, own):.3g} nats a token (two passes of the model: "
+                f"forward pass, {nats:.3g} nats a token (two passes of the model: "
                 f"{spread:.2g}; at most {most:.2g})"
             )
     return None
