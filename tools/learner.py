@@ -80,7 +80,7 @@ def picture(out):
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
         view = browser.new_page(
-            viewport={"width": 760, "height": 900},
+            viewport={"width": 760, "height": 1200},
             device_scale_factor=1.25,
             reduced_motion="reduce",
         )

@@ -202,7 +202,7 @@ function box(name, title, words) {
 
 /** A curve for each name, and a line where a setting was moved. */
 function curve(picture, names, trail, events, width) {
-  const [left, top, height] = [30, 16, 96];
+  const [left, top, height] = [34, 20, 96];
   const room = width - left - 6;
   const drawn = names.map((name) => thinned(trail.map((h, i) => [i, h[name]]), 300));
   const all = drawn.flat().map(([, value]) => value);
@@ -216,7 +216,7 @@ function curve(picture, names, trail, events, width) {
     ...[low, high].map((value) => line(left, y(value), left + room, y(value), { class: "hair" })),
     ...[low, high].map(label),
     ...events.map(({ at }) => line(x(at), top, x(at), top + height, { class: "hair" })),
-    text(left + room, top + height + 14, `update ${trail.length}`, end),
+    text(left + room, top + height + 16, `update ${trail.length}`, end),
   ];
   if (last) {
     const side = x(last.at) > width / 2 ? "end" : "start";
@@ -228,7 +228,7 @@ function curve(picture, names, trail, events, width) {
     shapes.push(node("svg:polyline", { points: points.join(" "), class: `curve ${kind}` }));
   });
   picture.setAttribute("width", width);
-  picture.setAttribute("height", top + height + 18);
+  picture.setAttribute("height", top + height + 22);
   picture.replaceChildren(...shapes);
 }
 
