@@ -137,29 +137,30 @@ def _weighted_sum(
     total = (rewards * weights).nansum(-1)
     return total.masked_fill(rewards.isnan().all(-1), math.nan)
 
-# %% ../../nbs/algorithm/01_advantages.ipynb #4f9fe794
-def _centre(
-    rewards: torch.Tensor,  # (P, G, ...), NaN = not scored
-    # deviation (P, G, ...), mean and std (P, 1, ...): all finite
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Distance of each reward from the mean of its group (0 where not scored), that mean, and the
-    standard deviation (ddof=1)."""
-    scored = ~rewards.isnan()
-    count = scored.sum(1, keepdim=True)  # (P, 1, ...)
-    mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
-    deviation = torch.where(scored, rewards - mean, 0.0)
-    spread = deviation.amax(1, keepdim=True) - deviation.amin(1, keepdim=True)
-    rounding = (
-        8 * torch.finfo(rewards.dtype).eps * rewards.nan_to_num(0.0).abs().amax(1, keepdim=True)
-    )
-    deviation = torch.where(spread > rounding, deviation, 0.0)
-    std = (deviation.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    return deviation, mean, std
+
+def _rounding(rewards: torch.Tensor) -> torch.Tensor:  # (P, G, ...) -> (P, 1, ...)
+    "What adding up eight rewards of a group can cost."
+    largest = rewards.nan_to_num(0.0).abs().amax(1, keepdim=True)
+    return 8 * torch.finfo(rewards.dtype).eps * largest
 
 
 def _divide(deviation: torch.Tensor, std: torch.Tensor, eps: float) -> torch.Tensor:
     "deviation / (std + eps), and 0 where both are 0."
     return deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)
+
+# %% ../../nbs/algorithm/01_advantages.ipynb #4f9fe794
+def _centre(
+    rewards: torch.Tensor,  # (P, G, ...), NaN = not scored
+) -> tuple[torch.Tensor, ...]:  # deviation (P, G, ...), mean and std (P, 1, ...): all finite
+    "Distance of each reward from the mean of its group, that mean, and the standard deviation."
+    scored = ~rewards.isnan()
+    count = scored.sum(1, keepdim=True)  # (P, 1, ...)
+    mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
+    deviation = torch.where(scored, rewards - mean, 0.0)
+    spread = deviation.amax(1, keepdim=True) - deviation.amin(1, keepdim=True)
+    deviation = torch.where(spread > _rounding(rewards), deviation, 0.0)
+    std = (deviation.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    return deviation, mean, std
 
 # %% ../../nbs/algorithm/01_advantages.ipynb #53faa149
 def group_advantages(
@@ -203,9 +204,7 @@ def group_advantages(
         )
         deviation, scale = _centre(total)[0], "batch"  # the sum of z over a group is 0 already
     if scale == "batch":
-        std = _centre(total.reshape(1, -1))[
-            2
-        ]  # (1, 1): of all completions, about the mean of the batch
+        std = _centre(total.reshape(1, -1))[2]  # (1, 1): about the mean of the batch
     values = deviation if scale == "none" else _divide(deviation, std, eps)
     idle = (values == 0).all(1)  # (P,)
     return Advantages(values.flatten(), group_mean, group_std, idle.sum().item() / len(idle))
