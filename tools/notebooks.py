@@ -105,6 +105,31 @@ def stays_without_kernel(output):
     return data.pop("application/vnd.jupyter.widget-view+json", None) is None or "text/html" in data
 
 
+# what a kernel is told: each figure twice, as points and as lines, with letters as letters
+FIGURES = [
+    "--InlineBackend.figure_formats={'png','svg'}",
+    "--InlineBackend.rc={'svg.fonttype':'none','svg.hashsalt':'','font.family':'sans-serif'}",
+]
+
+
+def shorter(drawing):
+    "A drawing of matplotlib without its date, lists of fonts, and decimals that nobody can see."
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.S)
+    drawing = re.sub(r"'[^';\"]+', (?=[^;\"]*sans-serif)", "", drawing)
+    drawing = re.sub(r"(?:\b(?:Geneva|Lucid|Arial|Avant Garde), )+(?=sans-serif)", "", drawing)
+    drawing = re.sub(r"(\d\.\d\d)\d+", r"\1", drawing)
+    return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", drawing))
+
+
+def keep_smaller(output):
+    "Of a figure that is there as points and as lines, what takes less room."
+    data = output.get("data", {})
+    if {"image/png", "image/svg+xml"} <= data.keys():
+        data["image/svg+xml"] = shorter(data["image/svg+xml"])
+        del data[max("image/png", "image/svg+xml", key=lambda kind: len(data[kind]))]
+    return output
+
+
 def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
     """Execute a notebook where it stands and store its outputs, without widget state and without
     execution counts; skipped cells keep what they have."""
@@ -117,11 +142,12 @@ def run(path, flags=("notest", "slow", "cuda"), timeout=1200):
         timeout=timeout,
         resources={"metadata": {"path": Path(path).resolve().parent}},
         store_widget_state=False,
+        extra_arguments=FIGURES,
     ).execute()
     for cell in notebook.cells:
         cell.metadata.pop("tags", None)  # nbdev_clean keeps what settings.ini allows
         if cell.cell_type == "code":
-            cell.outputs = [o for o in cell.outputs if stays_without_kernel(o)]
+            cell.outputs = [keep_smaller(o) for o in cell.outputs if stays_without_kernel(o)]
     notebook.metadata.pop("widgets", None)
     shorten(notebook)
     nbformat.write(notebook, path)

@@ -487,7 +487,8 @@ LATER = """<script>addEventListener("load", async () => {{
 }});</script>"""
 STYLES = "_static/styles/pydata-sphinx-theme.css"
 RULE = re.compile(r"([^{}@;]+)\{[^{}]*\}")
-PICTURE = re.compile(r'<img (?![^>]*\b(?:width|loading)=)([^>]*?src="([^":]+\.png)")')
+PICTURE = re.compile(r'<img (?![^>]*\b(?:width|loading)=)([^>]*?src="([^":]+\.(?:png|svg))")')
+DRAWN = re.compile(rb'<svg [^>]*?\bwidth="([\d.]+)pt" height="([\d.]+)pt"')  # by matplotlib
 
 
 def mend(out):
@@ -515,8 +516,13 @@ def mend(out):
 
 def sized(found, folder):
     "A picture that is fetched when it comes near, and has its room before."
-    head = (folder / unquote(found[2])).read_bytes()[16:24]
-    width, height = (int.from_bytes(head[i : i + 4], "big") for i in (0, 4))
+    content = (folder / unquote(found[2])).read_bytes()
+    if found[2].endswith(".png"):
+        width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
+    elif drawn := DRAWN.match(content):
+        width, height = (round(float(points) * 4 / 3) for points in drawn.groups())
+    else:
+        return found[0]
     return f'<img loading="lazy" width="{width}" height="{height}" {found[1]}'
 
 
