@@ -11,13 +11,11 @@ import json
 import secrets
 import shutil
 import threading
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,9 @@ from ..model.memory_fit import rank_flag
 from grpo_nb.serving.addresses import (
     PASSING,
     Address,
+    NoAnswer,
     ServerError,
     Servers,
-    Stalled,
     Together,
     reason_of,
     refusal,
@@ -190,7 +188,7 @@ class AdapterFiles:
         for address in self.servers.addresses:
             try:
                 status, info = address.ask("/server_info?config_format=json")
-            except (OSError, HTTPException):
+            except NoAnswer:
                 continue
             settings = settings_of(info) if status == 200 else None
             if settings is None:
@@ -217,7 +215,7 @@ class AdapterRoom(AdapterFiles):
     def others_on(self, address: Address) -> tuple[list[str], int | None]:
         "Adapters on a server that are not this run's, and how many it holds, where it tells."
         own = {*self.served, *self.retired, *self.names_given}
-        with suppress(ServerError, OSError, HTTPException):
+        with suppress(ServerError):
             held = [one for one in self.servers.models(address) if one.get("parent")]
             status, info = address.ask("/server_info?config_format=json")
             lora = ((settings_of(info) if status == 200 else None) or [{}])[0]
@@ -249,7 +247,7 @@ class AdapterRoom(AdapterFiles):
                 status, answer = address.ask("/v1/load_lora_adapter", {"lora_name": one, **body})
                 if status != 200 and status not in PASSING:
                     return refusal(status, answer)
-        except (OSError, HTTPException):
+        except NoAnswer:
             return None  # it is away, and a load will say so
         finally:
             for one in more:
@@ -272,28 +270,22 @@ class AdapterLoads(AdapterRoom):
             away = False
             try:
                 status, answer = self.ask_to_load(address, name)
-            except (OSError, HTTPException) as error:
-                away, status, answer = True, 503, str(error) or type(error).__name__
-                stalls += isinstance(error, Stalled)
+            except NoAnswer as error:
+                away, status, answer, stalls = True, 503, str(error), stalls + error.stalled
             why = reason_of(answer)
             if status == 200 or "already been loaded" in why:
                 return
             if status not in PASSING or status == 500:  # 500: the engine has refused the adapter
                 break
-            self.servers.check_alive()
-            if stalls > (len(self.servers.addresses) == 1):  # of several, others are asked
+            most = len(self.servers.addresses) == 1  # of several, others are asked
+            if not self.servers.again(address, attempt, retries, stalls, most):
                 break
-            if attempt < retries:
-                if stalls:
-                    self.servers.say_stalled(address)
-                time.sleep(self.servers.pause(attempt))
         if stalls and away:
-            slow = ServerError(
+            raise ServerError(
                 f"{address.url} did not load {self.WHAT} in time ({why}): its log may say why. If "
-                "it is only slow, give it more time (vllm_request_timeout)"
+                "it is only slow, give it more time (vllm_request_timeout)",
+                stalled=True,
             )
-            slow.stalled = True
-            raise slow
         if away:
             raise ServerError(
                 f"{address.url} no longer answers ({why}): its log may say why. Start it again, "
@@ -359,7 +351,7 @@ class AdapterEverywhere(AdapterLoads):
 
     def unload(self, address: Address, name: str) -> None:
         "Unload an adapter; a server that is away has forgotten it anyway."
-        with suppress(OSError, HTTPException):
+        with suppress(NoAnswer):
             address.ask("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=30)
 
 # %% ../../nbs/serving/04_adapter_versions.ipynb #2992280f

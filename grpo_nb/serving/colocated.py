@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +330,7 @@ class ColocatedVLLM(VLLMServer):
         release_cache()
         try:
             self.servers.tell(self.addresses[0], "/wake_up", {})
-        except (ServerError, OSError, HTTPException) as error:
+        except ServerError as error:
             self.check_alive()
             held = torch.cuda.memory_reserved() / 2**30
             raise ServerError(

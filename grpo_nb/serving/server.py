@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,9 @@ from grpo_nb.serving.addresses import (
     PASSING,
     PAUSED_S,
     Address,
+    NoAnswer,
     ServerError,
     Servers,
-    Stalled,
     Together,
     reason_of,
     refusal,
@@ -84,24 +83,17 @@ class ServerLooks:
     ) -> list[dict]:  # ServerError
         "What one server draws before it is used; asked again with a bound, as for a rollout."
         stalls = 0
-        for attempt in range(1, retries + 2):
+        for attempt in range(retries + 1):
             try:
                 choices, why = self.judged(address, *address.ask(*addressed(body)), body)
-            except (OSError, HTTPException) as error:
-                choices, why = None, str(error) or type(error).__name__
-                stalls += isinstance(error, Stalled)
+            except NoAnswer as error:
+                choices, why, stalls = None, str(error), stalls + error.stalled
             if choices is not None:
                 return choices
-            self.check_alive()
-            if stalls > 1:
+            if not self.servers.again(address, attempt, retries, stalls):
                 break
-            if attempt <= retries:
-                if stalls:
-                    self.servers.say_stalled(address)
-                time.sleep(self.servers.pause(attempt - 1))
-        failed = ServerError(f"{address.url} drew nothing in {attempt} attempts ({why}). {LOOK}")
-        failed.stalled = stalls > 0
-        raise failed
+        failed = f"{address.url} drew nothing in {attempt + 1} attempts ({why}). {LOOK}"
+        raise ServerError(failed, stalls > 0)
 
     def judged(
         self, address: Address, status: int, answer: Any, body: dict[str, Any]
@@ -198,20 +190,15 @@ class ServerAttempts(ServerChecks):
                 raise ServerError(f"{address.url} is away")
             try:
                 self.versions.refresh(address, self.check_returned(address))
-            except (OSError, HTTPException, ServerError) as error:
-                why = str(error) or type(error).__name__
-                self.servers.put_aside(address, why)
-                away = ServerError(f"{address.url}: {why}")
-                away.stalled = isinstance(error, Stalled) or getattr(error, "stalled", False)
-                raise away from None
+            except ServerError as error:
+                self.servers.put_aside(address, str(error))
+                raise ServerError(f"{address.url}: {error}", error.stalled) from None
             address.ready = True
             if address.told:
                 tqdm.write(f"{address.url} is back, and has the present version")
                 address.told = False
 
-    def check_returned(
-        self, address: Address
-    ) -> list[str]:  # its adapters; ServerError, OSError, HTTPException
+    def check_returned(self, address: Address) -> list[str]:  # its adapters; ServerError
         "Refuse another model, or other log-probs, than before."
         if why := self.servers.silence(address, timeout_s=CONNECT_S):
             raise ServerError(f"{why}.")
@@ -221,37 +208,26 @@ class ServerAttempts(ServerChecks):
         self.check_logprobs(address)
         return others
 
-    def answer(
-        self, address: Address, body: dict[str, Any], together: Together
-    ) -> tuple[int, Any]:  # status, and the answer; ServerError, OSError, HTTPException
-        "Ask a server for completions; one that was away, or restarted, gets the adapters first."
-        if not address.ready:
-            self.bring_up_to_date(address)
-        status, answer = address.ask(*addressed(body), together=together)
-        if status == 404 and body["model"] != self.base:  # restarted, and nobody has noticed
-            address.ready = False
-            self.bring_up_to_date(address)
-            status, answer = address.ask(*addressed(body), together=together)
-        return status, answer
-
     def attempt(
         self, address: Address, body: dict[str, Any], together: Together
     ) -> tuple[list[dict] | None, str, bool]:
         # completions, or None and the reason, and whether the time has passed; ServerError
-        "Ask one server once."
+        "Ask one server once; one that was away, or restarted, gets the adapters first."
         try:
-            status, answer = self.answer(address, body, together)
-        except ServerError as error:  # it cannot be brought up to date
-            return None, str(error), error.stalled
-        except (OSError, HTTPException) as error:
-            why = str(error) or type(error).__name__
-            stalled = isinstance(error, Stalled)
-            if not together.dropped.is_set():
+            for first in (True, False):
+                if not address.ready:
+                    self.bring_up_to_date(address)
+                status, answer = address.ask(*addressed(body), together=together)
+                if not first or status != 404 or body["model"] == self.base:
+                    break
+                address.ready = False  # restarted, and nobody has noticed
+        except ServerError as error:  # or it cannot be brought up to date
+            if isinstance(error, NoAnswer) and not together.dropped.is_set():
                 address.ready = False
-                self.servers.put_aside(address, f"it gave no answer ({why}).")
-                if stalled:
+                self.servers.put_aside(address, f"it gave no answer ({error}).")
+                if error.stalled:
                     self.servers.say_stalled(address)
-            return None, why, stalled
+            return None, str(error), error.stalled
         if status in PASSING:
             self.servers.put_aside(address, "", PAUSED_S)
         return *self.judged(address, status, answer, body), False

@@ -8,7 +8,6 @@ __all__ = ['in_format', 'check_whole', 'WeightVersions']
 # %% ../../nbs/serving/05_whole_weights.ipynb #7a2c9e13
 import shutil
 import warnings
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +151,8 @@ class WeightVersions(AdapterVersions):
         try:
             root = self.servers.models(address)[0].get("root")
             status, answer = self.ask_to_read(address, str(root))
-        except (ServerError, OSError, HTTPException) as error:
-            return str(error) or type(error).__name__
+        except ServerError as error:
+            return str(error)
         return None if status == 200 else refusal(status, answer)
 
     def named(self, version: int | None) -> tuple[str, int]:
