@@ -305,22 +305,12 @@ class RowsInTurn(RowsEnded):
 
 # %% ../../nbs/rollout/16_continuous_batching.ipynb #e2fa3abb
 def complete_in_turn(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],  # U distinct prompts, the token ids of each
-    groups: Sequence[int],  # completions of each, N in all
-    params: SamplingParams,  # how to draw
-    stop: torch.Tensor,  # (S,) ids that end a completion
-    keys: torch.Tensor,  # (N,) int64, of each completion's stream of random numbers
-    rows: int,  # completions at a time
-    pages: int,  # that they share, the spare one included
-    prefill_tokens: int = PREFILL_TOKENS,  # of prompts that are read at a time
+    *given: Any,  # as for `RowsInTurn`
     # called with how many completions have ended since the last call
     on_done: Callable[[int], object] = lambda count: None,
-    prefixes: Prefixes | None = None,  # to begin with, and to keep; None: neither
     **returns: Any,  # of `RowsThatReturn`; nothing: they do not
 ) -> DecodeState:  # N completions, those of a prompt side by side, and a spare row
     "Continue every prompt until it stops or has max_tokens, a number of rows at a time."
-    given = decoder, prompts, groups, params, stop, keys, rows, pages, prefill_tokens, prefixes
     turns = RowsThatReturn(*given, **returns) if returns else RowsInTurn(*given)
     with torch.inference_mode():  # the result was made before, so it may be used in training
         return turns.run(on_done)

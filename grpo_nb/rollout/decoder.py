@@ -85,15 +85,11 @@ def large_weights(
     layers: Sequence[LayerWeights],
 ) -> list[torch.Tensor]:
     "The matrices of attention (query and output) and of the experts."
-    found = []
-    for layer in layers:
-        found += [
-            layer.query.weight,
-            layer.output.weight,
-            layer.experts.gate_up,
-            layer.experts.down,
-        ]
-    return found
+    return [
+        weight
+        for one in layers
+        for weight in (one.query.weight, one.output.weight, one.experts.gate_up, one.experts.down)
+    ]
 
 
 def check_weights(
@@ -160,7 +156,14 @@ class GptOssTensors:
         self.head = Projection(base.lm_head.weight, base.lm_head.bias)
         self.device, self.dtype = self.head.weight.device, dtype or self.head.weight.dtype
         self._read_layers()
-        self._read_sizes()
+        # the norm that follows each layer
+        self.norms = [*(layer.norm for layer in self.layers[1:]), self.last_norm]
+        # the number format of the sum that runs from layer to layer
+        self.residual = self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
+        self.kv_heads = self.config.num_key_value_heads
+        attention = self.inner.layers[0].self_attn
+        self.head_dim, self.scale = attention.head_dim, attention.scaling
+        self.rotations = (torch.empty(0),)
         self.ops = decode_ops
         # why kernels do not decode it; None: they do, or the caller has decided
         self.no_kernels = self._why_no_kernels() if kernels is None else None
@@ -178,20 +181,8 @@ class GptOssTensors:
         check_weights([self.head.weight, *large_weights(self.layers)])
         self.last_norm, self.rotary_kinds = self.inner.norm.weight, (None,)
         self.windows = tuple(layer.self_attn.sliding_window for layer in self.inner.layers)
-        config, dtype = self.config, self.dtype
-        self.moe_settings = {"top": config.num_experts_per_tok, "eps": config.rms_norm_eps}
-        self.moe_settings["dtype"] = dtype
-
-    def _read_sizes(self):
-        "Norms and sizes from the configuration and the modules."
-        # the norm that follows each layer
-        self.norms = [*(layer.norm for layer in self.layers[1:]), self.last_norm]
-        # the number format of the sum that runs from layer to layer
-        self.residual = self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
-        self.kv_heads = self.config.num_key_value_heads
-        attention = self.inner.layers[0].self_attn
-        self.head_dim, self.scale = attention.head_dim, attention.scaling
-        self.rotations = (torch.empty(0),)
+        top, eps = self.config.num_experts_per_tok, self.config.rms_norm_eps
+        self.moe_settings = {"top": top, "eps": eps, "dtype": self.dtype}
 
     def _why_no_kernels(self):
         experts = getattr(self.config, "num_local_experts", None)
@@ -649,20 +640,6 @@ def batches_of_prompts(
         batches[-1].append(number)
     return batches
 
-# %% ../../nbs/rollout/10_decoder.ipynb #7161be1e
-def _decode_in_lockstep(advance, state, max_tokens, device, on_tokens):
-    "One step after the other; rows are dropped when half of them have ended."
-    rows = slice(0, len(state.alive) - 1)
-    for drawn in range(1, max_tokens):
-        alive = state.alive[rows]
-        left = int(alive.sum())
-        if not left:
-            break
-        if left <= len(alive) // 2:
-            rows = torch.arange(len(state.alive), device=device)[rows][alive]
-        advance(rows, drawn)
-        on_tokens(1)
-
 # %% ../../nbs/rollout/10_decoder.ipynb #073ee103
 def read_first_parts(
     decoder: Decoder,
@@ -757,10 +734,15 @@ def _complete(decoder, cache, state, prompts, owner, params, stop, on_tokens, re
             ended = numbers[rows][before & ~state.alive[rows]]
             prefixes.keep(cache, ended.tolist(), state.lengths[ended].tolist())
 
-    def advance(rows, drawn):
-        draw(rows, decoder.step(cache, state, rows, longest + drawn), drawn)
-
-    hidden = read_prompts(decoder, cache, prompts, *reading)[owner.to(device)]
+    hidden, rows = read_prompts(decoder, cache, prompts, *reading)[owner.to(device)], slice(0, N)
     draw(numbers, hidden, 0)
     on_tokens(1)
-    _decode_in_lockstep(advance, state, params.max_tokens, device, on_tokens)
+    for drawn in range(1, params.max_tokens):
+        alive = state.alive[rows]
+        left = int(alive.sum())
+        if not left:
+            break
+        if left <= len(alive) // 2:  # those that have ended are dropped
+            rows = numbers[rows][alive]
+        draw(rows, decoder.step(cache, state, rows, longest + drawn), drawn)
+        on_tokens(1)

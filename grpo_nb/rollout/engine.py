@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', 'evaluating', 'check_prompts', 'complete',
            'in_groups', 'complete_directly', 'rollout_of', 'complete_in_place', 'logits_bytes', 'result_bytes',
-           'working_bytes', 'GrowingShape', 'growing_shape', 'state_bytes', 'BatchMemory', 'memory_through_modules',
+           'reading_bytes', 'GrowingShape', 'growing_shape', 'state_bytes', 'BatchMemory', 'memory_through_modules',
            'memory_of_decoder', 'split_rows', 'RolloutEngine']
 
 # %% ../../nbs/rollout/03_engine.ipynb #2766139d
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -219,7 +220,8 @@ def complete(
     pad_token_id: int = 0,  # any legal id
     # (B,) of each row's own random numbers; None: torch's global ones
     keys: torch.Tensor | None = None,
-    on_token: Callable[[], object] = lambda: None,  # called after every step
+    # called with the steps done since the last call
+    on_tokens: Callable[[int], object] = lambda count: None,
     # what `prefill` gave; None: it is done here
     started: tuple[DecodeBatch, torch.Tensor] | None = None,
 ) -> Rollout:  # B completions
@@ -246,7 +248,7 @@ def complete(
         completion_ids[batch.rows, t], logps[batch.rows, t] = tokens, step_logps
         lengths[batch.rows] += alive
         alive = alive & (tokens[:, None] != stop).all(-1)
-        on_token()
+        on_tokens(1)
         left = int(alive.sum())
         if left == 0 or t + 1 == params.max_tokens:
             break
@@ -278,17 +280,13 @@ def complete_directly(
     pad_token_id: int = 0,  # any legal id
     # (B,) of each row's own random numbers; None: torch's global ones
     keys: torch.Tensor | None = None,
-    # called with the steps done since the last call
-    on_tokens: Callable[[int], object] = lambda count: None,
-    prefill_tokens: int = PREFILL_TOKENS,  # tokens of prompts that are read at a time
     prefixes: Prefixes | None = None,  # to begin with, and to keep; None: neither
+    **how: Any,  # on_tokens and prefill_tokens, as for `complete_rows`
 ) -> Rollout:  # B completions
     "`complete` on copies of a small model's tensors."
     unique, groups, back = in_groups(prompt_ids)
     keys = keys if keys is None else keys[back.argsort()]
-    state = complete_rows(
-        decoder, unique, groups, params, stop, keys, on_tokens, prefill_tokens, prefixes
-    )
+    state = complete_rows(decoder, unique, groups, params, stop, keys, prefixes=prefixes, **how)
     return rollout_of(state, prompt_ids, back, stop, pad_token_id, prefixes)
 
 
@@ -329,10 +327,9 @@ def complete_in_place(
     batch, logits = started
     size = extra_bytes(batch.cache, batch.mask.shape[1], params.max_tokens)
     if size > free_memory(stop.device):  # rows that end early may yet fit into a cache that grows
-        how = dict(pad_token_id=pad_token_id, keys=keys, on_token=lambda: on_tokens(1))
+        how = dict(pad_token_id=pad_token_id, keys=keys, on_tokens=on_tokens)
         return complete(model, prompt_ids, params, stop, started=started, **how)
-    given = batch.cache, batch.mask, params, stop, batch.seen, keys
-    rows = ModuleDecoder(model, *given)
+    rows = ModuleDecoder(model, batch.cache, batch.mask, params, stop, batch.seen, keys)
     rows.run(logits, on_tokens)
     return finish(prompt_ids, rows.ids, rows.logps, rows.lengths, stop, pad_token_id, rows.left)
 
@@ -358,13 +355,12 @@ def result_bytes(
     return (12 + (4 * (room + 1) if room else 0)) * params.max_tokens
 
 
-def working_bytes(
+def reading_bytes(
     decoder: Decoder,
     tokens: int,  # of prompts that are read together
-    params: SamplingParams,
-) -> tuple[int, int]:  # for a row of logits, and for reading prompts
-    "Memory beside the cache: of a row while it is drawn, and once for reading prompts."
-    c, size = decoder.config, decoder.dtype.itemsize
+) -> int:
+    "Memory beside the cache for reading prompts."
+    c = decoder.config
     rest = (12 * c.num_attention_heads * decoder.head_dim + 8 * c.hidden_size) * tokens
     if isinstance(decoder, DenseDecoder):  # gate, up and their product
         inside = 4 * c.intermediate_size * tokens
@@ -373,7 +369,7 @@ def working_bytes(
         if can_group(decoder.device, decoder.dtype, c.hidden_size, c.intermediate_size):
             pairs = c.num_experts_per_tok * min(tokens, PREFILL_TOKENS)
         inside = (6 * c.intermediate_size + 4 * c.hidden_size) * pairs
-    return logits_bytes(c.vocab_size, size, params), (inside + rest) * size
+    return (inside + rest) * decoder.dtype.itemsize
 
 # %% ../../nbs/rollout/03_engine.ipynb #3eee1348
 @dataclass(frozen=True)
@@ -465,13 +461,14 @@ def memory_of_decoder(
     if decoder.device.type != "cuda":
         return BatchMemory(shape, 0)
     for tokens in (PREFILL_TOKENS, 8192, 4096, 2048, 1024):
-        row, once = working_bytes(decoder, min(whole, tokens), params)
+        once = reading_bytes(decoder, min(whole, tokens))
         if once <= free // 4:
             break
     if longest > tokens:  # its later parts: a copy of the cache, and of one layer some more
         wide = decoder.config.num_attention_heads if isinstance(decoder, DenseDecoder) else 0
         pair = 2 * decoder.head_dim * decoder.dtype.itemsize  # a key and a value
         once += shape.prefix_bytes(longest) + longest * pair * (4 * shape.kv_heads + wide)
+    row = logits_bytes(decoder.config.vocab_size, decoder.dtype.itemsize, params)
     return BatchMemory(shape, row, once, tokens)
 
 
@@ -617,7 +614,7 @@ class RolloutEngine:
             free = free * 7 // 8 if in_place else free
         return split_rows(rows, memory, params.max_tokens, free, most), memory.prefill_tokens
 
-    def _in_turn(self, decoder, rows, params, drawing, bar, prefixes, keys, **returns):
+    def _in_turn(self, decoder, rows, params, drawing, on_tokens, prefixes, keys, **returns):
         """A rollout in which the rows that end make room for those that wait; with `returns`, the
         arguments of `RowsThatReturn`, None, as all is handed over."""
         unique, groups, back = in_groups(rows)
@@ -638,8 +635,9 @@ class RolloutEngine:
         if returns:
             returns["asked"] = [returns["asked"][place] for place in order.tolist()]
         stop, pad = drawing["stop"], drawing["pad_token_id"]
-        how = stop, keys.to(decoder.device), *sizes, memory.prefill_tokens, self._told(bar)
-        state = complete_in_turn(decoder, unique, groups, params, *how, prefixes, **returns)
+        how = stop, keys.to(decoder.device), *sizes, memory.prefill_tokens, prefixes
+        given = decoder, unique, groups, params, *how
+        state = complete_in_turn(*given, on_done=on_tokens, **returns)
         return None if returns else rollout_of(state, rows, back, stop, pad, prefixes)
 
     def _batches_that_fit(self, rows, params, decoder):
@@ -715,15 +713,13 @@ class RolloutEngine:
             kept = Prefixes(prefixes, rows, free_memory(self.model.device) // 2, self.version)
             prefixes[:] = [None] * len(rows)
         if in_turn:
-            of_all = dict(params=params, drawing=drawing, bar=bar, prefixes=kept)
+            of_all = dict(params=params, drawing=drawing, prefixes=kept)
             draw, batches = partial(self._in_turn, decoder, **of_all), [rows]
         elif decoder is not None:
             drawing |= dict(prefill_tokens=prefill_tokens)
             draw = partial(complete_directly, decoder, prefixes=kept, **drawing)
         else:
             draw = partial(complete_in_place if in_place else complete, self.model, **drawing)
-        step = "on_tokens" if decoder is not None or in_place else "on_token"
-        told = [{} if in_turn else {step: self._told(bar, len(batch))} for batch in batches]
         own = [None] * len(batches)
         if keys is not None:
             own = torch.as_tensor(keys, dtype=torch.int64, device=self.model.device)
@@ -731,7 +727,8 @@ class RolloutEngine:
         try:
             with bar, evaluating(self.model) if decoder is not None else self._running():
                 rollouts = [
-                    draw(batch, keys=each, **on) for batch, each, on in zip(batches, own, told)
+                    draw(batch, keys=each, on_tokens=self._told(bar, 1 if in_turn else len(batch)))
+                    for batch, each in zip(batches, own)
                 ]
             if kept is not None and decoder is not None:
                 prefixes[:] = kept.ended
@@ -788,7 +785,8 @@ class RolloutEngine:
         returns = dict(asked=first, arrive=arrive, hand_over=hand_over)
         try:
             with bar, evaluating(self.model):
-                self._in_turn(decoder, rows, params, drawing, bar, kept, keys, **returns)
+                told = self._told(bar)
+                self._in_turn(decoder, rows, params, drawing, told, kept, keys, **returns)
         finally:
             kept.clear()
             torch.cuda.empty_cache()
