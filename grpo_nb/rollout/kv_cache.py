@@ -152,9 +152,13 @@ class KVCache:
     ):
         self.shape, self.lengths, self.groups = shape, list(lengths), list(groups)
         self.device = torch.device(device)
-        self.tables = page_tables(shape, lengths, groups, max_tokens)
+        self.tables, table = page_tables(shape, lengths, groups, max_tokens), None
+        if shape.page is not None:  # filled up with page 0; the last row is the spare one
+            widest = max(map(len, self.tables))
+            filled = [table + [0] * (widest - len(table)) for table in [*self.tables, []]]
+            table = torch.tensor(filled, dtype=torch.int32, device=self.device)
         pages, reach = shape.pages(lengths, groups, max_tokens), max(lengths) + max_tokens - 1
-        self._allocate(sum(groups) + 1, pages, reach, self._table_tensor())
+        self._allocate(sum(groups) + 1, pages, reach, table)
 
     def _allocate(self, rows, pages, reach, table):
         "For full layers and for each window a tensor (layers, 2, pages or rows, Hk, slots, D)."
@@ -168,14 +172,6 @@ class KVCache:
         each = {window: iter(store) for window, store in stores.items()}
         self.stores = stores
         self.layers = [LayerCache(*next(each[w]), w, None if w else table) for w in shape.windows]
-
-    def _table_tensor(self):
-        "The tables as a rectangle, filled up with page 0; the last row is the spare one."
-        if self.shape.page is None:
-            return None
-        widest = max(map(len, self.tables))
-        filled = [table + [0] * (widest - len(table)) for table in [*self.tables, []]]
-        return torch.tensor(filled, dtype=torch.int32, device=self.device)
 
     def _page_spans(self, start, length, rows):
         "A prompt's whole pages once for all its rows, and the rest once for each row."

@@ -126,21 +126,17 @@ def in_four_bits(module: torch.nn.Module) -> bool:
     return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
 
 
-def _base_projection(base):
-    "A linear layer without adapters."
-    if in_four_bits(base) or type(base) is torch.nn.Linear and type(base.weight) is Float8Weight:
-        return dict(weight=base.weight, module=base)
-    if type(base) is not torch.nn.Linear:
-        raise CannotRead(f"a layer is a {type(base).__name__}, not a plain linear layer")
-    return dict(weight=base.weight, bias=base.bias)
-
-
 def read_projection(
     module: torch.nn.Module,  # a linear layer, with PEFT's LoRA around it or without
 ) -> Projection:  # CannotRead with the reason
     "The tensors of a linear layer and of its active adapters."
     base = getattr(module, "base_layer", module)
-    plain = _base_projection(base)
+    linear = type(base) is torch.nn.Linear
+    if not linear and not in_four_bits(base):
+        raise CannotRead(f"a layer is a {type(base).__name__}, not a plain linear layer")
+    plain = dict(weight=base.weight)
+    by_itself = not linear or type(base.weight) is Float8Weight
+    plain |= dict(module=base) if by_itself else dict(bias=base.bias)
     if base is module:
         return Projection(**plain)
     layer = read_lora(module)

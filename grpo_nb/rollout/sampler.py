@@ -108,9 +108,9 @@ def drawn_elsewhere(
     device: torch.device | str = "cpu",  # of the result
 ) -> Rollout:  # N = count; `written` from env_mask, `columns` from the other keys
     "A rollout from lists; ValueError if they are not one."
+    contract = (*REQUIRED, "env_mask")
     if isinstance(output, dict):
-        lists = {name: as_lists(output[name]) for name in (*REQUIRED, "env_mask") if name in output}
-        output = output | lists
+        output = {n: as_lists(rows) if n in contract else rows for n, rows in output.items()}
     check_drawn(output, count)
     completion_ids = output["completion_ids"]
     given = output["logprobs"] or [[None] * len(ids) for ids in completion_ids]
@@ -129,9 +129,7 @@ def drawn_elsewhere(
         rollout.written = pad_right(output["env_mask"], torch.bool, device)
         unknown |= rollout.mask & ~rollout.written
     rollout.logps = rollout.logps.masked_fill(unknown, math.nan)
-    rollout.columns = {
-        name: list(values) for name, values in output.items() if name not in (*REQUIRED, "env_mask")
-    }
+    rollout.columns = {n: list(values) for n, values in output.items() if n not in contract}
     return rollout
 
 # %% ../../nbs/rollout/04_sampler.ipynb #fab589fc

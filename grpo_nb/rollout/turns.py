@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['Kinds', 'DEEPEST', 'STRING', 'WORD', 'UNESCAPED', 'WORDS', 'FITS', 'FUNCTION', 'NAME', 'KEY', 'KEY_ENDS', 'HERMES',
            'MARKS', 'THOUGHTS', 'MESSAGE_END', 'Parser', 'FORMATS', 'LOOK_UP', 'WHERE', 'TRIAL', 'LONG_S', 'NOT_TOOLS',
-           'NO_PROMPT', 'as_call', 'as_message', 'unquoted', 'Reader', 'kinds_of', 'kinds_in', 'typed', 'tagged_call',
-           'read_calls', 'without_thoughts', 'parse_hermes', 'parse_llama', 'harmony_messages', 'parse_harmony',
-           'on_text', 'described_by', 'rendered', 'look_up', 'turn_with', 'trials', 'what_came_back', 'choose_parser',
-           'short_call', 'turn_end', 'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne',
-           'awaited', 'run_calls', 'say_what_takes_long', 'TurnRollout', 'tool_metrics', 'Transcript', 'what_was_left',
-           'check_template', 'next_turn', 'TurnCalls', 'TurnDraws', 'TurnSampler', 'methods_of', 'reward_of',
-           'Environments', 'Beginning', 'appended', 'begin']
+           'NO_PROMPT', 'as_call', 'as_message', 'unquoted', 'Reader', 'kinds_of', 'typed', 'tagged_call', 'read_calls',
+           'parse_hermes', 'parse_llama', 'parse_harmony', 'on_text', 'described_by', 'rendered', 'look_up',
+           'turn_with', 'trials', 'what_came_back', 'choose_parser', 'short_call', 'turn_end', 'suffix_ids',
+           'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne', 'awaited', 'run_calls', 'TurnRollout',
+           'tool_metrics', 'Transcript', 'check_template', 'next_turn', 'TurnCalls', 'TurnDraws', 'TurnSampler',
+           'methods_of', 'reward_of', 'Environments', 'Beginning', 'appended', 'begin']
 
 # %% ../../nbs/rollout/18_turns.ipynb #382bfec9
 import asyncio
@@ -22,7 +21,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
@@ -184,15 +183,6 @@ def kinds_of(schema: Any) -> list[str]:  # in their order; empty: it says nothin
     return kinds + ["null"] * bool(schema.get("nullable"))
 
 
-def kinds_in(
-    schemas: Sequence[Mapping],  # of tools
-) -> Kinds:
-    "What the schemas of tools say about their arguments."
-    functions = [schema.get("function", schema) for schema in schemas]
-    properties = [(f["name"], (f.get("parameters") or {}).get("properties")) for f in functions]
-    return {n: {key: kinds_of(one) for key, one in (p or {}).items()} for n, p in properties}
-
-
 FITS = {
     "integer": lambda v: type(v) is int or (type(v) is float and v.is_integer()),
     "number": lambda v: type(v) is int or (type(v) is float and math.isfinite(v)),
@@ -276,17 +266,6 @@ HERMES = ("<tool_call>", "</tool_call>")
 MARKS = (HERMES, ("<|tool_call>", "<tool_call|>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
 THOUGHTS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
 
-
-def without_thoughts(
-    text: str,  # of a turn; the prompt may have begun the thoughts
-) -> tuple[str, str]:  # the thoughts, and what follows them
-    "Take a turn apart at the end of its thoughts."
-    for opens, closes in THOUGHTS:
-        before, closed, after = text.partition(closes)
-        if closed:
-            return before.strip().removeprefix(opens).strip(), after
-    return "", text
-
 # %% ../../nbs/rollout/18_turns.ipynb #3cb0b1e6
 def parse_hermes(
     text: str,  # of a turn
@@ -295,7 +274,12 @@ def parse_hermes(
     unescaped: bool = False,  # see `Reader`
 ) -> dict[str, Any]:  # a message; ValueError for a call that is none
     "The format of Qwen and Hermes, and of all that write calls between two marks."
-    thinking, rest = without_thoughts(text)
+    thinking, rest = "", text
+    for opens, closes in THOUGHTS:  # which the prompt may have begun
+        if closes in text:
+            before, _, rest = text.partition(closes)
+            thinking = before.strip().removeprefix(opens).strip()
+            break
     before, *pieces = rest.split(marks[0])
     content, calls = [before.strip()], []
     for piece in pieces:
@@ -325,25 +309,18 @@ def parse_llama(
 MESSAGE_END = re.compile(r"<\|(?:end|call|return|eom|eot)\|>")
 
 
-def harmony_messages(
-    text: str,  # of a turn, which goes on where the template wrote `<|start|>assistant`
-) -> Iterator[tuple[list[str], str]]:  # the words of each header, and the body
-    "The messages of a turn; a header without a body is left out."
-    for piece in text.split("<|start|>"):
-        header, there, body = piece.partition("<|message|>")
-        for mark in ("<|channel|>", "<|constrain|>"):
-            header = header.replace(mark, " ")
-        if there:
-            yield header.split(), MESSAGE_END.split(body, maxsplit=1)[0]
-
-
 def parse_harmony(
-    text: str,  # of a turn
+    text: str,  # of a turn, which goes on where the template wrote `<|start|>assistant`
     kinds: Mapping[str, Mapping] = {},
 ) -> dict[str, Any]:  # a message; ValueError for a call whose arguments are no object
     "The format of gpt-oss: thoughts, answers and calls are messages on channels."
     thinking, content, calls = [], [], []
-    for words, body in harmony_messages(text):
+    for piece in text.split("<|start|>"):
+        header, there, body = piece.partition("<|message|>")
+        if not there:
+            continue
+        words = header.replace("<|channel|>", " ").replace("<|constrain|>", " ").split()
+        body = MESSAGE_END.split(body, maxsplit=1)[0]
         recipient = next((word[3:] for word in words if word.startswith("to=")), "user")
         if recipient not in ("user", "self"):
             name = recipient.removeprefix("functions.")
@@ -372,7 +349,10 @@ def on_text(
     "A parser of token ids that needs their text alone, special tokens included."
 
     def read(ids, before, schemas):
-        kinds = kinds_in(schemas)
+        kinds = {}
+        for function in (schema.get("function", schema) for schema in schemas):
+            arguments = (function.get("parameters") or {}).get("properties") or {}
+            kinds[function["name"]] = {key: kinds_of(one) for key, one in arguments.items()}
         message = parse(tokenizer.decode(ids), kinds)
         for call in message.get("tool_calls", []):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -741,27 +721,6 @@ def run_calls(
         one.run() if timeout_s is None else one.in_a_thread()
     return [one.replies() for one in begun]
 
-
-def say_what_takes_long(
-    calls: list[CallsOfOne],  # those that have ended are taken out
-    over: threading.Event,  # the end of this task
-    after_s: float = LONG_S,
-) -> None:
-    "Name each tool that has been running for a while; the task of a thread."
-    named = set()
-    while not over.wait(min(after_s / 2, 1.0)):
-        for one in [one for one in calls if one.ended]:
-            calls.remove(one)
-        late = [one for one in calls if time.monotonic() - one.began > after_s]
-        for name in {one.under_way[0] for one in late if one.under_way} - named:
-            named.add(name)
-            warnings.warn(
-                f"the tool {name} has been running for {after_s:g} seconds, and the run waits for "
-                "it: give it a limit of its own, or set tool_timeout_s=N, which answers a late "
-                "call with an error and calls tools in threads",
-                stacklevel=1,
-            )
-
 # %% ../../nbs/rollout/18_turns.ipynb #49966768
 @dataclass
 class TurnRollout(Rollout):
@@ -830,17 +789,6 @@ class Transcript:
         self.ids += ids
         self.logps += [None] * len(ids) if logps is None else logps
         self.written += [logps is not None] * len(ids)
-
-
-def what_was_left(
-    rows: Sequence[Transcript],  # N
-) -> tuple[torch.Tensor, torch.Tensor] | None:  # (N, T, K) int32 and (N, T); None: not known
-    "What was left to draw each token of several turns from."
-    if any(one is None for row in rows for one in row.left):
-        return None
-    whole = [[joined(parts, -1)[None] for parts in zip(*row.left)] for row in rows]
-    ids, log_mass = zip(*whole)
-    return joined(ids, -1), joined(log_mass, 0.0)
 
 # %% ../../nbs/rollout/18_turns.ipynb #dab16bd6
 def check_template(
@@ -972,7 +920,7 @@ class TurnDraws(TurnCalls):
         draw = getattr(self.sampler, "draw_arrivals", partial(in_rounds, self.sampler))
         under_way, over = [], threading.Event()
         if self.timeout_s is None:
-            looks = partial(say_what_takes_long, under_way, over, self.long_s)
+            looks = partial(self.say_what_takes_long, under_way, over)
             threading.Thread(target=looks, name="tools under way", daemon=True).start()
         try:
             self.device = draw(arrivals, params)
@@ -996,8 +944,10 @@ class TurnDraws(TurnCalls):
             rollout.versions = torch.tensor([*map(min, of("versions"))], device=self.device)
         rollout.finish_reasons = of("reason")
         self.say_what_never_works(rows)
-        if (left := what_was_left(rows)) is not None:
-            rollout.survivors, rollout.log_mass = left
+        if all(one is not None for row in rows for one in row.left):
+            whole = [[joined(parts, -1)[None] for parts in zip(*row.left)] for row in rows]
+            ids, log_mass = zip(*whole)
+            rollout.survivors, rollout.log_mass = joined(ids, -1), joined(log_mass, 0.0)
         told = {name: of(name) for name in ("messages", "calls", "failures", "late")}
         return TurnRollout(**vars(rollout), **told)
 
@@ -1043,6 +993,22 @@ class TurnSampler(TurnDraws):
         self.environments = environments
         self.loop: asyncio.AbstractEventLoop | None = None
         self.lock, self.said = threading.Lock(), set()
+
+    def say_what_takes_long(self, calls: list[CallsOfOne], over: threading.Event) -> None:
+        "Name each tool that has been running for a while; the task of a thread."
+        named = set()
+        while not over.wait(min(self.long_s / 2, 1.0)):
+            for one in [one for one in calls if one.ended]:
+                calls.remove(one)
+            late = [one for one in calls if time.monotonic() - one.began > self.long_s]
+            for name in {one.under_way[0] for one in late if one.under_way} - named:
+                named.add(name)
+                warnings.warn(
+                    f"the tool {name} has been running for {self.long_s:g} seconds, and the run "
+                    "waits for it: give it a limit of its own, or set tool_timeout_s=N, which "
+                    "answers a late call with an error and calls tools in threads",
+                    stacklevel=1,
+                )
 
     def say_what_never_works(self, rows: list[Transcript]) -> None:
         "A warning, once, where all calls of a batch ended in one and the same error."
@@ -1121,19 +1087,15 @@ class Environments:
         self.pool: dict[Any, list] = {}
         self.kinds: dict[Any, type] = {}
         self.schemas: dict[Any, list[dict]] = {}
-        for name in self.factories:
-            self.look_at(name)
-
-    def look_at(self, name: Any) -> None:  # ValueError for what is no environment
-        "Make a first instance, and describe its tools."
-        one = self.factories[name]()
-        if not callable(getattr(one, "reset", None)):
-            raise ValueError(
-                f"environment_factory made {type(one).__name__}, which has no method reset: give "
-                "it one, which is called with the row of the data before each completion"
-            )
-        self.pool[name], self.kinds[name] = [one], type(one)
-        self.schemas[name] = toolset([*self.tools, *methods_of(one)]).schemas
+        for name, factory in self.factories.items():
+            one = factory()
+            if not callable(getattr(one, "reset", None)):
+                raise ValueError(
+                    f"environment_factory made {type(one).__name__}, which has no method reset: "
+                    "give it one, which is called with the row of the data before each completion"
+                )
+            self.pool[name], self.kinds[name] = [one], type(one)
+            self.schemas[name] = toolset([*self.tools, *methods_of(one)]).schemas
 
     def methods(self) -> list[Callable]:
         "The tools of the first instances, of every environment."
