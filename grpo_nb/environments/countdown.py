@@ -188,10 +188,7 @@ def countdown_format_reward(
 
 @judged
 def countdown_correct_reward(
-    text: str,
-    numbers: list[int],  # those that may be used
-    target: int,  # what has to come out
-    use_all: bool | None = None,  # whether all numbers have to be used
+    text: str, numbers: list[int], target: int, use_all: bool | None = None
 ) -> Explanation:  # 1 point or 0
     "Does the expression keep the rules and give exactly the target?"
     found, why = read_attempt(text, numbers, use_all, target)
@@ -200,21 +197,14 @@ def countdown_correct_reward(
 
 @judged
 def countdown_closeness_reward(
-    text: str,
-    numbers: list[int],  # those that may be used
-    target: int,  # what has to come out
-    use_all: bool | None = None,  # whether all numbers have to be used
+    text: str, numbers: list[int], target: int, use_all: bool | None = None
 ) -> Explanation:  # points as `proximity`; -1 without an expression that keeps the rules
     "How near does the expression come to the target, if it keeps the rules?"
     found, why = read_attempt(text, numbers, use_all, target)
     return replace(why, points=proximity(found.value, target))
 
 # %% ../../nbs/environments/10_countdown.ipynb #10395035
-def countdown_prompt(
-    numbers: list[int],
-    target: int,
-    use_all: bool,
-) -> str:
+def countdown_prompt(numbers: list[int], target: int, use_all: bool) -> str:
     "The default prompt: the puzzle in words, the answer to be given in a box."
     often = "exactly once" if use_all else "at most once"
     return (

@@ -62,14 +62,11 @@ def shift(
     move: str,  # one of MOVES
 ) -> tuple[Board, int]:  # the board afterwards, points
     "Pushes all tiles of a board in one direction; no new tile appears."
-    lines = zip(*board) if move in ("W", "S") else board
-    pushed = [
-        slide(tuple(line)[::-1]) if move in ("S", "D") else slide(tuple(line)) for line in lines
-    ]
-    lines = [line[::-1] if move in ("S", "D") else line for line, _ in pushed]
-    return tuple(zip(*lines)) if move in ("W", "S") else tuple(lines), sum(
-        points for _, points in pushed
-    )
+    upright, backwards = move in ("W", "S"), move in ("S", "D")
+    lines = zip(*board) if upright else board
+    pushed = [slide(tuple(line)[::-1] if backwards else tuple(line)) for line in lines]
+    rows = tuple(row[::-1] if backwards else row for row, _ in pushed)
+    return tuple(zip(*rows)) if upright else rows, sum(points for _, points in pushed)
 
 # %% ../../nbs/environments/12_game2048.ipynb #365903ed
 class Game2048:
@@ -233,12 +230,8 @@ def trusted(
 
 # %% ../../nbs/environments/12_game2048.ipynb #5e2a85ed
 @functools.cache
-def random_level(
-    target: int = 2048,
-    size: int = 4,
-    games: int = 200,
-) -> float:  # mean of log(score)
-    "The level of random play, measured over `games` games."
+def random_level(target: int = 2048, size: int = 4, games: int = 200) -> float:
+    "The level of random play, the mean of log(score) over `games` games."
     return statistics.mean(
         math.log(max(play(random_policy(seed), seed, target=target, size=size).score, 1))
         for seed in range(1000, 1000 + games)
@@ -246,9 +239,7 @@ def random_level(
 
 
 def progress(
-    score: int,
-    target: int = 2048,
-    size: int = 4,
+    score: int, target: int = 2048, size: int = 4
 ) -> float:  # 0: as random play, 1: a win; within -1 and 1
     """How far a score is on the way from random play to a win; ValueError where random play is
     there already."""
@@ -427,6 +418,7 @@ class ProgramRewards:
     "What rewards of programs share: settings, a report on each completion, and its words."
 
     known = ""  # the settings of the judge, by name
+    pays = ()  # the names of its reward functions
 
     def __init__(
         self,
@@ -448,7 +440,7 @@ class ProgramRewards:
 
     def _points(
         self,
-        points: Callable,  # of a report
+        points: Callable,  # of a report, on a scale
         completions: list,
         columns: dict[str, Any],
         first: bool = False,  # the reward that pays for a completion that was cut off
@@ -456,7 +448,24 @@ class ProgramRewards:
         "The points of each completion, one that was cut off apart."
         cut = self.truncated if first or self.truncated is None else 0.0
         reports = self.reports(completions, columns)
-        return [cut if report.stage == "truncated" else points(report) for report in reports]
+        scale = self.scale
+        return [cut if one.stage == "truncated" else points(one, scale) for one in reports]
+
+    def function_works(
+        self,
+        completions: list,  # strings or chat messages
+        **columns,  # other columns, not needed
+    ) -> list[float | None]:
+        "Pays for a program that runs and answers."
+        return self._points(self._works, completions, columns, first=True)
+
+    def no_cheating(self, completions: list, **columns) -> list[float | None]:
+        "Pays for a program that uses only the standard library and what the sandbox allows."
+        return self._points(self._honest, completions, columns)
+
+    def functions(self) -> list[Callable]:
+        "All of them, for GRPOTrainer's reward_funcs."
+        return [getattr(self, name) for name in self.pays]
 
     def explain(
         self,
@@ -473,6 +482,7 @@ class StrategyRewards(ProgramRewards):
     "The three rewards of the game, as methods with the signature of reward functions."
 
     known = "target size move_s game_s memory_mb deadline_s"
+    pays = ("function_works", "no_cheating", "strategy_succeeds")
 
     def __init__(
         self,
@@ -511,40 +521,22 @@ class StrategyRewards(ProgramRewards):
                 )
             )
 
-    def function_works(
-        self,
-        completions: list,  # strings or chat messages
-        **columns,  # other columns, not needed
-    ) -> list[float | None]:
-        "Pays for a program that compiles and gives at least one move."
-        works = WORKS[self.scale]
-        return self._points(lambda report: works[report.stage], completions, columns, first=True)
+    @staticmethod
+    def _works(report, scale):
+        return WORKS[scale][report.stage]
 
-    def no_cheating(
-        self,
-        completions: list,  # strings or chat messages
-        **columns,  # other columns, not needed
-    ) -> list[float | None]:
-        "Pays for a program that uses only the standard library and what the sandbox allows."
-        honest = HONEST[self.scale]
-        return self._points(lambda report: honest[report.stage], completions, columns)
+    @staticmethod
+    def _honest(report, scale):
+        return HONEST[scale][report.stage]
 
-    def strategy_succeeds(
-        self,
-        completions: list,  # strings or chat messages
-        **columns,  # other columns, not needed
-    ) -> list[float | None]:
+    def strategy_succeeds(self, completions: list, **columns) -> list[float | None]:
         "Pays for the mean result of the games; logs their score and the share won."
         reports, log = self.reports(completions, columns), columns.get("log_metric")
         games = [game for report in reports if report.stage == "plays" for game in report.games]
         if games and log:
             log("game2048/score", statistics.mean(game.score for game in games))
             log("game2048/won", statistics.mean(game.end == "won" for game in games))
-        return self._points(lambda report: success_points(report, self.scale), completions, columns)
-
-    def functions(self) -> list[Callable]:
-        "All three, for GRPOTrainer's reward_funcs."
-        return [self.function_works, self.no_cheating, self.strategy_succeeds]
+        return self._points(success_points, completions, columns)
 
 # %% ../../nbs/environments/12_game2048.ipynb #fe04501d
 PROMPT = """Write a strategy for the game 2048 on a board of {size} x {size} squares: \

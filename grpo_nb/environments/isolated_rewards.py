@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MODULE_AND_NAME', 'MAX_BYTES', 'LENGTH', 'LARGEST', 'SET_PDEATHSIG', 'SET_CHILD_SUBREAPER', 'WATCHDOG_SCRIPT',
            'MARGIN_S', 'LOG_FUNCTIONS', 'reachable', 'DeadlinePassed', 'ConnectionClosed', 'exchange', 'send',
-           'plain_scores', 'visible', 'short', 'load', 'describe', 'ask_function', 'run_worker', 'prctl', 'descendants',
+           'plain_scores', 'visible', 'short', 'load', 'describe', 'ask_function', 'prctl', 'descendants',
            'TrainerEnded', 'Watchdog', 'run_watchdog', 'close_watchdog', 'WorkerProcess', 'NotScored',
            'pickled_arguments', 'one_by_one', 'RewardProcesses', 'RewardReports', 'IsolatedReward', 'check_limits',
            'isolated']
@@ -246,32 +246,6 @@ def ask_function(
     except BaseException as error:  # SystemExit is no better than any other
         return json.dumps({"fault": f"it raised {describe(error)}"}).encode()
 
-# %% ../../nbs/environments/09_isolated_rewards.ipynb #4523a782
-def run_worker(
-    target: str,  # "module:name"
-    prepare: str,  # the same, of what is called first; empty: nothing
-    questions: int,  # a pipe to read from
-    answers: int,  # a pipe to write to
-) -> None:
-    "Runs a worker: loads the function, then answers questions until the pipe closes."
-    me = os.getpid()
-    try:
-        function, ready = load(target), {"ready": True}
-        if prepare:
-            load(prepare)()
-    except BaseException as error:
-        function, ready = None, {"fault": f"it could not be prepared: {describe(error)}"}
-    send(answers, json.dumps(ready).encode())
-    while function is not None:
-        try:
-            question = exchange(None, -1, questions, math.inf)
-        except ConnectionClosed:
-            return
-        answer = ask_function(function, question)
-        if os.getpid() != me:
-            return  # a copy that the function made of its process with fork, and forgot
-        send(answers, answer)
-
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #338397cc
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
@@ -314,7 +288,7 @@ class Watchdog:
         if self.worker == 0:
             try:
                 self.become_worker(watchdog)
-                run_worker(self.target, self.prepare, questions, answers)
+                self.work(questions, answers)
             finally:
                 os._exit(0)
         os.close(questions), os.close(answers)
@@ -331,6 +305,26 @@ class Watchdog:
             os.dup2(nothing, stream)
         for pipe in (self.questions, self.answers, nothing):
             os.close(pipe)
+
+    def work(self, questions: int, answers: int) -> None:
+        "The life of a worker: it loads the function, and answers until the pipe closes."
+        me = os.getpid()
+        try:
+            function, ready = load(self.target), {"ready": True}
+            if self.prepare:
+                load(self.prepare)()
+        except BaseException as error:
+            function, ready = None, {"fault": f"it could not be prepared: {describe(error)}"}
+        send(answers, json.dumps(ready).encode())
+        while function is not None:
+            try:
+                question = exchange(None, -1, questions, math.inf)
+            except ConnectionClosed:
+                return
+            answer = ask_function(function, question)
+            if os.getpid() != me:
+                return  # a copy that the function made of its process with fork, and forgot
+            send(answers, answer)
 
     def end(self) -> None:
         "Kill the worker and every process that it has started."

@@ -13,7 +13,6 @@ import math
 import operator
 import random
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,11 +42,7 @@ NAIVE = """def matmul(A, B):
 """
 
 
-def random_matrix(
-    rows: int,
-    columns: int,
-    rng: random.Random,
-) -> Matrix:  # between -1 and 1
+def random_matrix(rows: int, columns: int, rng: random.Random) -> Matrix:  # between -1 and 1
     "A new random matrix, which no program can have stored."
     return [[rng.uniform(-1.0, 1.0) for _ in range(columns)] for _ in range(rows)]
 
@@ -59,9 +54,7 @@ def product(a: Matrix, b: Matrix) -> Matrix:
 
 # %% ../../nbs/environments/13_matmul.ipynb #dd935839
 def answer_fault(
-    answer: Any,  # what a program returned
-    rows: int,
-    columns: int,
+    answer: Any, rows: int, columns: int
 ) -> str | None:  # in a sentence; None: it is a matrix of finite floats
     "The reason why an answer cannot be compared: its type, its shape, or NaN."
     if type(answer) is not list or any(type(row) is not list for row in answer):
@@ -85,11 +78,8 @@ def answer_errors(
     if fault:
         return math.inf, math.inf, fault
     errors = [abs(x - y) for row, other in zip(answer, truth) for x, y in zip(row, other)]
-    return (
-        max(errors),
-        statistics.fmean(error * error if error < 1e150 else math.inf for error in errors),
-        None,
-    )
+    squared = statistics.fmean(error * error if error < 1e150 else math.inf for error in errors)
+    return max(errors), squared, None
 
 # %% ../../nbs/environments/13_matmul.ipynb #cfee9ec3
 # of an entry; honest sums of 100 products are off by about 1e-15, sums in another order no more
@@ -135,11 +125,8 @@ class Timing:
 
 def clock_of(pool: SandboxPool) -> str:  # processor or wall
     "The clock that a program in this pool cannot escape."
-    return (
-        "processor"
-        if all(wall.on for wall in pool.protections if wall.name in ("processes", "syscalls"))
-        else "wall"
-    )
+    walls = [wall.on for wall in pool.protections if wall.name in ("processes", "syscalls")]
+    return "processor" if all(walls) else "wall"
 
 
 def time_program(
@@ -163,10 +150,7 @@ def time_program(
     return timing_of(calls, clock_of(pool))
 
 
-def counted_ms(
-    result: SandboxResult,
-    clock: str,  # processor or wall
-) -> float:
+def counted_ms(result: SandboxResult, clock: str) -> float:
     "The time of a call that counts: of the processor, or a tenth of the clock's if that is more."
     if clock == "wall":
         return 1e3 * result.seconds
@@ -261,9 +245,8 @@ def judge_matmul(
                 return stopped(stage, f"{result.kind}: {result.error}")
             errors.append(answer_errors(result.value, product(a, b)))
         if all(error <= TOLERANCE for error, _, _ in errors):
-            inputs = [
-                tuple(random_matrix(size, size, rng) for _ in range(2)) for _ in range(trials)
-            ]
+            square = partial(random_matrix, size, size, rng)
+            inputs = [(square(), square()) for _ in range(trials)]
             timing = time_program(program.code, pool, inputs, **limits)
             if timing.fault:
                 return stopped("fails", f"on larger matrices: {timing.fault}")
@@ -328,6 +311,8 @@ class MatmulRewards(ProgramRewards):
     after the other, so that they do not slow each other down."""
 
     known = "size trials timeout_s deadline_s memory_mb"
+    pays = ("function_works", "no_cheating", "correctness_check", "speed_check")
+    _works, _honest = staticmethod(works_points), staticmethod(honest_points)
 
     def __init__(
         self,
@@ -360,45 +345,17 @@ class MatmulRewards(ProgramRewards):
             for text in texts
         ]
 
-    def function_works(
-        self,
-        completions: list,  # strings or chat messages
-        **columns,  # other columns, not needed
-    ) -> list[float | None]:
-        "Pays for a program that runs and returns an answer for every case."
-        return self._points(partial(works_points, scale=self.scale), completions, columns, True)
-
-    def no_cheating(
-        self,
-        completions: list,  # strings or chat messages
-        **columns,  # other columns, not needed
-    ) -> list[float | None]:
-        "Pays for a program that uses only the standard library and what the sandbox allows."
-        return self._points(partial(honest_points, scale=self.scale), completions, columns)
-
-    def correctness_check(
-        self,
-        completions: list,  # strings or chat messages
-        **columns,  # other columns, not needed
-    ) -> list[float | None]:
+    def correctness_check(self, completions: list, **columns) -> list[float | None]:
         "Pays for a program that is right in all cases."
-        return self._points(partial(correct_points, scale=self.scale), completions, columns)
+        return self._points(correct_points, completions, columns)
 
-    def speed_check(
-        self,
-        completions: list,  # strings or chat messages
-        **columns,  # other columns, not needed
-    ) -> list[float | None]:
+    def speed_check(self, completions: list, **columns) -> list[float | None]:
         "Pays right programs for their speed; logs the median of it."
         right = [report for report in self.reports(completions, columns) if report.stage == "right"]
         if right and columns.get("log_metric"):
             speed = statistics.median(report.timing.speed for report in right)
             columns["log_metric"]("matmul/speed", speed)
-        return self._points(partial(fast_points, scale=self.scale), completions, columns)
-
-    def functions(self) -> list[Callable]:
-        "All four, for GRPOTrainer's reward_funcs."
-        return [self.function_works, self.no_cheating, self.correctness_check, self.speed_check]
+        return self._points(fast_points, completions, columns)
 
 # %% ../../nbs/environments/13_matmul.ipynb #49540a93
 PROMPT = """Write a fast matrix multiplication in Python: a function `matmul(A, B)`.

@@ -164,10 +164,7 @@ FORMULA_NAMES = frozenset(
 )
 
 
-def harmless(
-    task: str,  # its name
-    answer: str,
-) -> bool:  # always True for a task that evaluates nothing
+def harmless(task: str, answer: str) -> bool:  # always True for a task that evaluates nothing
     "Whether an answer is plain data, and so safe for a scorer that would evaluate it."
     if task in EVALUATES_LISTS and "(" in answer:
         tree, _ = parsed(answer.lstrip(" \t"), "eval")  # as literal_eval does
@@ -185,10 +182,7 @@ def harmless(
 
 
 @functools.lru_cache(maxsize=256)
-def scorer(
-    task: str,  # its name
-    config: str,  # its settings, JSON
-):  # a dataset of reasoning-gym
+def scorer(task: str, config: str):  # a dataset of reasoning-gym
     "A task with these settings, made once, whose `score_answer` is used."
     return make_task(task, from_json(config), size=1, seed=0)
 

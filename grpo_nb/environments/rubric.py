@@ -71,12 +71,7 @@ class Rubric:
             shares[criterion] = share
         return shares
 
-    def explain(
-        self,
-        text: str,  # one completion
-        /,
-        **row: Any,  # the columns of its row
-    ) -> Explanation:
+    def explain(self, text: str, /, **row: Any) -> Explanation:
         "The points of each criterion."
         shares = self.shares(text, **row)
         said = [

@@ -12,10 +12,10 @@ __all__ = ['MAX_DEPTH', 'MAX_ITEMS', 'MAX_INT_BYTES', 'MAX_SAME_HASH', 'COUNT', 
            'DESCRIPTORS', 'CHANNEL', 'FRAME', 'CLAIMS', 'KINDS', 'REFUSALS', 'RAISE', 'REQUEST', 'REPLY', 'RUN', 'OPEN',
            'CALL', 'FORK', 'TRIAL_MB', 'Unsendable', 'encode', 'write_value', 'number_block', 'Reader', 'decode',
            'Unavailable', 'ForbiddenCall', 'Part', 'part_of', 'load_modules', 'locked_builtins', 'Instruction',
-           'Filter', 'call_table', 'syscall_filter', 'library', 'checked', 'prctl', 'limit', 'switch_user',
-           'drop_privileges', 'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe', 'is_refusal',
-           'kind_of', 'outcome', 'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls', 'try_protections',
-           'Trials', 'main', 'run_bare']
+           'Filter', 'call_table', 'syscall_filter', 'library', 'checked', 'prctl', 'limit', 'drop_privileges',
+           'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe', 'is_refusal', 'kind_of', 'outcome',
+           'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls', 'try_protections', 'Trials', 'main',
+           'run_bare']
 
 # %% ../../nbs/environments/08_supervisor.ipynb #2f967619
 import array
@@ -461,17 +461,6 @@ def limit(value: int, *names: str):
             resource.setrlimit(getattr(resource, name), (value, value))
 
 
-def switch_user(number: int):
-    "Gives up being root; NOBODY in a container that has few user ids."
-    os.setgroups([])
-    for one in (number, NOBODY):
-        try:
-            return os.setresgid(one, one, one), os.setresuid(one, one, one)
-        except OSError:
-            if one == NOBODY:
-                raise
-
-
 def drop_privileges():
     "No capabilities, no way to new ones, no debugger, and an end with the supervisor."
     checked(LIBC.capset(THIS_PROCESS, NO_CAPABILITIES))
@@ -565,8 +554,15 @@ class Protections:
         self.build("syscalls", prctl, SET_SECCOMP, 2, self.filter)
 
     def change_user(self):
+        "Gives up being root; NOBODY in a container that has few user ids."
         self.require_root()
-        switch_user(self.user)
+        os.setgroups([])
+        for one in (self.user, NOBODY):
+            try:
+                return os.setresgid(one, one, one), os.setresuid(one, one, one)
+            except OSError:
+                if one == NOBODY:
+                    raise
 
 # %% ../../nbs/environments/08_supervisor.ipynb #a9aafce6
 RESULT_BYTES = 4 << 20  # of one answer

@@ -158,9 +158,7 @@ def box_place(
     return last
 
 
-def boxed(
-    text: str,  # anything
-) -> str | None:  # None without a closed box
+def boxed(text: str) -> str | None:  # None without a closed box
     r"What stands in the last `\boxed{...}`."
     place = box_place(text)
     return text[slice(*place)] if place else None
@@ -237,8 +235,7 @@ def stated_place(
 
 
 def stated_answer(
-    text: str,  # a completion
-    ways: tuple[str, ...] = WAYS,  # where to look, in this order
+    text: str, ways: tuple[str, ...] = WAYS
 ) -> str | None:  # white space around it removed; None if it is in none of these places
     "The answer that a text states."
     place = stated_place(text, ways)
@@ -263,7 +260,7 @@ def final_place(
 
 
 def final_channel(
-    text: str,  # a completion, with or without special tokens
+    text: str,
 ) -> str | None:  # None if it has not come to it; all of a text without channels
     "What a model says in its final channel."
     place = final_place(text)

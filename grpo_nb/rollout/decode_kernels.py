@@ -280,12 +280,9 @@ def low_rank(
     return _launch_linear(x, downs, [None] * 3, t)
 
 
-def project(
-    x: torch.Tensor,  # (B, K)
-    projections: tuple[Projection, ...],  # one to three, of the same input
-    residual: torch.Tensor | None = None,  # (B, N) to add to the result, possibly wider
-) -> torch.Tensor:  # (B, sum of N), side by side; the residual's dtype if there is one
-    "`decode_ops.project` by kernels, up to `MANY_ROWS` rows; weights in 4 bits by their modules."
+def project(x, projections, residual=None):
+    """`decode_ops.project` of one to three layers by kernels, up to `MANY_ROWS` rows; weights in 4
+    bits by their modules."""
     M = len(x)
     if M > MANY_ROWS or any(p.module is not None for p in projections):
         return decode_ops.project(x, projections, residual)
@@ -460,21 +457,9 @@ def _splits(
     return max(1, min(32, triton.next_power_of_2(triton.cdiv(264, programs))))
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #b0d559ac
-def attend(
-    # (B, (Hq + 2 Hk) D) queries, keys and values of one token a row, not rotated
-    qkv: torch.Tensor,
-    cos: torch.Tensor,  # (B, D/2) at each row's position
-    sin: torch.Tensor,  # (B, D/2)
-    cache: LayerCache,  # in pages, or a ring
-    rows: torch.Tensor,  # (B,) which row of the cache each is
-    lengths: torch.Tensor,  # (N+1,) int32, tokens in the cache before this one
-    sinks: torch.Tensor,  # (Hq,)
-    *,
-    kv_heads: int,  # Hk
-    scale: float,  # of the scores
-    reach: int | None = None,  # not needed: the kernel reads `lengths`
-) -> torch.Tensor:  # (B, Hq D)
-    "`decode_ops.attend` by a kernel, and a second one that joins the parts of long rows."
+def attend(qkv, cos, sin, cache, rows, lengths, sinks, *, kv_heads, scale, reach=None):
+    """`decode_ops.attend` by a kernel, and a second one that joins the parts of long rows; `reach`
+    is not needed, as the kernel reads `lengths`."""
     B, (_, _, places, D) = len(qkv), cache.keys.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     splits = 1 if cache.window else _splits(B * kv_heads)
@@ -980,15 +965,7 @@ def _low_rank(x, lora, work, gather):
     return dict(t=expert_product(x, a, work, t, 16, 128, 3, gather=gather), up=b, scale=scale)
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #850b2fd2
-def moe(
-    x: torch.Tensor,  # (B, H), the residual stream
-    layer: LayerWeights,
-    next_norm: torch.Tensor,  # (H,) of the layer that follows, or the model's last
-    *,
-    top: int,  # experts a token
-    eps: float,  # of the norms
-    dtype: torch.dtype,  # that is computed in; x may be wider
-) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
+def moe(x, layer, next_norm, *, top, eps, dtype):
     "`decode_ops.moe` by five kernels, and one more for each matrix with adapters."
     (B, H), w = x.shape, layer.experts
     normed, logits = _route(x, layer, eps, dtype)
@@ -1088,10 +1065,7 @@ class BlockSums(NamedTuple):
     total: torch.Tensor  # sum of exp(logit - largest), float32
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #b5dd2e09
-def block_sums(
-    logits: torch.Tensor,  # (B, V)
-    temperature: float = 1.0,  # logits are divided by it
-) -> BlockSums:
+def block_sums(logits: torch.Tensor, temperature: float = 1.0) -> BlockSums:
     "One pass over all rows, each cut into blocks."
     B, V = logits.shape
     size = block_of(V)
@@ -1170,10 +1144,7 @@ def _stream_kernel(rows, keys, counts, uniform):
     tl.store(uniform + b, bits.to(tl.float64) * 1.1102230246251565e-16)  # 2 ** -53
 
 
-def stream_numbers(
-    rows: torch.Tensor,  # (B,) which completion each row is
-    state: DecodeState,  # with `keys`
-) -> torch.Tensor:  # (B,) float64 in [0, 1)
+def stream_numbers(rows, state):
     "`decode_ops.stream_numbers` by a kernel."
     uniform = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
     _stream_kernel[(len(rows),)](rows, state.keys, state.counts, uniform, num_warps=1)
@@ -1203,13 +1174,7 @@ def _append_kernel(
             tl.store(alive + row, False)
 
 
-def append_tokens(
-    rows: torch.Tensor,  # (B,) which completion each row is
-    tokens: torch.Tensor,  # (B,) drawn
-    logps: torch.Tensor,  # (B,) their log-probs
-    stop: torch.Tensor,  # (S,) tokens that end a completion
-    state: DecodeState,  # written to
-) -> None:
+def append_tokens(rows, tokens, logps, stop, state):
     "`decode_ops.append_tokens` by a kernel."
     p = state
     _append_kernel[(len(rows),)](

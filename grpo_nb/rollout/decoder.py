@@ -248,13 +248,8 @@ def packed_positions(
 class Decoder(GptOssTensors):
     "A gpt-oss that reads prompts, feeds a token to each row, and scores the next."
 
-    def cache(
-        self,
-        lengths: Sequence[int],  # tokens of the prompts
-        groups: Sequence[int],  # completions of each
-        max_tokens: int,  # of a completion
-    ) -> KVCache:
-        "An empty cache that is large enough for these completions."
+    def cache(self, lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> KVCache:
+        "An empty cache that is large enough for these completions, as in `CacheShape.pages`."
         shape = self.shape_for(max(lengths) + max_tokens)
         return KVCache(shape, lengths, groups, max_tokens, self.device)
 
@@ -313,11 +308,11 @@ class Decoder(GptOssTensors):
 
     def rest(
         self,
-        ops,  # `decode_ops`, or the kernels of the same names
-        x: torch.Tensor,  # (B, H), the residual stream
-        attended: torch.Tensor,  # (B, Hq D)
+        ops,
+        x: torch.Tensor,
+        attended: torch.Tensor,
         layer: LayerWeights,
-        next_norm: torch.Tensor,  # of the layer that follows, or the model's last
+        next_norm: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
         "All of a layer that follows attention, and the next norm."
         x = ops.project(attended, (layer.output,), residual=x)
@@ -565,13 +560,9 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MOST_DRAWN_TOGE
 
 
 def draw_tokens(
-    decoder: Decoder,
-    logits: torch.Tensor,  # (B, V)
-    params: SamplingParams,
-    seen: torch.Tensor | None,  # (B, V), with a repetition penalty
-    uniform: torch.Tensor | None,  # (B,) float64 in [0, 1); None: greedy
+    decoder, logits, params, seen, uniform
 ) -> tuple:  # tokens (B,), their log-probs (B,), and what was left, where a filter cuts
-    "The next token of each row; on a GPU by kernels."
+    "`sample_tokens` or `sample_recorded`; on a GPU by kernels."
     if decoder.ops is decode_ops or params.temperature == 0:
         if room_for_survivors(params):
             return sample_recorded(logits, params, seen, uniform=uniform)

@@ -70,13 +70,7 @@ def _add_norm_kernel(
     tl.store(normed + b * H + i, result.to(normed.dtype.element_ty), mask=inside)
 
 
-def add_norm(
-    x: torch.Tensor,  # (B, H), the residual stream
-    y: torch.Tensor,  # (B, H), to be added to it
-    by: Norm,  # of the sum
-    after: Norm | None,  # of y, before it is added
-    dtype: torch.dtype,  # that is computed in; x may be wider
-) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
+def add_norm(x, y, by, after, dtype):
     "`dense_ops.add_norm` by a kernel."
     B, H = x.shape
     total, normed = torch.empty_like(x), x.new_empty(B, H, dtype=dtype)
@@ -114,13 +108,8 @@ def _norm_heads_kernel(
     tl.store(at, _times_gamma(y, tl.load(gamma + i), FIRST, dtype).to(dtype))
 
 
-def norm_heads(
-    qkv: torch.Tensor,  # (B, (Hq + 2 Hk) D); queries and keys are overwritten
-    norms: tuple[Norm, Norm],  # of queries and of keys
-    kv_heads: int,  # Hk
-    head_dim: int,  # D, a power of two
-) -> torch.Tensor:  # (B, (Hq + 2 Hk) D), which is `qkv`
-    "`dense_ops.norm_heads` by a kernel, in place."
+def norm_heads(qkv, norms, kv_heads, head_dim):
+    "`dense_ops.norm_heads` by a kernel, in place; `head_dim` is a power of two."
     (B, width), (query, key) = qkv.shape, norms
     heads = width // head_dim - kv_heads
     _norm_heads_kernel[(B, heads)](
@@ -220,10 +209,7 @@ def products(
     return parts
 
 
-def project(
-    x: torch.Tensor,  # (M, K)
-    projections: tuple[Projection, ...],  # of the same input
-) -> torch.Tensor:  # (M, sum of N), side by side
+def project(x, projections):
     "`decode_ops.project` by kernels and cuBLAS."
     parts = products(x, projections)
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -265,10 +251,7 @@ def activate(
     return out
 
 
-def gated_mlp(
-    x: torch.Tensor,  # (B, H), normed
-    layer: DenseLayer,
-) -> torch.Tensor:  # (B, H), to be added to the residual stream
+def gated_mlp(x, layer):
     "`dense_ops.gated_mlp` with the activation by a kernel."
     parts = products(x, layer.gate_up)
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -272,18 +271,9 @@ def in_groups(
 
 
 def complete_directly(
-    decoder: SmallDecoder,
-    prompt_ids: list[list[int]],  # B prompts
-    params: SamplingParams,  # how to draw; `n` and `seed` are the caller's business
-    stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
-    *,
-    pad_token_id: int = 0,  # any legal id
-    # (B,) of each row's own random numbers; None: torch's global ones
-    keys: torch.Tensor | None = None,
-    prefixes: Prefixes | None = None,  # to begin with, and to keep; None: neither
-    **how: Any,  # on_tokens and prefill_tokens, as for `complete_rows`
+    decoder, prompt_ids, params, stop, *, pad_token_id=0, keys=None, prefixes=None, **how
 ) -> Rollout:  # B completions
-    "`complete` on copies of a small model's tensors."
+    "`complete` by a `SmallDecoder`; `how` is what `complete_rows` takes besides."
     unique, groups, back = in_groups(prompt_ids)
     keys = keys if keys is None else keys[back.argsort()]
     state = complete_rows(decoder, unique, groups, params, stop, keys, prefixes=prefixes, **how)
@@ -309,16 +299,7 @@ def rollout_of(
 
 # %% ../../nbs/rollout/03_engine.ipynb #c9dc29cb
 def complete_in_place(
-    model: PreTrainedModel,  # in evaluation mode
-    prompt_ids: list[list[int]],  # B prompts
-    params: SamplingParams,  # how to draw; `n` and `seed` are the caller's business
-    stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
-    *,
-    pad_token_id: int = 0,  # any legal id
-    # (B,) of each row's own random numbers; None: torch's global ones
-    keys: torch.Tensor | None = None,
-    # called with the steps done since the last call
-    on_tokens: Callable[[int], object] = lambda count: None,
+    model, prompt_ids, params, stop, *, pad_token_id=0, keys=None, on_tokens=lambda count: None
 ) -> Rollout:  # B completions
     """`complete` with a cache that has room for all tokens, if the memory suffices; on a GPU steps
     are recorded."""
@@ -376,12 +357,7 @@ def reading_bytes(
 class GrowingShape(CacheShape):
     "The cache of transformers' modules: rows of one length, nothing shared."
 
-    def bytes(
-        self,
-        lengths: Sequence[int],  # of the U prompts
-        groups: Sequence[int],  # completions of each
-        max_tokens: int,  # of a completion
-    ) -> int:
+    def bytes(self, lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> int:
         "Bytes of the cache once every completion has its full length."
         longest = max(lengths) + max_tokens - 1  # the last token drawn is never read
         token = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
@@ -792,11 +768,7 @@ class RolloutEngine:
             torch.cuda.empty_cache()
         return self.model.device
 
-    def publish(
-        self,
-        model: PreTrainedModel,  # the model this engine was built with
-        version: int,  # of its weights as they are now
-    ) -> None:
+    def publish(self, model: PreTrainedModel, version: int) -> None:
         "Note the version. Nothing is sent: the engine decodes on the trained tensors."
         self.version = version
 

@@ -95,10 +95,7 @@ def _look_kernel(
     tl.store(block_s + b * BLOCKS + c, tl.sum(share, 0))
 
 
-def look(
-    logits: torch.Tensor,  # (B, V)
-    temperature: float = 1.0,  # logits are divided by it
-) -> Looks:
+def look(logits: torch.Tensor, temperature: float = 1.0) -> Looks:
     "The largest logit and the sum of exp(logit) of every 256, and of blocks of these."
     (B, V), size = logits.shape, decode_kernels.block_of(logits.shape[1])
     blocks, chunk = triton.cdiv(V, size), min(size, CHUNK)
@@ -553,11 +550,7 @@ def kept_ids(
     return Survivors(ids, log_mass)
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #cb1ebc4e
-def draw(
-    logits: torch.Tensor,  # (B, V), any float dtype
-    params: SamplingParams,  # with top_k, top_p or min_p
-    uniform: torch.Tensor,  # (B,) float64, in [0, 1)
-) -> tuple[torch.Tensor, torch.Tensor, Survivors]:  # tokens (B,), logps (B,), and what was left
+def draw(logits, params, uniform):
     "`sampling.sample_recorded` by kernels."
     temperature = params.temperature
     looks = look(logits, temperature)

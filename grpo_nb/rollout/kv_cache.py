@@ -37,10 +37,7 @@ class CacheShape:
         so it takes no slot."""
         return 1 if self.page is None else -(-(length + max_tokens - 1) // self.page)
 
-    def shared(
-        self,
-        length: int,  # tokens of a prompt
-    ) -> int:  # pages
+    def shared(self, length: int) -> int:  # pages
         "Pages that the prompt fills to the end."
         return 0 if self.page is None else length // self.page
 
@@ -58,13 +55,8 @@ class CacheShape:
             for p, g in zip(lengths, groups)
         )
 
-    def bytes(
-        self,
-        lengths: Sequence[int],  # of the U prompts
-        groups: Sequence[int],  # completions of each
-        max_tokens: int,  # of a completion
-    ) -> int:
-        "The size of a cache for these completions, rings included, before it is allocated."
+    def bytes(self, lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> int:
+        "The size of a cache for completions as in `pages`, rings included, before it is allocated."
         pages = self.pages(lengths, groups, max_tokens)
         return self.size(sum(groups), pages, max(lengths) + max_tokens - 1)
 
@@ -89,12 +81,9 @@ class CacheShape:
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #0f98e946
 def page_tables(
-    shape: CacheShape,
-    lengths: Sequence[int],  # tokens of the U prompts
-    groups: Sequence[int],  # completions of each
-    max_tokens: int,  # of a completion
+    shape: CacheShape, lengths: Sequence[int], groups: Sequence[int], max_tokens: int
 ) -> list[list[int]]:  # N = sum(groups) lists of page numbers
-    "The pages of each row in the order of its tokens."
+    "The pages of each row in the order of its tokens, for completions as in `CacheShape.pages`."
     if shape.page is None:
         return [[row] for row in range(sum(groups))]
     tables, free = [], 1
@@ -145,9 +134,9 @@ class KVCache:
     def __init__(
         self,
         shape: CacheShape,
-        lengths: Sequence[int],  # tokens of the U prompts
-        groups: Sequence[int],  # completions of each
-        max_tokens: int,  # of a completion
+        lengths: Sequence[int],
+        groups: Sequence[int],
+        max_tokens: int,
         device: torch.device | str,
     ):
         self.shape, self.lengths, self.groups = shape, list(lengths), list(groups)
@@ -260,11 +249,7 @@ class SlotCache(KVCache):
         self.table = table
         self._allocate(rows + 1, pages, reach - 1, table)  # the last token is never read
 
-    def room(
-        self,
-        length: int,  # tokens of a prompt
-        max_tokens: int,  # of its completions
-    ) -> int | float:  # completions
+    def room(self, length: int, max_tokens: int) -> int | float:  # completions
         "How many completions of a prompt there are pages for."
         if self.shape.page is None:
             return float("inf")
@@ -348,14 +333,8 @@ def empty_layer(
 class AlignedCache:
     "Keys and values of N = sum(groups) completions whose prompts all end in the same column."
 
-    def __init__(
-        self,
-        shape: CacheShape,  # its pages do not matter
-        lengths: Sequence[int],  # tokens of the U prompts
-        groups: Sequence[int],  # completions of each
-        max_tokens: int,  # of a completion
-        sinks: Sequence[torch.Tensor],  # (Hq,) of each layer
-    ):
+    # as for `KVCache`, but that pages do not matter; sinks: (Hq,) of each layer
+    def __init__(self, shape, lengths, groups, max_tokens, sinks):
         self.shape, self.lengths, self.longest = shape, list(lengths), max(lengths)
         # (N,) the prompt of each completion
         self.owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(groups))
@@ -366,12 +345,8 @@ class AlignedCache:
             for window, sink in zip(shape.windows, sinks)
         ]
 
-    def slots(
-        self,
-        prompts: Sequence[int],  # numbers of the prompts, packed one after the other in this order
-        # token, row, slot after the sink's, for layers of so many slots
-    ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        "The slots of these prompts' tokens."
+    def slots(self, prompts: Sequence[int]) -> dict[int, tuple]:
+        "As `KVCache.slots`: token, row, slot after the sink's, for layers of so many slots."
         sizes, start = {layer.slots: [] for layer in self.layers}, 0
         for number in prompts:
             length = self.lengths[number]
@@ -381,26 +356,16 @@ class AlignedCache:
             start += length
         return {size: _span_indices(spans, "cpu", size) for size, spans in sizes.items()}
 
-    def store(
-        self,
-        layer: int,  # its number
-        keys: torch.Tensor,  # (T, Hk, D) of the packed prompts, rotated
-        values: torch.Tensor,  # (T, Hk, D)
-        slots: dict,  # of the same prompts
-    ) -> None:
-        "Write the prompts' keys and values of a layer, and unmask their slots."
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: dict) -> None:
+        "As `KVCache.store`: write the prompts' keys and values of a layer, and unmask their slots."
         layer = self.layers[layer]
         token, row, slot = slots[layer.slots]
         layer.kv[0][row, :, 1 + slot] = keys[token]
         layer.kv[1][row, :, 1 + slot] = values[token]
         layer.mask[row, :, :, 1 + slot] = 0
 
-    def prefix(
-        self,
-        row: int,  # of a completion whose newest token is the newest of all
-        length: int,  # its tokens that are stored
-    ) -> list[torch.Tensor]:  # of each layer (P, 2, Hk, D)
-        "`KVCache.prefix`."
+    def prefix(self, row: int, length: int) -> list[torch.Tensor]:
+        "`KVCache.prefix` of a completion whose newest token is the newest of all."
         owner = int(self.owner[row])
         index = owner if self.rows is None else int(torch.searchsorted(self.rows, row))
         first, copies = self.longest - self.lengths[owner], []

@@ -291,10 +291,7 @@ def parse_hermes(
     return as_message("\n".join(filter(None, content)), calls, reasoning_content=thinking)
 
 # %% ../../nbs/rollout/18_turns.ipynb #a135d39e
-def parse_llama(
-    text: str,  # of a turn
-    kinds: Mapping[str, Mapping] = {},  # not needed: JSON has types
-) -> dict[str, Any]:  # a message; ValueError for JSON that is broken
+def parse_llama(text: str, kinds: Mapping[str, Mapping] = {}) -> dict[str, Any]:
     "The format of Llama 3: the answer is one JSON object with a name and parameters."
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
@@ -309,11 +306,9 @@ def parse_llama(
 MESSAGE_END = re.compile(r"<\|(?:end|call|return|eom|eot)\|>")
 
 
-def parse_harmony(
-    text: str,  # of a turn, which goes on where the template wrote `<|start|>assistant`
-    kinds: Mapping[str, Mapping] = {},
-) -> dict[str, Any]:  # a message; ValueError for a call whose arguments are no object
-    "The format of gpt-oss: thoughts, answers and calls are messages on channels."
+def parse_harmony(text: str, kinds: Mapping[str, Mapping] = {}) -> dict[str, Any]:
+    """The format of gpt-oss: thoughts, answers and calls are messages on channels. The turn goes on
+    where the template wrote `<|start|>assistant`."""
     thinking, content, calls = [], [], []
     for piece in text.split("<|start|>"):
         header, there, body = piece.partition("<|message|>")
@@ -415,9 +410,7 @@ TRIAL = (
 
 
 def turn_with(
-    calls: Sequence[dict],
-    tokenizer: Any,
-    variables: Mapping[str, Any],  # of the chat template
+    calls: Sequence[dict], tokenizer: Any, variables: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:  # token ids before the model's turn, and those of the turn
     "A turn with calls, as the template writes it."
     asked = [{"role": "user", "content": "q"}]
@@ -431,8 +424,7 @@ def turn_with(
 
 
 def trials(
-    tokenizer: Any,
-    variables: Mapping[str, Any],  # of the chat template
+    tokenizer: Any, variables: Mapping[str, Any]
 ) -> list[tuple[list[dict], list[int], list[int]]]:  # calls, ids before the turn, the turn
     "Turns with calls to try parsers with; ValueError if the template writes none."
     found, why = [], ""
@@ -452,10 +444,7 @@ def trials(
 
 # %% ../../nbs/rollout/18_turns.ipynb #80687686
 def what_came_back(
-    parser: Parser,
-    calls: list[dict],
-    before: list[int],
-    turn: list[int],
+    parser: Parser, calls: list[dict], before: list[int], turn: list[int]
 ) -> str | None:  # None: the calls
     "What a parser makes of a turn that holds these calls."
     try:
@@ -514,9 +503,7 @@ def short_call(name: str) -> list[dict]:
 
 
 def turn_end(
-    tokenizer: Any,
-    name: str,  # of a tool
-    variables: Mapping[str, Any],  # of the chat template
+    tokenizer: Any, name: str, variables: Mapping[str, Any]
 ) -> tuple[int, int]:  # the token that ends a turn with a call, and how often a short one has it
     "The last special token that the template writes for a call, or the first of the answer."
     ids = rendered(short_call(name), tokenizer, variables, False)
@@ -792,9 +779,7 @@ class Transcript:
 
 # %% ../../nbs/rollout/18_turns.ipynb #dab16bd6
 def check_template(
-    tokenizer: Any,
-    tools: Toolset,
-    variables: Mapping[str, Any],  # of the chat template
+    tokenizer: Any, tools: Toolset, variables: Mapping[str, Any]
 ) -> None:  # ValueError
     "Refuse a chat template that shows the model no tools, or not what they answer."
     name = next(iter(tools.functions), "tool")
@@ -1023,11 +1008,7 @@ class TurnSampler(TurnDraws):
                 stacklevel=2,
             )
 
-    def publish(
-        self,
-        model: torch.nn.Module,  # the trained model
-        version: int,  # of its weights as they are now
-    ) -> None:
+    def publish(self, model: torch.nn.Module, version: int) -> None:
         "Hand the weights to the sampler that draws the turns."
         self.sampler.publish(model, version)
 
@@ -1087,15 +1068,19 @@ class Environments:
         self.pool: dict[Any, list] = {}
         self.kinds: dict[Any, type] = {}
         self.schemas: dict[Any, list[dict]] = {}
-        for name, factory in self.factories.items():
-            one = factory()
-            if not callable(getattr(one, "reset", None)):
-                raise ValueError(
-                    f"environment_factory made {type(one).__name__}, which has no method reset: "
-                    "give it one, which is called with the row of the data before each completion"
-                )
-            self.pool[name], self.kinds[name] = [one], type(one)
-            self.schemas[name] = toolset([*self.tools, *methods_of(one)]).schemas
+        for name in self.factories:
+            self.look_at(name)
+
+    def look_at(self, name: Any) -> None:  # ValueError for what is no environment
+        "Make a first instance, and describe its tools."
+        one = self.factories[name]()
+        if not callable(getattr(one, "reset", None)):
+            raise ValueError(
+                f"environment_factory made {type(one).__name__}, which has no method reset: give "
+                "it one, which is called with the row of the data before each completion"
+            )
+        self.pool[name], self.kinds[name] = [one], type(one)
+        self.schemas[name] = toolset([*self.tools, *methods_of(one)]).schemas
 
     def methods(self) -> list[Callable]:
         "The tools of the first instances, of every environment."

@@ -13,7 +13,7 @@ import shutil
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..model.memory_fit import rank_flag
 from grpo_nb.serving.addresses import (
     PASSING,
     Address,
+    BroughtNothing,
     NoAnswer,
     ServerError,
     Servers,
@@ -93,10 +94,7 @@ def settings_of(
     return tuple(one if isinstance(one, dict) else {} for one in found)
 
 
-def needed_flags(
-    max_loras: int,  # versions that the run holds at once
-    rank: int = 16,  # of the adapter
-) -> str:
+def needed_flags(max_loras: int, rank: int = 16) -> str:
     "The flags of `vllm serve` that a run needs."
     return (
         f"--enable-lora --max-lora-rank {rank_flag(rank)} --max-loras {max_loras} "
@@ -281,10 +279,9 @@ class AdapterLoads(AdapterRoom):
             if not self.servers.again(address, attempt, retries, stalls, most):
                 break
         if stalls and away:
-            raise ServerError(
+            raise BroughtNothing(
                 f"{address.url} did not load {self.WHAT} in time ({why}): its log may say why. If "
-                "it is only slow, give it more time (vllm_request_timeout)",
-                stalled=True,
+                "it is only slow, give it more time (vllm_request_timeout)"
             )
         if away:
             raise ServerError(
@@ -409,12 +406,8 @@ class AdapterVersions(AdapterNames):
     WHAT = "the adapter"
 
     def __init__(
-        self,
-        servers: Servers,
-        folder: str | Path,  # of this run alone; every server has to see it
-        max_loras: int = 2,  # versions that a server holds at once
-        share: Callable[[Any], Any] = lambda value: value,  # gives all processes what the first has
-    ):
+        self, servers: Servers, folder: str | Path, max_loras: int = 2, share=lambda value: value
+    ):  # as for `VLLMServer`
         self.servers, self.max_loras, self.share = servers, max_loras, share
         self.folder = Path(folder).expanduser().resolve()
         self.lock, self.publishing = threading.Lock(), threading.Lock()
@@ -439,11 +432,7 @@ class AdapterVersions(AdapterNames):
         for folder in self.folder.glob("policy-??????-v*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def publish(
-        self,
-        model: Any,  # the trained model, with an adapter
-        version: int,  # of its weights as they are now
-    ) -> None:
+    def publish(self, model: Any, version: int) -> None:
         "Write the adapter, load it on every server, and draw with it from now on."
         with self.publishing:
             name = error = None

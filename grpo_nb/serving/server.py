@@ -29,6 +29,7 @@ from grpo_nb.serving.addresses import (
     PASSING,
     PAUSED_S,
     Address,
+    BroughtNothing,
     NoAnswer,
     ServerError,
     Servers,
@@ -93,7 +94,7 @@ class ServerLooks:
             if not self.servers.again(address, attempt, retries, stalls):
                 break
         failed = f"{address.url} drew nothing in {attempt + 1} attempts ({why}). {LOOK}"
-        raise ServerError(failed, stalls > 0)
+        raise BroughtNothing(failed, stalls > 0)
 
     def judged(
         self, address: Address, status: int, answer: Any, body: dict[str, Any]
@@ -192,7 +193,7 @@ class ServerAttempts(ServerChecks):
                 self.versions.refresh(address, self.check_returned(address))
             except ServerError as error:
                 self.servers.put_aside(address, str(error))
-                raise ServerError(f"{address.url}: {error}", error.stalled) from None
+                raise BroughtNothing(f"{address.url}: {error}", error.stalled) from None
             address.ready = True
             if address.told:
                 tqdm.write(f"{address.url} is back, and has the present version")
@@ -208,19 +209,26 @@ class ServerAttempts(ServerChecks):
         self.check_logprobs(address)
         return others
 
+    def answer(
+        self, address: Address, body: dict[str, Any], together: Together
+    ) -> tuple[int, Any]:  # status, and the answer; ServerError
+        "Ask a server for completions; one that was away, or restarted, gets the adapters first."
+        if not address.ready:
+            self.bring_up_to_date(address)
+        status, answer = address.ask(*addressed(body), together=together)
+        if status == 404 and body["model"] != self.base:  # restarted, and nobody has noticed
+            address.ready = False
+            self.bring_up_to_date(address)
+            status, answer = address.ask(*addressed(body), together=together)
+        return status, answer
+
     def attempt(
         self, address: Address, body: dict[str, Any], together: Together
     ) -> tuple[list[dict] | None, str, bool]:
         # completions, or None and the reason, and whether the time has passed; ServerError
-        "Ask one server once; one that was away, or restarted, gets the adapters first."
+        "Ask one server once."
         try:
-            for first in (True, False):
-                if not address.ready:
-                    self.bring_up_to_date(address)
-                status, answer = address.ask(*addressed(body), together=together)
-                if not first or status != 404 or body["model"] == self.base:
-                    break
-                address.ready = False  # restarted, and nobody has noticed
+            status, answer = self.answer(address, body, together)
         except ServerError as error:  # or it cannot be brought up to date
             if isinstance(error, NoAnswer) and not together.dropped.is_set():
                 address.ready = False
@@ -330,9 +338,7 @@ class ServerDraws(ServerRequests):
         return rollout
 
     def draw_arrivals(
-        self,
-        arrivals: Arrivals,
-        params: SamplingParams,  # how to draw; `n` is one
+        self, arrivals: Arrivals, params: SamplingParams
     ) -> torch.device | str:  # of what was drawn
         "Draw each turn as soon as it is asked for; a server draws together what it is asked for."
         threads = min(arrivals.rows, AT_ONCE * len(self.addresses))

@@ -179,10 +179,7 @@ for match, pattern in given["patterns"]:
 """
 
 
-def check_patterns(
-    config: PeftConfig,
-    model: Any,  # whose names PEFT will match them with
-) -> None:  # Refusal
+def check_patterns(config: PeftConfig, model: Any) -> None:  # Refusal
     "Refuse patterns that match for ever: they are tried in a process that can be ended."
     whole = [one for one in (config.target_modules, config.exclude_modules) if isinstance(one, str)]
     layers = config.layers_pattern or []
@@ -207,11 +204,7 @@ def check_patterns(
 class Adapters:
     "A model, and the adapters that are held beside it, each under its name."
 
-    def __init__(
-        self,
-        model: Any,  # of transformers, without adapters
-        max_lora_rank: int = 64,
-    ):
+    def __init__(self, model: Any, max_lora_rank: int = 64):
         self.model, self.max_lora_rank = model, max_lora_rank
         self.folders: dict[str, Path] = {}  # name -> where it was read
 
@@ -918,11 +911,7 @@ def open_server(
 
 
 @contextmanager
-def serving(
-    stand_in: StandIn,
-    host: str = "127.0.0.1",
-    port: int = 0,  # 0: one that is free
-):
+def serving(stand_in: StandIn, host: str = "127.0.0.1", port: int = 0):
     "`with serving(stand_in) as url:` answers requests from a thread, until the block ends."
     server = open_server(stand_in, host, port)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)

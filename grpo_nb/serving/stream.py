@@ -89,12 +89,9 @@ class CopySampler:
         self.model = self.loaded = None  # the model published; the weights drawn with last
         self.lock = threading.Lock()
 
-    def publish(
-        self,
-        model: torch.nn.Module,  # its trained weights are copied; the rest once, the first time
-        version: int,  # of its weights as they are now
-    ) -> None:
-        "Keep these weights; those of the oldest version go."
+    def publish(self, model: torch.nn.Module, version: int) -> None:
+        """Keep a copy of the trained weights, the first time of all others too; those of the oldest
+        version go."""
         if model is not self.model:
             self.model, self.versions = model, {}
             self.take(model)
