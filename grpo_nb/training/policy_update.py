@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOSS_SETTINGS', 'COMPILED_TOKENS', 'EntropyBonus', 'load_balance_loss', 'own_balance_weight', 'balance_weight',
-           'MicroBatchFitter', 'may_be_cut', 'Window', 'moving_rows', 'timed', 'UpdateParts', 'ArrangedUpdate',
-           'UpdateLogps', 'UpdateLoss', 'UpdateGap', 'UpdateGradients', 'UpdateStep', 'UpdateEvaluation',
-           'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
+           'MicroBatchFitter', 'may_be_cut', 'sum_over_all', 'Window', 'moving_rows', 'timed', 'UpdateParts',
+           'ArrangedUpdate', 'UpdateLogps', 'UpdateLoss', 'UpdateGap', 'UpdateGradients', 'UpdateStep',
+           'UpdateEvaluation', 'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
 
 # %% ../../nbs/training/12_policy_update.ipynb #3882269e
 import functools
@@ -210,7 +210,26 @@ def may_be_cut(
     "Whether the loss of a micro-batch is the sum of those of its pieces."
     return config.top_entropy_quantile == 1 and not balance
 
-# %% ../../nbs/training/12_policy_update.ipynb #99a0222d
+# %% ../../nbs/training/12_policy_update.ipynb #6c88ea26
+def sum_over_all(
+    tensors: list[torch.Tensor],  # this process's; each becomes the sum of all processes'
+    accelerator: Accelerator,
+    most: int = 1 << 26,  # numbers that travel together, and are held twice meanwhile
+) -> None:
+    "In a few large messages: an adapter has hundreds of tensors, and each message has its delay."
+    messages, room = [], 0
+    for tensor in tensors:
+        if not messages or tensor.numel() > room or messages[-1][0].dtype != tensor.dtype:
+            messages.append([])
+            room = most
+        messages[-1].append(tensor)
+        room -= tensor.numel()
+    for parts in messages:
+        whole = accelerator.reduce(torch.cat([part.flatten() for part in parts]), "sum")
+        for part, summed in zip(parts, whole.split([part.numel() for part in parts])):
+            part.copy_(summed.view_as(part))
+
+# %% ../../nbs/training/12_policy_update.ipynb #39676d20
 class Window:
     "Sums over one accumulation window, of this process until `reduce`, then of all."
 
@@ -247,10 +266,10 @@ class Window:
 
     def reduce(self, accelerator: Accelerator, device: torch.device) -> None:
         "Replace the sums of this process by those of all processes."
-        for name, value in (self.sums | {"micro_batches": self.micro_batches}).items():
-            value = torch.as_tensor(value, dtype=torch.float32, device=device)
-            self.sums[name] = accelerator.reduce(value, "sum")
-        self.micro_batches = float(self.sums.pop("micro_batches"))
+        here = torch.tensor(float(self.micro_batches), device=device)
+        *sums, micro_batches = accelerator.reduce(torch.stack([*self.sums.values(), here]), "sum")
+        self.sums = dict(zip(self.sums, sums))
+        self.micro_batches = float(micro_batches)
 
     def factor(
         self,
@@ -664,9 +683,10 @@ class UpdateStep(UpdateGradients):
         "Sum the gradients and the window's counts over all processes; no weight moves yet."
         if self.accelerator.num_processes == 1:
             return
-        for p in [] if self.weights.sharded else self.parameters:  # torch has summed shards
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = self.accelerator.reduce(grad, "sum")
+        if not self.weights.sharded:  # torch has summed shards
+            for p in self.parameters:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            sum_over_all([p.grad for p in self.parameters], self.accelerator)
         self.window.reduce(self.accelerator, self.device)
 
     def clip(

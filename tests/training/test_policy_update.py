@@ -34,6 +34,7 @@ from grpo_nb.training.policy_update import (
     balance_weight,
     load_balance_loss,
     may_be_cut,
+    sum_over_all,
 )
 from grpo_nb.training.precision import Precision
 from grpo_nb.training.reference import Reference
@@ -593,3 +594,24 @@ def test_a_run_of_recorded_layers_learns_the_same_and_gives_them_back(monkeypatc
     assert all(torch.equal(expected[name], played[name]) for name in expected)
     functions = {vars(m).get("_gradient_checkpointing_func") for m in model.modules()}
     assert not switch.shapes and switch not in functions
+
+
+class Doubling:
+    "An accelerator of two processes that hold the same."
+
+    def __init__(self):
+        self.messages = []
+
+    def reduce(self, tensor, reduction):
+        assert reduction == "sum"
+        self.messages.append(tensor.numel())
+        return 2 * tensor
+
+
+def test_many_tensors_are_summed_in_few_messages():
+    sizes = [(3, 4), (5,), (2, 2), (40,), (), (7,)]
+    tensors = [torch.randn(size) for size in sizes] + [torch.randn(3).bfloat16()]
+    wanted, accelerator = [2 * tensor for tensor in tensors], Doubling()
+    sum_over_all(tensors, accelerator, most=22)
+    assert all(map(torch.equal, tensors, wanted))
+    assert accelerator.messages == [21, 40, 8, 3]  # a large one alone, another dtype apart
