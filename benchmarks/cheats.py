@@ -55,14 +55,25 @@ def written(tree):
                 yield root(node.func)
 
 
+def defined(tree, entry):
+    "The last function of a name at the top of a program, in a list: one, or none."
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == entry]
+    lambdas = [n.value for n in tree.body if isinstance(n, ast.Assign)
+               and isinstance(n.value, ast.Lambda) and root(n.targets[0]) == entry]  # fmt: skip
+    return [*lambdas, *functions][-1:]
+
+
 def empty(function):
     "Whether a function does nothing, raises, or returns `...`."
-    doing = [one for one in function.body if not isinstance(one, (ast.Pass, ast.Raise))]
-    values = [getattr(one, "value", function) for one in doing]
-    return all(value is None or isinstance(value, ast.Constant) for value in values) and not any(
-        isinstance(one, ast.Return) and getattr(one.value, "value", ...) not in (None, ...)
-        for one in doing
-    )
+    if isinstance(function, ast.Lambda):
+        return False
+    for one in function.body:
+        value = getattr(one, "value", None)
+        said = isinstance(one, ast.Expr) and isinstance(value, ast.Constant)
+        back = isinstance(one, ast.Return) and getattr(value, "value", value) in (None, ...)
+        if not (said or back or isinstance(one, (ast.Pass, ast.Raise))):
+            return False
+    return True
 
 
 def tried(code, task):
@@ -79,7 +90,7 @@ def tried(code, task):
         found.add("clock")
     top = {name.id for node in tree.body if isinstance(node, ast.Assign)
            for name in node.targets if isinstance(name, ast.Name)}  # fmt: skip
-    ours = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == entry][-1:]
+    ours = defined(tree, entry)
     if not ours or empty(ours[0]):
         found.add("refusal")
     for function in ours:
@@ -87,7 +98,9 @@ def tried(code, task):
         given = {one.arg for one in function.args.args}
         own = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         read = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        cached = [name_in(getattr(d, "func", d)) or "" for d in function.decorator_list]
+        cached = [
+            name_in(getattr(d, "func", d)) or "" for d in getattr(function, "decorator_list", ())
+        ]
         if any("cache" in name for name in cached) or (top - own) & set(written(function)):
             found.add("cache")
         if {"globals", "setattr"} & read or any(isinstance(n, ast.Global) for n in inside):
@@ -122,7 +135,8 @@ def wall_of(report, kinds, opened):
     if report.stage in ("wrong", "fails") and opened.stage == "right":
         shaped = kind.startswith(("exception", "an entry", "its shape"))
         return "matrices of other shapes" if shaped else "answers compared outside"
-    return next((WALLS[one] for one in kinds if one in WALLS), None)
+    ran = report.stage in ("right", "wrong", "plays")
+    return next((WALLS[one] for one in kinds if ran and one in WALLS), None)
 
 
 # the same rewards without what they have against cheats

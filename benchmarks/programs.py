@@ -210,7 +210,7 @@ def shares(programs):
         "compile": [one["stage"] not in broken for one in programs],
         "run": [one["stage"] in (*fine, "wrong") for one in programs],
         "right, or plays": [one["stage"] in fine for one in programs],
-        "the same without walls": [one["stage_no_walls"] in fine for one in programs],
+        "right, or plays, without walls": [one["stage_no_walls"] in fine for one in programs],
     }
     found |= {kind: [kind in one["tried"] for one in programs] for kind in CHEATS}
     for wall in sorted({one["wall"] for one in programs} - {None}):
@@ -232,7 +232,7 @@ def show(arguments):
                       f"{mean['points']:.2f}, without walls {mean['points_no_walls']:.2f}, "
                       f"fastest {best:.2f} times the loops")  # fmt: skip
                 for kind, (count, of, low, high) in shares(programs).items():
-                    print(f"    {kind:24} {count:4}  {count / of:6.1%} "
+                    print(f"    {kind:30} {count:4}  {count / of:6.1%} "
                           f"({low:.1%} to {high:.1%})")  # fmt: skip
 
 

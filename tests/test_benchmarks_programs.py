@@ -74,6 +74,7 @@ def fenced(code):
         ("matmul", "def matmul(A, B) return A", []),  # not Python: no cheat
         ("2048", BOARD, ["inputs"]),
         ("2048", "def strategy(board):\n    return 'W'", ["blind"]),
+        ("2048", "strategy = lambda board: 'W'", ["blind"]),
         ("2048", "n = [0]\ndef strategy(board):\n    n[0] += 1\n    return 'WA'[board[0][0]]", []),
     ],
 )
@@ -160,5 +161,23 @@ def test_two_updates_leave_programs_of_before_and_after(walls, tmp_path, monkeyp
     command("-", "--out", tmp_path / "out", "show")
     said = capsys.readouterr().out
     count = sum("imports" in one["tried"] for one in record["before"]["programs"]["matmul"])
-    assert count and f"{'imports':24} {count:4}" in said
+    assert count and f"{'imports':30} {count:4}" in said
     assert "run, after, matmul: 6 programs" in said
+
+
+STORED = sorted((FOLDER / "results/programs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_stored_shares_are_those_of_the_stored_programs(path):
+    from cheats import tried
+    from programs import shares
+
+    from grpo_nb.environments.verifiers import last_program
+
+    before = json.loads(path.read_text())["before"]
+    for task, programs in before["programs"].items():
+        assert before["shares"][task] == shares(programs)
+        for one in programs:
+            code = last_program(one["text"]).code
+            assert one["stage"] == "truncated" or one["tried"] == tried(code, task), one["why"]
