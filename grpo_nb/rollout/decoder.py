@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from transformers import GptOssForCausalLM, PreTrainedModel
 
 from ..model.adapters import expert_weights
@@ -424,12 +423,14 @@ class DenseDecoder(Decoder):
 
     def attend_prompts(self, number, q, k, v, pad_lens=None):
         "`Decoder.attend_prompts` without sinks."
-        (_, Hq, L, _), (_, Hk, S, _), window = q.shape, k.shape, self.windows[number]
-        k, v = (t.repeat_interleave(Hq // Hk, 1) for t in (k, v))
-        if pad_lens is None and (window is None or S <= window):
-            mask = causal_lower_right(L, S)  # every query sees all keys that are not new
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        mask = attention_mask(pad_lens, L, S, offset=S - L, window=window, device=q.device)
+        L, S, window = q.shape[2], k.shape[2], self.windows[number]
+        if S > L:  # behind keys that are known
+            how = dict(pad_lens=pad_lens, offset=S - L, window=window, scale=self.scale)
+            return sink_attention(q, k, v, None, backend="auto" if q.is_cuda else "sdpa", **how)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        if window is None or L <= window:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        mask = attention_mask(None, L, S, window=window, device=q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=self.scale)
 
     def heads(self, ops, normed, layer):

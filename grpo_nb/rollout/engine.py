@@ -12,7 +12,7 @@ __all__ = ['share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', '
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -441,9 +441,8 @@ def memory_of_decoder(
         if once <= free // 4:
             break
     if longest > tokens:  # its later parts: a copy of the cache, and of one layer some more
-        wide = decoder.config.num_attention_heads if isinstance(decoder, DenseDecoder) else 0
-        pair = 2 * decoder.head_dim * decoder.dtype.itemsize  # a key and a value
-        once += shape.prefix_bytes(longest) + longest * pair * (4 * shape.kv_heads + wide)
+        one = replace(shape, windows=(None,)).prefix_bytes(longest)
+        once += shape.prefix_bytes(longest) + 4 * one
     row = logits_bytes(decoder.config.vocab_size, decoder.dtype.itemsize, params)
     return BatchMemory(shape, row, once, tokens)
 
