@@ -273,9 +273,10 @@ def prompt_of(arguments):
 
 
 def rows_of(data, count, system, after):
-    "The first training rows with their prompts."
+    "The first training rows with their prompts; a few are repeated until they fill a batch."
     rows = gsm8k("train", data, system_prompt=None).select(range(count))
-    return Dataset.from_list([dict(row, prompt=conversation(row, system, after)) for row in rows])
+    asked = [dict(row, prompt=conversation(row, system, after)) for row in rows]
+    return Dataset.from_list(asked * max(1, 64 // count))
 
 
 def make_trainer(arguments, out):

@@ -140,6 +140,16 @@ def test_every_run_that_waits_for_a_card_can_be_parsed(command):
             assert given.adapter is None or given.adapter.name == first
 
 
+def test_one_row_fills_a_batch(tmp_path):
+    from gsm8k import rows_of
+
+    rows = [{"question": f"{n} and 1?", "answer": f"so\n#### {n + 1}"} for n in range(70)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one, many = (rows_of(tmp_path, count, None, "") for count in (1, 70))
+    assert len(one) >= 256 // 8 and set(one["answer"]) == {"1"}  # groups of an update
+    assert many["answer"] == [str(n + 1) for n in range(70)]
+
+
 def test_answers_become_votes():
     from gsm8k import votes_of
 
