@@ -67,7 +67,7 @@ setup(
         *[f"Programming Language :: Python :: 3.{minor}" for minor in minors],
     ],
     packages=find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]),
-    package_data={cfg["lib_path"]: ["py.typed", "widgets/js/*"]},
+    package_data={cfg["lib_path"]: ["py.typed", "model/*.txt", "widgets/js/*"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require=extras,

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -121,63 +122,8 @@ def numbers_in(
     }
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #b2e653ef
-# name, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, max_positions; then what
-# differs from the defaults. The windows go round through the layers, - is none; the numbers that
-# are counted are those of embedding, head, attention, mlp and rest
-_TABLE = """
-gpt-oss-20b 24 2880 2880 64 8 64 201_088 131_072 experts=32 experts_per_token=4 windows=128,- sinks
-    qkv_bias out_bias mlp_bias
-gpt-oss-120b 36 2880 2880 64 8 64 201_088 131_072 experts=128 experts_per_token=4 windows=128,-
-    sinks qkv_bias out_bias mlp_bias
-Llama-3.1-8B 32 4096 14_336 32 8 128 128_256 131_072
-Llama-3.3-70B 80 8192 28_672 64 8 128 128_256 131_072
-Llama-3.2-1B 16 2048 8192 32 8 64 128_256 131_072 tied
-Llama-3.2-3B 28 3072 8192 24 8 128 128_256 131_072 tied
-Mistral-7B-v0.3 32 4096 14_336 32 8 128 32_768 32_768
-Qwen3-0.6B 28 1024 3072 16 8 128 151_936 40_960 tied qk_norm
-Qwen3-1.7B 28 2048 6144 16 8 128 151_936 40_960 tied qk_norm
-Qwen3-4B 36 2560 9728 32 8 128 151_936 40_960 tied qk_norm
-Qwen3-8B 36 4096 12_288 32 8 128 151_936 40_960 qk_norm
-Qwen3-14B 40 5120 17_408 40 8 128 151_936 40_960 qk_norm
-Qwen3-32B 64 5120 25_600 64 8 128 151_936 40_960 qk_norm
-DeepSeek-R1-0528-Qwen3-8B 36 4096 12_288 32 8 128 151_936 131_072 qk_norm
-Phi-4 40 5120 17_920 40 10 128 100_352 16_384 joined
-SmolLM2-135M 30 576 1536 9 3 64 49_152 8192 tied
-SmolLM2-360M 32 960 2560 15 5 64 49_152 8192 tied
-SmolLM2-1.7B 24 2048 8192 32 32 64 49_152 8192 tied
-SmolLM3-3B 36 2048 11_008 16 4 128 128_256 65_536 tied
-Qwen3-30B-A3B 48 2048 768 32 4 128 151_936 40_960 experts=128 experts_per_token=8 qk_norm
-Qwen3.5-0.8B 24 1024 3584 8 2 256 248_320 262_144 windows=0,0,0,- tied qk_norm towers=100592896
-    counted=254279680,0,233816064,264241152,56128 state=274432
-Qwen3.5-9B 32 4096 12_288 16 4 256 248_320 262_144 windows=0,0,0,- qk_norm towers=456010480
-    counted=1017118720,1017118720,2087452672,4831838208,274944 state=540672
-Qwen3.5-27B 64 5120 17_408 24 4 256 248_320 262_144 windows=0,0,0,- qk_norm towers=460730096
-    counted=1271398400,1271398400,7239761920,17112760320,679424 state=806912
-Qwen3.5-35B-A3B 40 2048 512 16 2 256 248_320 262_144 experts=256 experts_per_token=9 windows=0,0,0,-
-    qk_norm towers=446571248 counted=508559360,508559360,1284177920,32338083840,21230208
-    state=540672
-Gemma-4-E2B 35 1536 6144 8 1 256 262_144 131_072 windows=512,512,512,512,- tied qk_norm norms=4
-    towers=475728160 counted=2751463424,0,278396928,1598423040,285952
-Gemma-4-E4B 42 2560 10_240 8 2 256 262_144 131_072 windows=512,512,512,512,512,- tied qk_norm
-    norms=4 towers=478087456 counted=3489660928,0,587202560,3385589760,560128
-Gemma-4-31B 60 5376 21_504 32 16 256 262_144 262_144 windows=1024,1024,1024,1024,1024,- tied qk_norm
-    norms=4 towers=575741232 counted=1409286144,0,8477736960,20808990720,1331456
-Gemma-4-26B-A4B 30 2816 704 16 8 256 262_144 262_144 experts=128 experts_per_token=11
-    windows=1024,1024,1024,1024,1024,- tied qk_norm norms=4 towers=572792112
-    counted=738197504,0,1110179840,23373250560,11513856
-Qwen2.5-0.5B 24 896 4864 14 2 64 151_936 32_768 tied qkv_bias
-Qwen2.5-1.5B 28 1536 8960 12 2 128 151_936 32_768 tied qkv_bias
-Qwen2.5-3B 36 2048 11_008 16 2 128 151_936 32_768 tied qkv_bias
-Qwen2.5-14B 48 5120 13_824 40 8 128 152_064 32_768 qkv_bias
-Qwen2.5-32B 64 5120 27_648 40 8 128 152_064 32_768 qkv_bias
-Qwen2.5-7B 28 3584 18_944 28 4 128 152_064 32_768 qkv_bias
-Gemma-3-270M 18 640 2048 4 1 256 262_144 32_768 windows=512,512,512,512,512,- tied qk_norm norms=4
-Gemma-3-1B 26 1152 6912 4 1 256 262_144 32_768 windows=512,512,512,512,512,- tied qk_norm norms=4
-"""
-
-
 def _read_shape(
-    row: str,  # of the table
+    row: str,  # of models.txt
 ) -> ModelShape:
     "The sizes that stand in a row."
     name, *words = row.split()
@@ -194,10 +140,8 @@ def _read_shape(
     return ModelShape(name, *sizes[:7], max_positions=sizes[7], **given)
 
 
-MODELS = {
-    shape.name: shape
-    for shape in map(_read_shape, re.sub(r"\n +", " ", _TABLE.strip()).splitlines())
-}
+_rows = re.sub(r"#.*\n|\n (?= )", "", (files("grpo_nb.model") / "models.txt").read_text("utf-8"))
+MODELS = {shape.name: shape for shape in map(_read_shape, _rows.splitlines())}
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #a09a7bc1
 def _whole_config(model):

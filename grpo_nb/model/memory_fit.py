@@ -17,6 +17,7 @@ import re
 import warnings
 import weakref
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import chain
 from typing import Any
 
@@ -59,50 +60,16 @@ class Card:
         return int(self.usable * GiB)
 
 
-CARDS = {
-    card.name: card
-    for card in (
-        Card("T4", 14.74, (7, 5)),
-        Card("P100", 15.89, (6, 0)),
-        Card("V100-16", 15.77, (7, 0)),
-        Card("V100-32", 31.73, (7, 0)),
-        Card("A10", 22.06, (8, 6)),
-        Card("A10G", 21.98, (8, 6)),
-        Card("A30", 23.5, (8, 0)),
-        Card("L4", 22.16, (8, 9)),
-        Card("RTX 2080 Ti", 10.75, (7, 5)),
-        Card("RTX 3060", 11.76, (8, 6)),
-        Card("RTX 3070", 7.78, (8, 6)),
-        Card("RTX 3080", 9.78, (8, 6)),
-        Card("RTX 3090", 23.68, (8, 6)),
-        Card("RTX 4060", 7.63, (8, 9)),
-        Card("RTX 4060 Ti 8GB", 7.63, (8, 9)),
-        Card("RTX 4060 Ti 16GB", 15.6, (8, 9)),
-        Card("RTX 4070", 11.72, (8, 9)),
-        Card("RTX 4070 Ti Super", 15.6, (8, 9)),
-        Card("RTX 4080", 15.69, (8, 9)),
-        Card("RTX 4080 Super", 15.69, (8, 9)),
-        Card("RTX 4090", 23.64, (8, 9)),
-        Card("RTX 5070", 11.5, (12, 0)),
-        Card("RTX 5070 Ti", 15.46, (12, 0)),
-        Card("RTX 5080", 15.46, (12, 0)),
-        Card("RTX 5090", 31.36, (12, 0)),
-        Card("A100-40", 39.56, (8, 0)),
-        Card("A100-80", 79.15, (8, 0)),
-        Card("A40", 44.34, (8, 6)),
-        Card("L40", 44.34, (8, 9)),
-        Card("L40S", 44.39, (8, 9)),
-        Card("RTX A4000", 15.7, (8, 6)),
-        Card("RTX A5000", 23.67, (8, 6)),
-        Card("RTX A6000", 47.4, (8, 6)),
-        Card("RTX 6000 Ada", 47.4, (8, 9)),
-        Card("RTX PRO 6000", 94.97, (12, 0)),
-        Card("H100", 79.18, (9, 0)),
-        Card("H100 NVL", 93.1, (9, 0)),
-        Card("H200", 139.8, (9, 0)),
-        Card("B200", 178.35, (10, 0)),
-    )
-}
+def _read_card(
+    row: str,  # of cards.txt
+) -> Card:
+    "The card that stands in a row."
+    name, usable, capability = row.split(", ")
+    return Card(name, float(usable), tuple(map(int, capability.split("."))))
+
+
+_, *_rows = (files("grpo_nb.model") / "cards.txt").read_text("utf-8").splitlines()
+CARDS = {card.name: card for card in map(_read_card, _rows)}
 # what makers sell them as, in GB; what CUDA reports is a little less
 _SOLD_AS = (8, 10, 11, 12, 16, 24, 32, 40, 48, 80, 94, 96, 141, 180)
 # words of a card's name that tell none from another

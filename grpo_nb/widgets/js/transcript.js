@@ -3,47 +3,7 @@
 import { range, tokenTerms } from "./arithmetic.js";
 import { frame, line, menu, node, plural, rect } from "./kit.js";
 import { signed, slider, text } from "./kit.js";
-
-// tokens: [text, owner, log-prob under the policy, log-prob under the sampler]; null: there is none
-const ASKED = ["<|channel|>", "<|start|>", "u", "<|message|>", ..."25*60", "<|end|>"];
-const asked = (text) => [text, "prompt", null, null];
-const PROMPT = [...ASKED, "<|start|>", "a", "<|message|>"].map(asked);
-const RIGHT = [
-  ["c", "policy", -0.834, -1.225],
-  ["2", "policy", -0.003, -0.005],
-  ["5", "policy", -0.004, -0.007],
-  ["*", "policy", 0, 0],
-  ["6", "policy", -0.007, -0.006],
-  ["0", "policy", -0.003, -0.004],
-  ["<|end|>", "policy", -0.001, -0.001],
-  ["<|start|>", "calculator", -10.596, null],
-  ["t", "calculator", -10.787, null],
-  ["<|message|>", "calculator", -7.762, null],
-  ["1", "calculator", -3.766, null],
-  ["5", "calculator", -4.87, null],
-  ["0", "calculator", -7.363, null],
-  ["0", "calculator", -4.0, null],
-  ["<|end|>", "calculator", -0.003, null],
-  ["<|start|>", "calculator", -10.607, null],
-  ["a", "calculator", -10.47, null],
-  ["<|message|>", "calculator", -8.248, null],
-  ["1", "policy", -0.003, -0.004],
-  ["5", "policy", -0.004, -0.011],
-  ["0", "policy", -0.004, -0.003],
-  ["0", "policy", -0.005, -0.004],
-  ["<|end|>", "policy", 0, 0],
-];
-const WRONG = [
-  ["3", "policy", -3.585, -3.002],
-  ["4", "policy", -1.888, -1.971],
-  ["2", "policy", -2.359, -2.44],
-  ["0", "policy", -2.263, -1.961],
-  ["<|end|>", "policy", 0, 0],
-];
-const EXAMPLE = [
-  { title: "25*60, right", advantage: 1.207, tokens: [...PROMPT, ...RIGHT] },
-  { title: "25*60, wrong", advantage: -0.724, tokens: [...PROMPT, ...WRONG] },
-];
+import { EXAMPLE } from "./transcript_example.js";
 
 export const defaults = {
   completions: EXAMPLE,

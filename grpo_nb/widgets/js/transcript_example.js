@@ -1,0 +1,70 @@
+// Two completions and their prompt: [text, owner, log-prob under the policy, under the sampler] of
+// each token, null where there is none. JSON behind the =, which Python reads too.
+export const EXAMPLE = [
+  {
+    "title": "25*60, right",
+    "advantage": 1.207,
+    "tokens": [
+      ["<|channel|>", "prompt", null, null],
+      ["<|start|>", "prompt", null, null],
+      ["u", "prompt", null, null],
+      ["<|message|>", "prompt", null, null],
+      ["2", "prompt", null, null],
+      ["5", "prompt", null, null],
+      ["*", "prompt", null, null],
+      ["6", "prompt", null, null],
+      ["0", "prompt", null, null],
+      ["<|end|>", "prompt", null, null],
+      ["<|start|>", "prompt", null, null],
+      ["a", "prompt", null, null],
+      ["<|message|>", "prompt", null, null],
+      ["c", "policy", -0.834, -1.225],
+      ["2", "policy", -0.003, -0.005],
+      ["5", "policy", -0.004, -0.007],
+      ["*", "policy", 0.0, 0.0],
+      ["6", "policy", -0.007, -0.006],
+      ["0", "policy", -0.003, -0.004],
+      ["<|end|>", "policy", -0.001, -0.001],
+      ["<|start|>", "calculator", -10.596, null],
+      ["t", "calculator", -10.787, null],
+      ["<|message|>", "calculator", -7.762, null],
+      ["1", "calculator", -3.766, null],
+      ["5", "calculator", -4.87, null],
+      ["0", "calculator", -7.363, null],
+      ["0", "calculator", -4.0, null],
+      ["<|end|>", "calculator", -0.003, null],
+      ["<|start|>", "calculator", -10.607, null],
+      ["a", "calculator", -10.47, null],
+      ["<|message|>", "calculator", -8.248, null],
+      ["1", "policy", -0.003, -0.004],
+      ["5", "policy", -0.004, -0.011],
+      ["0", "policy", -0.004, -0.003],
+      ["0", "policy", -0.005, -0.004],
+      ["<|end|>", "policy", 0.0, 0.0]
+    ]
+  },
+  {
+    "title": "25*60, wrong",
+    "advantage": -0.724,
+    "tokens": [
+      ["<|channel|>", "prompt", null, null],
+      ["<|start|>", "prompt", null, null],
+      ["u", "prompt", null, null],
+      ["<|message|>", "prompt", null, null],
+      ["2", "prompt", null, null],
+      ["5", "prompt", null, null],
+      ["*", "prompt", null, null],
+      ["6", "prompt", null, null],
+      ["0", "prompt", null, null],
+      ["<|end|>", "prompt", null, null],
+      ["<|start|>", "prompt", null, null],
+      ["a", "prompt", null, null],
+      ["<|message|>", "prompt", null, null],
+      ["3", "policy", -3.585, -3.002],
+      ["4", "policy", -1.888, -1.971],
+      ["2", "policy", -2.359, -2.44],
+      ["0", "policy", -2.263, -1.961],
+      ["<|end|>", "policy", 0.0, 0.0]
+    ]
+  }
+];
