@@ -67,7 +67,7 @@ def _is_seen(keys, positions, pad, window, Lk):
     inside = (keys >= pad) & (keys < Lk)
     return inside & (keys <= positions) & (keys > positions - window)
 
-# %% ../../nbs/model/05_attention_kernel.ipynb #ea4f8a96
+# %% ../../nbs/model/05_attention_kernel.ipynb #1afeb2f0
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -83,14 +83,14 @@ def _tile(X, at, stride, count: tl.constexpr, length, cols, D: tl.constexpr, BD:
 
 
 @triton.jit
-def _store_tile(X, x, at, stride, count: tl.constexpr, length, cols, D: tl.constexpr):
-    "Write (count, BD) to the rows of a matrix from row `at` on."
+def _store_tile(X, x, at, b, h, H, count: tl.constexpr, length, cols, D: tl.constexpr):
+    "Write (count, BD) to a head's rows from `at` on, in memory (B, length, H, D)."
     rows = tl.arange(0, count)
     inside = (at + rows < length)[:, None] & (cols < D)[None, :]
-    X += at.to(tl.int64) * stride
-    tl.store(X + rows[:, None] * stride + cols[None, :], x.to(X.dtype.element_ty), mask=inside)
+    X += (b * length * H + h) * D + at.to(tl.int64) * H * D
+    tl.store(X + rows[:, None] * H * D + cols[None, :], x.to(X.dtype.element_ty), mask=inside)
 
-# %% ../../nbs/model/05_attention_kernel.ipynb #c4491870
+# %% ../../nbs/model/05_attention_kernel.ipynb #62b6b482
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _forward_kernel(
     Q,
@@ -114,17 +114,12 @@ def _forward_kernel(
     v_b,
     v_h,
     v_l,
-    o_b,
-    o_h,
-    o_l,
     HQ: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PADDED: tl.constexpr,
     LOADED: tl.constexpr,
 ):
     "A tile of queries of one head, and their lse (to base 2)."
@@ -132,7 +127,7 @@ def _forward_kernel(
     b, h = (tl.program_id(0) // HQ).to(tl.int64), (tl.program_id(0) % HQ).to(tl.int64)
     if LOADED:
         offset = tl.load(offset).to(tl.int32)
-    pad = tl.load(PADS + b).to(tl.int32) if PADDED else 0
+    pad = 0 if PADS is None else tl.load(PADS + b).to(tl.int32)
     rows, cols = at + tl.arange(0, BM), tl.arange(0, BD)
     q = _tile(Q + b * q_b + h * q_h, at, q_l, BM, Lq, cols, D, BD)
     K, V = K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h
@@ -141,9 +136,9 @@ def _forward_kernel(
         tl.zeros([BM], tl.float32),
         tl.zeros([BM], tl.float32),
     )
-    if HAS_SINKS:
+    if SINKS is not None:
         m, total = m + tl.load(SINKS + h).to(tl.float32) * LOG2E, total + 1.0
-    m = tl.maximum(m, -1e30) if HAS_SINKS else m - 1e30  # finite: a row without keys has no NaN
+    m = m - 1e30 if SINKS is None else tl.maximum(m, -1e30)  # finite: a row without keys has no NaN
     positions, last = rows + offset, tl.minimum(at + BM, Lq) - 1 + offset
     begin, left, whole, whole_end, partly = _key_tiles(at + offset, last, pad, window, Lk, BN)
     scale *= LOG2E
@@ -161,43 +156,17 @@ def _forward_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
             m, total = new, total * fade + tl.sum(p, 1)
     total = tl.where(total == 0, 1.0, total)
-    _store_tile(OUT + b * o_b + h * o_h, acc / total[:, None], at, o_l, BM, Lq, cols, D)
+    _store_tile(OUT, acc / total[:, None], at, b, h, HQ, BM, Lq, cols, D)
     tl.store(LSE + tl.program_id(0).to(tl.int64) * Lq + rows, m + tl.log2(total), mask=rows < Lq)
 
-# %% ../../nbs/model/05_attention_kernel.ipynb #413f1b79
-@triton.jit(do_not_specialize=["Lq"])
-def _delta_kernel(
-    OUT,
-    D_OUT,
-    DELTA,
-    Lq,
-    o_b,
-    o_h,
-    o_l,
-    g_b,
-    g_h,
-    g_l,
-    HQ: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-):
-    "Of each row the product of the output and its gradient."
-    at, cols = tl.program_id(1) * BM, tl.arange(0, BD)
-    b, h = (tl.program_id(0) // HQ).to(tl.int64), (tl.program_id(0) % HQ).to(tl.int64)
-    o = _tile(OUT + b * o_b + h * o_h, at, o_l, BM, Lq, cols, D, BD).to(tl.float32)
-    g = _tile(D_OUT + b * g_b + h * g_h, at, g_l, BM, Lq, cols, D, BD).to(tl.float32)
-    rows = at + tl.arange(0, BM)
-    of_rows = tl.program_id(0).to(tl.int64) * Lq + rows
-    tl.store(DELTA + of_rows, tl.sum(o * g, 1), mask=rows < Lq)
-
-# %% ../../nbs/model/05_attention_kernel.ipynb #f79ad92e
+# %% ../../nbs/model/05_attention_kernel.ipynb #6057afcc
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _dq_kernel(
     Q,
     K,
     V,
     PADS,
+    OUT,
     D_OUT,
     LSE,
     DELTA,
@@ -219,30 +188,28 @@ def _dq_kernel(
     g_b,
     g_h,
     g_l,
-    x_b,
-    x_h,
-    x_l,
     HQ: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    PADDED: tl.constexpr,
     LOADED: tl.constexpr,
 ):
-    "The gradient of a tile of queries."
+    "The gradient of a tile of queries; of each row also the product of output and gradient."
     at = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
     b, h = (tl.program_id(0) // HQ).to(tl.int64), (tl.program_id(0) % HQ).to(tl.int64)
     if LOADED:
         offset = tl.load(offset).to(tl.int32)
-    pad = tl.load(PADS + b).to(tl.int32) if PADDED else 0
+    pad = 0 if PADS is None else tl.load(PADS + b).to(tl.int32)
     rows, cols = at + tl.arange(0, BM), tl.arange(0, BD)
     q = _tile(Q + b * q_b + h * q_h, at, q_l, BM, Lq, cols, D, BD)
     g = _tile(D_OUT + b * g_b + h * g_h, at, g_l, BM, Lq, cols, D, BD)
     of_rows = tl.program_id(0).to(tl.int64) * Lq + rows
     lse = tl.load(LSE + of_rows, mask=rows < Lq, other=0.0)
-    delta = tl.load(DELTA + of_rows, mask=rows < Lq, other=0.0)
+    o = _tile(OUT + (b * Lq * HQ + h) * D, at, HQ * D, BM, Lq, cols, D, BD)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    tl.store(DELTA + of_rows, delta, mask=rows < Lq)
     K, V = K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h
     dq, z_scale = tl.zeros([BM, BD], tl.float32), scale * LOG2E
     positions, last = rows + offset, tl.minimum(at + BM, Lq) - 1 + offset
@@ -258,9 +225,9 @@ def _dq_kernel(
                 z = tl.where(seen, z, float("-inf"))
             dz = tl.exp2(z - lse[:, None]) * (tl.dot(g, tl.trans(v)) - delta[:, None])
             dq = tl.dot(dz.to(k.dtype), k, dq)
-    _store_tile(DQ + b * x_b + h * x_h, dq * scale, at, x_l, BM, Lq, cols, D)
+    _store_tile(DQ, dq * scale, at, b, h, HQ, BM, Lq, cols, D)
 
-# %% ../../nbs/model/05_attention_kernel.ipynb #319eaafe
+# %% ../../nbs/model/05_attention_kernel.ipynb #a87a2743
 @triton.jit(do_not_specialize=["offset", "window", "Lq", "Lk"])
 def _dkv_kernel(
     Q,
@@ -289,19 +256,12 @@ def _dkv_kernel(
     g_b,
     g_h,
     g_l,
-    x_b,
-    x_h,
-    x_l,
-    y_b,
-    y_h,
-    y_l,
     HQ: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    PADDED: tl.constexpr,
     LOADED: tl.constexpr,
 ):
     "The gradients of a tile of keys and values of one key head."
@@ -309,7 +269,7 @@ def _dkv_kernel(
     b, h = (tl.program_id(0) // HK).to(tl.int64), (tl.program_id(0) % HK).to(tl.int64)
     if LOADED:
         offset = tl.load(offset).to(tl.int32)
-    pad = tl.load(PADS + b).to(tl.int32) if PADDED else 0
+    pad = 0 if PADS is None else tl.load(PADS + b).to(tl.int32)
     at = tl.program_id(1) * BN
     keys, cols = at + tl.arange(0, BN), tl.arange(0, BD)
     k = _tile(K + b * k_b + h * k_h, at, k_l, BN, Lk, cols, D, BD)
@@ -338,8 +298,8 @@ def _dkv_kernel(
                 dv = tl.dot(p.to(g.dtype), g, dv)
                 dz = p * (tl.dot(v, tl.trans(g)) - delta[None, :])
                 dk = tl.dot(dz.to(q.dtype), q, dk)
-    _store_tile(DK + b * x_b + h * x_h, dk * scale, at, x_l, BN, Lk, cols, D)
-    _store_tile(DV + b * y_b + h * y_h, dv, at, y_l, BN, Lk, cols, D)
+    _store_tile(DK, dk * scale, at, b, h, HK, BN, Lk, cols, D)
+    _store_tile(DV, dv, at, b, h, HK, BN, Lk, cols, D)
 
 # %% ../../nbs/model/05_attention_kernel.ipynb #672a2564
 # by head size: queries and keys of a tile, warps, and how many tiles are loaded ahead
@@ -402,12 +362,12 @@ def _strides(*tensors):
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _constants(q, k, pads, offset):
+def _constants(q, k, offset):
     "What all kernels are compiled for."
     D = q.shape[3]
     sizes = dict(HQ=q.shape[1], G=q.shape[1] // k.shape[1], D=D)
     sizes["BD"] = max(16, triton.next_power_of_2(D))
-    return sizes | dict(PADDED=pads is not None, LOADED=torch.is_tensor(offset))
+    return sizes | dict(LOADED=torch.is_tensor(offset))
 
 
 def _tile_of(kernel, q):
@@ -430,12 +390,9 @@ def forward(
     B, Hq, Lq, _ = q.shape
     out, lse = _tokens_first(q), q.new_empty(B, Hq, Lq, dtype=torch.float32)
     BM, _, options = _tile_of("forward", q)
-    numbers = offset, window, Lq, k.shape[2], scale, *_strides(q, k, v, out)
+    numbers = offset, window, Lq, k.shape[2], scale, *_strides(q, k, v)
     _forward_kernel[B * Hq, triton.cdiv(Lq, BM)](
-        *(q, k, v, sinks, pads, out, lse, *numbers),
-        HAS_SINKS=sinks is not None,
-        **_constants(q, k, pads, offset),
-        **options,
+        *(q, k, v, sinks, pads, out, lse, *numbers), **_constants(q, k, offset), **options
     )
     return out, lse
 
@@ -454,20 +411,17 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:  # gradients of q, k, v, and delta (B, Hq, Lq) float32
     "Gradients, and of each row the product of the output and its gradient."
     (B, Hq, Lq, _), (_, Hk, Lk, _) = q.shape, k.shape
-    constants = _constants(q, k, pads, offset)
     delta, dq, dk, dv = torch.empty_like(lse), *map(_tokens_first, (q, k, v))
-    sizes = {name: constants[name] for name in ("HQ", "D", "BD")}
-    rows = B * Hq, triton.cdiv(Lq, 64)
-    _delta_kernel[rows](out, d_out, delta, Lq, *_strides(out, d_out), BM=64, **sizes)
-    given, numbers = (q, k, v, pads, d_out, lse, delta), (offset, window, Lq, Lk, scale)
-    _, BN, options = _tile_of("dkv", q)
-    strides = _strides(q, k, v, d_out, dk, dv)
-    _dkv_kernel[B * Hk, triton.cdiv(Lk, BN)](
-        *given, dk, dv, *numbers, *strides, **constants, **options
-    )
+    numbers = offset, window, Lq, Lk, scale, *_strides(q, k, v, d_out)
+    constants = _constants(q, k, offset)
     BM, _, options = _tile_of("dq", q)
-    strides = _strides(q, k, v, d_out, dq)
-    _dq_kernel[B * Hq, triton.cdiv(Lq, BM)](*given, dq, *numbers, *strides, **constants, **options)
+    _dq_kernel[B * Hq, triton.cdiv(Lq, BM)](
+        *(q, k, v, pads, out, d_out, lse, delta, dq, *numbers), **constants, **options
+    )
+    _, BN, options = _tile_of("dkv", q)
+    _dkv_kernel[B * Hk, triton.cdiv(Lk, BN)](
+        *(q, k, v, pads, d_out, lse, delta, dk, dv, *numbers), **constants, **options
+    )
     return dq, dk, dv, delta
 
 
