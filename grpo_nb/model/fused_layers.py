@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SILU', 'FUSED', 'PARTS', 'LEAN', 'fused_norm', 'rotate_reference', 'kernels_for', 'rotate', 'FusedLoraLinears',
-           'has_hooks', 'plain_lora', 'project', 'RecomputedSum', 'FusedAttention', 'adapters_are_fused',
-           'can_go_by_heads', 'with_parent', 'fuse_layers', 'DenseNorm', 'DenseMLP', 'DenseAttention',
-           'fuse_dense_layers', 'SlicedMLP', 'dense_mlps', 'slice_mlps', 'experts_in_slices', 'slice_tokens_of',
-           'slice_layers']
+           'has_hooks', 'plain_lora', 'project', 'RecomputedSum', 'RotatedAttention', 'FusedAttention',
+           'adapters_are_fused', 'can_go_by_heads', 'with_parent', 'fuse_layers', 'DenseNorm', 'DenseMLP',
+           'DenseAttention', 'fuse_dense_layers', 'SlicedMLP', 'dense_mlps', 'slice_mlps', 'experts_in_slices',
+           'slice_tokens_of', 'slice_layers']
 
 # %% ../../nbs/model/13_fused_layers.ipynb #8132c78c
 import functools
@@ -23,11 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gpt_oss.modeling_gpt_oss import (
-    GptOssAttention,
-    GptOssRMSNorm,
-    eager_attention_forward,
-)
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRMSNorm
 
 from .adapters import IMPLEMENTATIONS, read_lora
 from .attention import heads_together
@@ -256,7 +252,7 @@ def _heads_output(x, begin, end, layer, found, factors, attend):
         y.view(*x.shape[:-1], -1, D)
         for y in FusedLoraLinears.apply(x.flatten(0, -2), scalings, *tensors)
     )  # (B, T, heads, D) each
-    out = attend(q, k, v, slice(begin * G, end * G))  # (B, T, heads, D)
+    out = attend(q, k, v, heads=slice(begin * G, end * G))  # (B, T, heads, D)
     (y,) = FusedLoraLinears.apply(
         out.reshape(-1, (end - begin) * G * D),
         [scaling],
@@ -268,7 +264,28 @@ def _heads_output(x, begin, end, layer, found, factors, attend):
     return y.view(*x.shape[:-1], -1)
 
 # %% ../../nbs/model/13_fused_layers.ipynb #d6492154
-class FusedAttention:
+class RotatedAttention:
+    "What lies between the products of fused attention layers."
+
+    def attend(self, angles, mask, cache, kwargs, query, key, value, **own):  # (B, T, heads, D) each
+        "Rotation, cache and the attention function; `own`: what only some layers tell it."
+        cache, told = cache
+        query, key = rotate(query, *angles), rotate(key, *angles)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx, **told)
+        eager = sys.modules[type(self).__module__].eager_attention_forward
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        own |= dict(dropout=self.attention_dropout if self.training else 0.0, scaling=self.scaling)
+        return function(self, query, key, value, mask, **own, **kwargs)
+
+
+def _cache_of(past_key_values, cache, kwargs):
+    "(the cache, what it is told besides keys and values), as this version of transformers does."
+    return (past_key_values, {}) if cache is None else (cache, {"kwargs": kwargs})
+
+
+class FusedAttention(RotatedAttention):
     "The forward pass of a gpt-oss attention layer, fused; a parent class put before its own."
 
     def forward(
@@ -280,13 +297,14 @@ class FusedAttention:
         cache=None,  # its name from transformers 5.24 on
         **kwargs,
     ):
-        cache = past_key_values if cache is None else cache
-        attend = functools.partial(self.attend, position_embeddings, attention_mask, cache, kwargs)
+        cache = _cache_of(past_key_values, cache, kwargs)
+        given = position_embeddings, attention_mask, cache, kwargs
+        attend = functools.partial(self.attend_heads, *given)
         linears = self.q_proj, self.k_proj, self.v_proj, self.o_proj
         dtype, found = _plain_loras(hidden_states, linears)
         step = self.heads_at_a_time(hidden_states, dtype)
         by_heads = found and step < self.config.num_key_value_heads
-        if by_heads and cache is None and not self.sinks.requires_grad:
+        if by_heads and cache[0] is None and not self.sinks.requires_grad:
             return self.by_heads(hidden_states.to(dtype), found, step, attend), None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         if found:
@@ -311,37 +329,17 @@ class FusedAttention:
             dtype,
         )
 
-    def attend(
-        self, angles, mask, cache, kwargs, query, key, value, heads=slice(None)
-    ):  # (B, T, heads, D) each
-        "Rotation, cache and the attention function; `heads` selects the sinks of these heads."
-        query, key = rotate(query, *angles), rotate(key, *angles)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        return function(
-            self,
-            query,
-            key,
-            value,
-            mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            s_aux=self.sinks[heads],
-            **kwargs,
-        )
+    def attend_heads(self, *given, heads=slice(None)):
+        "`attend` with the sinks of some heads."
+        return self.attend(*given, sliding_window=self.sliding_window, s_aux=self.sinks[heads])
 
     def by_heads(self, x, found, step, attend):
         "The layer as a sum over its key heads, `step` of them at a time."
         total = self.config.num_key_value_heads
         starts = range(0, total, step)
 
-        def output_of(*heads):
-            return attend(*heads)[0]
+        def output_of(*three, heads):
+            return attend(*three, heads=heads)[0]
 
         def term(i, x, *factors):
             end = min(starts[i] + step, total)
@@ -467,7 +465,7 @@ class DenseMLP:
         return project(y, self.down_proj)[0]
 
 # %% ../../nbs/model/13_fused_layers.ipynb #8bde01a4
-class DenseAttention:
+class DenseAttention(RotatedAttention):
     "The forward pass of a dense model's attention, fused; a parent class put before its own."
 
     def forward(
@@ -479,31 +477,15 @@ class DenseAttention:
         cache=None,  # its name from transformers 5.24 on
         **kwargs,
     ):
-        told = {} if cache is None else {"kwargs": kwargs}  # as that version's own layers do
-        cache = past_key_values if cache is None else cache
+        cache = _cache_of(past_key_values, cache, kwargs)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         linears = self.q_proj, self.k_proj, self.v_proj
         query, key, value = (x.view(shape) for x in project(hidden_states, *linears))
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
         angles = [x[..., : self.head_dim // 2] for x in position_embeddings]
-        query, key = rotate(query, *angles), rotate(key, *angles)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx, **told)
-        eager = sys.modules[type(self).__module__].eager_attention_forward
-        implementation = self.config._attn_implementation
-        out, weights = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **self.window(),
-            **kwargs,
-        )
+        given = angles, attention_mask, cache, kwargs, query, key, value
+        out, weights = self.attend(*given, **self.window())
         return project(out.reshape(*shape[:-2], -1), self.o_proj)[0], weights
 
     def window(self) -> dict[str, Any]:
