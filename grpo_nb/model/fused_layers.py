@@ -267,7 +267,9 @@ def _heads_output(x, begin, end, layer, found, factors, attend):
 class RotatedAttention:
     "What lies between the products of fused attention layers."
 
-    def attend(self, angles, mask, cache, kwargs, query, key, value, **own):  # (B, T, heads, D) each
+    def attend(
+        self, angles, mask, cache, kwargs, query, key, value, **own
+    ):  # (B, T, heads, D) each
         "Rotation, cache and the attention function; `own`: what only some layers tell it."
         cache, told = cache
         query, key = rotate(query, *angles), rotate(key, *angles)
