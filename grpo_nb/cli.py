@@ -420,6 +420,7 @@ def _settings(
         "cards": args.cards,
         "samplers": args.samplers,
         "prompt_length": args.prompt,
+        "picture_tokens": args.pictures,
         "num_generations": args.completions,
         "generation_batch_size": (args.prompts or args.cards) * (args.completions or 8),
         "per_device_train_batch_size": args.batch,
@@ -917,6 +918,7 @@ model MODEL | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, w
 --context N | 2..: a prompt and its completion have at least 2 tokens | tokens of a prompt and its
     completion (default: 16384)
 --prompt N | 0..: tokens are counted from 0 | tokens of these that are the prompt (default: 512)
+--pictures N | 0..: tokens are counted from 0 | tokens of these that are pictures (default: 0)
 --completions N | 2..: a group of one has nothing to be compared with | of a prompt (default: 8)
 --prompts N | 1..: a rollout has at least one prompt | of a rollout, for all cards (default: 1 for
     each card)

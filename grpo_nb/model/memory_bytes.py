@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['GiB', 'MODELS', 'RECURRENT', 'FORMATS', 'STATES', 'OWN_FORMAT', 'IN_PLACE', 'TARGETS', 'QUERIES', 'SINK_KEY',
-           'SINK_KEY_REPEATED', 'PEFT_SUMS', 'NORM_ROWS', 'BUFFERS', 'ModelShape', 'numbers_in', 'scaling_border',
-           'why_no_longer', 'longest_sequence', 'check_config', 'read_shape', 'numbers_in_class', 'released_shape',
-           'weight_bits', 'weight_bytes', 'state_bytes', 'update_bytes', 'trained_tensors', 'lora_parameters',
-           'gathered_bytes', 'kv_bytes', 'Computation', 'attention_work', 'attention_kept', 'attention_peak',
-           'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'keeps_results', 'attention_results',
-           'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'unpack_bytes']
+           'SINK_KEY_REPEATED', 'PEFT_SUMS', 'NORM_ROWS', 'BUFFERS', 'Tower', 'ModelShape', 'numbers_in',
+           'scaling_border', 'why_no_longer', 'longest_sequence', 'check_config', 'read_shape', 'numbers_in_class',
+           'released_shape', 'weight_bits', 'weight_bytes', 'state_bytes', 'update_bytes', 'trained_tensors',
+           'lora_parameters', 'gathered_bytes', 'kv_bytes', 'Computation', 'attention_work', 'attention_kept',
+           'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'keeps_results',
+           'attention_results', 'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'picture_bytes',
+           'unpack_bytes']
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #0c7d0708
 import json
@@ -28,6 +29,40 @@ from .limits import family_of_type
 GiB = 2**30
 
 
+@dataclass(frozen=True)
+class Tower:
+    "The sizes of what reads pictures: patches go through its layers and become tokens."
+
+    layers: int
+    hidden: int
+    intermediate: int
+    numbers: int  # in a patch
+    merged: int  # patches that become one token
+    deep: int = 0  # vectors of a token beside its own, for layers of the text (DeepStack)
+    gated: bool = False  # an MLP of three matrices, and norms of the root mean square
+    # query, key and value are one matrix, and are turned in float32, as in the Qwens
+    joined: bool = False
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        "(from, to) of a layer's linear layers."
+        H, inner = self.hidden, self.intermediate
+        projections = [(H, 3 * H)] if self.joined else [(H, H)] * 3
+        return [*projections, (H, H), *[(H, inner)] * (1 + self.gated), (inner, H)]
+
+    def kept(self, element: int) -> int:  # bytes a patch
+        "What a layer keeps for the backward pass where it trains."
+        norm = (8 if element < 4 else 12) if self.gated else 2 * element
+        wide = (2 + 2 * self.gated) * self.intermediate * element
+        return self.hidden * (2 * norm + (7 if self.joined else 4) * element) + wide
+
+    def working(self, element: int) -> int:  # bytes a patch
+        "The most that a layer holds while it reads without gradients."
+        wide = (2 + self.gated) * self.intermediate + (4 - self.gated) * self.hidden
+        turned = self.hidden * (30 - 4 * self.gated + 4 * element) * self.joined
+        return max(wide * element, turned)
+
+# %% ../../nbs/model/21_memory_bytes.ipynb #0b678f68
 @dataclass(frozen=True)
 class ModelShape:
     "The sizes of a model that its memory depends on; the letters are those of the formulas."
@@ -55,11 +90,14 @@ class ModelShape:
     norms: int = 2  # in each layer
     max_positions: int | None = None  # longest sequence of the model, in tokens
     towers: int = 0  # numbers in what sees or hears, which waits beside rows of text
+    tower: Tower | None = None  # the part of these that reads pictures
     # (kind, numbers), where the model's class has others than the sizes above make
     counted: tuple[tuple[str, int], ...] = ()
     state: int = 0  # float32 numbers that a layer with linear attention keeps of a row
 
     def __post_init__(self):
+        if isinstance(self.tower, dict):  # of a widget
+            object.__setattr__(self, "tower", Tower(**self.tower))
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -133,6 +171,10 @@ def _read_shape(
         numbers = [None if one == "-" else int(one) for one in value.split(",")] if value else []
         if key == "windows":
             given[key] = tuple(islice(cycle(numbers), sizes[0]))
+        elif key == "tower":
+            given[key] = Tower(*numbers[:6], *map(bool, numbers[6:]))
+        elif key == "tower":  # what Tower holds
+            given[key] = Tower(*numbers[:6], *map(bool, numbers[6:]))
         elif key == "counted":  # what transformers' class has, where a formula does not do
             given[key] = tuple(zip(("embedding", "head", "attention", "mlp", "rest"), numbers))
         else:
@@ -173,6 +215,31 @@ def _tower_numbers(found):
     config, _ = read_config(dict(found))
     parts = towers(skeleton(config, config.dtype)).values()
     return sum(p.numel() for part in parts for p in part.parameters())
+
+
+def _tower(found):
+    "The sizes of what reads pictures; None where there is nothing, or nothing known of it."
+    see = found.get("vision_config")
+    if not isinstance(see, Mapping):
+        return None
+    kind = see.get("model_type") or ""
+
+    def first(*names, of=see):
+        return next((of[name] for name in names if of.get(name)), 0)
+
+    width = first("embed_dim", "hidden_size")
+    inner = first("intermediate_size") or int(width * first("mlp_ratio"))
+    side, merge = first("patch_size"), first("spatial_merge_size", "pooling_kernel_size")
+    merge = merge or first("spatial_merge_size", "scale_factor", of=found) or 1
+    merged = merge**2
+    if tokens := found.get("mm_tokens_per_image"):  # of a picture, whatever its size
+        merged = (see["image_size"] // side) ** 2 // tokens
+    sizes = first("depth", "num_hidden_layers"), width, inner
+    patch = (first("in_channels", "num_channels") or 3) * (first("temporal_patch_size") or 1)
+    gated = kind.startswith(("qwen2_5", "pixtral", "gemma4"))
+    deep = len(see.get("deepstack_visual_indexes") or ())
+    made = Tower(*sizes, patch * side**2, merged, deep, gated, kind.startswith("qwen"))
+    return made if all(sizes) and side else None
 
 
 def _number(found):
@@ -378,6 +445,7 @@ def read_shape(
         norms=4 if family.gemma else 2,
         max_positions=longest_sequence(config),
         towers=_tower_numbers(_whole_config(model)),
+        tower=_tower(_whole_config(model)),
     )
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #04bd4ee8
@@ -461,6 +529,7 @@ def released_shape(
         norms=4 if gemma else shape.norms,
         counted=tuple(counts.items()) if counts != shape.parameters else (),
         towers=_tower_numbers(_whole_config(given)),
+        tower=_tower(_whole_config(given)),
         state=_linear_state(text),
     )
 
@@ -556,15 +625,16 @@ def update_bytes(
         return largest * (8 if weight == 4 else 16) // cards
     return weight * sum(numbers_in(tensors, cards).values())
 
-
+# %% ../../nbs/model/21_memory_bytes.ipynb #baaee6d1
 def trained_tensors(
     shape: ModelShape,
     r: int,  # rank; 0: no adapters, all weights train
     targets: tuple[str, ...] = TARGETS,  # some of TARGETS
+    tower: bool = False,  # and what reads pictures
 ) -> dict[str, list[tuple[int, int, int]]]:  # as in ModelShape.tensors
     "The tensors that train: LoRA's pairs in all layers and experts, or every weight."
     if not r:
-        return {kind: sizes for kind, sizes in shape.tensors.items() if kind != "towers"}
+        return {k: sizes for k, sizes in shape.tensors.items() if tower or k != "towers"}
     H, inner, q, k = (
         shape.hidden,
         shape.intermediate,
@@ -577,10 +647,14 @@ def trained_tensors(
         "attention": [(r, H, q), (r, H, k), (r, H, k), (r, q, H)],
         "mlp": [(r * E, wide, out) for wide, out in (*up, (inner, H))],
     }
+    layers = dict.fromkeys(adapted, shape.layers)
+    if tower:
+        adapted["towers"] = [(r, *sizes) for sizes in shape.tower.matrices]
+        layers["towers"] = shape.tower.layers
     return {
-        kind: [(shape.layers, *one) for n, wide, out in sizes for one in ((n, wide), (out, n))]
+        kind: [(layers[kind], *one) for n, wide, out in sizes for one in ((n, wide), (out, n))]
         for kind, sizes in adapted.items()
-        if kind in targets
+        if kind in (*targets, "towers")
     }
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #5739c53a
@@ -1110,6 +1184,27 @@ def rollout_bytes(
     }
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #113f5800
+def picture_bytes(
+    shape: ModelShape,  # with a tower
+    tokens: int,  # that pictures become, of all prompts that are read together
+    element: int = 2,  # bytes a number
+    trains: bool = False,  # the tower does
+    checkpointed: bool = True,  # its layers then keep only their input
+) -> tuple[int, int]:  # bytes kept until the backward pass is through, and the most at any time
+    "Pixels on the card, and what the tower computes of them: gone once it has read, or kept."
+    tower, patches = shape.tower, tokens * shape.tower.merged
+    pixels = patches * tower.numbers * element
+    vectors = tokens * shape.hidden * element * (1 + tower.deep)
+    if not trains:
+        return 0, pixels + patches * tower.working(element) + vectors
+    one, width = tower.kept(element), tower.hidden * element
+    projectors = 3 * width * (1 + tower.deep)
+    kept = pixels + patches * (tower.layers * (width if checkpointed else one) + projectors)
+    gradients = width + (2 + tower.gated) * tower.intermediate * element
+    again = (one - 4 * width) * checkpointed  # the last projector is through, the input kept
+    return kept, kept + patches * (again + gradients)
+
+# %% ../../nbs/model/21_memory_bytes.ipynb #d57e1afb
 def unpack_bytes(
     shape: ModelShape,
     weights: str,  # one of FORMATS

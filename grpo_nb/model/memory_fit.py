@@ -6,10 +6,10 @@
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'UNTIL_CUT', 'PARTS', 'SAMPLERS',
            'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Card', 'find_card', 'gibibytes', 'Step', 'check_counts',
            'check_words', 'check_switches', 'check_shares', 'Held', 'vllm_weights', 'held', 'read_whole',
-           'whole_weights', 'drawing', 'computation', 'training', 'casts', 'with_gradients', 'all_gradients',
-           'hidden_on_host', 'inputs_on_host', 'Fit', 'with_rest', 'rollout_that_fits', 'with_slices',
-           'possible_slices', 'fit', 'usual_prompt', 'with_context', 'longest_context', 'rank_flag', 'serving',
-           'served_together', 'keep_back', 'free_memory']
+           'whole_weights', 'drawing', 'reading_pictures', 'computation', 'training', 'casts', 'with_gradients',
+           'all_gradients', 'hidden_on_host', 'inputs_on_host', 'pixels_on_host', 'Fit', 'with_rest',
+           'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'with_context',
+           'longest_context', 'rank_flag', 'serving', 'served_together', 'keep_back', 'free_memory']
 
 # %% ../../nbs/model/22_memory_fit.ipynb #3a6e9f79
 import difflib
@@ -37,6 +37,7 @@ from grpo_nb.model.memory_bytes import (
     layer_inputs,
     lora_parameters,
     numbers_in,
+    picture_bytes,
     rollout_bytes,
     step_bytes,
     trained_tensors,
@@ -146,6 +147,7 @@ PARTS = {  # part -> its label in tables
     "copies": "second copies of the weights",
     "adapters": "adapters, gradients, optimizer",
     "kv": "keys and values",
+    "pictures": "pictures and what reads them",
     "hidden": "layer inputs, hidden states",
     "attention": "attention of a layer",
     "mlp": "experts or MLP of a layer",
@@ -175,6 +177,8 @@ class Step:
     accumulates: bool = True  # an update adds the gradients of several micro-batches
     autocast: bool = False  # products in 16 bits, also of weights in float32
     prompt_length: int = 512  # tokens
+    picture_tokens: int = 0  # of these: what the pictures of a prompt become
+    train_tower: bool = False  # what reads them trains too
     max_completion_length: int = 15_872  # tokens
     num_generations: int = 8  # completions of a prompt
     generation_batch_size: int = 8  # completions of a rollout
@@ -224,7 +228,8 @@ class Step:
         "How many numbers train on this card."
         if not self.lora_r and not self.all_weights:
             return 0
-        tensors = trained_tensors(self.shape, self.lora_r, self.lora_targets)
+        how = self.lora_r, self.lora_targets, self.train_tower
+        tensors = trained_tensors(self.shape, *how)
         return sum(numbers_in(tensors, self.shards).values())
 
     @property
@@ -268,10 +273,14 @@ class Step:
     @property
     def tokens(self) -> tuple[int, int]:
         "(all tokens, drawn tokens) of a training batch."
+        drawn = self.per_device_train_batch_size * self.max_completion_length
+        return self.prompts * self.prompt_length + drawn, drawn
+
+    @property
+    def prompts(self) -> int:
+        "Of a training batch, as often as they are computed."
         batch, group = self.per_device_train_batch_size, self.num_generations
-        prompts = -(-batch // group) if self.share_prompt else batch
-        drawn = batch * self.max_completion_length
-        return prompts * self.prompt_length + drawn, drawn
+        return -(-batch // group) if self.share_prompt else batch
 
 # %% ../../nbs/model/22_memory_fit.ipynb #e9dc94cc
 TRAINABLE = ("bf16", "fp16", "fp32")  # formats in which weights train
@@ -281,6 +290,7 @@ def check_counts(step):
     "Refuse counts that are not whole numbers, or are below their minimum."
     optional = ("logit_chunk_multiplier", "slice_tokens")
     least = dict(lora_r=0, prompt_length=0, optimizer_bytes=0, update_bytes=0, vllm_bytes=0)
+    least["picture_tokens"] = 0
     for name in (
         *least,
         *optional,
@@ -329,6 +339,16 @@ def check_switches(step):
         raise ValueError(
             f"the head of {step.shape.name} is its embedding, which every step "
             "multiplies with: it cannot be offloaded. Leave offload_embedding out"
+        )
+    if step.picture_tokens and not step.shape.tower:
+        raise ValueError(
+            f"{step.picture_tokens:,} tokens are pictures, and {step.shape.name} reads none, or "
+            "none that is known here: leave picture_tokens out"
+        )
+    if step.picture_tokens > step.prompt_length:
+        raise ValueError(
+            f"{step.picture_tokens:,} tokens of the prompt are pictures, and it has "
+            f"{step.prompt_length:,}: prompt_length counts them too"
         )
     if step.all_weights and step.lora_r:
         raise ValueError(
@@ -434,7 +454,21 @@ def drawing(
         return {"kv": kv, "logits": VLLM_GRAPHS}
     parts = rollout_bytes(shape, rows, context, prompt, step.num_generations, step.element)
     dense = unpack_bytes(shape, step.weights, step.element, not step.old_card)
-    return {**parts, "mlp": parts["mlp"] + dense}
+    reading = sum(parts[part] for part in ("hidden", "attention", "mlp"))  # after the pictures
+    seen = reading_pictures(step, -(-rows // step.num_generations))[1]
+    return {**parts, "mlp": parts["mlp"] + dense, "pictures": max(0, seen - reading)}
+
+
+def reading_pictures(
+    step: Step,
+    prompts: int,  # that are read together
+    trains: bool = False,  # the tower does
+) -> tuple[int, int]:  # bytes kept until the backward pass is through, and the most at any time
+    "What the pictures of some prompts take."
+    if not step.picture_tokens:
+        return 0, 0
+    how = step.element, trains, step.gradient_checkpointing
+    return picture_bytes(step.shape, prompts * step.picture_tokens, *how)
 
 # %% ../../nbs/model/22_memory_fit.ipynb #1dd1fb95
 def computation(
@@ -475,6 +509,11 @@ def training(
         logit_chunk_multiplier=step.logit_chunk_multiplier,
     )
     moments["head"]["hidden"] -= hidden_on_host(step)
+    if step.picture_tokens:
+        kept, most = reading_pictures(step, step.prompts, step.train_tower)
+        for parts in moments.values():
+            parts["pictures"] = kept
+        moments["reading"] = {"pictures": most}
     moments["layer"]["mlp"] += unpack_bytes(
         step.shape, step.weights, step.element, not step.old_card
     )
@@ -506,7 +545,7 @@ def with_gradients(
     kept = step.shape.layers if not step.gradient_checkpointing else 1
     copies = {"head": casts(step, kept * (kept > 1), True), "layer": casts(step, kept)}
     found = {
-        moment: {**parts, "adapters": held, "copies": copies[moment]}
+        moment: {**parts, "adapters": held, "copies": copies.get(moment, 0)}
         for moment, parts in passes.items()
     }
     return found | {"update": {"adapters": held + step.update_bytes}}
@@ -548,11 +587,11 @@ def all_gradients(
         "copies": casts(step, shape.layers, True),
     }
     worst = max(layers, key=lambda parts: sum(parts.values()))
-    return {
-        "head": head,
-        "layer": worst,
-        "update": {"adapters": states + gradients + step.update_bytes},
-    }
+    found = {"head": head, "layer": worst}
+    if step.picture_tokens:  # where the tower trains, its gradients come last
+        there = states + (again or step.train_tower) * gradients
+        found["reading"] = {**passes["reading"], "adapters": there}
+    return found | {"update": {"adapters": states + gradients + step.update_bytes}}
 
 # %% ../../nbs/model/22_memory_fit.ipynb #2ef39020
 def hidden_on_host(step: Step) -> int:  # bytes
@@ -576,6 +615,14 @@ def inputs_on_host(step: Step) -> int:  # bytes
     return inputs + shape.windows.count(None) * tokens * attention_results(shape, step.element)
 
 # %% ../../nbs/model/22_memory_fit.ipynb #a8d07c87
+def pixels_on_host(step: Step) -> int:  # bytes
+    "The pictures of a rollout's prompts, in float32, until they are read."
+    if not step.picture_tokens:
+        return 0
+    tower, prompts = step.shape.tower, -(-step.generation_batch_size // step.num_generations)
+    return 4 * prompts * step.picture_tokens * tower.merged * tower.numbers
+
+
 @dataclass(frozen=True)
 class Fit:
     "Bytes of a step by moment and part, and whether they fit the card."
@@ -620,7 +667,7 @@ class Fit:
         )
 
 # %% ../../nbs/model/22_memory_fit.ipynb #642dc998
-_ACTIVATIONS = ("kv", "hidden", "attention", "mlp", "logits")
+_ACTIVATIONS = ("kv", "pictures", "hidden", "attention", "mlp", "logits")
 
 
 def with_rest(
@@ -680,6 +727,7 @@ def with_slices(
         "embedding": there.embedding,
         "layer inputs": inputs_on_host(step),
         "hidden states": hidden_on_host(step),
+        "pixels": pixels_on_host(step),
         "sleeping weights": there.asleep,
         UNTIL_CUT: read_whole(step),
     }

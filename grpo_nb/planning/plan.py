@@ -62,6 +62,7 @@ CONFIGURED = (
     "offload_activations",
     "optim",
     "fsdp",
+    "train_parts",
 )
 
 
@@ -98,6 +99,7 @@ class Setup:
     lora_targets: tuple[str, ...] = TARGETS  # "attention", "mlp"
     # tokens; None: 512, or the completion's length if that is shorter
     prompt_length: int | None = None
+    picture_tokens: int = 0  # of these: what the pictures of a prompt become
     share_prompt: bool = False  # in training, a group's prompt is computed once
     offload_embedding: bool = False  # to host memory
     offload_hidden: bool = False  # what the head keeps, to host memory
@@ -137,6 +139,12 @@ class Setup:
         return "shard_grad_op" in (self.config.fsdp or "") or False in stays
 
     @property
+    def train_tower(self) -> bool:
+        "Whether what reads pictures trains: as named, or with all weights as in TRL."
+        parts = self.config.train_parts or (() if self.lora_r else ("tower",))
+        return bool(self.picture_tokens and self.model.tower) and "tower" in parts
+
+    @property
     def adapters(self) -> int:
         "Versions of the adapter that a vLLM holds at once."
         return self.config.max_staleness + 2
@@ -156,13 +164,15 @@ class Setup:
         config, completion = self.config, self.config.max_completion_length
         prompt = usual_prompt(2 * completion) if self.prompt_length is None else self.prompt_length
         shared = {f.name for f in fields(Step)} & {f.name for f in fields(self)} - {"prompt_length"}
-        tensors = trained_tensors(self.model, self.lora_r, self.lora_targets)
+        seen, adapters = self.train_tower, (self.lora_r, self.lora_targets)
+        tensors = trained_tensors(self.model, *adapters, seen)
         each = 4 if self.lora_r or self.weights == "fp32" else 2
         shards = self.cards if config.fsdp else 1
         return Step(
             shape=self.model,
             capability=self.card.capability,
             prompt_length=prompt,
+            train_tower=seen,
             optimizer_bytes=state_bytes(config.optim, each),
             update_bytes=update_bytes(config.optim, tensors, each, shards),
             accumulates=config.accumulation(self.cards) > 1,
@@ -177,7 +187,7 @@ class Setup:
             **{
                 name: getattr(config, name)
                 for name in CONFIGURED
-                if name not in ("mini_batch", "optim", "fsdp")
+                if name not in ("mini_batch", "optim", "fsdp", "train_parts")
             },
         )
 
@@ -272,6 +282,8 @@ def setup_of(
     shape, card = released_shape(model), find_card(card)
     if context is None and config is None and "max_completion_length" not in settings:
         context = 16_384
+    if settings.get("picture_tokens") and settings.get("prompt_length") is None:
+        settings["prompt_length"] = settings["picture_tokens"] + usual_prompt(1024)
     if context is not None:
         settings |= lengths_of(context, settings.get("prompt_length"))
     adapters, released = settings.get("lora_r", 32), "mxfp4" if shape.sinks else "bf16"
@@ -399,6 +411,7 @@ _LETTERS = {
     "attention": "t",
     "mlp": "m",
     "logits": "l",
+    "pictures": "p",
     "context": ".",
 }
 
@@ -556,6 +569,23 @@ def _drawn_by_vllm(s):
         )
 
 # %% ../../nbs/planning/01_plan.ipynb #fdcce9d6
+def _seen(plan):
+    "What a model's towers read, in a sentence or two."
+    s, tokens, tower = plan.setup, plan.setup.picture_tokens, plan.setup.model.tower
+    numbers, size = s.model.towers / 1e9, plan.weights["towers"] / GiB
+    if not tokens:
+        return (
+            f"This plans rows of text for {s.model.name}; {numbers:.1f} billion numbers for images "
+            f"and sound do not train: {size:.1f} GiB of its weights."
+        )
+    patches, trains = tokens * tower.merged, "trains" if s.train_tower else "does not train"
+    return (
+        f"{tokens:,} tokens of each prompt are pictures: {patches:,} patches, and "
+        f"{patches * tower.numbers / 2**18:,.0f} MiB of pixels in float32. What reads them "
+        f"({numbers:.1f} billion numbers, {size:.1f} GiB) {trains}."
+    )
+
+# %% ../../nbs/planning/01_plan.ipynb #9189950a
 def _remarks(plan):
     "Yield sentences about settings without effect, or that the plan does not cover."
     s, step = plan.setup, plan.setup.step
@@ -577,11 +607,7 @@ def _remarks(plan):
             "memory is planned here, and quality is not."
         )
     if s.model.towers:
-        yield (
-            f"This plans the text of {s.model.name}; {s.model.towers / 1e9:.1f} billion numbers "
-            f"for images and sound do not train: {plan.weights['towers'] / GiB:.1f} GiB of "
-            "its weights."
-        )
+        yield _seen(plan)
     if 0 in s.model.windows:
         yield "Its layers with linear attention are planned to work as those with attention do."
     if not s.lora_r:
@@ -625,11 +651,14 @@ def describe(
     width: int = 60,  # characters of a full bar
 ) -> str:  # a table, a bar for each moment, host memory, the verdict
     "A plan as text to print."
+    moments = plan.moments
     lines = [
         *_question(plan),
         "",
         *_table(plan),
         *_COLUMNS,
+        *["reading: pictures go through their tower, forward or backward."]
+        * ("reading" in moments),
         "",
         *_bars(plan, width),
         "",

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GAPS', 'LARGE', 'SMALL', 'CUT_MORE', 'share_of', 'known_shape', 'residual_bytes', 'capability_of', 'piece_tokens',
-           'piece_kernel', 'piece_computation', 'piece_bytes', 'slice_sizes', 'choose_pieces', 'split']
+           'piece_kernel', 'piece_computation', 'seen_bytes', 'piece_bytes', 'slice_sizes', 'choose_pieces', 'split']
 
 # %% ../../nbs/training/05_micro_batches.ipynb #a5d6ce7a
 import torch
@@ -18,10 +18,18 @@ from grpo_nb.model.fused_layers import (
     experts_in_slices,
 )
 from ..model.limits import SLICES, choose_kernel, is_old
-from ..model.memory_bytes import Computation, ModelShape, read_shape, step_bytes, unpack_bytes
+from grpo_nb.model.memory_bytes import (
+    Computation,
+    ModelShape,
+    picture_bytes,
+    read_shape,
+    step_bytes,
+    unpack_bytes,
+)
 from ..model.packed import FrozenWeight, experts_of
 from ..model.pictures import told_apart
 from ..model.shared_prefix import distinct_prompts
+from ..model.stored_weights import towers
 from .config import GRPOConfig
 from .policy_logprobs import TrainingBatch, base_causal_model, reads_a_row
 from .precision import frozen_dtype
@@ -131,6 +139,26 @@ def piece_computation(
     )
 
 # %% ../../nbs/training/05_micro_batches.ipynb #4d6a04b7
+def seen_bytes(
+    model,  # as in known_shape
+    shape: ModelShape,  # its shape
+    piece: TrainingBatch,
+    element: int,  # bytes a number
+    checkpointed: bool,  # layers keep only their input
+) -> tuple[int, int]:  # bytes kept until the backward pass is through, and the most at any time
+    "What the pictures of a piece take."
+    if piece.pixels is None or shape.tower is None:
+        return 0, 0
+    held = [one for one in piece.pixels if one]
+    if reads_a_row(model):  # each picture once
+        numbers = told_apart(piece.pixels).tolist()
+        held = [one for i, one in enumerate(piece.pixels) if one and numbers[i] == i]
+    patches = sum(one["pixel_values"].numel() for one in held) // shape.tower.numbers
+    beside = towers(base_causal_model(model)).values()
+    trains = any(p.requires_grad for tower in beside for p in tower.parameters())
+    return picture_bytes(shape, -(-patches // shape.tower.merged), element, trains, checkpointed)
+
+
 def piece_bytes(
     model,  # as in known_shape
     shape: ModelShape,  # its shape
@@ -155,8 +183,12 @@ def piece_bytes(
         logit_chunk_multiplier=config.logit_chunk_multiplier,
     )
     weights = next((p.PLANNED for p in model.parameters() if isinstance(p, FrozenWeight)), "bf16")
-    return max(sum(parts.values()) for parts in moments.values()) + unpack_bytes(
-        shape, weights, how.element, not how.each
+    kept, most = seen_bytes(model, shape, piece, how.element, config.gradient_checkpointing)
+    return max(
+        kept
+        + max(sum(parts.values()) for parts in moments.values())
+        + unpack_bytes(shape, weights, how.element, not how.each),
+        most,
     )
 
 # %% ../../nbs/training/05_micro_batches.ipynb #0ba88dc7

@@ -21,9 +21,9 @@ from ..planning.plan import Plan, plan, standard
 from .figures import component
 
 # %% ../../nbs/widgets/06_memory.ipynb #3c36d95d
-_FILLS = "#56B4E9 #BBBBBB #8DA0CB #7FCDBB #F0E442 #E69F00 #D98B5F #CC79A7 #C9CDD3"
+_FILLS = "#56B4E9 #BBBBBB #8DA0CB #7FCDBB #A6D854 #F0E442 #E69F00 #D98B5F #CC79A7 #C9CDD3"
 COLOURS = dict(zip(PARTS, _FILLS.split()))  # those of the widget
-HOST_COLOURS = ("#C9CDD3", "#56B4E9", "#F0E442", "#E69F00", "#BBBBBB")
+HOST_COLOURS = ("#C9CDD3", "#56B4E9", "#F0E442", "#E69F00", "#A6D854", "#BBBBBB")
 
 
 def _draw_bar(axes, y, sizes, colours, end):
@@ -91,6 +91,12 @@ def planned(
     "The plan of the switches as they stand; those that do not fit one another are left out."
     shape, (oss, other, double_quant) = released_shape(model), WEIGHTS[weights]
     held = oss if shape.sinks else other
+    pictures = min(settings.pop("picture_tokens", 0), context // 2)
+    if pictures and shape.tower:
+        prompt = settings.get("prompt_length")
+        prompt = pictures + 512 if prompt is None else max(prompt, pictures)
+        prompt = prompt if prompt < context else context // 2
+        settings |= dict(picture_tokens=pictures, prompt_length=prompt)
     given = dict(
         context=context,
         lora_r=lora_r,
@@ -223,6 +229,8 @@ class MemoryWidget(anywidget.AnyWidget):
     weights = traitlets.Enum(list(WEIGHTS), "4 bit").tag(sync=True)
     context = traitlets.Int(16_384, min=2).tag(sync=True)
     prompt_length = traitlets.Int(None, allow_none=True).tag(sync=True)
+    picture_tokens = traitlets.Int(0, min=0).tag(sync=True)
+    train_parts = traitlets.List(default_value=None, allow_none=True).tag(sync=True)
     num_generations = traitlets.Int(8, min=2).tag(sync=True)
     generation_batch_size = traitlets.Int(None, allow_none=True).tag(sync=True)
     per_device_train_batch_size = traitlets.Int(1, min=1).tag(sync=True)

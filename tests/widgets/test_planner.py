@@ -73,13 +73,18 @@ def one_setting(draw):
     if MODELS[model].sinks and adapters:
         held += ["mxfp4", "mxfp4+nf4"] * 2
     checkpointing = draw.random() < 0.8
-    return dict(
+    pictures = draw.choice([0, 60, 900]) if MODELS[model].tower else 0
+    seen = dict(picture_tokens=pictures, prompt_length=draw.choice([pictures, pictures + 63]))
+    if draw.random() < 0.5:
+        seen["train_parts"] = draw.choice([["text"], ["text", "tower"], ["tower", "projector"]])
+    return (seen if pictures else {"prompt_length": draw.choice([None, None, 0, 63])}) | dict(
         model=model,
         card=card,
         weights=draw.choice(held),
         double_quant=draw.random() < 0.2,
-        context=draw.choice([64, 777, 1024, 4096, 8192, 20_480, 65_536, 131_072]),
-        prompt_length=draw.choice([None, None, 0, 63]),
+        context=draw.choice(
+            [64, 777, 1024] * (not pictures) + [4096, 8192, 20_480, 65_536, 131_072]
+        ),
         num_generations=draw.randint(2, 16),
         generation_batch_size=draw.choice([1, 8, 24, 64, 600]),
         per_device_train_batch_size=draw.choice([1, 1, 2, 3, 8]),
@@ -185,6 +190,8 @@ def test_a_block_s_terms_add_up_to_it():
         dict(model="Qwen3-4B", weights="nf4", offload_embedding=True),
         dict(model="Qwen3-4B", weights="nf4", lora_r=0),
         dict(gradient_checkpointing=False, offload_activations=True),
+        dict(model="Qwen3-4B", picture_tokens=1024, prompt_length=2000),
+        dict(model="Qwen3-VL-4B", picture_tokens=1024, prompt_length=1000),
     ],
 )
 def test_what_excludes_each_other_is_refused_in_the_planner_s_words(changes):

@@ -56,6 +56,7 @@ export function slider(model, name, options) {
   const element = node("label", { class: "control" }, head(label, output), input);
   function follow(all) {
     const value = read(all);
+    if (values) input.max = values.length - 1; // a list may grow
     input.value = values ? values.indexOf(value) : value;
     output.textContent = format(value);
     input.setAttribute("aria-valuetext", format(value));

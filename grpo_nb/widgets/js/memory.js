@@ -14,6 +14,8 @@ export const defaults = {
   weights: "4 bit",
   context: 16_384,
   prompt_length: null,
+  picture_tokens: 0,
+  train_parts: null,
   num_generations: 8,
   generation_batch_size: null,
   per_device_train_batch_size: 1,
@@ -52,6 +54,7 @@ const SAMPLERS = {
 const OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"];
 const CONTEXTS = Array.from({ length: 9 }, (_, k) => [2 ** (k + 10), 3 * 2 ** (k + 9)]).flat();
 const PROMPTS = [null, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384];
+const PICTURES = [0, 64, 256, 1024, 4096, 16_384];
 const RANKS = [0, 4, 8, 16, 32, 64, 128];
 const MOST = { num_generations: 64, per_device_train_batch_size: 16 };
 const MOMENTS = {
@@ -59,6 +62,7 @@ const MOMENTS = {
   rollout: ["draw", "Completions are drawn: the cache of keys and values is full."],
   head: ["log-probs", "Log-probs are computed: the inputs of all layers are kept."],
   layer: ["layer", "Gradients of the layer that takes most."],
+  reading: ["pictures", "Pictures go through their tower: forward, or backward where it trains."],
   update: ["update", "The optimizer moves the weights."],
 };
 const BLOCKS = Object.keys(CONSTANTS.PARTS); // their colours are in widgets.css
@@ -67,6 +71,7 @@ const LABELS = {
   copies: "second copies",
   adapters: "adapters",
   kv: "keys, values",
+  pictures: "pictures",
   hidden: "layer inputs",
   attention: "attention",
   mlp: "MLP",
@@ -108,9 +113,14 @@ export function settle(values) {
   if (shape.max_positions && values.context > shape.max_positions) {
     notes.push(`The model was made for ${thousands(shape.max_positions)} tokens.`);
   }
-  const long = values.prompt_length !== null && values.prompt_length >= values.context;
-  if (long) notes.push("The prompt would be all of the context: half of it is planned.");
   const half = Math.floor(values.context / 2);
+  const pictures = shape.tower ? Math.min(values.picture_tokens, half) : 0;
+  if (values.picture_tokens && !shape.tower) notes.push(`${shape.name} reads no pictures.`);
+  else if (pictures < values.picture_tokens) notes.push("Pictures would be most of the context: half of it is planned.");
+  const least = pictures && (values.prompt_length === null ? pictures + 512 : pictures);
+  const wanted = least ? Math.max(values.prompt_length, least) : values.prompt_length;
+  const long = wanted !== null && wanted >= values.context;
+  if (long) notes.push("The prompt would be all of the context: half of it is planned.");
   const { model, shape: _, context, moment, ...rest } = values;
   const given = {
     ...rest,
@@ -120,7 +130,8 @@ export function settle(values) {
     double_quant,
     offload_embedding: offload_embedding && !shape.tied,
     offload_activations: offload_activations && gradient_checkpointing,
-    ...lengthsOf(values.context, long ? half : values.prompt_length),
+    picture_tokens: pictures,
+    ...lengthsOf(values.context, long ? half : wanted),
   };
   const set = Object.entries(given).filter(
     ([name, value]) => value !== null || ["slice_tokens", "logit_chunk_multiplier", "prompt_length"]
@@ -148,7 +159,8 @@ const WORDS = {
   moment: MOMENTS,
   optim: Object.fromEntries(OPTIMIZERS.map((name) => [name, name])),
 };
-const FEW = { num_generations: 2, lora_r: 0, prompt_length: 0, context: 2 };
+const FEW = { num_generations: 2, lora_r: 0, prompt_length: 0, picture_tokens: 0, context: 2 };
+const LISTS = { lora_targets: ["attention", "mlp"], train_parts: ["text", "tower", "projector"] };
 
 export function legal(name, value) {
   if (name === "shape") {
@@ -156,9 +168,9 @@ export function legal(name, value) {
     const listed = [value?.windows ?? [], value?.counted ?? []].every(Array.isArray);
     return named && listed && !shapeProblem(shapeOf(value));
   }
-  if (name === "lora_targets") {
+  if (name in LISTS) {
     return Array.isArray(value) && value.length > 0 &&
-      value.every((one) => ["attention", "mlp"].includes(one));
+      value.every((one) => LISTS[name].includes(one));
   }
   if (name in WORDS) return Object.hasOwn(WORDS[name], value);
   if (typeof defaults[name] === "boolean") return typeof value === "boolean";
@@ -183,7 +195,8 @@ export function inPython(values) {
   const names = Object.keys(usual).filter(
     (name) => !skipped.includes(name) && JSON.stringify(setup[name]) !== JSON.stringify(usual[name]),
   );
-  const given = ["context", ...(values.prompt_length === null ? [] : ["prompt_length"])];
+  const own = values.prompt_length !== null || setup.picture_tokens;
+  const given = ["context", ...(own ? ["prompt_length"] : [])];
   const all = { ...setup, context: values.context };
   const told = [...given, "num_generations", ...names].map((name) => `${name}=${literal(all[name])}`);
   const model = values.shape.layers ? "FOLDER" : setup.shape.name;
@@ -215,6 +228,7 @@ const MORE = [
   ["share_prompt", "a group's prompt computed once"],
   ["offload_hidden", "what the head keeps in host memory"],
   ["reference", "a second model as the reference"],
+  ["train_parts", "what sees trains too", { on: ["text", "tower"], off: null }],
 ];
 
 const nearest = (list, value) =>
@@ -232,6 +246,7 @@ export default {
     let pointed = null; // {moment, part}
     let drawn = null; // where things are in the picture
     let [view, waiting, doubts] = [null, 0, []];
+    const order = Object.keys(MOMENTS); // of what is planned: without pictures there is one less
 
     /** The plan of the values, made once for each. */
     function planned(values) {
@@ -249,6 +264,7 @@ export default {
         usual: standard(setup),
         moments: { load: plan.load, ...plan.moments },
       };
+      order.splice(0, order.length, ...Object.keys(MOMENTS).filter((name) => name in known.moments));
       if (before) {
         const names = Object.keys(rest).filter(
           (name) => JSON.stringify(rest[name]) !== JSON.stringify(before.values[name]),
@@ -259,7 +275,7 @@ export default {
       return known;
     }
 
-    const momentOf = ({ plan }, { moment }) => (moment in MOMENTS ? moment : plan.worst);
+    const momentOf = ({ plan, moments }, { moment }) => (moment in moments ? moment : plan.worst);
 
     // -------------------------------------------------------------- what moves
 
@@ -304,7 +320,7 @@ export default {
       const narrow = width < 560;
       const vessel = narrow ? clamp(width * 0.43, 122, 230) : clamp(width * 0.44, 240, 400);
       const left = vessel + (narrow ? 24 : 46);
-      const each = (width - left) / 6;
+      const each = (width - left) / (order.length + 1);
       const high = narrow ? 290 : 340;
       const rows = each < 30 ? 3 : each < 56 ? 2 : 1; // of labels, so that neighbours keep apart
       return { narrow, x: 10, vessel, left, each, rows, top: 24, high, floor: 24 + high };
@@ -384,7 +400,7 @@ export default {
     function columnShapes(moment) {
       const { left, each, rows, floor, x, vessel, narrow } = drawn;
       const wide = Math.min(56, each * (narrow ? 0.7 : 0.62));
-      const shapes = [...Object.keys(MOMENTS), "usual"].map((name, i) => {
+      const shapes = [...order, "usual"].map((name, i) => {
         const middle = left + each * (i + 0.5);
         const [blocks, level, size] = stack(name, middle - wide / 2, wide, name);
         const words = name === "usual" ? "usual" : MOMENTS[name][0];
@@ -406,7 +422,7 @@ export default {
       const rim = yOf(shown.room);
       const { card } = known.plan.setup;
       shapes.push(
-        line(x + vessel + 10, rim, left + 6 * each, rim, { class: "border" }),
+        line(x + vessel + 10, rim, left + (order.length + 1) * each, rim, { class: "border" }),
         text(left, rim - 6, `${card.name}: ${card.usable} GiB`, { class: "small halo bold" }),
       );
       return shapes;
@@ -566,7 +582,7 @@ export default {
       if (x === null || !drawn || !shown) return null;
       const { left, each, x: first, vessel, floor, rows } = drawn;
       const i = Math.floor((x - left) / each);
-      const column = [...Object.keys(MOMENTS), "usual"][i];
+      const column = [...order, "usual"][i];
       const inside = x >= first - 6 && x <= first + vessel + 6;
       const moment = inside ? momentOf(known, valuesNow()) : column;
       if (!moment || y > floor + 8 + 16 * Math.max(2, rows)) return null;
@@ -587,15 +603,15 @@ export default {
     /** Hold and drag over the columns: the moment follows. */
     function scrub(x) {
       const i = Math.floor((x - (drawn?.left ?? Infinity)) / (drawn?.each ?? 1));
-      if (i < 0 || i > 5) return null;
+      if (i < 0 || i > order.length) return null;
       return (at) => {
-        const j = clamp(Math.floor((at - drawn.left) / drawn.each), 0, 4);
-        change(model, { moment: Object.keys(MOMENTS)[j] });
+        const j = clamp(Math.floor((at - drawn.left) / drawn.each), 0, order.length - 1);
+        change(model, { moment: order[j] });
       };
     }
 
     function key(event) {
-      const [values, order] = [valuesNow(), Object.keys(MOMENTS)];
+      const values = valuesNow();
       const now = planned(values);
       const moment = momentOf(now, values);
       if (event.key === "Escape") return point(null);
@@ -616,7 +632,6 @@ export default {
 
     // -------------------------------------------------------------- controls
 
-    const order = Object.keys(MOMENTS);
     function advance() {
       const at = order.indexOf(model.get("moment"));
       change(model, { moment: order[(at + 1) % order.length] });
@@ -707,6 +722,11 @@ export default {
         label: "of the tokens, prompt",
         values: PROMPTS,
         format: (value) => (value === null ? "512, or half" : thousands(value)),
+      }),
+      slider(model, "picture_tokens", {
+        label: "of the prompt, pictures",
+        values: PICTURES,
+        format: (value) => (value ? `${thousands(value)} tokens` : "none"),
       }),
       slider(model, "lora_r", {
         label: "rank of the adapters",

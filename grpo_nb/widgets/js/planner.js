@@ -29,6 +29,7 @@ const SHAPE = {
   norms: 2,
   max_positions: null,
   towers: 0,
+  tower: null,
   counted: [],
   state: 0,
 };
@@ -86,6 +87,40 @@ export function tensors(s) {
     rest: [...inLayers(small), [1, H, 1]],
     ...beside,
   };
+}
+
+/** `Tower.matrices`: [from, to] of a layer's linear layers. */
+function matricesOf({ hidden: H, intermediate: inner, gated, joined }) {
+  const projections = joined ? [[H, 3 * H]] : Array(3).fill([H, H]);
+  return [...projections, [H, H], ...Array(1 + gated).fill([H, inner]), [inner, H]];
+}
+
+/** `Tower.kept`: bytes of a patch that a layer which trains keeps. */
+function towerKept({ hidden, intermediate, gated, joined }, element) {
+  const norm = gated ? (element < 4 ? 8 : 12) : 2 * element;
+  const wide = (2 + 2 * gated) * intermediate * element;
+  return hidden * (2 * norm + (joined ? 7 : 4) * element) + wide;
+}
+
+/** `Tower.working`: the most bytes of a patch that a layer holds while it reads. */
+function towerWorking({ hidden, intermediate, gated, joined }, element) {
+  const wide = (2 + gated) * intermediate + (4 - gated) * hidden;
+  return Math.max(wide * element, hidden * (30 - 4 * gated + 4 * element) * joined);
+}
+
+/** `picture_bytes`: [kept until the backward pass is through, the most at any time]. */
+function pictureBytes(shape, tokens, element, trains, checkpointed) {
+  const { tower } = shape;
+  const [patches, width] = [tokens * tower.merged, tower.hidden * element];
+  const pixels = patches * tower.numbers * element;
+  const vectors = tokens * shape.hidden * element * (1 + tower.deep);
+  if (!trains) return [0, pixels + patches * towerWorking(tower, element) + vectors];
+  const one = towerKept(tower, element);
+  const projectors = 3 * width * (1 + tower.deep);
+  const kept = pixels + patches * (tower.layers * (checkpointed ? width : one) + projectors);
+  const gradients = width + (2 + tower.gated) * tower.intermediate * element;
+  const again = (one - 4 * width) * checkpointed; // the last projector is through, the input kept
+  return [kept, kept + patches * (again + gradients)];
 }
 
 const numbersIn = (kinds) =>
@@ -240,7 +275,11 @@ export function shapeProblem(shape) {
     windows: (one) => one === null || whole(one, 0),
     counted: (one) => Array.isArray(one) && one[0] in KINDS && whole(one[1], 0),
   };
-  const bad = others.find((name) => !whole(shape[name], 0)) ??
+  const { tower } = shape;
+  const sizes = ["layers", "hidden", "intermediate", "numbers", "merged"];
+  const sees = tower === null ||
+    (typeof tower === "object" && sizes.every((name) => whole(tower[name], 1)) && whole(tower.deep, 0));
+  const bad = (sees ? null : "tower") ?? others.find((name) => !whole(shape[name], 0)) ??
     (shape.layers > 4096 ? "layers" : null) ??
     Object.keys(lists).find((name) => !Array.isArray(shape[name]) || !shape[name].every(lists[name]));
   return bad ? `${bad} of ${shape.name} holds what is no count` : null;
@@ -283,10 +322,10 @@ function updateBytes(optim, kinds, weight) {
   return weight * addUp(numbersIn(kinds));
 }
 
-function trainedTensors(shape, r, targets) {
+function trainedTensors(shape, r, targets, tower) {
   if (!r) {
     const { towers, ...others } = tensors(shape);
-    return others;
+    return tower ? tensors(shape) : others;
   }
   const [H, inner] = [shape.hidden, shape.intermediate];
   const [q, k] = [shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim];
@@ -297,8 +336,13 @@ function trainedTensors(shape, r, targets) {
     mlp: [...up, [inner, H]].map(([wide, out]) => [r * E, wide, out]),
   };
   const kinds = Object.keys(adapted).filter((kind) => targets.includes(kind));
-  const pairs = ([n, wide, out]) => [[shape.layers, n, wide], [shape.layers, out, n]];
-  return Object.fromEntries(kinds.map((kind) => [kind, adapted[kind].flatMap(pairs)]));
+  const pairs = (layers) => ([n, wide, out]) => [[layers, n, wide], [layers, out, n]];
+  const found = Object.fromEntries(
+    kinds.map((kind) => [kind, adapted[kind].flatMap(pairs(shape.layers))]),
+  );
+  if (!tower) return found;
+  const sizes = matricesOf(shape.tower).map((one) => [r, ...one]);
+  return { ...found, towers: sizes.flatMap(pairs(shape.tower.layers)) };
 }
 
 function kvBytes(shape, rows, context, element, { prompt = 0, group = 1, paged = true } = {}) {
@@ -578,7 +622,17 @@ function drawing(step, rows) {
     return { kv, logits: CONSTANTS.VLLM_GRAPHS };
   }
   const parts = rolloutBytes(shape, rows, step);
-  return { ...parts, mlp: parts.mlp + unpackBytes(shape, step.weights, step.element, !step.old) };
+  const dense = unpackBytes(shape, step.weights, step.element, !step.old);
+  const reading = parts.hidden + parts.attention + parts.mlp; // after the pictures
+  const [, seen] = readingPictures(step, ceilOf(rows, step.num_generations), false);
+  return { ...parts, mlp: parts.mlp + dense, pictures: Math.max(0, seen - reading) };
+}
+
+/** `reading_pictures`: [kept until the backward pass is through, the most at any time]. */
+function readingPictures(step, prompts, trains) {
+  if (!step.picture_tokens) return [0, 0];
+  const tokens = prompts * step.picture_tokens;
+  return pictureBytes(step.shape, tokens, step.element, trains, step.gradient_checkpointing);
 }
 
 // ---------------------------------------------------------------- a step
@@ -614,6 +668,8 @@ export function setupOf(given) {
     lora_r: 32,
     lora_targets: given.shape.experts ? ["attention"] : ["attention", "mlp"],
     prompt_length: null,
+    picture_tokens: 0,
+    train_parts: null,
     max_completion_length: 15_872,
     num_generations: 8,
     generation_batch_size: given.num_generations ?? 8,
@@ -654,7 +710,9 @@ function stepOf(setup) {
   const [adapters, plain] = [setup.lora_r > 0, !isNf4(weights)];
   const each = adapters || weights === "fp32" ? 4 : 2;
   const element = weights === "fp32" && !autocast ? 4 : 2;
-  const kinds = trainedTensors(shape, setup.lora_r, setup.lora_targets);
+  const parts = setup.train_parts ?? (adapters ? [] : ["tower"]);
+  const trainTower = Boolean(setup.picture_tokens && shape.tower) && parts.includes("tower");
+  const kinds = trainedTensors(shape, setup.lora_r, setup.lora_targets, trainTower);
   const [batch, group] = [setup.per_device_train_batch_size, setup.num_generations];
   const drawn = batch * completion;
   const prompts = setup.share_prompt ? ceilOf(batch, group) : batch;
@@ -674,6 +732,8 @@ function stepOf(setup) {
     optimizer_bytes: stateBytes(setup.optim, each),
     update_bytes: updateBytes(setup.optim, kinds, each),
     accumulates: setup.gradient_accumulation_steps > 1,
+    train_tower: trainTower,
+    prompts,
     tokens: [prompts * prompt + drawn, drawn],
   };
 }
@@ -689,6 +749,19 @@ export function setupProblem(setup) {
     return (
       `the head of ${shape.name} is its embedding, which every step multiplies with: it cannot ` +
       "be offloaded. Leave offload_embedding out"
+    );
+  }
+  const [pictures, prompt] = [setup.picture_tokens, stepOf(setup).prompt_length];
+  if (pictures && !shape.tower) {
+    return (
+      `${inFull(pictures)} tokens are pictures, and ${shape.name} reads none, or none that is known ` +
+      "here: leave picture_tokens out"
+    );
+  }
+  if (pictures > prompt) {
+    return (
+      `${inFull(pictures)} tokens of the prompt are pictures, and it has ${inFull(prompt)}: ` +
+      "prompt_length counts them too"
     );
   }
   if (!setup.lora_r && !TRAINABLE.includes(weights)) {
@@ -741,11 +814,21 @@ function inputsOnHost(step) {
   return inputs + full * tokens * attentionResults(shape, step.element);
 }
 
+function pixelsOnHost(step) {
+  if (!step.picture_tokens) return 0;
+  const { merged, numbers } = step.shape.tower;
+  const prompts = ceilOf(step.generation_batch_size, step.num_generations);
+  return 4 * prompts * step.picture_tokens * merged * numbers;
+}
+
 function training(step, sliceTokens) {
   const moments = stepBytes(step.shape, computation(step, sliceTokens), step);
   moments.head.hidden -= hiddenOnHost(step);
   moments.layer.mlp += unpackBytes(step.shape, step.weights, step.element, !step.old);
-  return moments;
+  if (!step.picture_tokens) return moments;
+  const [kept, most] = readingPictures(step, step.prompts, step.train_tower);
+  const { head, layer } = mapped(moments, (parts) => ({ ...parts, pictures: kept }));
+  return { head, layer, reading: { pictures: most } };
 }
 
 function casts(step, layers, head = false) {
@@ -761,11 +844,10 @@ function withGradients(step, sliceTokens) {
   if (step.all_weights) return allGradients(step, sliceTokens, passes);
   const held = step.trained * (2 * each + step.optimizer_bytes);
   const kept = step.gradient_checkpointing ? 1 : step.shape.layers;
-  return {
-    head: { ...passes.head, adapters: held, copies: casts(step, kept > 1 ? kept : 0, true) },
-    layer: { ...passes.layer, adapters: held, copies: casts(step, kept) },
-    update: { adapters: held + step.update_bytes },
-  };
+  const copies = { head: casts(step, kept > 1 ? kept : 0, true), layer: casts(step, kept) };
+  const found = mapped(passes, (parts, moment) =>
+    ({ ...parts, adapters: held, copies: copies[moment] ?? 0 }));
+  return { ...found, update: { adapters: held + step.update_bytes } };
 }
 
 function allGradients(step, sliceTokens, passes) {
@@ -798,11 +880,14 @@ function allGradients(step, sliceTokens, passes) {
       copies: casts(step, shape.layers, true),
     },
     layer: worst,
+    ...(step.picture_tokens
+      ? { reading: { ...passes.reading, adapters: states + (again || step.train_tower) * gradients } }
+      : {}),
     update: { adapters: states + gradients + step.update_bytes },
   };
 }
 
-const ACTIVATIONS = ["kv", "hidden", "attention", "mlp", "logits"];
+const ACTIVATIONS = ["kv", "pictures", "hidden", "attention", "mlp", "logits"];
 
 function withRest(parts, fixed) {
   const all = mapped(PARTS, (_, name) => (parts[name] ?? 0) + (fixed[name] ?? 0));
@@ -887,6 +972,7 @@ export function planOf(setup) {
       embedding: there.embedding,
       "layer inputs": inputsOnHost(step),
       "hidden states": hiddenOnHost(step),
+      pixels: pixelsOnHost(step),
       "sleeping weights": there.asleep,
     },
     weights: there.weights,
@@ -1163,6 +1249,26 @@ const OF_PART = {
       ],
       [`sliding layers: ${plan.rows + 1} rings of their windows × ${inFull(token)} bytes`, windows],
     ];
+  },
+  pictures({ step, moment, plan }) {
+    const { tower } = step.shape;
+    const together = { rollout: ceilOf(plan.rows, step.num_generations) }[moment] ?? step.prompts;
+    const patches = together * step.picture_tokens * tower.merged;
+    const pixels = [
+      `${inFull(patches)} patches × ${inFull(tower.numbers)} pixels × ${step.element} bytes`,
+      patches * tower.numbers * step.element,
+    ];
+    if (moment === "rollout") {
+      return [["what their tower needs more than the text that is read after it", Infinity]];
+    }
+    const work = patches * towerWorking(tower, step.element);
+    if (!step.train_tower) {
+      return [pixels, ["a layer of the tower, nothing kept", work], ["vectors for the text", Infinity]];
+    }
+    const width = tower.hidden * step.element;
+    const one = step.gradient_checkpointing ? width : towerKept(tower, step.element);
+    const words = `${tower.layers} layers of the tower × ${inFull(one)} bytes a patch`;
+    return [pixels, [words, patches * tower.layers * one], ["its projector and gradients", Infinity]];
   },
   hidden({ step, moment }) {
     const { shape, tokens: [tokens] } = step;
