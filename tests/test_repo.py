@@ -2,22 +2,28 @@
 is in step with it."""
 
 import ast
+import base64
 import contextlib
 import functools
 import io
 import json
 import multiprocessing
 import os
+import random
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from configparser import ConfigParser
 from importlib import import_module
 from pathlib import Path
+from xml.etree import ElementTree
 
+import matplotlib
 import pytest
+from matplotlib import pyplot
 from venvs import layered, make_once
 
 import grpo_nb
@@ -425,6 +431,14 @@ def test_paths_of_where_do_i_change_lead_somewhere():
 # What is stored in a notebook
 
 
+def is_xml(data):
+    "Whether a drawing among the forms of an output, if there is one, can be read."
+    try:
+        return ElementTree.fromstring("".join(data.get("image/svg+xml", "<svg/>"))) is not None
+    except ElementTree.ParseError:
+        return False
+
+
 def faults_of_outputs(notebook):
     "What a reader of a page would stumble over."
     stored = json.loads(notebook.read_text())
@@ -442,6 +456,7 @@ def faults_of_outputs(notebook):
             "application/vnd.jupyter.widget-view+json" in data for data in shown
         ),
         "a stored path of the machine it was run on": "site-packages" in text,
+        "a drawing that is no XML": not all(map(is_xml, shown)),
         "no opening of `# title`, an empty line, `> one line`": not re.match(
             r"# .+\n\n> .+(\n|$)", opening
         ),
@@ -451,6 +466,32 @@ def faults_of_outputs(notebook):
 
 def test_notebooks_read_well_without_running():
     assert len(NOTEBOOKS) > 50 and not offenders(NOTEBOOKS, faults_of_outputs)
+
+
+def drawn(drawing):
+    "How often each element is there, and what is written, of a drawing without its metadata."
+    parts = list(ElementTree.fromstring(re.sub("(?s)<metadata>.*</metadata>", "", drawing)).iter())
+    return Counter(part.tag for part in parts), [(part.text or "").strip() for part in parts]
+
+
+@pytest.mark.parametrize("count, kept", [(3, "image/svg+xml"), (3000, "image/png")])
+def test_of_a_figure_the_smaller_form_is_stored_with_all_that_is_drawn(count, kept):
+    tools, dots = runpy.run_path(str(ROOT / "tools/notebooks.py")), random.Random(0)
+    figure, axes = pyplot.subplots(figsize=(3, 2))
+    axes.scatter(*([dots.random() for _ in range(count)] for _ in "xy"))
+    axes.set(title="two lines\nof $x^2$", xlabel="1.2345 & more", yticks=[0.1255, 0.9275])
+    forms = {"png": io.BytesIO(), "svg": io.BytesIO()}
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        for kind, stream in forms.items():
+            figure.savefig(stream, format=kind)
+    pyplot.close(figure)
+    drawing = forms["svg"].getvalue().decode()
+    points = base64.b64encode(forms["png"].getvalue()).decode()
+    data = {"image/png": points, "image/svg+xml": drawing}
+    tools["keep_smaller"]({"data": data})
+    assert list(data) == [kept]
+    short = tools["shorter"](drawing)
+    assert drawn(short) == drawn(drawing) and len(short) < 0.9 * len(drawing)
 
 
 # Every module has a name and a test file of its own

@@ -297,10 +297,13 @@ def test_pages_are_rid_of_what_they_do_not_need(tools, tmp_path):
     )
     (tmp_path / "_static/a.js").write_text('e.classList.add("made")')
     (tmp_path / "a.png").write_bytes(b"\x89PNG" + bytes(12) + bytes([0, 0, 1, 44, 0, 0, 0, 200]))
+    (tmp_path / "b.svg").write_text('<svg width="300.75pt" height="150pt" viewBox="0 0 9 9"/>')
+    (tmp_path / "c.svg").write_text('<svg viewBox="0 0 9 9"/>')
     page, search = tmp_path / "index.html", tmp_path / "search.html"
     for path in (page, search):
         path.write_text(
             '<p class="used x"><script src="searchindex.js"></script><img alt="a" src="a.png">'
+            '<img src="b.svg"><img src="c.svg">'
             '<script defer="defer" src="../_static/mathjax.js?v=1"></script>'
         )
     tools["mend"](tmp_path)
@@ -309,6 +312,8 @@ def test_pages_are_rid_of_what_they_do_not_need(tools, tmp_path):
     )
     assert "searchindex" in search.read_text() and "searchindex" not in page.read_text()
     assert '<img loading="lazy" width="300" height="200" alt="a" src="a.png">' in page.read_text()
+    drawn = '<img loading="lazy" width="401" height="200" src="b.svg"><img src="c.svg">'
+    assert drawn in page.read_text()
     assert "<script defer" not in page.read_text()
     assert '{ src: "../_static/mathjax.js?v=1" }' in page.read_text()
 

@@ -117,7 +117,7 @@ def shorter(drawing):
     drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.S)
     drawing = re.sub(r"'[^';\"]+', (?=[^;\"]*sans-serif)", "", drawing)
     drawing = re.sub(r"(?:\b(?:Geneva|Lucid|Arial|Avant Garde), )+(?=sans-serif)", "", drawing)
-    drawing = re.sub(r"(\d\.\d\d)\d+", r"\1", drawing)
+    drawing = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), drawing)
     return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", drawing))
 
 
