@@ -474,8 +474,8 @@ def drawn(drawing):
     return Counter(part.tag for part in parts), [(part.text or "").strip() for part in parts]
 
 
-@pytest.mark.parametrize("count, kept", [(3, "image/svg+xml"), (3000, "image/png")])
-def test_of_a_figure_the_smaller_form_is_stored_with_all_that_is_drawn(count, kept):
+@pytest.mark.parametrize("count", [3, 3000])
+def test_a_figure_is_stored_as_lines_too_where_they_are_few_with_all_that_is_drawn(count):
     tools, dots = runpy.run_path(str(ROOT / "tools/notebooks.py")), random.Random(0)
     figure, axes = pyplot.subplots(figsize=(3, 2))
     axes.scatter(*([dots.random() for _ in range(count)] for _ in "xy"))
@@ -488,8 +488,8 @@ def test_of_a_figure_the_smaller_form_is_stored_with_all_that_is_drawn(count, ke
     drawing = forms["svg"].getvalue().decode()
     points = base64.b64encode(forms["png"].getvalue()).decode()
     data = {"image/png": points, "image/svg+xml": drawing}
-    tools["keep_smaller"]({"data": data})
-    assert list(data) == [kept]
+    tools["with_lines"]({"data": data})
+    assert data.pop("image/png") == points and len(data) == (count == 3)
     short = tools["shorter"](drawing)
     assert drawn(short) == drawn(drawing) and len(short) < 0.9 * len(drawing)
 
