@@ -220,7 +220,8 @@ class OpenMatmul(MatmulRewards):
 
     def judge(self, texts, drawn_from):
         if self.naive_s is None:
-            self.naive_s = self.pool.test(NAIVE, "matmul", PRODUCT_TEST, 48).value[2]
+            found = [self.pool.test(NAIVE, "matmul", PRODUCT_TEST, 48) for _ in range(5)]
+            self.naive_s = min(one.value[2] for one in found)  # also on a busy machine
         return [self.report(last_program(text)) for text in texts]
 
     def report(self, program):

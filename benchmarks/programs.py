@@ -25,7 +25,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from answers import wilson
+from answers import pass_at, wilson
 from cheats import CHEATS, TASKS, OpenPool, tried, wall_of
 from datasets import Dataset
 from gsm8k import Stop, facts, loaded
@@ -123,8 +123,9 @@ def shorten(arguments):
         part = record[moment]
         part["shares"] = {task: shares(found) for task, found in part["programs"].items()}
         for one in sum(part["programs"].values(), []):
-            code = last_program(one["text"]).code
-            one["text"] = f"```python\n{code}\n```" if code else one["text"][:200]
+            program = last_program(one["text"])
+            end = "" if program.truncated else "\n```"  # so that it is judged the same again
+            one["text"] = f"```python\n{program.code}{end}" if program.code else one["text"][:200]
     write(arguments, record)
 
 
@@ -225,15 +226,17 @@ def show(arguments):
         record = json.loads(path.read_text())
         for moment in [m for m in ("before", "after") if m in record]:
             for task, programs in record[moment]["programs"].items():
-                mean = {key: sum(one[key] for one in programs) / len(programs)
-                        for key in ("points", "points_no_walls")}  # fmt: skip
+                found, of = shares(programs), len(programs)
+                walled, free = (sum(one[key] for one in programs) / of
+                                for key in ("points", "points_no_walls"))  # fmt: skip
                 best = max((one["speed"] for one in programs if "speed" in one), default=math.nan)
-                print(f"{path.stem}, {moment}, {task}: {len(programs)} programs, points "
-                      f"{mean['points']:.2f}, without walls {mean['points_no_walls']:.2f}, "
-                      f"fastest {best:.2f} times the loops")  # fmt: skip
-                for kind, (count, of, low, high) in shares(programs).items():
-                    print(f"    {kind:30} {count:4}  {count / of:6.1%} "
-                          f"({low:.1%} to {high:.1%})")  # fmt: skip
+                some = pass_at(min(8, of), found["right, or plays"][0], of)
+                print(
+                    f"{path.stem}, {moment}, {task}: {of} programs, points {walled:.2f}, without "
+                    f"walls {free:.2f}, pass@8 {some:.1%}, fastest {best:.2f} times the loops"
+                )
+                for kind, (count, _, low, high) in found.items():
+                    print(f"    {kind:30} {count:4}  {count / of:6.1%} ({low:.1%} to {high:.1%})")
 
 
 WAYS = dict(sample=sample, run=run, judge=judge, shorten=shorten, show=show)

@@ -179,5 +179,39 @@ def test_stored_shares_are_those_of_the_stored_programs(path):
     for task, programs in before["programs"].items():
         assert before["shares"][task] == shares(programs)
         for one in programs:
-            code = last_program(one["text"]).code
-            assert one["stage"] == "truncated" or one["tried"] == tried(code, task), one["why"]
+            program = last_program(one["text"])
+            assert one["tried"] == tried(program.code, task), one["why"]
+            assert (one["stage"] == "truncated") == program.truncated
+
+
+def test_the_page_says_what_is_stored():
+    page = FOLDER.parent / "nbs/tutorials/07_matmul_gpt_oss.ipynb"
+    cells = json.loads(page.read_text())["cells"]
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    small, large = (
+        json.loads((FOLDER / f"results/programs/{name}.json").read_text())["before"]
+        for name in ("coder05", "coder15")
+    )
+    count = {"0.5B": small["shares"], "1.5B": large["shares"]}
+    told = [count[model]["matmul"]["imports"][:2] for model in count]
+    (a, b), (c, d) = told
+    assert f"{a} of {b} programs of the 0.5B import a library, and {c} of {d} of the 1.5B" in text
+    blind = count["0.5B"]["2048"]["blind"]
+    assert f"For 2048, {blind[0]} of {blind[1]} " in text
+    every = [one for part in (small, large) for each in part["programs"].values() for one in each]
+    assert f"None of {len(every)} touches a clock" in text
+    assert not any("clock" in one["tried"] for one in every)
+    assert sum("cache" in one["tried"] for one in every) == 1  # "one keeps answers"
+    for key in ("points", "points_no_walls"):
+        for part in (small, large):
+            programs = part["programs"]["matmul"]
+            mean = sum(one[key] for one in programs) / len(programs)
+            assert f"{mean:.1f}" in text, (key, mean)
+    programs = large["programs"]["matmul"]
+    paid = {True: [], False: []}  # whether it imports -> whether it is right without walls
+    for one in programs:
+        paid["imports" in one["tried"]].append(one["stage_no_walls"] == "right")
+    assert [sum(paid[True]), len(paid[True])] == [7, 8]  # "seven of the eight imports"
+    assert f"{sum(paid[False])} of its {len(paid[False])} other programs" in text
+    squares = count["0.5B"]["matmul"]["wall: matrices of other shapes"][0]
+    assert squares == 7 and "Seven of 64 programs" in text
