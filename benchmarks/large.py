@@ -12,10 +12,12 @@ layers, random weights of full size that are made on the card, a smaller card's 
 
 The cap holds for torch, and the library is told of a card of that size (`Limits` in context.py).
 "planned" are the planner's GiB by moment and part, "as torch counts" the same without CUDA's own
-memory and gaps: what "peak" of drawing and training is to be. "driver" is what the driver had given
-away, which is to stay below the cap. The only step is the first one, so seconds hold
-what is compiled ("compiled"). A random model hardly ever draws its end token: every completion has
-its full length. Positions above the model's own cost what others do, and mean nothing.
+memory and gaps: what "peak" of drawing and training is to be. ("copies of the row" come on top:
+completions that are trained together share their prompt, and attention copies it.) "driver" is what
+the driver had given away, which is to stay below the cap. The only step is the first one, so its
+seconds hold what is compiled ("compiled"). A random model hardly ever draws its end token: every
+completion has its full length. Positions above the model's own cost what others do, and mean
+nothing.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -37,7 +39,7 @@ from sharded import NARROW
 from train_step import GiB, clear, versions, word_tokenizer
 
 from grpo_nb import GRPOConfig, load_model
-from grpo_nb.model.memory_bytes import MODELS
+from grpo_nb.model.memory_bytes import MODELS, row_bytes
 from grpo_nb.model.memory_fit import Card
 from grpo_nb.planning.plan import plan
 
@@ -67,7 +69,7 @@ ROWS = {
         "gpt-oss-20b", "bf16", 79.15, 261_120, batch=2, r=8, host=True, embedding=True, minutes=4
     ),
     "oss_116k": Row(
-        "gpt-oss-20b", "mxfp4", 23.64, 115_328, batch=2, r=8, host=True, embedding=True, minutes=2
+        "gpt-oss-20b", "mxfp4", 24.0, 115_328, r=8, host=True, embedding=True, minutes=3
     ),
     "qwen3_110k": Row("Qwen3-8B", "nf4", 79.15, 108_976, minutes=4),
     "llama_20k": Row(
@@ -144,7 +146,7 @@ def watched(record, limits):
 def step(row, record, args):
     "Load the model and make a step; what is found goes into the record."
     if args.cpu:
-        row = Row(**asdict(row) | dict(prompt=40, new=6, completions=2, batch=min(row.batch, 2)))
+        row = replace(row, prompt=40, new=6, completions=2)
     start, config = time.perf_counter(), config_of(row, args.cpu)
     with Limits(row.gib, False) as limits, tempfile.TemporaryDirectory() as folder:
         model, _ = load_model(
@@ -225,6 +227,9 @@ def about(name, row):
     made = planned(row)
     gib = {m: {k: round(v / GiB, 2) for k, v in parts.items()} for m, parts in made.moments.items()}
     counted = {"sample": made.allocated("rollout"), "train": made.allocated("head", "layer")}
+    if row.batch > 1:  # which a plan leaves out
+        tokens, keys = row.prompt + row.batch * row.new, row.batch * (row.prompt + row.new)
+        counted["copies of the row"] = row_bytes(made.setup.model, 2, tokens, keys)
     return dict(
         row=name,
         **asdict(row),
@@ -244,6 +249,7 @@ def main():
     parser.add_argument("row", nargs="?", choices=ROWS)
     parser.add_argument("out", nargs="?", type=Path, default=Path("large.json"))
     parser.add_argument("--minutes", type=float, help="at most (default: what is reckoned, and 2)")
+    parser.add_argument("--gib", type=float, help="of the card, in place of the row's")
     parser.add_argument("--list", action="store_true", help="the rows, and nothing is run")
     parser.add_argument("--cpu", action="store_true", help="narrow, on the CPU")
     args = parser.parse_args()
@@ -258,7 +264,7 @@ def main():
         return 0
     if not (args.cpu or torch.cuda.is_available()):
         sys.exit("there is no GPU here: --cpu tries the script with a narrow model")
-    row = ROWS[args.row]
+    row = replace(ROWS[args.row], gib=args.gib or ROWS[args.row].gib)
     record = about(args.row, row) | versions("bitsandbytes")
     thread = witness(record, args.out, 60 * (args.minutes or row.minutes + 2))
     try:
