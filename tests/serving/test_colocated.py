@@ -322,3 +322,7 @@ def test_a_base_in_nf4_is_not_what_vllm_loads(tmp_path, monkeypatch):
 def test_the_version_that_is_named_is_the_extra_s():
     settings = (Path(__file__).parents[2] / "settings.ini").read_text()
     assert f"\nvllm_requirements = vllm=={TRIED}\n" in settings
+    table = (Path(__file__).parents[2] / "docs/beyond_one_machine.md").read_text()
+    assert [row.split(" | ")[0] for row in table.splitlines() if "| yes, on cards" in row] == [
+        f"| {TRIED}"
+    ]
