@@ -18,7 +18,7 @@ from grpo_nb.model import attention, limits
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("train_step", "grpo_step", "context", "at_size", "decode_modules", "vllm_reads")
-NAMES += ("dense_step",)
+NAMES += ("dense_step", "pictures", "on_cards")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -601,7 +601,7 @@ def test_every_table_of_the_page_names_machine_versions_and_day():
         assert re.search(r"torch 2\.\d+", below) and re.search(r"2026-\d\d-\d\d", below), below
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:-1])
 def test_without_a_card_there_is_a_sentence(scripts, monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
@@ -641,3 +641,23 @@ def test_vllm_needs_a_card(scripts, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="--cpu"):
         scripts["vllm_reads"].main()
+
+
+def test_pictures_beside_the_plan(scripts, capsys, monkeypatch, tmp_path):
+    "With a tiny model; the sizes are those of the released models, and each line of the list runs."
+    from grpo_nb.model.memory_bytes import MODELS, released_shape
+
+    pictures, out = scripts["pictures"], tmp_path / "found.json"
+    for name in pictures.SIZES:
+        shape, known = released_shape(pictures.config_of(name)), MODELS[name]
+        assert (shape.tower, shape.parameters) == (known.tower, known.parameters)
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--cpu", "--out", str(out)])
+    assert pictures.main() == 0
+    said = capsys.readouterr().out
+    assert "2 pictures among them" in said and "training: None GiB; the plan says" in said
+    assert json.loads(out.read_text())["rows"]["training"]["planned"] > 10
+    for _, minutes, _, first, line in scripts["on_cards"].read(FOLDER / "pictures_runs.txt"):
+        script, *given = line.split()[1:]
+        assert script == "benchmarks/pictures.py" and minutes <= 10 and first is None
+        flags = {word for word in given if word.startswith("--")}
+        assert flags <= {"--out", "--tower", "--tokens", "--cap", "--model"}
