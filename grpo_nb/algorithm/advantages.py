@@ -24,15 +24,12 @@ class Advantages:
     # (N,) one advantage a completion; 0 if it was not scored, or if its group has fewer than two
     # scored ones
     values: torch.Tensor
-    group_mean: (
-        torch.Tensor
-    )  # (P,) mean of the weighted reward sums over the scored completions; 0 if there are none
+    # (P,) mean of the weighted reward sums over the scored completions; 0 if there are none
+    group_mean: torch.Tensor
     # (P,) their standard deviation (ddof=1); exactly 0 if all are equal, or if fewer than two are
     # scored
     group_std: torch.Tensor
-    zero_std_fraction: (
-        float  # share of the groups in which every advantage is 0: they teach nothing
-    )
+    zero_std_fraction: float  # share of the groups in which every advantage is 0: nothing is learnt
 
 # %% ../../nbs/algorithm/01_advantages.ipynb #4f9677f1
 def _nan_for_none(value):
@@ -58,9 +55,8 @@ def _read_rewards(
         raise ValueError(
             "rewards are complex numbers, which have no better and worse; pass real numbers"
         )
-    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(
-        len(rewards), -1
-    )  # (N, K)
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    rewards = rewards.reshape(len(rewards), -1)  # (N, K)
     K = rewards.shape[1]
     weights = torch.as_tensor([1.0] * K if weights is None else weights).detach().to(rewards)
     if weights.shape != (K,):
@@ -83,9 +79,8 @@ def _check_groups(
             "(8 is usual)"
         )
     if N % G:
-        sizes = sorted(
-            (size for size in range(2, N + 1) if N % size == 0), key=lambda size: abs(size - G)
-        )[:2]
+        sizes = [size for size in range(2, N + 1) if N % size == 0]
+        sizes = sorted(sizes, key=lambda size: abs(size - G))[:2]
         counts = " or ".join(str(n) for n in (N - N % G, N - N % G + G) if n)
         other = f", or num_generations={' or '.join(map(str, sorted(sizes)))}" if sizes else ""
         raise ValueError(
@@ -117,9 +112,8 @@ def _check_finite(
             "reward function off)"
         )
     limit = torch.finfo(rewards.dtype).max ** 0.5 / 1000
-    size = rewards.nan_to_num(0.0, math.inf, -math.inf).abs().amax(1) * weights.abs().max().clamp(
-        min=1
-    )  # (N,)
+    size = rewards.nan_to_num(0.0, math.inf, -math.inf).abs().amax(1)  # (N,)
+    size = size * weights.abs().max().clamp(min=1)
     if (size > limit).any():
         i = int((size > limit).nonzero()[0])
         raise ValueError(
@@ -169,9 +163,8 @@ def group_advantages(
     rewards: torch.Tensor | list,
     num_generations: int,  # G >= 2, completions of each prompt; N must be a multiple of it
     *,
-    weights: torch.Tensor
-    | list
-    | None = None,  # (K,) weight of each reward function; None = 1.0 each
+    # (K,) weight of each reward function; None = 1.0 each
+    weights: torch.Tensor | list | None = None,
     # divide by the standard deviation of the "group" (DeepSeekMath), of the whole "batch" (arXiv
     # 2508.08221) or by nothing, "none" (Dr. GRPO, arXiv 2503.20783)
     scale: str = "group",
@@ -199,9 +192,8 @@ def group_advantages(
                 stacklevel=2,
             )
         z, _, z_std = _centre(rewards)  # each reward function for itself
-        total = _weighted_sum(
-            _divide(z, z_std, eps).masked_fill(rewards.isnan(), math.nan), weights
-        )
+        z = _divide(z, z_std, eps).masked_fill(rewards.isnan(), math.nan)
+        total = _weighted_sum(z, weights)
         deviation, scale = _centre(total)[0], "batch"  # the sum of z over a group is 0 already
     if scale == "batch":
         std = _centre(total.reshape(1, -1))[2]  # (1, 1): about the mean of the batch

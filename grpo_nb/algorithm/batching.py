@@ -53,18 +53,13 @@ def check_whole(
 # %% ../../nbs/algorithm/03_batching.ipynb #807a03ec
 def batch_factors(
     settings: dict,  # the six settings of `BatchLayout` by name
-) -> (
-    dict
-):  # name -> value; `gradient_accumulation_steps` stands in where `steps_per_generation` is None
+) -> dict:  # name -> value; a `steps_per_generation` of None: `gradient_accumulation_steps`
     "The three settings whose product is the generation batch."
-    steps = (
-        "gradient_accumulation_steps"
-        if settings["steps_per_generation"] is None
-        else "steps_per_generation"
-    )
-    return {
-        name: settings[name] for name in ("per_device_train_batch_size", "num_processes", steps)
-    }
+    steps = "steps_per_generation"
+    if settings[steps] is None:
+        steps = "gradient_accumulation_steps"
+    names = "per_device_train_batch_size", "num_processes", steps
+    return {name: settings[name] for name in names}
 
 
 def is_setting(
@@ -84,11 +79,8 @@ def nearest_legal(
     "What `name` could be."
     if not all(is_setting(other, value) for other, value in settings.items() if other != name):
         return []
-    given = (
-        settings[name]
-        if isinstance(settings[name], (int, float)) and math.isfinite(settings[name])
-        else 1
-    )
+    given = settings[name]
+    given = given if isinstance(given, (int, float)) and math.isfinite(given) else 1
     factors, group = batch_factors(settings), settings["num_generations"]
     others = math.prod(value for factor, value in factors.items() if factor != name)
     if name == "num_generations":
@@ -108,11 +100,9 @@ def check_settings(
 
     for name, value in settings.items():
         if not is_setting(name, value):
-            near = (
-                f"The nearest legal value is {choices(name)}."
-                if choices(name)
-                else "Another setting has to change too."
-            )
+            near = "Another setting has to change too."
+            if nearest := choices(name):
+                near = f"The nearest legal value is {nearest}."
             raise ValueError(
                 f"{name} is {value!r}, and must be a whole number of at least "
                 f"{2 if name == 'num_generations' else 1}. {near}"
@@ -228,9 +218,8 @@ class BatchLayout:
     num_generations: int  # G, completions for each prompt, at least 2
     _: KW_ONLY
     gradient_accumulation_steps: int = 1  # micro-batches before one update
-    steps_per_generation: int | None = (
-        None  # micro-batches a process cuts its completions into; None: gradient_accumulation_steps
-    )
+    # micro-batches a process cuts its completions into; None: gradient_accumulation_steps
+    steps_per_generation: int | None = None
     num_iterations: int = 1  # mu, passes over the generation batch
     num_processes: int = 1  # processes side by side
 
@@ -256,12 +245,9 @@ class BatchLayout:
             num_iterations=num_iterations,
             num_processes=num_processes,
         )
-        cls(
-            per_device_train_batch_size,
-            num_generations,
-            steps_per_generation=num_generations,
-            **others,
-        )  # refuses what is wrong without the size
+        sizes = per_device_train_batch_size, num_generations
+        # refuses what is wrong without the size
+        cls(*sizes, steps_per_generation=num_generations, **others)
         a_step = per_device_train_batch_size * num_processes
         unit = math.lcm(a_step, num_generations)
         if not is_whole(generation_batch_size) or generation_batch_size % unit:
@@ -272,12 +258,7 @@ class BatchLayout:
                 f"and of num_generations {num_generations}. The nearest legal value is "
                 f"{' or '.join(map(str, multiples_around(value, unit)))}."
             )
-        return cls(
-            per_device_train_batch_size,
-            num_generations,
-            steps_per_generation=generation_batch_size // a_step,
-            **others,
-        )
+        return cls(*sizes, steps_per_generation=generation_batch_size // a_step, **others)
 
     @property
     def generation_batch_size(self) -> int:
@@ -325,9 +306,8 @@ class BatchLayout:
                 f"process is {process!r}, and must be a whole number from 0 to "
                 f"{self.num_processes - 1} (num_processes is {self.num_processes})."
             )
-        return slice(
-            process * self.completions_per_process, (process + 1) * self.completions_per_process
-        )
+        size = self.completions_per_process
+        return slice(process * size, (process + 1) * size)
 
     def micro_batches(self, completions: list) -> list[list]:
         """The completions of one process, cut into the micro-batches of a cycle, `num_iterations`
@@ -344,11 +324,8 @@ class BatchLayout:
 
     def updates_per_epoch(self, num_rows: int) -> int:
         "Optimizer steps in one pass over `num_rows` rows."
-        return math.ceil(
-            self.cycles_per_epoch(num_rows)
-            * self.micro_batches_per_cycle
-            / self.gradient_accumulation_steps
-        )
+        batches = self.cycles_per_epoch(num_rows) * self.micro_batches_per_cycle
+        return math.ceil(batches / self.gradient_accumulation_steps)
 
     def update_follows(
         self,
@@ -376,18 +353,11 @@ class BatchLayout:
     ) -> list[MicroBatch]:  # cycle by cycle, step by step, process by process
         "What is trained on, in order."
         check_whole("cycles", cycles)
-        result = []
+        result, count = [], self.prompts_per_generation
         for cycle in range(cycles):
-            drawn = prompt_order(
-                cycles * self.prompts_per_generation,
-                self.prompts_per_generation,
-                cycle,
-                shuffle,
-                seed,
-            )
-            batch = [
-                prompt for prompt in drawn for _ in range(self.num_generations)
-            ]  # (generation_batch_size,)
+            drawn = prompt_order(cycles * count, count, cycle, shuffle, seed)
+            # (generation_batch_size,)
+            batch = [prompt for prompt in drawn for _ in range(self.num_generations)]
             shares = []
             for process in range(self.num_processes):
                 mine = batch[self.process_slice(process)]  # (completions_per_process,)

@@ -145,11 +145,9 @@ def _softmax_chunk(
         total = -(p * logp).sum(-1)  # (n,)
     if grad_logps is None:
         return logps, total
-    bonus = (
-        None
-        if grad_entropy is None
-        else logp.add_(total[:, None]).mul_(p).mul_(grad_entropy[:, None])
-    )
+    bonus = None
+    if grad_entropy is not None:
+        bonus = logp.add_(total[:, None]).mul_(p).mul_(grad_entropy[:, None])
     hit = torch.arange(logits.shape[-1], device=logits.device) == index[:, None]
     gradient = p.neg_().add_(hit).mul_(grad_logps[:, None])  # (n, V)
     if bonus is not None:
@@ -163,35 +161,20 @@ def _compiled_softmax_chunk() -> Callable:
     return torch.compile(_softmax_chunk)
 
 
-def _fused_softmax_chunk(
-    logits, index, grad_logps=None, grad_entropy=None, *, temperature, softcap, scale, entropy
-):
+def _fused_softmax_chunk(logits, index, grad_logps=None, grad_entropy=None, *, softcap, **how):
     "`_softmax_chunk` on a GPU: by the kernel where it can."
     if grad_entropy is not None or softcap is not None or logits.dtype == torch.float64:
-        return _compiled_softmax_chunk()(
-            logits,
-            index,
-            grad_logps,
-            grad_entropy,
-            temperature=temperature,
-            softcap=softcap,
-            scale=scale,
-            entropy=entropy,
-        )
+        compiled = _compiled_softmax_chunk()
+        return compiled(logits, index, grad_logps, grad_entropy, softcap=softcap, **how)
     from grpo_nb.kernels.training_kernels import softmax_chunk
 
-    return softmax_chunk(
-        logits, index, grad_logps, temperature=temperature, scale=scale, entropy=entropy
-    )
+    return softmax_chunk(logits, index, grad_logps, **how)
 
 
 def _softmax_for(device):
     "The chunk's softmax: on a GPU, where Triton is, fused."
-    return (
-        _fused_softmax_chunk
-        if device.type == "cuda" and importlib.util.find_spec("triton")
-        else _softmax_chunk
-    )
+    fused = device.type == "cuda" and importlib.util.find_spec("triton")
+    return _fused_softmax_chunk if fused else _softmax_chunk
 
 # %% ../../nbs/algorithm/04_logprobs.ipynb #990302bd
 ROWS_PER_CHUNK = 1024  # the default's largest chunk: enough rows to keep a GPU's matrix units busy
@@ -214,22 +197,23 @@ def chunk_rows(
     pieces, chunks = min(pieces, batch), []
     for i in range(pieces):
         start, stop = batch * i // pieces * length, batch * (i + 1) // pieces * length
-        count = min(
-            logit_chunk_multiplier or max(4, _ceil_divide(stop - start, ROWS_PER_CHUNK)),
-            stop - start,
-        )
-        edges = [start + (stop - start) * j // count for j in range(count + 1)] if count else []
+        rows = stop - start
+        count = min(logit_chunk_multiplier or max(4, _ceil_divide(rows, ROWS_PER_CHUNK)), rows)
+        edges = [start + rows * j // count for j in range(count + 1)] if count else []
         chunks += zip(edges, edges[1:])
     return chunks
 
 # %% ../../nbs/algorithm/04_logprobs.ipynb #521eb762
 def _logits(hidden, head, bias, out):
     "hidden @ head.T + bias, written into `out`."
-    return (
-        torch.mm(hidden, head.T, out=out)
-        if bias is None
-        else torch.addmm(bias, hidden, head.T, out=out)
-    )
+    if bias is None:
+        return torch.mm(hidden, head.T, out=out)
+    return torch.addmm(bias, hidden, head.T, out=out)
+
+
+def _buffer(head, chunks):
+    "Room for the logits of the largest chunk, (n, V)."
+    return head.new_empty(max((stop - start for start, stop in chunks), default=0), len(head))
 
 
 def _cut(logits, survivors, start, stop):
@@ -259,33 +243,24 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ):
         with torch.autocast(hidden.device.type, enabled=False):
             head, bias_ = lm_head.to(dtype), bias if bias is None else bias.to(dtype)
-            buffer = head.new_empty(
-                max((stop - start for start, stop in chunks), default=0), len(head)
-            )  # (n, V)
-            logps = hidden.new_empty(
-                len(hidden), dtype=torch.promote_types(dtype, torch.float32)
-            )  # (N,)
+            buffer, wide = _buffer(head, chunks), torch.promote_types(dtype, torch.float32)
+            logps = hidden.new_empty(len(hidden), dtype=wide)  # (N,)
             entropies = torch.empty_like(logps) if entropy else None  # (N,)
             rows = hidden.new_empty(hidden.shape, dtype=dtype) if keep_rows else None  # (N, H)
             ones = torch.ones_like(logps[: len(buffer)])  # (n,)
             for start, stop in chunks:
-                logits = _logits(
-                    hidden[start:stop].to(dtype), head, bias_, out=buffer[: stop - start]
-                )  # (n, V)
+                chunk = hidden[start:stop].to(dtype)  # (n, H)
+                logits = _logits(chunk, head, bias_, out=buffer[: stop - start])  # (n, V)
                 _cut(logits, survivors, start, stop)
-                logps[start:stop], chunk_entropy = softmax(
-                    logits,
-                    index[start:stop],
-                    ones[: stop - start] if keep_rows else None,
-                    entropy=entropy,
-                )
+                to_rows = ones[: stop - start] if keep_rows else None
+                found = softmax(logits, index[start:stop], to_rows, entropy=entropy)
+                logps[start:stop], chunk_entropy = found
                 if entropy:
                     entropies[start:stop] = chunk_entropy
                 if keep_rows:
                     torch.mm(logits, head, out=rows[start:stop])
-        ctx.save_for_backward(
-            rows, *((hidden, lm_head, bias, index) if entropy or not keep_rows else ())
-        )
+        recomputes = entropy or not keep_rows
+        ctx.save_for_backward(rows, *((hidden, lm_head, bias, index) if recomputes else ()))
         ctx.chunks, ctx.dtype, ctx.softmax, ctx.hidden_dtype = chunks, dtype, softmax, hidden.dtype
         ctx.survivors = survivors
         ctx.set_materialize_grads(False)
@@ -316,9 +291,7 @@ def _recompute(ctx, hidden, lm_head, bias, index, grad_logps, grad_entropy):
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     grad_head = torch.zeros_like(lm_head, dtype=wide) if needs_head else None
     grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-    buffer = head.new_empty(
-        max((stop - start for start, stop in ctx.chunks), default=0), len(head)
-    )  # (n, V)
+    buffer = _buffer(head, ctx.chunks)
     for start, stop in ctx.chunks:
         chunk = hidden[start:stop].to(ctx.dtype)  # (n, H)
         logits = _logits(chunk, head, bias_, out=buffer[: stop - start])  # (n, V)
@@ -402,9 +375,8 @@ def chunked_hidden_states_selective_log_softmax(
     return_entropy: bool = False,
     # (B, T, K) tokens that could be drawn, and -1; all -1, or None: any token
     survivors: torch.Tensor | None = None,
-) -> (
-    torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-):  # (B, T) log-probs, float32 or wider [, (B, T) entropy in nats]
+    # (B, T) log-probs, float32 or wider [, (B, T) entropy in nats]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `index`, with the logits of one chunk at a time and none kept for the backward
     pass."""
     _check_head(hidden_states, lm_head, bias, index, logit_softcapping)
@@ -431,11 +403,8 @@ def chunked_hidden_states_selective_log_softmax(
         return_entropy,
         softmax,
     )
-    return (
-        (logps.view(batch, length), entropy.view(batch, length))
-        if return_entropy
-        else logps.view(batch, length)
-    )
+    logps = logps.view(batch, length)
+    return (logps, entropy.view(batch, length)) if return_entropy else logps
 
 # %% ../../nbs/algorithm/04_logprobs.ipynb #51f11c89
 @dataclass(frozen=True)
@@ -463,59 +432,35 @@ def choose_chunks(
     logit_chunk_multiplier: int | None = None,
 ) -> Chunks:  # the coarsest split that fits; a ValueError with the numbers if none does
     "Choose `mini_batch` and `logit_chunk_multiplier` by the memory that is free."
-    for name, value in (
-        ("batch", batch),
-        ("length", length),
-        ("mini_batch", mini_batch),
-        ("logit_chunk_multiplier", logit_chunk_multiplier),
-    ):
+    given = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
+    for name, value in {"batch": batch, "length": length, **given}.items():
         if value is not None:
             _check_count(name, value)
 
+    def states(pieces):
+        how = dict(mini_batch=pieces, element_bytes=hidden_element_bytes)
+        return hidden_state_bytes(batch, length, hidden, **how)
+
     def needed(pieces, multiplier):
-        states = hidden_state_bytes(
-            batch, length, hidden, mini_batch=pieces, element_bytes=hidden_element_bytes
-        )
-        return states + logit_bytes(
-            batch,
-            length,
-            vocab,
-            mini_batch=pieces,
-            logit_chunk_multiplier=multiplier,
-            element_bytes=logit_element_bytes,
-        )
+        how = dict(mini_batch=pieces, element_bytes=logit_element_bytes)
+        logits = logit_bytes(batch, length, vocab, logit_chunk_multiplier=multiplier, **how)
+        return states(pieces) + logits
 
     multiplier = logit_chunk_multiplier or max(4, length // 4096)
     for pieces in [mini_batch] if mini_batch else range(1, batch + 1):
         if needed(pieces, multiplier) <= free_bytes:
             return Chunks(pieces, multiplier, needed(pieces, multiplier))
     tokens = _ceil_divide(batch, pieces) * length
-    states = hidden_state_bytes(
-        batch, length, hidden, mini_batch=pieces, element_bytes=hidden_element_bytes
-    )
-    rows = (free_bytes - states) // (vocab * logit_element_bytes)
+    rows = (free_bytes - states(pieces)) // (vocab * logit_element_bytes)
     if logit_chunk_multiplier is None and rows >= 1:
-        return Chunks(
-            pieces, _ceil_divide(tokens, rows), needed(pieces, _ceil_divide(tokens, rows))
-        )
+        multiplier = _ceil_divide(tokens, rows)
+        return Chunks(pieces, multiplier, needed(pieces, multiplier))
+    multiplier, GiB = logit_chunk_multiplier or tokens, 2**30
+    room, least = max(free_bytes, 0), needed(pieces, multiplier)
     raise ValueError(
-        _nothing_fits(
-            pieces,
-            logit_chunk_multiplier or tokens,
-            states,
-            needed(pieces, logit_chunk_multiplier or tokens),
-            free_bytes,
-        )
-    )
-
-# %% ../../nbs/algorithm/04_logprobs.ipynb #af118567
-def _nothing_fits(pieces, multiplier, states, needed, free):
-    GiB = 2**30
-    return (
         f"the head does not fit: with mini_batch {pieces:,} and logit_chunk_multiplier "
-        f"{multiplier:,} it needs {needed / GiB:.3f} GiB (hidden states {states / GiB:.3f}, "
-        f"logits of one chunk {(needed - states) / GiB:.3f}), and {max(free, 0) / GiB:.3f} "
-        f"GiB are free: free {(needed - max(free, 0)) / GiB:.3f} GiB more, shorten the "
-        "sequences, "
-        "or leave mini_batch and logit_chunk_multiplier to be chosen if they are set"
+        f"{multiplier:,} it needs {least / GiB:.3f} GiB (hidden states {states(pieces) / GiB:.3f}, "
+        f"logits of one chunk {(least - states(pieces)) / GiB:.3f}), and {room / GiB:.3f} GiB are "
+        f"free: free {(least - room) / GiB:.3f} GiB more, shorten the sequences, or leave "
+        "mini_batch and logit_chunk_multiplier to be chosen if they are set"
     )

@@ -34,9 +34,8 @@ def sequence_mean(
 
 LEVELS = {
     "token": lambda log_ratio, mask: log_ratio.exp(),  # (B, T)
-    "sequence": lambda log_ratio, mask: sequence_mean(
-        log_ratio, mask
-    ).exp(),  # (B, 1), GSPO (arXiv 2507.18071) eq. 7
+    # (B, 1), GSPO (arXiv 2507.18071) eq. 7
+    "sequence": lambda log_ratio, mask: sequence_mean(log_ratio, mask).exp(),
 }
 
 # %% ../../nbs/algorithm/02_losses.ipynb #f367e579
@@ -128,9 +127,8 @@ def sapo_loss(
     **_,
 ) -> Tensor:  # the shape of `ratio`
     "-4/tau sigmoid(tau (c - 1)) A (SAPO, arXiv 2511.20347)."
-    tau = by_sign(
-        advantages > 0, sapo_temperature_pos, sapo_temperature_neg, like=advantages
-    )  # (B, 1)
+    taus = sapo_temperature_pos, sapo_temperature_neg
+    tau = by_sign(advantages > 0, *taus, like=advantages)  # (B, 1)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
 # %% ../../nbs/algorithm/02_losses.ipynb #e90f7fc5
@@ -299,10 +297,8 @@ def rollout_correction(
             f"old_logps {tuple(old_logps.shape)}, rollout_logps {tuple(rollout_logps.shape)} "
             f"and mask {tuple(mask.shape)} must have one shape (B, T)."
         )
-    low, high = (
-        -math.inf if clip_min is None else clip_min,
-        math.inf if clip_max is None else clip_max,
-    )
+    low = -math.inf if clip_min is None else clip_min
+    high = math.inf if clip_max is None else clip_max
     if not low < high or not high > 0 or (low, high) == (-math.inf, math.inf):
         raise ValueError(
             f"clip_min is {clip_min} and clip_max {clip_max}; set at least one, with "
@@ -310,17 +306,12 @@ def rollout_correction(
         )
     level, action = mode.split("_")
     dtype = torch.promote_types(old_logps.dtype, torch.float32)
-    gap = (
-        (old_logps.detach().to(dtype) - rollout_logps.detach().to(dtype))
-        .masked_fill(~mask.bool(), 0.0)
-        .nan_to_num(nan=0.0)
-    )
+    gap = old_logps.detach().to(dtype) - rollout_logps.detach().to(dtype)
+    gap = gap.masked_fill(~mask.bool(), 0.0).nan_to_num(nan=0.0)
     weights = (gap if level == "token" else gap.sum(-1, keepdim=True)).exp()
-    return (
-        weights.clamp(low, high)
-        if action == "truncate"
-        else weights.masked_fill((weights < low) | (weights > high), 0.0)
-    )
+    if action == "truncate":
+        return weights.clamp(low, high)
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
 
 # %% ../../nbs/algorithm/02_losses.ipynb #c45f3cda
 def off_policy_mask(
@@ -634,10 +625,9 @@ def grpo_loss(
     # the window's tokens, else 1
     entropy_share: float | Tensor | None = None,
     cautions: bool = True,  # warn of doubtful settings; False where a GRPOConfig has warned before
-) -> (
-    LossOutput
-):  # metrics: ratio/*, clip_ratio/*, kl with a reference, entropy if given, vespo/phi_seq_mean,
+    # metrics: ratio/*, clip_ratio/*, kl with a reference, entropy if given, vespo/phi_seq_mean,
     # dppo/masked
+) -> LossOutput:
     "The loss of one micro-batch of GRPO, in any of its forms."
     given = dict(locals())
     settings = {name: given[name] for name in LOSS_DEFAULTS}
@@ -650,14 +640,10 @@ def grpo_loss(
     dtype, mask = torch.promote_types(logps.dtype, torch.float32), mask.bool()
     logps, entropies = (cleaned(x, mask, dtype) for x in (logps, entropies))  # (B, T) each
     A = advantages.detach().to(dtype)[:, None]  # (B, 1)
+    old_logps = logps if old_logps is None else old_logps
+    others = old_logps, ref_logps, rollout_logps, rollout_weights
     old_logps, ref_logps, rollout_logps, rollout_weights = (  # (B, T) each
-        cleaned(None if x is None else x.detach(), mask, dtype)
-        for x in (
-            logps if old_logps is None else old_logps,
-            ref_logps,
-            rollout_logps,
-            rollout_weights,
-        )
+        cleaned(None if x is None else x.detach(), mask, dtype) for x in others
     )
 
     # ratio
@@ -675,9 +661,8 @@ def grpo_loss(
     # masks and weights
     sampled_logps = old_logps if rollout_logps is None else rollout_logps
     if off_policy_mask_threshold is not None:
-        token_loss = token_loss * off_policy_mask(
-            logps, sampled_logps, A, mask, off_policy_mask_threshold
-        )
+        near = off_policy_mask(logps, sampled_logps, A, mask, off_policy_mask_threshold)
+        token_loss = token_loss * near
     if dppo_divergence is not None:
         near = divergence_mask(logps, sampled_logps, A, dppo_divergence, dppo_threshold)
         token_loss = token_loss * near
@@ -697,13 +682,11 @@ def grpo_loss(
 
     # reduction
     tokens = mask.sum()
-    num_items = torch.as_tensor(
-        tokens if num_items is None else num_items, dtype=dtype, device=logps.device
-    )
+    num_items = tokens if num_items is None else num_items
+    num_items = torch.as_tensor(num_items, dtype=dtype, device=logps.device)
     num_items = torch.where(num_items > 0, num_items, 1.0)  # an empty window divides by 1
-    loss = kind.reduction(
-        token_loss, mask, num_items=num_items, max_completion_length=max_completion_length
-    )
+    sizes = dict(num_items=num_items, max_completion_length=max_completion_length)
+    loss = kind.reduction(token_loss, mask, **sizes)
 
     # entropy bonus: the mean over tokens whatever the reduction; of a window, this batch's share of
     # it

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HOME', 'CURVE', 'NOT_UPLOADED', 'NOT_SHOWN', 'check_token', 'is_on_hub', 'base_of', 'license_of', 'dataset_of',
-           'run_facts', 'sections', 'model_card', 'write_card', 'one_line', 'no_bars', 'UploadError', 'Repository',
-           'upload_model', 'link', 'stage', 'shown_settings', 'open_repository', 'HubWriter']
+           'run_facts', 'sections', 'model_card', 'write_card', 'one_line', 'UploadError', 'Repository', 'upload_model',
+           'link', 'stage', 'shown_settings', 'open_repository', 'HubWriter']
 
 # %% ../../nbs/training/21_hub.ipynb #0aee2e1e
 import json
@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,11 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData, try_to_load_from_cache
-from huggingface_hub.utils import (
-    HFValidationError,
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    validate_repo_id,
-)
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainerCallback
 
 import grpo_nb
+from ..model.export import no_file_bars
 from .checkpoint import MANIFEST, STATE, THEIR_STATE, checkpoints
 from .config import GRPOConfig
 from .policy_model import describe_trainable
@@ -225,19 +220,6 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-@contextmanager
-def no_bars(quiet: bool = True):
-    "`with no_bars():` keeps huggingface_hub from showing progress bars."
-    hides = quiet and not are_progress_bars_disabled()
-    if hides:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if hides:
-            enable_progress_bars()
-
-
 class UploadError(RuntimeError):
     "What was to be uploaded is on disk, and is not on the hub."
 
@@ -293,7 +275,7 @@ class Repository:
 
     def send(self, quiet: bool, **call: Any) -> CommitInfo:
         "Upload now; an upload in the background shows no progress bars."
-        with no_bars(quiet):
+        with no_file_bars() if quiet else nullcontext():
             return self.api.upload_folder(**call)
 
     def warn(self, done: Future, message: str) -> None:
