@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['MAX_TOKENS', 'IN_WORDS', 'PROMPTS', 'ANSWERS', 'STEPS', 'REAL', 'greedy_answers', 'greedy_accuracy', 'demo_config',
            'HeldOutAccuracy', 'FirstCheckpoint', 'held_out_curve', 'MinuteLines', 'asked_in_words', 'demo_model',
-           'warmed_up_model', 'one_thread', 'state_before', 'read_before', 'write_results', 'checkpoint_to_resume',
-           'starting_point', 'demo_trainer', 'run_demo']
+           'warmed_up_model', 'one_thread', 'state_before', 'read_before', 'write_results', 'starting_point',
+           'run_demo']
 
 # %% ../nbs/90_demo.ipynb #e2f55bd2
 import json
 import sys
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,13 @@ def demo_config(
     return GRPOConfig(**settings | changes)
 
 # %% ../nbs/90_demo.ipynb #2b14ca08
+@dataclass(eq=False, repr=False)
 class HeldOutAccuracy(TrainerCallback):
     "Measures greedy accuracy on held-out sums every few updates, as one more number of the log."
 
-    def __init__(
-        self,
-        rows: list[dict],  # never trained on
-        every: int = 25,  # updates
-    ):
-        self.rows, self.every, self.trainer = rows, every, None
+    rows: list[dict]  # never trained on
+    every: int = 25  # updates
+    trainer: GRPOTrainer | None = None
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         "Measure every `every` updates and at the end, and show the result in the bar."
@@ -146,15 +145,14 @@ def held_out_curve(
     return {record["step"]: record[name] for record in history if name in record}
 
 # %% ../nbs/90_demo.ipynb #5c1e07ab
+@dataclass(eq=False)
 class MinuteLines(TrainerCallback):
     "Prints how far a run is: at its first record, then once in `every` seconds, and at its end."
 
-    def __init__(
-        self,
-        every: float = 60.0,  # seconds
-        out: Any = None,  # a file; None: standard error, as the bar
-    ):
-        self.every, self.out, self.last, self.accuracy = every, out, None, ""
+    every: float = 60.0  # seconds
+    out: Any = None  # a file; None: standard error, as the bar
+    last: float | None = None  # when a line was printed
+    accuracy: str = ""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         "Print a line if one is due; the summary at the end of a run is not one."
@@ -275,21 +273,9 @@ def write_results(
     return summary
 
 # %% ../nbs/90_demo.ipynb #5c1e07ae
-def checkpoint_to_resume(
-    folder: Path,  # of the run
-) -> Path | None:  # None: there is none that is whole
-    "The newest whole checkpoint of a run; prints which newer ones it passed over, and why."
-    checkpoint, passed_over = newest_whole_checkpoint(folder)
-    for path, reason in passed_over:
-        say(f"{path} is damaged and was passed over: {reason}")
-    if checkpoint is None:
-        say(f"there is no whole checkpoint in {folder}, so the run begins anew")
-    return checkpoint
-
-
 def starting_point(
     folder: Path,  # of the run
-    checkpoint: Path | None,  # of `checkpoint_to_resume`; None: a new run
+    checkpoint: Path | None,  # to resume from; None: a new run
     train: list[dict],  # sums with answers
     held_out: list[dict],  # others
     seed: int,
@@ -307,26 +293,6 @@ def starting_point(
         say("warming up on worked sums", sys.stderr)
     made = demo_model(seed, name) if name else warmed_up_model(seed, train, progress=bars)
     return *made, state_before(folder, *made, held_out, began)
-
-# %% ../nbs/90_demo.ipynb #6ef5998a
-def demo_trainer(
-    model,
-    tokenizer,
-    config: GRPOConfig,
-    train: list[dict],  # sums with answers
-    held_out: list[dict],  # others
-    callbacks: list,  # besides those that measure and save
-) -> GRPOTrainer:
-    "A trainer that measures held-out sums, and shows a bar at most."
-    watch = [HeldOutAccuracy(held_out), FirstCheckpoint()]
-    sums = isinstance(train[0]["prompt"], str)
-    reward = exact_answer_reward if sums else correct_number_reward
-    given = dict(processing_class=tokenizer, callbacks=[*watch, *callbacks])
-    trainer = GRPOTrainer(model, reward, config, train, **given)
-    for callback in watch:
-        callback.trainer = trainer
-    trainer.log.show = False  # the bar shows enough
-    return trainer
 
 # %% ../nbs/90_demo.ipynb #7be1a0c4
 def run_demo(
@@ -346,7 +312,11 @@ def run_demo(
     one_run = one_run or OneRun(folder)
     train, held_out = asked_in_words(seed) if model else addition_problems(seed)
     with one_run.held(waits=resume), nullcontext() if model else one_thread():
-        checkpoint = checkpoint_to_resume(folder) if resume else None
+        checkpoint, passed_over = newest_whole_checkpoint(folder) if resume else (None, [])
+        for path, reason in passed_over:
+            say(f"{path} is damaged and was passed over: {reason}")
+        if resume and checkpoint is None:
+            say(f"there is no whole checkpoint in {folder}, so the run begins anew")
         policy, tokenizer, before = starting_point(
             folder, checkpoint, train, held_out, seed, quiet, bars, model
         )
@@ -356,8 +326,14 @@ def run_demo(
         changes = changes | dict(disable_tqdm=not bars, save_steps=save_steps or 50)
         changes["max_steps"] = steps or changes.get("max_steps", STEPS)
         config = demo_config(seed=seed, out=folder, **changes)
-        lines = [] if bars or quiet else [MinuteLines()]
-        trainer = demo_trainer(policy, tokenizer, config, train, held_out, lines)
+        watch, lines = [HeldOutAccuracy(held_out), FirstCheckpoint()], [MinuteLines()]
+        given = dict(processing_class=tokenizer)
+        given["callbacks"] = watch + lines * (not (bars or quiet))
+        reward = correct_number_reward if model else exact_answer_reward
+        trainer = GRPOTrainer(policy, reward, config, train, **given)
+        for callback in watch:
+            callback.trainer = trainer
+        trainer.log.show = False  # the bar shows enough
         trainer.one_run = one_run  # it is held already, and `train` enters again
         trainer.train(resume_from_checkpoint=checkpoint)
         summary = write_results(folder, trainer, held_out, before)

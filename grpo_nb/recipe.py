@@ -7,9 +7,9 @@ __all__ = ['MADE_IN_A_FILE', 'NOT_HERE', 'TODAY', 'GROUPS', 'FIELDS', 'NAMES', '
            'INSTEAD', 'FILES', 'STARTS', 'ModelSettings', 'AdapterSettings', 'DataSettings', 'as_number', 'from_yaml',
            'from_words', 'read_text', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names', 'recipe_of',
            'check_complete', 'read_recipe', 'comments', 'add_flag', 'groups_of_settings', 'add_flags', 'underscored',
-           'is_function', 'module_of', 'no_such_reward', 'check_places', 'check_there', 'named_object', 'made_by',
-           'shape_of', 'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of',
-           'with_lines', 'lines_of_servers', 'with_launch']
+           'is_function', 'module_of', 'place_of', 'check_places', 'check_there', 'named_object', 'made_by', 'shape_of',
+           'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of', 'with_lines',
+           'lines_of_servers', 'with_launch']
 
 # %% ../nbs/88_recipe.ipynb #b1af4714
 import argparse
@@ -435,20 +435,24 @@ def module_of(
     return importlib.import_module(place)
 
 # %% ../nbs/88_recipe.ipynb #834cbcbb
-def no_such_reward(
-    name: str,  # without a module
+def place_of(
+    name: str,  # "module:function", "file.py:function", "module.function", or a short name
     of: str,  # the setting that holds it
-) -> str:  # a sentence
-    "What to write in place of a short name that is not known here."
+) -> tuple[str, str, str]:  # the full name, its module or file, its last part; ValueError
+    "Where an object is; of a short name that is not known here, what to write in its place."
+    full = (SHORT | OF_TRL).get(name, name)
+    place, _, last = full.rpartition(":" if ":" in full else ".")
+    if place:
+        return full, place, last
     if name in INSTEAD:
-        return (
+        raise ValueError(
             f"{of} names {name!r}, which is made with numbers of its own: write "
             f"`score = {INSTEAD[name]}` and its import into a file, and name it file.py:score."
         )
     close = difflib.get_close_matches(name, SHORT | OF_TRL, 1)
     there = f"; the nearest is {close[0]!r}. " if close else f" ({', '.join(SHORT | OF_TRL)}). "
     own = "Your own are written module:function or file.py:function."
-    return f"{of} names {name!r}, which is no function of this library{there}{own}"
+    raise ValueError(f"{of} names {name!r}, which is no function of this library{there}{own}")
 
 
 FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -465,10 +469,7 @@ def check_places(recipe: Recipe) -> None:  # ValueError with what is not there
             raise ValueError(f"{said}, the file is empty: write one a line, such as {one}")
     names = recipe.data.reward_funcs or []
     for name in [names] if isinstance(names, str) else names:
-        full = (SHORT | OF_TRL).get(name, name)
-        place, _, _ = full.rpartition(":" if ":" in full else ".")
-        if not place:
-            raise ValueError(no_such_reward(name, "reward_funcs"))
+        _, place, _ = place_of(name, "reward_funcs")
         if place.endswith(".py") and not Path(place).is_file():
             raise ValueError(
                 f"reward_funcs names {name!r}, and {place} cannot be read: there is no such file "
@@ -499,10 +500,7 @@ def named_object(
     of: str,  # the setting that holds it, for errors
 ) -> Any:  # ValueError with what is there
     "What a name stands for."
-    full = (SHORT | OF_TRL).get(name, name)
-    place, _, last = full.rpartition(":" if ":" in full else ".")
-    if not place:
-        raise ValueError(no_such_reward(name, of))
+    full, place, last = place_of(name, of)
     if full.endswith(".py"):
         raise ValueError(f"{of} names the file {name!r}: add its function, as in {name}:right.")
     check_there(name, full, of)

@@ -31,17 +31,7 @@ from peft import PeftModel
 
 from . import __web__
 from .compat.trl import GRPOTrainer
-from grpo_nb.model.adapters import (
-    adaptable,
-    adapter_folder,
-    add_adapters,
-    base_of_adapter,
-    keep_adapter,
-    lora_config,
-    resolve_targets,
-    route_adapters,
-    without_memory,
-)
+from .model import adapters
 from .model.attention import has_sinks
 from .model.files import is_disk_full
 from .model.loading import choose_dtype, load_model
@@ -170,8 +160,8 @@ def made_model(recipe: Recipe) -> tuple[Any, Any]:  # model, and its tokenizer o
 def named_model(recipe: Recipe) -> tuple[Any, Any]:  # model, and its tokenizer or None
     "The model of a folder or a name on the hub."
     model, config = recipe.model, recipe.config
-    saved = adapter_folder(model.model_name_or_path)
-    name = base_of_adapter(saved) if saved else model.model_name_or_path
+    saved = adapters.adapter_folder(model.model_name_or_path)
+    name = adapters.base_of_adapter(saved) if saved else model.model_name_or_path
     found = read_config(name, model.model_revision)[0]
     room = (config.max_prompt_length or 0) + config.max_completion_length
     loaded, tokenizer = load_model(
@@ -200,7 +190,9 @@ def target_names(
     given = (adapter.lora_target_modules, adapter.lora_target_parameters)
     names = [name for one in given for name in ([one] if isinstance(one, str) else one or [])]
     if names == ["all-linear"]:
-        return [name for name, kind in adaptable(model).items() if kind in ("attention", "mlp")]
+        return [
+            name for name, kind in adapters.adaptable(model).items() if kind in ("attention", "mlp")
+        ]
     names = names or USUAL.get(model.config.model_type)
     if not names:
         raise ValueError(
@@ -218,12 +210,15 @@ def with_adapter(
     "The model with the adapter that a recipe asks for."
     if not adapter.use_peft:
         return model
-    present, model = model, without_memory(model) if isinstance(model, PeftModel) else model
+    present, model = (
+        model,
+        adapters.without_memory(model) if isinstance(model, PeftModel) else model,
+    )
     try:
-        targets = resolve_targets(model, target_names(model, adapter))
+        targets = adapters.resolve_targets(model, target_names(model, adapter))
     except ValueError as error:
         raise ValueError(str(error).replace("lora_targets", "lora_target_modules")) from None
-    kinds, share = adaptable(model), adapter.lora_dropout
+    kinds, share = adapters.adaptable(model), adapter.lora_dropout
     if share and any(kinds[name] == "experts" for name in targets):
         # their factors are multiplied before they see a token
         raise ValueError(
@@ -238,8 +233,8 @@ def with_adapter(
     )
     numbers = adapter.lora_r, targets, adapter.lora_alpha
     if present is model:
-        return add_adapters(model, *numbers, seed, **given)
-    print(keep_adapter(present, lora_config(model, *numbers, **given)))
+        return adapters.add_adapters(model, *numbers, seed, **given)
+    print(adapters.keep_adapter(present, adapters.lora_config(model, *numbers, **given)))
     return present
 
 # %% ../nbs/89_script.ipynb #6a4ea599
@@ -249,7 +244,7 @@ def model_of(recipe: Recipe) -> tuple[Any, Any]:  # model, and its tokenizer or 
     model, tokenizer = (made_model if made else named_model)(recipe)
     model = with_adapter(model, recipe.adapter, recipe.config.seed)
     if not made and has_sinks(model.config):
-        route_adapters(model, "routed_lean")
+        adapters.route_adapters(model, "routed_lean")
     return model, tokenizer
 
 # %% ../nbs/89_script.ipynb #fece04f8

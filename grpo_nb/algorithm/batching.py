@@ -324,8 +324,11 @@ class BatchLayout:
 
     def updates_per_epoch(self, num_rows: int) -> int:
         "Optimizer steps in one pass over `num_rows` rows."
-        batches = self.cycles_per_epoch(num_rows) * self.micro_batches_per_cycle
-        return math.ceil(batches / self.gradient_accumulation_steps)
+        return self.updates_in(self.cycles_per_epoch(num_rows))
+
+    def updates_in(self, cycles: int) -> int:
+        "Optimizer steps in an epoch of so many cycles; its last window may be short."
+        return math.ceil(cycles * self.micro_batches_per_cycle / self.gradient_accumulation_steps)
 
     def update_follows(
         self,

@@ -6,15 +6,16 @@
 __all__ = ['SAMPLER', 'MEMORY', 'PLACE', 'WITHOUT_EFFECT', 'REFUSED', 'ADAPTER_FILES', 'SAVING_WITHOUT_EFFECT', 'SAVING_REFUSED',
            'BOUND', 'SEVEN', 'ADAPTER_WITHOUT_EFFECT', 'ADAPTER_REFUSED', 'asked_for', 'check_others', 'bind',
            'NoSecondEngine', 'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text',
-           'request_outputs', 'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing',
-           'as_vllm_asks', 'fast_generate', 'load_lora', 'save_lora', 'save_pretrained_merged', 'push_to_hub_merged',
-           'save_pretrained_gguf', 'push_to_hub_gguf', 'from_pretrained', 'targets_of', 'targets_in_parts',
-           'get_peft_model', 'FastLanguageModel', 'FastModel', 'FastVisionModel']
+           'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing', 'as_vllm_asks', 'fast_generate',
+           'load_lora', 'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf',
+           'push_to_hub_gguf', 'from_pretrained', 'targets_of', 'targets_in_parts', 'get_peft_model',
+           'FastLanguageModel', 'FastModel', 'FastVisionModel']
 
 # %% ../../nbs/compat/01_fast.ipynb #dbaa36ee
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MethodType
@@ -24,17 +25,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 
-from grpo_nb.model.adapters import (
-    adaptable,
-    adapter_folder,
-    add_adapters,
-    base_of_adapter,
-    describe_adapters,
-    keep_adapter,
-    lora_config,
-    resolve_targets,
-    without_memory,
-)
+from ..model import adapters
 from ..model.attention import has_sinks
 from ..model.export import save_adapter, save_merged, save_mxfp4
 from ..model.loading import OVERFLOWING, load_model, select_experts
@@ -42,7 +33,7 @@ from ..model.offload import base_causal_model
 from ..model.pictures import WrittenPrompt, load_processor, sight_of
 from ..model.stored_weights import in_towers
 from ..rollout.engine import RolloutEngine
-from ..rollout.rollout import Rollout, default_stop_token_ids
+from ..rollout.rollout import default_stop_token_ids
 from ..rollout.sampling import SamplingParams
 from ..training.config import NOT_SAMPLED, unknown
 from ..training.data import prompt_token_ids
@@ -132,11 +123,10 @@ def bind(
 class NoSecondEngine:
     "What notebooks call `model.vllm_engine`: no engine beside the model holds memory."
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, *how: Any, **others: Any) -> None:
         "Nothing: completions are drawn on the tensors that are trained."
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        "Nothing."
+    wake_up = sleep
 
 
 def for_inference(
@@ -187,31 +177,6 @@ def cut_text(
     at, end = min(found)
     return text[: at + len(end)] if include else text[:at]
 
-
-def request_outputs(
-    prompts: Sequence,  # as they were given
-    rollout: Rollout,  # `params.n` completions of each
-    params: SamplingParams,
-    tokenizer: Any,  # of transformers
-    skip_special_tokens: bool = True,  # in the texts
-) -> list[RequestOutput]:  # one for each prompt
-    "A rollout as records of prompts."
-    texts = rollout.texts(tokenizer, skip_special_tokens)
-    rows = [
-        CompletionOutput(
-            i % params.n,
-            cut_text(texts[i], params.stop, params.include_stop_str_in_output),
-            ids[:length],
-            rollout.finish_reasons[i],
-        )
-        for i, (ids, length) in enumerate(
-            zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())
-        )
-    ]
-    groups = [rows[i : i + params.n] for i in range(0, len(rows), params.n)]
-    heads = rollout.prompt_ids[:: params.n]
-    return [RequestOutput(*parts) for parts in zip(prompts, heads, groups)]
-
 # %% ../../nbs/compat/01_fast.ipynb #6b8e4a37
 def our_params(
     params: Any,  # SamplingParams of ours or of vLLM; None: ours
@@ -259,9 +224,8 @@ def check_adapter(
         raise ValueError(
             f"{folder} holds no adapter: give the folder that save_lora wrote"
         ) from error
-    ours, names = model.active_peft_config, ("r", "lora_alpha", "use_rslora")
-    scale = {name: (getattr(theirs, name), getattr(ours, name)) for name in names}
-    for name, (saved, present) in scale.items():
+    for name in ("r", "lora_alpha", "use_rslora"):
+        saved, present = (getattr(one, name) for one in (theirs, model.active_peft_config))
         if saved != present:
             raise ValueError(
                 f"the adapter in {folder} has {name}={saved}, and the model's has {present}: "
@@ -275,10 +239,8 @@ def check_adapter(
         )
 
 
-def adapter_tensors(
-    folder: str | Path,
-) -> dict[str, torch.Tensor]:  # on the CPU, under PEFT's names without the adapter's
-    "The factors of a saved adapter."
+def adapter_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    "The factors of a saved adapter, on the CPU, under PEFT's names without the adapter's."
     return load_peft_weights(str(folder), device="cpu")
 
 
@@ -289,10 +251,7 @@ def wearing(
 ) -> Iterator[None]:
     "Within, the model has the adapter of a folder, or none; afterwards its own again."
     if request is None:
-        if isinstance(model, PeftModel):
-            with model.disable_adapter():
-                yield
-        else:
+        with model.disable_adapter() if isinstance(model, PeftModel) else nullcontext():
             yield
         return
     check_adapter(model, request.lora_path)
@@ -304,10 +263,9 @@ def wearing(
         set_peft_model_state_dict(model, own)
 
 # %% ../../nbs/compat/01_fast.ipynb #7e3d4a7a
-def as_vllm_asks(
-    prompt: Any,  # a text, a chat, or vLLM's {"prompt": text, "multi_modal_data": {"image": ...}}
-) -> Any:  # as the trainer takes it
-    "A prompt with its pictures."
+def as_vllm_asks(prompt: Any) -> Any:  # as the trainer takes it
+    """A text or a chat as it is; of vLLM's {"prompt": text, "multi_modal_data": {"image": ...}} the
+    text with its pictures."""
     beside = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     if not beside or "image" not in beside:
         return prompt
@@ -334,8 +292,13 @@ def fast_generate(
     params = our_params(sampling_params, room, default_stop_token_ids(model, tokenizer))
     with wearing(model, lora_request):
         rollout = model.engine.generate(ids, params, progress=None if use_tqdm else False)
-    skip = getattr(sampling_params, "skip_special_tokens", True)
-    return request_outputs(prompts, rollout, params, tokenizer, skip)
+    texts = rollout.texts(tokenizer, getattr(sampling_params, "skip_special_tokens", True))
+    texts = [cut_text(text, params.stop, params.include_stop_str_in_output) for text in texts]
+    drawn = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())
+    tokens, n = [ids[:length] for ids, length in drawn], params.n
+    rows = [*map(CompletionOutput, cycle(range(n)), texts, tokens, rollout.finish_reasons)]
+    groups = [rows[i : i + n] for i in range(0, len(rows), n)]
+    return [*map(RequestOutput, prompts, rollout.prompt_ids[::n], groups)]
 
 
 def load_lora(
@@ -539,13 +502,13 @@ def targets_of(
 ) -> list[str]:  # full names
     "The weights that get an adapter."
     if target_modules == "all-linear":
-        return resolve_targets(model, "all")
+        return adapters.resolve_targets(model, "all")
     names = [target_modules] if isinstance(target_modules, str) else target_modules
-    there = {name.rpartition(".")[2] for name in adaptable(model)}
+    there = {name.rpartition(".")[2] for name in adapters.adaptable(model)}
     experts = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
     if "gate_up_proj" in there:
         names = [name if name in there else experts.get(name, name) for name in names]
-    return resolve_targets(model, names)
+    return adapters.resolve_targets(model, names)
 
 
 def targets_in_parts(
@@ -597,21 +560,21 @@ def get_peft_model(
     note = check_others(others, known, ADAPTER_WITHOUT_EFFECT, ADAPTER_REFUSED)
     tokenizer, given = model.engine.tokenizer, dict(lora_dropout=lora_dropout, bias=bias)
     given |= dict(use_rslora=use_rslora, modules_to_save=modules_to_save)
-    given |= dict(init_lora_weights=init_lora_weights)
-    empty = without_memory(model) if isinstance(model, PeftModel) else model
+    given["init_lora_weights"] = init_lora_weights
+    empty = adapters.without_memory(model) if isinstance(model, PeftModel) else model
     parts = finetune_language_layers, finetune_vision_layers
     targets = targets_in_parts(empty, target_modules, *parts)
     if isinstance(model, PeftModel):
-        wanted = lora_config(empty, r, targets, lora_alpha, **given)
-        note = "; ".join(filter(None, (keep_adapter(model, wanted), note)))
+        wanted = adapters.lora_config(empty, r, targets, lora_alpha, **given)
+        note = "; ".join(filter(None, (adapters.keep_adapter(model, wanted), note)))
     else:
-        model = add_adapters(model, r, targets, lora_alpha, random_state, **given)
+        model = adapters.add_adapters(model, r, targets, lora_alpha, random_state, **given)
     if has_sinks(model.config):
         select_experts(model, model.config._experts_implementation)
     if use_gradient_checkpointing:
         checkpoint_layers(model, {"use_reentrant": False})
     if not quiet:
-        print(describe_adapters(model), *([note] if note else []), sep="\n")
+        print(adapters.describe_adapters(model), *([note] if note else []), sep="\n")
     return bind(model, tokenizer, BOUND)
 
 # %% ../../nbs/compat/01_fast.ipynb #c062e4f8
@@ -637,7 +600,11 @@ class FastVisionModel(FastLanguageModel):
         model, tokenizer = from_pretrained(model_name, *args, **settings)
         base = base_causal_model(model)
         sight_of(base)
-        name = base_of_adapter(folder) if (folder := adapter_folder(model_name)) else model_name
+        name = (
+            adapters.base_of_adapter(folder)
+            if (folder := adapters.adapter_folder(model_name))
+            else model_name
+        )
         base.processor = load_processor(str(name))
         base.processor.tokenizer.model_max_length = tokenizer.model_max_length
         return model, base.processor

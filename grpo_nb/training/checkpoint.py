@@ -7,10 +7,10 @@ __all__ = ['MANIFEST', 'STATE', 'THEIR_STATE', 'ONLY_MODEL', 'GO_ON', 'IN_OPTIMI
            'digest', 'digests', 'manifest_text', 'write_manifest', 'read_manifest', 'listed_fault', 'plain_fault',
            'first_line', 'told', 'file_fault', 'checkpoints', 'newest_whole_checkpoint', 'newest_checkpoint',
            'find_checkpoint', 'check_ours', 'check_named', 'remove_old_checkpoints', 'set_aside', 'deterministic',
-           'truncate_log', 'check_adapter', 'unreadable', 'check_tensors', 'read_adapters', 'read_own_weights',
-           'read_weights', 'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'check_history',
-           'check_tokens', 'check_same_run', 'data_doubt', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites',
-           'CheckpointReads', 'CheckpointRestores', 'Checkpointer']
+           'check_adapter', 'unreadable', 'check_tensors', 'read_adapters', 'read_own_weights', 'read_weights',
+           'load_weights', 'check_other_number', 'shared_out', 'on_cpu', 'check_history', 'check_tokens',
+           'check_same_run', 'data_doubt', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites', 'CheckpointReads',
+           'CheckpointRestores', 'Checkpointer']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import copy
@@ -36,7 +36,6 @@ from accelerate.utils import gather_object, set_seed
 from torch.utils._pytree import tree_map
 
 from ..model.export import new_folder, no_file_bars
-from ..model.files import json_text
 from .config import GRPOConfig
 from .optimizer import Inspector, is_finite
 from .reporting import Log
@@ -347,32 +346,6 @@ def deterministic(
         yield
     finally:
         put_back(before)
-
-# %% ../../nbs/training/13_checkpoint.ipynb #b36ec1ff
-def truncate_log(
-    path: str | Path,  # a file with one JSON object a line, each with a "step"
-    step: int,  # lines of later steps are dropped, and a last line that was cut off
-    history: list[dict] | None = None,  # the records that a checkpoint holds
-) -> bool:  # whether records were missing or changed in the file, and were put back
-    """Remove the lines of steps that will be run again; the file is replaced all at once, and with
-    a history it becomes the history."""
-    path, kept = Path(path), []
-    if not path.exists() and not history:
-        return False
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, LookupError, TypeError):
-            continue
-    known, there = [json_text(record) for record in history or []], iter(kept)
-    damaged = not all(line in there for line in known)  # in this order; others may stand between
-    kept = kept if history is None else known  # what was logged after the checkpoint comes again
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(partial, path)
-    return damaged
 
 # %% ../../nbs/training/13_checkpoint.ipynb #61e42e4e
 def check_adapter(
@@ -881,10 +854,10 @@ class CheckpointRestores(CheckpointReads):
             return []
         here = folder.parent.resolve() == Path(self.config.output_dir).resolve()
         if here:
-            restored = truncate_log(self.log.path, self.state.global_step, history)
-            self.log.history[:] = history
+            damaged = not self.log.holds(history)
+            self.log.rewrite(history)
             set_aside(self.config.output_dir, after=self.state.global_step)
-            return [f"{self.log.path} was damaged, and is that of the checkpoint"] * restored
+            return [f"{self.log.path} was damaged, and is that of the checkpoint"] * damaged
         other = set_aside(self.config.output_dir)  # a run that moved here
         self.log.rewrite(history)
         return [f"the checkpoints and the log of another run are now in {other}"] if other else []

@@ -87,6 +87,10 @@ class SourceParts:
         self.surroundings.know(model)
         self.sampler.publish(model, version)
 
+    def variables_of(self, rows: list[dict]) -> list[dict]:
+        "The chat template's variables for each row."
+        return [template_kwargs(row, self.config.chat_template_kwargs) for row in rows]
+
     def rest(self) -> None:
         "Nothing is drawn until the next `publish`; a sampler may give memory back meanwhile."
         inner = getattr(self.sampler, "sampler", self.sampler)
@@ -158,8 +162,7 @@ class SourceSees(SourceQuestions):
         prompts = [with_pictures(row) for row in rows]
         if not any(places_of(p) or isinstance(p, WrittenPrompt) for p in prompts):
             return rollout
-        variables = [template_kwargs(row, self.config.chat_template_kwargs) for row in rows]
-        read = many_prompt_token_ids(prompts, self.processor, variables)
+        read = many_prompt_token_ids(prompts, self.processor, self.variables_of(rows))
         for given, own in zip(rollout.prompt_ids, read):
             if list(given) != list(own):
                 raise ValueError(
@@ -181,7 +184,7 @@ class SourceDraws(SourceSees):
     ) -> tuple[list, list[dict]]:  # the prompts as the sampler takes them, the template's variables
         "What the sampler is asked to continue."
         prompts = [with_pictures(row) for row in rows]
-        variables = [template_kwargs(row, self.config.chat_template_kwargs) for row in rows]
+        variables = self.variables_of(rows)
         if self.sampler.takes_token_ids:
             prompts = self.measured_ids(prompts, self.processor, variables, numbers)
         return prompts, variables
@@ -199,8 +202,7 @@ class SourceDraws(SourceSees):
         row, shown = rows[0], self.tools_shown()
         if not shown:
             return self.prompts_of([row], [0])[0][0]
-        of_row = template_kwargs(row, self.config.chat_template_kwargs)
-        return prompt_token_ids(row["prompt"], self.tokenizer, of_row | shown)
+        return prompt_token_ids(row["prompt"], self.tokenizer, self.variables_of([row])[0] | shown)
 
     def draw(
         self,
@@ -224,28 +226,20 @@ class SourceDraws(SourceSees):
         """`draw` with tools: environments are reset, and each prompt shows its own tools. What they
         draw comes from random numbers of their own."""
         seed = int(torch.randint(2**62, ())) if self.params.seed is None else self.params.seed
+        params, environments = replace(self.params, seed=seed), self.sampler.environments
         with own_numbers(self.state.tokens, seed):
-            return self.with_tools(rows, numbers, replace(self.params, seed=seed))
-
-    def with_tools(
-        self, rows: list[dict], numbers: list[int] | None, params: SamplingParams
-    ) -> TurnRollout:
-        "The turns of each row."
-        environments = self.sampler.environments
-        started = begin(rows, self.sampler.tools, environments)
-        variables = [
-            {**template_kwargs(row, self.config.chat_template_kwargs), "tools": its.schemas or None}
-            for row, its in zip(rows, started.tools)
-        ]
-        prompts = self.measured_ids(started.prompts, self.tokenizer, variables, numbers)
-        rollout = self.sampler.generate(prompts, params, started.tools)
-        rollout.prompts = started.prompts
-        if environments is not None:
-            rollout.columns["environments"] = started.environments
-            for one, late in zip(started.environments, rollout.late):
-                if late:
-                    environments.drop(one)
-        return rollout
+            started = begin(rows, self.sampler.tools, environments)
+            shown = [{"tools": its.schemas or None} for its in started.tools]
+            variables = [own | its for own, its in zip(self.variables_of(rows), shown)]
+            prompts = self.measured_ids(started.prompts, self.tokenizer, variables, numbers)
+            rollout = self.sampler.generate(prompts, params, started.tools)
+            rollout.prompts = started.prompts
+            if environments is not None:
+                rollout.columns["environments"] = started.environments
+                for one, late in zip(started.environments, rollout.late):
+                    if late:
+                        environments.drop(one)
+            return rollout
 
 # %% ../../nbs/training/11_collect.ipynb #8a91a35a
 class CompletionSource(SourceDraws):
@@ -404,10 +398,9 @@ class CollectorRows(CollectorParts):
     def spare(self, cycle: int) -> list[int]:
         "The rows that this process may draw besides those of the cycle, in their order."
         seed, accelerator = self.config.used("data_seed"), self.accelerator
+        order = random_numbers(len(self.rows), seed, cycle).argsort().tolist()
         if self.curriculum:
             order = self.curriculum.order(len(self.rows), cycle)
-        else:
-            order = random_numbers(len(self.rows), seed, cycle).argsort().tolist()
         place = accelerator.process_index, accelerator.num_processes
         return spare_rows(order, self.prompts(cycle), *place)
 

@@ -401,12 +401,10 @@ ARGUMENTS += ("log_metric", "environments")
 
 def reward_columns(
     rows: Sequence[Mapping],  # the dataset's row of each completion
-    keys: Iterable[str] | None = None,  # the columns wanted; None: all that the first row has
 ) -> dict[str, list]:  # column -> one value for each completion
     "The dataset's other columns, as reward functions receive them."
-    if keys is None:
-        keys = rows[0] if rows else ()
-    return {key: [row[key] for row in rows] for key in keys if key not in NOT_FOR_REWARDS}
+    keys = [key for key in rows[0] if key not in NOT_FOR_REWARDS] if rows else []
+    return {key: [row[key] for row in rows] for key in keys}
 
 # %% ../../nbs/training/02_data.ipynb #4a258079
 def check_shape(

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['WHERE', 'PARTS', 'PROJECTORS', 'checkpoint_layers', 'switch_checkpointing', 'recompute_layers', 'check_adapters',
            'check_model', 'loading_arguments', 'load_named', 'for_adapters', 'names_of_parts', 'parts_to_train',
-           'freeze_others', 'with_adapter', 'within_parts', 'check_tied', 'check_trainable', 'dropouts',
-           'doubt_of_dropout', 'doubt_of_routers', 'load_policy', 'describe_trainable', 'quicken', 'load_tokenizer',
-           'name_of', 'processor_of', 'tokenizer_of']
+           'with_adapter', 'within_parts', 'check_tied', 'check_trainable', 'dropouts', 'doubt_of_dropout',
+           'doubt_of_routers', 'load_policy', 'describe_trainable', 'quicken', 'name_of', 'processor_of',
+           'tokenizer_of']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
@@ -214,18 +214,6 @@ def parts_to_train(
         return asked
     return PARTS if sees and not adapted else ("text",)
 
-
-def freeze_others(
-    model: Any,  # of transformers, PEFT-wrapped or not
-    parts: Collection[str],  # that may train
-) -> None:
-    "Freeze whatever stands in another part."
-    names = names_of_parts(base_causal_model(model))
-    others = [re.compile(pattern) for part, pattern in names.items() if part not in parts]
-    for name, parameter in model.named_parameters():
-        if any(one.fullmatch(name.removeprefix("base_model.model.")) for one in others):
-            parameter.requires_grad_(False)
-
 # %% ../../nbs/training/06_policy_model.ipynb #43e8e5c2
 def with_adapter(
     model,  # of transformers
@@ -391,7 +379,12 @@ def load_policy(
     check_capped_scores(model)
     parts = parts_to_train(model, config, sees, peft_config is not None)
     model = with_adapter(model, peft_config, parts)
-    freeze_others(model, parts)
+    others = [
+        p for part, p in names_of_parts(base_causal_model(model)).items() if part not in parts
+    ]
+    for name, parameter in model.named_parameters():
+        if any(re.fullmatch(one, name.removeprefix("base_model.model.")) for one in others):
+            parameter.requires_grad_(False)  # it stands in a part that is not to train
     check_trainable(model, config)
     for _, module, attribute, _ in dropouts(model) if config.disable_dropout else ():
         setattr(module, attribute, 0.0)
@@ -439,22 +432,6 @@ def quicken(
     return True
 
 # %% ../../nbs/training/06_policy_model.ipynb #80d97c10
-def load_tokenizer(
-    name: str,  # of a model, or its folder
-    given: str,  # the argument and its value, as a message has them
-) -> Any:  # padding on the left; ValueError where there is none
-    "The tokenizer that belongs to a model."
-    with loading(given, name, ", or pass processing_class=tokenizer"):
-        try:
-            return AutoTokenizer.from_pretrained(name, padding_side="left")
-        except ValueError as error:  # files are missing, or a package that reads them
-            raise ValueError(
-                f"{given}: no tokenizer can be made of what is there "
-                f"({' '.join(str(error).split())}). Add its files, install what it asks for, or "
-                "pass processing_class=tokenizer"
-            ) from error
-
-
 def name_of(
     model: Any,  # a model, or its name
     otherwise: str,  # what is not known then, and what to pass
@@ -480,7 +457,7 @@ def processor_of(
 
 def tokenizer_of(
     model: Any,  # a model, or its name
-) -> Any:  # ValueError if no name is known
+) -> Any:  # padding on the left; ValueError where there is none
     "The tokenizer of a model that came without one."
     name = name_of(model, ", so its tokenizer is not known: pass processing_class=tokenizer")
     adapter = adapter_folder(model)
@@ -489,4 +466,12 @@ def tokenizer_of(
     given = f"model={name!r}"
     if not isinstance(model, str):
         given = f"processing_class is left out and the model came from {name!r}"
-    return load_tokenizer(name, given)
+    with loading(given, name, ", or pass processing_class=tokenizer"):
+        try:
+            return AutoTokenizer.from_pretrained(name, padding_side="left")
+        except ValueError as error:  # files are missing, or a package that reads them
+            raise ValueError(
+                f"{given}: no tokenizer can be made of what is there "
+                f"({' '.join(str(error).split())}). Add its files, install what it asks for, or "
+                "pass processing_class=tokenizer"
+            ) from error

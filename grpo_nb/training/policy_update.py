@@ -38,15 +38,8 @@ from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.recorded_layers import is_large, quiet_collector, record_layers
 from ..rollout.engine import evaluating
+from . import micro_batches
 from .config import GRPOConfig
-from grpo_nb.training.micro_batches import (
-    choose_pieces,
-    known_shape,
-    residual_bytes,
-    share_of,
-    slice_sizes,
-    split,
-)
 from grpo_nb.training.optimizer import (
     Inspector,
     check_like,
@@ -153,8 +146,11 @@ class MicroBatchFitter:
         self.config, self.model, self.device = config, model, device
         self.weights = weights or WholeWeights()
         self.models = [m for m in (model, reference and reference.model) if m is not None]
-        self.shape, self.slices = known_shape(model), slice_sizes(model, config)
-        self.residual = residual_bytes(model, autocast)
+        self.shape, self.slices = (
+            micro_batches.known_shape(model),
+            micro_batches.slice_sizes(model, config),
+        )
+        self.residual = micro_batches.residual_bytes(model, autocast)
         self.cuts = may_be_cut(config, balance)
         self.count = 1  # of the last batch's pieces in the process that had the most
         self.recorded = None  # the policy's layers, where short ones are recorded
@@ -171,7 +167,7 @@ class MicroBatchFitter:
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The micro-batch in pieces: as `mini_batch` says, or as few as fit into free memory."
-        count, tokens = choose_pieces(
+        count, tokens = micro_batches.choose_pieces(
             self.model,
             batch,
             self.config,
@@ -183,7 +179,7 @@ class MicroBatchFitter:
         )
         self.slice(tokens)
         self.count = self.weights.agreed(count)
-        return split(batch, self.count)
+        return micro_batches.split(batch, self.count)
 
     def slice(
         self,
@@ -586,7 +582,7 @@ class UpdateGradients(UpdateGap):
             self.window.expect(self.expected_tokens(whole), steps)
         for part, moves in self.parts(batch):
             for piece in self.fitter.pieces(part):
-                share = share_of(piece, batch, self.config.loss_type)
+                share = micro_batches.share_of(piece, batch, self.config.loss_type)
                 self.window.begin_piece(self.part_of(piece, batch), share)
                 with self.precision.adapters(self.model), quiet_collector():
                     self.accumulate_piece(piece, share, first_pass, moves)
@@ -753,7 +749,7 @@ class UpdateEvaluation(UpdateStep):
             with evaluating(self.model):
                 for piece in self.pieces(self.model, batch):
                     logps, entropies, balance = self.with_balance(piece)
-                    share = share_of(piece, batch, self.config.loss_type)
+                    share = micro_batches.share_of(piece, batch, self.config.loss_type)
                     self.window.begin_piece(self.part_of(piece, batch), share)
                     mask = piece.loss_mask
                     chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None

@@ -42,11 +42,9 @@ class Reference:
 
     def weights(self) -> list[torch.Tensor]:  # of the copy, or the adapter's that are kept
         "The reference's weights; a checkpoint holds them if they move or belong to an adapter."
-        return (
-            list(self.model.parameters())
-            if self.model is not None
-            else [kept for _, kept in self.start]
-        )
+        if self.model is None:
+            return [kept for _, kept in self.start]
+        return list(self.model.parameters())
 
     @torch.no_grad()
     def norms(
@@ -62,11 +60,9 @@ class Reference:
             if p.is_floating_point()
         ]
 
-    def keep_norms(
-        self,
-        from_first: Callable[[Any], Any],  # what the first process has, in all of them
-    ) -> None:
-        "Take the norms once, before a copy is sharded, in the first process, which has weights."
+    def keep_norms(self, from_first: Callable[[Any], Any]) -> None:
+        """Take the norms once, before a copy is sharded, in the first process, which has weights;
+        `from_first` gives what that process has in all of them."""
         is_empty = any(weight.is_meta for weight in self.weights())
         self.known_norms = from_first(None if is_empty else self.norms())
 

@@ -137,12 +137,10 @@ def curve_svg(
     parts = []
     for value in dict.fromkeys((min(values), max(values))):
         y = place(steps[0], value)[1]
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
-        )
+        parts += [
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>',
+        ]
     several = len(points) > 1
     labels = {steps[0]: "start", steps[-1]: "end"} if several else {steps[0]: "middle"}
     for step, anchor in labels.items():
@@ -233,11 +231,8 @@ def turns_of(sample: dict[str, Any]) -> list[tuple[str, str]]:  # (role, text)
 def pictures_of_sample(sample: dict[str, Any]) -> list[str]:  # addresses that hold them
     "The pictures of a completion's prompt, small."
     with suppress(ValueError, TypeError, RecursionError):
-        return [
-            one
-            for one in json.loads(sample.get("pictures") or "[]")
-            if one.startswith("data:image/")
-        ]
+        pictures = json.loads(sample.get("pictures") or "[]")
+        return [one for one in pictures if one.startswith("data:image/")]
     return []
 
 
@@ -381,18 +376,15 @@ def report_html(run: RunFiles) -> str:
     nothing = "No completions were stored: set log_completions=True in GRPOConfig."
     shown = samples_html(run.samples, names) or f"<p class=faint>{nothing}</p>"
     title, items = escape(run.name), "".join(f"<li>{hint}</li>" for hint in hints)
-    return "".join(
-        [
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-            '<meta name="viewport" content="width=device-width,initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            f"<style>{STYLE}</style></head><body><h1>{title}</h1>{summary_html(run)}",
-            f"<h2>Hints</h2><ul>{items}</ul>" * bool(hints),
-            f"<h2>Curves</h2>{curves_html(run.records)}",
-            f"<h2>Completions</h2>{BY_MESSAGE * several}{shown}",
-            "</body></html>\n",
-        ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{summary_html(run)}"
+        f"{f'<h2>Hints</h2><ul>{items}</ul>' * bool(hints)}"
+        f"<h2>Curves</h2>{curves_html(run.records)}"
+        f"<h2>Completions</h2>{BY_MESSAGE * several}{shown}</body></html>\n"
     )
 
 

@@ -190,10 +190,8 @@ def reward_metrics(
     if not total.isnan().all():
         metrics["reward"], metrics["reward_std"] = moments(total)
     groups = total.view(-1, num_generations)
-    if num_generations == 1 or groups.isnan().any():
-        spreads = [moments(group)[1] for group in groups]
-    else:
-        spreads = groups.std(1).tolist()
+    whole = num_generations > 1 and not groups.isnan().any()
+    spreads = groups.std(1).tolist() if whole else [moments(group)[1] for group in groups]
     return metrics | {"reward_group_std": sum(spreads) / len(groups)}
 
 
@@ -372,10 +370,13 @@ class Log(TrainerCallback):
         "Add numbers that a script computed itself."
         (self.called or self.write)(numbers)
 
-    def rewrite(
-        self,
-        records: list[dict[str, Any]],
-    ) -> None:
+    def holds(self, records: list[dict[str, Any]]) -> bool:
+        "Whether the file has these records, in this order; others may stand between."
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
+        lines = iter(text.splitlines())
+        return all(json_text(record) in lines for record in records)
+
+    def rewrite(self, records: list[dict[str, Any]]) -> None:
         "Make these the whole log, in memory and in the file."
         self.history[:] = records
         if self.path:
@@ -392,11 +393,8 @@ class Callbacks:
     handler: CallbackHandler
     control: TrainerControl = field(default_factory=TrainerControl)
 
-    def begin(
-        self,
-        schedule: Any,  # of the learning rate, which callbacks are handed
-    ) -> None:
-        "Begin a run with no flag set, and no warning given."
+    def begin(self, schedule: Any) -> None:
+        "Begin a run with no flag set, and no warning given; callbacks are handed the schedule."
         TOLD.clear()
         self.control, self.handler.lr_scheduler = TrainerControl(), schedule
 

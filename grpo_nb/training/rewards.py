@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['EVENT_LOOPS', 'KEYWORDS', 'RewardError', 'reward_name', 'reward_names', 'as_scores', 'TooLate', 'EventLoop',
            'run_coroutines', 'CallThread', 'call_within', 'can_be_copied', 'sendable', 'answer_and_exit', 'CallProcess',
-           'own', 'answers_of', 'warn_of_thread', 'checked_scores', 'scores_of_late', 'check_judged',
-           'score_completions', 'loading', 'load_classifier', 'check_classifier', 'ModelReward', 'reward_functions']
+           'own', 'answers_of', 'checked_scores', 'scores_of_late', 'check_judged', 'score_completions', 'loading',
+           'check_classifier', 'ModelReward', 'reward_functions']
 
 # %% ../../nbs/training/03_rewards.ipynb #90ccbcee
 import asyncio
@@ -319,7 +319,15 @@ def answers_of(
         for k, function in enumerate(functions):
             if k not in calls:
                 if timeout_s is not None:
-                    warn_of_thread(function)
+                    why = "is an object with a state"
+                    why = why if hasattr(os, "fork") else "cannot be copied on this system"
+                    warnings.warn(
+                        f"reward function {reward_name(function)!r} {why}, so reward_timeout_s "
+                        "leaves it behind in a thread that nobody can stop, and a call that hangs "
+                        "in C holds the run; isolated(...) gives a function a process that is "
+                        "killed",
+                        stacklevel=2,
+                    )
                 copies = {name: own(value) for name, value in given.items()}
                 answers[k] = call_within(timeout_s, function, copies)
         waiting = [k for k, answer in answers.items() if inspect.isawaitable(answer)]
@@ -331,19 +339,6 @@ def answers_of(
         for call in calls.values():
             call.close()
     return [answers[k] for k in range(len(functions))]
-
-
-def warn_of_thread(
-    function: Callable,  # one that cannot be copied
-) -> None:
-    "Say what reward_timeout_s cannot do for an object with a state."
-    why = "is an object with a state" if hasattr(os, "fork") else "cannot be copied on this system"
-    warnings.warn(
-        f"reward function {reward_name(function)!r} {why}, so reward_timeout_s leaves it behind in "
-        "a thread that nobody can stop, and a call that hangs in C holds the run; isolated(...) "
-        "gives a function a process that is killed",
-        stacklevel=3,
-    )
 
 # %% ../../nbs/training/03_rewards.ipynb #41b895a5
 # what a reward function is called with beside the data's columns
@@ -464,18 +459,6 @@ def loading(
             f"{given}: {why} ({type(error).__name__}: {reason}). {what}{otherwise}"
         ) from error
 
-
-def load_classifier(
-    name: str,  # a folder, or a name on the hub
-    **load: Any,  # what from_pretrained takes besides
-) -> torch.nn.Module:
-    "A classifier with one output, by its name."
-    from transformers import AutoModelForSequenceClassification
-
-    otherwise = "; or if a function is meant, give the function itself"
-    with loading(f"reward_funcs holds {name!r}", name, otherwise):
-        return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **load})
-
 # %% ../../nbs/training/03_rewards.ipynb #bb5e5feb
 def check_classifier(
     model: Any,  # what was given as a reward model
@@ -487,10 +470,8 @@ def check_classifier(
             f"reward_funcs holds {type(model).__name__}, a network that is no model of "
             "transformers: call it inside a function"
         )
-    path, outputs = (
-        getattr(model.config, "_name_or_path", ""),
-        getattr(model.config, "num_labels", 1),
-    )
+    path = getattr(model.config, "_name_or_path", "")
+    outputs = getattr(model.config, "num_labels", 1)
     name = path.rstrip("/").split("/")[-1] or type(model).__name__
     if outputs != 1:
         raise ValueError(
@@ -518,10 +499,13 @@ class ModelReward:
         chat_template_kwargs: dict | None = None,  # for prompts that are chat messages
         **load: Any,  # what from_pretrained takes besides, for a model given by name
     ):
-        from transformers import AutoTokenizer
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         if isinstance(model, str):
-            model = load_classifier(model, **load)
+            otherwise = "; or if a function is meant, give the function itself"
+            with loading(f"reward_funcs holds {model!r}", model, otherwise):
+                kind, load = AutoModelForSequenceClassification, {"num_labels": 1, **load}
+                model = kind.from_pretrained(model, **load)
         self.__name__ = check_classifier(model, tokenizer)
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path)
         self.model = model.to(device).eval()

@@ -85,9 +85,7 @@ def own_numbers(
 STOPS = signal.SIGINT, signal.SIGTERM
 
 
-def set_output(
-    streams: tuple[TextIO, TextIO],
-) -> None:
+def set_output(streams: tuple[TextIO, TextIO]) -> None:
     "Set standard output and standard error."
     sys.stdout, sys.stderr = streams
 
@@ -241,9 +239,8 @@ def updates_at(
     "How many updates there were when a run arrived at a place in the data."
     epochs, cycles = divmod(cycle, cycles_per_epoch)
     a_cycle, window = layout.micro_batches_per_cycle, layout.gradient_accumulation_steps
-    an_epoch = -(-cycles_per_epoch * a_cycle // window)  # its last window may be short
     done, rest = divmod(cycles * a_cycle + micro_step, window)
-    return None if rest else epochs * an_epoch + done
+    return None if rest else epochs * layout.updates_in(cycles_per_epoch) + done
 
 
 def check_batch(
@@ -377,11 +374,8 @@ class TrainState(TrainerState):
 
     def last_cycle(self) -> int:
         "The cycle in which the last update is made."
-        a_cycle, window = (
-            self.layout.micro_batches_per_cycle,
-            self.layout.gradient_accumulation_steps,
-        )
-        an_epoch = -(-self.cycles_per_epoch * a_cycle // window)  # its last window may be short
+        layout, an_epoch = self.layout, self.layout.updates_in(self.cycles_per_epoch)
+        a_cycle, window = layout.micro_batches_per_cycle, layout.gradient_accumulation_steps
         epochs, updates = divmod(self.max_steps - 1, an_epoch)
         cycle = min(((updates + 1) * window - 1) // a_cycle, self.cycles_per_epoch - 1)
         return epochs * self.cycles_per_epoch + cycle

@@ -28,7 +28,7 @@ from ..serving.colocated import VLLMOfRun
 from ..serving.stream import check_in_flight
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #51a8f1ce
-from . import sharding
+from . import reporting, sharding
 from . import trainer_checks as checks
 from .checkpoint import Checkpointer
 from .collect import CompletionSource, RolloutCollector
@@ -44,17 +44,6 @@ from .policy_model import dropouts, processor_of, quicken, tokenizer_of
 from .policy_update import PolicyUpdate
 from .precision import Precision, frozen_dtype
 from .reference import Reference
-from grpo_nb.training.reporting import (
-    Callbacks,
-    HintWriter,
-    Log,
-    Metrics,
-    ProgressBar,
-    Recorder,
-    SampleWriter,
-    Trackers,
-    make_handler,
-)
 from .rewards import reward_functions, reward_names
 from .state import TrainState
 
@@ -304,29 +293,29 @@ class Reporting(Parts):
         "Make the log, and the metrics that its next record is made of."
         first = self.accelerator.is_main_process
         path = Path(self.config.output_dir) / "log.jsonl" if first else None
-        self.log = Log(path, show=first, called=self.add_record)
+        self.log = reporting.Log(path, show=first, called=self.add_record)
         self.one_run = OneRun(self.config.output_dir)
-        self.metrics = Metrics()
+        self.metrics = reporting.Metrics()
 
     def make_reports(self, callbacks: list) -> None:
         "Make the callbacks, ours before those of the user, and the checkpointer."
         config, accelerator = self.config, self.accelerator
-        self.recorder = Recorder(accelerator, self.metrics, self.state)
+        self.recorder = reporting.Recorder(accelerator, self.metrics, self.state)
         self.notes: dict[str, Any] = {}  # shown in the progress bar
-        self.bar = ProgressBar(config, self.notes, accelerator.is_main_process)
+        self.bar = reporting.ProgressBar(config, self.notes, accelerator.is_main_process)
         ended = partial(getattr, self.collector, "passed_over")
         dropout = max((share for *_, share in dropouts(self.model)), default=0.0)
-        self.hint_writer = HintWriter(
+        self.hint_writer = reporting.HintWriter(
             config, self.precision.name, self.log, ended, dropout, self.collector
         )
-        samples = SampleWriter(config, accelerator, self.collector, self.log)
-        trackers = Trackers(config, accelerator)
+        samples = reporting.SampleWriter(config, accelerator, self.collector, self.log)
+        trackers = reporting.Trackers(config, accelerator)
         ours = [self.log, trackers, samples, self.hint_writer, self.bar]
         of_run = self.train_dataset, self.layout.effective_batch_size, self.log.history
         self.hub = HubWriter(config, self.repository, self.model, self.reward_names, *of_run)
         every = [*ours, *callbacks, self.hub]
-        handler = make_handler(every, self.model, self.tokenizer, self.optimizer)
-        self.callbacks = Callbacks(config, self.state, handler)
+        handler = reporting.make_handler(every, self.model, self.tokenizer, self.optimizer)
+        self.callbacks = reporting.Callbacks(config, self.state, handler)
         own = dict(state=self.state, metrics=self.metrics, recorder=self.recorder)
         self.checkpointer = self.checkpointer_class(
             *(config, accelerator, self.model, self.processing_class, self.state),

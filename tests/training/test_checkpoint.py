@@ -38,9 +38,9 @@ from grpo_nb.training.checkpoint import (
     remove_old_checkpoints,
     set_aside,
     shared_out,
-    truncate_log,
     write_manifest,
 )
+from grpo_nb.training.reporting import Log
 from grpo_nb.training.rewards import RewardError
 
 LORA = dict(
@@ -441,10 +441,11 @@ def test_the_log_forgets_later_steps_and_half_lines(tmp_path):
         '{"step": 1, "loss": 0.1}\n{"step": 2, "eval_reward": 1}\n'
         '{"step": 3, "loss": 0.2}\n{"step": 4, "lo'
     )
-    truncate_log(path, 2)
+    log, history = Log(path, show=False), [{"step": 1, "loss": 0.1}, {"step": 2, "eval_reward": 1}]
+    assert log.holds(history) and not log.holds(history[::-1])
+    log.rewrite(history)
     assert path.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2, "eval_reward": 1}\n'
-    truncate_log(tmp_path / "nothing", 2)
-    assert not (tmp_path / "nothing").exists()
+    assert not Log(tmp_path / "nothing", show=False).holds(history)
 
 
 def test_what_was_logged_after_the_checkpoint_stands_there_once(tmp_path):

@@ -367,12 +367,7 @@ def test_reward_functions_receive_the_columns_that_trl_gives_them(rows):
     trl.GRPOTrainer._calculate_rewards(
         trainer, rows, [row["prompt"] for row in rows], ["c"] * len(rows), [[0]] * len(rows)
     )
-    assert reward_columns(rows) == received
-
-
-def test_chosen_columns():
-    rows = [{"prompt": "1", "a": 1, "b": 2}] * 2
-    assert reward_columns(rows, ["b", "prompt"]) == {"b": [2, 2]} and reward_columns([]) == {}
+    assert reward_columns(rows) == received and reward_columns([]) == {}
 
 
 GOOD = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
