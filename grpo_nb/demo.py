@@ -172,14 +172,12 @@ def asked_in_words(
     seed: int,  # of the shuffle
 ) -> tuple[list[dict], list[dict]]:  # rows to train on, 100 others
     "Sums of numbers up to 30 as chat messages, for a trained model."
-    asked = "What is {}? Answer with the number."
-    return tuple(
-        [
-            {**row, "prompt": [{"role": "user", "content": asked.format(row["prompt"][:-1])}]}
-            for row in rows
-        ]
-        for rows in addition_problems(seed, 100, 1, 30)
-    )
+
+    def asked(row):
+        said = f"What is {row['prompt'][:-1]}? Answer with the number."
+        return {**row, "prompt": [{"role": "user", "content": said}]}
+
+    return tuple([*map(asked, rows)] for rows in addition_problems(seed, 100, 1, 30))
 
 
 def demo_model(

@@ -385,24 +385,15 @@ def chunked_hidden_states_selective_log_softmax(
     batch, length, hidden = hidden_states.shape
     trained_head = lm_head.requires_grad or (bias is not None and bias.requires_grad)
     keep_rows = torch.is_grad_enabled() and hidden_states.requires_grad and not trained_head
-    softmax = functools.partial(
-        _softmax_for(hidden_states.device),
-        temperature=temperature,
-        softcap=logit_softcapping,
-        scale=logit_scale,
-    )
-    logps, entropy = _ChunkedLogProbs.apply(
-        hidden_states.reshape(-1, hidden),
-        lm_head,
-        bias,
-        index.reshape(-1).long(),
-        None if survivors is None else survivors.flatten(0, 1),
-        chunk_rows(batch, length, mini_batch, logit_chunk_multiplier),
-        _product_dtype(hidden_states, lm_head),
-        keep_rows,
-        return_entropy,
-        softmax,
-    )
+    how = dict(temperature=temperature, softcap=logit_softcapping, scale=logit_scale)
+    softmax = functools.partial(_softmax_for(hidden_states.device), **how)
+    chunks = chunk_rows(batch, length, mini_batch, logit_chunk_multiplier)
+    dtype = _product_dtype(hidden_states, lm_head)
+    rows, index = hidden_states.reshape(-1, hidden), index.reshape(-1).long()  # (B * T, H), (B * T)
+    survivors = None if survivors is None else survivors.flatten(0, 1)
+    given = rows, lm_head, bias, index, survivors
+    wanted = chunks, dtype, keep_rows, return_entropy, softmax
+    logps, entropy = _ChunkedLogProbs.apply(*given, *wanted)
     logps = logps.view(batch, length)
     return (logps, entropy.view(batch, length)) if return_entropy else logps
 

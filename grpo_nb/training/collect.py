@@ -297,18 +297,11 @@ class CompletionSource(SourceDraws):
             kept &= rollout.written
         pad = self.tokenizer.pad_token_id or 0
         self.tell_of_many_left(rollout)
-        return TrainingBatch(
-            *pad_left(rollout.prompt_ids, pad, rollout.mask.device),
-            rollout.completion_ids,
-            rollout.mask,
-            kept,
-            advantages,
-            rollout.logps,
-            versions=rollout.versions,
-            survivors=rollout.survivors,
-            log_mass=rollout.log_mass,
-            pixels=pixels_of(rollout.prompt_ids),
-        )
+        prompts = pad_left(rollout.prompt_ids, pad, rollout.mask.device)
+        drawn = rollout.completion_ids, rollout.mask, kept, advantages, rollout.logps
+        more = dict(survivors=rollout.survivors, log_mass=rollout.log_mass)
+        more |= dict(versions=rollout.versions, pixels=pixels_of(rollout.prompt_ids))
+        return TrainingBatch(*prompts, *drawn, **more)
 
     def tell_of_many_left(self, rollout: Rollout) -> None:
         "Say once that top_p or min_p leave more tokens than are kept."
@@ -442,12 +435,11 @@ class CollectorDraws(CollectorRows):
         if stream.sampler is not source.sampler:
             stream.use(source.sampler)
         before = stream.dropped
-        rollout = stream.take(
-            state.cycle,
-            state.global_step,
-            state.last_cycle(),
-            lambda cycle: (source.prompts_of(*self.rows_of(cycle))[0], source.params),
-        )
+
+        def asked(cycle):
+            return source.prompts_of(*self.rows_of(cycle))[0], source.params
+
+        rollout = stream.take(state.cycle, state.global_step, state.last_cycle(), asked)
         self.metrics.add(staleness(rollout, state.global_step))
         self.metrics.add({"sampling/dropped": stream.dropped - before})
         return rollout

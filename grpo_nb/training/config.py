@@ -54,12 +54,8 @@ def setting(
     reader: str | None = None,
 ):  # a dataclass field that carries all of it to `Settings`
     "A dataclass field with a default, its range, and what an error should add."
-    return field(
-        default=default,
-        metadata=dict(
-            allowed=allowed, same=same or {}, use=use, share=share, why=why, reader=reader
-        ),
-    )
+    of_field = dict(allowed=allowed, same=same or {}, use=use, share=share, why=why, reader=reader)
+    return field(default=default, metadata=of_field)
 
 
 def inside(
@@ -279,12 +275,8 @@ class Settings:
 
     def cautions(self) -> list[str]:  # one sentence each; empty when all is well
         "Warnings about values that are legal but probably a mistake."
-        return [
-            sentence
-            for group in type(self).__mro__
-            if "doubts" in vars(group)
-            for sentence in group.doubts(self)
-        ]
+        groups = [group for group in type(self).__mro__ if "doubts" in vars(group)]
+        return [sentence for group in groups for sentence in group.doubts(self)]
 
     def used(
         self,
@@ -364,13 +356,9 @@ class BatchSettings(Settings):
             make, drawn = BatchLayout, {"steps_per_generation": self.steps_per_generation}
         else:
             sizes += (self.generation_batch_size,)
-        return make(
-            *sizes,
-            gradient_accumulation_steps=self.accumulation(num_processes),
-            num_iterations=self.num_iterations,
-            num_processes=num_processes,
-            **drawn,
-        )
+        drawn |= dict(num_iterations=self.num_iterations, num_processes=num_processes)
+        steps = self.accumulation(num_processes)
+        return make(*sizes, gradient_accumulation_steps=steps, **drawn)
 
 # %% ../../nbs/training/01_config.ipynb #51e64765
 ENDINGS = ("eos_token_id", "stop_strings")  # what ends a completion
@@ -1373,14 +1361,8 @@ class GRPOConfig(
         for name in "generation_batch_size prompts_per_generation effective_batch_size".split():
             sources[name] = "batch layout"
         sources["optimizer_steps_per_generation"] = "batch layout"
-        return [
-            {
-                "setting": name,
-                "value": getattr(layout, name) if hasattr(layout, name) else self.used(name),
-                "from": source,
-            }
-            for name, source in sources.items()
-        ]
+        values = {n: getattr(layout, n) if hasattr(layout, n) else self.used(n) for n in sources}
+        return [{"setting": n, "value": values[n], "from": why} for n, why in sources.items()]
 
     def describe(
         self,
@@ -1460,11 +1442,8 @@ class GRPOConfig(
     ) -> dict[str, tuple]:
         "The settings in which two configs differ."
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
-        return {
-            name: (mine[name], theirs[name])
-            for name in mine.keys() - HELD.keys()
-            if mine[name] != theirs[name]
-        }
+        unequal = [name for name in mine.keys() - HELD.keys() if mine[name] != theirs[name]]
+        return {name: (mine[name], theirs[name]) for name in unequal}
 
 # %% ../../nbs/training/01_config.ipynb #d8e8b52b
 DIFFERENT_FROM_TRL = {  # setting -> (our default, TRL 1.16's, why)

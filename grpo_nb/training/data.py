@@ -172,13 +172,9 @@ def prompt_token_ids(
         goes_on, variables = prompt[-1]["role"] == "assistant", chat_template_kwargs or {}
 
         def written(messages, **how):
-            return tokenizer.apply_chat_template(
-                as_template_takes(messages, tokenizer, variables),
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
-                **how,
-                **variables,
-            )
+            taken = as_template_takes(messages, tokenizer, variables)
+            how |= dict(add_generation_prompt=not goes_on, continue_final_message=goes_on)
+            return tokenizer.apply_chat_template(taken, **how, **variables)
 
         if places_of(prompt):
             return read_pictures(prompt, processor, partial(written, tokenize=False), variables)

@@ -88,13 +88,8 @@ class Evaluator:
         config, groups = self.config, self.config.used("num_generations_eval")
         if groups == 1:
             return torch.zeros(len(scores)), 1.0
-        found = group_advantages(
-            scores,
-            groups,
-            weights=config.reward_weights,
-            scale=config.scale_rewards,
-            aggregation=config.multi_objective_aggregation,
-        )
+        how = dict(scale=config.scale_rewards, aggregation=config.multi_objective_aggregation)
+        found = group_advantages(scores, groups, weights=config.reward_weights, **how)
         return found.values, found.zero_std_fraction
 
     def loss(

@@ -444,15 +444,9 @@ def drawn_plainly(
     rollout = server.generate(prompts, params)
     if sleeps:
         server.rest()
-    return TrainingBatch(
-        rows.prompt_ids,
-        rows.prompt_mask,
-        rollout.completion_ids,
-        rollout.mask,
-        rollout.mask,
-        rows.advantages,
-        rollout_logps=rollout.logps,
-    )
+    drawn = rollout.completion_ids, rollout.mask, rollout.mask
+    given = rows.prompt_ids, rows.prompt_mask, *drawn, rows.advantages
+    return TrainingBatch(*given, rollout_logps=rollout.logps)
 
 # %% ../../nbs/training/24_guard.ipynb #d2314b21
 class GuardLooks:

@@ -345,12 +345,10 @@ def open_repository(
     revision: str | None = None,
 ) -> Repository:
     "The repository of a run, made if it is not there."
-    return Repository(
-        config.hub_model_id or Path(config.output_dir).absolute().name,
-        token=token or config.hub_token,
-        private=config.hub_private_repo if private is None else private,
-        revision=revision or config.hub_revision,
-    )
+    name = config.hub_model_id or Path(config.output_dir).absolute().name
+    private = config.hub_private_repo if private is None else private
+    given = dict(token=token or config.hub_token, revision=revision or config.hub_revision)
+    return Repository(name, private=private, **given)
 
 # %% ../../nbs/training/21_hub.ipynb #9fdf18ed
 @dataclass(eq=False, repr=False)

@@ -171,17 +171,12 @@ def piece_bytes(
     tokens, drawn, length, keys = piece_tokens(model, piece)
     kernel = piece_kernel(model, shape, len(piece), length)
     how = piece_computation(model, shape, kernel, residual, slice_tokens)
-    moments = step_bytes(
-        shape,
-        how,
-        tokens,
-        drawn,
-        length,
+    settings = dict(
         gradient_checkpointing=config.gradient_checkpointing,
         offload_activations=config.offload_activations,
-        keys=keys,
         logit_chunk_multiplier=config.logit_chunk_multiplier,
     )
+    moments = step_bytes(shape, how, tokens, drawn, length, keys=keys, **settings)
     weights = next((p.PLANNED for p in model.parameters() if isinstance(p, FrozenWeight)), "bf16")
     kept, most = seen_bytes(model, shape, piece, how.element, config.gradient_checkpointing)
     return max(

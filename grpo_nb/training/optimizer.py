@@ -60,13 +60,9 @@ def make_schedule(
     "The learning rate's schedule over the run, with its warm-up, as the config describes it."
     from transformers import get_scheduler
 
-    return get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        config.num_warmup_steps(total_steps),
-        total_steps,
-        scheduler_specific_kwargs=config.lr_scheduler_kwargs,
-    )
+    steps = config.num_warmup_steps(total_steps), total_steps
+    more = dict(scheduler_specific_kwargs=config.lr_scheduler_kwargs)
+    return get_scheduler(config.lr_scheduler_type, optimizer, *steps, **more)
 
 
 def waits_for_metric(

@@ -167,16 +167,10 @@ class MicroBatchFitter:
 
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The micro-batch in pieces: as `mini_batch` says, or as few as fit into free memory."
-        count, tokens = micro_batches.choose_pieces(
-            self.model,
-            batch,
-            self.config,
-            free_memory(self.device) - self.weights.spare_bytes,
-            self.shape,
-            self.slices,
-            self.residual,
-            most=len(batch) if self.cuts else 1,
-        )
+        free = free_memory(self.device) - self.weights.spare_bytes
+        known = self.shape, self.slices, self.residual, len(batch) if self.cuts else 1
+        choose = micro_batches.choose_pieces
+        count, tokens = choose(self.model, batch, self.config, free, *known)
         self.slice(tokens)
         self.count = self.weights.agreed(count)
         return micro_batches.split(batch, self.count)

@@ -181,17 +181,13 @@ class Drawing(Weighed):
 
     def make_sampler(self, rollout_func: Callable | Sampler | None) -> Sampler:
         "The sampler: the engine, on the tensors that are trained, or `rollout_func`."
-        config, quiet = self.config, self.config.disable_tqdm
-        engine = RolloutEngine
+        config, engine = self.config, RolloutEngine
         if self.sharding:
             engine = partial(sharding.GatheredEngine, weights=self.weights)
-        self.engine = engine(
-            self.model,
-            self.tokenizer,
-            max_batch_size=config.max_batch_size,
-            autocast_dtype=self.precision.dtype,
-            progress=False if quiet or not self.accelerator.is_main_process else None,
-        )
+        quiet = config.disable_tqdm or not self.accelerator.is_main_process
+        how = dict(max_batch_size=config.max_batch_size, autocast_dtype=self.precision.dtype)
+        how["progress"] = False if quiet else None
+        self.engine = engine(self.model, self.tokenizer, **how)
         self.in_run = False
         self.vllm = None
         if config.use_vllm:
