@@ -210,10 +210,9 @@ def with_adapter(
     "The model with the adapter that a recipe asks for."
     if not adapter.use_peft:
         return model
-    present, model = (
-        model,
-        adapters.without_memory(model) if isinstance(model, PeftModel) else model,
-    )
+    present = model
+    if isinstance(present, PeftModel):
+        model = adapters.without_memory(present)
     try:
         targets = adapters.resolve_targets(model, target_names(model, adapter))
     except ValueError as error:

@@ -309,11 +309,9 @@ def _recompute(ctx, hidden, lm_head, bias, index, grad_logps, grad_entropy):
             _add_product(grad_head, logits, chunk)
         if needs_bias:
             grad_bias += logits.sum(0, dtype=wide)
-    return (
-        grad_hidden,
-        grad_head.to(lm_head.dtype) if needs_head else None,
-        grad_bias.to(bias.dtype) if needs_bias else None,
-    )
+    grad_head = grad_head.to(lm_head.dtype) if needs_head else None
+    grad_bias = grad_bias.to(bias.dtype) if needs_bias else None
+    return grad_hidden, grad_head, grad_bias
 
 # %% ../../nbs/algorithm/04_logprobs.ipynb #f4f64eb8
 def _check_head(hidden_states, lm_head, bias, index, softcap):

@@ -17,7 +17,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -414,48 +414,32 @@ def without_effect(
 def doubtful_combinations(
     loss: Loss,
     settings: dict[str, float | None],  # by name
-) -> Iterator[str]:  # one sentence each
+) -> list[str]:  # one sentence each
     "What is legal and probably a mistake."
     named, epsilon, delta = f"loss_type {loss.name!r}", settings["epsilon"], settings["delta"]
     high = epsilon if settings["epsilon_high"] is None else settings["epsilon_high"]
-    clips = "delta" in loss.reads
+    clips, most = "delta" in loss.reads, max(epsilon, high)
     sequence = settings["importance_sampling_level"] == "sequence"
     idle = without_effect(loss, settings)
-    if idle:
-        yield (
-            f"{' and '.join(idle)} has no effect with {named}, which does not "
-            "read it: leave it out, or choose another loss_type."
-        )
-    if clips and epsilon >= 1:
-        yield (
-            f"epsilon is {epsilon}, so the lower border 1 - epsilon is not above 0 and no ratio "
-            "ever reaches it (a ratio is never negative)."
-        )
-    if clips and delta is not None and delta <= 1 + max(epsilon, high):
-        yield (
-            f"delta is {delta}, not above 1 + epsilon = {1 + max(epsilon, high):g}: it then also "
-            "cuts ratios that the ordinary clip allows. "
-            f"Choose more, e.g. {max(1.5, round(1.3 + max(epsilon, high), 1)):g}, or None."
-        )
-    if loss.caps and high < 1:
-        yield (
-            f"epsilon_high is {loss.name}'s absolute cap of the ratio and is {high:g}, below 1: "
-            "every fresh token is weighed down. 5.0 is recommended."
-        )
-    if loss.level == "sequence" and not sequence:
-        yield (
-            f"{named} is made for one ratio a completion: set importance_sampling_level='sequence'."
-        )
-    if loss.level == "token" and sequence:
-        yield (
-            f"{named} forms its weight of the whole completion itself: leave "
-            "importance_sampling_level at 'token'."
-        )
-    if loss.level is None and loss.by_tokens and sequence and not idle:
-        yield (
-            f"One ratio a completion with {named} counts each completion as often "
-            "as it has tokens. For GSPO use loss_type 'grpo', for the length-weighted form 'luspo'."
-        )
+    doubts = {  # sentence -> whether it is true
+        f"{' and '.join(idle)} has no effect with {named}, which does not read it: leave it out, "
+        "or choose another loss_type.": idle,
+        f"epsilon is {epsilon}, so the lower border 1 - epsilon is not above 0 and no ratio "
+        "ever reaches it (a ratio is never negative).": clips and epsilon >= 1,
+        f"delta is {delta}, not above 1 + epsilon = {1 + most:g}: it then also cuts ratios that "
+        "the ordinary clip allows. Choose more, e.g. "
+        f"{max(1.5, round(1.3 + most, 1)):g}, or None.": clips and (delta or math.inf) <= 1 + most,
+        f"epsilon_high is {loss.name}'s absolute cap of the ratio and is {high:g}, below 1: "
+        "every fresh token is weighed down. 5.0 is recommended.": loss.caps and high < 1,
+        f"{named} is made for one ratio a completion: set importance_sampling_level="
+        "'sequence'.": loss.level == "sequence" and not sequence,
+        f"{named} forms its weight of the whole completion itself: leave "
+        "importance_sampling_level at 'token'.": loss.level == "token" and sequence,
+        f"One ratio a completion with {named} counts each completion as often as it has tokens. "
+        "For GSPO use loss_type 'grpo', for the length-weighted form "
+        "'luspo'.": loss.level is None and loss.by_tokens and sequence and not idle,
+    }
+    return [sentence for sentence, holds in doubts.items() if holds]
 
 # %% ../../nbs/algorithm/02_losses.ipynb #71abb3aa
 def check_loss_settings(
@@ -478,7 +462,7 @@ def check_loss_settings(
     for name, what in loss.needs.items():
         if settings[name] is None:
             raise ValueError(f"loss_type {loss_type!r} needs {name}: pass {what}.")
-    return list(doubtful_combinations(loss, settings))
+    return doubtful_combinations(loss, settings)
 
 # %% ../../nbs/algorithm/02_losses.ipynb #f5b28fc6
 TOKENS = "mask old_logps ref_logps rollout_logps entropies entropy_mask".split()  # (B, T) each

@@ -191,11 +191,8 @@ def our_params(
             f"{others[0]}={getattr(params, others[0])!r} cannot be honoured: the sampler has "
             f"{', '.join(field.name for field in fields(SamplingParams))}. Leave it out"
         )
-    given = {
-        field.name: getattr(params, field.name)
-        for field in fields(SamplingParams)
-        if getattr(params, field.name, None) is not None
-    }
+    given = {field.name: getattr(params, field.name, None) for field in fields(SamplingParams)}
+    given = {name: value for name, value in given.items() if value is not None}
     named = given.pop("stop_token_ids", ())
     ends = () if getattr(params, "ignore_eos", False) else stops
     return SamplingParams(**{"max_tokens": room, **given, "stop_token_ids": {*ends, *named}})
@@ -519,11 +516,8 @@ def targets_in_parts(
 ) -> list[str]:  # full names; ValueError where there are none
     "The weights that get an adapter, in the parts that were asked for."
     inside = in_towers(model)
-    beside = [
-        name
-        for name, module in model.named_modules()
-        if name.startswith(inside) and isinstance(module, torch.nn.Linear)
-    ]
+    linear = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
+    beside = [name for name in linear if name.startswith(inside)]
     found = (targets_of(model, target_modules) if text else []) + (beside if seeing else [])
     if not found or seeing and not beside:
         raise ValueError(
@@ -600,11 +594,8 @@ class FastVisionModel(FastLanguageModel):
         model, tokenizer = from_pretrained(model_name, *args, **settings)
         base = base_causal_model(model)
         sight_of(base)
-        name = (
-            adapters.base_of_adapter(folder)
-            if (folder := adapters.adapter_folder(model_name))
-            else model_name
-        )
+        folder = adapters.adapter_folder(model_name)
+        name = adapters.base_of_adapter(folder) if folder else model_name
         base.processor = load_processor(str(name))
         base.processor.tokenizer.model_max_length = tokenizer.model_max_length
         return model, base.processor

@@ -1245,13 +1245,10 @@ def default_of(
 
 
 HINTS = {one.name: one.type for group in Settings.__subclasses__() for one in fields(group)}
-OtherNames = make_dataclass(
-    "OtherNames",
-    [(name, HINTS[real] | None, field(default=None)) for name, real in ALIASES.items()]
-    + [("vllm_sampling_params", str | None, field(default=None))],
-    bases=(Settings,),
-    kw_only=True,
-)
+_others = {name: HINTS[real] | None for name, real in ALIASES.items()}
+_others["vllm_sampling_params"] = str | None
+_others = [(name, hint, field(default=None)) for name, hint in _others.items()]
+OtherNames = make_dataclass("OtherNames", _others, bases=(Settings,), kw_only=True)
 HeldSettings = make_dataclass(
     "HeldSettings", [held_field(name) for name in HELD], bases=(Settings,), kw_only=True
 )

@@ -146,10 +146,8 @@ class MicroBatchFitter:
         self.config, self.model, self.device = config, model, device
         self.weights = weights or WholeWeights()
         self.models = [m for m in (model, reference and reference.model) if m is not None]
-        self.shape, self.slices = (
-            micro_batches.known_shape(model),
-            micro_batches.slice_sizes(model, config),
-        )
+        self.shape = micro_batches.known_shape(model)
+        self.slices = micro_batches.slice_sizes(model, config)
         self.residual = micro_batches.residual_bytes(model, autocast)
         self.cuts = may_be_cut(config, balance)
         self.count = 1  # of the last batch's pieces in the process that had the most

@@ -179,12 +179,8 @@ class PackedViews:
 
     def __init__(self, layer: torch.nn.Module):
         self.owners = [m for m in layer.modules() if has_experts(m)]
-        self.views = [
-            (owner, name, getattr(owner, name))
-            for owner in self.owners
-            for name in EXPERTS
-            if isinstance(getattr(owner, name), PackedWeight)
-        ]
+        experts = [(owner, name, getattr(owner, name)) for owner in self.owners for name in EXPERTS]
+        self.views = [one for one in experts if isinstance(one[2], PackedWeight)]
         for owner, name, weight in self.views:
             for part in ("blocks", "scales"):
                 data = getattr(weight, part).contiguous()
