@@ -376,17 +376,11 @@ class HubWriter(TrainerCallback):
         **others: Any,  # license, language
     ) -> None:
         "Write the card of the run, and its curve, into a folder."
-        card = model_card(
-            self.name or Path(self.config.output_dir).absolute().name,
-            self.model,
-            run_facts(self.model, self.rewards, self.completions, self.history),
-            history=self.history,
-            settings=shown_settings(self.config),
-            model_name=model_name,
-            dataset_name=dataset_name or dataset_of(self.rows),
-            tags=tags or (),
-            **others,
-        )
+        name = self.name or Path(self.config.output_dir).absolute().name
+        facts = run_facts(self.model, self.rewards, self.completions, self.history)
+        given = dict(history=self.history, settings=shown_settings(self.config), tags=tags or ())
+        given |= dict(model_name=model_name, dataset_name=dataset_name or dataset_of(self.rows))
+        card = model_card(name, self.model, facts, **given, **others)
         write_card(card, folder, self.history)
 
     def push(

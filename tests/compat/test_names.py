@@ -46,7 +46,8 @@ def test_other_names_keep_pythons_error():
     with pytest.raises(ImportError, match="cannot import name 'nothing_of_theirs'"):
         from grpo_nb import nothing_of_theirs  # noqa: F401
     assert not hasattr(grpo_nb, "nothing_of_theirs") and advice("numpy") is None
-    assert all(advice(name) for name in ("FastQwen3Model", "PatchFastRL", "UnslothTrainer"))
+    names = ("FastQwen3Model", "PatchFastRL", "UnslothTrainer", "standardize_sharegpt")
+    assert all(advice(name) for name in names)
     assert len(ADVICE) < 30
 
 
