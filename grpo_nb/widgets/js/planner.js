@@ -1287,9 +1287,11 @@ const OF_PART = {
     return [...inputs, [rest[moment] ?? "", Infinity]];
   },
   attention({ step, moment, plan }) {
-    const tokens = step.tokens[0];
+    const { shape, tokens: [tokens] } = step;
     if (moment === "rollout") {
-      return [["prompts being read: tokens × 3 × (queries + keys) × bytes", Infinity]];
+      const long = shape.sinks && step.prompt_length > limits.PREFILL_TOKENS;
+      const words = "prompts being read: tokens × 3 × (queries + keys) × bytes";
+      return [[words + (long ? ", and copies of the keys and values before them" : ""), Infinity]];
     }
     const how = computation(step, plan.slice_tokens);
     const kept = keptByALayer(step.shape, how, tokens, step.context)[0];
