@@ -145,9 +145,7 @@ class AdaptedLayer:
         return () if self.disabled or self.merged else self.active
 
 
-def read_lora(
-    module: nn.Module,  # any module
-) -> AdaptedLayer | None:  # None: PEFT has not put a LoRA layer there
+def read_lora(module: nn.Module) -> AdaptedLayer | None:  # None: no LoRA layer is there
     "Read a layer with LoRA; the result refers to PEFT's own tensors, nothing is copied."
     return AdaptedLayer(module) if isinstance(module, LoraLayer) else None
 
@@ -429,10 +427,8 @@ def _experts(module):
     return next((count for count in counts if isinstance(count, int) and count), 0)
 
 # %% ../../nbs/model/12_adapters.ipynb #b283d5ff
-def short_name(
-    name: str,  # such as "model.layers.3.self_attn.q_proj"
-) -> str:  # such as "self_attn.q_proj"
-    "A name without the prefix up to the layer's number."
+def short_name(name: str) -> str:
+    "A name without the prefix up to the layer's number, such as self_attn.q_proj."
     return re.sub(r"^.*?\.\d+\.", "", name)
 
 
@@ -477,12 +473,8 @@ def resolve_targets(
     return list(dict.fromkeys(found))
 
 # %% ../../nbs/model/12_adapters.ipynb #50981181
-def adapter_bytes(
-    model: torch.nn.Module,  # a skeleton or a model
-    targets: list[str],  # full names, from resolve_targets
-    r: int,  # rank
-) -> int:
-    "Bytes of the adapters' factors in float32, counted before they are made."
+def adapter_bytes(model: torch.nn.Module, targets: list[str], r: int) -> int:
+    "Bytes of the factors of rank r in float32 on these targets, counted before they are made."
     shapes = {name: p.shape for name, p in model.named_parameters()}
 
     def parameters(shape):
@@ -544,9 +536,7 @@ def add_adapters(
     return model
 
 # %% ../../nbs/model/12_adapters.ipynb #a2b0b225
-def describe_adapters(
-    model: torch.nn.Module,  # with adapters or without
-) -> str:  # a line
+def describe_adapters(model: torch.nn.Module) -> str:
     "One line: which weights have adapters, and how many parameters are trained."
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rows = [row for row in adapted(model) if row["adapters"]]
@@ -584,10 +574,8 @@ def base_of_adapter(
     return base
 
 
-def without_memory(
-    model: PeftModel,
-) -> torch.nn.Module:  # on the meta device
-    "The model under an adapter, once more and without weights."
+def without_memory(model: PeftModel) -> torch.nn.Module:
+    "The model under an adapter, once more, on the meta device."
     base = model.get_base_model()
     with torch.device("meta"):
         return type(base)(copy.deepcopy(base.config))
@@ -633,9 +621,7 @@ def _plain(name):
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
-def unmatched(
-    model: PeftModel,
-) -> str | None:  # a sentence; None: every name stands for something
+def unmatched(model: PeftModel) -> str | None:  # a sentence; None: every name stands for something
     "The names in an adapter's configuration that stand for no weight, and what to write."
     config, base = model.active_peft_config, model.get_base_model()
     modules = {_plain(name): module for name, module in base.named_modules()}

@@ -182,10 +182,9 @@ class LayerComparison:
             )
         return found
 
-    def table(
-        self,
-    ) -> str:  # a line a layer, a column for each part, way of feeding and quantity
-        "The relative differences as text."
+    def table(self) -> str:
+        """The relative differences as text: a line a layer, a column for each way of feeding and
+        quantity."""
         columns = list(dict.fromkeys((r["what"], r["fed"], r["part"]) for r in self.records))
         lines = [
             "      " + " ".join(f"{heading:>10}" for heading in names) for names in zip(*columns)

@@ -64,10 +64,7 @@ def _sync(path):
         os.close(descriptor)
 
 
-def check_folder_name(
-    path: Path,  # of the new folder
-    overwrite: bool,  # whether it may replace an existing one
-) -> None:
+def check_folder_name(path: Path, overwrite: bool) -> None:
     "Refuse the name of a file, and of a folder with content unless `overwrite` is set."
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: give another name for the folder")
@@ -78,10 +75,7 @@ def check_folder_name(
         )
 
 
-def check_disk_space(
-    path: Path,  # of the new folder
-    nbytes: int,  # that will be written
-) -> None:
+def check_disk_space(path: Path, nbytes: int) -> None:
     "Refuse an export that is larger than the free space of the disk."
     existing = next(p for p in path.parents if p.exists())
     free = shutil.disk_usage(existing).free
@@ -289,11 +283,8 @@ def _deltas(wrappers, parameter, flat):
     )
 
 
-def check_mergeable(
-    path: str,  # of the layer in the model
-    wrapper: BaseTunerLayer,  # PEFT's layer
-) -> None:
-    "Refuse adapters that are not plain LoRA, the sum of a weight and a product."
+def check_mergeable(path: str, wrapper: BaseTunerLayer) -> None:
+    "Refuse adapters around a layer that are not plain LoRA, the sum of a weight and a product."
     base = wrapper.get_base_layer()
     if not isinstance(wrapper, LoraLayer) or not (
         isinstance(wrapper, (Linear, Embedding, ParamWrapper))
@@ -386,10 +377,9 @@ def _checked_wrappers(base):
     return wrappers
 
 
-def adapted_weights(
-    model: torch.nn.Module,  # of transformers, with adapters or without
-) -> list[AdaptedWeight]:  # each once: a head that is still tied to the embedding is not listed
-    "All weights of the base model, each with what the active adapters add to it."
+def adapted_weights(model: torch.nn.Module) -> list[AdaptedWeight]:
+    """All weights of the base model, each once, with what the active adapters add to it; a head
+    that is still tied to the embedding is not listed."""
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         raise ValueError(
             f"the active adapter is of the kind {model.active_peft_config.peft_type.value}, "
@@ -407,9 +397,7 @@ def adapted_weights(
     return found
 
 
-def is_untied(
-    model: torch.nn.Module,  # of transformers, with adapters or without
-) -> bool:
+def is_untied(model: torch.nn.Module) -> bool:
     "Whether a head that the config calls tied is a weight of its own: trained whole, or adapted."
     names = {weight.name for weight in adapted_weights(model)}
     return bool(names & {*_base_of(model).all_tied_weights_keys})
@@ -502,14 +490,9 @@ class RoundingLoss:
     name: str  # of the weight
     sums: dict[str, float] = field(default_factory=dict)
 
-    def add(
-        self,
-        weight: torch.Tensor,  # before the adapters
-        exact: torch.Tensor,  # with them
-        change: torch.Tensor | None,  # what they add
-        rounded: torch.Tensor,  # what is written
-    ) -> None:
-        "Add one expert's matrix, or the only one, to the sums."
+    def add(self, weight, exact, change: torch.Tensor | None, rounded) -> None:
+        """Add an expert's matrix to the sums: before the adapters, with them, what
+        they add, and what is written."""
 
         def dot(a, b):
             return torch.dot(a.reshape(-1).float(), b.reshape(-1).float()).item()
@@ -685,12 +668,8 @@ class Export:
     rows: list[dict]  # losses, one row per matrix; pandas.DataFrame(export.rows) shows them
 
 
-def check_finite(
-    name: str,  # of the weight
-    tensor: torch.Tensor,
-    dtype: torch.dtype,  # that is named in the sentence
-) -> torch.Tensor:  # the same tensor
-    "Refuse a tensor with infinite numbers or NaN."
+def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    "The tensor of a weight; infinite numbers and NaN are refused, as those of `dtype`."
     # in parts: a search for infinities needs more memory than the weight itself
     if not all(part.isfinite().all() for part in tensor.flatten().split(2**26)):
         raise ValueError(

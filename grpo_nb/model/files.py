@@ -48,11 +48,8 @@ def written_aside(
         raise
 
 
-def write_text(
-    path: str | Path,  # its folder is there
-    text: str,
-) -> None:
-    "Write a text all at once."
+def write_text(path: str | Path, text: str) -> None:
+    "Write a text all at once to a file in a folder that is there."
     with written_aside(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -73,12 +70,8 @@ def json_text(
     return json.dumps(written(value), **style)
 
 
-def write_json(
-    path: str | Path,  # its folder is there
-    value: Any,  # what json.dumps takes
-    **style: Any,  # passed on to json.dumps
-) -> None:
-    "Write JSON all at once, indented by one space unless `style` says otherwise."
+def write_json(path: str | Path, value: Any, **style: Any) -> None:
+    "`write_text` of `json_text`, indented by one space unless `style` says otherwise."
     write_text(path, json_text(value, **{"indent": 1, **style}) + "\n")
 
 # %% ../../nbs/model/27_files.ipynb #fe6518ad
@@ -86,10 +79,7 @@ def write_json(
 CUT_OFF = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
 
 
-def has_room(
-    folder: Path,  # that exists
-    nbytes: int = 2**20,
-) -> bool:
+def has_room(folder: Path, nbytes: int = 2**20) -> bool:
     "Whether a file of so many bytes can be written there."
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -101,11 +91,8 @@ def has_room(
     return True
 
 
-def is_disk_full(
-    error: BaseException | None,
-    folder: Path,  # where something was written
-) -> bool:
-    "Whether an error, or one that it came from, means that the disk is full."
+def is_disk_full(error: BaseException | None, folder: Path) -> bool:
+    "Whether an error of writing there, or one that it came from, means that the disk is full."
     if error is None:
         return False
     if isinstance(error, OSError) and error.errno in NO_ROOM:

@@ -269,9 +269,7 @@ def _size(size):
     return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"
 
 
-def describe(
-    model: torch.nn.Module,  # with adapters or without
-) -> str:  # some lines
+def describe(model: torch.nn.Module) -> str:  # some lines
     "A summary: memory by part, implementations of attention and experts, adapters."
     lines = [
         (
@@ -309,10 +307,7 @@ def choose_device(
     return device
 
 
-def choose_dtype(
-    dtype: torch.dtype | str,  # "auto", "bfloat16", "float16", "float32", or one of torch's
-    device: torch.device,
-) -> torch.dtype:
+def choose_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     """The number format. "auto" is bfloat16 on a GPU of compute capability 8 and more, float16 on
     older ones, and float32 on a CPU."""
     if dtype == "auto":
@@ -364,18 +359,13 @@ LEFT_ALONE = (
 )
 
 
-def stays_on_cpu(
-    model: Any,  # of transformers, wrapped by PEFT or not; or the name of one, not loaded yet
-) -> bool:
+def stays_on_cpu(model: Any) -> bool:  # a model, or the name of one that is not loaded yet
     "Whether a run leaves Apple's GPU alone: there is one, and the model was not put on it."
     device = getattr(model, "device", None) or torch.device("cpu")
     return torch.backends.mps.is_available() and device.type == "cpu"
 
 # %% ../../nbs/model/25_loading.ipynb #0fc5026f
-def check_numbers(
-    max_seq_length: int,
-    lora_r: int,
-) -> None:  # ValueError with what to give
+def check_numbers(max_seq_length: int, lora_r: int) -> None:  # ValueError with what to give
     "Refuse a length below 1 or a negative rank."
     if not isinstance(max_seq_length, int) or max_seq_length < 1:
         raise ValueError(
@@ -385,11 +375,8 @@ def check_numbers(
         raise ValueError(f"lora_r is {lora_r!r}: give the rank of the adapters, or 0 for none")
 
 
-def check_one_adapter(
-    adapter: str,  # folder of a saved one
-    lora_r: int,
-) -> None:  # ValueError with what to leave out
-    "Refuse a new adapter beside a saved one."
+def check_one_adapter(adapter: str, lora_r: int) -> None:  # ValueError with what to leave out
+    "Refuse a new adapter beside a saved one, which is in the folder `adapter`."
     if lora_r:
         raise ValueError(
             f"{adapter!r} is an adapter, and lora_r={lora_r} asks for another: leave lora_r out to "
@@ -397,11 +384,7 @@ def check_one_adapter(
         )
 
 
-def check_options(
-    config: Any,  # of transformers
-    offload_embedding: bool,
-    attention_4bit: bool,
-) -> None:  # ValueError with what to leave out
+def check_options(config: Any, offload_embedding: bool, attention_4bit: bool) -> None:
     "Refuse options that do not apply to this architecture."
     if offload_embedding and config.get_text_config().tie_word_embeddings:
         raise ValueError(
@@ -415,12 +398,8 @@ def check_options(
         )
 
 # %% ../../nbs/model/25_loading.ipynb #1c9955df
-def check_length(
-    config: Any,  # of transformers
-    max_seq_length: int,
-    trained: bool,  # False: random weights, which get a warning only
-) -> None:  # ValueError with what to change
-    "Refuse sequences beyond the positions of a trained model."
+def check_length(config: Any, max_seq_length: int, trained: bool) -> None:
+    "Refuse sequences beyond the positions of a trained model; random weights get a warning only."
     longest = longest_sequence(config.get_text_config())
     if not longest or max_seq_length <= longest:
         return
@@ -489,10 +468,8 @@ def check_scales(
         )
 
 
-def check_blocks(
-    model: torch.nn.Module,  # a skeleton
-) -> None:  # ValueError with the sizes that are possible
-    "Refuse experts that MXFP4 cannot hold."
+def check_blocks(model: torch.nn.Module) -> None:  # ValueError with the sizes that are possible
+    "Refuse a skeleton whose experts MXFP4 cannot hold."
     for name, experts in experts_of(model).items():
         for p in EXPERTS:
             inputs = getattr(experts, p).shape[1]
@@ -608,11 +585,8 @@ def _advice(layout, device, size):
     return ", or ".join(options)
 
 
-def check_room(
-    layout: Layout,
-    adapters: int,  # bytes of the adapters
-) -> None:  # ValueError with what would fit
-    "Refuse a model that would not fit into memory."
+def check_room(layout: Layout, adapters: int) -> None:  # ValueError with what would fit
+    "Refuse a model that would not fit into memory, with so many bytes of adapters."
     need = layout.nbytes()
     need.pop(torch.device("meta"), None)  # there nothing has memory
     for device, size in need.items():
@@ -779,10 +753,7 @@ def finish(
     return model.eval()
 
 
-def select_experts(
-    model: torch.nn.Module,  # a gpt-oss, with adapters or without
-    implementation: str,  # of this library or of transformers
-) -> None:
+def select_experts(model: torch.nn.Module, implementation: str) -> None:
     "Select the experts' implementation of a gpt-oss; on a GPU, fuse norms and rotations too."
     if implementation in IMPLEMENTATIONS:
         route_adapters(model, implementation)

@@ -285,9 +285,7 @@ def scaling_border(
     return None
 
 
-def why_no_longer(
-    config: Any,  # a dictionary, a folder, or transformers' config object
-) -> str:  # in brackets, with a space before it; "" where position scaling is not the reason
+def why_no_longer(config: Any) -> str:  # in brackets, with a space before it; "" if it is not so
     "Why a longest sequence is shorter than a configuration says."
     if (border := scaling_border(config)) is None:
         return ""
@@ -298,9 +296,7 @@ def why_no_longer(
     )
 
 
-def longest_sequence(
-    config: Any,  # a dictionary, a folder, or transformers' config object
-) -> int | None:  # tokens; None: the config names no limit
+def longest_sequence(config: Any) -> int | None:  # tokens; None: the config names no limit
     """The longest sequence of a model: max_position_embeddings, or more where its rope scaling
     stretches the positions, or less where it turns all keys otherwise from some length on."""
     found = _config(config)
@@ -458,11 +454,9 @@ RECURRENT = ("mamba", "ssm_", "state_size", "lru_width")  # settings of state-sp
 _routers = ("router", "mlp.gate.", "shared_expert_gate")
 
 
-def numbers_in_class(
-    config: Any,  # transformers', of a text model
-    tied: bool = False,  # its embedding is its head
-) -> dict[str, int]:  # kind -> numbers, as ModelShape.parameters
-    "Count the numbers of a model in its class; nothing is allocated."
+def numbers_in_class(config: Any, tied: bool = False) -> dict[str, int]:
+    """Count the numbers of a text model in its class, by kind, as ModelShape.parameters; nothing is
+    allocated. `tied`: its embedding is its head."""
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
@@ -601,11 +595,9 @@ IN_PLACE = ("fused", "sgd", *OWN_FORMAT)  # an update needs no second tensor of 
 TARGETS = ("attention", "mlp")  # query, key, value, output; gate, up, down (of experts too)
 
 
-def state_bytes(
-    optim: str,  # a name of GRPOConfig.optim
-    weight: int = 4,  # bytes of a number that trains
-) -> int:  # for each number that trains
-    "What an optimizer remembers; Adam's mean and square, in the weights' format, if none fits."
+def state_bytes(optim: str, weight: int = 4) -> int:  # for each number that trains
+    """What an optimizer (a name of GRPOConfig.optim) remembers of numbers of `weight` bytes; Adam's
+    mean and square, in the weights' format, if none fits."""
     size = next((size for part, size in STATES.items() if part in optim), 8)
     return size if any(part in optim for part in OWN_FORMAT) else size * weight // 4
 
@@ -757,10 +749,7 @@ QUERIES = {
 SINK_KEY, SINK_KEY_REPEATED = 9.8, 13.6
 
 
-def attention_work(
-    shape: ModelShape,
-    how: Computation,
-) -> float:  # in units of one q
+def attention_work(shape: ModelShape, how: Computation) -> float:  # in units of one q
     "Memory of a kernel at its peak beyond q, k, v and the incoming gradient."
     if how.kernel == "sdpa" and shape.sinks:
         return SINK_KEY_REPEATED if how.repeated else SINK_KEY
@@ -825,10 +814,7 @@ def _widened(shape, how):
     )
 
 
-def attention_kept(
-    shape: ModelShape,
-    how: Computation,
-) -> int:  # bytes a token
+def attention_kept(shape: ModelShape, how: Computation) -> int:  # bytes a token
     "What attention and its norm keep for backward, without the scores of eager attention."
     q, k = _query_and_key(shape, how.element)
     norm, copies = _beside_attention(shape, how)
@@ -840,12 +826,9 @@ def attention_kept(
     return norm + copies + 2 * q + 2 * k + 4 * shape.heads + more
 
 
-def attention_peak(
-    shape: ModelShape,
-    how: Computation,
-    length: int,  # tokens of a sequence, on which only eager attention depends
-) -> int:  # bytes a token
-    "What attention and its norm need while its gradients are computed, kept tensors included."
+def attention_peak(shape: ModelShape, how: Computation, length: int) -> int:  # bytes a token
+    """What attention and its norm need while its gradients are computed, kept tensors too; only
+    eager attention depends on a sequence's length."""
     if how.kernel == "sink_heads":  # gradients of input and output, and a part's addend to each
         return attention_kept(shape, how) + 4 * shape.hidden * how.element
     q, k = _query_and_key(shape, how.element)
@@ -906,12 +889,9 @@ def _computed_again(shape, how, tokens, checkpointed):
     return _in_slices(how, tokens) or bool(lean and checkpointed)
 
 
-def mlp_kept(
-    shape: ModelShape,
-    how: Computation,
-    recompute: bool = False,  # gate and up are computed again in the backward pass
-) -> int:  # bytes a token
-    "What the MLP, or the experts, and their norm keep for backward."
+def mlp_kept(shape: ModelShape, how: Computation, recompute: bool = False) -> int:  # bytes a token
+    """What the MLP, or the experts, and their norm keep for backward; `recompute`: without gate and
+    up, which are computed again."""
     H, inner, K = (
         shape.hidden * how.element,
         shape.intermediate * how.element,
@@ -1018,18 +998,12 @@ def layer_inputs(
     )
 
 
-def keeps_results(
-    kernel: str,  # one of limits.KERNELS
-    length: int,  # tokens of a sequence
-) -> bool:
+def keeps_results(kernel: str, length: int) -> bool:  # of a sequence, in tokens
     "Whether offloading keeps a full layer's attention results for its second pass."
     return kernel == "flash" and length >= limits.KEPT_FROM
 
 
-def attention_results(
-    shape: ModelShape,
-    element: int = 2,  # bytes a number
-) -> int:  # bytes a token of a full layer
+def attention_results(shape: ModelShape, element: int = 2) -> int:  # bytes a token of a full layer
     """Attention's results that offloading keeps for a layer's second pass: the output, and one
     float32 sum per head."""
     return shape.heads * (shape.head_dim * element + 4)

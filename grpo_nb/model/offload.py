@@ -141,10 +141,7 @@ def _fetch(x):
     return x.fetch() if isinstance(x, HostCopy) else x
 
 # %% ../../nbs/model/18_offload.ipynb #8af83aa9
-def check_store(
-    max_bytes: int | None,
-    page_bytes: int,
-) -> None:  # ValueError with what to give
+def check_store(max_bytes: int | None, page_bytes: int) -> None:  # ValueError with what to give
     "Refuse a negative amount of host memory, and a page size that is no power of two."
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(
@@ -297,9 +294,7 @@ class HostStore:
             self.pages -= len(pages)
 
 # %% ../../nbs/model/18_offload.ipynb #1ee28540
-def base_causal_model(
-    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
-) -> torch.nn.Module:
+def base_causal_model(model: torch.nn.Module) -> torch.nn.Module:
     "The transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."
     return (
         model.get_base_model()
@@ -361,9 +356,7 @@ class _KeptAttention:
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
-def check_layers(
-    base: torch.nn.Module,  # of transformers
-) -> None:  # ValueError with what to do
+def check_layers(base: torch.nn.Module) -> None:  # ValueError with what to do
     "Refuse a model whose layers cannot be computed again, or are offloaded already."
     if not getattr(base, "supports_gradient_checkpointing", False) or not hasattr(
         base, "_set_gradient_checkpointing"
@@ -636,9 +629,7 @@ def _trained_copy(module):
     }.get(type(module).__name__)
 
 # %% ../../nbs/model/18_offload.ipynb #eccc8adb
-def check_embedding(
-    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
-) -> None:  # ValueError with what to change
+def check_embedding(model: torch.nn.Module) -> None:  # ValueError with what to change
     """Refuse an adapter config that trains an embedding in host memory: the table is frozen, so
     nothing would be trained."""
     for module in model.modules():
@@ -651,11 +642,8 @@ def check_embedding(
             )
 
 
-def check_movable(
-    embedding: torch.nn.Module,  # a model's input embedding
-    head: torch.nn.Module | None,  # its output embedding
-) -> None:  # ValueError with what to change
-    "Refuse an embedding that is trained, tied to the head, or more than rows of a table."
+def check_movable(embedding: torch.nn.Module, head: torch.nn.Module | None) -> None:
+    "Refuse an input embedding that is trained, tied to the head, or more than rows of a table."
     if wrapper := _trained_copy(embedding):
         raise ValueError(
             f"the adapter trains the input embedding ({wrapper}), and only a frozen one can "

@@ -83,11 +83,8 @@ def _refill_derived(static, source):
         refill(masks, source.masks(window))
 
 
-def refill(
-    static: Any,  # from `static_copy`
-    source: Any,  # of the same signature
-) -> None:
-    "Copy other numbers into the tensors of a copy, where they are."
+def refill(static: Any, source: Any) -> None:
+    "Copy the numbers of `source` into the tensors of a `static_copy`, where they are."
     if torch.is_tensor(static):
         static.copy_(source)
     elif isinstance(static, tuple):
@@ -126,10 +123,7 @@ class Room:
         return found.clone() if isinstance(self.at, slice) else found
 
 
-def spread_room(
-    sharing: Sharing,
-    multiple: int,  # of tokens
-) -> Room:
+def spread_room(sharing: Sharing, multiple: int) -> Room:
     "Where the tokens of shared prompts and completions lie in their two rectangles."
     U, P, B, T = sharing.spread_out(multiple).shape
     return Room(U * P + B * T, sharing.spread_places(multiple))
@@ -165,9 +159,7 @@ def _lora_state(m):
     return *used, tuple(m.scaling.values()), getattr(m, "cast_input_dtype_enabled", None)
 
 
-def layer_state(
-    layer: nn.Module,
-) -> list:  # CannotRecord where there are hooks
+def layer_state(layer: nn.Module) -> list:  # CannotRecord where there are hooks
     "What a recording has taken from a layer: addresses of its tensors, and switches."
     modules, state = [layer], []
     for m in modules:
@@ -184,9 +176,7 @@ def layer_state(
     return state
 
 
-def check_layer(
-    layer: nn.Module,
-) -> None:  # CannotRecord with the reason
+def check_layer(layer: nn.Module) -> None:  # CannotRecord with the reason
     "Refuse a layer that may draw random numbers, or whose weights are of another kind."
     if draws_numbers(layer):
         raise CannotRecord("it may draw random numbers (dropout, or a module of another package)")
@@ -424,9 +414,7 @@ class PlayedLayer(torch.autograd.Function):
 LARGE = 100  # multiprocessors of an A100 (108), an RTX 4090 (128) or an H100 (132), not of an L4
 
 
-def is_large(
-    device: torch.device,
-) -> bool:
+def is_large(device: torch.device) -> bool:
     "Whether a device is a GPU so fast that short steps wait for Python; a small one is busy."
     if device.type != "cuda":
         return False

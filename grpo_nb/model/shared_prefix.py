@@ -114,28 +114,20 @@ class Sharing:
         of_completions = attention(qc, keys, values, sinks, mask=for_completions, **options)
         return self.in_row(of_prompts, of_completions)
 
-    def spread_shape(
-        self,
-        multiple: int,  # of tokens; prompts are padded to an eighth of it, completions to a quarter
-    ) -> tuple[int, int, int, int]:
-        "U, P, B, T of rectangles that few lengths share."
+    def spread_shape(self, multiple: int) -> tuple[int, int, int, int]:
+        """U, P, B, T of rectangles that few lengths share: prompts are padded to an eighth of
+        `multiple`, completions to a quarter."""
         (U, P, B, T), least, steps = self.shape, max(1, multiple // 8), max(1, multiple // 4)
         return U, -(-P // least) * least, B, -(-T // steps) * steps
 
-    def spread_places(
-        self,
-        multiple: int,
-    ) -> torch.Tensor:  # (N,)
+    def spread_places(self, multiple: int) -> torch.Tensor:  # (N,)
         "Where the row's tokens lie in the row of `spread_out`."
         (_, P, _, T), (U, wide, _, long) = self.shape, self.spread_shape(multiple)
         prompts = self.prompt_places // P * wide + self.prompt_places % P + wide - P
         completions = self.completion_places // T * long + self.completion_places % T
         return torch.cat([prompts, U * wide + completions])
 
-    def spread_out(
-        self,
-        multiple: int,
-    ) -> "Sharing":
+    def spread_out(self, multiple: int) -> "Sharing":
         """The row with all padding of its rectangles, and some more, for layers that are recorded:
         its tensors have the same shapes for many batches."""
         U, P, B, T = shape = self.spread_shape(multiple)

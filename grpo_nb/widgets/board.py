@@ -35,11 +35,7 @@ ARROWS = {"W": "up", "A": "left", "S": "down", "D": "right"}
 CELL, EDGE, HEAD = 56, 8, 48  # of a square, between squares, above the board
 
 
-def tile_svg(
-    tile: int,
-    x: int,
-    y: int,
-) -> str:
+def tile_svg(tile: int, x: int, y: int) -> str:
     "One square."
     dark = tile >= 64
     square = (
@@ -73,11 +69,8 @@ def empty_board(board: Board) -> str:
     )
 
 
-def corner_of(
-    r: int,  # row
-    c: int,  # column
-) -> tuple[int, int]:  # x, y
-    "Where a square begins."
+def corner_of(r: int, c: int) -> tuple[int, int]:
+    "x and y where the square of a row and a column begins."
     return EDGE + c * (CELL + EDGE), HEAD + EDGE + r * (CELL + EDGE)
 
 # %% ../../nbs/widgets/10_board.ipynb #12eb01b3

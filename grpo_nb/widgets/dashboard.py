@@ -67,9 +67,7 @@ def curves_of(
     return {name: thinned(points) for name, points in found.items() if points}
 
 
-def dashboard_figure(
-    history: list[dict[str, Any]],  # records of a log
-) -> Figure:
+def dashboard_figure(history: list[dict[str, Any]]) -> Figure:  # of records of a log
     "The curves of the board: the log's numbers faint, their running means strong."
     curves = curves_of(history)
     names = list(curves) or list(PANELS)[:3]
@@ -91,11 +89,9 @@ def dashboard_figure(
     return figure
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #7d7191c8
-def shown_text(
-    text: str,
-    most: int = 300,  # characters
-) -> str:  # HTML that shows exactly these characters, the rest counted
-    "A prompt or a completion as HTML, with tags escaped and line breaks kept."
+def shown_text(text: str, most: int = 300) -> str:
+    """A text as HTML that shows exactly its characters, tags and line breaks too; the rest beyond
+    `most` is counted."""
     more = f" … ({len(text) - most:,} more characters)" if len(text) > most else ""
     return (
         "<span "
@@ -103,18 +99,13 @@ def shown_text(
     )
 
 
-def number(
-    value: float | None,
-    style: str = "{:.3g}",
-) -> str:  # a dash for None and NaN
-    "A number as text for a cell of a table, three digits by default."
+def number(value: float | None, style: str = "{:.3g}") -> str:
+    "A number as text for a cell of a table, three digits by default; a dash for None and NaN."
     return "–" if value is None or value != value else style.format(value)
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #60375fdf
-def pictures_html(
-    sample: dict[str, Any],  # a completion
-) -> str:
-    "The pictures of its prompt, small."
+def pictures_html(sample: dict[str, Any]) -> str:
+    "The pictures of a completion's prompt, small."
     style = "display:block;margin:0 0 3px;max-width:96px"
     return "".join(
         f'<img alt="" style="{style}" src="{html.escape(one)}">'
@@ -167,11 +158,9 @@ class Gate:
     def __init__(self):
         self.order, self.changed = "go", threading.Condition()
 
-    def set(
-        self,
-        order: str,  # "go", "pause" or "stop"; after "stop" others are ignored
-    ) -> None:
-        "Give an order, from any thread, and wake a run that is paused."
+    def set(self, order: str) -> None:
+        """Give an order, "go", "pause" or "stop", from any thread, and wake a run that is paused;
+        after "stop" others are ignored."""
         with self.changed:
             if self.order != "stop":
                 self.order = order

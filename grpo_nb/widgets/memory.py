@@ -111,9 +111,7 @@ def planned(
     return plan(shape, card, **given | {k: v for k, v in settings.items() if v is not None})
 
 # %% ../../nbs/widgets/06_memory.ipynb #67c948c8
-def rule_of_thumb(
-    made: Plan,
-) -> float:  # GiB
+def rule_of_thumb(made: Plan) -> float:  # GiB
     "As many GB as billions of parameters in 4 bit, 2 and 4 times that in 8 and 16; decimal GB."
     parameters = sum(made.setup.model.parameters.values())
     times = dict(bf16=4, fp16=4, fp32=4, fp8=2).get(made.setup.weights, 1)

@@ -58,11 +58,8 @@ class Judgement:
     fault: str = ""  # what went wrong, in a sentence
 
 
-def total(
-    judgements: list[Judgement],  # about one completion
-    weights: list[float],
-) -> float:  # NaN if no function has judged it
-    "The weighted sum of the scores that there are."
+def total(judgements: list[Judgement], weights: list[float]) -> float:
+    "The weighted sum of the scores of one completion; NaN if no function has judged it."
     scored = [
         weight * one.score for one, weight in zip(judgements, weights) if not math.isnan(one.score)
     ]
@@ -208,10 +205,8 @@ def fenced(code: str) -> str:
     return f"```python\n{code.strip()}\n```"
 
 
-def game2048_task(
-    pool: SandboxPool | None = None,  # where programs run; None: one of its own
-) -> RewardTask:
-    "A strategy for 2048."
+def game2048_task(pool: SandboxPool | None = None) -> RewardTask:
+    "A strategy for 2048; without a pool for its programs it opens one."
 
     def strategy(answer):
         return fenced(f"def strategy(board):\n    {answer}")
@@ -237,10 +232,8 @@ def game2048_task(
     )
 
 # %% ../../nbs/widgets/09_rewards.ipynb #6031f12c
-def matmul_task(
-    pool: SandboxPool | None = None,  # where programs run; None: one of its own
-) -> RewardTask:
-    "A fast product of matrices."
+def matmul_task(pool: SandboxPool | None = None) -> RewardTask:
+    "A fast product of matrices; without a pool for its programs it opens one."
     fast = (
         "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    "
         "return [[sum(map(mul, row, column)) for column in columns] for row in A]"
@@ -314,9 +307,7 @@ def ask(
     return [math.nan] * count, fault
 
 # %% ../../nbs/widgets/09_rewards.ipynb #41bbb166
-def explainer(
-    function: Callable,  # a reward function
-) -> Callable | None:  # explain(text, **row); None if it has none
+def explainer(function: Callable) -> Callable | None:  # explain(text, **row); None: it has none
     """The explanation of a reward function: its own, that of the object whose method it is, or
     that of the function it wraps."""
     own = getattr(function, "explain", None) or getattr(
@@ -386,11 +377,9 @@ def arguments_of(
     return given
 
 
-def remarks_of(
-    extra: dict[str, Any],  # name -> what a function has logged
-    count: int,  # of completions
-) -> list[str]:  # one for each, empty without remarks
-    "The remarks that a reward function has logged with `log_extra`."
+def remarks_of(extra: dict[str, Any], count: int) -> list[str]:
+    """What a reward function has logged with `log_extra`, name by name: a remark for each of
+    `count` completions, empty without."""
     lists = {name: values for name, values in extra.items() if isinstance(values, list)}
     lists = {name: values for name, values in lists.items() if len(values) == count}
     return ["; ".join(f"{name}: {lists[name][i]}" for name in lists) for i in range(count)]
@@ -421,19 +410,13 @@ SHOWN = 20_000  # characters of a completion
 MONO = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
-def colours_of(
-    judgements: list[Judgement],
-) -> dict[str, str]:  # name of a mark -> colour
+def colours_of(judgements: list[Judgement]) -> dict[str, str]:  # name of a mark -> colour
     "A colour for everything that was read."
     names = dict.fromkeys(name for one in judgements for name, _, _ in one.why.marks)
     return dict(zip(names, itertools.cycle(COLOURS)))
 
 
-def marked(
-    words: str,
-    colour: str,
-    title: str,
-) -> str:  # HTML
+def marked(words: str, colour: str, title: str) -> str:  # HTML
     "Words on a coloured ground."
     return (
         f'<mark title="{html.escape(title)}" '
@@ -441,12 +424,8 @@ def marked(
     )
 
 
-def highlighted(
-    text: str,
-    judgements: list[Judgement],
-    colours: dict[str, str],  # of `colours_of`
-) -> str:  # HTML that shows exactly these characters
-    "A completion with everything marked that was read in it."
+def highlighted(text: str, judgements: list[Judgement], colours: dict[str, str]) -> str:
+    "HTML that shows exactly these characters, everything marked that was read in them."
     marks: dict[int, list] = {}  # where they begin -> those that begin there
     for mark in dict.fromkeys(mark for one in judgements for mark in one.why.marks):
         marks.setdefault(mark[1], []).append(mark)
@@ -470,28 +449,18 @@ def highlighted(
     return f'<div style="{style}">{"".join(pieces) or "<i>(nothing)</i>"}{more}</div>'
 
 # %% ../../nbs/widgets/09_rewards.ipynb #a5b6bc75
-def number(
-    value: float,
-    style: str = "{:.3g}",
-) -> str:  # a dash for NaN
-    "A number for a table."
+def number(value: float, style: str = "{:.3g}") -> str:
+    "A number for a table, a dash for NaN."
     return "–" if math.isnan(value) else style.format(value)
 
 # %% ../../nbs/widgets/09_rewards.ipynb #b38e7a7c
-def shortened(
-    text: str,
-    most: int = 60,  # characters
-) -> str:  # in one line
-    "The beginning and the end of a text."
+def shortened(text: str, most: int = 60) -> str:
+    "The beginning and the end of a text in one line of at most so many characters."
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most // 2]} … {line[-(most // 2 - 3) :]}"
 
 
-def read_html(
-    text: str,
-    judgement: Judgement,
-    colours: dict[str, str],  # of `colours_of`
-) -> str:
+def read_html(text: str, judgement: Judgement, colours: dict[str, str]) -> str:
     "What one function has read, a line for each kind of place."
     kinds: dict[str, list[str]] = {}
     for name, start, end in judgement.why.marks:
@@ -528,14 +497,8 @@ def table_html(
     )
 
 # %% ../../nbs/widgets/09_rewards.ipynb #2e7f3d17
-def judgement_row(
-    text: str,
-    one: Judgement,
-    weight: float,
-    colours: dict[str, str],  # of `colours_of`
-    again: bool,  # whether the row above has the same explanation
-) -> tuple[str, ...]:  # HTML
-    "A row of `judgements_table`."
+def judgement_row(text, one: Judgement, weight, colours, again: bool) -> tuple[str, ...]:  # HTML
+    "A row of `judgements_table`; `again`: the row above has the same explanation."
     if one.fault:
         why = f'<b style="color:#e0524d">{html.escape(one.fault)}</b>'
     else:
@@ -551,12 +514,7 @@ def judgement_row(
     )
 
 
-def judgements_table(
-    text: str,
-    judgements: list[Judgement],
-    weights: list[float],
-    colours: dict[str, str],  # of `colours_of`
-) -> str:  # HTML
+def judgements_table(text, judgements: list[Judgement], weights, colours) -> str:  # HTML
     "What each function says about one completion."
     rows, before = [], Explanation("")
     for one, weight in zip(judgements, weights):
@@ -570,12 +528,8 @@ def judgements_table(
     return table_html(head, rows, numbers=(1, 2, 3))
 
 # %% ../../nbs/widgets/09_rewards.ipynb #db1dbc82
-def advantages_table(
-    texts: list[str],  # N completions, two or more
-    judged: list[list[Judgement]],  # N x K
-    weights: list[float],  # K
-) -> str:  # HTML
-    "What training sees of a group."
+def advantages_table(texts, judged, weights) -> str:  # HTML
+    "What training sees of a group; the arguments are those of `group_html`, of two or more."
     advantages = group_advantages(
         [[one.score for one in said] for said in judged], len(texts), weights=weights
     ).values.tolist()
@@ -612,9 +566,7 @@ def group_html(
 NEXT = "=== next completion ==="
 
 
-def split_group(
-    pasted: str,
-) -> list[str]:  # one text at least
+def split_group(pasted: str) -> list[str]:  # one text at least
     "The completions of a text in which lines `=== next completion ===` part them."
     texts, lines = [], []
     for line in pasted.split("\n"):
@@ -626,9 +578,7 @@ def split_group(
     return [*texts, "\n".join(lines)]
 
 
-def read_row(
-    written: str,  # JSON
-) -> dict[str, Any]:  # ValueError if it is no JSON object
+def read_row(written: str) -> dict[str, Any]:  # ValueError if it is no JSON object
     "The columns of a row."
     try:
         row = json.loads(written or "{}")

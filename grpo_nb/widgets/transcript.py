@@ -125,10 +125,9 @@ def stretch_html(tokens: Sequence[Sequence], advantage: float) -> str:  # of one
     )
 
 
-def transcript_html(
-    completions: Sequence[dict],  # from `transcript_of`
-) -> str:  # where scripts run, widgets/js/mount.js makes the widget of it
-    "The completions in stretches, one for each change of owner."
+def transcript_html(completions: Sequence[dict]) -> str:
+    """The completions in stretches, one for each change of owner; where scripts run,
+    widgets/js/mount.js makes the widget of it."""
     parts = []
     for one in completions:
         pieces = groupby(one["tokens"], key=lambda token: (token[1], token[3] is not None))
