@@ -110,6 +110,7 @@ def by_vllm(case, args):
 
     llm = LLM(
         model=str(checkpoint_of(case, args)),
+        skip_tokenizer_init=True,
         dtype="bfloat16",
         quantization="bitsandbytes" if case.weights == "nf4" else None,
         max_model_len=args.prompt + args.new,
