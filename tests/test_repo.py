@@ -457,6 +457,9 @@ def faults_of_outputs(notebook):
         ),
         "a stored path of the machine it was run on": "site-packages" in text,
         "a drawing that is no XML": not all(map(is_xml, shown)),
+        "a figure that JupyterLab shows on trusted pages alone": any(
+            "<Figure" in "".join(d.get("text/plain", "")) and "image/png" not in d for d in shown
+        ),
         "no opening of `# title`, an empty line, `> one line`": not re.match(
             r"# .+\n\n> .+(\n|$)", opening
         ),
