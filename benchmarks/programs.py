@@ -36,6 +36,9 @@ from grpo_nb.environments.sandbox import SandboxPool
 from grpo_nb.environments.verifiers import last_program
 from grpo_nb.training.data import prompt_token_ids
 
+# points of a completion that was cut off: where failing costs points, it must not be the better way
+CUT = {"published": -2.0, "plain": 0.0}
+
 # what is drawn, and what becomes of it
 
 
@@ -58,13 +61,13 @@ def judged(task, text, walled, opened):
     return shorter | dict(text=text)
 
 
-def judge_all(texts, scale="published"):
+def judge_all(texts, scale="published", **walls):
     "The records of {task: completions}."
-    with SandboxPool(workers=1) as pool, OpenPool(workers=1) as open_pool:
+    with SandboxPool(workers=1, **walls) as pool, OpenPool(workers=1, **walls) as open_pool:
         found = {}
         for task, written_texts in texts.items():
             *_, walled, opened = TASKS[task]
-            fixed = dict(scale=scale, secret="0")
+            fixed = dict(scale=scale, truncated=CUT[scale], secret="0")
             rewards = walled(pool, **fixed), opened(open_pool, **fixed)
             found[task] = [judged(task, text, *rewards) for text in written_texts]
     return found
@@ -96,7 +99,7 @@ def write(arguments, record):
 def sampled(arguments, model, tokenizer):
     "The part of a record that a sample fills."
     texts, told = drawn(arguments, model, tokenizer)
-    return dict(drawn=told, programs=judge_all(texts))
+    return dict(drawn=told, programs=judge_all(texts, allow_weak=arguments.allow_weak))
 
 
 def sample(arguments):
@@ -112,7 +115,7 @@ def judge(arguments):
         if moment in record:
             stored = record[moment]["programs"].items()
             texts = {task: [one["text"] for one in programs] for task, programs in stored}
-            record[moment]["programs"] = judge_all(texts)
+            record[moment]["programs"] = judge_all(texts, allow_weak=arguments.allow_weak)
     write(arguments, record)
 
 
@@ -176,8 +179,10 @@ def run(arguments):
     "Trains once, with a sample before and after."
     task, record = arguments.task, facts(arguments)
     rows, _, walled, opened = TASKS[task]
-    pool = OpenPool(workers=1) if arguments.no_walls else SandboxPool(workers=1)
-    rewards = (opened if arguments.no_walls else walled)(pool, scale=arguments.scale)
+    make = OpenPool if arguments.no_walls else SandboxPool
+    pool = make(workers=1, allow_weak=arguments.allow_weak)
+    fixed = dict(scale=arguments.scale, truncated=CUT[arguments.scale])
+    rewards = (opened if arguments.no_walls else walled)(pool, **fixed)
     trainer = GRPOTrainer(
         arguments.model,
         [*rewards.functions(), counted(rewards, task)],
@@ -262,6 +267,8 @@ def main():
     parser.add_argument("--rate", type=float, default=2e-5)
     parser.add_argument("--scale", choices=("published", "plain"), default="published")
     parser.add_argument("--no-walls", action="store_true")
+    weak = "run programs even where the machine's walls are missing: on one that may be lost"
+    parser.add_argument("--allow-weak", action="store_true", help=weak)
     parser.add_argument("--no-before", dest="before", action="store_false")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
