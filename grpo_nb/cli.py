@@ -415,29 +415,18 @@ def _settings(
     args: argparse.Namespace,  # from the parser below
 ) -> dict:  # settings of GRPOConfig and of a Setup
     "The arguments under the planner's names; those not given are left out."
-    named = ("weights", "context", "lora_r", "attention", "mini_batch")
-    given = {name: getattr(args, name) for name in (*named, "logit_chunk_multiplier")} | {
-        "cards": args.cards,
-        "samplers": args.samplers,
-        "prompt_length": args.prompt,
-        "picture_tokens": args.pictures,
-        "num_generations": args.completions,
-        "generation_batch_size": (args.prompts or args.cards) * (args.completions or 8),
-        "per_device_train_batch_size": args.batch,
-        "optim": _OPTIMIZERS.get(args.optimizer),
-        "fsdp": args.fsdp,
-        "slice_tokens": ALL if args.tile == 0 else args.tile,
-    }
+    others = {"prompts", "offload", *_OF_RECIPES} - {"cards", "samplers"}
+    named = {name: getattr(args, name) for name in args.flags.keys() - others}
+    given = {name: value for name, value in named.items() if value is not None}
+    drawn = (args.prompts or args.cards) * (args.num_generations or 8)
+    given |= {"generation_batch_size": drawn, **{_OFFLOADS[what]: True for what in args.offload}}
+    if args.optim:
+        given["optim"] = _OPTIMIZERS[args.optim]
+    if args.slice_tokens == 0:
+        given["slice_tokens"] = ALL
     if args.lora_targets:
         given["lora_targets"] = TARGETS if args.lora_targets == "all" else (args.lora_targets,)
-    switches = {
-        "double_quant": args.double_quant,
-        "gradient_checkpointing": not args.no_checkpointing,
-        "share_prompt": args.share_prompt,
-        "reference": args.reference,
-        **{_OFFLOADS[what]: True for what in args.offload},
-    }
-    return {name: value for name, value in given.items() if value is not None} | switches
+    return given
 
 
 @contextmanager
@@ -470,11 +459,11 @@ def _plan_made(
         return planner.plan(
             args.model, _card(args.card or "T4", args.memory), **_settings(args)
         ), None
-    for name, value in vars(args).items():
-        if name not in ("run", "parser", *_OF_RECIPES) and value != args.parser.get_default(name):
+    for name in args.flags.keys() - set(_OF_RECIPES):
+        if getattr(args, name) != args.parser.get_default(name):
             raise ValueError(
-                f"--{name.replace('_', '-')} is for a model without a recipe: write it into "
-                f"{args.model}, where --help of `grpo-nb train` says its name"
+                f"{args.flags[name]} is for a model without a recipe: write it into {args.model}, "
+                "where --help of `grpo-nb train` says its name"
             )
     recipe = recipes.read_recipe(args.model)
     card = _card(args.card or recipe.model.card, args.memory)
@@ -886,8 +875,9 @@ def _add_flags(
     # in belongs to the line before
     table: str,
     **more: dict,  # a flag's name -> what else argparse is to know of it
-) -> None:
+) -> dict[str, str]:  # the name of each value -> its flag
     "Flags of a command; one that takes nothing is a switch."
+    flags = {}
     for row in re.sub(r"\n +", " ", table.strip()).splitlines():
         takes, bounds, about = (part.strip() for part in row.split(" |", 2))
         name, _, metavar = takes.partition(" ")
@@ -899,8 +889,9 @@ def _add_flags(
             how["metavar"] = metavar
             how |= {"type": Path} if metavar in ("FILE", "FOLDER", "RUN_DIR") else {}
         elif name.startswith("--") and "choices" not in how:
-            how["action"] = "store_true"
-        parser.add_argument(name, **how)
+            how.setdefault("action", "store_true")
+        flags[parser.add_argument(name, **how).dest] = name
+    return flags
 
 # %% ../nbs/91_cli.ipynb #2af70635
 _PLAN = f"""
@@ -952,7 +943,13 @@ _PLAN_KNOWS = dict(  # what argparse is to know of these besides
     samplers=dict(default=0),
     format=dict(dest="weights", choices=FORMATS),
     lora_targets=dict(choices=(*TARGETS, "all")),
-    optimizer=dict(choices=_OPTIMIZERS),
+    prompt=dict(dest="prompt_length"),
+    pictures=dict(dest="picture_tokens"),
+    completions=dict(dest="num_generations"),
+    batch=dict(dest="per_device_train_batch_size"),
+    tile=dict(dest="slice_tokens"),
+    no_checkpointing=dict(dest="gradient_checkpointing", action="store_false"),
+    optimizer=dict(dest="optim", choices=_OPTIMIZERS),
     offload=dict(nargs="+", choices=_OFFLOADS, default=[]),
     attention=dict(choices=(*KERNELS, *TRANSFORMERS_NAMES)),
 )
@@ -1057,7 +1054,7 @@ def _parser(
     for name, (run, about, flags, knows) in _COMMANDS.items():
         usage = _TRAIN_USAGE if run is train else {}
         one = commands.add_parser(name, help=about, description=run.__doc__, **usage)
-        _add_flags(one, flags, **knows)
+        one.set_defaults(flags=_add_flags(one, flags, **knows))
         if run is train and words[:1] == ["train"]:  # hundreds, so only where they are wanted
             from grpo_nb.recipe import add_flags
 

@@ -345,6 +345,8 @@ def test_plan_refuses_flags_that_belong_into_the_file(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("model_name_or_path: Qwen3-4B\n")
     assert cli.main(["plan", str(tmp_path / "run.yaml"), "--lora-r", "8"]) == 2
     assert "--lora-r is for a model without a recipe" in capsys.readouterr().err
+    assert cli.main(["plan", str(tmp_path / "run.yaml"), "--no-checkpointing"]) == 2
+    assert "--no-checkpointing is for a model without a recipe" in capsys.readouterr().err
     assert cli.main(["plan", str(tmp_path / "run.yaml"), "--card", "H100", "--json"]) == 0
 
 
