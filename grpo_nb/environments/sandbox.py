@@ -41,16 +41,6 @@ import psutil
 
 from . import supervisor
 from .isolated_rewards import visible
-from grpo_nb.environments.supervisor import (
-    CALL,
-    FRAME,
-    KINDS,
-    OPEN,
-    RUN,
-    Unsendable,
-    decode,
-    encode,
-)
 from .verifiers import MAX_MARKS, few_marks
 
 # %% ../../nbs/environments/07_sandbox.ipynb #d913c0bb
@@ -206,10 +196,10 @@ def result_of(tag: bytes, seconds: float, cpu_seconds: float, payload: bytes) ->
     own types or methods comes with it."""
     if tag != b"v":
         said = visible(payload[:2000].decode("utf-8", "replace"))[:2000]
-        return failure(KINDS[tag], said, seconds, cpu_seconds)
+        return failure(supervisor.KINDS[tag], said, seconds, cpu_seconds)
     try:
-        return SandboxResult(True, decode(payload), None, "ok", seconds, cpu_seconds)
-    except Unsendable as error:
+        return SandboxResult(True, supervisor.decode(payload), None, "ok", seconds, cpu_seconds)
+    except supervisor.Unsendable as error:
         return failure("output", f"it sent {error}", seconds, cpu_seconds)
 
 
@@ -270,13 +260,13 @@ class SupervisorConnection:
     def walls(self) -> tuple[list[Protection], list[Trial]]:
         "What a new supervisor says of its walls: those it built, and what came of trying them."
         try:
-            _, payload = self.receive(FRAME, time.monotonic() + 60)
+            _, payload = self.receive(supervisor.FRAME, time.monotonic() + 60)
         except SupervisorLost as error:
             raise RuntimeError(
                 f"the sandbox's supervisor does not start ({error}); try: {sys.executable} "
                 f"-I -S {supervisor.__file__} serve"
             ) from None
-        walls, trials = decode(payload)
+        walls, trials = supervisor.decode(payload)
         return [Protection(*fields) for fields in walls], [Trial(*fields) for fields in trials]
 
     def receive(
@@ -320,7 +310,7 @@ class SupervisorConnection:
         except OSError as error:
             raise SupervisorLost(f"the line is broken: {error}") from None
         (tag, wall, used), payload = self.receive(supervisor.REPLY, deadline)
-        if tag not in KINDS:
+        if tag not in supervisor.KINDS:
             raise SupervisorLost("it answers nonsense")
         return result_of(tag, wall / 1e9, used / 1e9, payload)
 
@@ -366,14 +356,16 @@ class BareConnection:
 
     def ask(self, op: bytes, timeout_s: float, memory_mb: int, body: bytes) -> SandboxResult:
         "As a supervisor is asked; the process is new for each program."
-        if op != CALL:
+        if op != supervisor.CALL:
             self.start()
         process, late = self.process, threading.Event()
         timer = threading.Timer(timeout_s, lambda: (late.set(), process.kill()))
         begin = time.perf_counter()
         timer.start()
         try:
-            process.stdin.write(FRAME.pack(b"v" if op == CALL else op, len(body)) + body)
+            process.stdin.write(
+                supervisor.FRAME.pack(b"v" if op == supervisor.CALL else op, len(body)) + body
+            )
             process.stdin.flush()
             tag, payload = self.answer()
         except OSError:
@@ -382,7 +374,7 @@ class BareConnection:
             timer.cancel()
         if late.is_set():
             tag, payload = b"t", f"no answer within {timeout_s:g} s".encode()
-        if op == RUN or tag in (b"t", b"c"):
+        if op == supervisor.RUN or tag in (b"t", b"c"):
             self.stop()
         spent = time.perf_counter() - begin
         return result_of(tag, spent, spent, payload)
@@ -397,10 +389,10 @@ class BareConnection:
 
     def answer(self) -> tuple[bytes, bytes]:
         "The next answer; OSError if there is none."
-        header = self.process.stdout.read(FRAME.size)
-        if len(header) < FRAME.size:
+        header = self.process.stdout.read(supervisor.FRAME.size)
+        if len(header) < supervisor.FRAME.size:
             raise OSError("it has ended")
-        tag, size = FRAME.unpack(header)
+        tag, size = supervisor.FRAME.unpack(header)
         if tag not in supervisor.CLAIMS:
             return b"c", b"it said something that is no answer"
         if size > supervisor.RESULT_BYTES:
@@ -447,8 +439,8 @@ def program_bytes(source: str, entry: str, args: tuple) -> bytes:
     if not isinstance(entry, str):
         raise TypeError(f"entry must be the name of a function, not {type(entry).__name__}")
     try:
-        return encode([str(source), str(entry), list(args)])
-    except Unsendable as error:
+        return supervisor.encode([str(source), str(entry), list(args)])
+    except supervisor.Unsendable as error:
         raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
 
 
@@ -564,7 +556,7 @@ class PoolRuns(PoolStart):
         try:
             with self._supervisor() as connection:
                 left = checked_timeout(timeout_s, memory_mb)  # waiting for its turn took time too
-                return connection.ask(RUN, left, memory_mb, body)
+                return connection.ask(supervisor.RUN, left, memory_mb, body)
         except SupervisorLost as error:
             return lost_result(error)
 
@@ -580,7 +572,9 @@ class PoolRuns(PoolStart):
         except (SupervisorLost, OSError) as error:
             return Session(None, lost_result(error), timeout_s, memory_mb)
         try:
-            loaded = connection.ask(OPEN, checked_timeout(timeout_s, memory_mb), memory_mb, body)
+            loaded = connection.ask(
+                supervisor.OPEN, checked_timeout(timeout_s, memory_mb), memory_mb, body
+            )
         except SupervisorLost as error:
             loaded = lost_result(error)
         return Session(connection, loaded, timeout_s, memory_mb)
@@ -664,8 +658,8 @@ class Session:
         """Calls the program's function once more; after a time-out or a crash every call has that
         kind."""
         try:
-            body = encode(list(args))
-        except Unsendable as error:
+            body = supervisor.encode(list(args))
+        except supervisor.Unsendable as error:
             raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
         asked = self.timeout_s if timeout_s is None else timeout_s
         limit = checked_timeout(asked, self.memory_mb)
@@ -674,7 +668,7 @@ class Session:
                 return failure(over.kind, f"the session has ended before: {over.error}")
             result = lost_result("a call was interrupted")
             try:
-                result = self._connection.ask(CALL, limit, self.memory_mb, body)
+                result = self._connection.ask(supervisor.CALL, limit, self.memory_mb, body)
             except SupervisorLost as error:
                 result = lost_result(error)
             finally:

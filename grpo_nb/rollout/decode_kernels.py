@@ -230,35 +230,32 @@ def _three(tensors, stand_in):
 
 def _launch_linear(
     x,  # (M, K)
-    weights,  # one or three, (N, K) each
-    biases,  # (N,) each, or None
+    projections,  # one to three
     out,  # (M, sum of N), written to
     residual=None,  # added to the result
-    t=None,  # (M, sum of ranks), x A^T of the adapters
-    ups=(),  # B of the adapters
-    ranks=(0, 0, 0),
-    scalings=(1.0, 1.0, 1.0),
+    t=None,  # (M, sum of ranks), x A^T of the adapters; None: they are left out
 ):
-    "Products of one input with one or three matrices, by the kernel for one row or for several."
-    M, K = x.shape
-    sizes = [len(w) for w in weights] + [0] * (3 - len(weights))
+    "Linear layers of one input, by the kernel for one row or for several."
+    (M, K), fill = x.shape, [0] * (3 - len(projections))
+    sizes = [len(p.weight) for p in projections] + fill
+    ranks = [0 if t is None or p.a is None else len(p.a) for p in projections] + fill
     inputs = (
         x,
-        *_three(weights, x),
-        *_three(biases, x),
+        *_three([p.weight for p in projections], x),
+        *_three([p.bias for p in projections], x),
         x if t is None else t,
-        *_three(ups, x),
+        *_three([p.b for p in projections], x),
         x if residual is None else residual,
         out,
     )
     options = dict(
-        HAS_BIAS=biases[0] is not None,
+        HAS_BIAS=projections[0].bias is not None,
         HAS_RESIDUAL=residual is not None,
         ROUND=residual is not None or t is not None,
         RP=0 if t is None else max(16, triton.next_power_of_2(max(ranks))),
-        PARTS=1 if len(weights) == 1 else 3,
+        PARTS=1 if len(projections) == 1 else 3,
     )
-    numbers = (*sizes, *ranks, *scalings)
+    numbers = (*sizes, *ranks, *(float(p.scaling) for p in projections), *map(float, fill))
     if M == 1 and K <= ONE_LOAD:
         options |= dict(BN=2, BK=triton.next_power_of_2(K), num_warps=4)
         grid = (sum(triton.cdiv(n, 2) for n in sizes), M)
@@ -277,38 +274,18 @@ def low_rank(
 ) -> torch.Tensor:  # (B, sum of r) float32
     "x A^T of adapters of one input, side by side."
     t = x.new_empty(len(x), sum(map(len, downs)), dtype=torch.float32)
-    return _launch_linear(x, downs, [None] * 3, t)
+    return _launch_linear(x, [Projection(down) for down in downs], t)
 
 
 def project(x, projections, residual=None):
     """`decode_ops.project` of one to three layers by kernels, up to `MANY_ROWS` rows; weights in 4
     bits by their modules."""
-    M = len(x)
-    if M > MANY_ROWS or any(p.module is not None for p in projections):
+    if len(x) > MANY_ROWS or any(p.module is not None for p in projections):
         return decode_ops.project(x, projections, residual)
-    out = x.new_empty(
-        M,
-        sum(len(p.weight) for p in projections),
-        dtype=x.dtype if residual is None else residual.dtype,
-    )
-    weights, biases = [p.weight for p in projections], [p.bias for p in projections]
+    width, like = sum(len(p.weight) for p in projections), x if residual is None else residual
     downs = [p.a for p in projections if p.a is not None]
-    if not downs:
-        return _launch_linear(x, weights, biases, out, residual)
-    fill = 3 - len(projections)
-    ranks = [0 if p.a is None else len(p.a) for p in projections] + [0] * fill
-    t = low_rank(x, downs)
-    return _launch_linear(
-        x,
-        weights,
-        biases,
-        out,
-        residual,
-        t,
-        [p.b for p in projections],
-        ranks,
-        [p.scaling for p in projections] + [1.0] * fill,
-    )
+    t = low_rank(x, downs) if downs else None
+    return _launch_linear(x, projections, like.new_empty(len(x), width), residual, t)
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #f5ac0f3c
 @triton.jit

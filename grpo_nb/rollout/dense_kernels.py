@@ -158,13 +158,9 @@ def _add_low_rank_kernel(
     tl.store(at, sums.to(y.dtype.element_ty), mask=keep)
 
 
-def add_low_rank(
-    y: torch.Tensor,  # (M, N), written to
-    t: torch.Tensor,  # (M, R) float32, x A^T, rows side by side in memory or further apart
-    up: torch.Tensor,  # (N, R), B
-    scale: float,
-) -> torch.Tensor:  # (M, N), which is `y`
-    "Add an adapter's product to the result of its linear layer, in place."
+def add_low_rank(y, t, up, scale):
+    """Add an adapter's product to the result y (M, N) of its linear layer, in place: t (M, R)
+    float32 is x A^T, its rows side by side in memory or further apart, and up (N, R) is B."""
     (M, N), R = y.shape, t.shape[1]
     grid = (triton.cdiv(N, 128), triton.cdiv(M, 32))
     _add_low_rank_kernel[grid](

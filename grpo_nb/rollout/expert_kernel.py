@@ -57,13 +57,8 @@ def layouts(
 ) -> tuple:  # of words, of x, of the product, and of its sum over the W warps
     """Which thread holds what of words (W, columns, 4 blocks, 4), x (W, rows, 4 blocks, 32), the
     product (W, columns, rows) and its sum."""
-    lanes = [
-        [0, 0, 1, 0],
-        [0, 0, 2, 0],
-        [0, 1, 0, 0],
-        [0, 2, 0, 0],
-        [0, 4, 0, 0],
-    ]  # lane = 4 * row + block, as in the instruction's fragments
+    # lane = 4 * row + block, as in the instruction's fragments
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
     warps = [[p, 0, 0, 0] for p in _powers_below(WARPS)]
 
     def spread(registers, size, last):
