@@ -161,10 +161,7 @@ def attempt(
 
 # %% ../../nbs/environments/10_countdown.ipynb #9e0e14cf
 def read_attempt(
-    text: str,  # a completion
-    numbers: list[int],  # those that were given
-    use_all: bool | None,  # True: each has to be used
-    target: int | None = None,  # what should come out; None: it does not matter
+    text: str, numbers: list[int], use_all: bool | None, target: int | None = None
 ) -> tuple[Attempt, Explanation]:  # what came of its answer, and that in words, without points
     "Find the answer of a completion and check it against the rules."
     place = stated_place(text)  # the last line if there is nothing else

@@ -415,19 +415,12 @@ class OnceABatch:
 
 # %% ../../nbs/environments/12_game2048.ipynb #5847c910
 class ProgramRewards:
-    "What rewards of programs share: settings, a report on each completion, and its words."
+    "What rewards of programs share: settings of the judge, a report on each completion, its words."
 
     known = ""  # the settings of the judge, by name
     pays = ()  # the names of its reward functions
 
-    def __init__(
-        self,
-        pool: SandboxPool | None,  # None: one of its own
-        scale: str,  # plain or published
-        truncated: float | None,  # for a completion that was cut off; None: not scored
-        secret: str | None,  # that tasks are drawn from; None: the trainer's
-        settings: dict[str, Any],  # of the judge
-    ):
+    def __init__(self, pool, scale, truncated, secret, settings):  # of the judge
         if scale not in ("plain", "published"):
             raise ValueError(f"scale is {scale!r}, and it must be one of plain, published")
         if unknown := settings.keys() - set(self.known.split()):

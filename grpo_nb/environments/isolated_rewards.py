@@ -525,11 +525,7 @@ class WorkerProcess:
 class NotScored(list):
     "None for every completion, and the reason."
 
-    def __init__(
-        self,
-        count: int,  # of completions
-        reason: str,
-    ):
+    def __init__(self, count: int, reason: str):
         super().__init__([None] * count)
         self.reason = reason
 

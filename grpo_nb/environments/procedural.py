@@ -204,11 +204,7 @@ def task_score(
 
 # %% ../../nbs/environments/11_procedural.ipynb #1ecd3e09
 def explain_task(
-    text: str,
-    /,
-    task: str,  # its name
-    ways: tuple[str, ...] = WAYS,  # where the answer is looked for
-    **row: Any,  # other columns, not needed
+    text: str, /, task: str, ways: tuple[str, ...] = WAYS, **row: Any
 ) -> Explanation:  # without points: the scorer counts, and may need a process of its own
     "The answer that the scorer is given, and where it stands in the completion."
     place = stated_place(text, ways)
@@ -260,10 +256,7 @@ def problems(
     )
 
 
-def shares(
-    total: int,
-    weights: list[float],
-) -> list[int]:  # they sum to the total
+def shares(total: int, weights: list[float]) -> list[int]:  # they sum to the total
     "Whole numbers in the proportion of the weights, the largest remainders rounded up."
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(x) for x in exact]
@@ -374,10 +367,7 @@ def right_value(
 
 
 def explain_value(
-    text: str,
-    /,
-    answer: Any,  # the right one
-    **row: Any,  # other columns, not needed
+    text: str, /, answer: Any, **row: Any
 ) -> Explanation:  # without points: math-verify counts
     "Which part of a completion math-verify compares, and with what."
     box = box_place(text)

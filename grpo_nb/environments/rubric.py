@@ -198,11 +198,7 @@ def readability_faults(
     return {fault: ramp(value, *LIMITS[fault]) for fault, value in counted.items()}
 
 
-def judge_readability(
-    text: str,
-    /,
-    **row: Any,  # columns, not needed
-) -> Explanation:  # points from -1 to 0
+def judge_readability(text: str, /, **row: Any) -> Explanation:  # points from -1 to 0
     "How bad each fault is."
     faults = readability_faults(text)
     said = ", ".join(f"{fault} {100 * share:.0f} %" for fault, share in faults.items())

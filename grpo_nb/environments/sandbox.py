@@ -93,8 +93,7 @@ def failure(kind: str, error: str, seconds: float = 0.0, cpu_seconds: float = 0.
 
 
 def ways_out(
-    walls: list[Protection],
-    trials: list[Trial],
+    walls: list[Protection], trials: list[Trial]
 ) -> str | None:  # None: everything was stopped
     "What a program could do behind these walls, and which are missing."
     through = [trial for trial in trials if not trial.stopped]

@@ -197,11 +197,7 @@ def value_matches(
     return value is not None and abs(value - right) <= tolerance
 
 # %% ../../nbs/environments/01_verifiers.ipynb #b3ffb89b
-def trimmed(
-    text: str,
-    start: int,
-    end: int,
-) -> tuple[int, int]:
+def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
     "A place without the white space at its ends."
     inside = text[start:end]
     first = start + len(inside) - len(inside.lstrip())

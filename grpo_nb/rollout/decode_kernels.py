@@ -1062,11 +1062,9 @@ def block_of(V):
 
 
 def draw(
-    logits: torch.Tensor,  # (B, V), or log-probs; -inf for what must not be drawn
-    uniform: torch.Tensor,  # (B,) float64, in [0, 1)
-    temperature: float = 1.0,  # logits are divided by it
+    logits: torch.Tensor, uniform: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) int64 and their log-probs (B,) float32
-    "One token of each row, with one random number a row."
+    "One token of each row, with one random number a row; -inf is never drawn."
     return pick(logits, uniform, block_sums(logits, temperature), temperature)
 
 

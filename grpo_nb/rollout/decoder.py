@@ -43,8 +43,7 @@ from grpo_nb.rollout.sampling import (
     SurvivorRecord,
     apply_repetition_penalty,
     room_for_survivors,
-    sample_recorded,
-    sample_tokens,
+    sample,
 )
 from .trial import Trials, in_a_line
 
@@ -305,14 +304,7 @@ class Decoder(GptOssTensors):
         "Queries, keys and values of a layer, side by side."
         return ops.project(normed, (layer.query, layer.key, layer.value))
 
-    def rest(
-        self,
-        ops,
-        x: torch.Tensor,
-        attended: torch.Tensor,
-        layer: LayerWeights,
-        next_norm: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
+    def rest(self, ops, x, attended, layer, next_norm):  # the residual stream (B, H), and its norm
         "All of a layer that follows attention, and the next norm."
         x = ops.project(attended, (layer.output,), residual=x)
         return ops.moe(x, layer, next_norm, **self.moe_settings)
@@ -563,11 +555,9 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MOST_DRAWN_TOGE
 def draw_tokens(
     decoder, logits, params, seen, uniform
 ) -> tuple:  # tokens (B,), their log-probs (B,), and what was left, where a filter cuts
-    "`sample_tokens` or `sample_recorded`; on a GPU by kernels."
+    "`sample`; on a GPU by kernels."
     if decoder.ops is decode_ops or params.temperature == 0:
-        if room_for_survivors(params):
-            return sample_recorded(logits, params, seen, uniform=uniform)
-        return *sample_tokens(logits, params, seen, uniform=uniform), None
+        return sample(logits, params, seen, uniform)
     if params.repetition_penalty != 1:
         logits = apply_repetition_penalty(logits.float(), seen, params.repetition_penalty)
     if not room_for_survivors(params):
@@ -715,11 +705,8 @@ def _complete(decoder, cache, state, prompts, owner, params, stop, on_tokens, re
         before = None if prefixes is None else state.alive[rows].clone()
         seen = None if state.seen is None else state.seen[rows]
         uniform = None if state.keys is None else decode_ops.stream_numbers(rows, state)
-        drawing = decoder.logits(normed), params, seen, None, uniform
-        if state.left is None:
-            drawn = sample_tokens(*drawing)
-        else:
-            *drawn, kept = sample_recorded(*drawing)
+        *drawn, kept = sample(decoder.logits(normed), params, seen, uniform)
+        if kept is not None:
             state.keep(rows, kept)
         decode_ops.append_column(rows, column, *drawn, stop, state)
         if prefixes is not None:

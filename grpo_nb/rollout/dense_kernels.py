@@ -189,8 +189,7 @@ def _base_product(x, p):
 
 # %% ../../nbs/rollout/13_dense_kernels.ipynb #d5668456
 def products(
-    x: torch.Tensor,  # (M, K)
-    projections: tuple[Projection, ...],  # of the same input
+    x: torch.Tensor, projections: tuple[Projection, ...]
 ) -> list[torch.Tensor]:  # (M, N) of each; for few rows (M, sum of N), side by side
     "Linear layers of one input, adapters included, not laid side by side where that is a copy."
     four_bits = any(p.module is not None for p in projections)

@@ -51,8 +51,7 @@ from grpo_nb.rollout.sampling import (
     SamplingParams,
     SurvivorRecord,
     room_for_survivors,
-    sample_recorded,
-    sample_tokens,
+    sample,
     stream_keys,
     stream_numbers,
 )
@@ -237,12 +236,10 @@ def complete(
         more = 0.0
         if batch.never is not None:
             logits, more = without_token(logits, batch.never, params.temperature)
-        drawing = logits, params, batch.seen, None, uniform
-        if record is None:
-            tokens, step_logps = sample_tokens(*drawing)  # (B,) each
+        tokens, step_logps, kept = sample(logits, params, batch.seen, uniform)  # (B,) each
+        if kept is None:
             step_logps = step_logps + more
         else:
-            tokens, step_logps, kept = sample_recorded(*drawing)
             record.put(batch.rows, t, kept)
         completion_ids[batch.rows, t], logps[batch.rows, t] = tokens, step_logps
         lengths[batch.rows] += alive

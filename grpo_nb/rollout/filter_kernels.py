@@ -185,15 +185,8 @@ def _begin_kernel(
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are zero in these formats as float32
 
 
-def begin(
-    looks: Looks,
-    V: int,  # logits of a row
-    wanted: int = 0,  # as in `search`, and so on
-    share: float = 0.0,
-    temperature: float = 1.0,
-    least: torch.Tensor | None = None,
-) -> Start:
-    "Which chunks a search looks through, and from which number on."
+def begin(looks, V, wanted=0, share=0.0, temperature=1.0, least=None) -> Start:
+    "Which chunks `search` looks through, which takes the same, and from which number on."
     (B, C), device, size = looks.tops.shape, looks.tops.device, decode_kernels.block_of(V)
     make = partial(torch.empty, device=device)
     start = Start(
@@ -407,11 +400,9 @@ def search(
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #b2361f49
 def least_kept(
-    logits: torch.Tensor,  # (B, V), any float dtype
-    params: SamplingParams,  # with top_k, top_p or min_p
-    looks: Looks,  # of them at this temperature
+    logits: torch.Tensor, params: SamplingParams, looks: Looks
 ) -> torch.Tensor:  # (B,) float32
-    "The least logit of each row that top_k, top_p and min_p leave."
+    "The least logit of each row that top_k, top_p and min_p leave; one of them is set."
     least, temperature = None, params.temperature
     if params.top_k:
         least = search(logits, looks, wanted=params.top_k)
@@ -519,14 +510,10 @@ def _ids_kernel(
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #a07c1d96
 def kept_ids(
-    logits: torch.Tensor,  # (B, V)
-    least: torch.Tensor,  # (B,) float32
-    sums: BlockSums,  # of all logits
-    kept: BlockSums,  # of those from `least` on, by `kept_sums`
-    counts: torch.Tensor,  # (B, blocks) how many these are
-    room: int,  # K
+    logits, least, sums, kept, counts, room
 ) -> Survivors:  # ids (B, K), ascending; all -1 in a row that keeps more than K
-    "Which tokens are kept, or how probable they are together."
+    """Which tokens are kept, or how probable they are together: `kept` and `counts` are those of
+    `kept_sums`, `sums` those of all logits."""
     (B, V), device = logits.shape, logits.device
     size, blocks = decode_kernels.block_of(V), sums.largest.shape[1]
     ids = torch.full((B, room), -1, dtype=torch.int32, device=device)

@@ -126,14 +126,7 @@ class LayerCache:
 class KVCache:
     "The keys and values of N = sum(groups) completions, the rows of a prompt side by side."
 
-    def __init__(
-        self,
-        shape: CacheShape,
-        lengths: Sequence[int],
-        groups: Sequence[int],
-        max_tokens: int,
-        device: torch.device | str,
-    ):
+    def __init__(self, shape, lengths, groups, max_tokens, device):  # as for `CacheShape.pages`
         self.shape, self.lengths, self.groups = shape, list(lengths), list(groups)
         self.device = torch.device(device)
         self.tables, table = page_tables(shape, lengths, groups, max_tokens), None
@@ -222,15 +215,11 @@ class KVCache:
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #12090429
 class SlotCache(KVCache):
-    "The keys and values of S completions at a time, whose pages go round."
+    """The keys and values of so many `rows` at a time, whose pages go round; `reach` is tokens of
+    the longest prompt and its completion together."""
 
     def __init__(
-        self,
-        shape: CacheShape,
-        rows: int,  # S, completions at a time
-        pages: int,  # that they share, the spare one included
-        reach: int,  # tokens of the longest prompt and its completion together
-        device: torch.device | str,
+        self, shape: CacheShape, rows: int, pages: int, reach: int, device: torch.device | str
     ):
         self.shape, self.device = shape, torch.device(device)
         self.lengths, self.held = {}, {}  # of each prompt whose tokens are stored: tokens, rows
@@ -408,16 +397,10 @@ def rows_that_fit(
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #39a66ac8
 def slots_that_fit(
-    shape: CacheShape,
-    lengths: Sequence[int],  # tokens of the U prompts, in the order in which they will be drawn
-    groups: Sequence[int],  # completions of each
-    max_tokens: int,  # of a completion
-    free: int,  # bytes that may be used
-    most: int,  # rows at a time
-    row_bytes: int = 0,  # what a row takes beside the cache: logits and the like
-    fixed_bytes: int = 0,  # what is needed once: reading the prompts, the results
+    shape, lengths, groups, max_tokens, free, most, row_bytes=0, fixed_bytes=0
 ) -> tuple[int, int]:  # rows, pages; MemoryError with the numbers if one row does not fit
-    "How many completions are decoded at a time, and how many pages they share."
+    """How many completions are decoded at a time, and how many pages they share: `groups` of each
+    prompt, at most `most` at a time, the rest as for `rows_that_fit`."""
     longest = max(lengths)
     rows_that_fit(shape, [longest], max_tokens, free, row_bytes, fixed_bytes)
     starts = list(accumulate(groups, initial=0))

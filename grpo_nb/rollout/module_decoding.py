@@ -23,8 +23,7 @@ from .read_layers import changed_forward
 from grpo_nb.rollout.sampling import (
     SamplingParams,
     SurvivorRecord,
-    sample_recorded,
-    sample_tokens,
+    sample,
     stream_numbers,
 )
 
@@ -157,20 +156,12 @@ def cache_name(
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #caa46add
 class ModuleDecoder:
-    "Rows that are continued through a model's modules; all tensors of a step keep their addresses."
+    """Rows that are continued through a model's modules; all tensors of a step keep their
+    addresses. The cache of transformers has B prompts read, and is emptied; the mask (B, L) is
+    False for the padding at the left. `params`, `stop` and `keys` are as for the engine's
+    `complete`, and `seen` (B, V) is needed with a repetition penalty."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,  # in evaluation mode
-        cache: Cache,  # of transformers, with B prompts read; it is emptied
-        mask: torch.Tensor,  # (B, L) bool, False for the padding at the left
-        params: SamplingParams,  # how to draw; `n` and `seed` are the caller's business
-        stop: torch.Tensor,  # (S,) ids that end a completion
-        # (B, V) bool, tokens of the prompt; needed with a repetition penalty
-        seen: torch.Tensor | None = None,
-        # (B,) of each row's own random numbers; None: torch's global ones
-        keys: torch.Tensor | None = None,
-    ):
+    def __init__(self, model, cache, mask, params, stop, seen=None, keys=None):
         (B, L), device, self.config = mask.shape, mask.device, model.config.get_text_config()
         self.model, self.params, self.stop = model, params, stop
         self.cache_name = cache_name(model)
@@ -194,13 +185,10 @@ class ModuleDecoder:
         logits: torch.Tensor,  # (B, V)
     ) -> None:
         "Draw a token for each row and append it to those that go on."
-        at, drawing = self.drawn.expand_as(self.rows), (self.params, self.seen, None)
-        if self.keys is not None:
-            drawing += (stream_numbers(self.keys, at),)
-        if self.left is None:
-            tokens, logps = sample_tokens(logits, *drawing)
-        else:
-            tokens, logps, left = sample_recorded(logits, *drawing)
+        at = self.drawn.expand_as(self.rows)
+        uniform = None if self.keys is None else stream_numbers(self.keys, at)
+        tokens, logps, left = sample(logits, self.params, self.seen, uniform)
+        if left is not None:
             self.left.put(self.rows, at, left)
         self.ids.index_put_((self.rows, at), tokens)
         self.logps.index_put_((self.rows, at), logps)

@@ -23,10 +23,7 @@ class Prefix:
     layers: list[torch.Tensor]
     version: int = 0  # of the weights that read them
 
-    def begins(
-        self,
-        ids: Sequence[int],
-    ) -> bool:
+    def begins(self, ids: Sequence[int]) -> bool:
         "Whether a sequence starts with these tokens and goes on."
         return len(self.ids) < len(ids) and self.ids == tuple(ids[: len(self.ids)])
 

@@ -225,10 +225,7 @@ def shown(
         return ""
 
 # %% ../../nbs/rollout/02_rollout.ipynb #7ed7da0d
-def token_ids(
-    text: str,
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[int]:
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     "The tokens of a text, and nothing around them."
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -320,8 +317,7 @@ def text_token_ids(
 
 # %% ../../nbs/rollout/02_rollout.ipynb #13c801bc
 def passed_over(
-    rollout: Rollout,
-    tokenizer: PreTrainedTokenizerBase | None,
+    rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None
 ) -> str | None:  # None: no token stands in half of the completions that were cut
     "The token after which cut completions go on although it looks like an end."
     cut = rollout.truncated.nonzero().flatten().tolist()

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GOLDEN', 'MIX', 'MOST_SURVIVORS', 'TIES', 'SamplingParams', 'apply_temperature', 'keep_top_k', 'keep_top_p',
            'keep_min_p', 'apply_repetition_penalty', 'processed_log_probs', 'uniform_numbers', 'draw', 'stream_keys',
-           'behind', 'stream_numbers', 'sample_tokens', 'Survivors', 'room_for_survivors', 'sample_recorded',
+           'behind', 'stream_numbers', 'sample_tokens', 'Survivors', 'room_for_survivors', 'sample_recorded', 'sample',
            'SurvivorRecord']
 
 # %% ../../nbs/rollout/01_sampling.ipynb #3d6caef3
@@ -307,6 +307,13 @@ def sample_recorded(
     whole = replace(params, top_k=None, top_p=1.0, min_p=None)
     before = processed_log_probs(logits, whole, seen).gather(-1, tokens[:, None])[:, 0]
     return tokens, logps, Survivors(ids.int(), (before - logps).masked_fill(~many, 0.0))
+
+
+def sample(logits, params, seen=None, uniform=None):
+    "`sample_recorded` where a filter cuts, else `sample_tokens`, and None for what is left."
+    if room_for_survivors(params):
+        return sample_recorded(logits, params, seen, uniform=uniform)
+    return *sample_tokens(logits, params, seen, uniform=uniform), None
 
 # %% ../../nbs/rollout/01_sampling.ipynb #455a0853
 @dataclass

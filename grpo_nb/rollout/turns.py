@@ -798,11 +798,7 @@ def check_template(
         )
 
 # %% ../../nbs/rollout/18_turns.ipynb #6217a8fe
-def next_turn(
-    number: int,  # of the row
-    row: Transcript,
-    max_tokens: int,  # of a whole completion
-) -> Asked:
+def next_turn(number: int, row: Transcript, max_tokens: int) -> Asked:
     "A row's next turn. Its random numbers go on where the last turn's ended."
     prefix, row.prefix = row.prefix, None  # the sampler alone has it, until it is read
     key = int(behind(torch.tensor([row.key]), [len(row.ids)]))
@@ -857,12 +853,9 @@ class TurnCalls:
         return as_message(content, calls, **rest)
 
     def answered(
-        self,
-        row: Transcript,
-        results: list[tuple[dict, bool, bool]],  # of `CallsOfOne.replies`
-        max_tokens: int,  # of the completion
+        self, row: Transcript, results: list[tuple[dict, bool, bool]], max_tokens: int
     ) -> int:  # tokens that it may still draw
-        "Append what its calls have answered."
+        "Append what its calls have answered, of `CallsOfOne.replies`."
         row.calls += len(results)
         row.errors += [reply["content"] for reply, failed, _ in results if failed]
         row.late |= any(late for *_, late in results)

@@ -103,9 +103,7 @@ def needed_flags(max_loras: int, rank: int = 16) -> str:
 
 
 def faults(
-    settings: tuple[dict, dict, dict],  # from `settings_of`
-    max_loras: int,  # versions that the run holds at once
-    rank: int,  # of the adapter
+    settings: tuple[dict, dict, dict], max_loras: int, rank: int
 ) -> list[str]:  # sentences; empty: none
     "What has to be changed about a server before adapters can be served."
     lora, _, parallel = settings

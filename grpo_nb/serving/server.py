@@ -427,8 +427,7 @@ class VLLMServer(ServerDraws):
 
 # %% ../../nbs/serving/01_server.ipynb #9c1d2e02
 def told_by(
-    server: VLLMServer,
-    address: Address,
+    server: VLLMServer, address: Address
 ) -> dict[str, Any]:  # url, version, adapters, faults
     "What a server says of itself, and why a run could not use it."
     version = server.servers.tell(address, "/version")

@@ -823,9 +823,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 128
 
     def __init__(
-        self,
-        host: str,
-        port: int,  # 0: one that is free
+        self, host: str, port: int
     ):  # OSError; the address is taken, and nobody is let in before `listen`
         self.room, self.changed = threading.Semaphore(MOST_CONNECTIONS), threading.Condition()
         self.busy, self.held = 0, 0  # requests under way, and their bytes

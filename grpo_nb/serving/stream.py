@@ -59,10 +59,7 @@ class Copy:
 
     @torch.no_grad()
     def draw(
-        self,
-        weights: dict[str, torch.Tensor] | None,  # by name; None: those of the last call
-        prompts: Sequence,
-        params: SamplingParams,
+        self, weights: dict[str, torch.Tensor] | None, prompts: Sequence, params: SamplingParams
     ) -> Rollout:
         "Load weights, and draw with them."
         for name, p in self.model.named_parameters() if weights else ():
