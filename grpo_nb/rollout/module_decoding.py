@@ -26,6 +26,7 @@ from grpo_nb.rollout.sampling import (
     sample,
     stream_numbers,
 )
+from .trial import in_a_line
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #6bdf5783
 class PreallocatedLayer(DynamicLayer):
@@ -411,33 +412,25 @@ def growing_steps(
     return torch.stack(scores)
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #4a265535
-def _trial_error(model):
-    "The relative error of the trial's logits, or the reason (str) why there are none."
-    cache, logits, mask = read_trial(model)
-    if reason := unknown_cache(cache, model.config.get_text_config()):
-        return reason
-    greedy, nothing = SamplingParams(temperature=0, max_tokens=5), mask.new_empty(0).long()
-    rows = ModuleDecoder(model, cache, mask, greedy, nothing)
-    if (found := trial_steps(rows, logits)) is None:
-        return "what was recorded does nothing when it is replayed"
-    expected = growing_steps(model, rows.ids)
-    return ((found.double() - expected).norm() / expected.double().norm()).item()
-
-
 @torch.no_grad()
 def try_to_record(
     model: PreTrainedModel,  # in evaluation mode, `cannot_record(model)` is None
 ) -> str | None:  # why it does not work; None: it does
     "Compare four steps with the growing cache; OutOfMemoryError: no room to try."
+    greedy = SamplingParams(temperature=0, max_tokens=5)
     try:
-        error = _trial_error(model)
+        cache, logits, mask = read_trial(model)
+        if reason := unknown_cache(cache, model.config.get_text_config()):
+            return reason
+        rows = ModuleDecoder(model, cache, mask, greedy, mask.new_empty(0).long())
+        if (found := trial_steps(rows, logits)) is None:
+            return "what was recorded does nothing when it is replayed"
+        expected = growing_steps(model, rows.ids).double()
+        error = ((found.double() - expected).norm() / expected.norm()).item()
     except torch.OutOfMemoryError:
         raise
     except Exception as exception:  # whatever it is: the model can be decoded call by call
-        lines = str(exception).strip().splitlines()
-        return f"{type(exception).__name__}: {lines[0] if lines else ''}"
-    if isinstance(error, str):
-        return error
+        return in_a_line(exception)
     exact = not torch.is_autocast_enabled(model.device.type) and all(
         p.dtype in (torch.float32, torch.float64) for p in model.parameters()
     )
