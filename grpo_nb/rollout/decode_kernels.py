@@ -447,24 +447,11 @@ def attend(qkv, cos, sin, cache, rows, lengths, sinks, *, kv_heads, scale, reach
         else (qkv.new_empty(B, heads, splits, n, dtype=torch.float32) for n in (D, 1, 1))
     )
     table = lengths if cache.table is None else cache.table
+    held, results = (cache.keys, cache.values, table), (out, part, largest, total)
+    sizes = scale, heads, kv_heads, table.shape[-1]
+    given = qkv, cos, sin, *held, rows, lengths, sinks, *results, *sizes
     _attend_kernel[(B, kv_heads, splits)](
-        qkv,
-        cos,
-        sin,
-        cache.keys,
-        cache.values,
-        table,
-        rows,
-        lengths,
-        sinks,
-        out,
-        part,
-        largest,
-        total,
-        scale,
-        heads,
-        kv_heads,
-        table.shape[-1],
+        *given,
         D=D,
         GROUP=heads // kv_heads,
         GP=max(16, triton.next_power_of_2(heads // kv_heads)),
@@ -511,20 +498,9 @@ def _route(x, layer, eps, dtype):
     "The norm of each row (B, H), and the router's scores (B, E)."
     (B, H), E = x.shape, len(layer.router)
     normed, logits = x.new_empty(B, H, dtype=dtype), x.new_empty(B, E, dtype=torch.float32)
-    _norm_route_kernel[(B, triton.cdiv(E, 4))](
-        x,
-        layer.expert_norm,
-        layer.router,
-        layer.router_bias,
-        normed,
-        logits,
-        H,
-        E,
-        eps,
-        BH=triton.next_power_of_2(H),
-        BE=4,
-        num_warps=8,
-    )
+    given = x, layer.expert_norm, layer.router, layer.router_bias, normed, logits, H, E, eps
+    options = dict(BH=triton.next_power_of_2(H), BE=4, num_warps=8)
+    _norm_route_kernel[(B, triton.cdiv(E, 4))](*given, **options)
     return normed, logits
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #a2b7b12a
@@ -617,14 +593,9 @@ def schedule(
     items = torch.empty(3, -(-count // 4) * 4, dtype=torch.int32, device=logits.device)[:, :count]
     weight = torch.empty(B * top, dtype=torch.float32, device=logits.device)
     size = max(16, triton.next_power_of_2(B))
+    given = logits, token, weight, slot, *items, B, count
     _schedule_kernel[(1,)](
-        logits,
-        token,
-        weight,
-        slot,
-        *items,
-        B,
-        count,
+        *given,
         E=E,
         TOP=top,
         BB=size,
@@ -843,23 +814,12 @@ def expert_product(
     if packed:
         BN, BK, stages = (64, 256, 4) if work.rows <= 16 else (128, 128, 4)
     parts = (weight.blocks, weight.scales) if packed else (weight, weight)
+    added = [x if one is None else one for one in (bias, t, up)]
+    tensors = x, work.token, work.weight, *parts, *added, out, *work.items
+    strides = *weight.stride(), *((0, 0, 0) if up is None else up.stride())
+    given = *tensors, K, N, *strides, scale, alpha, limit
     _experts_kernel[(triton.cdiv(N, BN), work.items.shape[1])](
-        x,
-        work.token,
-        work.weight,
-        *parts,
-        x if bias is None else bias,
-        x if t is None else t,
-        x if up is None else up,
-        out,
-        *work.items,
-        K,
-        N,
-        *weight.stride(),
-        *((0, 0, 0) if up is None else up.stride()),
-        scale,
-        alpha,
-        limit,
+        *given,
         GATHER=gather,
         GATED=gated,
         HAS_BIAS=bias is not None,
@@ -903,19 +863,9 @@ def _add_experts(x, expert_out, work, next_norm, eps, dtype):
     "The residual stream (B, H) with its experts' results, and its norm (B, H)."
     B, H = x.shape
     after, normed = torch.empty_like(x), x.new_empty(B, H, dtype=dtype)
-    _add_experts_kernel[(B,)](
-        x,
-        expert_out,
-        work.slot,
-        next_norm,
-        after,
-        normed,
-        H,
-        eps,
-        TOP=len(work.slot) // B,
-        BH=triton.next_power_of_2(H),
-        num_warps=8,
-    )
+    given = x, expert_out, work.slot, next_norm, after, normed, H, eps
+    options = dict(TOP=len(work.slot) // B, BH=triton.next_power_of_2(H), num_warps=8)
+    _add_experts_kernel[(B,)](*given, **options)
     return after, normed
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #28090e49
@@ -1078,21 +1028,12 @@ def pick(
     "The token at which the running sum of probability passes a random number."
     B, V = logits.shape
     blocks = sums.largest.shape[1]
-    tokens, logps = (
-        torch.empty(B, dtype=torch.long, device=logits.device),
-        torch.empty(B, dtype=torch.float32, device=logits.device),
-    )
+    tokens = torch.empty(B, dtype=torch.long, device=logits.device)
+    logps = torch.empty(B, dtype=torch.float32, device=logits.device)
+    given = logits, logits if least is None else least, *sums, uniform, tokens, logps
+    given += V, 1 / temperature, blocks
     _pick_token_kernel[(B,)](
-        logits,
-        logits if least is None else least,
-        sums.largest,
-        sums.total,
-        uniform,
-        tokens,
-        logps,
-        V,
-        1 / temperature,
-        blocks,
+        *given,
         CUT=least is not None,
         BP=triton.next_power_of_2(blocks),
         BV=block_of(V),
@@ -1151,23 +1092,9 @@ def _append_kernel(
 
 def append_tokens(rows, tokens, logps, stop, state):
     "`decode_ops.append_tokens` by a kernel."
-    p = state
-    _append_kernel[(len(rows),)](
-        rows,
-        tokens,
-        logps,
-        stop,
-        len(stop),
-        p.ids,
-        p.logps,
-        p.last,
-        p.lengths,
-        p.counts,
-        p.alive,
-        p.ids.shape[1],
-        SP=triton.next_power_of_2(max(1, len(stop))),
-        num_warps=1,
-    )
+    p, options = state, dict(SP=triton.next_power_of_2(max(1, len(stop))), num_warps=1)
+    held = p.ids, p.logps, p.last, p.lengths, p.counts, p.alive, p.ids.shape[1]
+    _append_kernel[(len(rows),)](rows, tokens, logps, stop, len(stop), *held, **options)
     if p.seen is not None:
         p.seen[rows, tokens] = torch.ones_like(
             tokens, dtype=torch.bool
@@ -1219,18 +1146,9 @@ def _trial_layer(generator, device, dtype, H=64, D=32, kv_heads=2):
 def _trial_step(ops, layer, x, cos, sin, cache, lengths, dtype, kv_heads=2):
     "Everything that one layer computes for one token of each row, by the functions of a module."
     qkv = ops.project(x.to(dtype), (layer.query, layer.key, layer.value))
-    out = ops.attend(
-        qkv,
-        cos,
-        sin,
-        cache,
-        torch.arange(len(x), device=x.device),
-        lengths,
-        layer.sinks,
-        kv_heads=kv_heads,
-        scale=cache.keys.shape[-1] ** -0.5,
-        reach=21,
-    )
+    rows = torch.arange(len(x), device=x.device)
+    sizes = dict(kv_heads=kv_heads, scale=cache.keys.shape[-1] ** -0.5, reach=21)
+    out = ops.attend(qkv, cos, sin, cache, rows, lengths, layer.sinks, **sizes)
     after = ops.project(out, (layer.output,), residual=x)
     ones = torch.ones(x.shape[1], dtype=dtype, device=x.device)
     return qkv, out, after, *ops.moe(after, layer, ones, top=2, eps=1e-5, dtype=dtype)
@@ -1245,17 +1163,10 @@ def _kernels_agree(device, dtype, D=32, kv_heads=2):
     for B in (1, 3):
         inputs = [random(B, size).float() for size in (len(layer.norm), D // 2, D // 2)]
         keys, values = (random(4, kv_heads, 16, D) for _ in range(2))
-        two = [
-            _trial_step(
-                ops,
-                layer,
-                *inputs,
-                LayerCache(keys.clone(), values.clone(), 16, None),
-                lengths,
-                dtype,
-            )
-            for ops in (decode_ops, sys.modules[__name__])
-        ]
+        two = []
+        for ops in (decode_ops, sys.modules[__name__]):
+            held = LayerCache(keys.clone(), values.clone(), 16, None)
+            two.append(_trial_step(ops, layer, *inputs, held, lengths, dtype))
         good += [is_near(a, b) for a, b in zip(*two)]
     return all(good)
 

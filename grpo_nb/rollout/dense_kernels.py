@@ -73,17 +73,10 @@ def _add_norm_kernel(
 def add_norm(x, y, by, after, dtype):
     "`dense_ops.add_norm` by a kernel."
     B, H = x.shape
-    total, normed = torch.empty_like(x), x.new_empty(B, H, dtype=dtype)
+    total, normed, first = torch.empty_like(x), x.new_empty(B, H, dtype=dtype), after or by
+    given = x, y, by.gamma, first.gamma, total, normed, H, by.eps, first.eps
     _add_norm_kernel[(B,)](
-        x,
-        y,
-        by.gamma,
-        (after or by).gamma,
-        total,
-        normed,
-        H,
-        by.eps,
-        (after or by).eps,
+        *given,
         AFTER=after is not None,
         FIRST=by.rounds_first,
         BH=triton.next_power_of_2(H),
@@ -112,18 +105,9 @@ def norm_heads(qkv, norms, kv_heads, head_dim):
     "`dense_ops.norm_heads` by a kernel, in place; `head_dim` is a power of two."
     (B, width), (query, key) = qkv.shape, norms
     heads = width // head_dim - kv_heads
-    _norm_heads_kernel[(B, heads)](
-        qkv,
-        query.gamma,
-        key.gamma,
-        width,
-        heads - kv_heads,
-        query.eps,
-        key.eps,
-        FIRST=query.rounds_first,
-        D=head_dim,
-        num_warps=1,
-    )
+    given = qkv, query.gamma, key.gamma, width, heads - kv_heads, query.eps, key.eps
+    options = dict(FIRST=query.rounds_first, D=head_dim, num_warps=1)
+    _norm_heads_kernel[(B, heads)](*given, **options)
     return qkv
 
 # %% ../../nbs/rollout/13_dense_kernels.ipynb #d29336ee
@@ -163,21 +147,9 @@ def add_low_rank(y, t, up, scale):
     float32 is x A^T, its rows side by side in memory or further apart, and up (N, R) is B."""
     (M, N), R = y.shape, t.shape[1]
     grid = (triton.cdiv(N, 128), triton.cdiv(M, 32))
-    _add_low_rank_kernel[grid](
-        y,
-        t,
-        up,
-        M,
-        N,
-        R,
-        t.stride(0),
-        scale,
-        IEEE=y.dtype == torch.float32,
-        RP=max(16, triton.next_power_of_2(R)),
-        BM=32,
-        BN=128,
-        num_warps=4,
-    )
+    options = dict(IEEE=y.dtype == torch.float32, RP=max(16, triton.next_power_of_2(R)))
+    options |= dict(BM=32, BN=128, num_warps=4)
+    _add_low_rank_kernel[grid](y, t, up, M, N, R, t.stride(0), scale, **options)
     return y
 
 
@@ -232,17 +204,9 @@ def activate(
     "The activation of the gate, times the other half."
     out = gate.new_empty(gate.shape)
     B, width = gate.shape
-    _activate_kernel[(B, triton.cdiv(width, 1024))](
-        gate,
-        up,
-        out,
-        width,
-        gate.stride(0),
-        up.stride(0),
-        GELU=activation != "silu",
-        BI=1024,
-        num_warps=4,
-    )
+    options = dict(GELU=activation != "silu", BI=1024, num_warps=4)
+    given = gate, up, out, width, gate.stride(0), up.stride(0)
+    _activate_kernel[(B, triton.cdiv(width, 1024))](*given, **options)
     return out
 
 

@@ -359,24 +359,11 @@ def expert_product(
     "All experts' products for the pairs of a schedule, in one launch."
     E, K, N = weight.shape
     settings = constants(K, N, work.rows, 0 if up is None else up.shape[1], gather, gated)
-    _experts_kernel[(N // settings["COLUMNS"], work.items.shape[1])](
-        x,
-        work.token,
-        work.weight,
-        weight.blocks.view(torch.int32),
-        weight.scales,
-        bias,
-        x if t is None else t,
-        x if up is None else up,
-        out,
-        *work.items,
-        *((0, 0, 0) if up is None else up.stride()),
-        scale,
-        alpha,
-        limit,
-        **settings,
-        num_warps=WARPS,
-    )
+    words, added = weight.blocks.view(torch.int32), [x if one is None else one for one in (t, up)]
+    tensors = x, work.token, work.weight, words, weight.scales, bias, *added, out, *work.items
+    numbers = *((0, 0, 0) if up is None else up.stride()), scale, alpha, limit
+    grid = N // settings["COLUMNS"], work.items.shape[1]
+    _experts_kernel[grid](*tensors, *numbers, **settings, num_warps=WARPS)
     return out
 
 # %% ../../nbs/rollout/12_expert_kernel.ipynb #241dfc49

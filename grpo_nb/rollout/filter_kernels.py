@@ -197,17 +197,10 @@ def begin(looks, V, wanted=0, share=0.0, temperature=1.0, least=None) -> Start:
         make(B, dtype=torch.float32),
         make(B, dtype=torch.float64),
     )
+    given = looks.tops, looks.shares, looks.sums.largest, looks.shares if least is None else least
+    given += *start, min(wanted, V), share, V, 1 / temperature, C
     _begin_kernel[(B,)](
-        looks.tops,
-        looks.shares,
-        looks.sums.largest,
-        looks.shares if least is None else least,
-        *start,
-        min(wanted, V),
-        share,
-        V,
-        1 / temperature,
-        C,
+        *given,
         COUNT=wanted > 0,
         CUT=least is not None,
         DROP=LOW_BITS.get(looks.tops.dtype, 0),
@@ -372,29 +365,13 @@ def search(
     result = torch.empty(B, dtype=torch.float32, device=device)
     options = dict(COUNT=wanted > 0, CUT=least is not None, DROP=drop, TILE=size // chunk)
     options |= dict(PP=triton.next_power_of_2(parts), num_warps=4)
-    asked, (low, bits, chunks, counts, peaks, target) = (min(wanted, V), share), start
+    asked = min(wanted, V), share
+    sizes = V, 1 / temperature, C, B, parts
     for number in range(-(-(32 - drop) // 4)):
-        _search_kernel[(B, parts)](
-            logits,
-            low,
-            bits,
-            chunks,
-            counts,
-            peaks,
-            target,
-            sums,
-            number,
-            *asked,
-            V,
-            1 / temperature,
-            C,
-            B,
-            parts,
-            STEPS=steps,
-            BC=chunk,
-            **options,
-        )
-    given = low, bits, counts, target, sums, result if least is None else least, result
+        given = logits, *start, sums, number, *asked, *sizes
+        _search_kernel[(B, parts)](*given, STEPS=steps, BC=chunk, **options)
+    given = start.low, start.bits, start.counts, start.target, sums
+    given += result if least is None else least, result
     _least_kernel[(B,)](*given, *asked, B, parts, **options)
     return result
 
@@ -518,22 +495,9 @@ def kept_ids(
     size, blocks = decode_kernels.block_of(V), sums.largest.shape[1]
     ids = torch.full((B, room), -1, dtype=torch.int32, device=device)
     log_mass = torch.empty(B, dtype=torch.float32, device=device)
-    _ids_kernel[(B, blocks)](
-        logits,
-        least,
-        sums.largest,
-        sums.total,
-        *kept,
-        counts,
-        ids,
-        log_mass,
-        V,
-        blocks,
-        room,
-        BP=triton.next_power_of_2(blocks),
-        BV=size,
-        num_warps=4,
-    )
+    given = logits, least, *sums, *kept, counts, ids, log_mass, V, blocks, room
+    options = dict(BP=triton.next_power_of_2(blocks), BV=size, num_warps=4)
+    _ids_kernel[(B, blocks)](*given, **options)
     return Survivors(ids, log_mass)
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #cb1ebc4e
