@@ -339,18 +339,12 @@ class Decoder(GptOssTensors):
         x = self.embed(state.last[rows])
         rotation = self.rotation_at(state.lengths[rows], reach)
         normed = self.norm(x, self.layers[0].norm)
+        sizes = dict(kv_heads=self.kv_heads, scale=self.scale, reach=reach)
         for layer, held, next_norm in zip(self.layers, cache.layers, self.norms):
-            out = self.ops.attend(
-                self.heads(self.ops, normed, layer),
-                *rotation[2 * layer.turn : 2 * layer.turn + 2],
-                held,
-                rows,
-                state.lengths,
-                layer.sinks,
-                kv_heads=self.kv_heads,
-                scale=self.scale,
-                reach=reach,
-            )
+            heads = self.heads(self.ops, normed, layer)
+            turn = rotation[2 * layer.turn : 2 * layer.turn + 2]
+            given = heads, *turn, held, rows, state.lengths, layer.sinks
+            out = self.ops.attend(*given, **sizes)
             x, normed = self.rest(self.ops, x, out, layer, next_norm)
         return normed
 

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEEPER', 'LAUNCHERS', 'TRIED', 'HAS_VLLM', 'start_kept', 'end_kept', 'check_vllm', 'vllm_command', 'vllm_environment',
-           'bytes_served', 'check_share', 'doubt_of_weights', 'release_cache', 'ColocatedVLLM', 'check_one_vllm',
-           'VLLMOfRun']
+           'bytes_served', 'check_share', 'doubt_of_weights', 'release_cache', 'ColocatedVLLM', 'VLLMOfRun']
 
 # %% ../../nbs/serving/06_colocated.ipynb #ae898514
 import gc
@@ -345,36 +344,6 @@ class ColocatedVLLM(VLLMServer):
             finally:
                 self.end()
 
-# %% ../../nbs/serving/06_colocated.ipynb #2a8e7c77
-def check_one_vllm(
-    config: Any,  # a GRPOConfig with use_vllm
-    rollout_func: Any,
-    num_processes: int,
-    whole: bool,  # all weights train, and not an adapter
-) -> None:  # ValueError
-    "Refuse vLLM beside a function that draws, and settings that contradict each other."
-    if rollout_func is not None:
-        raise ValueError(
-            "rollout_func draws the completions, so use_vllm=True would start a vLLM that nobody "
-            "asks: leave use_vllm out, or rollout_func"
-        )
-    if config.vllm_mode == "colocate" and num_processes > 1:
-        raise ValueError(
-            f"vllm_mode='colocate' starts one vLLM for one process, and the run has "
-            f"{num_processes}: start servers and set vllm_mode='server'"
-        )
-    if whole and config.max_staleness:
-        raise ValueError(
-            f"max_staleness={config.max_staleness} draws while the weights move, and whole weights "
-            "are replaced on a server in place: train a LoRA adapter, of which it holds several "
-            "versions, or set max_staleness=0"
-        )
-    if config.vllm_enable_sleep_mode and config.max_staleness:
-        raise ValueError(
-            "vllm_enable_sleep_mode has vLLM sleep while the trainer trains, and max_staleness "
-            "has it draw then: leave one of them out"
-        )
-
 # %% ../../nbs/serving/06_colocated.ipynb #ca298e17
 class VLLMOfRun:
     "Makes what a run draws from with use_vllm: servers that run already, or one that starts here."
@@ -393,6 +362,31 @@ class VLLMOfRun:
         self.whole = not hasattr(model, "peft_config")
         self.dtype = computed or model.dtype if self.whole else model.dtype
 
+    def check(self, rollout_func: Any) -> None:  # ValueError
+        "Refuse vLLM beside a function that draws, and settings that contradict each other."
+        config = self.config
+        if rollout_func is not None:
+            raise ValueError(
+                "rollout_func draws the completions, so use_vllm=True would start a vLLM that "
+                "nobody asks: leave use_vllm out, or rollout_func"
+            )
+        if config.vllm_mode == "colocate" and self.processes > 1:
+            raise ValueError(
+                f"vllm_mode='colocate' starts one vLLM for one process, and the run has "
+                f"{self.processes}: start servers and set vllm_mode='server'"
+            )
+        if self.whole and config.max_staleness:
+            raise ValueError(
+                f"max_staleness={config.max_staleness} draws while the weights move, and whole "
+                "weights are replaced on a server in place: train a LoRA adapter, of which it "
+                "holds several versions, or set max_staleness=0"
+            )
+        if config.vllm_enable_sleep_mode and config.max_staleness:
+            raise ValueError(
+                "vllm_enable_sleep_mode has vLLM sleep while the trainer trains, and "
+                "max_staleness has it draw then: leave one of them out"
+            )
+
     def made(
         self,
         rollout_func: Any,  # of the trainer, which is refused
@@ -404,7 +398,7 @@ class VLLMOfRun:
         if self.whole:
             check_whole(self.model)
         rank = None if self.whole else served_config(self.model).r
-        check_one_vllm(config, rollout_func, self.processes, self.whole)
+        self.check(rollout_func)
         others |= dict(
             folder=Path(config.output_dir) / ".vllm_adapters",
             max_loras=config.max_staleness + 2,

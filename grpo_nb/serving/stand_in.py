@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
@@ -250,11 +250,8 @@ class Adapters:
         "The model with one of its adapters, or with none."
         if name is not None:
             self.model.set_adapter(name)
-            yield self.model
-        elif self.folders:
-            with self.model.disable_adapter():
-                yield self.model
-        else:
+        without = name is None and self.folders
+        with self.model.disable_adapter() if without else nullcontext():
             yield self.model
 
 # %% ../../nbs/serving/07_stand_in.ipynb #eacd58ce
