@@ -1,6 +1,7 @@
 """Tiny models of each way of decoding, and decoders on a CPU that work as on a GPU."""
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -8,7 +9,7 @@ from dense_models import dense_model
 from small_runs import small_model
 
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout import continuous_batching, decode_ops
+from grpo_nb.rollout import continuous_batching, decode_ops, engine
 from grpo_nb.rollout.continuous_batching import RowsInTurn
 from grpo_nb.rollout.decoder import Decoder, RecordedSteps
 from grpo_nb.rollout.kv_cache import CacheShape
@@ -75,3 +76,11 @@ def by_modules(model, rollout):
     start = ids.shape[1] - rollout.completion_ids.shape[1]
     logps = logits[:, start - 1 : -1].float().log_softmax(-1)
     return logps.gather(-1, rollout.completion_ids[..., None])[..., 0] * rollout.mask
+
+
+def parts_of(size, monkeypatch):
+    "Engines read prompts so many tokens at a time, as where no more fits."
+    memory = engine.memory_of_decoder
+    monkeypatch.setattr(
+        engine, "memory_of_decoder", lambda *given: replace(memory(*given), prefill_tokens=size)
+    )

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from small_decoders import parts_of
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo_nb.model.tiny import tiny_gpt_oss
@@ -408,3 +409,13 @@ def test_the_gap_of_a_full_size_model(residual_scale):
         f"4 rows {own:.4f}"
     )
     assert gap < 6 * own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prompt_is_read_in_parts(dtype, monkeypatch):
+    model, tokenizer = small(dtype)
+    parts_of(128, monkeypatch)
+    params = SamplingParams(max_tokens=30, n=2, seed=0)
+    rollout = RolloutEngine(model, tokenizer).generate(prompts_of((300, 40, 257)), params)
+    apart = (trainer_logps(model, rollout) - rollout.logps).abs()
+    assert apart.max() < 2e-3 if dtype == torch.float32 else apart.mean() < 0.05

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dense_models import dense_model
-from small_decoders import by_modules
+from small_decoders import by_modules, parts_of
 
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams
@@ -56,3 +56,19 @@ def test_weights_in_nf4_with_adapters(rows, tmp_path):
         SamplingParams(max_tokens=20, stop_token_ids=(), seed=0),
     )
     assert (by_modules(model, rollout) - rollout.logps).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen2 windows", "Gemma3Text"])
+def test_a_long_prompt_is_read_in_parts(name, dtype, monkeypatch):
+    windows = dict(sliding_window=WINDOWS[name]) if name in WINDOWS else {}
+    model = dense_model(name, dtype, **SIZES, **windows).to("cuda")
+    parts_of(128, monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 40, (n,), generator=generator).tolist() for n in (300, 40, 257)]
+    engine = RolloutEngine(model, None)
+    assert "Triton" in engine.way
+    params = SamplingParams(max_tokens=30, stop_token_ids=(7,), seed=0, n=2)
+    rollout = engine.generate(prompts, params)
+    apart = (by_modules(model, rollout) - rollout.logps).abs()
+    assert apart.max() < 2e-3 if dtype == torch.float32 else apart.mean() < 0.05

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from dense_models import dense_model
-from small_decoders import ENDS, KINDS, in_pages
+from small_decoders import ENDS, KINDS, as_recorded, in_pages, parts_of
 from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.rollout import decoder as decoders
 from grpo_nb.rollout import engine as engines
 from grpo_nb.rollout.continuous_batching import RowsInTurn
 from grpo_nb.rollout.decoder import Decoder, DenseDecoder
-from grpo_nb.rollout.engine import BatchMemory, RolloutEngine
+from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.kv_cache import AlignedCache
 from grpo_nb.rollout.prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.sampling import SamplingParams, stream_keys
@@ -203,14 +203,17 @@ def test_of_several_servers_a_row_goes_back_to_the_one_that_has_read_it(tmp_path
 
 
 @pytest.mark.parametrize("size", [4, 7])  # tokens of a part: a page of these caches, and not
-@pytest.mark.parametrize("kind, page", [("gpt-oss", None), ("gpt-oss", 4), ("Gemma3Text", 4)])
-def test_a_long_prompt_is_read_in_parts(kind, page, size, read, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, page, recorded",
+    [("gpt-oss", None, False), ("gpt-oss", 4, True), ("Gemma3Text", 4, False)],
+)
+def test_a_long_prompt_is_read_in_parts(kind, page, recorded, size, read, monkeypatch):
     if page:
         in_pages(monkeypatch)
+    if recorded:
+        as_recorded(monkeypatch)
     model, prompts = KINDS[kind](), [[5 + i % 7 for i in range(23)], [6, 7], [8] * 5]
-    monkeypatch.setattr(  # as where no more fits
-        engines, "memory_of_decoder", lambda d, *_: BatchMemory(d.shape, 0, 0, size)
-    )
+    parts_of(size, monkeypatch)
     greedy = SamplingParams(temperature=0, max_tokens=9, n=2, stop_token_ids=())
     engine = RolloutEngine(model, small_model()[1])
     engine.generate(prompts, greedy)  # the trial reads, too
