@@ -667,6 +667,7 @@ def publish(arguments):
     stored = [arguments.out / f"{name}.json" for name in (arguments.name, "prompts")]
     record, asked = (json.loads(path.read_text()) for path in stored)
     base = SimpleNamespace(config=SimpleNamespace(_name_or_path=BASE), peft_config={})
+    base.get_base_model = lambda: base
     local = "use_cpu", "bf16", "vllm_mode"  # of the machine that writes the card
     log = [{"num_tokens": None} | row for row in record["log"]]  # what tells updates in a log
     ran = argparse.Namespace(**vars(arguments) | record["arguments"])
