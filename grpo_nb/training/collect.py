@@ -518,7 +518,7 @@ class RolloutCollector(CollectorCompares):
         advantages = self.compare(drawn.scores, drawn.rollout)
         step = state.global_step + 1
         told = drawn.completions, self.reward_names, drawn.scores, advantages, drawn.extra
-        self.samples = sample_rows(step, drawn.rows, *told)
+        self.samples = sample_rows(step, drawn.rows, *told, self.config.log_multimodal)
         self.passed_over = passed_over(drawn.rollout, self.source.tokenizer)
         whole = self.source.batch_of(drawn.rollout, advantages)
         return whole.rows(self.order(state.cycle, len(drawn.rows)))

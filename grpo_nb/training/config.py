@@ -911,6 +911,8 @@ class RunSettings(Settings):
     num_completions_to_print: int | None = setting(None, "[0, inf)", reader="reporting")
     # only one completion of each prompt
     log_unique_prompts: bool = setting(False, reader="reporting")
+    # small copies of a prompt's pictures beside its completions
+    log_multimodal: bool = setting(True, reader="collect")
     # when a checkpoint is written; "best": when an evaluation is the best so far
     save_strategy: str = setting("steps", ("no", "steps", "epoch", "best"), reader="trainer")
     # leave out what is needed to go on: smaller checkpoints that cannot be resumed from
@@ -1104,7 +1106,7 @@ do_train=False do_eval=False do_predict=False
     the script asks for what it wants by calling trainer.train() and trainer.evaluate()
 logging_nan_inf_filter=True log_on_each_node=True log_level='passive' log_level_replica='warning'
 include_num_input_tokens_seen='no' skip_memory_metrics=True debug='' logging_dir=str
-log_multimodal=True trackio_space_id=str trackio_bucket_id=str trackio_static_space_id=str
+trackio_space_id=str trackio_bucket_id=str trackio_static_space_id=str
     the log has the tokens, the peak memory and finite numbers at every line; trackers store under
     output_dir
 overwrite_output_dir=False

@@ -117,6 +117,7 @@ def sample_rows(
     advantages: torch.Tensor,  # (N,)
     # what reward functions gave to log_extra, N values a name
     extra: dict[str, list] | None = None,
+    pictures: bool = True,  # with small copies of the prompts'
     # {"step", "prompt", "completion", "rewards": {name: number or None}, "advantage", "extra",
     # "turns"}, and "pictures" where there are some
 ) -> list[dict[str, Any]]:
@@ -124,7 +125,8 @@ def sample_rows(
     seen = []  # of each completion, as JSON
     for i, row in enumerate(rows):
         again = i and equal(row["prompt"], rows[i - 1]["prompt"])
-        seen.append(seen[-1] if again else json.dumps(thumbnails(row["prompt"])))
+        small = thumbnails(row["prompt"]) if pictures and not again else []
+        seen.append(seen[-1] if again else json.dumps(small))
     return [
         {
             "step": step,

@@ -242,6 +242,13 @@ def test_rewards_are_given_pictures_and_prompts(tmp_path):
     assert trainer.evaluate()["eval_reward"] == pytest.approx(0.5)
 
 
+def test_pictures_are_left_out_of_samples(tmp_path):
+    settings = dict(max_steps=1, log_completions=True, log_multimodal=False)
+    trainer = run_of("gemma3", tmp_path, **settings)
+    trainer.train()
+    assert trainer.samples and not any("pictures" in sample for sample in trainer.samples)
+
+
 def batch_in(held):
     "The batch that a saved state holds, wherever it stands in it."
     if isinstance(held, dict):
