@@ -130,6 +130,7 @@ class BehindPrefixes:
         before = pad_sequence(held, True, padding_side="left")  # (U, P, 2, Hk, D)
         kv = torch.cat([before.permute(2, 0, 3, 1, 4), kv], 3)
         (P, width), sizes = (before.shape[1], kv.shape[3]), list(map(len, held))
+        del before, held
         # tokens that a ring has lost are nowhere read: any column does for them
         at = self.rows * width + (self.places + P).clamp(min=0)
         k, v = kv.transpose(2, 3).flatten(1, 2)[:, at]
