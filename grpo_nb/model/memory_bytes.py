@@ -217,10 +217,16 @@ def _tower_numbers(found):
     return sum(p.numel() for part in parts for p in part.parameters())
 
 
+_seeing = (  # kinds whose pictures are known here: those of pictures.SIGHTS
+    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 gemma4 idefics3 smolvlm "
+    "mistral3 llava llava_next"
+).split()
+
+
 def _tower(found):
     "The sizes of what reads pictures; None where there is nothing, or nothing known of it."
     see = found.get("vision_config")
-    if not isinstance(see, Mapping):
+    if not isinstance(see, Mapping) or found.get("model_type") not in _seeing:
         return None
     kind = see.get("model_type") or ""
 
@@ -239,7 +245,7 @@ def _tower(found):
     gated = kind.startswith(("qwen2_5", "pixtral", "gemma4"))
     deep = len(see.get("deepstack_visual_indexes") or ())
     made = Tower(*sizes, patch * side**2, merged, deep, gated, kind.startswith("qwen"))
-    return made if all(sizes) and side else None
+    return made if all(sizes) and side and merged else None
 
 
 def _number(found):

@@ -12,9 +12,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import grpo_nb
 from grpo_nb.cli import main
-from grpo_nb.model.memory_bytes import MODELS, Tower, picture_bytes, released_shape, trained_tensors
+from grpo_nb.model.memory_bytes import (
+    MODELS,
+    Tower,
+    _seeing,
+    _tower,
+    picture_bytes,
+    released_shape,
+    trained_tensors,
+)
 from grpo_nb.model.memory_fit import CARDS, Step, fit
-from grpo_nb.model.pictures import pixels_of, with_pictures
+from grpo_nb.model.pictures import SIGHTS, pixels_of, with_pictures
 from grpo_nb.planning.plan import describe, plan
 from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.training.data import prompt_token_ids
@@ -142,6 +150,15 @@ def test_a_released_model_has_its_numbers(name):
     eyes = next(m for n, m in model.named_modules() if n.endswith(("blocks.0", "layers.0")))
     wide = [p.shape for p in eyes.parameters() if p.ndim == 2]
     assert sum(n * a * b for n, a, b in trains) == known.tower.layers * 8 * sum(map(sum, wide))
+
+
+def test_towers_that_are_known_are_those_whose_pictures_are_read():
+    assert {*_seeing} == {*SIGHTS}
+    others = "internvl", "kimi_k25", "qwen2_5_omni_thinker"  # patches in a list, merged otherwise
+    for kind in (*SIGHTS, *others):
+        tower = _tower(T.AutoConfig.for_model(kind).to_dict())
+        odd = kind == "gemma3"  # transformers' default has fewer patches than tokens
+        assert (tower is None) == (odd or kind in others), kind
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
