@@ -86,11 +86,8 @@ def read_expression(
     values, operators, numbers, number_next = [], [], [], True
     for token in tokens(text):
         if number_next != (token.isdigit() or token == "("):
-            raise NotAnExpression(
-                f"a number or an opening bracket is expected where {token!r} stands"
-                if number_next
-                else f"an operator or a closing bracket is expected where {token!r} stands"
-            )
+            kinds = "a number or an opening" if number_next else "an operator or a closing"
+            raise NotAnExpression(f"{kinds} bracket is expected where {token!r} stands")
         if token.isdigit():
             numbers.append(int(token))
             values.append(Fraction(int(token)))

@@ -507,12 +507,9 @@ class StrategyRewards(ProgramRewards):
             self.pool = SandboxPool(self.workers)
         rng = random.Random(drawn_from)
         seeds = tuple(rng.getrandbits(64) for _ in range(self.games))
+        judge = functools.partial(judge_strategy, pool=self.pool, seeds=seeds, **self.settings)
         with ThreadPoolExecutor(self.workers) as threads:
-            return list(
-                threads.map(
-                    lambda text: judge_strategy(text, self.pool, seeds, **self.settings), texts
-                )
-            )
+            return list(threads.map(judge, texts))
 
     @staticmethod
     def _works(report, scale):

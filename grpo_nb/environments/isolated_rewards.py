@@ -411,11 +411,9 @@ class Watchdog:
         if self.status is None:
             return "its process closed the line"
         code = os.waitstatus_to_exitcode(self.status)
-        return (
-            f"its process was ended by signal {-code} ({signal.Signals(-code).name})"
-            if code < 0
-            else f"its process ended itself with exit code {code}"
-        )
+        if code < 0:
+            return f"its process was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"its process ended itself with exit code {code}"
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #cd14cc6e
 def run_watchdog(

@@ -190,11 +190,9 @@ def failure(
         return NoJudgement(
             f"status {status}: {said}", retry_after(response.headers.get("retry-after"))
         )
-    moved = (
-        f"the server moved to {response.headers.get('location')}: change base_url"
-        if 300 <= status < 400
-        else "look at base_url and options"
-    )
+    moved = "look at base_url and options"
+    if 300 <= status < 400:
+        moved = f"the server moved to {response.headers.get('location')}: change base_url"
     return JudgeError(
         f"the judge {judge.model!r} at {judge.hide(judge.url)} answered with status {status}, and "
         f"asking again would not help: {REMEDIES.get(status, moved)}. It said: {said}",

@@ -209,17 +209,14 @@ ONE_LOAD = 4096  # columns of a matrix that the kernel for one row loads at once
 
 def _tiles(M, N):
     "Tile sizes for a product of M rows and N columns; small for few columns, as of an adapter."
-    if N > 50_000:
-        return (
-            dict(BM=16, BN=64, BK=128, num_warps=4, num_stages=4)
-            if M <= 16
-            else dict(BM=64, BN=64, BK=64, num_warps=4, num_stages=5)
-        )
-    return (
-        dict(BM=16, BN=16, BK=256, num_warps=2, num_stages=4)
-        if M <= 16 or N <= 64
-        else dict(BM=64, BN=64, BK=128, num_warps=4, num_stages=4)
-    )
+    sizes = {  # whether there are many columns, and few rows or few columns
+        (True, True): (16, 64, 128, 4, 4),
+        (True, False): (64, 64, 64, 4, 5),
+        (False, True): (16, 16, 256, 2, 4),
+        (False, False): (64, 64, 128, 4, 4),
+    }
+    names = ("BM", "BN", "BK", "num_warps", "num_stages")
+    return dict(zip(names, sizes[N > 50_000, M <= 16 or N <= 64]))
 
 
 def _three(tensors, stand_in):
@@ -441,15 +438,12 @@ def attend(qkv, cos, sin, cache, rows, lengths, sinks, *, kv_heads, scale, reach
     heads = qkv.shape[1] // D - 2 * kv_heads
     splits = 1 if cache.window else _splits(B * kv_heads)
     out = qkv.new_empty(B, heads * D)
-    part, largest, total = (
-        (out,) * 3
-        if splits == 1
-        else (qkv.new_empty(B, heads, splits, n, dtype=torch.float32) for n in (D, 1, 1))
-    )
+    parts = [out] * 3  # sums, largest scores, sums of weights
+    if splits > 1:
+        parts = [qkv.new_empty(B, heads, splits, n, dtype=torch.float32) for n in (D, 1, 1)]
     table = lengths if cache.table is None else cache.table
-    held, results = (cache.keys, cache.values, table), (out, part, largest, total)
-    sizes = scale, heads, kv_heads, table.shape[-1]
-    given = qkv, cos, sin, *held, rows, lengths, sinks, *results, *sizes
+    held, sizes = (cache.keys, cache.values, table), (scale, heads, kv_heads, table.shape[-1])
+    given = qkv, cos, sin, *held, rows, lengths, sinks, out, *parts, *sizes
     _attend_kernel[(B, kv_heads, splits)](
         *given,
         D=D,
@@ -465,9 +459,8 @@ def attend(qkv, cos, sin, cache, rows, lengths, sinks, *, kv_heads, scale, reach
         num_stages=3,
     )
     if splits > 1:
-        _join_parts_kernel[(B, heads)](
-            part, largest, total, sinks, out, heads, D=D, SPLITS=splits, num_warps=2
-        )
+        options = dict(D=D, SPLITS=splits, num_warps=2)
+        _join_parts_kernel[(B, heads)](*parts, sinks, out, heads, **options)
     return out
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #cbcf704a
@@ -883,11 +876,10 @@ def _low_rank(x, lora, work, gather):
     by side."""
     if not lora:
         return {}
-    a, b, scale = (
-        (lora[0].a, lora[0].b, lora[0].scaling)
-        if len(lora) == 1
-        else (torch.cat([f.a for f in lora], 2), torch.cat([f.scaling * f.b for f in lora], 1), 1.0)
-    )
+    a, b, scale = lora[0].a, lora[0].b, lora[0].scaling
+    if len(lora) > 1:
+        a, scale = torch.cat([f.a for f in lora], 2), 1.0
+        b = torch.cat([f.scaling * f.b for f in lora], 1)
     t = x.new_empty(len(work.token), a.shape[2], dtype=torch.float32)
     return dict(t=expert_product(x, a, work, t, 16, 128, 3, gather=gather), up=b, scale=scale)
 
@@ -899,32 +891,16 @@ def moe(x, layer, next_norm, *, top, eps, dtype):
     quick = expert_kernel is not None and expert_kernel.suits(w, B, dtype)
     rows = expert_kernel.tile(B, expert_kernel.rank(w))[0] if quick else None
     work = schedule(logits, top, dtype, rows)
-    first, second = (
-        [expert_kernel.expert_product] * 2
-        if quick
-        else [partial(expert_product, **tile) for tile in _expert_tiles(B)]
-    )
-    hidden = first(
-        normed,
-        w.gate_up,
-        work,
-        x.new_empty(B * top, w.down.shape[1], dtype=dtype),
-        bias=w.gate_up_bias,
-        gather=True,
-        gated=True,
-        alpha=w.alpha,
-        limit=w.limit,
-        **_low_rank(normed, w.gate_up_lora, work, True),
-    )
-    expert_out = second(
-        hidden,
-        w.down,
-        work,
-        x.new_empty(B * top, H, dtype=torch.float32),
-        bias=w.down_bias,
-        **_low_rank(hidden, w.down_lora, work, False),
-    )
-    return _add_experts(x, expert_out, work, next_norm, eps, dtype)
+    products = [partial(expert_product, **tile) for tile in _expert_tiles(B)]
+    first, second = [expert_kernel.expert_product] * 2 if quick else products
+    gated = dict(bias=w.gate_up_bias, gather=True, gated=True, alpha=w.alpha, limit=w.limit)
+    low = _low_rank(normed, w.gate_up_lora, work, True)
+    hidden = x.new_empty(B * top, w.down.shape[1], dtype=dtype)
+    first(normed, w.gate_up, work, hidden, **gated, **low)
+    low = _low_rank(hidden, w.down_lora, work, False)
+    out = x.new_empty(B * top, H, dtype=torch.float32)
+    second(hidden, w.down, work, out, bias=w.down_bias, **low)
+    return _add_experts(x, out, work, next_norm, eps, dtype)
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #34743b0b
 @triton.jit

@@ -435,15 +435,9 @@ def suits(
     dtype: torch.dtype,  # that is computed in
 ) -> bool:
     "Whether both products of a layer's experts can use this kernel; `decode_kernels` has another."
-    weights = (experts.gate_up, experts.down)
-    if (
-        dtype != torch.bfloat16
-        or B > MOST_ROWS[tile(B, rank(experts))[0]]
-        or not all(isinstance(w, PackedWeight) for w in weights)
-    ):
+    weights, (rows, columns) = (experts.gate_up, experts.down), tile(B, rank(experts))
+    packed = all(isinstance(w, PackedWeight) for w in weights)
+    if dtype != torch.bfloat16 or B > MOST_ROWS[rows] or not packed:
         return False
-    return (
-        rank(experts) <= MOST_RANK
-        and all(w.shape[2] % tile(B, rank(experts))[1] == 0 for w in weights)
-        and works(weights[0].device)
-    )
+    fit = rank(experts) <= MOST_RANK and all(w.shape[2] % columns == 0 for w in weights)
+    return fit and works(weights[0].device)

@@ -195,6 +195,9 @@ def read_dense_layer(
         return read_norm(getattr(of, attribute), family)
 
     mlp_norm = "pre_feedforward_layernorm" if family.gemma else "post_attention_layernorm"
+    head_norms = (
+        tuple(norm(attention, f"{one}_norm") for one in "qk") if family.head_norms else None
+    )
     return DenseLayer(
         norm=norm(layer, "input_layernorm"),
         qkv=tuple(read_projection(getattr(attention, part)) for part in family.qkv),
@@ -204,9 +207,7 @@ def read_dense_layer(
         down=read_projection(mlp.down_proj),
         activation=read_activation(mlp),
         sinks=sinks,
-        head_norms=(norm(attention, "q_norm"), norm(attention, "k_norm"))
-        if family.head_norms
-        else None,
+        head_norms=head_norms,
         after_attention=norm(layer, "post_attention_layernorm") if family.gemma else None,
         after_mlp=norm(layer, "post_feedforward_layernorm") if family.gemma else None,
         turn=turn,
