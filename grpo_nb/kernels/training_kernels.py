@@ -153,20 +153,8 @@ def activate_backward(z, ids, bias, gradient, share, alpha, limit, out):
     "`experts_grouped.activate_backward` as one kernel; the shares are float32."
     sums = torch.empty(len(z), dtype=torch.float32, device=z.device)
     if len(z):
-        _activate_backward[(len(z),)](
-            z,
-            ids,
-            bias,
-            gradient,
-            share,
-            out,
-            sums,
-            gradient.shape[1],
-            alpha,
-            limit,
-            BI=512,
-            num_warps=4,
-        )
+        given = z, ids, bias, gradient, share, out, sums, gradient.shape[1], alpha, limit
+        _activate_backward[(len(z),)](*given, BI=512, num_warps=4)
     return out, sums
 
 # %% ../../nbs/kernels/02_training_kernels.ipynb #e1d7f2b3
@@ -220,24 +208,10 @@ def combine(y, place, weights=None, indices=None, bias=None, first=0, out=None):
     out = out if add else torch.empty(T, N, dtype=torch.float32, device=y.device)
     weights, indices = (place if t is None else t.contiguous() for t in (weights, indices))
     if T:
-        _combine[(T, triton.cdiv(N, 1024))](
-            y,
-            place,
-            weights,
-            indices,
-            y if bias is None else bias,
-            out,
-            N,
-            first,
-            len(y),
-            K=K,
-            HAS_WEIGHTS=weights is not place,
-            HAS_BIAS=bias is not None,
-            PART=add or len(y) < place.numel(),
-            ADD=add,
-            BN=1024,
-            num_warps=4,
-        )
+        part, given = add or len(y) < place.numel(), (y, place, weights, indices)
+        given = *given, y if bias is None else bias, out, N, first, len(y)
+        flags = dict(HAS_WEIGHTS=weights is not place, HAS_BIAS=bias is not None, ADD=add)
+        _combine[(T, triton.cdiv(N, 1024))](*given, K=K, PART=part, **flags, BN=1024, num_warps=4)
     return out
 
 # %% ../../nbs/kernels/02_training_kernels.ipynb #3f7469f0
@@ -288,22 +262,10 @@ def rotate(x, cos, sin, back=False):
         cos, sin = cos.contiguous(), sin.contiguous()
     BH = min(32, triton.next_power_of_2(heads))
     if x.numel():
-        _rotate[(B * T, triton.cdiv(heads, BH))](
-            x,
-            cos,
-            sin,
-            out,
-            T,
-            heads,
-            *x.stride()[:3],
-            cos.stride(0) if len(cos) > 1 else 0,
-            cos.stride(1),
-            BH=BH,
-            BD=triton.next_power_of_2(D // 2),
-            D=D // 2,
-            BACK=back,
-            num_warps=2,
-        )
+        strides = *x.stride()[:3], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
+        sizes = dict(BH=BH, BD=triton.next_power_of_2(D // 2), D=D // 2)
+        grid = B * T, triton.cdiv(heads, BH)
+        _rotate[grid](x, cos, sin, out, T, heads, *strides, **sizes, BACK=back, num_warps=2)
     return out
 
 # %% ../../nbs/kernels/02_training_kernels.ipynb #0075353e
@@ -494,19 +456,11 @@ def softmax_chunk(
     logps = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     entropies = torch.empty_like(logps) if entropy else None
     if len(logits):
-        _softmax[(len(logits),)](
-            logits,
-            index,
-            logps if grads is None else grads.contiguous(),
-            logps,
-            logps if entropies is None else entropies,
-            logits.shape[1],
-            scale / temperature,
-            scale / temperature,
-            HAS_GRADS=grads is not None,
-            HAS_ENTROPY=entropy,
-            **_CONSTANTS,
-        )
+        upstream = logps if grads is None else grads.contiguous()
+        given = logits, index, upstream, logps, logps if entropies is None else entropies
+        numbers = logits.shape[1], scale / temperature, scale / temperature
+        flags = dict(HAS_GRADS=grads is not None, HAS_ENTROPY=entropy)
+        _softmax[(len(logits),)](*given, *numbers, **flags, **_CONSTANTS)
     return logps, entropies
 
 

@@ -47,23 +47,17 @@ def eager(
     scale: float,  # scores are multiplied by this
 ) -> torch.Tensor:  # (B, Hq, Lq, D) in q's dtype; computed in float32 or wider
     "The formula. It keeps all scores, Hq x Lq x Lk of them for each sequence."
-    dtype, groups = (
-        torch.promote_types(q.dtype, torch.float32),
-        (k.shape[1], q.shape[1] // k.shape[1]),
-    )  # (Hk, G)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    groups = k.shape[1], q.shape[1] // k.shape[1]  # (Hk, G)
     scores = (
         torch.einsum("bhgqd,bhkd->bhgqk", q.to(dtype).unflatten(1, groups), k.to(dtype)) * scale
     )
     scores = scores.masked_fill(~mask.dense()[:, None, None], -torch.inf)  # (B, Hk, G, Lq, Lk)
-    sink = (
-        scores.new_full(groups, torch.finfo(dtype).min)
-        if sinks is None
-        else sinks.to(dtype).view(groups)
-    )
+    lowest = scores.new_full(groups, torch.finfo(dtype).min)
+    sink = lowest if sinks is None else sinks.to(dtype).view(groups)
     sink = sink[None, :, :, None, None].expand(*scores.shape[:-1], 1)  # (B, Hk, G, Lq, 1)
-    weights = torch.cat([scores, sink], -1).softmax(-1)[
-        ..., :-1
-    ]  # the sink's own weight is dropped
+    # the sink's own weight is dropped
+    weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     return torch.einsum("bhgqk,bhkd->bhgqd", weights, v.to(dtype)).flatten(1, 2).to(q.dtype)
 
 # %% ../../nbs/model/03_attention.ipynb #08ad802c
@@ -381,16 +375,10 @@ def sdpa_lean(
     step = _heads_at_a_time(len(q), q.shape[2], k.shape[2], Hk, G, q.shape[3], q.element_size())
     if step == Hk:
         return sdpa(q, k, v, sinks, mask, scale)
-    part = (
-        functools.partial(checkpoint, sdpa, use_reentrant=False, preserve_rng_state=False)
-        if torch.is_grad_enabled()
-        else sdpa
-    )
-    queries, keys, values = (
-        q.split(step * G, 1),
-        k.split(step, 1),
-        v.split(step, 1),
-    )  # their gradients are joined, not summed
+    again = functools.partial(checkpoint, sdpa, use_reentrant=False, preserve_rng_state=False)
+    part = again if torch.is_grad_enabled() else sdpa
+    # their gradients are joined, not summed
+    queries, keys, values = q.split(step * G, 1), k.split(step, 1), v.split(step, 1)
     of_parts = [None] * len(keys) if sinks is None else sinks.split(step * G)
     return torch.cat(
         [part(*tensors, mask, scale) for tensors in zip(queries, keys, values, of_parts)], 1
@@ -411,23 +399,8 @@ def _cudnn_works(device, dtype, G, D):
         out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, k, None, True, 0.0, True, False, scale=1.0
         )
-        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            out,
-            q,
-            k,
-            k,
-            out,
-            lse,
-            *random,
-            None,
-            None,
-            None,
-            CUDNN_STEP,
-            CUDNN_STEP,
-            0.0,
-            True,
-            scale=1.0,
-        )
+        given = out, q, k, k, out, lse, *random, None, None, None, CUDNN_STEP, CUDNN_STEP
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given, 0.0, True, scale=1.0)
     except torch.OutOfMemoryError:
         raise  # not about cuDNN, so the result is not remembered
     except RuntimeError as error:
@@ -482,17 +455,9 @@ def _flash_forward(q, k, v, scale, window):
             *_pad_to_step(q, k, v), None, True, 0.0, True, False, scale=scale
         )
         return out[:, :, : q.shape[2]], lse[:, :, : q.shape[2], 0], random
+    given = *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2]
     out, lse, *random, _ = torch.ops.aten._flash_attention_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        True,
-        False,
-        scale=scale,
-        **_window_sizes(window),
+        *given, 0.0, True, False, scale=scale, **_window_sizes(window)
     )
     return out.transpose(1, 2), lse, random
 
@@ -511,22 +476,9 @@ def _flash_gradients(d_out, q, k, v, out, lse, random, scale, window):
         )
         return [x[:, :, : q.shape[2]] for x in gradients]
     d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
+    given = d_out, q, k, v, out, lse, None, None, q.shape[1], k.shape[1]
     gradients = torch.ops.aten._flash_attention_backward(
-        d_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        0.0,
-        True,
-        *random,
-        scale=scale,
-        **_window_sizes(window),
+        *given, 0.0, True, *random, scale=scale, **_window_sizes(window)
     )
     return [x.transpose(1, 2) for x in gradients]
 
@@ -548,17 +500,8 @@ def _flash_backward(d_out, q, k, v, out, lse, random, scale, window):
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     for first in range(0, Hk, step):
         of_q, of_k = slice(first * G, (first + step) * G), slice(first, first + step)
-        part = _flash_gradients(
-            d_out[:, of_q],
-            q[:, of_q],
-            k[:, of_k],
-            v[:, of_k],
-            out[:, of_q],
-            lse[:, of_q].contiguous(),
-            random,
-            scale,
-            window,
-        )
+        theirs = d_out[:, of_q], q[:, of_q], k[:, of_k], v[:, of_k], out[:, of_q]
+        part = _flash_gradients(*theirs, lse[:, of_q].contiguous(), random, scale, window)
         for whole, heads, x in zip(gradients, (of_q, of_k, of_k), part):
             whole[:, heads] = x
     return gradients

@@ -115,13 +115,8 @@ def _run_own(model, inputs, real, gradients):
         loss = _loss(logits, inputs["input_ids"], real) if gradients else None
     run = Run(*({part: both[side] for part, both in seen.items()} for side in (0, 1)))
     if gradients:
-        flat = [
-            x
-            for states in (run.inputs, run.outputs)
-            for tensors in states.values()
-            for x in tensors
-        ]
-        found = iter(torch.autograd.grad(loss, flat))
+        lists = [*run.inputs.values(), *run.outputs.values()]
+        found = iter(torch.autograd.grad(loss, [x for tensors in lists for x in tensors]))
         run.input_gradients, run.output_gradients = (
             {part: [next(found) for _ in tensors] for part, tensors in states.items()}
             for states in (run.inputs, run.outputs)
@@ -148,9 +143,8 @@ def _difference(a, b, real):
     "(relative difference, largest difference) over real tokens."
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     a, b = a.detach()[real].to(wide), b.detach().to(a.device)[real.to(a.device)].to(wide)
-    return ((b - a).norm() / a.norm().clamp(min=torch.finfo(wide).tiny)).item(), (
-        b - a
-    ).abs().max().item()
+    relative = (b - a).norm() / a.norm().clamp(min=torch.finfo(wide).tiny)
+    return relative.item(), (b - a).abs().max().item()
 
 # %% ../../nbs/model/06_compare.ipynb #637ae3cc
 @dataclass
@@ -167,16 +161,11 @@ class LayerComparison:
         what: str = "output",  # or "gradient": of the loss, at the part's input
     ) -> list[float]:  # one for each layer
         "||b - a|| / ||a|| of one part, layer by layer."
-        found = [
-            r["relative"]
-            for r in self.records
-            if (r["part"], r["fed"], r["what"]) == (part, fed, what)
-        ]
+        keys = [(r["part"], r["fed"], r["what"]) for r in self.records]
+        wanted = part, fed, what
+        found = [r["relative"] for r, key in zip(self.records, keys) if key == wanted]
         if not found:
-            known = [
-                "/".join(key)
-                for key in dict.fromkeys((r["part"], r["fed"], r["what"]) for r in self.records)
-            ]
+            known = map("/".join, dict.fromkeys(keys))
             raise ValueError(
                 f"{part}/{fed}/{what} was not compared: it must be one of {', '.join(known)}"
             )
@@ -190,15 +179,9 @@ class LayerComparison:
             "      " + " ".join(f"{heading:>10}" for heading in names) for names in zip(*columns)
         ]
         values = zip(*(self.relative(part, fed, what) for what, fed, part in columns))
-        return "\n".join(
-            [
-                *lines,
-                *(
-                    f"{layer:>5} " + " ".join(f"{value:>10.1e}" for value in row)
-                    for layer, row in enumerate(values)
-                ),
-            ]
-        )
+        for layer, row in enumerate(values):
+            lines.append(f"{layer:>5} " + " ".join(f"{value:>10.1e}" for value in row))
+        return "\n".join(lines)
 
     __str__ = table
 
@@ -216,19 +199,11 @@ class LayerComparison:
             for fed, part in dict.fromkeys((r["fed"], r["part"]) for r in self.records):
                 if fed == "own" and part != "layer":
                     continue
-                style = (
-                    {"layer": "#0072B2", "attention": "#D55E00", "mlp": "#009E73"}[part]
-                    if fed == "same"
-                    else "#999999"
-                )
+                colours = {"layer": "#0072B2", "attention": "#D55E00", "mlp": "#009E73"}
+                line, colour = ("o-", colours[part]) if fed == "same" else ("--", "#999999")
                 values = [max(value, floor) for value in self.relative(part, fed, what)]
-                panel.plot(
-                    values,
-                    "o-" if fed == "same" else "--",
-                    color=style,
-                    markersize=3,
-                    label=f"{part}, {'same input' if fed == 'same' else 'own input'}",
-                )
+                label = f"{part}, {fed} input"
+                panel.plot(values, line, color=colour, markersize=3, label=label)
             panel.set(yscale="log", xlabel="layer (from 0)", title=what)
             panel.set_ylim(bottom=floor / 2)
             panel.xaxis.get_major_locator().set_params(integer=True)
@@ -305,10 +280,8 @@ def compare_layers(
         for name, x in inputs.items()
     }
     with _evaluating(model_a, model_b):
-        a, own = (
-            _run_own(model_a, inputs, real, gradients),
-            _run_own(model_b, on_b, real.to(on_b["input_ids"].device), gradients),
-        )
+        a = _run_own(model_a, inputs, real, gradients)
+        own = _run_own(model_b, on_b, real.to(on_b["input_ids"].device), gradients)
         found = {
             ("own", part): (own.outputs[part], own.input_gradients and own.input_gradients[part])
             for part in a.outputs
@@ -319,14 +292,6 @@ def compare_layers(
         for (fed, part), both in found.items():
             for layer, pair in enumerate(zip(theirs[part], both[what])):
                 relative, largest = _difference(*pair, real)
-                records.append(
-                    dict(
-                        layer=layer,
-                        part=part,
-                        fed=fed,
-                        what=("output", "gradient")[what],
-                        relative=relative,
-                        largest=largest,
-                    )
-                )
+                kind = dict(layer=layer, part=part, fed=fed, what=("output", "gradient")[what])
+                records.append(dict(**kind, relative=relative, largest=largest))
     return LayerComparison(records)

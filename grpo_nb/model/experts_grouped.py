@@ -39,29 +39,19 @@ from .packed import FrozenWeight
 # %% ../../nbs/model/11_experts_grouped.ipynb #6d44f285
 def _row_chunks(*tensors):
     "The same rows of several tensors, WIDE_PAIRS of them at a time."
-    return (
-        [tensors]
-        if len(tensors[0]) <= WIDE_PAIRS
-        else list(zip(*(x.split(WIDE_PAIRS) for x in tensors)))
-    )
+    return list(zip(*(x.split(WIDE_PAIRS) for x in tensors)))
 
 
 def _no_autocast(device):
     "Autocast off, if it was on: the dtypes of the products are chosen here."
-    return (
-        torch.autocast(device.type, enabled=False)
-        if torch.is_autocast_enabled(device.type)
-        else contextlib.nullcontext()
-    )
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
 
 # %% ../../nbs/model/11_experts_grouped.ipynb #2ca03ed8
 def grouped_mm(x, weight, offs):
     "torch's grouped product under its present or its former name."
-    return (
-        F.grouped_mm(x, weight, offs=offs)
-        if hasattr(F, "grouped_mm")
-        else torch._grouped_mm(x, weight, offs=offs)
-    )
+    product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    return product(x, weight, offs=offs)
 
 
 @cache
@@ -695,10 +685,8 @@ class ExpertByExpert(torch.autograd.Function):
             pairs, share = PairOrder(indices, len(t.gate_up)), t.weights.to(wide).reshape(-1)
             result = t.hidden.new_zeros(t.hidden.shape, dtype=wide)  # (T, H)
             for e, start, end in () if options.recompute and skip else pairs.spans:
-                gate_up, down = (
-                    _of_one(t, "gate_up", e, dtype),
-                    None if skip else _of_one(t, "down", e, dtype),
-                )
+                gate_up = _of_one(t, "gate_up", e, dtype)
+                down = None if skip else _of_one(t, "down", e, dtype)
                 for rows in _row_slices(start, end):
                     tokens, ids = pairs.tokens[rows], pairs.ids[rows]
                     z = _adapted_product(t.hidden[tokens].to(dtype), *gate_up)  # (rows, 2I)
@@ -738,16 +726,8 @@ class ExpertByExpert(torch.autograd.Function):
                         z = _adapted_product(x, *gate_up)
                     # (rows, I) the gradient of the activation, then overwritten as above
                     act = _adapted_product(g, *_transposed(*down))
-                    dz, sums = activate_backward(
-                        z,
-                        pairs.ids[rows],
-                        t.gate_up_bias,
-                        act,
-                        shares,
-                        options.alpha,
-                        options.limit,
-                        z.data,
-                    )
+                    given = z, pairs.ids[rows], t.gate_up_bias, act, shares
+                    dz, sums = activate_backward(*given, options.alpha, options.limit, z.data)
                     d_share[which] = sums + g.to(wide) @ t.down_bias[e].to(wide)
                     if needs.hidden:
                         d_x = _adapted_product(dz, *_transposed(*gate_up))

@@ -15,9 +15,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 # %% ../../nbs/model/02_masks.ipynb #9154f500
-Predicate = Callable[
-    ..., torch.Tensor
-]  # of (b, h, q_idx, kv_idx), integer tensors that broadcast together -> bool, True = may attend
+# of (b, h, q_idx, kv_idx), integer tensors that broadcast together -> bool, True = may attend
+Predicate = Callable[..., torch.Tensor]
 
 
 def causal(
@@ -140,18 +139,14 @@ def _ordered(first, last, full_first, full_last, count, size):
     """Block numbers, partial ones and full ones, of rows that reach the tokens `first` to `last`,
     all of them `full_first` to `full_last` (both included)."""
     begin = first // size  # (..., rows)  first block that is reached
-    reached = torch.where(
-        last >= first, last // size + 1 - begin, 0
-    )  # (..., rows)  how many are reached, partial or full
-    full_begin = (
-        full_first + size - 1
-    ) // size  # (..., rows)  first block that lies within the full tokens
+    # (..., rows)  how many are reached, partial or full; the first that lies within the full tokens
+    reached = torch.where(last >= first, last // size + 1 - begin, 0)
+    full_begin = (full_first + size - 1) // size
     full = ((full_last + 1) // size - full_begin).clamp(min=0)  # (..., rows)  how many do
     nth = torch.arange(count, dtype=torch.int32, device=first.device)  # (count,)
     full_order = (full_begin[..., None] + nth) % count  # (..., rows, count)
-    skip = full[..., None] * (
-        nth >= (full_begin - begin)[..., None]
-    )  # (..., rows, count)  jump over the full blocks
+    # (..., rows, count)  jump over the full blocks
+    skip = full[..., None] * (nth >= (full_begin - begin)[..., None])
     order = skip.add_(begin[..., None]).add_(nth).remainder_(count)  # (..., rows, count)
     return reached - full, order, full, full_order
 

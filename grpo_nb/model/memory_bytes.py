@@ -308,17 +308,11 @@ def longest_sequence(config: Any) -> int | None:  # tokens; None: the config nam
     found = _config(config)
     if border := scaling_border(found):
         return border[1]
-    longest, rope = (
-        found.get("max_position_embeddings"),
-        found.get("rope_parameters") or found.get("rope_scaling") or {},
-    )
+    longest = found.get("max_position_embeddings")
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     first = rope.get("original_max_position_embeddings") or longest
-    if (
-        not longest
-        or first > longest
-        or rope.get("rope_type", rope.get("type")) not in _stretching
-        or not rope.get("factor")
-    ):
+    stretched = rope.get("rope_type", rope.get("type")) in _stretching and rope.get("factor")
+    if not longest or first > longest or not stretched:
         return longest
     return max(longest, int(rope["factor"] * first))
 
@@ -337,13 +331,8 @@ _unlike = {  # what would make the arithmetic wrong, and why
     "mlp_only_layers": "only some of its layers have experts",
     "first_k_dense_replace": "only some of its layers have experts",
 }
-_plain_mlp = (
-    "gpt_neox",
-    "phi",
-    "starcoder2",
-    "nemotron",
-    "persimmon",
-)  # an MLP of two matrices, not three
+# an MLP of two matrices, not three
+_plain_mlp = "gpt_neox", "phi", "starcoder2", "nemotron", "persimmon"
 
 
 def check_config(config):
@@ -402,13 +391,8 @@ _per_token = "num_experts_per_tok", "experts_per_token", "top_k_experts"
 
 def _expert_fields(config):
     "Fields of ModelShape for experts: their number, experts per token, width; {} without."
-    count = (
-        config.get("num_local_experts")
-        or config.get("num_experts")
-        or config.get("n_routed_experts")
-        or 0
-    )
-    if not count:
+    names = "num_local_experts", "num_experts", "n_routed_experts"
+    if not (count := next((config[name] for name in names if config.get(name)), 0)):
         return {}
     each = next((config[name] for name in _per_token if config.get(name)), 1)
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -633,13 +617,8 @@ def trained_tensors(
     "The tensors that train: LoRA's pairs in all layers and experts, or every weight."
     if not r:
         return {k: sizes for k, sizes in shape.tensors.items() if tower or k != "towers"}
-    H, inner, q, k = (
-        shape.hidden,
-        shape.intermediate,
-        shape.heads * shape.head_dim,
-        shape.kv_heads * shape.head_dim,
-    )
-    E = max(shape.experts, 1)
+    H, inner, E = shape.hidden, shape.intermediate, max(shape.experts, 1)
+    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     up = [(H, 2 * inner)] if shape.experts else [(H, inner)] * 2  # of experts one matrix
     adapted = {  # (rank, from, to)
         "attention": [(r, H, q), (r, H, k), (r, H, k), (r, q, H)],
@@ -839,14 +818,8 @@ def attention_peak(shape: ModelShape, how: Computation, length: int) -> int:  # 
         return attention_kept(shape, how) + 4 * shape.hidden * how.element
     q, k = _query_and_key(shape, how.element)
     scores = shape.heads * length * (4 * how.element if shape.sinks else 12)
-    return (
-        sum(_beside_attention(shape, how))
-        + 4 * shape.heads
-        + 2 * q
-        + 2 * k
-        + int(attention_work(shape, how) * q)
-        + (scores if how.kernel == "eager" else 0)
-    )
+    held = sum(_beside_attention(shape, how)) + 4 * shape.heads + 2 * q + 2 * k
+    return held + int(attention_work(shape, how) * q) + scores * (how.kernel == "eager")
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #f17e0bbe
 def attention_scratch(
@@ -898,11 +871,8 @@ def _computed_again(shape, how, tokens, checkpointed):
 def mlp_kept(shape: ModelShape, how: Computation, recompute: bool = False) -> int:  # bytes a token
     """What the MLP, or the experts, and their norm keep for backward; `recompute`: without gate and
     up, which are computed again."""
-    H, inner, K = (
-        shape.hidden * how.element,
-        shape.intermediate * how.element,
-        shape.experts_per_token,
-    )
+    H, inner = shape.hidden * how.element, shape.intermediate * how.element
+    K = shape.experts_per_token
     theirs, adapters = how.implementation == "transformers", "mlp" in how.targets
     norm = 4 * shape.hidden if how.element < 4 else 0
     if _one_pass(shape, how):
@@ -921,11 +891,8 @@ def mlp_kept(shape: ModelShape, how: Computation, recompute: bool = False) -> in
 # %% ../../nbs/model/21_memory_bytes.ipynb #ca40133d
 def _dense_peak(shape, how, tokens):
     "Bytes of a dense MLP while its gradients are computed, kept tensors included."
-    H, inner, n = (
-        shape.hidden * how.element,
-        shape.intermediate * how.element,
-        min(tokens, how.slice_tokens or tokens),
-    )
+    H, inner = shape.hidden * how.element, shape.intermediate * how.element
+    n = min(tokens, how.slice_tokens or tokens)
     sliced, norm = _in_slices(how, tokens), 4 * shape.hidden if how.element < 4 else 0
     # what a slice would keep; the gradients of all slices' inputs
     again = n * (mlp_kept(shape, how) - norm) + tokens * H if sliced else 0
@@ -940,12 +907,8 @@ def _dense_peak(shape, how, tokens):
 
 def _experts_peak(shape, how, tokens, computed_again):
     "Bytes of experts while their gradients are computed, without what they kept."
-    H, inner, K, n = (
-        shape.hidden * how.element,
-        shape.intermediate * how.element,
-        shape.experts_per_token,
-        min(tokens, how.slice_tokens or tokens),
-    )
+    H, inner = shape.hidden * how.element, shape.intermediate * how.element
+    K, n = shape.experts_per_token, min(tokens, how.slice_tokens or tokens)
     if how.implementation == "transformers":
         sums = PEFT_SUMS * shape.experts * 3 * shape.hidden * inner
         return n * 4 * K * inner + ("mlp" in how.targets) * sums
@@ -965,10 +928,7 @@ def _experts_peak(shape, how, tokens, computed_again):
         return max(n * 4 * shape.hidden + one, n * 8 * shape.hidden)
     # first the gradients of activation and outputs; then those of the inputs while they are summed
     # per token
-    return max(
-        K * n * (again + inner + H) + wide,
-        K * n * (again + H) + n * 8 * shape.hidden,
-    )
+    return max(K * n * (again + inner + H) + wide, K * n * (again + H) + n * 8 * shape.hidden)
 
 
 def mlp_peak(
@@ -997,11 +957,9 @@ def layer_inputs(
 ) -> tuple[int, int]:  # bytes on the card, bytes in host memory
     "The layer inputs that checkpointing keeps, on the card and on the host."
     one = tokens * shape.hidden * element
-    return (
-        (min(BUFFERS, shape.layers) * one, shape.layers * one)
-        if offload
-        else (shape.layers * one, 0)
-    )
+    if not offload:
+        return shape.layers * one, 0
+    return min(BUFFERS, shape.layers) * one, shape.layers * one
 
 
 def keeps_results(kernel: str, length: int) -> bool:  # of a sequence, in tokens

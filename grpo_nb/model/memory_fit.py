@@ -376,15 +376,10 @@ def check_switches(step):
 
 def check_shares(step):
     "Refuse what a run refuses whose weights are shared out."
-    moved = [
-        name
-        for name in ("offload_embedding", "offload_activations", "offload_hidden")
-        if getattr(step, name)
-    ]
+    switches = "offload_embedding", "offload_activations", "offload_hidden"
+    moved = [name for name in switches if getattr(step, name)]
     if moved or "nf4" in step.weights or step.weights == "fp8":
-        what = (
-            f"{step.weights} is not shared out" if not moved else f"{moved[0]} does not go with it"
-        )
+        what = f"{moved[0]} does not go with it" if moved else f"{step.weights} is not shared out"
         raise ValueError(
             f"{step.shards} cards share the weights (fsdp), and {what}: "
             f"{'leave it out' if moved else 'take bf16, or mxfp4 of a gpt-oss'}"
@@ -505,9 +500,8 @@ def training(step: Step, slice_tokens: int | None) -> dict[str, dict[str, int]]:
         for parts in moments.values():
             parts["pictures"] = kept
         moments["reading"] = {"pictures": most}
-    moments["layer"]["mlp"] += unpack_bytes(
-        step.shape, step.weights, step.element, not step.old_card
-    )
+    dense = unpack_bytes(step.shape, step.weights, step.element, not step.old_card)
+    moments["layer"]["mlp"] += dense
     return moments
 
 
@@ -583,9 +577,8 @@ def hidden_on_host(step: Step) -> int:  # bytes
     "Final hidden states kept on the host while another part of the batch is computed."
     if not step.offload_hidden:
         return 0
-    states = head_bytes(step.shape, *step.tokens, step.element, implementation=step.implementation)[
-        0
-    ]
+    sizes, theirs = (step.shape, *step.tokens, step.element), step.implementation
+    states, _ = head_bytes(*sizes, implementation=theirs)
     return states - -(-states // step.mini_batch)
 
 
@@ -841,12 +834,7 @@ def free_memory(
         return psutil.virtual_memory().available
     used = torch.cuda.memory_allocated(device)
     used += sum(p.bytes for p in list(_pools) if device.index in (None, p.device.index))
-    share = (
-        torch.cuda.get_per_process_memory_fraction(device.index)
-        * torch.cuda.get_device_properties(device).total_memory
-    )
-    return max(
-        0,
-        min(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device), int(share))
-        - used,
-    )
+    share = torch.cuda.get_per_process_memory_fraction(device.index)
+    share *= torch.cuda.get_device_properties(device).total_memory
+    there = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return max(0, min(there, int(share)) - used)

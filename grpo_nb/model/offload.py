@@ -256,11 +256,9 @@ class HostStore:
     def _stay(self, x):
         "Leave a tensor on the device; the first one raises a warning."
         if not self.stayed:
-            limit = (
-                "the system gives no more"
-                if self.max_bytes is None
-                else f"max_bytes is {self.max_bytes:,}"
-            )
+            limit = "the system gives no more"
+            if self.max_bytes is not None:
+                limit = f"max_bytes is {self.max_bytes:,}"
             warnings.warn(
                 f"{x.nbytes:,} bytes stay on the device: {self.host_bytes:,} bytes of host "
                 f"memory are in use and {limit}",
@@ -296,11 +294,8 @@ class HostStore:
 # %% ../../nbs/model/18_offload.ipynb #1ee28540
 def base_causal_model(model: torch.nn.Module) -> torch.nn.Module:
     "The transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."
-    return (
-        model.get_base_model()
-        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-        else model
-    )
+    wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if wrapped else model
 
 
 class _KeptAttention:
@@ -492,13 +487,9 @@ def offload_hidden(
         }
 
     def pack(x):
-        return (
-            x
-            if type(x) is not torch.Tensor
-            or x.nbytes < min_bytes
-            or x.untyped_storage().data_ptr() in weights()
-            else store.offload(x)
-        )
+        stays = type(x) is not torch.Tensor or x.nbytes < min_bytes
+        stays = stays or x.untyped_storage().data_ptr() in weights()
+        return x if stays else store.offload(x)
 
     try:
         with saved_tensors_hooks(pack, _fetch):
@@ -588,11 +579,8 @@ class HostEmbedding(torch.nn.Module):
     ):
         super().__init__()
         self.register_buffer("weight", _on_host(weight))
-        (self.num_embeddings, self.embedding_dim), self.padding_idx, self.output_dtype = (
-            weight.shape,
-            padding_idx,
-            output_dtype,
-        )
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx, self.output_dtype = padding_idx, output_dtype
 
     def forward(
         self,

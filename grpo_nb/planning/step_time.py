@@ -63,11 +63,8 @@ def drawing_work(
 ) -> dict[str, Work]:
     "The work of reading prompts and of drawing; keys and values in 16 bits."
     size, count, rows = weight_bytes(shape, weights), shape.parameters, prompts * completions
-    head, q, k = (
-        shape.hidden * shape.vocab,
-        shape.heads * shape.head_dim,
-        shape.kv_heads * shape.head_dim,
-    )
+    head = shape.hidden * shape.vocab
+    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     share = shape.experts_per_token / shape.experts if shape.experts else 1
     active = count["attention"] + share * count["mlp"]
     sizes = [min(together, rows - first) for first in range(0, rows, together)]
@@ -147,11 +144,8 @@ def step_seconds(
     rates: Rates,
 ) -> dict[str, float]:  # "reading", "drawing", "training"
     "The least seconds of a step; what is drawn elsewhere is left out."
-    drawn, group, batch = (
-        step.generation_batch_size,
-        step.num_generations,
-        step.per_device_train_batch_size,
-    )
+    drawn, group = step.generation_batch_size, step.num_generations
+    batch = step.per_device_train_batch_size
     prompt, new, batches = step.prompt_length, step.max_completion_length, -(-drawn // batch)
     pieces = [(drawn, 0, step.context)]
     if step.share_prompt:

@@ -35,31 +35,18 @@ PROMPT_COLORS = "#56B4E9 #E69F00 #7FCDBB #F0E442 #CC79A7 #BBBBBB #D98B5F #8DA0CB
 
 def derived_text(layout: BatchLayout) -> str:
     "The formulas of a layout with its numbers put in."
-    pd, np_, spg = (
-        layout.per_device_train_batch_size,
-        layout.num_processes,
-        layout.steps_per_generation,
-    )
-    ga, G, mu = layout.gradient_accumulation_steps, layout.num_generations, layout.num_iterations
-    return "\n".join(
-        [
-            (
-                f"generation_batch_size = {pd} x {np_} x {spg} = {layout.generation_batch_size} "
-                "completions drawn at once"
-            ),
-            (
-                f"prompts_per_generation = {layout.generation_batch_size} / {G} = "
-                f"{layout.prompts_per_generation} different prompts"
-            ),
-            (
-                f"effective_batch_size = {pd} x {np_} x {ga} = {layout.effective_batch_size} "
-                "completions in one update"
-            ),
-            (
-                f"optimizer_steps_per_generation = {spg} x {mu} / {ga} = "
-                f"{layout.optimizer_steps_per_generation:.3g}"
-            ),
-        ]
+    s = layout
+    each = f"{s.per_device_train_batch_size} x {s.num_processes}"
+    steps, ga = s.steps_per_generation, s.gradient_accumulation_steps
+    return (
+        f"generation_batch_size = {each} x {steps} = {s.generation_batch_size} "
+        "completions drawn at once\n"
+        f"prompts_per_generation = {s.generation_batch_size} / {s.num_generations} = "
+        f"{s.prompts_per_generation} different prompts\n"
+        f"effective_batch_size = {each} x {ga} = {s.effective_batch_size} "
+        "completions in one update\n"
+        f"optimizer_steps_per_generation = {steps} x {s.num_iterations} / {ga} = "
+        f"{s.optimizer_steps_per_generation:.3g}"
     )
 
 # %% ../../nbs/widgets/03_batch.ipynb #db566534

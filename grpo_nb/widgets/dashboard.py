@@ -125,12 +125,8 @@ def samples_table(
         return ""
     names = list(samples[0]["rewards"])
     cell = '<td style="padding:1px 12px 1px 0;vertical-align:top;text-align:{}">{}</td>'.format
-    rows = [
-        [
-            cell("left", f"<b>{html.escape(name)}</b>")
-            for name in ("prompt", "completion", *names, "advantage")
-        ]
-    ]
+    head = "prompt", "completion", *names, "advantage"
+    rows = [[cell("left", f"<b>{html.escape(name)}</b>") for name in head]]
     first = next((i for i, sample in enumerate(samples) if sample.get("advantage")), 0)
     part = samples[first : first + shown]
     for sample in part:
@@ -343,11 +339,9 @@ class Showing:
     def refresh(self) -> None:
         "Update the line and the buttons to the present status."
         with self.touching():
-            line = (
-                progress_line(self.state.global_step, self.state.max_steps, self.points)
-                if self.began
-                else ""
-            )
+            line = ""
+            if self.began:
+                line = progress_line(self.state.global_step, self.state.max_steps, self.points)
             idle = bool(self.outcome) or not (self.began or self.running)
             hints = list(self.trainer.hints_given[-3:]) if self.trainer else []
             self.box.order = self.gate.order
@@ -406,11 +400,8 @@ class Watching:
 
     def on_train_end(self, args, state, control, **kwargs):
         "Set the outcome of a run that ended without an error, and draw."
-        self.outcome = (
-            "finished"
-            if state.global_step >= state.max_steps
-            else f"stopped at step {state.global_step}"
-        )
+        done = state.global_step >= state.max_steps
+        self.outcome = "finished" if done else f"stopped at step {state.global_step}"
         self.draw()
 
     def note_time(self) -> None:
