@@ -82,16 +82,10 @@ def _gate_up(z, ids, bias, row, column, inner, alpha, limit, BI: tl.constexpr):
         .to(tl.float32)
     )
     gate, up = tl.split(tl.reshape(v, (BI, 2)))
-    cut_gate = tl.minimum(
-        tl.maximum(gate, -65504.0), limit
-    )  # below, the activation is 0 anyway, and -inf would make NaN
-    return (
-        gate,
-        up,
-        cut_gate,
-        tl.minimum(tl.maximum(up, -limit), limit),
-        1 / (1 + tl.exp(-alpha * cut_gate)),
-    )
+    # below, the activation is 0 anyway, and -inf would make NaN
+    cut_gate = tl.minimum(tl.maximum(gate, -65504.0), limit)
+    cut_up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate, up, cut_gate, cut_up, 1 / (1 + tl.exp(-alpha * cut_gate))
 
 
 @triton.jit
@@ -243,10 +237,8 @@ def _rotate(
     if BACK:
         s = -s
     source = x + b * sb + t * st + h[:, None] * sh + d[None, :]
-    first, second = (
-        tl.load(source, mask=inside, other=0.0).to(tl.float32),
-        tl.load(source + D, mask=inside, other=0.0).to(tl.float32),
-    )
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + D, mask=inside, other=0.0).to(tl.float32)
     target = out + (token * heads + h[:, None]) * 2 * D + d[None, :]
     tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(target + D, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
@@ -389,11 +381,8 @@ def _softmax(
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     v = tl.arange(0, BV)
-    largest, total, moment = (
-        tl.full((BV,), -1e38, tl.float32),
-        tl.zeros((BV,), tl.float32),
-        tl.zeros((BV,), tl.float32),
-    )
+    largest = tl.full((BV,), -1e38, tl.float32)
+    total, moment = tl.zeros((BV,), tl.float32), tl.zeros((BV,), tl.float32)
     for start in range(0, V, BV):
         z = (
             tl.load(logits + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)

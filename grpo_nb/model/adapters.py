@@ -499,11 +499,8 @@ def lora_config(
     partly = {short_name(name) for name in matrices if name not in experts}
     parameters = {name if short_name(name) in partly else short_name(name) for name in experts}
     ends = {name.rsplit(".", 1)[-1] for name in modules}
-    excluded = [
-        name
-        for name, _ in model.named_modules()
-        if name.rsplit(".", 1)[-1] in ends and name not in modules
-    ]
+    others_named = (name for name, _ in model.named_modules() if name not in modules)
+    excluded = [name for name in others_named if name.rsplit(".", 1)[-1] in ends]
     return LoraConfig(
         r=r,
         lora_alpha=2 * r if alpha is None else alpha,

@@ -131,11 +131,8 @@ def _forward_kernel(
     rows, cols = at + tl.arange(0, BM), tl.arange(0, BD)
     q = _tile(Q + b * q_b + h * q_h, at, q_l, BM, Lq, cols, D, BD)
     K, V = K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h
-    acc, m, total = (
-        tl.zeros([BM, BD], tl.float32),
-        tl.zeros([BM], tl.float32),
-        tl.zeros([BM], tl.float32),
-    )
+    acc, m = tl.zeros([BM, BD], tl.float32), tl.zeros([BM], tl.float32)
+    total = tl.zeros([BM], tl.float32)
     if SINKS is not None:
         m, total = m + tl.load(SINKS + h).to(tl.float32) * LOG2E, total + 1.0
     m = m - 1e30 if SINKS is None else tl.maximum(m, -1e30)  # finite: a row without keys has no NaN

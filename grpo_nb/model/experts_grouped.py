@@ -262,11 +262,8 @@ def combine(
     step, sums = max(1, WIDE_PAIRS // place.shape[1]), []
     for tokens in [slice(t, t + step) for t in range(0, len(place), step)]:
         at = place[tokens] - first  # (step, K)
-        rows = (
-            y.index_select(0, at.clamp(0, len(y) - 1).flatten())
-            .to(at_least_float32(y.dtype))
-            .view(*at.shape, -1)
-        )  # (step, K, n)
+        rows = y.index_select(0, at.clamp(0, len(y) - 1).flatten())
+        rows = rows.to(at_least_float32(y.dtype)).view(*at.shape, -1)  # (step, K, n)
         if bias is not None:
             rows += bias.index_select(0, indices[tokens].flatten()).view_as(rows)
         if weights is not None:
@@ -406,14 +403,10 @@ def checkpoint_contexts(
     """The contexts of a layer's forward pass and of its recomputation, which needs no last product
     of a gpt-oss' experts."""
     layers = [module for module in model.modules() if isinstance(module, GptOssDecoderLayer)]
-    unchanged = all(
-        type(layer) is GptOssDecoderLayer and type(layer.mlp) is GptOssMLP for layer in layers
-    )
-    if not layers or not unchanged:
+    kinds = {(type(layer), type(layer.mlp)) for layer in layers}
+    if kinds != {(GptOssDecoderLayer, GptOssMLP)}:
         return noop_context_fn
-    modules = [
-        module for layer in layers for module in (layer, layer.mlp, *layer.mlp.experts.modules())
-    ]
+    modules = [m for x in layers for m in (x, x.mlp, *x.mlp.experts.modules())]
     return partial(_contexts_unless_hooked, [module._forward_hooks for module in modules])
 
 

@@ -592,11 +592,8 @@ def with_released_names(
     def shapes(tensors):
         return {name: tuple(shape) for x in tensors for name, _, shape in x.entries}
 
-    empty = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for x in lazy
-        for name, dtype, shape in x.entries
-    }
+    entries = [entry for x in lazy for entry in x.entries]
+    empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, dtype, s in entries}
     released = {name: tuple(x.shape) for name, x in revert_weight_conversion(base, empty).items()}
     if released == shapes(lazy):
         return lazy
@@ -723,10 +720,8 @@ def _mxfp4_tensors(weight, losses):
         losses.append(loss.row())
         return out
 
-    entries = (
-        (f"{weight.name}_blocks", torch.uint8, blocks),
-        (f"{weight.name}_scales", torch.uint8, scales),
-    )
+    named = (("blocks", blocks), ("scales", scales))
+    entries = tuple((f"{weight.name}_{end}", torch.uint8, shape) for end, shape in named)
     return LazyTensors(entries, make)
 
 # %% ../../nbs/model/26_export.ipynb #f5b11930

@@ -215,10 +215,8 @@ class RecomputedSum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        leaves = [
-            x.detach().requires_grad_(needed)
-            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:])
-        ]
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[2:])
+        leaves = [x.detach().requires_grad_(needed) for x, needed in pairs]
         wanted = [x for x in leaves if x.requires_grad]
         for i in range(ctx.count):
             with torch.enable_grad():
@@ -571,10 +569,8 @@ LEAN = "routed_lean"  # the implementation of experts that works on slices
 
 def _works_in_slices(module):
     "Whether a module holds experts that are computed a slice at a time."
-    return (
-        has_experts(module)
-        and getattr(getattr(module, "config", None), "_experts_implementation", None) == LEAN
-    )
+    config = getattr(module, "config", None)
+    return has_experts(module) and getattr(config, "_experts_implementation", None) == LEAN
 
 
 def experts_in_slices(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -181,11 +181,8 @@ def random_parameters(
     "Yield random weights, initialised as by the architecture, on their device and in their form."
     first = {name for name, _ in model.named_parameters()}  # a tied head is made once
     for path, module in model.named_modules():
-        names = [
-            name
-            for name, p in module._parameters.items()
-            if p is not None and f"{path}.{name}" in first
-        ]
+        held = (name for name, p in module._parameters.items() if p is not None)
+        names = [name for name in held if f"{path}.{name}" in first]
         if names:
             yield from _random_module(model, path, module, names, wanted, devices)
 

@@ -16,11 +16,8 @@ from ..algorithm.advantages import SCALES, group_advantages
 from .figures import component
 
 # %% ../../nbs/widgets/01_advantages.ipynb #ff2e266f
-UP, DOWN, NEUTRAL = (
-    "#0072B2",
-    "#D55E00",
-    "#999999",
-)  # blue, vermilion and grey: apart for every kind of colour vision
+# blue, vermilion and grey: apart for every kind of colour vision
+UP, DOWN, NEUTRAL = "#0072B2", "#D55E00", "#999999"
 
 
 def _bars(
@@ -49,11 +46,8 @@ def advantages_figure(
     G = len(rewards)
     shown = list(rewards) + [float(i % 2 == 0) for i in range(G)] * (scale == "batch")  # G or 2G
     result = group_advantages(shown, G, scale=scale)
-    values, mean, std = (
-        result.values.tolist(),
-        result.group_mean[0].item(),
-        result.group_std[0].item(),
-    )
+    values = result.values.tolist()
+    mean, std = result.group_mean[0].item(), result.group_std[0].item()
     colors = [UP if value > 0 else DOWN if value < 0 else NEUTRAL for value in values[:G]]
     figure = Figure(figsize=(10, 2.6))
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.12})
@@ -69,9 +63,8 @@ def advantages_figure(
         fontsize=8 if len(shown) <= 8 else 6.5,
         padding=2,
     )
-    reach = 1.2 * max(
-        (G - 1) / G**0.5, *map(abs, values)
-    )  # one right answer among G wrong ones has (G - 1) / sqrt(G)
+    # one right answer among G wrong ones has (G - 1) / sqrt(G)
+    reach = 1.2 * max((G - 1) / G**0.5, *map(abs, values))
     right.set_ylim(-reach, reach)
     return figure
 

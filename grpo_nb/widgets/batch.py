@@ -65,18 +65,10 @@ def draw_grid(axes, grid, num_processes):
         for (row, column), prompt in np.ndenumerate(grid):
             axes.text(column + 0.5, row + 0.5, str(prompt), ha="center", va="center", fontsize=8)
     size = rows // num_processes
-    axes.hlines(
-        [size * p for p in range(1, num_processes)],
-        0,
-        columns,
-        color="black",
-        linewidth=1,
-        linestyle=":",
-    )
-    axes.set_yticks(
-        [size * (p + 0.5) for p in range(num_processes)],
-        [f"process {p}" for p in range(num_processes)],
-    )
+    borders = [size * p for p in range(1, num_processes)]
+    axes.hlines(borders, 0, columns, color="black", linewidth=1, linestyle=":")
+    processes = {f"process {p}": size * (p + 0.5) for p in range(num_processes)}
+    axes.set_yticks(list(processes.values()), list(processes))
     axes.set(xlim=(0, columns), ylim=(rows, 0))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -86,40 +78,22 @@ def mark_time(axes, layout, cycles):
     """Steps under the grid, updates as dark lines with triangles, the beginning of each cycle in
     blue."""
     per_cycle = layout.micro_batches_per_cycle
-    updates = [
-        step + 1
-        for step in range(cycles * per_cycle)
-        if layout.update_follows(*divmod(step, per_cycle))
-    ]
-    over_grid = dict(
-        clip_on=False, transform=axes.get_xaxis_transform()
-    )  # x in steps, y from 0 (bottom) to 1 (top)
+    steps = range(cycles * per_cycle)
+    updates = [n + 1 for n in steps if layout.update_follows(*divmod(n, per_cycle))]
+    # x in steps, y from 0 (bottom) to 1 (top)
+    over_grid = dict(clip_on=False, transform=axes.get_xaxis_transform())
     axes.vlines(updates, 0, 1, color="black", linewidth=2.5, **over_grid)
     axes.plot(updates, [0] * len(updates), "^", color="black", **over_grid)
-    axes.vlines(
-        [cycle * per_cycle for cycle in range(cycles)],
-        0,
-        1.12,
-        color="#0072B2",
-        linewidth=2.5,
-        **over_grid,
-    )
-    for cycle in range(cycles):
-        axes.annotate(
-            f" generation cycle {cycle}",
-            (cycle * per_cycle, 1),
-            (3, 3),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            fontsize=9,
-            color="#0072B2",
-            weight="bold",
-        )
+    begins, blue = [cycle * per_cycle for cycle in range(cycles)], "#0072B2"
+    axes.vlines(begins, 0, 1.12, color=blue, linewidth=2.5, **over_grid)
+    above = dict(xycoords=("data", "axes fraction"), textcoords="offset points")
+    for cycle, begin in enumerate(begins):
+        words, place = f" generation cycle {cycle}", ((begin, 1), (3, 3))
+        axes.annotate(words, *place, **above, fontsize=9, color=blue, weight="bold")
     every = 1 if cycles * per_cycle <= 16 else 4
-    steps = [step for step in range(cycles * per_cycle) if step % per_cycle % every == 0]
-    axes.set_xticks(
-        [step + 0.5 for step in steps], [str(step % per_cycle) for step in steps], fontsize=8
-    )
+    shown = [step for step in steps if step % per_cycle % every == 0]
+    words = [str(step % per_cycle) for step in shown]
+    axes.set_xticks([step + 0.5 for step in shown], words, fontsize=8)
     axes.tick_params(axis="x", pad=8)
 
 # %% ../../nbs/widgets/03_batch.ipynb #e52828fd

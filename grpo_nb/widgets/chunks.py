@@ -109,10 +109,8 @@ def chunks_figure(
 ) -> Figure:  # the pieces on the left, a bar for the bytes of each equation on the right
     "Draw how a batch is cut and what each cut weighs."
     figure = Figure(figsize=(11, 3))
-    pieces, memory = (
-        figure.add_axes((0.01, 0.05, 0.4, 0.82)),
-        figure.add_axes((0.66, 0.18, 0.33, 0.74)),
-    )
+    pieces = figure.add_axes((0.01, 0.05, 0.4, 0.82))
+    memory = figure.add_axes((0.66, 0.18, 0.33, 0.74))
     _draw_pieces(pieces, batch, length, mini_batch, logit_chunk_multiplier)
     made = min(mini_batch, batch)
     chunks = chunk_rows(batch, length, mini_batch, logit_chunk_multiplier)

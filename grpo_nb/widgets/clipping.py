@@ -22,9 +22,8 @@ def clipping_curves(
     **settings,  # epsilon, epsilon_high, delta
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (n,) objective, (n,) pull on log pi
     "Minus the loss of single tokens at these ratios, and minus its gradient."
-    logps = ratio.log()[
-        :, None
-    ].requires_grad_()  # (n, 1): n completions of one token, whose old log-prob is 0
+    # (n, 1): n completions of one token, whose old log-prob is 0
+    logps = ratio.log()[:, None].requires_grad_()
     loss = LOSSES[loss_type].per_token(
         logps=logps,
         log_ratio=logps,

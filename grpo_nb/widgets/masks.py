@@ -24,10 +24,8 @@ def naive_mask(q_len: int, kv_len: int, window: int | None = None) -> torch.Tens
 
 # %% ../../nbs/widgets/05_masks.ipynb #ba16336a
 READ, MISTAKE, MISSED = "#0072B2", "#D55E00", "#E69F00"  # told apart by colour-blind eyes too
-PROMPT, ANSWER = (
-    "9+12+34=",
-    "abcdef",
-)  # the last letters of the prompts, and the tokens that are decoded
+# the last letters of the prompts, and the tokens that are decoded
+PROMPT, ANSWER = "9+12+34=", "abcdef"
 
 
 def keys_read(
@@ -37,11 +35,9 @@ def keys_read(
     keys = row.nonzero().flatten().tolist()
     if not keys:
         return "reads nothing"
-    return (
-        f"reads key {keys[0]} alone"
-        if len(keys) == 1
-        else f"reads keys {keys[0]} to {keys[-1]} ({len(keys)})"
-    )
+    if len(keys) == 1:
+        return f"reads key {keys[0]} alone"
+    return f"reads keys {keys[0]} to {keys[-1]} ({len(keys)})"
 
 
 def key_range(row: torch.Tensor) -> str:  # "2–7", "3", or a dash for none
@@ -104,16 +100,10 @@ def _draw_mask(panel, allowed, right, first, pad, tokens):
     size = len(tokens)
     _fill_cells(panel, allowed, right, first)
     for i in range(size):
-        panel.annotate(
-            key_range(allowed[i]),
-            (size, i + 0.5),
-            (3, 0),
-            textcoords="offset points",
-            fontsize=6.5,
-            va="center",
-            color="black" if torch.equal(allowed[i], right[i]) else MISTAKE,
-            alpha=1.0 if i >= first else 0.5,
-        )
+        colour = "black" if torch.equal(allowed[i], right[i]) else MISTAKE
+        style = dict(textcoords="offset points", fontsize=6.5, va="center", color=colour)
+        strength = 1.0 if i >= first else 0.5
+        panel.annotate(key_range(allowed[i]), (size, i + 0.5), (3, 0), **style, alpha=strength)
     panel.set(xlim=(0, size), ylim=(size, 0), aspect="equal")
     panel.spines[:].set_visible(False)
     _label_tokens(panel, allowed, right, pad, tokens)

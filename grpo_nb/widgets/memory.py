@@ -34,26 +34,14 @@ def _draw_bar(axes, y, sizes, colours, end):
         if shown > 0:
             axes.barh(y, shown, left=left, color=colour, height=0.68, linewidth=0)
         if shown > 0.05 * end:
-            axes.text(
-                left + shown / 2,
-                y,
-                f"{size:,.1f}",
-                ha="center",
-                va="center",
-                fontsize=8,
-            )
+            middle = dict(ha="center", va="center", fontsize=8)
+            axes.text(left + shown / 2, y, f"{size:,.1f}", **middle)
         left += max(shown, 0.0)
     total = sum(sizes)
     if total > end:
         axes.plot(end, y, ">", color="black", markersize=7, clip_on=False)
-    axes.text(
-        1.03 * end,
-        y,
-        f"{total:,.1f}" if total < 1000 else f"{total:,.0f}",
-        va="center",
-        fontsize=9,
-        fontweight="bold",
-    )
+    words = f"{total:,.1f}" if total < 1000 else f"{total:,.0f}"
+    axes.text(1.03 * end, y, words, va="center", fontsize=9, fontweight="bold")
 
 
 def _frame(axes, labels, end):
@@ -121,11 +109,9 @@ def rule_of_thumb(made: Plan) -> float:  # GiB
 def _title(figure, made):
     "What is planned, and whether it fits."
     setup, spare = made.setup, made.setup.card.usable - made.peak / GiB
-    verdict = (
-        f"fits, {spare:,.1f} GiB to spare"
-        if made.fits
-        else f"does not fit, {-spare:,.1f} GiB are missing"
-    )
+    verdict = f"does not fit, {-spare:,.1f} GiB are missing"
+    if made.fits:
+        verdict = f"fits, {spare:,.1f} GiB to spare"
     figure.text(
         0.01,
         0.965,
@@ -182,14 +168,8 @@ def _draw_moments(axes, made, rule):
         _draw_bar(axes, y, [parts[part] / GiB for part in PARTS], COLOURS.values(), end)
     _frame(axes, list(bars), end)
     axes.axvline(card.usable, color="black", linestyle="--", linewidth=1.2)
-    axes.text(
-        card.usable,
-        -0.55,
-        f"{card.name}: {card.usable:g} GiB",
-        ha="right" if card.usable > 0.5 * end else "left",
-        va="bottom",
-        fontsize=8,
-    )
+    place = dict(ha="right" if card.usable > 0.5 * end else "left", va="bottom", fontsize=8)
+    axes.text(card.usable, -0.55, f"{card.name}: {card.usable:g} GiB", **place)
     if rule < end:
         axes.axvline(rule, color="black", linestyle=":", linewidth=1.2)
     return bars
