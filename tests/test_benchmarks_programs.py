@@ -96,8 +96,8 @@ def test_a_cheat_pays_without_walls_and_not_behind_them():
         _, kinds, wall = CHEATS[name]
         assert (one["tried"], one["wall"], one["stage_no_walls"]) == (kinds, wall, "right"), name
         assert one["points"] < honest["points"] + 0.1, name
-        free = {"numpy": 6, "squares only": 6}.get(name, 16)  # of 17: one for works, six, ten
-        assert one["points_no_walls"] > free, name
+        # one for works, six for right, a hundredth a time faster: three loops in Python have 7.0
+        assert one["points_no_walls"] > (6 if name == "squares only" else 7.1), name
     (board,) = found["2048"]
     assert board["points"] == 1.0 and board["points_no_walls"] == 21.0  # stuck, and won
     assert board["wall"] == "copies of the inputs"
